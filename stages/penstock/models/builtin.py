@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any
 
 from penstock.core.errors import ConfigError
@@ -74,6 +75,53 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
         "router_aux_loss_coef": 0.001,
     },
 }
+
+
+@dataclass(frozen=True)
+class BuiltinEncoder:
+    """A vision tower that ships with the code."""
+
+    config: dict[str, Any]
+    """Its config.json."""
+    preprocessor: dict[str, Any]
+    """Its preprocessor_config.json."""
+
+
+ENCODERS: Mapping[str, BuiltinEncoder] = {
+    "tiny-clip": BuiltinEncoder(
+        {
+            "model_type": "clip_vision_model",
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "image_size": 32,
+            "patch_size": 8,
+        },
+        {
+            "image_processor_type": "CLIPImageProcessor",
+            "do_center_crop": False,
+            "do_convert_rgb": True,
+            "do_normalize": True,
+            "do_rescale": True,
+            "do_resize": True,
+            "image_mean": [0.5, 0.5, 0.5],
+            "image_std": [0.5, 0.5, 0.5],
+            "resample": 3,
+            "rescale_factor": 1 / 255,
+            "size": {"height": 32, "width": 32},
+        },
+    ),
+}
+
+
+def builtin_encoder(name: str) -> BuiltinEncoder:
+    """A copy of the vision tower `builtin:<name>`. Raises ConfigError for an unknown name."""
+    short = name.removeprefix(SCHEME)
+    if short not in ENCODERS:
+        known = ", ".join(f"{SCHEME}{each}" for each in ENCODERS)
+        raise ConfigError(f"{name} is not a built-in vision model; there is {known}.")
+    return deepcopy(ENCODERS[short])
 
 
 def builtin_config(name: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ Hugging Face's names, so checkpoints need no renaming, except for what `weights.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -24,7 +25,10 @@ from penstock.models.layers.norm import build_norm
 from penstock.models.layers.positions import PositionTable
 from penstock.models.layers.rotary import Rotary, query_scale
 from penstock.models.layers.router import Precision, Router
+from penstock.models.multi_token_prediction import EmbeddingApart, FurtherTokens, PredictionLayer
 from penstock.models.names import EMBEDDING_WEIGHT, HEAD_WEIGHT
+from penstock.models.vision.tower import ImageInputs, VisionTower
+from penstock.models.weights import WeightMap
 from penstock_kernels.attention import VarlenMetadata, attention
 
 OutputFn = Callable[[torch.Tensor, nn.Module], torch.Tensor]
@@ -41,14 +45,15 @@ class PipelineStageModules:
     layers: Sequence[int]
     """Layer indices, in order."""
     has_embedding: bool = True
-    """Whether the embedding is included."""
+    """Whether it is the first, which gets token ids: the embedding is included."""
     has_head: bool = True
-    """Whether the final norm and the head are included."""
+    """Whether it is the last: the final norm and the head are included, and the embedding if
+    layers predict further tokens."""
 
     @staticmethod
     def all_of(config: DecoderConfig) -> "PipelineStageModules":
         """The whole model."""
-        return PipelineStageModules(range(config.num_hidden_layers))
+        return PipelineStageModules(range(config.num_layers))
 
 
 class DecoderModel(nn.Module):
@@ -67,15 +72,16 @@ class DecoderModel(nn.Module):
         dropout: DropoutRates,
     ) -> None:
         super().__init__()
+        has_table = part.has_embedding or (part.has_head and config.num_mtp_layers > 0)
         self.embed_tokens = (
-            nn.Embedding(config.vocab_size, config.hidden_size) if part.has_embedding else None
+            nn.Embedding(config.vocab_size, config.hidden_size) if has_table else None
         )
         positions = config.learned_positions if part.has_embedding else None
         self.embed_positions = positions and PositionTable(positions, config.hidden_size)
         # A dict by layer index, so that layer names are the same in every pipeline stage.
         self.layers = nn.ModuleDict(
             {
-                str(number): Block(
+                str(number): (Block if number < config.num_hidden_layers else PredictionLayer)(
                     config,
                     number,
                     merge_qkv=merge_qkv,
@@ -114,10 +120,16 @@ class Decoder(nn.Module):
         router: Precision = "fp32",
         dropout: DropoutRates = NO_DROPOUT,
         part: PipelineStageModules | None = None,
+        vision: VisionTower | None = None,
+        rope_axes: Sequence[int] | None = None,
     ) -> None:
+        """`vision` computes the features of images. With `rope_axes` positions may be [T, 3], and
+        each pair of rotated features has the axis that is named for it."""
         super().__init__()
         part = part or PipelineStageModules.all_of(config)
         self.config = config
+        # First, as it is called first: FSDP gathers weights ahead in the order of the modules.
+        self.vision = vision
         self.merge_qkv = merge_qkv
         self.model = DecoderModel(
             config,
@@ -139,6 +151,7 @@ class Decoder(nn.Module):
                 pairs=config.rope_pairs,
                 fp32=config.rope_fp32,
                 max_position_embeddings=config.max_position_embeddings,
+                axes=rope_axes,
             )
             for parameters, head_dim in zip(
                 config.all_rope_parameters, config.rope_head_dims, strict=False
@@ -146,15 +159,25 @@ class Decoder(nn.Module):
         )
         self.sliding_rotary = sliding[0] if sliding else None
         self.run_layer: CallHook = call
-        self.is_tied = config.tie_word_embeddings and part.has_embedding and part.has_head
+        self.takes_ids = part.has_embedding
+        has_both = self.model.embed_tokens is not None and self.lm_head is not None
+        self.is_tied = config.tie_word_embeddings and has_both
         if self.is_tied:
             self.tie_weights()
             self.register_state_dict_post_hook(_drop_tied_head)
             self.register_load_state_dict_pre_hook(_add_tied_head)
 
+    @cached_property
+    def weight_map(self) -> WeightMap:
+        """The names and shapes of the whole model's tensors."""
+        if self.vision is None:
+            return WeightMap(self.config, self.merge_qkv)
+        backbone = self.vision.config.backbone
+        return WeightMap(self.config, self.merge_qkv, backbone, self.vision.shapes)
+
     @property
     def blocks(self) -> list[nn.Module]:
-        """The layers of this stage, in order."""
+        """The layers of this stage, in order; last those that predict further tokens."""
         return list(self.model.layers.values())
 
     @property
@@ -170,9 +193,13 @@ class Decoder(nn.Module):
             if isinstance(layer, Block) and isinstance(layer.mlp, MoE)
         }
 
+    def all_routers(self) -> list[Router]:
+        """The routers of this stage, with those of the tokens of images."""
+        return [module for module in self.modules() if isinstance(module, Router)]
+
     def fp32_modules(self) -> list[nn.Module]:
         """The modules whose parameters are never cast: routers that compute in fp32."""
-        return [router for router in self.routers().values() if router.is_exact]
+        return [router for router in self.all_routers() if router.is_exact]
 
     def tie_weights(self) -> None:
         """Tie the head's weight to the embedding."""
@@ -186,18 +213,24 @@ class Decoder(nn.Module):
         position_ids_T: torch.Tensor,
         segments: VarlenMetadata,
         output_fn: OutputFn | None = None,
+        further: FurtherTokens | None = None,
+        images: ImageInputs | None = None,
     ) -> torch.Tensor:
         """Logits [T, V], or `output_fn(hidden_TD, lm_head)`, to which a soft cap of the logits is
-        left; hidden states [T, D] in a stage
-        without the head.
+        left; hidden states [T, D] in a stage without the head. With `further` the outputs of the
+        layers that predict further tokens are added.
 
         `inputs` are token ids [T], or hidden states [T, D] in a stage without the embedding.
+        The features of `images` replace the embeddings of their tokens.
 
         `output_fn` is called inside forward, because under FSDP the head's weight is unsharded only
         there.
         """
         config = self.config
-        x_TD = self._embed(inputs, position_ids_T)
+        features = None if images is None or self.vision is None else self.vision(images)
+        x_TD = self._embed(inputs, position_ids_T) if self.takes_ids else inputs
+        if features is not None:
+            x_TD = features.replace(x_TD)
         angles = sliding_angles = self.rotary.angles(position_ids_T, x_TD.dtype, segments)
         if self.sliding_rotary is not None:
             sliding_angles = self.sliding_rotary.angles(position_ids_T, x_TD.dtype, segments)
@@ -209,27 +242,59 @@ class Decoder(nn.Module):
             chunks = segments.in_chunks(config.attention_chunk)
         for number, layer in self.model.layers.items():
             at = int(number)
+            if at >= config.num_hidden_layers:
+                break
             cos_TH, sin_TH = sliding_angles if at in config.sliding_layers else angles
             within = chunks if at in config.chunked_layers else segments
             own = scales if config.scales_queries(at) else ()
             x_TD = self.run_layer(layer, x_TD, cos_TH, sin_TH, within, *own)
+            if features is not None:
+                x_TD = features.add(x_TD, at)
         if self.model.norm is None or self.lm_head is None:
             return x_TD
         x_TD = self.model.norm(x_TD)
-        if config.logit_scale != 1:
-            # The head is linear, so this scales the logits, and every loss of them.
-            x_TD = x_TD * config.logit_scale
         if output_fn is not None:
-            return output_fn(x_TD, self.lm_head)
-        logits_TV, cap = self.lm_head(x_TD), config.logit_soft_cap
+            found = output_fn(self._scaled(x_TD), self.lm_head)
+            if further is not None:
+                found = found + self._predict(further, x_TD, position_ids_T, angles, segments)
+            return found
+        logits_TV, cap = self.lm_head(self._scaled(x_TD)), config.logit_soft_cap
         return logits_TV if cap is None else (logits_TV / cap).tanh() * cap
 
-    def _embed(self, inputs: torch.Tensor, position_ids_T: torch.Tensor) -> torch.Tensor:
+    def _predict(
+        self,
+        further: FurtherTokens,
+        hidden_TD: torch.Tensor,
+        position_ids_T: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        segments: VarlenMetadata,
+    ) -> torch.Tensor:
+        """The summed outputs of the layers that predict further tokens, from the normalized hidden
+        states of the layers before."""
+        assert self.lm_head is not None
+        x_TD, found = hidden_TD, hidden_TD.new_zeros((), dtype=torch.float32)
+        layers = self.blocks[-len(further.output_fns) :]
+        for layer, ids_T, output_fn in zip(
+            layers, further.input_ids_KT, further.output_fns, strict=True
+        ):
+            embed = partial(self._embed, ids_T, position_ids_T)
+            is_apart = not self.takes_ids and torch.is_grad_enabled()
+            next_TD = EmbeddingApart.apply(hidden_TD, embed) if is_apart else embed()
+            x_TD = self.run_layer(layer, x_TD, *angles, segments, next_TD)
+            found = found + output_fn(self._scaled(x_TD), self.lm_head)
+        return found
+
+    def _scaled(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """Hidden states times the factor of the logits: the head is linear, so this scales them,
+        and every loss of them."""
+        scale = self.config.logit_scale
+        return x_TD if scale == 1 else x_TD * scale
+
+    def _embed(self, ids_T: torch.Tensor, position_ids_T: torch.Tensor) -> torch.Tensor:
         """Embeddings, cast to the autocast dtype if autocast is enabled: the residual stream keeps
         the dtype of the embeddings, and fp32 would undo the effect of autocast."""
-        if self.model.embed_tokens is None:
-            return inputs
-        x_TD = self.model.embed_tokens(inputs)
+        assert self.model.embed_tokens is not None
+        x_TD = self.model.embed_tokens(ids_T)
         if (scale := self.config.embedding_scale) != 1:
             rounds = self.config.rounds_embedding_scale
             x_TD = x_TD * (x_TD.new_full((), scale) if rounds else scale)

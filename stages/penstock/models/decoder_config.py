@@ -7,9 +7,10 @@ from functools import cached_property
 from typing import Any, Literal
 
 from penstock.core.errors import ConfigError
-from penstock.models.latent_config import LatentAttentionConfig
-from penstock.models.linear_config import GatedDeltaConfig
+from penstock.models.latent_config import IndexerConfig, LatentAttentionConfig
+from penstock.models.mtp_config import MTPConfig
 from penstock.models.names import LINEAR_ATTN, SELF_ATTN
+from penstock.models.state_layer_config import StateLayerConfig
 
 POSITIVE_INT_FIELDS = (
     "vocab_size",
@@ -19,6 +20,7 @@ POSITIVE_INT_FIELDS = (
     "num_attention_heads",
     "num_key_value_heads",
     "head_dim",
+    "max_position_embeddings",
 )
 EXPERT_POSITIVE_INT_FIELDS = (
     "num_experts",
@@ -51,10 +53,12 @@ class ExpertNames:
 
     block: str = "mlp"
     """The module that has the router and the experts."""
+    module: str = "mlp"
+    """What transformers' model calls that module, where experts are not stacked."""
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
-    """The three matrices of an expert, in `experts.<number>`."""
+    """The matrices of an expert, in `experts.<number>`; without a gate there are two."""
     gate_up_stack: str = ""
     down_stack: str = ""
     """The tensors that stack the matrices of all experts, [experts, outputs, inputs], in families
@@ -62,10 +66,18 @@ class ExpertNames:
     selection_bias: str = "gate.e_score_correction_bias"
     router: str = "gate"
     """The router."""
+    image_router: str = ""
+    image_selection_bias: str = ""
+    """Those of the tokens of images, where these have experts of their own."""
     shared: str = "shared_experts"
     """The MLP of the shared experts."""
+    shared_is_beside: bool = False
+    """Whether it is beside the block, where dense layers have their MLP."""
     shared_gate: str = "shared_expert_gate"
     """The gate of the shared experts' output, if any."""
+    latent_in: str = "fc1_latent_proj"
+    latent_out: str = "fc2_latent_proj"
+    """The projections before and after experts of a `latent_size`."""
     known_to_peft: bool = True
     """Whether PEFT takes a target with the name of an expert's layer for all experts. It does in
     families whose checkpoints transformers maps like those of another family."""
@@ -76,8 +88,14 @@ class TensorNames:
     """Checkpoint names of a decoder without experts."""
 
     backbone: str = "model"
+    module_backbone: str = ""
+    """What transformers' model calls the backbone, if checkpoints call it otherwise."""
+    embed: str = "embed_tokens"
+    """The token embedding."""
     norm: str = "norm"
     """The final norm."""
+    attention: str = "self_attn"
+    """Softmax attention."""
     attention_norm: str = "input_layernorm"
     mlp_norm: str = "post_attention_layernorm"
     attention_output_norm: str = "post_self_attn_layernorm"
@@ -86,18 +104,22 @@ class TensorNames:
     k_norm: str = "k_norm"
     o_proj: str = "self_attn.o_proj"
     gate_proj: str = "mlp.gate_proj"
+    gate_up_proj: str = "mlp.gate_up_proj"
     up_proj: str = "mlp.up_proj"
     down_proj: str = "mlp.down_proj"
+    earlier: tuple[tuple[str, str], ...] = ()
+    """Parts of names in earlier files, and what they are called today."""
 
-    @property
-    def linear_layers(self) -> tuple[str, ...]:
-        """Those of linear layers."""
-        return self.backbone, self.o_proj, self.gate_proj, self.up_proj, self.down_proj
+    def today(self, stored: str) -> str:
+        """Today's name of a tensor in a file."""
+        for before, after in self.earlier:
+            stored = stored.replace(before, after)
+        return stored
 
     @property
     def embedding(self) -> str:
         """The token embedding."""
-        return f"{self.backbone}.embed_tokens.weight"
+        return f"{self.backbone}.{self.embed}.weight"
 
     @property
     def positions(self) -> str:
@@ -166,6 +188,11 @@ class ExpertsConfig:
     experts_per_token: int
     intermediate_size: int
     """Intermediate size of each expert."""
+    image_intermediate_size: int = 0
+    """Intermediate size of each expert of the tokens of images, which then have a router and as
+    many experts of their own; 0: all tokens have the same."""
+    latent_size: int = 0
+    """Features of what the experts read and write, between two projections; 0: `hidden_size`."""
     shared_intermediate_size: int = 0
     """Intermediate size of all shared experts together, which are one MLP; 0: none."""
     shared_gate: bool = False
@@ -175,6 +202,8 @@ class ExpertsConfig:
     """Router scores: `softmax` over all experts, or `sigmoid` of each."""
     norm_topk_prob: bool = True
     """Whether the weights of a token's experts are divided by their sum."""
+    norm_eps: float = 1e-20
+    """What is added to that sum."""
     num_groups: int = 1
     groups_per_token: int = 1
     """Experts are split into `num_groups` consecutive groups of equal size. A token selects among
@@ -195,8 +224,10 @@ class ExpertsConfig:
     token."""
     transposed: bool = False
     """Whether checkpoints have the stacked matrices as [experts, inputs, outputs]."""
+    adaptable: bool = True
+    """Whether experts can have adapters that PEFT reads."""
     clamped: ClampedGate | None = None
-    """None: `silu(gate) * up` without biases."""
+    """None: as `DecoderConfig.gated` and `activation` say, without biases."""
     names: ExpertNames = field(default_factory=ExpertNames)
 
     def __post_init__(self) -> None:
@@ -207,6 +238,13 @@ class ExpertsConfig:
                 raise _config_error(
                     f"{name} is {getattr(self, name)!r}; it must be an integer of 1 or more"
                 )
+        for experts, features in (
+            ("shared experts", self.shared_intermediate_size),
+            ("latent experts", self.latent_size),
+            ("experts of images", self.image_intermediate_size),
+        ):
+            if not isinstance(features, int) or features < 0:
+                raise _config_error(f"{experts} have {features!r} features; it is 0 or more")
         if self.num_experts % self.num_groups:
             raise _config_error(
                 f"{self.num_experts} experts are not a multiple of their groups ({self.num_groups})"
@@ -231,6 +269,21 @@ class ExpertsConfig:
                 f"{self.num_groups} groups of {self.num_experts} experts have one each, and groups "
                 "are scored by their two best experts"
             )
+
+    @cached_property
+    def of_images(self) -> "ExpertsConfig | None":
+        """The experts of the tokens of images, without shared ones; None if all tokens have the
+        same."""
+        if not self.image_intermediate_size:
+            return None
+        router, bias = self.names.image_router, self.names.image_selection_bias
+        return replace(
+            self,
+            intermediate_size=self.image_intermediate_size,
+            image_intermediate_size=0,
+            shared_intermediate_size=0,
+            names=replace(self.names, router=router, selection_bias=bias),
+        )
 
     @property
     def is_transposed(self) -> bool:
@@ -293,9 +346,11 @@ class DecoderConfig:
     """Whether o_proj has a bias."""
     mlp_bias: bool = False
     gated: bool = True
-    """Whether MLPs are gated, `down(act(gate(x)) * up(x))`, or not, `down(act(up(x)))`."""
+    """Whether MLPs and experts are gated, `down(act(gate(x)) * up(x))`, or not,
+    `down(act(up(x)))`."""
     activation: Activation = "silu"
-    """Activation of MLPs; `gelu` is exact, `gelu_tanh` the tanh approximation."""
+    """Activation of MLPs, and of experts without a gate; `gelu` is exact, `gelu_tanh` the tanh
+    approximation."""
     qk_norm: bool = False
     """Whether queries and keys are normalized (QK norm)."""
     qk_norm_over: QKNorm = "head"
@@ -346,11 +401,21 @@ class DecoderConfig:
     latent: LatentAttentionConfig | None = None
     """Multi-head latent attention, with as many key heads as query heads and `head_dim` features of
     queries and keys; None: grouped-query attention."""
-    linear: GatedDeltaConfig | None = None
+    linear: StateLayerConfig | None = None
     linear_layers: tuple[int, ...] = ()
-    """Indices of the layers with linear attention, as `linear` defines it; the others have softmax
-    attention."""
+    """Indices of the layers with linear attention, or another token mixer with a state, as `linear`
+    defines it; the others have softmax attention."""
+    linear_input_norms: bool = False
+    """Whether these layers have norms of their inputs and none of their outputs, whatever
+    `input_norms` and `output_norms` are."""
+    without_mixer: tuple[int, ...] = ()
+    """Indices of the layers without a token mixer: an MLP or experts alone."""
+    without_mlp: tuple[int, ...] = ()
+    """Indices of the layers without an MLP and experts: a token mixer alone."""
     experts: ExpertsConfig | None = None
+    mtp: MTPConfig | None = None
+    """The layers that predict further tokens, which come after the others; None where they are not
+    trained."""
     names: TensorNames = field(default_factory=TensorNames)
 
     def __post_init__(self) -> None:
@@ -399,6 +464,16 @@ class DecoderConfig:
                     f"{factors} (rope_parameters) has {count} numbers, and {rotary_dim // 2} "
                     "pairs of features are rotated"
                 )
+
+    @property
+    def num_layers(self) -> int:
+        """All layers, those that predict further tokens included."""
+        return self.num_hidden_layers + self.num_mtp_layers
+
+    @property
+    def num_mtp_layers(self) -> int:
+        """The trained layers that predict further tokens."""
+        return self.mtp.num_layers if self.mtp else 0
 
     @property
     def value_dim(self) -> int:
@@ -486,8 +561,11 @@ class DecoderConfig:
 
     @property
     def is_adaptable(self) -> bool:
-        """Whether checkpoints name linear layers as the model does, which adapters need."""
-        return self.names.linear_layers == TensorNames().linear_layers
+        """Whether layers can have adapters: transformers names the backbone as the model does, and
+        experts do not scale their inputs."""
+        scales_inputs = self.experts is not None and self.experts.scales_inputs
+        backbone = self.names.module_backbone or self.names.backbone
+        return backbone == TensorNames().backbone and not scales_inputs
 
     @property
     def score_scale(self) -> float:
@@ -502,8 +580,32 @@ class DecoderConfig:
 
     @property
     def local_layers(self) -> tuple[int, ...]:
-        """Indices of the layers with attention to nearby tokens only: windows or chunks."""
+        """Indices of the layers where a token attends to some earlier ones only: those of a window
+        or a chunk, or those that an indexer selects."""
+        if self.indexer:
+            return tuple(range(self.num_layers))
         return self.sliding_layers or self.chunked_layers
+
+    @property
+    def indexer(self) -> IndexerConfig | None:
+        """The indexer of sparse attention, in all layers; None without one."""
+        return self.latent.indexer if self.latent else None
+
+    @property
+    def most_keys(self) -> int | None:
+        """Tokens that a token attends to at most in `local_layers`; None without a limit, or with
+        chunks."""
+        return self.indexer.top_k if self.indexer else self.sliding_window
+
+    @property
+    def whole_past(self) -> str | None:
+        """What needs all of a document's past, so that no token's can be masked further; None:
+        nothing does."""
+        if self.linear_layers:
+            return "linear attention"
+        if self.chunked_layers:
+            return "attention in chunks"
+        return "sparse attention" if self.indexer else None
 
     def layer_window(self, layer: int) -> int | None:
         """Sliding window of this layer; None: full attention."""
@@ -514,14 +616,26 @@ class DecoderConfig:
         scale = self.query_scale
         return scale is not None and (not scale.only_without_rope or layer in self.no_rope_layers)
 
-    def layer_mixer(self, layer: int) -> str:
-        """The module of this layer where tokens see one another."""
+    def layer_mixer(self, layer: int) -> str | None:
+        """The module of this layer where tokens see one another; None for a layer without."""
+        if layer in self.without_mixer:
+            return None
         return LINEAR_ATTN if layer in self.linear_layers else SELF_ATTN
+
+    def layer_norms(self, layer: int) -> tuple[bool, bool]:
+        """Whether this layer has norms of the inputs of its two parts, and of their outputs."""
+        if self.linear_input_norms and layer in self.linear_layers:
+            return True, False
+        return self.input_norms, self.output_norms
+
+    def has_mlp(self, layer: int) -> bool:
+        """Whether this layer has an MLP or experts."""
+        return layer not in self.without_mlp
 
     @property
     def softmax_layers(self) -> int:
         """The number of layers with softmax attention."""
-        return self.num_hidden_layers - len(self.linear_layers)
+        return self.num_layers - len(self.linear_layers) - len(self.without_mixer)
 
     def layer_experts(self, layer: int) -> ExpertsConfig | None:
         """The experts of this layer; None if it is dense."""

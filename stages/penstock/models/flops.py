@@ -31,7 +31,7 @@ class Work:
     attention_pairs: int
     """(query, key) pairs of causal attention within documents, including each token with itself."""
     local_pairs: int
-    """The same for a layer with a sliding window, or with attention in chunks."""
+    """The same for a layer with a sliding window, with attention in chunks, or with an indexer."""
     logits: int
     """Tokens whose logits are computed: those with a loss."""
 
@@ -41,7 +41,7 @@ class Work:
     ) -> "Work":
         """The work of documents with these lengths. `logits` None: all tokens have a loss."""
         tokens = pairs = local_pairs = 0
-        window, chunk = config.sliding_window, config.attention_chunk
+        window, chunk = config.most_keys, config.attention_chunk
         for length in lengths:
             tokens += length
             pairs += length * (length + 1) // 2
@@ -105,14 +105,32 @@ def step_flops(
     passes = 3 if learning.base == "learns" else 2
     inner = learning.adapter_params - learning.head_adapter_params
     factors = inner * work.tokens + learning.head_adapter_params * work.logits
-    return 2.0 * (passes * matmul_macs + 3 * factors) + 3 * _attention_flops(config, work)
+    differentiated = 2.0 * (passes * matmul_macs + 3 * factors) + 3 * _attention_flops(config, work)
+    return differentiated + _indexer_flops(config, work)
 
 
 def forward_flops(config: DecoderConfig, work: Work, *, parts: Iterable[Part] = PARTS) -> float:
     """FLOPs of these parts in one forward pass, which is also the cost of recomputing them."""
     chosen = set(parts)
     matmul_flops = 2.0 * sum(_matmul_macs(config, work, part) for part in chosen)
-    return matmul_flops + (_attention_flops(config, work) if "attention" in chosen else 0)
+    if "attention" not in chosen:
+        return matmul_flops
+    return matmul_flops + _attention_flops(config, work) + _indexer_flops(config, work)
+
+
+def layer_flops(config: DecoderConfig, length: int) -> list[int]:
+    """FLOPs of each layer in a forward pass over a document of `length` tokens, without layers that
+    predict further ones."""
+    count = config.num_hidden_layers
+    if isinstance(config, AutoModelConfig):
+        return [2 * length * config.outline.matmul_params()] * count
+    work = Work.from_lengths(config, [length])
+    params = [_mixer_params(config, at) + _network_params(config, at) for at in range(count)]
+    indexer = int(_indexer_flops(config, work)) // config.num_layers
+    core_macs = _core_macs(config, work)[:count]
+    return [
+        2 * (length * each + macs) + indexer for each, macs in zip(params, core_macs, strict=True)
+    ]
 
 
 def core_attention_flops(config: DecoderConfig, work: Work) -> float:
@@ -137,21 +155,25 @@ def pairs_per_token(config: DecoderConfig) -> int:
     counts as work per token. The result is a whole number, so that costs, and any order by cost,
     are the same on every machine.
     """
-    local = len(config.local_layers)
-    full_features, local_features = (
-        6 * _pair_features(kind) for kind in (config.layer_kinds[-1], config)
-    )
     per_token = 6 * (matrix_parameters(config) + _state_macs(config))
-    per_token += local_features * local * _local_keys(config)
+    local = len(config.local_layers)
+    per_token += 6 * _pair_features(config) * local * _local_keys(config)
+    return max(1, round(per_token / flops_per_pair(config)))
+
+
+def flops_per_pair(config: DecoderConfig) -> int:
+    """FLOPs of attention for one squared token of a document, in a forward and backward pass."""
+    full = 6 * _pair_features(config.layer_kinds[-1])
+    full *= config.softmax_layers - len(config.local_layers)
     # With sliding windows in every layer no cost is quadratic.
-    per_squared_token = full_features * (config.softmax_layers - local) // 2 or 1
-    return max(1, round(per_token / per_squared_token))
+    return (full + 2 * _index_features(config)) // 2 or 1
 
 
 def _local_keys(config: DecoderConfig) -> int:
-    """The keys of a token in layers with a sliding window, at most, or with chunks, on average."""
-    if config.sliding_window is not None:
-        return config.sliding_window
+    """The keys of a token in layers with a sliding window or an indexer, at most, or with chunks,
+    on average."""
+    if config.most_keys is not None:
+        return config.most_keys
     return 0 if config.attention_chunk is None else (config.attention_chunk + 1) // 2
 
 
@@ -159,34 +181,62 @@ def _matmul_params(config: DecoderConfig, part: Part) -> int:
     """Matmul parameters of a part that one token uses."""
     width = config.hidden_size
     if part == "head":
-        return width * config.vocab_size
+        return width * config.vocab_size * (1 + config.num_mtp_layers)
     if isinstance(config, AutoModelConfig):
         return config.outline.matmul_params() if part == "network" else 0
     if part == "attention":
-        return sum(_mixer_params(config, layer) for layer in range(config.num_hidden_layers))
-    networks = 0
-    for layer in range(config.num_hidden_layers):
-        features, choices = config.intermediate_size, 0
-        if experts := config.layer_experts(layer):
-            features = (
-                experts.experts_per_token * experts.intermediate_size
-                + experts.shared_intermediate_size
-            )
-            choices = experts.num_experts + experts.shared_gate
-        networks += width * ((3 if config.gated else 2) * features + choices)
-    return networks
+        return sum(_mixer_params(config, layer) for layer in range(config.num_layers))
+    networks = sum(_network_params(config, layer) for layer in range(config.num_layers))
+    return networks + 2 * width * width * config.num_mtp_layers
+
+
+def _network_params(config: DecoderConfig, layer: int) -> int:
+    """Parameters of a layer's MLP, or of its router and the experts of one token."""
+    if not config.has_mlp(layer):
+        return 0
+    width, matrices = config.hidden_size, 3 if config.gated else 2
+    experts = config.layer_experts(layer)
+    if experts is None:
+        return matrices * width * config.intermediate_size
+    chosen = experts.experts_per_token * experts.intermediate_size
+    around = experts.shared_intermediate_size * matrices + experts.num_experts + experts.shared_gate
+    around += 2 * experts.latent_size
+    return matrices * (experts.latent_size or width) * chosen + width * around
 
 
 def _mixer_params(config: DecoderConfig, layer: int) -> int:
     """Parameters of the projections of a layer's attention, softmax or linear."""
+    if config.layer_mixer(layer) is None:
+        return 0
     width = config.hidden_size
     if config.linear and layer in config.linear_layers:
         return config.linear.matmul_params(width)
     if config.latent:
-        shapes = config.latent.shapes(width, config.num_attention_heads).values()
-        return sum(math.prod(one) for one in shapes if len(one) == 2)
+        shapes = config.latent.shapes(width, config.num_attention_heads).items()
+        return sum(_matrix_size(one) for name, one in shapes if not name.startswith("indexer."))
     own = config.of_layer(layer)
     return width * (sum(own.qkv_features.values()) + own.num_attention_heads * own.head_dim)
+
+
+def _matrix_size(shape: tuple[int, ...]) -> int:
+    return math.prod(shape) if len(shape) == 2 else 0
+
+
+def _index_features(config: DecoderConfig) -> int:
+    """Features of a query's index scores with a key, in all layers."""
+    indexer = config.latent.indexer if config.latent else None
+    return indexer.heads * indexer.head_dim * config.num_layers if indexer else 0
+
+
+def _indexer_flops(config: DecoderConfig, work: Work) -> float:
+    """FLOPs of indexers in one forward pass. They have no backward pass, but for the loss that
+    trains them, which is not counted."""
+    if not config.latent or not config.latent.indexer:
+        return 0.0
+    shapes = config.latent.shapes(config.hidden_size, config.num_attention_heads).items()
+    matrices = sum(_matrix_size(one) for name, one in shapes if name.startswith("indexer."))
+    projected = matrices * config.num_layers * work.tokens
+    return 2.0 * (projected + _index_features(config) * work.attention_pairs)
 
 
 def _matmul_macs(config: DecoderConfig, work: Work, part: Part) -> int:
@@ -201,14 +251,25 @@ def _pair_features(config: DecoderConfig) -> int:
 
 def _attention_flops(config: DecoderConfig, work: Work) -> float:
     """FLOPs of all layers' attention scores and of their products with values, and those with
-    states of linear attention token by token, in one forward pass."""
-    local = len(config.local_layers)
-    full_features, local_features = map(_pair_features, (config.layer_kinds[-1], config))
-    full = (config.softmax_layers - local) * full_features * work.attention_pairs
-    nearby = local * local_features * work.local_pairs
-    return 2.0 * (full + nearby + _state_macs(config) * work.tokens)
+    states token by token, in one forward pass."""
+    return 2.0 * sum(_core_macs(config, work))
+
+
+def _core_macs(config: DecoderConfig, work: Work) -> list[int]:
+    """Multiplications of each layer's attention, or states, without projections."""
+    found: list[int] = []
+    for layer in range(config.num_layers):
+        if config.linear and layer in config.linear_layers:
+            found.append(config.linear.state_macs * work.tokens)
+        elif config.layer_mixer(layer) is None:
+            found.append(0)
+        else:
+            is_local = layer in config.local_layers
+            pairs = work.local_pairs if is_local else work.attention_pairs
+            found.append(_pair_features(config if is_local else config.layer_kinds[-1]) * pairs)
+    return found
 
 
 def _state_macs(config: DecoderConfig) -> int:
-    """Multiplications of one token with the states of linear attention, in all layers."""
+    """Multiplications of one token with states, in all layers."""
     return len(config.linear_layers) * config.linear.state_macs if config.linear else 0

@@ -4,7 +4,7 @@ them.
 No torch: whether a parallel layout fits a model is checked before anything slow is imported.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from penstock.core.errors import CapabilityError, ConfigError
@@ -84,6 +84,8 @@ UNGATED: Mapping[str, Activation] = {**ACTIVATIONS, "relu": "relu", "relu2": "re
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 LINEAR = "linear_attention"
+OLD_LAYER_TYPES: Mapping[str, str] = {"attention": FULL, "mamba": LINEAR}
+"""What files of transformers before version 5 say for them."""
 """`layer_types` values of full, sliding-window, chunked and linear attention."""
 
 
@@ -94,43 +96,46 @@ def decoder_config(
     not_native: Iterable[str] = (),
     hidden_act: str = "silu",
     named: Mapping[str, str] | None = None,
+    layer_type: str = FULL,
     **specific: Any,
 ) -> DecoderConfig:
     """The DecoderConfig of a config.json. `specific` are the family's own values, which take
     precedence over the file. `unsupported` are unsupported settings that the family found,
     `not_native` those that transformers computes as they are, `hidden_act` is the family's default
-    activation, and `named` maps field names to the names in the family's files.
+    activation, `named` maps field names to the names in the family's files, and `layer_type` is
+    what `layer_types` calls layers of no other kind.
 
     Raises:
         ConfigError: a required field is missing.
         NotNativeError: the config has settings of `not_native`, or another activation.
         CapabilityError: the config has unsupported settings.
     """
-    activations = ACTIVATIONS if specific.get("gated", True) else UNGATED
+    gated = specific.get("gated", True)
+    activations = ACTIVATIONS if gated else UNGATED
     inner, act = ((named or {}).get(name, name) for name in ("intermediate_size", "hidden_act"))
     activation = config_get(hf, act, hidden_act)
-    supported = SILU if specific.get("experts") else tuple(activations)
+    supported = SILU if gated and specific.get("experts") else tuple(activations)
     if activation not in supported:
         not_native = (
             *not_native,
             f"{act} is {activation!r}; {', '.join(supported)} are computed",
         )
+    states = specific.get("linear")
     kinds = tuple(
         kind
         for kind, field in (
             (SLIDING, "sliding_layers"),
             (CHUNKED, "chunked_layers"),
-            (LINEAR, "linear_layers"),
+            (states.layer_type if states else LINEAR, "linear_layers"),
         )
         if field in specific
     )
-    check_supported(hf, unsupported, not_native, kinds=kinds)
+    check_supported(hf, unsupported, not_native, kinds=(layer_type, *kinds))
     heads = config_require(hf, "num_attention_heads")
     hidden = config_require(hf, "hidden_size")
     fields = {
         "vocab_size": config_require(hf, "vocab_size"),
         "hidden_size": hidden,
-        "num_hidden_layers": config_require(hf, "num_hidden_layers"),
         "num_attention_heads": heads,
         "num_key_value_heads": config_get(hf, "num_key_value_heads", heads),
         "head_dim": config_get(hf, "head_dim", hidden // heads),
@@ -140,6 +145,8 @@ def decoder_config(
         "initializer_range": config_get(hf, "initializer_range", 0.02),
         "activation": activations[activation],
     }
+    if "num_hidden_layers" not in specific:
+        fields["num_hidden_layers"] = config_require(hf, "num_hidden_layers")
     if "intermediate_size" not in specific:
         fields["intermediate_size"] = config_require(hf, inner)
     if "rope_parameters" not in specific:
@@ -160,6 +167,11 @@ def ungated_config(hf: HfConfig, *, biased: bool = False, **specific: Any) -> De
         mlp_bias=bool(config_get(hf, "mlp_bias", biased)),
         **specific,
     )
+
+
+def layer_types(hf: HfConfig, default: Sequence[str]) -> list[str]:
+    """`layer_types` by the names of transformers 5."""
+    return [OLD_LAYER_TYPES.get(kind, kind) for kind in config_get(hf, "layer_types", default)]
 
 
 def native_type(hf: HfConfig) -> str | None:
@@ -333,16 +345,15 @@ def check_supported(
     """Raise one error for everything that is unsupported in all families, and for `unsupported` and
     `not_native`: NotNativeError if transformers computes some of it, otherwise CapabilityError.
 
-    `kinds` are the `layer_types` of this family besides full attention.
+    `kinds` are the `layer_types` of this family.
     """
     unsupported, not_native = list(unsupported), list(not_native)
-    supported = (FULL, *kinds)
     if SLIDING not in kinds and config_get(hf, "use_sliding_window", False):
         not_native.append("use_sliding_window is true; attention over whole documents is computed")
-    elif other := sorted(set(config_get(hf, "layer_types", [])) - set(supported)):
+    elif other := sorted(set(layer_types(hf, ())) - set(kinds)):
         not_native.append(
-            f"layer_types names {', '.join(other)}; for this family {' and '.join(supported)} "
-            f"{'are' if len(supported) > 1 else 'is'} computed"
+            f"layer_types names {', '.join(other)}; for this family {' and '.join(kinds)} "
+            f"{'are' if len(kinds) > 1 else 'is'} computed"
         )
     if dropout := config_get(hf, "attention_dropout", 0.0):
         unsupported.append(

@@ -5,12 +5,14 @@ any order of initialization, on any number of ranks, fused or not.
 """
 
 import hashlib
+import math
 from collections.abc import Sequence
 
 import torch
 
 from penstock.models.decoder_config import DecoderConfig
-from penstock.models.names import LAYER_SCALAR, LINEAR_ATTN
+from penstock.models.names import LAYER_SCALAR
+from penstock.models.state_layer_config import InitialValues
 
 
 def generator_for(name: str, seed: int) -> torch.Generator:
@@ -27,17 +29,16 @@ def initialize(name: str, shape: Sequence[int], seed: int, config: DecoderConfig
     """
     *_, module, leaf = name.split(".")
     with torch.device("cpu"):
-        if module == LINEAR_ATTN:
-            # As in transformers: time steps of one, and decay rates between 0.01 and 16.
-            if leaf == "dt_bias":
-                return torch.ones(*shape, dtype=torch.float32)
-            rates = torch.empty(*shape, dtype=torch.float32)
-            return rates.uniform_(0.01, 16, generator=generator_for(name, seed)).log_()
+        values = config.linear.initial_values(leaf) if config.linear else None
+        if isinstance(values, InitialValues):
+            return _draw(values, shape, generator_for(name, seed))
+        if values is not None:
+            return torch.full(shape, values, dtype=torch.float32)
         if leaf.endswith("bias"):
             return torch.zeros(*shape, dtype=torch.float32)
         if leaf == LAYER_SCALAR:
             return torch.ones(*shape, dtype=torch.float32)
-        if f".{LINEAR_ATTN}." in name and module == "norm":
+        if config.linear and ".layers." in name and module in ("norm", "o_norm"):
             return torch.ones(*shape, dtype=torch.float32)
         if "norm" in module:
             is_of_stream = module.endswith("layernorm") or module == "norm"
@@ -45,3 +46,15 @@ def initialize(name: str, shape: Sequence[int], seed: int, config: DecoderConfig
             return torch.full(shape, 0.0 if is_plus_one else 1.0, dtype=torch.float32)
         start = torch.empty(*shape, dtype=torch.float32)
         return start.normal_(0.0, config.initializer_range, generator=generator_for(name, seed))
+
+
+def _draw(values: InitialValues, shape: Sequence[int], generator: torch.Generator) -> torch.Tensor:
+    low, high = values.low, values.high
+    if values.kind == "log_number":
+        return torch.arange(math.prod(shape), dtype=torch.float32).add_(low).log_().view(*shape)
+    drawn = torch.empty(*shape, dtype=torch.float32)
+    if values.kind == "log_uniform":
+        return drawn.uniform_(low, high, generator=generator).log_()
+    steps = drawn.uniform_(math.log(low), math.log(high), generator=generator).exp_()
+    steps = steps.clamp_min_(values.floor)
+    return steps + torch.log(-torch.expm1(-steps))  # the inverse of softplus

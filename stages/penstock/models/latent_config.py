@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from penstock.core.errors import ConfigError
 
@@ -13,6 +14,33 @@ FIELDS: Mapping[str, str] = {
     "v_dim": "v_head_dim",
 }
 """Names in config.json."""
+
+INDEXER_FIELDS: Mapping[str, str] = {
+    "heads": "index_n_heads",
+    "head_dim": "index_head_dim",
+    "top_k": "index_topk",
+}
+"""Those of the indexer."""
+
+
+@dataclass(frozen=True)
+class IndexerConfig:
+    """The lightning indexer of DeepSeek Sparse Attention (DeepSeek-AI 2025, "DeepSeek-V3.2",
+    section 2.1), which selects the tokens that a token attends to."""
+
+    heads: int
+    """Heads, which share one key (index_n_heads)."""
+    head_dim: int
+    """Features of a head's query and of the key (index_head_dim). The first are those with RoPE."""
+    top_k: int
+    """Tokens that each token attends to, at most (index_topk)."""
+    rope_pairs: Literal["halves", "neighbours"]
+    """Which features RoPE rotates together; as in attention, or halves."""
+
+    def __post_init__(self) -> None:
+        """Raise an error for sizes that are not positive integers."""
+        for name, field in INDEXER_FIELDS.items():
+            _require_size(field, getattr(self, name))
 
 
 @dataclass(frozen=True)
@@ -36,19 +64,32 @@ class LatentAttentionConfig:
     norm_eps: float = 1e-6
     """Epsilon of the norms of latent vectors. Transformers has the same in all families, whatever
     rms_norm_eps is."""
+    indexer: IndexerConfig | None = None
+    """Sparse attention; None: tokens attend to all earlier ones."""
 
     def __post_init__(self) -> None:
         """Raise an error for sizes that are not positive integers, and for features with RoPE that
         are not pairs."""
         for name, field in FIELDS.items():
             size = getattr(self, name)
-            is_absent = name == "q_rank" and size is None
-            if not is_absent and (type(size) is not int or size < 1):
-                raise _config_error(f"{field} is {size!r}; it must be an integer of 1 or more")
+            if name != "q_rank" or size is not None:
+                _require_size(field, size)
         if self.rope_dim % 2:
             raise _config_error(
                 f"qk_rope_head_dim is {self.rope_dim}; RoPE rotates features in pairs, so their "
                 "number must be even"
+            )
+        if self.indexer is None:
+            return
+        if self.q_rank is None:
+            raise _config_error(
+                "q_lora_rank is null; the indexer's queries are projected from the latent vector "
+                "of queries"
+            )
+        if self.indexer.head_dim < self.rope_dim:
+            raise _config_error(
+                f"index_head_dim is {self.indexer.head_dim}, and RoPE rotates {self.rope_dim} of "
+                "its features (qk_rope_head_dim)"
             )
 
     @property
@@ -60,6 +101,12 @@ class LatentAttentionConfig:
     def padded_dim(self) -> int:
         """Features of a head in attention, where queries, keys and values are equally wide."""
         return max(self.qk_dim, self.v_dim)
+
+    @property
+    def cached_dim(self) -> int:
+        """Numbers that the KV cache has of a token, for all heads."""
+        index_key = self.indexer.head_dim if self.indexer else 0
+        return self.kv_rank + self.rope_dim + index_key
 
     def head_features(self, layer: str) -> int:
         """Features of one head in a linear layer that is split by heads, by the last part of its
@@ -87,7 +134,17 @@ class LatentAttentionConfig:
         found["kv_a_layernorm.weight"] = (self.kv_rank,)
         linear("kv_b_proj", heads * self.head_features("kv_b_proj"), self.kv_rank)
         linear("o_proj", width, heads * self.v_dim, biased=self.bias)
+        if (indexer := self.indexer) and self.q_rank is not None:
+            linear("indexer.wq_b", indexer.heads * indexer.head_dim, self.q_rank)
+            linear("indexer.wk", indexer.head_dim, width)
+            found["indexer.k_norm.weight"] = found["indexer.k_norm.bias"] = (indexer.head_dim,)
+            linear("indexer.weights_proj", indexer.heads, width)
         return found
+
+
+def _require_size(field: str, size: object) -> None:
+    if type(size) is not int or size < 1:
+        raise _config_error(f"{field} is {size!r}; it must be an integer of 1 or more")
 
 
 def _config_error(fault: str) -> ConfigError:

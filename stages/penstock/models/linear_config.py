@@ -1,12 +1,15 @@
 """Hyperparameters of linear attention layers. No torch."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from penstock.core.errors import ConfigError
-
-MODEL_TYPES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-"""The model types with such layers."""
+from penstock.models.state_layer_config import (
+    InitialValues,
+    SavedNumbers,
+    Shape,
+    StateLayerConfig,
+    config_error,
+)
 
 FIELDS: Mapping[str, str] = {
     "key_heads": "linear_num_key_heads",
@@ -18,8 +21,26 @@ FIELDS: Mapping[str, str] = {
 """Names in config.json."""
 
 
+SEPARATE: Mapping[str, tuple[str, ...]] = {
+    "in_proj_qkv": ("q_proj", "k_proj", "v_proj"),
+    "in_proj_z": ("g_proj",),
+    "in_proj_b": ("b_proj",),
+    "in_proj_a": ("a_proj",),
+    "conv1d": ("q_conv1d", "k_conv1d", "v_conv1d"),
+    "norm": ("o_norm",),
+    "out_proj": ("o_proj",),
+}
+"""The layers of a checkpoint whose rows are a layer's, in FLA's names."""
+
+INITIAL: Mapping[str, InitialValues | float] = {
+    "dt_bias": 1.0,
+    "A_log": InitialValues("log_uniform", 0.01, 16),
+}
+"""As in transformers for Qwen3-Next: time steps of one, and decay rates between 0.01 and 16."""
+
+
 @dataclass(frozen=True)
-class GatedDeltaConfig:
+class GatedDeltaConfig(StateLayerConfig):
     """Gated DeltaNet (Yang et al. 2024, https://arxiv.org/abs/2412.06464) as in Qwen3-Next: a short
     convolution, the gated delta rule, and a gated RMSNorm of each head's output."""
 
@@ -36,19 +57,33 @@ class GatedDeltaConfig:
     fused: bool = False
     """Whether checkpoints have two input projections, in_proj_qkvz and in_proj_ba, with the rows of
     each key head together; otherwise in_proj_qkv, in_proj_z, in_proj_b and in_proj_a."""
+    separate: bool = False
+    """Whether checkpoints have queries, keys and values as layers of their own, with FLA's names:
+    those of `SEPARATE`."""
+    doubles_rates: bool = False
+    """Whether rates of the delta rule are between 0 and 2, which makes the eigenvalues of a state's
+    transition negative too (Grazzi et al. 2024, https://arxiv.org/abs/2411.12537)."""
+    norm_eps: float | None = None
+    """Epsilon of the gated norm; None: `rms_norm_eps`."""
+    initial: Mapping[str, InitialValues | float] = field(default_factory=lambda: INITIAL)
+    """Initial values of the parameters with these names."""
+
+    heads_field = "linear_num_key_heads"
 
     def __post_init__(self) -> None:
         """Raise an error for sizes that are not positive integers, and for value heads that key
         heads cannot share out."""
-        for name, field in FIELDS.items():
-            size = getattr(self, name)
-            if type(size) is not int or size < 1:
-                raise _config_error(f"{field} is {size!r}; it must be an integer of 1 or more")
+        self.require_sizes(FIELDS)
         if self.value_heads % self.key_heads:
-            raise _config_error(
+            raise config_error(
                 f"linear_num_value_heads ({self.value_heads}) is not a multiple of its "
                 f"linear_num_key_heads ({self.key_heads})"
             )
+
+    @property
+    def heads(self) -> int:
+        """Key heads."""
+        return self.key_heads
 
     @property
     def values_per_key(self) -> int:
@@ -68,10 +103,21 @@ class GatedDeltaConfig:
         return dict(zip(("q", "k", "v"), sizes, strict=True))
 
     def row_blocks(self, layer: str) -> Mapping[str, int] | None:
-        """The blocks of rows of a layer, each of which has all key heads in order; None: one."""
+        """Queries, keys and values are blocks of rows."""
         return self.channels if layer in ("conv1d", "in_proj_qkv") else None
 
-    def shapes(self, width: int) -> Mapping[str, tuple[int, ...]]:
+    def stored(self, name: str, shape: Shape) -> Mapping[str, Shape]:
+        """The tensors of a checkpoint whose rows are this parameter, in order."""
+        layer, _, leaf = name.partition(".")
+        if not self.separate or layer not in SEPARATE:
+            return {name: shape}
+        parts = SEPARATE[layer]
+        rows = self.channels.values() if len(parts) > 1 else shape[:1]
+        return {
+            f"{part}.{leaf}": (count, *shape[1:]) for part, count in zip(parts, rows, strict=True)
+        }
+
+    def shapes(self, width: int) -> Mapping[str, Shape]:
         """The shape of each parameter of a layer, in order, for a hidden size."""
         convolved, values = sum(self.channels.values()), self.channels["v"]
         if self.fused:
@@ -88,10 +134,42 @@ class GatedDeltaConfig:
             "out_proj.weight": (width, values),
         }
 
-    def matmul_params(self, width: int) -> int:
-        """Parameters of the projections of a layer, for a hidden size."""
-        shapes = self.shapes(width).values()
-        return sum(shape[0] * shape[1] for shape in shapes if len(shape) == 2)
+    def initial_values(self, leaf: str) -> InitialValues | float | None:
+        """Those of time steps and decay rates."""
+        return self.initial.get(leaf)
+
+    @property
+    def input_layers(self) -> tuple[str, ...]:
+        """The input projections."""
+        if self.fused:
+            return "in_proj_qkvz", "in_proj_ba"
+        inputs = "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"
+        if not self.separate:
+            return inputs
+        return tuple(part for layer in inputs for part in SEPARATE[layer])
+
+    @property
+    def output_layer(self) -> tuple[str, int]:
+        """It reads values."""
+        return "o_proj" if self.separate else "out_proj", self.channels["v"]
+
+    @property
+    def saved(self) -> SavedNumbers:
+        """The input of the convolution, which in the fused layout is a copy beside the projection
+        that has the gate; queries, keys and values after it, queries and keys again in fp32 and of
+        length 1; the output of the delta rule and, in fp32, its deltas; for each value head the
+        steps, decays and rates."""
+        convolved, values = sum(self.channels.values()), self.channels["v"]
+        keys = convolved - values
+        return SavedNumbers(
+            (2 + self.fused) * convolved + 2 * values + keys + 2 * self.value_heads,
+            2 * keys + values + 5 * self.value_heads,
+        )
+
+    @property
+    def exchanged(self) -> tuple[tuple[int, int], ...]:
+        """Queries and keys; values, two numbers for rates and steps, and outputs."""
+        return (self.key_heads, 2 * self.key_dim), (self.value_heads, 2 * self.value_dim + 2)
 
     @property
     def state_size(self) -> int:
@@ -100,12 +178,5 @@ class GatedDeltaConfig:
 
     @property
     def state_macs(self) -> int:
-        """Multiplications of one token with the states of a layer: a state is read for its key,
-        updated, and read for its query."""
+        """A state is read for its key, updated, and read for its query."""
         return 3 * self.state_size
-
-
-def _config_error(fault: str) -> ConfigError:
-    return ConfigError(
-        f"the model's {fault}. Correct the config.json that model.config_path names."
-    )

@@ -2,8 +2,8 @@
 tensors.
 
 Published files call the backbone of the language model `model.language_model`,
-`language_model.model` or `model`. Here it is always `model`, as in a text model, and in
-transformers' class it is `model.language_model`. No torch.
+`model.text_model`, `language_model.model` or `model`. Here it is always `model`, as in a text
+model, and in transformers' class it is `model.language_model` or `model.text_model`. No torch.
 """
 
 import re
@@ -16,7 +16,8 @@ TIED = "tie_word_embeddings"
 
 BACKBONE = "model."
 MODULE_BACKBONE = "model.language_model."
-STORED_BACKBONE = re.compile(r"(?:model\.language_model|language_model\.model)\.")
+TEXT_BACKBONE = "model.text_model."
+STORED_BACKBONE = re.compile(r"(?:model\.(?:language|text)_model|language_model\.model)\.")
 STORED_HEAD = "language_model.lm_head."
 LANGUAGE = ("model.embed_tokens.", "model.layers.", "model.norm.", "lm_head.")
 """Beginnings of the names of a language model's tensors."""
@@ -32,11 +33,21 @@ class Multimodal:
     """The model type of `text_config` where it names none."""
     tied: bool = False
     """`tie_word_embeddings` where config.json has none."""
+    backbone: str = MODULE_BACKBONE
+    """The backbone of the language model in the class, with a dot at the end."""
+    adapts_experts: bool = True
+    """Whether PEFT takes adapters of each expert, as it does of the language model alone."""
 
 
 MULTIMODAL: Mapping[str, Multimodal] = {
+    "ernie4_5_vl_moe": Multimodal(
+        "Ernie4_5_VLMoeForConditionalGeneration", "ernie4_5_vl_moe_text", tied=True
+    ),
     "gemma3": Multimodal("Gemma3ForConditionalGeneration", "gemma3_text", tied=True),
     "gemma4": Multimodal("Gemma4ForConditionalGeneration", "gemma4_text", tied=True),
+    "glm4v": Multimodal("Glm4vForConditionalGeneration", "glm4v_text"),
+    "glm4v_moe": Multimodal("Glm4vMoeForConditionalGeneration", "glm4v_moe_text"),
+    "idefics3": Multimodal("Idefics3ForConditionalGeneration", "llama", backbone=TEXT_BACKBONE),
     "internvl": Multimodal("InternVLForConditionalGeneration", "qwen2", tied=True),
     "llama4": Multimodal("Llama4ForConditionalGeneration", "llama4_text"),
     "llava": Multimodal("LlavaForConditionalGeneration", "llama"),
@@ -46,7 +57,12 @@ MULTIMODAL: Mapping[str, Multimodal] = {
     "qwen2_vl": Multimodal("Qwen2VLForConditionalGeneration", "qwen2_vl_text"),
     "qwen2_5_vl": Multimodal("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl_text"),
     "qwen3_5": Multimodal("Qwen3_5ForConditionalGeneration", "qwen3_5_text"),
+    "qwen3_5_moe": Multimodal(
+        "Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe_text", adapts_experts=False
+    ),
     "qwen3_vl": Multimodal("Qwen3VLForConditionalGeneration", "qwen3_vl_text"),
+    "qwen3_vl_moe": Multimodal("Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe_text"),
+    "smolvlm": Multimodal("SmolVLMForConditionalGeneration", "llama", backbone=TEXT_BACKBONE),
 }
 """By the `model_type` of config.json."""
 
@@ -84,8 +100,13 @@ _QWEN_VL = {
 }
 
 TEXT_TYPES: Mapping[str, TextType] = {
+    "ernie4_5_vl_moe_text": TextType(
+        "ernie4_5_vl_moe_text", _sizes(103424, 2560, 12288, 28, 20, 131072)
+    ),
     "gemma3_text": TextType("gemma3_text", _sizes(262208, 2304, 9216, 26, 8, 131072)),
     "gemma4_text": TextType("gemma4_text", _sizes(262144, 2304, 9216, 30, 8, 131072)),
+    "glm4v_text": TextType("glm4v_text", _sizes(151552, 4096, 13696, 40, 32, 32768)),
+    "glm4v_moe_text": TextType("glm4v_moe_text", _sizes(151424, 4096, 10944, 46, 96, 65536)),
     "llama": TextType("llama", _sizes(32000, 4096, 11008, 32, 32, 2048)),
     "llama4_text": TextType(
         "llama4_text",
@@ -98,8 +119,12 @@ TEXT_TYPES: Mapping[str, TextType] = {
     "qwen2_vl_text": TextType("qwen2", _QWEN_VL),
     "qwen2_5_vl_text": TextType("qwen2", _QWEN_VL),
     "qwen3_5_text": TextType("qwen3_5_text", _sizes(248320, 4096, 12288, 32, 16, 32768)),
+    "qwen3_5_moe_text": TextType("qwen3_5_moe_text", _sizes(248320, 2048, 512, 40, 16, 32768)),
     "qwen3_vl_text": TextType(
         "qwen3", {**_QWEN, "max_position_embeddings": 128000, "rope_theta": 5e5}
+    ),
+    "qwen3_vl_moe_text": TextType(
+        "qwen3_vl_moe_text", {**_sizes(151936, 2048, 5632, 24, 16, 128000), "rope_theta": 5e5}
     ),
 }
 
@@ -144,10 +169,11 @@ def is_language(stored: str) -> bool:
     return text_name(stored).startswith(LANGUAGE)
 
 
-def module_name(name: str) -> str:
-    """The name in transformers' multimodal class of a text model's module or parameter."""
+def module_name(name: str, backbone: str = MODULE_BACKBONE) -> str:
+    """The name of a text model's module or parameter in transformers' multimodal class, which has
+    this `backbone`."""
     inner = name.removeprefix(BACKBONE)
-    return name if inner == name else MODULE_BACKBONE + inner
+    return name if inner == name else backbone + inner
 
 
 def stored_name(name: str, backbone: str) -> str:

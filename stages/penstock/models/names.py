@@ -13,3 +13,9 @@ LAYER_SCALAR = "layer_scalar"
 
 SELF_ATTN, LINEAR_ATTN = "self_attn", "linear_attn"
 """A layer's token mixer: softmax attention, and linear attention."""
+
+INDEXER = "indexer"
+"""What selects tokens in sparse attention."""
+
+IMAGE_EXPERTS = "image"
+"""In a MoE layer, the module with the router and the experts of the tokens of images."""

@@ -6,6 +6,7 @@ from typing import Literal
 
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.models.automodel.family import auto_family
+from penstock.models.decoder_config import DecoderConfig
 from penstock.models.families.dense.arcee import ARCEE
 from penstock.models.families.dense.ernie4_5 import ERNIE4_5
 from penstock.models.families.dense.exaone4 import EXAONE4
@@ -35,12 +36,19 @@ from penstock.models.families.gemma.gemma2 import GEMMA2
 from penstock.models.families.gemma.gemma3 import GEMMA3
 from penstock.models.families.gemma.gemma4 import GEMMA4
 from penstock.models.families.gemma.vaultgemma import VAULTGEMMA
+from penstock.models.families.hybrid.bamba import BAMBA
+from penstock.models.families.hybrid.granitemoehybrid import GRANITEMOEHYBRID
+from penstock.models.families.hybrid.kimi_linear import KIMI_LINEAR
+from penstock.models.families.hybrid.lfm2 import LFM2, LFM2_MOE
+from penstock.models.families.hybrid.nemotron_h import NEMOTRON_H
+from penstock.models.families.hybrid.olmo_hybrid import OLMO_HYBRID
 from penstock.models.families.hybrid.qwen3_5 import QWEN3_5, QWEN3_5_MOE
 from penstock.models.families.hybrid.qwen3_next import QWEN3_NEXT
 from penstock.models.families.latent.deepseek_v2 import DEEPSEEK_V2
 from penstock.models.families.latent.deepseek_v3 import DEEPSEEK_V3
 from penstock.models.families.latent.glm4_moe_lite import GLM4_MOE_LITE
 from penstock.models.families.latent.minicpm3 import MINICPM3
+from penstock.models.families.latent.sparse import DEEPSEEK_V32, GLM_MOE_DSA
 from penstock.models.families.latent.youtu import YOUTU
 from penstock.models.families.moe.dots1 import DOTS1
 from penstock.models.families.moe.ernie4_5_moe import ERNIE4_5_MOE
@@ -61,6 +69,9 @@ from penstock.models.families.moe.qwen3_moe import QWEN3_MOE
 from penstock.models.families.moe.solar_open import SOLAR_OPEN
 from penstock.models.families.parallel.cohere import COHERE, COHERE2
 from penstock.models.families.parallel.cohere2_moe import COHERE2_MOE
+from penstock.models.families.vision.ernie4_5_vl_moe import ERNIE4_5_VL_MOE
+from penstock.models.families.vision.glm4v import GLM4V, GLM4V_MOE
+from penstock.models.families.vision.qwen3_vl_moe import QWEN3_VL_MOE
 from penstock.models.family import Family
 from penstock.models.hf_config import HfConfig, NotNativeError, native_type
 from penstock.models.multimodal import MULTIMODAL, language_config
@@ -111,6 +122,8 @@ FAMILIES = {
         DEEPSEEK_V3,
         DEEPSEEK_V2,
         GLM4_MOE_LITE,
+        DEEPSEEK_V32,
+        GLM_MOE_DSA,
         MINICPM3,
         YOUTU,
         INTERNLM3,
@@ -131,8 +144,20 @@ FAMILIES = {
         QWEN3_NEXT,
         QWEN3_5,
         QWEN3_5_MOE,
+        GRANITEMOEHYBRID,
+        BAMBA,
+        NEMOTRON_H,
+        LFM2,
+        LFM2_MOE,
+        OLMO_HYBRID,
+        KIMI_LINEAR,
     )
 }
+
+LANGUAGE_MODELS = {
+    family.model_type: family for family in (ERNIE4_5_VL_MOE, GLM4V, GLM4V_MOE, QWEN3_VL_MOE)
+}
+"""Families that are only the language model of a multimodal model, not a model of their own."""
 
 
 Backend = Literal["auto", "native", "transformers"]
@@ -225,15 +250,24 @@ def _language_model(hf_config: HfConfig) -> Family | None:
     """The native family of the language model in a multimodal model, under the model's own type;
     None without one."""
     model_type = str(hf_config.get("model_type"))
-    if model_type not in MULTIMODAL:
+    whole = MULTIMODAL.get(model_type)
+    if whole is None:
         return None
-    family = FAMILIES.get(language_config(hf_config)["model_type"])
+    text_type = language_config(hf_config)["model_type"]
+    family = FAMILIES.get(text_type) or LANGUAGE_MODELS.get(text_type)
     if family is None:
         return None
+
+    def read(hf: HfConfig) -> DecoderConfig:
+        config = family.read(language_config(hf))
+        if config.experts is None or whole.adapts_experts:
+            return config
+        return replace(config, experts=replace(config.experts, adaptable=False))
+
     return replace(
         family,
         model_type=model_type,
-        architecture=MULTIMODAL[model_type].architecture,
-        read=lambda hf: family.read(language_config(hf)),
-        multimodal=True,
+        architecture=whole.architecture,
+        read=read,
+        multimodal=whole.backbone,
     )

@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from enum import Enum
 from fnmatch import fnmatchcase
 
-from penstock.models.names import LINEAR_ATTN
-
 
 class ParallelStyle(Enum):
     """The role of a module in tensor and expert parallelism."""
@@ -22,7 +20,7 @@ class ParallelStyle(Enum):
     ROWWISE = "narrow"
     """Linear layer whose input heads or features are independent (row-parallel)."""
     REPLICATED = "replicated"
-    """Linear layer that every rank computes in full, within a region of which it has some heads:
+    """Linear layer that every rank computes in full. Within a region of which it has some heads,
     each rank has a partial sum of its gradient."""
     HEAD = "head"
     """Linear layer onto the vocabulary."""
@@ -49,8 +47,6 @@ class ShardUnit(Enum):
     """`head_dim` features of keys or values."""
     FEATURE = "feature"
     """One feature of an MLP; MLPs may differ in their number of features."""
-    LINEAR_HEAD = "linear head"
-    """The features of a key head of linear attention, or of its value heads."""
     TOKEN = "token"
     """One vocabulary entry."""
 
@@ -82,10 +78,15 @@ DECODER_ROLES: Roles = {
     "model.layers.*.mlp.down_proj": ParallelStyle.ROWWISE,
     "model.layers.*.mlp.gate": ParallelStyle.ROUTER,
     "model.layers.*.mlp.experts": ParallelStyle.EXPERTS,
+    "model.layers.*.mlp.image.gate": ParallelStyle.ROUTER,
+    "model.layers.*.mlp.image.experts": ParallelStyle.EXPERTS,
     "model.layers.*.mlp.shared_*.gate_proj": ParallelStyle.COLWISE,
     "model.layers.*.mlp.shared_*.up_proj": ParallelStyle.COLWISE,
+    "model.layers.*.mlp.shared_*.gate_up_proj": ParallelStyle.COLWISE,
     "model.layers.*.mlp.shared_*.down_proj": ParallelStyle.ROWWISE,
     "model.layers.*.mlp.shared_expert_gate": ParallelStyle.ROUTER,
+    "model.layers.*.mlp.fc[12]_latent_proj": ParallelStyle.REPLICATED,
+    "model.layers.*.eh_proj": ParallelStyle.REPLICATED,
     "lm_head": ParallelStyle.HEAD,
 }
 """Parallel styles of `decoder.Decoder`'s modules, for all families."""
@@ -93,11 +94,19 @@ DECODER_ROLES: Roles = {
 LINEAR_ATTENTION_ROLES: Roles = {
     **DECODER_ROLES,
     "model.layers.*.linear_attn": ParallelStyle.PER_HEAD,
-    "model.layers.*.linear_attn.in_proj_*": ParallelStyle.COLWISE,
-    "model.layers.*.linear_attn.conv1d": ParallelStyle.CHANNELS,
+    "model.layers.*.linear_attn.in_proj*": ParallelStyle.COLWISE,
+    "model.layers.*.linear_attn.[fg]_a_proj": ParallelStyle.REPLICATED,
+    "model.layers.*.linear_attn.[fg]_b_proj": ParallelStyle.COLWISE,
+    "model.layers.*.linear_attn.conv*": ParallelStyle.CHANNELS,
     "model.layers.*.linear_attn.out_proj": ParallelStyle.ROWWISE,
 }
 """The same for families with layers of linear attention."""
+
+MAMBA_ROLES: Roles = {
+    **LINEAR_ATTENTION_ROLES,
+    "model.layers.*.linear_attn.norm": ParallelStyle.SPLIT_NORM,
+}
+"""The same for families with Mamba-2 layers."""
 
 SPLIT_QK_NORM_ROLES: Roles = {
     **DECODER_ROLES,
@@ -107,6 +116,7 @@ SPLIT_QK_NORM_ROLES: Roles = {
 
 DECODER_SHARD_UNITS: Mapping[str, ShardUnit] = {
     "embed_tokens": ShardUnit.TOKEN,
+    "embeddings": ShardUnit.TOKEN,
     "q_proj": ShardUnit.QUERY_HEAD,
     "k_proj": ShardUnit.KEY_HEAD,
     "v_proj": ShardUnit.KEY_HEAD,
@@ -122,13 +132,18 @@ DECODER_SHARD_UNITS: Mapping[str, ShardUnit] = {
     "out_proj": ShardUnit.QUERY_HEAD,
     "fc1": ShardUnit.FEATURE,
     "fc2": ShardUnit.FEATURE,
+    "input_linear": ShardUnit.FEATURE,
+    "output_linear": ShardUnit.FEATURE,
+    "w1": ShardUnit.FEATURE,
+    "w2": ShardUnit.FEATURE,
+    "w3": ShardUnit.FEATURE,
 }
 """What the rows (in a `ROWWISE` layer: the columns) of a checkpoint's layer are, by the last part
-of its name; the same for all families so far."""
+of its name; the same for all families so far. Layers of token mixers with a state have
+`StateLayerConfig.heads`."""
 
 
 def shard_unit(layer: str) -> ShardUnit:
-    """The unit of a checkpoint's layer. The last part of its name is enough outside of linear
-    attention."""
-    parent, _, last = layer.rpartition(".")
-    return ShardUnit.LINEAR_HEAD if parent.endswith(LINEAR_ATTN) else DECODER_SHARD_UNITS[last]
+    """The unit of a checkpoint's layer outside of token mixers with a state, by the last part of
+    its name."""
+    return DECODER_SHARD_UNITS[layer.rpartition(".")[2]]

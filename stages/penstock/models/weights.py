@@ -4,30 +4,34 @@ A native tensor is the concatenation of checkpoint tensors along the rows, with 
 the last flattened. Mostly it is one tensor of the same name. With `merge_qkv` q_proj, k_proj and
 v_proj are concatenated to `qkv_proj`, unless a checkpoint has them as one tensor already. The
 experts of a layer are two tensors: `gate_up_proj`, with the rows of gate and then up of each
-expert, and `down_proj`. Expert tensors that are already fused in the checkpoint stay as they are.
+expert (`up_proj` without a gate), and `down_proj`. Expert tensors that are already fused in the
+checkpoint stay as they are.
 No torch, because planning uses the shapes too.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from penstock.models.decoder_config import DecoderConfig, ExpertsConfig
+from penstock.models.mtp_config import MTPNames
+from penstock.models.multimodal import BACKBONE, is_language, module_name, text_name
 from penstock.models.names import (
     EMBEDDING_WEIGHT,
     HEAD_WEIGHT,
+    IMAGE_EXPERTS,
     LAYER_SCALAR,
     LINEAR_ATTN,
     POSITIONS_WEIGHT,
     SELECTION_BIAS,
     SELF_ATTN,
 )
+from penstock.models.state_layer_config import Shape, StateLayerConfig
+from penstock.models.vision.types import VISION
 
 QKV_PROJ = "qkv_proj"
 GATE_UP_PROJ = "gate_up_proj"
 LAYERS = "model.layers."
-
-Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -45,9 +49,14 @@ class WeightMap:
 
     config: DecoderConfig
     merge_qkv: bool = False
-    multimodal: bool = False
-    """Whether it is the language model of a multimodal model; see multimodal.py for its names in
-    files. The names here are those of a text model."""
+    multimodal: str = ""
+    """The backbone in transformers' class, with a dot at the end, if it is the language model of a
+    multimodal model; see multimodal.py for its names in files. The names here are those of a text
+    model."""
+    vision: Mapping[str, Shape] = field(default_factory=dict[str, Shape])
+    """The shapes of the vision part's parameters by their names in the model, `vision.` and more; a
+    checkpoint has them with `model.` instead, as transformers' class. Empty where it is not
+    built."""
 
     def native_names(self) -> tuple[str, ...]:
         """The model's parameters, in the order of `named_parameters()`, without a tied head."""
@@ -68,25 +77,31 @@ class WeightMap:
     def row_blocks(self, hf_layer: str, rows: int) -> Mapping[str, int]:
         """The layers whose rows are the checkpoint's layer `hf_layer`, which has so many rows, by
         the last part of their names: one, or several where a checkpoint has them as one layer."""
-        parent, _, last = hf_layer.rpartition(".")
-        if (linear := self.config.linear) and parent.endswith(LINEAR_ATTN):
+        last = hf_layer.rpartition(".")[2]
+        if linear := self.state_layer(hf_layer):
             return linear.row_blocks(last) or {last: rows}
         if last == QKV_PROJ and self.config.fused_qkv:
             return self.layer_config(hf_layer).qkv_features
-        if last == GATE_UP_PROJ and self.config.fused_gate_up:
+        if self.config.fused_gate_up and hf_layer.endswith(self.config.names.gate_up_proj):
             return dict.fromkeys(("gate_proj", "up_proj"), rows // 2)
         return {last: rows}
 
     def expert_layers(self, matrix: str, layer: str) -> tuple[str, ...]:
-        """The checkpoint's linear layers that are `matrix` (`gate_proj`, `up_proj` or `down_proj`)
-        of the experts in `layer` (`model.layers.0`), by expert index; none where the checkpoint has
-        one tensor for all experts."""
+        """The checkpoint's linear layers that are `matrix` (one of `expert_matrices`) of the
+        experts in `layer` (`model.layers.0`), by expert index; none where the checkpoint has one
+        tensor for all experts."""
         if self.config.experts is None or self.config.experts.is_stacked:
             return ()
-        is_input = matrix != "down_proj"
-        tensors = self.hf_names(f"{layer}.mlp.experts.{'gate_up_proj' if is_input else matrix}")
-        chosen = tensors[("gate_proj", "up_proj").index(matrix) :: 2] if is_input else tensors
+        *inputs, last = self.expert_matrices
+        stack = GATE_UP_PROJ if matrix != last and self.config.gated else matrix
+        tensors = self.hf_names(f"{layer}.mlp.experts.{stack}")
+        chosen = tensors if matrix == last else tensors[inputs.index(matrix) :: len(inputs)]
         return tuple(name.removesuffix(".weight") for name in chosen)
+
+    @property
+    def expert_matrices(self) -> tuple[str, ...]:
+        """The matrices of an expert, the output projection last."""
+        return (*(("gate_proj",) if self.config.gated else ()), "up_proj", "down_proj")
 
     @property
     def num_experts(self) -> int:
@@ -97,6 +112,12 @@ class WeightMap:
     def has_stacked_experts(self) -> bool:
         """Whether a checkpoint has one tensor for all experts of a layer."""
         return bool(self.config.experts and self.config.experts.is_stacked)
+
+    @property
+    def has_stacked_adapters(self) -> bool:
+        """Whether PEFT has an adapter of all experts at once: where a checkpoint has one tensor for
+        them, and where they have no gate, as it converts no other names of theirs."""
+        return self.has_stacked_experts or (self.num_experts > 0 and not self.config.gated)
 
     def is_transposed(self, native_name: str) -> bool:
         """Whether the matrices of this tensor, which stacks experts, are [in, out]."""
@@ -115,6 +136,44 @@ class WeightMap:
         number = rest.partition(".")[0]
         return self.config.of_layer(int(number)) if number else self.config
 
+    def module_name(self, hf_name: str) -> str:
+        """Transformers' name of a checkpoint's module or parameter, by which PEFT knows it."""
+        names = self.config.names
+        if self.multimodal:
+            return module_name(hf_name, self.multimodal) if is_language(f"{hf_name}.") else hf_name
+        return _with_backbone(hf_name, names.backbone, names.module_backbone or names.backbone)
+
+    def hf_name(self, module_name: str) -> str:
+        """The inverse of `module_name`."""
+        names = self.config.names
+        if self.multimodal:
+            return text_name(module_name)
+        return _with_backbone(module_name, names.module_backbone or names.backbone, names.backbone)
+
+    def hf_layer(self, layer: str) -> str:
+        """The checkpoint's name of a linear layer, or of one of those whose rows it has: `layer` is
+        the name of the module whose last part is that of the checkpoint's name."""
+        return self._hf_layers.get(layer, layer)
+
+    @cached_property
+    def _hf_layers(self) -> Mapping[str, str]:
+        found: dict[str, str] = {}
+        for native, param in self._native_params.items():
+            module, _, leaf = native.rpartition(".")
+            for tensor in param.parts if leaf == "weight" and native != EMBEDDING_WEIGHT else ():
+                stored = tensor.removesuffix(".weight")
+                found[f"{module.rpartition('.')[0]}.{stored.rpartition('.')[2]}"] = stored
+        return found
+
+    def state_layer(self, name: str) -> StateLayerConfig | None:
+        """The kind of token mixer with a state that a checkpoint's module or parameter is of, if it
+        is."""
+        number, _, module = name.partition(".layers.")[2].partition(".")
+        linear = self.config.linear
+        if linear is None or not module.startswith(f"{linear.module}."):
+            return None
+        return linear if int(number) in self.config.linear_layers else None
+
     def hf_shapes(self) -> Mapping[str, Shape]:
         """The shape of every tensor that a checkpoint must have."""
         return {
@@ -129,9 +188,11 @@ class WeightMap:
         experts = self.config.experts
         if experts is None:
             return False
-        router = f".{experts.names.block}.{experts.names.router}.weight"
-        is_bias = bool(experts.selection_bias) and hf_name.endswith(experts.names.selection_bias)
-        return is_bias or (experts.fp32_router and hf_name.endswith(router))
+        both = [one.names for one in (experts, experts.of_images) if one]
+        routers = tuple(f".{names.block}.{names.router}.weight" for names in both)
+        biases = tuple(names.selection_bias for names in both)
+        is_bias = bool(experts.selection_bias) and hf_name.endswith(biases)
+        return is_bias or (experts.fp32_router and hf_name.endswith(routers))
 
     @cached_property
     def _native_params(self) -> Mapping[str, _NativeParam]:
@@ -141,48 +202,88 @@ class WeightMap:
         config = self.config
         table = (config.vocab_size, config.hidden_size)
         names = config.names
+        for name, shape in self.vision.items():
+            yield _renamed(name, vision_name(name), shape)
         yield _renamed(EMBEDDING_WEIGHT, names.embedding, table)
         if positions := config.learned_positions:
             yield _renamed(POSITIONS_WEIGHT, names.positions, (positions.rows, table[1]))
         for layer in range(config.num_hidden_layers):
-            at, stored = f"{LAYERS}{layer}", f"{names.backbone}.layers.{layer}"
-            if config.layer_scalars:
-                yield _renamed(f"{at}.{LAYER_SCALAR}", f"{stored}.{LAYER_SCALAR}", (1,))
-            if config.input_norms:
-                yield from self._norm(f"{at}.input_layernorm", f"{stored}.{names.attention_norm}")
-            if config.layer_mixer(layer) == LINEAR_ATTN:
-                yield from self._linear_attention(f"{at}.{LINEAR_ATTN}", f"{stored}.{LINEAR_ATTN}")
-            else:
-                yield from self._attention(at, stored, config.of_layer(layer))
-            if config.output_norms:
-                output_norm = f"{stored}.{names.attention_output_norm}"
-                yield from self._norm(f"{at}.attention_output_norm", output_norm)
-            if config.input_norms and not config.parallel_block:
-                mlp_norm = f"{stored}.{names.mlp_norm}"
-                yield from self._norm(f"{at}.post_attention_layernorm", mlp_norm)
-            if experts := config.layer_experts(layer):
-                yield from self._moe(at, experts)
-            else:
-                yield from self._mlp(at, stored)
-            if config.output_norms:
-                yield from self._norm(f"{at}.mlp_output_norm", f"{stored}.{names.mlp_output_norm}")
+            yield from self._layer(layer, f"{names.backbone}.layers.{layer}")
+        if config.mtp:
+            for depth in range(config.mtp.num_layers):
+                yield from self._prediction_layer(depth, config.mtp.names)
         yield from self._norm("model.norm", f"{names.backbone}.{names.norm}")
         if not config.tie_word_embeddings:
             yield _same(HEAD_WEIGHT, table)
+
+    def _layer(self, layer: int, stored: str) -> Iterator[tuple[str, _NativeParam]]:
+        at = f"{LAYERS}{layer}"
+        if self.config.layer_scalars:
+            yield _renamed(f"{at}.{LAYER_SCALAR}", f"{stored}.{LAYER_SCALAR}", (1,))
+        if self.config.layer_mixer(layer):
+            yield from self._mixer(layer, at, stored)
+        if self.config.has_mlp(layer):
+            yield from self._network(layer, at, stored)
+
+    def _mixer(self, layer: int, at: str, stored: str) -> Iterator[tuple[str, _NativeParam]]:
+        """A layer's token mixer, with its norms."""
+        config, names = self.config, self.config.names
+        input_norms, output_norms = config.layer_norms(layer)
+        if input_norms:
+            yield from self._norm(f"{at}.input_layernorm", f"{stored}.{names.attention_norm}")
+        if config.layer_mixer(layer) == LINEAR_ATTN:
+            yield from self._state_layer(f"{at}.{LINEAR_ATTN}", stored)
+        else:
+            yield from self._attention(at, stored, config.of_layer(layer))
+        if output_norms:
+            output_norm = f"{stored}.{names.attention_output_norm}"
+            yield from self._norm(f"{at}.attention_output_norm", output_norm)
+
+    def _network(self, layer: int, at: str, stored: str) -> Iterator[tuple[str, _NativeParam]]:
+        """A layer's MLP or experts, with its norms."""
+        config, names = self.config, self.config.names
+        input_norms, output_norms = config.layer_norms(layer)
+        if input_norms and not config.parallel_block:
+            yield from self._norm(f"{at}.post_attention_layernorm", f"{stored}.{names.mlp_norm}")
+        if experts := config.layer_experts(layer):
+            yield from self._moe(at, stored, experts)
+        else:
+            yield from self._mlp(f"{at}.mlp", stored, config.intermediate_size)
+        if output_norms:
+            yield from self._norm(f"{at}.mlp_output_norm", f"{stored}.{names.mlp_output_norm}")
+
+    def _prediction_layer(self, depth: int, names: MTPNames) -> Iterator[tuple[str, _NativeParam]]:
+        """The layer of one depth, from 0, of multi-token prediction."""
+        layer, width = self.config.num_hidden_layers + depth, self.config.hidden_size
+        at = f"{LAYERS}{layer}"
+
+        def stored(name: str) -> str:
+            return name.format(layer=layer, depth=depth)
+
+        yield from self._layer(layer, stored(names.block))
+        yield from self._norm(f"{at}.enorm", stored(names.enorm))
+        yield from self._norm(f"{at}.hnorm", stored(names.hnorm))
+        projection = (width, 2 * width)
+        yield from _linear(f"{at}.eh_proj", stored(names.eh_proj), projection, bias=False)
+        yield from self._norm(f"{at}.norm", stored(names.norm))
 
     def _norm(self, at: str, stored: str) -> Iterator[tuple[str, _NativeParam]]:
         for leaf in self.config.norm_parameters:
             yield _renamed(f"{at}.{leaf}", f"{stored}.{leaf}", (self.config.hidden_size,))
 
-    def _linear_attention(self, at: str, stored: str) -> Iterator[tuple[str, _NativeParam]]:
-        assert self.config.linear is not None
-        for name, shape in self.config.linear.shapes(self.config.hidden_size).items():
-            yield _renamed(f"{at}.{name}", f"{stored}.{name}", shape)
+    def _state_layer(self, at: str, layer: str) -> Iterator[tuple[str, _NativeParam]]:
+        linear = self.config.linear
+        assert linear is not None
+        for name, shape in linear.shapes(self.config.hidden_size).items():
+            parts = linear.stored(name, shape)
+            stored = {f"{layer}.{linear.module}.{part}": rows for part, rows in parts.items()}
+            yield f"{at}.{name}", _NativeParam(shape, stored)
 
     def _attention(
         self, layer: str, stored_layer: str, config: DecoderConfig
     ) -> Iterator[tuple[str, _NativeParam]]:
-        at, stored = f"{layer}.{SELF_ATTN}", f"{stored_layer}.{SELF_ATTN}"
+        at = f"{layer}.{SELF_ATTN}"
+        stored = f"{stored_layer}.{config.names.attention}"
         if latent := config.latent:
             shapes = latent.shapes(config.hidden_size, config.num_attention_heads)
             for name, shape in shapes.items():
@@ -223,18 +324,18 @@ class WeightMap:
                 shape = (config.head_dim if is_per_head else parts[part],)
                 yield _renamed(f"{at}.{norm}.weight", f"{stored}.{name}.weight", shape)
 
-    def _mlp(self, layer: str, stored: str) -> Iterator[tuple[str, _NativeParam]]:
-        """The MLP of a dense layer."""
+    def _mlp(self, at: str, stored: str, inner: int) -> Iterator[tuple[str, _NativeParam]]:
+        """The MLP of a layer, beside which there may be experts."""
         config, names = self.config, self.config.names
-        up, bias = (config.intermediate_size, config.hidden_size), config.mlp_bias
+        up, bias = (inner, config.hidden_size), config.mlp_bias
         if config.fused_gate_up:
-            both, name = (2 * up[0], up[1]), f"mlp.{GATE_UP_PROJ}"
-            yield from _linear(f"{layer}.{name}", f"{stored}.{name}", both, bias)
+            both, name = (2 * up[0], up[1]), f"{stored}.{names.gate_up_proj}"
+            yield from _linear(f"{at}.{GATE_UP_PROJ}", name, both, bias)
         elif config.gated:
-            yield from _linear(f"{layer}.mlp.gate_proj", f"{stored}.{names.gate_proj}", up, bias)
+            yield from _linear(f"{at}.gate_proj", f"{stored}.{names.gate_proj}", up, bias)
         if not config.fused_gate_up:
-            yield from _linear(f"{layer}.mlp.up_proj", f"{stored}.{names.up_proj}", up, bias)
-        yield from _linear(f"{layer}.mlp.down_proj", f"{stored}.{names.down_proj}", up[::-1], bias)
+            yield from _linear(f"{at}.up_proj", f"{stored}.{names.up_proj}", up, bias)
+        yield from _linear(f"{at}.down_proj", f"{stored}.{names.down_proj}", up[::-1], bias)
 
     def _shared_mlp(self, at: str, stored: str, inner: int) -> Iterator[tuple[str, _NativeParam]]:
         """The MLP of shared experts."""
@@ -243,28 +344,49 @@ class WeightMap:
             yield from _linear(f"{at}.{part}", f"{stored}.{part}", up, bias)
         yield from _linear(f"{at}.down_proj", f"{stored}.down_proj", up[::-1], bias)
 
-    def _moe(self, layer: str, experts: ExpertsConfig) -> Iterator[tuple[str, _NativeParam]]:
+    def _moe(
+        self, layer: str, stored_layer: str, experts: ExpertsConfig
+    ) -> Iterator[tuple[str, _NativeParam]]:
         at, names = f"{layer}.mlp", experts.names
-        stored = f"{layer}.{names.block}"
-        scores = (experts.num_experts, self.config.hidden_size)
+        stored = f"{stored_layer}.{names.block}"
+        width = self.config.hidden_size
+        yield from self._router(at, stored, experts)
+        yield from self._experts(f"{at}.experts", stored, experts)
+        if images := experts.of_images:
+            yield from self._router(f"{at}.{IMAGE_EXPERTS}", stored, images)
+            # Files number them on from those of text.
+            number = experts.num_experts
+            yield from self._experts(f"{at}.{IMAGE_EXPERTS}.experts", stored, images, number)
+        if experts.shared_intermediate_size:
+            shared, inner = f".{names.shared}", experts.shared_intermediate_size
+            if names.shared_is_beside:
+                yield from self._mlp(f"{at}{shared}", stored_layer, inner)
+            else:
+                yield from self._shared_mlp(f"{at}{shared}", f"{stored}{shared}", inner)
+        if experts.shared_gate:
+            gate = f".{names.shared_gate}"
+            yield from _linear(f"{at}{gate}", f"{stored}{gate}", (1, width), bias=False)
+        if latent := experts.latent_size:
+            shape, bias = (latent, width), self.config.mlp_bias
+            for name, its in ((names.latent_in, shape), (names.latent_out, shape[::-1])):
+                yield from _linear(f"{at}.{name}", f"{stored}.{name}", its, bias)
+
+    def _router(
+        self, at: str, stored: str, experts: ExpertsConfig
+    ) -> Iterator[tuple[str, _NativeParam]]:
+        scores, names = (experts.num_experts, self.config.hidden_size), experts.names
         yield from _linear(f"{at}.gate", f"{stored}.{names.router}", scores, experts.router_bias)
         if bias := experts.selection_bias:
             yield _renamed(f"{at}.gate.{SELECTION_BIAS}", f"{stored}.{names.selection_bias}", bias)
-        yield from self._experts(f"{at}.experts", stored, experts)
-        if experts.shared_intermediate_size:
-            shared, inner = f".{names.shared}", experts.shared_intermediate_size
-            yield from self._shared_mlp(f"{at}{shared}", f"{stored}{shared}", inner)
-        if experts.shared_gate:
-            gate = f".{names.shared_gate}"
-            yield from _linear(f"{at}{gate}", f"{stored}{gate}", (1, scores[1]), bias=False)
 
     def _experts(
-        self, at: str, stored: str, experts: ExpertsConfig
+        self, at: str, stored: str, experts: ExpertsConfig, first: int = 0
     ) -> Iterator[tuple[str, _NativeParam]]:
+        """The experts of a layer, whose number in files is from `first` on."""
         count, inner, width = (
             experts.num_experts,
             experts.intermediate_size,
-            self.config.hidden_size,
+            experts.latent_size or self.config.hidden_size,
         )
         names = experts.names
         if experts.is_stacked:
@@ -278,15 +400,24 @@ class WeightMap:
                     bias = f"{matrix}_bias"
                     yield _renamed(f"{at}.{bias}", f"{stored}.{stack}_bias", (count, shape[0]))
             return
-        each = [f"{stored}.experts.{number}" for number in range(count)]
-        gate_up_shapes = {
-            f"{expert}.{part}.weight": (inner, width)
-            for expert in each
-            for part in (names.gate, names.up)
-        }
-        yield f"{at}.gate_up_proj", _NativeParam((count, 2 * inner, width), gate_up_shapes)
+        each = [f"{stored}.experts.{number}" for number in range(first, first + count)]
+        parts = (names.gate, names.up) if self.config.gated else (names.up,)
+        stack = GATE_UP_PROJ if self.config.gated else "up_proj"
+        shapes = {f"{expert}.{part}.weight": (inner, width) for expert in each for part in parts}
+        yield f"{at}.{stack}", _NativeParam((count, len(parts) * inner, width), shapes)
         down_shapes = {f"{expert}.{names.down}.weight": (width, inner) for expert in each}
         yield f"{at}.down_proj", _NativeParam((count, width, inner), down_shapes)
+
+
+def vision_name(native: str) -> str:
+    """The checkpoint's name of a parameter or module of the vision part."""
+    return BACKBONE + native.removeprefix(VISION)
+
+
+def _with_backbone(name: str, before: str, after: str) -> str:
+    """The name with another backbone."""
+    inner = name.removeprefix(f"{before}.")
+    return name if inner == name else f"{after}.{inner}"
 
 
 def _same(name: str, shape: Shape) -> tuple[str, _NativeParam]:

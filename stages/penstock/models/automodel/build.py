@@ -17,7 +17,8 @@ _MODEL_CLASSES: dict[type, Any] = {}
 
 
 def build_config(hf_config: Mapping[str, Any]) -> Any:
-    """The transformers config of a config.json; of a multimodal model, that of its language model.
+    """The transformers config of a config.json. Of a multimodal model without a class for images or
+    audio and text, it is that of its language model.
 
     Raises CapabilityError for a model type that the installed transformers does not know, or values
     that its config class refuses.
@@ -48,7 +49,8 @@ def build_config(hf_config: Mapping[str, Any]) -> Any:
             "  Install a newer transformers, or use another model."
         )
     try:
-        return language_config(CONFIG_MAPPING[kind].from_dict(values))
+        config = CONFIG_MAPPING[kind].from_dict(values)
+        return config if is_multimodal(config) else language_config(config)
     except (ValueError, TypeError, KeyError) as error:
         raise CapabilityError(
             f"transformers refuses the model's config.json: {error}\n"
@@ -70,6 +72,30 @@ def _config_of_code(hf_config: Mapping[str, Any], values: dict[str, Any]) -> Any
         ) from error
 
 
+def is_multimodal(config: Any) -> bool:
+    """Whether the model of a config is built with its parts for images and audio, by
+    AutoModelForMultimodalLM. A text model that is of the same type as its language model is not,
+    nor is an audio model that transformers lists as a causal language model."""
+    from transformers import (  # noqa: PLC0415
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    )
+
+    if type(config) not in MODEL_FOR_MULTIMODAL_LM_MAPPING:
+        return False
+    is_text = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    if is_text and not takes_images(config):
+        return False
+    return not is_text or config.get_text_config(decoder=True) is not config
+
+
+def takes_images(config: Any) -> bool:
+    """Whether the model of a config is one of AutoModelForImageTextToText."""
+    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING  # noqa: PLC0415
+
+    return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+
 def language_config(config: Any) -> Any:
     """The config of the language model in a multimodal config; another config itself."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING  # noqa: PLC0415
@@ -81,28 +107,30 @@ def language_config(config: Any) -> Any:
 
 
 def build_meta(config: Any, attention: AttentionImpl) -> Any:
-    """The causal language model of a config, on the meta device in fp32, in training mode."""
+    """The model of a config, on the meta device in fp32, in training mode."""
     with torch.device("meta"):
         return build_model(config, attention)
 
 
 def build_model(config: Any, attention: AttentionImpl) -> Any:
-    """The causal language model of a config in fp32, in training mode.
+    """The causal language model, or multimodal model, of a config in fp32, in training mode.
 
-    Raises CapabilityError if transformers has no causal language model of this type, or it cannot
-    be built.
+    Raises CapabilityError if transformers has no such model of this type, or it cannot be built.
     """
-    from transformers import AutoModelForCausalLM  # noqa: PLC0415
+    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM  # noqa: PLC0415
 
     register()
     implementation = NAME if attention == "varlen" else attention
     own_class = _MODEL_CLASSES.get(type(config))
-    make = own_class._from_config if own_class else AutoModelForCausalLM.from_config
+    is_whole = own_class is None and is_multimodal(config)
+    auto: Any = AutoModelForMultimodalLM if is_whole else AutoModelForCausalLM
+    make = own_class._from_config if own_class else auto.from_config
+    what = "a multimodal" if is_whole else "a causal language"
     try:
         model = make(deepcopy(config), attn_implementation=implementation, dtype=torch.float32)
     except Exception as error:  # What a model's constructor may raise is not known.
         raise CapabilityError(
-            f"transformers cannot build a causal language model of type {config.model_type}: "
+            f"transformers cannot build {what} model of type {config.model_type}: "
             f"{str(error).splitlines()[0]}"
         ) from error
     return model.train()

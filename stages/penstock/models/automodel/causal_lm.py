@@ -4,7 +4,7 @@ T packed tokens, D model width, V vocabulary; B documents of a padded batch, of 
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -17,10 +17,14 @@ from penstock.models.automodel.build import (
     build_meta,
     computed_buffers,
 )
-from penstock.models.automodel.complete_gradients import complete_gradients
+from penstock.models.automodel.complete_gradients import (
+    complete_gradients,
+    complete_part_gradients,
+)
 from penstock.models.automodel.inputs import accepted, packed_inputs
+from penstock.models.automodel.media_inputs import media_inputs
 from penstock.models.automodel.normalize import normalize
-from penstock.models.automodel.outline import AutoModelConfig, Head
+from penstock.models.automodel.outline import AutoModelConfig, Head, Part
 from penstock.models.automodel.routers import PaddedObserver, observe_router
 from penstock.models.decoder import OutputFn
 from penstock.models.layers.attention import AttentionFn
@@ -28,6 +32,7 @@ from penstock.models.layers.autocast import as_autocast
 from penstock.models.layers.call_hook import CallHook, call
 from penstock.models.layers.dropout import current_dropout_rng
 from penstock.models.layers.router_observer import current_observer, observe_routers
+from penstock.models.vision.tower import ImageInputs
 from penstock_kernels.attention import VarlenMetadata, attention
 
 
@@ -121,8 +126,11 @@ class AutoCausalLM(nn.Module):
         position_ids_T: torch.Tensor,
         segments: VarlenMetadata,
         output_fn: OutputFn | None = None,
+        *,
+        images: ImageInputs | None = None,
     ) -> torch.Tensor:
-        """Logits [T, V] of token ids [T], or `output_fn(hidden_TD, head)`."""
+        """Logits [T, V] of token ids [T], or `output_fn(hidden_TD, head)`. `images` are the
+        media of a multimodal model."""
         traits = self.config.outline.traits
         self._dropout_seed = self._seed_of_pass()
         seed_dropout(self._dropout_seed)
@@ -130,7 +138,9 @@ class AutoCausalLM(nn.Module):
             if traits.packing:
                 y_TD = self._packed(inputs, position_ids_T, segments)
             else:
-                y_TD = self._padded(inputs, segments)
+                y_TD = self._padded(inputs, segments, images)
+        if self.config.outline.media:
+            y_TD = complete_part_gradients(y_TD, self.image_params)
         if traits.head is None:
             return y_TD if output_fn is None else output_fn(y_TD, nn.Identity())
         y_TD = as_autocast(y_TD)
@@ -144,7 +154,20 @@ class AutoCausalLM(nn.Module):
         """Hidden states [T, D], or logits, of documents as one sequence."""
         return self._run(ids_T[None], packed_inputs(position_ids_T, segments))[0]
 
-    def _padded(self, ids_T: torch.Tensor, segments: VarlenMetadata) -> torch.Tensor:
+    def image_params(self) -> list[nn.Parameter]:
+        """The parameters now of the towers and the projector."""
+        part = self.config.outline.part
+        return [one for name, one in self.named_parameters() if part(name) != "language"]
+
+    def freeze(self, parts: Collection[Part]) -> None:
+        """Freeze these parts of a multimodal model, in place."""
+        for name, parameter in self.named_parameters():
+            if self.config.outline.part(name) in parts:
+                parameter.requires_grad_(False)
+
+    def _padded(
+        self, ids_T: torch.Tensor, segments: VarlenMetadata, images: ImageInputs | None
+    ) -> torch.Tensor:
         """The same of documents as a padded batch."""
         lengths = torch.tensor(segments.lengths)
         longest = int(lengths.max())
@@ -152,10 +175,24 @@ class AutoCausalLM(nn.Module):
         ids_BL = ids_T.new_zeros(here_BL.shape).masked_scatter(here_BL, ids_T)
         observer = current_observer()
         with observe_routers(observer and PaddedObserver(observer, here_BL)):
-            return self._run(ids_BL, {})[here_BL]
+            return self._run(ids_BL, self._known(ids_BL, here_BL, images))[here_BL]
+
+    def _known(
+        self, ids_BL: torch.Tensor, here_BL: torch.Tensor, images: ImageInputs | None
+    ) -> Mapping[str, Any]:
+        traits = self.config.outline.media
+        if traits is None:
+            return {}
+        tensors = images.tensors if images else None
+        return media_inputs(self._called, ids_BL, here_BL, traits.token_ids, tensors)
+
+    @property
+    def _called(self) -> Any:
+        """The model without the head, or with it where it is not apart."""
+        return self._base[0] if self.config.outline.traits.head else self._hf[0]
 
     def _run(self, ids_BL: torch.Tensor, known: Mapping[str, Any]) -> torch.Tensor:
-        model = self._base[0] if self.config.outline.traits.head else self._hf[0]
+        model = self._called
         inputs = accepted(model, {"use_cache": False, "return_dict": True, **known})
         return model(input_ids=ids_BL, **inputs)[0]
 

@@ -5,6 +5,7 @@ FSDP reduces the gradients of a unit together, so every rank must have the same 
 
 # pyright: reportIncompatibleMethodOverride=false
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -37,3 +38,31 @@ def complete_gradients(x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
         return x
     x = x if x.requires_grad else x.detach().requires_grad_()
     return _CompleteGradients.apply(x, layer)
+
+
+class _CompletePartGradients(torch.autograd.Function):
+    """Returns its input unchanged. Its backward is one of the first of the model's."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, y: torch.Tensor, parameters: Callable[[], Iterable[nn.Parameter]]
+    ) -> torch.Tensor:
+        ctx.parameters = parameters
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
+        for parameter in ctx.parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        return dy, None
+
+
+def complete_part_gradients(
+    y: torch.Tensor, parameters: Callable[[], Iterable[nn.Parameter]]
+) -> torch.Tensor:
+    """The output of a model, such that each of these parameters gets a gradient in the backward
+    pass: zeros, to which those that are computed are added."""
+    if not (torch.is_grad_enabled() and y.requires_grad):
+        return y
+    return _CompletePartGradients.apply(y, parameters)

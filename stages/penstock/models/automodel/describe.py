@@ -7,7 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from penstock.models.automodel.build import build_config, build_meta
+from penstock.core.errors import CapabilityError
+from penstock.models.automodel.build import build_config, build_meta, is_multimodal
+from penstock.models.automodel.media_traits import find_media_traits
 from penstock.models.automodel.normalize import (
     normalize,
     scalars,
@@ -17,6 +19,9 @@ from penstock.models.automodel.outline import STACKED, ModelOutline, Shape
 from penstock.models.automodel.routers import layer_indices, router_modules
 from penstock.models.automodel.saved_activations import saved_activations
 from penstock.models.automodel.traits import EXPERTS, find_traits, first_size
+
+TOWERS = {"image": "vision", "audio": "audio_tower"}
+"""Parts of the names of towers, by modality."""
 
 EXPERTS_PER_TOKEN = (
     "num_experts_per_tok",
@@ -32,8 +37,12 @@ def describe(hf_config: Mapping[str, Any]) -> ModelOutline:
 
     Raises CapabilityError for a model that cannot be trained, with the reason.
     """
-    traits = find_traits(hf_config)
     config = build_config(hf_config)
+    media = None
+    if is_multimodal(config):
+        traits, media = find_media_traits(hf_config)
+    else:
+        traits = find_traits(hf_config)
     model = build_meta(config, traits.attention)
     changed = {
         "scalars": tuple(scalars(model)),
@@ -43,7 +52,15 @@ def describe(hf_config: Mapping[str, Any]) -> ModelOutline:
     params: dict[str, Shape] = {name: tuple(p.shape) for name, p in model.named_parameters()}
     modules = {id(module): name for name, module in model.named_modules()}
     head = model.get_output_embeddings()
-    layers = tuple(repeated_layers(model))
+    text = config.get_text_config(decoder=True) if media else config
+    decoder = decoder_name(model, modules) if media else ""
+    if media:
+        media = replace(
+            media,
+            language=language_parts(model, modules, decoder),
+            vision=tower_parts(model, modules),
+        )
+    layers = tuple(repeated_layers(model.get_submodule(decoder), decoder))
     routers = layer_indices(router_modules(model), layers) if traits.scoring else {}
     if traits.scoring and not routers:
         traits = replace(traits, scoring=None, routers_why="its routers are not one in a layer")
@@ -56,28 +73,60 @@ def describe(hf_config: Mapping[str, Any]) -> ModelOutline:
         linear={
             name: (module.weight.shape[0], module.weight.shape[1])
             for name, module in model.named_modules()
-            if type(module) is nn.Linear
+            if type(module) is nn.Linear and (media is None or name.startswith(media.language))
         },
         fp32=tuple(_kept_in_fp32(model, params)),
         embedding=modules[id(model.get_input_embeddings())],
         head="" if head is None else modules[id(head)],
         norm=_final_norm(model, modules),
-        experts_per_token=first_size(config, EXPERTS_PER_TOKEN),
-        num_experts=first_size(config, EXPERTS),
+        experts_per_token=first_size(text, EXPERTS_PER_TOKEN),
+        num_experts=first_size(text, EXPERTS),
         stacked=stacked_experts(model),
         routers=routers,
-        aux_loss_coef=_aux_loss_coef(config),
+        aux_loss_coef=_aux_loss_coef(text),
         dropout=_has_dropout(config),
         traits=traits,
         saved=saved_activations(lambda: build_meta(config, traits.attention), layers),
+        media=media,
     )
 
 
-def repeated_layers(model: Any) -> Iterator[str]:
+def decoder_name(model: Any, modules: Mapping[int, str]) -> str:
+    """The name of a multimodal model's decoder."""
+    decoder = model.get_decoder()
+    name = modules.get(id(decoder), "")
+    if not name or decoder is model.base_model:
+        raise CapabilityError(f"{type(model).__name__} does not say which part is its decoder.")
+    return name
+
+
+def language_parts(model: Any, modules: Mapping[int, str], decoder: str) -> tuple[str, ...]:
+    """The beginnings of the names of what is neither a tower nor the projector."""
+    found = [decoder, modules[id(model.get_input_embeddings())]]
+    if (head := model.get_output_embeddings()) is not None:
+        found.append(modules[id(head)])
+    return tuple(dict.fromkeys(f"{name}." for name in found))
+
+
+def tower_parts(model: Any, modules: Mapping[int, str]) -> tuple[str, ...]:
+    """The beginnings of the names of the towers of images and audio."""
+    found: list[str] = []
+    for modality, part in TOWERS.items():
+        tower = model.get_encoder(modality=modality)
+        name = modules.get(id(tower), "")
+        if not name or tower is model.base_model:
+            named = (n for n, _ in model.named_modules() if part in n.rpartition(".")[2])
+            name = next(named, "")
+        if name:
+            found.append(f"{name}.")
+    return tuple(found)
+
+
+def repeated_layers(model: Any, prefix: str = "") -> Iterator[str]:
     """The names of the model's repeated layers, in order: the outermost modules of the classes in
     its `_no_split_modules`, or else the longest module list. Layers that share a parameter with
     another module are left out: FSDP shards it with the root."""
-    wanted = set(model._no_split_modules or ())
+    wanted = set(getattr(model, "_no_split_modules", None) or ())
     found = [name for name, module in model.named_modules() if type(module).__name__ in wanted]
     if not found:
         lists = [
@@ -101,10 +150,10 @@ def repeated_layers(model: Any) -> Iterator[str]:
         if (
             name
             and all(uses[id(one)] == 1 for one in layer.parameters())
-            and layer is not model.base_model
+            and layer is not getattr(model, "base_model", None)
         ):
             outer = name
-            yield name
+            yield f"{prefix}.{name}" if prefix else name
 
 
 def stacked_experts(model: nn.Module) -> dict[str, bool]:

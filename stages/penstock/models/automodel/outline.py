@@ -13,6 +13,9 @@ Shape = tuple[int, ...]
 STACKED = ("gate_up_proj", "down_proj")
 """The parameters in which transformers stacks the experts of a layer."""
 
+Part = Literal["vision", "projector", "language"]
+"""As in `model.freeze`."""
+
 AttentionImpl = Literal["varlen", "sdpa", "eager"]
 """`varlen`: our attention over packed documents; the others are transformers' own."""
 
@@ -43,6 +46,20 @@ class Traits:
     """How routers make scores of their logits; None: routers are not observed."""
     routers_why: str = ""
     """Why they are not; empty if there are none."""
+
+
+@dataclass(frozen=True)
+class MediaTraits:
+    """What is known of a model that takes images or audio."""
+
+    token_ids: Mapping[str, int]
+    """The token that takes a feature, by the kind of media (`image`, `audio`)."""
+    refused: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Further kinds that the model takes, and why it is not trained on them."""
+    language: tuple[str, ...] = ()
+    """Beginnings of the names of the language model's parameters, the head's included."""
+    vision: tuple[str, ...] = ()
+    """Those of the towers of images and audio; the others are of the projector."""
 
 
 class SavedBytes(NamedTuple):
@@ -92,6 +109,14 @@ class ModelOutline:
     traits: Traits
     saved: Mapping[str, tuple[SavedBytes, ...]]
     """What each layer saves, by the dtype of activations; empty if it could not be counted."""
+    media: MediaTraits | None = None
+    """None for a causal language model."""
+
+    def part(self, name: str) -> Part:
+        """The part of the model that a parameter is of."""
+        if self.media is None or name.startswith(self.media.language):
+            return "language"
+        return "vision" if name.startswith(self.media.vision) else "projector"
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object."""
@@ -101,6 +126,7 @@ class ModelOutline:
     def from_json(cls, found: Mapping[str, Any]) -> "ModelOutline":
         """Read what `to_json` wrote."""
         traits = dict(found["traits"])
+        media = found.get("media")
         head = traits.pop("head")
         return cls(
             **{
@@ -115,6 +141,13 @@ class ModelOutline:
                     dtype: tuple(SavedBytes(*one) for one in layers)
                     for dtype, layers in found["saved"].items()
                 },
+                "media": media
+                and MediaTraits(
+                    media["token_ids"],
+                    media["refused"],
+                    tuple(media["language"]),
+                    tuple(media["vision"]),
+                ),
                 "traits": Traits(**traits, head=head and Head(**head)),
             }
         )

@@ -4,9 +4,14 @@
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 
 FILE = Path(__file__).with_name("proved.json")
+IMAGE_FILE = Path(__file__).with_name("proved_images.json")
+"""Of image-text models: the results of `python -m tests.engine.automodel.sweep_images`."""
+AUDIO_FILE = Path(__file__).with_name("proved_audio.json")
+"""Of models that take audio, by the same sweep."""
 
 
 @dataclass(frozen=True)
@@ -47,3 +52,20 @@ class ProvedModels:
         found = json.loads(file.read_text())
         models = {name: ProvedModel(**values) for name, values in found["models"].items()}
         return cls(found["transformers"], found["torch"], models)
+
+
+@cache
+def image_types() -> frozenset[str]:
+    """The image-text types that are proved."""
+    return _proved(IMAGE_FILE)
+
+
+@cache
+def audio_types() -> frozenset[str]:
+    """The types that are proved with audio."""
+    return _proved(AUDIO_FILE)
+
+
+def _proved(file: Path) -> frozenset[str]:
+    models = ProvedModels.read(file).models
+    return frozenset(name for name, one in models.items() if not one.reason)

@@ -7,6 +7,9 @@ model (documents packed or apart, the head, names in checkpoints) holds for the 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from penstock.models.automodel.tiny_audio import is_audio, shrink_audio
+from penstock.models.automodel.tiny_images import fit_tokens, shrink_images
+
 MAX_LAYERS = 6
 """Layers of a tiny model, if more kinds of layers are not needed."""
 
@@ -173,6 +176,7 @@ LAYER_COUNTS = (
     "num_encoder_layers",
     "num_decoder_layers",
     "num_blocks",
+    "depth",
 )
 KEY_VALUE_HEADS = ("num_key_value_heads", "swa_num_key_value_heads", "num_kv_heads")
 EQUAL = (
@@ -185,6 +189,9 @@ EQUAL = (
 SHARING = "num_kv_shared_layers"
 """The number of last layers that use keys and values of earlier ones."""
 
+MARKS = ("vision_config", "image_size", "num_embeddings")
+"""Fields of configs of images."""
+
 PER_LAYER_CONFIG = "per_layer_config"
 """Values of single layers, by layer index."""
 
@@ -194,31 +201,74 @@ DENSE_FIRST = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_ind
 
 def shrink(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a config (`to_dict`) with small sizes, and one layer of each kind."""
+    small = _shrink(values)
+    fit_tokens(small)
+    return small
+
+
+def _shrink(values: Mapping[str, Any]) -> dict[str, Any]:
     small = {key: value for key, value in values.items() if key not in ("id2label", "label2id")}
     count = next((values[name] for name in LAYER_COUNTS if _is_size(values.get(name))), 0)
     layers = _kinds_of_layers(values, count)
     for name, value in values.items():
-        if name in LAYER_COUNTS and _is_size(value):
-            small[name] = len(layers) if value == count else min(value, MAX_LAYERS)
-        elif name in KEY_VALUE_HEADS and _is_size(value):
-            small[name] = 1 if value == 1 else 2
-        elif name in DENSE_FIRST and _is_size(value):
-            small[name] = 1
-        elif name in SIZES and _is_size(value):
-            small[name] = min(value, SIZES[name])
-        elif _is_per_layer(value, count):
-            small[name] = [value[layer] for layer in layers]
-        elif name == PER_LAYER_CONFIG and isinstance(value, Mapping):
+        if name == PER_LAYER_CONFIG and isinstance(value, Mapping):
             own = {int(layer): its for layer, its in value.items()}
             small[name] = {
-                str(at): shrink(own[layer]) for at, layer in enumerate(layers) if layer in own
+                str(at): _shrink(own[layer]) for at, layer in enumerate(layers) if layer in own
             }
+        elif _is_per_layer(value, count):
+            small[name] = [value[layer] for layer in layers]
         elif name == SHARING and value:
             small[name] = len(layers) // 2
         elif isinstance(value, Mapping) and name.endswith("_config"):
-            small[name] = shrink(value)
+            small[name] = _shrink(value)
+        elif isinstance(value, int) and _is_size(value):
+            small[name] = _small_size(name, value, len(layers) if value == count else MAX_LAYERS)
+    if _has_images(values):
+        shrink_images(values, small, len(layers))
+    if is_audio(values):
+        shrink_audio(values, small)
     _keep_relations(values, small)
+    for name in ("rope_parameters", "rope_scaling"):
+        if isinstance(small.get(name), Mapping):
+            small[name] = _shrink_rope(small[name], values, small)
     return small
+
+
+def _small_size(name: str, value: int, layers: int) -> int:
+    """A small value of a size."""
+    if name in LAYER_COUNTS:
+        return min(value, layers)
+    if name in KEY_VALUE_HEADS:
+        return 1 if value == 1 else 2
+    if name in DENSE_FIRST:
+        return 1
+    return min(value, SIZES.get(name, value))
+
+
+def _shrink_rope(
+    rope: Mapping[str, Any], values: Mapping[str, Any], small: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Rotary parameters, of one kind or by kind, whose sections of axes (M-RoPE) fit a head."""
+    found = {
+        name: _shrink_rope(one, values, small) if isinstance(one, Mapping) else one
+        for name, one in rope.items()
+    }
+    sections = rope.get("mrope_section")
+    if sections and (width := _head_width(values)):
+        total = sum(sections) * _head_width(small) // width
+        sizes = [size * total // sum(sections) for size in sections]
+        for axis in range(total - sum(sizes)):
+            sizes[axis] += 1
+        found["mrope_section"] = sizes
+    return found
+
+
+def _head_width(values: Mapping[str, Any]) -> int:
+    width, heads = values.get("hidden_size"), values.get("num_attention_heads")
+    if values.get("head_dim"):
+        return values["head_dim"]
+    return width // heads if width and heads else 0
 
 
 def _keep_relations(values: Mapping[str, Any], small: dict[str, Any]) -> None:
@@ -236,6 +286,11 @@ def _keep_relations(values: Mapping[str, Any], small: dict[str, Any]) -> None:
         small["mamba_d_ssm"] = small["mamba_n_heads"] * small["mamba_d_head"]
     if have("expand", "num_heads", "head_dim"):
         small["head_dim"] = small["hidden_size"] * values["expand"] // small["num_heads"]
+
+
+def _has_images(values: Mapping[str, Any]) -> bool:
+    """Whether this is a config of images or of a model with images."""
+    return any("patch_size" in name or name in MARKS for name in values)
 
 
 def _is_size(value: Any) -> bool:

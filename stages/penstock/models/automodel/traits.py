@@ -7,7 +7,7 @@ layers with state. So two short documents are run packed and apart, forward and 
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -37,6 +37,13 @@ SCALES = (
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 """Names of the number of experts in configs."""
 SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+
+
+class TinyRun(Protocol):
+    """A tiny model, and the token ids of its documents."""
+
+    model: Any
+    ids: list[torch.Tensor]
 
 
 def find_traits(hf_config: Mapping[str, Any]) -> Traits:
@@ -110,7 +117,7 @@ def require_causal(model: Any, model_type: str) -> None:
         )
 
 
-def find_head(run: "_Run", config: Any) -> tuple[Head | None, str]:
+def find_head(run: TinyRun, config: Any) -> tuple[Head | None, str]:
     """How logits follow from the base model's hidden states and the head in the model of `config`,
     or None and the reason if they do not. Factors may follow from a model's width, so those of the
     tiny model are others."""

@@ -29,6 +29,10 @@ class AutoWeightMap(WeightMap):
         """The name itself."""
         return (native_name,)
 
+    def hf_layer(self, layer: str) -> str:
+        """The name itself."""
+        return layer
+
     def expert_layers(self, matrix: str, layer: str) -> tuple[str, ...]:
         """None: experts with adapters are stacked."""
         del matrix, layer

@@ -68,6 +68,11 @@ class DecodeSegments(VarlenMetadata, ABC):
     """Sequences of a decode step, of one new token each."""
 
     @abstractmethod
+    def append_latents(self, x_T1H: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Cache what the heads of the current layer share, of the new tokens; what is cached of
+        each sequence, [B, C, H], and which of it is its own, bool [B, C] (None: all)."""
+
+    @abstractmethod
     def states(self) -> tuple[torch.Tensor, ...]:
         """The states of the current layer, of each sequence, [B, ...]."""
 

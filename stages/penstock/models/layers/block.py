@@ -8,11 +8,11 @@ from torch import nn
 from penstock.models.decoder_config import DecoderConfig
 from penstock.models.layers.attention import AttentionFn
 from penstock.models.layers.call_hook import CallHook, call
-from penstock.models.layers.dropout import NO_DROPOUT, Dropout, DropoutRates
+from penstock.models.layers.dropout import NO_DROPOUT, DropoutRates
 from penstock.models.layers.experts import ExpertOperations
-from penstock.models.layers.feed_forward import FeedForward, FusedFeedForward, PlainFeedForward
-from penstock.models.layers.layer_ops import ACTIVATIONS, LayerOps
-from penstock.models.layers.moe import MoE
+from penstock.models.layers.feed_forward import build_feed_forward
+from penstock.models.layers.layer_ops import LayerOps
+from penstock.models.layers.modality_moe import build_moe
 from penstock.models.layers.norm import NoNorm, build_norm
 from penstock.models.layers.router import Precision
 from penstock.models.layers.token_mixer import TokenMixer, build_token_mixer
@@ -26,9 +26,9 @@ PART_NAMES = (*CALL_HOOKS, LINEAR_ATTN)
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward network or MoE. Each has a norm of its input, of its output, or
-    of both; then come dropout and the residual addition. In a parallel block both have one norm of
-    their input.
+    """A token mixer and a feed-forward network or MoE, or one of them alone. Each has a norm of its
+    input, of its output, or of both; then come dropout and the residual addition. In a parallel
+    block both have one norm of their input.
 
     `run_attn` and `run_mlp` are call hooks. A caller that replaces one must call the previous one.
     """
@@ -49,29 +49,32 @@ class Block(nn.Module):
         super().__init__()
         input_norm, output_norm = (
             partial(build_norm, config, operations) if there else NoNorm
-            for there in (config.input_norms, config.output_norms)
+            for there in config.layer_norms(layer)
         )
-        self.input_layernorm = input_norm()
         self.mixer_name = config.layer_mixer(layer)
-        mixer = build_token_mixer(
-            config,
-            layer,
-            merge_qkv=merge_qkv,
-            attend=attend,
-            operations=operations,
-            drop=dropout.of_weights(layer, config.num_hidden_layers),
-        )
-        self.add_module(self.mixer_name, mixer)
-        self.attention_output_norm = output_norm()
+        if self.mixer_name:
+            self.input_layernorm = input_norm()
+            mixer = build_token_mixer(
+                config,
+                layer,
+                merge_qkv=merge_qkv,
+                attend=attend,
+                operations=operations,
+                drop=dropout.of_weights(layer, config.num_hidden_layers),
+            )
+            self.add_module(self.mixer_name, mixer)
+            self.attention_output_norm = output_norm()
         self.is_parallel = config.parallel_block
-        self.post_attention_layernorm = NoNorm() if config.parallel_block else input_norm()
         drop = dropout.site("ffn", "mlp.act_fn", layer, config.num_hidden_layers)
-        if sparse := config.layer_experts(layer):
-            gate = operations.gates[config.activation]
-            self.mlp = MoE(config, sparse, operations=experts, router=router, gate=gate)
-        else:
-            self.mlp = _build_mlp(config, operations, drop)
-        self.mlp_output_norm = output_norm()
+        self.mlp: nn.Module | None = None
+        if config.has_mlp(layer):
+            self.post_attention_layernorm = NoNorm() if config.parallel_block else input_norm()
+            if sparse := config.layer_experts(layer):
+                how = {"operations": experts, "router": router, "shared_ops": operations}
+                self.mlp = build_moe(config, sparse, **how)
+            else:
+                self.mlp = build_feed_forward(config, config.intermediate_size, operations, drop)
+            self.mlp_output_norm = output_norm()
         self.residual_scale = config.residual_scale
         self.layer_scalar = (
             nn.Parameter(torch.ones(1), requires_grad=False) if config.layer_scalars else None
@@ -83,14 +86,17 @@ class Block(nn.Module):
         self.run_mlp: CallHook = call
 
     @property
-    def token_mixer(self) -> TokenMixer:
-        """`self_attn`, or `linear_attn` in layers of linear attention."""
+    def token_mixer(self) -> TokenMixer | None:
+        """`self_attn`, or `linear_attn` in layers of linear attention; None in a layer without."""
+        if self.mixer_name is None:
+            return None
         mixer = getattr(self, self.mixer_name)
         assert isinstance(mixer, TokenMixer)
         return mixer
 
-    def part(self, name: str) -> nn.Module:
-        """One of the two parts of `CALL_HOOKS`: the token mixer for `self_attn`."""
+    def part(self, name: str) -> nn.Module | None:
+        """One of the two parts of `CALL_HOOKS`: the token mixer for `self_attn`; None for a part
+        that the layer has not."""
         return self.mlp if name == "mlp" else self.token_mixer
 
     def forward(
@@ -102,28 +108,23 @@ class Block(nn.Module):
         *query_scale: torch.Tensor,
     ) -> torch.Tensor:
         """The residual stream after this block, [T, D]. The rest as in `token_mixer.py`."""
-        normed_TD = self.input_layernorm(x_TD)
-        y_TD = self.run_attn(self.token_mixer, normed_TD, cos_TH, sin_TH, segments, *query_scale)
-        y_TD = self._scaled(self.drop_attn(self.attention_output_norm(y_TD)))
-        x_TD, after_TD = self.post_attention_layernorm(y_TD, x_TD)
-        normed_TD = normed_TD if self.is_parallel else after_TD
+        mixer = self.token_mixer
+        if mixer is None:
+            normed_TD = self.post_attention_layernorm(x_TD)
+        else:
+            normed_TD = self.input_layernorm(x_TD)
+            y_TD = self.run_attn(mixer, normed_TD, cos_TH, sin_TH, segments, *query_scale)
+            y_TD = self._scaled(self.drop_attn(self.attention_output_norm(y_TD)))
+            if self.mlp is None:
+                return self._output(x_TD + y_TD)
+            x_TD, after_TD = self.post_attention_layernorm(y_TD, x_TD)
+            normed_TD = normed_TD if self.is_parallel else after_TD
+        assert self.mlp is not None, "a layer has one part or both"
         y_TD = self.mlp_output_norm(self.run_mlp(self.mlp, normed_TD))
-        x_TD = x_TD + self._scaled(self.drop_mlp(y_TD))
+        return self._output(x_TD + self._scaled(self.drop_mlp(y_TD)))
+
+    def _output(self, x_TD: torch.Tensor) -> torch.Tensor:
         return x_TD if self.layer_scalar is None else x_TD * self.layer_scalar.to(x_TD.dtype)
 
     def _scaled(self, y_TD: torch.Tensor) -> torch.Tensor:
         return y_TD if self.residual_scale == 1 else y_TD * self.residual_scale
-
-
-def _build_mlp(
-    config: DecoderConfig, operations: LayerOps, drop: Dropout | None
-) -> FeedForward | FusedFeedForward | PlainFeedForward:
-    sizes = config.hidden_size, config.intermediate_size
-    if config.fused_gate_up:
-        gate = operations.packed_gate(config.activation)
-        return FusedFeedForward(*sizes, bias=config.mlp_bias, gate=gate, drop=drop)
-    if config.gated:
-        gate = operations.gates[config.activation]
-        return FeedForward(*sizes, bias=config.mlp_bias, gate=gate, drop=drop)
-    activation = ACTIVATIONS[config.activation]
-    return PlainFeedForward(*sizes, bias=config.mlp_bias, activation=activation, drop=drop)

@@ -1,8 +1,8 @@
 """Call hooks: attributes through which a module calls its submodules. The caller that builds the
 model replaces them, e.g. for activation checkpointing."""
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -17,3 +17,35 @@ class CallHook(Protocol):
 def call(module: Callable[..., torch.Tensor], /, *args: Any) -> torch.Tensor:
     """Call the module directly. The default of every `run_…` hook."""
     return module(*args)
+
+
+HeadBlocks = Sequence[tuple[int, int]]
+"""Blocks of a dimension, one after another: of each the number of heads and their width."""
+
+
+class OfHeads(Protocol):
+    """Cuts a weight, whose first dimension has these blocks of heads, to the heads of an input."""
+
+    def __call__(self, weight: torch.Tensor, blocks: HeadBlocks, /) -> torch.Tensor: ...
+
+
+def of_all_heads(weight: torch.Tensor, blocks: HeadBlocks, /) -> torch.Tensor:
+    """The weight itself: the input has all heads."""
+    del blocks
+    return weight
+
+
+@runtime_checkable
+class RecurrentMixer(Protocol):
+    """A token mixer with a state, whose heads do not see one another.
+
+    `run_core(core, *inputs, segments)` calls `core(*inputs, segments, of_heads)`, which returns [T,
+    heads, width], or [T, heads]. It may do so with other tokens, of some of the heads.
+    """
+
+    run_core: Callable[..., torch.Tensor]
+
+    def head_blocks(self) -> Sequence[HeadBlocks]:
+        """The blocks of heads in the last dimension of each input, as many as are on this rank.
+        Where a block has fewer heads than another, each is for as many consecutive ones of it."""
+        ...

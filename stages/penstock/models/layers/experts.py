@@ -5,7 +5,7 @@ R rows (one for each token and selected expert), E experts, D model width, F fea
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, ParamSpec, Protocol, TypeVar
+from typing import ClassVar, Literal, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -25,6 +25,8 @@ Implementation = Literal["auto", "eager", "native", "triton", "quack"]
 
 Matrix = Literal["gate_proj", "up_proj", "gate_up_proj", "down_proj"]
 """Native names of an expert's matrices."""
+Stack = Literal["gate_up_proj", "up_proj", "down_proj"]
+"""Names of the parameters that stack them."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,9 @@ class Experts(nn.Module):
     the backward pass. `adapter` is called with a matrix's name, its input and the counts, and
     returns what is added to the matmul's output, or None.
     """
+
+    stacks: ClassVar[tuple[Stack, Stack]] = ("gate_up_proj", "down_proj")
+    """The two parameters."""
 
     def __init__(
         self, config: ExpertsConfig, hidden_size: int, *, operations: ExpertOperations

@@ -8,8 +8,9 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from penstock.models.decoder_config import DecoderConfig
 from penstock.models.layers.dropout import Dropout
-from penstock.models.layers.layer_ops import Gate
+from penstock.models.layers.layer_ops import ACTIVATIONS, Gate, LayerOps
 from penstock_kernels.glu import swiglu
 
 
@@ -88,3 +89,18 @@ class PlainFeedForward(nn.Module):
         """The output, which is added to the residual stream, [T, D]."""
         y_TF = self.activation(self.up_proj(x_TD))
         return self.down_proj(y_TF if self.dropout is None else self.dropout(y_TF))
+
+
+def build_feed_forward(
+    config: DecoderConfig, inner: int, operations: LayerOps, drop: Dropout | None = None
+) -> FeedForward | FusedFeedForward | PlainFeedForward:
+    """An MLP as the config defines it, of this intermediate size."""
+    sizes = config.hidden_size, inner
+    if config.fused_gate_up:
+        gate = operations.packed_gate(config.activation)
+        return FusedFeedForward(*sizes, bias=config.mlp_bias, gate=gate, drop=drop)
+    if config.gated:
+        gate = operations.gates[config.activation]
+        return FeedForward(*sizes, bias=config.mlp_bias, gate=gate, drop=drop)
+    activation = ACTIVATIONS[config.activation]
+    return PlainFeedForward(*sizes, bias=config.mlp_bias, activation=activation, drop=drop)

@@ -1,7 +1,8 @@
 """Multi-head latent attention (MLA) over packed sequences (varlen).
 
 T tokens, D model width, N heads, R size of the latent vector of keys and values, P features with
-RoPE, H features of queries and keys (P and those without), V of values, W the wider of H and V.
+RoPE, H features of queries and keys (P and those without), V of values, W the wider of H and V;
+with an indexer I features of its key, and S the tokens that it selects.
 """
 
 from collections.abc import Callable
@@ -13,11 +14,17 @@ from torch import nn
 from penstock.models.decoder_config import DecoderConfig, RotaryPairs
 from penstock.models.layers.attention import AttentionFn, DecodeSegments, PrefillSegments
 from penstock.models.layers.call_hook import call
-from penstock.models.layers.dropout import WeightDropout
+from penstock.models.layers.dropout import Dropout, WeightDropout
+from penstock.models.layers.indexer import Index, Indexer, IndexerLoss
 from penstock.models.layers.layer_ops import DEFAULT_LAYER_OPS, LayerOps
 from penstock.models.layers.norm import RMSNorm
 from penstock_kernels.attention import VarlenMetadata
+from penstock_kernels.attention.decode import decode_attention
 from penstock_kernels.attention.reference import eager
+from penstock_kernels.sparse_attention import latent_sparse_attention, sparse_attention
+
+Features = tuple[torch.Tensor, ...]
+"""Parts of the features of a head's queries or keys."""
 
 
 class LatentAttention(nn.Module):
@@ -29,6 +36,10 @@ class LatentAttention(nn.Module):
     latent vectors to keys is applied to queries, and that to values to the output, so attention
     has one key head, the cached vectors, whose first R features are also the values.
 
+    With an indexer (DeepSeek Sparse Attention) a token attends to those that it selects, absorbed
+    where the latent vectors can be gathered. Documents of which it would select all are computed
+    without.
+
     The caller that builds the model may wrap or replace the hooks `attend` and `run_core`, as in
     `SelfAttention`.
     """
@@ -36,6 +47,7 @@ class LatentAttention(nn.Module):
     def __init__(
         self,
         config: DecoderConfig,
+        layer: int,
         *,
         attend: AttentionFn,
         operations: LayerOps = DEFAULT_LAYER_OPS,
@@ -49,7 +61,7 @@ class LatentAttention(nn.Module):
         self.sizes = latent
         self.scale = config.score_scale
         self.rope_pairs: RotaryPairs = config.rope_pairs
-        self.rope = operations.rope
+        self.rope = None if layer in config.no_rope_layers else operations.rope
         width, heads, bias = config.hidden_size, config.num_attention_heads, latent.bias
         if latent.q_rank is None:
             self.q_proj = nn.Linear(width, heads * latent.qk_dim, bias=False)
@@ -63,6 +75,7 @@ class LatentAttention(nn.Module):
             latent.kv_rank, heads * latent.head_features("kv_b_proj"), bias=False
         )
         self.o_proj = nn.Linear(heads * latent.v_dim, width, bias=bias)
+        self.indexer = Indexer(config, operations=operations) if latent.indexer else None
         self.attend = attend
         self.run_core: Callable[..., torch.Tensor] = call
         self.dropout = drop
@@ -79,30 +92,132 @@ class LatentAttention(nn.Module):
         factors of the queries after RoPE."""
         sizes = self.sizes
         # -1 for heads: under tensor parallelism only some are here.
-        q_TNH = self._queries(x_TD).unflatten(-1, (-1, sizes.qk_dim))
+        q_TE, q_latent_TQ = self._queries(x_TD)
+        q_TNH = q_TE.unflatten(-1, (-1, sizes.qk_dim))
         q_TNn, q_TNP = q_TNH.split((sizes.nope_dim, sizes.rope_dim), dim=-1)
         latent_TR, k_TP = self.kv_a_proj_with_mqa(x_TD).split(
             (sizes.kv_rank, sizes.rope_dim), dim=-1
         )
         latent_TR = self.kv_a_layernorm(latent_TR)
-        q_TNP, k_T1P = self.rope(q_TNP, k_TP.unsqueeze(1), cos_TP, sin_TP, self.rope_pairs)
+        k_T1P = k_TP.unsqueeze(1)
+        if self.rope is not None:
+            q_TNP, k_T1P = self.rope(q_TNP, k_T1P, cos_TP, sin_TP, self.rope_pairs)
         if query_scale_T is not None:
             scale_T11 = query_scale_T[:, None, None]
             q_TNn, q_TNP = q_TNn * scale_T11, q_TNP * scale_T11
+        is_cached = isinstance(segments, PrefillSegments | DecodeSegments)
+        index = loss = None
+        if self.indexer is not None:
+            loss = self.indexer.current_loss(segments)
+            if is_cached or loss or self.indexer.selects(segments):
+                index = self.indexer(x_TD, q_latent_TQ, cos_TP, sin_TP)
         if isinstance(segments, PrefillSegments | DecodeSegments):
-            latent_T1L = torch.cat((latent_TR.unsqueeze(1), k_T1P), dim=-1)
+            index_key = () if index is None else (index[1].unsqueeze(1),)
+            cached_T1L = torch.cat((latent_TR.unsqueeze(1), k_T1P, *index_key), dim=-1)
             if isinstance(segments, DecodeSegments):
-                return self.o_proj(self._decode(q_TNn, q_TNP, latent_T1L, segments).flatten(1))
-            segments.store_latents(latent_T1L)
+                y_TNV = self._decode(q_TNn, q_TNP, cached_T1L, segments, index)
+                return self.o_proj(y_TNV.flatten(1))
+            segments.store_latents(cached_T1L)
             segments = segments.uncached()
-        q_TNW = self._padded(torch.cat((q_TNn, q_TNP), dim=-1))
-        y_TNW = self.run_core(self._core, q_TNW, *self._keys_values(latent_TR, k_T1P), segments)
-        return self.o_proj(y_TNW[..., : sizes.v_dim].flatten(1))
+        inputs = q_TNn, q_TNP, latent_TR, k_T1P, segments
+        if self.indexer is not None and index is not None:
+            y_TNV = self._attend_indexed(*inputs, self.indexer, index, loss)
+        else:
+            y_TNV, *_ = self._attend(*inputs, None)
+        return self.o_proj(y_TNV.flatten(1))
 
-    def _queries(self, x_TD: torch.Tensor) -> torch.Tensor:
+    def _attend_indexed(
+        self,
+        q_TNn: torch.Tensor,
+        q_TNP: torch.Tensor,
+        latent_TR: torch.Tensor,
+        k_T1P: torch.Tensor,
+        segments: VarlenMetadata,
+        indexer: Indexer,
+        index: Index,
+        loss: IndexerLoss | None,
+    ) -> torch.Tensor:
+        """What the tokens attend to, with the gradient of the indexer's loss, [T, N, V]. Under
+        context parallelism keys are those of all ranks' tokens."""
+        whole, selected_TS = indexer.keys.segments(segments), None
+        index_key, latents, rotated = indexer.keys.gather(index[1], latent_TR, k_T1P)
+        index, keys = (index[0], index_key, index[2]), (latents, rotated)
+        inputs = q_TNn, q_TNP, *keys, whole
+        if indexer.selects(segments):
+            selected_TS = indexer.select(index, whole)
+        if selected_TS is None:
+            y_TNV, q_TNF, k_TNF = self._attend(q_TNn, q_TNP, latent_TR, k_T1P, segments, None)
+            if loss is not None and whole is not segments:
+                with torch.no_grad():
+                    k_TNF = (self._keys_values(*keys)[0],)
+        elif self._reads_latents(*inputs, selected_TS):
+            y_TNV, q_TNF, k_TNF = self._attend_latents(*inputs, selected_TS)
+        else:
+            y_TNV, q_TNF, k_TNF = self._attend(*inputs, selected_TS)
+        if loss is None:
+            return y_TNV
+        compared = torch.cat(q_TNF, dim=-1), torch.cat(k_TNF, dim=-1)
+        args = index, *compared, selected_TS, whole, self.scale
+        return indexer.add_loss(loss, y_TNV, *args)
+
+    def _queries(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The queries of all heads, and the latent vector that they are projected from."""
         if self.sizes.q_rank is None:
-            return self.q_proj(x_TD)
-        return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_TD)))
+            return self.q_proj(x_TD), None
+        latent_TQ = self.q_a_layernorm(self.q_a_proj(x_TD))
+        return self.q_b_proj(latent_TQ), latent_TQ
+
+    def _attend(
+        self,
+        q_TNn: torch.Tensor,
+        q_TNP: torch.Tensor,
+        latent_TR: torch.Tensor,
+        k_T1P: torch.Tensor,
+        segments: VarlenMetadata,
+        selected_TS: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, Features, Features]:
+        """What the tokens attend to, [T, N, V], and the queries and keys that are compared."""
+        q_TNW = self._padded(torch.cat((q_TNn, q_TNP), dim=-1))
+        k_TNW, v_TNW = self._keys_values(latent_TR, k_T1P)
+        selected = () if selected_TS is None else (selected_TS,)
+        y_TNW = self.run_core(self._core, q_TNW, k_TNW, v_TNW, segments, *selected)
+        return y_TNW[..., : self.sizes.v_dim], (q_TNW,), (k_TNW,)
+
+    def _reads_latents(
+        self,
+        q_TNn: torch.Tensor,
+        q_TNP: torch.Tensor,
+        latent_TR: torch.Tensor,
+        k_T1P: torch.Tensor,
+        segments: VarlenMetadata,
+        selected_TS: torch.Tensor,
+    ) -> bool:
+        """Whether selected latent vectors are gathered, for which `kv_b_proj` has to be a matrix:
+        it is none where its adapter drops inputs."""
+        parts = self.kv_b_proj.modules()
+        if self.training and any(isinstance(one, Dropout) and one.is_enabled for one in parts):
+            return False
+        keys = latent_TR, k_T1P.squeeze(1)
+        return latent_sparse_attention.is_fast(
+            q_TNn, q_TNP, *keys, selected_TS, segments, self.scale
+        )
+
+    def _attend_latents(
+        self,
+        q_TNn: torch.Tensor,
+        q_TNP: torch.Tensor,
+        latent_TR: torch.Tensor,
+        k_T1P: torch.Tensor,
+        segments: VarlenMetadata,
+        selected_TS: torch.Tensor,
+    ) -> tuple[torch.Tensor, Features, Features]:
+        """The same as `_attend`, absorbed: all heads have the latent vectors as their keys."""
+        to_keys_NnR, to_values_NVR = self._absorbed_weights(latent_TR)
+        q_TNR = torch.einsum("tnh,nhr->tnr", q_TNn, to_keys_NnR)
+        inputs = q_TNR, q_TNP, latent_TR, k_T1P.squeeze(1), selected_TS, segments
+        y_TNR = self.run_core(latent_sparse_attention, *inputs, self.scale)
+        y_TNV = torch.einsum("tnr,nvr->tnv", y_TNR, to_values_NVR)
+        return y_TNV, (q_TNR, q_TNP), (latent_TR.unsqueeze(1), k_T1P)
 
     def _keys_values(
         self, latent_TR: torch.Tensor, k_T1P: torch.Tensor
@@ -126,8 +241,12 @@ class LatentAttention(nn.Module):
         k_TNW: torch.Tensor,
         v_TNW: torch.Tensor,
         segments: VarlenMetadata,
+        selected_TS: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`softmax(scale * q @ k.T) @ v` over the tokens that each token attends to, [T, N, W]."""
+        """`softmax(scale * q @ k.T) @ v` over the tokens that each token attends to, [T, N, W]:
+        those selected, or all earlier ones."""
+        if selected_TS is not None:
+            return sparse_attention(q_TNW, k_TNW, v_TNW, selected_TS, segments, self.scale)
         if self.training and self.dropout is not None and self.dropout.is_enabled:
             args = q_TNW, k_TNW, v_TNW, segments, self.scale
             return eager(*args, drop=self.dropout.drop_probs)
@@ -137,19 +256,47 @@ class LatentAttention(nn.Module):
         self,
         q_TNn: torch.Tensor,
         q_TNP: torch.Tensor,
-        latent_T1L: torch.Tensor,
-        segments: VarlenMetadata,
+        cached_T1L: torch.Tensor,
+        segments: DecodeSegments,
+        index: Index | None,
     ) -> torch.Tensor:
         """Attention of new tokens to the cached vectors and their own, [T, N, V]."""
         sizes = self.sizes
-        weight_ER = self._kv_b_weight(latent_T1L)
-        weight_NER = weight_ER.unflatten(0, (-1, sizes.nope_dim + sizes.v_dim))
-        to_keys_NnR, to_values_NVR = weight_NER.split((sizes.nope_dim, sizes.v_dim), dim=1)
+        to_keys_NnR, to_values_NVR = self._absorbed_weights(cached_T1L)
         q_TNR = torch.einsum("tnh,nhr->tnr", q_TNn, to_keys_NnR)
         q_TNL = torch.cat((q_TNR, q_TNP), dim=-1)
-        # Values are the keys: the cache holds them once.
-        y_TNL = self.attend(q_TNL, latent_T1L, latent_T1L, segments, self.scale)
+        if self.indexer is None or index is None:
+            # Values are the keys: the cache holds them once.
+            y_TNL = self.attend(q_TNL, cached_T1L, cached_T1L, segments, self.scale)
+        else:
+            y_TNL = self._decode_selected(q_TNL, cached_T1L, segments, self.indexer, index)
         return torch.einsum("tnr,nvr->tnv", y_TNL[..., : sizes.kv_rank], to_values_NVR)
+
+    def _decode_selected(
+        self,
+        q_TNL: torch.Tensor,
+        cached_T1L: torch.Tensor,
+        segments: DecodeSegments,
+        indexer: Indexer,
+        index: Index,
+    ) -> torch.Tensor:
+        """The same with the cached vectors that the indexer selects; zeros for padding."""
+        cached_BCL, visible_BC = segments.append_latents(cached_T1L)
+        rows, width = len(cached_BCL), q_TNL.shape[-1]
+        keys_BCL, k_BCI = cached_BCL.split((width, indexer.sizes.head_dim), dim=-1)
+        q_TJI, _, weight_TJ = index
+        mask_BC = indexer.cached_mask(q_TJI[:rows], k_BCI, weight_TJ[:rows], visible_BC)
+        keys_B1CL = keys_BCL.unsqueeze(1)
+        q_BNL = q_TNL[:rows].to(keys_B1CL.dtype)
+        y_BNL = decode_attention(q_BNL, keys_B1CL, keys_B1CL, mask_BC, self.scale)
+        return F.pad(y_BNL, (0, 0, 0, 0, 0, len(q_TNL) - rows))
+
+    def _absorbed_weights(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The matrices of `kv_b_proj` from latent vectors to keys and to values of each head."""
+        sizes = self.sizes
+        weight_NER = self._kv_b_weight(like).unflatten(0, (-1, sizes.nope_dim + sizes.v_dim))
+        to_keys_NnR, to_values_NVR = weight_NER.split((sizes.nope_dim, sizes.v_dim), dim=1)
+        return to_keys_NnR, to_values_NVR
 
     def _kv_b_weight(self, like: torch.Tensor) -> torch.Tensor:
         """The matrix of kv_b_proj, [N (n + V), R], with its adapter and from any format."""

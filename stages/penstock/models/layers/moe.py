@@ -1,6 +1,7 @@
 """Mixture of experts (MoE).
 
-T tokens, D model width, K experts per token.
+T tokens, D model width, L width of the experts' inputs and outputs (that of the model, unless they
+are latent), K experts per token.
 """
 
 from collections.abc import Callable
@@ -13,16 +14,18 @@ from penstock.models.decoder_config import DecoderConfig, ExpertsConfig
 from penstock.models.layers.call_hook import CallHook, call
 from penstock.models.layers.clamped_experts import ClampedExperts
 from penstock.models.layers.experts import ExpertOperations, Experts
-from penstock.models.layers.feed_forward import FeedForward
-from penstock.models.layers.layer_ops import Gate
+from penstock.models.layers.feed_forward import build_feed_forward
+from penstock.models.layers.layer_ops import ACTIVATIONS, LayerOps
+from penstock.models.layers.plain_experts import PlainExperts
 from penstock.models.layers.router import Precision, Router
-from penstock_kernels.glu import swiglu
 from penstock_kernels.permute import sort_by_expert
+
+Projection = Callable[[torch.Tensor], torch.Tensor]
 
 
 class TokenDispatcher(Protocol):
     """Dispatches tokens to their experts and combines the outputs: the weighted sum of each token's
-    experts, [T, D].
+    experts, [T, L].
 
     `choice_TK` has expert indices and `weights_TK` their fp32 weights.
     """
@@ -47,9 +50,22 @@ def dispatch_locally(
     return operations.unpermute(y_RD, weights_TK, order)
 
 
-def no_op(y_TD: torch.Tensor) -> torch.Tensor:
-    """The default of `finish_dispatch`: nothing to wait for."""
-    return y_TD
+def no_op(y_TL: torch.Tensor) -> torch.Tensor:
+    """Nothing to wait for, or to project."""
+    return y_TL
+
+
+def build_experts(
+    config: DecoderConfig, experts: ExpertsConfig, operations: ExpertOperations
+) -> Experts:
+    """The experts of a layer, as the config defines them."""
+    width = experts.latent_size or config.hidden_size
+    if experts.clamped:
+        return ClampedExperts(experts, width, operations=operations)
+    if not config.gated:
+        activation = ACTIVATIONS[config.activation]
+        return PlainExperts(experts, width, operations=operations, activation=activation)
+    return Experts(experts, width, operations=operations)
 
 
 class MoE(nn.Module):
@@ -67,20 +83,22 @@ class MoE(nn.Module):
         *,
         operations: ExpertOperations,
         router: Precision,
-        gate: Gate = swiglu,
+        shared_ops: LayerOps,
     ) -> None:
-        """`gate`: the gated activation of the shared experts."""
+        """`shared_ops`: the kernels of the shared experts."""
         super().__init__()
         width = config.hidden_size
         self.gate = Router(experts, width, precision=router)
-        form = ClampedExperts if experts.clamped else Experts
-        self.experts = form(experts, width, operations=operations)
+        self.experts = build_experts(config, experts, operations)
         self.names, self.scales_inputs = experts.names, experts.scales_inputs
         if inner := experts.shared_intermediate_size:
-            mlp = FeedForward(width, inner, bias=config.mlp_bias, gate=gate)
-            self.add_module(self.names.shared, mlp)
+            self.add_module(self.names.shared, build_feed_forward(config, inner, shared_ops))
         if experts.shared_gate:
             self.add_module(self.names.shared_gate, nn.Linear(width, 1, bias=False))
+        if latent := experts.latent_size:
+            bias = config.mlp_bias
+            self.add_module(self.names.latent_in, nn.Linear(width, latent, bias=bias))
+            self.add_module(self.names.latent_out, nn.Linear(latent, width, bias=bias))
         self.dispatch: TokenDispatcher = dispatch_locally
         self.finish_dispatch: Callable[[torch.Tensor], torch.Tensor] = no_op
         self.run_shared: CallHook = call
@@ -96,6 +114,14 @@ class MoE(nn.Module):
         """The linear layer whose sigmoid multiplies the output of the shared experts."""
         return self._modules.get(self.names.shared_gate)
 
+    @property
+    def latent_projections(self) -> tuple[Projection, Projection]:
+        """What the experts' inputs, and then their outputs, pass through."""
+        names = self.names
+        found = (self._modules.get(name) for name in (names.latent_in, names.latent_out))
+        first, last = (no_op if one is None else one for one in found)
+        return first, last
+
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         """The output, which is added to the residual stream, [T, D]."""
         choice_TK, weights_TK = self.gate(x_TD)
@@ -103,11 +129,12 @@ class MoE(nn.Module):
         if self.scales_inputs:
             routed_TD = x_TD * weights_TK.to(x_TD.dtype)  # K is 1
             weights_TK = torch.ones_like(weights_TK)
-        y_TD = self.dispatch(routed_TD, choice_TK, weights_TK, self.experts)
+        project, project_back = self.latent_projections
+        y_TL = self.dispatch(project(routed_TD), choice_TK, weights_TK, self.experts)
         shared, gate = self.shared, self.shared_gate
         if shared is None:
-            return self.finish_dispatch(y_TD)
+            return project_back(self.finish_dispatch(y_TL))
         shared_TD = self.run_shared(shared, x_TD)
         if gate is not None:
             shared_TD = gate(x_TD).sigmoid() * shared_TD
-        return self.finish_dispatch(y_TD) + shared_TD
+        return project_back(self.finish_dispatch(y_TL)) + shared_TD

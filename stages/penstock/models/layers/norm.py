@@ -9,6 +9,7 @@ from torch import nn
 
 from penstock.models.decoder_config import DecoderConfig
 from penstock.models.layers.layer_ops import DEFAULT_LAYER_OPS, LayerOps
+from penstock_kernels.gated_rms_norm import Activation
 
 
 class RMSNorm(nn.Module):
@@ -70,16 +71,53 @@ class RMSNorm(nn.Module):
 
 
 class GatedRMSNorm(nn.Module):
-    """`x / rms(x) * weight * silu(gate)` over the last dimension, in x's dtype."""
+    """`x / rms(x) * weight * silu(gate)` over the last dimension, in x's dtype, or with another
+    activation of the gate; with `norm_first=False` instead x * silu(gate) is normalized, and then
+    multiplied by weight. Each `group_width` features are normalized alone.
 
-    def __init__(self, width: int, eps: float, *, operations: LayerOps = DEFAULT_LAYER_OPS) -> None:
+    `mean_squares` is a hook for tensor parallelism, as in `RMSNorm`, where a group is on several
+    ranks.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        eps: float,
+        *,
+        activation: Activation = "silu",
+        group_width: int | None = None,
+        norm_first: bool = True,
+        operations: LayerOps = DEFAULT_LAYER_OPS,
+    ) -> None:
+        """`group_width=None`: all features."""
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
-        self.eps, self.operations = eps, operations
+        self.eps, self.activation, self.operations = eps, activation, operations
+        self.group_width, self.norm_first = group_width or width, norm_first
+        self.mean_squares: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def forward(self, x_TD: torch.Tensor, gate_TD: torch.Tensor) -> torch.Tensor:
         """The normalized and gated input. T may be any leading dimensions."""
-        return self.operations.gated_rms_norm(x_TD, gate_TD, self.weight, self.eps)
+        if self.mean_squares is not None:
+            return self._split(x_TD, gate_TD, self.mean_squares)
+        how = self.activation, self.norm_first, len(self.weight) // self.group_width
+        return self.operations.gated_rms_norm(x_TD, gate_TD, self.weight, self.eps, *how)
+
+    def _split(
+        self,
+        x_TD: torch.Tensor,
+        gate_TD: torch.Tensor,
+        mean_squares: Callable[[torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        """The same with a part of one group here."""
+        assert self.activation == "silu"
+        wide = torch.promote_types(x_TD.dtype, torch.float32)
+        gate_TD, wide_TD = F.silu(gate_TD.to(wide)), x_TD.to(wide)
+        if not self.norm_first:
+            wide_TD = wide_TD * gate_TD
+        normed_TD = wide_TD * torch.rsqrt(mean_squares(wide_TD) + self.eps)
+        y_TD = self.weight.to(x_TD.dtype) * normed_TD.to(x_TD.dtype)
+        return (y_TD * gate_TD).to(x_TD.dtype) if self.norm_first else y_TD
 
 
 class NoNorm(nn.Module):

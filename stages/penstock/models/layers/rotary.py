@@ -4,7 +4,7 @@ RoPE scaling uses transformers' formulas (`modeling_rope_utils`), so a checkpoin
 frequencies that it was trained with.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -28,8 +28,10 @@ class Rotary:
         max_position_embeddings: int,
         pairs: RotaryPairs = "halves",
         fp32: bool = False,
+        axes: Sequence[int] | None = None,
     ) -> None:
-        """`fp32`: angles are not rounded to the dtype of the residual stream."""
+        """`fp32`: angles are not rounded to the dtype of the residual stream. `axes`: the axis of
+        positions [T, 3] of each pair of rotated features."""
         model = _RopeFormula(parameters, head_dim, max_position_embeddings)
         # On the CPU even if the model is built on the meta device: the values are needed now.
         with torch.device("cpu"):
@@ -37,7 +39,9 @@ class Rotary:
         self.pairs, self.fp32 = pairs, fp32
         self.inverse_frequencies: list[float] = inverse_frequencies.float().tolist()
         self.model = model if parameters["rope_type"] in LENGTH_DEPENDENT_ROPE else None
+        self.axes = axes
         self._copies: dict[torch.device, torch.Tensor] = {}
+        self._axis_copies: dict[torch.device, torch.Tensor] = {}
 
     def _inverse_on(self, device: torch.device) -> torch.Tensor:
         # Copied once: a copy in each forward pass would be a host sync in each.
@@ -46,13 +50,23 @@ class Rotary:
             self._copies[device] = to_device(host, device)
         return self._copies[device]
 
+    def _of_pairs(self, position_ids_T3: torch.Tensor) -> torch.Tensor:
+        """The positions of each pair of rotated features, [T, R/2]."""
+        assert self.axes is not None
+        device = position_ids_T3.device
+        if device not in self._axis_copies:
+            host = torch.tensor(self.axes, dtype=torch.int64, device="cpu")
+            self._axis_copies[device] = to_device(host, device)
+        return position_ids_T3.index_select(1, self._axis_copies[device])
+
     def angles(
         self,
         position_ids_T: torch.Tensor,
         dtype: torch.dtype,
         segments: VarlenMetadata | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines of the rotated features, [T, H], on the positions' device.
+        """Cosines and sines of the rotated features, [T, H], on the positions' device; positions
+        are [T], or [T, 3] with `axes`.
 
         Computed in fp32 and, unless the model has its RoPE in fp32, cast to `dtype`. `segments` are
         the documents of all positions, for RoPE types that depend on document lengths.
@@ -66,7 +80,9 @@ class Rotary:
             inverse = self.model.frequencies_of(lengths_D).repeat_interleave(
                 lengths_D, dim=0, output_size=position_ids_T.shape[0]
             )
-        angle = position_ids_T[:, None].float() * inverse
+        is_flat = position_ids_T.ndim == 1
+        positions = position_ids_T[:, None] if is_flat else self._of_pairs(position_ids_T)
+        angle = positions.float() * inverse
         factor = self.attention_factor
         if self.pairs == "neighbours":
             both_TH = angle.repeat_interleave(2, dim=-1)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from penstock.models.decoder_config import ExpertsConfig
+from penstock.models.layers.modality import current_modalities
 from penstock.models.layers.module_registry import OpModule, module_by_id
 from penstock.models.layers.router_observer import RouterObserver, RouterStats, current_observer
 from penstock_kernels.custom_op import operator
@@ -48,6 +49,7 @@ class Router(OpModule):
             else None
         )
         self.local_rows: Callable[[torch.Tensor], torch.Tensor] = _identity
+        self.is_observed = True
 
     @property
     def is_exact(self) -> bool:
@@ -63,6 +65,7 @@ class Router(OpModule):
             config.experts_per_token,
             scoring=config.scoring,
             normalized=config.norm_topk_prob,
+            norm_eps=config.norm_eps,
             bias_E=None if bias is None else bias.flatten(),
             num_groups=config.num_groups,
             groups_per_token=config.groups_per_token,
@@ -81,7 +84,7 @@ class Router(OpModule):
     def _aux_loss(self, logits_TE: torch.Tensor, choice_TK: torch.Tensor) -> torch.Tensor | None:
         """Report statistics to the observer; return its auxiliary loss, if any."""
         observer = current_observer()
-        if observer is None or not observer.observes_pass(self):
+        if observer is None or not self.is_observed or not observer.observes_pass(self):
             return None
         with torch.set_grad_enabled(torch.is_grad_enabled() and observer.has_aux_loss):
             seen = self._routing_stats(observer, *self._scores(logits_TE), choice_TK)
@@ -94,7 +97,7 @@ class Router(OpModule):
         """The same for a compiled pass: the auxiliary loss's gradients with respect to each token's
         shares and squares; zeros without an observer."""
         observer = current_observer()
-        if observer is not None and observer.observes_pass(self):
+        if observer is not None and self.is_observed and observer.observes_pass(self):
             grad = observer.observe(
                 self, self._routing_stats(observer, shares_TE, squares_T, choice_TK)
             )
@@ -105,9 +108,14 @@ class Router(OpModule):
                     return row_mask_RT.T @ of_shares_RE, row_mask_RT.sum(0) * grad.squares
         return torch.zeros_like(shares_TE), torch.zeros_like(squares_T)
 
+    def _local_rows(self, observer: RouterObserver) -> torch.Tensor:
+        """The row of each local token, int64 [T]; 0 for those that this router is not of."""
+        row_T, tokens = self.local_rows(observer.row_T), current_modalities()
+        return row_T if tokens is None else row_T * tokens.is_text_T
+
     def _row_mask(self, observer: RouterObserver) -> torch.Tensor:
         """Mask of the local tokens of each row, fp32 [R, T]."""
-        row_T = self.local_rows(observer.row_T)
+        row_T = self._local_rows(observer)
         numbers_R = torch.arange(1, observer.num_rows + 1, device=row_T.device)
         return (row_T == numbers_R[:, None]).float()
 
@@ -119,7 +127,7 @@ class Router(OpModule):
         choice_TK: torch.Tensor,
     ) -> RouterStats:
         """Sums of the statistics over the tokens of each row."""
-        experts, row_T = self.config.num_experts, self.local_rows(observer.row_T)
+        experts, row_T = self.config.num_experts, self._local_rows(observer)
         # Not `torch.bincount`, which synchronizes with the GPU.
         chosen = (row_T[:, None] * experts + choice_TK).flatten()
         counts = chosen.new_zeros((observer.num_rows + 1) * experts)

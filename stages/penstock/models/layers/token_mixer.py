@@ -12,18 +12,26 @@ A token mixer is an `nn.Module` that provides:
   `costs/activations.py`.
 - `run_core`, a call hook around it without projections (`recompute_modules: [core_attn]`).
 - Where it is softmax attention: `attend`, the function from queries, keys and values to outputs,
-  through which context parallelism and the KV cache work. Where it has a state, passes with a KV
-  cache keep that (`PrefillSegments`, `DecodeSegments`).
+  through which context parallelism and the KV cache work.
+- Where it has a state: `head_blocks`, by which context parallelism gives a rank all tokens of some
+  heads (`call_hook.RecurrentMixer`). Passes with a KV cache keep the state (`PrefillSegments`,
+  `DecodeSegments`).
 """
 
 from penstock.models.decoder_config import DecoderConfig
+from penstock.models.kimi_delta_config import KimiDeltaConfig
 from penstock.models.layers.attention import AttentionFn, SelfAttention
 from penstock.models.layers.dropout import WeightDropout
-from penstock.models.layers.gated_delta_net import GatedDeltaNet
 from penstock.models.layers.latent_attention import LatentAttention
 from penstock.models.layers.layer_ops import LayerOps
+from penstock.models.layers.recurrent.gated_delta_net import GatedDeltaNet
+from penstock.models.layers.recurrent.kimi_delta_attention import KimiDeltaAttention
+from penstock.models.layers.recurrent.mamba2 import Mamba2
+from penstock.models.layers.recurrent.short_conv import ShortConv
+from penstock.models.mamba2_config import Mamba2Config
+from penstock.models.short_conv_config import ShortConvConfig
 
-TokenMixer = SelfAttention | LatentAttention | GatedDeltaNet
+TokenMixer = SelfAttention | LatentAttention | GatedDeltaNet | ShortConv | Mamba2
 
 
 def build_token_mixer(
@@ -37,9 +45,15 @@ def build_token_mixer(
 ) -> TokenMixer:
     """The token mixer of this layer, as the config defines it."""
     if layer in config.linear_layers:
+        if isinstance(config.linear, ShortConvConfig):
+            return ShortConv(config)
+        if isinstance(config.linear, Mamba2Config):
+            return Mamba2(config, operations=operations)
+        if isinstance(config.linear, KimiDeltaConfig):
+            return KimiDeltaAttention(config, operations=operations)
         return GatedDeltaNet(config, operations=operations)
     if config.latent:
-        return LatentAttention(config, attend=attend, operations=operations, drop=drop)
+        return LatentAttention(config, layer, attend=attend, operations=operations, drop=drop)
     return SelfAttention(
         config, layer, merge_qkv=merge_qkv, attend=attend, operations=operations, drop=drop
     )

@@ -18,11 +18,12 @@ def read(hf: HfConfig) -> DecoderConfig:
 def granite_config(hf: HfConfig, **specific: Any) -> DecoderConfig:
     """The DecoderConfig of a Granite of any kind, with these values."""
     bias = bool(config_get(hf, "attention_bias", False))
+    if "mlp_bias" not in specific:
+        specific["mlp_bias"] = bool(config_get(hf, "mlp_bias", False))
     return decoder_config(
         hf,
         qkv_bias=bias,
         o_bias=bias,
-        mlp_bias=bool(config_get(hf, "mlp_bias", False)),
         embedding_scale=config_get(hf, "embedding_multiplier", 1.0),
         residual_scale=config_get(hf, "residual_multiplier", 1.0),
         attention_scale=config_get(hf, "attention_multiplier", 1.0),

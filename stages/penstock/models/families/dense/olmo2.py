@@ -43,10 +43,10 @@ def read_olmo3(hf: HfConfig) -> DecoderConfig:
 def olmo_config(hf: HfConfig, **specific: Any) -> DecoderConfig:
     """The DecoderConfig of an OLMo 2 or 3, with these values."""
     bias = bool(config_get(hf, "attention_bias", False))
-    eps = specific.pop("rms_norm_eps", config_get(hf, "rms_norm_eps", 1e-5))
+    eps = config_get(hf, "rms_norm_eps", 1e-5)
+    own = {"rms_norm_eps": eps, "names": NAMES, **specific}
     return decoder_config(
         hf,
-        rms_norm_eps=eps,
         input_norms=False,
         output_norms=True,
         qk_norm=True,
@@ -54,8 +54,7 @@ def olmo_config(hf: HfConfig, **specific: Any) -> DecoderConfig:
         rope_fp32=True,
         qkv_bias=bias,
         o_bias=bias,
-        names=NAMES,
-        **specific,
+        **own,
     )
 
 

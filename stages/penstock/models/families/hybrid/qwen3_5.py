@@ -1,6 +1,8 @@
 """The language models of Qwen3.5, dense and with experts: Qwen3-Next with separate input
 projections of linear attention, and experts in every layer or in none."""
 
+from dataclasses import replace
+
 from penstock.models.decoder_config import DecoderConfig, ExpertNames, ExpertsConfig
 from penstock.models.families.hybrid.fields import ROLES, gated_delta_layers, unsupported_activation
 from penstock.models.family import LINEAR_PARTS, Family
@@ -11,6 +13,9 @@ from penstock.models.hf_config import (
     config_require,
     decoder_config,
 )
+from penstock.models.mtp_config import QWEN3_NEXT_MTP
+
+MTP = replace(QWEN3_NEXT_MTP, count="mtp_num_hidden_layers")
 
 NAMES = ExpertNames(shared="shared_expert", known_to_peft=False)
 
@@ -47,7 +52,14 @@ def read_moe(hf: HfConfig) -> DecoderConfig:
     )
 
 
-QWEN3_5 = Family("qwen3_5_text", "Qwen3_5ForCausalLM", read, ROLES, lora_targets=LORA_TARGETS)
+QWEN3_5 = Family(
+    "qwen3_5_text", "Qwen3_5ForCausalLM", read, ROLES, lora_targets=LORA_TARGETS, mtp=MTP
+)
 QWEN3_5_MOE = Family(
-    "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", read_moe, ROLES, lora_targets=LORA_TARGETS
+    "qwen3_5_moe_text",
+    "Qwen3_5MoeForCausalLM",
+    read_moe,
+    ROLES,
+    lora_targets=LORA_TARGETS,
+    mtp=MTP,
 )

@@ -6,6 +6,7 @@ from penstock.models.families.hybrid.fields import ROLES, gated_delta_layers, un
 from penstock.models.families.moe.qwen3_moe import moe_layers
 from penstock.models.family import LINEAR_PARTS, Family
 from penstock.models.hf_config import HfConfig, aux_loss_coef, config_get, decoder_config
+from penstock.models.mtp_config import QWEN3_NEXT_MTP
 
 NAMES = ExpertNames(shared="shared_expert", known_to_peft=False)
 
@@ -40,4 +41,11 @@ def _experts(hf: HfConfig) -> ExpertsConfig | None:
     )
 
 
-QWEN3_NEXT = Family("qwen3_next", "Qwen3NextForCausalLM", read, ROLES, lora_targets=LORA_TARGETS)
+QWEN3_NEXT = Family(
+    "qwen3_next",
+    "Qwen3NextForCausalLM",
+    read,
+    ROLES,
+    lora_targets=LORA_TARGETS,
+    mtp=QWEN3_NEXT_MTP,
+)

@@ -15,6 +15,7 @@ from penstock.models.families.latent.fields import (
 )
 from penstock.models.family import Family
 from penstock.models.hf_config import HfConfig, config_get, decoder_config
+from penstock.models.mtp_config import DEEPSEEK_MTP
 
 
 def read(hf: HfConfig) -> DecoderConfig:
@@ -40,4 +41,11 @@ def read(hf: HfConfig) -> DecoderConfig:
     )
 
 
-DEEPSEEK_V3 = Family("deepseek_v3", "DeepseekV3ForCausalLM", read, ROLES, lora_targets=LORA_TARGETS)
+DEEPSEEK_V3 = Family(
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    read,
+    ROLES,
+    lora_targets=LORA_TARGETS,
+    mtp=DEEPSEEK_MTP,
+)

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from penstock.core.errors import ConfigError
 from penstock.models.decoder_config import ExpertsConfig, GroupScore, Scoring
 from penstock.models.hf_config import (
     HfConfig,
@@ -17,7 +18,7 @@ from penstock.models.hf_config import (
     require_full_rotary,
     rope_parameters,
 )
-from penstock.models.latent_config import LatentAttentionConfig
+from penstock.models.latent_config import IndexerConfig, LatentAttentionConfig
 from penstock.models.tp_roles import DECODER_ROLES, ParallelStyle
 
 ROLES = {
@@ -28,6 +29,9 @@ ROLES = {
     "model.layers.*.self_attn.kv_b_proj": ParallelStyle.COLWISE,
 }
 """Heads are split; latent vectors are computed on every rank."""
+
+SPARSE = "sparse"
+"""A layer with experts, in mlp_layer_types."""
 
 LORA_TARGETS = (
     "q_*proj",
@@ -44,8 +48,9 @@ LORA_TARGETS = (
 def latent_attention(
     hf: HfConfig,
     *,
-    ranks: tuple[int, int],
+    ranks: tuple[int | None, int],
     head: tuple[int, int, int],
+    indexer: IndexerConfig | None = None,
 ) -> dict[str, Any]:
     """The attention fields of a DecoderConfig. `ranks` are the family's defaults of q_lora_rank and
     kv_lora_rank, `head` those of qk_nope_head_dim, qk_rope_head_dim and v_head_dim."""
@@ -57,6 +62,7 @@ def latent_attention(
         rope_dim=config_get(hf, "qk_rope_head_dim", rotated),
         v_dim=config_get(hf, "v_head_dim", values),
         bias=bool(config_get(hf, "attention_bias", False)),
+        indexer=indexer,
     )
     return {
         "num_key_value_heads": config_require(hf, "num_attention_heads"),
@@ -157,3 +163,15 @@ def layers_from(hf: HfConfig, first: int) -> tuple[int, ...]:
     """The layers with experts; `first` is the family's default of first_k_dense_replace."""
     first = config_get(hf, "first_k_dense_replace", first)
     return tuple(range(first, config_require(hf, "num_hidden_layers")))
+
+
+def sparse_layers(hf: HfConfig, first: int) -> tuple[int, ...]:
+    """The layers with experts by `mlp_layer_types`; without it, those from `first` on."""
+    count = config_require(hf, "num_hidden_layers")
+    types = config_get(hf, "mlp_layer_types", ["dense"] * first + [SPARSE] * max(0, count - first))
+    if len(types) < count:
+        raise ConfigError(
+            f"the model's mlp_layer_types (config.json) has {len(types)} entries, and "
+            f"num_hidden_layers is {count}. Correct the config.json that model.config_path names."
+        )
+    return tuple(at for at, kind in enumerate(types[:count]) if kind == SPARSE)

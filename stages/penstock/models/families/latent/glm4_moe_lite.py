@@ -1,6 +1,5 @@
 """GLM-4.7-Flash: latent attention with the routing of GLM 4.5."""
 
-from penstock.core.errors import ConfigError
 from penstock.models.decoder_config import DecoderConfig
 from penstock.models.families.latent.fields import (
     LORA_TARGETS,
@@ -9,13 +8,13 @@ from penstock.models.families.latent.fields import (
     groups,
     latent_attention,
     rotary_pairs,
+    sparse_layers,
     unsupported_attention,
     unsupported_routing,
 )
 from penstock.models.family import Family
-from penstock.models.hf_config import HfConfig, config_get, config_require, decoder_config
-
-SPARSE = "sparse"
+from penstock.models.hf_config import HfConfig, config_get, decoder_config
+from penstock.models.mtp_config import DEEPSEEK_MTP
 
 
 def read(hf: HfConfig) -> DecoderConfig:
@@ -28,7 +27,7 @@ def read(hf: HfConfig) -> DecoderConfig:
         **rotary_pairs(hf),
         experts=experts(
             hf,
-            _sparse_layers(hf),
+            sparse_layers(hf, 1),
             count=64,
             chosen=4,
             width=1536,
@@ -41,17 +40,6 @@ def read(hf: HfConfig) -> DecoderConfig:
     )
 
 
-def _sparse_layers(hf: HfConfig) -> tuple[int, ...]:
-    count = config_require(hf, "num_hidden_layers")
-    types = config_get(hf, "mlp_layer_types", ["dense", *[SPARSE] * (count - 1)])
-    if len(types) < count:
-        raise ConfigError(
-            f"the model's mlp_layer_types (config.json) has {len(types)} entries, and "
-            f"num_hidden_layers is {count}. Correct the config.json that model.config_path names."
-        )
-    return tuple(at for at, kind in enumerate(types[:count]) if kind == SPARSE)
-
-
 def _unsupported_routing(hf: HfConfig) -> tuple[str, ...]:
     found = unsupported_routing(hf, methods=("noaux_tc",), scoring="sigmoid")
     first = config_get(hf, "first_k_dense_replace", 1)
@@ -61,5 +49,10 @@ def _unsupported_routing(hf: HfConfig) -> tuple[str, ...]:
 
 
 GLM4_MOE_LITE = Family(
-    "glm4_moe_lite", "Glm4MoeLiteForCausalLM", read, ROLES, lora_targets=LORA_TARGETS
+    "glm4_moe_lite",
+    "Glm4MoeLiteForCausalLM",
+    read,
+    ROLES,
+    lora_targets=LORA_TARGETS,
+    mtp=DEEPSEEK_MTP,
 )

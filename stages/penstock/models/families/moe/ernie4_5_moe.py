@@ -24,14 +24,9 @@ most this large has no effect."""
 
 def read(hf: HfConfig) -> DecoderConfig:
     """The DecoderConfig of an ERNIE 4.5 MoE's config.json."""
-    reasons = []
-    if config_get(hf, "use_bias", False):
-        reasons.append("use_bias is true; projections without biases are computed")
-    if (min_sum := config_get(hf, "moe_norm_min", 1e-12)) > MIN_TOPK_SUM:
-        reasons.append(f"moe_norm_min is {min_sum}; up to {MIN_TOPK_SUM} is computed")
     return decoder_config(
         hf,
-        not_native=reasons,
+        not_native=not_computed(hf),
         rms_norm_eps=config_get(hf, "rms_norm_eps", 1e-5),
         rope_parameters=require_full_rotary(rope_parameters(hf, theta=THETA)),
         rope_pairs="neighbours",
@@ -39,6 +34,16 @@ def read(hf: HfConfig) -> DecoderConfig:
         tie_word_embeddings=bool(config_get(hf, "tie_word_embeddings", True)),
         experts=_experts(hf),
     )
+
+
+def not_computed(hf: HfConfig) -> list[str]:
+    """Settings that transformers alone computes."""
+    reasons: list[str] = []
+    if config_get(hf, "use_bias", False):
+        reasons.append("use_bias is true; projections without biases are computed")
+    if (min_sum := config_get(hf, "moe_norm_min", 1e-12)) > MIN_TOPK_SUM:
+        reasons.append(f"moe_norm_min is {min_sum}; up to {MIN_TOPK_SUM} is computed")
+    return reasons
 
 
 def _experts(hf: HfConfig) -> ExpertsConfig | None:

@@ -10,6 +10,7 @@ from penstock.models.hf_config import (
     decoder_config,
     rope_parameters,
 )
+from penstock.models.mtp_config import DEEPSEEK_MTP
 from penstock.models.tp_roles import DECODER_ROLES
 
 ROLES = DECODER_ROLES
@@ -24,11 +25,12 @@ def read(hf: HfConfig) -> DecoderConfig:
         rope_parameters=rope_parameters(hf, share=0.5),
         qkv_bias=bool(config_get(hf, "attention_bias", False)),
         qk_norm=bool(config_get(hf, "use_qk_norm", False)),
-        experts=glm_experts(hf, _sparse_layers(hf), config_get(hf, "moe_intermediate_size", 1408)),
+        experts=glm_experts(hf, sparse_layers(hf), config_get(hf, "moe_intermediate_size", 1408)),
     )
 
 
-def _sparse_layers(hf: HfConfig) -> range:
+def sparse_layers(hf: HfConfig) -> range:
+    """The layers with experts: all but the first few."""
     first = config_get(hf, "first_k_dense_replace", 1)
     return range(first, config_require(hf, "num_hidden_layers"))
 
@@ -53,4 +55,4 @@ def glm_experts(hf: HfConfig, layers: range, width: int) -> ExpertsConfig | None
     )
 
 
-GLM4_MOE = Family("glm4_moe", "Glm4MoeForCausalLM", read, ROLES)
+GLM4_MOE = Family("glm4_moe", "Glm4MoeForCausalLM", read, ROLES, mtp=DEEPSEEK_MTP)

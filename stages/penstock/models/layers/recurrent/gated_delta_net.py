@@ -12,9 +12,10 @@ from torch import nn
 
 from penstock.models.decoder_config import DecoderConfig
 from penstock.models.layers.attention import DecodeSegments, PrefillSegments
-from penstock.models.layers.call_hook import call
+from penstock.models.layers.call_hook import HeadBlocks, OfHeads, call, of_all_heads
 from penstock.models.layers.layer_ops import DEFAULT_LAYER_OPS, LayerOps
 from penstock.models.layers.norm import GatedRMSNorm
+from penstock.models.linear_config import GatedDeltaConfig
 from penstock_kernels.attention import VarlenMetadata
 from penstock_kernels.causal_conv1d import causal_conv1d
 from penstock_kernels.causal_conv1d import decode_step as convolve_token
@@ -25,11 +26,12 @@ L2_EPS = 1e-6
 
 
 class ShortConvolution(nn.Module):
-    """The weight of a depthwise convolution, in the shape of `nn.Conv1d`'s."""
+    """The parameters of a depthwise convolution, in the shapes of `nn.Conv1d`'s."""
 
-    def __init__(self, channels: int, taps: int) -> None:
+    def __init__(self, channels: int, taps: int, *, bias: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels, 1, taps))
+        self.bias = nn.Parameter(torch.empty(channels)) if bias else None
 
     def taps_CW(self) -> torch.Tensor:  # noqa: N802 - C and W name the dimensions
         """The taps of each channel, [C, W]."""
@@ -42,19 +44,28 @@ class GatedDeltaNet(nn.Module):
     Decays are computed in fp32, as in transformers. Passes with a KV cache keep the last W - 1
     inputs of the convolution and the state of each sequence.
 
-    `run_core` is a call hook around convolution and delta rule.
+    `run_core` is a call hook around convolution, decays and delta rule, as in `RecurrentMixer`.
     """
 
     def __init__(self, config: DecoderConfig, *, operations: LayerOps = DEFAULT_LAYER_OPS) -> None:
         super().__init__()
         sizes = config.linear
-        assert sizes is not None
+        assert isinstance(sizes, GatedDeltaConfig)
         self.sizes = sizes
         width, channels = config.hidden_size, sizes.channels
-        values, heads = channels["v"], sizes.value_heads
-        self.dt_bias = nn.Parameter(torch.empty(heads))
-        self.A_log = nn.Parameter(torch.empty(heads))
+        shapes = sizes.shapes(width)
+        self.dt_bias = nn.Parameter(torch.empty(shapes["dt_bias"]))
+        self.A_log = nn.Parameter(torch.empty(shapes["A_log"]))
         self.conv1d = ShortConvolution(sum(channels.values()), sizes.kernel)
+        self._add_projections(width)
+        eps = config.rms_norm_eps if sizes.norm_eps is None else sizes.norm_eps
+        self.norm = GatedRMSNorm(sizes.value_dim, eps, operations=operations)
+        self.out_proj = nn.Linear(channels["v"], width, bias=False)
+        self.run_core: Callable[..., torch.Tensor] = call
+
+    def _add_projections(self, width: int) -> None:
+        sizes, channels = self.sizes, self.sizes.channels
+        values, heads = channels["v"], sizes.value_heads
         if sizes.fused:
             self.in_proj_qkvz = nn.Linear(width, sum(channels.values()) + values, bias=False)
             self.in_proj_ba = nn.Linear(width, 2 * heads, bias=False)
@@ -63,9 +74,6 @@ class GatedDeltaNet(nn.Module):
             self.in_proj_z = nn.Linear(width, values, bias=False)
             self.in_proj_b = nn.Linear(width, heads, bias=False)
             self.in_proj_a = nn.Linear(width, heads, bias=False)
-        self.norm = GatedRMSNorm(sizes.value_dim, config.rms_norm_eps, operations=operations)
-        self.out_proj = nn.Linear(values, width, bias=False)
-        self.run_core: Callable[..., torch.Tensor] = call
 
     def forward(
         self,
@@ -79,15 +87,12 @@ class GatedDeltaNet(nn.Module):
         del cos_TH, sin_TH, query_scale_T
         assert segments.start_rows is None, "a state has all of a document's past"
         qkv_TC, z_TNV, b_TN, a_TN = self._project(x_TD)
-        wide = torch.promote_types(a_TN.dtype, torch.float32)
-        steps_TN = F.softplus(a_TN.to(wide) + self.dt_bias.to(wide))
-        log_decay_TN = -self.A_log.to(wide).exp() * steps_TN
         core = self._core
         if isinstance(segments, PrefillSegments):
             core = self._prefill
         elif isinstance(segments, DecodeSegments):
             core = self._decode
-        y_TNV = self.run_core(core, qkv_TC, log_decay_TN, b_TN.sigmoid(), segments)
+        y_TNV = self.run_core(core, qkv_TC, b_TN, a_TN, segments)
         return self.out_proj(self.norm(y_TNV, z_TNV).flatten(1))
 
     def _project(
@@ -108,41 +113,51 @@ class GatedDeltaNet(nn.Module):
         qkv_TC = torch.cat([part.flatten(1) for part in qkv], dim=-1)
         return qkv_TC, z_TNV, b_TGS.flatten(1), a_TGS.flatten(1)
 
+    def head_blocks(self) -> tuple[HeadBlocks, HeadBlocks, HeadBlocks]:
+        """Of the channels of the convolution, and of b and a."""
+        sizes, values = self.sizes, len(self.dt_bias)
+        keys = values // sizes.values_per_key, sizes.key_dim
+        return (keys, keys, (values, sizes.value_dim)), ((values, 1),), ((values, 1),)
+
     def _core(
         self,
         qkv_TC: torch.Tensor,
-        log_decay_TN: torch.Tensor,
-        beta_TN: torch.Tensor,
+        b_TN: torch.Tensor,
+        a_TN: torch.Tensor,
         segments: VarlenMetadata,
+        of_heads: OfHeads = of_all_heads,
     ) -> torch.Tensor:
         """Outputs of the delta rule, [T, N, V]."""
-        return self._with_states(qkv_TC, log_decay_TN, beta_TN, segments)[0]
+        return self._with_states(qkv_TC, b_TN, a_TN, segments, of_heads)[0]
 
     def _with_states(
         self,
         qkv_TC: torch.Tensor,
-        log_decay_TN: torch.Tensor,
-        beta_TN: torch.Tensor,
+        b_TN: torch.Tensor,
+        a_TN: torch.Tensor,
         segments: VarlenMetadata,
+        of_heads: OfHeads,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The outputs; the last inputs of each document's convolution, [B, W - 1, C], and its last
         state, [B, N, K, V]."""
-        weight_CW = self.conv1d.taps_CW()
-        qkv_TC, tail_BWC = causal_conv1d(qkv_TC, weight_CW, None, segments, "silu")
-        q_TGK, k_TGK, v_TNV = self._heads(qkv_TC)
-        args = q_TGK, k_TGK, v_TNV, log_decay_TN, beta_TN, segments, self.sizes.key_dim**-0.5
-        y_TNV, state_BNKV = linear_attention(*args)
+        taps_CW = self._taps_CW(of_heads)
+        qkv_TC, tail_BWC = causal_conv1d(qkv_TC, taps_CW, None, segments, "silu")
+        q_TGK, k_TGK, v_TNV = self._heads(qkv_TC, b_TN.shape[1])
+        log_decay_TN = self._log_decay_TN(a_TN, of_heads)
+        args = q_TGK, k_TGK, v_TNV, log_decay_TN, self._rates(b_TN), segments
+        y_TNV, state_BNKV = linear_attention(*args, self.sizes.key_dim**-0.5)
         return y_TNV, tail_BWC, state_BNKV
 
     def _prefill(
         self,
         qkv_TC: torch.Tensor,
-        log_decay_TN: torch.Tensor,
-        beta_TN: torch.Tensor,
+        b_TN: torch.Tensor,
+        a_TN: torch.Tensor,
         segments: PrefillSegments,
+        of_heads: OfHeads = of_all_heads,
     ) -> torch.Tensor:
         """The same, whose states are cached."""
-        args = qkv_TC, log_decay_TN, beta_TN, segments.uncached()
+        args = qkv_TC, b_TN, a_TN, segments.uncached(), of_heads
         y_TNV, *states = self._with_states(*args)
         segments.store_states(*states)
         return y_TNV
@@ -150,30 +165,42 @@ class GatedDeltaNet(nn.Module):
     def _decode(
         self,
         qkv_TC: torch.Tensor,
-        log_decay_TN: torch.Tensor,
-        beta_TN: torch.Tensor,
+        b_TN: torch.Tensor,
+        a_TN: torch.Tensor,
         segments: DecodeSegments,
+        of_heads: OfHeads = of_all_heads,
     ) -> torch.Tensor:
         """One more token of each cached sequence, then padding, whose outputs are zeros."""
         tail_BWC, state_BNKV = segments.states()
-        rows = len(tail_BWC)
-        qkv_BC, tail_BWC = convolve_token(
-            qkv_TC[:rows], self.conv1d.taps_CW(), None, tail_BWC, "silu"
-        )
-        q_BGK, k_BGK, v_BNV = self._heads(qkv_BC)
-        args = q_BGK, k_BGK, v_BNV, log_decay_TN[:rows], beta_TN[:rows], state_BNKV
+        rows, taps_CW = len(tail_BWC), self._taps_CW(of_heads)
+        qkv_BC, tail_BWC = convolve_token(qkv_TC[:rows], taps_CW, None, tail_BWC, "silu")
+        q_BGK, k_BGK, v_BNV = self._heads(qkv_BC, b_TN.shape[1])
+        log_decay_BN = self._log_decay_TN(a_TN[:rows], of_heads)
+        args = q_BGK, k_BGK, v_BNV, log_decay_BN, self._rates(b_TN[:rows]), state_BNKV
         y_BNV, state_BNKV = decode_step(*args, self.sizes.key_dim**-0.5)
         segments.replace_states(tail_BWC, state_BNKV)
         return F.pad(y_BNV, (0, 0, 0, 0, 0, len(qkv_TC) - rows))
 
-    def _heads(self, qkv_TC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _taps_CW(self, of_heads: OfHeads) -> torch.Tensor:  # noqa: N802 - C and W name dimensions
+        return of_heads(self.conv1d.taps_CW(), self.head_blocks()[0])
+
+    def _rates(self, b_TN: torch.Tensor) -> torch.Tensor:
+        return b_TN.sigmoid() * 2 if self.sizes.doubles_rates else b_TN.sigmoid()
+
+    def _log_decay_TN(self, a_TN: torch.Tensor, of_heads: OfHeads) -> torch.Tensor:  # noqa: N802
+        wide, blocks = torch.promote_types(a_TN.dtype, torch.float32), self.head_blocks()[2]
+        bias_N, A_log_N = (of_heads(x, blocks).to(wide) for x in (self.dt_bias, self.A_log))
+        return -A_log_N.exp() * F.softplus(a_TN.to(wide) + bias_N)
+
+    def _heads(
+        self, qkv_TC: torch.Tensor, value_heads: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries and keys of length 1, [T, G, K], and values, [T, N, V]."""
-        sizes = self.sizes
-        heads = qkv_TC.shape[-1] // sum(sizes.group_channels)
-        channels = [heads * count for count in sizes.group_channels]
-        q_TE, k_TE, v_TE = qkv_TC.split(channels, dim=-1)
-        q_TGK, k_TGK = (x.unflatten(-1, (heads, sizes.key_dim)) for x in (q_TE, k_TE))
-        v_TNV = v_TE.unflatten(-1, (-1, sizes.value_dim))
+        values = value_heads * self.sizes.value_dim
+        keys = (qkv_TC.shape[-1] - values) // 2
+        q_TE, k_TE, v_TE = qkv_TC.split((keys, keys, values), dim=-1)
+        q_TGK, k_TGK = (x.unflatten(-1, (-1, self.sizes.key_dim)) for x in (q_TE, k_TE))
+        v_TNV = v_TE.unflatten(-1, (-1, self.sizes.value_dim))
         return _unit_length(q_TGK), _unit_length(k_TGK), v_TNV
 
 

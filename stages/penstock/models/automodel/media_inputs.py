@@ -1,0 +1,74 @@
+"""The arguments with which transformers' multimodal models are called. B documents of L tokens."""
+
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+Tensors = Mapping[str, torch.Tensor]
+
+IMAGE_TYPES = ("token_type_ids", "moe_mm_token_type_ids")
+"""Arguments that are 1 at image tokens and 0 elsewhere."""
+
+MEDIA_TYPES = "mm_token_type_ids"
+MEDIA_TYPE_IDS = {"image": 1, "audio": 3}
+"""The argument that has these values at the tokens of each kind and 0 elsewhere, as
+`ProcessorMixin.create_mm_token_type_ids`."""
+
+CAUSAL_TYPE = ("paligemma",)
+"""Model types where token type 0 sees all tokens of its type, and 1 only those before it: image
+tokens are 0 and text is 1."""
+
+NUM_IMAGES = "batch_num_images"
+
+
+def media_inputs(
+    model: nn.Module,
+    ids_BL: torch.Tensor,
+    here_BL: torch.Tensor,
+    token_ids: Mapping[str, int],
+    media: Tensors | None,
+) -> dict[str, Any]:
+    """What a model's forward takes of a padded batch beside the token ids.
+
+    Args:
+        model: the model, or its part without the head.
+        ids_BL: token ids.
+        here_BL: true where there is a token, false in the padding.
+        token_ids: the token that takes a feature, by the kind of media.
+        media: outputs of the processors for all media, in the order of their tokens; None without
+            media.
+    """
+    model_type = str(getattr(getattr(model, "config", None), "model_type", ""))
+    is_image_BL = ids_BL == token_ids.get("image", -1)
+    types_BL = (~is_image_BL if model_type in CAUSAL_TYPE else is_image_BL).long()
+    names = inspect.signature(model.forward).parameters
+    found: dict[str, Any] = {"attention_mask": here_BL.long()}
+    found |= {name: types_BL for name in IMAGE_TYPES if name in names}
+    if MEDIA_TYPES in names:
+        found[MEDIA_TYPES] = sum(
+            (MEDIA_TYPE_IDS[kind] * (ids_BL == token) for kind, token in token_ids.items()),
+            torch.zeros_like(ids_BL),
+        )
+    if media is None:
+        return found
+    if NUM_IMAGES in names:
+        # Tiles of each image, however many there are.
+        count = next(iter(media.values())).shape[0]
+        found[NUM_IMAGES] = torch.ones(count, dtype=torch.int64, device=ids_BL.device)
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    return found | {
+        name: value.to(dtype) if value.is_floating_point() else value
+        for name, value in media.items()
+    }
+
+
+def join_media(media: Iterable[Tensors]) -> dict[str, torch.Tensor]:
+    """The outputs of the processors for several media, along their first dimension."""
+    found: dict[str, list[torch.Tensor]] = {}
+    for one in media:
+        for name, tensor in one.items():
+            found.setdefault(name, []).append(tensor)
+    return {name: torch.cat(tensors) for name, tensors in found.items()}

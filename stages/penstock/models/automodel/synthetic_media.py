@@ -1,0 +1,255 @@
+"""Media as the processor of a model returns them, made of noise: no processor is needed.
+
+What a processor returns is told apart by the names that the model's forward takes, and tried: the
+first form of which the model makes features is taken. P patches, C channels, S side of an image.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+
+from penstock.core.errors import CapabilityError
+from penstock.models.automodel.synthetic_audio import Form, Tensors, audio_forms, noise
+from penstock.models.automodel.tiny_images import PATCHES
+
+Kind = Literal["image", "audio"]
+KINDS: tuple[Kind, ...] = ("image", "audio")
+
+VISION_CONFIGS = ("vision_config", "visual_config", "vq_config", "vision_tower_config")
+
+
+@dataclass(frozen=True)
+class MediaMaker:
+    """Makes media of one kind for one model."""
+
+    kind: Kind
+    form: str
+    make: Callable[[int], Tensors]
+    count: Callable[[Tensors], int]
+
+    def make_one(self, number: int) -> tuple[Tensors, int]:
+        """The tensors of an image or of audio, and the number of its features; those of different
+        numbers may have different sizes."""
+        tensors = self.make(number)
+        return tensors, self.count(tensors)
+
+
+def find_maker(model: Any, kind: Kind = "image") -> MediaMaker:
+    """What makes media of this kind for this model.
+
+    Raises CapabilityError with the reason if there is no form of which it makes features.
+    """
+    count = _LengthCounter(model) if _has_only_lengths(model, kind) else _Counter(model, kind)
+    if isinstance(count, _Counter) and _features(model, kind) is None:
+        raise CapabilityError(f"it has no get_{kind}_features")
+    why = ""
+    for form, make in _forms(model) if kind == "image" else audio_forms(model):
+        maker = MediaMaker(kind, form, make, count)
+        try:
+            if all(maker.make_one(number)[1] for number in range(2)):
+                return maker
+            why = f"{form}: no features"
+        except Exception as error:  # noqa: BLE001 - the form is another
+            why = f"{form}: {(str(error).splitlines() or [type(error).__name__])[0]}"
+    what = "images were" if kind == "image" else "audio was"
+    raise CapabilityError(f"no {what} found that it takes ({why})")
+
+
+@dataclass(frozen=True)
+class _Counter:
+    """Counts the features that the model makes."""
+
+    model: Any
+    kind: Kind
+
+    @torch.no_grad()
+    def __call__(self, tensors: Tensors) -> int:
+        features = _features(self.model, self.kind)
+        names = inspect.signature(features).parameters
+        takes_any = any(one.kind is one.VAR_KEYWORD for one in names.values())
+        known = {k: v for k, v in tensors.items() if takes_any or k in names}
+        found = features(**known, return_dict=True)
+        return next(filter(None, map(count_features, _outputs(found))), 0)
+
+
+def _outputs(found: Any) -> Iterator[Any]:
+    """What may be the features in the outputs of the vision part."""
+    if not hasattr(found, "pooler_output"):
+        yield found
+        return
+    yield found.pooler_output
+    yield (getattr(found, "deepstack_features", None) or [None])[0]
+    yield found.last_hidden_state
+
+
+def _features(model: Any, kind: Kind) -> Any:
+    """The method that makes features; None without one. It may be that of the base model, whose
+    arguments are then named."""
+    found = [getattr(one, f"get_{kind}_features", None) for one in (model.base_model, model)]
+    return next((one for one in found if one is not None), None)
+
+
+@dataclass(frozen=True)
+class _LengthCounter:
+    """Counts the features of audio by its mask, as the tower does."""
+
+    model: Any
+
+    def __call__(self, tensors: Tensors) -> int:
+        tower = self.model.get_encoder(modality="audio")
+        frames = tensors["feature_attention_mask"].sum(-1)
+        return int(tower._get_feat_extract_output_lengths(frames)[1].sum())
+
+
+def _has_only_lengths(model: Any, kind: Kind) -> bool:
+    """Whether the model makes features of audio within its forward alone (Qwen2-Audio)."""
+    tower = model.get_encoder(modality="audio") if kind == "audio" else None
+    has_lengths = hasattr(tower, "_get_feat_extract_output_lengths")
+    return has_lengths and _features(model, kind) is None
+
+
+def count_features(features: Any) -> int:
+    """The number of vectors in the features of images: a tensor, or a list of those of each."""
+    if isinstance(features, torch.Tensor):
+        return features.shape[:-1].numel()
+    return sum(map(count_features, features)) if isinstance(features, list | tuple) else 0
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Sizes of a model's images."""
+
+    patch: int
+    whole_patch: int
+    """The side of several patches that are one feature."""
+    channels: int
+    side: int
+    high_side: int
+    """Of the image in its higher resolution."""
+    times: int
+    """Frames of a patch."""
+    merge: int
+
+    @property
+    def pixels(self) -> int:
+        """Values of a patch."""
+        return self.channels * self.patch**2
+
+    def square(self, number: int, *before: int, side: int = 0) -> torch.Tensor:
+        """An image, with dimensions of 1 or more before it."""
+        side = side or self.side
+        return noise(number, *before, self.channels, side, side)
+
+
+def _sizes(config: Any) -> _Sizes:
+    vision = next((v for n in VISION_CONFIGS if (v := getattr(config, n, None))), config)
+    patch = _first(vision, "patch_size", "image_patch_size") or _first(config, "patch_size") or 8
+    side = _first(vision, "image_size") or PATCHES * patch
+    high = getattr(config, "high_res_vision_config", vision)
+    return _Sizes(
+        patch,
+        _first(vision, "model_patch_size") or patch,
+        _first(vision, "num_channels", "in_channels", "in_chans") or 3,
+        side,
+        _first(high, "image_size") or side,
+        _first(vision, "temporal_patch_size", "patch_temporal") or 1,
+        _first(vision, "spatial_merge_size") or 1,
+    )
+
+
+def _forms(model: Any) -> Iterator[Form]:
+    sizes, names = _sizes(model.config), {*inspect.signature(model.forward).parameters}
+    if names & {"image_grid_thw", "image_grid_hw"}:
+        yield from _grids(sizes, names)
+    yield from _patches(sizes, names)
+    has_tiles = bool(getattr(model.config, "image_grid_pinpoints", None))
+    yield from _tiles(sizes, names, has_tiles=has_tiles)
+
+
+def _grids(sizes: _Sizes, names: set[str]) -> Iterator[Form]:
+    """Patches of images of any size one after another."""
+    pixels, patch, square = sizes.pixels, sizes.patch, sizes.merge * sizes.patch
+    for shape in (
+        (sizes.times * pixels,),
+        (pixels,),
+        (sizes.channels, patch, patch),
+        (2 * pixels,),
+        (square, square, sizes.channels),
+    ):
+        yield "grid", partial(_grid, shape, names)
+
+
+def _grid(shape: tuple[int, ...], names: set[str], number: int) -> Tensors:
+    height, width = PATCHES, PATCHES * (1 + number % 2)
+    found = {"pixel_values": noise(number, height * width, *shape)}
+    if "image_grid_hw" in names:
+        return found | {"image_grid_hw": torch.tensor([[height, width]])}
+    found["image_grid_thw"] = torch.tensor([[1, height, width]])
+    if "image_merge_sizes" in names:
+        found["image_merge_sizes"] = torch.tensor([2])
+    return found
+
+
+def _patches(sizes: _Sizes, names: set[str]) -> Iterator[Form]:
+    """Patches of one image after another, padded to as many."""
+    count = PATCHES**2
+    if "spatial_shapes" in names:
+        shapes = {
+            "pixel_attention_mask": torch.ones(1, count, dtype=torch.int64),
+            "spatial_shapes": torch.tensor([[PATCHES, PATCHES]]),
+        }
+        yield "patches", lambda n: {"pixel_values": noise(n, 1, count, sizes.pixels), **shapes}
+    if "image_position_ids" in names:
+        grid = torch.cartesian_prod(torch.arange(PATCHES), torch.arange(PATCHES)).flip(1)
+        for side in (sizes.patch, sizes.whole_patch):
+            pixels = sizes.channels * side**2
+            yield "positions", partial(_positions, pixels, grid[None])
+
+
+def _positions(pixels: int, grid: torch.Tensor, number: int) -> Tensors:
+    return {"pixel_values": noise(number, *grid.shape[:2], pixels), "image_position_ids": grid}
+
+
+def _tiles(sizes: _Sizes, names: set[str], *, has_tiles: bool) -> Iterator[Form]:
+    """Images of one size, or tiles of it."""
+    side, square = sizes.side, sizes.square
+    size = torch.tensor([[side, side]])
+    if has_tiles:
+        yield "tiles", lambda n: {"pixel_values": square(n, 1, 2), "image_sizes": size}
+    if "pixel_attention_mask" in names:
+        masks = (
+            torch.ones(1, 1, side, side, dtype=torch.int64),
+            torch.ones(1, 1, dtype=torch.bool),
+        )
+        for mask in masks:
+            yield "masked", partial(_masked, sizes, mask)
+    if "high_res_pixel_values" in names:
+        yield (
+            "two resolutions",
+            lambda n: {
+                "pixel_values": square(n, 1),
+                "high_res_pixel_values": square(n, 1, side=sizes.high_side),
+            },
+        )
+    if "image_sizes" in names:
+        yield "native", lambda n: {"pixel_values": square(n, 1), "image_sizes": size}
+    yield "square", lambda n: {"pixel_values": square(n, 1)}
+    yield "flat", lambda n: {"pixel_values": noise(n, 1, PATCHES**2, sizes.pixels)}
+    yield "one tile", lambda n: {"pixel_values": square(n, 1, 1)}
+
+
+def _masked(sizes: _Sizes, mask: torch.Tensor, number: int) -> Tensors:
+    return {"pixel_values": sizes.square(number, 1, 1), "pixel_attention_mask": mask}
+
+
+def _first(config: Any, *names: str) -> int:
+    for name in names:
+        value = getattr(config, name, None)
+        value = value[0] if isinstance(value, list | tuple) and value else value
+        if isinstance(value, int) and value:
+            return value
+    return 0

@@ -1,0 +1,130 @@
+"""Sizes of the vision part of a tiny config, and ids of image tokens that are in its vocabulary."""
+
+from collections.abc import Mapping
+from typing import Any
+
+PATCHES = 4
+"""Patches of a tiny image along its height and its width."""
+
+SIZES: Mapping[str, int] = {
+    **dict.fromkeys(
+        (
+            "out_hidden_size",
+            "text_hidden_size",
+            "output_hidden_size",
+            "projection_dim",
+            "projector_hidden_size",
+            "adapter_out_dim",
+            "projector_output_dim",
+            "projector_input_dim",
+            "projection_hidden_dim",
+            "projection_hidden_size",
+            "encoder_hidden_size",
+            "downsample_hidden_size",
+            "patch_embed_hidden_size",
+            "image_text_hidden_size",
+            "embed_dim",
+            "output_dim",
+            "vision_output_dim",
+            "vision_hidden_size",
+            "mm_hidden_size",
+        ),
+        64,
+    ),
+    "mlp_dim": 96,
+    "alignment_intermediate_size": 96,
+    "projection_intermediate_size": 96,
+    "mm_tokens_per_image": 4,
+    "max_value_projector_patch_to_query_dict": 4,
+    "base_channels": 32,
+    "num_embeddings": 64,
+}
+"""Sizes by their names in configs: widths that are those of another part, or between two parts,
+come first."""
+
+MERGED = "out_hidden_size"
+
+SIDES = ("image_size", "max_image_size", "max_img_size")
+INDICES = ("indexes", "indices", "indexs", "target_layers", "summary_idxs")
+TOKENS = ("token_id", "token_index", "_start_id", "_end_id", "_newline_id", "patch_id")
+"""Ends of the names of token ids."""
+
+
+def shrink_images(values: Mapping[str, Any], small: dict[str, Any], layers: int) -> None:
+    """Make the sizes small that only configs with images have, in place."""
+    for name, value in values.items():
+        if name in SIZES and isinstance(value, int):
+            small[name] = min(value, SIZES[name])
+        elif name.endswith(INDICES) and isinstance(value, list | tuple) and layers:
+            small[name] = sorted({min(int(one), layers - 1) for one in value})
+        elif name == "vision_feature_layer" and isinstance(value, list | tuple):
+            small[name] = [max(-2, min(int(one), 1)) for one in value]
+        elif name == "vision_feature_layer" and isinstance(value, int):
+            small[name] = max(-2, min(value, 1))
+        elif name == "downsample_channels" and value:
+            small[name] = [64] * len(value)
+        elif name == "projector_patch_to_query_dict" and value:
+            small[name] = {str(PATCHES**2): 4}
+    _shrink_sides(values, small)
+    _fit_merged(values, small)
+    _fit_pinpoints(small)
+    if isinstance(ratio := values.get("pixel_shuffle_ratio"), float):
+        # Features of so many patches are one before a network of this width.
+        small["intermediate_size"] = round(small["hidden_size"] / ratio**2)
+
+
+def _shrink_sides(values: Mapping[str, Any], small: dict[str, Any]) -> None:
+    """Images of a few patches."""
+    patch = _side(values.get("patch_size"))
+    merge = _side(values.get("spatial_merge_size")) or 1
+    for name in SIDES:
+        if patch and (whole := _side(values.get(name))):
+            side = min(whole, PATCHES * patch)
+            small[name] = side if isinstance(values[name], int) else [side, side]
+    window = values.get("window_size")
+    if patch and isinstance(window, int):
+        # Of pixels, or of patches.
+        small["window_size"] = 2 * merge * patch if window >= 2 * patch else 2
+
+
+def _fit_merged(values: Mapping[str, Any], small: dict[str, Any]) -> None:
+    """The width of several patches' features side by side."""
+    width = values.get(MERGED)
+    vision, small_vision = (one.get("vision_config") for one in (values, small))
+    if isinstance(width, int) and isinstance(vision, Mapping) and isinstance(small_vision, Mapping):
+        each = vision.get("hidden_size")
+        if each and width > each and width % each == 0:
+            small[MERGED] = width // each * small_vision["hidden_size"]
+
+
+def _fit_pinpoints(small: dict[str, Any]) -> None:
+    """One tile beside the whole image."""
+    vision = small.get("vision_config")
+    if small.get("image_grid_pinpoints") and isinstance(vision, Mapping):
+        side = _side(vision.get("image_size"))
+        if side:
+            small["image_grid_pinpoints"] = [[side, side]]
+
+
+def fit_tokens(small: dict[str, Any]) -> None:
+    """Give every token of images and the like an id of its own at the end of the vocabulary, in
+    place."""
+    text = small.get("text_config")
+    text = text if isinstance(text, Mapping) else small
+    size = text.get("vocab_size") or small.get("vocab_size")
+    if not isinstance(size, int):
+        return
+    names = sorted(
+        name
+        for name, value in small.items()
+        if name.endswith(TOKENS) and isinstance(value, int) and value >= size
+    )
+    for number, name in enumerate(names):
+        small[name] = size - 1 - number
+
+
+def _side(value: Any) -> int:
+    """A number, or the first of two; 0 for another value."""
+    if isinstance(value, list | tuple) and value:
+        value = value[0]
+    return value if isinstance(value, int) and not isinstance(value, bool) else 0

@@ -1,0 +1,150 @@
+"""Kimi Linear: three layers of Kimi Delta Attention, then one of latent attention without RoPE;
+experts as in DeepSeek V3."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from penstock.models.decoder_config import DecoderConfig, ExpertNames, ExpertsConfig
+from penstock.models.families.hybrid.fields import ROLES as LINEAR_ROLES
+from penstock.models.families.hybrid.fields import layers_of_kind, unsupported_activation
+from penstock.models.families.latent.fields import (
+    LORA_TARGETS,
+    experts,
+    groups,
+    latent_attention,
+    unsupported_attention,
+)
+from penstock.models.families.latent.fields import ROLES as LATENT_ROLES
+from penstock.models.family import Family
+from penstock.models.hf_config import (
+    FULL,
+    LINEAR,
+    HfConfig,
+    config_get,
+    config_require,
+    decoder_config,
+)
+from penstock.models.kimi_delta_config import KimiDeltaConfig
+
+PUBLISHED = {
+    "max_position_embeddings": "model_max_length",
+    "norm_topk_prob": "moe_renormalize",
+    "n_group": "num_expert_group",
+    "num_local_experts": "num_experts",
+    "num_experts_per_tok": "num_experts_per_token",
+    "n_shared_experts": "num_shared_experts",
+}
+"""Other families' names of fields, and those in published files."""
+UNREAD = ("rope_parameters", "rope_scaling", "rope_theta", "head_dim", "n_routed_experts")
+"""Fields without effect: there is no RoPE."""
+
+NAMES = ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2", known_to_peft=False)
+DENSE, SPARSE = "dense", "sparse"
+
+
+class _Renamed(Mapping[str, Any]):
+    """A config.json by other families' names of fields."""
+
+    def __init__(self, hf: HfConfig) -> None:
+        self._hf = hf
+
+    def _published(self, name: str) -> str:
+        published = PUBLISHED.get(name, name)
+        return published if published in self._hf else name
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value of a field, or the default."""
+        return default if name in UNREAD else self._hf.get(self._published(name), default)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._hf[self._published(name)]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._hf)
+
+    def __len__(self) -> int:
+        return len(self._hf)
+
+
+def read(hf: HfConfig) -> DecoderConfig:
+    """The DecoderConfig of a Kimi Linear's config.json."""
+    hf = _Renamed(hf)
+    layers = tuple(range(config_require(hf, "num_hidden_layers")))
+    return decoder_config(
+        hf,
+        unsupported=unsupported_attention(hf),
+        not_native=(*unsupported_activation(hf), *_not_native(hf)),
+        rms_norm_eps=config_get(hf, "rms_norm_eps", 1e-5),
+        **latent_attention(hf, ranks=(None, 512), head=(128, 64, 128)),
+        no_rope_layers=layers,
+        linear=_delta_attention(hf),
+        linear_layers=layers_of_kind(hf, LINEAR, _default_types(hf, len(layers))),
+        experts=_experts(hf),
+    )
+
+
+def _not_native(hf: HfConfig) -> list[str]:
+    """Settings of published files that transformers does not read either, and tied embeddings,
+    which it does not tie."""
+    computed = {
+        "mla_use_nope": True,
+        "moe_router_activation_func": "sigmoid",
+        "moe_layer_freq": 1,
+        "tie_word_embeddings": False,
+    }
+    return [
+        f"{name} is {hf[name]!r}; {only!r} is computed"
+        for name, only in computed.items()
+        if config_get(hf, name, only) != only
+    ]
+
+
+def _delta_attention(hf: HfConfig) -> KimiDeltaConfig:
+    own = config_get(hf, "linear_attn_config", {})
+    heads = config_get(own, "num_heads", config_get(hf, "linear_num_heads", 32))
+    width = config_get(own, "head_dim", config_get(hf, "linear_head_dim", 128))
+    kernel = config_get(hf, "linear_conv_kernel_dim", 4)
+    return KimiDeltaConfig(
+        key_heads=heads,
+        value_heads=heads,
+        key_dim=width,
+        value_dim=width,
+        kernel=config_get(own, "short_conv_kernel_size", kernel),
+    )
+
+
+def _default_types(hf: HfConfig, count: int) -> list[str]:
+    """Published files number layers from 1."""
+    own = config_get(hf, "linear_attn_config", {})
+    if "full_attn_layers" in own and "kda_layers" in own:
+        return [FULL if at + 1 in own["full_attn_layers"] else LINEAR for at in range(count)]
+    return [FULL if at and at % 4 == 0 else LINEAR for at in range(count)]
+
+
+def _experts(hf: HfConfig) -> ExpertsConfig | None:
+    count = config_require(hf, "num_hidden_layers")
+    first = config_get(hf, "first_k_dense_replace", 1)
+    types = [DENSE if at < first else SPARSE for at in range(count)]
+    found = experts(
+        hf,
+        layers_of_kind({**hf, "layer_types": hf.get("mlp_layer_types")}, SPARSE, types),
+        count=256,
+        chosen=8,
+        width=1024,
+        shared=1,
+        scoring="sigmoid",
+        normalized=bool(config_get(hf, "norm_topk_prob", True)),
+        groups=groups(hf, 1, 1),
+        scale=2.446,
+    )
+    return found and replace(found, names=NAMES)
+
+
+KIMI_LINEAR = Family(
+    "kimi_linear",
+    "KimiLinearForCausalLM",
+    read,
+    {**LATENT_ROLES, **LINEAR_ROLES},
+    lora_targets=(*LORA_TARGETS, "k_proj", "v_proj", "w1", "w2", "w3"),
+)

@@ -1,0 +1,135 @@
+"""Features of images that were computed before training, in place of the images.
+
+Of a projector that is not trained its outputs are stored; of one that is trained, its inputs, on
+which only the projector is called in a step. F image features, D width of the language model.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from penstock.core.errors import CapabilityError
+from penstock.models.vision.types import VisionConfig
+
+if TYPE_CHECKING:
+    from penstock.models.vision.tower import VisionTower
+
+FEATURES = "image_features"
+"""The features of an image [F, D]."""
+DEEPSTACK = "deepstack_features."
+"""Beginning of the names of the features [F, D] that are added after decoder layers; its number."""
+HIDDEN = "projector_inputs"
+"""What the projector takes of an image."""
+PIXELS = "pixel_values"
+
+PROJECTORS: Mapping[str, str] = {
+    "internvl": "multi_modal_projector",
+    "llava": "multi_modal_projector",
+    "qwen2_vl": "visual.merger",
+}
+"""The projectors, by model type, that are one module whose outputs are the features as they are."""
+
+
+@torch.no_grad()
+def encode_images(
+    tower: "VisionTower", tensors: Mapping[str, torch.Tensor], *, projected: bool
+) -> dict[str, torch.Tensor]:
+    """What is stored of images: the features, or the projector's inputs; and their other tensors.
+    `tensors` are the arguments of `get_image_features`."""
+    others = {name: one for name, one in tensors.items() if name != PIXELS}
+    if not projected:
+        return {HIDDEN: _projector_inputs(tower, tensors), **others}
+    found = tower.compute(tensors)
+    deepstack = {f"{DEEPSTACK}{layer}": one for layer, one in enumerate(found[1])}
+    return {FEATURES: found[0], **deepstack, **others}
+
+
+def stored_features(
+    tower: "VisionTower", tensors: Mapping[str, torch.Tensor]
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
+    """(features [F, D], those after decoder layers) of stored images; None for images that are
+    not."""
+    if HIDDEN in tensors:
+        return find_projector(tower)(_floats(tensors[HIDDEN])).flatten(0, -2), ()
+    if FEATURES not in tensors:
+        return None
+    count = sum(name.startswith(DEEPSTACK) for name in tensors)
+    deepstack = tuple(_floats(tensors[f"{DEEPSTACK}{layer}"]) for layer in range(count))
+    return _floats(tensors[FEATURES]), deepstack
+
+
+def require_projector(config: VisionConfig) -> str:
+    """The name of the projector that is called on stored inputs.
+
+    Raises CapabilityError where it is more than one module, or something follows it.
+    """
+    model_type = str(config.hf_config.get("model_type"))
+    if model_type not in PROJECTORS:
+        raise CapabilityError(
+            "data.encode_images is true and model.freeze leaves the projector trained, which of"
+            f" models of type {model_type} is not called on stored inputs (it is of"
+            f" {', '.join(PROJECTORS)}).\n"
+            "  Write model.freeze: [vision, projector], or encode_images: false."
+        )
+    return PROJECTORS[model_type]
+
+
+def find_projector(tower: "VisionTower") -> nn.Module:
+    """The projector that is called on stored inputs. Raises as `require_projector`."""
+    return tower.get_submodule(require_projector(tower.config))
+
+
+def dummy_hidden(tower: "VisionTower") -> dict[str, torch.Tensor]:
+    """Inputs of the projector for one feature, for micro-batches without images."""
+    [first, *_] = [one for one in find_projector(tower).parameters() if one.dim()]
+    width, per_feature = first.shape[-1], tower.config.merge_size**2
+    shape = (1, width) if tower.config.type.form == "square" else (width,)
+    return {HIDDEN: torch.zeros(per_feature, *shape)}
+
+
+def drop_encoder(tower: "VisionTower", *, projected: bool) -> None:
+    """Remove the modules that stored features make unnecessary, in place: all, or all but the
+    projector."""
+    names = [name for name, _ in tower.named_parameters()]
+    kept = [name for name in names if not projected and tower.config.is_projector(name)]
+
+    def drop(module: nn.Module, path: str) -> None:
+        for leaf, child in [*module.named_children()]:
+            inner = f"{path}{leaf}."
+            if not any(name.startswith(inner) for name in kept):
+                delattr(module, leaf)
+            elif not tower.config.is_projector(inner):
+                drop(child, inner)
+
+    drop(tower, "")
+    for name in [name for name, _ in tower.named_parameters(recurse=False) if name not in kept]:
+        delattr(tower, name)
+    tower.buffer_values = {
+        name: value for name, value in tower.buffer_values.items() if _has_buffer(tower, name)
+    }
+
+
+def _has_buffer(tower: "VisionTower", buffer: str) -> bool:
+    try:
+        tower.get_buffer(buffer)
+    except AttributeError:
+        return False
+    return True
+
+
+def _projector_inputs(tower: "VisionTower", tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    found: list[torch.Tensor] = []
+    hook = find_projector(tower).register_forward_pre_hook(lambda _, args: found.append(args[0]))
+    try:
+        tower.compute(tensors)
+    finally:
+        hook.remove()
+    [hidden] = found
+    return hidden
+
+
+def _floats(stored: torch.Tensor) -> torch.Tensor:
+    """Stored bfloat16, for which NumPy has no type, is read as int16."""
+    return stored.view(torch.bfloat16) if stored.dtype == torch.int16 else stored

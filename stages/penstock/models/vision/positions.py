@@ -1,0 +1,93 @@
+"""RoPE positions in three axes (M-RoPE; Wang et al. 2024, "Qwen2-VL"). T packed tokens.
+
+A text token has one position on all axes. The features of an image have that of the token before it
+plus 1, and their place in the grid along time, height and width; the text goes on after the larger
+side of the grid. Positions restart at 0 in each document; those of completions that share a prompt
+go on after it.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from penstock.core.errors import StageError
+
+
+def image_places(
+    input_ids_T: np.ndarray, image_token_ids: int | Sequence[int], token_counts: Sequence[int]
+) -> np.ndarray:
+    """The places of the image tokens (or those of several kinds of media), in order.
+
+    Raises StageError if there are not as many as the images have.
+    """
+    places = np.flatnonzero(np.isin(input_ids_T, image_token_ids))
+    if len(places) != sum(token_counts):
+        raise StageError(
+            f"a micro-batch has {len(places)} image tokens (id {image_token_ids}), and its"
+            f" {len(token_counts)} images have {sum(token_counts)} features.\n"
+            "  The data was prepared for another model or processor: prepare it again."
+        )
+    return places
+
+
+def image_runs(places: np.ndarray, lengths: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """The first place and the end of each run of image tokens within a document.
+
+    `places` are those of the image tokens, and `lengths` the document lengths.
+    """
+    documents = np.searchsorted(np.cumsum(lengths), places, side="right")
+    is_first = (np.diff(places, prepend=-2) > 1) | (np.diff(documents, prepend=-1) > 0)
+    begins = np.flatnonzero(is_first)
+    ends = [*(begins[1:] - 1), len(places) - 1]
+    return tuple(
+        (int(places[first]), int(places[last]) + 1)
+        for first, last in zip(begins, ends, strict=True)
+    )
+
+
+def feature_index(places: np.ndarray, num_tokens: int) -> np.ndarray:
+    """The index of each token's image feature, int64 [T]; -1 for other tokens."""
+    index_T = np.full(num_tokens, -1, dtype=np.int64)
+    index_T[places] = np.arange(len(places))
+    return index_T
+
+
+def mrope_positions(
+    places: np.ndarray,
+    positions_T: np.ndarray,
+    lengths: Sequence[int],
+    grids: np.ndarray,
+    token_counts: Sequence[int],
+    merge_size: int,
+) -> np.ndarray:
+    """Positions on each axis, int64 [T, 3].
+
+    Args:
+        places: the places of the image tokens.
+        positions_T: positions on one axis, as of text alone.
+        lengths: document lengths, whose sum is T.
+        grids: patches of each image along time, height and width, [images, 3].
+        token_counts: image tokens of each image.
+        merge_size: patches per feature along height and width.
+
+    Raises StageError if the tokens of an image are not one run in one document, or not as many as
+    its grid has.
+    """
+    ends = np.cumsum(lengths)
+    positions_T3 = np.repeat(positions_T, 3).reshape(-1, 3)
+    used = 0
+    for (frames, height, width), count in zip(grids.tolist(), token_counts, strict=True):
+        rows, columns = height // merge_size, width // merge_size
+        first, last = places[used], places[used + count - 1]
+        document = np.searchsorted(ends, first, side="right")
+        if frames * rows * columns != count or last - first != count - 1 or last >= ends[document]:
+            raise StageError(
+                f"an image of {frames} x {rows} x {columns} features has {count} tokens over"
+                f" {last - first + 1} places of a micro-batch; they must be as many, without others"
+                " between them.\n  Prepare the data again."
+            )
+        grid_3F = np.indices((frames, rows, columns)).reshape(3, -1)
+        positions_T3[first : last + 1] = positions_T3[first] + grid_3F.T
+        positions_T3[last + 1 : ends[document]] -= count - max(rows, columns)
+        used += count
+    return positions_T3
