@@ -15,6 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from penstock.core.errors import StageError
+from penstock.pack.images import image_columns, image_counts, image_facts
 from penstock.pack.settings import PackSettings
 from penstock.rows.bin_plan import Indices
 from penstock.rows.prepared import PreparedSamples
@@ -94,14 +95,22 @@ class PreferenceSamples:
             found.append(_list_array(rows, pa.array(self._desirable[chosen])))
         if self.samples.is_scored:
             found.append(_list_array(rows, pa.array(self._score_gaps[chosen])))
+        if self.samples.has_images:
+            each = self.documents_per_sample
+            counts = image_counts(self.samples, chosen).repeat(each).astype(np.int32)
+            found += image_columns(self.samples, chosen, rows, each)
+            found.append(_list_array(rows * each, pa.array(counts)))
         return found
 
     def facts(self, chosen: Indices) -> dict[str, int]:
-        """Number of chosen samples, and of tokens that their branches share."""
-        return {"samples": len(chosen), "shared_tokens": int(self._shared_lengths[chosen].sum())}
+        """Number of chosen samples, of tokens that their branches share, and of images."""
+        shared = int(self._shared_lengths[chosen].sum())
+        images = image_facts(self.samples, chosen)
+        return {"samples": len(chosen), "shared_tokens": shared, **images}
 
     def digest(self, sample: int) -> bytes:
-        """Digest of the tokens and labels of the sample's branches."""
+        """Digest of the tokens and labels of the sample's branches, and of its images with what
+        processed them."""
         digest = blake2b(digest_size=DIGEST_BYTES)
         digest.update(
             np.append(self._prompt_ends[sample], self._completion_lengths[sample]).tobytes()
@@ -110,6 +119,9 @@ class PreferenceSamples:
             own, _ = self._side_tokens(branch, sample)
             for part in (own[: self._prompt_ends[sample] + 1], *self._completion(branch, sample)):
                 digest.update(part.tobytes())
+        images, _ = self.samples.images(sample)
+        for part in (*self._processors, *images) if images else ():
+            digest.update(part)
         return digest.digest()
 
     def _side_tokens(self, branch: int, sample: int) -> tuple[Tokens, Tokens]:
@@ -123,6 +135,10 @@ class PreferenceSamples:
         last = first + int(self._completion_lengths[sample, branch])
         ids, labels = self._side_tokens(branch, of)
         return ids[first:last], labels[first:last]
+
+    @cached_property
+    def _processors(self) -> list[bytes]:
+        return [key.encode() for key in self.samples.processors]
 
     @property
     def _is_kto(self) -> bool:

@@ -5,7 +5,7 @@ from typing import Literal
 
 import numpy as np
 
-from penstock.core.errors import StageError
+from penstock.core.errors import ConfigError, StageError
 from penstock.pack.branched import PreferenceSamples
 from penstock.pack.plain import SFTSamples
 from penstock.pack.settings import PackSettings
@@ -52,10 +52,12 @@ def packing_method(split: str, settings: PackSettings) -> Method:
 def plan_rows(form: RowSamples, settings: PackSettings, method: Method) -> Layout:
     """Plan the rows of every epoch separately.
 
-    Raises StageError if a sample is longer than a row, except with "wrapped".
+    Raises StageError if a sample is longer than a row, except with "wrapped", which cannot be used
+    for samples with images.
     """
     sizes = form.sample_lengths()
     if method == "wrapped":
+        _require_no_images(form)
         return _plan_wrapped_rows(form, sizes, settings.sample_packing_sequence_len)
     _require_fits(form, sizes, settings.sample_packing_sequence_len)
     epochs: list[PackingPlan] = []
@@ -94,6 +96,19 @@ def _pack_epoch(
         return greedy(lengths, capacity, settings.sample_packing_group_size)
     rng = rows_generator(settings.seed, epoch)
     return multipack(lengths, capacity, settings.sample_packing_group_size, rng)
+
+
+def _require_no_images(form: RowSamples) -> None:
+    if form.samples.has_images:
+        raise wrapped_images()
+
+
+def wrapped_images() -> ConfigError:
+    """The error for samples with images that would be cut."""
+    return ConfigError(
+        "data.sample_packing_method is wrapped, which cuts samples, and samples with images "
+        "cannot be cut.\n  Write sequential, multipack or greedy."
+    )
 
 
 def _require_fits(form: RowSamples, sizes: Indices, capacity: int) -> None:

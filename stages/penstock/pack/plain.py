@@ -7,6 +7,7 @@ from typing import ClassVar
 import numpy as np
 import pyarrow as pa
 
+from penstock.pack.images import image_columns, image_facts
 from penstock.rows.bin_plan import Indices
 from penstock.rows.prepared import PreparedSamples
 from penstock.rows.reader import Tokens
@@ -69,11 +70,10 @@ class SFTSamples:
                 to_labels[start : end - 1] = from_labels[begin + 1 : stop]
 
     def extra_columns(self, chosen: Indices, rows: Indices) -> list[pa.Array]:
-        """SFT data has no further columns."""
-        del chosen, rows
-        return []
+        """The images of each row, for data with images. `rows` are the indices of each row's first
+        sample, then the number of samples."""
+        return image_columns(self.samples, chosen, rows)
 
     def facts(self, chosen: Indices) -> dict[str, int]:
-        """SFT data has no further facts."""
-        del chosen
-        return {}
+        """Number of images of the chosen samples, and of their tokens, for data with images."""
+        return image_facts(self.samples, chosen)

@@ -91,4 +91,5 @@ def _batch(
 
 
 def _schema(form: RowSamples) -> pa.Schema:
-    return packed_schema(form.samples.kind, is_scored=form.samples.is_scored)
+    its = form.samples
+    return packed_schema(its.kind, is_scored=its.is_scored, has_images=its.has_images)

@@ -40,10 +40,14 @@ class Pack(Stage):
     start_method: Literal["fork", "spawn", "forkserver"] = "spawn"
     """How those processes are started."""
 
+    encoded: Artifact | None = None
+    """Features of the images, in place of their tensors."""
+
     @property
     def inputs(self) -> Mapping[str, Artifact]:
-        """The prepared samples."""
-        return {"prepared": self.prepared}
+        """The prepared samples, and the features of their images where they are encoded."""
+        found = {"prepared": self.prepared}
+        return {**found, "encoded": self.encoded} if self.encoded else found
 
     def resolved(self) -> PackSettings:
         """The settings with a fitted row length resolved. Requires the prepared samples; depends
@@ -69,8 +73,23 @@ class Pack(Stage):
 
         settings = self.resolved()
         measured = {split: self._split(out, split, settings) for split in SPLITS}
-        names = measured[SPLITS[0]]
-        return {name: {split: measured[split][name] for split in SPLITS} for name in names}
+        self._link_images(out)
+        names = dict.fromkeys(name for its in measured.values() for name in its)
+        return {name: {split: measured[split].get(name, 0) for split in SPLITS} for name in names}
+
+    def _link_images(self, out: Path) -> None:
+        """Link the tensors or features of images, so that the result needs no other."""
+        from penstock.core.cache.digests import keep_cached_across_links
+        from penstock.core.files import link
+        from penstock.rows.image_files import MEDIA
+
+        source = self.encoded or self.prepared
+        files = sorted((source.path / MEDIA).glob("*.arrow"))
+        if files:
+            (out / MEDIA).mkdir(parents=True, exist_ok=True)
+        with keep_cached_across_links(files):
+            for file in files:
+                link(file, out / MEDIA / file.name)
 
     def _split(self, out: Path, split: str, settings: PackSettings) -> dict[str, Any]:
         """Write the files of a split and return its facts. `fill` is tokens divided by the capacity

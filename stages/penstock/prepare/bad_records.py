@@ -136,6 +136,11 @@ class Tally:
     """Conversations with an empty trained answer: only its end token is trained."""
     assistant_first: int = 0
     """Conversations that start with an assistant message."""
+    images: int = 0
+    """Images of all samples."""
+    media: list[str] = field(default_factory=list)
+    """Files with these images, below the slice cache's `media` folder, without suffix; empty for
+    data without images."""
     samples: list[dict[str, Any]] = field(default_factory=list)
     """Examples of each cause: file, line, record (if lines do not identify records), reason (a
     word), why (a sentence)."""
@@ -163,7 +168,8 @@ class Tally:
         """As plain JSON, read by `from_json`."""
         counts = {name: getattr(self, name) for name in _COUNTS}
         by_key = {name: dict(sorted(getattr(self, name).items())) for name in _COUNTERS}
-        return {**counts, **by_key, "samples": self.samples}
+        found = {**counts, **by_key, "samples": self.samples}
+        return {**found, "images": self.images, "media": self.media} if self.media else found
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Tally":
@@ -178,6 +184,8 @@ class Tally:
         for tally in tallies:
             for name in (*_COUNTS, *_COUNTERS):
                 setattr(total, name, getattr(total, name) + getattr(tally, name))
+            total.images += tally.images
+            total.media += tally.media
             total.samples += tally.samples
         total.samples = _first_examples(total.samples)
         return total
@@ -201,7 +209,8 @@ def _first_examples(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 _NUMBER = re.compile(r"\d+")
 _COUNTERS = ("lengths", "left_out", "causes", "unread")
-_COUNTS = tuple(f.name for f in fields(Tally) if f.name not in (*_COUNTERS, "samples"))
+_LISTS = (*_COUNTERS, "images", "media", "samples")
+_COUNTS = tuple(f.name for f in fields(Tally) if f.name not in _LISTS)
 
 
 def format_causes(samples: Sequence[Mapping[str, Any]], causes: Mapping[str, int]) -> str:

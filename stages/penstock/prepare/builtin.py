@@ -3,8 +3,11 @@
 Their versions are in `penstock.core.sources.pin.BUILTIN_DATA`.
 """
 
-from collections.abc import Iterator
+from base64 import b64encode
+from collections.abc import Iterable, Iterator
 from typing import Any
+
+from penstock.prepare.builtin_pictures import picture_of_shape
 
 DUMMY_SAMPLES = 4096
 DUMMY_TOKENS = 513
@@ -43,6 +46,31 @@ def dummy() -> Iterator[dict[str, Any]]:
         yield {"input_ids": tokens, "labels": tokens}
 
 
+def shapes() -> Iterator[dict[str, Any]]:
+    """1,000 pictures of 32 x 32 pixels, each of one shape, and the question what is in it.
+
+    The answer names one of six colours and of four shapes: `a red circle`. Sizes, places and the
+    grey behind differ.
+    """
+    yield from shape_chats(range(1000))
+
+
+def shape_chats(seeds: Iterable[int]) -> Iterator[dict[str, Any]]:
+    """Chats about the pictures of `picture_of_shape`."""
+    for seed in seeds:
+        answer, picture = picture_of_shape(seed)
+        question = [
+            {"type": "image", "base64": b64encode(picture).decode()},
+            {"type": "text", "text": "What is it?"},
+        ]
+        yield {
+            "messages": [
+                {"role": "user", "content": question},
+                {"role": "assistant", "content": answer},
+            ]
+        }
+
+
 def _chat(wording: str, a: int, b: int, sign: str, tens: int, result: int) -> dict[str, Any]:
     answer = f"{a} {sign} {b} = {tens} {sign} {b % 10} = {result}"
     return {
@@ -53,4 +81,4 @@ def _chat(wording: str, a: int, b: int, sign: str, tens: int, result: int) -> di
     }
 
 
-GENERATORS = {"arithmetic": arithmetic, "dummy": dummy}
+GENERATORS = {"arithmetic": arithmetic, "shapes": shapes, "dummy": dummy}

@@ -17,6 +17,9 @@ from penstock.core.errors import CapabilityError, StageError
 INFER_RECORDS = 20
 """Number of records used for inference; a column may be null in the first ones."""
 
+NO_CONVERSATION = ("text", "tokenized")
+"""Types whose records have no messages, and so no images."""
+
 VERSION = 4
 """Increase it if another format must be inferred for the same records."""
 

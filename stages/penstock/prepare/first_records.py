@@ -1,15 +1,32 @@
 """Encode the first records of a source without running the prepare stage, for `penstock check`."""
 
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from penstock.core.errors import ConfigError
-from penstock.prepare.bad_records import DROP_REASONS, BadRecord
-from penstock.prepare.encode.encoder import Encoder
+from penstock.media.cache import MediaCache
+from penstock.media.load import load_processor
+from penstock.prepare.bad_records import DROP_REASONS
+from penstock.prepare.encode.encoder import EncodedBatch, Encoder
+from penstock.prepare.encode.images import ImagesFound
 from penstock.prepare.infer_type import infer_format
+from penstock.prepare.readers.records import Batch, Value
 from penstock.prepare.settings import DatasetSettings
+from penstock.prepare.slice_images import load_slice_images
+
+
+@dataclass(frozen=True)
+class ImageSource:
+    """Where the images of records are, and what processes them."""
+
+    tokenizer: tuple[str, str | None]
+    """Path or hub id, and commit."""
+    folder: Path | None
+    """The folder to which paths are relative."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +52,16 @@ def first_samples(
     settings: DatasetSettings,
     tokenizer: PreTrainedTokenizerBase,
     columns: tuple[str, ...] | None = None,
+    images: ImageSource | None = None,
 ) -> FirstSamples:
-    """Encode records as the prepare stage does. Raises as `Encoder`."""
-    values: list[dict[str, Any] | BadRecord] = list(records)
-    found = Encoder(settings, tokenizer, columns)(values)
+    """Encode records as the prepare stage does; without `images`, records with images give no
+    samples. Raises as `Encoder` and `load_processor`."""
+    values: list[Value] = list(records)
+    encode = Encoder(settings, tokenizer, columns)
+    try:
+        found = encode(values)
+    except ImagesFound:
+        found = _with_images(encode, values, images)
     faults = list(found.faults.values())
     return FirstSamples(
         records=len(records),
@@ -50,6 +73,22 @@ def first_samples(
         faults=tuple(dict.fromkeys(fault.why for fault in faults)),
         hint=_hint(records, settings) if faults else "",
     )
+
+
+def _with_images(encode: Encoder, values: list[Value], images: ImageSource | None) -> EncodedBatch:
+    """Encode records with images, which are decoded and processed, and not kept."""
+    if images is None:
+        return encode.with_images("refused")(values)
+    path, revision = images.tokenizer
+    batch = Batch("", values, range(len(values)), lambda: 0, folder=images.folder)
+    with TemporaryDirectory() as place:
+
+        def open_cache(kind: str) -> MediaCache | None:
+            processor = load_processor(kind, path, revision, encode.tokenizer)
+            return MediaCache(Path(place), processor) if processor else None
+
+        found, _ = load_slice_images(encode, lambda: [batch], open_cache)
+        return encode.with_images(found or "refused")(values, images.folder)
 
 
 def _hint(records: list[dict[str, Any]], settings: DatasetSettings) -> str:

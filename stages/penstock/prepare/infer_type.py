@@ -155,6 +155,8 @@ def _candidates(columns: Mapping[str, Any], named: Mapping[str, str]) -> Iterato
     if has("src", "tgt"):
         kind: FormatName = "preference_turns" if has("response") else "sft_turns"
         yield InferredType(kind, columns="src and tgt")
+    elif has("text_info"):
+        yield InferredType("sft_turns", columns="text_info")
     yield from _conversation_types(columns, named)
     question, answer = (named.get(f"field_{n}", n) for n in ("instruction", "output"))
     if has(question, answer):

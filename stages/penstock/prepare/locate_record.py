@@ -1,4 +1,4 @@
-"""Locate the record of a prepared sample: its file, and the line or row in it."""
+"""Locate the record of a prepared sample: its file, the line or row in it, and its images."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,11 +6,19 @@ from pathlib import Path
 
 from penstock.core.cache.stage import Stage
 from penstock.core.errors import PenstockError
+from penstock.media.kinds import BadMedia
+from penstock.media.originals import ORIGINALS, Originals
+from penstock.media.reference import WEB, image_digest, read_image
+from penstock.prepare.bad_records import BadRecord
+from penstock.prepare.formats.conversation import conversations
+from penstock.prepare.formats.registry import parse_record
 from penstock.prepare.readers.file_splits import FileSplit
-from penstock.prepare.readers.read_slice import count_records_before
+from penstock.prepare.readers.read_slice import count_records_before, read_records
+from penstock.prepare.readers.records import Batch
 from penstock.prepare.readers.registry import read_chunks
 from penstock.prepare.slices import Slice
-from penstock.prepare.stage import Prepare
+from penstock.prepare.stage import SLICES, Prepare
+from penstock.rows.image_files import MEDIA
 
 LINE_READERS = ("json_lines", "csv", "json_document")
 """Readers of files in which the line of a record does not follow from its index."""
@@ -28,6 +36,9 @@ class RecordLocation:
 
 Locate = Callable[[str, int], RecordLocation | None]
 """(slice key, record index in the slice from 0) -> location of the record."""
+
+ReadImages = Callable[[str, int], dict[bytes, bytes]]
+"""(slice key, record index in the slice from 0) -> encoded images by digest."""
 
 
 def build_locator(stage: Stage) -> Locate:
@@ -71,3 +82,54 @@ def _find_line(piece: FileSplit, number: int, token: bool | None) -> int | None:
             return count_records_before(piece, token) + chunk.positions[number]
         number -= len(chunk)
     raise IndexError(f"record {number} beyond the end of {piece.name}")
+
+
+def build_image_reader(stage: Stage, out: Path) -> ReadImages:
+    """Build a function that reads the images of records of a prepared artifact, in `out`. Images
+    that are gone are left out, and none is fetched from the web."""
+    if not isinstance(stage, Prepare):
+        return lambda *_: {}
+    try:
+        slices = {item.key: item for item in stage.slices()}
+    except PenstockError:
+        return lambda *_: {}
+    cache = stage.slices_path or out.parent.parent / SLICES
+    originals = Originals(cache / MEDIA / ORIGINALS)
+
+    def read(key: str, row: int) -> dict[bytes, bytes]:
+        if key not in slices:  # the data, or an image, has changed
+            return {}
+        try:
+            return _read_images(slices[key], row, originals, stage.hub_token)
+        except (PenstockError, BadRecord):
+            return {}
+
+    return read
+
+
+def _read_images(
+    item: Slice, row: int, originals: Originals, token: bool | None
+) -> dict[bytes, bytes]:
+    batch, place = _find_batch(item, row, token)
+    said = parse_record(item.settings, batch.values[place], item.columns)
+    found: dict[bytes, bytes] = {}
+    for ref in (ref for each in conversations(said) for _, ref in each.media):
+        try:
+            if ref.location.startswith(WEB):
+                content = originals.find(ref.location)
+            else:
+                content = read_image(ref, batch.folder, originals)
+        except BadMedia:
+            continue
+        if content is not None:
+            found[image_digest(content)] = content
+    return found
+
+
+def _find_batch(item: Slice, row: int, token: bool | None) -> tuple[Batch, int]:
+    """The batch with record `row` of a slice, and its place in it."""
+    for batch in read_records(item, token):
+        if row < len(batch.values):
+            return batch, row
+        row -= len(batch.values)
+    raise IndexError(f"record {row} beyond the end of slice {item.key}")

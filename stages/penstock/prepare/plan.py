@@ -87,6 +87,7 @@ def summarize_plan(plan: dict[str, Any]) -> dict[str, Any]:
         "blank_answers": tally.blank_answers,
         "assistant_first": tally.assistant_first,
         "dropped_samples": [*tally.samples, *plan["examples"]],
+        **({"images": tally.images} if tally.media else {}),
         "sources": plan["sources"],
         "mix_strategy": plan["mix"]["strategy"],
         "samples_per_epoch": sum(s["drawn"] for s in plan["sources"] if s["role"] == "train"),

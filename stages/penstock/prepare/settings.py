@@ -27,6 +27,9 @@ class DatasetSettings(Settings):
     document_split: tuple[str, Literal["train", "validation", "test"]] | None = None
     """(`splits_string`, name of the split that is read), for Megatron files."""
 
+    image_folder: str | None = Field(default=None, exclude=True)
+    """Not part of any key: images are identified by their content."""
+
     field_messages: str | None = None
     field_tools: str = "tools"
     field_instruction: str = "instruction"

@@ -17,8 +17,10 @@ from typing import Literal
 
 from penstock.core.cache.record import digest_json
 from penstock.core.cache.stage import Source, short
+from penstock.core.sources.pin import has_processor_files
 from penstock.prepare.bad_records import Tally
 from penstock.prepare.readers.file_splits import FileSplit, split_source
+from penstock.prepare.readers.image_pins import digest_images
 from penstock.prepare.readers.registry import count_records
 from penstock.prepare.settings import DatasetSettings, PrepareSettings
 
@@ -133,18 +135,20 @@ def _build_slice(
     label = dataset_label(source)
     held = digest_json([piece.as_json() for piece in pieces])
     first, step = _record_stride(its, held)
+    columns = settings.select_columns
+    images = digest_images(pieces, its, columns) if has_processor_files(tokenizer) else None
     key = digest_json(
         {
             "format": FORMAT,
             "tokenizer": tokenizer.key,
             "settings": its.model_dump(mode="json", exclude=RECORD_SELECTION),
-            "columns": settings.select_columns,
+            "columns": columns,
             "label": label,
             "holds": held,
             "records": [first, step],
+            **({"images": images} if images else {}),
         }
     )
-    columns = settings.select_columns
     return Slice(short(key), short(key), role, dataset, label, its, columns, pieces, first, step)
 
 

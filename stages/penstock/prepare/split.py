@@ -23,10 +23,12 @@ from penstock.core.files import atomic_write, link, read_json
 from penstock.prepare.select.filter_state import Mask
 from penstock.prepare.select.select import Selection
 from penstock.prepare.settings import PrepareSettings
+from penstock.prepare.slice_cache import media_files
 from penstock.prepare.slices import TokenizedSlice
+from penstock.rows.image_files import MEDIA
 from penstock.rows.prepared import PLAN
 from penstock.rows.reader import map_batches
-from penstock.rows.schema import SPLITS, prepared_schema
+from penstock.rows.schema import IMAGES, SPLITS, prepared_schema, with_image_columns
 
 FORMAT = 1
 """Increase it if the same samples must be written in other record batches."""
@@ -95,7 +97,6 @@ def publish_splits(
     finished: Sequence[TokenizedSlice], selection: Selection, settings: PrepareSettings, out: Path
 ) -> None:
     """Write the files of both splits to `out/data`, skipping those that exist."""
-    schema = prepared_schema(settings.kind, is_scored=settings.datasets[0].is_scored)
     whole: list[tuple[Path, Path]] = []
     partial: list[tuple[DataFile, Path]] = []
     for split, files in plan_files(finished, selection, settings).items():
@@ -108,12 +109,30 @@ def publish_splits(
                 partial.append((file, target))
     same = _find_same_files(out, {file.content for file, _ in partial}) if partial else {}
     links = [*whole, *((same[f.content], target) for f, target in partial if f.content in same)]
+    links += _media_links(finished, selection, out)
     with keep_cached_across_links(source for source, _ in links):
         for source, target in links:
             _link(source, target)
     for file, target in partial:
         if file.content not in same:
+            its = settings.datasets[0]
+            images = any(share.entry[2].media for share in file.shares)
+            schema = prepared_schema(its.kind, is_scored=its.is_scored, has_images=images)
             _write(file, schema, target)
+
+
+def _media_links(
+    finished: Sequence[TokenizedSlice], selection: Selection, out: Path
+) -> list[tuple[Path, Path]]:
+    """(file of images in the cache, its place in the artifact) of the slices in a split."""
+    links: dict[Path, Path] = {}
+    for (_, path, tally), masks in zip(finished, selection.masks, strict=True):
+        if any(mask is None or mask.any() for mask in (masks.train, masks.validation)):
+            for file in sorted(media_files(path, tally)):
+                links[file] = out / MEDIA / file.name
+    for target in links.values():
+        target.parent.mkdir(parents=True, exist_ok=True)
+    return list(links.items())
 
 
 def _link(source: Path, target: Path) -> None:
@@ -246,6 +265,8 @@ def _with_labels(
     sources = pa.DictionaryArray.from_arrays(
         pa.array(np.full(batch.num_rows, number, dtype=np.int32)), pa.array(labels, pa.string())
     )
+    if IMAGES in schema.names:
+        batch = with_image_columns(batch)
     columns = [sources if name == "source" else batch.column(name) for name in schema.names]
     return pa.RecordBatch.from_arrays(columns, schema=schema)
 

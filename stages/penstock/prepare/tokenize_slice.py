@@ -15,7 +15,7 @@ from penstock.prepare.encode.ragged import TokenSequences
 from penstock.prepare.readers.records import Batch
 from penstock.prepare.slices import Slice
 from penstock.prepare.unread_columns import count_unread, watched_columns
-from penstock.rows.schema import histogram, prepared_schema
+from penstock.rows.schema import IMAGE_TOKENS, IMAGES, histogram, prepared_schema
 
 Read = Callable[[], Iterable[Batch]]
 """Reads the records of a slice, from the first one each time it is called."""
@@ -38,10 +38,12 @@ def tokenize(item: Slice, encode: Encoder, target: Path, read: Read) -> Tally:
 
 def _write_samples(item: Slice, encode: Encoder, part: Path, read: Read) -> Tally:
     tally, watched = Tally(), watched_columns(item.settings, item.columns)
-    schema = prepared_schema(item.settings.kind, is_scored=item.settings.is_scored)
+    schema = prepared_schema(
+        item.settings.kind, is_scored=item.settings.is_scored, has_images=encode.reads_images
+    )
     with pa.OSFile(str(part), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
         for batch in read():
-            samples = encode(batch.values)
+            samples = encode(batch.values, batch.folder)
             first = tally.records
             tally.records += len(batch.values)
             for place, fault in sorted(samples.faults.items()):
@@ -63,6 +65,7 @@ def _count_batch(samples: EncodedBatch, tally: Tally) -> None:
     tally.turns_dropped += samples.truncated.turns
     tally.blank_answers += samples.blank_answers
     tally.assistant_first += samples.assistant_first
+    tally.images += sum(map(len, samples.images))
 
 
 def _to_record_batch(
@@ -73,6 +76,9 @@ def _to_record_batch(
         columns.append(pa.array(samples.desirable, pa.bool_()))
     if "score_gap" in schema.names:
         columns.append(pa.array(samples.score_gaps, pa.float32()))
+    if IMAGES in schema.names:
+        columns.append(pa.array(samples.images, schema.field(IMAGES).type))
+        columns.append(pa.array(samples.image_tokens, schema.field(IMAGE_TOKENS).type))
     columns.append(
         pa.DictionaryArray.from_arrays(
             pa.array(np.zeros(len(samples.records), dtype=np.int32)), pa.array([label], pa.string())

@@ -13,12 +13,17 @@ from typing import Any, Literal
 from transformers import PreTrainedTokenizerBase
 
 from penstock.core import env
-from penstock.core.errors import StageError
+from penstock.core.errors import CapabilityError, StageError
 from penstock.core.process.allowed_env import Purpose
 from penstock.core.process.die_with_parent import end_with_parent
 from penstock.core.process.main_module import without_main_module
+from penstock.media.cache import MediaCache, MediaCounts
+from penstock.media.kinds import READ
+from penstock.media.load import load_processor
+from penstock.media.model_processor import ModelProcessor
 from penstock.prepare.bad_records import Tally
 from penstock.prepare.encode.encoder import Encoder
+from penstock.prepare.encode.images import ImagesFound, ImageTokenFound
 from penstock.prepare.process_warnings import (
     ProcessWarnings,
     collect_warnings,
@@ -28,9 +33,13 @@ from penstock.prepare.readers.file_splits import require_unchanged
 from penstock.prepare.readers.read_slice import read_records
 from penstock.prepare.settings import DatasetSettings
 from penstock.prepare.slice_cache import SliceCache, SliceStatus
+from penstock.prepare.slice_images import load_slice_images
 from penstock.prepare.slices import Slice
-from penstock.prepare.tokenize_slice import tokenize
+from penstock.prepare.tokenize_slice import Read, tokenize
 from penstock.rows.tokenizer import load_tokenizer
+
+MEDIA_COUNTS = MediaCounts()
+"""Images of this process."""
 
 MIN_BYTES_PER_PROCESS = 32 << 20
 """Bytes of data per process, below which starting a process takes longer than tokenization."""
@@ -77,11 +86,45 @@ def tokenize_one(
         named = (config.tokenizer, config.revision, config.tokenizer_key)
         its: Any = item.settings  # frozen, so hashable, which its type does not say
         encode = _build_encoder(its, item.columns, *named)
-        tally = tokenize(item, encode, target, partial(read_records, item, config.token))
+        read = partial(read_records, item, config.token)
+        try:
+            tally = tokenize(item, encode, target, read)
+        except ImagesFound as found:
+            tally = _tokenize_with_images(item, encode, target, read, config, found)
         require_unchanged(piece.file for piece in item.pieces)
         return tally
 
     return config.cache.get_or_tokenize(item, write, when_busy)
+
+
+def _tokenize_with_images(
+    item: Slice,
+    encode: Encoder,
+    target: Path,
+    read: Read,
+    config: WorkerConfig,
+    found: ImagesFound,
+) -> Tally:
+    """Tokenize a slice with images or audio; records with those that the model does not take are
+    dropped."""
+    named = (config.tokenizer, config.revision, config.tokenizer_key)
+
+    def open_cache(kind: str) -> MediaCache | None:
+        try:
+            processor = _load_processor_once(kind, encode.tokenizer, *named)
+        except CapabilityError:
+            if not isinstance(found, ImageTokenFound):
+                raise
+            return None  # a slice without media needs none
+        if processor is None:
+            return None
+        return MediaCache(config.cache.folder, processor, config.cache.shared, MEDIA_COUNTS)
+
+    kinds = [kind.name for kind in READ] if isinstance(found, ImageTokenFound) else []
+    images, names = load_slice_images(encode, read, open_cache, kinds)
+    tally = tokenize(item, encode.with_images(images or "refused"), target, read)
+    tally.media = names
+    return tally
 
 
 def _find_missing(slices: Sequence[Slice], cache: SliceCache) -> list[Slice]:
@@ -155,6 +198,15 @@ def _build_encoder(
 ) -> Encoder:
     """Cached: one encoder per process and data set."""
     return Encoder(its, _load_tokenizer_once(path, revision, key), columns)
+
+
+@lru_cache(maxsize=4)
+def _load_processor_once(
+    kind: str, tokenizer: PreTrainedTokenizerBase, path: str, revision: str | None, key: str
+) -> ModelProcessor | None:
+    """Cached: loaded once per process while the tokenizer's files (`key`) are the same."""
+    del key
+    return load_processor(kind, path, revision, tokenizer)
 
 
 @lru_cache(maxsize=2)

@@ -8,6 +8,7 @@ from typing import Literal
 import numpy as np
 import torch
 
+from penstock.rows.image_batch import ImageBatch
 from penstock.rows.reader import Row
 from penstock.rows.schema import IGNORED
 from penstock.rows.shared_prefix import PrefixSharing, Span
@@ -41,6 +42,10 @@ class MicroBatch:
     """Prefix sharing of all documents except padding; None for SFT data or without rows."""
     chosen_places_T: torch.Tensor | None = None  # noqa: N815 - T names the dimension
     """`places` of a micro-batch that is part of another; None: those of its rows in order."""
+    images: ImageBatch | None = None
+    """The images of its documents; None without images."""
+    bidirectional: tuple[tuple[int, int], ...] = ()
+    """First token and end of each run of tokens that attend to one another in both directions."""
 
     def branch_T(self) -> torch.Tensor:  # noqa: N802 - T names the dimension
         """Branch index of each token, int64 [T], numbered across the micro-batch; -1 for shared
@@ -96,11 +101,15 @@ class _Part:
     num_trained: int
     rows: tuple[tuple[int, int], ...]
     branching: PrefixSharing | None
+    images: ImageBatch | None
+
+    def pin_memory(self) -> "_Part":
+        return replace(self, images=self.images.pin_memory()) if self.images else self
 
 
 @dataclass(frozen=True)
 class CollatedStep:
-    """The micro-batches of a step in one tensor: [3, sum of T], int64.
+    """The micro-batches of a step in one tensor: [3, sum of T], int64; images apart.
 
     A single tensor is cheaper to send between processes and to pin.
     """
@@ -110,7 +119,8 @@ class CollatedStep:
 
     def pin_memory(self) -> "CollatedStep":
         """A copy in pinned memory, for asynchronous copies to the GPU."""
-        return replace(self, values=self.values.pin_memory())
+        parts = tuple(part.pin_memory() for part in self.parts)
+        return CollatedStep(self.values.pin_memory(), parts)
 
     def micro_batches(self) -> list[MicroBatch]:
         """The micro-batches, as views."""
@@ -169,7 +179,8 @@ def collate(
         if branching:
             positions[:used] = branching.positions()
         numbered = tuple((row.number, len(row.input_ids)) for row in rows)
-        parts.append(_Part(tuple(lengths), used, trained, numbered, branching))
+        images = ImageBatch.concatenate([image for row in rows for image in row.images])
+        parts.append(_Part(tuple(lengths), used, trained, numbered, branching, images))
         start += total
     return CollatedStep(torch.from_numpy(values), tuple(parts))
 

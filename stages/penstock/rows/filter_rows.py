@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from penstock.rows.reader import Row
+from penstock.rows.reader import Row, RowImage
 from penstock.rows.shared_prefix import PER_SAMPLE, PrefixSharing
 
 
@@ -42,6 +42,7 @@ def select_samples(row: Row, wanted: Collection[bytes]) -> Row | None:
         samples=tuple(whole.samples[place] for place in chosen),
         desirable=tuple(whole.desirable[place] for place in chosen) if whole.desirable else (),
         score_gaps=tuple(whole.score_gaps[place] for place in chosen) if whole.score_gaps else (),
+        image_counts=tuple(whole.image_counts[n] for n in documents) if whole.image_counts else (),
     )
     return replace(
         row,
@@ -49,4 +50,14 @@ def select_samples(row: Row, wanted: Collection[bytes]) -> Row | None:
         labels=row.labels[tokens],
         lengths=row.lengths[documents],
         branching=branching,
+        images=tuple(image for number in documents for image in _images(row, number)),
     )
+
+
+def _images(row: Row, document: int) -> tuple[RowImage, ...]:
+    assert row.branching is not None
+    counts = row.branching.image_counts
+    if not counts:
+        return ()
+    first = sum(counts[:document])
+    return row.images[first : first + counts[document]]

@@ -14,7 +14,13 @@ from penstock.core.errors import DamagedFileError
 from penstock.core.files import read_json
 from penstock.rows.reader import Tokens, flat, map_batches
 from penstock.rows.sample_order import DatasetMixer, Indices, epoch_orders
-from penstock.rows.schema import IGNORED, PREPARED_SCHEMAS
+from penstock.rows.schema import (
+    IGNORED,
+    IMAGE_TOKENS,
+    IMAGES,
+    PREPARED_SCHEMAS,
+    with_image_columns,
+)
 
 PLAN = "plan.json"
 
@@ -53,6 +59,8 @@ class Sample:
     """KTO label: whether the completion is desirable; None for other kinds."""
     score_gap: float | None
     """Score of the chosen completion minus that of the rejected one; None without scores."""
+    images: tuple[tuple[bytes, int], ...] = ()
+    """(digest, number of tokens) of each image."""
 
 
 class PreparedSamples:
@@ -72,6 +80,10 @@ class PreparedSamples:
             self._parts = [part for entry in entries for part in entry["parts"]]
             files = [folder / entry["file"] for entry in entries]
             sides = SIDES[self.kind]
+            slices: list[dict[str, Any]] = plan.get("slices", [])
+            media = {name for part in slices for name in part["tally"].get("media", ())}
+            self.processors = sorted({name.partition("/")[0] for name in media})
+            """Keys of the image processors of its images."""
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise DamagedFileError(
                 f"{folder / PLAN} is damaged: it is not a plan of prepared data ({error!r}).\n"
@@ -114,8 +126,24 @@ class PreparedSamples:
 
     def table(self) -> pa.Table:
         """All columns of all samples, memory-mapped (`rows.schema.PREPARED_SCHEMAS` lists them)."""
-        schema = self._batches[0].schema if self._batches else PREPARED_SCHEMAS[self.kind]
-        return pa.Table.from_batches(self._batches, schema)
+        batches = (
+            [with_image_columns(b) for b in self._batches] if self.has_images else self._batches
+        )
+        schema = batches[0].schema if batches else PREPARED_SCHEMAS[self.kind]
+        return pa.Table.from_batches(batches, schema)
+
+    @property
+    def has_images(self) -> bool:
+        """Whether some files have columns of images."""
+        return any(IMAGES in batch.schema.names for batch in self._batches)
+
+    def images(self, index: int) -> tuple[list[bytes], list[int]]:
+        """(digests of the images of a sample, number of image tokens of each)."""
+        number, place = self._locate(index)
+        batch = self._batches[number]
+        if IMAGES not in batch.schema.names:
+            return [], []
+        return batch.column(IMAGES)[place].as_py(), batch.column(IMAGE_TOKENS)[place].as_py()
 
     @property
     def is_scored(self) -> bool:
@@ -184,6 +212,7 @@ class PreparedSamples:
             sides={name: _token_list(side[number], place) for name, side in self.stored.items()},
             desirable=batch.column("desirable")[place].as_py() if judged else None,
             score_gap=batch.column("score_gap")[place].as_py() if scored else None,
+            images=tuple(zip(*self.images(index), strict=True)),
         )
 
     def _locate(self, index: int) -> tuple[int, int]:

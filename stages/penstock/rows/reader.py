@@ -1,7 +1,9 @@
 """Packed rows on disk: memory-mapped Arrow shards with random access, without copies."""
 
 from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -10,12 +12,26 @@ import pyarrow as pa
 
 from penstock.config.schema.dataset import Kind
 from penstock.core.errors import ArtifactError
-from penstock.rows.schema import PACKED, PACKED_SCHEMAS
+from penstock.rows.image_files import MEDIA, ImageFiles
+from penstock.rows.pixel_table import StoredTensor
+from penstock.rows.schema import IMAGE_TOKENS, IMAGES, PACKED, PACKED_SCHEMAS
 from penstock.rows.shared_prefix import PrefixSharing
 
 Tokens = npt.NDArray[np.int32]
 
 SHARDS = "rows-*.arrow"
+
+
+@dataclass(frozen=True)
+class RowImage:
+    """One image of a packed row."""
+
+    tensors: Mapping[str, StoredTensor]
+    """Outputs of the image processor that the model takes, as views of the file."""
+    num_tokens: int
+    """Number of its image tokens."""
+    digest: bytes | None = None
+    """What identifies it; None: it is taken for no other."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +45,8 @@ class Row:
     """Index among the packed rows, from 0."""
     branching: PrefixSharing | None = None
     """Prefix sharing of all its documents; None for SFT data."""
+    images: tuple[RowImage, ...] = ()
+    """The images of its documents, in the order of their tokens."""
 
 
 class PackedRows:
@@ -65,7 +83,22 @@ class PackedRows:
         at = index - self._starts[batch]
         ids, labels, lengths = self._columns[batch]
         branching = None if self.kind == "sft" else _branching(self._batches[batch], at)
-        return Row(ids.at(at), labels.at(at), lengths.at(at), index, branching)
+        images = self._images(self._batches[batch], at)
+        return Row(ids.at(at), labels.at(at), lengths.at(at), index, branching, images)
+
+    def _images(self, batch: pa.RecordBatch, at: int) -> tuple[RowImage, ...]:
+        if IMAGES not in batch.schema.names:
+            return ()
+        digests, counts = (batch.column(name)[at].as_py() for name in (IMAGES, IMAGE_TOKENS))
+        return tuple(
+            RowImage(self._media.inputs(digest), count, digest)
+            for digest, count in zip(digests, counts, strict=True)
+        )
+
+    @cached_property
+    def _media(self) -> ImageFiles:
+        """The images of the packed artifact."""
+        return ImageFiles.in_folder(self.folder.parent.parent / MEDIA)
 
     def table(self) -> pa.Table:
         """All columns of all rows, memory-mapped (`rows.schema.PACKED_SCHEMAS` lists them)."""
@@ -93,6 +126,14 @@ class PackedRows:
         """Number of tokens of every document, row by row."""
         parts = [lengths.used().astype(np.int64) for _, _, lengths in self._columns]
         return np.concatenate([np.empty(0, np.int64), *parts])
+
+    def image_tokens(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """(sum of the numbers of tokens of every row's images, sum of their squares)."""
+        if not self._batches or IMAGE_TOKENS not in self._batches[0].schema.names:
+            return np.zeros(len(self), np.int64), np.zeros(len(self), np.int64)
+        columns = [_ListColumn.of(batch.column(IMAGE_TOKENS)) for batch in self._batches]
+        sums = np.concatenate([column.sums() for column in columns])
+        return sums, np.concatenate([column.sums_of_squares() for column in columns])
 
     def squares(self) -> npt.NDArray[np.int64]:
         """Sum of squared document lengths of every row."""
@@ -137,9 +178,15 @@ class _ListColumn:
     def used(self) -> Tokens:
         return self.values[self.offsets[0] : self.offsets[-1]]
 
+    def sums(self) -> npt.NDArray[np.int64]:
+        return self._sums(self.used().astype(np.int64))
+
     def sums_of_squares(self) -> npt.NDArray[np.int64]:
         used = self.used().astype(np.int64)
-        totals = np.concatenate([np.zeros(1, np.int64), np.cumsum(used * used)])
+        return self._sums(used * used)
+
+    def _sums(self, values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        totals = np.concatenate([np.zeros(1, np.int64), np.cumsum(values)])
         return np.diff(totals[self.offsets - self.offsets[0]])
 
 

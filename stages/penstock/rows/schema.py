@@ -9,6 +9,9 @@ from penstock.config.schema.dataset import Kind
 IGNORED = -100
 """Label of a position that is not trained (ignore_index)."""
 
+IMAGE_DIGEST_BYTES = 32
+"""Size of the digest of an image: SHA-256 of its encoded bytes."""
+
 _TOKENS = pa.list_(pa.int32())
 _ORIGIN = [
     pa.field("source", pa.dictionary(pa.int32(), pa.string()), nullable=False),
@@ -64,9 +67,37 @@ PREPARED_SCHEMAS: dict[Kind, pa.Schema] = {
 """Schema of prepared data by kind."""
 
 
-def prepared_schema(kind: Kind, *, is_scored: bool = False) -> pa.Schema:
+IMAGES, IMAGE_TOKENS = "images", "image_tokens"
+
+IMAGE_COLUMNS = [
+    pa.field(IMAGES, pa.list_(pa.binary(IMAGE_DIGEST_BYTES)), nullable=False),
+    pa.field(IMAGE_TOKENS, pa.list_(pa.int32()), nullable=False),
+]
+"""Columns of data with images, before the origin: digests of the sample's images in order, and the
+number of image tokens of each. In packed rows they come last, with the images of all documents in
+the order of their tokens."""
+
+IMAGE_COUNTS = pa.field("image_counts", pa.list_(pa.int32()), nullable=False)
+"""Column of packed preference data with images, after these: number of images of each document."""
+
+
+def prepared_schema(kind: Kind, *, is_scored: bool = False, has_images: bool = False) -> pa.Schema:
     """Schema of prepared data of a kind; preference pairs may have scores."""
-    return PREPARED_SCORED if is_scored else PREPARED_SCHEMAS[kind]
+    plain = PREPARED_SCORED if is_scored else PREPARED_SCHEMAS[kind]
+    if not has_images:
+        return plain
+    return pa.schema([*(f for f in plain if f not in _ORIGIN), *IMAGE_COLUMNS, *_ORIGIN])
+
+
+def with_image_columns(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """The batch of prepared samples, with empty lists of images if it has no columns of them."""
+    if IMAGES in batch.schema.names:
+        return batch
+    plain = [field for field in batch.schema if field not in _ORIGIN]
+    fields = [*plain, *IMAGE_COLUMNS, *_ORIGIN]
+    nothing = [pa.array([[]] * batch.num_rows, field.type) for field in IMAGE_COLUMNS]
+    columns = [*batch.columns[: len(plain)], *nothing, *batch.columns[len(plain) :]]
+    return pa.RecordBatch.from_arrays(columns, schema=pa.schema(fields))
 
 
 PACKED = pa.schema(
@@ -110,9 +141,12 @@ PACKED_SCHEMAS: dict[Kind, pa.Schema] = {
 """Schema of packed rows by kind."""
 
 
-def packed_schema(kind: Kind, *, is_scored: bool = False) -> pa.Schema:
+def packed_schema(kind: Kind, *, is_scored: bool = False, has_images: bool = False) -> pa.Schema:
     """Schema of packed rows of a kind; preference pairs may have scores."""
-    return PACKED_SCORED if is_scored else PACKED_SCHEMAS[kind]
+    plain = PACKED_SCORED if is_scored else PACKED_SCHEMAS[kind]
+    if not has_images:
+        return plain
+    return pa.schema([*plain, *IMAGE_COLUMNS, *([] if kind == "sft" else [IMAGE_COUNTS])])
 
 
 SPLITS = ("train", "validation")

@@ -53,6 +53,9 @@ class PrefixSharing:
     """KTO: whether each sample's first branch is desirable; empty for pairs."""
     score_gaps: tuple[float, ...] = ()
     """Chosen score minus rejected score of each pair; empty without scores."""
+    image_counts: tuple[int, ...] = ()
+    """Number of images of each document, all in tokens before its completions; empty for data
+    without images."""
 
     @classmethod
     def joined(cls, parts: Sequence["PrefixSharing"]) -> "PrefixSharing":
@@ -63,6 +66,7 @@ class PrefixSharing:
             samples=tuple(each for part in parts for each in part.samples),
             desirable=tuple(each for part in parts for each in part.desirable),
             score_gaps=tuple(each for part in parts for each in part.score_gaps),
+            image_counts=tuple(each for part in parts for each in part.image_counts),
         )
 
     @property

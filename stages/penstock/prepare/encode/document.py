@@ -27,3 +27,9 @@ class Document:
     drop_turns: Callable[[int], "Document"] | None = None
     """Renders the document without the given number of oldest turns. Raises BadRecord if the chat
     template cannot render the rest."""
+
+    images: tuple[bytes, ...] = ()
+    """Digests of its images, in order."""
+
+    image_tokens: tuple[int, ...] = ()
+    """Number of image tokens of each image."""

@@ -4,35 +4,50 @@ Batches are processed as a whole; rare cases (samples that are too long, tokens 
 border) are processed one by one and replaced in the batch.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from penstock.core.errors import StageError
-from penstock.prepare.bad_records import BadRecord, get_column
+from penstock.media.kinds import KINDS
+from penstock.media.reference import ImageRef
+from penstock.prepare.bad_records import BadRecord
 from penstock.prepare.encode.backends import (
     FIRST_BATCH_CHECKS,
     LATER_BATCH_CHECKS,
-    special_token_affixes,
 )
 from penstock.prepare.encode.document import Document
+from penstock.prepare.encode.images import (
+    ImagesFound,
+    ImageTokenFound,
+    SliceImages,
+    media_like_tokens,
+    no_processor,
+)
 from penstock.prepare.encode.loss_mask import get_loss_masker
-from penstock.prepare.encode.ragged import LabeledTokens, TokenSequences
+from penstock.prepare.encode.ragged import Ids, LabeledTokens, TokenSequences
 from penstock.prepare.encode.render_chat import Renderer
+from penstock.prepare.encode.special_tokens import SpecialTokens
 from penstock.prepare.encode.truncate import TruncationCounts, Truncator
 from penstock.prepare.formats.conversation import (
+    Conversation,
+    Parsed,
     PreferencePair,
     RatedCompletion,
     Text,
     TokenizedSample,
+    conversations,
 )
-from penstock.prepare.formats.registry import FORMATS
+from penstock.prepare.formats.registry import parse_record
 from penstock.prepare.readers.records import Value
 from penstock.prepare.settings import DatasetSettings
 from penstock.rows.schema import IGNORED
+
+NO_TOKENS: Ids = np.empty(0, np.int32)
 
 NEEDS_TEMPLATE = ("chat", "sharegpt", "sft_turns")
 """Formats that require a chat template."""
@@ -59,6 +74,10 @@ class EncodedBatch:
     """Conversations with an empty trained answer."""
     assistant_first: int = 0
     """Conversations that start with an assistant message."""
+    images: list[tuple[bytes, ...]] = field(default_factory=list[tuple[bytes, ...]])
+    """Digests of the images of each sample; empty for slices without images."""
+    image_tokens: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])
+    """Number of image tokens of each image of each sample."""
 
 
 @dataclass(slots=True)
@@ -84,10 +103,14 @@ class Encoder:
         its: DatasetSettings,
         tokenizer: PreTrainedTokenizerBase,
         columns: Sequence[str] | None = None,
+        images: SliceImages | Literal["unread", "refused"] = "unread",
     ) -> None:
-        """`columns`: the only columns that are used (`select_columns`). Raises StageError if the
-        tokenizer lacks a chat template or EOS token that the data needs, CapabilityError if the
-        tokenizer is not supported."""
+        """`columns`: the only columns that are used (`select_columns`). `images`: those of the
+        records; `unread`: records with images, or a token that may stand for one, raise
+        ImagesFound; `refused`: they are unusable.
+
+        Raises StageError if the tokenizer lacks a chat template or EOS token that the data needs,
+        CapabilityError if the tokenizer is not supported."""
         if its.type in NEEDS_TEMPLATE and not tokenizer.chat_template:
             raise StageError(
                 "The tokenizer has no chat template, which conversations need.\n"
@@ -96,12 +119,17 @@ class Encoder:
             )
         self._its = its
         self._columns = columns
-        self._parse = FORMATS[its.type]
         self._vocabulary = len(tokenizer)
         self._loss_masker = get_loss_masker(tokenizer)
-        self._renderer = Renderer(tokenizer, its)
-        self._special_tokens = _SpecialTokens(its, tokenizer)
-        self._truncator = Truncator(its, self._encode)
+        self._tokenizer = tokenizer
+        self._images = images if isinstance(images, SliceImages) else None
+        self._refuses_images = images == "refused"
+        self._renderer = Renderer(tokenizer, its, self._images)
+        is_unread = not (self._images or self._refuses_images)
+        self._media_like = media_like_tokens(tokenizer) if is_unread else NO_TOKENS
+        self._special_tokens = SpecialTokens(its, tokenizer, has_images=self._images is not None)
+        tokens = self._images.token_ids if self._images else []
+        self._truncator = Truncator(its, self._encode, tokens)
         self._num_checks = FIRST_BATCH_CHECKS
 
     @property
@@ -114,13 +142,39 @@ class Encoder:
         """Number of conversations so far that were rendered turn by turn."""
         return self._renderer.num_per_turn
 
-    def __call__(self, values: Sequence[Value]) -> EncodedBatch:
-        """Encode a batch.
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer."""
+        return self._tokenizer
+
+    @property
+    def reads_images(self) -> bool:
+        """Whether its samples have lists of images."""
+        return self._images is not None
+
+    def with_images(self, images: SliceImages | Literal["refused"]) -> "Encoder":
+        """An encoder of the same data set that reads these images, or refuses all."""
+        return Encoder(self._its, self._tokenizer, self._columns, images)
+
+    def iter_media(self, values: Sequence[Value]) -> Iterator[tuple[str, ImageRef | None]]:
+        """(kind, reference) of the images and the like of the records that can be parsed; None for
+        those without a place in their messages."""
+        for value in values:
+            try:
+                said = self._parse_value(value)
+            except BadRecord:
+                continue
+            for each in conversations(said):
+                yield from each.media
+                yield from ((kind, None) for kind in each.unplaced)
+
+    def __call__(self, values: Sequence[Value], folder: Path | None = None) -> EncodedBatch:
+        """Encode a batch. `folder`: the one to which paths of images are relative.
 
         Raises BackendMismatch if fastokens gives wrong token ids: earlier batches must be encoded
         again.
         """
-        parsed = self._parse_batch(values)
+        parsed = self._parse_batch(values, folder)
         if self._its.type == "tokenized":
             sides, faults = [TokenSequences.from_list(parsed.given)], {}
         else:
@@ -135,6 +189,13 @@ class Encoder:
         found = [side.select(usable) for side in sides]
         if self._its.train_on_prompt and self._its.kind == "sft":
             found = [_train_on_prompts(side) for side in found]
+        documents: list[Document] = []
+        if self._images:
+            sides = [side or [Document("")] * len(parsed.records) for side in parsed.sides]
+            for side, rendered in zip(found, sides, strict=True):
+                documents = [rendered[place] for place in usable]
+                faults = self._images.check(side, documents)
+                assert not faults
         return EncodedBatch(
             found,
             records,
@@ -144,25 +205,53 @@ class Encoder:
             cuts,
             parsed.blank_answers,
             parsed.assistant_first,
+            [document.images for document in documents],
+            [document.image_tokens for document in documents],
         )
 
-    def _parse_batch(self, values: Sequence[Value]) -> _ParsedBatch:
+    def _parse_batch(self, values: Sequence[Value], folder: Path | None) -> _ParsedBatch:
         found = _ParsedBatch(sides=[[], []] if self._its.kind == "preference" else [[]])
         for place, value in enumerate(values):
             try:
-                self._parse_record(value, found)
+                self._parse_record(value, found, folder)
             except BadRecord as fault:
                 found.faults[place] = fault
             else:
                 found.records.append(place)
         return found
 
-    def _parse_record(self, value: Value, found: _ParsedBatch) -> None:
-        if isinstance(value, BadRecord):
-            raise value
-        if self._columns is not None:
-            value = {name: get_column(value, name) for name in self._columns}
-        said = self._parse(self._its, value)
+    def _parse_value(self, value: Value) -> Parsed:
+        return parse_record(self._its, value, self._columns)
+
+    def _resolve_images(self, said: Parsed, folder: Path | None) -> Parsed:
+        parts = conversations(said)
+        media = [kind for each in parts for kind, _ in each.media]
+        unplaced = {kind: count for each in parts for kind, count in each.unplaced.items()}
+        read = self._images.kinds if self._images else {}
+        if media and self._refuses_images:
+            raise no_processor(media[0])
+        if (media or unplaced) and not (self._images or self._refuses_images):
+            raise ImagesFound
+        if not self._images:
+            return said
+        for kind, count in unplaced.items():
+            if kind in read:
+                its = KINDS[kind]
+                why = f"it has {count} {its.plural} and no {its.placeholder} in its text"
+                raise BadRecord("bad_value", why)
+        if isinstance(said, PreferencePair):
+            chosen, rejected = (self._images.resolve_prompt(each, folder) for each in parts)
+            if chosen.media != rejected.media:
+                why = "the prompts of its two answers have other images or audio"
+                raise BadRecord("bad_value", why)
+            return replace(said, chosen=chosen, rejected=rejected)
+        if isinstance(said, RatedCompletion):
+            rated = self._images.resolve_prompt(said.conversation, folder)
+            return replace(said, conversation=rated)
+        return self._images.resolve(said, folder) if isinstance(said, Conversation) else said
+
+    def _parse_record(self, value: Value, found: _ParsedBatch, folder: Path | None) -> None:
+        said = self._resolve_images(self._parse_value(value), folder)
         if isinstance(said, Text):
             found.sides[0].append(Document(said.text))
         elif isinstance(said, TokenizedSample):
@@ -190,6 +279,9 @@ class Encoder:
             if len(outside):
                 why = f"{name} holds {outside[0]}; the vocabulary has tokens 0 to "
                 raise BadRecord("bad_value", f"{why}{self._vocabulary - 1}")
+        if self._images:
+            self._images.check_ids(given.input_ids)
+        self._require_no_media_token(given.input_ids)
         return given.input_ids, given.labels
 
     def _encode_sides(
@@ -209,7 +301,17 @@ class Encoder:
 
     def _encode(self, documents: Sequence[Document]) -> tuple[TokenSequences, dict[int, BadRecord]]:
         flat, faults = self._loss_masker(documents)
-        return self._special_tokens.add(flat), faults
+        flat = self._special_tokens.add(flat, documents)
+        self._require_no_media_token(flat.ids)
+        if self._images:
+            flat = TokenSequences(flat.ids, flat.labels.copy(), flat.offsets)
+            faults = {**self._images.check(flat, documents), **faults}
+        return flat, faults
+
+    def _require_no_media_token(self, ids: Ids) -> None:
+        """Raise ImageTokenFound for one, unless images are read or there is no processor."""
+        if len(self._media_like) and np.isin(ids, self._media_like).any():
+            raise ImageTokenFound
 
     def _truncate(
         self,
@@ -233,11 +335,16 @@ class Encoder:
                 self._check_sample(longest[place], trained[place], both)
                 if limit is not None and longest[place] > limit:
                     documents = [documents[place] for documents in of_side]
-                    shorter[place] = self._truncator(both, documents, cuts)
+                    shorter[place], turns = self._truncator(both, documents, cuts)
+                    if turns and self._images:
+                        for texts, document in zip(of_side, documents, strict=True):
+                            texts[place] = _without_turns(document, turns)
             except BadRecord as fault:
                 found[place] = fault
         for index, side in enumerate(sides):
             sides[index] = side.replace({place: both[index] for place, both in shorter.items()})
+        if self._images and self._its.kind != "sft":
+            found = {**self._images.check_prompts(sides[0]), **found}
         return found
 
     @staticmethod
@@ -254,6 +361,11 @@ class Encoder:
             raise BadRecord(
                 "template", "the chat template gives the prompt other tokens before each answer"
             )
+
+
+def _without_turns(document: Document, turns: int) -> Document:
+    assert document.drop_turns
+    return document.drop_turns(turns)
 
 
 def _samples_to_check(
@@ -277,53 +389,3 @@ def _train_on_prompts(flat: TokenSequences) -> TokenSequences:
             last = start + trained[-1] + 1
             labels[start:last] = flat.ids[start:last]
     return TokenSequences(flat.ids, labels, flat.offsets)
-
-
-class _SpecialTokens:
-    """Adds special tokens around texts without a chat template, which would write them itself."""
-
-    def __init__(self, its: DatasetSettings, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._end = tokenizer.eos_token_id
-        self._masks_end = its.mask_eos_in_loss
-        is_text = its.type == "text"
-        self._is_plain = is_text or (its.type != "tokenized" and not tokenizer.chat_template)
-        before, after = special_token_affixes(tokenizer) if self._is_plain else ([], [])
-        if self._is_plain and its.add_eos:
-            end = _require_eos(tokenizer)
-            after = after if after[-1:] == [end] else [*after, end]
-        is_trained = [not (token == self._end and self._masks_end) for token in after]
-        self._before = _to_labeled(before, [is_text] * len(before))
-        self._after = _to_labeled(after, is_trained)
-
-    def add(self, flat: TokenSequences) -> TokenSequences:
-        """Add special tokens to every text; a text that ends with EOS gets no second one."""
-        if not self._is_plain:
-            return flat
-        is_ended = np.zeros(len(flat), dtype=np.bool_)
-        filled = flat.lengths > 0
-        is_ended[filled] = flat.ids[flat.offsets[1:][filled] - 1] == self._end
-        if is_ended.any():
-            others: dict[int, LabeledTokens] = {}
-            for place in np.flatnonzero(is_ended).tolist():
-                ids, labels = flat[place]
-                if self._after[0][-1:].tolist() == [self._end]:
-                    others[place] = ids[:-1], labels[:-1]
-                elif self._masks_end:
-                    others[place] = ids, np.append(labels[:-1], np.int32(IGNORED))
-            flat = flat.replace(others)
-        return flat.add_affixes(self._before, self._after)
-
-
-def _to_labeled(tokens: list[int], trained: list[bool]) -> LabeledTokens:
-    ids = np.array(tokens, dtype=np.int32)
-    return ids, np.where(np.array(trained, dtype=np.bool_), ids, np.int32(IGNORED))
-
-
-def _require_eos(tokenizer: PreTrainedTokenizerBase) -> int:
-    end = tokenizer.eos_token_id
-    if isinstance(end, int):
-        return end
-    raise StageError(
-        "The tokenizer has no end-of-sequence token, so the model would not learn to stop.\n"
-        "  Set eos_token in its tokenizer_config.json, or set data.add_eos to false."
-    )

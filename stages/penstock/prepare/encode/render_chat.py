@@ -23,6 +23,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from penstock.prepare.bad_records import BadRecord
 from penstock.prepare.encode.document import Document, Span
+from penstock.prepare.encode.images import SliceImages, with_parts
 from penstock.prepare.encode.render_per_turn import render_per_turn
 from penstock.prepare.formats.conversation import REASONING, Conversation, Message
 from penstock.prepare.settings import DatasetSettings
@@ -58,21 +59,33 @@ TEMPLATE_ERRORS = (
 _Part = Literal["any", "prompt"]
 """The part of a conversation from which turns may be dropped."""
 
+PROBE = "\ue000text\ue001"
+"""A text that no template has itself."""
+
 NO_TEMPLATE = "the tokenizer has no chat template"
 
 
 class Renderer:
     """Renders conversations to documents with a tokenizer's chat template."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, its: DatasetSettings) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        its: DatasetSettings,
+        images: SliceImages | None = None,
+    ) -> None:
+        """`images`: the media of the conversations, whose media are their digests."""
         self._tokenizer = tokenizer
         self._its = its
+        self._images = images
         self._names: dict[str, Any] = {**tokenizer.special_tokens_map}
         special = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special]
         longest_first = sorted(special, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self._may_drop = its.truncation_mode == "drop_turns" and its.max_seq_len is not None
         self._templates: dict[str, _Template] = {}
+        self._parts_only = set[str]()
+        """Templates that show only contents that are lists of parts."""
         self.num_per_turn = 0
         """Number of conversations that were rendered turn by turn."""
 
@@ -104,6 +117,8 @@ class Renderer:
             document.spans = self._exclude_end_tokens(document.text, document.spans)
         if part == "prompt":
             document.borders = "cut"
+        if self._images:
+            document = self._images.expand(document, conversation.media)
         if self._may_drop and not turns:
             document.droppable_turns = max(0, len(_turn_starts(whole, part)) - 1)
             document.drop_turns = partial(self._render, whole, part)
@@ -115,6 +130,8 @@ class Renderer:
         if roles[-2:] != ["user", "assistant"] or set(roles[:-2]) - {"system"}:
             said = ", ".join(roles)
             raise BadRecord("template", f"{NO_TEMPLATE}, so turns of {said} have no form")
+        if conversation.media:
+            raise BadRecord("template", f"{NO_TEMPLATE}, so images and audio have no form")
         if conversation.tools or any(message.get("tool_calls") for message in messages):
             raise BadRecord("template", f"{NO_TEMPLATE}, so tools have no form")
         *parts, answer = [str(message["content"]) for message in messages]
@@ -124,7 +141,7 @@ class Renderer:
 
     def _render_template(self, conversation: Conversation) -> Document:
         own: Any = conversation.tools
-        template = self._template(self._tokenizer.get_chat_template(tools=own))
+        template = self._template(self._chat_template(own))
         _require_tool_support(template.text, conversation)
         conversation = _rename_reasoning(template.text, conversation)
         if template.is_marked:
@@ -142,11 +159,28 @@ class Renderer:
         _require_answers(document.text, conversation)
         return document
 
+    def _chat_template(self, tools: Any) -> str:
+        """The processor's template for data with images, as transformers."""
+        own = self._images and self._images.chat_template
+        return own or self._tokenizer.get_chat_template(tools=tools)
+
     def _template(self, text: str) -> "_Template":
         if text not in self._templates:
             dated = STRFTIME_NOW.sub(lambda found: repr(DATE.strftime(found[2])), text)
-            self._templates[text] = _Template(dated, bool(GENERATION_BLOCK.search(text)))
+            is_marked = bool(GENERATION_BLOCK.search(text))
+            self._templates[text] = _Template(dated, is_marked)
+            if self._images and not self._shows_text(dated):
+                self._parts_only.add(dated)
         return self._templates[text]
+
+    def _shows_text(self, template: str) -> bool:
+        """Whether a template shows a content that is text, rather than a list of parts."""
+        message = {"role": "user", "content": PROBE}
+        try:
+            [text], _ = self._apply_template(template, [[message]], None, "closed")
+        except TEMPLATE_ERRORS:
+            return False
+        return PROBE in text
 
     def _render_marked(self, template: str, conversation: Conversation) -> Document:
         text, spans = self._render_with_spans(template, conversation)
@@ -248,6 +282,8 @@ class Renderer:
             "tools": tools,
         }
         filled = [[_drop_nulls(message) for message in messages] for messages in conversations]
+        if template in self._parts_only:
+            filled = [[with_parts(message) for message in messages] for messages in filled]
         found: Any = render_jinja_template(filled, chat_template=template, **options, **self._names)
         return found
 
@@ -336,8 +372,10 @@ def _require_answers(text: str, conversation: Conversation) -> None:
     silently skip whole turns.
     """
     for number, message in enumerate(conversation.messages, start=1):
+        if not conversation.trained[number - 1]:
+            continue
         words = (message["content"] or "").rpartition("</think>")[2].strip()
-        if conversation.trained[number - 1] and words[-ANSWER_END:] not in text:
+        if words[-ANSWER_END:] not in text:
             raise BadRecord(
                 "template",
                 f"the chat template leaves out what the assistant says (message {number})",

@@ -11,6 +11,7 @@ import numpy as np
 
 from penstock.prepare.bad_records import BadRecord
 from penstock.prepare.encode.document import Document
+from penstock.prepare.encode.images import CUT
 from penstock.prepare.encode.ragged import LabeledTokens, TokenSequences
 from penstock.prepare.settings import DatasetSettings
 
@@ -74,14 +75,19 @@ class TruncationCounts:
 class Truncator:
     """Truncates samples; `encode` encodes shortened documents."""
 
-    def __init__(self, its: DatasetSettings, encode: Encode) -> None:
+    def __init__(
+        self, its: DatasetSettings, encode: Encode, media_token_ids: Sequence[int] = ()
+    ) -> None:
+        """`media_token_ids`: the tokens of images and audio, which are never cut."""
         self._its = its
         self._encode = encode
+        self._media_token_ids = media_token_ids
 
     def __call__(
         self, sides: Sequence[LabeledTokens], documents: Sequence[Document], cuts: TruncationCounts
-    ) -> list[LabeledTokens]:
-        """Truncate the sides of one sample to `max_seq_len`. Raises BadRecord for a dropped sample.
+    ) -> tuple[list[LabeledTokens], int]:
+        """Truncate the sides of one sample to `max_seq_len`; returns them, and the number of oldest
+        turns that were dropped. Raises BadRecord for a dropped sample.
 
         `documents` are the sides before encoding; empty for tokenized records.
         """
@@ -97,7 +103,7 @@ class Truncator:
         cuts.samples += 1
         cuts.tokens += sum(lengths) - sum(len(ids) for ids, _ in found)
         cuts.turns += turns
-        return found
+        return found, turns
 
     def _drop_turns(
         self, sides: list[LabeledTokens], documents: Sequence[Document]
@@ -147,7 +153,14 @@ class Truncator:
                     np.concatenate([labels[first], labels[rest]]),
                 )
             )
+        if self._count_media_tokens(found) < self._count_media_tokens(sides):
+            raise BadRecord("too_long", CUT)
         return found
+
+    def _count_media_tokens(self, sides: Sequence[LabeledTokens]) -> int:
+        if not self._media_token_ids:
+            return 0
+        return sum(int(np.count_nonzero(np.isin(ids, self._media_token_ids))) for ids, _ in sides)
 
 
 def _is_trained(labels: np.ndarray) -> bool:

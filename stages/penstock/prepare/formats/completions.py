@@ -149,4 +149,4 @@ def _find_conversation(prefix: str, value: Mapping[str, Any]) -> Messages | None
 
 def _stripped(turn: Turn) -> dict[str, Any]:
     content = turn.message["content"]
-    return {**turn.message, "content": content and content.strip()}
+    return {**turn.message, "content": content.strip() if isinstance(content, str) else content}

@@ -1,12 +1,13 @@
 """Parsed records, independent of the format: conversations, preference pairs, rated completions."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from penstock.media.kinds import KINDS
 from penstock.prepare.settings import DatasetSettings
 
 Message = dict[str, Any]
@@ -20,14 +21,29 @@ class Conversation:
     """Messages in OpenAI's chat format, as passed to the chat template."""
 
     messages: list[Message]
-    """Each has a `role` (`system`, `user`, `assistant` or `tool`) and a `content`: text, or null
-    for assistant messages with `tool_calls`, whose `arguments` are objects."""
+    """Each has a `role` (`system`, `user`, `assistant` or `tool`) and a `content`: text, null for
+    assistant messages with `tool_calls`, whose `arguments` are objects, or parts (`formats.images`)
+    in messages with images or audio, which are not the assistant's."""
 
     tools: list[dict[str, Any]] | None
     """Tool definitions, each `{"type": "function", "function": {…}}`."""
 
     trained: tuple[bool, ...]
     """Whether each message may be trained; false for all but assistant messages."""
+
+    unplaced: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Number of images and the like of the record for which its messages have no place, by kind."""
+
+    @property
+    def media(self) -> list[tuple[str, Any]]:
+        """(kind, reference) of the images and the like of its messages, in order."""
+        return [
+            (part["type"], part[part["type"]])
+            for message in self.messages
+            if isinstance(message["content"], list)
+            for part in message["content"]
+            if part["type"] in KINDS
+        ]
 
     @property
     def begins_with_assistant(self) -> bool:
@@ -81,6 +97,17 @@ class TokenizedSample:
 
 
 Parsed = Conversation | PreferencePair | RatedCompletion | Text | TokenizedSample
+
+
+def conversations(said: Parsed) -> list[Conversation]:
+    """The conversations of a record; both of a pair."""
+    if isinstance(said, Conversation):
+        return [said]
+    if isinstance(said, PreferencePair):
+        return [said.chosen, said.rejected]
+    return [said.conversation] if isinstance(said, RatedCompletion) else []
+
+
 Record = Mapping[str, Any]
 Format = Callable[[DatasetSettings, Record], Parsed]
 """Parses a record. Raises BadRecord if it cannot be used."""

@@ -26,13 +26,19 @@ from penstock.prepare.formats.messages import (
     text_turn,
 )
 from penstock.prepare.formats.preference import build_pair
+from penstock.prepare.formats.text_info import TEXTS, text_info
 from penstock.prepare.settings import DatasetSettings
 
 SIDES = 2
 
 
 def sft_turns(settings: DatasetSettings, record: Mapping[str, Any]) -> Conversation:
-    """Parse a conversation: one answer per question; answers with `label` 0 are not trained."""
+    """Parse a conversation: one answer per question; answers with `label` 0 are not trained.
+
+    Data with images has `text_info` in their place.
+    """
+    if TEXTS in record:
+        return text_info(settings, record)
     system, asked = _parse_prompt(settings, record)
     said = _parse_texts("tgt", get_column(record, "tgt"))
     given = record.get("label")

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from penstock.media.kinds import KINDS, VIDEO
 from penstock.prepare.bad_records import (
     BadRecord,
     check_text,
@@ -19,6 +20,7 @@ from penstock.prepare.bad_records import (
     json_type_name,
 )
 from penstock.prepare.formats.conversation import REASONING, Conversation, Message
+from penstock.prepare.formats.images import media_part, place_media, text_part
 from penstock.prepare.formats.json_values import check_json, parse_json_text, to_json_text
 from penstock.prepare.formats.tool_calls import (
     parse_inline_calls,
@@ -29,19 +31,20 @@ from penstock.prepare.formats.tool_calls import (
 from penstock.prepare.settings import DatasetSettings
 
 OTHER_MEDIA = ("images", "image", "audio", "audios", "video", "videos")
-"""Message fields with media other than text."""
+"""Message fields with media, which are parts of `content` where they are read."""
 
 READ_FIELDS = frozenset(("tool_calls", "function_call", "weight"))
 """Message fields that are parsed separately, besides role and content."""
 
-TEXT, REASON, CALL, RESULT = "text", "reasoning", "tool_call", "tool"
+TEXT, REASON, CALL, RESULT, MEDIA = "text", "reasoning", "tool_call", "tool", "media"
 PARTS: Mapping[str, str] = {
     **dict.fromkeys(("text", "input_text", "output_text"), TEXT),
     **dict.fromkeys(REASONING, REASON),
     **dict.fromkeys(("tool_call", "tool_calls", "function_call"), CALL),
     **dict.fromkeys(("tool", "tool_result", "tool_response"), RESULT),
+    **{part: name for name, kind in KINDS.items() for part in kind.parts},
 }
-"""Types of content parts: text, reasoning, tool calls, or a tool result."""
+"""Types of content parts: text, reasoning, tool calls, a tool result, or a kind of media."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,12 @@ class Turn:
     def is_blank(self) -> bool:
         """Whether it has neither text nor tool calls."""
         content = self.message["content"]
-        return "tool_calls" not in self.message and not (content and content.strip())
+        is_empty = not (content.strip() if isinstance(content, str) else content)
+        return "tool_calls" not in self.message and is_empty
+
+
+class _Parts(list[Message]):
+    """Content that is parts, because it has images or audio."""
 
 
 def conversation(settings: DatasetSettings, record: Mapping[str, Any]) -> Conversation:
@@ -110,10 +118,12 @@ def build_conversation(
     first = get_optional_text(record, settings.field_system) if system is None else system
     if first and turns[0].message["role"] != "system":
         turns = [Turn({"role": "system", "content": first}, trained=False), *turns]
+    messages, unplaced = place_media(record, [turn.message for turn in turns])
     return Conversation(
-        [turn.message for turn in turns],
+        messages,
         parse_tools(settings.field_tools, record.get(settings.field_tools)),
         tuple(turn.trained for turn in turns),
+        unplaced,
     )
 
 
@@ -240,11 +250,13 @@ def _parse_calls(where: str, value: Message, role: str) -> list[Message]:
 
 def _parse_content(
     where: str, value: Message, role: str, name: str, *, may_lack: bool
-) -> str | None:
+) -> str | _Parts | None:
     content = value.get(name)
     at = f"{where}.{name}"
     if isinstance(content, str):
         return check_text(at, content)
+    if isinstance(content, _Parts):
+        return content
     if content is None and may_lack:
         return None
     if name not in value:
@@ -260,17 +272,24 @@ def _merge_parts(where: str, value: Message, role: str, name: str) -> Message:
     at = f"{where}.{name}"
     if not isinstance(content, list) or (role == "tool" and not _is_part_list(content)):
         return value
-    found: dict[str, list[Any]] = {TEXT: [], REASON: [], CALL: [], RESULT: []}
+    found: dict[str, list[Any]] = {TEXT: [], REASON: [], CALL: [], RESULT: [], MEDIA: []}
+    parts = _Parts()
     for index, part in enumerate(content):
         kind, inside = _parse_part(f"{at}[{index}]", part)
         if kind == RESULT and role != "tool":
             raise BadRecord("bad_value", f"{at}[{index}] is a tool's answer in a message of {role}")
+        if kind == MEDIA and role == "assistant":
+            what = KINDS[inside[0]["type"]].article
+            raise BadRecord("bad_value", f"{at}[{index}] is {what}, which no answer can hold")
         found[kind] += inside
+        if kind in (TEXT, RESULT, MEDIA):
+            parts += inside if kind == MEDIA else map(text_part, inside)
     if found[CALL] and value.get("tool_calls"):
         raise BadRecord("bad_value", f"{where} has both tool_calls and parts of type tool_call")
     if found[REASON] and any(value.get(note) for note in REASONING):
         raise BadRecord("bad_value", f"{where} has its reasoning both in a part and beside content")
-    members: Message = {**value, name: "".join(found[TEXT] + found[RESULT])}
+    text = "".join(found[TEXT] + found[RESULT])
+    members: Message = {**value, name: parts if found[MEDIA] else text}
     if found[REASON]:
         members[REASONING[0]] = "".join(found[REASON])
     if found[CALL]:
@@ -282,7 +301,9 @@ def _merge_parts(where: str, value: Message, role: str, name: str) -> Message:
 def _is_part_list(content: list[Any]) -> bool:
     """Whether a list consists of content parts, rather than being a JSON result of a tool."""
     return bool(content) and all(
-        isinstance(part, dict) and part.get("type") in PARTS and _part_value(part) is not None
+        isinstance(part, dict)
+        and PARTS.get(str(part.get("type"))) not in (None, *KINDS)
+        and _part_value(part) is not None
         for part in content
     )
 
@@ -301,11 +322,13 @@ def _parse_part(where: str, part: Any) -> tuple[str, list[Any]]:
         )
     kind = PARTS.get(str(part["type"]))
     if kind is None:
-        known = ", ".join(dict.fromkeys(PARTS.values()))
+        known = ", ".join(dict.fromkeys(one for one in PARTS.values() if one != VIDEO.name))
         why = f"{where} is of type {str(part['type'])[:40]!r}"
         raise BadRecord(
-            "bad_value", f"{why}; only text can be trained on, in parts of type {known}"
+            "bad_value", f"{why}; only text, images and audio can be used, in parts of type {known}"
         )
+    if kind in KINDS:
+        return MEDIA, [media_part(where, KINDS[kind], part)]
     inside = _part_value(part)
     if inside is None:
         names = ", ".join(part)
@@ -324,7 +347,11 @@ def _parse_other_fields(where: str, value: Message, spelling: MessageKeys) -> Me
             continue
         if name in OTHER_MEDIA:
             if entry:
-                raise BadRecord("bad_value", f"{where} has {name}; only text can be trained on")
+                raise BadRecord(
+                    "bad_value",
+                    f"{where} has {name}; only text can be trained on, and images and audio that "
+                    "are parts of content",
+                )
             continue
         kept[name] = check_json(f"{where}.{name}", entry)
     notes = [name for name in REASONING if name in kept]

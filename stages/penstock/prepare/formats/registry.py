@@ -1,8 +1,11 @@
 """Table of formats by name."""
 
+from collections.abc import Sequence
+
 from penstock.config.schema.dataset import FormatName
+from penstock.prepare.bad_records import BadRecord, get_column
 from penstock.prepare.formats.alpaca import alpaca
-from penstock.prepare.formats.conversation import Format
+from penstock.prepare.formats.conversation import Format, Parsed, Record
 from penstock.prepare.formats.erniekit import preference_turns, sft_turns
 from penstock.prepare.formats.instruction import instruction
 from penstock.prepare.formats.kto import kto
@@ -11,6 +14,7 @@ from penstock.prepare.formats.plain import plain
 from penstock.prepare.formats.preference import preference
 from penstock.prepare.formats.sharegpt import sharegpt
 from penstock.prepare.formats.tokenized import tokenized
+from penstock.prepare.settings import DatasetSettings
 
 FORMATS: dict[FormatName, Format] = {
     "tokenized": tokenized,
@@ -24,3 +28,14 @@ FORMATS: dict[FormatName, Format] = {
     "sft_turns": sft_turns,
     "preference_turns": preference_turns,
 }
+
+
+def parse_record(
+    its: DatasetSettings, value: Record | BadRecord, columns: Sequence[str] | None
+) -> Parsed:
+    """Parse a record, of which only `columns` are used if they are given. Raises BadRecord."""
+    if isinstance(value, BadRecord):
+        raise value
+    if columns is not None:
+        value = {name: get_column(value, name) for name in columns}
+    return FORMATS[its.type](its, value)

@@ -29,7 +29,7 @@ def json_document(file: SourceFile) -> Iterator[Chunk]:
         is_array = reader.peek() == "["
         if is_array:
             reader.skip()
-        yield from _group_items(_iter_values(reader, is_array), _parse_objects)
+        yield from group_items(_iter_values(reader, is_array), _parse_objects)
         if is_array and not reader.peek():
             raise StageError(
                 f"{file.name} ends at line {reader.line} with an unclosed array.\n"
@@ -58,7 +58,7 @@ def csv_rows(file: SourceFile) -> Iterator[Chunk]:
                     "  Rename one of them in its first line."
                 )
             rows = ((reader.line_num, row, sum(map(len, row))) for row in reader if row)
-            yield from _group_items(rows, lambda rows: [_parse_row(header, row) for row in rows])
+            yield from group_items(rows, lambda rows: [_parse_row(header, row) for row in rows])
         except (csv.Error, UnicodeDecodeError) as error:
             raise StageError(
                 f"{file.name}:{reader.line_num}: not CSV: {error}.\n  Correct it there, in UTF-8."
@@ -75,7 +75,7 @@ def detect_delimiter(file: SourceFile) -> str:
     return max(DELIMITERS, key=head.count) if any(each in head for each in DELIMITERS) else ","
 
 
-def _group_items(found: Iterator[tuple[int, Any, int]], parse: Any) -> Iterator[Chunk]:
+def group_items(found: Iterator[tuple[int, Any, int]], parse: Any) -> Iterator[Chunk]:
     """Group (position, item, size) into chunks of at most `BATCH` items and about `BATCH_BYTES`."""
     items: list[Any] = []
     places: list[int] = []

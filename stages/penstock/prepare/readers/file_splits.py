@@ -50,6 +50,7 @@ Reader = Literal[
     "text_lines",
     "json_document",
     "csv",
+    "tar",
     "parquet",
     "arrow_file",
     "arrow_stream",
@@ -347,6 +348,10 @@ def _split_arrow(file: SourceFile) -> Iterator[SplitSpec]:
         }
 
 
+def _split_tar(file: SourceFile) -> Iterator[SplitSpec]:
+    yield _whole_file("tar", file)
+
+
 def _split_megatron(file: SourceFile) -> Iterator[SplitSpec]:
     sizes = read_index(file).document_bytes()
     numbers = (np.cumsum(sizes) - sizes) // SLICE_BYTES
@@ -367,6 +372,7 @@ _SPLITTERS: dict[str, Callable[[SourceFile], Iterator[SplitSpec]]] = {
     "csv": _split_csv,
     "parquet": _split_parquet,
     "arrow": _split_arrow,
+    "tar": _split_tar,
     "megatron": _split_megatron,
 }
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import cache, partial
 
 from penstock.prepare.readers.file_splits import FileSplit
+from penstock.prepare.readers.image_pins import image_root
 from penstock.prepare.readers.lines import count_lines_before
 from penstock.prepare.readers.records import Batch, Chunk
 from penstock.prepare.readers.registry import count_records, read_chunks
@@ -34,7 +35,13 @@ def read_records(item: Slice, token: bool | None = None) -> Iterator[Batch]:
             number += len(chunk)
             if len(chosen):
                 yield Batch(
-                    piece.name, chosen.values(), chosen.positions, before, numbers, has_lines
+                    piece.name,
+                    chosen.values(),
+                    chosen.positions,
+                    before,
+                    numbers,
+                    has_lines,
+                    image_root(piece, item.settings),
                 )
 
 

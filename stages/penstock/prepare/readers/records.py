@@ -5,6 +5,7 @@ A record that cannot be parsed is represented by a BadRecord, so that it can be 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -36,6 +37,8 @@ class Batch:
     """Number of each record in a document, from 1, if several may be in one line."""
     has_lines: bool = True
     """Whether `positions` are line numbers."""
+    folder: Path | None = None
+    """The folder to which paths of images are relative."""
 
     def line(self, index: int) -> int:
         """Line (or row) in the file of record `index` of this batch, from 1."""

@@ -6,10 +6,12 @@ from itertools import islice
 from penstock.core.cache.digests import cached_value
 from penstock.core.cache.record import digest_json
 from penstock.prepare.builtin import generate
+from penstock.prepare.readers.archive import tar_records
 from penstock.prepare.readers.columnar import arrow_file, arrow_stream, parquet
 from penstock.prepare.readers.decompress import SourceFile
 from penstock.prepare.readers.documents import csv_rows, json_document
 from penstock.prepare.readers.file_splits import FORMAT, FileSplit, require_unchanged
+from penstock.prepare.readers.image_folder import is_metadata, with_image_columns
 from penstock.prepare.readers.lines import json_lines, text_lines
 from penstock.prepare.readers.megatron import read_documents
 from penstock.prepare.readers.records import BATCH, Chunk, unchanged
@@ -17,6 +19,11 @@ from penstock.prepare.readers.records import BATCH, Chunk, unchanged
 
 def read_chunks(piece: FileSplit, token: bool | None = None) -> Iterator[Chunk]:
     """Read all records of a piece, ignoring its `start` and `stop`."""
+    chunks = _read_chunks(piece, token)
+    return map(with_image_columns, chunks) if is_metadata(piece.name) else chunks
+
+
+def _read_chunks(piece: FileSplit, token: bool | None) -> Iterator[Chunk]:
     if piece.file and piece.reader in _SPAN_READERS:
         return _SPAN_READERS[piece.reader](piece.file, piece.span)
     if piece.file:
@@ -41,6 +48,7 @@ _SPAN_READERS: dict[str, Callable[[SourceFile, tuple[int, int] | None], Iterator
 _FILE_READERS: dict[str, Callable[[SourceFile], Iterator[Chunk]]] = {
     "json_document": json_document,
     "csv": csv_rows,
+    "tar": tar_records,
     "arrow_stream": arrow_stream,
 }
 

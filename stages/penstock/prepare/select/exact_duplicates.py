@@ -9,11 +9,12 @@ import pyarrow as pa
 from penstock.prepare.select.ngrams import Hashes
 from penstock.rows.reader import flat
 from penstock.rows.sample_order import Indices
+from penstock.rows.schema import IMAGES
 
 
 def token_digests(batches: Iterable[pa.RecordBatch]) -> Hashes:
-    """128-bit digests of the samples' tokens (and of `desirable`), shape [2, samples]. Labels are
-    not included."""
+    """128-bit digests of the samples' tokens and images (and of `desirable`), shape [2, samples].
+    Labels are not included."""
     found = b"".join(digest for batch in batches for digest in _digests(batch))
     return np.ascontiguousarray(np.frombuffer(found, dtype="<u8").reshape(-1, 2).T)
 
@@ -36,10 +37,13 @@ def _digests(batch: pa.RecordBatch) -> Iterator[bytes]:
     raw = [np.ascontiguousarray(values).view(np.uint8).data for values, _ in columns]
     bounds = [(offsets.astype(np.int64) * values.itemsize).tolist() for values, offsets in columns]
     judged = batch.column("desirable").to_pylist() if "desirable" in batch.schema.names else None
+    images = batch.column(IMAGES).to_pylist() if IMAGES in batch.schema.names else None
     for row in range(batch.num_rows):
         digest = blake2b(digest_size=16, person=b"good" if judged and judged[row] else b"")
         for values, ends in zip(raw, bounds, strict=True):
             start, end = ends[row], ends[row + 1]
             digest.update((end - start).to_bytes(8, "little"))
             digest.update(values[start:end])
+        for image in images[row] if images else ():
+            digest.update(image)
         yield digest.digest()

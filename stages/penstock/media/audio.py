@@ -1,0 +1,144 @@
+"""Decode audio: WAV files to samples of one channel. Rate and length are read from the header,
+before anything is decoded.
+"""
+
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.media.decode import MAX_BYTES
+from penstock.media.kinds import BadMedia
+
+MAX_SECONDS = 1_800
+"""Maximum length of audio."""
+
+PCM, FLOAT, EXTENSIBLE = 1, 3, 0xFFFE
+"""Values of `wFormatTag` in a WAV file; of the last, the first two bytes of `SubFormat` say it."""
+
+Samples = npt.NDArray[np.float32]
+
+
+class BadAudio(BadMedia):
+    """The audio cannot be used."""
+
+
+@dataclass(frozen=True)
+class WavHeader:
+    """What the header of a WAV file says."""
+
+    is_float: bool
+    channels: int
+    rate: int
+    """Samples of a channel per second."""
+    bits: int
+    """Of a sample."""
+    start: int
+    """Byte at which the samples begin."""
+    frames: int
+    """Samples of each channel."""
+
+    @property
+    def seconds(self) -> float:
+        """Length."""
+        return self.frames / self.rate
+
+
+def read_wav_header(content: bytes) -> WavHeader:
+    """The header of a WAV file. Raises BadAudio if it is none, too long, or of another encoding."""
+    if not content:
+        raise BadAudio("it is empty")
+    if len(content) > MAX_BYTES:
+        raise BadAudio(f"it has {len(content):,} bytes; {MAX_BYTES:,} are allowed")
+    if content[:4] != b"RIFF" or content[8:12] != b"WAVE":
+        raise BadAudio(f"it is {_name_content(content)}")
+    chunks = _find_chunks(content)
+    if b"fmt " not in chunks or b"data" not in chunks or chunks[b"fmt "][1] < 16:
+        raise BadAudio("it is a damaged WAV file: it has no format or no samples")
+    at, size = chunks[b"fmt "]
+    tag, channels, rate, _, align, bits = struct.unpack_from("<HHIIHH", content, at)
+    if tag == EXTENSIBLE and size >= 26:
+        (tag,) = struct.unpack_from("<H", content, at + 24)
+    known = {PCM: (8, 16, 24, 32), FLOAT: (32, 64)}
+    if bits not in known.get(tag, ()):
+        raise BadAudio(
+            f"it is a WAV file of encoding {tag} with {bits} bits, which is not decoded; "
+            "save it as 16-bit PCM"
+        )
+    if not channels or not rate or align != channels * bits // 8:
+        raise BadAudio("it is a damaged WAV file: its format says nothing")
+    start, size = chunks[b"data"]
+    if start + size > len(content):
+        raise BadAudio(f"it is truncated: {start + size - len(content):,} bytes are missing")
+    found = WavHeader(tag == FLOAT, channels, rate, bits, start, size // align)
+    if not found.frames:
+        raise BadAudio("it has no samples")
+    if found.seconds > MAX_SECONDS:
+        raise BadAudio(f"it is {found.seconds:,.0f} s long; {MAX_SECONDS:,} are allowed")
+    return found
+
+
+def decode_wav(content: bytes, rate: int) -> Samples:
+    """The samples in [-1, 1]; of several channels their mean.
+
+    Raises BadAudio if it cannot be decoded, or has another sampling rate than `rate`.
+    """
+    header = read_wav_header(content)
+    if header.rate != rate:
+        raise BadAudio(
+            f"its sampling rate is {header.rate} Hz, and the model's processor takes {rate} Hz; "
+            f"resample it (ffmpeg -i IN -ar {rate} OUT.wav)"
+        )
+    count = header.frames * header.channels
+    samples = _to_float(content, header, count)
+    if not np.isfinite(samples).all():
+        raise BadAudio("it has samples that are not finite")
+    if header.channels == 1:
+        return samples
+    return samples.reshape(-1, header.channels).mean(axis=1, dtype=np.float32)
+
+
+def _to_float(content: bytes, header: WavHeader, count: int) -> Samples:
+    """The samples of all channels, float32. Integers are divided by that of the largest amplitude,
+    as libsndfile does."""
+    if header.is_float:
+        kind = np.dtype(f"<f{header.bits // 8}")
+        return np.frombuffer(content, kind, count, header.start).astype(np.float32)
+    if header.bits == 8:
+        unsigned = np.frombuffer(content, np.uint8, count, header.start)
+        return (unsigned.astype(np.float32) - 128) / np.float32(128)
+    if header.bits == 24:
+        raw = np.frombuffer(content, np.uint8, 3 * count, header.start).reshape(-1, 3)
+        wide = np.zeros((count, 4), np.uint8)
+        wide[:, 1:] = raw  # the lowest byte is 0, so the sign is that of the highest
+        signed = wide.view("<i4")[:, 0]
+        return (signed.astype(np.float64) / 2**31).astype(np.float32)
+    kind = np.dtype(f"<i{header.bits // 8}")
+    signed = np.frombuffer(content, kind, count, header.start)
+    return (signed.astype(np.float64) / 2 ** (header.bits - 1)).astype(np.float32)
+
+
+def _find_chunks(content: bytes) -> dict[bytes, tuple[int, int]]:
+    """(first byte, number of bytes) of the first chunk of each name in a RIFF file."""
+    found: dict[bytes, tuple[int, int]] = {}
+    at = 12
+    while at + 8 <= len(content):
+        name, size = struct.unpack_from("<4sI", content, at)
+        found.setdefault(name, (at + 8, size))
+        at += 8 + size + size % 2
+    return found
+
+
+def _name_content(content: bytes) -> str:
+    """What a file that is no WAV file seems to be."""
+    for name, starts in {
+        "FLAC": (b"fLaC",),
+        "MP3": (b"ID3", b"\xff\xfb", b"\xff\xf3", b"\xff\xf2"),
+        "Ogg": (b"OggS",),
+    }.items():
+        if content.startswith(starts):
+            return f"{name}, which is not decoded; save it as WAV (ffmpeg -i IN -ar 16000 OUT.wav)"
+    if content[4:8] == b"ftyp":
+        return "MP4, which is not decoded; save its audio as WAV (ffmpeg -i IN -ar 16000 OUT.wav)"
+    return "not audio that can be decoded (known is WAV)"

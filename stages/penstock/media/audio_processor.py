@@ -1,0 +1,153 @@
+"""The audio processor of a model: audio to log-mel features, and to the text that stands for it.
+
+Feature extractors of transformers, behind the model's processor. All audio is processed alone, so
+that the result depends on nothing else.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.core.errors import CapabilityError, ConfigError
+from penstock.media.audio import BadAudio, Samples, decode_wav
+from penstock.media.kinds import AUDIO, BadMedia
+from penstock.media.model_processor import (
+    ModelProcessor,
+    ProcessorFiles,
+    Tensors,
+    assemble,
+    first_line,
+    processor_class,
+    to_arrays,
+)
+from penstock.rows.image_files import StoredImage
+from penstock.rows.pixel_table import stored
+
+FORMAT = 1
+"""Increase it if the same settings must give other tensors."""
+
+EXTRACTORS = ("feature_extractor", "audio_processor")
+"""Names of the feature extractor in a processor."""
+
+VOXTRAL = "VoxtralProcessor"
+"""A processor that extracts features, and leaves texts to another library (mistral-common)."""
+
+FRAMES_PER_TOKEN = 8
+"""Voxtral: frames of features of a token (two convolutions and a projector of 4 positions)."""
+
+
+@dataclass(frozen=True)
+class AudioProcessor(ModelProcessor):
+    """A feature extractor and the parts of its processor that concern text."""
+
+    kind = AUDIO
+
+    @property
+    def extractor(self) -> Any:
+        """The feature extractor."""
+        return next(found for name in EXTRACTORS if (found := getattr(self.processor, name, None)))
+
+    @property
+    def rate(self) -> int:
+        """Its sampling rate in Hz."""
+        return int(self.extractor.sampling_rate)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Everything that determines the tensors of audio."""
+        return {
+            "format": FORMAT,
+            "class": [self.name, type(self.extractor).__name__],
+            "settings": self.extractor.to_dict(),
+            "options": dict(self.options),
+        }
+
+    def store(self, digest: bytes, content: bytes) -> StoredImage:
+        """The tensors of a file, or why it has none."""
+        try:
+            samples = decode_wav(content, self.rate)
+            return StoredImage(digest, self.process(samples), (len(samples), self.rate))
+        except BadMedia as error:
+            return StoredImage(digest, {}, error=str(error))
+
+    def process(self, samples: Samples) -> Tensors:
+        """The tensors of audio. Raises BadAudio if the processor refuses it, or would cut it."""
+        longest = getattr(self.extractor, "n_samples", None)
+        if longest and self.options.get("truncation", True) and len(samples) > longest:
+            raise BadAudio(
+                f"it is {len(samples) / self.rate:.1f} s long, and the model's processor takes "
+                f"{longest / self.rate:.0f} s; split it"
+            )
+        try:
+            found = self._run(samples)
+        except (ValueError, RuntimeError) as error:
+            raise BadAudio(f"the audio processor refuses it: {first_line(error)}") from error
+        return {name: stored(array) for name, array in to_arrays(found).items()}
+
+    def _run(self, samples: Samples) -> Any:
+        options = dict(self.options)
+        if self.name == VOXTRAL:
+            features = self.processor._retrieve_input_features([samples], **options)
+            return {"input_features": features}
+        found, _ = self.processor._process_audio([samples], **options)
+        return found
+
+    def replacement(self, tensors: Tensors) -> str:
+        """The text that takes the place of the audio token of audio with these tensors."""
+        if self.name == VOXTRAL:
+            chunks, _, frames = tensors["input_features"].shape
+            return self.token * (chunks * frames // FRAMES_PER_TOKEN)
+        arrays = {name: tensor.stand_in() for name, tensor in tensors.items()}
+        return str(self.processor.replace_audio_token(arrays, audio_idx=0, **self.options))
+
+
+def load_audio_processor(path: str, revision: str | None, tokenizer: Any) -> AudioProcessor | None:
+    """The audio processor in a folder or hub repository; None if it has none.
+
+    `tokenizer` is the one of the same folder. Raises CapabilityError for processors that are not
+    supported, ConfigError if the files cannot be used.
+    """
+    files = ProcessorFiles(path, revision)
+    if not files.has_processor:
+        return None
+    from transformers import AutoFeatureExtractor  # noqa: PLC0415 - takes a second
+
+    cls = processor_class(files)
+    if cls is None:
+        return None
+    names = [name for name in EXTRACTORS if name in cls.get_attributes()]
+    if not names:
+        return None
+    try:
+        extractor = AutoFeatureExtractor.from_pretrained(
+            files.path, revision=files.revision, trust_remote_code=False
+        )
+        processor = assemble(cls, {names[0]: extractor}, tokenizer, files)
+    except ImportError as error:
+        raise CapabilityError(
+            f"The audio processor of {path} needs further packages: {first_line(error)}"
+        ) from error
+    except Exception as error:
+        raise ConfigError(
+            f"The audio processor of {path} cannot be loaded: {first_line(error)}"
+        ) from error
+    merged = processor._merge_kwargs(tokenizer_init_kwargs=tokenizer.init_kwargs)
+    options = {**merged["audio_kwargs"], "sampling_rate": extractor.sampling_rate}
+    options["return_tensors"] = "pt" if cls.__name__ == VOXTRAL else "np"
+    found = AudioProcessor(processor, options)
+    _require_supported(found)
+    return found
+
+
+def _require_supported(found: AudioProcessor) -> None:
+    """Raise CapabilityError for processors that do not say which text stands for audio."""
+    from transformers.processing_utils import ProcessorMixin  # noqa: PLC0415
+
+    cls = type(found.processor)
+    is_silent = cls.replace_audio_token is ProcessorMixin.replace_audio_token
+    if is_silent and found.name != VOXTRAL:
+        raise CapabilityError(
+            f"Audio cannot be processed apart from its text with {found.name}, which is not "
+            "supported."
+        )
+    if getattr(found.processor, "audio_token", None) is None or found.token_id is None:
+        raise CapabilityError(f"{found.name} has no audio token, which is not supported.")

@@ -1,0 +1,29 @@
+"""The processor of a model for a kind of media."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from penstock.media.audio_processor import load_audio_processor
+from penstock.media.kinds import AUDIO, IMAGE
+from penstock.media.model_processor import ModelProcessor
+from penstock.media.processor import load_image_processor
+
+Load = Callable[[str, str | None, Any], ModelProcessor | None]
+
+LOADERS: Mapping[str, Load] = {
+    IMAGE.name: load_image_processor,
+    AUDIO.name: load_audio_processor,
+}
+
+
+def load_processor(
+    kind: str, path: str, revision: str | None, tokenizer: Any
+) -> ModelProcessor | None:
+    """The processor for a kind of media in a folder or hub repository; None if it has none, or the
+    kind is not read.
+
+    Raises CapabilityError for processors that are not supported, ConfigError if the files cannot be
+    used.
+    """
+    load = LOADERS.get(kind)
+    return load(path, revision, tokenizer) if load else None

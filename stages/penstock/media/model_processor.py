@@ -1,0 +1,189 @@
+"""What the processors of all kinds of media share: the files of a model's processor, and the texts
+that stand for media."""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.core.cache.record import digest_json
+from penstock.core.cache.stage import short
+from penstock.core.errors import ConfigError
+from penstock.media.kinds import BadMedia, MediaKind
+from penstock.rows.image_files import StoredImage
+from penstock.rows.pixel_table import StoredTensor
+
+Arrays = dict[str, npt.NDArray[Any]]
+Tensors = dict[str, StoredTensor]
+"""Outputs of a processor, by name."""
+
+PROCESSOR, IMAGE_PROCESSOR = "processor_config.json", "preprocessor_config.json"
+CLASS_FILES = (PROCESSOR, IMAGE_PROCESSOR, "tokenizer_config.json", "config.json")
+"""Files that may name the processor's class, in the order in which transformers asks them."""
+
+
+@dataclass(frozen=True)
+class ModelProcessor(ABC):
+    """The part of a model's processor for one kind of media, and those that concern text."""
+
+    processor: Any
+    """A `ProcessorMixin` of transformers."""
+    options: Mapping[str, Any]
+    """Keyword arguments of the part for this kind."""
+
+    kind: ClassVar[MediaKind]
+
+    @property
+    def name(self) -> str:
+        """Class of the processor."""
+        return str(self.processor.name)
+
+    @property
+    def token(self) -> str:
+        """The text that the chat template writes for an image, or for audio."""
+        return getattr(self.processor, f"{self.kind.name}_token")
+
+    @property
+    def token_id(self) -> int:
+        """The token that takes a feature."""
+        return getattr(self.processor, f"{self.kind.name}_token_ids")[0]
+
+    @property
+    def one_per_sample(self) -> bool:
+        """Whether a medium of a sample with several is processed otherwise than one alone."""
+        return False
+
+    @property
+    def chat_template(self) -> str | None:
+        """The chat template of the processor; None without one."""
+        template = self.processor.chat_template
+        return template.get("default") if isinstance(template, dict) else template
+
+    @cached_property
+    def reserved(self) -> tuple[str, ...]:
+        """Texts that stand for media, and may not be in the text of a record."""
+        feature = self.processor.tokenizer.convert_ids_to_tokens(self.token_id)
+        return tuple(dict.fromkeys((self.token, str(feature))))
+
+    @cached_property
+    def unused(self) -> frozenset[str]:
+        """Outputs that the model does not take."""
+        return frozenset(self.processor.unused_input_names)
+
+    @cached_property
+    def key(self) -> str:
+        """16 hex digits of the settings."""
+        return short(digest_json(json.loads(json.dumps(self.settings, default=str))))
+
+    @property
+    @abstractmethod
+    def settings(self) -> dict[str, Any]:
+        """Everything that determines the tensors."""
+
+    @abstractmethod
+    def store(self, digest: bytes, content: bytes) -> StoredImage:
+        """The tensors of a file, or why it has none."""
+
+    @abstractmethod
+    def replacement(self, tensors: Tensors) -> str:
+        """The text that takes the place of the token of media with these tensors."""
+
+
+@dataclass(frozen=True)
+class ProcessorFiles:
+    """The files of a folder or hub repository."""
+
+    where: str
+    commit: str | None
+
+    @cached_property
+    def path(self) -> str:
+        """The folder, or the repository's name."""
+        folder = Path(self.where).expanduser()
+        return str(folder) if folder.exists() else self.where
+
+    @property
+    def revision(self) -> str:
+        """Of the repository."""
+        return self.commit or "main"
+
+    @property
+    def has_processor(self) -> bool:
+        """Whether there may be a processor."""
+        if self.where.startswith("builtin:"):
+            return False
+        return any(self._find(name) is not None for name in (PROCESSOR, IMAGE_PROCESSOR))
+
+    def read(self, name: str) -> dict[str, Any]:
+        """The JSON object in a file; empty without it."""
+        found = self._find(name)
+        try:
+            value = json.loads(Path(found).read_bytes()) if found else {}
+        except ValueError as error:
+            raise ConfigError(f"{name} of {self.where} is not JSON: {error}") from error
+        return value if isinstance(value, dict) else {}
+
+    def _find(self, name: str) -> str | None:
+        from transformers.utils import cached_file  # noqa: PLC0415
+
+        quiet = {
+            f"_raise_exceptions_for_{what}": False
+            for what in ("gated_repo", "missing_entries", "connection_errors")
+        }
+        return cached_file(self.path, name, revision=self.revision, **quiet)
+
+
+def processor_class(files: ProcessorFiles) -> Any:
+    """The processor's class; None if the files name none."""
+    from transformers.models.auto.processing_auto import (  # noqa: PLC0415
+        PROCESSOR_MAPPING_NAMES,
+        processor_class_from_name,
+    )
+
+    names = [value.get("processor_class") for name in CLASS_FILES if (value := files.read(name))]
+    known = dict(PROCESSOR_MAPPING_NAMES)
+    by_type = known.get(files.read("config.json").get("model_type", ""))
+    name = next((name for name in names if name), by_type)
+    name = name[0] if isinstance(name, tuple) else name
+    if name == "PixtralProcessor":
+        from penstock.media.pixtral import PixtralProcessor  # noqa: PLC0415 - takes a second
+
+        return PixtralProcessor
+    return processor_class_from_name(name) if name else None
+
+
+def assemble(cls: Any, parts: Mapping[str, Any], tokenizer: Any, files: ProcessorFiles) -> Any:
+    """The processor with these parts alone: others may need further packages."""
+
+    def accept(self: Any, name: str, part: Any) -> Any:
+        return None if part is None else cls.check_argument_for_proper_class(self, name, part)
+
+    own = type(
+        cls.__name__, (cls,), {"check_argument_for_proper_class": accept, "name": cls.__name__}
+    )
+    parts = {**parts, "tokenizer": tokenizer}
+    written, _ = cls.get_processor_dict(files.path, revision=files.revision)
+    built: Any = own.from_args_and_dict([parts.get(name) for name in cls.get_attributes()], written)
+    return built[0] if isinstance(built, tuple) else built
+
+
+def to_arrays(outputs: Any) -> Arrays:
+    """Outputs of a processor as arrays. Raises BadMedia for another kind."""
+    found: Arrays = {}
+    for name, value in dict(outputs).items():
+        array = np.asarray(value)
+        if array.dtype == object:
+            raise BadMedia(f"{name} is no array")
+        found[name] = np.ascontiguousarray(array)
+    return found
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's message."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -1,0 +1,104 @@
+"""Store of encoded images by content: `<folder>/<first two digits>/<SHA-256>`.
+
+An image in data (bytes, base64) or of the web is stored once, however many records, files and runs
+use it; files are not copied. What a URL led to is in
+`urls/<SHA-256 of the URL>`, so that it is fetched once.
+"""
+
+import time
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from uuid import uuid4
+
+from penstock.core.files import PART
+from penstock.media.reference import image_digest
+
+ORIGINALS = "images"
+"""Folder of this store beside the processed images."""
+
+URLS = "urls"
+
+DAY = 86_400.0
+
+
+@dataclass(frozen=True)
+class Originals:
+    """The images in a folder."""
+
+    folder: Path
+
+    def path(self, digest: bytes) -> Path:
+        """Path of an image, which may not exist."""
+        name = digest.hex()
+        return self.folder / name[:2] / name
+
+    def add(self, content: bytes) -> bytes:
+        """Store an image unless it is there; returns its digest."""
+        digest = image_digest(content)
+        if not self._is_stored(digest, len(content)):
+            _write(self.path(digest), content)
+        return digest
+
+    def read(self, digest: bytes) -> bytes | None:
+        """The image; None if it is missing or damaged."""
+        try:
+            content = self.path(digest).read_bytes()
+        except OSError:
+            return None
+        return content if image_digest(content) == digest else None
+
+    def find(self, url: str) -> bytes | None:
+        """The image that was fetched from this URL before."""
+        try:
+            name = self._url_path(url).read_text()
+            return self.read(bytes.fromhex(name))
+        except (OSError, ValueError):
+            return None
+
+    def remember(self, url: str, content: bytes) -> None:
+        """Keep the image of this URL."""
+        _write(self._url_path(url), self.add(content).hex().encode())
+
+    def _url_path(self, url: str) -> Path:
+        return self.folder / URLS / sha256(url.encode()).hexdigest()
+
+    def _is_stored(self, digest: bytes, size: int) -> bool:
+        try:
+            return self.path(digest).stat().st_size == size
+        except OSError:
+            return False
+
+
+def _write(target: Path, content: bytes) -> None:
+    """Write atomically. Not forced to the disk: a file that a crash leaves short is noticed by its
+    size or digest, and is written again."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(f".{target.name}.{uuid4().hex}{PART}")
+    try:
+        part.write_bytes(content)
+        part.replace(target)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def prunable_originals(
+    folder: Path, used: Collection[bytes], older_than: float = DAY
+) -> Iterator[list[Path]]:
+    """The files of each image that can be read from the data again, and of those of the web that
+    are not `used` (digests).
+
+    Skips those younger than a day (or `older_than` seconds): a run may be about to use them.
+    """
+    latest = time.time() - max(older_than, DAY)
+    fetched: dict[str, list[Path]] = {}
+    for path in (folder / URLS).glob("*"):
+        if path.is_file():
+            fetched.setdefault(path.read_text(), []).append(path)
+    for path in sorted(folder.glob("??/*")):
+        its = [path, *fetched.get(path.name, ())]
+        is_used = path.name in fetched and bytes.fromhex(path.name) in used
+        if not is_used and all(each.stat().st_mtime < latest for each in its):
+            yield its

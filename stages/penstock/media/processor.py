@@ -1,0 +1,277 @@
+"""The image processor of a model: one image to tensors, and to the text that stands for it.
+
+Processors of transformers, with Pillow (`backend="pil"`) whether or not torchvision is installed,
+since the two resize differently. Each image is processed alone, so that the result depends on
+nothing else; zeros with which a processor pads images to the largest one of a batch are added when
+they are collated.
+"""
+
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from penstock.core.errors import CapabilityError, ConfigError
+from penstock.media.decode import BadImage, decode, require_pillow
+from penstock.media.kinds import IMAGE, BadMedia
+from penstock.media.model_processor import (
+    Arrays,
+    ModelProcessor,
+    ProcessorFiles,
+    Tensors,
+    assemble,
+    first_line,
+    processor_class,
+    to_arrays,
+)
+from penstock.rows.image_files import StoredImage
+from penstock.rows.pixel_table import PixelTable, StoredTensor, concatenate, stored
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+PIXELS = "pixel_values"
+"""The output with the pixels."""
+
+BACKEND = "pil"
+
+AS_BYTES = {"do_rescale": False, "do_normalize": False}
+"""Options with which pixels stay bytes."""
+
+FORMAT = 1
+"""Increase it if the same settings must give other tensors."""
+
+CROPS = "Idefics3ImageProcessorPil", "SmolVLMImageProcessorPil"
+"""Image processors that cut images into crops of one size. An image's mask of pixels is of ones,
+and takes more memory than the image: models assume it where it is not given."""
+MASK = "pixel_attention_mask"
+
+NUM_IMAGES = "batch_num_images"
+"""The output with the number of images of each sample, on which the others depend."""
+
+IN_TEXT = frozenset({"rows", "cols"})
+"""Outputs that tell the text alone where crops are."""
+
+PROBES = ((64, 96), (160, 48))
+"""Sizes of two images that show whether images are processed independently of each other."""
+
+
+@dataclass(frozen=True)
+class ImageProcessor(ModelProcessor):
+    """An image processor and the parts of its processor that concern text."""
+
+    table: PixelTable | None = None
+    """How its pixels are stored as bytes; None if they are not."""
+    byte_patches: Any = None
+    """The image processor with `_byte_patches`; None if its patches are others."""
+    nested: bool = False
+    """Whether images are given as samples of one image, `[[image], ...]`: the image processor
+    concatenates what it returns for the images of a sample."""
+
+    kind = IMAGE
+
+    @property
+    def one_per_sample(self) -> bool:
+        """LLaVA-OneVision cuts no tiles from several images."""
+        return NUM_IMAGES in self.processor.image_processor.model_input_names
+
+    @cached_property
+    def unused(self) -> frozenset[str]:
+        return IN_TEXT.union(self.processor.unused_input_names)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Everything that determines the tensors of an image."""
+        images = self.processor.image_processor
+        return {
+            "format": FORMAT,
+            "class": type(images).__name__,
+            "backend": BACKEND,
+            "settings": images.to_dict(),
+            "options": dict(self.options),
+        }
+
+    def store(self, digest: bytes, content: bytes) -> StoredImage:
+        """The tensors of a file, or why it has none."""
+        try:
+            image = decode(content)
+            return StoredImage(digest, self.process(image), image.size)
+        except BadMedia as error:
+            return StoredImage(digest, {}, error=str(error))
+
+    def process(self, image: "Image") -> Tensors:
+        """The tensors of an RGB image. Raises BadImage if the processor refuses it."""
+        try:
+            found = self._process_to_bytes(image, self.table) if self.table else None
+            return found or {name: stored(array) for name, array in self._run([image]).items()}
+        except (ValueError, ZeroDivisionError) as error:
+            raise BadImage(f"the image processor refuses it: {error}") from error
+
+    def _process_to_bytes(self, image: "Image", table: PixelTable) -> Tensors | None:
+        """The tensors with pixels as bytes; None if they are no bytes."""
+        if self.byte_patches is None:
+            arrays = self._run([image], **AS_BYTES)
+            codes, shape = table.encode(arrays[PIXELS]), arrays[PIXELS].shape
+        else:
+            arrays = to_arrays(self.byte_patches([image], **{**self.options, **AS_BYTES}))
+            rows, size = arrays[PIXELS].shape
+            codes = arrays[PIXELS].reshape(rows, len(table.values), -1)
+            shape = (rows, size * table.repeats)
+        if codes is None or codes.dtype != np.uint8:
+            return None
+        tensors = {name: stored(array) for name, array in arrays.items() if name != PIXELS}
+        return {**tensors, PIXELS: StoredTensor(shape, codes, table)}
+
+    def _run(self, images: list["Image"], **options: Any) -> Arrays:
+        given = [[image] for image in images] if self.nested else images
+        arrays = to_arrays(self.processor.image_processor(given, **{**self.options, **options}))
+        if type(self.processor.image_processor).__name__ in CROPS:
+            arrays.pop(MASK, None)
+        return arrays
+
+    def replacement(self, tensors: Tensors) -> str:
+        """The text that takes the place of the image token of an image with these tensors."""
+        arrays = {name: tensor.stand_in() for name, tensor in tensors.items()}
+        return str(self.processor.replace_image_token(arrays, image_idx=0, **self.options))
+
+    def checked(self) -> "ImageProcessor":
+        """The processor, which gets nested images if it needs them.
+
+        Raises CapabilityError unless images are processed independently of each other, but for
+        zeros with which tensors are padded to the largest ones.
+        """
+        for found in (self, replace(self, nested=True)):
+            if found._is_independent():
+                return found
+        raise CapabilityError(
+            f"The image processor of {self.name} processes an image differently beside others, "
+            "which is not supported."
+        )
+
+    def _is_independent(self) -> bool:
+        images = _probes()
+        try:
+            alone = [self._run([image]) for image in images]
+            together = self._run(images)
+            return all(
+                values.ndim
+                and np.array_equal(concatenate([stored(each[name]) for each in alone]), values)
+                for name, values in together.items()
+            )
+        except (BadMedia, KeyError, ValueError):
+            return False
+
+    def with_table(self) -> "ImageProcessor":
+        """The processor, with a table of pixels if it gives exactly the same tensors."""
+        images = self.processor.image_processor
+        does_both = all(getattr(images, name, False) for name in ("do_rescale", "do_normalize"))
+        if not does_both or PIXELS not in self._run(_probes()[:1]):
+            return self
+        codes = np.tile(np.arange(256, dtype=np.uint8), (3, 1, 1))
+        rescaled = images.rescale(codes, images.rescale_factor)
+        values = images.normalize(rescaled, images.image_mean, images.image_std)
+        table = PixelTable(values.reshape(3, 256), getattr(images, "temporal_patch_size", 1))
+        found = replace(self, table=table)
+        if hasattr(images, "patchify"):
+            in_bytes = copy(images)
+            in_bytes.patchify = _byte_patches
+            faster = replace(found, byte_patches=in_bytes)
+            if self._gives_the_same(faster):
+                return faster
+        return found if self._gives_the_same(found) else self
+
+    def _gives_the_same(self, found: "ImageProcessor") -> bool:
+        """Whether another one gives the same tensors of two images, bitwise."""
+        for image in _probes():
+            wanted = self._run([image])
+            try:
+                tensors = found.process(image)
+            except (BadMedia, TypeError):
+                return False
+            arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
+            if arrays.keys() != wanted.keys() or any(
+                (arrays[name].dtype, arrays[name].tobytes()) != (value.dtype, value.tobytes())
+                for name, value in wanted.items()
+            ):
+                return False
+        return True
+
+
+def _byte_patches(
+    image: np.ndarray, patch_size: int, merge_size: int, temporal_patch_size: int
+) -> tuple[np.ndarray, int, int]:
+    """(patches [patches, channels * patch_size²], their rows, their columns) of an image
+    [channels, height, width]: as `patchify` of Qwen2-VL's image processor, without converting
+    pixels to floats and repeating them in time."""
+    del temporal_patch_size
+    channels, height, width = image.shape
+    rows, columns = height // patch_size, width // patch_size
+    tiles = (merge_size, patch_size)
+    blocks = image.reshape(channels, rows // merge_size, *tiles, columns // merge_size, *tiles)
+    return blocks.transpose(1, 4, 2, 5, 0, 3, 6).reshape(rows * columns, -1), rows, columns
+
+
+def _probes() -> list["Image"]:
+    """Two images of different sizes, with all values of a byte."""
+    from PIL import Image  # noqa: PLC0415 - optional
+
+    rng = np.random.default_rng(0)
+    return [Image.fromarray(rng.integers(0, 256, (*s, 3)).astype(np.uint8)) for s in PROBES]
+
+
+def load_image_processor(path: str, revision: str | None, tokenizer: Any) -> ImageProcessor | None:
+    """The image processor in a folder or hub repository; None if it has none.
+
+    `tokenizer` is the one of the same folder. Raises CapabilityError without Pillow and for
+    processors that are not supported, ConfigError if the files cannot be used.
+    """
+    files = ProcessorFiles(path, revision)
+    if not files.has_processor:
+        return None
+    require_pillow()
+    from transformers import AutoImageProcessor  # noqa: PLC0415 - takes a second
+
+    cls = processor_class(files)
+    try:
+        if cls is None or "image_processor" not in cls.get_attributes():
+            return None
+        images = AutoImageProcessor.from_pretrained(
+            files.path, revision=files.revision, trust_remote_code=False, backend=BACKEND
+        )
+        processor = assemble(cls, {"image_processor": images}, tokenizer, files)
+    except ImportError as error:
+        raise CapabilityError(
+            f"The image processor of {path} needs further packages: {first_line(error)}\n"
+            "  Install them, unless it is torchvision, which no supported one needs."
+        ) from error
+    except Exception as error:
+        raise ConfigError(
+            f"The image processor of {path} cannot be loaded: {first_line(error)}"
+        ) from error
+    if "_pil_" not in type(images).__module__:
+        raise CapabilityError(
+            f"The image processor {type(images).__name__} of {path} needs torchvision; only those "
+            "that need Pillow alone are supported."
+        )
+    merged = processor._merge_kwargs(tokenizer_init_kwargs=tokenizer.init_kwargs)
+    more = getattr(processor, "image_options", {})
+    options = {**merged["images_kwargs"], **more, "return_tensors": "np"}
+    found = ImageProcessor(processor, options)
+    _require_supported(found)
+    return found.checked().with_table()
+
+
+def _require_supported(found: ImageProcessor) -> None:
+    """Raise CapabilityError for processors that treat the images of a text as a whole."""
+    from transformers.processing_utils import ProcessorMixin  # noqa: PLC0415
+
+    cls = type(found.processor)
+    has_own = cls._process_images is not ProcessorMixin._process_images
+    if has_own or cls.replace_image_token is ProcessorMixin.replace_image_token:
+        raise CapabilityError(
+            f"Images cannot be processed one by one with {found.name}, which is not supported."
+        )
+    if getattr(found.processor, "image_token", None) is None or found.token_id is None:
+        raise CapabilityError(f"{found.name} has no image token, which is not supported.")

@@ -1,0 +1,145 @@
+"""References to images in records, and the bytes that they lead to."""
+
+import base64
+import binascii
+import os
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Protocol
+from urllib.parse import unquote, urlsplit
+
+from penstock.core import env
+from penstock.core.errors import PenstockError
+from penstock.core.remote.open import open_file
+from penstock.core.remote.urls import redact
+from penstock.media.decode import MAX_BYTES, BadImage
+from penstock.media.kinds import IMAGE
+
+DATA_URI = "data:"
+WEB = ("http://", "https://")
+SHOWN = 120
+"""Maximum characters of a location in messages."""
+
+
+@dataclass(frozen=True)
+class ImageRef:
+    """An image or audio in a record: a path, URL or data URI, or the bytes themselves."""
+
+    location: str = ""
+    content: bytes = b""
+    kind: str = IMAGE.name
+
+    def __str__(self) -> str:
+        if not self.location:
+            return f"{self.kind} of {len(self.content):,} bytes"
+        if self.location.startswith(DATA_URI):
+            return "data URI"
+        return self.location if len(self.location) <= SHOWN else f"{self.location[:SHOWN]}…"
+
+
+class WebImages(Protocol):
+    """Remembers which image a URL led to."""
+
+    def find(self, url: str) -> bytes | None:
+        """The image that was fetched from this URL before."""
+        ...
+
+    def remember(self, url: str, content: bytes) -> None:
+        """Keep the image of this URL."""
+        ...
+
+
+def image_digest(content: bytes) -> bytes:
+    """The identity of an image: SHA-256 of its encoded bytes, 32 bytes."""
+    return sha256(content).digest()
+
+
+def is_path(ref: ImageRef) -> bool:
+    """Whether an image is a file, rather than in the data or on the web."""
+    return bool(ref.location) and not ref.location.startswith((DATA_URI, *WEB))
+
+
+def from_base64(text: str, kind: str = IMAGE.name) -> ImageRef:
+    """An image or audio in base64, with or without the head of a data URI. Raises BadImage."""
+    head, comma, body = text.partition(",")
+    if text.startswith(DATA_URI):
+        if not comma or not head.endswith(";base64"):
+            raise BadImage("the data URI is not in base64")
+        text = body
+    try:
+        content = base64.b64decode("".join(text.split()), validate=True)
+        return ImageRef(content=content, kind=kind)
+    except (binascii.Error, ValueError) as error:
+        raise BadImage(f"it is not base64 ({error})") from error
+
+
+def read_image(ref: ImageRef, root: Path | None, web: WebImages) -> bytes:
+    """The encoded image. Paths are relative to `root` and lie in it. Raises BadImage."""
+    location = ref.location
+    if not location:
+        return ref.content
+    if location.startswith(DATA_URI):
+        return from_base64(location).content
+    if location.startswith(WEB):
+        return _fetch(location, web)
+    if location.startswith("file://"):
+        location = unquote(urlsplit(location).path)
+    elif "://" in location:
+        raise BadImage(f"{ref}: only http, https and file URLs are read")
+    return _read_file(location, root)
+
+
+def image_path(location: str, root: Path) -> Path | None:
+    """The path that a location leads to; None for one that is no path, or leaves `root`.
+
+    Links are not resolved: data of the hub is stored as links out of its folder.
+    """
+    if location.startswith((DATA_URI, *WEB)):
+        return None
+    if location.startswith("file://"):
+        location = unquote(urlsplit(location).path)
+    if "\0" in location or "://" in location:
+        return None
+    top = os.path.abspath(root)  # noqa: PTH100 - resolves no links
+    path = os.path.normpath(os.path.join(top, os.path.expanduser(location)))  # noqa: PTH111, PTH118
+    return Path(path) if Path(path).is_relative_to(top) else None
+
+
+def _read_file(location: str, root: Path | None) -> bytes:
+    if root is None:
+        raise BadImage(
+            f"{location[:SHOWN]} is a path, and the data is not a local file, or has no such file; "
+            "set image_folder to the folder of its images"
+        )
+    path = image_path(location, root)
+    if path is None:
+        raise BadImage(
+            f"{location[:SHOWN]} is outside of {root}; set image_folder to the folder of the images"
+        )
+    try:
+        size = path.stat().st_size
+        if size > MAX_BYTES:
+            raise BadImage(f"it has {size:,} bytes; {MAX_BYTES:,} are allowed")
+        return path.read_bytes()
+    except FileNotFoundError as error:
+        raise BadImage(f"there is no {path}") from error
+    except OSError as error:
+        raise BadImage(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def _fetch(url: str, web: WebImages) -> bytes:
+    if known := web.find(url):
+        return known
+    if env.hub_is_offline():
+        raise BadImage(f"{redact(url)[:SHOWN]} is on the web, and HF_HUB_OFFLINE is set")
+    try:
+        with open_file(url) as stream:
+            content = stream.read(MAX_BYTES + 1)
+    except (PenstockError, OSError) as error:
+        reason = str(error).partition("\n")[0]
+        raise BadImage(f"{redact(url)[:SHOWN]} cannot be fetched: {reason}") from error
+    if len(content) > MAX_BYTES:
+        raise BadImage(f"it has more than {MAX_BYTES:,} bytes")
+    web.remember(url, content)
+    return content

@@ -1,0 +1,40 @@
+"""Images of packed rows: which images each row has, as columns."""
+
+from itertools import chain
+
+import numpy as np
+import pyarrow as pa
+
+from penstock.rows.bin_plan import Indices
+from penstock.rows.prepared import PreparedSamples
+from penstock.rows.schema import IMAGE_COLUMNS
+
+
+def image_columns(
+    samples: PreparedSamples, chosen: Indices, rows: Indices, documents: int = 1
+) -> list[pa.Array]:
+    """The images of each row, for data with images. `rows` are the indices of each row's first
+    sample, then the number of samples; each of a sample's `documents` has its images."""
+    if not samples.has_images:
+        return []
+    images = [samples.images(sample) for sample in chosen.tolist() for _ in range(documents)]
+    before = np.cumsum([0, *(len(digests) for digests, _ in images)])
+    starts = pa.array(before[rows * documents].astype(np.int32))
+    columns = zip(*images, strict=True)
+    return [
+        pa.ListArray.from_arrays(starts, pa.array([*chain(*lists)], field.type.value_type))
+        for lists, field in zip(columns, IMAGE_COLUMNS, strict=True)
+    ]
+
+
+def image_counts(samples: PreparedSamples, chosen: Indices) -> Indices:
+    """Number of images of each chosen sample."""
+    return np.array([len(samples.images(each)[0]) for each in chosen.tolist()], dtype=np.int64)
+
+
+def image_facts(samples: PreparedSamples, chosen: Indices) -> dict[str, int]:
+    """Number of images of the chosen samples, and of their tokens, for data with images."""
+    if not samples.has_images:
+        return {}
+    counts = [samples.images(each)[1] for each in chosen.tolist()]
+    return {"images": sum(map(len, counts)), "image_tokens": sum(map(sum, counts))}

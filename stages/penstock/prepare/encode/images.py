@@ -1,0 +1,253 @@
+"""Images and audio in rendered texts: each image token becomes the text of its image."""
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from penstock.media.kinds import KINDS, READ
+from penstock.media.model_processor import ModelProcessor
+from penstock.media.reference import ImageRef, image_digest
+from penstock.prepare.bad_records import BadRecord
+from penstock.prepare.encode.document import Document
+from penstock.prepare.encode.ragged import Ids, TokenSequences
+from penstock.prepare.formats.conversation import Conversation, Message
+from penstock.prepare.formats.images import text_part
+from penstock.rows.image_files import ImageFiles
+from penstock.rows.schema import IGNORED
+
+Located = tuple[Path | None, bytes]
+"""The folder to which the path of an image is relative, and the digest of the path or content."""
+
+MEDIA_LIKE = re.compile("image|img|audio", re.IGNORECASE)
+"""Names of tokens that may stand for media, such as `<image>`, `<|image_pad|>` and `[IMG]`."""
+
+CUT = "cutting it to max_seq_len would cut an image"
+
+
+def locate(ref: ImageRef, folder: Path | None) -> Located:
+    """What identifies an image of a record."""
+    if ref.content:
+        return None, image_digest(ref.content)
+    return folder, image_digest(ref.location.encode())
+
+
+class ImagesFound(Exception):  # noqa: N818 - caught within this package
+    """A record has images or audio, which must be read before the slice is encoded."""
+
+
+def no_processor(kind: str) -> BadRecord:
+    """Why a record with media of this kind cannot be used with a model that takes none."""
+    if kind not in {one.name for one in READ}:
+        return BadRecord("bad_value", f"it has {KINDS[kind].plural}, which are not read")
+    return BadRecord(
+        "bad_value",
+        f"it has {KINDS[kind].plural}, and the model has no {kind} processor "
+        "(preprocessor_config.json beside its tokenizer)",
+    )
+
+
+@dataclass(frozen=True)
+class LoadedKind:
+    """The media of one kind in a slice, decoded and processed."""
+
+    processor: ModelProcessor
+    files: ImageFiles
+    found: Mapping[Located, bytes | BadRecord]
+    """Digest of each, or why it cannot be used."""
+
+    def resolve(self, ref: ImageRef, folder: Path | None) -> bytes:
+        """The digest. Raises BadRecord if it cannot be used."""
+        digest = self.found[locate(ref, folder)]
+        if isinstance(digest, BadRecord):
+            raise digest
+        stored = self.files.get(digest)
+        if stored is None or stored.error is not None:
+            raise BadRecord("bad_value", f"{ref}: {stored.error if stored else 'it is missing'}")
+        return digest
+
+    def replacement(self, digest: bytes) -> str:
+        """The text that takes the place of its token."""
+        stored = self.files.get(digest)
+        assert stored is not None
+        return self.processor.replacement(dict(stored.tensors))
+
+
+class ImageTokenFound(ImagesFound):
+    """A record without media has a token that may stand for some: the model's processor says."""
+
+
+def media_like_tokens(tokenizer: PreTrainedTokenizerBase) -> Ids:
+    """Ids of the added tokens that may stand for images or audio, by their names; sorted."""
+    named = {at: str(token) for at, token in tokenizer.added_tokens_decoder.items()}
+    return np.array(sorted(at for at, name in named.items() if MEDIA_LIKE.search(name)), np.int32)
+
+
+@dataclass(frozen=True)
+class SliceImages:
+    """The images and audio of a slice, by kind."""
+
+    kinds: Mapping[str, LoadedKind]
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens that take features."""
+        return [its.processor.token_id for its in self.kinds.values()]
+
+    @property
+    def chat_template(self) -> str | None:
+        """The chat template of the processor; None without one."""
+        return next(its.processor.chat_template for its in self.kinds.values())
+
+    @cached_property
+    def _tokens(self) -> re.Pattern[str]:
+        tokens = {re.escape(its.processor.token) for its in self.kinds.values()}
+        return re.compile("|".join(sorted(tokens)))
+
+    def resolve(self, conversation: Conversation, folder: Path | None) -> Conversation:
+        """The conversation with digests as its media. Raises BadRecord for media that cannot be
+        used, and for a text that has a token of media."""
+        messages = [self._resolve_message(message, folder) for message in conversation.messages]
+        return replace(conversation, messages=messages)
+
+    def resolve_prompt(self, conversation: Conversation, folder: Path | None) -> Conversation:
+        """`resolve` for a completion, which has no media: all are in the prompt, which other
+        completions have too. Raises BadRecord as `resolve`, and for media elsewhere."""
+        answers = [*conversation.trained, True].index(True)
+        prompt = replace(conversation, messages=conversation.messages[:answers])
+        if behind := conversation.media[len(prompt.media) :]:
+            what = KINDS[behind[0][0]].article
+            raise BadRecord("bad_value", f"it has {what} behind the prompt, in what is compared")
+        return self.resolve(conversation, folder)
+
+    def expand(self, document: Document, media: Sequence[tuple[str, bytes]]) -> Document:
+        """Replace the token of each image or audio. Raises BadRecord unless there is one for each,
+        in order. `media` are (kind, digest)."""
+        places = [*self._tokens.finditer(document.text)]
+        self._require_places([place[0] for place in places], [kind for kind, _ in media])
+        self._require_one([kind for kind, _ in media])
+        texts = [self.kinds[kind].replacement(digest) for kind, digest in media]
+        ends = [place.end() for place in places]
+        lengths = (len(t) - len(place[0]) for t, place in zip(texts, places, strict=True))
+        added = [0, *accumulate(lengths)]
+
+        def moved(place: int) -> int:
+            return place + added[int(np.searchsorted(ends, place, side="right"))]
+
+        parts, start = list[str](), 0
+        for text, place in zip(texts, places, strict=True):
+            parts += document.text[start : place.start()], text
+            start = place.end()
+        spans = document.spans
+        features = [self.kinds[kind].processor.reserved[-1] for kind, _ in media]
+        return replace(
+            document,
+            text="".join([*parts, document.text[start:]]),
+            spans=None if spans is None else tuple((moved(a), moved(b)) for a, b in spans),
+            images=tuple(digest for _, digest in media),
+            image_tokens=tuple(t.count(f) for t, f in zip(texts, features, strict=True)),
+        )
+
+    def _require_one(self, kinds: Sequence[str]) -> None:
+        for kind, count in Counter(kinds).items():
+            processor = self.kinds[kind].processor
+            if count > 1 and processor.one_per_sample:
+                raise BadRecord(
+                    "bad_value",
+                    f"it has {count} {KINDS[kind].plural}, which {processor.name} processes "
+                    "otherwise than one alone; such samples are not supported",
+                )
+
+    def _require_places(self, tokens: Sequence[str], kinds: Sequence[str]) -> None:
+        wanted = [self.kinds[kind].processor.token for kind in kinds]
+        if tokens == wanted:
+            return
+        counts, given = Counter(tokens), Counter(wanted)
+        for kind, its in self.kinds.items():
+            token = its.processor.token
+            if counts[token] != given[token]:
+                raise BadRecord(
+                    "template",
+                    f"the chat template writes {counts[token]} {kind} tokens ({token}) for "
+                    f"{given[token]} {KINDS[kind].plural}",
+                )
+        raise BadRecord(
+            "template", "the chat template writes its images and audio in another order"
+        )
+
+    def check(self, flat: TokenSequences, documents: Sequence[Document]) -> dict[int, BadRecord]:
+        """Mask the tokens of media, and return the faults of documents with more or fewer of them
+        than features."""
+        is_media = np.isin(flat.ids, self.token_ids)
+        flat.labels[is_media] = IGNORED
+        before = np.concatenate([[0], np.cumsum(is_media)])
+        counts = np.diff(before[flat.offsets]).tolist()
+        return {
+            at: self._fault(count, sum(document.image_tokens))
+            for at, (count, document) in enumerate(zip(counts, documents, strict=True))
+            if count != sum(document.image_tokens)
+        }
+
+    def check_prompts(self, side: TokenSequences) -> dict[int, BadRecord]:
+        """The faults of samples whose prompt ends with an image or audio: the last token of a
+        prompt is stored with each completion (`rows.shared_prefix`)."""
+        prompts = side.prompt_lengths()
+        places = np.flatnonzero(prompts)
+        last = side.ids[(side.offsets[:-1] + prompts - 1)[places]]
+        what = " or ".join(KINDS[kind].article for kind in self.kinds)
+        return {
+            at: BadRecord("template", f"its prompt ends with {what}, with no text behind it")
+            for at in places[np.isin(last, self.token_ids)].tolist()
+        }
+
+    def check_ids(self, ids: Ids) -> None:
+        """Raise BadRecord for a tokenized sample with a token of media, as it has none."""
+        if np.isin(ids, self.token_ids).any():
+            raise self._fault(1, 0)
+
+    def _fault(self, tokens: int, features: int) -> BadRecord:
+        if not features:
+            named = {its.processor.reserved[-1]: kind for kind, its in self.kinds.items()}
+            stands = (
+                f"{token}, which stands for {KINDS[kind].article}" for token, kind in named.items()
+            )
+            return BadRecord("bad_value", f"its text has {' or '.join(stands)}")
+        what = " and ".join(self.kinds)
+        return BadRecord("template", f"it has {tokens} {what} tokens for {features} features")
+
+    def _resolve_message(self, message: Message, folder: Path | None) -> Message:
+        content = message["content"]
+        if isinstance(content, list):
+            parts = [self._resolve_part(part, folder) for part in content]
+            return {**message, "content": parts}
+        self._check_text(content or "")
+        return message
+
+    def _resolve_part(self, part: Message, folder: Path | None) -> Message:
+        kind = part["type"]
+        if kind not in KINDS:
+            self._check_text(part["text"])
+            return part
+        if kind not in self.kinds:
+            raise no_processor(kind)
+        return {**part, kind: self.kinds[kind].resolve(part[kind], folder)}
+
+    def _check_text(self, text: str) -> None:
+        for kind, its in self.kinds.items():
+            for token in its.processor.reserved:
+                if token in text:
+                    what = f"its text has {token}, which stands for {KINDS[kind].article}"
+                    raise BadRecord("bad_value", what)
+
+
+def with_parts(message: Message) -> dict[str, Any]:
+    """The message with its text as a part, for templates that read nothing else."""
+    content = message.get("content")
+    return {**message, "content": [text_part(content)]} if isinstance(content, str) else message

@@ -1,0 +1,83 @@
+"""Special tokens around texts that no chat template writes."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from penstock.core.errors import StageError
+from penstock.prepare.encode.backends import special_token_affixes
+from penstock.prepare.encode.document import Document
+from penstock.prepare.encode.ragged import LabeledTokens, TokenSequences
+from penstock.prepare.settings import DatasetSettings
+from penstock.rows.schema import IGNORED
+
+
+class SpecialTokens:
+    """Adds special tokens around texts without a chat template, which would write them itself."""
+
+    def __init__(
+        self, its: DatasetSettings, tokenizer: PreTrainedTokenizerBase, *, has_images: bool = False
+    ) -> None:
+        """`has_images`: texts with a chat template get the tokens that transformers' processors add
+        unless a text begins with the BOS token."""
+        self._affixes = special_token_affixes(tokenizer) if has_images else ([], [])
+        self._begin = tokenizer.bos_token
+        self._end = tokenizer.eos_token_id
+        self._masks_end = its.mask_eos_in_loss
+        is_text = its.type == "text"
+        self._is_plain = is_text or (its.type != "tokenized" and not tokenizer.chat_template)
+        before, after = special_token_affixes(tokenizer) if self._is_plain else ([], [])
+        if self._is_plain and its.add_eos:
+            end = _require_eos(tokenizer)
+            after = after if after[-1:] == [end] else [*after, end]
+        is_trained = [not (token == self._end and self._masks_end) for token in after]
+        self._before = _to_labeled(before, [is_text] * len(before))
+        self._after = _to_labeled(after, is_trained)
+
+    def add(self, flat: TokenSequences, documents: Sequence[Document]) -> TokenSequences:
+        """Add special tokens to every text; a text that ends with EOS gets no second one."""
+        if any(self._affixes):
+            return self._add_affixes(flat, documents)
+        if not self._is_plain:
+            return flat
+        is_ended = np.zeros(len(flat), dtype=np.bool_)
+        filled = flat.lengths > 0
+        is_ended[filled] = flat.ids[flat.offsets[1:][filled] - 1] == self._end
+        if is_ended.any():
+            others: dict[int, LabeledTokens] = {}
+            for place in np.flatnonzero(is_ended).tolist():
+                ids, labels = flat[place]
+                if self._after[0][-1:].tolist() == [self._end]:
+                    others[place] = ids[:-1], labels[:-1]
+                elif self._masks_end:
+                    others[place] = ids, np.append(labels[:-1], np.int32(IGNORED))
+            flat = flat.replace(others)
+        return flat.add_affixes(self._before, self._after)
+
+    def _add_affixes(self, flat: TokenSequences, documents: Sequence[Document]) -> TokenSequences:
+        before, after = (_to_labeled(ids, [False] * len(ids)) for ids in self._affixes)
+        others: dict[int, LabeledTokens] = {}
+        for place, document in enumerate(documents):
+            if self._begin is None or not document.text.startswith(str(self._begin)):
+                ids, labels = flat[place]
+                others[place] = (
+                    np.concatenate([before[0], ids, after[0]]),
+                    np.concatenate([before[1], labels, after[1]]),
+                )
+        return flat.replace(others)
+
+
+def _to_labeled(tokens: list[int], trained: list[bool]) -> LabeledTokens:
+    ids = np.array(tokens, dtype=np.int32)
+    return ids, np.where(np.array(trained, dtype=np.bool_), ids, np.int32(IGNORED))
+
+
+def _require_eos(tokenizer: PreTrainedTokenizerBase) -> int:
+    end = tokenizer.eos_token_id
+    if isinstance(end, int):
+        return end
+    raise StageError(
+        "The tokenizer has no end-of-sequence token, so the model would not learn to stop.\n"
+        "  Set eos_token in its tokenizer_config.json, or set data.add_eos to false."
+    )

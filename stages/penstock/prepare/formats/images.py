@@ -1,0 +1,156 @@
+"""Images and audio of records: parts of messages, and columns that replace `<image>` and `<audio>`
+in texts.
+
+A message with media has a list of parts as its content: `{"type": "text", "text": …}` and
+`{"type": KIND, KIND: ImageRef}`.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from penstock.media.kinds import KINDS, BadMedia, MediaKind
+from penstock.media.reference import ImageRef, from_base64
+from penstock.prepare.bad_records import BadRecord, check_text, json_type_name
+from penstock.prepare.formats.conversation import Message
+
+NO_SOURCE = ImageRef()
+"""The media of a part that names none: the next one in the record's column."""
+
+BASE64 = ("base64", "data")
+"""Members with base64; OpenAI's `input_audio` has it in `data`."""
+
+
+def media_part(where: str, kind: MediaKind, part: Mapping[str, Any]) -> Message:
+    """The part of a message that is an image, or audio. Raises BadRecord if it cannot be read as
+    one."""
+    given = [name for name in kind.sources if part.get(name) is not None]
+    if not given:
+        return {"type": kind.name, kind.name: NO_SOURCE}
+    found = _parse(where, kind, {name: part[name] for name in given})
+    return {"type": kind.name, kind.name: found}
+
+
+def text_part(text: str) -> Message:
+    """The part of a message that is text."""
+    return {"type": "text", "text": text}
+
+
+def place_media(
+    record: Mapping[str, Any], messages: Sequence[Message]
+) -> tuple[list[Message], dict[str, int]]:
+    """(messages with the media of the record's columns, number of media of each kind that have no
+    place).
+
+    Each image takes the place of the next part without a source, or of the next `<image>` in the
+    texts of messages that the assistant did not write; so does audio.
+
+    Raises BadRecord if there are more places than media, or fewer.
+    """
+    found, unplaced = list(messages), dict[str, int]()
+    for kind in KINDS.values():
+        found, count = _place(kind, record, found)
+        if count:
+            unplaced[kind.name] = count
+    return found, unplaced
+
+
+def _place(
+    kind: MediaKind, record: Mapping[str, Any], found: list[Message]
+) -> tuple[list[Message], int]:
+    missing = sum(
+        part.get(kind.name) is NO_SOURCE
+        for message in found
+        if isinstance(message["content"], list)
+        for part in message["content"]
+    )
+    given = _column_values(kind, record)
+    if not given and not missing:
+        return found, 0
+    places = missing or sum(_count_placeholders(kind, message) for message in found)
+    if not places:
+        return found, len(given)
+    refs = [_parse(where, kind, value) for where, value in given]
+    if places != len(refs):
+        what = f"parts of type {kind.name} without a source" if missing else kind.placeholder
+        raise BadRecord(
+            "bad_value",
+            f"it has {len(refs)} {kind.plural} ({' or '.join(kind.columns)}) and {places} {what}",
+        )
+    ahead = iter(refs)
+    fill = _fill_parts if missing else _fill_text
+    return [fill(kind, message, ahead) for message in found], 0
+
+
+def _column_values(kind: MediaKind, record: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """(place, value) of the media in the record's column."""
+    for name in kind.columns:
+        value = record.get(name)
+        if value is None or value in ("", []):
+            continue
+        several = value if isinstance(value, list) else [value]
+        return [(f"{name}[{at}]", each) for at, each in enumerate(several)]
+    return []
+
+
+def _parse(where: str, kind: MediaKind, value: Any) -> ImageRef:
+    """An image, or audio: a path, URL or data URI; bytes; or an object with one of its sources."""
+    if isinstance(value, bytes):
+        return ImageRef(content=value, kind=kind.name)
+    if isinstance(value, str):
+        return ImageRef(check_text(where, value), kind=kind.name)
+    if not isinstance(value, Mapping):
+        what = f"{where} is {json_type_name(value)} where {kind.article} is meant"
+        raise BadRecord("wrong_type", what)
+    known = (*kind.sources, BASE64[-1])
+    given = {name: value[name] for name in known if value.get(name) is not None}
+    # Hugging Face's Image and Audio features have the bytes, and the path that they had.
+    name = "bytes" if "bytes" in given else next(iter(given), None)
+    if name is None:
+        raise BadRecord("missing_column", f"{where} has none of {', '.join(kind.sources)}")
+    if name in BASE64:
+        try:
+            return from_base64(check_text(f"{where}.{name}", given[name]), kind.name)
+        except BadMedia as error:
+            raise BadRecord("bad_value", f"{where}.{name}: {error}") from error
+    if name == "bytes" and isinstance(given[name], str):
+        raise BadRecord("wrong_type", f"{where}.bytes is a string; write it as base64")
+    return _parse(f"{where}.{name}", kind, given[name])
+
+
+def _count_placeholders(kind: MediaKind, message: Message) -> int:
+    if message["role"] == "assistant":
+        return 0
+    return sum(text.count(kind.placeholder) for text in _texts(message["content"]))
+
+
+def _texts(content: Any) -> list[str]:
+    if isinstance(content, str):
+        return [content]
+    return [part["text"] for part in content or () if part["type"] == "text"]
+
+
+def _fill_parts(kind: MediaKind, message: Message, ahead: Iterator[ImageRef]) -> Message:
+    if not isinstance(message["content"], list):
+        return message
+    parts = [
+        {**part, kind.name: next(ahead)} if part.get(kind.name) is NO_SOURCE else part
+        for part in message["content"]
+    ]
+    return {**message, "content": parts}
+
+
+def _fill_text(kind: MediaKind, message: Message, ahead: Iterator[ImageRef]) -> Message:
+    if not _count_placeholders(kind, message):
+        return message
+    content = message["content"]
+    parts: list[Message] = []
+    for part in [text_part(content)] if isinstance(content, str) else content:
+        if part["type"] != "text":
+            parts.append(part)
+            continue
+        for number, text in enumerate(part["text"].split(kind.placeholder)):
+            if number:
+                parts.append({"type": kind.name, kind.name: next(ahead)})
+            if text:
+                parts.append(text_part(text))
+    return {**message, "content": parts}

@@ -1,0 +1,77 @@
+"""ERNIEKit's data with images: texts that are masked (the user's) or not, each with its images."""
+
+from collections.abc import Mapping
+from itertools import groupby
+from typing import Any
+
+from penstock.media.kinds import IMAGE
+from penstock.prepare.bad_records import (
+    BadRecord,
+    check_text,
+    describe_value,
+    get_column,
+    json_type_name,
+)
+from penstock.prepare.formats.conversation import Conversation, Message
+from penstock.prepare.formats.images import media_part, text_part
+from penstock.prepare.formats.messages import Turn, build_conversation, get_text_or_default
+from penstock.prepare.settings import DatasetSettings
+
+TEXTS, IMAGES, VIDEOS = "text_info", "image_info", "video_info"
+INDEX = "matched_text_index"
+ROLES = {"mask": "user", "no_mask": "assistant"}
+"""Roles by the `tag` of a text."""
+
+UNREAD = ("tool_response", "tool_calls")
+
+
+def text_info(settings: DatasetSettings, record: Mapping[str, Any]) -> Conversation:
+    """Parse a conversation. Texts of the same tag in a row are one message."""
+    if record.get(VIDEOS):
+        raise BadRecord("bad_value", f"it has {VIDEOS}; only text and images can be used")
+    texts = _objects(TEXTS, get_column(record, TEXTS))
+    if not texts:
+        raise BadRecord("empty", f"{TEXTS} is empty")
+    parts = _images_before(record, len(texts))
+    roles: list[str] = []
+    for at, entry in enumerate(texts):
+        where = f"{TEXTS}[{at}]"
+        if unread := [name for name in UNREAD if entry.get(name)]:
+            raise BadRecord("bad_value", f"{where} has {unread[0]}, which is not read")
+        role = ROLES.get(str(entry.get("tag")))
+        if role is None:
+            raise BadRecord("bad_value", f"{where}.tag is not {' or '.join(ROLES)}")
+        if role == "assistant" and parts[at]:
+            raise BadRecord("bad_value", f"{where} has an image, which no answer can hold")
+        parts[at].append(text_part(check_text(f"{where}.text", entry.get("text"))))
+        roles.append(role)
+    turns: list[Turn] = []
+    for role, group in groupby(range(len(texts)), key=lambda at: roles[at]):
+        its = [part for at in group for part in parts[at]]
+        has_images = any(part["type"] != "text" for part in its)
+        content: Any = its if has_images else "".join(part["text"] for part in its)
+        turns.append(Turn({"role": role, "content": content}, role == "assistant"))
+    system = get_text_or_default(record, settings.field_system, "system")
+    return build_conversation(settings, record, turns, system)
+
+
+def _images_before(record: Mapping[str, Any], count: int) -> list[list[Message]]:
+    """The images before each text, in order."""
+    found: list[list[Message]] = [[] for _ in range(count)]
+    for at, entry in enumerate(_objects(IMAGES, record.get(IMAGES) or [])):
+        index = entry.get(INDEX, 0)
+        if not isinstance(index, int) or not 0 <= index < count:
+            why = f"{IMAGES}[{at}].{INDEX} is {describe_value(index)}; there are {count} texts"
+            raise BadRecord("bad_value", why)
+        where = f"{IMAGES}[{at}]"
+        if not isinstance(entry.get("image_url"), str):
+            raise BadRecord("missing_column", f"{where} has no image_url")
+        found[index].append(media_part(where, IMAGE, {"image_url": entry["image_url"]}))
+    return found
+
+
+def _objects(name: str, value: Any) -> list[Message]:
+    if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+        kind = json_type_name(value)
+        raise BadRecord("wrong_type", f"{name} is {kind} where a list of objects is meant")
+    return value

@@ -1,0 +1,148 @@
+"""Read tar files of WebDataset: consecutive members with the same name up to its first dot are a
+record.
+
+Members are read in order and never written to a folder. `key.json` gives the columns of the record,
+`key.name.json` the column `name`, `key.txt` the column `text` and other texts a column by their
+suffix. Its images and audio take the place of their names in the JSON; if it names none of a kind
+they are a column, `images` or `audios`, in the order of the archive. Other members are not read.
+"""
+
+import re
+import tarfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from posixpath import basename
+from typing import Any, BinaryIO
+
+from penstock.core.errors import StageError
+from penstock.media.decode import MAX_BYTES
+from penstock.media.kinds import AUDIO, IMAGE, KINDS, MediaKind
+from penstock.prepare.bad_records import BadRecord
+from penstock.prepare.readers.decompress import SourceFile
+from penstock.prepare.readers.documents import group_items
+from penstock.prepare.readers.lines import parse_line, utf8_error
+from penstock.prepare.readers.records import Chunk, Value
+
+MEMBER = re.compile(r"((?:.*/)?[^./]+)\.([^/]+)", re.DOTALL)
+"""(key, suffix) of a member's name."""
+
+IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "avif")
+FILES = {**dict.fromkeys(IMAGES, IMAGE), "wav": AUDIO}
+"""Kinds of media, by suffix."""
+TEXTS = {"txt": "text", "text": "text", "caption": "caption", "cls": "cls"}
+"""Columns of text, by suffix."""
+UNREAD = ("mp4", "mov", "avi", "mkv", "webm", "mp3", "flac", "ogg", "opus", "m4a")
+"""Suffixes of media that are not read, without which a record would be another one."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """A file of an archive."""
+
+    name: str
+    suffix: str
+    """In lower case, after the first dot of the name."""
+    content: bytes
+    size: int
+    """Bytes in the archive; the content of a larger one than is allowed is empty."""
+
+    @property
+    def kind(self) -> str:
+        """The last part of the suffix."""
+        return self.suffix.rpartition(".")[2]
+
+
+def tar_records(file: SourceFile) -> Iterator[Chunk]:
+    """The records of a tar file. Raises StageError if it is damaged."""
+    with file.open() as stream:
+        yield from group_items(_iter_records(stream, file.name), _parse_records)
+
+
+def _iter_records(stream: BinaryIO, name: str) -> Iterator[tuple[int, list[Member], int]]:
+    """(number of a record from 1, its members, their bytes)."""
+    number, key, held = 1, None, list[Member]()
+    try:
+        with tarfile.open(fileobj=stream, mode="r|") as archive:
+            for info in archive:
+                found = MEMBER.fullmatch(info.name) if info.isreg() else None
+                if found is None or basename(found[1]).startswith("_"):
+                    continue
+                if held and found[1] != key:
+                    yield number, held, sum(len(each.content) for each in held)
+                    number, held = number + 1, []
+                key = found[1]
+                held.append(_read(archive, info, found[2].lower()))
+    except (tarfile.TarError, EOFError) as error:
+        raise StageError(
+            f"{name} cannot be read as tar: {error}\n"
+            "  It may be truncated or of another type: write it again, or set ds_type."
+        ) from error
+    if held:
+        yield number, held, sum(len(each.content) for each in held)
+
+
+def _read(archive: tarfile.TarFile, info: tarfile.TarInfo, suffix: str) -> Member:
+    member = Member(info.name, suffix, b"", info.size)
+    is_read = member.kind in FILES or member.kind == "json" or suffix in TEXTS
+    if not is_read or info.size > MAX_BYTES:
+        return member
+    stream = archive.extractfile(info)
+    content = stream.read() if stream else b""
+    if len(content) < info.size:
+        raise EOFError(f"it ends within {info.name}")
+    return Member(info.name, suffix, content, info.size)
+
+
+def _parse_records(records: Sequence[Sequence[Member]]) -> list[Value]:
+    return [_parse(members) for members in records]
+
+
+def _parse(members: Sequence[Member]) -> Value:
+    record: dict[str, Any] = {}
+    media: dict[str, dict[str, bytes]] = {}
+    for member in members:
+        if member.kind in UNREAD:
+            return BadRecord("bad_value", f"it has {member.name}, which is not read")
+        if member.size > MAX_BYTES:
+            why = f"{member.name} has {member.size:,} bytes; {MAX_BYTES:,} are allowed"
+            return BadRecord("bad_value", why)
+        if member.kind in FILES:
+            media.setdefault(FILES[member.kind].name, {})[member.name] = member.content
+        elif member.kind == "json":
+            value = parse_line(member.content)
+            if isinstance(value, BadRecord):
+                return BadRecord(value.reason, f"{member.name}: {value.why}")
+            column = member.suffix.removesuffix("json").rstrip(".")
+            record |= {column: value} if column else value
+        elif member.suffix in TEXTS:
+            try:
+                record[TEXTS[member.suffix]] = member.content.decode()
+            except UnicodeDecodeError as error:
+                return BadRecord("bad_value", f"{member.name}: {utf8_error(error)}")
+    for kind, files in media.items():
+        record = _with_media(record, KINDS[kind], files)
+    return record
+
+
+def _with_media(record: dict[str, Any], kind: MediaKind, files: dict[str, bytes]) -> dict[str, Any]:
+    """The record with the content of files in place of their names, or as a column of its own."""
+    by_name = files | {basename(name): content for name, content in files.items()}
+    names = {*kind.sources, *kind.columns}
+    placed = 0
+
+    def replaced(value: Any, is_name: bool) -> Any:
+        nonlocal placed
+        if isinstance(value, dict):
+            return {name: replaced(part, name in names) for name, part in value.items()}
+        if isinstance(value, list):
+            return [replaced(part, is_name) for part in value]
+        if is_name and isinstance(value, str) and value in by_name:
+            placed += 1
+            return by_name[value]
+        return value
+
+    found = replaced(record, False)
+    if not placed:
+        found = {name: value for name, value in found.items() if name not in kind.columns}
+        found[kind.columns[0]] = list(files.values())
+    return found
