@@ -17,6 +17,7 @@ from penstock.adapters.peft_format import Bias
 from penstock.adapters.scaling import Scaling, lora_scaling
 from penstock.adapters.targets import (
     checkpoint_layers,
+    existing_targets,
     is_expert_layer,
     select_layers,
     targetable_layers,
@@ -29,6 +30,8 @@ from penstock.models.family import LINEAR_PARTS
 from penstock.models.layers.dropout import Dropout
 from penstock.models.layers.experts import Matrix
 from penstock.models.layers.moe import MoE
+from penstock.models.vision.tower import VisionTower
+from penstock.models.vision.types import is_vision
 
 SHARING_FIELDS: Mapping[ExpertSharing, str] = {
     "shared": "moe_shared_lora",
@@ -66,14 +69,19 @@ class LoraSpec:
 
 
 def inject(
-    model: CausalLM, spec: LoraSpec, *, default_targets: Sequence[str] = LINEAR_PARTS
+    model: CausalLM,
+    spec: LoraSpec,
+    *,
+    default_targets: Sequence[str] = LINEAR_PARTS,
+    vision: VisionTower | None = None,
 ) -> tuple[str, ...]:
     """Add LoRA to the targeted layers in place, freeze the rest, and return the layers' checkpoint
     names.
 
     A pipeline stage gets the same adapters as the whole model would, so a target may name layers of
-    another stage. If no parameter is on the meta device, the adapters are initialized. Otherwise
-    they stay uninitialized until `init.init_adapters` or `init.initial_lora` is called.
+    another stage; `vision` is the vision part of the whole. If no parameter is on the meta device,
+    the adapters are initialized. Otherwise they stay uninitialized until `init.init_adapters` or
+    `init.initial_lora` is called.
 
     Raises:
         ConfigError: a rank below 1, a target that matches no layer or one that cannot be adapted,
@@ -81,9 +89,11 @@ def inject(
     """
     if spec.rank < 1:
         raise ConfigError(f"lora.lora_rank is {spec.rank}. Give a rank of 1 or more.")
-    whole = whole_model(model)
-    chosen = select_layers(whole, default_targets if spec.targets is None else spec.targets)
+    whole = whole_model(model, vision)
+    targets = existing_targets(whole, default_targets) if spec.targets is None else spec.targets
+    chosen = select_layers(whole, targets)
     _check_experts(chosen, spec, model)
+    _check_vision(chosen, spec)
     _check_biases(chosen, spec, whole)
     named = model.named_parameters()
     biases = [p for name, p in named if p.requires_grad and name.endswith(".bias")]
@@ -122,12 +132,12 @@ def _adapt_stacked(model: AutoCausalLM, natives: Sequence[str], spec: LoraSpec) 
         StackedAdapter(model.get_submodule(module), its, rank=spec.rank, scale=spec.scale)
 
 
-def whole_model(model: CausalLM) -> CausalLM:
+def whole_model(model: CausalLM, vision: VisionTower | None = None) -> CausalLM:
     """The model of which this one may be a pipeline stage, on the meta device."""
     if not isinstance(model, Decoder):
         return model
     with torch.device("meta"):
-        return Decoder(model.config, merge_qkv=model.merge_qkv)
+        return Decoder(model.config, merge_qkv=model.merge_qkv, vision=vision)
 
 
 def _wrap_with_lora(
@@ -175,6 +185,24 @@ def _check_experts(chosen: Sequence[str], spec: LoraSpec, model: CausalLM) -> No
             f"lora.{SHARING_FIELDS[spec.experts]} is true, and no expert has an adapter: {why}.\n"
             f"  Leave {SHARING_FIELDS[spec.experts]} out, or train experts: lora_target_modules "
             "[gate_proj, up_proj, down_proj]."
+        )
+
+
+def _check_vision(chosen: Sequence[str], spec: LoraSpec) -> None:
+    """Raise ConfigError for options that adapters of a vision part do not support."""
+    named = [name for name in chosen if is_vision(name)]
+    if not named:
+        return
+    why = f"lora.lora_target_modules names layers of the vision part ({named[0]} is the first)"
+    if spec.dropout:
+        raise ConfigError(
+            f"lora.lora_dropout is {spec.dropout:g}, and {why}, whose tokens have no dropout.\n"
+            "  Write lora_dropout: 0, or leave them out."
+        )
+    if spec.bias != "none":
+        raise ConfigError(
+            f"lora.lora_bias is {spec.bias}, and {why}, whose biases are frozen.\n"
+            "  Write lora_bias: none, or leave them out."
         )
 
 

@@ -67,7 +67,9 @@ class LoraLinear(nn.Linear, LinearTerms):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The base layer's output plus each adapted part's `s B A x`, in the dtype of the base
-        output."""
+        output. Inputs are [T, in], or have more dimensions before the last."""
+        if input.ndim > 2:
+            return self.forward(input.flatten(0, -2)).unflatten(0, input.shape[:-1])
         if self.lora_magnitude:
             return self._forward_dora(input)
         y = self.affine(input, self.weight, self.bias)

@@ -6,7 +6,6 @@ each expert, one expert after another.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import nn
@@ -17,7 +16,7 @@ from penstock.adapters.lora_experts import ExpertAdapter
 from penstock.adapters.lora_stacked import StackedAdapter
 from penstock.adapters.names import ADAPTER
 from penstock.adapters.weight_delta import LoraDelta
-from penstock.models.layers.experts import Experts, Matrix
+from penstock.models.layers.experts import Experts, Matrix, Stack
 from penstock.models.layers.quantized_linear import QuantizedMatrix
 
 GatherFn = Callable[[torch.Tensor], torch.Tensor]
@@ -50,7 +49,7 @@ def iter_adapted_weights(model: nn.Module, gather: GatherFn) -> Iterator[LoraWei
             a, b = gather(module.lora_A[PART]), gather(module.lora_B[PART])
             yield LoraWeight(module.weight, [(0, LoraDelta(a.T, b.T, module.scale))])
         elif isinstance(module, Experts) and isinstance(module.adapter, ExpertAdapter):
-            for stack in ("gate_up_proj", "down_proj"):
+            for stack in module.stacks:
                 if products := _expert_deltas(module, module.adapter, stack, gather):
                     yield LoraWeight(getattr(module, stack), products)
         elif isinstance(module, StackedAdapter):
@@ -74,7 +73,7 @@ def _stacked_deltas(
 def _expert_deltas(
     experts: Experts,
     adapter: ExpertAdapter,
-    name: Literal["gate_up_proj", "down_proj"],
+    name: Stack,
     gather: GatherFn,
 ) -> list[tuple[int, LoraDelta]]:
     """The deltas of one of the two tensors of the experts."""

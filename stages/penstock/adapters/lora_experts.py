@@ -16,6 +16,7 @@ from penstock.adapters.names import ADAPTER, EACH, EXPERTS, Side
 from penstock.models.causal_lm import CausalLM
 from penstock.models.layers.experts import Experts, Matrix
 from penstock.models.layers.moe import MoE
+from penstock.models.weights import LAYERS
 from penstock_kernels.group_gemm import group_gemm
 
 ExpertSharing = Literal["each", "shared", "hybrid"]
@@ -101,11 +102,14 @@ class ExpertAdapter(ExpertLoraParams):
 
 def expert_layers(model: CausalLM, name: str, experts: Experts) -> dict[str, str]:
     """Maps checkpoint names of the linear layers of the experts called `name`, with `*` for the
-    expert's number, to native names."""
+    expert's number, to native names; none where experts have no adapters."""
     config = model.config.experts
     assert config is not None
+    if not config.adaptable:
+        return {}
     names = config.names
-    stored = f"{name.removesuffix(f'.mlp.{EXPERTS}')}.{names.block}.{EACH}"
+    layer = name.removesuffix(f".mlp.{EXPERTS}").removeprefix(LAYERS)
+    stored = f"{model.config.names.backbone}.layers.{layer}.{names.block}.{EACH}"
     parts = {"gate_proj": names.gate, "up_proj": names.up, "down_proj": names.down}
     return {
         f"{stored}.{parts.get(matrix, matrix)}": f"{name}.{matrix}" for matrix in experts.matrices

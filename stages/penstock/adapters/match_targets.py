@@ -7,18 +7,19 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
-from penstock.adapters.names import EACH, EMBEDDING, EXPERTS
+from penstock.adapters.names import EACH, EMBEDDING, is_of_experts
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.models.automodel.weight_map import AutoWeightMap
 from penstock.models.decoder_config import DecoderConfig
-from penstock.models.names import EMBEDDING_WEIGHT
-from penstock.models.weights import LAYERS, WeightMap
+from penstock.models.names import EMBEDDING_WEIGHT, IMAGE_EXPERTS, INDEXER
+from penstock.models.vision.types import MODULES, VISION, is_vision
+from penstock.models.weights import WeightMap
 
 ALL_LINEAR = "all-linear"
 """Every linear layer except the head, as in PEFT."""
 
 HEAD = "lm_head"
-ROUTER = "mlp.gate"
+ROUTERS = "mlp.gate", f"mlp.{IMAGE_EXPERTS}.gate"
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,10 @@ class TargetLayer:
 
 def matches(target: str, layer: str) -> bool:
     """Whether `target` selects this layer: it is ALL_LINEAR, the layer's name, a suffix of the name
-    that starts at a dot, or a glob pattern (`*`, `?`, `[0-3]`) for either."""
+    that starts at a dot, or a glob pattern (`*`, `?`, `[0-3]`) for either. Layers of a vision part
+    are selected only by targets that name a module of it, such as `visual.blocks.*.attn.qkv`."""
+    if is_vision(layer) and not names_vision(target):
+        return False
     if target == ALL_LINEAR:
         return layer not in (HEAD, EMBEDDING)
     if layer == target or layer.endswith(f".{target}"):
@@ -47,6 +51,11 @@ def matches(target: str, layer: str) -> bool:
     # Names of expert layers contain a `*` themselves, which a `*` in the pattern also matches.
     is_pattern = any(sign in target for sign in "*?[")
     return is_pattern and (fnmatchcase(layer, target) or fnmatchcase(layer, f"*.{target}"))
+
+
+def names_vision(target: str) -> bool:
+    """Whether a target names a module of a vision part."""
+    return bool({*MODULES, VISION.rstrip(".")} & {*target.split(".")})
 
 
 def match_targets(targets: Iterable[str], layers: Iterable[TargetLayer]) -> list[TargetLayer]:
@@ -99,7 +108,7 @@ def require_layers(targets: Iterable[str], names: WeightMap) -> None:
     """Raise ConfigError for targets that select no layer of this model."""
     layers = {layer.name: layer.native for layer in linear_layers(names)}
     modules = {native.rpartition(".")[0] for native in names.native_names()}
-    routers = sorted(module for module in modules if module.endswith(ROUTER))
+    routers = sorted(module for module in modules if module.endswith(ROUTERS))
     select_layer_names(targets, layers, routers, is_tied=names.config.tie_word_embeddings)
 
 
@@ -107,14 +116,15 @@ def require_adaptable(config: DecoderConfig) -> None:
     """Raise CapabilityError for a model that does not support adapters."""
     if not config.is_adaptable:
         raise CapabilityError(
-            "lora.enable_lora is true, and adapters take their names from layers that this model's"
-            f" checkpoints call otherwise ({config.names.up_proj}, …).\n"
+            "lora.enable_lora is true, and layers of this model cannot have adapters: its "
+            "checkpoints call the backbone otherwise, or its experts scale their inputs.\n"
             "  Write lora.enable_lora: false."
         )
 
 
 def linear_layers(names: WeightMap) -> Iterator[TargetLayer]:
-    """The layers that can have an adapter, in the model's order: all except routers."""
+    """The layers that can have an adapter, in the model's order: all except routers and indexers,
+    whose selection has no gradient."""
     if isinstance(names, AutoWeightMap):
         for name, (outputs, inputs) in names.config.outline.linear.items():
             yield TargetLayer(name, name, outputs, inputs, of=f"{name}.weight")
@@ -123,11 +133,13 @@ def linear_layers(names: WeightMap) -> Iterator[TargetLayer]:
     shapes = names.hf_shapes()
     for native in names.native_names():
         module, _, leaf = native.rpartition(".")
-        if f".mlp.{EXPERTS}." in native:
-            yield from _expert_layers(names, native)
-        elif leaf == "weight" and not module.endswith(ROUTER):
+        if is_of_experts(native):
+            experts = names.config.experts
+            yield from _expert_layers(names, native) if experts and experts.adaptable else ()
+        elif leaf == "weight" and not module.endswith(ROUTERS) and f".{INDEXER}." not in module:
             for tensor in names.hf_names(native):
-                if len(shapes[tensor]) == 2:
+                is_renamed = native == EMBEDDING_WEIGHT != tensor
+                if len(shapes[tensor]) == 2 and not is_renamed:
                     outputs, inputs = shapes[tensor]
                     name = EMBEDDING if native == EMBEDDING_WEIGHT else tensor[: -len(".weight")]
                     yield TargetLayer(name, module, outputs, inputs, of=native)
@@ -152,8 +164,9 @@ def _expert_layers(names: WeightMap, native: str) -> Iterator[TargetLayer]:
     experts = config.experts
     assert experts is not None
     module, _, matrix = native.rpartition(".")
-    stored = f"{LAYERS}{module.split('.')[2]}.{experts.names.block}.{EACH}"
-    width, inner = config.hidden_size, experts.intermediate_size
+    number = module.split(".")[2]
+    stored = f"{config.names.backbone}.layers.{number}.{experts.names.block}.{EACH}"
+    width, inner = experts.latent_size or config.hidden_size, experts.intermediate_size
     called = {"gate_proj": experts.names.gate, "up_proj": experts.names.up}
     parts: dict[str, tuple[str, int, int]] = {}
     if matrix == "down_proj":
@@ -161,6 +174,8 @@ def _expert_layers(names: WeightMap, native: str) -> Iterator[TargetLayer]:
         parts[matrix] = (last, width, inner)
     elif matrix == "gate_up_proj" and experts.is_stacked:
         parts[matrix] = (matrix, 2 * inner, width)
+    elif matrix == "up_proj":
+        parts[matrix] = (called[matrix], inner, width)
     elif matrix == "gate_up_proj":
         parts = {part: (name, inner, width) for part, name in called.items()}
     for part, (name, outputs, inputs) in parts.items():

@@ -29,6 +29,11 @@ EACH = f"{EXPERTS}.*"
 """Stands for every expert of a layer."""
 
 
+def is_of_experts(native: str) -> bool:
+    """Whether a parameter stacks matrices of a layer's experts."""
+    return ".mlp." in native and f".{EXPERTS}." in native
+
+
 class LoraParamName(NamedTuple):
     """A parsed name of a LoRA parameter."""
 
@@ -49,8 +54,9 @@ class LoraParamName(NamedTuple):
 
     @property
     def hf_module(self) -> str:
-        """The layer's checkpoint name in the base model; for experts, with `*` for the expert's
-        number."""
+        """The layer's checkpoint name in the base model, where that differs from the model's in the
+        last part alone (otherwise `WeightMap.hf_layer` of it); for experts, with `*` for the
+        expert's number."""
         if self._mixture is not None:
             return f"{self._mixture}.{EACH}.{self.part}"
         return f"{self.module.rpartition('.')[0]}.{self.part}".removeprefix(".")

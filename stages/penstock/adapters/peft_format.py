@@ -86,18 +86,24 @@ def fused_factors(
     transformers' fused expert tensors, by PEFT name.
 
     PEFT orders the rows of A by (expert, rank) and the columns of B by (rank, expert). It wraps a
-    module once per adapted tensor, in the order of FUSED_EXPERTS; the last one is outermost.
+    module once per adapted tensor; see `is_inner_expert_stack`.
     """
     found: dict[str, torch.Tensor] = {}
     for name, (lora_A, lora_B) in pairs.items():
         module, _, last = name.rpartition(".")
-        is_inner = last == FUSED_EXPERTS[0] and f"{module}.{FUSED_EXPERTS[1]}" in pairs
+        is_inner = is_inner_expert_stack(last, f"{module}.{FUSED_EXPERTS[1]}" in pairs)
         at = f"{PREFIX}{module}{'.base_layer' * is_inner}"
         a = lora_A.expand(num_experts, *lora_A.shape[-2:])
         b = lora_B.expand(num_experts, *lora_B.shape[-2:])
         found[f"{at}.lora_A.weight"] = a.flatten(0, 1)
         found[f"{at}.lora_B.weight"] = b.permute(1, 2, 0).flatten(1)
     return found
+
+
+def is_inner_expert_stack(matrix: str, down_is_adapted: bool) -> bool:
+    """Whether PEFT's module of this expert stack is within another: it wraps the experts for
+    gate_up_proj, or up_proj where there is no gate, and then for down_proj."""
+    return matrix != FUSED_EXPERTS[1] and down_is_adapted
 
 
 def separate_factors(

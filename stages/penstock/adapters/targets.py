@@ -5,13 +5,14 @@ from collections.abc import Iterable
 from torch import nn
 
 from penstock.adapters.lora_experts import expert_layers
-from penstock.adapters.match_targets import select_layer_names, stacked_layer
+from penstock.adapters.match_targets import matches, select_layer_names, stacked_layer
 from penstock.adapters.names import EACH, EMBEDDING
 from penstock.models.automodel.causal_lm import AutoCausalLM
 from penstock.models.causal_lm import CausalLM
+from penstock.models.decoder import Decoder
 from penstock.models.layers.experts import Experts
 from penstock.models.layers.router import Router
-from penstock.models.weights import QKV_PROJ
+from penstock.models.names import EMBEDDING_WEIGHT
 
 
 def targetable_layers(model: CausalLM) -> dict[str, str]:
@@ -21,27 +22,44 @@ def targetable_layers(model: CausalLM) -> dict[str, str]:
     plus the matrix.
     """
     found: dict[str, str] = {}
+    outline = model.config.outline if isinstance(model, AutoCausalLM) else None
     for native, module in model.named_modules():
+        if outline and outline.media and native not in outline.linear:
+            continue  # of the vision part
         if isinstance(module, nn.Linear):
             found |= dict.fromkeys(checkpoint_layers(model, native), native)
         elif isinstance(module, Experts):
             found |= expert_layers(model, native, module)
-        elif isinstance(module, nn.Embedding) and native == EMBEDDING:
+        elif isinstance(module, nn.Embedding) and _is_adaptable(model, native):
             found[native] = native
     if isinstance(model, AutoCausalLM):
         found |= {stacked_layer(native): native for native in model.config.outline.stacked}
     return found
 
 
+def _is_adaptable(model: CausalLM, embedding: str) -> bool:
+    """Whether this embedding can have an adapter: that of tokens, if it has its usual name."""
+    return embedding == EMBEDDING and model.config.names.embedding == EMBEDDING_WEIGHT
+
+
 def checkpoint_layers(model: CausalLM, native: str) -> dict[str, int]:
     """The checkpoint's linear layers that the native module contains, and their output features."""
-    parent, _, last = native.rpartition(".")
-    if last == QKV_PROJ and model.merge_qkv and not model.config.fused_qkv:
-        parts = model.config.of_layer(int(parent.split(".")[2])).qkv_features
-        return {f"{parent}.{part}": rows for part, rows in parts.items()}
     module = model.get_submodule(native)
     assert isinstance(module, (nn.Linear, nn.Embedding, Router))
-    return {native: module.weight.shape[0]}
+    if not isinstance(model, Decoder) or native == EMBEDDING:
+        return {native: module.weight.shape[0]}
+    names = model.weight_map
+    parts = [tensor.removesuffix(".weight") for tensor in names.hf_names(f"{native}.weight")]
+    if len(parts) == 1:
+        return {parts[0]: module.weight.shape[0]}
+    return {part: names.hf_shapes()[f"{part}.weight"][0] for part in parts}
+
+
+def existing_targets(whole: CausalLM, targets: Iterable[str]) -> list[str]:
+    """The family's default targets without those of layers that only other of its models have."""
+    layers = targetable_layers(whole)
+    named = [name for each in layers.items() for name in each]
+    return [target for target in targets if any(matches(target, name) for name in named)]
 
 
 def is_expert_layer(name: str) -> bool:

@@ -6,18 +6,19 @@ rank. The saved tensors follow the modules in `penstock.models.layers`, line by 
 
 from dataclasses import dataclass
 
+from penstock.adapters.match_targets import TargetLayer
 from penstock.costs.sharded_model import ShardedModel
 from penstock.models.automodel.outline import AutoModelConfig
 from penstock.models.decoder_config import DecoderConfig, ExpertsConfig
 from penstock.models.latent_config import LatentAttentionConfig
-from penstock.models.linear_config import GatedDeltaConfig
+from penstock.models.state_layer_config import StateLayerConfig
 from penstock.models.weights import LAYERS
 
-FP32 = 4
-INPUTS = ("in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+FP32 = INT32 = 4
 QKV = ("q_proj", "k_proj", "v_proj", "qkv_proj", "q_a_proj", "kv_a_proj_with_mqa")
 GATE_UP = ("gate_proj", "up_proj", "gate_up_proj")
 """Layers that read one input, by the names that checkpoints have for them."""
+PLAIN = ("gate_proj", "up_proj", "gate_up_proj", "down_proj", "o_proj")
 
 LONG_DOCUMENT = 1024
 """The longest document of a row, where its length matters and is not known."""
@@ -57,19 +58,26 @@ def select_layer(sharded: ShardedModel, number: int) -> Layer:
     # Inputs of norms, with one fp32 statistic per row; and those of attention and network, normed
     # or not, if a trainable linear layer reads them.
     normed = tokens * stream_row
-    norms = config.input_norms * (1 if config.parallel_block else 2) + 2 * config.output_norms
+    has_mixer, has_mlp = config.layer_mixer(number) is not None, config.has_mlp(number)
+    parts = has_mixer + has_mlp
+    input_norms, output_norms = config.layer_norms(number)
+    norms = input_norms * (1 if config.parallel_block else parts) + output_norms * parts
     stream = norms * (tokens / split) * (stream_row + FP32)
+    if number >= config.num_hidden_layers:
+        # Two norms, their outputs side by side, and the norm of the output.
+        stream += 3 * (tokens / split) * (stream_row + FP32) + 2 * (tokens / split) * stream_row
+    attention = network = gradients = 0.0
     if config.linear and number in config.linear_layers:
-        attention = normed * saved_inputs.num_copies(*INPUTS)
-        attention += _linear_attention(sharded, saved_inputs, config.linear)
-    else:
+        attention = normed * saved_inputs.num_copies(*config.linear.input_layers)
+        attention += _state_layer(sharded, saved_inputs, config.linear)
+    elif has_mixer:
         attention = normed * saved_inputs.num_copies(*QKV)
         attention += _attention(sharded, saved_inputs, config.of_layer(number))
     experts = config.layer_experts(number)
     if experts:
         network = _experts(sharded, experts, saved_inputs)
         gradients = _expert_gradients(sharded, experts)
-    else:
+    elif has_mlp:
         features = config.intermediate_size / tensor
         network = normed * saved_inputs.num_copies(*GATE_UP)
         network += _network(sharded, saved_inputs, features)
@@ -93,6 +101,12 @@ def _counted(sharded: ShardedModel, config: AutoModelConfig, number: int) -> Lay
     return Layer(whole + lora, 0.0, 0.0, gradients, tokens * config.hidden_size * width)
 
 
+def _layer_name(one: TargetLayer) -> str:
+    """The last part of a layer's name: the model's where all families have the same layer."""
+    stored, native = (name.rpartition(".")[2] for name in (one.name, one.native))
+    return native if native in PLAIN else stored
+
+
 class _SavedInputs:
     """Which linear layers save their input: those whose weight or adapter is trainable."""
 
@@ -101,7 +115,7 @@ class _SavedInputs:
         self._all_trainable = not sharded.run.lora.enable_lora
         its = sharded.model.adapters
         at = f"model.layers.{layer}."
-        self._adapted = {one.name.rpartition(".")[2] for one in its if one.native.startswith(at)}
+        self._adapted = {_layer_name(one) for one in its if one.native.startswith(at)}
 
     def num_copies(self, *parts: str) -> int:
         """Number of saved copies of an input that these linear layers share."""
@@ -146,14 +160,25 @@ def _latent_attention(
     sharded: ShardedModel, saved_inputs: _SavedInputs, latent: LatentAttentionConfig
 ) -> float:
     """Saved: the latent vectors, which norms read, with a statistic per row, and their normed
-    values where the next layer trains; q, k, v and the output of attention, padded to one width;
-    the input of o_proj, a copy where the output is padded."""
+    values where the next layer trains; q, k, v and the output of attention, padded to one width, or
+    absorbed; the input of o_proj, a copy where the output is padded; the tokens that an indexer
+    selects."""
     config, width, tokens = sharded.config, sharded.compute_bytes, sharded.tokens
     heads = config.num_attention_heads / sharded.degrees.tensor
     within = 2 if sharded.run.model.attention_cast_bf16 else width
     if sharded.kind == "cpu":
         within = FP32
-    kept = tokens * heads * (4 * latent.padded_dim * within + FP32)
+    # Keys are gathered from the ranks that share a document.
+    whole = tokens * sharded.degrees.ring * sharded.degrees.ulysses
+    selects = latent.indexer is not None and whole > latent.indexer.top_k
+    head = 4 * latent.padded_dim * within
+    if selects and sharded.kind == "cuda":
+        # Queries before and after they are absorbed, and the sums of latent vectors.
+        head = (latent.nope_dim + 2 * latent.kv_rank + latent.rope_dim) * width
+    kept = tokens * heads * (head + FP32)
+    if latent.indexer and selects:
+        kept += tokens * latent.indexer.top_k * INT32
+        kept += (whole - tokens) * (latent.kv_rank + latent.rope_dim) * width
     kept += tokens * ((latent.kv_rank + latent.rope_dim) * width + FP32)
     kept += tokens * latent.kv_rank * width * saved_inputs.num_copies("kv_b_proj")
     if latent.q_rank is not None:
@@ -164,41 +189,45 @@ def _latent_attention(
     return kept + saved_inputs.lora_a_bytes(*QKV, "q_b_proj", "kv_b_proj", "o_proj")
 
 
-def _linear_attention(
-    sharded: ShardedModel, saved_inputs: _SavedInputs, linear: GatedDeltaConfig
+def _state_layer(
+    sharded: ShardedModel, saved_inputs: _SavedInputs, linear: StateLayerConfig
 ) -> float:
-    """Saved: the input of the convolution, which in the fused layout is a copy beside the
-    projection that has the gate; queries, keys and values after it, queries and keys again in fp32
-    and of length 1; the output of the delta rule and, in fp32, its deltas; for each value head the
-    steps, decays and rates; the input of out_proj."""
+    """Saved: what the kind of layer says, and the inputs of linear layers that train."""
     width, tokens = sharded.compute_bytes, sharded.tokens
-    sizes = {part: count / sharded.degrees.tensor for part, count in linear.channels.items()}
-    convolved, values = sum(sizes.values()), sizes["v"]
-    kept = tokens * width * (2 * convolved + values * (2 + saved_inputs.num_copies("out_proj")))
-    kept += tokens * width * convolved * linear.fused
-    kept += tokens * (sizes["q"] + sizes["k"]) * (FP32 * 2 + width)
-    kept += tokens * values * FP32
-    heads = linear.value_heads / sharded.degrees.tensor
-    kept += tokens * heads * (5 * FP32 + 2 * width)
-    return kept + saved_inputs.lora_a_bytes(*INPUTS, "out_proj")
+    tensor, context = sharded.degrees.tensor, sharded.degrees.context
+    output, features = linear.output_layer
+    saved, inner = linear.saved, linear.inner_layers
+    split = saved.computed + features * saved_inputs.num_copies(output)
+    kept = tokens * (split * width + saved.fp32 * FP32) / tensor
+    # Ranks that share heads, but not evenly, have some of them twice, or empty ones.
+    even = linear.exchanged_by_rank(tensor, 1) / context
+    kept *= linear.exchanged_by_rank(tensor, context) / even
+    for layer, inputs in inner.items():
+        kept += tokens * inputs * width * saved_inputs.num_copies(layer)
+    return kept + saved_inputs.lora_a_bytes(*linear.input_layers, *inner, output)
 
 
 def _network(sharded: ShardedModel, saved_inputs: _SavedInputs, features: float) -> float:
-    """Saved: gate and up outputs; on CPUs the activated gate; their product if down_proj trains."""
-    per_feature = (3 if sharded.kind == "cpu" else 2) + saved_inputs.num_copies("down_proj")
+    """Saved: gate and up outputs; on CPUs the activated gate; their product if down_proj trains.
+    Without a gate: the up output, and the activated one if down_proj trains."""
+    per_feature = 1 + sharded.config.gated * (1 + (sharded.kind == "cpu"))
+    per_feature += saved_inputs.num_copies("down_proj")
     kept = sharded.tokens * features * sharded.compute_bytes * per_feature
     return kept + saved_inputs.lora_a_bytes(*GATE_UP, "down_proj")
 
 
 def _experts(sharded: ShardedModel, experts: ExpertsConfig, saved_inputs: _SavedInputs) -> float:
     """Saved by balanced experts: the permuted token copies, if a trainable linear layer reads them;
-    gate and up outputs; their product, if down_proj trains; the expert outputs. Routers save fp32
-    scores and, if trainable, their input. A gate of the shared experts saves their output."""
+    gate and up outputs; their product, if down_proj trains; the expert outputs; without a gate as
+    in `_network`. Routers save fp32 scores and, if trainable, their input. A gate of the shared
+    experts saves their output, and the projection after latent ones its input, if it trains."""
     config, tokens, width = sharded.config, sharded.tokens, sharded.compute_bytes
-    rows = tokens * experts.experts_per_token
-    row = rows * width * config.hidden_size
+    rows, features = tokens * experts.experts_per_token, experts.latent_size or config.hidden_size
+    row = rows * width * features
     kept = row * saved_inputs.num_copies("gate_proj", "up_proj")
-    per_feature = (3 if sharded.kind == "cpu" else 2) + saved_inputs.num_copies("down_proj")
+    kept += tokens * experts.latent_size * width * saved_inputs.num_copies(experts.names.latent_out)
+    per_feature = 1 + config.gated * (1 + (sharded.kind == "cpu"))
+    per_feature += saved_inputs.num_copies("down_proj")
     kept += (
         per_feature
         * width
@@ -209,7 +238,7 @@ def _experts(sharded: ShardedModel, experts: ExpertsConfig, saved_inputs: _Saved
     )
     if sharded.kind == "cpu":
         # PyTorch weights and sums expert outputs in fp32, and saves the permutation twice.
-        kept += rows * (FP32 * config.hidden_size + 2 * (8 + 1))
+        kept += rows * (FP32 * features + 2 * (8 + 1))
     else:
         kept += row
     kept += tokens * FP32 * (2 * experts.num_experts + 4 * experts.experts_per_token)
@@ -227,6 +256,7 @@ def _experts(sharded: ShardedModel, experts: ExpertsConfig, saved_inputs: _Saved
 
 def _expert_gradients(sharded: ShardedModel, experts: ExpertsConfig) -> float:
     """Gradients of the combined expert output: its own, and that of each token copy."""
-    config, width = sharded.config, sharded.compute_bytes
+    hidden_size, width = sharded.config.hidden_size, sharded.compute_bytes
     copy_bytes = experts.experts_per_token * (2 * FP32 if sharded.kind == "cpu" else width)
-    return sharded.tokens * config.hidden_size * (width + FP32 + copy_bytes)
+    copies = (experts.latent_size or hidden_size) * copy_bytes
+    return sharded.tokens * (hidden_size * (width + FP32) + copies)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from penstock.costs.optimizer_states import saved_bytes
-from penstock.costs.param_sizes import Tensor, list_tensors
+from penstock.costs.param_sizes import Tensor, list_tensors, list_vision_tensors
 from penstock.costs.sharded_model import WIDTHS, ShardedModel
 from penstock.costs.token_counts import Data
 
@@ -35,8 +35,10 @@ def estimate_disk(
     sharded: ShardedModel, data: Data | None, steps: int | None, epochs: float
 ) -> Disk:
     """Estimate disk space, for all ranks together."""
-    whole = _unsharded_tensors(sharded)
+    whole, vision = _unsharded_tensors(sharded)
     saved = [tensor for tensor in whole if tensor.is_trainable or not sharded.saves_only_adapters]
+    saved += [tensor for tensor in vision if tensor.is_trainable]
+    whole += vision
     checkpoint = sum(_tensor_bytes(tensor) for tensor in saved)
     if sharded.run.train.save_optimizer:
         checkpoint += sum(
@@ -55,10 +57,11 @@ def estimate_disk(
     return Disk(checkpoint, _num_checkpoints(sharded, steps, epochs), exported, each, each)
 
 
-def _unsharded_tensors(sharded: ShardedModel) -> list[Tensor]:
-    """All tensors without sharding."""
+def _unsharded_tensors(sharded: ShardedModel) -> tuple[list[Tensor], list[Tensor]]:
+    """All tensors without sharding: those of the language model, and those of a vision part."""
     alone = replace(sharded.degrees, pipeline=1, replicate=1, shard=1, ring=1, ulysses=1)
-    return list_tensors(replace(sharded, degrees=replace(alone, tensor=1, expert=1)))
+    alone = replace(sharded, degrees=replace(alone, tensor=1, expert=1))
+    return list_tensors(alone), list_vision_tensors(alone)
 
 
 def _tensor_bytes(tensor: Tensor) -> float:

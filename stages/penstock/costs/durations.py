@@ -42,7 +42,7 @@ class CollectiveCounts:
     sums: int
     """All-reduces (tensor parallelism)."""
     exchanges: int
-    """All-to-all round trips (Ulysses and expert parallelism)."""
+    """All-to-all round trips (Ulysses, states of linear attention, and expert parallelism)."""
     turns: int
     """Ring passes of keys and values (ring attention)."""
 
@@ -91,6 +91,10 @@ def estimate_step(sharded: ShardedModel, machine: Machine, work: Work) -> Step |
             sharded.config, Work(work.tokens, 0, 0, 0), learning=sharded.model.trainable
         )
         products += inner / ranks * (1 / eight - 1 / speed)
+    if vision := sharded.model.vision:
+        # Ranks of a model-parallel group compute the same, or wait for the one that does.
+        rows = sharded.micro_batches * sharded.run.train.micro_batch_size
+        products += vision.flops(rows) / speed
     num_micro_batches = sharded.micro_batches
     layers = local_layers(sharded, 0)
     kept = sum(select_layer(sharded, number).whole for number in layers)
@@ -222,21 +226,29 @@ def _layer_communication(
         share = 2 * (degrees.tensor - 1) / degrees.tensor
         speed = _link_bandwidth(machine, degrees.tensor, 1)
         seconds += layers * times.sums * share * stream / speed
+    softmax = layers * config.softmax_layers / config.num_layers
     if degrees.ulysses > 1:
         heads = config.num_attention_heads + config.num_key_value_heads
         sent = sharded.tokens * 2 * heads * config.attention_dim * width / degrees.tensor
         share = (degrees.ulysses - 1) / degrees.ulysses
         speed = _link_bandwidth(machine, degrees.ulysses, degrees.tensor)
-        seconds += layers * times.exchanges * share * sent / speed
+        seconds += softmax * times.exchanges * share * sent / speed
     if degrees.ring > 1:
         sent = sharded.tokens * 2 * config.num_key_value_heads * config.attention_dim * width
         speed = _link_bandwidth(machine, degrees.ring, degrees.tensor * degrees.ulysses)
         # Most of it overlaps with computing the previous block.
-        seconds += 0.3 * layers * times.turns * (degrees.ring - 1) * sent / speed
+        seconds += 0.3 * softmax * times.turns * (degrees.ring - 1) * sent / speed
+    if degrees.context > 1 and config.linear:
+        each = config.linear.exchanged_by_rank(degrees.tensor, degrees.context)
+        sent = sharded.tokens * degrees.context * each * width
+        share = (degrees.context - 1) / degrees.context
+        speed = _link_bandwidth(machine, degrees.context, degrees.tensor)
+        recurrent = layers * len(config.linear_layers) / config.num_layers
+        seconds += recurrent * times.exchanges * share * sent / speed
     if degrees.expert > 1 and config.experts:
         sent = stream * config.experts.experts_per_token
         share = (degrees.expert - 1) / degrees.expert
-        sparse = len(config.experts.layers) / config.num_hidden_layers * layers
+        sparse = len(config.experts.layers) / config.num_layers * layers
         speed = _link_bandwidth(machine, degrees.expert, 1)
         seconds += sparse * 2 * times.exchanges * share * sent / speed
     return seconds

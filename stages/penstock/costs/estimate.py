@@ -1,6 +1,6 @@
 """Cost estimates before a run: memory per rank, step time, tokens, steps, disk. No torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.config.schema.run import RunConfig
 from penstock.costs.device_speed import Machine
@@ -9,7 +9,9 @@ from penstock.costs.durations import Step, estimate_forward, estimate_step
 from penstock.costs.memory import Memory, peak_memory
 from penstock.costs.sharded_model import ShardedModel, UnshardedModel
 from penstock.costs.token_counts import Data, Length, estimate_length, estimate_work
+from penstock.costs.vision import vision_work
 from penstock.engine.distributed.parallel_dims import ParallelDims, rows_per_step
+from penstock.models.automodel.outline import AutoModelConfig
 from penstock.models.flops import step_flops
 from penstock.models.hf_config import HfConfig
 from penstock.models.quantization_config import parse_quantization_config
@@ -58,7 +60,19 @@ def build_cost_model(run: RunConfig, hf_config: HfConfig) -> UnshardedModel:
     family = get_family(hf_config, run.model.backend, adapters=run.lora.enable_lora)
     keeps_codes = run.model.model_path is not None and run.lora.enable_qlora
     published = parse_quantization_config(hf_config) if keeps_codes else None
-    return UnshardedModel.from_run(run, family, family.read(hf_config), published)
+    config = family.trained_config(hf_config, mtp=run.train.mtp_loss_weight > 0)
+    return UnshardedModel.from_run(run, family, config, published)
+
+
+def with_images(
+    model: UnshardedModel, run: RunConfig, hf_config: HfConfig, data: Data | None
+) -> UnshardedModel:
+    """The model with its vision part, if the data has images whose features are not stored. Models
+    of transformers have it."""
+    has_vision = isinstance(model.config, AutoModelConfig)
+    if data is None or not data.image_tokens or run.data.encode_images or has_vision:
+        return model
+    return replace(model, vision=vision_work(run, hf_config, data.image_tokens, data.rows))
 
 
 def predict(
@@ -86,7 +100,8 @@ def predict(
         step=estimate_step(sharded, machine, work),
         rows_per_step=rows,
         tokens_per_step=work.tokens,
-        flops_per_step=step_flops(model.config, work, learning=model.trainable),
+        flops_per_step=step_flops(model.config, work, learning=model.trainable)
+        + (model.vision.flops(rows) if model.vision else 0.0),
         length=length,
         disk=estimate_disk(sharded, data, length.steps if length else None, epochs),
         reference_seconds=looking.total * data.rows / rows if looking and data else None,

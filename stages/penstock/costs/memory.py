@@ -18,9 +18,11 @@ from penstock.costs.param_sizes import (
     ROOT,
     Tensor,
     list_tensors,
+    list_vision_tensors,
     local_layers,
 )
 from penstock.costs.sharded_model import ShardedModel
+from penstock.costs.vision import SAVED_PER_LAYER
 from penstock.models.automodel.outline import AutoModelConfig
 from penstock_kernels.logit_chunks import tokens_at_once
 
@@ -51,15 +53,42 @@ class Memory:
 
 
 def peak_memory(sharded: ShardedModel) -> Memory:
-    """Peak memory, on the pipeline rank with the highest peak."""
-    return max(
-        (_Rank(sharded, rank).peak() for rank in _ends(sharded)), key=lambda memory: memory.total
-    )
+    """Peak memory, on the pipeline rank with the highest peak; that of a vision part is added to
+    the first rank's."""
+    peaks = {rank: _Rank(sharded, rank).peak() for rank in _ends(sharded)}
+    peaks[0] += _vision_memory(sharded)
+    return max(peaks.values(), key=lambda memory: memory.total)
 
 
 def resident_bytes(sharded: ShardedModel) -> float:
     """Bytes of weights, gradients and optimizer states, on the pipeline rank with the most."""
     return max(_Rank(sharded, rank).resident_bytes() for rank in _ends(sharded))
+
+
+def _vision_memory(sharded: ShardedModel) -> Memory:
+    """Bytes of one rank that has the vision part: weights, gradients and optimizer states, one
+    gathered block, and the activations of a micro-batch."""
+    work = sharded.model.vision
+    if work is None:
+        return Memory()
+    train, sizes, compute = sharded.run.train, work.sizes, sharded.compute_bytes
+    memory = Memory()
+    for tensor in list_vision_tensors(sharded):
+        learns = tensor.is_trainable
+        memory += Memory(
+            weights=tensor.local_bytes,
+            gradients=tensor.num_local_elements * sharded.grad_bytes if learns else 0,
+            optimizer=state_bytes(train, tensor) if learns else 0,
+        )
+    blocks = sizes.layers if work.trains_tower else 1
+    modules = train.recompute_modules
+    is_recomputed = train.enable_gradient_checkpointing and (modules is None or "vision" in modules)
+    kept = 1 if is_recomputed else SAVED_PER_LAYER
+    saved = sizes.width * (blocks * kept + SAVED_PER_LAYER) * work.patches_per_row
+    gathered = sizes.tower / sizes.layers + sizes.projector if sharded.is_sharded else 0
+    return memory + Memory(
+        activations=saved * train.micro_batch_size * compute, buffers=gathered * compute
+    )
 
 
 def _ends(sharded: ShardedModel) -> set[int]:
@@ -130,7 +159,7 @@ class _Rank:
         left += 0 if "self_attn" in train.recompute_modules else layer.attention
         left += 0 if "mlp" in train.recompute_modules else layer.network
         # The input of each recomputed module is saved.
-        return left + layer.entry * len(train.recompute_modules)
+        return left + layer.entry * len({*train.recompute_modules} - {"vision"})
 
     def _recomputed_bytes(self, layer: Layer) -> float:
         """Additional bytes once the layer is recomputed."""
@@ -291,7 +320,7 @@ class _Rank:
         if self.train.ce_mode != "eager" and not needs_all:
             each = width
             rows = min(rows, tokens_at_once(int(entries * width), sharded.kind))
-        hidden = 3 * sharded.tokens * config.hidden_size * width
+        hidden = 3 * sharded.tokens * config.hidden_size * width * (1 + config.num_mtp_layers)
         head = 0.0
         if not sharded.run.lora.enable_lora:
             bytes_each = sharded.compute_bytes if sharded.is_sharded else sharded.grad_bytes
@@ -303,7 +332,7 @@ class _Rank:
 
     @property
     def _ends(self) -> bool:
-        last = self.sharded.config.num_hidden_layers - 1
+        last = self.sharded.config.num_layers - 1
         return last in self.layers or not self.layers
 
     def _at_head_reduction(self, flight: float) -> Memory:

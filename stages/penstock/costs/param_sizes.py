@@ -3,12 +3,19 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from penstock.adapters.match_targets import TargetLayer
-from penstock.adapters.names import EMBEDDING, EXPERTS
+from penstock.adapters.match_targets import ROUTERS, TargetLayer
+from penstock.adapters.names import EMBEDDING, is_of_experts
 from penstock.config.schema.quantization import PAIRS, is_among
 from penstock.costs.sharded_model import ShardedModel
 from penstock.engine.distributed.pipeline_stages import layers_of_stages, stages_of_rank
-from penstock.models.names import EMBEDDING_WEIGHT, HEAD_WEIGHT, POSITIONS_WEIGHT
+from penstock.models.flops import layer_flops
+from penstock.models.names import (
+    EMBEDDING_WEIGHT,
+    HEAD_WEIGHT,
+    INDEXER,
+    LINEAR_ATTN,
+    POSITIONS_WEIGHT,
+)
 from penstock.models.tp_roles import ParallelStyle
 from penstock.models.weights import LAYERS
 
@@ -83,17 +90,28 @@ def list_tensors(sharded: ShardedModel, pipeline: int = 0) -> list[Tensor]:
     ]
 
 
+def list_vision_tensors(sharded: ShardedModel) -> list[Tensor]:
+    """Tower and projector of the vision part of a rank, each as one; none of a model without."""
+    compute, found = sharded.compute_bytes, list[Tensor]()
+    for params, learns in sharded.model.vision.parts if sharded.model.vision else ():
+        narrow = not learns and sharded.saves_only_adapters
+        width = min(sharded.param_bytes, compute) if narrow else sharded.param_bytes
+        found.append(Tensor(ROOT, params, 1, learns, width, compute, sharded.shards))
+    return found
+
+
 def local_layers(sharded: ShardedModel, pipeline: int) -> list[int]:
     """Layer numbers of that pipeline rank."""
     return _local_stages(sharded, pipeline)[0]
 
 
 def _local_stages(sharded: ShardedModel, pipeline: int) -> tuple[list[int], bool, bool]:
-    train, count = sharded.run.train, sharded.config.num_hidden_layers
+    run, config = sharded.run, sharded.config
     if sharded.degrees.pipeline == 1:
-        return list(range(count)), True, True
-    stages = layers_of_stages(train, count)
-    mine = stages_of_rank(train, pipeline)
+        return list(range(config.num_layers)), True, True
+    costs = layer_flops(config, run.data.row_length)
+    stages = layers_of_stages(run.train, costs, config.num_mtp_layers)
+    mine = stages_of_rank(run.train, pipeline)
     return (
         [layer for stage in mine for layer in stages[stage]],
         0 in mine,
@@ -108,9 +126,12 @@ def _base_tensors(
     for name, shape in shapes.items():
         if _is_here(name, layers, begins=begins, ends=ends):
             yield _tensor(sharded, name, shape)
-    if ends and not begins and sharded.config.tie_word_embeddings:
-        # Tied embeddings: the first and the last pipeline stage each have a copy.
-        yield _tensor(sharded, HEAD_WEIGHT, shapes[EMBEDDING_WEIGHT])
+    # The first and the last pipeline stage each have a copy of some embeddings.
+    if ends and sharded.degrees.pipeline > 1:
+        if sharded.config.tie_word_embeddings:
+            yield _tensor(sharded, HEAD_WEIGHT, shapes[EMBEDDING_WEIGHT])
+        elif sharded.config.num_mtp_layers:
+            yield _tensor(sharded, EMBEDDING_WEIGHT, shapes[EMBEDDING_WEIGHT])
 
 
 def _is_here(name: str, layers: list[int], *, begins: bool, ends: bool) -> bool:
@@ -127,11 +148,13 @@ def parse_layer_number(name: str) -> int:
 
 def _tensor(sharded: ShardedModel, name: str, shape: tuple[int, ...]) -> Tensor:
     module, _, leaf = name.rpartition(".")
-    layer, of_experts = parse_layer_number(name), f".mlp.{EXPERTS}." in name
+    layer, of_experts = parse_layer_number(name), is_of_experts(name)
     rows, columns = _local_shape(sharded, name, shape)
+    train, of_indexer = sharded.run.train, f".{INDEXER}." in name
     learns = not sharded.run.lora.enable_lora and not (
-        sharded.run.model.freeze_router and module.endswith("mlp.gate")
+        sharded.run.model.freeze_router and module.endswith(ROUTERS)
     )
+    learns &= bool(train.indexer_loss_coef) if of_indexer else not train.indexer_warmup
     # Biases are not matrices; expert biases are stacks of vectors, with one more dimension.
     is_matrix = len(shape) > 1 + of_experts
     width = float(sharded.param_bytes)
@@ -161,7 +184,7 @@ def _local_shape(sharded: ShardedModel, name: str, shape: tuple[int, ...]) -> tu
     for count in shape[1:]:
         columns *= count
     module = name.rpartition(".")[0]
-    if f".mlp.{EXPERTS}." in name:
+    if is_of_experts(name):
         return -(-rows // sharded.degrees.expert), columns
     role = sharded.model.roles.get(module)
     layer = parse_layer_number(name)
@@ -171,6 +194,13 @@ def _local_shape(sharded: ShardedModel, name: str, shape: tuple[int, ...]) -> tu
         return rows, columns
     if role is ParallelStyle.ROWWISE:
         return (rows, -(-columns // size)) if len(shape) > 1 else (rows, columns)
+    if f".{LINEAR_ATTN}." in name and config.linear:
+        last = module.rpartition(".")[2]
+        blocks = config.linear.row_blocks(last) or {last: rows}
+        heads = (min(size, config.linear.split_heads(part)) for part in blocks)
+        return sum(
+            -(-its // each) for its, each in zip(blocks.values(), heads, strict=True)
+        ), columns
     if ".self_attn." in name and role is not ParallelStyle.PER_HEAD:
         config = config.of_layer(layer)
         queries = config.qkv_features["q_proj"]

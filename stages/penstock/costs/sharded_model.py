@@ -6,6 +6,7 @@ from typing import Literal
 
 from penstock.adapters.match_targets import TargetLayer
 from penstock.config.schema.run import RunConfig
+from penstock.costs.vision import VisionWork
 from penstock.engine.distributed.parallel_dims import ParallelDims, accumulation_steps
 from penstock.engine.distributed.reshard_policy import ReshardAfter, reshard_policy
 from penstock.engine.distributed.validate_layout import micro_batch_padding
@@ -39,6 +40,8 @@ class UnshardedModel:
     trainable: TrainableParams
     quantization: QuantizationConfig | None = None
     """Quantization of a pre-quantized checkpoint, if the run uses it."""
+    vision: VisionWork | None = None
+    """Its vision part and images, if the data has any."""
 
     @classmethod
     def from_run(
@@ -157,9 +160,10 @@ class ShardedModel:
     @property
     def has_edge_units(self) -> bool:
         """Whether FSDP gathers and reduces the embedding and the head apart from each other: not if
-        they are tied, and not in a pipeline, whose stages keep theirs gathered."""
-        is_whole = self.degrees.pipeline == 1
-        return self.is_sharded and is_whole and not self.config.tie_word_embeddings
+        they are tied or called again to predict further tokens, and not in a pipeline, whose
+        stages keep theirs gathered."""
+        is_apart = not (self.config.tie_word_embeddings or self.config.num_mtp_layers)
+        return self.is_sharded and self.degrees.pipeline == 1 and is_apart
 
     @property
     def saves_only_adapters(self) -> bool:

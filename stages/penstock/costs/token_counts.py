@@ -33,6 +33,8 @@ class Data:
     trained_tokens: int
     """Number of tokens with a label."""
     certainty: Certainty
+    image_tokens: int = 0
+    """Number of image tokens; 0 also before images are packed."""
 
     @property
     def rows(self) -> int:
@@ -102,9 +104,8 @@ def estimate_data(run: RunConfig, steps: Sequence[PlannedStage], vocab_size: int
     if made.packed:
         facts = {name: of.get("train") for name, of in made.packed.items()}
         rows = facts["epoch_rows"] or [facts["rows"]]
-        return Data(
-            tuple(rows), facts["tokens"], facts["documents"], facts["trained_tokens"], "counted"
-        )
+        counts = facts["tokens"], facts["documents"], facts["trained_tokens"]
+        return Data(tuple(rows), *counts, "counted", facts.get("image_tokens") or 0)
     prepare = by_stage["prepare"]
     row = run.data.row_length
     if made.prepared:

@@ -9,7 +9,7 @@ can be built.
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,6 +71,12 @@ from penstock.engine.losses.build import (
     eval_loss_fn,
     train_loss_fn,
 )
+from penstock.engine.losses.indexer_loss import (
+    build_indexer_losses,
+    describe_indexers,
+    set_trainable_indexers,
+)
+from penstock.engine.losses.multi_token_prediction import build_mtp_loss
 from penstock.engine.losses.sequence_logprobs import SequenceLogProbs
 from penstock.engine.model_source import quantization_args
 from penstock.engine.moe.load_balancing import Routers, build_routers
@@ -97,6 +103,21 @@ from penstock.engine.train_step import TrainStep
 from penstock.engine.trainable import trainable_params
 from penstock.engine.validate_backend import describe_backend, require_backend
 from penstock.engine.validate_model import validate_model
+from penstock.engine.vision.balance import ImageCost, build_image_cost
+from penstock.engine.vision.build import (
+    build_image_inputs,
+    build_outline,
+    checked_vision,
+    left_to_base,
+)
+from penstock.engine.vision.encoded import build_tower
+from penstock.engine.vision.freeze import (
+    checked_parts,
+    freeze,
+    freeze_image_experts,
+    frozen_parts,
+)
+from penstock.engine.vision.image_text import freeze_image_text
 from penstock.models.automodel.causal_lm import AutoCausalLM
 from penstock.models.automodel.family import AutoFamily
 from penstock.models.automodel.outline import AutoModelConfig
@@ -104,10 +125,12 @@ from penstock.models.causal_lm import CausalLM
 from penstock.models.decoder import Decoder, PipelineStageModules
 from penstock.models.decoder_config import DecoderConfig
 from penstock.models.family import Family
-from penstock.models.flops import TrainableParams, pairs_per_token
+from penstock.models.flops import TrainableParams, layer_flops, pairs_per_token
 from penstock.models.layers.attention import AttentionFn
 from penstock.models.layers.experts import ExpertOperations
 from penstock.models.registry import get_family
+from penstock.models.vision.tower import VisionTower
+from penstock.models.vision.types import VisionConfig
 
 if TYPE_CHECKING:
     from penstock.engine.distributed.pipeline_parallel import Pipeline
@@ -149,6 +172,8 @@ class BuiltModel:
     """The cost of a token outside attention, in query-key pairs; used to estimate the cost of
     packed sequences.
     """
+    image_cost: ImageCost | None
+    """The cost of images, in addition; None without a vision part of known size."""
     quantized: tuple[str, ...] = ()
     """The quantization formats of the base model's matrices."""
 
@@ -162,15 +187,16 @@ def assemble(
     *,
     adapter: Path | None = None,
     load: LoadFn | None = None,
+    images: bool = False,
 ) -> BuiltModel:
     """Build the model that `run` describes, sharded over `ranks`, with its weights and optimizer.
 
     `weights` is a folder of safetensors, or None for a random initialization from `train.seed`;
     `adapter` is the folder of an adapter to resume from. `load` fills the empty parameters,
-    `load_params` by default.
+    `load_params` by default. With `images` the vision part of a multimodal model is built.
     """
     train = run.train
-    family = checked_family(run, hf_config, notify)
+    family = checked_family(run, hf_config, weights, notify)
     mesh = Mesh(
         build_parallel_dims(train, ranks.world_size),
         ranks.rank,
@@ -178,22 +204,33 @@ def assemble(
         experts="strided" if train.ep_outside else "adjacent",
     )
     context = ContextParallel(mesh)
-    config = family.read(hf_config)
-    names = family.weight_map(config, merge_qkv=run.model.merge_qkv)
-    attend = context.attention_fn(choose_attention(run, config, ranks.device, notify))
-    attend = select_attention_dtype(attend, run.model)
+    config = family.trained_config(hf_config, mtp=train.mtp_loss_weight > 0)
+    vision = checked_vision(run, hf_config, config, images=images)
+    base = base_weights(run, family, config, hf_config, weights, vision)
+    attend = select_attention_dtype(
+        context.attention_fn(
+            choose_attention(
+                run,
+                config,
+                ranks.device,
+                notify,
+                bidirectional=vision is not None and vision.type.bidirectional,
+            )
+        ),
+        run.model,
+    )
     experts = select_activation_impl(
         select_moe_backend(run, config, ranks.device, notify), run.model
     )
     register_dispatcher = select_token_dispatcher(run, config, mesh, ranks.device, notify)
     loss = train_loss_fn(run, ranks.device, config.logit_soft_cap)
-    base = BaseModelWeights(names, quantization_args(run), hf_config, family.roles, weights)
     parts = [
-        build_empty(run, family, base, part, attend, experts)
-        for part in build_stage_modules(config, train, mesh.index("pipeline"))
+        build_empty(run, family, base, part, attend, experts, vision, images=images)
+        for part in build_stage_modules(config, train, mesh.index("pipeline"), run.data.row_length)
     ]
-    float8_modules = convert_to_float8_training(parts, train, names, family.roles, notify)
+    float8_modules = convert_to_float8_training(parts, train, base.names, family.roles, notify)
     residual: Residual = "split" if train.sequence_parallel else "whole"
+    context.parallelize(parts)
     for part in parts:
         parallelize_tensor(
             part,
@@ -213,7 +250,8 @@ def assemble(
     if train.enable_activation_offload:
         offload(parts, build_offloader(ranks.device, train.activation_gpu_limit))
     shards = [
-        param_shards(part, names, mesh, roles=family.roles, residual=residual) for part in parts
+        param_shards(part, base.names, mesh, roles=family.roles, residual=residual)
+        for part in parts
     ]
     if run.lora.enable_aqn:
         for part, part_shards in zip(parts, shards, strict=True):
@@ -228,7 +266,9 @@ def assemble(
     for part in parts:
         part.to_empty(device="cpu" if train.init_device == "cpu" else param_device)
     adapter_init = (
-        AdapterStart(adapter, lora_target_layers(run, family, config), names) if adapter else None
+        AdapterStart(adapter, lora_target_layers(run, family, config, base.vision), base.names)
+        if adapter
+        else None
     )
     (load or load_params)(
         local_params(parts, shards, mesh, train), base, weights, run, ranks, adapter_init
@@ -242,10 +282,21 @@ def assemble(
     set_grad_dtype(train, params)
     cpu_offload = CPUOffloadedParams.of(params) if train.optimizer_offload == "cpu" else None
     optimizer_params = cpu_offload.there if cpu_offload else params
-    optimizer = build_distributed_optimizer(run, optimizer_params, family.roles, config, ranks)
+    optimizer = build_distributed_optimizer(
+        run,
+        optimizer_params,
+        family.roles,
+        config,
+        ranks,
+        checked_parts(train, params, config, vision, mesh),
+    )
     autocast = autocast_context(train, ranks.device)
     if mesh.size("pipeline") > 1:
-        notify(describe_pipeline(train, config.num_hidden_layers))
+        notify(
+            describe_pipeline(
+                train, layer_flops(config, run.data.row_length), config.num_mtp_layers
+            )
+        )
     vocab_head = VocabParallelHead(
         mesh,
         config.vocab_size,
@@ -261,6 +312,7 @@ def assemble(
         sync=gradient_sync(train, mesh, parts, params),
         pipeline=build_pipeline(parts, mesh, train, ranks, residual, autocast),
         autocast=autocast,
+        images=build_image_inputs(run, vision, parts, config),
         heartbeat=ranks.heartbeat,
     )
     eval_loss = eval_loss_fn(run, config.logit_soft_cap)
@@ -277,7 +329,7 @@ def assemble(
         dropout_seed=train.seed if run.lora.enable_aqn or any(map(has_dropout, parts)) else None,
         preferences=build_preference_loss(run, layout, vocab_head, ranks),
         routers=routers,
-        relora=build_relora(run, parts, params, optimizer, names, mesh, ranks),
+        relora=build_relora(run, parts, params, optimizer, base.names, mesh, ranks),
         optimizer_in_backward=(
             OptimizerInBackward(optimizer, layout.trainable, ranks, pre_update_hooks)
             if train.fuse_optimizer_step
@@ -287,6 +339,8 @@ def assemble(
         cpu_offload=cpu_offload,
         grad_scaler=GradScaler(train.loss_scale_init) if train.computes_in == "float16" else None,
         norms=build_norms(train, params, ranks),
+        indexers=build_indexer_losses(train, config),
+        mtp=build_mtp_loss(train, config, layout, vocab_head.sum_cross_entropy(loss)),
         pre_update_hooks=pre_update_hooks,
     )
     return BuiltModel(
@@ -298,12 +352,13 @@ def assemble(
             params,
             optimizer,
             only_trained=saves_adapters_only(run.lora),
+            left_to_base=left_to_base(params),
             stepped=optimizer_params,
             states="saved" if train.save_optimizer else "left out",
             pre_update_hooks=pre_update_hooks,
             rounded_to=rounded_to(train),
             compressed_to=None if train.ckpt_quant == "none" else train.ckpt_quant,
-            exact=fp32_params(parts, params, names),
+            exact=fp32_params(parts, params, base.names),
         ),
         dims=mesh.dims,
         layout={"mode": train.data_parallel_mode, **asdict(mesh.dims)},
@@ -311,11 +366,14 @@ def assemble(
         config=config,
         learning=trainable_params(run, family, config),
         pairs_per_token=pairs_per_token(config),
+        image_cost=build_image_cost(run, hf_config, config, images=images),
         quantized=tuple(sorted({format.name for format in base.formats.values()})),
     )
 
 
-def checked_family(run: RunConfig, hf_config: dict[str, Any], notify: Notify) -> Family:
+def checked_family(
+    run: RunConfig, hf_config: dict[str, Any], weights: Path | None, notify: Notify
+) -> Family:
     """The model's family. Raises ConfigError or CapabilityError for settings that it cannot
     honour."""
     family = get_family(hf_config, run.model.backend, adapters=run.lora.enable_lora)
@@ -324,9 +382,31 @@ def checked_family(run: RunConfig, hf_config: dict[str, Any], notify: Notify) ->
         notify(describe_backend(family))
     else:
         validate_model(run, hf_config)
-        if run.model.model_path and (line := describe_prediction_layers(hf_config)):
+        if line := describe_indexers(run.train, family.read(hf_config)):
             notify(line)
+    num_layers = family.read(hf_config).num_hidden_layers
+    carried = None if run.train.mtp_loss_weight else weights
+    if carried and (line := describe_prediction_layers(carried, num_layers)):
+        notify(line)
     return family
+
+
+def base_weights(
+    run: RunConfig,
+    family: Family,
+    config: DecoderConfig,
+    hf_config: dict[str, Any],
+    weights: Path | None,
+    vision: VisionConfig | None,
+) -> BaseModelWeights:
+    """The base model's weights in `weights`, with those of its vision part if that is built."""
+    names = family.weight_map(config, merge_qkv=run.model.merge_qkv)
+    outline = build_outline(hf_config) if vision else None
+    if outline is not None:
+        names = replace(names, vision=outline.shapes)
+    return BaseModelWeights(
+        names, quantization_args(run), hf_config, family.roles, weights, outline
+    )
 
 
 def build_empty(
@@ -336,11 +416,15 @@ def build_empty(
     part: PipelineStageModules,
     attend: AttentionFn,
     experts: ExpertOperations,
+    vision: VisionConfig | None = None,
+    *,
+    images: bool = False,
 ) -> CausalLM:
     """Build the model with its adapters on the meta device: shapes without storage."""
     config = base.names.config
     if isinstance(config, AutoModelConfig):
         model = AutoCausalLM(base.hf_config, config, attend=attend)
+        freeze_image_text(run, model, images=images)
         return _prepare_empty(run, family, base, model)
     with torch.device("meta"):
         model = Decoder(
@@ -352,9 +436,16 @@ def build_empty(
             router="fp32" if run.model.router_fp32 else "model",
             dropout=dropout_config(run.train.dropout),
             part=part,
+            vision=build_tower(run, vision) if vision and part.has_embedding else None,
+            rope_axes=vision and vision.rope_axes,
         )
+        if vision is not None:
+            freeze(model, frozen_parts(run))
+        else:
+            freeze_image_experts(model)
+        set_trainable_indexers(run.train, model)
         if run.model.freeze_router:
-            for router in model.routers().values():
+            for router in model.all_routers():
                 router.requires_grad_(False)
     return _prepare_empty(run, family, base, model)
 
@@ -367,7 +458,7 @@ def _prepare_empty(
         base.quantize(model)
         if run.lora.enable_lora:
             require_adaptable(base.names.config)
-            inject(model, lora_spec(run, family))
+            inject(model, lora_spec(run, family), vision=base.vision)
             if saves_adapters_only(run.lora):
                 cast_frozen_params(getattr(torch, run.train.computes_in), model)
         if run.train.keeps_in == "bfloat16":
@@ -394,8 +485,11 @@ def build_pipeline(
 
 
 def is_padded(config: DecoderConfig) -> bool:
-    """Whether the model computes padded batches of documents."""
-    return isinstance(config, AutoModelConfig) and not config.outline.traits.packing
+    """Whether the model computes padded batches of documents, of which some can be taken out:
+    images cannot."""
+    if not isinstance(config, AutoModelConfig) or config.outline.media is not None:
+        return False
+    return not config.outline.traits.packing
 
 
 def splits_by_length(train: TrainConfig, config: DecoderConfig, routers: Routers | None) -> bool:
@@ -436,14 +530,16 @@ def lora_spec(run: RunConfig, family: Family) -> LoraSpec:
     )
 
 
-def lora_target_layers(run: RunConfig, family: Family, config: DecoderConfig) -> list[str]:
+def lora_target_layers(
+    run: RunConfig, family: Family, config: DecoderConfig, vision: VisionTower | None = None
+) -> list[str]:
     """The layers with adapters in all parts of the model, by their checkpoint names."""
     targets = lora_spec(run, family).targets or ()
     if isinstance(config, AutoModelConfig):
         layers = linear_layers(family.weight_map(config))
         return [layer.name for layer in match_targets(targets, layers)]
     with torch.device("meta"):
-        whole = Decoder(config, merge_qkv=run.model.merge_qkv)
+        whole = Decoder(config, merge_qkv=run.model.merge_qkv, vision=vision)
     return select_layers(whole, targets)
 
 

@@ -9,6 +9,7 @@ from penstock.core.cache.stage import Source
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 SchemeName = Literal["fp8", "block_fp8", "int8", "int4", "nvfp4"]
+MTPExport = Literal["keep", "drop"]
 
 
 @dataclass(frozen=True)
@@ -92,3 +93,5 @@ class ExportFormat:
     """Whether adapters are also merged into the model."""
     quantize: SchemeName | None = None
     """The quantization format of linear layers; None: unquantized."""
+    mtp: MTPExport = "keep"
+    """What becomes of layers that predict further tokens."""

@@ -16,11 +16,13 @@ from torch import nn
 
 from penstock.core.errors import StageError
 from penstock.engine.checkpoint.async_staging import PreUpdateHooks
-from penstock.engine.distributed.parallel_model import ParallelModel
+from penstock.engine.distributed.parallel_model import ModelInputs, ParallelModel
 from penstock.engine.distributed.param_shards import LocalParam
 from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.engine.distributed.vocab_parallel import SumLossFn
-from penstock.engine.losses.preference import Preferences
+from penstock.engine.losses.indexer_loss import IndexerLosses
+from penstock.engine.losses.multi_token_prediction import MTPLoss
+from penstock.engine.losses.preference import Preferences, PreferenceStep
 from penstock.engine.moe.load_balancing import Routers
 from penstock.engine.non_finite import locate_non_finite
 from penstock.engine.optim.clip_grad import gradient_norm, scale_gradients
@@ -34,6 +36,7 @@ from penstock.engine.split_by_length import num_parts, split_by_length
 from penstock.losses.labels import Labels
 from penstock.models.decoder import OutputFn
 from penstock.models.layers.dropout import DropoutRNG
+from penstock.models.layers.indexer import IndexerLoss
 from penstock.optim.groups import set_lr
 from penstock.rows.collate import MicroBatch
 from penstock_kernels.to_device import to_device
@@ -84,6 +87,9 @@ class StepResult:
     """Tokens of the prefetched micro-batches; None without any."""
     maxima: tuple[int, ...] = ()
     """`Prefetch.maxima` over all ranks."""
+    further_losses: Mapping[str, float] = field(default_factory=dict[str, float])
+    """The losses of multi-token prediction and of indexers, which are not part of `loss`, by name.
+    """
 
 
 @dataclass(frozen=True)
@@ -107,6 +113,10 @@ class TrainStep:
     """None when a step does nothing with routers."""
     relora: ReLoRA | None = None
     """None when adapters are not merged into the weights."""
+    mtp: MTPLoss | None = None
+    """None without layers that predict further tokens."""
+    indexers: IndexerLosses | None = None
+    """None when there are no indexers, or they are frozen."""
     norms: Norms | None = None
     """None when only the total gradient norm is logged."""
     grad_scaler: GradScaler | None = None
@@ -157,18 +167,16 @@ class TrainStep:
         preference_step = None
         if self.preferences:
             preference_step = self.preferences.start_step(batches, references, scale)
-            output_fns = [
-                preference_step.reduce(batch, index) for index, batch in enumerate(batches)
-            ]
-        else:
-            divisor = max(1, trained) / scale
-            output_fns = [self._build_output_fn(batch, self.loss_fn, divisor) for batch in batches]
-        calls = [
-            self.model.build_inputs(
-                batch, output_fn, self.ranks.device, self._dropout_rng(batch, number)
-            )
-            for batch, output_fn in zip(batches, output_fns, strict=True)
-        ]
+        calls = self._build_calls(batches, number, max(1, trained) / scale, preference_step)
+        totals: list[torch.Tensor] = []
+        if preference_step:
+            totals.append(preference_step.metric_totals.flatten())
+        if self.mtp:
+            totals.append(torch.zeros(1, dtype=torch.float64, device=self.ranks.device))
+            calls = self.mtp.with_further_tokens(calls, batches, max(1, trained), scale, totals[-1])
+        indexer_losses: Sequence[IndexerLoss] = ()
+        if self.indexers:
+            calls, indexer_losses = self.indexers.with_losses(calls, batches, tokens, scale)
         self.ranks.heartbeat.set_phase("forward")
         if self.routers:
             layout = self.model
@@ -184,11 +192,14 @@ class TrainStep:
             self.grad_scaler.unscale(trainable)
         norms = self.norms.of_gradients() if self.norms and not self.optimizer_in_backward else None
         norm = norms.total if norms else self._gradient_norm(trainable)
-        metric_totals = preference_step.metric_totals.flatten() if preference_step else None
         logits = self.qk_clip.reduce() if self.qk_clip else None
-        loss, norm_value, next_counts, maxima, totals, logits_read = self._read(
-            mine, norm, following, metric_totals, logits
+        if self.indexers:
+            totals.append(self.indexers.total(indexer_losses, self.ranks.device))
+        loss, norm_value, next_counts, maxima, totals_read, logits_read = self._read(
+            mine, norm, following, totals, logits
         )
+        indexer_total = totals_read.pop()[0] if self.indexers else 0.0
+        mtp_loss = totals_read.pop()[0] if self.mtp else 0.0
         is_finite = math.isfinite(norm_value)
         if not is_finite and not (self.grad_scaler and self.grad_scaler.on_overflow()):
             raise self._non_finite_error(whole, norm, number)
@@ -213,29 +224,53 @@ class TrainStep:
             router_metrics,
             of_norms if is_finite else {},
             of_scaling,
-            preference_step.metrics(totals) if preference_step else {},
+            preference_step.metrics(totals_read.pop()) if preference_step else {},
             self.qk_clip.metrics(*logits_read) if self.qk_clip else {},
             mine,
             next_counts,
             maxima,
+            {
+                **({"mtp_loss": mtp_loss} if self.mtp else {}),
+                **({"indexer_loss": indexer_total / max(1, tokens)} if self.indexers else {}),
+            },
         )
+
+    def _build_calls(
+        self,
+        batches: Sequence[MicroBatch],
+        number: int,
+        divisor: float,
+        preference_step: PreferenceStep | None,
+    ) -> list[ModelInputs]:
+        """The model's inputs for each micro-batch, with its loss."""
+        if preference_step:
+            output_fns = [
+                preference_step.reduce(batch, index) for index, batch in enumerate(batches)
+            ]
+        else:
+            output_fns = [self._build_output_fn(batch, self.loss_fn, divisor) for batch in batches]
+        return [
+            self.model.build_inputs(
+                batch, output_fn, self.ranks.device, self._dropout_rng(batch, number)
+            )
+            for batch, output_fn in zip(batches, output_fns, strict=True)
+        ]
 
     def _read(
         self,
         mine: torch.Tensor,
         norm: torch.Tensor,
         following: Prefetch,
-        totals_M: torch.Tensor | None,
+        totals: Sequence[torch.Tensor],
         logits: torch.Tensor | None,
-    ) -> tuple[float, float, TokenCounts | None, tuple[int, ...], Sequence[float], Sequence[float]]:
+    ) -> tuple[
+        float, float, TokenCounts | None, tuple[int, ...], list[list[float]], Sequence[float]
+    ]:
         """The loss over all ranks, the norm, the next step's counts, the maxima, the sums of
-        `totals_M` (fp64) over all ranks, and `logits` (fp64): one sync."""
+        `totals` (fp64 [M] each) over all ranks, and `logits` (fp64): one sync."""
         device = self.ranks.device
         local_counts = to_device(self._local_counts(following.batches), device)
-        local = [mine.double().reshape(1), local_counts]
-        if totals_M is not None:
-            local.append(totals_M)
-        sums = torch.cat(local)
+        sums = torch.cat([mine.double().reshape(1), local_counts, *totals])
         pieces = [self.ranks.all_reduce_sum(sums), norm.double().reshape(1)]
         if logits is not None:
             pieces.append(logits)
@@ -243,7 +278,11 @@ class TrainStep:
             numbers = to_device(torch.tensor(maxima, dtype=torch.int64), device)
             pieces.append(self.ranks.all_reduce_max(numbers).double())
         loss, tokens, trained, *more = torch.cat(pieces).tolist()
-        found, [norm_value, *more] = _cut(more, 0 if totals_M is None else len(totals_M))
+        found: list[list[float]] = []
+        for one in totals:
+            values, more = _cut(more, len(one))
+            found.append(values)
+        norm_value, *more = more
         of_logits, more = _cut(more, 0 if logits is None else len(logits))
         highest = tuple(map(int, more))
         given = len(following.maxima)

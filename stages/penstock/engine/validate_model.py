@@ -58,6 +58,12 @@ def require_prompts_apart(data: DataConfig, hf: HfConfig) -> None:
             "layers of linear attention, whose states have all tokens before.\n"
             "  Write data.share_prompts: false."
         )
+    if data.shares_prompts and config is not None and config.indexer:
+        raise CapabilityError(
+            "data.share_prompts lays both answers to a prompt into one document, and the model's "
+            "tokens attend to those that an indexer selects from all before.\n"
+            "  Write data.share_prompts: false."
+        )
     kind = _length_dependent_rope(hf)
     if kind is not None and data.shares_prompts:
         raise CapabilityError(
@@ -91,6 +97,7 @@ def require_rows_within_positions(run: RunConfig, config: DecoderConfig) -> None
 
 def validate_model(run: RunConfig, hf: HfConfig) -> None:
     """Raise ConfigError or CapabilityError for the first invalid setting."""
+    require_mtp(run.train, hf)
     hf = language_config(hf)
     require_routers(run, hf)
     require_dense_networks(run.train, hf)
@@ -98,6 +105,59 @@ def validate_model(run: RunConfig, hf: HfConfig) -> None:
     require_prompts_apart(run.data, hf)
     require_fused_projections(run, hf)
     require_unnormalized_queries(run.train, hf)
+    require_dense_attention(run.train, hf)
+
+
+def require_dense_attention(train: TrainConfig, hf: HfConfig) -> None:
+    """Raise CapabilityError for what sparse attention does not do."""
+    config = _native_config(hf)
+    if config is None or config.indexer is None:
+        if train.indexer_loss_coef:
+            raise CapabilityError(
+                f"train.indexer_loss_coef is {train.indexer_loss_coef:g}, and a "
+                f"{hf['model_type']} has no indexers.\n  Leave indexer_loss_coef out."
+            )
+        return
+    selects = f"and the tokens of a {hf['model_type']} attend to those that an indexer selects"
+    if train.dropout.attention:
+        raise CapabilityError(
+            f"train.dropout.attention is {train.dropout.attention:g}, {selects}, whose weights are "
+            "not dropped.\n  Write train.dropout.hidden instead."
+        )
+    if train.qk_clip_threshold is not None:
+        raise CapabilityError(
+            f"train.qk_clip_threshold is {train.qk_clip_threshold:g}, {selects}: logits of the "
+            "others would count as well.\n  Leave qk_clip_threshold out."
+        )
+
+
+def require_mtp(train: TrainConfig, hf: HfConfig) -> None:
+    """Raise an error if layers that predict further tokens are to be trained, and there are none,
+    or they cannot be."""
+    from penstock.models.registry import get_family  # noqa: PLC0415
+
+    if not train.mtp_loss_weight:
+        return
+    family = get_family(hf, "native")
+    setting = f"train.mtp_loss_weight is {train.mtp_loss_weight:g}"
+    if family.mtp is None:
+        raise CapabilityError(
+            f"{setting}, and layers of a {family.model_type} that predict further tokens are not "
+            "trained here; exports have those of the base model.\n  Leave mtp_loss_weight out."
+        )
+    text = language_config(hf)
+    count = family.mtp.num_layers(text)
+    if not count:
+        raise ConfigError(
+            f"{setting}, and the model has no layers that predict further tokens: "
+            f"{family.mtp.count} in config.json is {text.get(family.mtp.count)}.\n"
+            "  Leave mtp_loss_weight out."
+        )
+    if count > 1 and family.mtp.shares_projection:
+        raise CapabilityError(
+            f"{setting}, and {family.mtp.count} is {count}: one layer is trained in a "
+            f"{family.model_type}.\n  Leave mtp_loss_weight out."
+        )
 
 
 def require_unnormalized_queries(train: TrainConfig, hf: HfConfig) -> None:
@@ -144,10 +204,10 @@ def _length_dependent_rope(hf: HfConfig) -> str | None:
 def _native_config(hf: HfConfig) -> DecoderConfig | None:
     """The config of a model that its native family computes."""
     # Imported here: a finished run needs no families.
-    from penstock.models.registry import FAMILIES  # noqa: PLC0415
+    from penstock.models.registry import FAMILIES, LANGUAGE_MODELS  # noqa: PLC0415
 
     hf = language_config(hf)
-    family = FAMILIES.get(native_type(hf) or "")
+    family = {**FAMILIES, **LANGUAGE_MODELS}.get(native_type(hf) or "")
     try:
         return family.read(hf) if family else None
     except NotNativeError:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from penstock.core.remote.urls import redact_text
+from penstock.models.automodel.proved import audio_types, image_types
 from penstock.models.multimodal import MULTIMODAL
 
 MAX_LAYER_NAMES = 16
@@ -107,7 +108,9 @@ def _adapter_type(config: Mapping[str, Any]) -> str:
 
 def model_snippet(prompting: Prompting, model_type: str) -> str:
     """Snippet that loads the folder with transformers."""
-    what = "ImageTextToText" if model_type in MULTIMODAL else "CausalLM"
+    what = "ImageTextToText" if _takes_images(model_type) else "CausalLM"
+    if _takes_audio_alone(model_type):
+        what = "MultimodalLM"
     return _snippet(_MODEL.format(auto_class=f"AutoModelFor{what}"), prompting)
 
 
@@ -116,8 +119,17 @@ def adapter_snippet(
 ) -> str:
     """Snippet that loads the folder with peft; `tokenizer` says which folder has the tokenizer."""
     places = {"here": "name", "of the base": _BASE_MODEL_OF_ADAPTER, "in hf": '"../hf"'}
-    loading = _MULTIMODAL_ADAPTER if model_type in MULTIMODAL else _ADAPTER
+    loading = _MULTIMODAL_ADAPTER if _takes_images(model_type) else _ADAPTER
     return _snippet(loading.format(tokenizer=places[tokenizer]), prompting)
+
+
+def _takes_images(model_type: str) -> bool:
+    """Whether transformers loads a model of this type with its vision part."""
+    return model_type in MULTIMODAL or model_type in image_types()
+
+
+def _takes_audio_alone(model_type: str) -> bool:
+    return model_type in audio_types() and not _takes_images(model_type)
 
 
 def _snippet(loading: str, prompting: Prompting) -> str:

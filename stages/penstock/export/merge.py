@@ -8,16 +8,21 @@ kept.
 import errno
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from penstock.core.errors import CapabilityError, ConfigError, StageError
 from penstock.core.files import PART, fsync, read_json, remove, write_json
+from penstock.core.replace_folder import rename_folder
 from penstock.core.sources.pin import TOKENIZER_FILES
 from penstock.engine.hf.safetensors_reader import SafetensorsFolder
 from penstock.engine.hf.save_model import INDEX
 from penstock.engine.peft.merge_adapter import AdapterMerge
 from penstock.engine.peft.read_adapter import PeftFolder
+from penstock.engine.vision.build import build_outline
+from penstock.engine.vision.stored_names import checkpoint_names
 from penstock.export.license import CARD
 from penstock.export.merge_file import merged_shape, write_file
 from penstock.export.merged_card import write_merged_card
@@ -29,6 +34,8 @@ from penstock.models.multimodal import (
     stored_name,
     text_name,
 )
+from penstock.models.registry import native_family
+from penstock.models.vision.types import VISION_TYPES
 
 CONFIG = "config.json"
 WEIGHT_FORMATS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack"}
@@ -77,20 +84,37 @@ def merge_folders(base: Path, adapter: Path, out: Path) -> dict[str, Any]:
     except BaseException:
         remove(partial)
         raise
-    if out.exists():
-        out.rmdir()
-    fsync(partial)
-    partial.rename(out)
-    fsync(out.parent)
+    rename_folder(partial, out)
     return facts
 
 
 def _rename(hf_config: Mapping[str, Any], weights: SafetensorsFolder) -> Callable[[str], str]:
-    """The names in the base model's files of PEFT's modules: others, where it is multimodal."""
+    """The names in the base model's files of PEFT's modules: others, where it is multimodal, or
+    where transformers calls the backbone otherwise."""
     if hf_config.get("model_type") not in MULTIMODAL:
+        family = native_family(hf_config)
+        with suppress(ConfigError, CapabilityError):
+            return family.weight_map(family.read(hf_config)).hf_name if family else str
         return str
     backbone = stored_backbone(weights.names())
-    return lambda name: stored_name(text_name(name), backbone) if is_language(f"{name}.") else name
+    # Adapters of the vision part are rare, and its names cost seconds.
+    of_vision = cache(partial(_vision_modules, hf_config, weights))
+
+    def rename(name: str) -> str:
+        if is_language(f"{name}."):
+            return stored_name(text_name(name), backbone)
+        return of_vision().get(name, name)
+
+    return rename
+
+
+def _vision_modules(hf_config: Mapping[str, Any], weights: SafetensorsFolder) -> dict[str, str]:
+    """The names in files of the vision part's modules and tensors, by transformers'."""
+    if hf_config.get("model_type") not in VISION_TYPES:
+        return {}
+    names = checkpoint_names(weights.names(), build_outline(hf_config))
+    both = {here: stored for stored, here in names.items()}
+    return both | {h.rpartition(".")[0]: s.rpartition(".")[0] for h, s in both.items()}
 
 
 def _read_config(base: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from pydantic import Field
 from penstock.config.schema.base import Settings
 from penstock.core.cache.stage import Artifact, Facts, Input, Stage, stage_key
 from penstock.core.errors import ArtifactError
-from penstock.engine.model_source import DType, ExportFormat, ModelSource, SchemeName
+from penstock.engine.model_source import DType, ExportFormat, ModelSource, MTPExport, SchemeName
 
 
 class ExportSettings(Settings):
@@ -32,6 +32,9 @@ class ExportSettings(Settings):
     quantise: SchemeName | None = None
     """Quantization scheme of the linear layers in `hf/`, in compressed-tensors format."""
 
+    mtp: MTPExport = "keep"
+    """Whether `hf/` has the layers that predict further tokens."""
+
     model_card: bool = True
     """Whether `hf/` and `adapter/` get a model card."""
 
@@ -43,7 +46,7 @@ class Export(Stage):
 
     name: ClassVar[str] = "export"
     version: ClassVar[int] = 1
-    neutral: ClassVar[Mapping[str, Any]] = {"model_card": False}
+    neutral: ClassVar[Mapping[str, Any]] = {"model_card": False, "mtp": "keep"}
 
     settings: ExportSettings
     trained: Artifact
@@ -73,7 +76,11 @@ class Export(Stage):
 
         settings = self.settings
         form = ExportFormat(
-            settings.dtype, settings.max_shard_bytes, settings.merge_lora, settings.quantise
+            settings.dtype,
+            settings.max_shard_bytes,
+            settings.merge_lora,
+            settings.quantise,
+            settings.mtp,
         )
         facts = write_folders(self._checkpoint(), self.origin, form, out)
         if settings.model_card:

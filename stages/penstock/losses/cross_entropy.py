@@ -102,7 +102,7 @@ def sum_cross_entropy(
         raise ValueError(f"{tuple(labels.values.shape)} labels for a sum, which is of one each")
     tokens = _TrainedTokens.of(hidden_TD, head, labels)
     if not len(tokens.labels):
-        return tokens.zero()
+        return tokens.zero(loss)
     if products := tokens.products(loss):
         return linear_cross_entropy(
             products,
@@ -140,7 +140,7 @@ def token_log_probs(
     tokens = _TrainedTokens.of(hidden_TD, head, labels)
     found_T = hidden_TD.new_zeros(labels.values.shape, dtype=torch.float32)
     if not len(tokens.labels):
-        return found_T + tokens.zero()
+        return found_T + tokens.zero(loss)
     is_label_S = tokens.labels != IGNORED
     if labels.values.dim() > 1:
         # Ignored labels of a token that has others: compute them as token 0, masked below.
@@ -185,10 +185,12 @@ class _TrainedTokens:
             rng.select(trained) if rng else None,
         )
 
-    def zero(self) -> torch.Tensor:
-        """Zero that depends on all tensors a loss would, so that their gradients are zeros."""
+    def zero(self, loss: Loss) -> torch.Tensor:
+        """Zero that depends on all tensors a loss would, so that their gradients are zeros. The
+        head is read as for a loss, not called: FSDP records the order of calls, in which ranks
+        gather weights, and it must be that of the other ranks."""
         with dropout_rng(self.rng):
-            return self.head(self.hidden).float().sum()
+            return compute_logits(self.hidden, self.head, loss.precision).float().sum()
 
     def products(self, loss: Loss) -> Sequence[WeightedRows] | None:
         """The linear terms whose sum is the logits; None with `eager`, or if the head is opaque."""

@@ -1,12 +1,14 @@
 """Parameter groups: weight decay, learning rate multipliers (LoRA+, layer-wise), Muon matrices."""
 
 import re
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+
+from penstock.models.vision.types import VISION
 
 RATE = "rate"
 """Key of a parameter group: its multiplier of the scheduled learning rate."""
@@ -43,16 +45,28 @@ def constant_multiplier(_: str) -> float:
 
 def layerwise_lr_decay(bound: float, num_layers: int) -> LrMultiplierFn:
     """Layer-wise learning rate decay: multiplier b + d/(n+2) (1-b), with b the `bound` and n the
-    number of layers. d is 0 for the embedding, i for layer i (from 0), and n+2 for the final norm
-    and the LM head. The formula is ERNIEKit's, in which layer 0 has the embedding's rate."""
+    number of layers. d is 0 for the embedding and a vision part, i for layer i (from 0), and n+2
+    for the final norm and the LM head. The formula is ERNIEKit's, in which layer 0 has the
+    embedding's rate."""
 
     def lr_multiplier(name: str) -> float:
         depth = 0 if "embed_" in name else num_layers + 2
+        if name.startswith(VISION):
+            return bound
         if layer := LAYER.search(name):
             depth = int(layer[1])
         return bound + depth / (num_layers + 2) * (1 - bound)
 
     return lr_multiplier
+
+
+def with_part_lrs(
+    multiplier: LrMultiplierFn, part: Callable[[str], str], ratios: Mapping[str, float]
+) -> LrMultiplierFn:
+    """`multiplier`, but the ratio of its part for parameters of a part in `ratios`."""
+    if not ratios:
+        return multiplier
+    return lambda name: ratios[part(name)] if part(name) in ratios else multiplier(name)
 
 
 @dataclass(frozen=True)

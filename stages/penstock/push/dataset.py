@@ -20,6 +20,7 @@ from penstock.core.process.scratch_dir import scratch_folder
 from penstock.core.sources.local_files import detect_file_kind
 from penstock.push.hub_errors import HubRepo, http_status
 from penstock.push.parquet import FILE_BYTES, ParquetFile, parquet_files
+from penstock.rows.image_files import MEDIA
 
 FIELD = "data.push_dataset_to_hub"
 PROVENANCE_FILE = "penstock.json"
@@ -38,10 +39,15 @@ def push_dataset(
 ) -> dict[str, Any]:
     """Push complete prepared data to the data set `repo`; return its location.
 
-    Raises CapabilityError without a token or write permission, or if the repository is public or
-    has data that its card does not name; ArtifactError if the data does not match its manifest;
-    StageError for errors of the Hub.
+    Raises CapabilityError for data with images, without a token or write permission, or if the
+    repository is public or has data that its card does not name; ArtifactError if the data does not
+    match its manifest; StageError for errors of the Hub.
     """
+    if (prepared.path / MEDIA).is_dir():
+        raise CapabilityError(
+            f"{prepared.path} has images, whose tensors are not pushed.\n"
+            f"  Leave {FIELD} out, and copy the folder where it is needed."
+        )
     target = DatasetTarget(HubRepo.with_token(repo, FIELD, endpoint=endpoint), short(prepared.key))
     info = target.open()
     receipt = {"repo": repo, "config": target.config}

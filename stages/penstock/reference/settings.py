@@ -5,6 +5,7 @@ from typing import Any
 from penstock.config.schema.base import Settings
 from penstock.config.schema.lora import LoraConfig
 from penstock.config.schema.run import RunConfig
+from penstock.encode.settings import encode_settings
 from penstock.identity import identity_fields
 
 NUMERICS_FIELDS = ("enable_fp8_training", "fp8")
@@ -25,6 +26,8 @@ class ReferenceSettings(Settings):
     """Quantization of the base model with QLoRA, else None."""
     seed: int | None
     """Seed of random initialization; None if weights are loaded."""
+    encode_dtype: str | None = None
+    """Data type of stored features of images; None where images are computed in the step."""
 
 
 def reference_settings(run: RunConfig, *, has_weights: bool) -> ReferenceSettings:
@@ -35,6 +38,7 @@ def reference_settings(run: RunConfig, *, has_weights: bool) -> ReferenceSetting
         numbers=identity_fields(run, "train", NUMERICS_FIELDS),
         quantized=identity_fields(run, "lora", QUANTIZED) if run.lora.enable_qlora else None,
         seed=None if has_weights else run.train.seed,
+        encode_dtype=encode_settings(run).dtype if run.data.encode_images else None,
     )
 
 

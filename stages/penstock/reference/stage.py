@@ -10,7 +10,15 @@ from typing import Any, ClassVar, Literal
 
 from penstock.config.schema.run import RunConfig
 from penstock.core.cache.record import digest_json
-from penstock.core.cache.stage import Artifact, Facts, Input, Source, Stage, stage_key
+from penstock.core.cache.stage import (
+    Artifact,
+    Facts,
+    Input,
+    Source,
+    Stage,
+    identity,
+    stage_key,
+)
 from penstock.core.errors import ConfigError, Interrupted
 from penstock.core.sources.hub import local_folder
 from penstock.engine.model_source import ModelSource
@@ -35,6 +43,7 @@ class Reference(Stage):
 
     name: ClassVar[str] = "reference"
     version: ClassVar[int] = 1
+    neutral: ClassVar[Mapping[str, Any]] = {"encode_dtype": None}
     module: ClassVar[str] = MODULE
 
     settings: ReferenceSettings  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -67,7 +76,7 @@ class Reference(Stage):
     def shared_folder(self) -> Path:
         """Folder of this model's log-probs, shared by all runs."""
         model = {name: source.key for name, source in self.model.items()}
-        made = {"version": self.version, "settings": self.settings.model_dump(mode="json")}
+        made = {"version": self.version, "settings": identity(self)["settings"]}
         return self.root / SCORES / digest_json({**made, **model})[:16]
 
     def run(self, out: Path) -> Facts:

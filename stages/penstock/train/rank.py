@@ -65,7 +65,8 @@ def assembled(job: Job, ranks: ProcessInfo, notify: Notify) -> BuiltModel:
         job.config.model.foundation,
         runs_code=job.config.model.trust_remote_code,
     )
-    built = assemble(job.config, hf_config, job.weights, ranks, notify, adapter=job.adapter)
+    how = {"adapter": job.adapter, "images": job.images}
+    built = assemble(job.config, hf_config, job.weights, ranks, notify, **how)
     check_job(job, built.vocab_size)
     return built
 

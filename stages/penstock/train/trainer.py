@@ -41,6 +41,7 @@ from penstock.train.metrics.jsonl import MetricsLog, read_metrics
 from penstock.train.metrics.profiler import StepProfiler
 from penstock.train.metrics.recorder import MetricsRecorder
 from penstock.train.metrics.step_metrics import StepMetrics
+from penstock.train.row_costs import row_costs
 
 GO_ON, TIME_IS_UP, STOP = 0, 1, 2
 """Stop flag after a step, max-reduced over ranks."""
@@ -56,8 +57,10 @@ class Trainer:
         self.train: TrainConfig = job.config.train
         self.rows = trained_rows(job)
         replicas = built.dims.num_replicas
+        costs = row_costs(built, self.rows)
+        self._work = costs.total
         self.batches = StepSampler(
-            built.pairs_per_token * self.rows.lengths() + self.rows.squares(),
+            costs.text,
             rows_per_step=rows_per_step(self.train, replicas),
             seed=self.train.seed,
             last_batch=job.config.data.last_batch,
@@ -201,6 +204,7 @@ class Trainer:
             **result.loss_scale_metrics,
             **result.norm_metrics,
             **result.qk_clip_metrics,
+            **result.further_losses,
             **self.measures.step_fields(result, batches, rows, seconds),
         }
 
@@ -225,7 +229,7 @@ class Trainer:
     def _mine(self, rows: Integers) -> Groups:
         return assign_micro_batches(
             rows.tolist(),
-            self.batches.costs[rows].tolist(),
+            self._work[rows].tolist(),
             num_replicas=self.built.dims.num_replicas,
             size=self.train.micro_batch_size,
             count=self.accumulation,

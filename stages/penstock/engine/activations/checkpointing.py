@@ -18,6 +18,8 @@ from penstock.models.decoder import Decoder
 from penstock.models.layers.block import CALL_HOOKS, Block
 from penstock.models.layers.call_hook import CallHook
 from penstock.models.layers.dropout import preserve_dropout_rng
+from penstock.models.layers.indexer import defer_losses
+from penstock.models.layers.modality import preserve_modalities
 from penstock.models.layers.moe import MoE
 from penstock.models.layers.router_observer import preserve_observer
 
@@ -28,6 +30,9 @@ CORE_ATTENTION = "core_attn"
 """Core attention without its projections: softmax(q @ k.T) @ v, which is recomputed from q, k and v
 (Korthikanti et al. 2022, "Reducing activation recomputation in large transformer models").
 """
+
+VISION = "vision"
+"""The layers of a vision tower."""
 
 MoERecompute = Literal["whole", "gates"]
 """What is recomputed of an MoE layer: everything, which dispatches tokens a second time, or only
@@ -54,31 +59,34 @@ def apply_activation_checkpointing(
     *,
     moe_recompute: MoERecompute = "whole",
 ) -> None:
-    """Register recomputation of whole layers, or of the named modules in each layer.
+    """Register recomputation of whole layers, or of the named modules in each layer; of a vision
+    tower of its layers, unless the names lack `vision`.
 
     If only the `gates` of MoE layers are recomputed, such a layer is never recomputed as a whole:
     `None` then means both its parts. Hooks registered before run inside the recomputation, so a
     second time in the backward pass, with the same dropout masks.
     """
     recompute = partial(_with_recomputation, IMPLEMENTATIONS[kind])
+    if modules is None or VISION in modules:
+        _recompute_tower(model)
     layers = model.blocks
     moe_layers: dict[nn.Module, MoE] = {}
     if moe_recompute == "gates" and isinstance(model, Decoder):
-        networks = ((layer, layer.get_submodule("mlp")) for layer in layers)
+        networks = ((layer, layer.mlp) for layer in layers if isinstance(layer, Block))
         moe_layers = {layer: mlp for layer, mlp in networks if isinstance(mlp, MoE)}
     if modules is None:
         model.run_layer = partial(_recompute_unless_moe, moe_layers, recompute, model.run_layer)
-    for name in CALL_HOOKS if modules is None else modules:
+    for name in CALL_HOOKS if modules is None else [one for one in modules if one != VISION]:
         if name == CORE_ATTENTION:
             for layer in layers:
                 assert isinstance(layer, Block)
-                attention = layer.token_mixer
-                attention.run_core = partial(recompute, attention.run_core)
+                if attention := layer.token_mixer:
+                    attention.run_core = partial(recompute, attention.run_core)
             continue
         if name not in CALL_HOOKS:
             raise ConfigError(
                 f"train.recompute_modules names {name}; a layer has "
-                f"{', '.join((*CALL_HOOKS, CORE_ATTENTION))}."
+                f"{', '.join((*CALL_HOOKS, CORE_ATTENTION, VISION))}."
             )
         for layer in moe_layers if modules is None else layers:
             if name == "mlp" and layer in moe_layers:
@@ -87,6 +95,19 @@ def apply_activation_checkpointing(
                 setattr(
                     layer, CALL_HOOKS[name], partial(recompute, getattr(layer, CALL_HOOKS[name]))
                 )
+
+
+def _recompute_tower(model: CausalLM) -> None:
+    for block in model.vision.blocks if isinstance(model, Decoder) and model.vision else ():
+        # Of the function, so that FSDP's hooks around the module run outside.
+        block.forward = partial(_recompute_block, block.forward)
+
+
+def _recompute_block(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a block of a vision tower, which has no dropout, with recomputation."""
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 
 def _recompute_unless_moe(
@@ -107,11 +128,12 @@ def _with_recomputation(
         return run(module, x, *rest)
     # The backward pass of a micro-batch may run while another one's dropout RNG and router observer
     # are active, or none.
-    return form(preserve_observer(preserve_dropout_rng(run)), module, x, *rest)
+    return form(preserve_modalities(preserve_observer(preserve_dropout_rng(run))), module, x, *rest)
 
 
 def _plain(run: CallHook, module: nn.Module, x: torch.Tensor, *rest: Any) -> Any:
     # Dropout does not use torch's generators, whose saved state would cost a copy per layer.
+    run = defer_losses(run)
     return checkpoint(run, module, x, *rest, use_reentrant=False, preserve_rng_state=False)
 
 
@@ -123,4 +145,8 @@ def _reentrant(run: CallHook, module: nn.Module, x: torch.Tensor, *rest: Any) ->
     return checkpoint(run, module, x, *rest, use_reentrant=True, preserve_rng_state=False)
 
 
-IMPLEMENTATIONS = {"plain": _plain, "reentrant": _reentrant, "once": checkpoint_once}
+def _once(run: CallHook, module: nn.Module, x: torch.Tensor, *rest: Any) -> Any:
+    return checkpoint_once(defer_losses(run), module, x, *rest)
+
+
+IMPLEMENTATIONS = {"plain": _plain, "reentrant": _reentrant, "once": _once}

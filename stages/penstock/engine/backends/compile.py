@@ -17,6 +17,7 @@ from penstock.models.causal_lm import CausalLM
 from penstock.models.layers.block import Block
 from penstock.models.layers.call_hook import call
 from penstock.models.layers.experts import call_experts
+from penstock.models.layers.modality_moe import ModalityMoE
 from penstock.models.layers.module_registry import OpModule
 from penstock.models.layers.moe import MoE, dispatch_locally, no_op
 from penstock_kernels.group_gemm import group_gemm
@@ -68,11 +69,13 @@ def compile_layers(model: CausalLM, device: torch.device) -> None:
 def _modules_to_compile(block: Block) -> Iterator[nn.Module]:
     """The modules to compile separately."""
     has_no_hooks = block.run_attn is call and block.run_mlp is call
-    networks = list(_mlp_modules_to_compile(block.mlp))
-    if has_no_hooks and networks == [block.mlp] and _is_one_fsdp_unit(block):
+    networks = [] if block.mlp is None else list(_mlp_modules_to_compile(block.mlp))
+    whole = [] if block.mlp is None else [block.mlp]
+    if has_no_hooks and networks == whole and _is_one_fsdp_unit(block):
         yield block
     else:
-        yield block.token_mixer
+        if mixer := block.token_mixer:
+            yield mixer
         yield from networks
 
 
@@ -88,6 +91,7 @@ def _mlp_modules_to_compile(network: nn.Module) -> Iterator[nn.Module]:
         experts.run is call_experts and experts.operations.group_gemm is not group_gemm.reference
     )
     is_local = network.dispatch is dispatch_locally and network.finish_dispatch is no_op
+    is_local = is_local and not isinstance(network, ModalityMoE)
     if compiles_experts and is_local and network.run_shared is call and _is_one_fsdp_unit(network):
         yield network
         return

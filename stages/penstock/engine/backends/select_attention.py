@@ -18,12 +18,18 @@ PREFERRED = ("flash_attention_3", "native", "sdpa", "eager")
 
 
 def choose_attention(
-    run: RunConfig, config: DecoderConfig, device: torch.device, notify: Callable[[str], None]
+    run: RunConfig,
+    config: DecoderConfig,
+    device: torch.device,
+    notify: Callable[[str], None],
+    *,
+    bidirectional: bool = False,
 ) -> str:
     """Return the attention backend that `model.attn_implementation` names.
 
-    Unset, it is the first of WANTED that supports the model's heads on this device. The choice and
-    the reason are passed to `notify`.
+    Unset, it is the first of PREFERRED that supports the model's heads on this device. The choice
+    and the reason are passed to `notify`. `bidirectional`: whether the tokens of an image attend to
+    one another in both directions.
 
     Raises CapabilityError, with the reason, for a backend that does not support them.
     """
@@ -33,7 +39,13 @@ def choose_attention(
     dtype: torch.dtype = torch.bfloat16 if casts else getattr(torch, run.train.computes_in)
     has_dropout = run.train.dropout.attention > 0
     requirements = _Requirements(
-        config, device, dtype, branches=branches, over_ring=over_ring, has_dropout=has_dropout
+        config,
+        device,
+        dtype,
+        branches=branches,
+        bidirectional=bidirectional,
+        over_ring=over_ring,
+        has_dropout=has_dropout,
     )
     refusals = {name: requirements.unsupported_reason(name) for name in ("eager", *attention.fast)}
     if configured and (reason := refusals[configured]):
@@ -62,6 +74,8 @@ class _Requirements:
     _: KW_ONLY
     branches: bool
     """Whether documents have branches that do not see each other."""
+    bidirectional: bool
+    """Whether there are bidirectional runs of tokens."""
     over_ring: bool
     has_dropout: bool
     """Whether attention dropout is used."""
@@ -90,6 +104,9 @@ class _Requirements:
         if self.branches:
             start_rows_1 = torch.empty(1, dtype=torch.int32, device=self.device)
             segments = replace(segments, start_rows=start_rows_1)
+        if self.bidirectional:
+            run_ends_1 = torch.ones(1, dtype=torch.int32, device=self.device)
+            segments = replace(segments, run_ends=run_ends_1)
         args = (q_1NH, k_1KH, k_1KH, segments, config.score_scale)
         reason = backend.unsupported_reason(
             *args,

@@ -67,10 +67,8 @@ def refusal(
         return missing
     unsupported_reason = group_gemm.fast[name].unsupported_reason
     counts_E = torch.zeros(experts.num_experts, dtype=torch.int64, device=device)
-    for inputs, outputs in (
-        (config.hidden_size, 2 * experts.intermediate_size),
-        (experts.intermediate_size, config.hidden_size),
-    ):
+    width, inner = experts.latent_size or config.hidden_size, experts.intermediate_size
+    for inputs, outputs in ((width, (1 + config.gated) * inner), (inner, width)):
         x_RK = torch.empty((0, inputs), dtype=dtype, device=device)
         # One expert's memory is expanded to all.
         one_NK = torch.empty((outputs, inputs), dtype=dtype, device=device)

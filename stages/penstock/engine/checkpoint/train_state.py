@@ -23,6 +23,7 @@ from penstock.engine.checkpoint.quantized_states import (
 from penstock.engine.checkpoint.safe_dcp_reader import CheckpointFiles
 from penstock.engine.distributed.param_shards import LocalParam, local
 from penstock.engine.optim.tensor_norms import numbers_of
+from penstock.models.vision.types import is_vision
 from penstock.optim.groups import set_lr
 from penstock.optim.novograd import PER_TENSOR_STATES
 from penstock.optim.quantized_states import Form
@@ -46,6 +47,9 @@ class TrainState:
     optimizer: torch.optim.Optimizer
     only_trained: bool
     """Leave out frozen parameters: they are loaded from the base model."""
+    left_to_base: set[int] = field(default_factory=set[int])
+    """The ids of frozen parameters of a vision part, which are left out as well; those that a
+    checkpoint brings are no longer the base model's, and are saved from then on."""
     stepped: Sequence[LocalParam] | None = None
     """The parameters that the optimizer steps, if they are CPU copies; None: `params`."""
     states: Literal["saved", "left out"] = "saved"
@@ -85,14 +89,26 @@ class TrainState:
 
         Raises ArtifactError if the checkpoint is damaged or of another model.
         """
+        there = files.read_metadata().state_dict_metadata
+        for one in self.params:
+            if any(MODEL + piece.tensor in there for piece in one.shards):
+                self.left_to_base.discard(id(one.parameter))
         if states == "read":
             self._make_states(files)
         boxes = self.cut(_gathered(self._all() if states == "read" else self._parameters()))
+        if states == "passed over":
+            # A run that froze parts of the vision part has left these as they are in the base.
+            boxes = {
+                name: box
+                for name, box in boxes.items()
+                if name in there or not is_vision(name.removeprefix(MODEL))
+            }
         read_boxes(QuantizedStates(files).read(boxes), files)
 
     def _kept(self) -> Iterator[LocalParam]:
         for local_param in self.params:
-            if local_param.parameter.requires_grad or not self.only_trained:
+            is_left = id(local_param.parameter) in self.left_to_base
+            if local_param.parameter.requires_grad or not (self.only_trained or is_left):
                 yield local_param
 
     def _step_counts(self) -> Sequence[LocalParam]:

@@ -110,9 +110,10 @@ def _all_reduce(
     return total.to(x.dtype)
 
 
-def _reduce_scatter_dim0(
-    x: torch.Tensor, group: dist.ProcessGroup, reduce_dtype: ReduceDtype
+def reduce_scatter_dim0(
+    x: torch.Tensor, group: dist.ProcessGroup, reduce_dtype: ReduceDtype = None
 ) -> torch.Tensor:
+    """Sum over ranks, of which each gets an equal part along dimension 0."""
     tokens, rest = divmod(x.shape[0], group.size())
     if rest:
         # Checked here because a backend may abort the process without a message.
@@ -159,7 +160,7 @@ class _GatherToRegion(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _reduce_scatter_dim0(grads[0], ctx.group, ctx.reduce_dtype), None, None
+        return reduce_scatter_dim0(grads[0], ctx.group, ctx.reduce_dtype), None, None
 
 
 class _ScatterFromRegion(torch.autograd.Function):
@@ -168,7 +169,7 @@ class _ScatterFromRegion(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, reduce_dtype: ReduceDtype
     ) -> torch.Tensor:
         ctx.group = group
-        return _reduce_scatter_dim0(x, group, reduce_dtype)
+        return reduce_scatter_dim0(x, group, reduce_dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:

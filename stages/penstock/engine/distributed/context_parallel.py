@@ -1,28 +1,37 @@
 """Context parallelism: the tokens of each packed sequence are split over ranks.
 
-Only attention communicates.
+Only attention and layers with recurrent states communicate.
 
 Over the ring axis keys and values are sent (`ring_attention.py`); over the ulysses axis an
 all-to-all exchanges tokens for heads (`ulysses.py`). With both, the tokens of a ring rank are split
 over its ulysses ranks, and ring attention runs on the share of the heads that each of these gets.
+Layers with states exchange tokens for heads over both axes.
 
 T tokens of a packed sequence or micro-batch, padding included.
 """
 
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 
 from penstock.engine.distributed.collectives import reduce_from_tp_region
-from penstock.engine.distributed.device_mesh import Mesh
+from penstock.engine.distributed.device_mesh import Axis, Mesh
 from penstock.engine.distributed.parallel_dims import ParallelDims
-from penstock.engine.distributed.ring_attention import Ring, ring_segments
+from penstock.engine.distributed.ring_attention import Ring, RingSegments, ring_segments
 from penstock.engine.distributed.ulysses import Ulysses
 from penstock.engine.generation.kv_cache import with_kv_cache
+from penstock.models.causal_lm import CausalLM
+from penstock.models.decoder_config import DecoderConfig
 from penstock.models.layers.attention import AttentionFn
+from penstock.models.layers.block import Block
+from penstock.models.layers.call_hook import RecurrentMixer
+from penstock.models.layers.indexer import Indexer
 from penstock.rows.collate import MicroBatch
 from penstock.rows.shared_prefix import first_blind_rows
 from penstock_kernels.attention import VarlenMetadata, attention
+from penstock_kernels.sparse_attention import PartialSegments
 
 
 def multiple(degrees: ParallelDims) -> int:
@@ -38,16 +47,15 @@ class ContextParallel:
         self.multiple = multiple(mesh.dims)
         """What T must be a multiple of."""
         ring, ulysses = mesh.group("ring"), mesh.group("ulysses")
-        self._groups = [group for group in (ring, ulysses) if group]
+        self._mesh, self._groups = mesh, [group for group in (ring, ulysses) if group]
         self._ring = Ring(ring, mesh.size("ring"), mesh.index("ring")) if ring else None
         self._ulysses = (
             Ulysses(ulysses, mesh.size("ulysses"), mesh.index("ulysses")) if ulysses else None
         )
 
-    @property
-    def supports_kv_cache(self) -> bool:
-        """Whether `attend` supports passes with a KV cache."""
-        return self._ring is None
+    def supports_kv_cache(self, config: DecoderConfig) -> bool:
+        """Whether attention of such a model supports passes with a KV cache."""
+        return self._ring is None and not (config.indexer and self._ulysses)
 
     def shard_batch(self, batch: MicroBatch) -> MicroBatch:
         """Slice the batch to this context-parallel rank.
@@ -63,19 +71,61 @@ class ContextParallel:
 
     def varlen_metadata(self, batch: MicroBatch, device: torch.device | str) -> VarlenMetadata:
         """The document boundaries of a micro-batch for `attend`, built once for all layers."""
-        spans = batch.spans()
+        spans, runs = batch.spans(), batch.bidirectional
         if self._ring:
-            return ring_segments(
-                batch.lengths, self._ring.size, self._ring.index, device, spans=spans
-            )
+            where = self._ring.size, self._ring.index, device
+            return ring_segments(batch.lengths, *where, spans=spans, bidirectional=runs)
         start_rows = None if spans is None else first_blind_rows(spans)
-        return VarlenMetadata.of(batch.lengths, device, start_rows=start_rows)
+        return VarlenMetadata.of(batch.lengths, device, start_rows=start_rows, bidirectional=runs)
 
     def attention_fn(self, backend: str) -> AttentionFn:
         """Attention from this rank's tokens to the whole packed sequence, on `backend`."""
         ring = self._ring
         inner = ring.attend(backend) if ring else with_kv_cache(attention.backend(backend))
         return self._ulysses.attend(inner) if self._ulysses else inner
+
+    def parallelize(self, parts: Sequence[CausalLM]) -> None:
+        """Let the layers that read other tokens in other ways than `attend` does read those of all
+        ranks.
+
+        Every rank must call it at the same time.
+        """
+        self.shard_states(parts)
+        self.gather_keys(parts)
+
+    def shard_states(self, parts: Sequence[CausalLM]) -> None:
+        """Run the layers with recurrent states for all tokens of some heads on each rank.
+
+        Every rank must call it at the same time.
+        """
+        # Of the whole model: a rank of a pipeline takes part in making the groups of others.
+        exchange = self._all_ranks() if parts[0].config.linear_layers else None
+        if exchange is None:
+            return
+        for block in (block for part in parts for block in part.blocks):
+            if isinstance(block, Block) and isinstance(block.token_mixer, RecurrentMixer):
+                block.token_mixer.run_core = exchange.run_core(block.token_mixer)
+
+    def gather_keys(self, parts: Sequence[CausalLM]) -> None:
+        """Let the tokens of a rank select from the keys of all, and attend to those.
+
+        Every rank must call it at the same time.
+        """
+        exchange = self._all_ranks() if parts[0].config.indexer else None
+        if exchange is None:
+            return
+        for module in (module for part in parts for module in part.modules()):
+            if isinstance(module, Indexer):
+                module.keys = _GatheredKeys(exchange, self.shard_tensor)
+
+    def _all_ranks(self) -> Ulysses | None:
+        """The exchange between all ranks that share the tokens; None without others."""
+        axes: tuple[Axis, ...] = ("ring", "ulysses") if self._ring else ("ulysses",)
+        group = self._mesh.group(*axes)
+        if group is None:
+            return None
+        size, index = self._mesh.size(*axes), self._mesh.index(*axes)
+        return Ulysses(group, size, index, zigzag=self._mesh.size("ring"))
 
     def all_reduce_sum(self, mine: torch.Tensor) -> torch.Tensor:
         """All-reduce `mine` over the context-parallel ranks.
@@ -99,3 +149,41 @@ class ContextParallel:
         if self._ring:
             x_T = self._ring.shard(x_T)
         return self._ulysses.shard(x_T) if self._ulysses else x_T
+
+
+@dataclass(frozen=True)
+class _GatheredKeys:
+    """The keys of all tokens, for the queries of this rank's: `AllKeys` of an indexer."""
+
+    exchange: Ulysses
+    shard: Callable[[torch.Tensor], torch.Tensor]
+    """This rank's share of a per-token tensor."""
+
+    def segments(self, segments: VarlenMetadata) -> VarlenMetadata:
+        if "partial" not in segments.kept:
+            whole = segments.unsharded() if isinstance(segments, RingSegments) else segments
+            own = self.shard(torch.arange(whole.num_tokens)).tolist()
+            queries = tuple(_ranges(own))
+            segments.kept["partial"] = PartialSegments(
+                **{**vars(whole), "kept": {}}, queries=queries
+            )
+        return segments.kept["partial"]
+
+    def gather(self, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        # Separate collectives would cost as many times the latency.
+        flat = [part.flatten(1) for part in parts]
+        all_TF = self.exchange.gather_in_sequence(torch.cat(flat, dim=1))
+        split = all_TF.split([part.shape[1] for part in flat], dim=1)
+        return tuple(
+            x.unflatten(1, part.shape[1:]).to(part.dtype)
+            for x, part in zip(split, parts, strict=True)
+        )
+
+
+def _ranges(numbers: Sequence[int]) -> list[range]:
+    """Ascending numbers as ranges."""
+    starts = [at for at, number in enumerate(numbers) if not at or number != numbers[at - 1] + 1]
+    return [
+        range(numbers[start], numbers[end - 1] + 1)
+        for start, end in pairwise([*starts, len(numbers)])
+    ]

@@ -28,6 +28,7 @@ from penstock.engine.distributed.reshard_policy import ReshardAfter, reshard_pol
 from penstock.models.causal_lm import CausalLM
 from penstock.models.decoder import Decoder, PipelineStageModules
 from penstock.models.decoder_config import DecoderConfig
+from penstock.models.multi_token_prediction import PredictionLayer
 from penstock.models.names import EMBEDDING_WEIGHT, HEAD_WEIGHT
 
 HEAD_MAY_BE_SKIPPED = Version("2.13")
@@ -119,7 +120,9 @@ def shard(
     # Layers with the units inside them, in execution order; `basic_modules` need not be.
     layers = [_sharded_modules(layer) for layer in _outermost_units(model) if layer not in last[1:]]
     if how.prefetch:
-        for layer, following in pairwise(layers):
+        # Not those that evaluations do not call.
+        always = [layer for layer in layers if not isinstance(layer[0], PredictionLayer)]
+        for layer, following in pairwise(always):
             # Not from units inside a layer: recomputed in the backward pass, they would gather a
             # layer whose backward pass has ended, and nothing would free it.
             layer[0].set_modules_to_forward_prefetch(following)
@@ -276,20 +279,28 @@ def shard_units(model: CausalLM, basic_modules: list[str]) -> list[nn.Module]:
                 f"model.basic_modules names {wanted}, and no module is called so."
             )
         units += found
-    return [*units, *(layer for layer in model.blocks if layer not in units)]
+    tower = model.vision.blocks if isinstance(model, Decoder) and model.vision else []
+    return [*units, *(layer for layer in (*tower, *model.blocks) if layer not in units)]
 
 
 def edge_units(
     model: CausalLM, units: Sequence[nn.Module]
 ) -> tuple[nn.Module | None, list[nn.Module]]:
-    """The embedding, and the final norm with the head: FSDP units beside `units`, if not tied.
+    """The embedding, and the final norm with the head: FSDP units beside `units`, if not tied and
+    called once.
 
     A loss that computes logits in chunks reads the head's weight without calling the head, for
     which its unit needs PyTorch 2.13: in an earlier version both stay in the root unit.
     """
     embedding, norm, head = model.edges
     edges = [module for module in (embedding, norm, head) if module is not None]
-    if model.is_tied or Version(torch.__version__) < HEAD_MAY_BE_SKIPPED or {*edges} & {*units}:
+    called_again = isinstance(model, Decoder) and model.config.num_mtp_layers
+    if (
+        model.is_tied
+        or called_again
+        or Version(torch.__version__) < HEAD_MAY_BE_SKIPPED
+        or {*edges} & {*units}
+    ):
         return None, []
     return embedding, [module for module in (norm, head) if module is not None]
 

@@ -1,26 +1,34 @@
 """Parallel model: this rank's model parts, and the forward and backward passes through them."""
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from penstock.config.schema.train import TrainConfig
+from penstock.core.errors import StageError
 from penstock.core.process.rank_heartbeat import Heartbeat
+from penstock.engine.distributed.collectives import local_share
 from penstock.engine.distributed.context_parallel import ContextParallel
 from penstock.engine.distributed.data_parallel import GradSync
 from penstock.engine.distributed.device_mesh import Mesh
 from penstock.engine.distributed.param_shards import LocalParam
 from penstock.engine.distributed.pipeline_stages import layers_of_stages, stages_of_rank
 from penstock.engine.distributed.tensor_parallel import reduce_partial_grads
+from penstock.engine.vision.image_inputs import ImageInputBuilder
+from penstock.engine.vision.image_text import ImageTextInputs
 from penstock.models.causal_lm import CausalLM
 from penstock.models.decoder import OutputFn, PipelineStageModules
 from penstock.models.decoder_config import DecoderConfig
+from penstock.models.flops import layer_flops
 from penstock.models.layers.dropout import DropoutRNG, dropout_rng
+from penstock.models.layers.modality import ModalityTokens, route_modalities
 from penstock.models.layers.router_observer import RouterObserver, observe_routers
+from penstock.models.multi_token_prediction import FurtherTokens
+from penstock.models.vision.tower import ImageInputs
 from penstock.rows.collate import MicroBatch
 from penstock_kernels.attention import VarlenMetadata
 from penstock_kernels.to_device import to_device
@@ -43,6 +51,28 @@ class ModelInputs:
     """Dropout RNG; None: no dropout."""
     router_observer: RouterObserver | None = None
     """The observer of router choices."""
+    further: FurtherTokens | None = None
+    """What layers that predict further tokens read; None where they are not run."""
+    images: ImageInputs | None = None
+    """What the vision part reads; None where it is not called."""
+    modalities: ModalityTokens | None = None
+    """The tokens of images, where these have experts of their own."""
+
+    @contextmanager
+    def in_context(self) -> Generator[None]:
+        """Context manager around a forward pass: what modules find of this micro-batch."""
+        with ExitStack() as opened:
+            opened.enter_context(dropout_rng(self.dropout))
+            opened.enter_context(observe_routers(self.router_observer))
+            opened.enter_context(route_modalities(self.modalities))
+            yield
+
+    @property
+    def extra_args(self) -> dict[str, Any]:
+        """`further` and `images` as arguments of the model, where they are there: not all models
+        take them."""
+        found = {"further": self.further, "images": self.images}
+        return {name: value for name, value in found.items() if value is not None}
 
 
 if TYPE_CHECKING:
@@ -65,6 +95,8 @@ class ParallelModel:
     """None without pipeline parallelism."""
     autocast: AutocastContext
     """Context manager around forward passes: autocast, if the weights are not cast themselves."""
+    images: ImageInputBuilder | ImageTextInputs | None = None
+    """None for a model without a vision part."""
     heartbeat: Heartbeat = field(default_factory=Heartbeat, compare=False)
     """Reports which pass begins when gradients are computed. Gradient reduction counts as backward.
     """
@@ -94,6 +126,8 @@ class ParallelModel:
         noise: DropoutRNG | None = None,
     ) -> ModelInputs:
         """The model inputs for this rank's tokens of a micro-batch."""
+        if self.images is not None:
+            batch = self.images.with_layout(batch)
         mine = self.context.shard_batch(batch)
         return ModelInputs(
             to_device(mine.input_ids_T, device),
@@ -101,7 +135,30 @@ class ParallelModel:
             self.context.varlen_metadata(batch, device),
             reduce,
             noise,
+            images=self._image_inputs(batch, device),
+            modalities=self._modalities(batch, device),
         )
+
+    def _image_inputs(self, batch: MicroBatch, device: torch.device) -> ImageInputs | None:
+        if self.images is None:
+            if batch.images is not None:
+                raise StageError(
+                    "a micro-batch has images, and the model was built without its vision part."
+                )
+            return None
+        return self.images.build(batch, self.context.shard_tensor, device)
+
+    def _modalities(self, batch: MicroBatch, device: torch.device) -> ModalityTokens | None:
+        if not isinstance(self.images, ImageInputBuilder):
+            return None
+        group = self.mesh.group("tensor")
+
+        def shard(tokens_T: torch.Tensor) -> torch.Tensor:
+            mine_T = self.context.shard_tensor(tokens_T)
+            # Each rank of the tensor axis computes MoE layers for its share of the tokens.
+            return mine_T if group is None else local_share(mine_T, group)
+
+        return self.images.modalities(batch, shard, device)
 
     def forward_backward(self, calls: Sequence[ModelInputs]) -> torch.Tensor:
         """Accumulate the gradients of the calls, summed over all ranks, in the parameters.
@@ -114,10 +171,13 @@ class ParallelModel:
             self.heartbeat.set_phase("backward")
         else:
             total = self._accumulate(calls)
+        unused = self.images.unused() if self.images else []
         self.sync.wait()
+        for parameter in unused:
+            parameter.grad = None
         reduce_partial_grads(self.trainable, self.mesh)
         if self.pipeline:
-            self.pipeline.all_reduce_tied_grads()
+            self.pipeline.all_reduce_copied_grads()
         return self._tp_share(total)
 
     def forward(self, calls: Sequence[ModelInputs]) -> torch.Tensor:
@@ -151,7 +211,7 @@ class ParallelModel:
     @torch.no_grad()
     def forward_for_observers(self, calls: Sequence[ModelInputs]) -> None:
         """Run a forward pass as in training for router observers, without a loss."""
-        calls = [replace(call, output_fn=_no_loss) for call in calls]
+        calls = [_without_loss(call) for call in calls]
         if self.pipeline:
             self.pipeline.forward(calls)
         else:
@@ -171,12 +231,18 @@ class ParallelModel:
 
     def _forward_one(self, call: ModelInputs) -> torch.Tensor:
         [model] = self.parts
-        with self.autocast(), dropout_rng(call.dropout), observe_routers(call.router_observer):
-            return model(call.input_ids_T, call.position_ids_T, call.segments, call.output_fn)
+        with self.autocast(), call.in_context():
+            inputs = (call.input_ids_T, call.position_ids_T, call.segments)
+            return model(*inputs, call.output_fn, **call.extra_args)
 
     def _tp_share(self, total: torch.Tensor) -> torch.Tensor:
         # Ranks along the tensor axis compute the same sum; one of them reports it.
         return total if self.mesh.index("tensor") == 0 else torch.zeros_like(total)
+
+
+def _without_loss(call: ModelInputs) -> ModelInputs:
+    further = call.further and call.further.with_output(_no_loss)
+    return replace(call, output_fn=_no_loss, further=further)
 
 
 def _no_loss(hidden_TD: torch.Tensor, _: nn.Module) -> torch.Tensor:
@@ -184,15 +250,16 @@ def _no_loss(hidden_TD: torch.Tensor, _: nn.Module) -> torch.Tensor:
 
 
 def build_stage_modules(
-    config: DecoderConfig, train: TrainConfig, index: int
+    config: DecoderConfig, train: TrainConfig, index: int, length: int
 ) -> list[PipelineStageModules]:
-    """The modules of the rank at `index` in its pipeline, in stage order.
+    """The modules of the rank at `index` in its pipeline, in stage order. Stages are split by the
+    cost of layers for documents of `length` tokens.
 
     Raises ConfigError as `layers_of_stages` does.
     """
     if train.pipeline_parallel_size == 1:
         return [PipelineStageModules.all_of(config)]
-    layers = layers_of_stages(train, config.num_hidden_layers)
+    layers = layers_of_stages(train, layer_flops(config, length), config.num_mtp_layers)
     last = len(layers) - 1
     return [
         PipelineStageModules(layers[stage], has_embedding=stage == 0, has_head=stage == last)

@@ -26,8 +26,6 @@ from penstock.engine.distributed.parallel_model import AutocastContext, ModelInp
 from penstock.engine.distributed.param_shards import local
 from penstock.engine.distributed.pipeline_stages import stages_of_rank, virtual_stages
 from penstock.models.causal_lm import CausalLM
-from penstock.models.layers.dropout import dropout_rng
-from penstock.models.layers.router_observer import observe_routers
 
 # On an error torch logs the whole schedule, a hundred lines, above the error itself.
 logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
@@ -100,12 +98,9 @@ class Pipeline:
                 inputs = call.input_ids_T
                 if number:
                     inputs = self._receive(number - 1, hidden_TD, len(call.position_ids_T))
-                with (
-                    self._autocast(),
-                    dropout_rng(call.dropout),
-                    observe_routers(call.router_observer),
-                ):
-                    output = part(inputs, call.position_ids_T, call.segments, call.output_fn)
+                with self._autocast(), call.in_context():
+                    args = inputs, call.position_ids_T, call.segments, call.output_fn
+                    output = part(*args, **call.extra_args)
                 if number == self._num_stages - 1:
                     total += output
                 elif number + 1 in self._stage_indices:
@@ -119,20 +114,23 @@ class Pipeline:
             message.wait()
         return total
 
-    def all_reduce_tied_grads(self) -> None:
-        """All-reduce the gradients of a tied embedding between the first and the last stage.
+    def all_reduce_copied_grads(self) -> None:
+        """All-reduce the gradients of an embedding that both the first and the last stage have: one
+        that is tied to the head, or read by layers that predict further tokens.
 
-        The same optimizer then keeps both copies equal. Does nothing for an untied head. Called by
-        all ranks, before or after gradients are reduced over data-parallel ranks.
+        The same optimizer then keeps both copies equal. Called by all ranks, before or after
+        gradients are reduced over data-parallel ranks.
         """
-        if not self._parts[0].config.tie_word_embeddings:
+        config = self._parts[0].config
+        if not (config.tie_word_embeddings or config.num_mtp_layers):
             return
-        copies = [
-            module.weight
+        # A dict: in a stage with both, a tied embedding and the head are one Parameter.
+        copies = {
+            module.weight: None
             for part in self._parts
-            for module in (part.edges[0], part.edges[2])
+            for module in (part.edges[0], part.edges[2] if config.tie_word_embeddings else None)
             if isinstance(module, nn.Embedding | nn.Linear)
-        ]
+        }
         gradients = [local(copy.grad) for copy in copies if copy.grad is not None]
         if len(gradients) == 2:
             # In a V-shaped schedule the first and the last stage are on one rank.
@@ -210,11 +208,7 @@ class _Stage(PipelineStage):
     ) -> Any:
         del args, kwargs
         call = self.calls[fwd_chunk_id]
-        with (
-            self._report_phase("forward"),
-            dropout_rng(call.dropout),
-            observe_routers(call.router_observer),
-        ):
+        with self._report_phase("forward"), call.in_context():
             return super().forward_one_chunk(
                 fwd_chunk_id,
                 (call.input_ids_T,),
@@ -222,6 +216,7 @@ class _Stage(PipelineStage):
                     "position_ids_T": call.position_ids_T,
                     "segments": call.segments,
                     "output_fn": call.output_fn,
+                    **call.extra_args,
                 },
                 save_forward_output,
             )

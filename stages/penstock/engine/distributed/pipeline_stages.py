@@ -1,10 +1,13 @@
 """Pipeline stage assignment: the layers of each stage, and the stages of each rank.
 
-A stage is a range of layers; the first also holds the embedding, the last the final norm and the LM
-head. No torch here: layouts are checked before heavy imports.
+A stage is a range of layers; the first also holds the embedding, the last the final norm, the LM
+head and the layers that predict further tokens. No torch here: layouts are checked before heavy
+imports.
 """
 
-from itertools import pairwise
+from collections.abc import Sequence
+from functools import cache
+from itertools import accumulate, pairwise
 
 from penstock.config.schema.parallelism import INTERLEAVED, V_SHAPED, PipelineSchedule
 from penstock.config.schema.train import TrainConfig
@@ -54,23 +57,26 @@ def rank_stages(schedule: PipelineSchedule, num_ranks: int, virtual: int, index:
     return [index + num_ranks * round_index for round_index in range(virtual)]
 
 
-def layers_of_stages(train: TrainConfig, num_layers: int) -> list[range]:
-    """The layers of every stage.
+def layers_of_stages(train: TrainConfig, costs: Sequence[int], further: int = 0) -> list[range]:
+    """The layers of every stage, given the cost of each layer; equal costs for a split by count.
+
+    `further` layers after these predict further tokens, with the head once more each: the last
+    stage has them all.
 
     Raises ConfigError for a list that does not split these layers, and for an empty stage between
     the first and the last.
     """
-    num_stages = train.pipeline_parallel_size * virtual_stages(train)
+    num_layers, num_stages = len(costs), train.pipeline_parallel_size * virtual_stages(train)
     split = train.pipeline_parallel_split
     weights = ("pipeline_parallel_input_weight", "pipeline_parallel_output_weight")
     weights_set = [name for name in weights if train.is_non_default(name)]
     if split == "uniform":
-        counts = _split_evenly(
-            num_layers,
-            num_stages,
-            train.pipeline_parallel_input_weight,
-            train.pipeline_parallel_output_weight,
-        )
+        after = train.pipeline_parallel_output_weight * (1 + further) + further
+        ends = train.pipeline_parallel_input_weight, after
+        if len(set(costs)) > 1 and num_layers >= num_stages - 2:
+            counts = _split_by_cost(tuple(costs), num_stages, *ends)
+        else:
+            counts = _split_evenly(num_layers, num_stages, *ends)
         firsts = [sum(counts[:stage]) for stage in range(num_stages)]
         idle = "there are"
     elif weights_set:
@@ -91,7 +97,7 @@ def layers_of_stages(train: TrainConfig, num_layers: int) -> list[range]:
             f" {virtual_stages(train)} stages on each rank.\n"
             "  Write fewer ranks or stages, or a pipeline_parallel_split that gives each a layer."
         )
-    return layers
+    return [*layers[:-1], range(layers[-1].start, num_layers + further)]
 
 
 def _split_evenly(layers: int, stages: int, before: int, after: int) -> list[int]:
@@ -109,6 +115,33 @@ def _split_evenly(layers: int, stages: int, before: int, after: int) -> list[int
     if shares[-1] < after:
         return [*_split_evenly(layers, stages - 1, before, 0), 0]
     return [shares[0] - before, *shares[1:-1], shares[-1] - after]
+
+
+@cache
+def _split_by_cost(costs: tuple[int, ...], stages: int, before: int, after: int) -> list[int]:
+    """Layers of each stage, so that the most costly stage costs as little as possible, and the
+    others' costs differ little; the embedding costs as much as `before` layers do on average.
+
+    Dynamic programming over the layers of the first stages.
+    """
+    # Times the number of layers: all costs stay whole numbers.
+    count = len(costs)
+    total = [*accumulate((count * cost for cost in costs), initial=before * sum(costs))]
+    best = {end: (cost, cost**2, [end]) for end, cost in enumerate(total)}
+    for stage in range(1, stages):
+        is_last = stage == stages - 1
+        extra, least = (after * sum(costs), 0) if is_last else (0, 1)
+        best = {
+            end: min(
+                (max(worst, cost), squares + cost**2, [*firsts, end])
+                for start, (worst, squares, firsts) in best.items()
+                if end - start >= least
+                for cost in [total[end] - total[start] + extra]
+            )
+            for end in ([count] if is_last else range(min(best) + 1, count + 1))
+        }
+    _, _, bounds = best[count]
+    return [end - start for start, end in pairwise([0, *bounds])]
 
 
 def _check_split(firsts: list[int], num_layers: int, num_stages: int) -> list[int]:
@@ -139,11 +172,11 @@ def schedule_accepts(schedule: PipelineSchedule, num_ranks: int, micro_batches: 
     return True
 
 
-def describe_pipeline(train: TrainConfig, num_layers: int) -> str:
+def describe_pipeline(train: TrainConfig, costs: Sequence[int], further: int = 0) -> str:
     """A one-line description of the pipeline, including inferred values."""
     virtual = virtual_stages(train)
     layers = " | ".join(
-        _format_layers(layer_range) for layer_range in layers_of_stages(train, num_layers)
+        _format_layers(layer_range) for layer_range in layers_of_stages(train, costs, further)
     )
     chosen = (
         " (the schedule's minimum)"

@@ -22,8 +22,10 @@ from torch.autograd.function import once_differentiable
 from penstock.engine.distributed.zigzag import (
     KVRange,
     RankTokens,
+    Run,
     kv_ranges,
     local_lengths,
+    local_runs,
     local_start_rows,
 )
 from penstock.models.layers.attention import AttentionFn
@@ -78,6 +80,8 @@ class RingSegments(VarlenMetadata):
     """This rank's index in it."""
     spans: tuple[Span, ...] | None
     """How far the tokens are seen if documents are trees with branches."""
+    bidirectional: tuple[Run, ...]
+    """The bidirectional runs of the packed sequence."""
     _by_window: dict[int, "RingSegments"] = field(default_factory=dict, repr=False)
 
     def with_window(self, window: int | None) -> "RingSegments":
@@ -88,16 +92,26 @@ class RingSegments(VarlenMetadata):
             return self
         if window not in self._by_window:
             where = self.size, self.index, self.cu_seqlens.device
-            made = ring_segments(self.doc_lengths, *where, window=window, spans=self.spans)
+            masks = {"spans": self.spans, "bidirectional": self.bidirectional}
+            made = ring_segments(self.doc_lengths, *where, window=window, **masks)
             self._by_window[window] = made
         return self._by_window[window]
+
+    def unsharded(self) -> VarlenMetadata:
+        """The documents of the packed sequence, for a rank with all tokens; cached."""
+        if "unsharded" not in self.kept:
+            whole = VarlenMetadata.of(self.doc_lengths, self.cu_seqlens.device)
+            self.kept["unsharded"] = whole
+        return self.kept["unsharded"]
 
     def in_chunks(self, size: int) -> "RingSegments":
         """The segments of documents cut into chunks of `size` tokens; cached."""
         if size >= max(self.doc_lengths):
             return self
-        if self.spans is not None:
-            raise ValueError("documents with branches cannot be cut into chunks")
+        if self.spans is not None or self.bidirectional:
+            raise ValueError(
+                "documents with branches or bidirectional runs cannot be cut into chunks"
+            )
         if ("chunks", size) not in self.kept:
             lengths = chunk_lengths(self.doc_lengths, size)
             where = self.size, self.index, self.cu_seqlens.device
@@ -113,18 +127,19 @@ def ring_segments(
     *,
     window: int | None = None,
     spans: Sequence[Span] | None = None,
+    bidirectional: Sequence[Run] = (),
 ) -> RingSegments:
     """The segments of rank `index` in a ring of `size`, for a packed sequence of these documents.
 
-    The lengths sum to a multiple of twice the ring size. `window` and `spans` as in
-    `zigzag.kv_ranges`.
+    The lengths sum to a multiple of twice the ring size. `window`, `spans` and `bidirectional` as
+    in `zigzag.kv_ranges`.
     """
     bounds = (0, *accumulate(lengths))
     rank_tokens = [RankTokens(rank, size, bounds[-1] // (2 * size)) for rank in range(size)]
     me = rank_tokens[index]
 
     def kv_ranges_for(query_rank: RankTokens, kv_rank: RankTokens) -> list[KVRange]:
-        return kv_ranges(bounds, query_rank, kv_rank, window, spans)
+        return kv_ranges(bounds, query_rank, kv_rank, window, spans, bidirectional)
 
     transfers: list[tuple[int, range, list[KVRange]]] = [(0, range(0), kv_ranges_for(me, me))]
     for distance in range(1, size):
@@ -144,20 +159,25 @@ def ring_segments(
 
     # Own keys are numbered by position, received keys by arrival.
     [(*_, local_ranges), *others] = transfers
-    local_blocks = parts(local_ranges, 0)
+    own_parts = parts(local_ranges, 0)
     steps = [
         RingStep(distance, send, len(came := _all_keys(some)), parts(some, came.start))
         for distance, send, some in others
     ]
     start_rows = None if spans is None else local_start_rows(spans, me)
+    own = local_runs(bidirectional, me, window)
+    local = VarlenMetadata.of(
+        local_lengths(bounds, me, window), device, start_rows=start_rows, bidirectional=own
+    )
     return RingSegments(
-        **vars(VarlenMetadata.of(local_lengths(bounds, me, window), device, start_rows=start_rows)),
+        **vars(local),
         steps=tuple(steps),
-        local_blocks=local_blocks,
+        local_blocks=own_parts,
         doc_lengths=tuple(lengths),
         size=size,
         index=index,
         spans=None if spans is None else tuple(spans),
+        bidirectional=tuple(bidirectional),
     )
 
 

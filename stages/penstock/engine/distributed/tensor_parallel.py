@@ -36,13 +36,15 @@ from penstock.models.layers.block import CALL_HOOKS, PART_NAMES, Block
 from penstock.models.layers.call_hook import CallHook
 from penstock.models.layers.dropout import Dropout, WeightDropout
 from penstock.models.layers.feed_forward import FeedForward, FusedFeedForward, PlainFeedForward
+from penstock.models.layers.indexer import Indexer
 from penstock.models.layers.moe import MoE
-from penstock.models.layers.norm import RMSNorm
+from penstock.models.layers.norm import GatedRMSNorm, RMSNorm
 from penstock.models.layers.positions import PositionTable
 from penstock.models.layers.quantized_linear import QuantizedMatrix
 from penstock.models.layers.router import Router
 from penstock.models.tp_roles import Roles
-from penstock.models.weights import WeightMap
+from penstock.models.vision.tower import VisionTower
+from penstock_kernels.sparse_attention import HeadSharing
 
 REDUCE_DTYPES: Mapping[str | None, ReduceDtype] = {
     None: None,
@@ -72,11 +74,10 @@ def parallelize_tensor(
     if group is None:
         return
     assert isinstance(model, Decoder)
-    names = WeightMap(model.config, model.merge_qkv)
+    names = model.weight_map
     plan = tp_plan(model, names, mesh, roles=roles, residual=residual)
     # Created now because all ranks must create groups, and a part may have no key projection.
-    layers = [f"model.layers.{number}" for number in range(model.config.num_hidden_layers)]
-    for copies in sorted({plan.span(f"{layer}.k_proj").copies for layer in layers}):
+    for copies in plan.copies():
         mesh.adjacent_group(copies)
     for name, parameter in list(model.named_parameters()):
         if not plan.is_in_moe(name):
@@ -84,7 +85,7 @@ def parallelize_tensor(
     if model.is_tied:
         model.tie_weights()
     for name, module in model.named_modules():
-        _update_module(module, name, plan, group)
+        _update_module(module, name, plan, mesh)
     if (table := model.model.embed_tokens) is not None:
         first = plan.span("embed_tokens").first
         model.model.embed_tokens = _vocab_parallel_embedding(table, first, group, residual)
@@ -95,6 +96,7 @@ def parallelize_tensor(
             spans = [plan.span(f"model.layers.{number}.{part}") for part in parts]
             layer.token_mixer.qkv_sizes = [span.count for span in spans]
         for part, socket in CALL_HOOKS.items():
+            # Of a part that the layer has not, nothing calls the hook.
             is_moe = isinstance(layer.part(part), MoE)
             region = _moe_forward if is_moe else _tp_forward
             run = partial(region, getattr(layer, socket), group=group, residual=residual)
@@ -161,10 +163,14 @@ def _resize(
     if not isinstance(module, LoraLinear):
         return
     if module.out_features != rows:
-        layers = [tensor.removesuffix(".weight") for tensor in plan.names.hf_names(weight)]
+        shapes = plan.names.hf_shapes()
+        layers = {
+            tensor.removesuffix(".weight"): shapes.get(tensor, (rows,))[0]
+            for tensor in plan.names.hf_names(weight)
+        }
         module.parts = {
-            layer.rpartition(".")[2]: sum(span.count for span in plan.spans(layer, rows))
-            for layer in layers
+            layer.rpartition(".")[2]: sum(span.count for span in plan.spans(layer, count))
+            for layer, count in layers.items()
         }
     if module.in_features != columns:
         for layer, dropout in module.lora_dropout.items():
@@ -174,10 +180,10 @@ def _resize(
         module.sum_squares = partial(_all_reduce_squares, group=group)
 
 
-def _update_module(
-    module: nn.Module, name: str, plan: TensorParallelPlan, group: dist.ProcessGroup
-) -> None:
+def _update_module(module: nn.Module, name: str, plan: TensorParallelPlan, mesh: Mesh) -> None:
     """Update a module for its shard: its sizes, offsets and input tokens."""
+    group = mesh.group("tensor")
+    assert group is not None
     if isinstance(module, nn.Linear) and not plan.is_in_moe(name):
         _resize(module, f"{name}.weight", plan, group)
     if isinstance(module, Dropout) and _has_sharded_tokens(name, plan):
@@ -186,15 +192,29 @@ def _update_module(
         width = plan.names.native_shape(f"{name}.weight")[0]
         [shard] = plan.shards(f"{name}.weight", (width,))
         module.mean_squares = partial(_mean_squares, features=width * shard.num_copies, group=group)
+    if isinstance(module, GatedRMSNorm) and (ranks := module.group_width // len(module.weight)) > 1:
+        others = mesh.adjacent_group(ranks)
+        assert others is not None
+        module.mean_squares = partial(_mean_squares, features=module.group_width, group=others)
     if isinstance(module, FeedForward | FusedFeedForward | PlainFeedForward) and module.dropout:
         inner = plan.names.config.intermediate_size
         module.dropout.first_feature = plan.span("down_proj", inner).first
+    if isinstance(module, VisionTower) and plan.residual == "split":
+        module.local_share = partial(local_share, group=group)
     if isinstance(module, PositionTable) and plan.residual == "split":
         module.local_positions = partial(local_share, group=group)
     if isinstance(module, WeightDropout):
         module.first_feature = plan.span("q_proj").first // plan.names.config.query_features
+    if isinstance(module, Indexer):
+        sum_over_ranks = partial(_all_reduce_weights, group=group)
+        module.sharing = HeadSharing(plan.size, plan.index, sum_over_ranks)
     if isinstance(module, Router):
         module.local_rows = partial(local_share, group=group)
+
+
+def _all_reduce_weights(weights_CM: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    dist.all_reduce(weights_CM, group=group)
+    return weights_CM
 
 
 def _mean_squares(x_TD: torch.Tensor, features: int, group: dist.ProcessGroup) -> torch.Tensor:

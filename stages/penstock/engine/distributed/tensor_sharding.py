@@ -30,7 +30,8 @@ from penstock.models.tp_roles import (
     find_parallel_style,
     shard_unit,
 )
-from penstock.models.weights import WeightMap
+from penstock.models.vision.types import VISION
+from penstock.models.weights import LAYERS, WeightMap
 from penstock_kernels.quant import Format
 
 
@@ -66,8 +67,9 @@ class TensorParallelPlan:
     """This rank's index among them."""
     formats: Mapping[str, Format] = field(default_factory=dict[str, Format])
     """The formats of quantized parameters, by their unquantized names."""
-    splits_tied_weights: bool = False
-    """Whether tied embedding and head are in different parts, each with its own Parameter."""
+    copied: frozenset[str] = frozenset()
+    """Parameters of which the first and the last part have a copy each: an embedding, and the head
+    that is tied to it."""
 
     def shards(self, name: str, shape: tuple[int, ...]) -> tuple[TensorShard, ...]:
         """The shards of parameter `name`; empty if this rank has no such parameter.
@@ -85,8 +87,11 @@ class TensorParallelPlan:
                 _quantized_shard(shard, leaf, self.formats[module])
                 for shard in self.shards(module, shape)
             )
+        if name.startswith(VISION):
+            [tensor] = self.names.hf_names(name)
+            return (self._replicate(tensor, self._grad_reduce_of_stream),)
         role = find_parallel_style(module, self.roles)
-        if self.splits_tied_weights and name in (EMBEDDING_WEIGHT, HEAD_WEIGHT):
+        if name in self.copied:
             table = self._shard(self.names.config.names.embedding, 0, self.span("embed_tokens"))
             return (replace(table, num_copies=2),)
         if role in (None, ParallelStyle.REPLICATED):
@@ -94,8 +99,9 @@ class TensorParallelPlan:
             return (self._replicate(tensor, self._norm_grad_reduce(module)),)
         if role is ParallelStyle.PER_HEAD:
             [tensor] = self.names.hf_names(name)
-            heads = _span(self._shapes[tensor][0], self.size, self.index)
-            return (self._shard(tensor, 0, heads),)
+            sizes = self._shapes[tensor]
+            dim = next((dim for dim, size in enumerate(sizes) if size > 1), 0)
+            return (self._shard(tensor, dim, _span(sizes[dim], self.size, self.index)),)
         if role is ParallelStyle.EXPERTS:
             return tuple(self._expert_shards(name))
         if self.is_in_moe(module):
@@ -134,18 +140,17 @@ class TensorParallelPlan:
         """This rank's features of a checkpoint layer. The last part of its name is enough where
         all layers have heads of the same size.
 
-        `features` is the total of a feed-forward network or of linear attention; it is not read for
-        other layers.
+        `features` is the total of a feed-forward network or of a token mixer with a state; it is
+        not read for other layers.
         """
+        if linear := self.names.state_layer(layer):
+            heads = linear.split_heads(layer.rpartition(".")[2])
+            return self._heads(heads, features // heads)
         config, unit = self.names.layer_config(layer), shard_unit(layer)
         if unit is ShardUnit.TOKEN:
             return _span(config.vocab_size, self.size, self.index)
         if unit is ShardUnit.FEATURE:
             return _span(features, self.size, self.index)
-        if unit is ShardUnit.LINEAR_HEAD:
-            assert config.linear is not None
-            heads = config.linear.key_heads
-            return _span(heads, self.size, self.index, features // heads)
         heads, keys = config.num_attention_heads, config.num_key_value_heads
         assert heads % self.size == 0, f"{heads} heads over {self.size} ranks"
         if unit is ShardUnit.QUERY_HEAD:
@@ -155,11 +160,28 @@ class TensorParallelPlan:
             elif layer.endswith("q_proj"):
                 width = config.query_features
             return _span(heads, self.size, self.index, width)
-        assert keys % self.size == 0 or self.size % keys == 0, f"{keys} over {self.size} ranks"
-        if self.size <= keys:
-            return _span(keys, self.size, self.index, config.head_dim)
-        copies = self.size // keys
-        return replace(_span(keys, keys, self.index // copies, config.head_dim), copies=copies)
+        return self._heads(keys, config.head_dim)
+
+    def copies(self) -> list[int]:
+        """How many ranks have the same features of keys, or of what heads of a token mixer with a
+        state share: each number that occurs."""
+        config = self.names.config
+        found = {self.span(f"{LAYERS}{at}.k_proj").copies for at in range(config.num_layers)}
+        if linear := config.linear:
+            parts = {
+                part for layer in linear.input_layers for part in linear.row_blocks(layer) or ()
+            }
+            found |= {max(1, self.size // linear.split_heads(part)) for part in parts}
+        return sorted(found)
+
+    def _heads(self, count: int, width: int) -> Span:
+        """This rank's features of so many heads; where there are fewer than ranks, several ranks
+        have the same head."""
+        assert count % self.size == 0 or self.size % count == 0, f"{count} over {self.size} ranks"
+        if self.size <= count:
+            return _span(count, self.size, self.index, width)
+        copies = self.size // count
+        return replace(_span(count, count, self.index // copies, width), copies=copies)
 
     def shard(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
         """This rank's part of a full native tensor; None if it holds nothing."""
@@ -219,12 +241,17 @@ class TensorParallelPlan:
         The LoRA rank dimension is never split. The factor on the other side of the split is
         replicated, and each rank has a partial sum of its gradient.
         """
-        name = native_name(factor.hf_module, factor.side)
-        rows, columns = self._shapes[f"{factor.hf_module}.weight"]
+        layer = self.names.hf_layer(factor.hf_module)
+        name = native_name(layer, factor.side)
+        rows, columns = self._shapes[f"{layer}.weight"]
         if factor.is_embedding:
             # For an embedding, columns of A are tokens and rows of B are features.
             rows, columns = columns, rows
         is_a = factor.side == "lora_A"
+        if factor.module.startswith(VISION):
+            own = (shape[0], columns) if is_a else (rows, *shape[1:])
+            yield self._replicate(name, self._grad_reduce_of_stream, own)
+            return
         whole = (shape[0], columns) if is_a else (rows, *shape[1:])
         if self.is_in_moe(factor.module):
             yield self._replicate(name, "tensor", whole)
@@ -234,7 +261,7 @@ class TensorParallelPlan:
         if is_a is not is_rowwise or role is ParallelStyle.REPLICATED:
             yield self._replicate(name, "tensor", whole)
             return
-        spans = self.spans(factor.hf_module, columns if is_rowwise else rows)
+        spans = self.spans(layer, columns if is_rowwise else rows)
         shards = (self._shard(name, int(is_a), span, whole) for span in spans)
         yield from shards if is_a else _concatenate(shards)
 
@@ -259,7 +286,12 @@ class TensorParallelPlan:
 
     def _norm_grad_reduce(self, module: str) -> GradReduceAxis | None:
         within = any(part in PART_NAMES for part in module.split("."))
-        return "tensor" if within or self.residual == "split" else None
+        return "tensor" if within else self._grad_reduce_of_stream
+
+    @property
+    def _grad_reduce_of_stream(self) -> GradReduceAxis | None:
+        """Of what every rank computes for its tokens of the residual stream."""
+        return "tensor" if self.residual == "split" else None
 
     def _shard(
         self, tensor: str, dim: int, span: Span, whole: tuple[int, ...] | None = None
@@ -288,7 +320,12 @@ def tp_plan(
     model: Decoder, names: WeightMap, mesh: Mesh, *, roles: Roles, residual: Residual
 ) -> TensorParallelPlan:
     """The sharding plan of this rank for the model, which may be a part of the whole."""
-    apart = (model.model.embed_tokens is None) is not (model.lm_head is None)
+    copied = frozenset[str]()
+    if not (model.takes_ids and model.lm_head is not None):
+        if model.config.tie_word_embeddings:
+            copied = frozenset((EMBEDDING_WEIGHT, HEAD_WEIGHT))
+        elif model.config.num_mtp_layers:
+            copied = frozenset((EMBEDDING_WEIGHT,))
     return TensorParallelPlan(
         names=names,
         roles=roles,
@@ -302,7 +339,7 @@ def tp_plan(
             for name, module in model.named_modules()
             if isinstance(module, QuantizedMatrix)
         },
-        splits_tied_weights=model.config.tie_word_embeddings and apart,
+        copied=copied,
     )
 
 

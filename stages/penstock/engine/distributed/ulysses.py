@@ -4,29 +4,43 @@ Ranks that hold some tokens of all heads exchange them for all tokens of some he
 
 Attention itself is then the same as on one rank (Jacobs et al. 2023, "DeepSpeed Ulysses").
 
-S tokens of one rank, T tokens of all, N query heads, K key and value heads, H head width.
+Layers with a recurrent state are run so under ring attention too. A state has to pass through all
+tokens before the next one, so ranks that passed states on would wait for one another, and take as
+long as one rank for all heads; heads do not see one another. Ranks that cannot share heads evenly
+fill them up with empty ones, and none has a whole head more than its share.
+
+S tokens of one rank, T tokens of all, N query heads, K key and value heads, H head width, F
+features of heads.
 """
 
 # pyright: reportIncompatibleMethodOverride=false
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from penstock.engine.distributed.collectives import all_gather_dim0
+from penstock.engine.distributed.collectives import all_gather_dim0, reduce_scatter_dim0
+from penstock.engine.distributed.ring_attention import RingSegments
+from penstock.engine.distributed.zigzag import chunk_order
 from penstock.models.layers.attention import AttentionFn
+from penstock.models.layers.call_hook import HeadBlocks, RecurrentMixer
+from penstock.models.state_layer_config import even_heads
 from penstock_kernels.attention import VarlenMetadata
 
 
 class Ulysses:
     """One rank of the group that shares the heads."""
 
-    def __init__(self, group: dist.ProcessGroup, size: int, index: int) -> None:
+    def __init__(self, group: dist.ProcessGroup, size: int, index: int, *, zigzag: int = 1) -> None:
+        """`zigzag`: over how many of its ranks tokens are split in zigzag order, outermost."""
         self.group, self.size, self.index = group, size, index
+        self._zigzag = zigzag
 
     def shard(self, x_T: torch.Tensor) -> torch.Tensor:
         """This rank's consecutive share of all tokens."""
@@ -66,22 +80,66 @@ class Ulysses:
 
         return over_heads
 
+    def run_core(self, mixer: RecurrentMixer) -> Callable[..., torch.Tensor]:
+        """The hook `run_core` of `mixer`: its core for all tokens and this rank's share of the
+        heads."""
+
+        def over_heads(core: Callable[..., torch.Tensor], *inputs: Any) -> torch.Tensor:
+            *inputs_SF, segments = inputs
+            if isinstance(segments, RingSegments):
+                segments = segments.unsharded()
+            blocks = mixer.head_blocks()
+            heads = max(count for some in blocks for count, _ in some)
+            parts = [
+                part
+                for x_SF, some in zip(inputs_SF, blocks, strict=True)
+                for part in _by_head(x_SF, some, heads, self.size, dim=1)
+            ]
+            received = iter(_ToHeads.apply(self, *parts))
+            inputs_TF = [
+                torch.cat([next(received).flatten(1) for _ in some], dim=1) for some in blocks
+            ]
+            y_TNH = core(*inputs_TF, segments, partial(self._of_heads, heads=heads))
+            return _ToTokens.apply(self, y_TNH)[:, :heads]
+
+        return over_heads
+
+    def _of_heads(self, weight: torch.Tensor, blocks: HeadBlocks, *, heads: int) -> torch.Tensor:
+        """The rows of this rank's heads."""
+        parts = _by_head(weight, blocks, heads, self.size, dim=0)
+        mine = [part.chunk(self.size)[self.index].flatten(0, 1) for part in parts]
+        return torch.cat(mine)
+
     def gather(self, x_S: torch.Tensor) -> torch.Tensor:
         """All tokens of what each rank has of its share; without gradients."""
         return all_gather_dim0(x_S, self.group)
 
+    def gather_in_sequence(self, x_S: torch.Tensor) -> torch.Tensor:
+        """All tokens of what each rank has of its share, in the order of the sequence. The
+        gradients of all ranks are added."""
+        return _GatherTokens.apply(self, x_S)
+
     def to_heads(self, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """[S, n, H] of each part to [T, n / size, H], which are views of one tensor."""
-        by_rank = [part.unflatten(1, (self.size, -1)).transpose(0, 1) for part in parts]
+        """[S, n, H] of each part, or [S, n], to [T, n / size, H], which are views of one tensor."""
+        by_rank = [part.flatten(1).unflatten(1, (self.size, -1)).transpose(0, 1) for part in parts]
+        received_TF = self._exchange(torch.cat(by_rank, dim=2)).flatten(0, 1)
         widths = [part.shape[2] for part in by_rank]
-        return self._exchange(torch.cat(by_rank, dim=2)).flatten(0, 1).split(widths, dim=1)
+        mine = _in_sequence(received_TF, self._zigzag).split(widths, dim=1)
+        return tuple(
+            x_TF.unflatten(1, (-1, *part.shape[2:])) for x_TF, part in zip(mine, parts, strict=True)
+        )
 
     def to_tokens(self, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """[T, n / size, H] of each part to [S, n, H]: the inverse of `to_heads`."""
-        widths = [part.shape[1] for part in parts]
-        all_parts = torch.cat([*parts], dim=1) if len(parts) > 1 else parts[0].contiguous()
-        by_rank = self._exchange(all_parts.unflatten(0, (self.size, -1))).transpose(0, 1)
-        return tuple(part.flatten(1, 2) for part in by_rank.split(widths, dim=2))
+        flat = [part.flatten(1) for part in parts]
+        x_TF = torch.cat(flat, dim=1) if len(flat) > 1 else flat[0].contiguous()
+        by_rank = _by_rank(x_TF, self._zigzag).unflatten(0, (self.size, -1))
+        received = self._exchange(by_rank).transpose(0, 1)
+        widths = [part.shape[1] for part in flat]
+        return tuple(
+            x.flatten(1).unflatten(1, (-1, *part.shape[2:]))
+            for x, part in zip(received.split(widths, dim=2), parts, strict=True)
+        )
 
     def _exchange(self, x: torch.Tensor) -> torch.Tensor:
         """All-to-all along the first dimension, one entry per rank."""
@@ -112,3 +170,50 @@ class _ToTokens(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         return None, *ctx.ulysses.to_heads([gradient])
+
+
+class _GatherTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ulysses: Ulysses, x_S: torch.Tensor) -> torch.Tensor:
+        ctx.ulysses = ulysses
+        return _in_sequence(ulysses.gather(x_S), ulysses._zigzag)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        ulysses = ctx.ulysses
+        return None, reduce_scatter_dim0(_by_rank(gradient, ulysses._zigzag), ulysses.group)
+
+
+def _by_head(
+    x: torch.Tensor, blocks: HeadBlocks, heads: int, ranks: int, *, dim: int
+) -> list[torch.Tensor]:
+    """The blocks of a dimension as heads and their features, so many that `ranks` get equally
+    many; `heads` as in `even_heads`."""
+    parts = x.split([count * width for count, width in blocks], dim)
+    found: list[torch.Tensor] = []
+    for part, (count, width) in zip(parts, blocks, strict=True):
+        repeats, empty = even_heads(count, heads, ranks)
+        by_head = part.unflatten(dim, (count, width))
+        if repeats > 1:
+            by_head = by_head.repeat_interleave(repeats, dim)
+        if empty:
+            by_head = F.pad(by_head, (*[0, 0] * (by_head.ndim - dim - 1), 0, empty))
+        found.append(by_head)
+    return found
+
+
+def _in_sequence(x_T: torch.Tensor, ring: int) -> torch.Tensor:
+    """The tokens of ranks of a ring, one rank's after another's, in the order of the sequence."""
+    if ring == 1:
+        return x_T
+    chunks = x_T.chunk(2 * ring)
+    return torch.cat((*chunks[::2], *chunks[::-2]))
+
+
+def _by_rank(x_T: torch.Tensor, ring: int) -> torch.Tensor:
+    """The inverse of `_in_sequence`."""
+    if ring == 1:
+        return x_T
+    chunks = x_T.chunk(2 * ring)
+    return torch.cat([chunks[number] for number in chunk_order(ring)])

@@ -34,11 +34,12 @@ from penstock.engine.distributed.suggest_layout import (
     format_suggestion,
     suggest_change,
 )
-from penstock.models.decoder_config import HeadSizes
+from penstock.models.decoder_config import DecoderConfig, HeadSizes
 from penstock.models.hf_config import HfConfig, config_get, config_require
-from penstock.models.linear_config import MODEL_TYPES as HYBRID
 from penstock.models.multimodal import language_config
 from penstock.models.quantization_config import QuantizationConfig, parse_quantization_config
+from penstock.models.state_layer_config import MODEL_TYPES as HYBRID
+from penstock.models.state_layer_config import StateLayerConfig
 
 SCHEDULES: tuple[PipelineSchedule, ...] = ("1F1B", "GPipe", *INTERLEAVED, *V_SHAPED)
 
@@ -61,10 +62,8 @@ class ModelDims:
     """Features of a head's values."""
     full_attention_heads: HeadSizes | None = None
     """Those of layers without a sliding window, where they differ."""
-    linear_key_heads: int = 0
-    """Key heads of linear attention; 0: there is none."""
-    linear_value_features: int = 0
-    """Features of all its value heads."""
+    linear: StateLayerConfig | None = None
+    """The sizes of layers with a state; None: there are none."""
     published: QuantizationConfig | None = None
     """The format of its pre-quantized weights."""
 
@@ -77,21 +76,23 @@ class ModelDims:
             CapabilityError: the quantization format is not supported.
         """
         hf = language_config(hf)
+        hybrid = _hybrid_config(hf)
         heads, hidden = (
             config_require(hf, name) for name in ("num_attention_heads", "hidden_size")
         )
         return cls(
             heads,
             config_get(hf, "num_key_value_heads", heads),
-            config_require(hf, "num_hidden_layers"),
+            hybrid.num_hidden_layers if hybrid else config_require(hf, "num_hidden_layers"),
             # With experts in all layers a config.json may have no size of a dense one.
-            config_get(hf, "intermediate_size", hf.get("moe_intermediate_size"))
+            (hybrid and hybrid.intermediate_size)
+            or config_get(hf, "intermediate_size", hf.get("moe_intermediate_size"))
             or config_require(hf, "intermediate_size"),
             config_require(hf, "vocab_size"),
             next((hf[name] for name in EXPERTS if hf.get(name)), 0),
             config_get(hf, "v_head_dim", config_get(hf, "head_dim", hidden // heads)),
             _full_attention_heads(hf),
-            *_linear_attention(hf),
+            hybrid and hybrid.linear,
             parse_quantization_config(hf),
         )
 
@@ -105,16 +106,12 @@ def _full_attention_heads(hf: HfConfig) -> HeadSizes | None:
     return full_attention_heads(hf)
 
 
-def _linear_attention(hf: HfConfig) -> tuple[int, int]:
-    """Key heads, and features of all value heads; 0 without linear attention."""
+def _hybrid_config(hf: HfConfig) -> DecoderConfig | None:
     if hf.get("model_type") not in HYBRID:
-        return 0, 0
-    from penstock.models.families.hybrid.fields import (  # noqa: PLC0415
-        linear_key_heads,
-        linear_value_features,
-    )
+        return None
+    from penstock.models.families.hybrid.dims import hybrid_config  # noqa: PLC0415
 
-    return linear_key_heads(hf), linear_value_features(hf)
+    return hybrid_config(hf)
 
 
 def is_model_parallel(train: TrainConfig) -> bool:
@@ -193,7 +190,7 @@ def layout_errors(run: RunConfig, world: int, dims: ModelDims | None) -> list[La
         found += _batch_errors(train, parallel_dims)
     if dims:
         found += [*_head_errors(train, dims), *_linear_errors(train, dims)]
-        found += _feature_errors(train, dims)
+        found += [*_feature_errors(train, dims)]
         found += [*_expert_errors(train, dims), *_stage_errors(train, dims)]
         found += _quant_group_errors(run, dims)
     return [*found, *_padding_errors(run)]
@@ -228,20 +225,14 @@ def _head_errors(train: TrainConfig, dims: ModelDims) -> Iterable[LayoutError]:
 
 
 def _linear_errors(train: TrainConfig, dims: ModelDims) -> Iterable[LayoutError]:
-    keys, tensor = dims.linear_key_heads, train.tensor_parallel_size
-    if keys % tensor:
+    if (linear := dims.linear) is None:
+        return
+    tensor = train.tensor_parallel_size
+    if why := linear.why_unsplit(tensor):
         yield LayoutError(
-            f"train.tensor_parallel_size is {tensor}, and the model's linear_num_key_heads is "
-            f"{keys}: every rank must get equally many whole heads",
+            f"train.tensor_parallel_size is {tensor}, and the model's {why}",
             ("train.tensor_parallel_size",),
         )
-    for name in ("ringattn_parallel_size", "ulysses_parallel_size"):
-        if keys and (size := getattr(train, name)) > 1:
-            yield LayoutError(
-                f"train.{name} is {size}, and the model has layers of linear attention, whose "
-                "states pass through the tokens of a document in order: ranks cannot share them",
-                (f"train.{name}",),
-            )
 
 
 def _feature_errors(train: TrainConfig, dims: ModelDims) -> Iterable[LayoutError]:
@@ -263,8 +254,8 @@ def _quant_group_errors(run: RunConfig, dims: ModelDims) -> Iterable[LayoutError
         return
     quantization, unit = _base_quantization(run, dims)
     columns = [("o_proj", dims.num_attention_heads * dims.value_dim)]
-    if dims.linear_value_features:
-        columns.append(("out_proj", dims.linear_value_features))
+    if dims.linear:
+        columns.append(dims.linear.output_layer)
     if own := dims.full_attention_heads:
         columns.append(("o_proj", dims.num_attention_heads * own.head_dim))
     if not dims.num_experts:
@@ -317,7 +308,7 @@ def _stage_errors(train: TrainConfig, dims: ModelDims) -> Iterable[LayoutError]:
         )
         return
     try:
-        layers_of_stages(train, dims.num_hidden_layers)
+        layers_of_stages(train, [1] * dims.num_hidden_layers)
     except ConfigError as error:
         is_listed = train.pipeline_parallel_split != "uniform"
         settings = "split" if is_listed else "size"

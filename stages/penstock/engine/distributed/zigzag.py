@@ -12,6 +12,9 @@ from itertools import pairwise, product
 
 from penstock.rows.shared_prefix import Span, first_blind_rows
 
+Run = tuple[int, int]
+"""The first of the tokens that attend to one another in both directions, and the end of them."""
+
 
 @dataclass(frozen=True)
 class RankTokens:
@@ -41,6 +44,11 @@ class RankTokens:
     def count_before(self, position: int) -> int:
         """How many of its tokens come before that position in the packed sequence."""
         return sum(min(max(position - start, 0), self.chunk) for start in self.starts)
+
+
+def chunk_order(ring: int) -> list[int]:
+    """The chunks of the packed sequence in the order in which ranks have them."""
+    return [chunk for index in range(ring) for chunk in (index, 2 * ring - 1 - index)]
 
 
 @dataclass(frozen=True)
@@ -83,32 +91,65 @@ def local_start_rows(spans: Sequence[Span], rank_tokens: RankTokens) -> list[int
     return first_blind_rows(own)
 
 
+def local_runs(
+    runs: Sequence[Run], rank_tokens: RankTokens, window: int | None = None
+) -> list[Run]:
+    """The parts of bidirectional runs on a rank, within one document of `local_lengths` each."""
+    parts = [range(*run) for run in runs]
+    if window is not None:
+        parts = [
+            range(max(part.start, chunk.start), min(part.stop, chunk.stop))
+            for chunk in rank_tokens.chunks
+            for part in parts
+        ]
+    own = [rank_tokens.local_range(part.start, part.stop) for part in parts if part]
+    return [(part.start, part.stop) for part in own if part]
+
+
 def kv_ranges(
     bounds: Sequence[int],
     query_rank: RankTokens,
     kv_rank: RankTokens,
     window: int | None = None,
     spans: Sequence[Span] | None = None,
+    bidirectional: Sequence[Run] = (),
 ) -> list[KVRange]:
     """The keys of `kv_rank` that `query_rank`'s queries attend to.
 
     Under a sliding window also its own keys beyond the documents of `local_lengths`. `spans` give
     how far each token is seen if documents have branches. The keys of all needs together are
-    contiguous on the giver, except for a branch between a prompt and another branch.
+    contiguous on the giver, except for a branch between a prompt and another branch. In
+    `bidirectional` runs queries attend to later keys too.
     """
     if window is not None:
-        return list(_within_window(bounds, query_rank, kv_rank, window, spans))
+        later = _later_in_runs(bidirectional, query_rank, kv_rank)
+        return [*_within_window(bounds, query_rank, kv_rank, window, spans), *later]
     if query_rank.index == kv_rank.index:
         return []
     # The chunks of two ranks are nested: the rank with the lower index holds the outer two. So an
     # asker sees the first chunk of a lower giver from both of its own chunks, and both chunks of a
     # higher giver from its second; and whatever attends across the border is in one document.
     border = query_rank.starts[0] if kv_rank.index < query_rank.index else query_rank.starts[1]
-    return [
+    earlier = [
         KVRange(query_rank.local_range(border, span.until), keys)
         for span in _document_at(border, bounds, spans)
         if span.until > border and (keys := kv_rank.local_range(span.begin, min(span.end, border)))
     ]
+    return [*earlier, *_later_in_runs(bidirectional, query_rank, kv_rank)]
+
+
+def _later_in_runs(
+    runs: Sequence[Run], query_rank: RankTokens, kv_rank: RankTokens
+) -> Iterator[KVRange]:
+    """The keys in later chunks of the run of a query."""
+    for chunk, kv_chunk in product(query_rank.chunks, kv_rank.chunks):
+        if kv_chunk.start < chunk.stop:
+            continue
+        for first, end in runs:
+            queries = query_rank.local_range(max(first, chunk.start), min(end, chunk.stop))
+            keys = kv_rank.local_range(max(first, kv_chunk.start), min(end, kv_chunk.stop))
+            if queries and keys:
+                yield KVRange(queries, keys)
 
 
 def _document_at(

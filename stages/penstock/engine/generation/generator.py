@@ -45,7 +45,7 @@ from penstock.engine.generation.sequences import (
 )
 from penstock.models.decoder_config import DecoderConfig
 from penstock.models.layers.block import Block
-from penstock.models.layers.gated_delta_net import GatedDeltaNet
+from penstock.models.names import LINEAR_ATTN, SELF_ATTN
 from penstock_kernels.to_device import to_device
 
 FP32 = 4
@@ -102,7 +102,7 @@ class Generator:
     kv_cache_bytes_per_token: int
     """KV cache bytes per token on this rank."""
     state_bytes: int = 0
-    """Bytes of the states of linear attention for a sequence on this rank."""
+    """Bytes of the states of layers for a sequence on this rank."""
     eager_context: Callable[[], AbstractContextManager[object]] = nullcontext
     """Context manager around generation that disables compilation, because passes change shape."""
     kv_cache_tokens: int = KV_CACHE_TOKENS
@@ -345,24 +345,34 @@ def build_generator(
         block
         for part in layout.parts
         for block in part.blocks
-        if isinstance(block, Block) and isinstance(block.token_mixer, GatedDeltaNet)
+        if isinstance(block, Block) and block.mixer_name == LINEAR_ATTN
     ]
-    layers = sum(len(part.blocks) for part in layout.parts) - len(linear)
+    layers = sum(
+        not isinstance(block, Block) or block.mixer_name == SELF_ATTN
+        for part in layout.parts
+        for block in part.blocks
+    )
+    layers -= config.num_mtp_layers
     numbers = max(
         2 * -(-kind.num_key_value_heads // split) * kind.head_dim for kind in config.layer_kinds
     )
     if config.latent:
-        numbers = config.latent.kv_rank + config.latent.rope_dim
+        numbers = config.latent.cached_dim
     numbers *= layers
-    state_size = config.linear.state_size if config.linear else 0
+    state_size = 0
+    if config.linear:
+        here = config.linear.heads_of_rank(degrees.tensor, degrees.ulysses)[-1]
+        state_size = config.linear.state_size * here // config.linear.exchanged[-1][0]
     generator = Generator(
         layout,
         ranks,
         logits,
         tokens_multiple(train),
-        max_cached_length=config.cacheable_length if layout.context.supports_kv_cache else 0,
+        max_cached_length=(
+            config.cacheable_length if layout.context.supports_kv_cache(config) else 0
+        ),
         kv_cache_bytes_per_token=numbers * getattr(torch, train.computes_in).itemsize,
-        state_bytes=FP32 * len(linear) * state_size // degrees.tensor,
+        state_bytes=FP32 * len(linear) * state_size,
     )
     if not train.enable_compile:
         return generator

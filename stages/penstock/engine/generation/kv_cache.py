@@ -193,13 +193,7 @@ class DecodeStep(DecodeSegments):
         rows = self.rows
         # Skip keys that no row sees.
         first = 0 if window is None else max(0, self.shortest - window)
-        parts = _parts(k_TKH, v_TKH)
-        visible = [
-            self._write_newest(x_BKCH.narrow(0, 0, rows), x_TKH).narrow(
-                2, first, self.longest - first
-            )
-            for x_BKCH, x_TKH in zip(self.cache.layer(next(self.calls), parts), parts, strict=True)
-        ]
+        visible = self._append(_parts(k_TKH, v_TKH), first)
         k_BKCH, v_BKCH = visible[0], visible[-1]
         mask_BC = self._attention_mask(window, first, q_TNH.device)
         y_BNH = decode_attention(
@@ -208,6 +202,11 @@ class DecodeStep(DecodeSegments):
         if rows == len(q_TNH):
             return y_BNH
         return torch.cat((y_BNH, torch.zeros_like(q_TNH[rows:], dtype=y_BNH.dtype)))
+
+    def append_latents(self, x_T1H: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Cache what the heads of the current layer share, of the new tokens, and return all."""
+        (x_B1CH,) = self._append((x_T1H,))
+        return x_B1CH.squeeze(1), self._attention_mask(None, 0, x_T1H.device)
 
     def states(self) -> tuple[torch.Tensor, ...]:
         """The states of the current layer, [rows, ...] each."""
@@ -219,6 +218,14 @@ class DecodeStep(DecodeSegments):
         """Write those after the new tokens."""
         for kept, state in zip(self.kept[STATES], states, strict=True):
             kept.copy_(state)
+
+    def _append(self, parts: Sequence[torch.Tensor], first: int = 0) -> list[torch.Tensor]:
+        """Cache the parts of the new tokens, and return what is cached from `first` on."""
+        shown = self.longest - first
+        return [
+            self._write_newest(x_BKCH.narrow(0, 0, self.rows), x_TKH).narrow(2, first, shown)
+            for x_BKCH, x_TKH in zip(self.cache.layer(next(self.calls), parts), parts, strict=True)
+        ]
 
     def _write_newest(self, x_BKCH: torch.Tensor, x_TKH: torch.Tensor) -> torch.Tensor:
         """The cache rows with the new tokens written to them."""

@@ -1,6 +1,6 @@
 """Base model weights: their source, their names, and which are quantized."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from penstock.engine.hf.converted_weights import ConvertedWeights, InitializedWeights
+from penstock.engine.hf.expert_forms import TensorParts, parts_in
 from penstock.engine.hf.safetensors_reader import SafetensorsFolder
 from penstock.engine.model_source import QuantizationArgs
 from penstock.engine.quantization.mxfp4 import Mxfp4Tensors
@@ -23,11 +24,13 @@ from penstock.engine.quantization.select_layers import (
     quant_formats_by_param,
     select_formats,
 )
+from penstock.engine.vision.stored_names import checkpoint_names
 from penstock.models.automodel.weight_map import AutoWeightMap
 from penstock.models.causal_lm import CausalLM
 from penstock.models.layers.quantized_linear import keep_quantized
 from penstock.models.multimodal import text_name
 from penstock.models.tp_roles import Roles
+from penstock.models.vision.tower import VisionTower
 from penstock.models.weights import WeightMap
 
 InitialWeights = RandomInitTensors | InitializedWeights
@@ -46,6 +49,8 @@ class BaseModelWeights:
     roles: Roles
     folder: Path | None
     """The folder of its weights; None for a random initialization, or where none are read."""
+    vision: VisionTower | None = None
+    """Its vision part, on the meta device; None where it is not built."""
 
     @cached_property
     def formats(self) -> Formats:
@@ -70,6 +75,20 @@ class BaseModelWeights:
             if native in here:
                 keep_quantized(model, native, format)
 
+    def vision_names(self, folder: SafetensorsFolder) -> Mapping[str, str]:
+        """The names here of the vision part's tensors, by those in the files; none where it is not
+        built."""
+        return checkpoint_names(folder.names(), self.vision) if self.vision else {}
+
+    def here(self, folder: SafetensorsFolder) -> SafetensorsFolder:
+        """The folder of a multimodal model's files with the names here."""
+        return folder.renamed(self._name_here(folder))
+
+    def _name_here(self, folder: SafetensorsFolder) -> Callable[[str], str]:
+        """The function from a tensor's name in the files of a multimodal model to that here."""
+        of_vision = self.vision_names(folder)
+        return lambda stored: of_vision.get(stored) or text_name(stored)
+
     def random_init(self, seed: int) -> InitialWeights:
         """A reader of random weights from a seed."""
         if isinstance(self.names, AutoWeightMap):
@@ -91,9 +110,14 @@ class BaseModelWeights:
             if isinstance(self.names, AutoWeightMap):
                 source = ConvertedWeights(inner, self.hf_config, self.names)
             else:
-                inner = inner.renamed(text_name) if self.names.multimodal else inner
+                if self.names.multimodal:
+                    inner = self.here(inner)
+                elif self.names.config.names.earlier:
+                    inner = inner.renamed(self.names.config.names.today)
                 is_stacked = published is None or published.is_stacked
                 source = Mxfp4Tensors(inner) if is_stacked else inner
+                if published is None and (parts := parts_in(self.names, inner)):
+                    source = TensorParts(inner, parts, self.names)
         if not self.formats and published is None:
             return source
         return QuantizeOnLoad(source, self.formats, published, device)

@@ -7,6 +7,7 @@ only `hf/`.
 """
 
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,17 @@ from penstock.engine.checkpoint.model_reader import CheckpointReader
 from penstock.engine.hf.base_model import BaseModelWeights
 from penstock.engine.hf.config import read_hf_config
 from penstock.engine.hf.converted_weights import as_published
+from penstock.engine.hf.expert_forms import in_files_form, parts_in
 from penstock.engine.hf.export_adapter import Adapters, adapters_in, write_adapter_folder
 from penstock.engine.hf.prediction_layers import (
-    num_prediction_layers,
+    copies_of_ends,
     prediction_layers,
+    prediction_tensors,
+    trained_in,
+    with_copies,
     with_tensors,
+    without_prediction_layers,
+    without_tensors,
 )
 from penstock.engine.hf.safetensors_reader import SafetensorsFolder
 from penstock.engine.hf.save_model import (
@@ -37,6 +44,7 @@ from penstock.engine.hf.state_dict import HFStateDict, in_checkpoint, in_multimo
 from penstock.engine.hf.tokenizer_files import TokenizerFiles
 from penstock.engine.model_source import ExportFormat, ModelSource
 from penstock.engine.quantization.export import Quantizer, quantizer_for
+from penstock.engine.vision.build import build_outline, trained_shapes
 from penstock.models.automodel.weight_map import AutoWeightMap
 from penstock.models.registry import get_family
 
@@ -58,14 +66,22 @@ def write_folders(
     reader = CheckpointReader(checkpoint)
     hf_config = read_hf_config(_config_path(origin), origin.foundation, runs_code=origin.runs_code)
     family = get_family(hf_config, origin.backend, adapters=origin.adapting is not None)
-    names = family.weight_map(family.read(hf_config))
+    config = family.trained_config(hf_config, mtp=trained_in(reader, family, hf_config))
+    names = family.weight_map(config)
+    if names.multimodal:
+        names = replace(names, vision=trained_shapes(reader.shapes(), hf_config))
     reads_base = origin.quantizing or reader.state["adapter_only"] or names.multimodal
     folder = _folder(origin) if reads_base else None
-    weights = BaseModelWeights(names, origin.quantizing, hf_config, family.roles, folder)
+    vision = build_outline(hf_config) if names.vision else None
+    weights = BaseModelWeights(names, origin.quantizing, hf_config, family.roles, folder, vision)
     adapters = adapters_in(reader, names, origin.adapting)
-    quantizer = quantizer_for(form.quantize, family, names) if form.quantize else None
+    quantizer = None
+    if form.quantize:
+        # Layers that predict further tokens are not quantized.
+        plain = family.weight_map(family.read(hf_config))
+        quantizer = quantizer_for(form.quantize, family, plain)
     extras = HFFolderMeta(
-        hf_config,
+        without_prediction_layers(hf_config, family) if form.mtp == "drop" else hf_config,
         TokenizerFiles(origin.tokenizer_path, origin.tokenizer),
         _generation_config(origin),
     )
@@ -129,9 +145,13 @@ def _model(
 ) -> dict[str, Any]:
     with ExitStack() as opened:
         whole = _as_in_files(weights, model, opened)
-        if others := _prediction_layers(origin, model, opened):
-            whole = with_tensors(whole, others)
-            quantizer = quantizer and quantizer.leaving_out(others.shapes)
+        num_layers = model.names.config.num_hidden_layers
+        if form.mtp == "drop":
+            whole = without_tensors(whole, prediction_tensors(whole.shapes, num_layers))
+        else:
+            whole = _with_prediction_layers(whole, origin, model, opened)
+            further = prediction_tensors(whole.shapes, num_layers)
+            quantizer = quantizer and quantizer.leaving_out(further)
         return write_hf_folder(
             whole,
             out,
@@ -149,19 +169,25 @@ def _as_in_files(weights: HFStateDict, model: BaseModelWeights, opened: ExitStac
     if not model.names.multimodal:
         return weights
     assert model.folder is not None
-    return in_multimodal(weights, opened.enter_context(SafetensorsFolder(model.folder)))
+    folder = opened.enter_context(SafetensorsFolder(model.folder))
+    here = model.here(folder)
+    weights = in_files_form(weights, here, parts_in(model.names, here))
+    return in_multimodal(weights, folder, model.vision_names(folder))
 
 
-def _prediction_layers(
-    origin: ModelSource, model: BaseModelWeights, opened: ExitStack
-) -> HFStateDict | None:
-    """The base model's layers that predict further tokens, if it has any."""
-    if model.names.multimodal or not num_prediction_layers(model.hf_config):
-        return None
-    if isinstance(model.names, AutoWeightMap) or (found := _folder(origin)) is None:
-        return None
+def _with_prediction_layers(
+    weights: HFStateDict, origin: ModelSource, model: BaseModelWeights, opened: ExitStack
+) -> HFStateDict:
+    """The tensors with those that predict further tokens: copies in the base model, and what was
+    not trained, as the base model has it."""
+    copies, config = copies_of_ends(model.names.config), model.names.config
+    if (found := _folder(origin)) is None:
+        return with_copies(weights, copies)
     folder = opened.enter_context(SafetensorsFolder(found))
-    return prediction_layers(folder, model.names.config.num_hidden_layers, model.published)
+    names = prediction_tensors(folder.names(), config.num_hidden_layers)
+    weights = with_copies(weights, {name: of for name, of in copies.items() if name in names})
+    others = [name for name in names if name not in weights.shapes]
+    return with_tensors(weights, prediction_layers(folder, others, model.published))
 
 
 def _dtype(form: ExportFormat, origin: ModelSource, hf_config: Any) -> torch.dtype:

@@ -33,8 +33,7 @@ from penstock.engine.hf.save_model import save_tensors
 from penstock.engine.hf.state_dict import HFStateDict, Tensors
 from penstock.engine.model_source import LoraArgs
 from penstock.models.automodel.weight_map import AutoWeightMap
-from penstock.models.multimodal import module_name
-from penstock.models.weights import WeightMap
+from penstock.models.weights import LAYERS, WeightMap
 
 WEIGHTS = "adapter_model.safetensors"
 
@@ -243,15 +242,18 @@ def write_adapter_folder(
     PEFT supports nothing else.
     """
     weights = adapters.weights
-    rename = module_name if weights.multimodal else str
+    rename = weights.module_name
     experts = _expert_layers(weights)
+    each = {layer for layers in experts.values() for layer in layers}
+    parts = _parts_of_experts(adapters, each)
+    if each and weights.has_stacked_adapters:
+        adapters, experts, parts = _with_stacks(adapters), {}, ()
     bearing = [name for name in experts if not adapters.pairs.keys().isdisjoint(experts[name])]
     tensors = _peft_tensors(adapters, [layer for name in bearing for layer in experts[name]])
     named = {PREFIX + rename(name.removeprefix(PREFIX)): tensors[name] for name in tensors}
     save_tensors(
         {name: named[name].to(dtype or named[name].dtype) for name in sorted(named)}, out / WEIGHTS
     )
-    each = {layer for layers in experts.values() for layer in layers}
     config = adapter_config(
         adapters.strength,
         shortens=not weights.multimodal,
@@ -260,13 +262,13 @@ def write_adapter_folder(
             layer
             for name, shape in weights.hf_shapes().items()
             if len(shape) == 2
-            and not name.endswith("embed_tokens.weight")
+            and not name.endswith(("embed_tokens.weight", weights.config.names.embedding))
             and (layer := name.removesuffix(".weight")) not in each
         ],
         base_model=base_model,
         revision=revision,
         experts=AdaptedExperts(
-            parts=_parts_of_experts(adapters, each),
+            parts=parts,
             modules=bearing,
             untouched=[name for name in experts if name not in bearing],
             fused=[weights.stack_parameter(name) for name in adapters.fused],
@@ -275,7 +277,7 @@ def write_adapter_folder(
     )
     for field in ("target_modules", "target_parameters"):
         if field in config:
-            config[field] = sorted(map(rename, config[field]))
+            config[field] = sorted(rename(_in_module(name, weights)) for name in config[field])
     write_json(out / "adapter_config.json", config)
     return {
         "rank": adapters.strength.rank,
@@ -283,6 +285,27 @@ def write_adapter_folder(
         "target_modules": config["target_modules"],
         "parameters": adapters.num_parameters,
     }
+
+
+def _with_stacks(adapters: Adapters) -> Adapters:
+    """The same, where adapters of each expert's layers are those of the tensors in which
+    transformers stacks them."""
+    pairs, fused, weights = dict(adapters.pairs), dict(adapters.fused), adapters.weights
+    experts = weights.config.experts
+    for number in () if experts is None else experts.layers:
+        at = f"{LAYERS}{number}"
+        for matrix in weights.expert_matrices:
+            for layer in weights.expert_layers(matrix, at):
+                if pair := pairs.pop(layer, None):
+                    fused[f"{at}.mlp.experts.{matrix}"] = replace(pair, expert=None)
+    return replace(adapters, pairs=pairs, fused=fused)
+
+
+def _in_module(name: str, weights: WeightMap) -> str:
+    """The name in transformers' model of a layer beside experts."""
+    if (experts := weights.config.experts) is None or experts.is_stacked:
+        return name
+    return name.replace(f".{experts.names.block}.", f".{experts.names.module}.")
 
 
 def _parts_of_experts(adapters: Adapters, layers: Collection[str]) -> Collection[str]:
@@ -328,11 +351,13 @@ def _expert_layers(weights: WeightMap) -> dict[str, list[str]]:
     """
     experts = weights.config.experts
     found: dict[str, list[str]] = {}
-    for number in experts.layers if experts and not experts.is_stacked else ():
+    if experts is None or experts.is_stacked:
+        return found
+    for number in experts.layers:
         at = f"model.layers.{number}"
-        found[f"{at}.mlp.experts"] = [
+        found[f"{at}.{experts.names.module}.experts"] = [
             layer
-            for matrix in ("gate_proj", "up_proj", "down_proj")
+            for matrix in weights.expert_matrices
             for layer in weights.expert_layers(matrix, at)
         ]
     return found

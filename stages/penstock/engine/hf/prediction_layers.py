@@ -1,42 +1,83 @@
-"""Multi-token prediction: layers after the last of the decoder, which predict further tokens
-(`num_nextn_predict_layers`). They are not trained; an export has those of the base model."""
+"""Multi-token prediction: tensors of layers that predict further tokens. An export has those of the
+base model, byte for byte, where they are not trained."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from penstock.engine.hf.safetensors_reader import SafetensorsFolder
-from penstock.engine.hf.state_dict import HFStateDict
+from penstock.engine.hf.state_dict import HFStateDict, Tensors
 from penstock.engine.quantization.prequantized import PrequantizedFormat
 from penstock.engine.quantization.quantized_reader import QuantizeOnLoad
+from penstock.models.decoder_config import DecoderConfig
+from penstock.models.family import Family
+from penstock.models.hf_config import HfConfig
+from penstock.models.multimodal import TEXT_CONFIG
+from penstock.models.names import HEAD_WEIGHT
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
+"""A layer of the decoder, or after its last one (DeepSeek, GLM)."""
+MTP = re.compile(r"(?:model\.)?mtp[._]")
+"""What other families call all that predicts further tokens (Qwen, ERNIE 4.5, MiMo)."""
 
 
-def num_prediction_layers(hf_config: Mapping[str, Any]) -> int:
-    """How many layers a config.json has after those of the decoder."""
-    return hf_config.get("num_nextn_predict_layers") or 0
+COUNTS = {"num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers"}
+"""Fields of config.json that count the layers."""
 
 
-def describe_prediction_layers(hf_config: Mapping[str, Any]) -> str | None:
-    """What becomes of them, in one line; None without any."""
-    if not (count := num_prediction_layers(hf_config)):
+def prediction_tensors(names: Iterable[str], num_layers: int) -> list[str]:
+    """The tensors of a decoder with so many layers that predict further tokens."""
+    return [name for name in names if MTP.match(name) or _number(name) >= num_layers]
+
+
+def trained_in(tensors: Tensors, family: Family, hf_config: HfConfig) -> bool:
+    """Whether a training checkpoint has layers that predict further tokens."""
+    if family.mtp is None:
+        return False
+    layer = family.read(hf_config).num_hidden_layers
+    return f"{family.mtp.eh_proj.format(layer=layer)}.weight" in tensors.shapes()
+
+
+def copies_of_ends(config: DecoderConfig) -> dict[str, str]:
+    """Names of tensors that predict further tokens and are copies, and of what they are copies."""
+    if config.mtp is None:
+        return {}
+    head = config.names.embedding if config.tie_word_embeddings else HEAD_WEIGHT
+    found: dict[str, str] = {}
+    for layer in range(config.num_hidden_layers, config.num_layers):
+        found[config.mtp.names.embedding.format(layer=layer)] = config.names.embedding
+        found[config.mtp.names.head.format(layer=layer)] = head
+    found.pop("", None)
+    return found
+
+
+def without_prediction_layers(hf_config: HfConfig, family: Family) -> dict[str, Any]:
+    """The config.json of the model without them."""
+    if text := hf_config.get(TEXT_CONFIG):
+        return {**hf_config, TEXT_CONFIG: without_prediction_layers(text, family)}
+    default = {family.mtp.count} if family.mtp else set[str]()
+    return {**hf_config, **dict.fromkeys((COUNTS & hf_config.keys()) | default, 0)}
+
+
+def describe_prediction_layers(weights: Path, num_layers: int) -> str | None:
+    """What becomes of those in a folder, in one line; None without any."""
+    with SafetensorsFolder(weights) as folder:
+        names = prediction_tensors(folder.names(), num_layers)
+    if not names:
         return None
-    first, more = hf_config["num_hidden_layers"], "" if count == 1 else "s"
     return (
-        f"model: {count} layer{more} from {first} on predict{'s' if count == 1 else ''} further "
-        "tokens (num_nextn_predict_layers), not trained; exports have the base model's"
+        f"model: {len(names)} tensors that predict further tokens ({names[0]}, ...) are not "
+        "trained; exports have the base model's"
     )
 
 
 def prediction_layers(
-    folder: SafetensorsFolder, num_layers: int, published: PrequantizedFormat | None
+    folder: SafetensorsFolder, names: Sequence[str], published: PrequantizedFormat | None
 ) -> HFStateDict:
-    """The tensors of these layers as the folder has them; quantized matrices are dequantized, as
-    exports are."""
-    names = [name for name in folder.names() if _number(name) >= num_layers]
+    """These tensors as the folder has them; quantized matrices are dequantized, as exports are."""
     matrices = _quantized(folder, names, published)
     reader = QuantizeOnLoad(folder, {}, published, torch.device("cpu"))
     plain = [name for name in names if not name.startswith(tuple(f"{one}_" for one in matrices))]
@@ -49,12 +90,35 @@ def prediction_layers(
     return HFStateDict(shapes, read, dtypes)
 
 
-def with_tensors(weights: HFStateDict, others: HFStateDict) -> HFStateDict:
-    """Both together."""
+def with_copies(weights: HFStateDict, copies: Mapping[str, str]) -> HFStateDict:
+    """These tensors, and copies of them by name."""
+    shapes = {copy: weights.shapes[name] for copy, name in copies.items()}
 
     def read(wanted: Sequence[str]) -> dict[str, torch.Tensor]:
-        own = weights.read([name for name in wanted if name in weights.shapes])
-        return own | others.read([name for name in wanted if name in others.shapes])
+        found = weights.read(list({copies[name] for name in wanted}))
+        return {name: found[copies[name]] for name in wanted}
+
+    return with_tensors(weights, HFStateDict(shapes, read))
+
+
+def without_tensors(weights: HFStateDict, names: Iterable[str]) -> HFStateDict:
+    """All but these."""
+    left_out = {*names}
+    shapes = {name: shape for name, shape in weights.shapes.items() if name not in left_out}
+    return HFStateDict(shapes, weights.read, weights.dtypes)
+
+
+def with_tensors(weights: HFStateDict, others: HFStateDict) -> HFStateDict:
+    """Both together."""
+    if not others.shapes:
+        return weights
+
+    def read(wanted: Sequence[str]) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = {}
+        for part in (weights, others):
+            if names := [name for name in wanted if name in part.shapes]:
+                found |= part.read(names)
+        return found
 
     shapes = {**weights.shapes, **others.shapes}
     return HFStateDict(shapes, read, {**weights.dtypes, **others.dtypes})

@@ -12,6 +12,7 @@ from penstock.engine.hf.safetensors_reader import SafetensorsFolder
 from penstock.engine.quantization.quantized_reader import TensorReader
 from penstock.engine.quantization.select_layers import Formats
 from penstock.models.multimodal import is_language, stored_backbone, stored_name
+from penstock.models.vision.types import is_vision
 from penstock.models.weights import WeightMap
 from penstock_kernels.quant import QuantizedTensor, dequantize
 
@@ -99,14 +100,21 @@ def in_source(source: TensorReader, names: WeightMap) -> HFStateDict:
     return HFStateDict(shapes, read, _exact(names, shapes))
 
 
-def in_multimodal(weights: HFStateDict, folder: SafetensorsFolder) -> HFStateDict:
-    """The whole multimodal model in `folder` with these weights of its language model, under the
-    names in its files. Its other tensors are saved as they are.
+def in_multimodal(
+    weights: HFStateDict, folder: SafetensorsFolder, vision_names: Mapping[str, str]
+) -> HFStateDict:
+    """The whole multimodal model in `folder` with these weights of its language model, and of its
+    vision part as far as that was trained, under the names in its files. Its other tensors are
+    saved as they are. `vision_names` are the names here of the vision part's, by those in the
+    files.
     """
     stored = folder.names()
     backbone = stored_backbone(stored)
-    own = {stored_name(name, backbone): name for name in weights.shapes}
-    others = {name: folder.stored(name) for name in stored if not is_language(name)}
+    own = {stored_name(name, backbone): name for name in weights.shapes if not is_vision(name)}
+    own |= {name: here for name, here in vision_names.items() if here in weights.shapes}
+    others = {
+        name: folder.stored(name) for name in stored if not is_language(name) and name not in own
+    }
 
     def read(wanted: Sequence[str]) -> dict[str, torch.Tensor]:
         found = weights.read([own[name] for name in wanted if name in own])

@@ -4,12 +4,14 @@ No torch: checked before any work, and again by the readers of the weights.
 """
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 from penstock.core.errors import CapabilityError
 from penstock.core.safetensors_header import files_by_tensor, read_header, unreadable
-from penstock.models.weights import Shape
+from penstock.engine.hf.expert_parts import find_parts
+from penstock.models.state_layer_config import Shape
+from penstock.models.weights import WeightMap
 
 QUANTIZED = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "U8", "I8", "I32")
 """Dtypes of codes and of their scales."""
@@ -19,29 +21,35 @@ TOGETHER = "Check that model.model_path and model.config_path belong together."
 
 def require_weights(
     folder: Path,
-    shapes: Mapping[str, Shape] | None,
+    names: WeightMap | None,
     num_layers: int,
     rename: Callable[[str], str] = str,
 ) -> None:
     """Raise CapabilityError unless every file in the folder's index is complete and the tensors
     match.
 
-    `shapes` are the expected tensors, `num_layers` the number of layers. Without shapes, as for
+    `names` has the expected tensors, `num_layers` is the number of layers. Without names, as for
     pre-quantized models, only the files are checked. `rename` makes these names of those in the
     files.
     """
     files = files_by_tensor(folder)
     headers = {file: read_header(file) for file in sorted(set(files.values()))}
-    if shapes is None:
+    if names is None:
         return
     in_files = {rename(name): name for name in files}
-    require_tensors(shapes, in_files)
-    for name, shape in shapes.items():
+
+    def stored_shape(name: str) -> Shape:
         in_file = in_files[name]
         file = files[in_file]
         if in_file not in headers[file]:
             raise unreadable(file, f"it lacks {in_file}, which the index places there")
-        require_shape(name, headers[file][in_file].shape, shape)
+        return headers[file][in_file].shape
+
+    parts = find_parts(names, in_files, stored_shape)
+    shapes = {name: shape for name, shape in names.hf_shapes().items() if name not in parts}
+    require_tensors(shapes, in_files)
+    for name, shape in shapes.items():
+        require_shape(name, stored_shape(name), shape)
     _require_no_more_layers(in_files, num_layers)
 
 

@@ -15,10 +15,16 @@ from penstock.models.hf_config import HfConfig, aux_loss_coef, native_type
 
 BIAS_FAMILIES = (
     "deepseek_v3",
+    "deepseek_v32",
     "dots1",
     "ernie4_5_moe",
+    "ernie4_5_vl_moe_text",
     "glm4_moe",
     "glm4_moe_lite",
+    "glm4v_moe_text",
+    "glm_moe_dsa",
+    "kimi_linear",
+    "lfm2_moe",
     "minimax_m2",
     "exaone_moe",
     "hy_v3",
@@ -33,6 +39,7 @@ MOE_FAMILIES = (
     "flex_olmo",
     "gpt_oss",
     "granitemoe",
+    "granitemoehybrid",
     "hunyuan_v1_moe",
     "llama4_text",
     "mellum",
@@ -42,6 +49,7 @@ MOE_FAMILIES = (
     "qwen3_5_moe_text",
     "qwen3_moe",
     "qwen3_next",
+    "qwen3_vl_moe_text",
 )
 """Families that are always MoE, even if config.json does not give the number of experts."""
 
@@ -114,7 +122,8 @@ def needs_router_config(train: TrainConfig) -> bool:
 
 def has_experts(hf: HfConfig) -> bool:
     """Whether the model with this config.json has MoE layers."""
-    return native_type(hf) in MOE_FAMILIES or any(hf.get(name) for name in EXPERTS)
+    counts = [hf[name] for name in EXPERTS if hf.get(name) is not None]
+    return any(counts) if counts else native_type(hf) in MOE_FAMILIES
 
 
 def require_routers(run: RunConfig, hf: HfConfig) -> None:

@@ -45,7 +45,7 @@ def select_token_dispatcher(
     _require(group, device)
     buffer = open_buffer(
         group,
-        width=config.hidden_size,
+        width=config.experts.latent_size or config.hidden_size,
         gigabytes=model.deepep_buffer_size_gb,
         num_sms=model.deepep_num_sms,
     )

@@ -356,6 +356,7 @@ def layer_kind(layer: str) -> Kind | None:
     """The kind of a layer, by its model or checkpoint name."""
     if layer == HEAD:
         return "unembed"
-    if f".{SELF_ATTN}." in layer or f".{LINEAR_ATTN}." in layer:
+    if any(f".{module}." in layer for module in (SELF_ATTN, LINEAR_ATTN, "conv", "mamba")):
         return "attn"
-    return "mlp" if ".mlp" in layer or ".block_sparse_moe" in layer else None
+    networks = ".mlp", ".block_sparse_moe", ".feed_forward", ".shared_mlp"
+    return "mlp" if any(module in layer for module in networks) else None

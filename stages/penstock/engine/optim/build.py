@@ -1,11 +1,13 @@
 """Build the optimizer of a run over this rank's sharded parameters."""
 
 import hashlib
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 
+from penstock.config.schema.model import Part
 from penstock.config.schema.parallelism import SPLIT_BACKWARD
 from penstock.config.schema.run import RunConfig
 from penstock.config.schema.train import TrainConfig
@@ -18,7 +20,12 @@ from penstock.models.decoder_config import DecoderConfig
 from penstock.models.tp_roles import Roles
 from penstock.optim.anyprecision import Rounding, StatePrecision
 from penstock.optim.build import build_optimizer, newton_schulz_args
-from penstock.optim.groups import Grouping, constant_multiplier, layerwise_lr_decay
+from penstock.optim.groups import (
+    Grouping,
+    constant_multiplier,
+    layerwise_lr_decay,
+    with_part_lrs,
+)
 from penstock_kernels.rng_rows import RowKeys
 
 
@@ -28,8 +35,10 @@ def build_distributed_optimizer(
     roles: Roles,
     config: DecoderConfig,
     ranks: ProcessInfo,
+    part: Callable[[str], Part] = lambda _: "language",
 ) -> torch.optim.Optimizer:
-    """The optimizer over the trainable parameters of `params`, in a model with this config.
+    """The optimizer over the trainable parameters of `params`, in a model with this config. `part`
+    tells the part of a multimodal model that a parameter is of.
 
     Raises ConfigError as `build_optimizer` does. Collective.
     """
@@ -39,12 +48,15 @@ def build_distributed_optimizer(
     head_rows = split_by_heads(config) if train.muon_split_heads else whole_matrices
     num_layers = config.num_hidden_layers
     bound = train.layerwise_lr_decay_bound
+    by_depth = constant_multiplier if bound == 1 else layerwise_lr_decay(bound, num_layers)
+    lrs: dict[Part, float | None] = {"vision": train.vision_lr, "projector": train.projector_lr}
+    ratios = {name: lr / train.lr for name, lr in lrs.items() if lr is not None}
     grouping = Grouping(
         weight_decay=train.weight_decay,
         no_decay_modules=train.no_decay_modules,
         no_decay_params=train.no_decay_params,
         lora_plus_ratio=run.lora.lora_plus_ratio,
-        lr_multiplier=constant_multiplier if bound == 1 else layerwise_lr_decay(bound, num_layers),
+        lr_multiplier=with_part_lrs(by_depth, part, ratios),
         matrices={one.name for one in matrices},
         muon_lr_multiplier=train.muon_lr / train.lr if _is_muon(train) else 1.0,
     )
@@ -102,10 +114,11 @@ def _runs(piece: TensorShard, salt: str) -> list[RowKeys]:
     """The row keys of a shard; each matrix of a stack has its own rows."""
     text = f"{salt}:{piece.tensor}".encode()
     key = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
-    if len(piece.sizes) < 3:
-        return [RowKeys(piece.num_rows, key, piece.offsets[0])]
-    stack, rows = piece.full_shape[0], piece.full_shape[-2]
-    assert len(piece.sizes) == 3, f"{piece.tensor} has {stack} stacks of stacks"
+    if len(piece.sizes) != 3:
+        # Of a convolution, all dimensions before the last are rows; only the first may be split.
+        inner = math.prod(piece.full_shape[1:-1])
+        return [RowKeys(piece.num_rows * inner, key, piece.offsets[0] * inner)]
+    rows = piece.full_shape[-2]
     return [
         RowKeys(piece.sizes[1], key, (piece.offsets[0] + number) * rows + piece.offsets[1])
         for number in range(piece.sizes[0])

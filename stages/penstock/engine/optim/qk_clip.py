@@ -65,7 +65,7 @@ class QKClip:
         named = [(attention_layer(one.name), one) for one in params]
         self._params = [(of[0], one) for of, one in named if of and of[1] in SCALED]
         self._max_LN = torch.full(
-            (config.num_hidden_layers, config.num_attention_heads),
+            (config.num_layers, config.num_attention_heads),
             float("-inf"),
             device=ranks.device,
         )
@@ -76,8 +76,8 @@ class QKClip:
             for layer, block in part.model.layers.items():
                 assert isinstance(block, Block)
                 max_N = self._max_LN[int(layer), first : first + heads]
-                if int(layer) not in config.linear_layers:
-                    _observe(block.token_mixer, max_N, recompute)
+                if (mixer := block.token_mixer) and int(layer) not in config.linear_layers:
+                    _observe(mixer, max_N, recompute)
         self._reduced_LN = self._max_LN
 
     def reduce(self) -> torch.Tensor:

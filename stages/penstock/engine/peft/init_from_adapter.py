@@ -11,13 +11,13 @@ from penstock.adapters.peft_format import (
     FUSED_EXPERTS,
     LINEAR,
     NORMS,
+    is_inner_expert_stack,
     separate_factors,
 )
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.engine.distributed.param_shards import LocalParam, local
 from penstock.engine.hf.load_weights import copy_shard
 from penstock.engine.peft.read_adapter import PeftFolder
-from penstock.models.multimodal import text_name
 from penstock.models.weights import WeightMap
 
 
@@ -31,7 +31,7 @@ class AdapterStart:
         not trained here.
         """
         self._folder, self._names = (
-            PeftFolder(folder, text_name if names.multimodal else str),
+            PeftFolder(folder, names.hf_name),
             names,
         )
         self._check(chosen)
@@ -71,10 +71,11 @@ class AdapterStart:
         """The stacked factors of all experts, or the shared one; None if an expert has none."""
         mixture = factor.hf_module.partition(f".{EACH}.")[0]
         end = LINEAR[factor.side == "lora_B"]
-        layers = self._names.expert_layers(factor.part, mixture.removesuffix(".mlp"))
-        each = [self._folder.part(layer, end) for layer in layers]
-        if not layers:
+        if self._names.has_stacked_adapters:
             each = self._of_fused_experts(mixture, factor)
+        else:
+            layers = self._names.expert_layers(factor.part, mixture.removesuffix(".mlp"))
+            each = [self._folder.part(layer, end) for layer in layers]
         found = [tensor for tensor in each if tensor is not None]
         if len(found) < len(each) or not found:
             return None
@@ -90,10 +91,10 @@ class AdapterStart:
 
     def _of_fused_experts(self, mixture: str, factor: LoraParamName) -> list[torch.Tensor | None]:
         """PEFT's factors of an expert stack. PEFT wraps the second such parameter outermost."""
-        outer = self._names.stack_parameter(f"{mixture}.experts")
+        outer = self._names.hf_name(self._names.stack_parameter(f"{mixture}.experts"))
         inner = f"{outer}.base_layer"
         both = inner in self._folder.modules()
-        module = inner if both and factor.part == FUSED_EXPERTS[0] else outer
+        module = inner if is_inner_expert_stack(factor.part, both) else outer
         pair = [self._folder.part(module, end) for end in LINEAR]
         if pair[0] is None or pair[1] is None or not self._names.num_experts:
             return []
@@ -136,9 +137,9 @@ class AdapterStart:
             before, is_expert_layer, matrix = layer.partition(f".{EACH}.")
             if not is_expert_layer or not self._names.num_experts:
                 yield layer
-            elif self._names.has_stacked_experts:
-                others = [f"{before}.{EACH}.{name}" for name in FUSED_EXPERTS]
-                inner = matrix == FUSED_EXPERTS[0] and others[1] in chosen
+            elif self._names.has_stacked_adapters:
+                down = f"{before}.{EACH}.{FUSED_EXPERTS[1]}"
+                inner = is_inner_expert_stack(matrix, down in chosen)
                 yield f"{before}.experts{'.base_layer' * inner}"
             else:
                 for number in range(self._names.num_experts):

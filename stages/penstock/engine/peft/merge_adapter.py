@@ -86,12 +86,12 @@ class AdapterMerge:
 
     def _together(self, module: str, names: list[str]) -> bool:
         """One tensor [experts, out, in], or transposed [experts, in, out], with matching sizes."""
-        is_turned = any(self._is_transposed(name) for name in names)
+        is_transposed = any(self._is_transposed(name) for name in names)
         for name in names:
             num_experts, *sides = self._base.stored(name).shape
             out, width = self.folder.outline(module)
-            if [out, width][:: -1 if is_turned else 1] == sides:
-                self._of_experts[name] = partial(self._stacked, module, num_experts, is_turned)
+            if [out, width][:: -1 if is_transposed else 1] == sides:
+                self._of_experts[name] = partial(self._stacked, module, num_experts, is_transposed)
                 return True
         return False
 
@@ -103,16 +103,19 @@ class AdapterMerge:
         return rows == self._hidden_size != columns and name.endswith("gate_up_proj")
 
     def _apart(self, module: str, layer: str) -> bool:
-        """Separate matrices of each expert; gate and up are row ranges of one factor."""
+        """Separate matrices of each expert; gate and up, if both are there, are row ranges of one
+        factor."""
         found = self._matrices(layer)
         if not found:
             return False
         num_experts = 1 + max(expert for expert, _ in found)
         out, width = self.folder.outline(module)
+        is_gated = any(kind == "gate" for _, kind in found)
         for (expert, kind), name in found.items():
             rows, columns = self._base.stored(name).shape
-            start = rows if kind == "up" else 0
-            if columns == width and out == (rows if kind == "down" else 2 * rows):
+            start = rows if kind == "up" and is_gated else 0
+            parts = 2 if kind != "down" and is_gated else 1
+            if columns == width and out == parts * rows:
                 self._of_experts[name] = partial(
                     self._one, module, num_experts, expert, slice(start, start + rows)
                 )
@@ -132,9 +135,9 @@ class AdapterMerge:
                     found[int(match[2]), kind] = name
         return found
 
-    def _stacked(self, module: str, num_experts: int, is_turned: bool) -> WeightDelta:
+    def _stacked(self, module: str, num_experts: int, is_transposed: bool) -> WeightDelta:
         products = self._products(module, num_experts)
-        if is_turned:
+        if is_transposed:
             products = [product.transpose() for product in products]
         return WeightDelta(BatchedDelta(tuple(products)))
 

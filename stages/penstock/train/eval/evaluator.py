@@ -24,6 +24,7 @@ from penstock.train.eval.preference_metrics import PreferenceMetrics
 from penstock.train.eval.reference_model import RefModel
 from penstock.train.eval.token_metrics import LOSS, TokenMetrics
 from penstock.train.launch.job import Job
+from penstock.train.row_costs import row_costs
 
 
 class EvalMetric(Protocol):
@@ -69,7 +70,7 @@ class Evaluator:
         self._micro_batch_size = train.eval_micro_batch_size or train.micro_batch_size
         self._rows_per_batch = rows_per_batch
         self._row_ids = select_eval_rows(len(rows), train.eval_max_batches, rows_per_batch)
-        self._costs = built.pairs_per_token * rows.lengths() + rows.squares()
+        self._costs = row_costs(built, rows).total
         self._metric = metric or TokenMetrics(rows, built, ranks)
 
     def __len__(self) -> int:

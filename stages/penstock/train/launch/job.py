@@ -67,6 +67,8 @@ class Job:
     """The folder of reference log-probs, existing or to be written."""
     row_length: int | None = None
     """Maximum tokens per packed row, if it was chosen automatically."""
+    images: bool = False
+    """Whether the rows have images."""
 
     def write(self) -> Path:
         """Write the job and the full config to the output folder; return the job file."""
@@ -97,6 +99,7 @@ class Job:
             "initial": str(self.init_checkpoint) if self.init_checkpoint else None,
             "scores": str(self.ref_logprobs) if self.ref_logprobs else None,
             "row_length": self.row_length,
+            "images": self.images,
         }
         write_record(path, record)
 
@@ -125,6 +128,7 @@ class Job:
             Path(record["initial"]) if record["initial"] else None,
             Path(record["scores"]) if record["scores"] else None,
             row_length,
+            record.get("images", False),
         )
 
 
@@ -209,4 +213,5 @@ def build_job(
         tokenizer=resolve_folder(model_source.tokenizer_path, model_source.tokenizer),
         tokenizer_revision=model_source.tokenizer.pin.get("commit"),
         row_length=row_length,
+        images=any(facts.get("images", {}).values()),
     )

@@ -38,6 +38,8 @@ OPTIMIZATION = (
     Curve("lr", "Learning rate"),
     Curve("grad_norm", "Gradient norm"),
     Curve("param_norm", "Parameter norm"),
+    Curve("mtp_loss", "Multi-token prediction loss"),
+    Curve("indexer_loss", "Indexer loss"),
     Curve("aux_loss", "Load-balancing loss"),
     Curve("z_loss", "z-loss"),
     Curve("loss_scale", "Loss scale"),

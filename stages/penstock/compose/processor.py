@@ -1,0 +1,55 @@
+"""Tokenizer, chat template and processor of a composed LLaVA model."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.core.errors import CapabilityError
+from penstock.rows.tokenizer import load_tokenizer
+
+IMAGE_TOKEN = "<image>"
+
+FLATTEN = (
+    "{%- set flat = namespace(messages=[]) -%}"
+    "{%- for message in messages -%}"
+    "{%- set text = namespace(content='') -%}"
+    "{%- if message.content is string -%}"
+    "{%- set text.content = message.content -%}"
+    "{%- elif message.content is iterable and message.content is not mapping -%}"
+    "{%- for part in message.content -%}"
+    "{%- if part.type == 'image' -%}{%- set text.content = text.content + 'IMAGE\\n' -%}"
+    "{%- elif part.type == 'text' -%}{%- set text.content = text.content + part.text -%}"
+    "{%- endif -%}{%- endfor -%}{%- endif -%}"
+    "{%- set flat.messages = flat.messages + [dict(message, content=text.content)] -%}"
+    "{%- endfor -%}"
+    "{%- set messages = flat.messages -%}"
+).replace("IMAGE", IMAGE_TOKEN)
+"""Before a chat template whose messages have one text: it joins the parts of each message, with the
+image token for an image."""
+
+
+def with_image_token(tokenizer: str, revision: str | None) -> Any:
+    """The tokenizer with the image token, and a chat template that takes messages with images.
+
+    Raises CapabilityError if it has no chat template.
+    """
+    found: Any = load_tokenizer(tokenizer, revision)
+    if not isinstance(found.chat_template, str):
+        raise CapabilityError(
+            f"the tokenizer of {tokenizer} has no chat template, which says where images are.\n"
+            "  Name a model that was trained on chats, or write a chat_template.jinja there."
+        )
+    found.add_special_tokens({"additional_special_tokens": [IMAGE_TOKEN]})
+    found.chat_template = FLATTEN + found.chat_template
+    return found
+
+
+def llava_processor(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """The processor_config.json for a LLaVA model's config.json."""
+    select = hf_config["vision_feature_select_strategy"]
+    return {
+        "processor_class": "LlavaProcessor",
+        "patch_size": hf_config["vision_config"]["patch_size"],
+        "num_additional_image_tokens": int(select == "default"),
+        "vision_feature_select_strategy": select,
+        "image_token": IMAGE_TOKEN,
+    }

@@ -1,0 +1,121 @@
+"""The compose stage: a text model and a vision tower to the model of a run with `model.encoders`.
+
+It runs while a run is planned, and only if no earlier run has composed the same: what is pinned,
+and so in the cache keys of the other stages, is the content of its result. No torch until it runs.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import Field
+
+from penstock.config.schema.base import Settings
+from penstock.config.schema.model import Projector
+from penstock.core.cache.stage import Facts, Input, Source, Stage
+from penstock.core.files import remove
+from penstock.core.sources.hub import local_folder
+from penstock.core.sources.pin import ENCODER_FILES
+from penstock.core.sources.pin_remote import resolve_folder
+from penstock.models.builtin import SCHEME
+
+if TYPE_CHECKING:
+    from penstock.compose.llava import Encoder, TextModel
+
+MODEL = "hf"
+"""The folder of the model in the result."""
+
+
+class ComposeSettings(Settings):
+    """Cache identity of a composed model, besides its parts."""
+
+    projector: Projector
+
+    seed: int
+    """Seed of the projector, and of parts without weights."""
+
+    foundation: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """Overrides of entries of the text model's config.json."""
+
+
+@dataclass(frozen=True)
+class PinnedPart:
+    """A text model or a vision tower."""
+
+    config: Source
+    config_path: str
+    """As typed."""
+    weights: Source | None
+    """None: drawn from the seed."""
+    model_path: str | None
+
+    def config_folder(self) -> str:
+        """A local folder with its config.json, or `builtin:<name>`."""
+        if self.config_path.startswith(SCHEME):
+            return self.config_path
+        return str(local_folder(self.config_path, self.config, ENCODER_FILES))
+
+    def weights_folder(self) -> Path | None:
+        """The local folder of its weights."""
+        if self.weights is None or self.model_path is None:
+            return None
+        return local_folder(self.model_path, self.weights)
+
+
+@dataclass(frozen=True)
+class Compose(Stage):
+    """Input: a text model and a vision tower. Output: `hf`, a folder with a LLaVA model."""
+
+    name: ClassVar[str] = "compose"
+    version: ClassVar[int] = 1
+
+    settings: ComposeSettings  # pyright: ignore[reportIncompatibleVariableOverride]
+    text: PinnedPart
+    tokenizer: Source
+    tokenizer_path: str
+    """As typed."""
+    image: PinnedPart
+
+    @property
+    def inputs(self) -> Mapping[str, Input]:
+        """The content of both parts."""
+        found: dict[str, Input] = {
+            "text_config": self.text.config,
+            "tokenizer": self.tokenizer,
+            "image_config": self.image.config,
+        }
+        if self.text.weights:
+            found["text_weights"] = self.text.weights
+        if self.image.weights:
+            found["image_weights"] = self.image.weights
+        return found
+
+    def check(self) -> None:
+        """Raise CapabilityError or ConfigError if the two cannot be put together. Reads no
+        weights."""
+        from penstock.compose.llava import compose_config
+
+        compose_config(*self._parts(with_weights=False), self.settings.projector)
+
+    def run(self, out: Path) -> Facts:
+        """Compose the model; an interrupted run starts over."""
+        from penstock.compose.llava import compose_folders
+
+        remove(out / MODEL)
+        text, encoder = self._parts()
+        projector, seed = self.settings.projector, self.settings.seed
+        return compose_folders(text, encoder, out / MODEL, projector=projector, seed=seed)
+
+    def _parts(self, *, with_weights: bool = True) -> "tuple[TextModel, Encoder]":
+        from penstock.compose.llava import Encoder, TextModel
+
+        text = TextModel(
+            self.text.config_folder(),
+            self.text.weights_folder() if with_weights else None,
+            resolve_folder(self.tokenizer_path, self.tokenizer),
+            self.tokenizer.pin.get("commit"),
+            self.settings.foundation,
+        )
+        weights = self.image.weights_folder() if with_weights else None
+        return text, Encoder(self.image.config_folder(), weights)

@@ -1,0 +1,110 @@
+"""The loss of multi-token prediction (MTP): the weight over the number of depths, times the summed
+losses of all depths (DeepSeek-V3, arXiv:2412.19437, section 2.2).
+
+As there, each depth's sum is divided by the trained tokens of the step, like the main loss. A
+position counts at depth k if the token k + 1 further on is of its document and trained. T tokens, K
+depths.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import nn
+
+from penstock.config.schema.train import TrainConfig
+from penstock.engine.distributed.parallel_model import ModelInputs, ParallelModel
+from penstock.engine.distributed.vocab_parallel import SumLossFn
+from penstock.losses.labels import IGNORED, Labels
+from penstock.models.decoder import OutputFn
+from penstock.models.decoder_config import DecoderConfig
+from penstock.models.multi_token_prediction import FurtherTokens
+from penstock.rows.collate import MicroBatch
+from penstock_kernels.to_device import to_device
+
+
+@dataclass(frozen=True)
+class MTPLoss:
+    """The loss of a parallelized model with layers that predict further tokens."""
+
+    weight: float
+    depths: int
+    layout: ParallelModel
+    loss_fn: SumLossFn
+
+    def with_further_tokens(
+        self,
+        calls: Sequence[ModelInputs],
+        batches: Sequence[MicroBatch],
+        divisor: float,
+        scale: float,
+        total: torch.Tensor,
+    ) -> list[ModelInputs]:
+        """The calls of a step with the losses of all depths, divided by `divisor` and multiplied by
+        the loss scale.
+
+        This rank's mean over the depths, without weight and scale, is added to `total` (fp64 [1])
+        in the forward passes.
+        """
+
+        def output_fn(labels: Labels) -> OutputFn:
+            return partial(self._depth_loss, labels, divisor, scale, total)
+
+        if all(head is None for *_, head in (part.edges for part in self.layout.parts)):
+            # The last stage of a pipeline has those layers.
+            return list(calls)
+        found: list[ModelInputs] = []
+        for call, batch in zip(calls, batches, strict=True):
+            device = call.input_ids_T.device
+            ids_KT, labels_KT = map(self._own_tokens, further_tokens(batch, self.depths))
+            labels = [Labels.from_host(labels_S, device) for labels_S in labels_KT]
+            further = FurtherTokens(to_device(ids_KT, device), list(map(output_fn, labels)))
+            found.append(replace(call, further=further))
+        return found
+
+    def _own_tokens(self, values_KT: torch.Tensor) -> torch.Tensor:
+        """This context-parallel rank's tokens: those whose hidden states it has."""
+        return torch.stack([self.layout.context.shard_tensor(values_T) for values_T in values_KT])
+
+    def _depth_loss(
+        self,
+        labels: Labels,
+        divisor: float,
+        scale: float,
+        total: torch.Tensor,
+        hidden: torch.Tensor,
+        head: nn.Module,
+    ) -> torch.Tensor:
+        """Zero, with the gradient of one depth's part of the loss: `loss` is told without it."""
+        factor = self.weight * scale
+        loss = self.loss_fn(hidden, head, labels, scale=factor / self.depths / divisor)
+        if self.layout.mesh.index("tensor") == 0:
+            total += loss.detach().double() / factor
+        return loss - loss.detach()
+
+
+def build_mtp_loss(
+    train: TrainConfig, config: DecoderConfig, layout: ParallelModel, loss_fn: SumLossFn
+) -> MTPLoss | None:
+    """The MTP loss of a run; None without one."""
+    if not config.num_mtp_layers:
+        return None
+    return MTPLoss(train.mtp_loss_weight, config.num_mtp_layers, layout, loss_fn)
+
+
+def further_tokens(batch: MicroBatch, depths: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and labels of each depth, [K, T]: those k positions further on in the document.
+    Where it has none the label is IGNORED and the id is 0, which no earlier token attends to."""
+    lengths = torch.tensor(batch.lengths)
+    left_T = lengths.cumsum(0).repeat_interleave(lengths) - torch.arange(int(lengths.sum())) - 1
+    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for depth in range(1, depths + 1):
+        is_outside_T = left_T < depth
+        ids_T, labels_T = (
+            values_T.roll(-depth).masked_fill(is_outside_T, fill)
+            for values_T, fill in ((batch.input_ids_T, 0), (batch.labels_T, IGNORED))
+        )
+        found.append((ids_T, labels_T))
+    ids, labels = zip(*found, strict=True)
+    return torch.stack(ids), torch.stack(labels)

@@ -1,0 +1,158 @@
+"""The vision part of a run's model: whether it can be trained, and what the engine builds of it."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from penstock.adapters.names import parse_lora_name
+from penstock.config.schema.run import RunConfig
+from penstock.core.errors import ConfigError
+from penstock.engine.activations.checkpointing import VISION as RECOMPUTED
+from penstock.engine.distributed.param_shards import LocalParam
+from penstock.engine.distributed.pipeline_stages import layers_of_stages
+from penstock.engine.vision.encoded import require_encodable
+from penstock.engine.vision.image_inputs import ImageInputBuilder
+from penstock.engine.vision.image_text import (
+    ImageTextInputs,
+    build_image_text_inputs,
+    check_image_text,
+)
+from penstock.models.automodel.outline import AutoModelConfig
+from penstock.models.causal_lm import CausalLM
+from penstock.models.decoder import Decoder
+from penstock.models.decoder_config import DecoderConfig
+from penstock.models.flops import layer_flops
+from penstock.models.vision.tower import VisionTower
+from penstock.models.vision.types import VISION, VISION_TYPES, VisionConfig, is_vision, read_vision
+from penstock.models.weights import vision_name
+
+
+def checked_vision(
+    run: RunConfig, hf_config: Mapping[str, Any], config: DecoderConfig, *, images: bool
+) -> VisionConfig | None:
+    """The vision part that is built; None without `images`, or if it is of the model's own code.
+
+    Raises ConfigError and CapabilityError for a model that does not take images, or settings that
+    cannot be honoured with them.
+    """
+    if isinstance(config, AutoModelConfig):
+        check_image_text(run, hf_config, config, images=images)
+        return None
+    if not images:
+        _check_freeze_of_text(run, hf_config)
+        _check_recomputation_of_text(run)
+        return None
+    vision = read_vision(hf_config)
+    if run.train.mtp_loss_weight:
+        raise ConfigError(
+            f"train.mtp_loss_weight is {run.train.mtp_loss_weight}, and the data has images, for"
+            " which further tokens are not predicted.\n  Write mtp_loss_weight: 0."
+        )
+    if (
+        vision.type.bidirectional
+        and run.train.objective == "preference"
+        and run.data.shares_prompts
+    ):
+        raise ConfigError(
+            "data.share_prompts lays both answers to a prompt into one document, and the data has"
+            f" images, whose tokens attend to one another in a {hf_config.get('model_type')}.\n"
+            "  Write data.share_prompts: false."
+        )
+    _check_pipeline(run, vision, config)
+    require_encodable(run, vision)
+    return vision
+
+
+def _check_freeze_of_text(run: RunConfig, hf_config: Mapping[str, Any]) -> None:
+    """Raise ConfigError if the model has no parts to freeze, or nothing would be trained."""
+    parts, model_type = run.model.freeze, hf_config.get("model_type")
+    if parts is None:
+        return
+    if model_type not in VISION_TYPES:
+        raise ConfigError(
+            f"model.freeze is {parts}, and models of type {model_type} are not trained on images:"
+            " they have no such parts.\n  Leave model.freeze out."
+        )
+    if "language" in parts:
+        raise ConfigError(
+            f"model.freeze is {parts}, and the data has no images: nothing would be trained.\n"
+            "  Leave language out, or use data with images."
+        )
+
+
+def _check_recomputation_of_text(run: RunConfig) -> None:
+    """Raise ConfigError if the vision tower is to be recomputed, which is not built."""
+    modules = run.train.recompute_modules or []
+    if RECOMPUTED in modules:
+        raise ConfigError(
+            f"train.recompute_modules is {modules}, and the data has no images: there is no vision"
+            " tower to recompute.\n  Leave vision out, or use data with images."
+        )
+
+
+def _check_pipeline(run: RunConfig, vision: VisionConfig, config: DecoderConfig) -> None:
+    """Raise ConfigError if decoder layers that features are added after are not in the first
+    pipeline stage, which has the vision part."""
+    if run.train.pipeline_parallel_size == 1 or not vision.num_deepstack:
+        return
+    first = len(layers_of_stages(run.train, layer_flops(config, run.data.row_length))[0])
+    if first < vision.num_deepstack:
+        raise ConfigError(
+            f"train.pipeline_parallel_size {run.train.pipeline_parallel_size} puts {first} of the"
+            f" model's layers into the first stage, and image features are added after the first"
+            f" {vision.num_deepstack}, which must be there (DeepStack).\n"
+            "  Write a pipeline_parallel_split whose second stage begins at layer"
+            f" {vision.num_deepstack} or later, or data_parallel_shard_size:"
+            f" {run.train.pipeline_parallel_size} instead of a pipeline."
+        )
+
+
+def build_outline(hf_config: Mapping[str, Any]) -> VisionTower:
+    """The vision part on the meta device, for its names and shapes."""
+    with torch.device("meta"):
+        return VisionTower(read_vision(hf_config))
+
+
+def trained_shapes(
+    checkpoint: Iterable[str], hf_config: Mapping[str, Any]
+) -> dict[str, tuple[int, ...]]:
+    """`WeightMap.vision` of the vision part's parameters that a training checkpoint has, or has
+    adapters of: those that were trained. `checkpoint` are the names of its tensors."""
+    trained: set[str] = set()
+    for name in filter(is_vision, checkpoint):
+        factor = parse_lora_name(name)
+        trained.add(f"{factor.hf_module}.weight" if factor else name)
+    if not trained:
+        return {}
+    shapes = build_outline(hf_config).shapes
+    return {name: shape for name, shape in shapes.items() if vision_name(name) in trained}
+
+
+def build_image_inputs(
+    run: RunConfig,
+    vision: VisionConfig | None,
+    parts: Sequence[CausalLM],
+    config: DecoderConfig,
+) -> ImageInputBuilder | ImageTextInputs | None:
+    """What builds the images' inputs; None without a vision part."""
+    if isinstance(config, AutoModelConfig):
+        return build_image_text_inputs(config)
+    if vision is None:
+        return None
+    towers = [part.vision for part in parts if isinstance(part, Decoder) and part.vision]
+    tower = towers[0] if towers else None
+    weights = [*tower.parameters()] if tower else []
+    is_trained = any(one.requires_grad for one in weights)
+    is_gathered = bool(weights) and run.train.data_parallel_mode == "fsdp2"
+    return ImageInputBuilder(vision, tower, is_trained or is_gathered, run.data.encode_images)
+
+
+def left_to_base(params: Iterable[LocalParam]) -> set[int]:
+    """The ids of the parameters that checkpoints leave out: frozen ones of the vision part, which
+    are loaded from the base model, and exported as the base model has them."""
+    return {
+        id(one.parameter)
+        for one in params
+        if one.name.startswith(VISION) and not one.parameter.requires_grad
+    }

@@ -1,0 +1,107 @@
+"""Images of a micro-batch as model inputs of this rank."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import nn
+
+from penstock.models.layers.modality import ModalityTokens
+from penstock.models.vision.dummy import dummy_image
+from penstock.models.vision.features import dummy_hidden
+from penstock.models.vision.positions import image_places, image_runs, mrope_positions
+from penstock.models.vision.tower import ImageInputs, VisionTower
+from penstock.models.vision.types import VisionConfig
+from penstock.rows.collate import MicroBatch
+from penstock.rows.image_batch import ImageBatch
+from penstock_kernels.to_device import to_device
+
+GRID = "image_grid_thw"
+
+
+@dataclass(frozen=True)
+class ImageInputBuilder:
+    """Builds the inputs of a model whose vision part is trained, or frozen and called."""
+
+    config: VisionConfig
+    tower: VisionTower | None
+    """The vision part; None in the pipeline stages after the first."""
+    fills: bool
+    """Whether micro-batches without images get a blank one. Under FSDP every rank must call the
+    vision part equally often, since its weights are gathered in each call; and if it is trained,
+    each of its parameters must have a gradient on every rank and in every layout, of zeros where
+    there are no images, for the optimizer to update it in all of them alike."""
+    is_encoded: bool = False
+    """Whether images have stored features (`data.encode_images`)."""
+
+    def with_layout(self, batch: MicroBatch) -> MicroBatch:
+        """The micro-batch with what its images change, if it has some: RoPE positions [T, 3], or
+        the runs of their tokens, which are bidirectional.
+
+        Raises StageError if images and tokens do not belong together.
+        """
+        images = batch.images
+        if images is None:
+            return batch
+        if self.config.type.bidirectional:
+            runs = image_runs(self._places(batch, images), batch.lengths)
+            return replace(batch, bidirectional=runs)
+        if self.config.rope_axes is None:
+            return batch
+        positions_T3 = mrope_positions(
+            self._places(batch, images),
+            batch.position_ids_T.numpy(),
+            batch.lengths,
+            images.of_each(images.tensors[GRID].cpu().numpy()),
+            images.token_counts,
+            self.config.merge_size,
+        )
+        return replace(batch, position_ids_T=torch.from_numpy(positions_T3))
+
+    def build(
+        self,
+        batch: MicroBatch,
+        shard: Callable[[torch.Tensor], torch.Tensor],
+        device: torch.device,
+    ) -> ImageInputs | None:
+        """The inputs, of which `shard` takes this rank's tokens; None without a vision part here,
+        or if it is not called."""
+        images = batch.images
+        if self.tower is None or (images is None and not self.fills):
+            return None
+        index_T = np.full(sum(batch.lengths), -1, dtype=np.int64)
+        if images is not None:
+            index_T[self._places(batch, images)] = images.feature_order()
+        tensors = self._dummy(self.tower, device) if images is None else images.to_device(device)
+        return ImageInputs(tensors, to_device(shard(torch.from_numpy(index_T)), device))
+
+    def modalities(
+        self,
+        batch: MicroBatch,
+        shard: Callable[[torch.Tensor], torch.Tensor],
+        device: torch.device,
+    ) -> ModalityTokens | None:
+        """The tokens of images, of which `shard` takes those that this rank's MoE layers compute;
+        None where all tokens have the same experts."""
+        if not self.config.modality_ids:
+            return None
+        is_image_T = np.isin(batch.input_ids_T.numpy(), self.config.modality_ids)
+        is_text_T = 1 - shard(torch.from_numpy(is_image_T.astype(np.int64)))
+        # Found on the host: on a GPU, finding them would wait for it.
+        places = (torch.nonzero(is_text_T == value).flatten() for value in (1, 0))
+        return ModalityTokens(*(to_device(one, device) for one in (is_text_T, *places)))
+
+    def _dummy(self, tower: VisionTower, device: torch.device) -> Mapping[str, torch.Tensor]:
+        found = dummy_hidden(tower) if self.is_encoded else dummy_image(tower)
+        return {name: to_device(one, device) for name, one in found.items()}
+
+    def unused(self) -> list[nn.Parameter]:
+        """The trained parameters that have no gradient after a backward pass, as the features do
+        not depend on them: an optimizer leaves these as they are, in every layout."""
+        named = [] if self.tower is None or not self.fills else self.tower.parameters()
+        return [one for one in named if one.requires_grad and one.grad is None]
+
+    def _places(self, batch: MicroBatch, images: ImageBatch) -> np.ndarray:
+        ids_T = batch.input_ids_T.numpy()
+        return image_places(ids_T, self.config.image_token_id, images.token_counts)
