@@ -166,6 +166,7 @@ def _build_stage_flow(stage: StageName) -> Flow[..., Ending]:
 
 
 prepare = _build_stage_flow("prepare")
+encode = _build_stage_flow("encode")
 pack = _build_stage_flow("pack")
 reference = _build_stage_flow("reference")
 train = _build_stage_flow("train")

@@ -5,6 +5,7 @@ Modules about models are imported only where a check needs them: most cached run
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,11 @@ from penstock.config.schema.parallelism import SPLIT_BACKWARD
 from penstock.config.schema.run import RunConfig
 from penstock.config.schema.train import TrainConfig
 from penstock.core import env
+from penstock.core.cache.digests import cached_value
+from penstock.core.cache.record import digest_json
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.core.machine.gpus import Gpus, detect_gpus
-from penstock.core.remote.urls import is_url
+from penstock.core.remote.urls import is_url, redact
 from penstock.core.sources.hub import local_folder
 from penstock.core.sources.hub_login import require_hub, require_login
 from penstock.core.sources.pin import CONFIG_AND_CODE, pin_config
@@ -37,14 +40,18 @@ from penstock.engine.model_source import quantization_args
 from penstock.engine.moe.balancing_settings import needs_router_config, require_routers
 from penstock.engine.moe.deepep_requirements import require_nvlink, require_one_machine
 from penstock.engine.validate_model import (
+    require_dense_attention,
     require_dense_networks,
+    require_mtp,
     require_prompts_apart,
     require_rows_within_positions,
+    require_unnormalized_queries,
     require_whole_documents,
     uses_context_parallel,
 )
 from penstock.models.builtin import SCHEME
 from penstock.models.hf_config import HfConfig
+from penstock.prepare.stage import Prepare
 from penstock.train.launch.torchrun import num_local_ranks
 from penstock.train.trackers.registry import require_trackers
 from penstock_kernels.flash_packages import PACKAGES
@@ -220,9 +227,9 @@ def with_prompts_apart(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     why = "transformers' models"
     if is_native(hf_config, run.model.backend, adapters=adapters):
         config = get_family(hf_config, run.model.backend, adapters=adapters).read(hf_config)
-        if not (config.linear_layers or config.chunked_layers):
+        if config.whole_past is None:
             return run, ()
-        why = "linear attention" if config.linear_layers else "attention in chunks"
+        why = config.whole_past
     apart = run.model_copy(update={"data": data.model_copy(update={"share_prompts": False})})
     note = f"data: prompts are stored before each answer; {why} cannot share them"
     return apart, (note,)
@@ -245,12 +252,16 @@ def check_adapted_layers(run: RunConfig) -> None:
     targets = run.lora.lora_target_modules
     if not run.lora.enable_lora or not isinstance(targets, list):
         return
-    from penstock.adapters.match_targets import require_layers
+    from penstock.adapters.match_targets import names_vision, require_layers
     from penstock.models.registry import get_family
 
     config = resolve_hf_config(run)
     family = get_family(config, run.model.backend, adapters=run.lora.enable_lora)
     names = family.weight_map(family.read(config), merge_qkv=run.model.merge_qkv)
+    if names.multimodal and any(map(names_vision, targets)):
+        from penstock.engine.vision.build import build_outline
+
+        names = replace(names, vision=build_outline(config).shapes)
     require_layers(targets, names)
 
 
@@ -281,7 +292,7 @@ def check_model(run: RunConfig) -> None:
     from penstock.engine.hf.weight_files import require_plain, require_weights
     from penstock.engine.validate_backend import require_backend
     from penstock.models.automodel.family import AutoFamily
-    from penstock.models.multimodal import is_language, text_name
+    from penstock.models.multimodal import is_language, language_config, text_name
     from penstock.models.quantization_config import parse_quantization_config
     from penstock.models.registry import get_family
 
@@ -296,12 +307,26 @@ def check_model(run: RunConfig) -> None:
             "  Write a smaller rank, such as 16, or lora.enable_lora: false to train all weights."
         )
     require_backend(run, family, shape)
+    require_mtp(run.train, config)
+    if not isinstance(family, AutoFamily):
+        require_unnormalized_queries(run.train, language_config(config))
+        require_dense_attention(run.train, language_config(config))
     if run.model.trust_remote_code and not isinstance(family, AutoFamily):
         raise ConfigError(
             f"model.trust_remote_code is true, and {family.model_type} is computed by Penstock's "
             "own code, not by the model's.\n"
             "  Leave trust_remote_code out, or write model.backend: transformers."
         )
+    if run.data.encode_images and isinstance(family, AutoFamily):
+        raise ConfigError(
+            f"data.encode_images is true, and models of type {config.get('model_type')} are "
+            "computed by transformers, images in every step.\n  Write encode_images: false."
+        )
+    if run.data.encode_images:
+        from penstock.engine.vision.encoded import require_encodable
+        from penstock.models.vision.types import read_vision
+
+        require_encodable(run, read_vision(config))
     require_rows_within_positions(run, shape)
     if run.lora.enable_lora:
         require_adaptable(shape)
@@ -317,12 +342,77 @@ def check_model(run: RunConfig) -> None:
     folder = Path(path).expanduser()
     is_quantized = parse_quantization_config(config) or (folder / "hf_quant_config.json").is_file()
     is_converted = is_quantized or isinstance(family, AutoFamily)
-    shapes = None if is_converted else family.weight_map(shape).hf_shapes()
+    trained = family.trained_config(config, mtp=run.train.mtp_loss_weight > 0)
+    names = None if is_converted else family.weight_map(trained)
     if family.multimodal and is_quantized:
         require_plain(folder, lambda name: not is_language(name))
     spare = config.get("num_nextn_predict_layers") or 0
     rename = text_name if family.multimodal else str
-    require_weights(folder, shapes, shape.num_hidden_layers + spare, rename)
+    require_weights(folder, names, shape.num_hidden_layers + spare, rename)
+
+
+def check_images(run: RunConfig, stage: Prepare, *, packs: bool, trains: bool) -> None:
+    """Refuse data whose first records have images that this model or run cannot take: what only the
+    stages that read them would find out otherwise. Names the data set."""
+    at = _first_with_images(stage)
+    if at is None:
+        return
+    try:
+        _require_image_processor(run, stage)
+        if packs and run.data.sample_packing_method == "wrapped":
+            from penstock.pack.layout import wrapped_images
+
+            raise wrapped_images()
+        if trains:
+            from penstock.engine.vision.build import checked_vision
+            from penstock.models.registry import get_family
+
+            config = resolve_hf_config(run)
+            family = get_family(config, run.model.backend, adapters=run.lora.enable_lora)
+            checked_vision(run, config, family.read(config), images=True)
+    except (ConfigError, CapabilityError) as error:
+        raise type(error)(f"{at} has images. {error}") from error
+
+
+def _first_with_images(stage: Prepare) -> str | None:
+    """The field of the first data set whose first records have images; None without one. Data of
+    the hub is not looked at, which may need the network."""
+    from penstock.prepare.readers.first_images import first_records_have_images
+
+    settings = stage.settings
+    fields = {
+        "datasets": zip(stage.sources, settings.datasets, strict=True),
+        "test_datasets": zip(stage.test_sources, settings.test_datasets, strict=True),
+    }
+    for name, data in fields.items():
+        for index, (source, its) in enumerate(data):
+            is_used = name != "datasets" or not settings.mix or settings.mix[index].weight
+            if not is_used or source.pin["kind"] == "hub":
+                continue
+            if first_records_have_images(source, its, settings.select_columns, stage.hub_token):
+                return f"data.{name}.{index}"
+    return None
+
+
+def _require_image_processor(run: RunConfig, stage: Prepare) -> None:
+    """Refuse a model without an image processor, unless records may be left out for it, and one
+    that is not supported. Loads it once for each tokenizer."""
+
+    def find() -> bool:
+        from penstock.media.processor import load_image_processor
+        from penstock.rows.tokenizer import load_tokenizer
+
+        path, revision = stage.tokenizer_path, stage.tokenizer.pin.get("commit")
+        tokenizer = load_tokenizer(path, revision)
+        return load_image_processor(path, revision, tokenizer) is not None
+
+    name = redact(run.model.tokenizer_source)
+    asked = digest_json(["image processor", version("transformers"), stage.tokenizer.key])
+    if not cached_value(asked, find) and not run.data.bad_rows_allowed:
+        raise ConfigError(
+            f"{name} has no image processor (preprocessor_config.json beside its tokenizer).\n"
+            "  Use a model that takes images, or data without them."
+        )
 
 
 def check_layout(run: RunConfig, gpus: int = 0) -> None:

@@ -12,7 +12,7 @@ from penstock.machine import needs_login, require_push
 from penstock.plan import Plan
 
 FOLDER_STAGES = {
-    "data.dataset_prepared_path": ("prepare", "pack", "reference"),
+    "data.dataset_prepared_path": ("prepare", "encode", "pack", "reference"),
     "train.output_dir": ("train",),
     "pipeline.artifacts_path": ("export", "push"),
 }

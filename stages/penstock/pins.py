@@ -12,12 +12,16 @@ from penstock.core.remote.local_mirror import local_cache_dir
 from penstock.core.remote.urls import is_url, redact
 from penstock.core.sources.nxd_checkpoint import reject_nxd_checkpoint
 from penstock.core.sources.pin import incomplete_checkpoint, is_checkpoint, pin_checkpoint, pin_data
+from penstock.encode.stage import FEATURES, Encode
 from penstock.pack.stage import Pack
 from penstock.prepare.own_files import require_not_own_files
 from penstock.prepare.stage import SLICES, Prepare
 from penstock.reference.stage import SCORES, Reference
 
-RESULT_FOLDERS = (SLICES, SCORES, Prepare.name, Pack.name, Reference.name)
+RESULT_FOLDERS = (
+    *(SLICES, FEATURES, SCORES),
+    *(Prepare.name, Encode.name, Pack.name, Reference.name),
+)
 """Folders that Penstock itself writes in data.dataset_prepared_path."""
 
 DATASET_FIELDS = ("datasets", "test_datasets", "decontaminate_datasets")
@@ -37,7 +41,16 @@ def pin_sources(run: RunConfig, field: str) -> tuple[Source, ...]:
     root = local_cache_dir(data.dataset_prepared_path)
     for index, (each, source) in enumerate(zip(datasets, sources, strict=True)):
         require_not_own_files(f"data.{field}[{index}].path", each, source, root, RESULT_FOLDERS)
+        _require_image_folder(f"data.{field}.{index}.image_folder", each.image_folder)
     return sources
+
+
+def _require_image_folder(where: str, folder: str | None) -> None:
+    if folder is not None and not Path(folder).expanduser().is_dir():
+        raise ConfigError(
+            f"{where} is {redact(folder)}, which is no folder of this machine.\n"
+            "  Write the folder to which the paths of images in the data are relative."
+        )
 
 
 def resolve_dataset_types(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:

@@ -6,7 +6,7 @@ cached run does not need are imported where they are used.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -15,7 +15,7 @@ from penstock.config.schema.dataset import DatasetConfig
 from penstock.config.schema.pipeline import STAGES, StageName
 from penstock.config.schema.run import RunConfig, has_target, needs_reference
 from penstock.core import env
-from penstock.core.cache.stage import Artifact, short, stage_key
+from penstock.core.cache.stage import Artifact, Source, short, stage_key
 from penstock.core.cache.store import (
     Cache,
     PlannedStage,
@@ -28,14 +28,17 @@ from penstock.core.errors import ConfigError, StageError
 from penstock.core.process.timeout import Deadline
 from penstock.core.remote.local_mirror import local_cache_dir
 from penstock.core.remote.urls import is_url, url_join
-from penstock.core.sources.pin import pin_tokenizer
+from penstock.core.sources.pin import has_processor_files, pin_tokenizer
 from penstock.core.sources.pin_remote import resolve_folder
+from penstock.encode.settings import encode_settings
+from penstock.encode.stage import Encode, no_encoding
 from penstock.engine.model_source import ModelSource
 from penstock.export.links import link_exported
 from penstock.export.stage import Export, ExportSettings
 from penstock.identity import eval_identity_fields, identity_fields, preference_identity
 from penstock.machine import (
     check_hub,
+    check_images,
     check_machine,
     check_model,
     resolve_rows_per_step,
@@ -117,6 +120,10 @@ def plan(
     Raises ConfigError or CapabilityError for settings that cannot be met.
     """
     check_hub(run)
+    if run.model.encoders:
+        from penstock.composing import with_composed_model
+
+        run = with_composed_model(run)
     run, notes = (run, ()) if run.data.skip_prepare_dataset else resolve_dataset_types(run)
     written, run = run, with_adapter(resolve_init_checkpoint(run))
     notes += adapter_notes(written, run)
@@ -125,11 +132,12 @@ def plan(
         run, apart = with_prompts_apart(run)
         notes += apart
     steps = [user_prepared_step(run) if run.data.skip_prepare_dataset else prepare_step(run)]
+    steps += encode_steps(run, steps[0].artifact, wanted)
     if includes_stage(wanted, "pack"):
-        steps.append(pack_step(run, steps[0].artifact))
+        steps.append(pack_step(run, *(step.artifact for step in steps)))
     if includes_stage(wanted, "reference"):
         origin = resolve_model_source(run)
-        prepared, packed = (step.artifact for step in steps)
+        prepared, packed = steps[0].artifact, steps[-1].artifact
         reference = None
         if needs_reference(run):
             steps.append(reference_step(run, packed, origin, ranks))
@@ -147,7 +155,17 @@ def plan(
             steps.append(export_step(run, steps[-1].artifact, origin))
     if includes_stage(wanted, "push"):
         steps.append(push_step(run, steps[-1].artifact))
+    _check_images(run, steps, wanted)
     return Plan(run, tuple(steps), notes)
+
+
+def _check_images(run: RunConfig, steps: Sequence[PlannedStage], wanted: tuple[str, ...]) -> None:
+    """Refuse images that the run cannot take, unless what is made of them is there."""
+    stage, *later = (each.stage for each in steps)
+    made = [step for step in steps if step.stage.name in ("prepare", "pack", "train")]
+    if isinstance(stage, Prepare) and find_cached(made[-1]) is None:
+        packs, trains = bool(later), includes_stage(wanted, "train")
+        check_images(run, stage, packs=packs, trains=trains)
 
 
 def precision_notes(run: RunConfig, train: PlannedStage) -> tuple[str, ...]:
@@ -274,40 +292,58 @@ def prepare_step(run: RunConfig) -> PlannedStage:
     data = run.data
     root = data.dataset_prepared_path
     tokenizer = pin_tokenizer(run.model.tokenizer_source)
-    stage = Prepare(
-        settings=PrepareSettings(
-            datasets=tuple(dataset_settings(run, d, "train") for d in data.datasets),
-            test_datasets=tuple(dataset_settings(run, d, "test") for d in data.test_datasets),
-            decontaminate_datasets=tuple(
-                dataset_settings(run, d, "test") for d in data.decontaminate_datasets
-            ),
-            mix=tuple(_mix(d) for d in data.datasets),
-            test_mix=tuple(_mix(d) for d in data.test_datasets),
-            mix_strategy=data.mix_strategy,
-            weight_unit=data.weight_unit,
-            samples_per_epoch=data.samples_per_epoch,
-            epochs=math.ceil(run.train.num_train_epochs) if data.mix_strategy == "random" else 1,
-            deduplicate=data.deduplicate,
-            near_duplicate_threshold=data.near_duplicate_threshold,
-            decontaminate_ngram=data.decontaminate_ngram,
-            select_columns=tuple(data.select_columns) if data.select_columns else None,
-            val_set_size=data.val_set_size,
-            shuffle_merged_datasets=data.shuffle_merged_datasets,
-            shuffle_before_merging_datasets=data.shuffle_before_merging_datasets,
-            num_dataset_shards_to_save=data.num_dataset_shards_to_save,
-            bad_rows_allowed=data.bad_rows_allowed,
-            seed=run.train.seed,
+    settings = PrepareSettings(
+        datasets=tuple(dataset_settings(run, d, "train") for d in data.datasets),
+        test_datasets=tuple(dataset_settings(run, d, "test") for d in data.test_datasets),
+        decontaminate_datasets=tuple(
+            dataset_settings(run, d, "test") for d in data.decontaminate_datasets
         ),
-        sources=pin_sources(run, "datasets"),
-        test_sources=pin_sources(run, "test_datasets"),
-        decontaminate_sources=pin_sources(run, "decontaminate_datasets"),
+        mix=tuple(_mix(d) for d in data.datasets),
+        test_mix=tuple(_mix(d) for d in data.test_datasets),
+        mix_strategy=data.mix_strategy,
+        weight_unit=data.weight_unit,
+        samples_per_epoch=data.samples_per_epoch,
+        epochs=math.ceil(run.train.num_train_epochs) if data.mix_strategy == "random" else 1,
+        deduplicate=data.deduplicate,
+        near_duplicate_threshold=data.near_duplicate_threshold,
+        decontaminate_ngram=data.decontaminate_ngram,
+        select_columns=tuple(data.select_columns) if data.select_columns else None,
+        val_set_size=data.val_set_size,
+        shuffle_merged_datasets=data.shuffle_merged_datasets,
+        shuffle_before_merging_datasets=data.shuffle_before_merging_datasets,
+        num_dataset_shards_to_save=data.num_dataset_shards_to_save,
+        bad_rows_allowed=data.bad_rows_allowed,
+        seed=run.train.seed,
+    )
+    stage = Prepare(
+        settings=settings,
+        sources=_pin_with_images(run, "datasets", settings, tokenizer),
+        test_sources=_pin_with_images(run, "test_datasets", settings, tokenizer),
+        decontaminate_sources=_pin_with_images(run, "decontaminate_datasets", settings, tokenizer),
         tokenizer=tokenizer,
         tokenizer_path=resolve_folder(run.model.tokenizer_source, tokenizer),
         slices_url=url_join(root, SLICES) if is_url(root) else None,
         num_proc=data.dataset_num_proc or env.num_processors(),
         hub_token=data.hf_use_auth_token,
     )
-    return _planned_in(stage, root)
+    return PlannedStage.in_root(stage, root)
+
+
+def _pin_with_images(
+    run: RunConfig, field: str, settings: PrepareSettings, tokenizer: Source
+) -> tuple[Source, ...]:
+    """The sources in a field of the section `data`, with the images that they name by path, if the
+    model may have an image processor."""
+    sources = pin_sources(run, field)
+    if not has_processor_files(tokenizer):
+        return sources
+    from penstock.prepare.readers.image_pins import with_image_pin
+
+    its: tuple[DatasetSettings, ...] = getattr(settings, field)
+    return tuple(
+        with_image_pin(source, each, settings.select_columns, run.data.hf_use_auth_token)
+        for source, each in zip(sources, its, strict=True)
+    )
 
 
 def user_prepared_step(run: RunConfig) -> PlannedStage:
@@ -327,8 +363,37 @@ def user_prepared_step(run: RunConfig) -> PlannedStage:
     return step
 
 
-def pack_step(run: RunConfig, prepared: Artifact) -> PlannedStage:
-    """The pack step: packs tokenized samples into rows."""
+def encode_steps(
+    run: RunConfig, prepared: Artifact, wanted: tuple[StageName, ...]
+) -> list[PlannedStage]:
+    """The encode step, which computes the features of all images with the frozen vision tower; none
+    where no images are encoded. Raises ConfigError if it is wanted nevertheless."""
+    if not run.data.encode_images:
+        if "encode" in wanted:
+            raise no_encoding()
+        return []
+    if not includes_stage(wanted, "encode"):
+        return []
+    if pin_init_checkpoint(run) is not None:
+        raise ConfigError(
+            "data.encode_images is true, and the vision tower of train.init_checkpoint_path may be "
+            "another than that of model.model_path.\n"
+            "  Export the checkpoint and write its folder, or write encode_images: false."
+        )
+    root = data_root(run)
+    stage = Encode(
+        settings=encode_settings(run),
+        prepared=prepared,
+        origin=resolve_model_source(run),
+        run_config=run,
+        root=local_cache_dir(root),
+    )
+    return [PlannedStage.in_root(stage, root)]
+
+
+def pack_step(run: RunConfig, prepared: Artifact, encoded: Artifact | None = None) -> PlannedStage:
+    """The pack step: packs tokenized samples into rows; `encoded` has the features of their
+    images."""
     data = run.data
     method = "sequential" if data.sample_packing_sequentially else data.sample_packing_method
     sizes: dict[str, Any] = {"row_length": "written"}
@@ -348,10 +413,11 @@ def pack_step(run: RunConfig, prepared: Artifact) -> PlannedStage:
     stage = Pack(
         settings=settings,
         prepared=prepared,
+        encoded=encoded,
         num_proc=data.dataset_num_proc or env.num_processors(),
         start_method=data.sample_packing_mp_start_method or "spawn",
     )
-    return _planned_in(stage, data_root(run))
+    return PlannedStage.in_root(stage, data_root(run))
 
 
 def _kl_pairing(run: RunConfig) -> dict[str, Any]:
@@ -385,7 +451,7 @@ def reference_step(
         # With LoRA a checkpoint has only the adapter, and the reference is the base model.
         initial=None if run.lora.enable_lora else pin_init_checkpoint(run),
     )
-    return _planned_in(stage, root)
+    return PlannedStage.in_root(stage, root)
 
 
 def data_root(run: RunConfig) -> str:
@@ -444,12 +510,13 @@ def export_step(run: RunConfig, trained: Artifact, origin: ModelSource) -> Plann
             max_shard_bytes=export.max_shard_bytes,
             merge_lora=export.merge_lora and not run.lora.save_lora_only,
             quantise=export.quantise,
+            mtp=export.mtp,
             model_card=export.model_card,
         ),
         trained=trained,
         origin=origin,
     )
-    return _planned_in(stage, run.pipeline.artifacts_path)
+    return PlannedStage.in_root(stage, run.pipeline.artifacts_path)
 
 
 def push_step(run: RunConfig, exported: Artifact) -> PlannedStage:
@@ -460,13 +527,9 @@ def push_step(run: RunConfig, exported: Artifact) -> PlannedStage:
     from penstock.push.stage import Push, PushSettings
 
     settings = PushSettings(**push.model_dump())
-    return _planned_in(Push(settings=settings, exported=exported), run.pipeline.artifacts_path)
-
-
-def _planned_in(stage: Any, root: str) -> PlannedStage:
-    below = (stage.name, short(stage_key(stage)))
-    remote = url_join(root, *below) if is_url(root) else None
-    return PlannedStage(stage, local_cache_dir(root).joinpath(*below), remote)
+    return PlannedStage.in_root(
+        Push(settings=settings, exported=exported), run.pipeline.artifacts_path
+    )
 
 
 def _with_sources(run: RunConfig, tokens: DatasetConfig) -> RunConfig:

@@ -6,6 +6,7 @@ Both are the configured run with some settings replaced, on the data of one plan
 from collections.abc import Mapping
 from pathlib import Path
 
+from penstock.composing import with_composed_model
 from penstock.config.schema.checkpoint import SaveBestConfig
 from penstock.config.schema.duration import EarlyStoppingConfig
 from penstock.config.schema.run import RunConfig
@@ -25,6 +26,7 @@ def continue_from_export(run: RunConfig, folder: Path, folders: Mapping[str, str
         adapter = str((folder / require_relative(folders["adapter"])).absolute())
         lora = run.lora.model_copy(update={"init_adapter_path": adapter})
         return run.model_copy(update={"lora": lora})
+    run = with_composed_model(run)
     if "hf" not in folders:
         raise StageError(
             f"{folder} has only an adapter, and lora.enable_lora is false, so there is nothing "

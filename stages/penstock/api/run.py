@@ -111,6 +111,10 @@ class Run:
         """Tokenize the data. `force` builds it again."""
         return cast(PreparedData, self._stage("prepare", force))
 
+    def encode(self, *, force: bool = False) -> Result:
+        """Compute the features of all images (`data.encode_images`)."""
+        return self._stage("encode", force)
+
     def pack(self, *, force: bool = False) -> PackedData:
         """Pack the samples into sequences."""
         return cast(PackedData, self._stage("pack", force))

@@ -1,13 +1,15 @@
 """`penstock check`: prints the config and checks the data, model and folders that it names.
 
-Nothing is prepared, trained or written. Every check runs, also after others have failed.
+Nothing is prepared or trained, and nothing written but the model of a run with `model.encoders`.
+Every check runs, also after others have failed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from penstock.cli.console import Console
+from penstock.composing import with_composed_model
 from penstock.config.loading import yaml12
 from penstock.config.loading.fault import dotted
 from penstock.config.resolve import resolve
@@ -15,6 +17,7 @@ from penstock.config.rules.run import rule_violations
 from penstock.config.schema.dataset import DatasetConfig
 from penstock.config.schema.run import RunConfig
 from penstock.core import env
+from penstock.core.cache.stage import Source
 from penstock.core.errors import (
     CapabilityError,
     ConfigError,
@@ -26,7 +29,9 @@ from penstock.core.errors import (
 from penstock.core.remote.urls import redact
 from penstock.core.sources.pin import check_model as check_model_files
 from penstock.core.sources.pin import pin_tokenizer
+from penstock.core.sources.pin_remote import resolve_folder
 from penstock.machine import (
+    check_images,
     check_machine,
     check_model,
     check_weights,
@@ -40,10 +45,12 @@ from penstock.machine import (
 from penstock.origins import resolve_init_checkpoint, with_adapter
 from penstock.outputs import find_unwritable, output_folders
 from penstock.pins import DATASET_FIELDS, check_checkpoints, pin_dataset, resolve_dataset_type
-from penstock.plan import dataset_settings, user_prepared_step
+from penstock.plan import dataset_settings, includes_stage, prepare_step, user_prepared_step
+from penstock.prepare.settings import DatasetSettings
+from penstock.prepare.stage import Prepare
 
 if TYPE_CHECKING:
-    from penstock.prepare.first_records import FirstSamples
+    from penstock.prepare.first_records import FirstSamples, ImageSource
 
 Found = TypeVar("Found")
 Status = Literal["ok", "fault", "not looked at"]
@@ -75,7 +82,7 @@ def check_run(run: RunConfig, console: Console, *, whole: bool) -> dict[str, Any
     Only fields that are set are printed, or with `whole` every field, and the resolved values of
     null fields as a comment. Raises ConfigError or CapabilityError if a check finds a fault.
     """
-    typed, results = _run_checks(run)
+    typed, results = _compose_and_check(run)
     console.result(print_config(typed, whole=whole))
     for look in results:
         if look.status != "fault":
@@ -94,6 +101,22 @@ def check_run(run: RunConfig, console: Console, *, whole: bool) -> dict[str, Any
         f"{len(faults)} of {len(results)} checks found a fault:\n"
         + "\n".join(look.message for look in faults)
     )
+
+
+def _compose_and_check(run: RunConfig) -> tuple[RunConfig, list[CheckResult]]:
+    """The results of all checks, of a run with encoders on its composed model."""
+    if not run.model.encoders:
+        return _run_checks(run)
+    composed, results = _run_check("model.encoders", lambda: _compose(run))
+    if composed is None:
+        return run, results
+    typed, others = _run_checks(composed)
+    return typed.model_copy(update={"model": run.model}), [*results, *others]
+
+
+def _compose(run: RunConfig) -> tuple[RunConfig, str]:
+    found = with_composed_model(run)
+    return found, f"the model is composed in {found.model.model_path}"
 
 
 def _run_checks(run: RunConfig) -> tuple[RunConfig, list[CheckResult]]:
@@ -125,6 +148,7 @@ def _run_checks(run: RunConfig) -> tuple[RunConfig, list[CheckResult]]:
         *_check_model(typed),
         *results,
         *ruled,
+        *_check_images(typed, [*results, *ruled]),
         *_check_outputs(typed),
         *_check_push(typed),
     ]
@@ -174,7 +198,6 @@ def _validate_model(run: RunConfig) -> str:
 
 def _load_tokenizer(run: RunConfig) -> tuple[Any, str]:
     # Imported here: it takes one to two seconds, which invalid configs need not wait for.
-    from penstock.core.sources.pin_remote import resolve_folder
     from penstock.rows.tokenizer import load_tokenizer
 
     source = run.model.tokenizer_source
@@ -234,7 +257,8 @@ def _check_dataset(
         return typed, f"{said}; not tokenized, as the tokenizer cannot be loaded"
     role = "train" if ".datasets." in at else "test"
     only = tuple(run.data.select_columns) if run.data.select_columns else None
-    found = first_samples(records, dataset_settings(run, typed, role), tokenizer, only)
+    its = dataset_settings(run, typed, role)
+    found = first_samples(records, its, tokenizer, only, _image_source(run, source, its))
     if not found.samples or (found.bad and not run.data.bad_rows_allowed):
         raise StageError(
             f"{redact(dataset.path)}, read as type: {typed.type}: {found.records - found.samples} "
@@ -248,6 +272,39 @@ def _check_dataset(
         f"{said}; the first {found.samples} samples have {found.tokens:,} tokens, "
         f"{found.trained_tokens:,} of them trained"
     )
+
+
+def _image_source(run: RunConfig, source: Source, its: DatasetSettings) -> "ImageSource":
+    """Where the images of the first records are."""
+    from penstock.prepare.first_records import ImageSource
+    from penstock.prepare.readers.file_splits import split_source
+    from penstock.prepare.readers.image_pins import image_root
+
+    folder = None
+    if source.pin["kind"] == "files":
+        pieces = split_source(
+            source, ds_type=its.ds_type, streaming=its.streaming, token=run.data.hf_use_auth_token
+        )
+        folder = image_root(pieces[0], its)
+    pinned = pin_tokenizer(run.model.tokenizer_source)
+    path = resolve_folder(run.model.tokenizer_source, pinned)
+    return ImageSource((path, pinned.pin.get("commit")), folder)
+
+
+def _check_images(run: RunConfig, results: Sequence[CheckResult]) -> list[CheckResult]:
+    """Faults of images that the run cannot take, as planning it would find them; `results` are
+    those at its data, without which there are none."""
+    if run.data.skip_prepare_dataset or any(each.status != "ok" for each in results):
+        return []
+
+    def find() -> tuple[None, str]:
+        stage = prepare_step(run).stage
+        packs, trains = (includes_stage(run.stages, name) for name in ("pack", "train"))
+        if isinstance(stage, Prepare):
+            check_images(run, stage, packs=packs, trains=trains)
+        return None, ""
+
+    return [each for each in _run_check("data", find)[1] if each.status != "ok"]
 
 
 def _check_validation_size(run: RunConfig, count: int) -> tuple[None, str]:

@@ -170,7 +170,7 @@ def _stage_command(name: Any, summary: str) -> None:
     ) -> dict[str, Any] | None:
         return stage_command(console, config, force, start, False, no_upstream, dry_run)
 
-    function = stage_command_before_training if name == "reference" else stage_command
+    function = stage_command_before_training if name in ("encode", "reference") else stage_command
     add_command(app, function, name, summary=summary)
 
 
@@ -301,6 +301,7 @@ add_command(app, run_command, "run")
 add_command(app, prepare)
 add_command(app, pack)
 for _name, _summary in {
+    "encode": "Compute features of images (data.encode_images).",
     "reference": "Compute the reference model's log-probs of all completions.",
     "train": "Train on packed sequences; resumes from the newest checkpoint.",
     "export": "Write the trained model as a Hugging Face folder.",

@@ -2,7 +2,8 @@
 
 import math
 from importlib.metadata import version
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -19,14 +20,26 @@ AUTO_AXES = "fsdp, ddp"
 
 def list_models(console: Console) -> JsonObject:
     """List the model types that can be trained."""
-    from penstock.models.automodel.proved import ProvedModels
+    from penstock.models.automodel.proved import AUDIO_FILE, IMAGE_FILE, ProvedModels
     from penstock.models.multimodal import MULTIMODAL
     from penstock.models.registry import FAMILIES
+    from penstock.models.vision.types import VISION_TYPES
 
     proved = ProvedModels.read()
     known = sorted({*proved.models, *FAMILIES})
     found = {name: _entry(name, name in FAMILIES, proved) for name in known}
-    found |= {name: _text_entry() for name in MULTIMODAL}
+    images = ProvedModels.read(IMAGE_FILE).models.items()
+    found |= {
+        n: _media_entry(one, "images") for n, one in images if n not in found or not one.reason
+    }
+    audio = ProvedModels.read(AUDIO_FILE).models.items()
+    both = {n for n, one in images if not one.reason}
+    found |= {
+        n: _media_entry(one, "images, audio" if n in both else "audio")
+        for n, one in audio
+        if n not in found or not one.reason
+    }
+    found |= {name: _multimodal_entry(name in VISION_TYPES) for name in MULTIMODAL}
     found = dict(sorted(found.items()))
     rows = [("model_type", "backend", "parallelism", "documents", "LoRA")]
     rows += [
@@ -39,7 +52,9 @@ def list_models(console: Console) -> JsonObject:
     other = "" if installed == proved.transformers else f" (installed: {installed})"
     console.result(
         f"{table(rows)}\n\nnative (text): the language model, of a native type in text_config, is "
-        f"trained as text.\n{len(rows) - 1} model types, proved with transformers "
+        "trained as text; native (images): and on images; transformers (images) or (audio): the "
+        "whole model, through transformers' code.\n"
+        f"{len(rows) - 1} model types, proved with transformers "
         f"{proved.transformers}{other}. Not proved:\n" + "\n".join(refused)
     )
     return {"transformers": proved.transformers, "installed": installed, "models": found}
@@ -96,13 +111,50 @@ def check_one(
     return found
 
 
-def _text_entry() -> JsonObject:
+def compose(
+    console: Console,
+    text: Annotated[Path, typer.Argument(metavar="TEXT", help="A text model's folder.")],
+    image: Annotated[
+        Path,
+        typer.Option(metavar="ENCODER", help="A vision model's folder: CLIP, SigLIP or DINOv2."),
+    ],
+    out: Annotated[Path, typer.Option("-o", "--out", metavar="OUT", help="A new folder.")],
+    projector: Annotated[
+        Literal["mlp", "linear"], typer.Option(help="What is between the two.")
+    ] = "mlp",
+    seed: Annotated[int, typer.Option(help="Seed of the projector's weights.")] = 0,
+    scratch: Annotated[
+        bool,
+        typer.Option("--from-scratch", help="Draw the vision model's weights from the seed too."),
+    ] = False,
+) -> JsonObject:
+    """Put a vision model before a text model, as LLaVA does."""
+    from penstock.compose.llava import Encoder, TextModel, compose_folders
+
+    encoder = Encoder(str(image), None if scratch else image)
+    found = compose_folders(TextModel.of_folder(text), encoder, out, projector=projector, seed=seed)
+    found["folder"] = str(out)
+    console.say(f"composed: {found['parameters']:,} parameters, in {out}")
+    return found
+
+
+def _multimodal_entry(takes_images: bool) -> JsonObject:
     return {
-        "backend": "native (text)",
+        "backend": "native (images)" if takes_images else "native (text)",
         "parallelism": NATIVE_AXES,
         "documents": "packed",
         "lora": "yes",
         "reason": "",
+    }
+
+
+def _media_entry(proved: Any, kinds: str) -> JsonObject:
+    return {
+        "backend": f"transformers ({kinds})",
+        "parallelism": AUTO_AXES,
+        "documents": "padded",
+        "lora": "yes" if proved.lora else "no",
+        "reason": proved.reason,
     }
 
 
@@ -131,7 +183,7 @@ def _shown(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-commands = typer.Typer(help="List the models that can be trained, or check one.")
+commands = typer.Typer(help="List the models that can be trained, check one, or compose one.")
 
 
 @commands.callback(invoke_without_command=True)
@@ -146,3 +198,4 @@ def _list_by_default(
 
 add_command(commands, list_models, "list")
 add_command(commands, check_one, "check")
+add_command(commands, compose)

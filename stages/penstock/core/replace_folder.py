@@ -32,6 +32,15 @@ def replace_folder(new: Path, target: Path, aside: Path) -> Path | None:
     return old
 
 
+def rename_folder(new: Path, target: Path) -> None:
+    """Rename the folder `new` to `target`, which is empty or does not exist. Raises OSError."""
+    if target.exists():
+        target.rmdir()
+    fsync(new)
+    new.rename(target)
+    fsync(target.parent)
+
+
 def restore_replaced(root: Path, suffix: str) -> None:
     """Rename the folders `<name><suffix>` in `root` to `<name>`, where that does not exist.
 

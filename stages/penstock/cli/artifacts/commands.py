@@ -85,16 +85,19 @@ def prune_artifacts(
 ) -> dict[str, Any]:
     """Delete old results other than training runs, and unused slices.
 
+    Images and features of images are deleted as slices are.
+
     Never deleted are inputs of other results or releases, results that a process uses, training
-    runs, and slices of today. Slices at a URL are not deleted: no machine knows all their users.
+    runs, and slices and features of today. Slices at a URL are not deleted: no machine knows all
+    their users.
     """
-    from penstock.cli.artifacts.prune import choose_prunable, parse_age, prune, slice_caches
+    from penstock.cli.artifacts.prune import choose_prunable, find_caches, parse_age, prune
 
     age = parse_age(older_than)
     entries = _add_releases(list(find_entries(root)))
     doomed = choose_prunable(entries, keep_last, age, "chains" if unreferenced else "leaves")
     folders = [Path(each) for each in root or ["."] if not is_url(each)]
-    caches = [cache for each in folders for cache in slice_caches(each, SEARCH_DEPTH)]
+    caches = [cache for each in folders for cache in find_caches(each, SEARCH_DEPTH)]
     return prune(entries, doomed, sorted(caches), age, console, dry_run=dry_run)
 
 

@@ -19,10 +19,11 @@ from penstock.cli.console import Console
 from penstock.core.cache.in_use import block_new_pins, pinned_keys
 from penstock.core.errors import ConfigError
 from penstock.core.files import read_json, remove
+from penstock.encode.stage import FEATURES
 from penstock.export.links import find_links, forget_links
 from penstock.prepare.stage import SLICES
 
-PRUNABLE = ("prepare", "pack", "reference", "export", "push")
+PRUNABLE = ("prepare", "encode", "pack", "reference", "export", "push")
 DAY = 86_400.0
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": DAY, "w": 7 * DAY, "": DAY}
 AGE = re.compile(r"(\d+(?:\.\d+)?)\s*([smhdw]?)")
@@ -51,12 +52,14 @@ def prune(
     *,
     dry_run: bool,
 ) -> dict[str, Any]:
-    """Delete the results `doomed` that are not in use by now, and then unused slices older than
-    `older_than` seconds in `caches`, the slice folders; with `dry_run` only print them.
+    """Delete the results `doomed` that are not in use by now, and then unused files older than
+    `older_than` seconds in `caches`, the folders of slices and features; with `dry_run` only print
+    them.
     """
     verb = "would delete" if dry_run else "deleted"
     gone: list[Entry] = []
-    freed = slices = 0
+    freed = 0
+    cached = {SLICES: 0, FEATURES: 0}
     for entry in doomed:
         size = entry.num_bytes
         if dry_run or _delete_if_unused(entry):
@@ -71,15 +74,18 @@ def prune(
             if marked():  # a run that has not sealed its data yet may be about to read them
                 console.say(f"{cache} is skipped: a run is using it")
                 continue
-            for files in _unused_slices(cache, kept, gone if dry_run else [], older_than):
-                slices += 1
+            find = _unused_slices if cache.name == SLICES else _unused_features
+            for files in find(cache, kept, gone if dry_run else [], older_than):
+                cached[cache.name] += 1
                 freed += sum(file.stat().st_size for file in files)
                 for file in () if dry_run else files:
                     remove(file)
-    if slices:
-        console.result(f"{verb} {slices} cached slices")
-    console.result(f"{len(gone)} results, {slices} slices, {freed / 1e6:.1f} MB")
-    return {"pruned": [entry.where for entry in gone], "slices": slices, "bytes": freed}
+    if cached[SLICES]:
+        console.result(f"{verb} {cached[SLICES]} cached slices")
+    if cached[FEATURES]:
+        console.result(f"{verb} {cached[FEATURES]} files of image features")
+    console.result(f"{len(gone)} results, {cached[SLICES]} slices, {freed / 1e6:.1f} MB")
+    return {"pruned": [entry.where for entry in gone], **cached, "bytes": freed}
 
 
 def choose_prunable(
@@ -109,18 +115,23 @@ def choose_prunable(
     return [entry for entry in candidates if entry.key not in needed]
 
 
-def slice_caches(root: Path, depth: int) -> Iterator[Path]:
-    """Slice caches: folders named `slices` that contain cached slices."""
-    if root.name == SLICES and any(_SLICE_FILE.fullmatch(child.name) for child in root.iterdir()):
+def find_caches(root: Path, depth: int) -> Iterator[Path]:
+    """Folders named `slices` that contain cached slices, and `features` with those of images."""
+    held = _CACHED.get(root.name)
+    if held and any(held.fullmatch(child.name) for child in root.iterdir()):
         yield root
         return
     if depth and not is_result(root):
         for child in root.iterdir():
             if child.is_dir() and not child.is_symlink() and not child.name.startswith("."):
-                yield from slice_caches(child, depth - 1)
+                yield from find_caches(child, depth - 1)
 
 
-_SLICE_FILE = re.compile(r"[0-9a-f]{16}\.(arrow|json|.+\.part)")
+_CACHED = {
+    SLICES: re.compile(r"[0-9a-f]{16}\.(arrow|json|.+\.part)"),
+    FEATURES: re.compile(r"[0-9a-f]{16}"),
+}
+"""Names of what the folders of caches contain."""
 
 
 def _collect_input_keys(kept: list[Entry], entries: list[Entry]) -> set[str]:
@@ -152,14 +163,46 @@ def _delete_if_unused(entry: Entry) -> bool:
 def _unused_slices(
     cache: Path, kept: list[Entry], going: list[Entry], older_than: float
 ) -> Iterator[list[Path]]:
-    """The files of each cached slice that no kept result uses."""
-    from penstock.prepare.slice_cache import prunable
+    """The files of each cached slice, and of the images of each, that no kept result uses."""
+    from penstock.core.cache.noted_files import prunable
+    from penstock.media.originals import ORIGINALS, prunable_originals
+    from penstock.rows.image_files import MEDIA, ImageFiles
     from penstock.rows.prepared import PLAN
 
     used: set[str] = set()
+    media: set[str] = set()
     for entry in kept:
         if isinstance(entry, LocalEntry) and entry.stage == "prepare":
             with suppress(FileNotFoundError, KeyError, TypeError):
-                used |= {item["key"] for item in read_json(entry.path / PLAN)["slices"]}
+                for item in read_json(entry.path / PLAN)["slices"]:
+                    used.add(item["key"])
+                    media.update(item["tally"].get("media", ()))
     paths = [entry.path for entry in going if isinstance(entry, LocalEntry)]
     yield from prunable(cache, used, older_than=older_than, going=paths)
+    images = {*(cache / MEDIA).glob("*/*.arrow")}
+    for folder in sorted((cache / MEDIA).glob("*")):
+        its = {name.rpartition("/")[2] for name in media if name.startswith(f"{folder.name}/")}
+        for files in prunable(folder, its, older_than=older_than, going=paths):
+            images.difference_update(files)
+            yield files
+    digests = {each for file in images if file.is_file() for each in ImageFiles([file]).digests()}
+    yield from prunable_originals(cache / MEDIA / ORIGINALS, digests, older_than)
+
+
+def _unused_features(
+    cache: Path, kept: list[Entry], going: list[Entry], older_than: float
+) -> Iterator[list[Path]]:
+    """The files of features of images that no result has a link to, or a copy of."""
+    from penstock.core.cache.noted_files import prunable
+    from penstock.rows.image_files import MEDIA
+
+    copied = {
+        file.stem
+        for entry in kept
+        if isinstance(entry, LocalEntry) and entry.stage in ("encode", "pack")
+        for file in (entry.path / MEDIA).glob("*.arrow")
+        if file.stat().st_nlink == 1
+    }
+    paths = [entry.path for entry in going if isinstance(entry, LocalEntry)]
+    for folder in sorted(each for each in cache.iterdir() if each.is_dir()):
+        yield from prunable(folder, copied, older_than=older_than, going=paths)

@@ -1,5 +1,6 @@
 """`penstock data show|stats CONFIG`: prints the output of the prepare stage."""
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
@@ -32,6 +33,10 @@ def show(
         list[int],
         typer.Option(help="Show the sample with this index, from 0. Repeatable."),
     ] = [],  # noqa: B006 - typer reads it and never writes it
+    html: Annotated[
+        Path | None,
+        typer.Option(help="Write a page with the samples and their images, instead of printing."),
+    ] = None,
     no_upstream: NoUpstream = False,
 ) -> dict[str, Any]:
     """Print samples as the model sees them, trained tokens marked."""
@@ -40,7 +45,7 @@ def show(
 
     prepared = prepared_data(run_request(config), console, upstream=not no_upstream)
     wanted = SampleSelection(split, number, source, seed, tuple(index))
-    return show_samples(prepared, wanted, console)
+    return show_samples(prepared, wanted, console, html)
 
 
 def stats(

@@ -4,6 +4,7 @@ import difflib
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -12,6 +13,17 @@ from rich.text import Text
 
 from penstock.cli.console import Console
 from penstock.cli.data.load_prepared import Prepared
+from penstock.cli.data.page import write_page
+from penstock.cli.data.sample_view import (
+    ImageView,
+    Part,
+    SampleView,
+    Span,
+    format_counts,
+    format_image,
+    format_origin,
+    printable,
+)
 from penstock.config.schema.run import RunConfig
 from penstock.core.cache.store import PlannedStage
 from penstock.core.errors import ConfigError
@@ -20,6 +32,7 @@ from penstock.core.sources.pin import pin_tokenizer
 from penstock.prepare.locate_record import Locate, build_locator
 from penstock.prepare.sample_sources import DataSource, SplitSources, split_sources
 from penstock.rows.decoding import Decoder, load_pinned_decoder
+from penstock.rows.image_files import MEDIA, ImageFiles
 from penstock.rows.prepared import PLAN, PreparedSamples, Sample
 from penstock.rows.reader import Tokens
 from penstock.rows.sample_order import Indices
@@ -38,14 +51,6 @@ LEGEND = {"green": "trained", "dim": "not trained", "bold": "special tokens"}
 MARKS = ("[[", "]]")
 """Marks around trained tokens on a terminal without colors."""
 
-_CONTROL_CHARS = {
-    **{code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\n\t"},
-    0x7F: chr(0x2421),
-    **{code: f"<U+{code:04X}>" for code in (*range(0x80, 0xA0), *range(0x202A, 0x202F))},
-    **{code: f"<U+{code:04X}>" for code in range(0x2066, 0x206A)},
-}
-"""Replacements of control and bidirectional characters, which a terminal would execute."""
-
 
 @dataclass(frozen=True)
 class SampleSelection:
@@ -58,49 +63,11 @@ class SampleSelection:
     indices: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Span:
-    """Consecutive tokens of one style."""
-
-    trained: bool
-    special: bool
-    text: str
-    input_ids: list[int]
-
-
-@dataclass(frozen=True)
-class Part:
-    """A whole sample, or the prompt or a completion of a preference pair."""
-
-    name: str
-    tokens: int
-    trained_tokens: int
-    other_targets: int
-    """Trained positions whose label differs from the token at that position."""
-    spans: list[Span]
-
-
-@dataclass(frozen=True)
-class SampleView:
-    """One sample, ready to be printed."""
-
-    index: int
-    source: str
-    section: str
-    """The config field of the source."""
-    slice: str
-    record: int
-    """The index of the record in its slice, from 0."""
-    file: str | None
-    line: int | None
-    """Its line or row in the file, from 1; None if the source cannot be read."""
-    desirable: bool | None
-    score_gap: float | None
-    parts: list[Part]
-
-
-def show_samples(prepared: Prepared, wanted: SampleSelection, console: Console) -> dict[str, Any]:
-    """Print the samples; returns them as plain values. Raises ConfigError if there are none."""
+def show_samples(
+    prepared: Prepared, wanted: SampleSelection, console: Console, page: Path | None = None
+) -> dict[str, Any]:
+    """Print the samples, or write them to an HTML page; returns them as plain values. Raises
+    ConfigError if there are none."""
     folder = prepared.step.path
     samples = PreparedSamples(folder, wanted.split)
     origins = split_sources(read_json(folder / PLAN), wanted.split)
@@ -109,6 +76,7 @@ def show_samples(prepared: Prepared, wanted: SampleSelection, console: Console) 
     typed = prepared.run.model.tokenizer_source
     decoder = load_pinned_decoder(typed, pin_tokenizer(typed))
     locate = build_locator(prepared.step.stage)
+    media = ImageFiles.in_folder(folder / MEDIA)
     shown = [
         _build_view(
             index,
@@ -116,12 +84,17 @@ def show_samples(prepared: Prepared, wanted: SampleSelection, console: Console) 
             origins.sources[origins.source_indices[index]],
             locate,
             decoder,
+            media,
         )
         for index in chosen
     ]
-    if not console.as_json:
+    if page:
+        write_page(page, shown, f"{wanted.split} samples of {len(samples):,}", prepared.step)
+        console.result(str(page))
+    elif not console.as_json:
         _print_samples(shown, wanted.split, len(samples), prepared.step)
     return {
+        **({"html": str(page)} if page else {}),
         "split": wanted.split,
         "kind": samples.kind,
         "num_samples": len(samples),
@@ -192,6 +165,7 @@ def _build_view(
     origin: DataSource,
     locate: Locate,
     decoder: Decoder,
+    media: ImageFiles,
 ) -> SampleView:
     place = locate(sample.slice, sample.row)
     return SampleView(
@@ -205,7 +179,15 @@ def _build_view(
         desirable=sample.desirable,
         score_gap=sample.score_gap,
         parts=list(_build_parts(sample, decoder)),
+        images=[_build_image(digest, tokens, media) for digest, tokens in sample.images],
     )
+
+
+def _build_image(digest: bytes, tokens: int, media: ImageFiles) -> ImageView:
+    found = media.get(digest)
+    if found is None:
+        return ImageView(digest.hex(), 0, 0, tokens)
+    return ImageView(digest.hex(), *found.size, tokens, found.kind)
 
 
 def _build_parts(sample: Sample, decoder: Decoder) -> Iterator[Part]:
@@ -268,9 +250,11 @@ def _print_samples(shown: Sequence[SampleView], split: str, total: int, step: Pl
     said.append(f"\n{step.where}\n")
     for each in shown:
         said.append("\n")
-        said.append(f"{split} sample {each.index} of {total}: {_format_origin(each)}\n", "bold")
+        said.append(f"{split} sample {each.index} of {total}: {format_origin(each)}\n", "bold")
+        for number, image in enumerate(each.images):
+            said.append(f"{format_image(number, image)}\n", "italic")
         for part in each.parts:
-            said.append(f"{_format_counts(each, part)}\n", "italic")
+            said.append(f"{format_counts(each, part)}\n", "italic")
             said.append_text(_color_tokens(part) if coloured else Text(_mark_tokens(part)))
             said.append("\n")
     if coloured:
@@ -279,28 +263,10 @@ def _print_samples(shown: Sequence[SampleView], split: str, total: int, step: Pl
         sys.stdout.write(said.plain)
 
 
-def _format_origin(shown: SampleView) -> str:
-    where = f"{shown.file}:{shown.line}"
-    if shown.line is None:
-        where = f"record {shown.record} of slice {shown.slice}"
-    return f"{shown.source} ({shown.section}), {where}"
-
-
-def _format_counts(shown: SampleView, part: Part) -> str:
-    judged = {True: "desirable, ", False: "undesirable, ", None: ""}[shown.desirable]
-    name = "" if part.name == "sample" else f"{part.name}, "
-    if part.name == "chosen" and shown.score_gap is not None:
-        name += f"scored {shown.score_gap:g} higher, "
-    said = f"{name}{judged}{part.tokens} tokens, {part.trained_tokens} trained"
-    if part.other_targets:
-        said += f"; {part.other_targets} labels are other tokens than those shown"
-    return said
-
-
 def _color_tokens(part: Part) -> Text:
     text = Text()
     for span in part.spans:
-        text.append(_escape_control_chars(span.text), STYLES[span.trained, span.special])
+        text.append(printable(span), STYLES[span.trained, span.special])
     return text
 
 
@@ -312,9 +278,5 @@ def _mark_tokens(part: Part) -> str:
         if span.trained != inside:
             said.append(MARKS[0] if span.trained else MARKS[1])
             inside = span.trained
-        said.append(_escape_control_chars(span.text))
+        said.append(printable(span))
     return "".join([*said, MARKS[1] if inside else ""])
-
-
-def _escape_control_chars(text: str) -> str:
-    return text.translate(_CONTROL_CHARS)

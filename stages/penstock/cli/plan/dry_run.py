@@ -9,6 +9,7 @@ from typing import Any
 from penstock.cli.console import Console, table
 from penstock.cli.plan.costs import format_bytes, format_ranks, format_seconds
 from penstock.cli.run import Request
+from penstock.composing import with_composed_model
 from penstock.config.loading.cli_overrides import Override, split_overrides
 from penstock.config.schema.run import RunConfig
 from penstock.core.errors import CapabilityError, ConfigError
@@ -93,6 +94,7 @@ def _world_overrides(world: int) -> list[Override]:
 
 
 def _with_row_length(run: RunConfig) -> RunConfig:
+    run = with_composed_model(run)
     steps = plan(run).steps
     if all(step.stage.name != "train" for step in steps):
         raise ConfigError("--dry-run is about training, and this run does not train.")

@@ -40,6 +40,11 @@ SYNONYMS: Mapping[str, str] = {
     # training
     "learning_rate": "train.lr",
     "min_lr": "train.lr_min",
+    "vit_lr": "train.vision_lr",
+    "vision_tower_lr": "train.vision_lr",
+    "mm_vision_tower_lr": "train.vision_lr",
+    "aligner_lr": "train.projector_lr",
+    "mm_projector_lr": "train.projector_lr",
     "lr_scheduler": "train.lr_decay_style",
     "lr_scheduler_type": "train.lr_decay_style",
     "warmup_ratio": "train.lr_warmup_ratio",

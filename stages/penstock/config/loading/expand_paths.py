@@ -27,8 +27,9 @@ SERVER_PATH_FIELDS = frozenset(
         "api_keys_file",
     }
 )
+ENCODER_FIELDS = ("model_path", "config_path")
 DATASET_LISTS = ("datasets", "test_datasets", "decontaminate_datasets")
-DATASET_FIELDS = ("path", "data_files")
+DATASET_FIELDS = ("path", "data_files", "image_folder")
 VARIABLE = re.compile(
     r"\$(?:(?P<dollar>\$)|(?P<bare>[A-Za-z_]\w*)|"
     r"\{(?P<name>[A-Za-z_]\w*)(?::-(?P<default>[^{}]*))?\})"
@@ -119,6 +120,7 @@ def _places(settings: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], str, 
         holder = settings.get(section)
         if isinstance(holder, dict) and key in holder:
             yield cast("dict[str, Any]", holder), key, (section, key)
+    yield from _encoder_places(settings.get("model"))
     data = settings.get("data")
     for name in DATASET_LISTS if isinstance(data, dict) else ():
         entries = cast("dict[str, Any]", data).get(name)
@@ -127,3 +129,12 @@ def _places(settings: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], str, 
             for key in DATASET_FIELDS if isinstance(entry, dict) else ():
                 if key in entry:
                     yield cast("dict[str, Any]", entry), key, ("data", name, number, key)
+
+
+def _encoder_places(model: Any) -> Iterator[tuple[dict[str, Any], str, Steps]]:
+    encoders = cast("dict[str, Any]", model).get("encoders") if isinstance(model, dict) else None
+    entries = cast("dict[str, Any]", encoders) if isinstance(encoders, dict) else {}
+    for kind, entry in entries.items():
+        for key in ENCODER_FIELDS if isinstance(entry, dict) else ():
+            if key in entry:
+                yield cast("dict[str, Any]", entry), key, ("model", "encoders", kind, key)

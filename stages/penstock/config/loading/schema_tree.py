@@ -132,7 +132,8 @@ def _example(branch: Any) -> str:
 
 @cache
 def sections() -> Mapping[str, type[ConfigSection]]:
-    """Every class of settings by its first path: `model`, `data`, `data.datasets[]`, ..."""
+    """Every class of settings by its first path: `model`, `data`, `data.datasets[]`,
+    `model.encoders{}`, ..."""
     found: dict[str, type[ConfigSection]] = {}
     for place, section in _sections(RunConfig, ""):
         if section not in found.values():
@@ -150,3 +151,5 @@ def _sections(section: type[ConfigSection], name: str) -> Iterator[tuple[str, ty
                 yield from _sections(branch, here)
             elif get_origin(branch) is list and is_section(get_args(branch)[0]):
                 yield from _sections(get_args(branch)[0], f"{here}[]")
+            elif get_origin(branch) is dict and is_section(get_args(branch)[1]):
+                yield from _sections(get_args(branch)[1], f"{here}{{}}")

@@ -38,8 +38,8 @@ def _check_file_format(run: RunConfig) -> Issues:
             problem = "do not have one known extension" if files else "is empty"
             yield ConfigIssue(
                 (*path, "data_files"),
-                f"the names in data_files {problem}; write ds_type: json, csv, parquet, arrow or"
-                " text",
+                f"the names in data_files {problem}; write ds_type: json, csv, parquet, arrow,"
+                " text or tar",
             )
 
 
@@ -359,6 +359,54 @@ def _check_task_runner(run: RunConfig) -> Issues:
             )
 
 
+def _check_encode_images(run: RunConfig) -> Issues:
+    data, model, path = run.data, run.model, ("data", "encode_images")
+    if not data.encode_images:
+        if data.encode_dtype is not None:
+            yield ConfigIssue(
+                ("data", "encode_dtype"),
+                "no images are encoded; write encode_images: true, or leave encode_dtype out",
+                ("data.encode_images",),
+            )
+        return
+    if model.freeze is not None and "vision" not in model.freeze:
+        yield ConfigIssue(
+            path,
+            f"is true, and model.freeze {model.freeze} leaves the vision tower trained, whose"
+            f" features change; write freeze: {['vision', *model.freeze]}, or encode_images: false",
+            ("model.freeze",),
+        )
+    if model.backend == "transformers":
+        yield ConfigIssue(
+            path,
+            "is true, and model.backend transformers computes images in every step; write backend:"
+            " native, or encode_images: false",
+            ("model.backend",),
+        )
+    if model.model_path is None and not model.encoders:
+        yield ConfigIssue(
+            path,
+            "is true, and there are no weights to encode images with; write model.model_path, or"
+            " encode_images: false",
+            ("model.model_path",),
+        )
+    if data.encode_dtype is None and run.train.computes_in == "float16":
+        yield ConfigIssue(
+            path,
+            "is true, and training computes in float16, whose range features may exceed; write"
+            " encode_dtype: float32 or bfloat16",
+            ("train.precision",),
+        )
+    if run.train.load_checkpoint_path is not None:
+        yield ConfigIssue(
+            path,
+            "is true, and the vision tower of train.load_checkpoint_path may be another than that"
+            " of model.model_path; export the checkpoint and write its folder as model.model_path,"
+            " or encode_images: false",
+            ("train.load_checkpoint_path",),
+        )
+
+
 DATA_RULES: tuple[Callable[[RunConfig], Issues], ...] = (
     _check_file_format,
     _check_max_seq_len,
@@ -377,6 +425,7 @@ DATA_RULES: tuple[Callable[[RunConfig], Issues], ...] = (
     _check_streaming,
     _check_wrapped_packing,
     _check_push_dataset,
+    _check_encode_images,
     _check_prefetch,
     _check_task_runner,
 )

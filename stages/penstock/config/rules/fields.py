@@ -11,6 +11,7 @@ PAIRS = ("preference", "kto")
 QUESTIONS = ("instruction", "alpaca", "preference")
 
 TYPES_OF_FIELD: Mapping[str, tuple[FormatName, ...]] = {
+    "image_folder": ("chat", "sharegpt", "alpaca", "sft_turns", "preference_turns", *PAIRS),
     "field_messages": ("chat", "sharegpt", *PAIRS),
     "field_tools": ("chat", "sharegpt", "alpaca", *PAIRS),
     "field_instruction": QUESTIONS,

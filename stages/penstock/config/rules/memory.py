@@ -24,6 +24,12 @@ def _check_activation_checkpointing(run: RunConfig) -> Issues:
             "has core_attn, which is part of self_attn and recomputed with it;"
             " leave out one of the two",
         )
+    if modules and "vision" in modules and run.data.encode_images:
+        yield ConfigIssue(
+            ("train", "recompute_modules"),
+            "has vision, and with encode_images: true no step computes images; leave vision out",
+            ("data.encode_images",),
+        )
     if train.moe_checkpoint_method and modules is not None and "mlp" not in modules:
         yield ConfigIssue(
             ("train", "moe_checkpoint_method"),

@@ -159,6 +159,27 @@ def _check_qk_clip(run: RunConfig) -> Issues:
             return
 
 
+def _check_part_lrs(run: RunConfig) -> Issues:
+    train, lora = run.train, run.lora.enable_lora
+    frozen = ["vision", "projector"] if run.model.freeze is None else run.model.freeze
+    for part, lr in (("vision", train.vision_lr), ("projector", train.projector_lr)):
+        name = f"{part}_lr"
+        if lr is None:
+            continue
+        if part in frozen and not lora:
+            yield ConfigIssue(
+                ("train", name),
+                f"is of the {part}, which is frozen; write model.freeze: [] or a list without"
+                f" {part}, or leave {name} out",
+                ("model.freeze", "lora.enable_lora"),
+            )
+        elif not train.lr:
+            yield ConfigIssue(
+                ("train", "lr"),
+                f"is 0, and {name} follows its schedule as a multiple of it; write an lr above 0",
+            )
+
+
 def _check_lr_min(run: RunConfig) -> Issues:
     train = run.train
     if train.lr_decay_style not in ("constant", "noam") and train.lr_min > train.lr:
@@ -335,6 +356,7 @@ OPTIM_RULES = (
     _check_sharded_optimizer,
     _check_muon,
     _check_qk_clip,
+    _check_part_lrs,
     _check_lr_min,
     _check_warmup,
     _check_warmup_length,

@@ -36,6 +36,9 @@ def _input_paths(run: RunConfig) -> Iterator[tuple[str, str]]:
         "model.tokenizer_path": run.model.tokenizer_path,
         "lora.init_adapter_path": run.lora.init_adapter_path,
     }
+    for kind, encoder in run.model.encoders.items():
+        models[f"model.encoders.{kind}.model_path"] = encoder.model_path
+        models[f"model.encoders.{kind}.config_path"] = encoder.config_path
     yield from ((name, path) for name, path in models.items() if path)
     for field in ("datasets", "test_datasets"):
         for index, entry in enumerate(getattr(run.data, field)):

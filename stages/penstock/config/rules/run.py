@@ -4,7 +4,8 @@ A rule is a function of a run whose single values are all valid; it yields `Conf
 depends on the number of ranks or on a device is checked later, where these are known.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import get_args
 
 from penstock.config.loading.fault import ConfigIssue
 from penstock.config.rules.checkpoint import CHECKPOINT_RULES
@@ -18,6 +19,7 @@ from penstock.config.rules.paths import check_output_dir
 from penstock.config.rules.preference import PREFERENCE_RULES
 from penstock.config.rules.quantization import FP8_RULES, QLORA_RULES
 from penstock.config.rules.release import RELEASE_RULES
+from penstock.config.schema.model import Part
 from penstock.config.schema.pipeline import DEFAULT_STAGES, STAGES
 from penstock.config.schema.run import RunConfig, has_target, needs_reference
 from penstock.core.remote.urls import is_url
@@ -35,6 +37,10 @@ ADAPTER_FIELDS = (
     "reset_optimizer_on_merge",
 )
 """Settings that have an effect only with LoRA."""
+
+
+ADDED = ("encode", "reference")
+"""Stages that are added where a run needs them."""
 
 
 def rule_violations(run: RunConfig) -> Issues:
@@ -61,12 +67,42 @@ def _check_code_revision(run: RunConfig) -> Issues:
 
 
 def _check_encoders(run: RunConfig) -> Issues:
-    if run.model.encoders:
-        kinds = ", ".join(sorted(run.model.encoders))
+    for kind, encoder in run.model.encoders.items():
+        path = ("model", "encoders", kind)
+        if kind != "image":
+            yield ConfigIssue(
+                path, f"no text model is trained behind a new encoder of {kind}; leave {kind} out"
+            )
+        elif encoder.model_path is None and encoder.config_path is None:
+            yield ConfigIssue(
+                path,
+                "names no vision model; write model_path (pre-trained weights), or config_path for"
+                " random weights",
+            )
+    if run.model.encoders and run.model.trust_remote_code:
         yield ConfigIssue(
             ("model", "encoders"),
-            f"has encoders ({kinds}), but all supported model families are text-only; leave it out,"
-            " and use a text model",
+            "is for text models that Penstock's own code computes, and trust_remote_code: true runs"
+            " the model's; leave one of the two out",
+            ("model.trust_remote_code",),
+        )
+
+
+def _check_freeze(run: RunConfig) -> Issues:
+    freeze = run.model.freeze
+    if freeze is None:
+        return
+    if run.lora.enable_lora:
+        yield ConfigIssue(
+            ("model", "freeze"),
+            f"is {freeze}, and with lora.enable_lora all of the model's own weights are frozen;"
+            " leave it out",
+            ("lora.enable_lora",),
+        )
+    elif len({*freeze}) == len(get_args(Part)):
+        yield ConfigIssue(
+            ("model", "freeze"),
+            f"is {freeze}, all parts of a model, and nothing would be trained; leave one out",
         )
 
 
@@ -203,9 +239,19 @@ def _check_relora(run: RunConfig) -> Issues:
             )
 
 
-def _check_quantized_export(run: RunConfig) -> Issues:
+def _check_merged_export(run: RunConfig) -> Issues:
     kind, lora = run.export.quantise, run.lora
-    if kind is None or not lora.enable_lora:
+    if not lora.enable_lora:
+        return
+    if run.export.mtp == "drop" and (not run.export.merge_lora or lora.save_lora_only):
+        other = "lora.save_lora_only" if lora.save_lora_only else "export.merge_lora"
+        yield ConfigIssue(
+            ("export", "mtp"),
+            f"drops layers of the merged model, which {other} does not export; leave one of the"
+            " two out",
+            (other,),
+        )
+    if kind is None:
         return
     for is_apart, other, value in (
         (not run.export.merge_lora, "export.merge_lora", "false"),
@@ -240,6 +286,56 @@ def _check_moe_bias_update(run: RunConfig) -> Issues:
         )
 
 
+def _first_conflict(field: str, conflicts: Mapping[str, tuple[bool, str]]) -> Issues:
+    """The first of these settings that is set, and why `train.<field>` cannot be used with it."""
+    for name, (is_set, why) in conflicts.items():
+        if is_set:
+            reason = f"cannot be used with {name}: {why}; or leave {field} out"
+            yield ConfigIssue(("train", field), reason, (name,))
+            return
+
+
+def _check_mtp(run: RunConfig) -> Issues:
+    train = run.train
+    if not train.mtp_loss_weight:
+        return
+    conflicts = {
+        "lora.enable_lora": (run.lora.enable_lora, "all weights of those layers are trained"),
+        "train.objective": (
+            train.objective == "preference",
+            "its loss is of whole completions, not of tokens",
+        ),
+    }
+    yield from _first_conflict("mtp_loss_weight", conflicts)
+
+
+def _check_indexer_loss(run: RunConfig) -> Issues:
+    train = run.train
+    if train.indexer_warmup and not train.indexer_loss_coef:
+        yield ConfigIssue(
+            ("train", "indexer_warmup"),
+            "trains indexers only, and train.indexer_loss_coef is 0: nothing would be trained;"
+            " write indexer_loss_coef: 1.0",
+            ("train.indexer_loss_coef",),
+        )
+    if not train.indexer_loss_coef:
+        return
+    conflicts = {
+        "lora.enable_lora": (run.lora.enable_lora, "indexers have no adapters"),
+        "train.enable_compile": (train.enable_compile, "its observers are not compiled"),
+        "train.mtp_loss_weight": (
+            train.mtp_loss_weight > 0 and train.indexer_warmup,
+            "the warm-up trains indexers only",
+        ),
+        "train.moe_bias_update_rate": (
+            train.moe_bias_update_rate > 0 and train.indexer_warmup,
+            "the warm-up trains indexers only",
+        ),
+    }
+    field = "indexer_warmup" if train.indexer_warmup else "indexer_loss_coef"
+    yield from _first_conflict(field, conflicts)
+
+
 def _check_shared_lora(run: RunConfig) -> Issues:
     lora, ways = run.lora, ("moe_shared_lora", "moe_hybrid_shared_lora")
     written = [way for way in ways if getattr(lora, way)]
@@ -270,8 +366,14 @@ def _check_stages(run: RunConfig) -> Issues:
             "the loss uses no reference model; leave reference out",
             ("train.objective", "preference"),
         )
+    if "encode" in stages and not run.data.encode_images:
+        yield ConfigIssue(
+            path,
+            "data.encode_images is false; leave encode out, or write encode_images: true",
+            ("data.encode_images",),
+        )
     whole = STAGES[STAGES.index(ordered[0]) : STAGES.index(ordered[-1]) + 1]
-    whole = tuple(stage for stage in whole if stage in stages or stage != "reference")
+    whole = tuple(stage for stage in whole if stage in stages or stage not in ADDED)
     missing = [stage for stage in whole if stage not in stages]
     if missing:
         after = whole[whole.index(missing[-1]) + 1]
@@ -348,6 +450,7 @@ RULES: tuple[Callable[[RunConfig], Issues], ...] = (
     _check_model_path,
     _check_code_revision,
     _check_encoders,
+    _check_freeze,
     *DATA_RULES,
     check_dataset_columns,
     check_output_dir,
@@ -368,8 +471,10 @@ RULES: tuple[Callable[[RunConfig], Issues], ...] = (
     _check_lora_enabled,
     _check_relora,
     *QLORA_RULES,
-    _check_quantized_export,
+    _check_merged_export,
     _check_moe_bias_update,
+    _check_mtp,
+    _check_indexer_loss,
     _check_shared_lora,
     _check_stages,
     _check_push,

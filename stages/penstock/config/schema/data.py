@@ -149,6 +149,16 @@ class DataConfig(ConfigSection):
     works with attention backends (`flash_attention_*`) that cannot mask one completion from the
     other. Unset: true; false for models of the transformers backend."""
 
+    encode_images: bool = False
+    """Compute the features of all images once, in the stage `encode`, and train on these instead of
+    the images. Needs a vision tower that is frozen (`model.freeze`). Of a frozen projector the
+    outputs are stored; of one that is trained, its inputs, for models of type llava, internvl and
+    qwen2_vl. Each image is encoded alone."""
+
+    encode_dtype: Literal["float32", "bfloat16"] | None = None
+    """`encode_images`: data type in which features are computed and stored. Unset: that in which
+    training computes."""
+
     dataloader_num_workers: int | None = Field(default=None, ge=0)
     """DataLoader workers of each training process. Unset: 0, because packed sequences are
     memory-mapped and read faster than any step; with `dataloader_prefetch_factor`, 8."""

@@ -7,7 +7,7 @@ from pydantic import AfterValidator, Field
 from penstock.config.schema.base import ConfigSection
 from penstock.core.sources.megatron_files import parse_splits
 
-FileKind = Literal["json", "csv", "parquet", "arrow", "text", "megatron"]
+FileKind = Literal["json", "csv", "parquet", "arrow", "text", "tar", "megatron"]
 
 FormatName = Literal[
     "tokenized",
@@ -55,7 +55,8 @@ class DatasetConfig(ConfigSection):
 
     path: str = Field(min_length=1)
     """A file, a folder or a glob; a URL (`s3://`, `gs://`, `abfs://`, `https://`); a Hugging Face
-    hub id (`org/name`); `builtin:arithmetic`, or `dummy` for synthetic token ids."""
+    hub id (`org/name`); `builtin:arithmetic`, `builtin:shapes` (pictures), or `dummy` for
+    synthetic token ids."""
 
     type: FormatName | None = None
     """Format of the records. `chat`: a list of messages; loss on assistant turns. `sharegpt`: the
@@ -85,13 +86,18 @@ class DatasetConfig(ConfigSection):
     """The files to read, relative to `path`: a name or a list; globs are allowed."""
 
     ds_type: FileKind | None = None
-    """File format: `json` (also JSON lines), `csv`, `parquet`, `arrow`, `text`, or `megatron`
-    (Megatron-LM's `<prefix>.idx` and `.bin`; `path` may be the prefix). Unset: from the file
-    extension. Compression (`.gz`, `.bz2`, `.xz`, `.zst`) is detected from the name."""
+    """File format: `json` (also JSON lines), `csv`, `parquet`, `arrow`, `text`, `tar`
+    (WebDataset) or `megatron` (Megatron-LM's `<prefix>.idx` and `.bin`; `path` may be the prefix).
+    Unset: from the file extension. Compression (`.gz`, `.bz2`, `.xz`, `.zst`) is detected from the
+    name."""
 
     splits_string: Annotated[str | None, AfterValidator(_check_splits)] = None
     """`megatron`: fractions of the documents, in order, for train, validation and test, such as
     `980,10,10`; `split` selects the one that is read (unset: `train`). Unset: all documents."""
+
+    image_folder: str | None = Field(default=None, min_length=1)
+    """Local folder to which paths of images are relative, and which holds them. Unset: the folder
+    of the data file."""
 
     max_seq_len: int | None = Field(default=None, gt=0)
     """Maximum length of a sample, in tokens. `data.truncation_mode` says what happens to longer

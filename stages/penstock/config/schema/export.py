@@ -103,6 +103,11 @@ class ExportConfig(ConfigSection):
     128), `int8` (a scale for each row), `int4` (a scale for each 128, 64 or 32 columns), `nvfp4`
     (4-bit, a scale for each 16). Embeddings, LM head, norms and routers are not quantized."""
 
+    mtp: Literal["keep", "drop"] = "keep"
+    """Layers that predict further tokens (multi-token prediction): `keep` writes them, trained or
+    as the base model has them; `drop` leaves them out and says in config.json that there are none.
+    """
+
     @property
     def max_shard_bytes(self) -> int:
         """`max_shard_size` in bytes."""

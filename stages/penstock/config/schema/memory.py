@@ -48,12 +48,13 @@ class MemoryConfig(ConfigSection):
     enable_reentrant: Unkeyed[bool] = False
     """Activation checkpointing: use PyTorch's reentrant implementation (`use_reentrant=True`)."""
 
-    recompute_modules: Unkeyed[list[Literal["self_attn", "core_attn", "mlp"]] | None] = Field(
-        default=None, min_length=1
+    recompute_modules: Unkeyed[list[Literal["self_attn", "core_attn", "mlp", "vision"]] | None] = (
+        Field(default=None, min_length=1)
     )
     """Selective activation checkpointing: recompute only these parts of each layer: `self_attn`,
-    `mlp`, or `core_attn`, which is attention without its projections (softmax(q k^T) v). Unset:
-    whole layers."""
+    `mlp`, or `core_attn`, which is attention without its projections (softmax(q k^T) v); and, with
+    `vision`, the layers of the vision tower of a model that is trained on images. Unset: whole
+    layers, of both."""
 
     moe_checkpoint_method: Unkeyed[Literal["moe_act"] | None] = None
     """Activation checkpointing of MoE layers. `moe_act` stores the tokens that were dispatched to

@@ -11,6 +11,34 @@ Attention = Literal[
     "eager", "sdpa", "native", "flash_attention_2", "flash_attention_3", "flash_attention_4"
 ]
 
+Part = Literal["vision", "projector", "language"]
+Modality = Literal["image", "video", "audio"]
+Projector = Literal["mlp", "linear"]
+
+
+class EncoderConfig(ConfigSection):
+    """An encoder that is put before a text model."""
+
+    model_path: str | None = Field(default=None, min_length=1)
+    """Pre-trained weights of the vision tower: the hub id or local folder of a CLIP, SigLIP or
+    DINOv2 model. Unset: the tower of `config_path`, with random initial weights."""
+
+    config_path: str | None = Field(default=None, min_length=1)
+    """The encoder's config.json and preprocessor_config.json, if they are not in `model_path`: a
+    hub id, a local folder or `builtin:tiny-clip`. Unset: the same as `model_path`."""
+
+    projector: Projector = "mlp"
+    """What maps features to the width of the text model, from random initial weights: `mlp` (two
+    layers with a GELU between, as in LLaVA 1.5) or `linear` (a linear map, as in the first LLaVA,
+    stored as two layers without activation)."""
+
+    @property
+    def config_source(self) -> str:
+        """Where the encoder's configuration is read: `config_path`, else `model_path`."""
+        source = self.config_path or self.model_path
+        assert source, "the rules admit no encoder without a source"
+        return source
+
 
 class ModelConfig(ConfigSection):
     """The base model, its tokenizer and its implementation."""
@@ -29,8 +57,9 @@ class ModelConfig(ConfigSection):
 
     backend: KeyedUnlessDefault[Literal["auto", "native", "transformers"]] = "auto"
     """Whose model code is trained: `native` (fused kernels and all kinds of parallelism, for the
-    families that `penstock models` lists), `transformers` (any causal language model of the
-    installed transformers; FSDP2, HSDP or DDP), or `auto`: native where the family is."""
+    families that `penstock models` lists), `transformers` (any causal language model or image-text
+    model of the installed transformers; FSDP2, HSDP or DDP), or `auto`: native where the family
+    is."""
 
     trust_remote_code: KeyedByContent[bool] = False
     """Run the model's own code: the Python files beside its config.json, which names them
@@ -111,9 +140,20 @@ class ModelConfig(ConfigSection):
     foundation: Keyed[dict[str, Any]] = Field(default_factory=dict[str, Any])
     """Overrides of entries of the model's config.json, for example `{num_hidden_layers: 4}`."""
 
-    encoders: Keyed[dict[str, Any]] = Field(default_factory=dict[str, Any])
-    """Encoders of multimodal models by modality (`image`, `video`, `audio`). Must be empty: all
-    supported model families are text-only."""
+    freeze: KeyedUnlessDefault[list[Part] | None] = None
+    """Multimodal models trained on images or audio: the parts whose weights are not trained, of
+    `vision` (the tower of images or audio), `projector` and `language`. Unset: `[vision,
+    projector]`. An empty list trains everything. With LoRA all of the model's own weights are
+    frozen."""
+
+    encoders: Keyed[dict[Modality, EncoderConfig]] = Field(
+        default_factory=dict[Modality, EncoderConfig]
+    )
+    """Encoders to put before a text model, by modality: `{image: {model_path:
+    google/siglip-base-patch16-224}}` trains a LLaVA of the model in `model_path` and that vision
+    tower. It is composed once, when the first run with it is planned, and shared by all runs with
+    the same parts and `train.seed`; `foundation` applies to the text model. `audio` and `video` are
+    errors."""
 
     @property
     def config_source(self) -> str:

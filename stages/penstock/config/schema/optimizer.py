@@ -39,6 +39,14 @@ class OptimConfig(ConfigSection):
     lr: Keyed[float] = Field(default=5e-5, ge=0)
     """Peak learning rate."""
 
+    vision_lr: KeyedUnlessDefault[float | None] = Field(default=None, gt=0)
+    """Peak learning rate of the vision tower, on the schedule of `lr`, where it is trained
+    (`model.freeze`). Unset: `lr`."""
+
+    projector_lr: KeyedUnlessDefault[float | None] = Field(default=None, gt=0)
+    """Peak learning rate of the projector between vision tower and language model, on the schedule
+    of `lr`, where it is trained. Unset: `lr`."""
+
     lr_min: Keyed[float] = Field(default=1e-7, ge=0)
     """Learning rate at the end of the decay."""
 

@@ -94,15 +94,15 @@ class ParallelConfig(ConfigSection):
     pipeline_parallel_split: Unkeyed[
         Annotated[Literal["uniform"] | list[int], AfterValidator(_check_split)]
     ] = "uniform"
-    """Layers of each pipeline stage: `uniform`, or the index of each stage's first layer, for
-    example `[0, 5, 11, 17]`."""
+    """Layers of each pipeline stage: `uniform`, stages of equal cost as far as whole layers allow,
+    or the index of each stage's first layer, for example `[0, 5, 11, 17]`."""
 
     pipeline_parallel_input_weight: Unkeyed[int] = Field(default=1, ge=0)
-    """Number of layers that the embedding counts as in a `uniform` split."""
+    """Number of layers of average cost that the embedding counts as in a `uniform` split."""
 
     pipeline_parallel_output_weight: Unkeyed[int] = Field(default=1, ge=0)
-    """Number of layers that the final norm, the LM head and the loss count as in a `uniform`
-    split."""
+    """Number of layers of average cost that the final norm, the LM head and the loss count as in a
+    `uniform` split."""
 
     pp_variable_seq_lengths: Unkeyed[bool] = True
     """Pipeline parallelism: pad the micro-batches of a step to the longest of them; false pads all

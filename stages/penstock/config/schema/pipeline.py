@@ -33,9 +33,17 @@ Root = Annotated[str, AfterValidator(_check_result_path)]
 """A folder for results. Results at a URL are written to a local mirror of it and uploaded."""
 
 
-StageName = Literal["prepare", "pack", "reference", "train", "export", "push"]
+StageName = Literal["prepare", "encode", "pack", "reference", "train", "export", "push"]
 
-STAGES: tuple[StageName, ...] = ("prepare", "pack", "reference", "train", "export", "push")
+STAGES: tuple[StageName, ...] = (
+    "prepare",
+    "encode",
+    "pack",
+    "reference",
+    "train",
+    "export",
+    "push",
+)
 """All stages, in the only order in which they can run."""
 
 DEFAULT_STAGES: tuple[StageName, ...] = ("prepare", "pack", "train", "export")
@@ -94,8 +102,9 @@ class PipelineConfig(ConfigSection):
 
     stages: list[StageName] | None = Field(default=None, min_length=1)
     """Stages to run, in this order. Unset: prepare, pack, train and export, and push if
-    `push.repo_id` or `push.url` is set. `reference` is added if `train` is there and its loss needs
-    a reference model."""
+    `push.repo_id` or `push.url` is set. `encode` is added if `pack` is there and
+    `data.encode_images` is true, and `reference` if `train` is there and its loss needs a reference
+    model."""
 
     artifacts_path: Root = Field(default="artifacts", min_length=1)
     """Folder for exports and records of pushes. May be the URL of an object store."""

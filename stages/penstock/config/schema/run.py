@@ -66,6 +66,8 @@ class RunConfig(ConfigSection):
         chosen = set(self.pipeline.stages or DEFAULT_STAGES)
         if "train" in chosen and needs_reference(self):
             chosen.add("reference")
+        if "pack" in chosen and self.data.encode_images:
+            chosen.add("encode")
         if has_target(self) and self.pipeline.stages is None:
             chosen.add("push")
         if self.launch.node_rank or self.train.eval_only:
@@ -81,6 +83,12 @@ def has_target(run: RunConfig) -> bool:
 def needs_reference(run: RunConfig) -> bool:
     """Whether the loss compares the model with a reference model."""
     return run.train.objective == "preference" and run.preference.has_reference
+
+
+def trains_projector(run: RunConfig) -> bool:
+    """Whether the projector of a model that is trained on images is trained."""
+    freeze = run.model.freeze
+    return not run.lora.enable_lora and freeze is not None and "projector" not in freeze
 
 
 def is_explicitly_set(run: RunConfig, name: str) -> bool:

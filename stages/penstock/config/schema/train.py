@@ -107,6 +107,22 @@ class LossConfig(ConfigSection):
     """Coefficient of the z-loss, logsumexp(logits)^2 of each token, which keeps logits from
     drifting. 1e-4 is a common value. `loss` in the metrics includes it."""
 
+    indexer_loss_coef: KeyedUnlessDefault[float] = Field(default=0.0, ge=0)
+    """Sparse attention (DeepSeek V3.2, GLM 5): coefficient of the loss that trains the indexers,
+    which changes no other weights: the KL divergence from index scores to the attention weights of
+    all heads, over the selected tokens, per token and summed over layers. 0: indexers are frozen.
+    `indexer_loss` in the metrics is its mean over layers, which `loss` does not include."""
+
+    indexer_warmup: KeyedUnlessDefault[bool] = False
+    """Sparse attention: dense warm-up. Tokens attend to all earlier ones, the indexers' loss is
+    over all of these, and only the indexers are trained. Needs `indexer_loss_coef`."""
+
+    mtp_loss_weight: KeyedUnlessDefault[float] = Field(default=0.0, ge=0)
+    """Multi-token prediction (MTP): weight of the loss of the layers that predict further tokens,
+    in models that have such layers (DeepSeek V3 and V3.2, GLM-4.5, GLM 5, Qwen3-Next, Qwen3.5).
+    0.3 and 0.1 are DeepSeek-V3's values. 0: they are not trained, and exports have those of the
+    base model. `mtp_loss` in the metrics is their loss, which `loss` does not include."""
+
 
 # Pydantic takes the fields of the last base first.
 class TrainConfig(

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from penstock.config.schema.base import ConfigSection
 from penstock.config.schema.model import Attention
@@ -39,6 +39,9 @@ class ServerModel(ConfigSection):
     basic_modules: list[str] = Field(default_factory=list[str])
     foundation: dict[str, Any] = Field(default_factory=dict[str, Any])
     encoders: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """Must be empty: a server serves the model of one folder. `penstock models compose` writes one
+    with a vision tower."""
+
     router_fp32: bool = True
     lm_head_fp32: bool = True
     rmsnorm_native: bool = False
@@ -46,6 +49,18 @@ class ServerModel(ConfigSection):
     rope_native: bool = False
     attention_cast_bf16: bool = False
     freeze_router: bool = True
+
+    @field_validator("encoders")
+    @classmethod
+    def _is_composed(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if value:
+            raise ValueError(
+                f"has encoders ({', '.join(sorted(value))}), and a server serves the model of one"
+                " folder; leave it out, run `penstock models compose TEXT --image ENCODER -o OUT`,"
+                " and write OUT as model_path"
+            )
+        return value
+
     enable_lora: bool = False
     """Train LoRA adapters: many models share the base model. Otherwise all weights of one model at
     a time are trained."""

@@ -45,9 +45,10 @@ from penstock.core.errors import ArtifactError, Interrupted, PenstockError, Stag
 from penstock.core.files import PART, backup_rename, fsync, regular_files, remove
 from penstock.core.os_errors import describe_os_error
 from penstock.core.remote.artifact_sync import RemoteArtifact
+from penstock.core.remote.local_mirror import local_cache_dir
 from penstock.core.remote.reconcile import has_record, sync_mirror
 from penstock.core.remote.upload_while_running import BackgroundUploader
-from penstock.core.remote.urls import redact, redact_text
+from penstock.core.remote.urls import is_url, redact, redact_text, url_join
 from penstock.core.replace_folder import replace_folder
 from penstock.version import __version__
 
@@ -71,6 +72,13 @@ class PlannedStage:
     path: Path
     remote: str | None = None
     """The URL of a remote result; `path` is then its local mirror."""
+
+    @classmethod
+    def in_root(cls, stage: Stage, root: str) -> "PlannedStage":
+        """The step whose result is `<name>/<key>` in `root`, a local folder or a URL."""
+        below = (stage.name, short(stage_key(stage)))
+        remote = url_join(root, *below) if is_url(root) else None
+        return cls(stage, local_cache_dir(root).joinpath(*below), remote)
 
     @property
     def where(self) -> str:

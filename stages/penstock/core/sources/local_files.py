@@ -19,6 +19,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "parquet": (".parquet",),
     "arrow": (".arrow",),
     "text": (".txt",),
+    "tar": (".tar",),
     megatron_files.KIND: (megatron_files.INDEX,),
 }
 """Values of `ds_type` and the file suffixes that imply them."""
@@ -33,8 +34,7 @@ UNSUPPORTED_SUFFIXES = {
     ".xlsx": "a spreadsheet, which is not read.\n  Save the table as CSV.",
     ".xls": "a spreadsheet, which is not read.\n  Save the table as CSV.",
     ".zip": "an archive, which is not read.\n  Unpack it, and name its folder.",
-    ".tar": "an archive, which is not read.\n  Unpack it, and name its folder.",
-    ".tgz": "an archive, which is not read.\n  Unpack it, and name its folder.",
+    ".tgz": "an archive, which is not read.\n  Rename it to .tar.gz, if it is a WebDataset.",
     ".pdf": "a document, which is not read.\n  Save its text as .txt or as lines of JSON.",
     ".docx": "a document, which is not read.\n  Save its text as .txt or as lines of JSON.",
     ".pkl": "pickled, which is not read: that can run code.\n  Save the records as lines of JSON.",
@@ -248,6 +248,9 @@ def select_data_files(
         and ds_type in ((kind,) if kind == megatron_files.KIND else (None, kind))
         and not any(NOT_DATA.fullmatch(part) for part in PurePosixPath(name).parts)
     ]
+    # Beside other data, archives hold its images.
+    tables = [name for name in data if detect_file_kind(name) != "tar"]
+    data = data if ds_type else tables or data
     if not data:
         raise ConfigError(
             f"{path} holds no file that ends in {', '.join(_suffixes(ds_type))}.\n"

@@ -22,7 +22,7 @@ from penstock.core.sources import local_files, megatron_files
 from penstock.core.sources.local_files import LocalFiles
 from penstock.core.sources.pin_remote import download_source, pin_remote_data, pin_remote_files
 
-BUILTIN_DATA = {"builtin:arithmetic": 1, "dummy": 1}
+BUILTIN_DATA = {"builtin:arithmetic": 1, "builtin:shapes": 1, "dummy": 1}
 """Built-in generated data sets and their versions; incremented when the generated data changes."""
 
 BUILTIN_TOKENIZER_VERSION = 1
@@ -36,6 +36,9 @@ BUILTIN_MODELS = {
     "builtin:tiny-gpt-oss": 1,
 }
 """Tiny randomly initialized models; each includes the byte-level tokenizer."""
+
+BUILTIN_ENCODERS = {"builtin:tiny-clip": 1}
+"""Tiny vision towers without weights, with their image processors."""
 
 PROCESSOR_FILES = (
     "preprocessor_config.json",
@@ -66,6 +69,8 @@ MODEL_FILES = (
 )
 
 CONFIG_AND_CODE = ("config.json", "*.py")
+
+ENCODER_FILES = ("config.json", "preprocessor_config.json")
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
@@ -149,6 +154,14 @@ def pin_tokenizer(path: str, revision: str | None = None) -> Source:
     return Source({"kind": "files", "files": _digest_files(found)}, found.paths)
 
 
+def has_processor_files(tokenizer: Source) -> bool:
+    """Whether there may be an image processor beside a pinned tokenizer."""
+    pin = tokenizer.pin
+    if pin["kind"] != "files":
+        return pin["kind"] == "hub"
+    return any(file["name"] in PROCESSOR_FILES for file in pin["files"])
+
+
 def pin_model(path: str, revision: str | None = None) -> Source:
     """Pin a model: its config and safetensors weights, or a config alone.
 
@@ -177,6 +190,25 @@ def check_model(path: str) -> None:
         _find_model(path)
 
 
+def pin_encoder(path: str) -> Source:
+    """Pin the config.json and the image processor of a vision model, without its weights.
+
+    Raises ConfigError for a folder without them, CapabilityError if the Hub cannot be reached.
+    """
+    if path.startswith("builtin:"):
+        return _pin_builtin(path, BUILTIN_ENCODERS)
+    if is_url(path):
+        return pin_remote_files(path, ENCODER_FILES, f"has none of {', '.join(ENCODER_FILES)}")
+    if _is_on_hub(path):
+        return Source({"kind": "hub", "repo": path, "commit": _resolve_commit(path, None, "model")})
+    return _pin_folder(
+        path,
+        ENCODER_FILES,
+        path,
+        "Name the folder of a vision model, with the file that says how images are prepared.",
+    )
+
+
 def pin_adapter(path: str) -> Source:
     """Pin an adapter in PEFT format.
 
@@ -186,14 +218,22 @@ def pin_adapter(path: str) -> Source:
         return pin_remote_files(path, ADAPTER_FILES, f"has none of {', '.join(ADAPTER_FILES)}")
     if _is_on_hub(path):
         return Source({"kind": "hub", "repo": path, "commit": _resolve_commit(path, None, "model")})
+    return _pin_folder(
+        path,
+        ADAPTER_FILES,
+        f"lora.init_adapter_path {path}",
+        "Name a folder written by PEFT or penstock export; pickled weights (.bin) are not read, "
+        "because unpickling can run code.",
+    )
+
+
+def _pin_folder(path: str, names: tuple[str, ...], what: str, remedy: str) -> Source:
+    """Pin these files of a local folder. Raises ConfigError if it lacks one; `what` and `remedy`
+    are for its message."""
     folder = _require_folder(path)
-    files = _glob_files(folder, ADAPTER_FILES)
-    if lacking := set(ADAPTER_FILES) - {file.name for file in files}:
-        raise ConfigError(
-            f"lora.init_adapter_path {path} has no {sorted(lacking)[0]}.\n"
-            "  Name a folder written by PEFT or penstock export; pickled weights (.bin) are not "
-            "read, because unpickling can run code."
-        )
+    files = _glob_files(folder, names)
+    if lacking := set(names) - {file.name for file in files}:
+        raise ConfigError(f"{what} has no {sorted(lacking)[0]}.\n  {remedy}")
     found = LocalFiles(folder.name, folder, tuple(files))
     return Source({"kind": "files", "files": _digest_files(found)}, found.paths)
 

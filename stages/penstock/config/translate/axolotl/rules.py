@@ -181,6 +181,23 @@ def _attends(implementation: str) -> Rule:
     return rule
 
 
+def _processor(entry: Entry) -> None:
+    if entry.value != "AutoProcessor":
+        entry.refuse("it takes AutoProcessor: the processor is that of the model's files")
+    elif entry.get(ON) or entry.get("freeze_mm_modules"):
+        entry.no_effect("data with images is read with the processor of the model's files")
+    else:
+        entry.put("model.freeze", [])
+        entry.explain("all parts of the model are trained, as there")
+
+
+def _frozen_images(entry: Entry) -> None:
+    if entry.value or entry.get("processor_type") is None:
+        entry.no_effect("vision tower and projector are frozen unless model.freeze says otherwise")
+    else:
+        entry.decides("model.freeze")
+
+
 def _special(entry: Entry) -> None:
     entry.approximated("the tokenizer keeps its own; put them into its files if they differ")
 
@@ -246,6 +263,8 @@ IDLE: Mapping[str, str] = {
     "load_best_model_at_end": "write train.save_best in a native file",
 }
 
+SIZED = "images are resized as preprocessor_config.json of the model says; write its size there"
+
 REFUSED: Mapping[str, str] = {
     **training_arguments.REFUSED,
     "lora_modules_to_save": "whole layers beside adapters are not trained",
@@ -260,8 +279,8 @@ REFUSED: Mapping[str, str] = {
     "rope_theta": "write model.foundation in a native file",
     "overrides_of_model_config": "write model.foundation in a native file",
     "reward_model": "models are not trained by rewards",
-    "processor_type": "models here read text alone",
-    "skip_prepare_dataset": "data is prepared before training",
+    "image_size": SIZED,
+    "image_resize_algorithm": SIZED,
     "lora_target_parameters": "name layers in lora_target_modules",
     "gptq": "base weights are quantized as they are read: write adapter: qlora",
     "min_sample_len": "short samples are trained as others are",
@@ -303,6 +322,9 @@ COMPUTED: Mapping[str, Rule] = {
         for name, rule in training_arguments.COMPUTED.items()
         if name != "num_train_epochs"
     },
+    "processor_type": _processor,
+    "freeze_mm_modules": _frozen_images,
+    "skip_prepare_dataset": no_effect("data is prepared once, before training"),
     "datasets": data.sources(SOURCES),
     "test_datasets": data.sources(TESTS),
     "pretraining_dataset": data.sources(SOURCES),

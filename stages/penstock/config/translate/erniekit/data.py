@@ -5,12 +5,14 @@ from typing import Any
 
 from penstock.config.translate.dialect import Rule
 from penstock.config.translate.erniekit.checkpoint import explicit_steps
+from penstock.config.translate.erniekit.images import has_samples_alone
 from penstock.config.translate.translation import Draft, Entry
 
 TYPES: Mapping[str, Mapping[str, str]] = {
     "SFT": {"erniekit": "sft_turns", "alpaca": "alpaca", "chatml": "chat"},
     "DPO": {"erniekit": "preference_turns", "alpaca": "preference", "chatml": "preference"},
     "PT": {"erniekit": "text"},
+    "VL-SFT": {"erniekit": "sft_turns", "chatml": "chat"},
 }
 """By stage, what their types of data are called here."""
 
@@ -143,6 +145,8 @@ def _packing(entry: Entry) -> None:
 def _greedy(entry: Entry) -> None:
     if not entry.get("packing"):
         entry.no_effect("packing is false")
+    elif has_samples_alone(entry):
+        entry.no_effect("one_sample_in_one_seq is true")
     elif entry.value:
         entry.put(METHOD, "greedy")
         if not entry.draft.has(GROUP):

@@ -7,7 +7,7 @@ from penstock.config.schema.preference import REFERENCE_FREE, USED_BY, LossType
 from penstock.config.translate.dialect import Rule, Values, truth
 from penstock.config.translate.translation import Draft, Entry
 
-OBJECTIVES = {"SFT": "sft", "DPO": "preference", "PT": "pretrain"}
+OBJECTIVES = {"SFT": "sft", "DPO": "preference", "PT": "pretrain", "VL-SFT": "sft"}
 
 OF_DPO = (
     *("beta", "simpo_gamma", "offset_alpha", "max_prompt_len", "loss_type", "pref_loss_ratio"),
@@ -31,10 +31,7 @@ def _stage(entry: Entry) -> None:
             written = next(key for key in OF_DPO if key in entry.draft.written)
             entry.explain(f"{written} is written, which only DPO reads; for SFT write stage: SFT")
     else:
-        entry.refuse(
-            f"recipes for {', '.join(OBJECTIVES)} are translated; models of pictures and speech"
-            " are not trained here"
-        )
+        entry.refuse(f"recipes for {', '.join(OBJECTIVES)} are translated")
 
 
 def _is_preference(entry: Entry) -> bool:

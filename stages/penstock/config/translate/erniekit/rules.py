@@ -12,6 +12,7 @@ from penstock.config.translate.dialect import Dialect, Rule, Values, if_true, is
 from penstock.config.translate.dialect import no_effect as idle
 from penstock.config.translate.erniekit.checkpoint import SAVING
 from penstock.config.translate.erniekit.data import DATA, data_is_there
+from penstock.config.translate.erniekit.images import IMAGES
 from penstock.config.translate.erniekit.objective import (
     OBJECTIVE,
     adapters_are_whole,
@@ -50,7 +51,6 @@ SAME: Mapping[str, str] = {
 }
 
 OVERLAP = "a way to overlap or lay out communication, which changes no result"
-OF_PICTURES = "read by multimodal stages alone, which are refused"
 
 IDLE: Mapping[str, str] = {
     "release_grads": "gradients are always released after the step",
@@ -64,24 +64,10 @@ IDLE: Mapping[str, str] = {
     "use_sparse_flash_attn": "what is masked is skipped wherever the attention kernel can",
     "use_flash_attn_with_mask": "what is masked is skipped wherever the attention kernel can",
     "use_sparse_head_and_loss_fn": "tokens that are not trained never reach the head",
-    **dict.fromkeys(
-        (
-            *("use_moe", "use_recompute_loss_fn", "moe_use_aux_free_update_coef"),
-            *("moe_use_aux_free", "moe_use_hard_gate", "text_dataset_path", "text_dataset_prob"),
-            *("modality_ratio", "variable_resolution", "pad_to_max_seqlen", "render_timestamp"),
-            *("serialize_output", "one_sample_in_one_seq", "prefetch_factor", "add_sys_token"),
-            *("same_data", "freeze_config", "trigger_data_prob", "from_scratch", "gc_interval"),
-            *("drop_history_with_k", "moe_gate_lr_ratio", "visual_ld", "vit_lr_ratio"),
-            *("pp_need_data", "pp_need_data_degree", "disable_pipeline_warmup"),
-            *("save_sharding_stage1_model_include_freeze_params", "pre_alloc_memory"),
-        ),
-        OF_PICTURES,
-    ),
 }
 """Keys that change nothing here."""
 
 REFUSED: Mapping[str, str] = {
-    "multimodal": "all supported model families are text-only; use a text model",
     "num_nextn_predict_layers": "layers that predict several tokens are not trained here; write 0",
 }
 
@@ -236,6 +222,7 @@ ERNIEKIT = Dialect(
         **LAYOUT,
         **TRAINING,
         **OBJECTIVE,
+        **IMAGES,
     },
     refused=REFUSED,
     defaults=DEFAULTS,

@@ -75,6 +75,8 @@ def _sources(name: str) -> Rule:
         if name == SOURCES:
             for source, weight in zip(found, _weights(entry), strict=False):
                 source["weight"] = weight
+        if (media := entry.get("media_dir")) and kind != "text":
+            found = [{**source, "image_folder": str(media)} for source in found]
         if count := entry.get("max_samples"):
             found = [{**source, "max_samples": count} for source in found]
         entry.put(name, found)
@@ -86,6 +88,35 @@ def _sources(name: str) -> Rule:
 def _weights(entry: Entry) -> list[Any]:
     shares = entry.get("interleave_probs")
     return [] if shares is None else [float(share) for share in names_in(shares)]
+
+
+FREEZES = {
+    "freeze_vision_tower": "vision",
+    "freeze_multi_modal_projector": "projector",
+    "freeze_language_model": "language",
+}
+PROJECTOR_ALONE = "train_mm_proj_only"
+
+
+def _freeze(entry: Entry) -> None:
+    if entry.get(ON) == "lora":
+        entry.no_effect("with adapters all of the model's own weights are frozen")
+        return
+    usual = {"freeze_vision_tower": True, "freeze_multi_modal_projector": True}
+    frozen = [part for key, part in FREEZES.items() if entry.get(key, usual.get(key, False))]
+    if entry.get(PROJECTOR_ALONE):
+        frozen = ["vision", "language"]
+    if frozen == ["vision", "projector"]:
+        entry.no_effect("these parts are frozen unless model.freeze says otherwise")
+    else:
+        entry.put("model.freeze", frozen)
+
+
+def _media(entry: Entry) -> None:
+    if entry.get("stage") == "pt":
+        entry.no_effect("texts have no images")
+    else:
+        entry.decides(f"{SOURCES}.0.image_folder")
 
 
 def _template(entry: Entry) -> None:
@@ -256,7 +287,8 @@ def _settle_decay(draft: Draft) -> None:
     schedule.require_decay_steps(draft, "lr_scheduler_type")
 
 
-OF_PICTURES = "models here read text alone"
+OF_VIDEO = "data has no videos"
+SIZED = "images are resized as preprocessor_config.json of the model says; write its size there"
 OF_OTHER_STAGES = "read by stages that are not here"
 
 IDLE = {
@@ -269,8 +301,6 @@ IDLE = {
     "use_v1_kernels": "fused kernels are taken wherever they serve",
     "fp8_backend": "there is one implementation of FP8 matmuls",
     "use_distributed_optimizer": "states are sharded",
-    "freeze_vision_tower": OF_PICTURES,
-    "freeze_multi_modal_projector": OF_PICTURES,
     "use_unsloth_gc": "activations are recomputed in the one way there is",
     "quantization_method": "base weights are quantized as they are read",
     "double_quantization": "scales are kept as they are, a little larger",
@@ -279,9 +309,14 @@ IDLE = {
     "buffer_size": "sources are always read in parts",
     "streaming": "sources are always read in parts",
     "data_shared_file_system": "machines meet by what they share",
-    "media_dir": OF_PICTURES,
-    "image_max_pixels": OF_PICTURES,
-    "video_max_pixels": OF_PICTURES,
+    **dict.fromkeys(
+        (
+            *("video_max_pixels", "video_min_pixels", "video_fps", "video_maxlen"),
+            "use_audio_in_video",
+        ),
+        OF_VIDEO,
+    ),
+    "audio_sampling_rate": "audio has the rate that preprocessor_config.json of the model says",
     "ref_model_adapters": OF_OTHER_STAGES,
     "ignore_pad_token_for_loss": "padding is never trained",
     "use_fast_tokenizer": "the tokenizer is read by transformers, whatever this says",
@@ -313,9 +348,10 @@ REFUSED = {
     "use_dft_loss": "the loss is cross-entropy",
     "use_eaft_loss": "the loss is cross-entropy",
     "use_asft_loss": "the loss is cross-entropy",
-    "freeze_language_model": OF_PICTURES,
     "use_kt": "weights are computed with where they lie",
     "use_adam_mini": "write another optim",
+    **dict.fromkeys(("image_max_pixels", "image_min_pixels"), SIZED),
+    **dict.fromkeys(("image_do_pan_and_scan", "crop_to_patches"), SIZED),
 }
 
 LLAMA_FACTORY = Dialect(
@@ -353,6 +389,8 @@ LLAMA_FACTORY = Dialect(
         "mask_history": _turns,
         "val_size": _held_out,
         "flash_attn": shared.attention,
+        **dict.fromkeys((*FREEZES, PROJECTOR_ALONE), _freeze),
+        "media_dir": _media,
         "model_revision": only("main"),
         ON: _tuned,
         "lora_rank": where(ON, *WITH_LORA, name="lora.lora_rank"),

@@ -1,0 +1,155 @@
+"""ERNIEKit's recipes for images (stage VL-SFT)."""
+
+from collections.abc import Mapping
+
+from penstock.config.translate.dialect import Rule
+from penstock.config.translate.translation import Entry
+
+STAGE = "VL-SFT"
+
+NOT_SAID = (
+    "it is a factor of the rate of some parameters; leave it out, and write the vision tower's rate"
+    " as train.vision_lr"
+)
+
+
+def is_of_images(entry: Entry) -> bool:
+    """Whether the file is a recipe for images."""
+    return entry.get("stage") == STAGE
+
+
+def _if_of_images(rule: Rule) -> Rule:
+    def checked(entry: Entry) -> None:
+        if is_of_images(entry):
+            rule(entry)
+        else:
+            entry.no_effect(f"read by stage {STAGE} alone")
+
+    return checked
+
+
+def _idle(why: str) -> Rule:
+    return _if_of_images(lambda entry: entry.no_effect(why))
+
+
+def _only_if_off(why: str) -> Rule:
+    """The rule of a key that is refused unless its value is false, 0 or empty."""
+
+    def rule(entry: Entry) -> None:
+        if entry.value:
+            entry.refuse(why)
+        else:
+            entry.no_effect("is off")
+
+    return _if_of_images(rule)
+
+
+def _multimodal(entry: Entry) -> None:
+    if is_of_images(entry):
+        entry.no_effect("data with images says it")
+    elif entry.value:
+        entry.refuse(
+            f"stage {entry.get('stage')} reads text; write stage: {STAGE}, or leave it out"
+        )
+    else:
+        entry.no_effect("is off")
+
+
+def _freeze(entry: Entry) -> None:
+    parts = str(entry.value or "").split()
+    if others := [part for part in parts if part != "freeze_vision"]:
+        entry.refuse(f"{', '.join(others)}: it takes freeze_vision")
+    elif entry.get("fine_tuning") == "LoRA":
+        entry.approximated(
+            "with adapters all of the model's own weights are frozen, and adapters are of the"
+            " language model; there the resampler has some too"
+        )
+    else:
+        entry.put("model.freeze", ["vision"] if parts else [])
+
+
+def _own_rate(entry: Entry) -> None:
+    """Factors of the learning rate of routers and of the vision tower's layers."""
+    adapted = entry.get("fine_tuning") == "LoRA"
+    frozen = "freeze_vision" in str(entry.get("freeze_config", ""))
+    if adapted or (frozen and entry.key != "moe_gate_lr_ratio"):
+        entry.no_effect("what it is of is frozen")
+    elif entry.value == 1:
+        entry.no_effect("is the rate of all parts")
+    else:
+        entry.refuse(NOT_SAID)
+
+
+def _bias_rate(entry: Entry) -> None:
+    if entry.value and entry.get("moe_use_aux_free", True):
+        entry.put("train.moe_bias_update_rate", float(entry.value))
+    else:
+        entry.no_effect("biases of routers are left as they are")
+
+
+def _alone(entry: Entry) -> None:
+    if entry.value:
+        entry.put("data.sample_packing_method", "multipack")
+        entry.put("data.sample_packing_group_size", 1)
+    else:
+        entry.no_effect("packing says it")
+
+
+def has_samples_alone(entry: Entry) -> bool:
+    """Whether each sample has a sequence of its own, whatever `packing` says."""
+    return is_of_images(entry) and bool(entry.get("one_sample_in_one_seq"))
+
+
+def _prefetch(entry: Entry) -> None:
+    entry.put("data.dataloader_prefetch_factor", entry.value)
+
+
+def _ratio(entry: Entry) -> None:
+    if entry.get("text_dataset_path"):
+        entry.refuse("sources are mixed by train_dataset_prob; write all sources there")
+    else:
+        entry.no_effect("there are no text sources beside those with images")
+
+
+def _resolution(entry: Entry) -> None:
+    if entry.value:
+        entry.no_effect("images have the size that the image processor gives them")
+    else:
+        entry.refuse("one size of all images is not set here; write 1")
+
+
+WORK = "how the program does its work, which changes no result"
+OF_MODEL = "as the model's config.json says"
+OF_TEMPLATE = "the tokenizer's chat template says it"
+OF_VIDEO = "of videos, which data here has none of"
+
+IMAGES: Mapping[str, Rule] = {
+    "multimodal": _multimodal,
+    "freeze_config": _if_of_images(_freeze),
+    "text_dataset_path": _only_if_off("write all sources in train_dataset_path"),
+    "text_dataset_prob": _only_if_off("write all sources in train_dataset_path"),
+    "modality_ratio": _if_of_images(_ratio),
+    "variable_resolution": _if_of_images(_resolution),
+    "one_sample_in_one_seq": _if_of_images(_alone),
+    "prefetch_factor": _if_of_images(_prefetch),
+    "moe_use_aux_free_update_coef": _if_of_images(_bias_rate),
+    "moe_use_aux_free": _idle("moe_use_aux_free_update_coef says how much"),
+    **dict.fromkeys(("moe_gate_lr_ratio", "visual_ld", "vit_lr_ratio"), _if_of_images(_own_rate)),
+    "from_scratch": _only_if_off("weights are those of model_name_or_path; write 0"),
+    "render_timestamp": _idle(OF_VIDEO),
+    "use_moe": _idle(OF_MODEL),
+    "moe_use_hard_gate": _idle(OF_MODEL),
+    "add_sys_token": _idle(OF_TEMPLATE),
+    "drop_history_with_k": _idle("turns are left out where a sample is too long"),
+    "same_data": _idle("a run that goes on reads the data where it stopped"),
+    "trigger_data_prob": _idle("every record is read"),
+    "pad_to_max_seqlen": _idle("sequences are padded to whole 128 tokens, which changes no result"),
+    **dict.fromkeys(
+        (
+            *("use_recompute_loss_fn", "serialize_output", "gc_interval", "pre_alloc_memory"),
+            *("pp_need_data", "pp_need_data_degree", "disable_pipeline_warmup"),
+            "save_sharding_stage1_model_include_freeze_params",
+        ),
+        _idle(WORK),
+    ),
+}

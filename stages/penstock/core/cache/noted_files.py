@@ -1,0 +1,183 @@
+"""Content-addressed files that several runs share, each with a note of its size and digest.
+
+`<name>.arrow` is a file and `<name>.json` its note, which is written last. A process that writes a
+file holds its lock, which the kernel releases when the process ends. Further files of the same
+content are stored beside it as `<name>.<other>`.
+"""
+
+import errno
+import logging
+import os
+import platform
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Literal
+from uuid import uuid4
+
+from filelock import FileLock, Timeout
+
+from penstock.core.cache.digests import cache_digests, digest_files, sha256_file
+from penstock.core.cache.record import FORMAT, read_record_fields, write_record
+from penstock.core.errors import ArtifactError, StageError
+from penstock.core.files import PART, remove
+
+log = logging.getLogger("penstock.prepare")
+
+FIELDS_BEFORE_DIGEST = frozenset({"format", "file", "tally"})
+"""Fields of notes that were written before they contained their own digest."""
+
+Note = dict[str, Any]
+
+DAY = 86_400.0
+
+NO_LOCK_ERRNOS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP)
+"""Errors of a file system without locks. There, two runs may write a file at the same time; both
+write the same bytes atomically."""
+
+WriteStatus = Literal["made", "found", "busy"]
+"""Written by this call, found, or being written by another run."""
+
+
+def read_notes(paths: Sequence[Path]) -> dict[Path, Note]:
+    """The notes of those files that exist and match their digest."""
+    return _verify_digests({path: note for path in paths if (note := _read_note(path))})
+
+
+def get_or_write(
+    target: Path,
+    write: Callable[[Path], Mapping[str, Any]],
+    when_busy: Literal["wait", "skip"],
+    publish: Callable[[], None] | None = None,
+    is_usable: Callable[[Note], bool] = lambda _: True,
+) -> WriteStatus:
+    """Unless the file exists, call `write`, which writes it to the given path and returns further
+    fields of its note; then `publish`. A file whose note is not usable is written again.
+
+    If another run is writing it, waits or returns "busy" at once, as `when_busy` says.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with _lock(target, when_busy) as is_mine:
+        if not is_mine:
+            return "busy"
+        note = _read_note(target)
+        is_intact = bool(note and _verify_digests({target: note}))
+        made: WriteStatus = "found" if note and is_intact and is_usable(note) else "made"
+        if made == "made":
+            if note and not is_intact:
+                log.warning("prepare: %s is damaged, and is written again", target)
+            _write(target, write)
+            if publish:
+                publish()
+        # A process that waits for this lock finds the file, so the lock file can be removed.
+        remove(_lock_path(target))
+    return made
+
+
+def prunable(
+    folder: Path,
+    used: Collection[str],
+    *,
+    older_than: float = DAY,
+    going: Collection[Path] = (),
+) -> Iterator[list[Path]]:
+    """The files of each name without hard links that is not in `used`.
+
+    Skips files younger than a day (or `older_than` seconds) and locked ones: a run may be about to
+    use them. Includes partial files of runs that died. Links in the folders `going`, which are
+    deleted too, do not count.
+    """
+    loose = Counter(_inode(path) for gone in going for path in gone.rglob("*.arrow"))
+    by_key: dict[str, list[Path]] = {}
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if path.is_file() and not path.name.startswith("."):
+            by_key.setdefault(path.name.split(".", 1)[0], []).append(path)
+    latest = time.time() - max(older_than, DAY)
+    for key, paths in sorted(by_key.items()):
+        is_linked = any(
+            path.stat().st_nlink > 1 + loose[_inode(path)]
+            for path in paths
+            if path.suffix == ".arrow"
+        )
+        if key in used or is_linked or any(path.stat().st_mtime > latest for path in paths):
+            continue
+        with _lock(folder / f"{key}.arrow", "skip") as is_mine:
+            if is_mine:
+                yield sorted(paths)
+
+
+def _inode(path: Path) -> tuple[int, int]:
+    stat = path.stat()
+    return stat.st_dev, stat.st_ino
+
+
+def _read_note(path: Path) -> Note | None:
+    """Read the file's note; None if it is damaged or the file has another size."""
+    try:
+        note = read_record_fields(
+            path.with_suffix(".json"), FIELDS_BEFORE_DIGEST, "It is written again."
+        )
+        return note if path.stat().st_size == note["file"]["bytes"] else None
+    except (OSError, ArtifactError, KeyError, TypeError):
+        return None
+
+
+def _verify_digests(notes: Mapping[Path, Note]) -> dict[Path, Note]:
+    """Notes whose files match their digest. Digests are cached until a file changes."""
+    try:
+        digests = digest_files(notes, "ctime")
+    except OSError:  # one was deleted meanwhile
+        return {path: note for path, note in notes.items() if path.is_file()}
+    return {
+        path: note
+        for (path, note), digest in zip(notes.items(), digests, strict=True)
+        if digest == note["file"]["sha256"]
+    }
+
+
+def _write(target: Path, write: Callable[[Path], Mapping[str, Any]]) -> None:
+    # A unique name, and recent files of other processes are kept: on a file system without locks
+    # several processes may write the same file.
+    for leftover in target.parent.glob(f"{target.name}.*{PART}"):
+        with suppress(FileNotFoundError):
+            if leftover.stat().st_mtime < time.time() - DAY:
+                leftover.unlink()
+    part = target.with_name(f"{target.name}.{platform.node()}-{os.getpid()}-{uuid4().hex}{PART}")
+    try:
+        fields = write(part)
+        digest, stat = sha256_file(part), part.stat()
+        part.replace(target)
+        cache_digests([(target, digest)])
+    finally:
+        part.unlink(missing_ok=True)
+    file = {"bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns, "sha256": digest}
+    write_record(target.with_suffix(".json"), {"format": FORMAT, "file": file, **fields})
+
+
+def _lock_path(target: Path) -> Path:
+    return target.with_name(f".{target.stem}.lock")
+
+
+@contextmanager
+def _lock(target: Path, when_busy: Literal["wait", "skip"]) -> Generator[bool]:
+    """Hold the file's lock during the block; yields False if another process holds it."""
+    lock = FileLock(_lock_path(target))
+    try:
+        lock.acquire(timeout=-1 if when_busy == "wait" else 0)
+    except Timeout:
+        yield False
+        return
+    except OSError as error:
+        if error.errno not in NO_LOCK_ERRNOS:
+            raise StageError(
+                f"{target} cannot be locked: {error.strerror or error}.\n"
+                "  data.dataset_prepared_path must be a folder that this user can write to."
+            ) from error
+        yield True
+        return
+    try:
+        yield True
+    finally:
+        lock.release()
