@@ -14,7 +14,7 @@ from penstock.adapters.add_low_rank import AddLowRank, can_add_in_place
 from penstock.adapters.init import init_adapters
 from penstock.adapters.inject import LoraSpec, inject
 from penstock.adapters.lora import LoraLinear
-from penstock.adapters.names import MAGNITUDE, parse_lora_name
+from penstock.adapters.names import MAGNITUDE, native_name, parse_lora_name
 from penstock.adapters.peft_format import LoraScaling, adapter_config, peft_bias, peft_name
 from penstock.adapters.weight_delta import LoraDelta, WeightDelta
 from penstock.core.errors import ConfigError
@@ -23,6 +23,7 @@ from penstock.models.layers.dropout import Dropout, DropoutRNG, dropout_rng
 from penstock.models.registry import FAMILIES
 from tests.models.stored import to_hf
 from tests.models.twins import (
+    HYBRID,
     assert_gradients_equal,
     documents,
     gradients,
@@ -40,6 +41,9 @@ BOTH = pytest.mark.parametrize("merge_qkv", [False, True], ids=["split", "merged
 SPEC = LoraSpec(rank=4, alpha=6.0, seed=11)
 SOME = ("q_proj", "v_proj", "layers.1.mlp.down_proj")
 
+
+SMALL = (".linear_attn.a_proj", ".linear_attn.b_proj")
+"""Layers without adapters by default."""
 
 FORMS = {
     "plain": LoraSpec(4, 6.0, seed=11),
@@ -74,7 +78,7 @@ def adapted_twins(folder, merge_qkv, spec=SPEC, family="qwen2"):
                 tensor.add_(0.1 * noise)
     config = adapter_config(
         LoraScaling(4, 6.0, spec.scaling, spec.dropout, spec.bias, spec.normed),
-        adapted=chosen,
+        adapted=[pair.weights.module_name(layer) for layer in chosen],
         linear_layers=layers,
         base_model="somewhere/base",
     )
@@ -89,8 +93,9 @@ def peft_state(pair, tensors, chosen):
     """Parameters, or their gradients, by PEFT's names."""
     found = {}
     for name, tensor in tensors.items():
-        if parse_lora_name(name):
-            found[peft_name(name)] = tensor.detach().clone()
+        if factor := parse_lora_name(name):
+            stored = native_name(pair.weights.hf_layer(factor.hf_module), factor.side)
+            found[peft_name(pair.weights.module_name(stored))] = tensor.detach().clone()
             continue
         for hf_name, part in to_hf(pair.weights, name, tensor).items():
             found[peft_bias(hf_name, chosen)] = part.detach().clone()
@@ -123,16 +128,40 @@ def test_logits_and_every_gradient_are_those_of_peft(tmp_path, merge_qkv, form):
 
 
 @pytest.mark.parametrize("normed", ["plain", "dora"])
-@pytest.mark.parametrize("family", ["phi3", "glm4", "olmo3", "gemma3_text", "granite"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "phi3",
+        "glm4",
+        "olmo3",
+        "gemma3_text",
+        "granite",
+        "lfm2",
+        "olmo_hybrid",
+        "bamba",
+        "granitemoehybrid-dense",
+        "nemotron_h",
+    ],
+)
 def test_default_targets_of_other_families_are_layers_that_peft_adapts(tmp_path, family, normed):
-    spec = LoraSpec(4, 6.0, FAMILIES[family].lora_targets, 11, normed=normed)
+    targets = FAMILIES[family.partition("-")[0]].lora_targets
+    spec = LoraSpec(4, 6.0, targets, 11, normed=normed)
     pair, theirs, trained = adapted_twins(tmp_path, merge_qkv=True, spec=spec, family=family)
-    chosen = {factor.hf_module for name in trained if (factor := parse_lora_name(name))}
-    assert chosen == {n for n in linear_layers(twins(family).theirs) if n != "lm_head"}
-    check_against_peft(pair, theirs, trained)
+    factors = (factor for name in trained if (factor := parse_lora_name(name)))
+    layers = (pair.weights.hf_layer(factor.hf_module) for factor in factors)
+    chosen = {pair.weights.module_name(layer) for layer in layers}
+    no_layers = ("lm_head", "out_proj") if family == "nemotron_h" else "lm_head"
+    layers = {n for n in linear_layers(twins(family).theirs) if not n.endswith(no_layers)}
+    assert chosen == {name for name in layers if not name.endswith(SMALL)}
+    # Through states of many tokens sums in another order differ by more: test_hybrid.py. With DoRA
+    # OLMo Hybrid's gradients of queries and keys are ill-conditioned: in fp64, one rounding of the
+    # base weights to fp32 changes them by up to 6e-6. Over six draws of documents they were up to
+    # 2.2e-5 from fp64 here (as much with a recurrence in fp64), and 4.8e-5 in transformers.
+    limit = 1e-5 if family not in HYBRID else 6e-5 if normed == "dora" else 3e-5
+    check_against_peft(pair, theirs, trained, limit=limit)
 
 
-def check_against_peft(pair, theirs, trained):
+def check_against_peft(pair, theirs, trained, limit=1e-5):
     ids, labels = documents()
     with torch.no_grad():
         packed = packed_logits(pair.ours, ids).split([len(document) for document in ids])
@@ -143,7 +172,7 @@ def check_against_peft(pair, theirs, trained):
     ours = gradients(pair.ours)
     assert ours.keys() == trained.keys()
     chosen = {factor.hf_module for name in trained if (factor := parse_lora_name(name))}
-    assert_gradients_equal(peft_state(pair, ours, chosen), their_gradients(theirs))
+    assert_gradients_equal(peft_state(pair, ours, chosen), their_gradients(theirs), limit)
 
 
 class OfBatches(nn.Module):

@@ -36,7 +36,8 @@ def adapted(family, form, rank=4, *, implementation: Implementation = "eager"):
     """A model, the same with adapters that change what it computes, and these."""
     pair = twins(family, experts=select_expert_ops(implementation))
     base = copy.deepcopy(pair.ours).requires_grad_(False)
-    inject(pair.ours, LoraSpec(rank, ALPHA, OF_EXPERTS, 11, experts=form))
+    targets = OF_EXPERTS if pair.ours.config.gated else OF_EXPERTS[1:]
+    inject(pair.ours, LoraSpec(rank, ALPHA, targets, 11, experts=form))
     factors = {n: p for n, p in pair.ours.named_parameters() if parse_lora_name(n)}
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
@@ -64,7 +65,8 @@ class WithFactors(nn.Module):
 
     def forward(self, *args):
         weights: dict[str, torch.Tensor] = dict(self.base.named_parameters())
-        in_one = {"gate_up_proj": ["gate_proj", "up_proj"], "down_proj": ["down_proj"]}
+        in_one = {"gate_up_proj": ["gate_proj", "up_proj"]}
+        in_one |= {matrix: [matrix] for matrix in ("up_proj", "down_proj")}
         for name, weight in self.base.named_parameters():
             mixture, _, tensor = name.rpartition(".experts.")
             if mixture:
@@ -78,17 +80,20 @@ class WithFactors(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("form", "rank", "implementation"),
+    ("form", "rank", "implementation", "family"),
     [
-        ("each", 4, "eager"),
-        ("each", 4, "native"),
-        ("shared", 4, "native"),
-        ("hybrid", 4, "eager"),
-        ("hybrid", 3, "native"),  # which takes no rows as short as these
+        ("each", 4, "eager", "qwen3_moe"),
+        ("each", 4, "native", "qwen3_moe"),
+        ("shared", 4, "native", "qwen3_moe"),
+        ("hybrid", 4, "eager", "qwen3_moe"),
+        ("hybrid", 3, "native", "qwen3_moe"),  # which takes no rows as short as these
+        ("hybrid", 4, "native", "nemotron_h-experts"),
     ],
 )
-def test_logits_and_gradients_are_those_of_weights_with_the_products(form, rank, implementation):
-    base, ours, factors = adapted("qwen3_moe", form, rank, implementation=implementation)
+def test_logits_and_gradients_are_those_of_weights_with_the_products(
+    form, rank, implementation, family
+):
+    base, ours, factors = adapted(family, form, rank, implementation=implementation)
     ids, labels = documents()
     wanted = {name: factor.detach().clone().requires_grad_() for name, factor in factors.items()}
     theirs = WithFactors(base, wanted, ALPHA / rank)
@@ -164,6 +169,7 @@ def test_autocast_and_bf16_base_weights_stay_close_to_fp32():
         ("gpt_oss", ["gate_up_proj"], {f"{layer}.mlp.experts.*" for layer in range(3)}),
         ("qwen2_moe", ["shared_expert_gate"], {f"{i}.mlp" for i in (0, 2)}),
         ("qwen2_moe", ["shared_expert.up_proj"], {f"{i}.mlp.shared_expert" for i in (0, 2)}),
+        ("nemotron_h-latent", ["experts.*.up_proj"], {"1.mixer.experts.*"}),
         ("granitemoe", ["down_proj"], {f"{i}.block_sparse_moe.experts.*" for i in range(3)}),
         ("ernie4_5_moe", ["shared_experts.up_proj"], {f"{i}.mlp.shared_experts" for i in (1, 2)}),
     ],
@@ -171,7 +177,7 @@ def test_autocast_and_bf16_base_weights_stay_close_to_fp32():
 def test_a_name_reaches_every_layer_that_bears_it(family, targets, reached):
     pair = twins(family)
     chosen = inject(pair.ours, LoraSpec(2, 2.0, targets))
-    assert {name.removeprefix("model.layers.").rpartition(".")[0] for name in chosen} == reached
+    assert {name.partition(".layers.")[2].rpartition(".")[0] for name in chosen} == reached
     trained = {name for name, p in pair.ours.named_parameters() if p.requires_grad}
     assert len(trained) == 2 * len(reached)
 

@@ -258,6 +258,7 @@ def test_a_script_without_a_main_guard_is_run_once_however_many_processes_work(t
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_an_interrupt_saves_a_checkpoint_and_the_same_call_goes_on(tmp_path):
     config = write_run(tmp_path, train={"num_train_epochs": 60, "save_steps": 1000})
     code = f"import penstock; penstock.load({str(config)!r}).train()"

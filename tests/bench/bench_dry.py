@@ -61,6 +61,86 @@ B70 = dense(8192, 28_672, 80, 64, 128_256)
 B30_A3 = {**sparse(dense(2048, 6144, 48, 32, 151_936), 128, 768, 8), "num_key_value_heads": 4}
 B235_A22 = {**sparse(dense(4096, 12_288, 94, 64, 151_936), 128, 1536, 8), "num_key_value_heads": 4}
 B671 = sparse(dense(7168, 18_432, 60, 128, 129_280), 256, 2048, 8)
+GLM5: dict[str, Any] = {
+    **dense(6144, 12_288, 78, 64, 154_880),
+    "model_type": "glm_moe_dsa",
+    "architectures": ["GlmMoeDsaForCausalLM"],
+    "num_key_value_heads": 64,
+    "head_dim": None,
+    "q_lora_rank": 2048,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 256,
+    "index_topk": 2048,
+    "index_head_dim": 128,
+    "index_n_heads": 32,
+    "first_k_dense_replace": 3,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+}
+LATENT: dict[str, Any] = {
+    "model_type": "deepseek_v3",
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "head_dim": None,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "moe_intermediate_size": 2048,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+}
+DEEPSEEK_V3: dict[str, Any] = {
+    **dense(7168, 18_432, 61, 128, 129_280),
+    **LATENT,
+    "num_key_value_heads": 128,
+    "first_k_dense_replace": 3,
+    "n_routed_experts": 256,
+    "n_group": 8,
+    "topk_group": 4,
+    "routed_scaling_factor": 2.5,
+    "num_nextn_predict_layers": 1,
+}
+KIMI_K2: dict[str, Any] = {
+    **dense(7168, 18_432, 61, 64, 163_840),
+    **LATENT,
+    "num_key_value_heads": 64,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 384,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.827,
+}
+Q35_A3: dict[str, Any] = {
+    **dense(2048, 512, 40, 16, 248_320),
+    "model_type": "qwen3_5_moe_text",
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "layer_types": [*["linear_attention"] * 3, "full_attention"] * 10,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10_000_000,
+        "partial_rotary_factor": 0.25,
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -101,6 +181,12 @@ LAYOUTS: Mapping[str, Layout] = {
     "671B MoE, ep 32 x fsdp 1024": Layout(
         B671, 1024, {"expert_parallel_size": 32}, tokens=4096, device="H200"
     ),
+    "DeepSeek-V3 with MTP, ep 32 x fsdp 256": Layout(
+        DEEPSEEK_V3, 256, {"expert_parallel_size": 32, "mtp_loss_weight": 0.3}, tokens=4096
+    ),
+    "Kimi K2, ep 32 x fsdp 1024": Layout(KIMI_K2, 1024, {"expert_parallel_size": 32}, tokens=4096),
+    "GLM-5, ep 32 x fsdp 512": Layout(GLM5, 512, {"expert_parallel_size": 32}),
+    "Qwen3.5-35B-A3B, ep 8 x fsdp 8": Layout(Q35_A3, 8, {"expert_parallel_size": 8}),
     "70B, hsdp 64 x 64": Layout(
         B70, 4096, {"data_parallel_replicate_size": 64, "data_parallel_shard_size": 64}
     ),

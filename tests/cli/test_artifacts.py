@@ -173,6 +173,24 @@ def test_prune_deletes_cached_slices_that_only_pruned_results_used(tmp_path):
     assert not steps[0].path.exists()
 
 
+def test_prune_deletes_features_of_images_that_no_result_has(tmp_path):
+    _, pack, _ = chain(tmp_path, "ab")
+    folder = tmp_path / "features" / "0123456789abcdef"
+    (pack.path / "media").mkdir()
+    folder.mkdir(parents=True)
+    for name in ("linked", "copied", "unused", "young"):
+        for end in ("arrow", "json"):
+            (folder / f"{name}.{end}").write_text(name)
+            os.utime(folder / f"{name}.{end}", None if name == "young" else (1, 1))
+    (pack.path / "media" / "linked.arrow").hardlink_to(folder / "linked.arrow")
+    (pack.path / "media" / "copied.arrow").write_text("copied")
+    prune = ("artifacts", "prune", "--root", tmp_path, "--keep-last", "9", "--json")
+    told = [penstock(*prune, *dry).last for dry in (["--dry-run"], [])]
+    assert [(each["pruned"], each["features"]) for each in told] == [([], 1)] * 2
+    assert {path.stem for path in folder.glob("*.*n")} == {"linked", "copied", "young"}
+    assert penstock(*prune).last["features"] == 0
+
+
 def test_prune_takes_whole_chains_that_lead_to_nothing_that_is_kept(tmp_path):
     used = chain(tmp_path, "ab")
     prepare = step_of(Prepare(LettersSettings(letters="old")), tmp_path)

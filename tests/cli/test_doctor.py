@@ -79,6 +79,7 @@ def test_this_environment_fits():
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_measured_machine_is_remembered_by_what_computes(monkeypatch, tmp_path):
     monkeypatch.setenv("PENSTOCK_CACHE_HOME", str(tmp_path))
     assert not detect_machine(1).speeds

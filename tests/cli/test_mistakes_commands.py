@@ -15,7 +15,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "a misspelt file": ("run rnu.yaml", "did you mean run.yaml?"),
     "data for a config": ("run rows.jsonl", "penstock init rows.jsonl"),
     "a stage that is none": ("run run.yaml --force trian", "trian is not a stage"),
-    "a word for all stages": ("run run.yaml --from all", "Stages are prepare, pack"),
+    "a word for all stages": ("run run.yaml --from all", "Stages are prepare, encode, pack"),
     "an option without its value": ("run run.yaml --force", "requires an argument"),
     "nothing to read": ("train run.yaml --no-upstream", "run penstock prepare first"),
     "a share too many": ("prepare run.yaml --shard 3/2", "Write --shard 1/2"),

@@ -89,7 +89,7 @@ def test_doubtful_values_are_told_and_refused_if_asked(tmp_path: Path) -> None:
 def test_nothing_is_written_of_what_can_be_no_run(tmp_path: Path) -> None:
     ours = tmp_path / "ours.yaml"
     for change, told in {
-        "stage: VL-SFT": "stage: recipes for SFT, DPO, PT",
+        "stage: RM": "stage: recipes for",
         "stage: SFT\nmax_grad_norm: -.inf\nlogging_steps: 0": "logging_steps (here train.log_in",
     }.items():
         said = penstock("translate", written(tmp_path, THEIRS.replace("stage: SFT", change)),

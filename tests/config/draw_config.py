@@ -34,8 +34,13 @@ TEXTS = (
 
 ELSEWHERE = (
     *("model.model_path", "model.config_path", "model.tokenizer_path", "lora.init_adapter_path"),
-    *("train.load_checkpoint_path", "train.init_checkpoint_path", "model.foundation"),
-    *("data.skip_prepare_dataset", "data.datasets", "data.push_dataset_to_hub"),
+    *(
+        "train.load_checkpoint_path",
+        "train.init_checkpoint_path",
+        "model.foundation",
+        "model.encoders",
+    ),
+    *("data.skip_prepare_dataset", "data.datasets", "data.push_dataset_to_hub", "model.encoders"),
 )
 """Fields that name things which must be there for a plan to be made."""
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from penstock.config.loading.cli_overrides import Override
 from penstock.config.loading.expand_paths import (
     DATASET_FIELDS,
+    ENCODER_FIELDS,
     PATH_FIELDS,
     SERVER_PATH_FIELDS,
     expand,
@@ -94,6 +95,7 @@ def test_credentials_are_told_from_settings_by_their_names():
 
 def test_every_path_field_is_a_setting() -> None:
     names = [*PATH_FIELDS, *(f"data.datasets.0.{key}" for key in DATASET_FIELDS)]
+    names += [f"model.encoders.image.{key}" for key in ENCODER_FIELDS]
     for name in names:
         path = tuple(int(step) if step.isdecimal() else step for step in name.split("."))
         assert annotation_at(path, RunConfig) is not None, name
@@ -111,7 +113,9 @@ def test_every_setting_named_as_a_path_or_an_address_is_expanded() -> None:
         for section, settings in sections().items()
         for name in places(settings.model_fields)
     }
-    assert of_runs == PATH_FIELDS | {f"data.datasets[].{name}" for name in DATASET_FIELDS}
+    inner = {f"data.datasets[].{name}" for name in DATASET_FIELDS}
+    inner |= {f"model.encoders{{}}.{name}" for name in ENCODER_FIELDS}
+    assert of_runs == PATH_FIELDS | inner
     assert places(ServerConfig.model_fields) == SERVER_PATH_FIELDS
 
 

@@ -186,8 +186,8 @@ FAULTS = [
     ),
     (
         24,
-        "train.recompute_modules: is the text mlp; wanted a list of self_attn, core_attn or mlp,"
-        " or null: write [mlp]",
+        "train.recompute_modules: is the text mlp; wanted a list of self_attn, core_attn, mlp or"
+        " vision, or null: write [mlp]",
     ),
     (26, 'launch.env.A: is 1; wanted text: write it in quotes, "1"'),
     (27, "launch.nodes: unknown field; did you mean nnodes?"),
@@ -315,7 +315,7 @@ def test_any_values_make_a_run_or_a_refusal_in_our_words(changes: list[Any]) -> 
     values = deepcopy(SMALLEST)
     for (place, name), value in changes:
         at: Any = values
-        for step in place.replace("[]", ".0").split("."):
+        for step in place.replace("[]", ".0").replace("{}", ".image").split("."):
             inner = at[int(step)] if isinstance(at, list) and at else None
             inner = at.setdefault(step, {}) if isinstance(at, dict) else inner
             at = inner
@@ -336,7 +336,8 @@ def test_any_values_make_a_run_or_a_refusal_in_our_words(changes: list[Any]) -> 
 
 def test_every_section_is_named_by_the_path_to_it() -> None:
     for place, section in sections().items():
-        path = tuple(0 if step == "[]" else step for step in place.replace("[]", ".[]").split("."))
+        steps = place.replace("[]", ".[]").replace("{}", ".image").split(".")
+        path = tuple(0 if step == "[]" else step for step in steps)
         assert is_section(annotation_at(path))
         assert annotation_at(path) is section
 

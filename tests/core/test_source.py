@@ -71,7 +71,7 @@ def test_files_named_after_splits_are_not_mixed(tmp_path):
         ("{}/a.jsonl", {"split": "test"}, "do not contain that split"),
         ("{}/a.jsonl", {"split": "train[:10%]"}, "slices of a split"),
         ("{}/a.jsonl", {"revision": "main"}, "Leave revision out"),
-        ("builtin:algebra", {}, "builtin:arithmetic, dummy"),
+        ("builtin:algebra", {}, "builtin:arithmetic, builtin:shapes, dummy"),
         ("./org/name", {}, "./org/name does not exist"),
         ("", {}, "a path is empty"),
     ],

@@ -42,6 +42,7 @@ LATENT = {
     "v_head_dim": 6,
     "head_dim": 4,
 }
+INDEXED = {"index_topk": 4, "index_n_heads": 4, "index_head_dim": 8}
 MODELS = {
     "dense": ("qwen3", {"tie_word_embeddings": True}),
     "experts": ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2}),
@@ -50,6 +51,11 @@ MODELS = {
     "fused layers": ("phi3", {"pad_token_id": None}),
     "norms around layers": ("gemma3_text", {}),
     "latent attention": ("deepseek_v3", {"num_key_value_heads": 8, **LATENT}),
+    "sparse attention": ("deepseek_v32", {"num_key_value_heads": 8, **LATENT, **INDEXED}),
+    "predicting": (
+        "deepseek_v3",
+        {"num_key_value_heads": 8, **LATENT, "num_nextn_predict_layers": 1},
+    ),
     "biases": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2}),
 }
 
@@ -57,7 +63,7 @@ MODELS = {
 def family(kind):
     model_type, more = MODELS[kind]
     hf = AutoConfig.for_model(model_type, **{**SIZES, **more}).to_dict()
-    return get_family(hf), get_family(hf).read(hf)
+    return get_family(hf), get_family(hf).trained_config(hf, mtp=True)
 
 
 def cut_of(kind, degrees, **sections):
@@ -94,19 +100,29 @@ def test_ranks_that_split_matrices_hold_their_pieces(kind, size):
     assert sum(one.num_elements for one in list_tensors(cut)) == pytest.approx(most, rel=0.01)
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
-def test_ranks_of_a_pipeline_hold_their_stages(schedule):
+@pytest.mark.parametrize(
+    ("kind", "schedule"),
+    [
+        ("experts", "1F1B"),
+        ("experts", "Interleaved1F1B"),
+        ("predicting", "1F1B"),
+        ("dense", "ZBVZeroBubble"),
+    ],
+)
+def test_ranks_of_a_pipeline_hold_their_stages(kind, schedule):
     train = {
         "pipeline_parallel_size": 2,
         "pipeline_parallel_schedule": schedule,
         "gradient_accumulation_steps": 2,
     }
-    cut, _, config = cut_of("experts", ParallelDims(pipeline=2), train=train)
+    cut, _, config = cut_of(kind, ParallelDims(pipeline=2), train=train)
     for rank in range(2):
         with torch.device("meta"):
             parts = [
                 Decoder(config, merge_qkv=True, part=part)
-                for part in build_stage_modules(config, cut.run.train, rank)
+                for part in build_stage_modules(
+                    config, cut.run.train, rank, cut.run.data.row_length
+                )
             ]
         whole = sum(p.numel() for part in parts for p in part.parameters())
         assert sum(one.num_elements for one in list_tensors(cut, rank)) == whole

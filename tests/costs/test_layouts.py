@@ -189,3 +189,22 @@ def test_split_matrices_send_four_sums_of_the_stream_for_each_layer():
     sent = 2 * SIZES["num_hidden_layers"] * 4 * stream
     assert step
     assert step.communication == pytest.approx(sent / asked.machine.link)
+
+
+def test_ranks_that_share_tokens_exchange_heads_in_layers_of_linear_attention():
+    sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 6}
+    layers = {"layer_types": ["linear_attention"] * 12 + ["full_attention"] * 4}
+    asked = wanted(AutoConfig.for_model("qwen3_5_text", **SIZES, **sizes, **layers).to_dict(), 4)
+    work = Work.from_lengths(asked.model.config, [4096])
+    run = asked.run.model_copy(
+        update={"train": asked.run.train.model_copy(update={"data_parallel_mode": "none"})}
+    )
+    step = estimate_forward(
+        ShardedModel(run, asked.model, ParallelDims(ring=4), "cuda"), asked.machine, work
+    )
+    assert step
+    # Keys and queries for each of 6 heads, and 2 empty ones: a rank has 2, and gives 3 of 4 tokens.
+    exchanged = 4096 * 2 * (2 * 128 + 2 * 128 + 2) * 2 * 3 / 4
+    # Keys and values of a quarter of the tokens; most of it overlaps.
+    passed = 0.3 * 3 * 1024 * 2 * SIZES["num_key_value_heads"] * 128 * 2
+    assert step.communication == pytest.approx((12 * exchanged + 4 * passed) / asked.machine.link)

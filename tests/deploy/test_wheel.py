@@ -44,6 +44,7 @@ def prefect(tmp_path_factory):
     server.stop()
 
 
+@pytest.mark.exhaustive
 def test_an_installed_wheel_brings_its_recipes_flows_and_deployments(python, prefect, tmp_path):
     def penstock(*words: str) -> str:
         api = f"http://127.0.0.1:{prefect.port}/api"

@@ -9,7 +9,13 @@ from tests.conftest import ROOT
 from tests.docs.pages import broken_links, find_pages, long_cells
 
 PAGES = find_pages()
-READ_PAGES = [page for page in ROOT.glob("docs/**/*.md") if page.parent.name != "benchmarks"]
+LOOKED_UP = [ROOT / "docs/models.md"]
+"""Generated tables with a line for each model type."""
+READ_PAGES = [
+    page
+    for page in ROOT.glob("docs/**/*.md")
+    if page.parent.name != "benchmarks" and page not in LOOKED_UP
+]
 MAX_CELL = 200
 MAX_LINES = 350
 MAX_FILES = 25

@@ -10,13 +10,25 @@ from pathlib import Path
 from typing import Any
 
 from penstock.dryrun.summary import DryRun, RankSummary
-from tests.dryrun.layouts import GEMMA3, LATENT, LINEAR, MOE, OLMO2, PHI3, Case, dry_runs
+from tests.dryrun.layouts import (
+    GEMMA3,
+    LATENT,
+    LINEAR,
+    MOE,
+    OLMO2,
+    PHI3,
+    SPARSE,
+    Case,
+    dry_runs,
+)
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "dry_runs.json"
 
 LORA = {"enable_lora": True, "lora_rank": 8}
 QLORA = {**LORA, "enable_qlora": True}
 DPO = {"loss_type": "sigmoid"}
+PREDICTING = {**LATENT, "num_nextn_predict_layers": 2}
+FURTHER = {"mtp_loss_weight": 0.3}
 FOUR = {"gradient_accumulation_steps": 4}
 
 
@@ -77,10 +89,30 @@ CASES: Mapping[str, Case] = {
         model=LATENT,
         train={"tensor_parallel_size": 2, "sequence_parallel": True, "expert_parallel_size": 4},
     ),
+    "sparse attention": Case(model=SPARSE),
+    "sparse attention, ring x ulysses": Case(
+        model=SPARSE, train={"ringattn_parallel_size": 2, "ulysses_parallel_size": 2}
+    ),
+    "sparse attention, no recomputation": Case(
+        model=SPARSE, train={"enable_gradient_checkpointing": False}
+    ),
+    "multi-token prediction": Case(model=PREDICTING, train=FURTHER),
+    "multi-token prediction, 1f1b": Case(model=PREDICTING, train={**FURTHER, **pipeline("1F1B")}),
+    "multi-token prediction, ring x ulysses": Case(
+        model=PREDICTING,
+        train={**FURTHER, "ringattn_parallel_size": 2, "ulysses_parallel_size": 2},
+    ),
+    "multi-token prediction, no recomputation": Case(
+        model=PREDICTING, train={**FURTHER, "enable_gradient_checkpointing": False}
+    ),
     "linear attention, tp": Case(model=LINEAR, train={"tensor_parallel_size": 2}),
     "linear attention, no recomputation": Case(
         model=LINEAR, train={"enable_gradient_checkpointing": False}
     ),
+    "linear attention, ring x ulysses": Case(
+        model=LINEAR, train={"ringattn_parallel_size": 2, "ulysses_parallel_size": 2}
+    ),
+    "linear attention, 1f1b": Case(model=LINEAR, train=pipeline("1F1B")),
     "moe, tp": Case(model=MOE, train={"tensor_parallel_size": 2}),
 }
 

@@ -70,6 +70,14 @@ LATENT: dict[str, Any] = {
     "topk_group": 2,
     "first_k_dense_replace": 1,
 }
+SPARSE: dict[str, Any] = {
+    **LATENT,
+    "model_type": "deepseek_v32",
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "index_topk": 512,
+    "index_n_heads": 16,
+    "index_head_dim": 128,
+}
 LINEAR: dict[str, Any] = {
     **DENSE,
     "model_type": "qwen3_5_text",

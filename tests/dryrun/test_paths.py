@@ -10,20 +10,18 @@ from tests.dryrun.paths import run_paths
 pytestmark = pytest.mark.slow
 
 PATHS = {
-    "evaluate": ["fsdp", "1f1b"],
     "score_completions": ["tp, orpo"],
     "generate": ["tp"],
     "save": ["one device, lora"],
     "server_step": ["ep, lora"],
-    "stage_checkpoint": ["fsdp"],
 }
 MORE = {
-    "evaluate": ["one device", "tp", "ep", "ring", "zbv"],
+    "evaluate": ["fsdp", "1f1b", "one device", "tp", "ep", "ring", "zbv"],
     "score_completions": ["fsdp, dpo", "1f1b, dpo, lora"],
     "generate": ["1f1b", "ep", "fsdp, lora", "one device, qlora"],
     "save": ["one device"],
     "server_step": ["one device, lora", "tp", "1f1b"],
-    "stage_checkpoint": ["one device", "ep", "fsdp, optimizer on the host"],
+    "stage_checkpoint": ["fsdp", "one device", "ep", "fsdp, optimizer on the host"],
 }
 """Further layouts of the same."""
 

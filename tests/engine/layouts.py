@@ -301,6 +301,19 @@ OF_LATENT_ATTENTION += (
 )
 """Heads of latent attention are split, and its latent vectors computed on every rank."""
 
+OF_SPARSE_ATTENTION = (
+    _of("sparse attention", "ep 2 over tp 2", **EP_TP),
+    _of("sparse attention", "shard 2", shard=2),
+    _of("sparse attention", "tp 2, adapters", tp=2, lora=True, **SPLIT),
+    _of("sparse attention", "pp 2, recomputed", pp=2, recompute_modules=["core_attn"]),
+    _of("sparse attention", "ring 2", ring=2),
+    _of("sparse attention", "ulysses 2, recomputed", ulysses=2, recompute_modules=["core_attn"]),
+    _of("sparse attention", "ring 2 x ulysses 2", ring=2, ulysses=2),
+    _of("sparse attention", "ep 2 over ring 2 x tp 2", ring=2, **EP_TP),
+    _of("sparse attention", "pp 2 x ulysses 2", pp=2, ulysses=2),
+)
+"""The selection is computed on every rank."""
+
 OF_LINEAR_ATTENTION = tuple(
     _of("linear attention", name, **settings)
     for name, settings in {
@@ -316,6 +329,13 @@ OF_LINEAR_ATTENTION = tuple(
             "tp": 2,
             "expert_parallel_size": 4,
         },
+        "shard 4": {"shard": 4},
+        "shard 2 x tp 2": {"shard": 2, "tp": 2},
+        "ep 2 over ring 2": {"ring": 2, "expert_parallel_size": 2},
+        "ring 4": {"ring": 4, "enable_reentrant": True},
+        "ulysses 2": {"ulysses": 2, "recompute_modules": ["core_attn"]},
+        "pp 2 x ring 2": {"pp": 2, "ring": 2},
+        "ring 4 x ulysses 2": {"ring": 4, "ulysses": 2},
     }.items()
 )
 OF_LINEAR_ATTENTION += (
@@ -325,8 +345,82 @@ OF_LINEAR_ATTENTION += (
     _of("dense linear attention", "over nf4, shard 2 x tp 2", shard=2, tp=2, lora="over nf4"),
     _of("dense linear attention", "replicate 2, ddp", replicate=2, data_parallel_mode="ddp"),
     _of("dense linear attention", "pp 2", pp=2),
+    _of("dense linear attention", "pp 2, ZBV", pp=2, pipeline_parallel_schedule="ZBVZeroBubble"),
+    _of("dense linear attention", "ring 2", ring=2, lora="of all"),
+    _of("dense linear attention", "ring 3", ring=3),
+    _of("dense linear attention", "ring 2 x ulysses 2", ring=2, ulysses=2, cp_fsdp_mode="none"),
+    _of("dense linear attention", "ring 2 x tp 2", ring=2, tp=2, **SPLIT),
+    _of("dense linear attention", "ring 2 x tp 4", ring=2, tp=4, drops=RATE),
 )
-"""Heads of linear attention are split, and the channels of its convolution with them."""
+"""Heads of linear attention are split, and the channels of its convolution with them. With three
+ranks some have no heads, and eight repeat those of keys."""
+OF_HYBRIDS = (
+    _of("channel linear attention", "ep 2 over tp 2", **EP_TP),
+    _of("channel linear attention", "tp 2, adapters", tp=2, lora="of all"),
+    _of("channel linear attention", "shard 2", shard=2),
+    _of("channel linear attention", "pp 2", pp=2),
+    _of("channel linear attention", "ulysses 2", ulysses=2),
+    _of("channel linear attention", "ring 2", ring=2),
+    _of("separate linear attention", "tp 2, sequence parallel", tp=2, **SPLIT),
+    _of("separate linear attention", "tp 2, adapters", tp=2, lora="of all"),
+    _of("separate linear attention", "over nf4, shard 2 x tp 2", shard=2, tp=2, lora="over nf4"),
+    _of("separate linear attention", "pp 2 x shard 2", pp=2, shard=2),
+    _of("convolutions", "tp 2, sequence parallel", tp=2, **SPLIT),
+    _of("convolutions", "tp 2, adapters", tp=2, lora="of all"),
+    _of("convolutions", "shard 2, merged adapters", shard=2, lora="merged"),
+    _of("convolutions", "tp 2, normed adapters", tp=2, lora="normed"),
+    _of("convolutions", "over few bits, shard 2 x tp 2", shard=2, tp=2, lora="over few bits"),
+    _of("convolutions", "shard 2", shard=2),
+    _of("convolutions", "pp 2", pp=2),
+    _of("separate linear attention", "ring 2 x tp 2", ring=2, tp=2),
+    _of("convolutions", "ring 3", ring=3),
+    _of("convolutions", "ulysses 2 x tp 2", ulysses=2, tp=2, **SPLIT),
+    _of("mamba", "shard 2", shard=2, load_weights_mode="all_ranks"),
+    _of("mamba", "ep 2 over tp 2", recompute_modules=["core_attn"], **EP_TP),
+    _of("mamba", "tp 4", tp=4, recompute_modules=["self_attn"]),
+    _of("mamba", "tp 2, adapters", tp=2, lora=True, **SPLIT),
+    _of("mamba", "tp 2, adapters of all", tp=2, lora="of all"),
+    _of("mamba", "pp 2 x shard 2 x tp 2", pp=2, shard=2, tp=2),
+    _of("dense mamba", "tp 2, sequence parallel", tp=2, **SPLIT),
+    _of("dense mamba", "tp 4, adapters", tp=4, lora=True),
+    _of("dense mamba", "ring 2 x ulysses 2", ring=2, ulysses=2),
+    _of("dense mamba", "ulysses 2 x tp 2", ulysses=2, tp=2, **SPLIT),
+    _of("mamba", "pp 2 x ring 2", pp=2, ring=2),
+    _of("dense mamba", "tp 2, normed adapters", tp=2, lora="normed"),
+    _of("dense mamba", "shard 2, merged adapters", shard=2, lora="merged"),
+    _of("dense mamba", "pp 2", pp=2),
+    _of("layers of one part", "tp 2, sequence parallel", tp=2, **SPLIT),
+    _of("layers of one part", "tp 2, recomputed", tp=2, recompute_modules=["core_attn", "mlp"]),
+    _of("layers of one part", "tp 2, adapters", tp=2, lora=True),
+    _of("layers of one part", "shard 2", shard=2),
+    _of("layers of one part", "pp 2", pp=2),
+    _of("layers of one part", "ring 3", ring=3),
+    _of("experts without a gate", "ep 2 over tp 2", **EP_TP),
+    _of("experts without a gate", "adapters of all, ep 2 over tp 2", lora="of all", **EP_TP),
+    _of(
+        "experts without a gate",
+        "ep 2 over shard 2, gates recomputed",
+        moe_checkpoint_method="moe_act",
+        **EP_SHARD,
+    ),
+    _of("experts without a gate", "adapters, ep 2 over shard 2", lora=True, **EP_SHARD),
+    _of(
+        "experts without a gate",
+        "over few bits, shard 2 x tp 2",
+        shard=2,
+        tp=2,
+        lora="over few bits",
+    ),
+    _of("experts without a gate", "half shared adapters, shard 2", shard=2, lora="half shared"),
+    _of("experts without a gate", "shard 2, merged adapters", shard=2, lora="half shared, merged"),
+    _of("experts without a gate", "pp 2", pp=2),
+    _of("convolutions and experts", "ep 2 over tp 2", **EP_TP),
+    _of("convolutions and experts", "adapters of all, ep 2 over tp 2", lora="of all", **EP_TP),
+    _of("convolutions and experts", "shard 2", shard=2),
+    _of("convolutions and experts", "pp 2", pp=2),
+    _of("convolutions and experts", "ep 2 over ring 2", ring=2, expert_parallel_size=2),
+)
+"""Other kinds of layers with a state beside softmax attention."""
 
 OF_GEMMA3 = tuple(
     replace(layout, name=f"gemma 3, {layout.name}", kind="gemma 3")
@@ -487,7 +581,9 @@ LAYOUTS = {
         *WITH_LEARNED_POSITIONS,
         *DESCRIBED,
         *OF_LATENT_ATTENTION,
+        *OF_SPARSE_ATTENTION,
         *OF_LINEAR_ATTENTION,
+        *OF_HYBRIDS,
         *OF_GEMMA3,
         *FORMED,
         *MERGING,

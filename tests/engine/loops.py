@@ -29,7 +29,8 @@ def loop_of(job: Job, ranks: ProcessInfo | None = None) -> Trainer:
     ranks = ranks or init_process_group(60)
     model = job.config.model
     hf_config = read_hf_config(job.config_path, model.foundation, runs_code=model.trust_remote_code)
-    built = assemble(job.config, hf_config, job.weights, ranks, lambda _: None, adapter=job.adapter)
+    how = {"adapter": job.adapter, "images": job.images}
+    built = assemble(job.config, hf_config, job.weights, ranks, lambda _: None, **how)
     return Trainer(job, built, ranks, StopRequest())
 
 

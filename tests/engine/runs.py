@@ -17,6 +17,7 @@ from penstock.rows.schema import PACKED
 from penstock.train.launch.job import Job
 from penstock.train.launch.stop_request import StopRequest
 from penstock.train.rank import run_rank
+from tests.models.stored import write_published
 
 VOCAB = 320
 LR = 0.05
@@ -88,6 +89,7 @@ def write_model(folder: Path, *, seed: int = 0, noise: float = 0.05, **changes: 
             if name.endswith("layer_scalar"):
                 buffer.add_(noise * torch.randn_like(buffer))
     model.save_pretrained(folder)
+    write_published(model, folder)
     return folder
 
 

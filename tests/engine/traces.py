@@ -21,6 +21,7 @@ from penstock.train.launch.job import CHECKPOINTS, Job
 from penstock_kernels.quant import QuantizedTensor, dequantize
 from tests.engine import loops
 from tests.engine.laid import LR, MAX_NORM
+from tests.models.stored import is_published_otherwise, published
 
 TOLD = ("aux_loss", "z_loss", "routers")
 """What a step's record may tell of routers."""
@@ -116,14 +117,23 @@ def trace_of_transformers(folder: Path, kind: str, rows: list[list[int]]) -> Tra
         losses.append(loss.item())
         norms.append(norm.item())
         found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-        gradients.append({name: gradient.numpy().copy() for name, gradient in found.items()})
+        stored = as_published(model, found).items()
+        gradients.append({name: gradient.numpy().copy() for name, gradient in stored})
         with torch.no_grad():
             for name, gradient in found.items():
                 model.get_parameter(name).sub_(LR * gradient)
         model.zero_grad()
-    weights = {name: p.detach().numpy() for name, p in model.named_parameters()}
+    found = {name: p.detach() for name, p in model.named_parameters()}
+    weights = {name: tensor.numpy() for name, tensor in as_published(model, found).items()}
     weights |= {n: b.numpy() for n, b in model.named_buffers() if n.endswith("layer_scalar")}
     return Trace(rows, losses, norms, gradients, weights)
+
+
+def as_published(
+    model: transformers.PreTrainedModel, tensors: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The tensors by the names in files, where those are others."""
+    return published(model, tensors) if is_published_otherwise(model) else tensors
 
 
 def loss_of_transformers(

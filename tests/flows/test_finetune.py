@@ -179,7 +179,7 @@ def test_a_schedule_fires_and_what_is_there_is_shown_as_cached(deployed, once):
         f"/deployments/{there['id']}/schedules",
         [
             {
-                "schedule": {"interval": 30, "anchor_date": first.isoformat()},
+                "schedule": {"interval": 10, "anchor_date": first.isoformat()},
                 "parameters": {"config": str(config), "overrides": {"train.lr": 0.02}},
             }
         ],
@@ -326,7 +326,7 @@ def shares_of(prefect: Prefect) -> list[dict]:
     return json.loads(shown["data"])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_dask_workers_prepare_every_slice_once_and_the_result_is_the_command_lines(
     dask_of_two_processes, reporting, tmp_path, monkeypatch
 ):

@@ -15,7 +15,7 @@ from tests.waiting import soon
 TURNS = [{"role": role, "content": role[0]} for role in ("user", "assistant") * 2]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_warning_of_preparing_processes_is_once_in_the_log_of_the_task(
     reporting, tmp_path, monkeypatch
 ):

@@ -139,6 +139,37 @@ def compile_max_logits() -> None:
         compiled(max_logits._max_logits, types, sizes, num_warps=4)
 
 
+def compile_sparse_attention() -> None:
+    from penstock_kernels.sparse_attention import latent, triton_latent
+    from penstock_kernels.sparse_attention import triton_select as select
+
+    for [data] in ways(DATA):
+        scored = dict.fromkeys(("q_ptr", "k_ptr"), data)
+        scored |= {"weight_ptr": "*fp32", "first_ptr": "*i32", "scores_ptr": "*fp32"}
+        width = {"WIDTH": 128, "UPCAST": False}
+        compiled(select.score, scored, {**select.TILE, **width}, num_warps=select.WARPS)
+    # DeepSeek V3.2 and GLM 5, and fp32, which has room for less.
+    for data, heads, (rank, rope) in (("*bf16", 128, (512, 64)), ("*fp32", 16, (128, 64))):
+        types = dict.fromkeys(("q_ptr", "q_rope_ptr", "latent_ptr", "k_rope_ptr"), data)
+        types |= {"selected_ptr": "*i32", "y_ptr": data, "log_sum_ptr": "*fp32", "scale": "fp32"}
+        more = dict.fromkeys(("dy_ptr", "dq_ptr", "dq_rope_ptr"), data)
+        more |= {**types, "dkeys_ptr": "*fp32"}
+        size = 2 if data == "*bf16" else 4
+        backward = triton_latent.add_gradients, more, latent.BACKWARD, latent.backward_bytes
+        for (kernel, named, tiles, num_bytes), way in (
+            ((triton_latent.attend, types, latent.FORWARD, latent.forward_bytes), {}),
+            *((backward, {"IN_ORDER": in_order}) for in_order in (False, True)),
+        ):
+            limit = SHARED_MEMORY[ARCH]
+            tile = latent.choose_tile(tiles, num_bytes, rank, rope, size, limit)
+            constants = {**tile.options(heads, rank, rope), **way, "UPCAST": False}
+            found = compiled(kernel, named, **_parted(constants))
+            assert ARCH == 100 or found.metadata.shared <= num_bytes(tile, rank, rope, size)
+    parts = dict.fromkeys(("parts_ptr", "dkeys_ptr"), "*fp32")
+    parts |= {"order_ptr": "*i64", "starts_ptr": "*i32"}
+    compiled(triton_latent.add_in_order, parts, {**latent.ADDED, "WIDTH": 1024})
+
+
 def _parted(tile) -> dict:
     """Constants, and how many warps and stages."""
     options = {name: tile.pop(name) for name in ("num_warps", "num_stages") if name in tile}

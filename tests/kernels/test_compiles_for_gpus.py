@@ -59,6 +59,12 @@ KERNELS = {
         "float8.triton_quantize._quantize",
         "float8.triton_quantize._transpose",
     },
+    "sparse_attention": {
+        "sparse_attention.triton_latent.add_gradients",
+        "sparse_attention.triton_latent.add_in_order",
+        "sparse_attention.triton_latent.attend",
+        "sparse_attention.triton_select.score",
+    },
     "max_logits": {"max_logits.triton._max_logits"},
     "linear_attention": {
         "linear_attention.triton_backward.make_gradients",

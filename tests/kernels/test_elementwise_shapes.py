@@ -194,7 +194,7 @@ def judged():
                 yield name, backend, range(0, 102, each)
             else:
                 yield pytest.param(name, backend, range(0, 6, each), marks=needs_triton)
-                marks = [needs_triton, pytest.mark.slow]
+                marks = [needs_triton, pytest.mark.exhaustive]
                 yield pytest.param(name, backend, range(6, 102, each), marks=marks)
 
 

@@ -19,7 +19,11 @@ def exact(q_TNH, k_TKH, segments, scale, window):
     for length in segments.lengths:
         q, k = (x[first : first + length].double() for x in (q_TNH, k_TKH))
         k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
-        hidden = causal_window_mask(length, window, q.device, segments.start_rows_of(first, length))
+        masks = (
+            segments.document_start_rows(first, length),
+            segments.document_run_ends(first, length),
+        )
+        hidden = causal_window_mask(length, window, q.device, *masks)
         scores = torch.einsum("qnh,knh->nqk", q, k) * scale
         found.append(scores.masked_fill(hidden, float("-inf")).amax((1, 2)))
         first += length
@@ -49,6 +53,15 @@ def test_they_are_the_maxima_of_what_tokens_attend_to(backend):
         dtype = DTYPES[seed % 2]
         inputs = drawn(seed, dtype)
         torch.testing.assert_close(run(*inputs).double(), exact(*inputs), rtol=1e-5, atol=1e-6)
+
+
+def test_runs_that_are_bidirectional_are_left_to_the_reference():
+    q, k, *_ = drawn(3, torch.float32)
+    q, k = (x.repeat(300 // len(x) + 1, 1, 1)[:300] for x in (q, k))
+    segments = VarlenMetadata.of([300], DEVICE, bidirectional=[(20, 30), (200, 290)])
+    for window in (None, 7):
+        inputs = (q, k, segments, 1.0, window)
+        torch.testing.assert_close(max_logits(*inputs).double(), exact(*inputs))
 
 
 @needs_triton

@@ -18,3 +18,17 @@ def test_a_triton_kernel_is_refused_tensors_of_another_gpu_than_the_current_one(
     for tensors in ((first,), (first, second)):
         assert "cuda:0" in str(op.needs_cuda(*tensors))
         assert "cuda:1 is the current device" in str(op.needs_cuda(*tensors))
+
+
+def test_an_operation_is_fast_for_what_a_backend_of_this_machine_supports() -> None:
+    def run(number: int) -> int:
+        return number
+
+    def unsupported_reason(number: int) -> str | None:
+        return "it is odd" if number % 2 else None
+
+    some = op.Op("some", run, {"even": op.KernelImpl(run, unsupported_reason)})
+    none = op.Op("none", run, {"gone": op.KernelImpl(run, unsupported_reason, missing_reason="x")})
+    assert some.is_fast(2)
+    assert not some.is_fast(1)
+    assert not none.is_fast(2)

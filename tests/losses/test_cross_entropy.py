@@ -254,6 +254,16 @@ class Largest(TorchDispatchMode):
         return made
 
 
+def test_a_head_is_read_and_not_called_with_and_without_trained_tokens():
+    head, calls = matrix(), []
+    head.register_forward_pre_hook(lambda *_: calls.append(1))
+    hidden = numbers(TOKENS, WIDTH).requires_grad_()
+    for labels in (torch.arange(TOKENS) % VOCAB, torch.full((TOKENS,), -100)):
+        token_log_probs(hidden, head, labels).sum().backward()
+        sum_cross_entropy(hidden, head, labels, CHUNKED).backward()
+    assert not calls
+
+
 # Dequantizing 656 weights takes more numbers than a chunk has logits.
 @pytest.mark.parametrize("head", sorted(HEADS.keys() - {"quantized"}))
 def test_logits_of_more_than_a_chunk_are_never_made(head):

@@ -38,12 +38,89 @@ LLAVA = {
     "vision_config": {**VISION, "model_type": "clip_vision_model", "projection_dim": 8},
     "image_token_index": 5,
 }
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+GLM_VISION = {**QWEN_VISION, "intermediate_size": 24, "image_size": 16}
+GLM_ROPE = {**MROPE, "partial_rotary_factor": 0.5}
+QWEN3_5 = {
+    "text_config": {
+        **TEXT,
+        "head_dim": 8,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "rope_parameters": {
+            **MROPE,
+            "mrope_section": [1, 1, 0],
+            "mrope_interleaved": True,
+            "partial_rotary_factor": 0.5,
+        },
+    },
+    "vision_config": {**QWEN_VISION, "num_position_embeddings": 16},
+    "tie_word_embeddings": False,
+}
+QWEN3_VL = {
+    "text_config": {
+        **TEXT,
+        "head_dim": 8,
+        "rope_parameters": {**MROPE, "mrope_interleaved": True},
+    },
+    "vision_config": {
+        **QWEN_VISION,
+        "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [0],
+    },
+    "tie_word_embeddings": True,
+}
+
+
+def with_experts(config, **experts):
+    """The config with experts in its language model."""
+    text = {name: one for name, one in config["text_config"].items() if name != "intermediate_size"}
+    return {**config, "text_config": {**text, **EXPERTS, **experts}}
+
+
+IDEFICS3 = {"text_config": {**TEXT, "model_type": "llama"}, "vision_config": VISION}
 CONFIGS = {
+    "ernie4_5_vl_moe": {
+        "text_config": {
+            **TEXT,
+            "moe_num_experts": 4,
+            "moe_k": 2,
+            "moe_intermediate_size": [24, 16],
+            "rope_parameters": {**MROPE, "mrope_section": [1, 1, 2]},
+        },
+        "vision_config": {
+            **{"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2},
+            "patch_size": 4,
+        },
+        "tie_word_embeddings": True,
+        "image_start_token_id": 6,
+        "image_end_token_id": 7,
+    },
+    "glm4v": {
+        "text_config": {**TEXT, "num_attention_heads": 2, "rope_parameters": GLM_ROPE},
+        "vision_config": GLM_VISION,
+    },
+    "glm4v_moe": {
+        "text_config": {
+            **TEXT,
+            "head_dim": 16,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "n_group": 2,
+            "routed_scaling_factor": 1.7,
+            "rope_parameters": GLM_ROPE,
+        },
+        "vision_config": GLM_VISION,
+    },
     "gemma3": {
         "text_config": {
             **TEXT,
             "head_dim": 8,
-            "sliding_window": 4,
+            "sliding_window": 3,
             "layer_types": ["sliding_attention", "full_attention"],
         },
         "vision_config": {**VISION, "model_type": "siglip_vision_model"},
@@ -63,6 +140,7 @@ CONFIGS = {
         },
         "vision_config": {**VISION, "model_type": "gemma4_vision", "num_key_value_heads": 2},
     },
+    "idefics3": IDEFICS3,
     "internvl": {
         "text_config": {**TEXT, "model_type": "qwen2"},
         "vision_config": {
@@ -118,38 +196,11 @@ CONFIGS = {
         "vision_config": {**QWEN_VISION, "fullatt_block_indexes": [0]},
         "tie_word_embeddings": False,
     },
-    "qwen3_5": {
-        "text_config": {
-            **TEXT,
-            "head_dim": 8,
-            "layer_types": ["linear_attention", "full_attention"],
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 8,
-            "linear_value_head_dim": 8,
-            "rope_parameters": {
-                **MROPE,
-                "mrope_section": [1, 1, 0],
-                "mrope_interleaved": True,
-                "partial_rotary_factor": 0.5,
-            },
-        },
-        "vision_config": {**QWEN_VISION, "num_position_embeddings": 16},
-        "tie_word_embeddings": False,
-    },
-    "qwen3_vl": {
-        "text_config": {
-            **TEXT,
-            "head_dim": 8,
-            "rope_parameters": {**MROPE, "mrope_interleaved": True},
-        },
-        "vision_config": {
-            **QWEN_VISION,
-            "num_position_embeddings": 16,
-            "deepstack_visual_indexes": [0],
-        },
-        "tie_word_embeddings": True,
-    },
+    "qwen3_5": QWEN3_5,
+    "qwen3_5_moe": with_experts(QWEN3_5, shared_expert_intermediate_size=40),
+    "qwen3_vl": QWEN3_VL,
+    "qwen3_vl_moe": with_experts(QWEN3_VL, intermediate_size=40, mlp_only_layers=[0]),
+    "smolvlm": {**IDEFICS3, "tie_word_embeddings": True},
 }
 
 

@@ -5,6 +5,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    NemotronHConfig,
+    NemotronHForCausalLM,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
     Qwen3Config,
@@ -13,9 +15,18 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from penstock.models.flops import TrainableParams, Work, forward_flops, pairs_per_token, step_flops
+from penstock.models.flops import (
+    TrainableParams,
+    Work,
+    forward_flops,
+    layer_flops,
+    pairs_per_token,
+    step_flops,
+)
 from penstock.models.registry import get_family
 from tests.dense import visible
+from tests.engine import runs
+from tests.engine.inputs import MODELS, SHAPE
 
 SIZES = {
     "vocab_size": 300,
@@ -48,10 +59,19 @@ LATENT = {
     "v_head_dim": 10,
     "head_dim": 8,
 }
+UNGATED = {
+    "layers_block_type": ["moe", "full_attention", "mlp"],
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "moe_shared_expert_intermediate_size": 56,
+    "moe_latent_size": 48,
+}
 SPARSE = {
-    "latent attention": (DeepseekV3Config, DeepseekV3ForCausalLM),
-    "experts": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
-    "shared experts": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
+    "latent attention": (DeepseekV3Config, DeepseekV3ForCausalLM, LATENT),
+    "experts": (Qwen3MoeConfig, Qwen3MoeForCausalLM, EXPERTS),
+    "shared experts": (Qwen2MoeConfig, Qwen2MoeForCausalLM, EXPERTS),
+    "latent experts without a gate": (NemotronHConfig, NemotronHForCausalLM, UNGATED),
 }
 LENGTH, KEPT = 48, 20
 
@@ -62,8 +82,8 @@ def built(kind):
         hf = Qwen3Config(**SIZES)  # pyright: ignore[reportArgumentType]
         model = Qwen3ForCausalLM(hf)
     else:
-        of, model_of = SPARSE[kind]
-        hf = of(**{**SIZES, **(LATENT if kind == "latent attention" else EXPERTS)})
+        of, model_of, more = SPARSE[kind]
+        hf = of(**{**SIZES, **more})
         model = model_of(hf)
         model.set_experts_implementation("eager")
     model.set_attn_implementation("eager")
@@ -94,6 +114,19 @@ def test_a_step_costs_what_pytorch_counts(kind):
     assert step_flops(config, as_eager()) == step
 
 
+def test_a_layer_that_predicts_further_tokens_costs_its_block_a_projection_and_a_head():
+    theirs = DeepseekV3Config(**{**SIZES, **LATENT})  # pyright: ignore[reportArgumentType]
+    hf = {**theirs.to_dict(), "num_nextn_predict_layers": 1}
+    family = get_family(hf)
+    own, with_mtp = (family.trained_config(hf, mtp=mtp) for mtp in (False, True))
+    longer = family.read({**hf, "num_hidden_layers": SIZES["num_hidden_layers"] + 1})
+    width = SIZES["hidden_size"]
+    more = 2 * LENGTH * 2 * width * width + 2 * KEPT * width * SIZES["vocab_size"]
+    found = [forward_flops(config, as_eager()) for config in (own, longer, with_mtp)]
+    assert found[0] < found[1]
+    assert found[2] == found[1] + more
+
+
 class _Adapted(nn.Module):
     def __init__(self, base, rank):
         super().__init__()
@@ -120,6 +153,15 @@ def test_frozen_matrices_cost_two_products_and_their_adapters_three():
     _, step = counted(model)
     learning = TrainableParams("frozen", inner + head, head)
     assert step_flops(config, as_eager(), learning=learning) == step
+
+
+@pytest.mark.parametrize("kind", ["linear attention", "gemma 4", "llama 4", "latent attention"])
+def test_layers_cost_what_a_forward_pass_costs_without_the_head(kind):
+    hf = {**runs.TINY, **SHAPE, **MODELS[kind]}
+    config = get_family(hf).read(hf)
+    each = layer_flops(config, 100)
+    assert sum(each) == forward_flops(config, Work.from_lengths(config, [100], logits=0))
+    assert len(set(each)) > 1
 
 
 def test_parts_that_are_computed_again_cost_what_they_cost_alone():
@@ -169,3 +211,22 @@ def test_under_a_window_a_long_document_costs_what_its_tokens_see():
         return pairs_per_token(config) * length + length**2
 
     assert cost(2000) / cost(500) == pytest.approx(operations(2000) / operations(500), rel=2e-3)
+
+
+def test_sparse_attention_counts_the_selected_keys_and_the_indexer_without_a_backward_pass():
+    whole = {"vocab_size": 300, "max_position_embeddings": 512, **SIZES, **LATENT}
+    dense = get_family({"model_type": "deepseek_v3", **whole}).read(whole)
+    indexed = {**whole, "index_topk": 10, "index_n_heads": 5, "index_head_dim": 16}
+    sparse = get_family({"model_type": "deepseek_v32", **indexed}).read(indexed)
+    lengths = [LENGTH, 7, 100]
+    every, some = (Work.from_lengths(config, lengths) for config in (dense, sparse))
+    pairs = sum(length * (length + 1) // 2 for length in lengths)
+    selected = sum(min(10, place) for length in lengths for place in range(1, length + 1))
+    assert (some.attention_pairs, some.local_pairs) == (pairs, selected)
+    per_pair = SIZES["num_attention_heads"] * (12 + 8 + 10)
+    matrices = 40 * 5 * 16 + 64 * 16 + 64 * 5
+    saved = 2 * 3 * per_pair * (pairs - selected)
+    index = 2 * 3 * (matrices * sum(lengths) + 5 * 16 * pairs)
+    assert forward_flops(sparse, some) == forward_flops(dense, every) - saved + index
+    assert step_flops(sparse, some) == step_flops(dense, every) - 3 * saved + index
+    assert pairs_per_token(sparse) > pairs_per_token(dense)

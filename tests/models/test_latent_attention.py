@@ -3,8 +3,11 @@
 import pytest
 import torch
 
+from penstock.adapters.inject import LoraSpec, inject
 from penstock.core.errors import CapabilityError, ConfigError
+from penstock.models.layers import latent_attention
 from penstock.models.registry import get_family
+from penstock_kernels.sparse_attention import latent_sparse_attention
 from tests.models.stored import to_hf
 from tests.models.twins import (
     MLA,
@@ -25,7 +28,16 @@ from tests.models.twins import (
 LENGTHS = [1, 63, 64, 65, 130, 1]
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v2", "minicpm3"])
+SIBLINGS = ["glm4_moe_lite", "youtu", "youtu-halves", "deepseek_v2-greedy", "deepseek_v3-dense"]
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("deepseek_v3", "deepseek_v2", "minicpm3", "deepseek_v32", "glm_moe_dsa"),
+        *(pytest.param(family, marks=pytest.mark.exhaustive) for family in SIBLINGS),
+    ],
+)
 def test_packed_documents_of_any_length_are_computed_as_alone_in_transformers(family):
     theirs = hf_model(family, tied=False, max_position_embeddings=256)
     ours, (ids, labels) = ours_with(theirs, merge_qkv=True), documents(LENGTHS)
@@ -68,7 +80,7 @@ PUBLISHED = {
 
 def read(**fields):
     said = {**PUBLISHED, "model_type": "deepseek_v3", **fields}
-    return get_family(said).read(said)
+    return get_family(said, "native").read(said)
 
 
 def test_files_from_before_transformers_5_and_of_kimi_k2_read_as_they_are_computed():
@@ -111,9 +123,57 @@ def test_files_from_before_transformers_5_and_of_kimi_k2_read_as_they_are_comput
             "first_k_dense_replace is 2; mlp_layer_types says",
         ),
         ({"model_type": "glm4_moe_lite", "mlp_layer_types": ["dense"]}, "has 1 entries"),
+        ({"model_type": "deepseek_v32", "q_lora_rank": None}, "q_lora_rank is null"),
+        ({"model_type": "deepseek_v32", "index_head_dim": 6}, "index_head_dim is 6, and RoPE"),
+        ({"model_type": "deepseek_v32", "index_topk": 0}, "index_topk is 0"),
+        ({"model_type": "deepseek_v32", "layer_types": ["full_attention"]}, "full_attention"),
+        (
+            {"model_type": "glm_moe_dsa", "index_topk_freq": 2, "index_skip_topk_offset": 1},
+            "1 layers take over the selection of an earlier layer",
+        ),
     ],
     ids=str,
 )
 def test_what_is_not_computed_is_refused_by_its_name(fields, says):
     with pytest.raises((CapabilityError, ConfigError), match=says):
         read(**fields)
+
+
+class Gathering:
+    """`latent_sparse_attention` by its definition, where a GPU would run its kernel."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def is_fast(self, *_):
+        return True
+
+    def __call__(self, *args):
+        self.calls += 1
+        return latent_sparse_attention.reference(*args)
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["plain", "adapters"])
+def test_gathered_latent_vectors_give_what_keys_and_values_of_all_heads_do(monkeypatch, adapters):
+    theirs = hf_model("deepseek_v32", tied=False, max_position_embeddings=256)
+    ours, (ids, labels) = ours_with(theirs, merge_qkv=True), documents([1, 64, 65])
+    if adapters:
+        inject(ours.ours, LoraSpec(rank=4, alpha=8, targets=("kv_b_proj", "q_b_proj")))
+        for name, parameter in ours.ours.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter)
+
+    def computed():
+        ours.ours.zero_grad()
+        loss = packed_loss(ours.ours, ids, labels)
+        loss.backward()
+        return {"loss": loss.detach(), **gradients(ours.ours)}
+
+    wanted = computed()
+    gathering = Gathering()
+    monkeypatch.setattr(latent_attention, "latent_sparse_attention", gathering)
+    found = computed()
+    assert gathering.calls == ours.ours.config.num_hidden_layers
+    assert found.keys() == wanted.keys()
+    for name, one in found.items():
+        assert (one - wanted[name]).norm() <= 2e-5 * wanted[name].norm(), name

@@ -8,7 +8,6 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from transformers.core_model_loading import revert_weight_conversion
 
 from penstock.losses.cross_entropy import Loss, sum_cross_entropy
 from penstock.models.decoder import Decoder
@@ -17,7 +16,7 @@ from penstock.models.registry import get_family
 from penstock.models.weights import WeightMap
 from penstock_kernels.attention import VarlenMetadata
 from penstock_kernels.cross_entropy import LossOptions
-from tests.models.stored import from_hf
+from tests.models.stored import from_hf, of_ernie_vl, published
 
 SIZES = {
     "vocab_size": 131,
@@ -393,6 +392,8 @@ ROUTED = {
     "topk_group": 2,
     "first_k_dense_replace": 1,
 }
+# Few enough keys that even short documents have more; many heads, so that scores are rarely equal.
+INDEXED = {"index_topk": 5, "index_n_heads": 12, "index_head_dim": 14}
 # Latent attention: a head's features with RoPE and without, and its values, differ in number.
 LATENT = {
     "minicpm3": MLA,
@@ -420,6 +421,8 @@ SPARSE |= {
         "rope_parameters": YARN,
     },
     "glm4_moe_lite": {**MLA, **ROUTED, "mlp_layer_types": ["sparse", "dense", "sparse"]},
+    "deepseek_v32": {**MLA, **ROUTED, **INDEXED, "rope_parameters": YARN},
+    "glm_moe_dsa": {**MLA, **ROUTED, **INDEXED, "attention_bias": True},
 }
 """Families with experts: some layers dense, and sizes that PyTorch's grouped product takes."""
 VARIANTS = {
@@ -445,20 +448,142 @@ GATED_EXPERTS = {
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 40,
 }
+CONVOLUTIONS = {
+    "layer_types": ["conv", "full_attention", "conv"],
+    "rope_parameters": FAST,
+    "pad_token_id": None,
+}
+MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 10,
+    "mamba_chunk_size": 32,
+    "time_step_limit": [0.05, 2.0],
+    "pad_token_id": None,
+}
+GRANITE4 = {
+    **MAMBA,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "shared_intermediate_size": 40,
+    "embedding_multiplier": 12.0,
+    "logits_scaling": 6.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.2,
+}
+NEMOTRON_H = {
+    "head_dim": 8,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 6,
+    "n_groups": 2,
+    "ssm_state_size": 10,
+    "chunk_size": 32,
+    "time_step_min": 0.05,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.7,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 20,
+    "pad_token_id": None,
+}
 HYBRID = {
+    "granitemoehybrid": {
+        **GRANITE4,
+        "intermediate_size": 24,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "position_embedding_type": "rope",
+        "attention_bias": True,
+        "rope_parameters": FAST,
+    },
+    "granitemoehybrid-dense": {
+        **GRANITE4,
+        "num_local_experts": 0,
+        "mamba_n_groups": 1,
+        "mamba_proj_bias": True,
+    },
+    "bamba": {
+        **MAMBA,
+        "attn_layer_indices": [1],
+        "mamba_conv_bias": False,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "rope_parameters": {**FAST},  # to which transformers adds the share
+    },
+    "nemotron_h": {
+        **NEMOTRON_H,
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
+        "use_bias": True,
+        "mlp_bias": True,
+    },
+    "nemotron_h-experts": {
+        **NEMOTRON_H,
+        "layers_block_type": ["moe", "linear_attention", "full_attention", "moe"],
+    },
+    "nemotron_h-latent": {
+        **NEMOTRON_H,
+        "layers_block_type": ["linear_attention", "moe"],
+        "moe_latent_size": 12,
+        "mlp_bias": True,
+    },
     "qwen3_5_text": {**GATED_DELTA, "attention_bias": True},
     "qwen3_next": {**GATED_DELTA, **GATED_EXPERTS, "mlp_only_layers": [1]},
     "qwen3_5_moe_text": {**GATED_DELTA, **GATED_EXPERTS},
+    "olmo_hybrid": {**GATED_DELTA, "rope_parameters": FAST, "eos_token_id": None},
+    "olmo_hybrid-unrotated": {
+        **GATED_DELTA,
+        "eos_token_id": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": None},
+        "attention_bias": True,
+        "linear_allow_neg_eigval": False,
+    },
+    "kimi_linear": {
+        **MLA,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "n_group": 4,
+        "topk_group": 2,
+        "q_lora_rank": None,
+        "layer_types": GATED_DELTA["layer_types"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "rms_norm_eps": 1e-3,
+        "linear_head_dim": 12,
+        "linear_num_heads": 4,
+        "n_shared_experts": 2,
+        "attention_bias": True,
+        **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
+    },
+    "lfm2": {**CONVOLUTIONS, "block_multiple_of": 16, "block_ffn_dim_multiplier": 1.2},
+    "lfm2_moe": {
+        **CONVOLUTIONS,
+        "num_dense_layers": 1,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "routed_scaling_factor": 1.7,
+    },
+    "lfm2-biased": {**CONVOLUTIONS, "conv_bias": True, "block_auto_adjust_ff_dim": False},
 }
-"""Families with layers of linear attention, tested in test_hybrid.py."""
+"""Families with layers that have a state, tested in test_hybrid.py."""
 NEEDED = {
+    "granitemoehybrid": MAMBA,
+    "bamba": MAMBA,
+    "nemotron_h": {"layers_block_type": HYBRID["nemotron_h"]["layers_block_type"]},
+    "lfm2": {"layer_types": CONVOLUTIONS["layer_types"]},
+    "kimi_linear": {"num_key_value_heads": 6},
+    "lfm2_moe": {"layer_types": CONVOLUTIONS["layer_types"]},
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "gemma4_text": {"hidden_size_per_layer_input": 0},
     "llama4_text": {"intermediate_size_mlp": 80},
     "opt": {"ffn_dim": 80, "dropout": 0.0},
     "deepseek_v2": {"num_key_value_heads": 6, "num_experts_per_tok": 2},
     "deepseek_v3": {"num_key_value_heads": 6},
+    "glm4v_moe_text": {"head_dim": 128},
     "glm4_moe_lite": {"num_key_value_heads": 6},
+    "deepseek_v32": {"num_key_value_heads": 6},
+    "glm_moe_dsa": {"num_key_value_heads": 6},
     "minicpm3": {"num_key_value_heads": 6},
     "youtu": {"num_key_value_heads": 6},
     "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
@@ -518,7 +643,7 @@ def hf_model(family: str, *, tied: bool, **more) -> transformers.PreTrainedModel
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.state_dict().items():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
             if name.endswith("layer_scalar"):
                 parameter.copy_(1 + 0.1 * torch.randn(parameter.shape, generator=generator))
@@ -540,7 +665,10 @@ def hf_model(family: str, *, tied: bool, **more) -> transformers.PreTrainedModel
 
 def as_stored(model: transformers.PreTrainedModel, tensors) -> dict[str, torch.Tensor]:
     """Transformers' tensors, or gradients, under the names and in the shapes of a checkpoint."""
-    return revert_weight_conversion(model, dict(tensors))
+    if model.config.model_type == "ernie4_5_vl_moe":
+        # Not as files have it, which `engine/hf/expert_forms.py` reads.
+        return of_ernie_vl(dict(tensors))
+    return published(model, dict(tensors))
 
 
 def ours_with(theirs: transformers.PreTrainedModel, *, merge_qkv: bool, **how) -> Twins:

@@ -3,6 +3,9 @@
 import json
 from pathlib import Path
 
+from tests.engine.inputs import MODELS, SHAPE
+from tests.engine.runs import TINY
+
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 HUB = {"path": "org/data", "revision": COMMIT}
 """A hub data set at a commit: its key needs no network."""
@@ -38,6 +41,35 @@ def sparse(**train):
     """A model with experts that a bias chooses."""
     model = {"foundation": {"model_type": "glm4_moe"}}
     return lambda _: {"model": model, "train": train, "lora": {"enable_lora": False}}
+
+
+def predicting(**train):
+    """A model with a layer that predicts further tokens."""
+
+    def sections(chats):
+        folder = Path(chats).parent / "predicting"
+        folder.mkdir(exist_ok=True)
+        said = {**TINY, "model_type": "glm4_moe", "num_nextn_predict_layers": 1}
+        (folder / "config.json").write_text(json.dumps(said))
+        model = {"config_path": str(folder), "tokenizer_path": "builtin:bytes"}
+        return {"model": model, "train": train, "lora": {"enable_lora": False}}
+
+    return sections
+
+
+def indexed(**train):
+    """A model whose tokens attend to those that an indexer selects."""
+
+    def sections(chats):
+        folder = Path(chats).parent / "indexed"
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(
+            json.dumps({**TINY, **SHAPE, **MODELS["sparse attention"]})
+        )
+        model = {"config_path": str(folder), "tokenizer_path": "builtin:bytes"}
+        return {"model": model, "train": train, "lora": {"enable_lora": False}}
+
+    return sections
 
 
 def in_float8(**fp8):
@@ -88,6 +120,8 @@ OPTIMIZED = {
         ("lr_warmup_steps", {"lr_warmup_steps": 3}, None),
         ("lr_schedule_kwargs.hold_steps", {"lr_schedule_kwargs": {"hold_steps": 1}}, None),
         ("layerwise_lr_decay_bound", {"layerwise_lr_decay_bound": 0.5}, None),
+        ("vision_lr", {"vision_lr": 1e-6}, None),
+        ("projector_lr", {"projector_lr": 1e-3}, None),
         ("precision", PURE, None),
         ("master_weights", {"master_weights": False}, None),
         ("stochastic_rounding", {"stochastic_rounding": True}, PURE),

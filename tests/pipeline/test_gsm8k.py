@@ -136,6 +136,7 @@ def facts_of(done, name):
     return next(stage["facts"] for stage in done["stages"] if stage["stage"] == name)
 
 
+@pytest.mark.exhaustive
 def test_full_fine_tuning_exports_what_the_engine_computes(tmp_path, base, shared):
     done = train(tmp_path / "full", base, shared, 20)
     out = tmp_path / "full" / "out"

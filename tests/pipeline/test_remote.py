@@ -202,6 +202,7 @@ def trains_until(words, url, step, variables):
     return by_hand.main(words)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_page_in_a_bucket_tells_what_eval_finds(bucket, tmp_path, on):
     on("first")

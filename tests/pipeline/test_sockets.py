@@ -52,6 +52,7 @@ def test_a_run_with_workers_and_two_ranks_listens_on_loopback_and_survives_every
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.dist
 def test_a_flow_and_the_server_of_prefect_that_it_starts_listen_on_loopback(tmp_path):
     config = write_run(tmp_path, train={"max_steps": 2}, pipeline={"stages": ["prepare", "pack"]})

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +21,26 @@ from tests.waiting import soon
 VOCABULARY = 320
 
 
-def write_model(folder: Path) -> Path:
-    """A tiny model of random weights with a tokenizer of bytes, as Hugging Face has them."""
+SIZES: Mapping[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+    "dtype": "float32",
+}
+
+
+def write_model(folder: Path, model_type: str = "qwen3", **fields: Any) -> Path:
+    """A tiny model of random weights with a tokenizer of bytes, as Hugging Face has them. `fields`
+    are those of its config besides `SIZES`."""
     torch.manual_seed(0)
-    config = transformers.Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=2048,
-        tie_word_embeddings=False,
-        dtype="float32",
-    )
-    transformers.Qwen3ForCausalLM(config).save_pretrained(folder)
+    config = transformers.AutoConfig.for_model(model_type, **{**SIZES, **fields})
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return folder
 

@@ -179,7 +179,54 @@ def test_a_server_that_was_killed_goes_on_from_what_was_saved_as_if_nothing_had_
         server.stop()
 
 
+KINDS: dict[str, dict[str, Any]] = {
+    "linear attention": {
+        "model_type": "qwen3_5_text",
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "pad_token_id": None,
+    },
+    "mamba": {
+        "model_type": "bamba",
+        "attn_layer_indices": [1],
+        "mamba_n_heads": 8,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 8,
+        "pad_token_id": None,
+    },
+    "latent attention": {
+        "model_type": "youtu",
+        "num_key_value_heads": 4,
+        "head_dim": None,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 8,
+    },
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_policy_of_any_kind_of_layers_learns_what_is_rewarded(kind, tmp_path):
+    model = write_model(tmp_path / "model", **KINDS[kind])
+    server = Server(tmp_path / "served", model).start()
+    try:
+        assert_policy_learns(server, model)
+    finally:
+        server.stop()
+
+
 def test_a_policy_learns_from_its_own_samples_what_is_rewarded(server, model):
+    assert_policy_learns(server, model)
+
+
+def assert_policy_learns(server, model):
+    """Even tokens are rewarded, and there are more of them in the last turns."""
     client = service_of(server).create_lora_training_client(str(model), rank=16, seed=1).result()
     prompt = types.ModelInput.from_ints(list(b"say: "))
 
@@ -227,6 +274,7 @@ def test_logprobs_of_samples_are_those_of_the_model_that_is_trained(server, mode
     np.testing.assert_allclose(np.asarray(computed[len(prompt) :], float), of_drawn, atol=2e-5)
 
 
+@pytest.mark.exhaustive
 def test_custom_losses_of_the_sdk_are_differentiated_through(server, model):
     client = service_of(server).create_lora_training_client(str(model), rank=4, seed=2).result()
     tokens = list(b"the same words")

@@ -102,6 +102,7 @@ def test_results_of_another_machine_are_not_mixed_in(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_part_runs_on_a_cpu(tmp_path):
     command = [sys.executable, "-m", "tests.bench.gpu", "a", "--dry", "--out", str(tmp_path)]
     made = subprocess.run(command, capture_output=True, text=True)

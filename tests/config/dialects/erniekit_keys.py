@@ -2,7 +2,7 @@
 
 from typing import Any
 
-DPO = {"stage": "DPO"}
+DPO, IMAGES = {"stage": "DPO"}, {"stage": "VL-SFT"}
 LORA = {"fine_tuning": "LoRA"}
 EVAL = {"do_eval": True, "eval_dataset_path": "e.jsonl"}
 FP8 = {"compute_type": "fp8"}
@@ -140,6 +140,16 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "hf_hub_id": ("me/model", {}),
     "download_hub": ("modelscope", {}),
     "multimodal": (True, {}),
+    "freeze_config": ("freeze_vision", IMAGES),
+    "one_sample_in_one_seq": (True, IMAGES),
+    "prefetch_factor": (7, {**IMAGES, "dataloader_num_workers": 1}),
+    "moe_use_aux_free_update_coef": (1e-3, IMAGES),
+    "text_dataset_path": ("t.jsonl", IMAGES),
+    "text_dataset_prob": ("1.0", IMAGES),
+    "modality_ratio": ("[1,1]", {**IMAGES, "text_dataset_path": "t.jsonl"}),
+    "variable_resolution": (0, IMAGES),
+    **dict.fromkeys(("moe_gate_lr_ratio", "visual_ld", "vit_lr_ratio"), (0.5, IMAGES)),
+    "from_scratch": (1, IMAGES),
     "moe_aux_loss_lambda": (1e-3, {}),
 }
 
@@ -148,12 +158,9 @@ IDLE = {
     *("tensor_parallel_config", "distributed_dataloader", "use_sparse_head_and_loss_fn"),
     *("use_attn_mask_start_row_indices", "use_sparse_flash_attn", "use_flash_attn_with_mask"),
     *("use_sp_callback", "sharding_comm_buffer_size_MB", "use_moe", "use_recompute_loss_fn"),
-    *("moe_use_aux_free_update_coef", "moe_use_aux_free", "moe_use_hard_gate"),
-    *("text_dataset_path", "text_dataset_prob", "modality_ratio", "variable_resolution"),
-    *("pad_to_max_seqlen", "render_timestamp", "serialize_output", "one_sample_in_one_seq"),
-    *("prefetch_factor", "add_sys_token", "same_data", "freeze_config", "trigger_data_prob"),
-    *("from_scratch", "gc_interval", "drop_history_with_k", "moe_gate_lr_ratio", "visual_ld"),
-    *("vit_lr_ratio", "pp_need_data", "pp_need_data_degree", "disable_pipeline_warmup"),
+    *("moe_use_aux_free", "moe_use_hard_gate", "pad_to_max_seqlen", "render_timestamp"),
+    *("serialize_output", "add_sys_token", "same_data", "trigger_data_prob", "gc_interval"),
+    *("drop_history_with_k", "pp_need_data", "pp_need_data_degree", "disable_pipeline_warmup"),
     *("save_sharding_stage1_model_include_freeze_params", "pre_alloc_memory"),
     "use_attn_mask_startend_row_indices",
 }

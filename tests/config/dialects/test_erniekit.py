@@ -106,11 +106,6 @@ def test_published_files_are_runs(file: Path, ranks: int) -> None:
     translation, faults = load_translation(file, None, Devices(ranks))
     assert translation.dialect == "erniekit"
     assert not translation.of("unknown")
-    if "-VL-" in file.name:
-        assert [line.key for line in translation.of("refused")] == ["stage", "multimodal"]
-        with pytest.raises(ConfigError, match="stage: recipes for SFT, DPO, PT"):
-            load(file)
-        return
     assert not translation.of("refused")
     assert not faults
     train = loads(translation.settings).train
@@ -185,6 +180,21 @@ def test_sources_keep_their_shares_where_they_are_drawn_by_them() -> None:
     assert [one.weight for one in once.datasets] == [1, 1]
     uneven = translated(**{**two, "train_dataset_prob": "1.0"})
     assert "write a number for each" in line_of(uneven, "train_dataset_prob").why
+
+
+def test_a_recipe_for_images_trains_what_it_says_on_data_of_its_form() -> None:
+    images = {"stage": "VL-SFT", "multimodal": True, "one_sample_in_one_seq": True}
+    run = loads(translated(**images, freeze_config="freeze_vision", fine_tuning="Full").settings)
+    assert (run.train.objective, run.model.freeze) == ("sft", ["vision"])
+    assert (run.data.datasets[0].type, run.data.sample_packing_group_size) == ("sft_turns", 1)
+    assert loads(translated(**images, freeze_config="").settings).model.freeze == []
+    adapted = translated(**images, freeze_config="freeze_vision", fine_tuning="LoRA")
+    assert line_of(adapted, "freeze_config").kind == "approximated"
+    assert loads(adapted.settings).model.freeze is None
+    other = translated(**images, freeze_config="freeze_vision freeze_lm")
+    assert line_of(other, "freeze_config").why == "freeze_lm: it takes freeze_vision"
+    frozen = translated(**images, freeze_config="freeze_vision", vit_lr_ratio=0.9)
+    assert line_of(frozen, "vit_lr_ratio").kind == "no effect"
 
 
 def test_stages_of_layers_are_counted_without_the_embedding() -> None:

@@ -411,6 +411,49 @@ def test_muon_of_llama_factory_is_ours_at_the_same_rate() -> None:
     assert run_of(LLAMA_FACTORY, use_muon=False).train.optimizer == "adamw"
 
 
+def test_llama_factory_freezes_the_parts_that_are_named_or_the_usual_ones() -> None:
+    for keys, frozen in (
+        ({"freeze_vision_tower": True}, None),
+        ({"freeze_vision_tower": False}, ["projector"]),
+        ({"freeze_multi_modal_projector": False}, ["vision"]),
+        (
+            {"freeze_language_model": True, "freeze_multi_modal_projector": False},
+            ["vision", "language"],
+        ),
+        ({"freeze_vision_tower": False, "freeze_multi_modal_projector": False}, []),
+        ({"train_mm_proj_only": True}, ["vision", "language"]),
+    ):
+        assert run_of(LLAMA_FACTORY, **keys).model.freeze == frozen
+    adapted = {"finetuning_type": "lora", "freeze_vision_tower": False}
+    assert run_of(LLAMA_FACTORY, **adapted).model.freeze is None
+
+
+def test_images_are_where_llama_factory_says_and_have_the_size_of_the_processor() -> None:
+    found = run_of(LLAMA_FACTORY, stage="sft", media_dir="pictures").data.datasets
+    assert [one.image_folder for one in found] == ["pictures"]
+    for key in ("image_max_pixels", "image_min_pixels", "crop_to_patches"):
+        line = line_of(translated(LLAMA_FACTORY, **{key: 1024}), key)
+        assert line.kind == "refused"
+        assert "preprocessor_config.json" in line.why
+    assert line_of(translated(LLAMA_FACTORY, video_fps=2.0), "video_fps").kind == "no effect"
+
+
+def test_axolotl_trains_all_parts_of_a_model_with_a_processor() -> None:
+    images = {"processor_type": "AutoProcessor", "skip_prepare_dataset": True}
+    run = run_of(AXOLOTL, **images)
+    assert run.model.freeze == []
+    assert not run.data.skip_prepare_dataset
+    assert run_of(AXOLOTL, **images, freeze_mm_modules=True).model.freeze is None
+    assert run_of(AXOLOTL, **images, adapter="lora").model.freeze is None
+    for keys in (
+        {"processor_type": "Other"},
+        {"image_size": 512},
+        {"image_resize_algorithm": "box"},
+    ):
+        [(key, _)] = keys.items()
+        assert line_of(translated(AXOLOTL, **keys), key).kind == "refused"
+
+
 def test_weights_in_8_bits_are_gathered_where_products_have_8_bits() -> None:
     wish = {"fp8_enable_fsdp_float8_all_gather": True}
     train = run_of(LLAMA_FACTORY, fp8=True, **wish).train

@@ -34,6 +34,16 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
         {"train": {"recompute_modules": None}},
     ),
     (
+        {
+            "model": {"model_path": "m"},
+            "data": {"encode_images": True},
+            "train": {"recompute_modules": ["vision", "mlp"]},
+        },
+        "train.recompute_modules",
+        "has vision, and with encode_images: true no step computes images",
+        {"train": {"recompute_modules": ["mlp"]}},
+    ),
+    (
         {"train": {"activation_gpu_limit": 2.0}},
         "train.activation_gpu_limit",
         "all activations stay on the GPU",

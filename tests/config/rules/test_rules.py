@@ -255,10 +255,34 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
         {"train": {"data_parallel_mode": "ddp"}},
     ),
     (
-        {"model": {"encoders": {"image": {"model_path": "x"}}}},
-        "model.encoders",
-        "has encoders (image)",
+        {"train": {"vision_lr": 1e-6}},
+        "train.vision_lr",
+        "is of the vision, which is frozen; write model.freeze: []",
+        {"model": {"freeze": ["projector"]}},
+    ),
+    (
+        {"train": {"projector_lr": 1e-6, "lr": 0.0, "lr_min": 0.0}, "model": {"freeze": []}},
+        "train.lr",
+        "is 0, and projector_lr follows its schedule",
+        {"train": {"lr": 1e-5}},
+    ),
+    (
+        {"model": {"encoders": {"audio": {"model_path": "x"}}}},
+        "model.encoders.audio",
+        "no text model is trained behind a new encoder of audio",
         {"model": {"encoders": {}}},
+    ),
+    (
+        {"model": {"encoders": {"image": {"projector": "linear"}}}},
+        "model.encoders.image",
+        "names no vision model; write model_path (pre-trained weights), or config_path",
+        {"model": {"encoders": {"image": {"config_path": "builtin:tiny-clip"}}}},
+    ),
+    (
+        {"model": {"encoders": {"image": {"model_path": "x"}}, "trust_remote_code": True}},
+        "model.encoders",
+        "trust_remote_code: true runs the model's",
+        {"model": {"trust_remote_code": False}},
     ),
     (
         {"pipeline": {"stages": ["pack", "prepare"]}},
@@ -334,6 +358,18 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
         "launch.node_rank",
         "write at most 0",
         {"launch": {"node_rank": 0}},
+    ),
+    (
+        {"model": {"freeze": ["language", "projector", "vision"]}},
+        "model.freeze",
+        "all parts of a model, and nothing would be trained",
+        {"model": {"freeze": ["language", "vision"]}},
+    ),
+    (
+        {"model": {"freeze": []}, "lora": {"enable_lora": True}},
+        "model.freeze",
+        "all of the model's own weights are frozen",
+        {"lora": {"enable_lora": False}},
     ),
 ]
 

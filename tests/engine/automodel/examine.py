@@ -156,8 +156,8 @@ def _logits_error(folder: Path, weights: loops.Arrays, exported: Path) -> float:
     for name, tensor in model.state_dict(keep_vars=True).items():
         if name in weights:
             value = torch.tensor(weights[name])
-            is_turned = name.endswith(".weight") and name.removesuffix(".weight") in transposed
-            tensor.copy_((value.t() if is_turned else value).reshape(tensor.shape))
+            is_transposed = name.endswith(".weight") and name.removesuffix(".weight") in transposed
+            tensor.copy_((value.t() if is_transposed else value).reshape(tensor.shape))
     ids = torch.arange(8, 40)[None]
     wanted = model(input_ids=ids, use_cache=False).logits
     got = _load(exported)(input_ids=ids, use_cache=False).logits

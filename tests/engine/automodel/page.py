@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
-from penstock.models.automodel.proved import ProvedModel, ProvedModels
+from penstock.models.automodel.proved import AUDIO_FILE, FILE, IMAGE_FILE, ProvedModel, ProvedModels
 from penstock.models.multimodal import MULTIMODAL
 from penstock.models.registry import FAMILIES
+from penstock.models.vision.types import VISION_TYPES
 
 PAGE = Path(__file__).parents[3] / "docs" / "models.md"
 
@@ -37,14 +38,34 @@ The last three are of the transformers backend.
 
 
 TEXT = """\
-## Multimodal models trained as text
+## Multimodal models
 
 Their language model is trained by Penstock's decoder (*native (text)* above), where `text_config`
-is of a native type; see [guide/models.md](guide/models.md#language-models-of-multimodal-models).
+is of a native type; see [guide/models.md](guide/models.md#multimodal-models). With *images* they
+are trained on images too.
 """
 
 
-def page(proved: ProvedModels) -> str:
+IMAGES = """\
+## Image-text models
+
+One line for each model type that transformers {version} lists as a model of images and text:
+{trained} of {all} train on images through transformers' own code (`model.backend: transformers`),
+the whole model with its vision part. The table is made by `python -m
+tests.engine.automodel.sweep_images`: under FSDP2 on two ranks, with documents of no, one and two
+images, what is said above of text holds of images too. Documents are computed as a `padded` batch.
+"""
+
+
+AUDIO = """\
+## Models with audio
+
+Types that are trained on audio through transformers' own code, examined as above with audio in
+place of images.
+"""
+
+
+def page(proved: ProvedModels, images: ProvedModels, audio: ProvedModels) -> str:
     """The page."""
     trained = {name: one for name, one in proved.models.items() if not one.reason}
     head = HEAD.format(version=proved.transformers, trained=len(trained), all=len(proved.models))
@@ -60,9 +81,48 @@ def page(proved: ProvedModels) -> str:
         *rows,
     ]
     rest = ["| `model_type` | reason |", "|---|---|", *refused]
-    others = [f"| `{name}` | `{one.architecture}` |" for name, one in sorted(MULTIMODAL.items())]
-    text = [TEXT, "| `model_type` | class |", "|---|---|", *others]
-    return "\n".join([head, *table, "", *text, "", "## Not proved", "", *rest, ""])
+    others = [
+        f"| `{name}` | `{one.architecture}` | {'yes' if name in VISION_TYPES else 'no'} |"
+        for name, one in sorted(MULTIMODAL.items())
+    ]
+    text = [TEXT, "| `model_type` | class | images |", "|---|---|---|", *others]
+    parts = [head, *table, "", *text, "", *_images(images), "", *_audio(audio)]
+    return "\n".join([*parts, "", "## Not proved", "", *rest, ""])
+
+
+def _images(proved: ProvedModels) -> list[str]:
+    """The section of image-text models."""
+    models = sorted(proved.models.items())
+    trained = sum(not one.reason for _, one in models)
+    rows = [
+        f"| `{name}` | `{one.architecture}` | {one.attention} | "
+        f"{'apart' if one.head else 'all logits'} | "
+        f"{'yes' if one.lora else 'no'} |"
+        for name, one in models
+        if not one.reason
+    ]
+    refused = [f"| `{name}` | {_cell(one.reason)} |" for name, one in models if one.reason]
+    return [
+        IMAGES.format(version=proved.transformers, trained=trained, all=len(models)),
+        "| `model_type` | class | attention | head | LoRA |",
+        "|---|---|---|---|---|",
+        *rows,
+        "",
+        "### Image-text models that are not proved",
+        "",
+        "| `model_type` | reason |",
+        "|---|---|",
+        *refused,
+    ]
+
+
+def _audio(proved: ProvedModels) -> list[str]:
+    """The section of models with audio."""
+    rows = [
+        f"| `{name}` | `{one.architecture}` | {one.attention} | {_cell(one.reason) or 'yes'} |"
+        for name, one in sorted(proved.models.items())
+    ]
+    return [AUDIO, "| `model_type` | class | attention | trained |", "|---|---|---|---|", *rows]
 
 
 def _row(name: str, one: ProvedModel) -> str:
@@ -79,4 +139,4 @@ def _cell(text: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(ProvedModels.read()))
+    PAGE.write_text(page(*map(ProvedModels.read, (FILE, IMAGE_FILE, AUDIO_FILE))))

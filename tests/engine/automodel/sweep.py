@@ -3,11 +3,11 @@
 python -m tests.engine.automodel.sweep [TYPE ...]
 
 All types take about half an hour on two cores. `penstock models` and docs/models.md show the result
-(`python -m penstock.models.automodel.page` writes the page).
+(`python -m tests.engine.automodel.page` writes the page).
 """
 
+import argparse
 import re
-import sys
 import tempfile
 import time
 import warnings
@@ -30,7 +30,7 @@ def prove(model_type: str) -> ProvedModel:
         try:
             found = examine(Path(folder) / "model", model_type)
         except Exception as error:  # noqa: BLE001 - one line in the table
-            return ProvedModel(reason=_one_line(error))
+            return ProvedModel(reason=one_line(error))
     return ProvedModel(
         architecture=found.architecture,
         attention=found.attention,
@@ -41,7 +41,8 @@ def prove(model_type: str) -> ProvedModel:
     )
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
+    """An error as a reason in the table."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     text = re.sub(r"^rank \d+ of \d+: ", "", lines[0] if lines else "")
     return f"{type(error).__name__}: {text}"[:300]
@@ -51,9 +52,12 @@ def main() -> None:
     """Examine the types on the command line, or all, and update the file."""
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
+    parser = argparse.ArgumentParser(description="Examine model types of transformers.")
+    parser.add_argument("types", nargs="*", choices=[[], *MODEL_TYPES], metavar="TYPE")
+    wanted = parser.parse_args().types or MODEL_TYPES
     known = ProvedModels.read().models if FILE.is_file() else {}
     found = {name: one for name, one in known.items() if name in MODEL_TYPES}
-    for model_type in sys.argv[1:] or MODEL_TYPES:
+    for model_type in wanted:
         start = time.monotonic()
         found[model_type] = prove(model_type)
         seconds = time.monotonic() - start

@@ -37,7 +37,9 @@ def _each(folder: Path) -> dict[str, list[Found]]:
         for name, train in {"of rows": LOSSES, "of steps": GLOBAL}.items()
     }
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(AutoCausalLM, "_packed", lambda self, ids, _, them: self._padded(ids, them))
+        patch.setattr(
+            AutoCausalLM, "_packed", lambda self, ids, _, them: self._padded(ids, them, None)
+        )
         found["of rows"].append(_first_step(folder, "transformers", **LOSSES))
     return found
 

@@ -63,7 +63,9 @@ def _each(model: Path) -> dict[str, list[tuple[dict[str, float], loops.Arrays]]]
         loss: [_first_step(_job(model, backend, loss)) for backend in KINDS] for loss in LOSSES
     }
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(AutoCausalLM, "_packed", lambda self, ids, _, them: self._padded(ids, them))
+        patch.setattr(
+            AutoCausalLM, "_packed", lambda self, ids, _, them: self._padded(ids, them, None)
+        )
         found["sigmoid"].append(_first_step(_job(model, "transformers", "sigmoid")))
     return found
 

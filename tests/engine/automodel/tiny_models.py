@@ -82,12 +82,13 @@ def tiny_config(model_type: str) -> Any:
     own = OVERRIDES.get(model_type, {})
     config = language_config(transformers.CONFIG_MAPPING[model_type](**own))
     values = shrink(config.to_dict())
-    return type(config).from_dict(_without_dropout(values))
+    return type(config).from_dict(without_dropout(values))
 
 
-def _without_dropout(values: Mapping[str, Any]) -> dict[str, Any]:
+def without_dropout(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a config with all rates of dropout 0."""
     return {
-        name: _without_dropout(value)
+        name: without_dropout(value)
         if isinstance(value, Mapping)
         else 0.0
         if isinstance(value, float) and any(part in name for part in NO_DROPOUT)

@@ -44,14 +44,14 @@ LAYOUTS = {
     ),
     "stages of rings": (4, {"pipeline_parallel_size": 2, "ringattn_parallel_size": 2}),
 }
-LONG = (
-    "ddp",
-    "fsdp2",
-    "fsdp2 in bf16",
-    "fsdp2 with lora",
-    "fsdp2 with qlora, merged",
-    "stages of rings",
-)
+MARKS = {
+    "ddp": [pytest.mark.slow],
+    "fsdp2": [pytest.mark.slow, pytest.mark.exhaustive],
+    "fsdp2 in bf16": [pytest.mark.slow, pytest.mark.exhaustive],
+    "fsdp2 with lora": [pytest.mark.slow, pytest.mark.exhaustive],
+    "fsdp2 with qlora, merged": [pytest.mark.slow],
+    "stages of rings": [pytest.mark.slow, pytest.mark.exhaustive],
+}
 
 
 class StopAfter(StopRequest):
@@ -80,7 +80,7 @@ def folder(tmp_path_factory):
 @pytest.mark.dist
 @pytest.mark.parametrize(
     "layout",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in LAYOUTS],
+    [pytest.param(name, marks=MARKS.get(name, [])) for name in LAYOUTS],
 )
 def test_a_resumed_run_ends_with_the_same_bytes(layout, folder):
     world, settings = LAYOUTS[layout]

@@ -11,7 +11,7 @@ from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.dist
 
-SECONDS = 0.5
+SECONDS = 2.0
 
 
 def told_and_agreed():

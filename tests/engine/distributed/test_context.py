@@ -1,5 +1,7 @@
 """Attention whose tokens lie on several ranks, judged by dense attention of the whole row."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,6 +15,7 @@ from penstock.engine.distributed.ring_attention import ring_segments
 from penstock.rows.collate import MicroBatch
 from penstock.rows.shared_prefix import PrefixSharing, first_blind_rows
 from tests.dense import dense_with_gradients, relative_error, visible
+from tests.kernels.attention.attention_cases import random_runs
 from tests.ranks import on_ranks
 
 # Neither 2 nor 4 ranks share three key heads evenly.
@@ -33,6 +36,11 @@ BRANCHING = {
     "two long answers": PrefixSharing((30,), (29, 33), ()),
     "a prompt over the middle": PrefixSharing((3, 60), (2, 9, 5, 11), ()),
 }
+RUNS = {
+    "images": [(0, 9), (10, 40), (45, 46), (50, 60), (60, 90)],
+    "an image over all ranks": [(20, 76)],
+}
+ROWS |= {"images": [40, 5, 51], "an image over all ranks": [20, 76]}
 ROWS |= {
     name: [*of.documents(), rest] if (rest := TOKENS - sum(of.documents())) else of.documents()
     for name, of in BRANCHING.items()
@@ -51,6 +59,7 @@ CASES = [
     ("auto", "one document", torch.float32, 96),
     ("auto", "two answers to each", torch.float32, 9),
     ("auto", "a prompt over the middle", torch.float32, 30),
+    *(("auto", name, torch.float32, window) for name in RUNS for window in (3, 20)),
 ]
 LAYOUTS = {
     2: [ParallelDims(ring=2), ParallelDims(ulysses=2)],
@@ -69,10 +78,11 @@ def tensors(dtype):
     return [torch.randn(TOKENS, n, WIDTH, generator=generator).to(dtype) for n in heads]
 
 
-def whole_batch(lengths, branching=None):
+def whole_batch(lengths, branching=None, runs=()):
     tokens = torch.arange(sum(lengths))
     positions = torch.cat([torch.arange(length) for length in lengths])
-    return MicroBatch(tokens, tokens + 1000, positions, tuple(lengths), 90, 80, (), branching)
+    ids = tokens, tokens + 1000, positions
+    return MicroBatch(*ids, tuple(lengths), 90, 80, (), branching, bidirectional=tuple(runs))
 
 
 def start_rows_in(name):
@@ -84,7 +94,7 @@ def attend_here(context, backend, name, dtype, window=None):
     """The numbers of this rank's tokens, and y, dq, dk, dv of these; with a window also what the
     sinks' gradient gets from here."""
     lengths = ROWS[name]
-    batch = whole_batch(lengths, BRANCHING.get(name))
+    batch = whole_batch(lengths, BRANCHING.get(name), RUNS.get(name, ()))
     mine = context.shard_batch(batch)
     tokens = mine.input_ids_T
     assert torch.equal(mine.labels_T, batch.labels_T[tokens])
@@ -123,7 +133,7 @@ def test_ranks_that_share_a_row_compute_what_one_computes(world):
         assert sorted(tokens) == list(range(TOKENS)), "each token lies on one rank"
         q, k, v, dy = tensors(dtype)
         sinks = None if window is None else SINKS
-        hidden = {"start_rows": start_rows_in(name)}
+        hidden = {"start_rows": start_rows_in(name), "bidirectional": RUNS.get(name, ())}
         want = dense_with_gradients(q, k, v, dy, ROWS[name], SCALE, window, sinks, **hidden)
         forward, backward = TOLERANCE[dtype]
         for part, whole in enumerate(want):
@@ -160,7 +170,7 @@ def several_rows():
     return {
         (name, window): bytes_sent(lengths, window)
         for name, lengths in ROWS.items()
-        if name not in BRANCHING
+        if name not in {**BRANCHING, **RUNS}
         for window in SENT_WINDOWS
     }
 
@@ -231,6 +241,29 @@ def test_every_visible_pair_of_documents_that_branch_is_computed_once(ring, docu
     assert torch.equal(computed(plans, ring, sum(lengths), window), seen.long())
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(2, 5),
+    st.integers(1, 6),
+    st.integers(1, 4),
+    st.randoms(use_true_random=False),
+    st.none() | st.integers(1, 40),
+)
+def test_every_visible_pair_of_bidirectional_runs_is_computed_once(
+    ring, chunk, documents, draw, window
+):
+    total = 2 * ring * chunk
+    bounds = sorted({0, total, *(draw.randint(0, total) for _ in range(documents))})
+    lengths = [end - start for start, end in pairwise(bounds)]
+    runs = random_runs(draw, lengths)
+    plans = [
+        ring_segments(lengths, ring, index, bidirectional=runs).with_window(window)
+        for index in range(ring)
+    ]
+    seen = visible(lengths, window, bidirectional=runs)
+    assert torch.equal(computed(plans, ring, total, window), seen.long())
+
+
 def computed(plans, ring, total, window):
     """How often each query's score of each key is computed, [T, T]."""
     times = torch.zeros(total, total, dtype=torch.int64)
@@ -250,7 +283,8 @@ def computed(plans, ring, total, window):
         assert sum(plan.lengths) == total // ring
         mine = tokens[index]
         start_rows = None if plan.start_rows is None else plan.start_rows.tolist()
-        times[mine.unsqueeze(1), mine] += visible(plan.lengths, window, start_rows).long()
+        runs = local_runs_of(plan)
+        times[mine.unsqueeze(1), mine] += visible(plan.lengths, window, start_rows, runs).long()
         for part in plan.local_blocks:
             count(part, mine, mine)
         for step in plan.steps:
@@ -260,6 +294,12 @@ def computed(plans, ring, total, window):
             for part in step.parts:
                 count(part, mine, tokens[giver][list(given)])
     return times
+
+
+def local_runs_of(plan):
+    """The bidirectional runs of a rank's own tokens."""
+    ends = [] if plan.run_ends is None else plan.run_ends.tolist()
+    return [(first, end) for first, end in enumerate(ends) if end > first + 1]
 
 
 def test_a_rank_alone_holds_the_row_and_attends_to_it_as_ever():

@@ -8,15 +8,7 @@ from safetensors.torch import load_file
 
 from tests.engine.inputs import MODELS, write_inputs
 from tests.engine.laid import MAX_NORM, alone
-from tests.engine.layouts import (
-    DESCRIBED,
-    LAYOUTS,
-    MORE_EXPERTS,
-    OF_GATED_EXPERTS,
-    OF_GEMMA3,
-    OF_LATENT_ATTENTION,
-    OF_LINEAR_ATTENTION,
-)
+from tests.engine.layouts import LAYOUTS
 from tests.engine.loops import each
 from tests.engine.traces import Errors, errors, exported, trace_here, trace_of_transformers
 from tests.ranks import on_ranks
@@ -33,100 +25,49 @@ CORE = {
     4: ["replicate 2 x shard 2", "pp 2 x tp 2", "shard 2 x ulysses 2", "ring 2 x tp 2"],
 }
 """Every axis at once and each in a pair, in two starts of the ranks."""
-OFTEN_OF_GATED_EXPERTS = {
-    "gated, ep 2 over shard 2",
+OFTEN = {
+    # Of one process and of two.
+    "one process, all kept",
+    "one process, parts recomputed",
+    "one process, sharded",
+    "dropout, two rows at once",
+    "shard 2, zero 2",
+    "shard 2, each reads",
+    "replicate 2, ddp",
+    "pp 2, ZBV",
+    "ep 2 over ring 2",
+    "ep 2 over replicate 2, ddp",
+    "ep 2 over tp 2, gates recomputed",
+    "adapters of experts, ep 2 over shard 2",
+    "merged adapters, shard 2, offloaded",
+    "over few bits, ep 2 over tp 2",
+    "away, pp 2, some stay",
+    "dropout, tp 2, sequence parallel",
+    "balance of rows, ep 2 over tp 2, split",
+    # Of each kind of layer.
+    "gpt-oss, tp 2, sequence parallel",
+    "learned positions, tp 2, sequence parallel",
+    "fused layers, tp 2, sequence parallel",
+    "gemma 4, tp 2, sequence parallel",
     "gated, ep 2 over tp 2, sequence parallel",
-    "gated, adapters of all, ep 2 over tp 2",
-    "gated, balance of rows, pp 2, ZBV",
-}
-OFTEN_OF_LATENT_ATTENTION = {
     "latent attention, ep 2 over tp 2",
+    "sparse attention, ep 2 over tp 2",
+    "sparse attention, ring 2",
+    "linear attention, ep 2 over ring 2",
+    "channel linear attention, ep 2 over tp 2",
+    "mamba, ep 2 over tp 2",
+    "experts without a gate, adapters, ep 2 over shard 2",
+    # Of four.
+    "pp 2 x ring 2",
+    "shard 2 x ring 2",
+    "ulysses 2 x tp 2",
+    "ep 4 over ring 2 x ulysses 2",
+    "over nf4, shard 2 x tp 2",
+    "gemma 3, pp 2 x ring 2",
     "latent attention, pp 2 x ring 2",
 }
-OFTEN_OF_LINEAR_ATTENTION = {
-    "linear attention, ep 2 over tp 2",
-    "dense linear attention, pp 2",
-}
-OFTEN_OF_GEMMA3 = {
-    "gemma 3, tp 2, sequence parallel",
-    "gemma 3, pp 2 x ring 2",
-}
-OFTEN = {
-    "output norms, tp 2, sequence parallel",
-    "output norms, pp 2 x ring 2",
-    "fused layers, tp 2, sequence parallel",
-    "fused layers, over nf4, shard 2 x tp 2",
-    "soft caps, tp 2, sequence parallel",
-    "gemma 4, tp 2, sequence parallel",
-    "parallel blocks, tp 2, sequence parallel",
-    "scales, pp 2",
-    "query scales, pp 2 x ring 2",
-    "dots1, ep 2 over tp 2",
-    "llama 4, ep 2 over tp 2",
-}
-"""Of families that the decoder describes: one layout of each feature."""
-LARGE = {
-    "over tiles, pp 2, not fused",
-    "over few bits, ep 2 over shard 2",
-    "over few bits, ep 2 over replicate 2, ddp, gates recomputed",
-    "over few bits, merged, ep 2 over replicate 2, ddp",
-    "over nvfp4, tp 2",
-    "merged adapters, tp 2, not fused",
-    "merged adapters, pp 2, ZBV",
-    "dropout, tp 2, adapters",
-    "dropout, ring 2",
-    "dropout, ulysses 2",
-    "balance of rows, ring 2",
-    "balance of rows, ulysses 2",
-    "balance of rows, pp 2, ZBV",
-    "balance of steps, one pass, shard 2",
-    "balance of steps, pp 2",
-    "away, tp 2, parts recomputed",
-    "away, pp 2, ZBV",
-    "normed adapters, tp 2, not fused",
-    "normed adapters, pp 2",
-    "ep 2 over shard 4, far apart",
-    "ep 2 over pp 2 x shard 2",
-    "ep 4 over shard 2 x tp 2, ddp",
-    "half shared adapters, ep 2 over shard 2, gates recomputed",
-    "shared adapters, tp 2",
-    "pp 2 x replicate 2",
-    "pp 2 x ulysses 2",
-    "learned positions, tp 2",
-    "learned positions, ulysses 2",
-    "learned positions, ring 2",
-    "layer norms, ring 2",
-    "gpt-oss, ulysses 2",
-    "gpt-oss, tp 2, adapters",
-    "shard 4",
-    "replicate 4, ddp",
-    "ring 4",
-    "ulysses 4, two key heads",
-    "pp 4",
-    "pp 2 x shard 2 x ring 2",
-    "replicate 2 x ring 2 x ulysses 2",
-    "shard 2 x tp 4, two key heads",
-    "pp 4 x tp 2",
-    "ep 4 over pp 2 x ring 2 x ulysses 2",
-    "ep 4 over shard 2 x ulysses 2 x tp 2",
-    "ep 2 over shard 2 x ring 2 x tp 2",
-    "balance of steps, ep 4 over pp 2 x ring 2 x tp 2",
-    "pp 2 x replicate 2 x ulysses 2",
-    "replicate 2 x shard 2 x tp 2",
-    "shard 2 x ring 2 x tp 2",
-    "shard 2 x ulysses 2 x tp 2",
-    "ring 2 x ulysses 2 x tp 2",
-    "ring 4 x ulysses 2",
-    "pp 2 x shard 2 x tp 2",
-    "pp 2 x ring 2 x ulysses 2",
-    "ep 4 over pp 2 x shard 2 x tp 2",
-    *({layout.name for layout in (*DESCRIBED, *MORE_EXPERTS)} - OFTEN),
-    *({layout.name for layout in OF_LATENT_ATTENTION} - OFTEN_OF_LATENT_ATTENTION),
-    *({layout.name for layout in OF_LINEAR_ATTENTION} - OFTEN_OF_LINEAR_ATTENTION),
-    *({layout.name for layout in OF_GEMMA3} - OFTEN_OF_GEMMA3),
-    *({layout.name for layout in OF_GATED_EXPERTS} - OFTEN_OF_GATED_EXPERTS),
-}
-"""Many processes for what others show as well: run with `pytest -m exhaustive`."""
+"""One of each way and of each kind of layer. What the others show besides is shown with
+`pytest -m exhaustive`."""
 
 TOGETHER = 6
 """Layouts that share a start of the ranks."""
@@ -138,8 +79,11 @@ def groups():
         yield pytest.param(names, id=" | ".join(names), marks=pytest.mark.slow)
     core = {name for names in CORE.values() for name in names}
     for marks, chosen in (
-        ([pytest.mark.slow], [name for name in LAYOUTS if name not in core | LARGE]),
-        ([pytest.mark.slow, pytest.mark.exhaustive], [name for name in LAYOUTS if name in LARGE]),
+        ([pytest.mark.slow], [name for name in LAYOUTS if name in OFTEN]),
+        (
+            [pytest.mark.slow, pytest.mark.exhaustive],
+            [name for name in LAYOUTS if name not in core | OFTEN],
+        ),
     ):
         for world in sorted({layout.world for layout in LAYOUTS.values()}):
             names = [name for name in chosen if LAYOUTS[name].world == world]
@@ -168,21 +112,25 @@ def reference(folder):
 
 
 LATER = [
-    pytest.param(kind, marks=pytest.mark.slow)
-    for kind in (
-        "untied",
-        "learned positions",
-        "output norms",
-        "fused layers",
-        "soft caps",
-        "gemma 3",
-        "gemma 4",
-        "parallel blocks",
-        "scales",
-        "query scales",
-        "dense linear attention",
-    )
+    pytest.param(kind, marks=[pytest.mark.slow, *([] if often else [pytest.mark.exhaustive])])
+    for kind, often in {
+        "untied": False,
+        "learned positions": True,
+        "output norms": False,
+        "fused layers": True,
+        "soft caps": False,
+        "gemma 3": True,
+        "gemma 4": False,
+        "parallel blocks": False,
+        "scales": False,
+        "query scales": False,
+        "dense linear attention": True,
+        "convolutions": False,
+        "separate linear attention": False,
+        "dense mamba": False,
+    }.items()
 ]
+"""The kinds of models, and whether each is compared by default."""
 
 
 @pytest.mark.dist
@@ -191,7 +139,8 @@ def test_one_process_computes_what_transformers_does(kind, folder, reference):
     trace, files = reference(alone(kind).name)
     assert all(norm > MAX_NORM for norm in trace.norms), "what is clipped must differ"
     found = errors(trace, trace_of_transformers(folder, kind, trace.rows))
-    assert found.within(LIMITS), found
+    limits = OF_STATES if kind.endswith("linear attention") else LIMITS
+    assert found.within(limits), found
     [source] = (folder / kind).glob("*.safetensors")
     (folder / "exported.safetensors").write_bytes(files["hf/model.safetensors"])
     mine, theirs = load_file(folder / "exported.safetensors"), load_file(source)
@@ -211,10 +160,14 @@ def test_a_layout_computes_and_exports_what_one_process_does(names, folder, refe
         trace, files = reference(layout.alone.name)
         far = errors(found[name], trace)
         limits = OF_ADAPTERS if layout.lora else LIMITS
-        if layout.kind.endswith("linear attention"):
+        if layout.kind.endswith(("linear attention", "mamba", "one part")):
             limits = OF_STATES
         assert far.within(limits), f"{name}: {far}"
         assert exported(job) == files, f"{name} does not export the same bytes"
+
+
+def test_what_is_tried_often_is_there():
+    assert {layout.name for layout in LAYOUTS.values()} >= OFTEN
 
 
 def test_every_axis_is_there_alone_and_every_two_of_them_together():

@@ -16,8 +16,8 @@ from tests.engine.inputs import MODELS, SHAPE
 MODEL = {**runs.TINY, **SHAPE, **MODELS["linear attention"]}
 
 
-def run_of(folder, nproc, data=None, **train):
-    (folder / "config.json").write_text(json.dumps(MODEL))
+def run_of(folder, nproc, data=None, *, model=MODEL, **train):
+    (folder / "config.json").write_text(json.dumps(model))
     sections = {"data": data or {}, "launch": {"nproc_per_node": nproc}, "train": train}
     return loads(smallest(model={"config_path": str(folder)}, **sections))
 
@@ -25,13 +25,12 @@ def run_of(folder, nproc, data=None, **train):
 @pytest.mark.parametrize(
     ("nproc", "train", "says"),
     [
-        (2, {"ringattn_parallel_size": 2}, "ringattn_parallel_size is 2, .* states pass"),
-        (2, {"ulysses_parallel_size": 2}, "ulysses_parallel_size is 2, .* states pass"),
         (8, {"tensor_parallel_size": 8}, "tensor_parallel_size is 8, .* linear_num_key_heads is 4"),
+        (3, {"ulysses_parallel_size": 3}, "ulysses_parallel_size is 3, .* 8 num_attention_heads"),
     ],
     ids=str,
 )
-def test_a_layout_that_would_cut_states_is_refused_with_one_that_does_not(
+def test_a_layout_that_would_cut_heads_is_refused_with_one_that_does_not(
     tmp_path, monkeypatch, nproc, train, says
 ):
     monkeypatch.setattr(env, "num_gpus", lambda: 0)
@@ -39,6 +38,30 @@ def test_a_layout_that_would_cut_states_is_refused_with_one_that_does_not(
         check_layout(run_of(tmp_path, nproc, **train))
     assert "Write train." in str(refusal.value)
     check_layout(run_of(tmp_path, 4, tensor_parallel_size=4))
+    check_layout(run_of(tmp_path, 6, ringattn_parallel_size=6))
+    check_layout(run_of(tmp_path, 16, ringattn_parallel_size=2, ulysses_parallel_size=8))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "says"),
+    [
+        ({"mamba_n_heads": 2}, "mamba_n_heads is 2: every rank must get equally many"),
+        (
+            {"mamba_expand": 3, "mamba_n_heads": 12, "mamba_n_groups": 3},
+            "mamba_n_groups is 3: neither do ranks get equally many",
+        ),
+    ],
+    ids=str,
+)
+def test_heads_and_groups_of_mamba_that_ranks_cannot_share_are_refused(
+    tmp_path, monkeypatch, sizes, says
+):
+    monkeypatch.setattr(env, "num_gpus", lambda: 0)
+    model = {**runs.TINY, **SHAPE, **MODELS["mamba"], **sizes}
+    with pytest.raises(ConfigError, match=says) as refusal:
+        check_layout(run_of(tmp_path, 4, tensor_parallel_size=4, model=model))
+    assert "Write train." in str(refusal.value)
+    check_layout(run_of(tmp_path, 1, model=model))
 
 
 def test_prompts_are_not_shared_unless_that_is_written_which_is_refused(tmp_path):

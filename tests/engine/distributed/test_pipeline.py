@@ -156,7 +156,7 @@ def compare(
     )
     parts = [
         filled(config, part, lora)
-        for part in build_stage_modules(config, train, mesh.index("pipeline"))
+        for part in build_stage_modules(config, train, mesh.index("pipeline"), 64)
     ]
     seen, computed, order = [], [], []
     for number, part in zip(
@@ -201,7 +201,7 @@ def compare(
         times = 2 if recomputed == "layers" else 1
         assert len(computed) == times * count * sum(len(part.model.layers) for part in parts)
         assert not loss.requires_grad
-        pipeline.all_reduce_tied_grads()
+        pipeline.all_reduce_copied_grads()
         both = torch.stack([loss, evaluated])
         torch.distributed.all_reduce(both)
         assert both.tolist() == pytest.approx([wanted] * 2, abs=LOSS_ATOL, rel=rtol), schedule
@@ -302,6 +302,7 @@ def test_adapters_and_stages_that_train_nothing_pass_gradients_on():
 
 @pytest.mark.dist
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_sharded_stages_compute_what_one_model_does():
     """On a mesh of one rank and of two; freed after the forward pass where a schedule allows it."""
     cases = [

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import peft
 import pytest
@@ -69,9 +70,29 @@ FAMILIES = {
     "query scales": MODELS["query scales"],
     "fused layers": MODELS["fused layers"],
     "latent attention": {**MODELS["latent attention"], "num_attention_heads": 8},
+    "sparse attention": {**MODELS["sparse attention"], "num_attention_heads": 8},
     "linear attention": {
         **MODELS["linear attention"],
         "layer_types": ["linear_attention", "full_attention"],
+    },
+    "convolutions": {**MODELS["convolutions"], "layer_types": ["conv", "full_attention"]},
+    "separate linear attention": {
+        **MODELS["separate linear attention"],
+        "layer_types": ["linear_attention", "full_attention"],
+    },
+    "mamba": {**MODELS["mamba"], "layer_types": ["linear_attention", "full_attention"]},
+    "layers of one part": MODELS["layers of one part"],
+    "dense mamba": {**MODELS["dense mamba"], "attn_layer_indices": [1]},
+    "convolutions and experts": {
+        **MODELS["convolutions and experts"],
+        "layer_types": ["conv", "full_attention"],
+    },
+    "experts without a gate": MODELS["experts without a gate"],
+    "channel linear attention": {
+        **MODELS["channel linear attention"],
+        "num_attention_heads": 8,
+        "layer_types": ["linear_attention", "full_attention"],
+        "mlp_layer_types": ["dense", "sparse"],
     },
     "dynamic": {
         "model_type": "llama",
@@ -92,6 +113,46 @@ FAMILIES = {
         },
     },
 }
+
+TWO_KINDS = {"layer_types": ["linear_attention", "full_attention"]}
+MIXTURE = {**MODELS["latent attention"], "num_attention_heads": 8}
+SIBLINGS: dict[str, dict[str, Any]] = {
+    "dense linear attention": {**MODELS["dense linear attention"], **TWO_KINDS},
+    "qwen3_5_moe_text": {
+        **MODELS["linear attention"],
+        **TWO_KINDS,
+        "model_type": "qwen3_5_moe_text",
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "mlp_only_layers": [],
+    },
+    "dense latent attention": {**MODELS["dense latent attention"], "num_attention_heads": 8},
+    "minicpm3": {
+        **MODELS["dense latent attention"],
+        "model_type": "minicpm3",
+        "architectures": ["MiniCPM3ForCausalLM"],
+        "num_attention_heads": 8,
+    },
+    "deepseek_v2": {
+        **MIXTURE,
+        "model_type": "deepseek_v2",
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "topk_method": "group_limited_greedy",
+    },
+    "glm4_moe_lite": {
+        **MIXTURE,
+        "model_type": "glm4_moe_lite",
+        "architectures": ["Glm4MoeLiteForCausalLM"],
+        "head_dim": 4,
+        "mlp_layer_types": ["dense", "sparse"],
+    },
+    "glm_moe_dsa": {
+        **MODELS["sparse attention"],
+        "model_type": "glm_moe_dsa",
+        "architectures": ["GlmMoeDsaForCausalLM"],
+        "num_attention_heads": 8,
+    },
+}
+"""Families whose layers are like those of FAMILIES."""
 
 
 @pytest.fixture(scope="module")
@@ -114,10 +175,15 @@ def greedily(job):
 KEEPING = [name for name in FAMILIES if name != "by length"]
 
 
-def test_the_top_k_tokens_are_those_of_transformers(folder):
-    jobs = {name: job_of(folder, f"greedy {name}", name) for name in KEEPING}
+@pytest.mark.parametrize(
+    "names", [KEEPING, pytest.param([*SIBLINGS], marks=pytest.mark.exhaustive)]
+)
+def test_the_top_k_tokens_are_those_of_transformers(folder, names):
+    for name in SIBLINGS.keys() & names:
+        write_model(folder / name, **SIBLINGS[name])
+    jobs = {name: job_of(folder, f"greedy {name}", name) for name in names}
     [found] = on_ranks(1, each, greedily, jobs)
-    for name in KEEPING:
+    for name in names:
         model = read_model(folder / name)
         assert len({token for one in found[name] for token in one["tokens"][0]}) > 8
         for number, (prompt, one) in enumerate(zip(PROMPTS, found[name], strict=True)):
@@ -186,6 +252,10 @@ def in_little_room(job):
         "sinks",
         "linear attention",
         pytest.param("latent attention", marks=pytest.mark.exhaustive),
+        pytest.param("sparse attention", marks=pytest.mark.exhaustive),
+        pytest.param("dense mamba", marks=pytest.mark.exhaustive),
+        pytest.param("convolutions and experts", marks=pytest.mark.exhaustive),
+        pytest.param("experts without a gate", marks=pytest.mark.exhaustive),
     ],
 )
 def test_what_is_kept_and_how_many_are_written_at_once_changes_nothing(folder, name):
@@ -239,6 +309,12 @@ OTHERS = {
     "latent attention, tp": {"tensor_parallel_size": 2, "expert_parallel_size": 2},
     "latent attention, ulysses": {"ulysses_parallel_size": 2},
     "latent attention, stages": {"pipeline_parallel_size": 2},
+    "sparse attention, tp": {"tensor_parallel_size": 2},
+    "sparse attention, ulysses": {"ulysses_parallel_size": 2},
+    "sparse attention, a ring": {"ringattn_parallel_size": 2},
+    "linear attention, tp": {"tensor_parallel_size": 2},
+    "linear attention, ulysses": {"ulysses_parallel_size": 2},
+    "linear attention, a ring": {"ringattn_parallel_size": 2},
 }
 
 
@@ -264,8 +340,9 @@ def test_every_rank_of_any_layout_draws_what_one_process_draws(folder, layouts):
 
 
 def _model_of(layout):
-    if layout.startswith("latent attention"):
-        return "latent attention"
+    kind, _, of_layout = layout.partition(", ")
+    if of_layout and kind in FAMILIES:
+        return kind
     return "experts" if layout == "experts" else "windows"
 
 

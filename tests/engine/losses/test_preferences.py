@@ -96,6 +96,7 @@ def test_other_layouts_learn_from_pairs_what_one_process_does(world, folder, ref
     check(MORE[world], "sigmoid", folder, reference)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.dist
 @pytest.mark.slow
 def test_a_layout_compares_judged_answers_with_the_same_baseline(folder, reference):

@@ -15,7 +15,7 @@ from penstock.engine.distributed.ranks import init_process_group
 from penstock.engine.hf.config import read_hf_config
 from penstock.engine.hf.state_dict import in_checkpoint
 from penstock.engine.moe.balancing_settings import BIAS_FAMILIES, MOE_FAMILIES
-from penstock.models.registry import FAMILIES, get_family
+from penstock.models.registry import FAMILIES, LANGUAGE_MODELS, get_family
 from penstock.plan import check_machine
 from penstock.rows.reader import PackedRows
 from tests.engine import runs
@@ -184,7 +184,7 @@ def test_the_families_with_experts_and_with_biases_are_those_that_are_listed():
     sizes |= {"num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 8}
     found = {
         name: family.read({**sizes, **NEEDED.get(name, {}), **SHAPES.get(name, {})}).experts
-        for name, family in FAMILIES.items()
+        for name, family in {**FAMILIES, **LANGUAGE_MODELS}.items()
     }
     assert {name for name, experts in found.items() if experts} == set(MOE_FAMILIES)
     assert {n for n, experts in found.items() if experts and experts.selection_bias} == set(

@@ -200,6 +200,10 @@ OF_EXPERTS = {
     "in one": ("sinks", {"lora_rank": 3}),
     "in one, otherwise called": ("granitemoe", {"moe_shared_lora": True}),
     "gated": ("gated experts", {"lora_target_modules": "all-linear"}),
+    "without a gate": (
+        "experts without a gate",
+        {"moe_hybrid_shared_lora": True, "lora_target_modules": "all-linear"},
+    ),
 }
 
 

@@ -11,7 +11,11 @@ from penstock.core.errors import CapabilityError
 from penstock.core.files import read_json, write_json
 from penstock.engine.hf.base_model import BaseModelWeights
 from penstock.engine.hf.export import write_folders
-from penstock.engine.hf.prediction_layers import describe_prediction_layers, prediction_layers
+from penstock.engine.hf.prediction_layers import (
+    describe_prediction_layers,
+    prediction_layers,
+    prediction_tensors,
+)
 from penstock.engine.hf.safetensors_reader import SafetensorsFolder
 from penstock.engine.model_source import ExportFormat
 from penstock.machine import check_model
@@ -54,10 +58,10 @@ def test_every_layer_beyond_those_declared_is_refused(tmp_path):
     run = {"model_path": str(tmp_path)}
     check_model(runs.run_config(tmp_path / "out", tmp_path, model=run))
     said = read_json(tmp_path / "config.json")
-    assert describe_prediction_layers(said) == (
-        f"model: 1 layer from {LAYERS} on predicts further tokens (num_nextn_predict_layers), not "
-        "trained; exports have the base model's"
-    )
+    told = describe_prediction_layers(tmp_path, LAYERS)
+    assert told
+    assert "tensors that predict further tokens" in told
+    assert describe_prediction_layers(tmp_path, LAYERS + 1) is None
     write_json(tmp_path / "config.json", {**said, "num_nextn_predict_layers": 0})
     with pytest.raises(CapabilityError, match="has 3 layers"):
         check_model(runs.run_config(tmp_path / "out", tmp_path, model=run))
@@ -149,7 +153,9 @@ def test_published_tiles_of_every_layer_are_read_also_of_the_one_that_is_not_tra
     with SafetensorsFolder(tmp_path) as folder:
         reader, shapes = base.quantized_reader(folder), names.hf_shapes()
         reader.require(shapes)
-        further = prediction_layers(folder, LAYERS, base.published)
+        # With the tensors of their scales.
+        names_there = prediction_tensors(folder.names(), LAYERS)
+        further = prediction_layers(folder, names_there, base.published)
         assert {*shapes, *further.shapes} == wanted.keys()
         for name, tensor in wanted.items():
             if name in further.shapes:

@@ -20,7 +20,7 @@ from penstock.engine.model_source import ExportFormat, QuantizationArgs
 from penstock.export.card_text import adapter_snippet, model_snippet
 from penstock.export.merge import merge_folders
 from penstock.machine import check_model
-from penstock.models.multimodal import is_language, module_name
+from penstock.models.multimodal import MULTIMODAL, is_language, module_name
 from penstock.models.registry import get_family
 from penstock.origins import resolve_model_source, with_adapter
 from penstock.rows.tokenizer import load_tokenizer
@@ -30,9 +30,9 @@ from tests.models.multimodal import multimodal_model
 from tests.models.twins import documents, packed_logits, their_logits
 from tests.ranks import on_ranks
 
-MODELS = ("qwen3_vl", "gemma3", "qwen2_5_vl", "llava")
-"""The ways to name the backbone in files: `model.language_model`, `model` and
-`language_model.model`."""
+MODELS = ("qwen3_vl", "gemma3", "qwen2_5_vl", "llava", "smolvlm")
+"""The ways to name the backbone in files: `model.language_model`, `model`, `language_model.model`
+and `model.text_model`."""
 
 
 def write_multimodal(folder, model_type):
@@ -96,28 +96,24 @@ def assert_kept(model, out):
         assert (out / file).read_bytes() == (model / file).read_bytes()
 
 
-@pytest.mark.dist
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-def test_it_is_trained_as_transformers_computes_it_and_all_else_is_exported_as_it_was(
-    tmp_path, monkeypatch
-):
+LORA = {"enable_lora": True, "lora_rank": 4, "lora_target_modules": ["q_proj", "gate_proj"]}
+
+
+def trained_and_exported(tmp_path, kinds, lora=None):
+    """Train each model type's weights, adapters, or both in turn, and compare its exports with
+    transformers and PEFT. Returns the logits before and after, and the losses, of each."""
     runs.write_rows(tmp_path / "packed", 4)
     made, jobs = {}, {}
-    lora = {"enable_lora": True, "lora_rank": 4, "lora_target_modules": ["q_proj", "gate_proj"]}
-    for model_type in MODELS:
+    for model_type, its in kinds.items():
         model = tmp_path / model_type
         write_multimodal(model, model_type)
-        # All weights of two, adapters of each.
-        kinds = {"weights": {}, "adapters": lora}
-        if model_type not in MODELS[:2]:
-            del kinds["weights"]
-        for kind, adapters in kinds.items():
+        for kind in its:
             name = f"{model_type} {kind}"
             run = runs.run_config(
                 tmp_path / name,
                 model,
                 model={"model_path": str(model), "tokenizer_path": str(model)},
-                lora=adapters,
+                lora=(lora or LORA) if kind == "adapters" else {},
                 data_parallel_mode="none",
                 num_train_epochs=2,
             )
@@ -136,10 +132,39 @@ def test_it_is_trained_as_transformers_computes_it_and_all_else_is_exported_as_i
         if kind == "adapters":
             adapted = PeftModel.from_pretrained(loaded(model), out / "adapter")
             assert_same(adapted, ended)
-            targets = read_json(out / "adapter/adapter_config.json")["target_modules"]
-            assert targets[0] == "model.language_model.layers.0.mlp.gate_proj"
             merge_folders(model, out / "adapter", out / "merged")
             assert_same(loaded(out / "merged"), ended)
+    return found
+
+
+@pytest.mark.dist
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match")
+@pytest.mark.parametrize(
+    "model_type", ["ernie4_5_vl_moe", "glm4v", "glm4v_moe", "qwen3_5_moe", "qwen3_vl_moe"]
+)
+def test_language_models_with_experts_are_trained_and_exported_so_too(tmp_path, model_type):
+    lora = (
+        LORA | {"lora_target_modules": ["q_proj", "gate_up_proj"]}
+        if model_type == "glm4v"
+        else LORA
+    )
+    trained_and_exported(tmp_path, {model_type: ("weights", "adapters")}, lora)
+
+
+@pytest.mark.dist
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_it_is_trained_as_transformers_computes_it_and_all_else_is_exported_as_it_was(
+    tmp_path, monkeypatch
+):
+    # All weights of two, adapters of each.
+    both = dict.fromkeys(MODELS[:2], ("weights", "adapters"))
+    found = trained_and_exported(tmp_path, both | dict.fromkeys(MODELS[2:], ("adapters",)))
+    for model_type in MODELS:
+        written = tmp_path / f"{model_type} adapters/exported/adapter/adapter_config.json"
+        targets = read_json(written)["target_modules"]
+        assert targets[0] == f"{MULTIMODAL[model_type].backbone}layers.0.mlp.gate_proj"
     # As the card says how to load them.
     snippets = {
         "hf": model_snippet("text", MODELS[0]),

@@ -23,7 +23,14 @@ def choose(monkeypatch):
     """The backend that is chosen, and what is said; on a GPU where a capability is given."""
 
     def chosen(
-        written=None, capability=None, packages=(), model=None, ring=1, mixed=True, data=None
+        written=None,
+        capability=None,
+        packages=(),
+        model=None,
+        ring=1,
+        mixed=True,
+        data=None,
+        **more,
     ):
         for name in PACKAGES:
             missing = (
@@ -45,7 +52,7 @@ def choose(monkeypatch):
         said = []
         device = torch.device("cuda", 0) if capability else torch.device("cpu")
         with FakeTensorMode():
-            name = choose_attention(run, config, device, said.append)
+            name = choose_attention(run, config, device, said.append, **more)
         [line] = said
         return name, line
 
@@ -127,6 +134,17 @@ def test_answers_that_share_a_prompt_go_where_one_is_hidden_from_the_other(choos
     assert choose(data={**PAIRS, "share_prompts": False}, ring=2, **here)[0] == THREE
     with pytest.raises(CapabilityError, match=r"is flash_attention_3, which .* start rows"):
         choose(THREE, data=PAIRS, **here)
+
+
+def test_images_whose_tokens_are_bidirectional_go_where_later_ones_are_seen(choose):
+    here = {"capability": HOPPER, "packages": PACKAGES, "bidirectional": True}
+    chosen, line = choose(**here)
+    assert chosen == "native"
+    assert "flash_attention_3: runs of tokens are bidirectional" in line
+    assert choose(ring=2, **here)[0] == "sdpa"
+    assert choose(bidirectional=True)[0] == "sdpa"
+    with pytest.raises(CapabilityError, match=r"is flash_attention_3, which .* runs of tokens"):
+        choose(THREE, **here)
 
 
 @pytest.mark.parametrize(("written", "ring"), [(THREE, 1), ("native", 2)])

@@ -79,13 +79,9 @@ def counted(job, backend):
 @pytest.mark.parametrize(
     ("name", "backend"),
     [
-        ("adapters", "inductor"),
-        *(
-            pytest.param(name, "inductor", marks=pytest.mark.exhaustive)
-            for name in COMPILED
-            if name != "adapters"
-        ),
         # The same programs, which nobody turns into code.
+        ("adapters", "aot_eager"),
+        *(pytest.param(name, "inductor", marks=pytest.mark.exhaustive) for name in COMPILED),
         *(pytest.param(name, "aot_eager", marks=pytest.mark.exhaustive) for name in OTHERS),
     ],
 )

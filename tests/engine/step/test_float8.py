@@ -296,9 +296,7 @@ GATHERED = {
 }
 
 
-@pytest.mark.parametrize(
-    "names", some_and_the_rest(GATHERED, ["tensorwise", "blockwise"]), ids=" | ".join
-)
+@pytest.mark.parametrize("names", some_and_the_rest(GATHERED, ["blockwise"]), ids=" | ".join)
 def test_weights_that_are_gathered_in_8_bits_change_nothing_but_the_traffic(names, folder):
     jobs = {}
     for name in names:

@@ -262,7 +262,7 @@ def has_bfloat16():
     "names",
     [
         FEW,
-        pytest.param(MORE, marks=pytest.mark.slow),
+        pytest.param(MORE, marks=[pytest.mark.slow, pytest.mark.exhaustive]),
         pytest.param(REST, marks=[pytest.mark.slow, pytest.mark.exhaustive]),
     ],
     ids=["few", "more", "rest"],

@@ -1,8 +1,9 @@
 """Random cases of attention: documents of one token, of primes, of many; heads of every grouping;
-windows, sinks, soft caps and start rows, each in some."""
+windows, sinks, soft caps, and start rows or bidirectional runs, each in some."""
 
 import random
 from dataclasses import dataclass
+from itertools import pairwise
 
 import pytest
 import torch
@@ -26,11 +27,16 @@ class Case:
     has_sinks: bool
     soft_cap: float | None
     start_rows: list[int] | None
+    bidirectional: list[tuple[int, int]]
     seed: int
 
     @property
     def scale(self):
         return self.width**-0.5
+
+    @property
+    def masks(self):
+        return {"start_rows": self.start_rows, "bidirectional": self.bidirectional}
 
     def tensors(self, dtype=torch.float64):
         """q, k, v, dy, and sinks or None."""
@@ -46,13 +52,13 @@ class Case:
         """y, dq, dk, dv, and dsinks if there are sinks, of one of attention's backends."""
         q, k, v, dy, sinks = self.tensors(dtype)
         given = [part.requires_grad_() for part in (q, k, v, sinks) if part is not None]
-        segments = VarlenMetadata.of(self.lengths, start_rows=self.start_rows)
+        segments = VarlenMetadata.of(self.lengths, **self.masks)
         more = given[3] if self.has_sinks else None
         y = attend(*given[:3], segments, self.scale, self.window, more, self.soft_cap, **settings)
         return [y.detach(), *torch.autograd.grad(y, given, dy)]
 
 
-def drawn(seed, *, sinks=True, soft_caps=True, start_rows=True):
+def drawn(seed, *, sinks=True, soft_caps=True, masks=True):
     """The case of this number, without what is not asked for."""
     draw = random.Random(seed)
     lengths = [draw.choice(LENGTHS) for _ in range(draw.choice((1, 1, 2, 3, 5)))]
@@ -67,8 +73,20 @@ def drawn(seed, *, sinks=True, soft_caps=True, start_rows=True):
     }
     case["has_sinks"] &= sinks
     case["soft_cap"] = case["soft_cap"] if soft_caps else None
-    case["start_rows"] = case["start_rows"] if start_rows else None
-    return Case(**case, seed=seed)
+    case["start_rows"] = case["start_rows"] if masks else None
+    has_runs = masks and case["start_rows"] is None and draw.random() < 0.5
+    runs = random_runs(draw, lengths) if has_runs else []
+    return Case(**case, bidirectional=runs, seed=seed)
+
+
+def random_runs(draw, lengths):
+    """Bidirectional runs, some next to one another, some of one token."""
+    runs, first = [], 0
+    for length in lengths:
+        cuts = sorted({draw.randint(0, length) for _ in range(draw.randint(2, 6))})
+        runs += [(first + a, first + b) for a, b in pairwise(cuts) if draw.random() < 0.6]
+        first += length
+    return runs
 
 
 def random_start_rows(draw, lengths):

@@ -73,7 +73,7 @@ def test_a_hundred_random_cases_are_what_their_dense_masks_say(seeds):
     for seed in seeds:
         case = drawn(seed)
         q, k, v, dy, sinks = case.tensors()
-        more = {"soft_cap": case.soft_cap, "start_rows": case.start_rows}
+        more = {"soft_cap": case.soft_cap, **case.masks}
         want = dense_with_gradients(
             q, k, v, dy, case.lengths, case.scale, case.window, sinks, **more
         )
@@ -132,6 +132,12 @@ def test_start_rows_that_hide_nothing_cost_nothing():
 def test_start_rows_are_one_for_each_token_and_hide_none_from_itself(start_rows, says):
     with pytest.raises(ValueError, match=says):
         VarlenMetadata.of([3], start_rows=start_rows)
+
+
+@pytest.mark.parametrize("runs", [[(2, 4)], [(0, 2), (1, 3)], [(0, 0)], [(4, 6)]], ids=str)
+def test_bidirectional_runs_are_in_order_and_each_in_a_document(runs):
+    with pytest.raises(ValueError, match="a run of tokens"):
+        VarlenMetadata.of([3, 2], bidirectional=runs)
 
 
 def test_a_document_costs_a_window_for_each_token_and_not_its_square(monkeypatch):

@@ -62,10 +62,12 @@ def test_the_operators_are_what_pytorch_takes_them_for():
     q, k, v = tensors(9)
     bounds = torch.tensor([0, 4, 9], dtype=torch.int32)
     start_rows = torch.tensor([2, 4, 4, 4, 9, 7, 9, 9, 9], dtype=torch.int32)
+    run_ends = torch.tensor([1, 3, 3, 4, 5, 6, 9, 9, 9], dtype=torch.int32)
+    documents = bounds, start_rows, run_ends
     sinks = torch.zeros(4, requires_grad=True)
     forward = torch.ops.penstock.packed_attention.default
-    opcheck(forward, (q, k, v, sinks, bounds, start_rows, 0.3, 3))
-    y, lse = forward(q, k, v, sinks, bounds, start_rows, 0.3, 3)
+    opcheck(forward, (q, k, v, sinks, *documents, 0.3, 3))
+    y, lse = forward(q, k, v, sinks, *documents, 0.3, 3)
     given = [part.detach() for part in (y, q, k, v, y, lse)]
     backward = torch.ops.penstock.packed_attention_backward.default
-    opcheck(backward, (*given, bounds, start_rows, 0.3, 3))
+    opcheck(backward, (*given, *documents, 0.3, 3))

@@ -54,7 +54,7 @@ def check_cases(name, seeds):
     what differs is what was asked for."""
     package = PACKAGES[name]
     for seed in seeds:
-        case = drawn(seed, sinks=package.sinks, soft_caps=package.soft_cap, start_rows=False)
+        case = drawn(seed, sinks=package.sinks, soft_caps=package.soft_cap, masks=False)
         want = case.with_gradients(attention.backend("eager"))
         got = case.with_gradients(RUN[name])
         torch.testing.assert_close(got, want, atol=1e-11, rtol=1e-11, msg=str(case))
@@ -108,7 +108,10 @@ def refusal(name, capability, monkeypatch, *, width=64, dtype=torch.bfloat16, **
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     with FakeTensorMode():
         q, k = (torch.empty(9, heads, width, dtype=dtype, device="cuda") for heads in (4, 2))
-        documents = VarlenMetadata.of([9], "cpu", start_rows=settings.pop("start_rows", None))
+        masks = {
+            name: settings.pop(name) for name in ("start_rows", "bidirectional") if name in settings
+        }
+        documents = VarlenMetadata.of([9], "cpu", **masks)
         if settings.pop("sinks", False):
             settings["sinks_N"] = torch.empty(4, device="cuda")
         return packages.unsupported_reason(name, q, k, k, documents, 0.1, **settings)
@@ -126,6 +129,7 @@ TWO, THREE, FOUR = RUN
         (TWO, (9, 0), {"sinks": True}, "heads have sinks, and it has none"),
         (TWO, (9, 0), {"start_rows": [9] * 8 + [10]}, None),
         (TWO, (9, 0), {"start_rows": [2] + [9] * 8}, "start rows hide some"),
+        (THREE, (9, 0), {"bidirectional": [(2, 5)]}, "runs of tokens are bidirectional"),
         (THREE, (9, 0), {"window": 4, "soft_cap": 30.0}, None),
         (THREE, (10, 0), {}, "capability 10.0, and it has kernels for 9.x to 9.x"),
         (THREE, (9, 0), {"dtype": torch.float32}, "float32, and it takes bfloat16 and float16"),

@@ -12,7 +12,12 @@ from torch.nn.attention import flex_attention
 from penstock_kernels.attention import VarlenMetadata, attention
 from penstock_kernels.attention.flex import BLOCK, blocks, flex
 from tests.dense import visible
-from tests.kernels.attention.attention_cases import drawn, of_shared_prompts, random_start_rows
+from tests.kernels.attention.attention_cases import (
+    drawn,
+    of_shared_prompts,
+    random_runs,
+    random_start_rows,
+)
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -28,7 +33,7 @@ def test_a_hundred_random_cases_are_those_of_the_reference(seeds, monkeypatch):
     for seed in seeds:
         case = drawn(seed)
         q, k, v, _, sinks = case.tensors(torch.float32)
-        documents = VarlenMetadata.of(case.lengths, start_rows=case.start_rows)
+        documents = VarlenMetadata.of(case.lengths, **case.masks)
         settings = documents, case.scale, case.window, sinks, case.soft_cap
         want = attention.backend("eager")(q, k, v, *settings)
         torch.testing.assert_close(flex(q, k, v, *settings), want, atol=3e-6, rtol=1e-5)
@@ -38,12 +43,16 @@ def test_a_hundred_random_cases_are_those_of_the_reference(seeds, monkeypatch):
 @pytest.mark.parametrize(
     "lengths", [[1], [128], [129], [500, 12], [5, 700, 1, 90, 300], [30] * 30], ids=str
 )
-@pytest.mark.parametrize("parted", [False, True])
-def test_blocks_are_visited_if_something_is_seen_in_them(lengths, window, parted):
-    start_rows = random_start_rows(random.Random(0), lengths) if parted else None
-    documents = VarlenMetadata.of(lengths, start_rows=start_rows)
+@pytest.mark.parametrize("masked", ["", "parted", "bidirectional"])
+def test_blocks_are_visited_if_something_is_seen_in_them(lengths, window, masked):
+    draw = random.Random(0)
+    masks = {
+        "start_rows": random_start_rows(draw, lengths) if masked == "parted" else None,
+        "bidirectional": random_runs(draw, lengths) if masked == "bidirectional" else (),
+    }
+    documents = VarlenMetadata.of(lengths, **masks)
     mask = blocks(documents, documents.effective_window(window))
-    sees = visible(lengths, window, start_rows)
+    sees = visible(lengths, window, **masks)
     total = sum(lengths)
     at = torch.arange(total)
     of_mask = mask.mask_mod(torch.tensor(0), torch.tensor(0), at[:, None], at[None])
@@ -59,7 +68,7 @@ def test_blocks_are_visited_if_something_is_seen_in_them(lengths, window, parted
     # In full blocks no pair is asked about.
     assert not (full & ~every).any()
     assert not (some & ~(partial | full)).any()
-    if not parted:
+    if not masked:
         # Where tokens start to be hidden one by one a block may be visited for nothing.
         assert torch.equal(full, every)
         assert torch.equal(partial | full, some)
@@ -83,12 +92,15 @@ def test_blocks_are_found_once_for_all_layers_with_a_window():
 @pytest.mark.gpu
 @CUDA
 @pytest.mark.parametrize("seed", range(130, 142))
-def test_on_cuda_forward_and_backward_are_those_of_the_reference(seed):
+@pytest.mark.parametrize("masked", ["start_rows", "bidirectional"])
+def test_on_cuda_forward_and_backward_are_those_of_the_reference(seed, masked):
     case = drawn(seed)
     lengths, start_rows = of_shared_prompts([(100, 40, 70), (1, 1, 1), (40, 300, 3)])
+    runs = random_runs(random.Random(seed), lengths)
+    masks = {masked: {"start_rows": start_rows, "bidirectional": runs}[masked]}
     results = []
     for dtype, backend in ((torch.bfloat16, "native"), (torch.float32, "eager")):
-        documents = VarlenMetadata.of(lengths, "cuda", start_rows=start_rows)
+        documents = VarlenMetadata.of(lengths, "cuda", **masks)
         generator = torch.Generator().manual_seed(seed)
         query, key = case.heads
         parts = [

@@ -32,7 +32,7 @@ def small(monkeypatch):
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 def test_a_hundred_random_cases_are_those_of_the_reference_rounded(small, dtype, seeds):
     for seed in seeds:
-        case = replace(drawn(seed, sinks=False, soft_caps=False, start_rows=False), window=None)
+        case = replace(drawn(seed, sinks=False, soft_caps=False, masks=False), window=None)
         want = case.with_gradients(attention.backend("eager"))
         before = len(small)
         got = case.with_gradients(attention.backend("sdpa"), dtype)
@@ -44,7 +44,7 @@ def test_a_hundred_random_cases_are_those_of_the_reference_rounded(small, dtype,
 
 
 def test_autocast_does_not_round_scores(small):
-    case = replace(drawn(3, sinks=False, soft_caps=False, start_rows=False), window=None)
+    case = replace(drawn(3, sinks=False, soft_caps=False, masks=False), window=None)
     attend = attention.backend("sdpa")
     plain = case.with_gradients(attend, torch.float32)
     with torch.autocast("cpu", torch.bfloat16):

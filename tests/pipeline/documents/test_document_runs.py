@@ -98,6 +98,7 @@ def test_a_file_in_the_documented_words_of_erniekit_trains(stage, model, tmp_pat
     losses_in(tmp_path / "out")
 
 
+@pytest.mark.exhaustive
 def test_the_printed_megatron_run_of_nxdt_trains_on_indexed_documents(model, tmp_path):
     documents = [[[(n + i) % 256 for i in range(5 + n % 40)] + [256]] for n in range(120)]
     prefix = write_mapped(tmp_path / "book_text_document", documents, 8)

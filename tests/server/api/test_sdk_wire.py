@@ -383,3 +383,25 @@ def test_fields_have_the_numbers_and_types_that_the_sdk_gives_them(name):
             same.type,
             same.is_repeated,
         )
+
+
+IMAGE = b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.mark.parametrize("kind", ["image", "image_asset_pointer"])
+def test_a_chunk_that_is_an_image_is_refused_by_name(service, training, kind):
+    chunk = (
+        types.ImageChunk(data=IMAGE, format="png", expected_tokens=4)
+        if kind == "image"
+        else types.ImageAssetPointerChunk(location="a.png", format="png", expected_tokens=4)
+    )
+    prompt = types.ModelInput(chunks=[types.EncodedTextChunk(tokens=[1, 2]), chunk])
+    asked = types.Datum(model_input=prompt, loss_fn_inputs=datum([1, 2]).loss_fn_inputs)
+    why = "text alone is trained on here"
+    # The SDK itself sends no pointers to be trained on.
+    refusal = tinker.BadRequestError if kind == "image" else ValueError
+    with pytest.raises(refusal, match=why if kind == "image" else "asset pointer|Unsupported"):
+        training.forward_backward([asked], "cross_entropy").result(20)
+    sampling = service[0].create_sampling_client(base_model="tiny/byte-llama").result(20)
+    with pytest.raises(tinker.BadRequestError, match=f"the prompt has a chunk of '{kind}': {why}"):
+        sampling.sample(prompt, 1, types.SamplingParams(max_tokens=2)).result(20)

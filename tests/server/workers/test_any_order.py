@@ -91,7 +91,7 @@ CASES = {
 QUICK = ("one process",)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(
     "case",
     [pytest.param(name, marks=[] if name in QUICK else pytest.mark.exhaustive) for name in CASES],

@@ -102,7 +102,7 @@ LAYOUTS = {
     "pp 2": (2, {"pipeline_parallel_size": 2}),
     "ep 2": (2, {"expert_parallel_size": 2, "data_parallel_mode": "fsdp2"}),
 }
-QUICK = ("one process", "shard 2, gathered once", "tp 2")
+QUICK = ("one process", "tp 2")
 
 
 @pytest.mark.parametrize(

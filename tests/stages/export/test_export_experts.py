@@ -11,6 +11,7 @@ from penstock.adapters.inject import LoraSpec, inject
 from penstock.adapters.names import native_name, parse_lora_name
 from penstock.core.errors import ArtifactError
 from penstock.engine.model_source import LoraArgs
+from tests.models.stored import write_published
 from tests.models.twins import documents, hf_model, ours_with, packed_logits, their_logits
 from tests.stages.checkpoints import trained_artifact
 from tests.stages.export.test_export import export_of, loaded, saved_config
@@ -50,6 +51,17 @@ CASES = {
     ),
     "dots1": LoraSpec(4, 6.0, ["mlp.experts.*.gate_proj", "shared_experts.down_proj"]),
     "minimax_m2": LoraSpec(4, 6.0, ["w2", "layers.1.self_attn.k_proj"], experts="hybrid"),
+    # Other names of the block, and of dense layers.
+    "lfm2_moe": LoraSpec(4, 6.0, ["w1", "experts.*.w2", "w3", "in_proj", "q_proj"]),
+    # Modules that transformers nests otherwise than its files.
+    "kimi_linear": LoraSpec(
+        4,
+        6.0,
+        ["q_proj", "kv_b_proj", "f_a_proj", "g_b_proj", "experts.*.w1", "shared_experts.up_proj"],
+    ),
+    # Two matrices of an expert, for which PEFT takes two names of tensors alone.
+    "nemotron_h-experts": LoraSpec(4, 6.0, ["up_proj", "down_proj"], experts="hybrid"),
+    "nemotron_h-latent": LoraSpec(4, 6.0, ["experts.*.up_proj", "fc1_latent_proj"]),
     "hunyuan_v1_moe": LoraSpec(4, 6.0, ["gate_proj", "v_proj"]),
     "olmoe": LoraSpec(4, 6.0, experts="shared"),
     # The experts of one layer of two.
@@ -66,6 +78,7 @@ def trained_twins(family, folder):
     """Both models, ours with adapters, and these in a checkpoint."""
     pair = ours_with(hf_model(family, tied=False, vocab_size=300), merge_qkv=True)
     pair.theirs.save_pretrained(folder / "base")
+    write_published(pair.theirs, folder / "base")
     inject(pair.ours, CASES[family])
     generator = torch.Generator().manual_seed(2)
     saved = {}
@@ -74,7 +87,8 @@ def trained_twins(family, folder):
             if found := parse_lora_name(name):
                 if found.side == "lora_B":
                     factor.copy_(0.1 * torch.randn(factor.shape, generator=generator))
-                saved[native_name(found.hf_module, found.side)] = factor
+                layer = pair.weights.hf_layer(found.hf_module)
+                saved[native_name(layer, found.side)] = factor
     return pair, trained_artifact(folder / "train", saved, adapter_only=True)
 
 

@@ -276,7 +276,7 @@ def most_to_write(width, scheme, folder):
 @pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is measured as Linux tells it")
-@pytest.mark.parametrize("scheme", ["none", "nvfp4"])
+@pytest.mark.parametrize("scheme", ["none", pytest.param("nvfp4", marks=pytest.mark.exhaustive)])
 def test_writing_takes_no_more_memory_than_two_layers(scheme, tmp_path):
     [most] = on_ranks(1, most_to_write, WIDTH, scheme, tmp_path)
     layer = (4 + 3 * 3) * WIDTH * WIDTH * 2

@@ -18,6 +18,8 @@ from transformers import (
     GptOssForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    NemotronHConfig,
+    NemotronHForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -105,7 +107,15 @@ EXPERTS = {
     ),
     MixtralForCausalLM: MixtralConfig(**SMALL, num_local_experts=4),
     GptOssForCausalLM: GptOssConfig(**SQUARE, num_local_experts=4, num_experts_per_tok=2),
+    NemotronHForCausalLM: NemotronHConfig(
+        **SMALL,
+        layers_block_type=["moe", "full_attention"],
+        n_routed_experts=4,
+        moe_intermediate_size=16,
+        moe_shared_expert_intermediate_size=16,
+    ),
 }
+STACKS = {NemotronHForCausalLM: ["mixer.experts.up_proj", "mixer.experts.down_proj"]}
 
 
 @pytest.mark.parametrize("kind", EXPERTS, ids=lambda kind: kind.__name__)
@@ -118,7 +128,7 @@ def test_adapters_of_all_experts_at_once_merge_into_the_files_of_each(kind, tmp_
         r=2,
         lora_alpha=8,
         target_modules=["q_proj"],
-        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        target_parameters=STACKS.get(kind, ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]),
     )
     adapted = get_peft_model(model, lora)
     _moved(adapted)

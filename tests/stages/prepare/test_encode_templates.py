@@ -185,7 +185,8 @@ def test_parts_of_messages_are_what_they_are_called():
 @pytest.mark.parametrize(
     ("part", "why"),
     [
-        ({"type": "audio", "value": "x"}, "of type 'audio'; only text"),
+        ({"type": "audio", "value": "x"}, "is audio, which no answer can hold"),
+        ({"type": "file", "value": "x"}, "of type 'file'; only text"),
         ({"type": "text", "words": "x"}, "has no text and no value; it has type, words"),
         ({"type": "tool_call", "value": "no"}, "is not JSON"),
         ({"type": "tool", "value": "x"}, "a tool's answer in a message of assistant"),

@@ -57,7 +57,7 @@ ALPACA = {"type": "alpaca"}
             saying(content=[{"type": "text", "text": "a"}, {"type": "image_url"}]),
             CHAT,
             "bad_value",
-            r"messages\[1\].content\[1\] is of type 'image_url'; only text",
+            r"messages\[1\].content\[1\] is an image, which no answer can hold",
         ),
         (saying(content=["a"]), CHAT, "wrong_type", r"messages\[1\].content\[0\] is a string"),
         (saying(content="", images=["a.png"]), CHAT, "bad_value", r"messages\[1\] has images"),

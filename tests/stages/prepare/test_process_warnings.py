@@ -21,6 +21,7 @@ def messages_of(caplog) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_warning_of_preparing_processes_is_logged_once_by_the_one_that_started_them(
     tmp_path, monkeypatch, caplog, capfd

@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.core.cache.noted_files import prunable
 from penstock.core.cache.store import PlannedStage, get_or_build
 from penstock.core.errors import StageError
 from penstock.core.sources.pin import pin_data
@@ -25,7 +26,6 @@ from penstock.prepare import workers
 from penstock.prepare.bad_records import BadRecord
 from penstock.prepare.readers import file_splits
 from penstock.prepare.readers.read_slice import read_records
-from penstock.prepare.slice_cache import prunable
 from penstock.prepare.slices import plan_slices, select_shard
 from tests.stages.prepared import contents, prepare, run, said, table_of, texts, write_lines
 

@@ -1,0 +1,77 @@
+"""Images that a run cannot take are refused before any work, with the data set that has them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.command import penstock, small_run
+from tests.media.pictures import picture
+from tests.media.test_processor import change
+from tests.media.tiny_processors import write_processor
+from tests.stages.prepare.test_images import asking
+from tests.stages.prepared import write_lines
+
+
+def unsupported(folder: Path) -> None:
+    """Another processor in a model's folder."""
+    change(folder / "preprocessor_config.json", image_processor_type="PixtralImageProcessor")
+    change(folder / "processor_config.json", processor_class="PixtralProcessor")
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "a text model": ({}, ""),
+    "no processor": (
+        {"model": {"tokenizer_path": "builtin:bytes"}},
+        "builtin:bytes has no image processor",
+    ),
+    "cut samples": (
+        {"data": {"sample_packing_method": "wrapped"}},
+        "data.sample_packing_method is wrapped",
+    ),
+    "another processor": ({}, "PixtralProcessor has no image token"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_images_that_cannot_be_trained_on_are_refused_before_any_work(
+    tmp_path: Path, name: str
+) -> None:
+    settings, why = REFUSED[name]
+    model = write_processor("qwen3_vl", tmp_path / "model")
+    if name == "another processor":
+        unsupported(model)
+    (tmp_path / "0.png").write_bytes(picture(0))
+    text = write_lines(tmp_path / "text.jsonl", [{"messages": asking()}])
+    images = write_lines(tmp_path / "images.jsonl", [{"messages": asking("0.png")}])
+    sources = [{"path": str(text)}, {"path": str(images)}]
+    config = small_run(
+        tmp_path,
+        model={"tokenizer_path": str(model), **settings.get("model", {})},
+        data={"datasets": sources, **settings.get("data", {})},
+    )
+    planned = penstock("plan", config)
+    assert planned.code in (2, 3)
+    assert f"data.datasets.1 has images. {why}" in planned.err
+    assert not list(tmp_path.glob("**/slices"))
+    if name == "a text model":
+        assert "data.datasets.1 has images" in penstock("check", config).err
+
+
+def test_check_reads_the_first_images_and_says_what_is_wrong(tmp_path: Path) -> None:
+    model = write_processor("qwen3_vl", tmp_path / "model")
+    (tmp_path / "0.png").write_bytes(picture(0))
+    data = write_lines(tmp_path / "images.jsonl", [{"messages": asking("0.png", "1.png")}])
+    config = small_run(
+        tmp_path,
+        model={"tokenizer_path": str(model)},
+        data={"datasets": [{"path": str(data)}]},
+        pipeline={"stages": ["prepare", "pack"]},
+    )
+    said = penstock("check", config)
+    assert said.code == 2
+    assert "image 1.png: there is no" in said.err
+    (tmp_path / "1.png").write_bytes(picture(1))
+    said = penstock("check", config)
+    assert said.code == 0
+    assert "the first 1 samples have" in said.err

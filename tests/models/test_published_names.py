@@ -1,0 +1,113 @@
+"""Names of tensors in published checkpoints whose names transformers does not save."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+from penstock.engine.hf.base_model import BaseModelWeights
+from penstock.engine.hf.safetensors_reader import SafetensorsFolder
+from penstock.models.registry import get_family
+from tests.models.stored import to_hf
+from tests.models.twins import documents, hf_model, ours_with, their_logits
+
+MLP = {f"mlp.{part}_proj.weight" for part in ("gate", "up", "down")}
+OLMO_LINEAR = {
+    *MLP,
+    *(f"linear_attn.{part}_proj.weight" for part in "qkvgabo"),
+    *(f"linear_attn.{part}_conv1d.weight" for part in "qkv"),
+    "linear_attn.A_log",
+    "linear_attn.dt_bias",
+    "linear_attn.o_norm.weight",
+    "input_layernorm.weight",
+    "post_attention_layernorm.weight",
+}
+OLMO_FULL = {
+    *MLP,
+    *(f"self_attn.{part}_proj.weight" for part in "qkvo"),
+    "self_attn.q_norm.weight",
+    "self_attn.k_norm.weight",
+    "post_attention_layernorm.weight",
+    "post_feedforward_layernorm.weight",
+}
+KIMI_NORMS = {"input_layernorm.weight", "post_attention_layernorm.weight"}
+KIMI_LINEAR = {
+    *KIMI_NORMS,
+    *(f"self_attn.{part}_proj.weight" for part in (*"qkvbo", "f_a", "f_b", "g_a", "g_b")),
+    *(f"self_attn.{part}_conv1d.weight" for part in "qkv"),
+    "self_attn.A_log",
+    "self_attn.dt_bias",
+    "self_attn.o_norm.weight",
+}
+KIMI_LATENT = {
+    *KIMI_NORMS,
+    *(f"self_attn.{part}_proj.weight" for part in ("q", "kv_b", "o")),
+    "self_attn.kv_a_proj_with_mqa.weight",
+    "self_attn.kv_a_layernorm.weight",
+}
+KIMI_EXPERTS = {
+    "block_sparse_moe.gate.weight",
+    "block_sparse_moe.gate.e_score_correction_bias",
+    *(f"block_sparse_moe.shared_experts.{part}_proj.weight" for part in ("gate", "up", "down")),
+    *(f"block_sparse_moe.experts.{at}.w{one}.weight" for at in range(8) for one in (1, 2, 3)),
+}
+PUBLISHED = {
+    "olmo_hybrid": (OLMO_LINEAR, OLMO_FULL, OLMO_LINEAR),
+    "kimi_linear": (KIMI_LINEAR | MLP, KIMI_LATENT | KIMI_EXPERTS, KIMI_LINEAR | KIMI_EXPERTS),
+}
+"""Those of allenai/Olmo-Hybrid-7B, and those of the modules that moonshotai/Kimi-Linear-48B-A3B
+brings, by layer."""
+
+
+def saved(family, folder, rename: Callable[[str], str] = str):
+    """Transformers' model, ours, and a folder of its weights by the names of the map."""
+    theirs = hf_model(family, tied=False, attention_bias=False)
+    pair = ours_with(theirs, merge_qkv=True)
+    tensors = {}
+    for name, tensor in pair.ours.state_dict().items():
+        tensors |= to_hf(pair.weights, name, tensor)
+    theirs.config.save_pretrained(folder)
+    stored = {rename(name): tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    return pair, tensors
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_files_of_published_names_are_complete_in_transformers_and_give_the_same_logits(
+    family, tmp_path
+):
+    pair, tensors = saved(family, tmp_path)
+    for number, names in enumerate(PUBLISHED[family]):
+        at = f"model.layers.{number}."
+        assert {name.removeprefix(at) for name in tensors if name.startswith(at)} == names
+    rest = {name for name in tensors if ".layers." not in name}
+    assert rest == {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
+    found: Any = AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, output_loading_info=True
+    )
+    loaded, report = found
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    for document in documents()[0]:
+        torch.testing.assert_close(
+            their_logits(loaded.eval(), document), their_logits(pair.theirs, document)
+        )
+
+
+def test_norms_of_olmo_hybrid_are_read_by_their_earlier_names_too(tmp_path):
+    def earlier(name):
+        if ".0." not in name and ".2." not in name:
+            return name
+        name = name.replace("input_layernorm", "attention_layer_norm")
+        return name.replace("post_attention_layernorm", "feedforward_layer_norm")
+
+    pair, tensors = saved("olmo_hybrid", tmp_path, earlier)
+    hf_config = pair.theirs.config.to_dict()
+    base = BaseModelWeights(pair.weights, None, hf_config, get_family(hf_config).roles, tmp_path)
+    with SafetensorsFolder(tmp_path) as folder:
+        assert "model.layers.0.attention_layer_norm.weight" in folder.names()
+        reader = base.quantized_reader(folder)
+        for name, tensor in tensors.items():
+            assert torch.equal(reader.box(name, (0,) * tensor.ndim, tensor.shape), tensor), name
