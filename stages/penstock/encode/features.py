@@ -117,7 +117,7 @@ class Features:
         dtype = getattr(torch, self.settings.dtype)
         tensors = {
             name: torch.from_numpy(np.array(one.numpy())).to(device)
-            for name, one in self.images.inputs(digest).items()
+            for name, one in self.images.inputs([digest])[0].items()
         }
         with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
             found = encode_images(self.tower, tensors, projected=self.settings.projected)

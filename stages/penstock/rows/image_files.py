@@ -8,10 +8,13 @@ an `error` instead.
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from functools import lru_cache
+from itertools import accumulate, chain
 from pathlib import Path
+from struct import unpack_from
 from typing import Any
 
 import numpy as np
@@ -26,6 +29,9 @@ MEDIA = "media"
 
 BATCH_BYTES = 4 << 20
 """Size at which a record batch is written."""
+
+OPEN_BATCHES = 4096
+"""Record batches whose buffers are kept: finding them takes longer than reading a tensor."""
 
 SHAPE = ".shape"
 IMAGE = "image"
@@ -84,9 +90,10 @@ class ImageFiles:
     def __init__(self, files: Sequence[Path]) -> None:
         """Memory-map the files. Raises ArtifactError for one that cannot be read."""
         self._batches: list[pa.RecordBatch] = []
-        self._columns: list[Sequence[_Column]] = []
+        self._forms: list[_Form] = []
         self._files: set[Path] = set()
         self._index: _Index | None = None
+        self._open = lru_cache(OPEN_BATCHES)(self._open_batch)
         self.add(files)
 
     @classmethod
@@ -109,37 +116,39 @@ class ImageFiles:
 
     def get(self, digest: bytes) -> StoredImage | None:
         """An image, whose tensors are read-only views of its file; None if no file has it."""
-        place = self._find(digest)
+        place = self._find([digest])[0]
         return None if place is None else self._read(digest, *place)
 
-    def inputs(self, digest: bytes) -> dict[str, StoredTensor]:
-        """The tensors of an image that the model takes. Raises ArtifactError if there are none."""
-        place = self._find(digest)
-        found = None if place is None else self._read(digest, *place)
-        if place is None or found is None or found.error is not None:
-            raise ArtifactError(
-                f"the tensors of image {digest.hex()[:16]} are missing.\n"
-                "  Build the data again with --force prepare."
-            )
-        names = (each.name for each in self._columns[place[0]] if each.is_input)
-        return {name: found.tensors[name] for name in names}
+    def inputs(self, digests: Sequence[bytes]) -> list[dict[str, StoredTensor]]:
+        """The tensors of images that the model takes. Raises ArtifactError if one has none."""
+        found: list[dict[str, StoredTensor]] = []
+        for digest, place in zip(digests, self._find(digests), strict=True):
+            opened = None if place is None else self._open(place[0])
+            if place is None or opened is None or opened.errors[place[1]].is_valid:
+                raise ArtifactError(
+                    f"the tensors of image {digest.hex()[:16]} are missing.\n"
+                    "  Build the data again with --force prepare."
+                )
+            found.append({each.form.name: each.read(place[1]) for each in opened.inputs})
+        return found
 
     def _read(self, digest: bytes, number: int, row: int) -> StoredImage:
-        batch = self._batches[number]
-        error = batch.column("error")[row].as_py()
-        kind = (batch.schema.metadata or {}).get(KIND, IMAGE.encode()).decode()
+        batch, opened, kind = self._batches[number], self._open(number), self._forms[number].kind
+        error = opened.errors[row].as_py()
         if error is not None:
             return StoredImage(digest, {}, error=error, kind=kind)
         size = batch.column("width")[row].as_py(), batch.column("height")[row].as_py()
-        columns = self._columns[number]
-        tensors = {each.name: each.read(batch, row) for each in columns}
+        tensors = {each.form.name: each.read(row) for each in opened.columns}
         return StoredImage(digest, tensors, size, kind=kind)
 
-    def _find(self, digest: bytes) -> tuple[int, int] | None:
-        """Index of the record batch of an image, and its row in it."""
+    def _open_batch(self, number: int) -> "_Batch":
+        return _Batch.of(self._batches[number], self._forms[number])
+
+    def _find(self, digests: Sequence[bytes]) -> list[tuple[int, int] | None]:
+        """Index of the record batch of each image, and its row in it; None if no file has it."""
         if self._index is None:
             self._index = _Index.of(self._batches)
-        return next(self._index.find(digest), None)
+        return self._index.find(digests)
 
     def _add(self, path: Path) -> None:
         try:
@@ -149,9 +158,8 @@ class ImageFiles:
             raise ArtifactError(
                 f"{path} cannot be read as Arrow: {error}\n  Build it again with --force prepare."
             ) from error
-        columns = list(_columns(reader.schema))
         self._batches += batches
-        self._columns += [columns] * len(batches)
+        self._forms += [_Form.of(reader.schema)] * len(batches)
 
 
 @dataclass(frozen=True)
@@ -160,7 +168,7 @@ class _Index:
 
     digests: list[np.ndarray]
     """The digests of each record batch, uint8 [images, 32], as views of the files."""
-    starts: np.ndarray
+    starts: list[int]
     """Number of the first image of each record batch, then the number of images."""
     keys: np.ndarray
     order: np.ndarray
@@ -173,19 +181,22 @@ class _Index:
             [nothing, *(np.ascontiguousarray(d[:, :8]).view(np.uint64)[:, 0] for d in digests)]
         )
         order = np.argsort(keys, kind="stable").astype(np.uint32)
-        starts = np.cumsum([0, *map(len, digests)])
+        starts = [0, *accumulate(map(len, digests))]
         return cls(digests, starts, keys[order], order)
 
-    def find(self, digest: bytes) -> Iterator[tuple[int, int]]:
-        """The places of an image: (index of the record batch, row)."""
-        key = np.frombuffer(digest, np.uint64, 1)[0]
-        at = int(np.searchsorted(self.keys, key))
-        while at < len(self.keys) and self.keys[at] == key:
-            number = int(np.searchsorted(self.starts, self.order[at], side="right")) - 1
-            row = int(self.order[at] - self.starts[number])
+    def find(self, digests: Sequence[bytes]) -> list[tuple[int, int] | None]:
+        """The place of each image: (index of the record batch, row); None if there is none."""
+        keys = np.frombuffer(b"".join(digests), np.uint64)[:: IMAGE_DIGEST_BYTES // 8]
+        sides = (self.keys.searchsorted(keys, side).tolist() for side in ("left", "right"))
+        return [self._find(*each) for each in zip(digests, *sides, strict=True)]
+
+    def _find(self, digest: bytes, start: int, end: int) -> tuple[int, int] | None:
+        for at in self.order[start:end].tolist():
+            number = bisect_right(self.starts, at) - 1
+            row = at - self.starts[number]
             if self.digests[number][row].tobytes() == digest:
-                yield number, row
-            at += 1
+                return number, row
+        return None
 
 
 def _digests(column: Any) -> np.ndarray:
@@ -199,26 +210,12 @@ class _Column:
     """A column of tensors."""
 
     name: str
+    index: int
+    """Of the column; that of its shapes is the next one."""
     dtype: np.dtype[Any]
     is_input: bool
     """Whether the model takes them."""
     table: PixelTable | None
-
-    def read(self, batch: pa.RecordBatch, row: int) -> StoredTensor:
-        """The tensor in a row, as a view of the file."""
-        column: Any = batch.column(self.name)
-        _, offsets, values = column.buffers()
-        start, end = np.frombuffer(offsets, np.int64, 2, offset=8 * (column.offset + row)).tolist()
-        shape = tuple(batch.column(f"{self.name}{SHAPE}")[row].as_py())
-        content = (
-            np.frombuffer(values, np.uint8, end - start, offset=start) if end > start else None
-        )
-        if content is None:
-            return StoredTensor(shape, np.empty(shape, self.dtype))
-        if self.table is None or content.nbytes == math.prod(shape) * self.dtype.itemsize:
-            return StoredTensor(shape, content.view(self.dtype).reshape(shape))
-        pixels = content.reshape(shape[0], len(self.table.values), -1)
-        return StoredTensor(shape, pixels, self.table)
 
     def check(self, image: StoredImage) -> StoredTensor:
         """The tensor of an image that is written to this column."""
@@ -230,8 +227,75 @@ class _Column:
         return found
 
 
+@dataclass(frozen=True)
+class _Form:
+    """What the schema of a file says."""
+
+    kind: str
+    columns: tuple[_Column, ...]
+
+    @classmethod
+    def of(cls, schema: pa.Schema) -> "_Form":
+        kind = (schema.metadata or {}).get(KIND, IMAGE.encode()).decode()
+        return cls(kind, tuple(_columns(schema)))
+
+
+@dataclass(frozen=True)
+class _Tensors:
+    """The buffers of a column of tensors in a record batch."""
+
+    form: _Column
+    first: int
+    """Number of the batch's first row in the buffers."""
+    offsets: pa.Buffer
+    """Where each tensor begins in `values`, int64."""
+    values: pa.Buffer
+    first_shape: int
+    shape_offsets: pa.Buffer
+    """Where each shape begins in `shapes`, int32."""
+    shapes: pa.Buffer
+    """int32."""
+
+    @classmethod
+    def of(cls, form: _Column, batch: pa.RecordBatch) -> "_Tensors":
+        column, shape = batch.column(form.index), batch.column(form.index + 1)
+        _, offsets, values = column.buffers()
+        _, shape_offsets, _, shapes = shape.buffers()
+        return cls(form, column.offset, offsets, values, shape.offset, shape_offsets, shapes)
+
+    def read(self, row: int) -> StoredTensor:
+        """The tensor in a row, as a view of the file."""
+        form = self.form
+        at, end = unpack_from("<ii", self.shape_offsets, 4 * (self.first_shape + row))
+        shape = unpack_from(f"<{end - at}i", self.shapes, 4 * at)
+        start, end = unpack_from("<qq", self.offsets, 8 * (self.first + row))
+        if start == end:
+            return StoredTensor(shape, np.empty(shape, form.dtype))
+        content = np.frombuffer(self.values, np.uint8, end - start, offset=start)
+        if form.table is None or content.nbytes == math.prod(shape) * form.dtype.itemsize:
+            return StoredTensor(shape, content.view(form.dtype).reshape(shape))
+        pixels = content.reshape(shape[0], len(form.table.values), -1)
+        return StoredTensor(shape, pixels, form.table)
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """The buffers of a record batch."""
+
+    errors: pa.Array
+    columns: tuple[_Tensors, ...]
+    inputs: tuple[_Tensors, ...]
+    """Those that the model takes."""
+
+    @classmethod
+    def of(cls, batch: pa.RecordBatch, form: _Form) -> "_Batch":
+        columns = tuple(_Tensors.of(each, batch) for each in form.columns)
+        inputs = tuple(each for each in columns if each.form.is_input)
+        return cls(batch.column("error"), columns, inputs)
+
+
 def _columns(schema: pa.Schema) -> Iterator[_Column]:
-    for field in schema:
+    for index, field in enumerate(schema):
         about: Mapping[bytes, bytes] = field.metadata or {}
         if DTYPE not in about:
             continue
@@ -240,7 +304,7 @@ def _columns(schema: pa.Schema) -> Iterator[_Column]:
             values = np.frombuffer(bytes.fromhex(about[TABLE].decode()), np.float32)
             table = PixelTable(values.reshape(-1, 256), int(about[REPEATS]))
         dtype = np.dtype(about[DTYPE].decode())
-        yield _Column(field.name, dtype, about[IS_INPUT] == b"yes", table)
+        yield _Column(field.name, index, dtype, about[IS_INPUT] == b"yes", table)
 
 
 def _schema(tensors: Mapping[str, StoredTensor], unused: frozenset[str]) -> pa.Schema:

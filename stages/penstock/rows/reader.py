@@ -91,8 +91,10 @@ class PackedRows:
             return ()
         digests, counts = (batch.column(name)[at].as_py() for name in (IMAGES, IMAGE_TOKENS))
         return tuple(
-            RowImage(self._media.inputs(digest), count, digest)
-            for digest, count in zip(digests, counts, strict=True)
+            RowImage(tensors, count, digest)
+            for tensors, count, digest in zip(
+                self._media.inputs(digests), counts, digests, strict=True
+            )
         )
 
     @cached_property

@@ -51,7 +51,7 @@ def test_tokens_and_features_are_bitwise_those_of_the_processor(tmp_path):
         text = theirs.apply_chat_template(conversation)
         wanted = theirs(text=text, audio=audio or None, **options)
         assert row["input_ids"] == wanted["input_ids"][0].tolist()
-        found = [files.inputs(digest) for digest in row["images"]]
+        found = files.inputs(row["images"])
         for name in found[0] if found else ():
             joined = concatenate([each[name] for each in found])
             assert joined.tobytes() == wanted[name].tobytes()

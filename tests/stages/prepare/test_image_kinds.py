@@ -46,7 +46,7 @@ def test_images_of_every_kind_are_read_and_none_is_lost_beside_a_bad_one(tmp_pat
         content = (data.parent / name).read_bytes()
         assert row["images"] == [image_digest(content)]
         theirs = loaded(model).processor.image_processor(load_image(Image.open(BytesIO(content))))
-        mine = files.inputs(row["images"][0])["pixel_values"].numpy()
+        mine = files.inputs(row["images"])[0]["pixel_values"].numpy()
         assert mine.tobytes() == np.asarray(theirs["pixel_values"]).tobytes()
 
 

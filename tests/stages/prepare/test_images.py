@@ -110,7 +110,7 @@ def test_tokens_and_tensors_are_bitwise_those_of_the_processor(tmp_path, family)
     for row, conversation in zip(table.to_pylist(), conversations, strict=True):
         wanted = expected(model, conversation)
         assert row["input_ids"] == wanted.pop("input_ids")[0].tolist()
-        images = [files.inputs(digest) for digest in row["images"]]
+        images = files.inputs(row["images"])
         for name in images[0] if images else ():
             joined = concatenate([each[name] for each in images])
             theirs = wanted[name]
