@@ -45,7 +45,7 @@ def test_a_model_learns_to_name_shapes_and_colors_it_has_not_seen(reporting, tmp
     import finetune
 
     del reporting
-    written = yaml.safe_load((ROOT / "configs/examples/vision-quickstart.yaml").read_text())
+    written = yaml.safe_load((ROOT / "configs/recipes/vision-quickstart.yaml").read_text())
     written["data"]["dataset_prepared_path"] = str(tmp_path / "prepared")
     written["train"]["output_dir"] = str(tmp_path / "out")
     written["pipeline"]["artifacts_path"] = str(tmp_path / "artifacts")

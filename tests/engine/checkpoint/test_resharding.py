@@ -54,7 +54,7 @@ def gone_on(job):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
-    [CHANGES[:7], pytest.param(CHANGES[7:], marks=pytest.mark.exhaustive)],
+    [CHANGES[:4], pytest.param(CHANGES[4:], marks=pytest.mark.exhaustive)],
     ids=["of each kind", "others"],
 )
 def test_a_run_goes_on_under_another_layout_as_if_it_had_never_changed(tmp_path, changes):
