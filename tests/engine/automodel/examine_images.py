@@ -18,7 +18,7 @@ from penstock.origins import resolve_model_source
 from penstock.rows.collate import MicroBatch
 from penstock.train.launch.job import CHECKPOINTS, Job
 from tests.engine import loops, runs
-from tests.engine.automodel.examine import write_rows
+from tests.engine.automodel.examine import Finding, write_rows
 from tests.engine.automodel.tiny_images import (
     documents_of,
     labels,
@@ -36,40 +36,18 @@ NUMBERS = (([1, 2], [0]), ([0], [2, 0]))
 have none."""
 
 
-@dataclass(frozen=True)
-class ImageFinding:
-    """What came of one model type."""
+@dataclass(frozen=True, kw_only=True)
+class ImageFinding(Finding):
+    """What came of one model type with images."""
 
-    architecture: str
-    attention: str
-    head: bool
-    losses: tuple[float, ...]
-    lora_losses: tuple[float, ...]
-    expected_loss: float
-    """Of transformers' model, one document after another."""
-    resumes: bool
-    logits_error: float
-    """Relative, of the exported model in transformers against the trained one, with images."""
     files: bool
     """Whether the export has the processor's files."""
 
     @property
     def faults(self) -> list[str]:
         """What does not hold."""
-        found = []
-        if not all(np.isfinite(self.losses)) or self.losses[-1] >= self.losses[0]:
-            found.append(f"loss does not fall: {self.losses}")
-        if self.lora_losses and self.lora_losses[-1] >= self.lora_losses[0]:
-            found.append(f"loss with LoRA does not fall: {self.lora_losses}")
-        if not abs(self.losses[0] - self.expected_loss) <= 1e-4 * self.expected_loss:
-            found.append(f"loss {self.losses[0]}, in transformers {self.expected_loss}")
-        if not self.resumes:
-            found.append("a resumed run has other weights")
-        if not self.logits_error <= 1e-4:
-            found.append(f"exported logits differ by {self.logits_error:.1e}")
-        if not self.files:
-            found.append("the export lacks the processor's files")
-        return found
+        missing = [] if self.files else ["the export lacks the processor's files"]
+        return [*super().faults, *missing]
 
 
 def image_job(folder: Path, out: str, **train: Any) -> Job:
