@@ -26,8 +26,8 @@ from penstock.models.causal_lm import CausalLM
 from penstock.models.decoder_config import DecoderConfig
 from penstock.models.layers.attention import AttentionFn
 from penstock.models.layers.block import Block
-from penstock.models.layers.call_hook import RecurrentMixer
 from penstock.models.layers.indexer import Indexer
+from penstock.models.layers.recurrent.mixer import RecurrentMixer
 from penstock.rows.collate import MicroBatch
 from penstock.rows.shared_prefix import first_blind_rows
 from penstock_kernels.attention import VarlenMetadata, attention

@@ -29,7 +29,8 @@ from penstock.engine.distributed.collectives import all_gather_dim0, reduce_scat
 from penstock.engine.distributed.ring_attention import RingSegments
 from penstock.engine.distributed.zigzag import chunk_order
 from penstock.models.layers.attention import AttentionFn
-from penstock.models.layers.call_hook import HeadBlocks, RecurrentMixer
+from penstock.models.layers.call_hook import HeadBlocks
+from penstock.models.layers.recurrent.mixer import RecurrentMixer
 from penstock.models.state_layer_config import even_heads
 from penstock_kernels.attention import VarlenMetadata
 

@@ -2,7 +2,7 @@
 model replaces them, e.g. for activation checkpointing."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 
@@ -33,19 +33,3 @@ def of_all_heads(weight: torch.Tensor, blocks: HeadBlocks, /) -> torch.Tensor:
     """The weight itself: the input has all heads."""
     del blocks
     return weight
-
-
-@runtime_checkable
-class RecurrentMixer(Protocol):
-    """A token mixer with a state, whose heads do not see one another.
-
-    `run_core(core, *inputs, segments)` calls `core(*inputs, segments, of_heads)`, which returns [T,
-    heads, width], or [T, heads]. It may do so with other tokens, of some of the heads.
-    """
-
-    run_core: Callable[..., torch.Tensor]
-
-    def head_blocks(self) -> Sequence[HeadBlocks]:
-        """The blocks of heads in the last dimension of each input, as many as are on this rank.
-        Where a block has fewer heads than another, each is for as many consecutive ones of it."""
-        ...

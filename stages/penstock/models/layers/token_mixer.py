@@ -14,7 +14,7 @@ A token mixer is an `nn.Module` that provides:
 - Where it is softmax attention: `attend`, the function from queries, keys and values to outputs,
   through which context parallelism and the KV cache work.
 - Where it has a state: `head_blocks`, by which context parallelism gives a rank all tokens of some
-  heads (`call_hook.RecurrentMixer`). Passes with a KV cache keep the state (`PrefillSegments`,
+  heads (`recurrent/mixer.py`). Passes with a KV cache keep the state (`PrefillSegments`,
   `DecodeSegments`).
 """
 

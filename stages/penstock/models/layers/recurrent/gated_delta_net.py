@@ -4,17 +4,16 @@ T tokens, B documents, D model width; G key heads and N value heads; K and V the
 of a value; C the channels of the convolution (queries, keys and values) and W its taps.
 """
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from penstock.models.decoder_config import DecoderConfig
 from penstock.models.layers.attention import DecodeSegments, PrefillSegments
-from penstock.models.layers.call_hook import HeadBlocks, OfHeads, call, of_all_heads
+from penstock.models.layers.call_hook import HeadBlocks, OfHeads, of_all_heads
 from penstock.models.layers.layer_ops import DEFAULT_LAYER_OPS, LayerOps
 from penstock.models.layers.norm import GatedRMSNorm
+from penstock.models.layers.recurrent.mixer import RecurrentMixer, ShortConvolution
 from penstock.models.linear_config import GatedDeltaConfig
 from penstock_kernels.attention import VarlenMetadata
 from penstock_kernels.causal_conv1d import causal_conv1d
@@ -25,26 +24,13 @@ L2_EPS = 1e-6
 """Added to the squared length of queries and keys, as in transformers and FLA."""
 
 
-class ShortConvolution(nn.Module):
-    """The parameters of a depthwise convolution, in the shapes of `nn.Conv1d`'s."""
-
-    def __init__(self, channels: int, taps: int, *, bias: bool = False) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(channels, 1, taps))
-        self.bias = nn.Parameter(torch.empty(channels)) if bias else None
-
-    def taps_CW(self) -> torch.Tensor:  # noqa: N802 - C and W name the dimensions
-        """The taps of each channel, [C, W]."""
-        return self.weight.squeeze(1)
-
-
-class GatedDeltaNet(nn.Module):
+class GatedDeltaNet(RecurrentMixer):
     """Input projections, convolution, the gated delta rule, gated norm, output projection.
 
     Decays are computed in fp32, as in transformers. Passes with a KV cache keep the last W - 1
     inputs of the convolution and the state of each sequence.
 
-    `run_core` is a call hook around convolution, decays and delta rule, as in `RecurrentMixer`.
+    `run_core` is a call hook around convolution, decays and delta rule.
     """
 
     def __init__(self, config: DecoderConfig, *, operations: LayerOps = DEFAULT_LAYER_OPS) -> None:
@@ -61,7 +47,6 @@ class GatedDeltaNet(nn.Module):
         eps = config.rms_norm_eps if sizes.norm_eps is None else sizes.norm_eps
         self.norm = GatedRMSNorm(sizes.value_dim, eps, operations=operations)
         self.out_proj = nn.Linear(channels["v"], width, bias=False)
-        self.run_core: Callable[..., torch.Tensor] = call
 
     def _add_projections(self, width: int) -> None:
         sizes, channels = self.sizes, self.sizes.channels
@@ -75,17 +60,8 @@ class GatedDeltaNet(nn.Module):
             self.in_proj_b = nn.Linear(width, heads, bias=False)
             self.in_proj_a = nn.Linear(width, heads, bias=False)
 
-    def forward(
-        self,
-        x_TD: torch.Tensor,
-        cos_TH: torch.Tensor,
-        sin_TH: torch.Tensor,
-        segments: VarlenMetadata,
-        query_scale_T: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """The output, which is added to the residual stream, [T, D]. There is no RoPE."""
-        del cos_TH, sin_TH, query_scale_T
-        assert segments.start_rows is None, "a state has all of a document's past"
+    def mix(self, x_TD: torch.Tensor, segments: VarlenMetadata) -> torch.Tensor:
+        """The output, [T, D]."""
         qkv_TC, z_TNV, b_TN, a_TN = self._project(x_TD)
         core = self._core
         if isinstance(segments, PrefillSegments):

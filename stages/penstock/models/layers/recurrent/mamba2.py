@@ -4,18 +4,16 @@ T tokens, B documents, D model width; N heads P wide; G groups of B and C, each 
 channels of the convolution (x, B and C) and W its taps; E features of all heads.
 """
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from penstock.models.decoder_config import DecoderConfig
 from penstock.models.layers.attention import DecodeSegments, PrefillSegments
-from penstock.models.layers.call_hook import HeadBlocks, OfHeads, call, of_all_heads
+from penstock.models.layers.call_hook import HeadBlocks, OfHeads, of_all_heads
 from penstock.models.layers.layer_ops import DEFAULT_LAYER_OPS, LayerOps
 from penstock.models.layers.norm import GatedRMSNorm
-from penstock.models.layers.recurrent.gated_delta_net import ShortConvolution
+from penstock.models.layers.recurrent.mixer import RecurrentMixer, ShortConvolution
 from penstock.models.mamba2_config import Mamba2Config
 from penstock_kernels.attention import VarlenMetadata
 from penstock_kernels.causal_conv1d import causal_conv1d
@@ -23,14 +21,14 @@ from penstock_kernels.causal_conv1d import decode_step as convolve_token
 from penstock_kernels.linear_attention import decode_step, linear_attention, ssd
 
 
-class Mamba2(nn.Module):
+class Mamba2(RecurrentMixer):
     """Input projection, convolution, state-space model, norm of the gated output, output
     projection.
 
     Steps and decays are computed in fp32. Passes with a KV cache keep the last W - 1 inputs of the
     convolution and the state of each sequence.
 
-    `run_core` is a call hook around convolution and state-space model, as in `RecurrentMixer`.
+    `run_core` is a call hook around convolution and state-space model.
     """
 
     def __init__(self, config: DecoderConfig, *, operations: LayerOps = DEFAULT_LAYER_OPS) -> None:
@@ -54,19 +52,9 @@ class Mamba2(nn.Module):
             operations=operations,
         )
         self.out_proj = nn.Linear(features, width, bias=sizes.out_bias)
-        self.run_core: Callable[..., torch.Tensor] = call
 
-    def forward(
-        self,
-        x_TD: torch.Tensor,
-        cos_TH: torch.Tensor,
-        sin_TH: torch.Tensor,
-        segments: VarlenMetadata,
-        query_scale_T: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """The output, which is added to the residual stream, [T, D]. There is no RoPE."""
-        del cos_TH, sin_TH, query_scale_T
-        assert segments.start_rows is None, "a state has all of a document's past"
+    def mix(self, x_TD: torch.Tensor, segments: VarlenMetadata) -> torch.Tensor:
+        """The output, [T, D]."""
         z_TE, xBC_TC, dt_TN = self._project(x_TD)
         wide = torch.promote_types(dt_TN.dtype, torch.float32)
         steps_TN = F.softplus(dt_TN.to(wide) + self.dt_bias.to(wide))

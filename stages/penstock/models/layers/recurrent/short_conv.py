@@ -3,27 +3,25 @@
 T tokens, B documents, D model width, C channels and W taps.
 """
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from penstock.models.decoder_config import DecoderConfig
 from penstock.models.layers.attention import DecodeSegments, PrefillSegments
-from penstock.models.layers.call_hook import HeadBlocks, OfHeads, call, of_all_heads
-from penstock.models.layers.recurrent.gated_delta_net import ShortConvolution
+from penstock.models.layers.call_hook import HeadBlocks, OfHeads, of_all_heads
+from penstock.models.layers.recurrent.mixer import RecurrentMixer, ShortConvolution
 from penstock.models.short_conv_config import ShortConvConfig
 from penstock_kernels.attention import VarlenMetadata
 from penstock_kernels.causal_conv1d import causal_conv1d, decode_step
 
 
-class ShortConv(nn.Module):
+class ShortConv(RecurrentMixer):
     """`out_proj(c * conv(b * x))`, where in_proj gives b, c and x, as in LFM2.
 
     Passes with a KV cache keep the last W - 1 inputs of the convolution.
 
-    `run_core` is a call hook around the convolution, as in `RecurrentMixer`; a head is a channel.
+    `run_core` is a call hook around the convolution; a head is a channel.
     """
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -33,19 +31,9 @@ class ShortConv(nn.Module):
         self.conv = ShortConvolution(sizes.channels, sizes.kernel, bias=sizes.bias)
         self.in_proj = nn.Linear(width, 3 * sizes.channels, bias=sizes.bias)
         self.out_proj = nn.Linear(sizes.channels, width, bias=sizes.bias)
-        self.run_core: Callable[..., torch.Tensor] = call
 
-    def forward(
-        self,
-        x_TD: torch.Tensor,
-        cos_TH: torch.Tensor,
-        sin_TH: torch.Tensor,
-        segments: VarlenMetadata,
-        query_scale_T: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """The output, which is added to the residual stream, [T, D]. There is no RoPE."""
-        del cos_TH, sin_TH, query_scale_T
-        assert segments.start_rows is None, "a state has all of a document's past"
+    def mix(self, x_TD: torch.Tensor, segments: VarlenMetadata) -> torch.Tensor:
+        """The output, [T, D]."""
         b_TC, c_TC, x_TC = self.in_proj(x_TD).chunk(3, dim=-1)
         y_TC = self.run_core(self._core, b_TC * x_TC, segments)
         return self.out_proj(c_TC * y_TC)
