@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from penstock.models.decoder_config import ExpertsConfig
-from penstock.models.layers.modality import current_modalities
+from penstock.models.layers.modality.tokens import current_modalities
 from penstock.models.layers.module_registry import OpModule, module_by_id
 from penstock.models.layers.router_observer import RouterObserver, RouterStats, current_observer
 from penstock_kernels.custom_op import operator

@@ -4,52 +4,32 @@ Parameters are counted from config.json by the matrices of each kind of tower, w
 norms.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from penstock.models.multimodal import language_config
-from penstock.models.vision.types import VISION_TYPES
+from penstock.models.vision.types import VISION_TYPES, VisionType
 
-GLM = {"glm4v", "glm4v_moe"}
-GATED = {"pixtral", "qwen2_5_vl", *GLM}
-"""Towers whose MLP has three matrices, by the model type of the tower or of the whole."""
-
-_QWEN3 = {"hidden_size": 1152, "layers": 27, "inner": 4304, "patch": 16}
-_GLM = {"hidden_size": 1536, "layers": 24, "inner": 13696, "patch": 14, "out_hidden_size": 4096}
-
-DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+DEFAULTS: Mapping[str, Mapping[str, int]] = {
     "clip_vision_model": {"hidden_size": 768, "layers": 12, "inner": 3072, "patch": 32},
     "dinov2": {"hidden_size": 768, "layers": 12, "inner": 3072, "patch": 14},
     "ernie4_5_vl_moe": {"hidden_size": 1280, "layers": 32, "inner": 5120, "patch": 14},
-    **dict.fromkeys(GLM, _GLM),
+    "glm4v": {"hidden_size": 1536, "layers": 24, "inner": 13696, "patch": 14, "outer": 4096},
     "idefics3_vision": {"hidden_size": 1152, "layers": 12, "inner": 3072, "patch": 32},
     "internvl_vision": {"hidden_size": 1024, "layers": 24, "inner": 4096, "patch": 14},
     "pixtral": {"hidden_size": 1024, "layers": 24, "inner": 4096, "patch": 16},
     "siglip_vision_model": {"hidden_size": 768, "layers": 12, "inner": 3072, "patch": 16},
     "qwen2_vl": {"hidden_size": 1280, "layers": 32, "inner": 5120, "patch": 14},
     "qwen2_5_vl": {"hidden_size": 3584, "layers": 32, "inner": 3420, "patch": 14},
-    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"), _QWEN3),
+    "qwen3_vl": {"hidden_size": 1152, "layers": 27, "inner": 4304, "patch": 16},
     "smolvlm_vision": {"hidden_size": 1152, "layers": 12, "inner": 3072, "patch": 32},
 }
-"""Of fields that a vision_config leaves out: transformers' own."""
-
-TOWERS = {
-    "gemma3": "siglip_vision_model",
-    "idefics3": "idefics3_vision",
-    "internvl": "internvl_vision",
-    "llava_onevision": "siglip_vision_model",
-    "mistral3": "pixtral",
-    "smolvlm": "smolvlm_vision",
-}
-"""The tower where vision_config names none; otherwise CLIP's."""
-
+"""By tower, of fields that a vision_config leaves out: transformers' own."""
 
 FULL_ATTENTION = (7, 15, 23, 31)
 """Layers of Qwen2.5-VL's tower without windows, where vision_config names none."""
-
-IMAGE_SIZE = 336
-"""Side of a tile in pixels, where vision_config has none."""
 
 
 @dataclass(frozen=True)
@@ -84,60 +64,167 @@ class VisionSizes:
         return 4 * self.width * self.attending_layers * (3 if trains_tower else 1)
 
 
+@dataclass(frozen=True)
+class _Fields:
+    """What the table below needs of a config.json."""
+
+    hf: Mapping[str, Any]
+    vision: Mapping[str, Any]
+    kind: VisionType
+    width: int
+    inner: int
+    patch: int
+    outer: int
+    """Width of the projector's outputs."""
+
+    @property
+    def side(self) -> int:
+        """Side of the square of patches that become one feature."""
+        name = "spatial_merge_size"
+        return int(self.hf.get(name) or self.vision.get(name) or 2)
+
+    @property
+    def merged(self) -> int:
+        """Width of such a square."""
+        return self.width * self.side**2
+
+
+Projector = Callable[[_Fields], tuple[int, int]]
+"""The projector's parameters, and the patches of one feature."""
+
+
+def _mlp(fields: _Fields) -> tuple[int, int]:
+    return fields.width * fields.outer + fields.outer**2, 1
+
+
+def _merger(fields: _Fields) -> tuple[int, int]:
+    mergers = 1 + len(fields.vision.get("deepstack_visual_indexes") or fields.kind.deepstack)
+    return mergers * fields.merged * (fields.merged + fields.outer), fields.side**2
+
+
+def _gated_merger(fields: _Fields) -> tuple[int, int]:
+    return fields.outer**2 + 3 * fields.outer * fields.inner, fields.side**2
+
+
+def _resampler(fields: _Fields) -> tuple[int, int]:
+    return fields.merged * (5 * fields.merged + fields.outer), fields.side**2
+
+
+def _merged_mlp(fields: _Fields) -> tuple[int, int]:
+    return (
+        fields.merged * fields.width + fields.width * fields.outer + fields.outer** 2,
+        fields.side** 2,
+    )
+
+
+def _shuffled_mlp(fields: _Fields) -> tuple[int, int]:
+    side = round(1 / float(fields.hf.get("downsample_ratio") or 0.5))
+    return fields.width * side**2 * fields.outer + fields.outer**2, side**2
+
+
+def _shuffled_linear(fields: _Fields) -> tuple[int, int]:
+    side = int(fields.hf.get("scale_factor") or 2)
+    return fields.width * side**2 * fields.outer, side**2
+
+
+def _pooled(fields: _Fields) -> tuple[int, int]:
+    tokens = int(fields.hf.get("mm_tokens_per_image") or 256)
+    return fields.width * fields.outer, _tile(fields, 224) // tokens or 1
+
+
+def _tile(fields: _Fields, usual: int) -> int:
+    """Patches of a tile, whose side in pixels is `usual` where vision_config has none."""
+    image = fields.vision.get("image_size") or usual
+    return (int(image if isinstance(image, int) else image[0]) // fields.patch) ** 2
+
+
+@dataclass(frozen=True)
+class _SizeType:
+    """How the vision part of a multimodal model type is counted."""
+
+    projector: Projector
+    tower: str = "clip_vision_model"
+    """Whose defaults its tower has, if vision_config names no type."""
+    width: str = "hidden_size"
+    """The field of the tower's width."""
+    outer: str = "out_hidden_size"
+    """The field of the projector's width."""
+    frames: int = 1
+    """Images that a patch spans in time."""
+    side: int | None = 336
+    """Pixels along a tile's side, where vision_config has none; None: images have no tiles."""
+    gated: bool = False
+    """Whether the tower's MLP has three matrices."""
+    within: Callable[[_Fields], int] = lambda fields: fields.inner
+    """Features within the tower's MLP."""
+    full_attention: tuple[int, ...] | None = None
+    """Layers without windows, where vision_config names none; None: there are no windows."""
+    downsamples: bool = False
+    """Whether the tower ends with a matrix that merges patches."""
+
+
+_grid = partial(_SizeType, _merger, frames=2, side=None)
+_GLM = _SizeType(
+    _gated_merger,
+    "glm4v",
+    frames=2,
+    side=None,
+    gated=True,
+    # Its intermediate_size is that of the projector.
+    within=lambda fields: fields.outer,
+    downsamples=True,
+)
+
+SIZE_TYPES: Mapping[str, _SizeType] = {
+    "ernie4_5_vl_moe": _SizeType(_resampler, "ernie4_5_vl_moe", side=None),
+    "gemma3": _SizeType(_pooled, "siglip_vision_model", side=224),
+    "glm4v": _GLM,
+    "glm4v_moe": _GLM,
+    "idefics3": _SizeType(_shuffled_linear, "idefics3_vision"),
+    "internvl": _SizeType(_shuffled_mlp, "internvl_vision"),
+    "llava": _SizeType(_mlp),
+    "llava_next": _SizeType(_mlp),
+    "llava_onevision": _SizeType(_mlp, "siglip_vision_model"),
+    "mistral3": _SizeType(_merged_mlp, "pixtral", side=None),
+    "qwen2_vl": _grid("qwen2_vl", width="embed_dim", outer="hidden_size"),
+    "qwen2_5_vl": _grid("qwen2_5_vl", gated=True, full_attention=FULL_ATTENTION),
+    "qwen3_5": _grid("qwen3_vl"),
+    "qwen3_5_moe": _grid("qwen3_vl"),
+    "qwen3_vl": _grid("qwen3_vl"),
+    "qwen3_vl_moe": _grid("qwen3_vl"),
+    "smolvlm": _SizeType(_shuffled_linear, "smolvlm_vision"),
+}
+"""By the `model_type` of config.json."""
+
+
 def read_sizes(hf: Mapping[str, Any]) -> VisionSizes | None:
     """The sizes of the vision part of a config.json; None for a model that takes no images."""
-    kind = VISION_TYPES.get(str(hf.get("model_type")))
+    kind = SIZE_TYPES.get(str(hf.get("model_type")))
     if kind is None:
         return None
-    model_type, vision = str(hf["model_type"]), dict(hf.get("vision_config") or {})
-    own = str(vision.get("model_type") or TOWERS.get(model_type, "clip_vision_model"))
-    usual = DEFAULTS[model_type if kind.form == "grid" else own]
-    width = vision.get("embed_dim") if model_type == "qwen2_vl" else vision.get("hidden_size")
-    width = int(width or usual["hidden_size"])
+    vision = dict(hf.get("vision_config") or {})
+    form = VISION_TYPES[str(hf["model_type"])]
+    # The types of towers of their own have that of the whole.
+    tower = kind.tower if form.form == "grid" else str(vision.get("model_type") or kind.tower)
+    usual = DEFAULTS[tower]
+    width = int(vision.get(kind.width) or usual["hidden_size"])
     layers = int(vision.get("depth") or vision.get("num_hidden_layers") or usual["layers"])
     ratio = vision.get("mlp_ratio")
     inner = int(vision.get("intermediate_size") or (ratio and ratio * width) or usual["inner"])
     patch = vision.get("patch_size") or usual["patch"]
     patch = int(patch if isinstance(patch, int) else patch[0])
-    matrices = 3 if {own, model_type} & GATED else 2
-    has_frames = kind.form == "grid" and model_type != "ernie4_5_vl_moe"
-    pixels = 3 * patch**2 * (2 if has_frames else 1)
-    outer = vision.get("out_hidden_size") or usual.get("out_hidden_size")
-    outer = int(outer or language_config(hf)["hidden_size"])
-    outer = int((vision.get("hidden_size") if model_type == "qwen2_vl" else None) or outer)
-    # GLM's blocks are as wide within as the projector, and its intermediate_size is the latter's.
-    within = outer if model_type in GLM else inner
-    tower = layers * (4 * width**2 + matrices * width * within) + pixels * width
-    if own == "siglip_vision_model" and vision.get("vision_use_head", True):
-        tower += 4 * width**2 + 2 * width * inner  # pools patches, for nothing here
-    side = int(hf.get("spatial_merge_size") or vision.get("spatial_merge_size") or 2)
-    merged = width * side**2
+    outer = vision.get(kind.outer) or usual.get("outer") or language_config(hf)["hidden_size"]
+    fields = _Fields(hf, vision, form, width, inner, patch, int(outer))
+    matrices = 3 if kind.gated or tower == "pixtral" else 2
+    own = layers * (4 * width**2 + matrices * width * kind.within(fields))
+    own += 3 * patch**2 * kind.frames * width
+    if tower == "siglip_vision_model" and vision.get("vision_use_head", True):
+        own += 4 * width**2 + 2 * width * inner  # pools patches, for nothing here
+    if kind.downsamples:
+        own += fields.merged * fields.outer
     full = layers
-    if model_type == "qwen2_5_vl":
-        full = len(vision.get("fullatt_block_indexes") or FULL_ATTENTION)
-    image = vision.get("image_size") or IMAGE_SIZE
-    tile = (int(image if isinstance(image, int) else image[0]) // patch) ** 2
-    if model_type in GLM:
-        projector = outer**2 + 3 * outer * inner
-        return VisionSizes(tower + merged * outer, projector, layers, width, side**2, full)
-    if model_type == "ernie4_5_vl_moe":
-        return VisionSizes(tower, merged * (5 * merged + outer), layers, width, side**2, full)
-    if kind.form == "grid":
-        mergers = 1 + len(vision.get("deepstack_visual_indexes") or kind.deepstack)
-        projector = mergers * merged * (merged + outer)
-        return VisionSizes(tower, projector, layers, width, side**2, full)
-    if model_type == "mistral3":
-        projector = merged * width + width * outer + outer**2
-        return VisionSizes(tower, projector, layers, width, side**2, full)
-    if model_type == "internvl":
-        side = round(1 / float(hf.get("downsample_ratio") or 0.5))
-        projector = width * side**2 * outer + outer**2
-        return VisionSizes(tower, projector, layers, width, side**2, full, tile)
-    if kind.form == "crops":
-        side = int(hf.get("scale_factor") or 2)
-        return VisionSizes(tower, width * side**2 * outer, layers, width, side**2, full, tile)
-    if model_type == "gemma3":
-        patches = (int(vision.get("image_size") or 224) // patch) ** 2
-        per_token = patches // int(hf.get("mm_tokens_per_image") or 256) or 1
-        return VisionSizes(tower, width * outer, layers, width, per_token, full, patches)
-    return VisionSizes(tower, width * outer + outer**2, layers, width, 1, full, tile)
+    if kind.full_attention:
+        full = len(vision.get("fullatt_block_indexes") or kind.full_attention)
+    projector, per_token = kind.projector(fields)
+    tile = _tile(fields, kind.side) if kind.side else None
+    return VisionSizes(own, projector, layers, width, per_token, full, tile)

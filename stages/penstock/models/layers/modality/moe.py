@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from penstock.models.decoder_config import DecoderConfig, ExpertsConfig
-from penstock.models.layers.modality import current_modalities
+from penstock.models.layers.modality.tokens import current_modalities
 from penstock.models.layers.moe import MoE
 
 
