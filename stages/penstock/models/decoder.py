@@ -27,7 +27,7 @@ from penstock.models.layers.rotary import Rotary, query_scale
 from penstock.models.layers.router import Precision, Router
 from penstock.models.multi_token_prediction import EmbeddingApart, FurtherTokens, PredictionLayer
 from penstock.models.names import EMBEDDING_WEIGHT, HEAD_WEIGHT
-from penstock.models.vision.tower import ImageInputs, VisionTower
+from penstock.models.vision.tower import ImageFeatures, ImageInputs, VisionTower
 from penstock.models.weights import WeightMap
 from penstock_kernels.attention import VarlenMetadata, attention
 
@@ -256,7 +256,9 @@ class Decoder(nn.Module):
         if output_fn is not None:
             found = output_fn(self._scaled(x_TD), self.lm_head)
             if further is not None:
-                found = found + self._predict(further, x_TD, position_ids_T, angles, segments)
+                found = found + self._predict(
+                    further, x_TD, position_ids_T, angles, segments, features
+                )
             return found
         logits_TV, cap = self.lm_head(self._scaled(x_TD)), config.logit_soft_cap
         return logits_TV if cap is None else (logits_TV / cap).tanh() * cap
@@ -268,18 +270,21 @@ class Decoder(nn.Module):
         position_ids_T: torch.Tensor,
         angles: tuple[torch.Tensor, torch.Tensor],
         segments: VarlenMetadata,
+        features: ImageFeatures | None,
     ) -> torch.Tensor:
         """The summed outputs of the layers that predict further tokens, from the normalized hidden
         states of the layers before."""
         assert self.lm_head is not None
         x_TD, found = hidden_TD, hidden_TD.new_zeros((), dtype=torch.float32)
         layers = self.blocks[-len(further.output_fns) :]
-        for layer, ids_T, output_fn in zip(
-            layers, further.input_ids_KT, further.output_fns, strict=True
+        for layer, ids_T, index_T, output_fn in zip(
+            layers, further.input_ids_KT, further.indices, further.output_fns, strict=True
         ):
             embed = partial(self._embed, ids_T, position_ids_T)
             is_apart = not self.takes_ids and torch.is_grad_enabled()
             next_TD = EmbeddingApart.apply(hidden_TD, embed) if is_apart else embed()
+            if features is not None and index_T is not None:
+                next_TD = features.at_tokens(index_T).replace(next_TD)
             x_TD = self.run_layer(layer, x_TD, *angles, segments, next_TD)
             found = found + output_fn(self._scaled(x_TD), self.lm_head)
         return found

@@ -9,7 +9,8 @@ i + k, and predicts token i + k + 1 with the model's own embedding and head:
 Where the report leaves it open, this follows the published inference code: the embedding comes
 first, the hidden states of depth 0 are those after the model's final norm (vLLM, Megatron-LM), and
 later depths get them after the norm as well (transformers, Megatron-LM). A token is at the position
-of its hidden state, i. Embeddings at position 0 are not zeroed, as vLLM does.
+of its hidden state, i. Embeddings at position 0 are not zeroed, as vLLM does. The embedding of an
+image token is the image's feature (vLLM, NeMo AutoModel), without those that decoder layers add.
 """
 
 from collections.abc import Callable, Sequence
@@ -90,6 +91,15 @@ class FurtherTokens:
     """At depth k token i + k of position i; any token where its document has none."""
     output_fns: Sequence[Callable[[torch.Tensor, nn.Module], torch.Tensor]]
     """For each depth what `decoder.OutputFn` is for the model: its loss."""
+    feature_index_KT: torch.Tensor | None = None  # noqa: N815 - KT names the dimensions
+    """At depth k the index of the image feature of token i + k, -1 where it has none; None without
+    images."""
+
+    @property
+    def indices(self) -> Sequence[torch.Tensor | None]:
+        """`feature_index_KT` of each depth."""
+        none = [None] * len(self.output_fns)
+        return none if self.feature_index_KT is None else [*self.feature_index_KT]
 
     def with_output(
         self, output_fn: Callable[[torch.Tensor, nn.Module], torch.Tensor]

@@ -132,6 +132,7 @@ def test_parts_that_cannot_be_frozen_are_refused(tmp_path):
 
 def test_what_is_not_trained_on_images_is_refused(tmp_path):
     hf_config = {"model_type": "llava"}
-    run = runs.run_config(tmp_path / "out", tmp_path / "model", mtp_loss_weight=0.1)
+    how = {"mtp_loss_weight": 0.1, "pipeline_parallel_size": 2}
+    run = runs.run_config(tmp_path / "out", tmp_path / "model", **how)
     with pytest.raises(ConfigError, match=r"mtp_loss_weight is 0\.1, and the data has images"):
         checked_vision(run, hf_config, CONFIG, images=True)

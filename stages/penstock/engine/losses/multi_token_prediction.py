@@ -16,6 +16,7 @@ from torch import nn
 from penstock.config.schema.train import TrainConfig
 from penstock.engine.distributed.parallel_model import ModelInputs, ParallelModel
 from penstock.engine.distributed.vocab_parallel import SumLossFn
+from penstock.engine.vision.image_inputs import ImageInputBuilder
 from penstock.losses.labels import IGNORED, Labels
 from penstock.models.decoder import OutputFn
 from penstock.models.decoder_config import DecoderConfig
@@ -59,9 +60,19 @@ class MTPLoss:
             device = call.input_ids_T.device
             ids_KT, labels_KT = map(self._own_tokens, further_tokens(batch, self.depths))
             labels = [Labels.from_host(labels_S, device) for labels_S in labels_KT]
-            further = FurtherTokens(to_device(ids_KT, device), list(map(output_fn, labels)))
+            outputs = list(map(output_fn, labels))
+            index_KT = self._feature_index(batch, device)
+            further = FurtherTokens(to_device(ids_KT, device), outputs, index_KT)
             found.append(replace(call, further=further))
         return found
+
+    def _feature_index(self, batch: MicroBatch, device: torch.device) -> torch.Tensor | None:
+        """`FurtherTokens.feature_index_KT`."""
+        images = self.layout.images
+        if batch.images is None or not isinstance(images, ImageInputBuilder):
+            return None
+        index_KT = shifted(images.feature_index(batch), batch.lengths, self.depths, -1)
+        return to_device(self._own_tokens(index_KT), device)
 
     def _own_tokens(self, values_KT: torch.Tensor) -> torch.Tensor:
         """This context-parallel rank's tokens: those whose hidden states it has."""
@@ -96,15 +107,13 @@ def build_mtp_loss(
 def further_tokens(batch: MicroBatch, depths: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids and labels of each depth, [K, T]: those k positions further on in the document.
     Where it has none the label is IGNORED and the id is 0, which no earlier token attends to."""
-    lengths = torch.tensor(batch.lengths)
-    left_T = lengths.cumsum(0).repeat_interleave(lengths) - torch.arange(int(lengths.sum())) - 1
-    found: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for depth in range(1, depths + 1):
-        is_outside_T = left_T < depth
-        ids_T, labels_T = (
-            values_T.roll(-depth).masked_fill(is_outside_T, fill)
-            for values_T, fill in ((batch.input_ids_T, 0), (batch.labels_T, IGNORED))
-        )
-        found.append((ids_T, labels_T))
-    ids, labels = zip(*found, strict=True)
-    return torch.stack(ids), torch.stack(labels)
+    ids_KT = shifted(batch.input_ids_T, batch.lengths, depths, 0)
+    return ids_KT, shifted(batch.labels_T, batch.lengths, depths, IGNORED)
+
+
+def shifted(values_T: torch.Tensor, lengths: Sequence[int], depths: int, fill: int) -> torch.Tensor:
+    """The values 1 to K positions further on in the document, [K, T]; `fill` where it has none."""
+    sizes = torch.tensor(lengths)
+    left_T = sizes.cumsum(0).repeat_interleave(sizes) - torch.arange(int(sizes.sum())) - 1
+    each = range(1, depths + 1)
+    return torch.stack([values_T.roll(-k).masked_fill(left_T < k, fill) for k in each])

@@ -44,10 +44,13 @@ def checked_vision(
         _check_recomputation_of_text(run)
         return None
     vision = read_vision(hf_config)
-    if run.train.mtp_loss_weight:
+    if run.train.mtp_loss_weight and run.train.pipeline_parallel_size > 1:
         raise ConfigError(
-            f"train.mtp_loss_weight is {run.train.mtp_loss_weight}, and the data has images, for"
-            " which further tokens are not predicted.\n  Write mtp_loss_weight: 0."
+            f"train.mtp_loss_weight is {run.train.mtp_loss_weight}, and the data has images: the"
+            " layers that predict further tokens are in the last pipeline stage, and the image"
+            " features that they take in the first.\n"
+            "  Write mtp_loss_weight: 0, or data_parallel_shard_size:"
+            f" {run.train.pipeline_parallel_size} instead of pipeline_parallel_size."
         )
     if (
         vision.type.bidirectional

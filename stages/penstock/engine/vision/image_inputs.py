@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from penstock.models.layers.modality import ModalityTokens
+from penstock.models.layers.modality.tokens import ModalityTokens
 from penstock.models.vision.dummy import dummy_image
 from penstock.models.vision.features import dummy_hidden
 from penstock.models.vision.positions import image_places, image_runs, mrope_positions
@@ -70,11 +70,15 @@ class ImageInputBuilder:
         images = batch.images
         if self.tower is None or (images is None and not self.fills):
             return None
-        index_T = np.full(sum(batch.lengths), -1, dtype=np.int64)
-        if images is not None:
-            index_T[self._places(batch, images)] = images.feature_order()
         tensors = self._dummy(self.tower, device) if images is None else images.to_device(device)
-        return ImageInputs(tensors, to_device(shard(torch.from_numpy(index_T)), device))
+        return ImageInputs(tensors, to_device(shard(self.feature_index(batch)), device))
+
+    def feature_index(self, batch: MicroBatch) -> torch.Tensor:
+        """The index of each token's feature, int64 [T]; -1 for other tokens."""
+        index_T = np.full(sum(batch.lengths), -1, dtype=np.int64)
+        if batch.images is not None:
+            index_T[self._places(batch, batch.images)] = batch.images.feature_order()
+        return torch.from_numpy(index_T)
 
     def modalities(
         self,

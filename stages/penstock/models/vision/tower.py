@@ -3,7 +3,7 @@ tokens. T tokens of this rank, F image features, D width of the language model."
 
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -35,6 +35,14 @@ class ImageFeatures:
     deepstack: tuple[torch.Tensor, ...]
     """The features [F, D] that are added after each of the first decoder layers."""
     feature_index_T: torch.Tensor  # noqa: N815 - T names the dimension
+    local_share: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """This rank's part of a per-token tensor, where the residual stream is split."""
+
+    def at_tokens(self, index_T: torch.Tensor) -> "ImageFeatures":
+        """The same features at other tokens: `index_T` is as `ImageInputs.feature_index_T`."""
+        # What it pads with, 0, stands for no feature.
+        own_T = self.local_share(index_T + 1) - 1 if self.local_share else index_T
+        return replace(self, feature_index_T=own_T)
 
     @cached_property
     def _is_image_T1(self) -> torch.Tensor:  # noqa: N802
@@ -106,12 +114,8 @@ class VisionTower(nn.Module):
             images.tensors
         )
         index_T = images.feature_index_T
-        return ImageFeatures(
-            features_FD,
-            deepstack,
-            # What it pads with, 0, stands for no feature.
-            self.local_share(index_T + 1) - 1 if self.local_share else index_T,
-        )
+        found = ImageFeatures(features_FD, deepstack, index_T, self.local_share)
+        return found.at_tokens(index_T)
 
     def compute(
         self, tensors: Mapping[str, torch.Tensor]
