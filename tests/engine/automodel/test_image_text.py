@@ -164,6 +164,42 @@ def test_gradients_of_every_part_are_those_of_transformers_in_any_layout(folder,
             assert not gradients[tensor].any(), f"{name}: {tensor}"
 
 
+def _moved(jobs: dict[str, Job]):
+    """How far each parameter is moved by a step, and its gradient."""
+    found = {}
+    for name, job in jobs.items():
+        loop = loops.loop_of(job)
+        seen = loops.before_each_update(loop, lambda loop=loop: loops.gradients_of(loop))
+        was = loops.parameters_of(loop)
+        examine.steps(job, range(1), loop)
+        now = loops.parameters_of(loop)
+        found[name] = {tensor: now[tensor] - value for tensor, value in was.items()}, seen[0]
+    return found
+
+
+@pytest.mark.dist
+@pytest.mark.exhaustive
+def test_parts_learn_at_their_own_rates_in_any_layout(folder):
+    own = folder / "rates"
+    tiny_images.write_image_model(own, "llava")
+    plain = {"optimizer": "sgd", "optimizer_kwargs": {}, "weight_decay": 0.0, "max_grad_norm": 0.0}
+    rates = {"vision": examine.LR / 4, "projector": 2 * examine.LR, "language": examine.LR}
+    lrs = {f"{part}_lr": rates[part] for part in ("vision", "projector")}
+    jobs = {
+        name: examine.image_job(own, f"rates-{name}", **plain, **lrs, **changes)
+        for name, changes in LAYOUTS.items()
+    }
+    parts = {"vision_tower": "vision", "multi_modal_projector": "projector"}
+    for name, (moved, gradients) in on_ranks(2, _moved, jobs)[0].items():
+        seen = set()
+        for tensor, gradient in gradients.items():
+            part = parts.get(tensor.split(".")[1], "language")
+            seen.add(part)
+            step = -rates[part] * gradient
+            assert np.allclose(moved[tensor], step, rtol=1e-3, atol=1e-7), f"{name}: {tensor}"
+        assert seen == rates.keys()
+
+
 def _trained_names(jobs: dict[str, Job]):
     found = {}
     for name, job in jobs.items():

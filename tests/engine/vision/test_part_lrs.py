@@ -10,6 +10,7 @@ from penstock.core.errors import ConfigError
 from tests.engine import runs
 from tests.engine.vision.steps import LR, image_job, loaded, steps, write_model
 from tests.engine.vision.test_freeze import part_of
+from tests.engine.vision.test_image_training import LAYOUTS, compare
 from tests.ranks import on_ranks
 
 PLAIN: dict[str, Any] = {
@@ -19,6 +20,8 @@ PLAIN: dict[str, Any] = {
     "max_grad_norm": 0,
     "max_steps": 1,
 }
+ALL = [name for name, how in LAYOUTS.items() if "model" not in how]
+"""Layouts in which all parts are trained."""
 RATES = {"vision": LR / 4, "projector": 2 * LR, "language": LR}
 
 
@@ -51,6 +54,23 @@ def test_parts_learn_at_their_own_rates(tmp_path):
         moved = found["weights"][name] - was[stored]
         assert np.allclose(moved, -RATES[part] * gradient, rtol=1e-3, atol=1e-6), name
     assert seen == RATES.keys()
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("model_type", "names"),
+    [
+        ("llava", ["tp 2", "pp 2"]),
+        *(
+            pytest.param(one, ALL, marks=pytest.mark.exhaustive)
+            for one in ("qwen2_5_vl", "mistral3")
+        ),
+    ],
+    ids=["llava", "qwen2_5_vl", "mistral3"],
+)
+def test_rates_of_parts_are_the_same_in_every_layout(tmp_path, model_type, names):
+    own = {f"{part}_lr": RATES[part] for part in ("vision", "projector")}
+    compare(tmp_path, model_type, {name: LAYOUTS[name] for name in names}, 2, **own)
 
 
 @pytest.mark.dist
