@@ -25,9 +25,11 @@ HIDDEN = "projector_inputs"
 PIXELS = "pixel_values"
 
 PROJECTORS: Mapping[str, str] = {
+    "idefics3": "connector",
     "internvl": "multi_modal_projector",
     "llava": "multi_modal_projector",
     "qwen2_vl": "visual.merger",
+    "smolvlm": "connector",
 }
 """The projectors, by model type, that are one module whose outputs are the features as they are."""
 
@@ -85,6 +87,9 @@ def dummy_hidden(tower: "VisionTower") -> dict[str, torch.Tensor]:
     """Inputs of the projector for one feature, for micro-batches without images."""
     [first, *_] = [one for one in find_projector(tower).parameters() if one.dim()]
     width, per_feature = first.shape[-1], tower.config.merge_size**2
+    if tower.config.type.form == "crops":
+        joined = tower.hf_model.config.scale_factor**2
+        return {HIDDEN: torch.zeros(1, joined, width // joined)}
     shape = (1, width) if tower.config.type.form == "square" else (width,)
     return {HIDDEN: torch.zeros(per_feature, *shape)}
 
