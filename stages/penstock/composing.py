@@ -18,9 +18,11 @@ def with_composed_model(run: RunConfig) -> RunConfig:
     Raises ConfigError and CapabilityError for parts that cannot be put together, and what the store
     raises.
     """
-    if not run.model.encoders:
-        return run
-    step = compose_step(run)
+    return use_composed_model(compose_step(run), run) if run.model.encoders else run
+
+
+def use_composed_model(step: PlannedStage, run: RunConfig) -> RunConfig:
+    """The run with the model of `step`, its `compose_step`. Raises as `with_composed_model`."""
     assert isinstance(step.stage, Compose)
     if find_cached(step) is None:
         step.stage.check()
@@ -42,7 +44,10 @@ def compose_step(run: RunConfig) -> PlannedStage:
     image_path = encoder.config_source
     stage = Compose(
         settings=ComposeSettings(
-            projector=encoder.projector, seed=run.train.seed, foundation=model.foundation
+            projector=encoder.projector,
+            scale_factor=encoder.scale_factor if encoder.projector == "pixel_shuffle" else None,
+            seed=run.train.seed,
+            foundation=model.foundation,
         ),
         text=_part(pin_config(model.config_source), model.config_source, model.model_path),
         tokenizer=pin_tokenizer(model.tokenizer_source),

@@ -84,6 +84,13 @@ class Plan:
     steps: tuple[PlannedStage, ...]
     notes: tuple[str, ...] = ()
     """Settings that were inferred from the data or the adapter, one per line."""
+    composed: PlannedStage | None = None
+    """What composed the model of a run with `model.encoders`: done, and not one of `steps`."""
+
+    @property
+    def used(self) -> tuple[PlannedStage, ...]:
+        """The steps whose results must not be pruned while the run is going on."""
+        return (self.composed, *self.steps) if self.composed else self.steps
 
     def step(self, name: str) -> PlannedStage:
         """The step of that stage. Raises ConfigError if the run leaves it out."""
@@ -120,10 +127,12 @@ def plan(
     Raises ConfigError or CapabilityError for settings that cannot be met.
     """
     check_hub(run)
+    composed = None
     if run.model.encoders:
-        from penstock.composing import with_composed_model
+        from penstock.composing import compose_step, use_composed_model
 
-        run = with_composed_model(run)
+        composed = compose_step(run)
+        run = use_composed_model(composed, run)
     run, notes = (run, ()) if run.data.skip_prepare_dataset else resolve_dataset_types(run)
     written, run = run, with_adapter(resolve_init_checkpoint(run))
     notes += adapter_notes(written, run)
@@ -156,7 +165,7 @@ def plan(
     if includes_stage(wanted, "push"):
         steps.append(push_step(run, steps[-1].artifact))
     _check_images(run, steps, wanted)
-    return Plan(run, tuple(steps), notes)
+    return Plan(run, tuple(steps), notes, composed)
 
 
 def _check_images(run: RunConfig, steps: Sequence[PlannedStage], wanted: tuple[str, ...]) -> None:

@@ -159,7 +159,7 @@ class _Tick:
     def decide(self) -> Decision:
         """Count new samples, and train if there are enough."""
         planned = plan(self.run, ("prepare",))
-        with pin_artifacts(planned.steps):
+        with pin_artifacts(planned.used):
             new_data = self._count_new_samples(planned)
             if verdict := self._skip_reason(new_data):
                 verdict, why = verdict
@@ -217,7 +217,7 @@ class _Tick:
             )
             verdict: Verdict = "up_to_date" if number == self.latest else "kept"
             return Decision(verdict, f"{self.release_status}: {why}", self.latest, **fields)
-        with pin_artifacts(planned.steps):
+        with pin_artifacts(planned.used):
             for step in planned.steps:
                 name = cast(StageName, step.stage.name)
                 if name != "push" and (name != "prepare" or find_cached(step) is None):

@@ -67,7 +67,7 @@ def with_own_output_dir(planned: Plan) -> Plan:
     steps = [*planned.steps[: names.index("train")], train, export]
     if "push" in names:
         steps.append(push_step(run, export.artifact))
-    return Plan(run, tuple(steps))
+    return Plan(run, tuple(steps), composed=planned.composed)
 
 
 def train_step_on(run: RunConfig, planned: Plan) -> PlannedStage:

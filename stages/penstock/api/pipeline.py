@@ -51,7 +51,7 @@ def run_stages(
         require_upstream(planned, last)
     require_writable(planned)
     require_main_thread(planned.run)
-    with pin_artifacts(planned.steps):
+    with pin_artifacts(planned.used):
         for step in planned.steps:
             name = cast(StageName, step.stage.name)
             if upstream or name == last:

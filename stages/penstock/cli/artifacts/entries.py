@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from penstock.compose.stage import Compose, model_keys
 from penstock.core.cache.input_digests import read_attempt
 from penstock.core.cache.manifest import MANIFEST, read_manifest
 from penstock.core.cache.stage import ATTEMPT
@@ -72,6 +73,15 @@ class Entry(ABC):
     def stage(self) -> str:
         """The name of its stage."""
         return str((self.manifest or self.attempt())["stage"])
+
+    @property
+    def keys(self) -> set[str]:
+        """The keys under which it is an input of other results: its own, and those of the content
+        of a composed model."""
+        manifest = self.manifest
+        if manifest is None or manifest["stage"] != Compose.name:
+            return {self.key}
+        return {self.key, *model_keys(manifest)}
 
     @property
     def input_keys(self) -> set[str]:

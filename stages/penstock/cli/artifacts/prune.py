@@ -1,6 +1,7 @@
 """`penstock artifacts prune`: finds results that are no longer needed and deletes them.
 
-Needed are inputs of other results and of releases, results that a running process has pinned
+Needed are inputs of other results and of releases (also a composed model, which is one by its
+content), results that a running process has pinned
 (`penstock.core.cache.in_use`), the export that `hf` or `adapter` in a run's folder links to, and
 every training run. Pins and links are checked again before each deletion, while new pins are
 blocked.
@@ -23,7 +24,7 @@ from penstock.encode.stage import FEATURES
 from penstock.export.links import find_links, forget_links
 from penstock.prepare.stage import SLICES
 
-PRUNABLE = ("prepare", "encode", "pack", "reference", "export", "push")
+PRUNABLE = ("compose", "prepare", "encode", "pack", "reference", "export", "push")
 DAY = 86_400.0
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": DAY, "w": 7 * DAY, "": DAY}
 AGE = re.compile(r"(\d+(?:\.\d+)?)\s*([smhdw]?)")
@@ -112,7 +113,7 @@ def choose_prunable(
         needed = _collect_input_keys(
             [entry for entry in entries if entry not in candidates], entries
         )
-    return [entry for entry in candidates if entry.key not in needed]
+    return [entry for entry in candidates if needed.isdisjoint(entry.keys)]
 
 
 def find_caches(root: Path, depth: int) -> Iterator[Path]:
@@ -136,7 +137,7 @@ _CACHED = {
 
 def _collect_input_keys(kept: list[Entry], entries: list[Entry]) -> set[str]:
     """Keys of all direct and indirect inputs of the results `kept`."""
-    by_key = {entry.key: entry for entry in entries}
+    by_key = {key: entry for entry in entries for key in entry.keys}
     found: set[str] = set()
     ahead = {key for entry in kept for key in entry.input_keys}
     while ahead:
