@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
+from penstock.core.cache.manifest import read_manifest
 from penstock.core.errors import PenstockError
 from penstock.core.remote.urls import redact
 from penstock.core.sources.hub import local_folder
@@ -12,6 +13,12 @@ from penstock.export.license import CARD, LICENSE_PATTERNS, License, detect_lice
 
 _SNAPSHOT = re.compile(r"models--(?P<repo>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})$")
 """Pattern of a commit's folder in the Hub cache."""
+
+
+COMPOSE = "compose"
+"""The stage whose results are composed models."""
+PARTS = ("text", "image")
+"""Their parts, as its inputs are named."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +33,15 @@ class BaseModel:
     license: License | None = None
     folder: Path | None = None
     """The local folder with its license texts; None if not available."""
+    parts: tuple["BaseModel", ...] = ()
+    """The models that it was composed of (`model.encoders`)."""
+    drawn: bool = False
+    """Whether its weights were drawn at random."""
+
+    @property
+    def repos(self) -> list[str]:
+        """The Hub repositories whose weights it has, of those that are known."""
+        return [one.repo for one in self.parts or (self,) if one.repo and not one.drawn]
 
 
 def read_base_model(origin: ModelSource) -> BaseModel | None:
@@ -52,7 +68,26 @@ def read_model_folder(folder: Path, name: str | None = None) -> BaseModel:
     if found := _SNAPSHOT.search(folder.resolve().as_posix()):
         repo = found["repo"].replace("--", "/")
         return BaseModel(repo, repo, found["commit"], license_, folder)
+    if parts := _read_parts(folder):
+        title = " with ".join(part.name.rpartition("/")[2] for part in parts)
+        return BaseModel(title, None, None, license_, folder, parts)
     return BaseModel(name or folder.resolve().name, None, None, license_, folder)
+
+
+def _read_parts(folder: Path) -> tuple[BaseModel, ...]:
+    """The text model and the encoder of a composed model; empty for another one."""
+    manifest = read_manifest(folder.resolve().parent)
+    if manifest is None or manifest["stage"] != COMPOSE:
+        return ()
+    inputs, names = manifest["inputs"], manifest["facts"].get("names", {})
+    found: list[BaseModel] = []
+    for kind in filter(names.__contains__, PARTS):
+        weights = inputs.get(f"{kind}_weights")
+        pin = (weights or inputs[f"{kind}_config"])["source"]
+        found.append(
+            BaseModel(names[kind], pin.get("repo"), pin.get("commit"), drawn=weights is None)
+        )
+    return tuple(found)
 
 
 def _display_name(typed: str) -> str:

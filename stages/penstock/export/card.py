@@ -96,11 +96,11 @@ def save_card(folder: Path, data: ModelCardData, body: str) -> None:
 def front_matter(base: BaseModel | None, relation: str, **more: Any) -> ModelCardData:
     """The front matter fields that all cards have. A base model that is not known to be on the Hub
     is omitted, because the Hub would link to it."""
-    on_hub = base is not None and base.repo is not None
+    repos = base.repos if base else []
     license_ = base.license.front_matter if base and base.license else {}
     return ModelCardData(
-        base_model=base.repo if base else None,
-        base_model_relation=relation if on_hub else None,
+        base_model=repos[0] if len(repos) == 1 else repos or None,
+        base_model_relation=relation if repos else None,
         pipeline_tag="text-generation",
         **license_,
         **more,
@@ -115,6 +115,10 @@ def heading(text: str) -> str:
 
 def describe_base(base: BaseModel) -> str:
     """The base model with its commit, as part of a sentence."""
+    if base.parts:
+        return " with ".join(map(describe_base, base.parts))
+    if base.drawn:
+        return f"{code(base.name)} (random weights)"
     if not base.repo:
         return code(base.name)
     at = f" at {code(base.commit[:12])}" if base.commit else ""
