@@ -120,8 +120,11 @@ def compose(
     ],
     out: Annotated[Path, typer.Option("-o", "--out", metavar="OUT", help="A new folder.")],
     projector: Annotated[
-        Literal["mlp", "linear"], typer.Option(help="What is between the two.")
+        Literal["mlp", "linear", "pixel_shuffle"], typer.Option(help="What is between the two.")
     ] = "mlp",
+    scale_factor: Annotated[
+        int, typer.Option(min=2, help="Side of the square of features that a pixel shuffle joins.")
+    ] = 2,
     seed: Annotated[int, typer.Option(help="Seed of the projector's weights.")] = 0,
     scratch: Annotated[
         bool,
@@ -129,10 +132,12 @@ def compose(
     ] = False,
 ) -> JsonObject:
     """Put a vision model before a text model, as LLaVA does."""
-    from penstock.compose.llava import Encoder, TextModel, compose_folders
+    from penstock.compose.build import choose_form, compose_folders
+    from penstock.compose.parts import Encoder, TextModel
 
     encoder = Encoder(str(image), None if scratch else image)
-    found = compose_folders(TextModel.of_folder(text), encoder, out, projector=projector, seed=seed)
+    form = choose_form(projector, scale_factor)
+    found = compose_folders(TextModel.of_folder(text), encoder, out, form, seed=seed)
     found["folder"] = str(out)
     console.say(f"composed: {found['parameters']:,} parameters, in {out}")
     return found

@@ -6,22 +6,25 @@ and so in the cache keys of the other stages, is the content of its result. No t
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
 from penstock.config.schema.base import Settings
-from penstock.config.schema.model import Projector
+from penstock.config.schema.model import SCALE_FACTOR, Projector
 from penstock.core.cache.stage import Facts, Input, Source, Stage
 from penstock.core.files import remove
+from penstock.core.remote.urls import redact
 from penstock.core.sources.hub import local_folder
-from penstock.core.sources.pin import ENCODER_FILES
+from penstock.core.sources.pin import ENCODER_FILES, MODEL_FILES
 from penstock.core.sources.pin_remote import resolve_folder
 from penstock.models.builtin import SCHEME
 
 if TYPE_CHECKING:
-    from penstock.compose.llava import Encoder, TextModel
+    from penstock.compose.form import Form
+    from penstock.compose.parts import Encoder, TextModel
 
 MODEL = "hf"
 """The folder of the model in the result."""
@@ -34,6 +37,9 @@ class ComposeSettings(Settings):
 
     seed: int
     """Seed of the projector, and of parts without weights."""
+
+    scale_factor: int | None = None
+    """Of a pixel shuffle."""
 
     foundation: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Overrides of entries of the text model's config.json."""
@@ -50,6 +56,14 @@ class PinnedPart:
     """None: drawn from the seed."""
     model_path: str | None
 
+    @property
+    def name(self) -> str:
+        """For people: its hub id, or the last part of a path or URL."""
+        source, typed = self.config, self.config_path
+        if self.weights and self.model_path:
+            source, typed = self.weights, self.model_path
+        return source.pin["repo"] if source.pin["kind"] == "hub" else PurePath(redact(typed)).name
+
     def config_folder(self) -> str:
         """A local folder with its config.json, or `builtin:<name>`."""
         if self.config_path.startswith(SCHEME):
@@ -65,10 +79,11 @@ class PinnedPart:
 
 @dataclass(frozen=True)
 class Compose(Stage):
-    """Input: a text model and a vision tower. Output: `hf`, a folder with a LLaVA model."""
+    """Input: a text model and a vision tower. Output: `hf`, a folder with the model of both."""
 
     name: ClassVar[str] = "compose"
     version: ClassVar[int] = 1
+    neutral: ClassVar[Mapping[str, Any]] = {"scale_factor": None}
 
     settings: ComposeSettings  # pyright: ignore[reportIncompatibleVariableOverride]
     text: PinnedPart
@@ -94,21 +109,28 @@ class Compose(Stage):
     def check(self) -> None:
         """Raise CapabilityError or ConfigError if the two cannot be put together. Reads no
         weights."""
-        from penstock.compose.llava import compose_config
+        from penstock.compose.build import compose_config
 
-        compose_config(*self._parts(with_weights=False), self.settings.projector)
+        compose_config(*self._parts(with_weights=False), self._form)
 
     def run(self, out: Path) -> Facts:
         """Compose the model; an interrupted run starts over."""
-        from penstock.compose.llava import compose_folders
+        from penstock.compose.build import compose_folders
 
         remove(out / MODEL)
         text, encoder = self._parts()
-        projector, seed = self.settings.projector, self.settings.seed
-        return compose_folders(text, encoder, out / MODEL, projector=projector, seed=seed)
+        facts = compose_folders(text, encoder, out / MODEL, self._form, seed=self.settings.seed)
+        parts = {"text": self.text, "image": self.image}
+        return {**facts, "names": {kind: part.name for kind, part in parts.items()}}
+
+    @property
+    def _form(self) -> "Form":
+        from penstock.compose.build import choose_form
+
+        return choose_form(self.settings.projector, self.settings.scale_factor or SCALE_FACTOR)
 
     def _parts(self, *, with_weights: bool = True) -> "tuple[TextModel, Encoder]":
-        from penstock.compose.llava import Encoder, TextModel
+        from penstock.compose.parts import Encoder, TextModel
 
         text = TextModel(
             self.text.config_folder(),
@@ -119,3 +141,19 @@ class Compose(Stage):
         )
         weights = self.image.weights_folder() if with_weights else None
         return text, Encoder(self.image.config_folder(), weights)
+
+
+def model_keys(manifest: Mapping[str, Any]) -> set[str]:
+    """The keys under which the composed model is an input of other stages, from its manifest: of
+    its weights, and of its config alone."""
+    files = [{**file, "name": file["path"].removeprefix(f"{MODEL}/")} for file in manifest["files"]]
+
+    def key(*patterns: str) -> str:
+        its = [
+            {name: file[name] for name in ("name", "bytes", "sha256")}
+            for file in files
+            if any(fnmatchcase(file["name"], pattern) for pattern in patterns)
+        ]
+        return Source({"kind": "files", "files": its}).key
+
+    return {key(*MODEL_FILES), key("config.json")}

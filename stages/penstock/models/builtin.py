@@ -87,30 +87,38 @@ class BuiltinEncoder:
     """Its preprocessor_config.json."""
 
 
+_TOWER: Mapping[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 32,
+    "patch_size": 8,
+}
+_PREPROCESSOR: Mapping[str, Any] = {
+    "do_convert_rgb": True,
+    "do_normalize": True,
+    "do_rescale": True,
+    "do_resize": True,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+    "resample": 3,
+    "rescale_factor": 1 / 255,
+    "size": {"height": 32, "width": 32},
+}
+
 ENCODERS: Mapping[str, BuiltinEncoder] = {
     "tiny-clip": BuiltinEncoder(
-        {
-            "model_type": "clip_vision_model",
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "image_size": 32,
-            "patch_size": 8,
-        },
+        {"model_type": "clip_vision_model", **_TOWER},
         {
             "image_processor_type": "CLIPImageProcessor",
             "do_center_crop": False,
-            "do_convert_rgb": True,
-            "do_normalize": True,
-            "do_rescale": True,
-            "do_resize": True,
-            "image_mean": [0.5, 0.5, 0.5],
-            "image_std": [0.5, 0.5, 0.5],
-            "resample": 3,
-            "rescale_factor": 1 / 255,
-            "size": {"height": 32, "width": 32},
+            **_PREPROCESSOR,
         },
+    ),
+    "tiny-siglip": BuiltinEncoder(
+        {"model_type": "siglip_vision_model", "vision_use_head": False, **_TOWER},
+        {"image_processor_type": "SiglipImageProcessor", **_PREPROCESSOR},
     ),
 }
 

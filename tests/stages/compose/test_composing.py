@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,17 @@ import transformers
 from penstock.compose.stage import Compose
 from penstock.composing import compose_step, with_composed_model
 from penstock.config.loading.load import loads
-from penstock.core.cache.stage import stage_key
+from penstock.core.cache.in_use import pin_artifacts
+from penstock.core.cache.stage import ATTEMPT, stage_key
 from penstock.core.errors import CapabilityError
-from penstock.core.files import PART, read_json, write_json
+from penstock.core.files import PART, read_json, remove, write_json
+from penstock.export.base_model import read_base_model
+from penstock.export.card import describe_base, front_matter
 from penstock.models.initialize import initialize
 from penstock.models.registry import get_family
+from penstock.origins import resolve_model_source
 from penstock.plan import plan
+from tests.cli.command import penstock as said
 from tests.pipeline.runs import penstock, statuses, write_run
 from tests.stages.compose.test_llava import loaded_model, write_encoder, write_text
 
@@ -97,6 +103,8 @@ def test_what_decides_the_composed_model_is_in_its_key(tmp_path):
     changed = {
         key(seed=1),
         key(image(projector="linear")),
+        key(image(projector="pixel_shuffle")),
+        key(image(projector="pixel_shuffle", scale_factor=4)),
         key({**here, "foundation": {"rms_norm_eps": 1e-5}}),
         key({**here, "encoders": {"image": {"config_path": str(encoder)}}}),
         key({**here, "tokenizer_path": "builtin:bytes"}),
@@ -106,7 +114,7 @@ def test_what_decides_the_composed_model_is_in_its_key(tmp_path):
     with (encoder / "model.safetensors").open("ab") as stream:
         stream.write(b" ")
     changed.add(key())
-    assert len(changed | {first}) == 8
+    assert len(changed | {first}) == 10
 
 
 def test_parts_that_do_not_fit_are_refused_before_anything_is_written(tmp_path):
@@ -118,19 +126,60 @@ def test_parts_that_do_not_fit_are_refused_before_anything_is_written(tmp_path):
     assert not (tmp_path / "artifacts").exists()
 
 
+def test_a_composed_model_is_pruned_once_no_result_was_made_from_it(tmp_path):
+    runs = [
+        asked(tmp_path, {**SCRATCH, "foundation": {**SCRATCH["foundation"], "rms_norm_eps": eps}})
+        for eps in (1e-4, 1e-5)
+    ]
+    planned = [plan(run) for run in runs]
+    folders = [one.composed.path for one in planned if one.composed]
+    trained = tmp_path / "trained"
+    for name, one in (("made", planned[0].step("train")), ("begun", planned[0].step("export"))):
+        inputs = {name: source.key for name, source in one.stage.inputs.items()}
+        record = {"stage": one.stage.name, "key": name, "inputs": inputs}
+        write_json(trained / one.stage.name / name / ATTEMPT, record)
+    prune = ("artifacts", "prune", "--keep-last", "0", "--unreferenced", "--json", "--root")
+
+    def pruned() -> list[str]:
+        return said(*prune, tmp_path).last["pruned"]
+
+    with pin_artifacts(planned[1].used):
+        assert pruned() == []
+    assert pruned() == [str(folders[1])]
+    remove(trained / "train")
+    assert pruned() == []
+    remove(trained)
+    assert pruned() == [str(folders[0])]
+    assert [folder.exists() for folder in folders] == [False, False]
+
+
+def test_the_card_of_a_composed_model_names_its_parts_as_they_were_written(tmp_path):
+    text = tmp_path / "a" / "text"
+    write_text(text)
+    model = {"model_path": str(text), "encoders": TINY}
+    base = read_base_model(resolve_model_source(with_composed_model(asked(tmp_path, model))))
+    assert base is not None
+    assert base.name == "text with builtin:tiny-clip"
+    assert describe_base(base) == "`text` with `builtin:tiny-clip` (random weights)"
+    assert "base_model" not in front_matter(base, "finetune").to_dict()
+    hub = [replace(part, repo=f"org/{n}", drawn=False) for n, part in enumerate(base.parts)]
+    data = front_matter(replace(base, parts=tuple(hub)), "finetune").to_dict()
+    assert data["base_model"] == ["org/0", "org/1"]
+
+
 COMPOSE = """
 import sys
 from pathlib import Path
 from penstock.composing import with_composed_model
 from penstock.config.loading.load import load
 if len(sys.argv) > 2:
-    import os, signal, penstock.compose.llava as llava
-    real = llava.save_tensors
+    import os, signal, penstock.compose.build as build
+    real = build.save_tensors
     def save(tensors, target):
         real(tensors, target)
         if target.name.endswith(f"{sys.argv[2]}.safetensors"):
             os.kill(os.getpid(), signal.SIGKILL)
-    llava.save_tensors = save
+    build.save_tensors = save
 print(with_composed_model(load(Path(sys.argv[1]))).model.model_path)
 """
 
@@ -177,6 +226,9 @@ def test_two_phases_train_the_projector_and_then_the_language_model(tmp_path):
     penstock("run", config)
     [whole] = (tmp_path / "artifacts/compose").glob("[0-9a-f]*/hf")
     [first] = (tmp_path / "artifacts/export").glob("*/hf")
+    assert "`builtin:tiny-llama` (random weights) with `builtin:tiny-clip`" in (
+        first / "README.md"
+    ).read_text(encoding="utf-8")
     base = {"config_path": None, "foundation": {}}
     model = {**base, "model_path": str(first), "freeze": ["vision"]}
     second = {**train, "output_dir": str(tmp_path / "second")}

@@ -6,7 +6,9 @@ import pytest
 import torch
 import transformers
 
-from penstock.compose.llava import TOWERS, Encoder, TextModel, compose_folders
+from penstock.compose.build import choose_form, compose_folders
+from penstock.compose.llava import TOWERS
+from penstock.compose.parts import Encoder, TextModel
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.core.files import write_json
 from tests.cli.command import penstock
@@ -56,9 +58,10 @@ def write_text(folder, **changes):
     return folder
 
 
-def compose(text, encoder, out, *, scratch=False, **how):
+def compose(text, encoder, out, *, scratch=False, projector="mlp", scale_factor=2, seed=0):
     tower = Encoder(str(encoder), None if scratch else encoder)
-    return compose_folders(TextModel.of_folder(text), tower, out, **how)
+    form = choose_form(projector, scale_factor)
+    return compose_folders(TextModel.of_folder(text), tower, out, form, seed=seed)
 
 
 def rows(model) -> torch.Tensor:

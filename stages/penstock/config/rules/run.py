@@ -79,6 +79,13 @@ def _check_encoders(run: RunConfig) -> Issues:
                 "names no vision model; write model_path (pre-trained weights), or config_path for"
                 " random weights",
             )
+        if encoder.is_non_default("scale_factor") and encoder.projector != "pixel_shuffle":
+            yield ConfigIssue(
+                (*path, "scale_factor"),
+                f"is of a pixel shuffle, and the projector is {encoder.projector}; write projector:"
+                " pixel_shuffle, or leave it out",
+                (f"model.encoders.{kind}.projector",),
+            )
     if run.model.encoders and run.model.trust_remote_code:
         yield ConfigIssue(
             ("model", "encoders"),

@@ -13,7 +13,8 @@ Attention = Literal[
 
 Part = Literal["vision", "projector", "language"]
 Modality = Literal["image", "video", "audio"]
-Projector = Literal["mlp", "linear"]
+Projector = Literal["mlp", "linear", "pixel_shuffle"]
+SCALE_FACTOR = 2
 
 
 class EncoderConfig(ConfigSection):
@@ -25,12 +26,20 @@ class EncoderConfig(ConfigSection):
 
     config_path: str | None = Field(default=None, min_length=1)
     """The encoder's config.json and preprocessor_config.json, if they are not in `model_path`: a
-    hub id, a local folder or `builtin:tiny-clip`. Unset: the same as `model_path`."""
+    hub id, a local folder, `builtin:tiny-clip` or `builtin:tiny-siglip`. Unset: the same as
+    `model_path`."""
 
     projector: Projector = "mlp"
     """What maps features to the width of the text model, from random initial weights: `mlp` (two
     layers with a GELU between, as in LLaVA 1.5) or `linear` (a linear map, as in the first LLaVA,
-    stored as two layers without activation)."""
+    stored as two layers without activation), both of a LLaVA; or `pixel_shuffle` (each square of
+    `scale_factor` x `scale_factor` features is joined to one, and then mapped linearly), of an
+    Idefics3, for SigLIP towers."""
+
+    scale_factor: int = Field(default=SCALE_FACTOR, ge=2)
+    """Pixel shuffle: side of the square of features that become one. An image takes
+    `scale_factor`² times fewer tokens. It must divide the number of patches along the side of an
+    image."""
 
     @property
     def config_source(self) -> str:
@@ -150,10 +159,10 @@ class ModelConfig(ConfigSection):
         default_factory=dict[Modality, EncoderConfig]
     )
     """Encoders to put before a text model, by modality: `{image: {model_path:
-    google/siglip-base-patch16-224}}` trains a LLaVA of the model in `model_path` and that vision
-    tower. It is composed once, when the first run with it is planned, and shared by all runs with
-    the same parts and `train.seed`; `foundation` applies to the text model. `audio` and `video` are
-    errors."""
+    google/siglip-base-patch16-224}}` trains a vision-language model (LLaVA, or Idefics3 with a
+    pixel shuffle) of the model in `model_path` and that vision tower. It is composed once, when the
+    first run with it is planned, and shared by all runs with the same parts and `train.seed`;
+    `foundation` applies to the text model. `audio` and `video` are errors."""
 
     @property
     def config_source(self) -> str:

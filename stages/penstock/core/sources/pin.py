@@ -37,7 +37,7 @@ BUILTIN_MODELS = {
 }
 """Tiny randomly initialized models; each includes the byte-level tokenizer."""
 
-BUILTIN_ENCODERS = {"builtin:tiny-clip": 1}
+BUILTIN_ENCODERS = {"builtin:tiny-clip": 1, "builtin:tiny-siglip": 1}
 """Tiny vision towers without weights, with their image processors."""
 
 PROCESSOR_FILES = (

@@ -1,12 +1,11 @@
-"""Tokenizer, chat template and processor of a composed LLaVA model."""
+"""Tokenizer and chat template of a composed model."""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
+from penstock.compose.form import IMAGE_TOKEN
 from penstock.core.errors import CapabilityError
 from penstock.rows.tokenizer import load_tokenizer
-
-IMAGE_TOKEN = "<image>"
 
 FLATTEN = (
     "{%- set flat = namespace(messages=[]) -%}"
@@ -27,8 +26,8 @@ FLATTEN = (
 image token for an image."""
 
 
-def with_image_token(tokenizer: str, revision: str | None) -> Any:
-    """The tokenizer with the image token, and a chat template that takes messages with images.
+def with_tokens(tokenizer: str, revision: str | None, tokens: Sequence[str]) -> Any:
+    """The tokenizer with the tokens, and a chat template that takes messages with images.
 
     Raises CapabilityError if it has no chat template.
     """
@@ -38,18 +37,6 @@ def with_image_token(tokenizer: str, revision: str | None) -> Any:
             f"the tokenizer of {tokenizer} has no chat template, which says where images are.\n"
             "  Name a model that was trained on chats, or write a chat_template.jinja there."
         )
-    found.add_special_tokens({"additional_special_tokens": [IMAGE_TOKEN]})
+    found.add_special_tokens({"additional_special_tokens": [*tokens]})
     found.chat_template = FLATTEN + found.chat_template
     return found
-
-
-def llava_processor(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """The processor_config.json for a LLaVA model's config.json."""
-    select = hf_config["vision_feature_select_strategy"]
-    return {
-        "processor_class": "LlavaProcessor",
-        "patch_size": hf_config["vision_config"]["patch_size"],
-        "num_additional_image_tokens": int(select == "default"),
-        "vision_feature_select_strategy": select,
-        "image_token": IMAGE_TOKEN,
-    }
