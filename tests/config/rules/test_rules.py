@@ -282,7 +282,7 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
         {"model": {"encoders": {"image": {"model_path": "x", "scale_factor": 3}}}},
         "model.encoders.image.scale_factor",
         "is of a pixel shuffle, and the projector is mlp",
-        {"model": {"encoders": {"image": {"projector": "pixel_shuffle"}}}},
+        {"model": {"encoders": {"image": {"model_path": "x", "projector": "pixel_shuffle"}}}},
     ),
     (
         {"model": {"encoders": {"image": {"model_path": "x"}}, "trust_remote_code": True}},

@@ -102,7 +102,7 @@ def expected(model):
     documents = [one for row in NUMBERS for one in zip(*image_documents(KIND, row), strict=True)]
     trained = sum(int((labels != -100).sum()) for _, labels, _ in documents)
     each = [model.losses(*one) for one in documents]
-    main, further = (sum(losses) / trained for losses in zip(*each, strict=True))
+    main, further = (torch.stack(losses).sum() / trained for losses in zip(*each, strict=True))
     (main + WEIGHT * further).backward()
     found = {model.published(n): p.grad for n, p in model.named_parameters() if p.grad is not None}
     return main.item(), found

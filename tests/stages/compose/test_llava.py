@@ -9,6 +9,7 @@ import transformers
 from penstock.compose.build import choose_form, compose_folders
 from penstock.compose.llava import TOWERS
 from penstock.compose.parts import Encoder, TextModel
+from penstock.config.schema.model import Projector
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.core.files import write_json
 from tests.cli.command import penstock
@@ -58,7 +59,9 @@ def write_text(folder, **changes):
     return folder
 
 
-def compose(text, encoder, out, *, scratch=False, projector="mlp", scale_factor=2, seed=0):
+def compose(
+    text, encoder, out, *, scratch=False, projector: Projector = "mlp", scale_factor=2, seed=0
+):
     tower = Encoder(str(encoder), None if scratch else encoder)
     form = choose_form(projector, scale_factor)
     return compose_folders(TextModel.of_folder(text), tower, out, form, seed=seed)
