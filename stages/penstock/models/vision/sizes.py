@@ -112,8 +112,8 @@ def _resampler(fields: _Fields) -> tuple[int, int]:
 
 def _merged_mlp(fields: _Fields) -> tuple[int, int]:
     return (
-        fields.merged * fields.width + fields.width * fields.outer + fields.outer** 2,
-        fields.side** 2,
+        fields.merged * fields.width + fields.width * fields.outer + fields.outer**2,
+        fields.side**2,
     )
 
 
