@@ -97,8 +97,10 @@ TENSORS = st.builds(
     shape=SHAPES,
     sparse_csr=st.builds(pb.SparseCsr, values=NUMBERS, crow_indices=INDICES, col_indices=INDICES),
 )
-CHUNKS = st.builds(pb.Chunk, encoded_text=st.builds(pb.EncodedTextChunk, tokens=NUMBERS)) | st.just(
-    pb.Chunk(image=pb.OtherChunk())
+CHUNKS = (
+    st.builds(pb.Chunk, encoded_text=st.builds(pb.EncodedTextChunk, tokens=NUMBERS))
+    | st.just(pb.Chunk(image=pb.ImageChunk(data=b"x", format="png")))
+    | st.just(pb.Chunk(dmel=pb.OtherChunk()))
 )
 NAMES = st.sampled_from(["target_tokens", "weights", "logprobs", "advantages"]) | st.text(
     max_size=3

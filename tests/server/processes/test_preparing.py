@@ -1,5 +1,7 @@
 """Where workers listen, and how an engine that is elsewhere finds them and knows their secret."""
 
+import json
+
 import pytest
 
 from penstock.config.server.config import ServerConfig
@@ -56,3 +58,18 @@ def test_a_whole_address_may_leave_the_port_open(tmp_path):
     bind = prepare(tiny(tmp_path, worker_bind_address="tcp://127.0.0.1:0"), "auto").job
     assert bind.workers_bind == bind.workers_address
     assert not bind.workers_bind.endswith(":0")
+
+
+def test_a_model_that_takes_images_needs_its_image_processor(tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"model_type": "qwen2_5_vl"}))
+    for name in ("model.safetensors", "tokenizer.json"):
+        (model / name).write_bytes(b"{}")
+    fields = {"model_path": str(model), "output_dir": str(tmp_path / "out"), "api_port": 0}
+    with pytest.raises(ConfigError, match="a qwen2_5_vl, which takes images, and "):
+        prepare(ServerConfig(**fields), "auto")
+    (model / "preprocessor_config.json").write_text("{}")
+    assert prepare(ServerConfig(**fields), "auto").job.image_processor == str(model)
+    assert prepare(ServerConfig(**fields, backend="transformers"), "auto").job.image_processor == ""
+    assert prepare(tiny(tmp_path / "text"), "auto").job.image_processor == ""

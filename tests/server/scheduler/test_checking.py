@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.server.protocol.images import Image
 from penstock.server.protocol.losses import OPTIONAL, REQUIRED
 from penstock.server.protocol.requests import (
     CreateModel,
@@ -144,6 +145,40 @@ def test_a_token_may_have_several_targets_where_the_loss_is_a_sum_of_theirs():
     for said, work in wrong.items():
         with pytest.raises(RequestError, match=said):
             check(work, SERVED)
+
+
+IMAGE = Image(digest=b"d", tensors={}, num_tokens=2)
+TAKES_IMAGES = msgspec.structs.replace(SERVED, image_token_id=1)
+
+
+@pytest.mark.parametrize(
+    ("served", "tokens", "images", "why"),
+    [
+        (TAKES_IMAGES, [0, 1, 1], (), "sample 0 has 2 image tokens (1) for 0 features of 0 images"),
+        (TAKES_IMAGES, [0, 2, 1], (0,), "sample 0 has 1 image tokens (1) for 2 features"),
+        (TAKES_IMAGES, [0, 1, 1], (1,), "sample 0 has images that are not among those"),
+        (TAKES_IMAGES, [0, 1, 1], (-1,), "sample 0 has images that are not among those"),
+        (SERVED, [0, 1, 1], (0,), "sample 0 has images, and a llama takes text alone"),
+    ],
+)
+def test_images_and_their_tokens_belong_together(served, tokens, images, why):
+    tokens = Array.of(tokens, "int32")
+    sample = msgspec.structs.replace(datum(tokens=tokens), images=images)
+    order = ForwardBackward(model="m", data=(sample,), loss="ppo", images=(IMAGE,))
+    with pytest.raises(RequestError) as refused:
+        check(order, served)
+    assert (refused.value.code, why in str(refused.value)) == ("invalid", True)
+    fine = msgspec.structs.replace(sample, tokens=Array.of([0, 1, 1], "int32"), images=(0,))
+    check(msgspec.structs.replace(order, data=(fine,)), TAKES_IMAGES)
+
+
+def test_a_prompt_has_an_image_token_for_each_feature():
+    def prompt(*tokens):
+        return Sample(prompt=Array.of(tokens, "int32"), sampling=SamplingParams(), images=(IMAGE,))
+
+    check(prompt(0, 1, 1), TAKES_IMAGES)
+    with pytest.raises(RequestError, match="the prompt has 1 image tokens"):
+        check(prompt(0, 1, 2), TAKES_IMAGES)
 
 
 def test_of_tokens_that_do_not_count_anything_may_be_said():

@@ -111,9 +111,7 @@ class KVCachedDecode:
             self._cache.longest = max((one.max_length for one in self._active), default=0)
             rows = [sum(one.needs_kv_cache for one in group) for group in groups]
             return ForwardBatch(
-                _prefill_batch(
-                    [group[0].prompt.tokens for group in groups], self._limits.pad_to_multiple_of
-                ),
+                _prefill_batch([group[0] for group in groups], self._limits.pad_to_multiple_of),
                 groups,
                 lambda plain: prefill_segments(
                     plain, self._cache, rows, self._device, self._gather
@@ -179,9 +177,7 @@ class FullRecomputeDecode:
             selected.append(one)
         if not selected:
             return None
-        batch = _prefill_batch(
-            [[*one.prompt.tokens, *one.tokens] for one in selected], self._limits.pad_to_multiple_of
-        )
+        batch = _prefill_batch(selected, self._limits.pad_to_multiple_of)
         return ForwardBatch(batch, [[one] for one in selected], _identity)
 
     def remove_finished(self) -> None:
@@ -206,7 +202,7 @@ def _decode_batch(sequences: Sequence[DecodingSequence], pad_to_multiple_of: int
     count = len(sequences)
     padding = -count % pad_to_multiple_of
     ids = [*(one.tokens[-1] for one in sequences), *[0] * padding]
-    places = [len(one.prompt.tokens) + len(one.tokens) - 1 for one in sequences]
+    places = [one.position for one in sequences]
     return MicroBatch(
         torch.tensor(ids),
         torch.full((len(ids),), IGNORED),
@@ -218,9 +214,12 @@ def _decode_batch(sequences: Sequence[DecodingSequence], pad_to_multiple_of: int
     )
 
 
-def _prefill_batch(documents: Sequence[Sequence[int]], pad_to_multiple_of: int) -> MicroBatch:
+def _prefill_batch(sequences: Sequence[DecodingSequence], pad_to_multiple_of: int) -> MicroBatch:
+    """A document of each prompt and its completion so far."""
+    documents = [[*one.prompt.tokens, *one.tokens] for one in sequences]
+    images = tuple(image for one in sequences for image in one.prompt.images)
     ids = np.fromiter((token for document in documents for token in document), dtype=np.int32)
     lengths = np.array([len(document) for document in documents], dtype=np.int32)
-    rows = [Row(ids, np.full_like(ids, IGNORED), lengths, 0)] if documents else []
+    rows = [Row(ids, np.full_like(ids, IGNORED), lengths, 0, images=images)] if documents else []
     [batch] = collate([rows], pad_to_multiple_of=pad_to_multiple_of).micro_batches()
     return batch

@@ -239,8 +239,11 @@ class Generator:
             room, most = limit - len(prompt.tokens), prompt.sampling.max_tokens
             most = room if most is None else min(room, most)
             seed = fresh if prompt.sampling.seed is None else prompt.sampling.seed
+            skipped = self.layout.skipped_positions(prompt.images)
             for sample in range(prompt.num_completions):
-                results.append(DecodingSequence(len(results), number, prompt, sample, most, seed))
+                one = DecodingSequence(len(results), number, prompt, sample, most, seed)
+                one.skipped_positions = skipped
+                results.append(one)
         return results
 
     def _empty_samples(self, count: int) -> torch.Tensor:

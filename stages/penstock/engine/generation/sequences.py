@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from penstock.engine.generation.sampling import SamplingParams, uniform
+from penstock.rows.reader import RowImage
 
 Decode = Callable[[Sequence[int]], str]
 """Decodes tokens to text, special tokens included; the same on all ranks."""
@@ -31,6 +32,8 @@ class Prompt:
     """The number of top-k logprobs at each prompt position."""
     top_k: int = 0
     """The number of top-k logprobs at each completion position."""
+    images: Sequence[RowImage] = ()
+    """In the order of their tokens, which are in `tokens`."""
 
     @property
     def needs_logprobs(self) -> bool:
@@ -87,6 +90,14 @@ class DecodingSequence:
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     finish_reason: Ending | None = None
+    skipped_positions: int = 0
+    """By how much the RoPE positions of the completion are below the indices of its tokens: an
+    image has fewer positions than tokens (M-RoPE)."""
+
+    @property
+    def position(self) -> int:
+        """The RoPE position of the newest token."""
+        return len(self.prompt.tokens) + len(self.tokens) - 1 - self.skipped_positions
 
     @property
     def needs_kv_cache(self) -> bool:

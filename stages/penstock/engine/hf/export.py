@@ -144,7 +144,7 @@ def _model(
     quantizer: Quantizer | None = None,
 ) -> dict[str, Any]:
     with ExitStack() as opened:
-        whole = _as_in_files(weights, model, opened)
+        whole = as_in_files(weights, model, opened)
         num_layers = model.names.config.num_hidden_layers
         if form.mtp == "drop":
             whole = without_tensors(whole, prediction_tensors(whole.shapes, num_layers))
@@ -162,7 +162,7 @@ def _model(
         )
 
 
-def _as_in_files(weights: HFStateDict, model: BaseModelWeights, opened: ExitStack) -> HFStateDict:
+def as_in_files(weights: HFStateDict, model: BaseModelWeights, opened: ExitStack) -> HFStateDict:
     """The tensors as the model's files have them, with those that are not trained here."""
     if isinstance(model.names, AutoWeightMap):
         return as_published(weights, model.hf_config, model.names)

@@ -264,7 +264,7 @@ class ModelPool:
     def _model_params(self) -> Sequence[LocalParam]:
         """The parameters that differ between models."""
         shared = self.substrate.sharing == "adapters"
-        return self.substrate.trainable if shared else self.substrate.built.engine.model.params
+        return self.substrate.trainable if shared else self.substrate.params
 
     def _init_adapter(self, adapter: LoraSpec) -> list[torch.Tensor]:
         """This rank's shards of a new adapter's tensors."""

@@ -9,7 +9,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from penstock.engine.checkpoint.model_reader import CheckpointReader
 from penstock.engine.checkpoint.resume import require_whole
 from penstock.engine.checkpoint.train_state import States, TrainState
 from penstock.engine.distributed.ranks import ProcessInfo
+from penstock.engine.hf.export import as_in_files
 from penstock.engine.hf.export_adapter import adapters_in, write_adapter_folder
 from penstock.engine.hf.save_model import DTYPES, HFFolderMeta, write_hf_folder
 from penstock.engine.hf.state_dict import in_checkpoint
@@ -35,6 +36,7 @@ from penstock.engine.hf.tokenizer_files import TokenizerFiles
 from penstock.engine.model_source import LoraArgs
 from penstock.engine.multi_lora.model_pool import ModelPool, TenantModel
 from penstock.engine.multi_lora.rank_padding import rank_dim, trim_lora_rank
+from penstock.engine.vision.build import build_outline
 
 BESIDE = 1 << 20
 """Upper bound in bytes of all files besides tensors: metadata and configs."""
@@ -107,6 +109,9 @@ class ModelStore:
         if substrate.sharing == "alone":
             # The base may be quantized, with less than a byte per parameter.
             exported = sum(map(math.prod, substrate.names.hf_shapes().values()))
+            if substrate.vision:
+                outline = build_outline(substrate.hf_config)
+                exported += sum(map(math.prod, outline.shapes.values()))
         return estimate_sizes(self._trained(resident, states="left out"), self._ranks, exported)
 
     def save(self, name: str, folder: Path, facts: Mapping[str, Any]) -> None:
@@ -324,12 +329,15 @@ class ModelStore:
             whole = in_checkpoint(reader, names, substrate.formats)
             whole = adapters.merged_into(whole) if adapters else whole
             out.mkdir()
-            write_hf_folder(
-                whole,
-                out,
-                HFFolderMeta(substrate.hf_config, self.tokenizer),
-                dtype=dtype or torch.bfloat16,
-            )
+            with ExitStack() as opened:
+                if substrate.vision:
+                    whole = as_in_files(whole, substrate.base, opened)
+                write_hf_folder(
+                    whole,
+                    out,
+                    HFFolderMeta(substrate.hf_config, self.tokenizer),
+                    dtype=dtype or torch.bfloat16,
+                )
             write_json(out / SAMPLER, {"rank": None, "digests": ALGORITHM})
         written = regular_files(out)
         digests = {path.relative_to(out).as_posix(): digest_of_file(path) for path in written}

@@ -11,8 +11,9 @@ from typing import Any, Literal
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from penstock.adapters.match_targets import HEAD
+from penstock.adapters.match_targets import HEAD, names_vision
 from penstock.adapters.names import parse_lora_name
+from penstock.config.schema.lora import LoraConfig
 from penstock.config.schema.run import RunConfig
 from penstock.core.errors import CapabilityError
 from penstock.engine.build import (
@@ -27,9 +28,11 @@ from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.engine.hf.base_model import BaseModelWeights
 from penstock.engine.model_source import quantization_args
 from penstock.engine.quantization.select_layers import Formats
+from penstock.engine.vision.build import left_to_base
 from penstock.models.automodel.family import AutoFamily
 from penstock.models.family import Family
 from penstock.models.registry import get_family
+from penstock.models.vision.types import VISION_TYPES, VisionConfig, read_vision
 from penstock.models.weights import WeightMap
 
 Sharing = Literal["adapters", "alone"]
@@ -71,8 +74,14 @@ class SharedBase:
         )
 
     @property
+    def vision(self) -> VisionConfig | None:
+        """The vision part; None for a text model."""
+        return read_vision(self.hf_config) if self.family.multimodal else None
+
+    @property
     def names(self) -> WeightMap:
-        """The names of checkpoint tensors, without fused projections."""
+        """The names of checkpoint tensors, without fused projections. The vision part is frozen and
+        has none."""
         return self.family.weight_map(self.built.config)
 
     @property
@@ -86,6 +95,13 @@ class SharedBase:
     def has_tied_head(self) -> bool:
         """Whether the head is the tied embedding, which has no adapter."""
         return self.built.config.tie_word_embeddings
+
+    @property
+    def params(self) -> list[LocalParam]:
+        """The parameters on this rank, except those of the frozen vision part."""
+        params = self.built.engine.model.params
+        frozen = left_to_base(params)
+        return [one for one in params if id(one.parameter) not in frozen]
 
     @property
     def trainable(self) -> list[LocalParam]:
@@ -123,7 +139,7 @@ class SharedBase:
         names = family.weight_map(self.built.config, merge_qkv=run.model.merge_qkv)
         weights = folder or self.weights
         base = replace(self.base, names=names, folder=weights)
-        load_params(self.built.engine.model.params, base, weights, run, self.ranks)
+        load_params(self.params, base, weights, run, self.ranks)
         self.reshard()
 
     def reshard(self) -> None:
@@ -158,7 +174,8 @@ def build_shared_base(
     """Build the model that `run` describes, for clients to train.
 
     The LM head has an adapter as well, unless target modules are named or the head is tied; and no
-    auxiliary loss is added to the clients' losses.
+    auxiliary loss is added to the clients' losses. A model that takes images natively is built with
+    its vision part, which is frozen.
 
     Raises:
         CapabilityError: settings that the server does not support.
@@ -171,10 +188,16 @@ def build_shared_base(
                 f"  Leave {name} out."
             )
     family = get_family(hf_config, run.model.backend, adapters=run.lora.enable_lora)
-    if family.multimodal:
+    if family.multimodal and family.model_type not in VISION_TYPES:
         raise CapabilityError(
-            f"the model is a {family.model_type}, and the server has text models only.\n"
-            "  Train its language model with penstock run, or name a text model."
+            f"the model is a {family.model_type}, and the server has text models and those that"
+            f" take images: {', '.join(VISION_TYPES)}.\n"
+            "  Train its language model with penstock run, or name another model."
+        )
+    if lora.enable_lora and (of_vision := [*filter(names_vision, _written_targets(lora))]):
+        raise CapabilityError(
+            f"lora_target_modules names {of_vision[0]}, of the vision part, which is frozen here.\n"
+            "  Name layers of the language model."
         )
     if lora.enable_lora and lora.lora_target_modules is None:
         is_tied = family.read(hf_config).tie_word_embeddings
@@ -183,5 +206,10 @@ def build_shared_base(
         lora = lora.model_copy(update={"lora_target_modules": targets})
     train = run.train.model_copy(update={"moe_aux_loss_coef": 0.0})
     run = run.model_copy(update={"lora": lora, "train": train})
-    built = assemble(run, hf_config, weights, ranks, notify)
+    built = assemble(run, hf_config, weights, ranks, notify, images=bool(family.multimodal))
     return SharedBase(run, hf_config, weights, built, ranks)
+
+
+def _written_targets(lora: LoraConfig) -> list[str]:
+    targets = lora.lora_target_modules
+    return [targets] if isinstance(targets, str) else list(targets or [])

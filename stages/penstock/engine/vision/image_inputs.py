@@ -59,6 +59,15 @@ class ImageInputBuilder:
         )
         return replace(batch, position_ids_T=torch.from_numpy(positions_T3))
 
+    def skipped_positions(self, images: ImageBatch) -> int:
+        """By how much the RoPE positions of text after these images are below the indices of its
+        tokens."""
+        if self.config.rope_axes is None:
+            return 0
+        grids = images.of_each(images.tensors[GRID].cpu().numpy())
+        sides = grids[:, 1:].max(axis=1) // self.config.merge_size
+        return sum(images.token_counts) - int(sides.sum())
+
     def build(
         self,
         batch: MicroBatch,

@@ -61,7 +61,11 @@ async def serve(job: ServerJob, keys: tuple[str, ...]) -> None:
             max_connections,
             asked,
         )
-    settings = replace(read_settings(job.config, keys), max_connections=max_connections)
+    settings = replace(
+        read_settings(job.config, keys),
+        max_connections=max_connections,
+        image_processor=job.image_processor,
+    )
     app = create_app(connecting(FromScheduler, job.engine_address, env.engine_secret()), settings)
     server = uvicorn.Server(
         uvicorn.Config(

@@ -70,7 +70,7 @@ def create_app(
         body_memory=BodyMemory(
             settings.max_request_bytes + SHARED_BYTES, settings.max_request_bytes
         ),
-        codec_pool=CodecPool(settings.max_request_bytes),
+        codec_pool=CodecPool(settings.max_request_bytes, settings.image_processor),
         connections=Connections(settings.max_connections),
         quantization={},
     )

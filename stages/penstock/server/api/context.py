@@ -106,6 +106,7 @@ class RequestContext:
             kind=request.kind,
             encoding=request.encoding,
             max_bytes=request.max_bytes,
+            takes_images=bool(self.service.settings.image_processor),
             request_id=name,
             owner=self.owner,
         )

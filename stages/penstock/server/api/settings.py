@@ -9,6 +9,8 @@ class ApiSettings:
 
     keys: tuple[str, ...] = ()
     """Valid API keys; empty: no authentication, one owner, and only this machine's host names."""
+    image_processor: str = ""
+    """Folder of the model's image processor; empty: samples have no images."""
     max_request_bytes: int = 256 << 20
     """Maximum bytes of one body, compressed and decompressed."""
     max_pending_requests: int = 100

@@ -48,6 +48,8 @@ class ServerJob:
     """Unique id of this start of the launcher."""
     requires_keys: bool = False
     """Whether clients of the API need keys."""
+    image_processor: str = ""
+    """A local folder with the model's image processor; empty: the model takes no images."""
 
     @property
     def folder(self) -> Path:

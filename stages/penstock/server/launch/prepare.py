@@ -11,10 +11,18 @@ from pathlib import Path
 from penstock.config.server.config import ServerConfig, to_run_config
 from penstock.core import env
 from penstock.core.errors import CapabilityError, ConfigError
+from penstock.core.files import read_json
 from penstock.core.process.rendezvous_endpoint import is_loopback_host
 from penstock.core.remote.urls import is_url
 from penstock.core.sources.hub import local_folder
-from penstock.core.sources.pin import pin_config, pin_model, pin_tokenizer
+from penstock.core.sources.pin import (
+    PROCESSOR_FILES,
+    TOKENIZER_AND_CONFIG,
+    pin_config,
+    pin_model,
+    pin_tokenizer,
+)
+from penstock.models.vision.types import VISION_TYPES
 from penstock.server.launch.addresses import (
     EVERYWHERE,
     LOOPBACK,
@@ -145,13 +153,15 @@ def prepare(config: ServerConfig, mode: Mode, worker_address: str | None = None)
         address = workers_address(config, bind)
         secret = _kept_secret(folder) if mode == "workers" else new_secret()
     port = free_port(config.api_host, config.api_port, "api_port") if serves else config.api_port
+    config_path = _config(config.config_path or config.model_path)
+    tokenizer = _tokenizer(config.tokenizer_path or config.config_path or config.model_path)
     job = ServerJob(
         config=config,
         mode=mode,
         output_dir=output_dir,
-        config_path=_config(config.config_path or config.model_path),
+        config_path=config_path,
         weights=_weights(config.model_path),
-        tokenizer=_tokenizer(config.tokenizer_path or config.config_path or config.model_path),
+        tokenizer=tokenizer,
         api_host=config.api_host,
         api_port=port,
         engine_address=tcp(LOOPBACK, free_port(LOOPBACK, 0, "the engine's port")),
@@ -160,6 +170,7 @@ def prepare(config: ServerConfig, mode: Mode, worker_address: str | None = None)
         launch=uuid.uuid4().hex,
         # Separately started workers do not know the keys, but must know whether there are any.
         requires_keys=bool(keys or config.api_keys_file),
+        image_processor=_image_processor(config, config_path, tokenizer),
     )
     return LaunchPlan(job, keys, new_secret(), secret)
 
@@ -238,7 +249,28 @@ def _config(typed: str) -> str:
 
 def _tokenizer(typed: str) -> str:
     source = pin_tokenizer(typed)
-    return typed if source.pin["kind"] == "builtin" else str(local_folder(typed, source).resolve())
+    if source.pin["kind"] == "builtin":
+        return typed
+    return str(local_folder(typed, source, TOKENIZER_AND_CONFIG).resolve())
+
+
+def _image_processor(config: ServerConfig, config_path: str, tokenizer: str) -> str:
+    """The folder of the image processor of a model that takes images; empty for others.
+
+    Raises ConfigError if there is none.
+    """
+    file = Path(config_path) / "config.json"
+    model_type = read_json(file).get("model_type") if file.is_file() else None
+    if model_type not in VISION_TYPES or config.backend == "transformers":
+        return ""
+    # Those of videos alone are none.
+    if not any((Path(tokenizer) / name).is_file() for name in PROCESSOR_FILES[:2]):
+        raise ConfigError(
+            f"{config.model_path} is a {model_type}, which takes images, and {tokenizer} has no"
+            " image processor.\n"
+            f"  Put {PROCESSOR_FILES[0]} beside its tokenizer, or write a tokenizer_path with one."
+        )
+    return tokenizer
 
 
 def _weights(typed: str) -> Path | None:

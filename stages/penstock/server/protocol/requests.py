@@ -8,6 +8,7 @@ from typing import Literal
 from msgspec import field
 
 from penstock.server.protocol.codec import Message
+from penstock.server.protocol.images import Image
 from penstock.server.protocol.types import (
     AdamParams,
     Array,
@@ -97,6 +98,8 @@ class ForwardBackward(Message):
     model: str
     data: tuple[Datum, ...]
     loss: Loss
+    images: tuple[Image, ...] = ()
+    """The distinct images of all samples."""
     params: dict[str, float] = field(default_factory=dict[str, float])
     forward_only: bool = False
     loss_reduction: LossReduction = "sum"
@@ -192,6 +195,8 @@ class Sample(Message):
     prompt: Array
     """int32 [T]."""
     sampling: SamplingParams
+    images: tuple[Image, ...] = ()
+    """Those of the prompt, in the order of their tokens."""
     count: int = 1
     sampler: str | None = None
     path: str | None = None

@@ -61,6 +61,8 @@ class ServedModel(Message):
     samples: bool
     vocab_size: int | None = None
     """Vocabulary size; None: unknown."""
+    image_token_id: int | None = None
+    """The token that takes a feature of an image; None: samples have no images."""
     notice: str = ""
     """Notice about the model for clients that create a session."""
 

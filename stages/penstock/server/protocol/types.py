@@ -58,6 +58,8 @@ class Datum(Value):
 
     tokens: Array
     inputs: dict[str, Array]
+    images: tuple[int, ...] = ()
+    """Its images, in the order of their tokens: indices among those of the request."""
 
 
 class LoraConfig(Value):

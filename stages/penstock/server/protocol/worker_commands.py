@@ -9,6 +9,7 @@ from typing import Literal
 from msgspec import field
 
 from penstock.server.protocol.codec import Category, Code, Message
+from penstock.server.protocol.images import Image
 from penstock.server.protocol.requests import (
     ForwardBackward,
     ModelConfig,
@@ -91,6 +92,8 @@ class GenerateCommand(Message):
     prompt_logprobs: tuple[bool, ...] = ()
     topk_prompt_logprobs: tuple[int, ...] = ()
     topk_sample_logprobs: tuple[int, ...] = ()
+    images: tuple[tuple[Image, ...], ...] = ()
+    """Of each prompt, in the order of their tokens; or none at all."""
 
 
 class WeightSyncCommand(WeightSyncOptions, kw_only=True):

@@ -95,6 +95,7 @@ class SamplingRequests:
                 topk_sample_logprobs=tuple(
                     operation.topk_sample_logprobs for operation in operations
                 ),
+                images=tuple(operation.images for operation in operations),
             )
         )
         if not isinstance(generated, GenerateResult) or len(generated.results) != len(operations):

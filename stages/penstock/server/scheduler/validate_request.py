@@ -4,12 +4,13 @@ Uses only the request and the workers' limits; whether the model exists is check
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from penstock.server.protocol.images import Image
 from penstock.server.protocol.losses import (
     FACTORS,
     MAX_TARGETS,
@@ -95,11 +96,18 @@ def _check_pass(operation: ForwardBackward, served: ServedModel) -> None:
         if not math.isfinite(value):
             raise _invalid(f"{name} of {operation.loss} is {value}, which is not finite")
     for index, datum in enumerate(operation.data):
-        _check_datum(datum, operation.loss, served, f"sample {index}")
+        what = f"sample {index}"
+        if not all(0 <= number < len(operation.images) for number in datum.images):
+            raise _invalid(f"{what} has images that are not among those of the pass")
+        images = [operation.images[number] for number in datum.images]
+        _check_datum(datum, images, operation.loss, served, what)
 
 
-def _check_datum(datum: Datum, loss: Loss, served: ServedModel, what: str) -> None:
+def _check_datum(
+    datum: Datum, images: Sequence[Image], loss: Loss, served: ServedModel, what: str
+) -> None:
     tokens = _check_tokens(datum.tokens, served, f"tokens of {what}")
+    _check_images(tokens, images, served, what)
     required = (TARGETS, *REQUIRED[loss])
     missing = [name for name in required if name not in datum.inputs]
     if missing:
@@ -129,6 +137,20 @@ def _check_datum(datum: Datum, loss: Loss, served: ServedModel, what: str) -> No
     _check_finite(arrays, what)
 
 
+def _check_images(tokens: Numbers, images: Sequence[Image], served: ServedModel, what: str) -> None:
+    """Raises RequestError unless there is an image token for each feature of the images."""
+    if served.image_token_id is None:
+        if images:
+            raise _invalid(f"{what} has images, and a {served.arch} takes text alone here")
+        return
+    count = int(np.count_nonzero(tokens == served.image_token_id))
+    if count != (features := sum(image.num_tokens for image in images)):
+        raise _invalid(
+            f"{what} has {count} image tokens ({served.image_token_id}) for {features} features of"
+            f" {len(images)} images: send images as chunks of their own, and no image token as text"
+        )
+
+
 def _check_finite(arrays: dict[str, Numbers], what: str) -> None:
     """Values of masked tokens (factor 0) need not be finite."""
     factors = [arrays[name] for name in FACTORS if name in arrays]
@@ -146,6 +168,7 @@ def _check_sample(operation: Sample, served: ServedModel) -> None:
     if not served.samples:
         raise _invalid("nothing can be sampled here: the workers' layout does not allow for it")
     tokens = _check_tokens(operation.prompt, served, "the prompt")
+    _check_images(tokens, operation.images, served, "the prompt")
     if len(tokens) > served.max_context:
         raise _invalid(
             f"the prompt has {len(tokens)} tokens, and the model's context {served.max_context}"

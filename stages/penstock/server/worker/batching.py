@@ -93,6 +93,7 @@ def _row(number: int, samples: Sequence[Sample]) -> Row:
         ),
         np.array([len(sample.tokens) for sample in samples], np.int32),
         number,
+        images=tuple(image for sample in samples for image in sample.images),
     )
 
 

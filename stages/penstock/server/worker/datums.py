@@ -12,7 +12,9 @@ import torch
 
 from penstock.engine.losses.client_loss import PolicyLoss
 from penstock.losses.policy import LossInputs
+from penstock.rows.reader import RowImage
 from penstock.rows.schema import IGNORED
+from penstock.server.protocol.images import Image
 from penstock.server.protocol.losses import (
     CLIPS,
     FACTORS,
@@ -39,6 +41,8 @@ class Sample:
     """[T] or [T, K]; IGNORED where there is none."""
     loss_inputs: Mapping[str, Numbers]
     """Loss inputs by field name, in the shape of the targets."""
+    images: tuple[RowImage, ...] = ()
+    """In the order of their tokens."""
 
     @property
     def num_targets(self) -> int:
@@ -80,10 +84,22 @@ def build_client_loss(command: ForwardBackwardCommand) -> PolicyLoss:
 def build_samples(command: ForwardBackwardCommand, vocab_size: int) -> list[Sample]:
     """The samples of a pass. Raises CommandError for invalid samples."""
     loss = build_client_loss(command)
-    return [_sample(number, datum, loss, vocab_size) for number, datum in enumerate(command.data)]
+    images = [build_image(image) for image in command.images]
+    return [
+        _sample(number, datum, images, loss, vocab_size)
+        for number, datum in enumerate(command.data)
+    ]
 
 
-def _sample(number: int, datum: Datum, loss: PolicyLoss, vocab_size: int) -> Sample:
+def build_image(image: Image) -> RowImage:
+    """An image of a message, whose tensors are views of it."""
+    tensors = {name: tensor.stored() for name, tensor in image.tensors.items()}
+    return RowImage(tensors, image.num_tokens, image.digest)
+
+
+def _sample(
+    number: int, datum: Datum, images: Sequence[RowImage], loss: PolicyLoss, vocab_size: int
+) -> Sample:
     tokens = datum.tokens.numpy()
     count = len(tokens)
     given = dict(datum.inputs)
@@ -122,7 +138,8 @@ def _sample(number: int, datum: Datum, loss: PolicyLoss, vocab_size: int) -> Sam
     for field, name in zip(("low_T", "high_T"), CLIPS, strict=True):
         fixed = np.full(shape, loss.params.get(name, 0.0), np.float32)
         loss_inputs[field] = numbers.get(name, fixed)
-    return Sample(tokens.astype(np.int32), targets, loss_inputs)
+    its_images = tuple(images[index] for index in datum.images)
+    return Sample(tokens.astype(np.int32), targets, loss_inputs, its_images)
 
 
 def _shape(number: int, targets: Array, count: int, loss: PolicyLoss) -> tuple[int, ...]:

@@ -33,6 +33,7 @@ from penstock.engine.peft.init_from_adapter import AdapterStart
 from penstock.server.protocol.results import SampleResult
 from penstock.server.protocol.types import Array, SampledSequence
 from penstock.server.protocol.worker_commands import GenerateCommand, GenerateResult
+from penstock.server.worker.datums import build_image
 
 LOG = logging.getLogger(__name__)
 
@@ -95,6 +96,7 @@ class GenerationHandler:
             if command.topk_prompt_logprobs
             else 0,
             top_k=command.topk_sample_logprobs[number] if command.topk_sample_logprobs else 0,
+            images=tuple(map(build_image, command.images[number])) if command.images else (),
         )
 
     def _activate_weights(self, folder: Path | None) -> None:

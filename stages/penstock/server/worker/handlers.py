@@ -204,8 +204,15 @@ class CommandHandlers:
 
     def _sync_weights(self, command: WeightSyncCommand) -> SyncWeightsResult | Done:
         """Only rank 0 has a result."""
+        substrate = self.models.substrate
+        if substrate.vision:
+            raise CommandError(
+                "invalid",
+                f"the model is a {substrate.family.model_type}, and only weights of text models are"
+                " sent to inference servers.\n  Serve what save_weights_for_sampler saves.",
+            )
         resident = self.models.activate(command.model)
-        substrate, adapter = self.models.substrate, resident.adapter
+        adapter = resident.adapter
         live = RankModelView(
             params=substrate.built.engine.model.params,
             names=substrate.names,

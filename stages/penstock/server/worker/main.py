@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from penstock.config.server.config import ServerConfig, to_run_config
 from penstock.core import env
+from penstock.core.errors import ConfigError
 from penstock.core.files import read_json
 from penstock.core.process.die_with_parent import end_with_parent, outlive_parent_by
 from penstock.core.sources.pin import pin_tokenizer
@@ -26,7 +27,9 @@ from penstock.engine.multi_lora.model_pool import ModelPool
 from penstock.engine.multi_lora.model_store import build_model_store
 from penstock.engine.multi_lora.shared_base import SharedBase, build_shared_base
 from penstock.models.foundation import apply_overrides, check_foundation
+from penstock.models.vision.types import read_vision
 from penstock.rows.tokenizer import load_tokenizer
+from penstock.server.images.expand import load_expander
 from penstock.server.launch.job import ServerJob
 from penstock.server.protocol.codec import Channel
 from penstock.server.protocol.results import ServedModel
@@ -172,6 +175,7 @@ def served_by(config: ServerConfig, tokenizer: str, substrate: SharedBase) -> Se
         max_rank=lora.lora_rank if lora.enable_lora else 0,
         samples=True,
         vocab_size=decoder.vocab_size,
+        image_token_id=substrate.vision.image_token_id if substrate.vision else None,
         notice=TIED if lora.enable_lora and substrate.has_tied_head else "",
     )
 
@@ -187,6 +191,8 @@ def _operations(job: ServerJob, ranks: ProcessInfo) -> CommandHandlers:
         if ranks.is_main_process:
             log.info(line)
 
+    if job.image_processor and ranks.is_main_process:
+        _check_image_processor(job.image_processor, read_vision(hf_config).image_token_id)
     substrate = build_shared_base(run, hf_config, job.weights, ranks, notify)
     init_checkpoint = config.load_checkpoint_path
     return build_handlers(
@@ -196,6 +202,16 @@ def _operations(job: ServerJob, ranks: ProcessInfo) -> CommandHandlers:
         init_checkpoint=Path(init_checkpoint).expanduser().resolve() if init_checkpoint else None,
         allowed_hosts=allowed_hosts(config.sync_allowed_hosts, requires_keys=job.requires_keys),
     )
+
+
+def _check_image_processor(folder: str, image_token_id: int) -> None:
+    """Raise ConfigError or CapabilityError unless images can be processed for this model."""
+    token_id = load_expander(folder).processor.token_id
+    if token_id != image_token_id:
+        raise ConfigError(
+            f"the image processor in {folder} writes token {token_id} for images, and the model's"
+            f" config.json says {image_token_id}.\n  Write the tokenizer_path of the same model."
+        )
 
 
 def _log_to(job: ServerJob, rank: int) -> None:

@@ -51,16 +51,24 @@ _TENSOR = {
         },
     ]
 }
-_CHUNKS = {
-    "type": "array",
-    "items": {
-        "type": "object",
-        "properties": {
-            "type": {"const": "encoded_text"},
-            "tokens": {"type": "array", "items": {"type": "integer"}},
-        },
+_TEXT_CHUNK = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "encoded_text"},
+        "tokens": {"type": "array", "items": {"type": "integer"}},
     },
 }
+_IMAGE_CHUNK = {
+    "type": "object",
+    "required": ["type", "data", "format"],
+    "properties": {
+        "type": {"const": "image"},
+        "data": {"type": "string", "contentEncoding": "base64"},
+        "format": {"enum": ["png", "jpeg"]},
+        "expected_tokens": {"type": ["integer", "null"]},
+    },
+}
+_CHUNKS = {"type": "array", "items": {"anyOf": [_TEXT_CHUNK, _IMAGE_CHUNK]}}
 Tensors = Annotated[
     dict[str, Any],
     WithJsonSchema({"type": "object", "additionalProperties": _TENSOR}),

@@ -33,6 +33,9 @@ JOB_SECONDS = 60.0
 `request_bodies` take a few seconds."""
 BASE_MEMORY = 1 << 30
 """Memory limit of a process in bytes, in addition to twice the maximum body size."""
+IMAGE_MEMORY = 2 << 30
+"""Further bytes where images are processed: their processor, and one image of
+`media.decode.MAX_PIXELS`."""
 CHUNK_BYTES = 1 << 16
 """Bytes per read from a process: 128 MB take half a millisecond each, during which the event loop
 is blocked; with chunks of a megabyte they take seven."""
@@ -59,8 +62,12 @@ class CodecReply(msgspec.Struct, frozen=True, kw_only=True):
 class CodecPool:
     """All codec processes. They are started on demand."""
 
-    def __init__(self, max_request_bytes: int) -> None:
+    def __init__(self, max_request_bytes: int, image_processor: str = "") -> None:
+        """`image_processor`: the folder of the model's; empty: samples have no images."""
         self._memory = BASE_MEMORY + 2 * max_request_bytes
+        self._image_processor = image_processor
+        if image_processor:
+            self._memory += IMAGE_MEMORY
         self._idle: list[_Codec] = []
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
         self._busy: set[str] = set()
@@ -148,10 +155,18 @@ class CodecPool:
             self._busy.add(owner)
             slot.set_result(None)
 
+    async def _start(self) -> "_Codec":
+        limits = (str(os.getpid()), str(self._memory))
+        if not self._image_processor:
+            return await _Codec.start("penstock.server.api.wire.codec_process", *limits)
+        # Not imported here: it imports transformers.
+        module = "penstock.server.images.codec_process"
+        return await _Codec.start(module, *limits, self._image_processor)
+
     @asynccontextmanager
     async def _use_process(self) -> AsyncGenerator["_Codec"]:
         """A free process for one job. It is killed if the job was not completed."""
-        process = self._idle.pop() if self._idle else await _Codec.start(self._memory)
+        process = self._idle.pop() if self._idle else await self._start()
         is_done = False
         try:
             yield process
@@ -171,15 +186,18 @@ class _Codec:
         self._is_ready = False
 
     @classmethod
-    async def start(cls, memory: int) -> "_Codec":
-        words = ["-m", "penstock.server.api.wire.codec_process", str(os.getpid()), str(memory)]
+    async def start(cls, module: str, *arguments: str) -> "_Codec":
         process = await asyncio.create_subprocess_exec(
             sys.executable,
-            *words,
+            "-m",
+            module,
+            *arguments,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             limit=CHUNK_BYTES,
-            env=env.child_environment({"PYTHONSAFEPATH": "1", "OPENBLAS_NUM_THREADS": "1"}),
+            env=env.child_environment(
+                {"PYTHONSAFEPATH": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+            ),
         )
         niceness = os.getpriority(os.PRIO_PROCESS, 0) + NICENESS
         with contextlib.suppress(ProcessLookupError):

@@ -18,6 +18,7 @@ from fastapi.exceptions import RequestValidationError
 
 from penstock.core.process.die_with_parent import end_with_parent
 from penstock.server.api.errors import ApiError
+from penstock.server.api.wire.chunks import ImageExpander
 from penstock.server.api.wire.codec_pool import LENGTH, READY, CodecJob, CodecReply
 from penstock.server.api.wire.request_bodies import BodyDecoder, BodyError, BodyJob, to_body_error
 from penstock.server.api.wire.response_bodies import ResultJob, write
@@ -25,8 +26,9 @@ from penstock.server.protocol.envelopes import Request
 from penstock.server.protocol.results import Result
 
 
-def main(parent: int, memory: int) -> None:
-    """Run jobs until the input ends. `memory`: limit of this process's data segment in bytes."""
+def main(parent: int, memory: int, expander: ImageExpander | None = None) -> None:
+    """Run jobs until the input ends. `memory`: limit of this process's data segment in bytes;
+    `expander` processes images, where they are taken."""
     end_with_parent(parent)
     os.write(sys.stdout.fileno(), READY)
     resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
@@ -42,7 +44,9 @@ def main(parent: int, memory: int) -> None:
         if payload is None:
             return
         reply, output = (
-            decode_body(job, payload) if isinstance(job, BodyJob) else encode_result(job, payload)
+            decode_body(job, payload, expander)
+            if isinstance(job, BodyJob)
+            else encode_result(job, payload)
         )
         del payload
         for part in (msgspec.msgpack.encode(reply), output):
@@ -63,9 +67,11 @@ def encode_result(job: ResultJob, payload: bytes) -> tuple[CodecReply, bytes]:
         return CodecReply(error=BodyError(error=error, status=413)), b""
 
 
-def decode_body(job: BodyJob, packed: bytes) -> tuple[CodecReply, bytes]:
+def decode_body(
+    job: BodyJob, packed: bytes, expander: ImageExpander | None
+) -> tuple[CodecReply, bytes]:
     """Decode a body to its request in msgpack, or return the error."""
-    body = BodyDecoder(job, is_inline=False)
+    body = BodyDecoder(job, is_inline=False, expander=expander)
     try:
         content, operation = body.decode(packed)
         request = Request(id=job.request_id, owner=job.owner, operation=operation, seq=content.seq)

@@ -1,6 +1,6 @@
-"""Decode client samples (datums) to tokens and per-token loss inputs.
+"""Decode client samples (datums) to tokens, images and per-token loss inputs.
 
-From protobuf, or from JSON with token chunks or `input_ids`. Targets are already shifted. JSON may
+From protobuf, or from JSON with chunks or `input_ids`. Targets are already shifted. JSON may
 have `labels` instead (as in Hugging Face: the label of position t is token t), which are shifted
 here, once. The label -100 is ignored by the loss.
 """
@@ -10,10 +10,10 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from penstock.server.api.errors import ApiError
 from penstock.server.api.wire import tinker_pb2 as pb
+from penstock.server.api.wire.chunks import ChunkDecoder, ModelInput, Tokens, flatten
 from penstock.server.api.wire.tensors import (
     MAX_NUMBERS,
     Numbers,
@@ -26,7 +26,6 @@ from penstock.server.api.wire.tensors import (
     shape_from_proto,
     to_integers,
     token_array,
-    tokens_from_bytes,
 )
 from penstock.server.protocol.losses import (
     FACTORS,
@@ -44,25 +43,27 @@ IGNORED = -100
 RATIO_MASK = "sequence_ratio_mask"
 """The SDK's input of `gspo`: the mask of tokens that the sequence importance ratio covers."""
 
-Tokens = npt.NDArray[np.int64]
 LossInputArrays = dict[str, Numbers]
 
 
-def datums_from_proto(data: Sequence[pb.Datum], loss: Loss) -> tuple[Datum, ...]:
+def datums_from_proto(
+    data: Sequence[pb.Datum], loss: Loss, chunks: ChunkDecoder
+) -> tuple[Datum, ...]:
     """Decode the SDK's protobuf samples. Raises ApiError naming the sample and the invalid
     input."""
     return tuple(
-        _datum_from_proto(datum, loss, f"sample {index}") for index, datum in enumerate(data)
+        _datum_from_proto(datum, loss, chunks, f"sample {index}")
+        for index, datum in enumerate(data)
     )
 
 
 def datums_from_json(
-    data: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], loss: Loss
+    data: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], loss: Loss, chunks: ChunkDecoder
 ) -> tuple[Datum, ...]:
     """Decode JSON samples of either form: `model_input` and `loss_fn_inputs` of each. Raises
     ApiError as above."""
     return tuple(
-        _datum_from_json(written, inputs, loss, f"sample {index}")
+        _datum_from_json(written, inputs, loss, chunks, f"sample {index}")
         for index, (written, inputs) in enumerate(data)
     )
 
@@ -125,36 +126,22 @@ def _add_values(total: int, shapes: Mapping[str, tuple[int, ...]], loss: Loss, w
     return total
 
 
-def tokens_from_chunks(chunks: Any, what: str) -> Tokens:
-    """The tokens of an SDK prompt in JSON. Raises ApiError for images and audio."""
-    parts: list[Tokens] = []
-    if not isinstance(chunks, list) or not all(isinstance(chunk, dict) for chunk in chunks):
-        raise ApiError(f"the chunks of {what} are no list of chunks")
-    for chunk in chunks:
-        kind = chunk.get("type", "encoded_text")
-        if kind != "encoded_text" or not isinstance(chunk.get("tokens"), list):
-            raise _unsupported_chunk(str(kind), what)
-        parts.append(_flatten(to_integers(from_list(chunk["tokens"], what), what), what))
-    return np.concatenate(parts) if parts else np.zeros(0, np.int64)
-
-
-def _datum_from_proto(datum: pb.Datum, loss: Loss, what: str) -> Datum:
+def _datum_from_proto(datum: pb.Datum, loss: Loss, chunks: ChunkDecoder, what: str) -> Datum:
     _check_names(datum.loss_fn_inputs, loss, what)
-    parts: list[Tokens] = []
-    for chunk in datum.model_input:
-        if chunk.WhichOneof("chunk") != "encoded_text":
-            raise _unsupported_chunk(str(chunk.WhichOneof("chunk")), what)
-        parts.append(tokens_from_bytes(chunk.encoded_text.tokens, f"model_input of {what}"))
-    tokens = np.concatenate(parts) if parts else np.zeros(0, np.int64)
+    model_input = chunks.from_proto(datum.model_input, f"the model_input of {what}")
     given = {
         name: from_proto(tensor, f"{name} of {what}")
         for name, tensor in datum.loss_fn_inputs.items()
     }
-    return _build_datum(tokens, given, loss, what)
+    return _build_datum(model_input, given, loss, what)
 
 
 def _datum_from_json(
-    written: Mapping[str, Any], inputs: Mapping[str, Any], loss: Loss, what: str
+    written: Mapping[str, Any],
+    inputs: Mapping[str, Any],
+    loss: Loss,
+    chunks: ChunkDecoder,
+    what: str,
 ) -> Datum:
     if "labels" in inputs:
         if len(inputs) > 1:
@@ -164,28 +151,28 @@ def _datum_from_json(
                 " send target_tokens beside them, one for each token"
             )
         _check_names((TARGETS,), loss, what)
-        tokens, name = _tokens_of_json(written, what), f"labels of {what}"
+        model_input, name = _read_model_input(written, chunks, what), f"labels of {what}"
         labels = to_integers(
-            per_token(_read_numbers(inputs["labels"], name), len(tokens), name), name
+            per_token(_read_numbers(inputs["labels"], name), len(model_input.tokens), name), name
         )
         # The last token has no target.
-        return _build_datum(tokens, {TARGETS: np.append(labels[1:], IGNORED)}, loss, what)
+        return _build_datum(model_input, {TARGETS: np.append(labels[1:], IGNORED)}, loss, what)
     _check_names(inputs, loss, what)
     given = {name: _read_numbers(value, f"{name} of {what}") for name, value in inputs.items()}
-    return _build_datum(_tokens_of_json(written, what), given, loss, what)
+    return _build_datum(_read_model_input(written, chunks, what), given, loss, what)
 
 
-def _tokens_of_json(written: Mapping[str, Any], what: str) -> Tokens:
+def _read_model_input(written: Mapping[str, Any], chunks: ChunkDecoder, what: str) -> ModelInput:
     if "chunks" in written:
         if set(written) - {"chunks", "type"}:
             raise ApiError(f"the model_input of {what} has chunks and other things; send chunks")
-        return tokens_from_chunks(written["chunks"], f"model_input of {what}")
+        return chunks.from_json(written["chunks"], f"the model_input of {what}")
     if "input_ids" not in written:
         raise ApiError(f"the model_input of {what} has neither input_ids nor chunks")
     name = f"input_ids of {what}"
-    tokens = _flatten(to_integers(_read_numbers(written["input_ids"], name), name), name)
+    tokens = flatten(to_integers(_read_numbers(written["input_ids"], name), name), name)
     _check_model_inputs(written, len(tokens), what)
-    return tokens
+    return ModelInput(tokens, ())
 
 
 def _read_numbers(value: Any, what: str) -> Numbers:
@@ -225,7 +212,8 @@ def _check_names(given: Collection[str], loss: Loss, what: str) -> None:
         )
 
 
-def _build_datum(tokens: Tokens, given: LossInputArrays, loss: Loss, what: str) -> Datum:
+def _build_datum(model_input: ModelInput, given: LossInputArrays, loss: Loss, what: str) -> Datum:
+    tokens = model_input.tokens
     if not len(tokens):
         raise ApiError(f"{what} has no tokens")
     targets = _read_targets(given[TARGETS], len(tokens), loss, f"{TARGETS} of {what}")
@@ -241,7 +229,8 @@ def _build_datum(tokens: Tokens, given: LossInputArrays, loss: Loss, what: str) 
         _apply_ratio_mask(others, what)
     inputs = {name: Array.of(numbers, "float32") for name, numbers in others.items()}
     inputs[TARGETS] = token_array(targets, f"{TARGETS} of {what}", "int64")
-    return Datum(tokens=token_array(tokens, f"model_input of {what}"), inputs=inputs)
+    tokens_T = token_array(tokens, f"model_input of {what}")
+    return Datum(tokens=tokens_T, inputs=inputs, images=model_input.images)
 
 
 def _apply_ratio_mask(others: LossInputArrays, what: str) -> None:
@@ -266,12 +255,3 @@ def _read_targets(numbers: Numbers, length: int, loss: Loss, what: str) -> Token
     return to_integers(
         numbers if several and numbers.size else per_token(numbers, length, what), what
     )
-
-
-def _flatten(numbers: Tokens, what: str) -> Tokens:
-    """[T], also of [1, T]."""
-    return per_token(numbers, numbers.size, what) if numbers.size else numbers.reshape(0)
-
-
-def _unsupported_chunk(kind: str, what: str) -> ApiError:
-    return ApiError(f"{what} has a chunk of {kind[:50]!r}: text alone is trained on here")

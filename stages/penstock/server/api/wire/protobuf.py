@@ -10,6 +10,7 @@ from google.protobuf.message import DecodeError
 from penstock.server.api.errors import ApiError
 from penstock.server.api.futures import ResultFormat
 from penstock.server.api.wire import tinker_pb2 as pb
+from penstock.server.api.wire.chunks import ChunkDecoder
 from penstock.server.api.wire.datums import datums_from_proto
 from penstock.server.api.wire.encode_results import last_logprobs
 from penstock.server.api.wire.loss_names import LossSpec, resolve_loss
@@ -49,12 +50,14 @@ def parse_loss(request: pb.ForwardBackwardRequest) -> LossSpec:
 
 
 def parse_forward_backward(
-    request: pb.ForwardBackwardRequest, loss_spec: LossSpec
+    request: pb.ForwardBackwardRequest, loss_spec: LossSpec, chunks: ChunkDecoder
 ) -> ForwardBackward:
     """The requested forward-backward pass. Raises ApiError naming what is invalid."""
+    data = datums_from_proto(request.data, loss_spec.loss, chunks)
     return ForwardBackward(
         model=request.model_id,
-        data=datums_from_proto(request.data, loss_spec.loss),
+        data=data,
+        images=tuple(chunks.images),
         loss=loss_spec.loss,
         params=loss_spec.params,
         forward_only=request.forward_only,

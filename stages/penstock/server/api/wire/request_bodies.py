@@ -27,11 +27,11 @@ from penstock.server.api.schemas.requests import (
     ForwardBody,
     SamplesBody,
 )
+from penstock.server.api.wire.chunks import ChunkDecoder, ExpandedImage, ImageExpander
 from penstock.server.api.wire.datums import (
     count_values_in_json,
     count_values_in_proto,
     datums_from_json,
-    tokens_from_chunks,
 )
 from penstock.server.api.wire.decode_params import parse_sampling_params
 from penstock.server.api.wire.loss_names import resolve_loss, resolve_xorl_loss
@@ -68,6 +68,7 @@ class BodyJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """`identity` or `zstd`."""
     max_bytes: int
     """Maximum bytes after decompression."""
+    takes_images: bool = False
     request_id: str = ""
     owner: str = ""
     """The id and owner of its request."""
@@ -105,12 +106,28 @@ class NotInlineError(Exception):
     """The body is too large to be decoded in the event loop."""
 
 
+class _NotInline:
+    """Takes the place of the image processor in the event loop."""
+
+    one_per_sample = False
+
+    def expand(self, content: bytes, format: str, digest: bytes) -> ExpandedImage:
+        del content, format, digest
+        raise NotInlineError
+
+
 class BodyDecoder:
     """A body being decoded; `known` has the model and sequence number as soon as they are known."""
 
-    def __init__(self, job: BodyJob, *, is_inline: bool) -> None:
-        """`is_inline`: raise NotInlineError for a body that takes more than some milliseconds."""
+    def __init__(
+        self, job: BodyJob, *, is_inline: bool, expander: ImageExpander | None = None
+    ) -> None:
+        """`is_inline`: raise NotInlineError for a body that takes more than some milliseconds.
+        `expander` processes images, where they are taken."""
         self._job, self._is_inline = job, is_inline
+        if is_inline and job.takes_images:
+            expander = _NotInline()
+        self._chunks = ChunkDecoder(expander)
         self.model_and_seq: dict[str, Any] | None = None
 
     def decode(
@@ -133,7 +150,7 @@ class BodyDecoder:
                 said = _validated(ForwardBody, parsed)
                 return self._decode_json_pass(said, said.forward_input, forward_only=True)
             case "asample":
-                return _decode_sample(_validated(AsampleBody, parsed))
+                return _decode_sample(_validated(AsampleBody, parsed), self._chunks)
 
     def _decompressed(self, packed: bytes) -> bytes:
         job = self._job
@@ -156,7 +173,7 @@ class BodyDecoder:
         decoded = DecodedBody(
             seq=message.seq_id, forward_only=message.forward_only, model=message.model_id
         )
-        return decoded, parse_forward_backward(message, chosen)
+        return decoded, parse_forward_backward(message, chosen, self._chunks)
 
     def _decode_json_pass(
         self, said: ForwardBackwardBody | ForwardBody, body: SamplesBody, *, forward_only: bool
@@ -173,9 +190,11 @@ class BodyDecoder:
         self._require_samples(len(body.data))
         data = [(sample.model_input, sample.loss_fn_inputs) for sample in body.data]
         self._require_numbers(count_values_in_json(data, chosen.loss))
+        samples = datums_from_json(data, chosen.loss, self._chunks)
         operation = requests.ForwardBackward(
             model=said.model_id,
-            data=datums_from_json(data, chosen.loss),
+            data=samples,
+            images=tuple(self._chunks.images),
             loss=chosen.loss,
             params=chosen.params,
             forward_only=forward_only,
@@ -262,11 +281,11 @@ def _require_few_keys(parsed: Any) -> None:
         require_few_keys(found)
 
 
-def _decode_sample(body: AsampleBody) -> tuple[DecodedBody, requests.Sample]:
+def _decode_sample(body: AsampleBody, chunks: ChunkDecoder) -> tuple[DecodedBody, requests.Sample]:
     given = (body.sampling_session_id, body.model_path, body.base_model)
     if sum(source is not None for source in given) != 1:
         raise ApiError("send sampling_session_id, model_path or base_model, one of them")
-    tokens = tokens_from_chunks(body.prompt.chunks, "the prompt")
+    tokens, images = chunks.from_json(body.prompt.chunks, "the prompt")
     if not len(tokens):
         raise ApiError("the prompt has no tokens")
     last = body.prompt_logprobs_last_n
@@ -277,6 +296,7 @@ def _decode_sample(body: AsampleBody) -> tuple[DecodedBody, requests.Sample]:
         )
     operation = requests.Sample(
         prompt=token_array(tokens, "the prompt"),
+        images=tuple(chunks.images[index] for index in images),
         sampling=parse_sampling_params(body.sampling_params),
         count=body.num_samples,
         sampler=body.sampling_session_id,

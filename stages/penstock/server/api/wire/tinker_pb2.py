@@ -15,12 +15,12 @@ _sym_db = _symbol_database.Default()
 
 
 DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(
-    b'\n penstock/server/api/tinker.proto\x12\x0fpenstock.tinker"\xc0\x03\n\x16\x46orwardBackwardRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x0e\n\x06seq_id\x18\x02 \x01(\x05\x12$\n\x04\x64\x61ta\x18\x03 \x03(\x0b\x32\x16.penstock.tinker.Datum\x12\x0f\n\x07loss_fn\x18\x04 \x01(\t\x12Q\n\x0eloss_fn_config\x18\x05 \x03(\x0b\x32\x39.penstock.tinker.ForwardBackwardRequest.LossFnConfigEntry\x12\x14\n\x0c\x66orward_only\x18\x06 \x01(\x08\x12V\n\x11loss_fn_config_v2\x18\x07 \x03(\x0b\x32;.penstock.tinker.ForwardBackwardRequest.LossFnConfigV2Entry\x1a\x33\n\x11LossFnConfigEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1aW\n\x13LossFnConfigV2Entry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12/\n\x05value\x18\x02 \x01(\x0b\x32 .penstock.tinker.LossConfigValue:\x02\x38\x01"<\n\x0fLossConfigValue\x12\x10\n\x06number\x18\x01 \x01(\x01H\x00\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x42\x07\n\x05value"\xc4\x01\n\x05\x44\x61tum\x12+\n\x0bmodel_input\x18\x01 \x03(\x0b\x32\x16.penstock.tinker.Chunk\x12@\n\x0eloss_fn_inputs\x18\x02 \x03(\x0b\x32(.penstock.tinker.Datum.LossFnInputsEntry\x1aL\n\x11LossFnInputsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12&\n\x05value\x18\x02 \x01(\x0b\x32\x17.penstock.tinker.Tensor:\x02\x38\x01"\xa6\x01\n\x05\x43hunk\x12\x39\n\x0c\x65ncoded_text\x18\x01 \x01(\x0b\x32!.penstock.tinker.EncodedTextChunkH\x00\x12,\n\x05image\x18\x02 \x01(\x0b\x32\x1b.penstock.tinker.OtherChunkH\x00\x12+\n\x04\x64mel\x18\x03 \x01(\x0b\x32\x1b.penstock.tinker.OtherChunkH\x00\x42\x07\n\x05\x63hunk""\n\x10\x45ncodedTextChunk\x12\x0e\n\x06tokens\x18\x01 \x01(\x0c"\x0c\n\nOtherChunk"F\n\tSparseCsr\x12\x0e\n\x06values\x18\x01 \x01(\x0c\x12\x14\n\x0c\x63row_indices\x18\x02 \x01(\x0c\x12\x13\n\x0b\x63ol_indices\x18\x03 \x01(\x0c"\x8d\x01\n\x06Tensor\x12\x0f\n\x05\x64\x65nse\x18\x01 \x01(\x0cH\x00\x12\x30\n\nsparse_csr\x18\x02 \x01(\x0b\x32\x1a.penstock.tinker.SparseCsrH\x00\x12%\n\x05\x64type\x18\x03 \x01(\x0e\x32\x16.penstock.tinker.DType\x12\r\n\x05shape\x18\x04 \x03(\x03\x42\n\n\x08\x65ncoding"\xe1\x01\n\x15\x46orwardBackwardOutput\x12\x1b\n\x13loss_fn_output_type\x18\x01 \x01(\t\x12\x35\n\x0floss_fn_outputs\x18\x02 \x03(\x0b\x32\x1c.penstock.tinker.ArrayRecord\x12\x44\n\x07metrics\x18\x03 \x03(\x0b\x32\x33.penstock.tinker.ForwardBackwardOutput.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01"\xbc\x01\n\x0b\x41rrayRecord\x12\x10\n\x08type_tag\x18\x01 \x01(\t\x12\x38\n\x06\x66ields\x18\x02 \x03(\x0b\x32(.penstock.tinker.ArrayRecord.FieldsEntry\x12\x12\n\nnum_datums\x18\x03 \x01(\x03\x1aM\n\x0b\x46ieldsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12-\n\x05value\x18\x02 \x01(\x0b\x32\x1e.penstock.tinker.BatchedTensor:\x02\x38\x01"m\n\rBatchedTensor\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x0f\n\x07offsets\x18\x02 \x01(\x0c\x12%\n\x05\x64type\x18\x03 \x01(\x0e\x32\x16.penstock.tinker.DType\x12\x16\n\x0etrailing_shape\x18\x04 \x03(\x03"\xf3\x01\n\x0eSampleResponse\x12\x33\n\tsequences\x18\x01 \x03(\x0b\x32 .penstock.tinker.SampledSequence\x12\x1c\n\x0fprompt_logprobs\x18\x02 \x01(\x0cH\x00\x88\x01\x01\x12@\n\x14topk_prompt_logprobs\x18\x03 \x01(\x0b\x32\x1d.penstock.tinker.TopkLogprobsH\x01\x88\x01\x01\x12\x1f\n\x17prompt_cache_hit_tokens\x18\x04 \x01(\x05\x42\x12\n\x10_prompt_logprobsB\x17\n\x15_topk_prompt_logprobs"\xd4\x01\n\x0fSampledSequence\x12\x30\n\x0bstop_reason\x18\x01 \x01(\x0e\x32\x1b.penstock.tinker.StopReason\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12\x15\n\x08logprobs\x18\x03 \x01(\x0cH\x00\x88\x01\x01\x12\x41\n\x15topk_sampled_logprobs\x18\x04 \x01(\x0b\x32\x1d.penstock.tinker.TopkLogprobsH\x01\x88\x01\x01\x42\x0b\n\t_logprobsB\x18\n\x16_topk_sampled_logprobs"N\n\x0cTopkLogprobs\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x10\n\x08logprobs\x18\x02 \x01(\x0c\x12\t\n\x01k\x18\x03 \x01(\r\x12\x0e\n\x06length\x18\x04 \x01(\r*:\n\nStopReason\x12\x14\n\x10STOP_REASON_STOP\x10\x00\x12\x16\n\x12STOP_REASON_LENGTH\x10\x01*g\n\x05\x44Type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x11\n\rDTYPE_FLOAT32\x10\x01\x12\x0f\n\x0b\x44TYPE_INT64\x10\x02\x12\x0f\n\x0b\x44TYPE_INT32\x10\x03\x12\x12\n\x0e\x44TYPE_BFLOAT16\x10\x04\x62\x06proto3'
+    b'\n penstock/server/api/tinker.proto\x12\x0fpenstock.tinker"\xc0\x03\n\x16\x46orwardBackwardRequest\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x0e\n\x06seq_id\x18\x02 \x01(\x05\x12$\n\x04\x64\x61ta\x18\x03 \x03(\x0b\x32\x16.penstock.tinker.Datum\x12\x0f\n\x07loss_fn\x18\x04 \x01(\t\x12Q\n\x0eloss_fn_config\x18\x05 \x03(\x0b\x32\x39.penstock.tinker.ForwardBackwardRequest.LossFnConfigEntry\x12\x14\n\x0c\x66orward_only\x18\x06 \x01(\x08\x12V\n\x11loss_fn_config_v2\x18\x07 \x03(\x0b\x32;.penstock.tinker.ForwardBackwardRequest.LossFnConfigV2Entry\x1a\x33\n\x11LossFnConfigEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1aW\n\x13LossFnConfigV2Entry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12/\n\x05value\x18\x02 \x01(\x0b\x32 .penstock.tinker.LossConfigValue:\x02\x38\x01"<\n\x0fLossConfigValue\x12\x10\n\x06number\x18\x01 \x01(\x01H\x00\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x42\x07\n\x05value"\xc4\x01\n\x05\x44\x61tum\x12+\n\x0bmodel_input\x18\x01 \x03(\x0b\x32\x16.penstock.tinker.Chunk\x12@\n\x0eloss_fn_inputs\x18\x02 \x03(\x0b\x32(.penstock.tinker.Datum.LossFnInputsEntry\x1aL\n\x11LossFnInputsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12&\n\x05value\x18\x02 \x01(\x0b\x32\x17.penstock.tinker.Tensor:\x02\x38\x01"\xa6\x01\n\x05\x43hunk\x12\x39\n\x0c\x65ncoded_text\x18\x01 \x01(\x0b\x32!.penstock.tinker.EncodedTextChunkH\x00\x12,\n\x05image\x18\x02 \x01(\x0b\x32\x1b.penstock.tinker.ImageChunkH\x00\x12+\n\x04\x64mel\x18\x03 \x01(\x0b\x32\x1b.penstock.tinker.OtherChunkH\x00\x42\x07\n\x05\x63hunk""\n\x10\x45ncodedTextChunk\x12\x0e\n\x06tokens\x18\x01 \x01(\x0c"\x96\x01\n\nImageChunk\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x0e\n\x06\x66ormat\x18\x02 \x01(\t\x12\x1c\n\x0f\x65xpected_tokens\x18\x03 \x01(\x05H\x00\x88\x01\x01\x12\x38\n\x13override_dimensions\x18\x04 \x01(\x0b\x32\x1b.penstock.tinker.OtherChunkB\x12\n\x10_expected_tokens"\x0c\n\nOtherChunk"F\n\tSparseCsr\x12\x0e\n\x06values\x18\x01 \x01(\x0c\x12\x14\n\x0c\x63row_indices\x18\x02 \x01(\x0c\x12\x13\n\x0b\x63ol_indices\x18\x03 \x01(\x0c"\x8d\x01\n\x06Tensor\x12\x0f\n\x05\x64\x65nse\x18\x01 \x01(\x0cH\x00\x12\x30\n\nsparse_csr\x18\x02 \x01(\x0b\x32\x1a.penstock.tinker.SparseCsrH\x00\x12%\n\x05\x64type\x18\x03 \x01(\x0e\x32\x16.penstock.tinker.DType\x12\r\n\x05shape\x18\x04 \x03(\x03\x42\n\n\x08\x65ncoding"\xe1\x01\n\x15\x46orwardBackwardOutput\x12\x1b\n\x13loss_fn_output_type\x18\x01 \x01(\t\x12\x35\n\x0floss_fn_outputs\x18\x02 \x03(\x0b\x32\x1c.penstock.tinker.ArrayRecord\x12\x44\n\x07metrics\x18\x03 \x03(\x0b\x32\x33.penstock.tinker.ForwardBackwardOutput.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01"\xbc\x01\n\x0b\x41rrayRecord\x12\x10\n\x08type_tag\x18\x01 \x01(\t\x12\x38\n\x06\x66ields\x18\x02 \x03(\x0b\x32(.penstock.tinker.ArrayRecord.FieldsEntry\x12\x12\n\nnum_datums\x18\x03 \x01(\x03\x1aM\n\x0b\x46ieldsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12-\n\x05value\x18\x02 \x01(\x0b\x32\x1e.penstock.tinker.BatchedTensor:\x02\x38\x01"m\n\rBatchedTensor\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x0f\n\x07offsets\x18\x02 \x01(\x0c\x12%\n\x05\x64type\x18\x03 \x01(\x0e\x32\x16.penstock.tinker.DType\x12\x16\n\x0etrailing_shape\x18\x04 \x03(\x03"\xf3\x01\n\x0eSampleResponse\x12\x33\n\tsequences\x18\x01 \x03(\x0b\x32 .penstock.tinker.SampledSequence\x12\x1c\n\x0fprompt_logprobs\x18\x02 \x01(\x0cH\x00\x88\x01\x01\x12@\n\x14topk_prompt_logprobs\x18\x03 \x01(\x0b\x32\x1d.penstock.tinker.TopkLogprobsH\x01\x88\x01\x01\x12\x1f\n\x17prompt_cache_hit_tokens\x18\x04 \x01(\x05\x42\x12\n\x10_prompt_logprobsB\x17\n\x15_topk_prompt_logprobs"\xd4\x01\n\x0fSampledSequence\x12\x30\n\x0bstop_reason\x18\x01 \x01(\x0e\x32\x1b.penstock.tinker.StopReason\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12\x15\n\x08logprobs\x18\x03 \x01(\x0cH\x00\x88\x01\x01\x12\x41\n\x15topk_sampled_logprobs\x18\x04 \x01(\x0b\x32\x1d.penstock.tinker.TopkLogprobsH\x01\x88\x01\x01\x42\x0b\n\t_logprobsB\x18\n\x16_topk_sampled_logprobs"N\n\x0cTopkLogprobs\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\x12\x10\n\x08logprobs\x18\x02 \x01(\x0c\x12\t\n\x01k\x18\x03 \x01(\r\x12\x0e\n\x06length\x18\x04 \x01(\r*:\n\nStopReason\x12\x14\n\x10STOP_REASON_STOP\x10\x00\x12\x16\n\x12STOP_REASON_LENGTH\x10\x01*g\n\x05\x44Type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\x11\n\rDTYPE_FLOAT32\x10\x01\x12\x0f\n\x0b\x44TYPE_INT64\x10\x02\x12\x0f\n\x0b\x44TYPE_INT32\x10\x03\x12\x12\n\x0e\x44TYPE_BFLOAT16\x10\x04\x62\x06proto3'
 )
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
-_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, "penstock.server.api.wire.tinker_pb2", _globals)
+_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, "penstock.server.api.tinker_pb2", _globals)
 if _descriptor._USE_C_DESCRIPTORS == False:
     DESCRIPTOR._options = None
     _globals["_FORWARDBACKWARDREQUEST_LOSSFNCONFIGENTRY"]._options = None
@@ -33,10 +33,10 @@ if _descriptor._USE_C_DESCRIPTORS == False:
     _globals["_FORWARDBACKWARDOUTPUT_METRICSENTRY"]._serialized_options = b"8\001"
     _globals["_ARRAYRECORD_FIELDSENTRY"]._options = None
     _globals["_ARRAYRECORD_FIELDSENTRY"]._serialized_options = b"8\001"
-    _globals["_STOPREASON"]._serialized_start = 2271
-    _globals["_STOPREASON"]._serialized_end = 2329
-    _globals["_DTYPE"]._serialized_start = 2331
-    _globals["_DTYPE"]._serialized_end = 2434
+    _globals["_STOPREASON"]._serialized_start = 2424
+    _globals["_STOPREASON"]._serialized_end = 2482
+    _globals["_DTYPE"]._serialized_start = 2484
+    _globals["_DTYPE"]._serialized_end = 2587
     _globals["_FORWARDBACKWARDREQUEST"]._serialized_start = 54
     _globals["_FORWARDBACKWARDREQUEST"]._serialized_end = 502
     _globals["_FORWARDBACKWARDREQUEST_LOSSFNCONFIGENTRY"]._serialized_start = 362
@@ -53,26 +53,28 @@ if _descriptor._USE_C_DESCRIPTORS == False:
     _globals["_CHUNK"]._serialized_end = 932
     _globals["_ENCODEDTEXTCHUNK"]._serialized_start = 934
     _globals["_ENCODEDTEXTCHUNK"]._serialized_end = 968
-    _globals["_OTHERCHUNK"]._serialized_start = 970
-    _globals["_OTHERCHUNK"]._serialized_end = 982
-    _globals["_SPARSECSR"]._serialized_start = 984
-    _globals["_SPARSECSR"]._serialized_end = 1054
-    _globals["_TENSOR"]._serialized_start = 1057
-    _globals["_TENSOR"]._serialized_end = 1198
-    _globals["_FORWARDBACKWARDOUTPUT"]._serialized_start = 1201
-    _globals["_FORWARDBACKWARDOUTPUT"]._serialized_end = 1426
-    _globals["_FORWARDBACKWARDOUTPUT_METRICSENTRY"]._serialized_start = 1380
-    _globals["_FORWARDBACKWARDOUTPUT_METRICSENTRY"]._serialized_end = 1426
-    _globals["_ARRAYRECORD"]._serialized_start = 1429
-    _globals["_ARRAYRECORD"]._serialized_end = 1617
-    _globals["_ARRAYRECORD_FIELDSENTRY"]._serialized_start = 1540
-    _globals["_ARRAYRECORD_FIELDSENTRY"]._serialized_end = 1617
-    _globals["_BATCHEDTENSOR"]._serialized_start = 1619
-    _globals["_BATCHEDTENSOR"]._serialized_end = 1728
-    _globals["_SAMPLERESPONSE"]._serialized_start = 1731
-    _globals["_SAMPLERESPONSE"]._serialized_end = 1974
-    _globals["_SAMPLEDSEQUENCE"]._serialized_start = 1977
-    _globals["_SAMPLEDSEQUENCE"]._serialized_end = 2189
-    _globals["_TOPKLOGPROBS"]._serialized_start = 2191
-    _globals["_TOPKLOGPROBS"]._serialized_end = 2269
+    _globals["_IMAGECHUNK"]._serialized_start = 971
+    _globals["_IMAGECHUNK"]._serialized_end = 1121
+    _globals["_OTHERCHUNK"]._serialized_start = 1123
+    _globals["_OTHERCHUNK"]._serialized_end = 1135
+    _globals["_SPARSECSR"]._serialized_start = 1137
+    _globals["_SPARSECSR"]._serialized_end = 1207
+    _globals["_TENSOR"]._serialized_start = 1210
+    _globals["_TENSOR"]._serialized_end = 1351
+    _globals["_FORWARDBACKWARDOUTPUT"]._serialized_start = 1354
+    _globals["_FORWARDBACKWARDOUTPUT"]._serialized_end = 1579
+    _globals["_FORWARDBACKWARDOUTPUT_METRICSENTRY"]._serialized_start = 1533
+    _globals["_FORWARDBACKWARDOUTPUT_METRICSENTRY"]._serialized_end = 1579
+    _globals["_ARRAYRECORD"]._serialized_start = 1582
+    _globals["_ARRAYRECORD"]._serialized_end = 1770
+    _globals["_ARRAYRECORD_FIELDSENTRY"]._serialized_start = 1693
+    _globals["_ARRAYRECORD_FIELDSENTRY"]._serialized_end = 1770
+    _globals["_BATCHEDTENSOR"]._serialized_start = 1772
+    _globals["_BATCHEDTENSOR"]._serialized_end = 1881
+    _globals["_SAMPLERESPONSE"]._serialized_start = 1884
+    _globals["_SAMPLERESPONSE"]._serialized_end = 2127
+    _globals["_SAMPLEDSEQUENCE"]._serialized_start = 2130
+    _globals["_SAMPLEDSEQUENCE"]._serialized_end = 2342
+    _globals["_TOPKLOGPROBS"]._serialized_start = 2344
+    _globals["_TOPKLOGPROBS"]._serialized_end = 2422
 # @@protoc_insertion_point(module_scope)

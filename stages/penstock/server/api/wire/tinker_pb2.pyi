@@ -124,12 +124,12 @@ class Chunk(_message.Message):
     IMAGE_FIELD_NUMBER: _ClassVar[int]
     DMEL_FIELD_NUMBER: _ClassVar[int]
     encoded_text: EncodedTextChunk
-    image: OtherChunk
+    image: ImageChunk
     dmel: OtherChunk
     def __init__(
         self,
         encoded_text: _Optional[_Union[EncodedTextChunk, _Mapping]] = ...,
-        image: _Optional[_Union[OtherChunk, _Mapping]] = ...,
+        image: _Optional[_Union[ImageChunk, _Mapping]] = ...,
         dmel: _Optional[_Union[OtherChunk, _Mapping]] = ...,
     ) -> None: ...
 
@@ -138,6 +138,24 @@ class EncodedTextChunk(_message.Message):
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     tokens: bytes
     def __init__(self, tokens: _Optional[bytes] = ...) -> None: ...
+
+class ImageChunk(_message.Message):
+    __slots__ = ("data", "format", "expected_tokens", "override_dimensions")
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    FORMAT_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OVERRIDE_DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
+    data: bytes
+    format: str
+    expected_tokens: int
+    override_dimensions: OtherChunk
+    def __init__(
+        self,
+        data: _Optional[bytes] = ...,
+        format: _Optional[str] = ...,
+        expected_tokens: _Optional[int] = ...,
+        override_dimensions: _Optional[_Union[OtherChunk, _Mapping]] = ...,
+    ) -> None: ...
 
 class OtherChunk(_message.Message):
     __slots__ = ()

@@ -1,0 +1,217 @@
+"""Decode the chunks of a model input: tokens, and images, each of which is replaced by the tokens
+that its model's processor writes for it."""
+
+import binascii
+from base64 import b64decode
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.media.kinds import BadMedia
+from penstock.server.api.errors import ApiError
+from penstock.server.api.wire import tinker_pb2 as pb
+from penstock.server.api.wire.tensors import (
+    MAX_NUMBERS,
+    from_list,
+    per_token,
+    to_integers,
+    tokens_from_bytes,
+)
+from penstock.server.protocol.images import Image
+
+MAX_IMAGES = 512
+"""Maximum number of distinct images of a request."""
+MAX_IMAGE_BYTES = 128 << 20
+"""Maximum bytes of the tensors of all distinct images of a request. A small file may have many
+pixels."""
+MAX_BASE64 = 180 << 20
+"""Maximum characters of an image in JSON: `media.decode.MAX_BYTES` in base64."""
+
+TEXT, IMAGE = "encoded_text", "image"
+IMAGE_FIELDS = {"type", "data", "format", "expected_tokens"}
+
+ONLY_TEXT = "text alone is trained on here"
+WHY_NOT = {
+    "image_asset_pointer": "send the image itself, as a chunk of type 'image'",
+    "dmel": "audio is not read here",
+}
+"""Why chunks are refused: any but text of a model that takes no images, and other kinds."""
+
+Tokens = npt.NDArray[np.int64]
+
+
+class ExpandedImage(NamedTuple):
+    """A processed image, and the tokens that stand for it, int64."""
+
+    image: Image
+    tokens: Tokens
+
+
+class ImageExpander(Protocol):
+    """The image processor of the model."""
+
+    @property
+    def one_per_sample(self) -> bool:
+        """Whether an image beside others would be processed differently."""
+        ...
+
+    def expand(self, content: bytes, format: str, digest: bytes) -> ExpandedImage:
+        """Process a file, whose format is `png` or `jpeg`. Raises BadMedia."""
+        ...
+
+
+class ModelInput(NamedTuple):
+    """A decoded model input: its tokens, int64 [T], and its images, by their index in the
+    request."""
+
+    tokens: Tokens
+    images: tuple[int, ...]
+
+
+@dataclass
+class ChunkDecoder:
+    """Decodes the model inputs of one request, and keeps its images."""
+
+    expander: ImageExpander | None
+    """None: the model takes no images."""
+    images: list[Image] = field(default_factory=list[Image])
+    """The distinct images so far."""
+    _known: dict[bytes, tuple[int, Tokens]] = field(default_factory=dict[bytes, tuple[int, Tokens]])
+    """Index and tokens of each, by its digest."""
+    _num_bytes: int = 0
+    _num_tokens: int = 0
+
+    def from_proto(self, chunks: Iterable[pb.Chunk], what: str) -> ModelInput:
+        """The model input of an SDK sample. Raises ApiError naming the chunk."""
+        model_input = _ModelInput(self, what)
+        for chunk in chunks:
+            kind = str(chunk.WhichOneof("chunk"))
+            if kind == TEXT:
+                model_input.add_tokens(tokens_from_bytes(chunk.encoded_text.tokens, what))
+                continue
+            model_input.require_image(kind)
+            image = chunk.image
+            if image.HasField("override_dimensions"):
+                raise ApiError(f"{model_input.here} has override_dimensions, which is not read")
+            expected = image.expected_tokens if image.HasField("expected_tokens") else None
+            model_input.add_image(image.data, image.format, expected)
+        return model_input.decoded()
+
+    def from_json(self, chunks: Any, what: str) -> ModelInput:
+        """The same of chunks in JSON."""
+        if not isinstance(chunks, list) or not all(isinstance(chunk, dict) for chunk in chunks):
+            raise ApiError(f"the chunks of {what} are no list of chunks")
+        model_input = _ModelInput(self, what)
+        for chunk in chunks:
+            kind = str(chunk.get("type", TEXT))
+            if kind == TEXT:
+                if not isinstance(chunk.get("tokens"), list):
+                    raise ApiError(f"{model_input.here} has no list of tokens")
+                numbers = to_integers(from_list(chunk["tokens"], what), what)
+                model_input.add_tokens(flatten(numbers, what))
+                continue
+            model_input.require_image(kind)
+            model_input.add_image(*_image_from_json(chunk, model_input.here))
+        return model_input.decoded()
+
+    def expand(self, content: bytes, format: str, where: str) -> tuple[int, Tokens]:
+        """Index and tokens of an image, which is processed once. Raises ApiError."""
+        assert self.expander is not None
+        digest = sha256(content + format.encode()).digest()
+        if digest not in self._known:
+            if len(self.images) == MAX_IMAGES:
+                raise ApiError(
+                    f"there are over {MAX_IMAGES} images; send fewer at once", status=413
+                )
+            try:
+                image, tokens = self.expander.expand(content, format, digest)
+            except BadMedia as error:
+                raise ApiError(f"{where} cannot be used: {error}") from None
+            self._num_bytes += sum(len(tensor.content) for tensor in image.tensors.values())
+            if self._num_bytes > MAX_IMAGE_BYTES:
+                raise ApiError(
+                    f"the processed images have over {MAX_IMAGE_BYTES} bytes; send fewer at once",
+                    status=413,
+                )
+            self._known[digest] = len(self.images), tokens
+            self.images.append(image)
+        index, tokens = self._known[digest]
+        self._num_tokens += len(tokens)
+        if self._num_tokens > MAX_NUMBERS:
+            raise ApiError(
+                f"the images have over {MAX_NUMBERS} tokens; send fewer at once", status=413
+            )
+        return index, tokens
+
+
+class _ModelInput:
+    """A model input being decoded."""
+
+    def __init__(self, decoder: ChunkDecoder, what: str) -> None:
+        self._decoder, self._what = decoder, what
+        self._tokens: list[Tokens] = []
+        self._images: list[int] = []
+
+    @property
+    def here(self) -> str:
+        """The next chunk, for messages."""
+        return f"chunk {len(self._tokens)} of {self._what}"
+
+    def add_tokens(self, tokens: Tokens) -> None:
+        self._tokens.append(tokens)
+
+    def require_image(self, kind: str) -> None:
+        """Raise ApiError for a chunk that is neither text nor an image, or an image where none are
+        taken."""
+        taken = self._decoder.expander is not None
+        if taken and kind == IMAGE:
+            return
+        why = WHY_NOT.get(kind, "text and images are read here") if taken else ONLY_TEXT
+        raise ApiError(f"{self._what} has a chunk of {kind[:50]!r}: {why}")
+
+    def add_image(self, content: bytes, format: str, expected: int | None) -> None:
+        """Raises ApiError if it cannot be used."""
+        expander = self._decoder.expander
+        if self._images and expander is not None and expander.one_per_sample:
+            raise ApiError(
+                f"{self.here} is another image, and the model's processor treats an image beside"
+                " others differently; send one image in a sample"
+            )
+        index, tokens = self._decoder.expand(content, format, self.here)
+        if expected is not None and expected != len(tokens):
+            raise ApiError(
+                f"{self.here} is an image of {len(tokens)} tokens, and its expected_tokens is"
+                f" {expected}: compute it with the image processor of the model, or leave it out"
+            )
+        self._tokens.append(tokens)
+        self._images.append(index)
+
+    def decoded(self) -> ModelInput:
+        tokens = np.concatenate(self._tokens) if self._tokens else np.zeros(0, np.int64)
+        return ModelInput(tokens, tuple(self._images))
+
+
+def flatten(numbers: Tokens, what: str) -> Tokens:
+    """[T], also of [1, T]."""
+    return per_token(numbers, numbers.size, what) if numbers.size else numbers.reshape(0)
+
+
+def _image_from_json(chunk: Mapping[str, Any], where: str) -> tuple[bytes, str, int | None]:
+    """Content, format and expected tokens of an image chunk."""
+    if strange := sorted(map(str, chunk.keys() - IMAGE_FIELDS)):
+        raise ApiError(f"{where} has {strange[0][:100]}, which an image does not have")
+    data, format, expected = (chunk.get(name) for name in ("data", "format", "expected_tokens"))
+    if not isinstance(data, str) or len(data) > MAX_BASE64:
+        raise ApiError(f"{where} is an image, and its data is no text of base64 of a file")
+    if not isinstance(format, str):
+        raise ApiError(f"{where} is an image, and has no format: png or jpeg")
+    if isinstance(expected, bool) or not isinstance(expected, int | None):
+        raise ApiError(f"the expected_tokens of {where} is no whole number")
+    try:
+        return b64decode(data, validate=True), format, expected
+    except (binascii.Error, ValueError):
+        raise ApiError(f"{where} is an image, and its data is no base64") from None
