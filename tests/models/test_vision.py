@@ -19,6 +19,7 @@ from tests.models.images import (
     micro_batch,
     their_logits,
 )
+from tests.models.multimodal import CONFIGS, TEXT
 from tests.models.twins import assert_gradients_equal, gradients
 
 NUMBERS = [1, 0, 3]
@@ -134,3 +135,15 @@ def test_fields_that_a_config_leaves_out_have_the_defaults_of_transformers(model
     assert (bare.image_token_id, bare.merge_size) == (complete.image_token_id, complete.merge_size)
     assert bare.image_token_id == full.image_token_id
     assert (bare.rope_axes, bare.num_deepstack) == (complete.rope_axes, complete.num_deepstack)
+
+
+@pytest.mark.parametrize("text_type", ["granite", "gemma"])
+def test_features_are_scaled_where_the_text_model_scales_all_of_its_inputs(monkeypatch, text_type):
+    text = {**TEXT, "model_type": text_type, "embedding_multiplier": 3.0, "head_dim": 8}
+    monkeypatch.setitem(CONFIGS, "llava", {**CONFIGS["llava"], "text_config": text})
+    both = image_twins("llava")
+    assert both.ours.config.embedding_scale > 1
+    ids, labels, images = image_documents("llava", [1])
+    wanted = their_logits(both.theirs, ids[0], images[0])
+    found = both.run(micro_batch(ids, labels, images))
+    assert (found - wanted).norm() <= 1e-5 * wanted.norm()

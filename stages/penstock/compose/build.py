@@ -125,12 +125,19 @@ def _text_config(text: TextModel) -> dict[str, Any]:
             f"{text.config} is quantized.\n  Name the model that it was made from."
         )
     family = native_family(config)
-    names = family.read(config).names if family else None
+    decoder = family.read(config) if family else None
+    names = decoder.names if decoder else None
     if names is None or names.backbone != "model" or names.embedding != EMBEDDING_WEIGHT:
         raise CapabilityError(
             f"{text.config} is of type {model_type}, whose text models are not trained behind a "
             "vision tower.\n  Name a model of a native family whose tensors begin with "
             "model.layers, such as llama, mistral or qwen3."
+        )
+    if decoder and (decoder.logit_scale != 1 or decoder.logit_soft_cap is not None):
+        raise CapabilityError(
+            f"{text.config} is of type {model_type}, and scales or caps its logits, which"
+            " transformers does not do behind a vision tower: it would answer otherwise there.\n"
+            "  Name a model that does not, such as a llama, mistral or qwen3."
         )
     return config
 

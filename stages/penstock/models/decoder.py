@@ -131,6 +131,7 @@ class Decoder(nn.Module):
         # First, as it is called first: FSDP gathers weights ahead in the order of the modules.
         self.vision = vision
         self.merge_qkv = merge_qkv
+        self.feature_scale = 1.0 if config.rounds_embedding_scale else config.embedding_scale
         self.model = DecoderModel(
             config,
             part,
@@ -230,7 +231,7 @@ class Decoder(nn.Module):
         features = None if images is None or self.vision is None else self.vision(images)
         x_TD = self._embed(inputs, position_ids_T) if self.takes_ids else inputs
         if features is not None:
-            x_TD = features.replace(x_TD)
+            x_TD = features.replace(x_TD, self.feature_scale)
         angles = sliding_angles = self.rotary.angles(position_ids_T, x_TD.dtype, segments)
         if self.sliding_rotary is not None:
             sliding_angles = self.sliding_rotary.angles(position_ids_T, x_TD.dtype, segments)
@@ -284,7 +285,7 @@ class Decoder(nn.Module):
             is_apart = not self.takes_ids and torch.is_grad_enabled()
             next_TD = EmbeddingApart.apply(hidden_TD, embed) if is_apart else embed()
             if features is not None and index_T is not None:
-                next_TD = features.at_tokens(index_T).replace(next_TD)
+                next_TD = features.at_tokens(index_T).replace(next_TD, self.feature_scale)
             x_TD = self.run_layer(layer, x_TD, *angles, segments, next_TD)
             found = found + output_fn(self._scaled(x_TD), self.lm_head)
         return found

@@ -383,7 +383,8 @@ class DecoderConfig:
     embedding_scale: float = 1.0
     """Factor of the embeddings."""
     rounds_embedding_scale: bool = False
-    """Whether that factor is rounded to the dtype of the embeddings."""
+    """Whether that factor is of the embedding table alone: rounded to its dtype, and not a factor
+    of image features."""
     residual_scale: float = 1.0
     """Factor of the outputs of attention and MLP before they are added to the residual stream."""
     layer_scalars: bool = False

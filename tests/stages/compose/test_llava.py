@@ -178,7 +178,10 @@ def test_its_projector_is_trained_alone_on_images(tmp_path):
 def test_what_cannot_be_composed_is_refused(tmp_path):
     text = write_text(tmp_path / "text")
     encoder = write_encoder(tmp_path / "encoder", "siglip_vision_model")
+    granite = {"model_type": "granite", "architectures": ["GraniteForCausalLM"]}
+    scaled = write_text(tmp_path / "scaled", **granite, logits_scaling=4.0)
     for folder, (first, second), why in (
+        ("s", (scaled, encoder), "scales or caps its logits"),
         ("a", (text, text), "a vision tower is one of: clip, clip_vision_model, dinov2"),
         ("b", (encoder, encoder), "are not trained behind a vision tower"),
     ):

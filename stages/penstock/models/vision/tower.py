@@ -51,12 +51,13 @@ class ImageFeatures:
     def _of_tokens(self, features_FD: torch.Tensor) -> torch.Tensor:
         return features_FD.index_select(0, self.feature_index_T.clamp(min=0))
 
-    def replace(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """The embeddings with features at the image tokens, [T, D]. Where there are none, all
-        gradients of the vision part are zeros, not absent."""
-        return torch.where(
-            self._is_image_T1, self._of_tokens(self.features_FD).to(x_TD.dtype), x_TD
-        )
+    def replace(self, x_TD: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        """The embeddings with features, times `scale`, at the image tokens, [T, D]. Where there are
+        none, all gradients of the vision part are zeros, not absent."""
+        features_TD = self._of_tokens(self.features_FD).to(x_TD.dtype)
+        if scale != 1:
+            features_TD = features_TD * scale
+        return torch.where(self._is_image_T1, features_TD, x_TD)
 
     def add(self, x_TD: torch.Tensor, layer: int) -> torch.Tensor:
         """The hidden states after a decoder layer, with its features added at the image tokens."""
