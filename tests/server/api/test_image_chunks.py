@@ -3,13 +3,15 @@ refused with the sample and the chunk named."""
 
 import asyncio
 import json
+import math
 from base64 import b64encode
 
 import numpy as np
 import pytest
 from msgspec import structs
+from PIL import Image
 
-from penstock.media.decode import decode
+from penstock.media.decode import MAX_PIXELS, decode
 from penstock.server.api.errors import ApiError
 from penstock.server.api.wire import chunks as wire
 from penstock.server.api.wire import tinker_pb2 as pb
@@ -18,7 +20,7 @@ from penstock.server.api.wire.codec_pool import IMAGE_MEMORY, CodecPool, _Codec
 from penstock.server.api.wire.request_bodies import BodyDecoder, BodyJob, NotInlineError
 from penstock.server.images.expand import load_expander
 from penstock.server.protocol.requests import ForwardBackward
-from tests.media.pictures import picture, png_header
+from tests.media.pictures import encoded, picture, png_header
 from tests.media.tiny_processors import load_processor, write_processor
 
 FILE = picture(1, 60, 40)
@@ -57,14 +59,14 @@ def test_an_image_is_the_tensors_and_tokens_of_prepare_in_json_and_protobuf(fold
     tensors = processor.process(decode(FILE))
     tokens = processor.processor.tokenizer(processor.replacement(tensors))["input_ids"]
     tokens_of_text = np.array([7, 8], "<i4").tobytes()
-    encoded = pb.Chunk(encoded_text=pb.EncodedTextChunk(tokens=tokens_of_text))
+    seven_eight = pb.Chunk(encoded_text=pb.EncodedTextChunk(tokens=tokens_of_text))
     nine = pb.Chunk(encoded_text=pb.EncodedTextChunk(tokens=b"\t\0\0\0"))
     count = len(tokens)
     for decode_chunks in (
         lambda chunks: chunks.from_json([text(7, 8), image(expected_tokens=count), text(9)], "x"),
         lambda chunks: chunks.from_proto(
             [
-                encoded,
+                seven_eight,
                 message(expected_tokens=count),
                 nine,
             ],
@@ -199,3 +201,31 @@ def test_bodies_with_images_are_decoded_in_a_process_with_the_processor(expander
     assert text_module == "penstock.server.api.wire.codec_process"
     assert (image_module, folder) == ("penstock.server.images.codec_process", "/folder")
     assert int(more) - int(memory) == IMAGE_MEMORY
+
+
+@pytest.mark.exhaustive
+def test_the_largest_image_fits_into_the_memory_of_a_process(folder):
+    side = math.isqrt(MAX_PIXELS)
+    body = {"model_id": "sess-1:train:0", "seq_id": 1}
+    large = image(encoded(Image.new("RGBA", (side, side))), expected_tokens=1)
+    passed = {"data": [{"model_input": {"chunks": [large]}, "loss_fn_inputs": {"labels": []}}]}
+    body["forward_backward_input"] = passed | {"loss_fn": "cross_entropy"}
+    packed = json.dumps(body).encode()
+    job = BodyJob(
+        call="forward_backward",
+        kind="application/json",
+        encoding="identity",
+        max_bytes=1 << 20,
+        takes_images=True,
+    )
+
+    async def scenario():
+        pool = CodecPool(1 << 20, str(folder))
+        async with pool.decoding("owner", job, (packed,)) as (reply, _):
+            await pool.stop()
+            return reply.error
+
+    error = asyncio.run(scenario())
+    assert error is not None
+    # It was processed, and is no image of one token.
+    assert (error.status, "its expected_tokens is 1" in error.error) == (400, True)

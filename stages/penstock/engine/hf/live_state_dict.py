@@ -1,16 +1,20 @@
 """Live state dict: a model in training under Hugging Face names, without a checkpoint."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from penstock.adapters.names import MAGNITUDE, LoraParamName, parse_lora_name
+from penstock.engine.hf.base_model import BaseModelWeights
+from penstock.engine.hf.expert_forms import in_files_form, parts_in
 from penstock.engine.hf.export_adapter import adapters_in
+from penstock.engine.hf.safetensors_reader import SafetensorsFolder
 from penstock.engine.hf.state_dict import HFStateDict, Tensors, in_checkpoint
 from penstock.engine.model_source import LoraArgs
 from penstock.engine.multi_lora.rank_padding import rank_dim
 from penstock.engine.quantization.select_layers import Formats
+from penstock.models.multimodal import stored_backbone, stored_name
 from penstock.models.weights import WeightMap
 
 
@@ -60,6 +64,27 @@ def live_weights(
     base = in_checkpoint(tensors, names, formats)
     adapters = adapters_in(tensors, names, adapting)
     return adapters.merged_into(base) if adapters else base
+
+
+def language_in_files(weights: HFStateDict, base: BaseModelWeights) -> HFStateDict:
+    """The tensors of a multimodal model's language model under the names, and in the form, of the
+    files of its base model."""
+    assert base.folder is not None
+    with SafetensorsFolder(base.folder) as folder:
+        here = base.here(folder)
+        formed = in_files_form(weights, here, parts_in(base.names, here))
+        backbone = stored_backbone(folder.names())
+    own = {stored_name(name, backbone): name for name in formed.shapes}
+
+    def read(wanted: Sequence[str]) -> dict[str, torch.Tensor]:
+        found = formed.read([own[name] for name in wanted])
+        return {name: found[own[name]] for name in wanted}
+
+    return HFStateDict(
+        {name: formed.shapes[here] for name, here in own.items()},
+        read,
+        {name: formed.dtypes[here] for name, here in own.items() if here in formed.dtypes},
+    )
 
 
 def _ranked(name: str) -> LoraParamName | None:

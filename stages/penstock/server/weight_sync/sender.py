@@ -22,7 +22,12 @@ from penstock.engine.distributed.external_group import ExternalProcessGroup
 from penstock.engine.distributed.full_tensors import FullTensorGather
 from penstock.engine.distributed.param_shards import LocalParam
 from penstock.engine.distributed.ranks import ProcessInfo
-from penstock.engine.hf.live_state_dict import RankTrimmedTensors, live_weights
+from penstock.engine.hf.base_model import BaseModelWeights
+from penstock.engine.hf.live_state_dict import (
+    RankTrimmedTensors,
+    language_in_files,
+    live_weights,
+)
 from penstock.engine.hf.state_dict import Tensors
 from penstock.engine.model_source import LoraArgs
 from penstock.engine.quantization.select_layers import Formats
@@ -63,6 +68,8 @@ class RankModelView:
     """The LoRA rank of the adapter, if its storage is padded to a larger rank."""
     formats: Formats | None = None
     """Formats of the base model's quantized weights."""
+    multimodal: BaseModelWeights | None = None
+    """The base of a multimodal model, whose language model is sent; None for a text model."""
 
 
 def sync_weights(
@@ -104,6 +111,11 @@ class _WeightSync:
         limits: Limits,
     ) -> None:
         _validate(command, allowed)
+        if model_view.multimodal and wants_fp8(command.quantization):
+            raise refused(
+                "the language model of a multimodal model is not sent in FP8.\n"
+                "  Leave quantization out."
+            )
         self._order, self._device, self._limits = command, device, limits
         quantized = (
             quantized_shapes(model_view.names, model_view.roles)
@@ -116,6 +128,8 @@ class _WeightSync:
             adapting=model_view.adapting,
             formats=model_view.formats,
         )
+        if model_view.multimodal:
+            weights = language_in_files(weights, model_view.multimodal)
         self._bucket_plan = BucketPlan(weights, model_view.dtype, quantized)
         keys = command.api_keys or [None] * len(command.endpoints)
         self._servers = list(map(InferenceServer, command.endpoints, keys))

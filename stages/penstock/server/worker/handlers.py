@@ -204,21 +204,15 @@ class CommandHandlers:
 
     def _sync_weights(self, command: WeightSyncCommand) -> SyncWeightsResult | Done:
         """Only rank 0 has a result."""
-        substrate = self.models.substrate
-        if substrate.vision:
-            raise CommandError(
-                "invalid",
-                f"the model is a {substrate.family.model_type}, and only weights of text models are"
-                " sent to inference servers.\n  Serve what save_weights_for_sampler saves.",
-            )
         resident = self.models.activate(command.model)
-        adapter = resident.adapter
+        substrate, adapter = self.models.substrate, resident.adapter
         live = RankModelView(
-            params=substrate.built.engine.model.params,
+            params=substrate.params,
             names=substrate.names,
             roles=substrate.family.roles,
             adapting=LoraArgs(adapter.alpha) if adapter else None,
             rank=adapter.rank if adapter else None,
             formats=substrate.formats,
+            multimodal=substrate.base if substrate.vision else None,
         )
         return sync_weights(command, live, substrate.ranks, allowed=self.allowed_hosts) or Done()
