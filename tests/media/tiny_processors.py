@@ -49,7 +49,7 @@ IMAGES = {
 """What chat templates write for an image."""
 
 FAMILIES = (
-    *("qwen2_5_vl", "qwen3_vl", "llava", "llava_next", "gemma3"),
+    *("qwen2_5_vl", "qwen3_vl", "llava", "llava_next", "llava_onevision", "gemma3"),
     *("idefics3", "glm4v", "ernie4_5_vl_moe"),
 )
 
@@ -165,6 +165,22 @@ def _llava_next() -> Any:
     return own, {**config, "processor_class": "LlavaNextProcessor"}, *others
 
 
+def _llava_onevision() -> Any:
+    own = {
+        **NORMAL,
+        "image_processor_type": "LlavaOnevisionImageProcessor",
+        "image_grid_pinpoints": [[28, 56], [56, 28], [56, 56]],
+        "size": {"height": 28, "width": 28},
+    }
+    config = {
+        "processor_class": "LlavaOnevisionProcessor",
+        "num_image_tokens": 4,
+        "vision_feature_select_strategy": "full",
+        "vision_aspect_ratio": "anyres_max_9",
+    }
+    return own, config, ["<image>", "<video>"], {}, None
+
+
 def _gemma3() -> Any:
     own = {
         **NORMAL,
@@ -214,6 +230,7 @@ _PARTS = {
     "qwen3_vl": lambda: _qwen(16, "Qwen3VLProcessor"),
     "llava": _llava,
     "llava_next": _llava_next,
+    "llava_onevision": _llava_onevision,
     "gemma3": _gemma3,
     "glm4v": _glm4v,
     "ernie4_5_vl_moe": _ernie,

@@ -100,11 +100,21 @@ def random_images(model_type: str, numbers: list[int], seed: int = 3) -> list[Im
                 one[:, :height, :width] = noise(3, height, width)
             tensors = {"pixel_values": pixels, "image_sizes": torch.tensor(sides)}
             found.append(ImageBatch(tensors, tuple(h * w // 4 for h, w in sizes)))
+        elif model_type == "llava_onevision" and number > 1:
+            # Of several images there are no tiles, and an end of a row behind each.
+            tensors = {
+                "pixel_values": noise(number, 1, 3, 32, 32),
+                "image_sizes": torch.tensor([[8 * height, 8 * width] for height, width in sizes]),
+                "batch_num_images": torch.full((number,), number),
+            }
+            found.append(ImageBatch(tensors, (16 + 1,) * number))
         elif model_type in ("llava_next", "llava_onevision"):
             tensors = {
                 "pixel_values": noise(number, 2, 3, 32, 32),
                 "image_sizes": torch.tensor([[32, 32]] * number),
             }
+            if model_type == "llava_onevision":
+                tensors["batch_num_images"] = torch.ones(number, dtype=torch.int64)
             # The whole image, and its only tile with the end of each row.
             found.append(ImageBatch(tensors, (16 + 4 * 5,) * number))
         elif model_type in ("idefics3", "smolvlm"):
@@ -246,8 +256,7 @@ def their_logits(model, ids: torch.Tensor, images: ImageBatch | None) -> torch.T
         more["moe_mm_token_type_ids"] = ((ids >= IMAGE) & (ids <= 7)).int()[None]
     if model.config.model_type == "gemma3":
         more["token_type_ids"] = (ids == IMAGE).int()[None]
-    if model.config.model_type == "llava_onevision" and images is not None:
-        # Tiles of each image, however many there are.
-        more["batch_num_images"] = torch.ones(len(images), dtype=torch.int64)
+    if "batch_num_images" in more:
+        more["batch_num_images"] = torch.tensor([len(images or ())])
     found = model(input_ids=ids[None], attention_mask=None, use_cache=False, **more)
     return found.logits[0]

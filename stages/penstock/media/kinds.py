@@ -2,10 +2,35 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 
 class BadMedia(Exception):  # noqa: N818 - caught where the record is known
     """An image or audio cannot be used; the message says why, as part of a sentence."""
+
+
+AUDIO_EXTRA = "audio"
+"""The extra of this package that decodes and resamples audio."""
+
+AUDIO_SUFFIXES = (".aif", ".aiff", ".au", ".caf", ".flac", ".mp3", ".oga", ".ogg", ".opus", ".w64")
+"""Suffixes of files that need this extra."""
+
+EXTRAS: Mapping[str, tuple[str, ...]] = {AUDIO_EXTRA: ("soundfile", "soxr")}
+"""Modules of this package's extras that media need."""
+
+
+def has_extra(extra: str) -> bool:
+    """Whether the modules of an extra are there."""
+    return all(find_spec(module) is not None for module in EXTRAS[extra])
+
+
+class MissingPackages(BadMedia):
+    """Media cannot be used as packages are not installed."""
+
+    def __init__(self, why: str, extra: str) -> None:
+        """`why`: part of a sentence; `extra`: that of this package which has them."""
+        super().__init__(f"{why}: pip install 'penstock[{extra}]'")
+        self.extra = extra
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from penstock.core.cache.record import digest_json
 from penstock.core.cache.stage import short
 from penstock.core.errors import ConfigError
 from penstock.media.kinds import BadMedia, MediaKind
+from penstock.media.reference import among_several
 from penstock.rows.image_files import StoredImage
 from penstock.rows.pixel_table import StoredTensor
 
@@ -55,9 +56,14 @@ class ModelProcessor(ABC):
         return getattr(self.processor, f"{self.kind.name}_token_ids")[0]
 
     @property
-    def one_per_sample(self) -> bool:
-        """Whether a medium of a sample with several is processed otherwise than one alone."""
+    def has_two_forms(self) -> bool:
+        """Whether a medium of a sample with several has other tensors than one alone."""
         return False
+
+    def stored_digest(self, digest: bytes, *, several: bool) -> bytes:
+        """The digest under which the tensors of a medium are stored, given that of its bytes and
+        whether it is in a sample with several."""
+        return among_several(digest) if several and self.has_two_forms else digest
 
     @property
     def chat_template(self) -> str | None:
@@ -86,9 +92,14 @@ class ModelProcessor(ABC):
     def settings(self) -> dict[str, Any]:
         """Everything that determines the tensors."""
 
+    def require_packages(self, content: bytes) -> None:
+        """Raise MissingPackages without the packages that this file needs beside others."""
+        del content  # none
+
     @abstractmethod
     def store(self, digest: bytes, content: bytes) -> StoredImage:
-        """The tensors of a file, or why it has none."""
+        """The tensors of a file, or why it has none. `digest`: the one under which they are stored
+        (`stored_digest`)."""
 
     @abstractmethod
     def replacement(self, tensors: Tensors) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from penstock.core.files import PART
-from penstock.media.reference import image_digest
+from penstock.media.reference import among_several, image_digest
 
 ORIGINALS = "images"
 """Folder of this store beside the processed images."""
@@ -84,6 +84,10 @@ def _write(target: Path, content: bytes) -> None:
         raise
 
 
+def _is_used(digest: bytes, used: Collection[bytes]) -> bool:
+    return digest in used or among_several(digest) in used
+
+
 def prunable_originals(
     folder: Path, used: Collection[bytes], older_than: float = DAY
 ) -> Iterator[list[Path]]:
@@ -99,6 +103,6 @@ def prunable_originals(
             fetched.setdefault(path.read_text(), []).append(path)
     for path in sorted(folder.glob("??/*")):
         its = [path, *fetched.get(path.name, ())]
-        is_used = path.name in fetched and bytes.fromhex(path.name) in used
+        is_used = path.name in fetched and _is_used(bytes.fromhex(path.name), used)
         if not is_used and all(each.stat().st_mtime < latest for each in its):
             yield its

@@ -6,9 +6,11 @@ nothing else; zeros with which a processor pads images to the largest one of a b
 they are collated.
 """
 
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,6 +28,7 @@ from penstock.media.model_processor import (
     processor_class,
     to_arrays,
 )
+from penstock.media.reference import image_digest
 from penstock.rows.image_files import StoredImage
 from penstock.rows.pixel_table import PixelTable, StoredTensor, concatenate, stored
 
@@ -49,7 +52,11 @@ and takes more memory than the image: models assume it where it is not given."""
 MASK = "pixel_attention_mask"
 
 NUM_IMAGES = "batch_num_images"
-"""The output with the number of images of each sample, on which the others depend."""
+"""The output with the number of images of each sample, on which the others depend. Stored of each
+image: 1, or 2 if its sample has several."""
+
+FORMS = 1
+"""Increase it if images of samples with several must have other tensors."""
 
 IN_TEXT = frozenset({"rows", "cols"})
 """Outputs that tell the text alone where crops are."""
@@ -73,9 +80,14 @@ class ImageProcessor(ModelProcessor):
     kind = IMAGE
 
     @property
-    def one_per_sample(self) -> bool:
+    def has_two_forms(self) -> bool:
         """LLaVA-OneVision cuts no tiles from several images."""
         return NUM_IMAGES in self.processor.image_processor.model_input_names
+
+    @property
+    def _forms(self) -> tuple[bool, ...]:
+        """Whether its sample has several, for each form of an image."""
+        return (False, True) if self.has_two_forms else (False,)
 
     @cached_property
     def unused(self) -> frozenset[str]:
@@ -91,28 +103,32 @@ class ImageProcessor(ModelProcessor):
             "backend": BACKEND,
             "settings": images.to_dict(),
             "options": dict(self.options),
+            **({"forms": FORMS} if self.has_two_forms else {}),
         }
 
     def store(self, digest: bytes, content: bytes) -> StoredImage:
         """The tensors of a file, or why it has none."""
+        several = self.has_two_forms and digest != image_digest(content)
         try:
             image = decode(content)
-            return StoredImage(digest, self.process(image), image.size)
+            return StoredImage(digest, self.process(image, several=several), image.size)
         except BadMedia as error:
             return StoredImage(digest, {}, error=str(error))
 
-    def process(self, image: "Image") -> Tensors:
-        """The tensors of an RGB image. Raises BadImage if the processor refuses it."""
+    def process(self, image: "Image", *, several: bool = False) -> Tensors:
+        """The tensors of an RGB image, alone or in a sample with several. Raises BadImage if the
+        processor refuses it."""
         try:
-            found = self._process_to_bytes(image, self.table) if self.table else None
-            return found or {name: stored(array) for name, array in self._run([image]).items()}
+            found = self._process_to_bytes(image, self.table, several) if self.table else None
+            arrays = {} if found else self._run([image], several=several)
+            return found or {name: stored(array) for name, array in arrays.items()}
         except (ValueError, ZeroDivisionError) as error:
             raise BadImage(f"the image processor refuses it: {error}") from error
 
-    def _process_to_bytes(self, image: "Image", table: PixelTable) -> Tensors | None:
+    def _process_to_bytes(self, image: "Image", table: PixelTable, several: bool) -> Tensors | None:
         """The tensors with pixels as bytes; None if they are no bytes."""
         if self.byte_patches is None:
-            arrays = self._run([image], **AS_BYTES)
+            arrays = self._run([image], several=several, **AS_BYTES)
             codes, shape = table.encode(arrays[PIXELS]), arrays[PIXELS].shape
         else:
             arrays = to_arrays(self.byte_patches([image], **{**self.options, **AS_BYTES}))
@@ -124,8 +140,14 @@ class ImageProcessor(ModelProcessor):
         tensors = {name: stored(array) for name, array in arrays.items() if name != PIXELS}
         return {**tensors, PIXELS: StoredTensor(shape, codes, table)}
 
-    def _run(self, images: list["Image"], **options: Any) -> Arrays:
-        given = [[image] for image in images] if self.nested else images
+    def _run(self, images: list["Image"], *, several: bool = False, **options: Any) -> Arrays:
+        """The outputs for images of samples with one image each, or each with `several`."""
+        if not several:
+            return self._call([[image] for image in images] if self.nested else images, **options)
+        each = [self._call([[image, _blank()]], **options) for image in images]
+        return {name: np.concatenate([one[name][:1] for one in each]) for name in each[0]}
+
+    def _call(self, given: Sequence[Any], **options: Any) -> Arrays:
         arrays = to_arrays(self.processor.image_processor(given, **{**self.options, **options}))
         if type(self.processor.image_processor).__name__ in CROPS:
             arrays.pop(MASK, None)
@@ -151,14 +173,18 @@ class ImageProcessor(ModelProcessor):
         )
 
     def _is_independent(self) -> bool:
+        return all(self._is_independent_as(several=form) for form in self._forms)
+
+    def _is_independent_as(self, *, several: bool) -> bool:
         images = _probes()
         try:
-            alone = [self._run([image]) for image in images]
-            together = self._run(images)
+            alone = [self._run([image], several=several) for image in images]
+            together = self._call([images]) if several else self._run(images)
             return all(
                 values.ndim
                 and np.array_equal(concatenate([stored(each[name]) for each in alone]), values)
                 for name, values in together.items()
+                if name != NUM_IMAGES
             )
         except (BadMedia, KeyError, ValueError):
             return False
@@ -184,10 +210,10 @@ class ImageProcessor(ModelProcessor):
 
     def _gives_the_same(self, found: "ImageProcessor") -> bool:
         """Whether another one gives the same tensors of two images, bitwise."""
-        for image in _probes():
-            wanted = self._run([image])
+        for image, several in product(_probes(), self._forms):
+            wanted = self._run([image], several=several)
             try:
-                tensors = found.process(image)
+                tensors = found.process(image, several=several)
             except (BadMedia, TypeError):
                 return False
             arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
@@ -219,6 +245,13 @@ def _probes() -> list["Image"]:
 
     rng = np.random.default_rng(0)
     return [Image.fromarray(rng.integers(0, 256, (*s, 3)).astype(np.uint8)) for s in PROBES]
+
+
+def _blank() -> "Image":
+    """The other image of a sample with several, whose outputs are left out."""
+    from PIL import Image  # noqa: PLC0415 - optional
+
+    return Image.new("RGB", (1, 1))
 
 
 def load_image_processor(path: str, revision: str | None, tokenizer: Any) -> ImageProcessor | None:

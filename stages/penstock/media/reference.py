@@ -3,16 +3,20 @@
 import base64
 import binascii
 import os
+import posixpath
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 from urllib.parse import unquote, urlsplit
 
 from penstock.core import env
+from penstock.core.cache.record import digest_json
 from penstock.core.errors import PenstockError
 from penstock.core.remote.open import open_file
+from penstock.core.remote.path import Info, RemotePath
 from penstock.core.remote.urls import redact
+from penstock.core.remote.version import content_version
 from penstock.media.decode import MAX_BYTES, BadImage
 from penstock.media.kinds import IMAGE
 
@@ -20,6 +24,9 @@ DATA_URI = "data:"
 WEB = ("http://", "https://")
 SHOWN = 120
 """Maximum characters of a location in messages."""
+
+Folder = Path | str
+"""A folder of this machine, or the URL of one in an object store."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +62,28 @@ def image_digest(content: bytes) -> bytes:
     return sha256(content).digest()
 
 
+def among_several(digest: bytes) -> bytes:
+    """The identity, given that of an image, of its tensors in a sample with several images, where
+    they are other ones than those of an image alone."""
+    return sha256(digest + b"among several").digest()
+
+
 def is_path(ref: ImageRef) -> bool:
     """Whether an image is a file, rather than in the data or on the web."""
     return bool(ref.location) and not ref.location.startswith((DATA_URI, *WEB))
+
+
+def name_below(location: str) -> str | None:
+    """The name below a folder's URL of the file that a location leads to; None for one that is no
+    path, or leaves the folder."""
+    name = posixpath.normpath(location)
+    is_outside = name == ".." or name.startswith(("../", "/"))
+    return None if is_outside or "\0" in location or "://" in location else name
+
+
+def file_version(info: Info) -> dict[str, Any]:
+    """Size of a file in an object store, and its version there."""
+    return {"bytes": info["size"], **(content_version(info) or {})}
 
 
 def from_base64(text: str, kind: str = IMAGE.name) -> ImageRef:
@@ -74,8 +100,9 @@ def from_base64(text: str, kind: str = IMAGE.name) -> ImageRef:
         raise BadImage(f"it is not base64 ({error})") from error
 
 
-def read_image(ref: ImageRef, root: Path | None, web: WebImages) -> bytes:
-    """The encoded image. Paths are relative to `root` and lie in it. Raises BadImage."""
+def read_image(ref: ImageRef, root: Folder | None, web: WebImages) -> bytes:
+    """The encoded image. Paths are relative to `root` and lie in it. Raises BadImage, and for an
+    object store that cannot be read the errors of `core.remote`."""
     location = ref.location
     if not location:
         return ref.content
@@ -87,6 +114,8 @@ def read_image(ref: ImageRef, root: Path | None, web: WebImages) -> bytes:
         location = unquote(urlsplit(location).path)
     elif "://" in location:
         raise BadImage(f"{ref}: only http, https and file URLs are read")
+    if isinstance(root, str):
+        return _read_remote(location, root, web)
     return _read_file(location, root)
 
 
@@ -126,6 +155,27 @@ def _read_file(location: str, root: Path | None) -> bytes:
         raise BadImage(f"there is no {path}") from error
     except OSError as error:
         raise BadImage(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def _read_remote(location: str, root: str, web: WebImages) -> bytes:
+    """The image at a path below a URL, which is fetched once for each version in the store."""
+    name = name_below(location)
+    if name is None:
+        raise BadImage(f"{location[:SHOWN]} is outside of {redact(root)}")
+    place = RemotePath.from_url(root) / name
+    info = place.info()
+    if info is None:
+        raise BadImage(f"there is no {place.redacted_url}")
+    if info["size"] > MAX_BYTES:
+        raise BadImage(f"it has {info['size']:,} bytes; {MAX_BYTES:,} are allowed")
+    key = f"{place.redacted_url}#{digest_json(file_version(info))}"
+    if known := web.find(key):
+        return known
+    content = place.read()
+    if content is None:
+        raise BadImage(f"there is no {place.redacted_url}")
+    web.remember(key, content)
+    return content
 
 
 def _fetch(url: str, web: WebImages) -> bytes:

@@ -8,7 +8,7 @@ from penstock.core.cache.stage import Stage
 from penstock.core.errors import PenstockError
 from penstock.media.kinds import BadMedia
 from penstock.media.originals import ORIGINALS, Originals
-from penstock.media.reference import WEB, image_digest, read_image
+from penstock.media.reference import WEB, among_several, image_digest, read_image
 from penstock.prepare.bad_records import BadRecord
 from penstock.prepare.formats.conversation import conversations
 from penstock.prepare.formats.registry import parse_record
@@ -38,7 +38,8 @@ Locate = Callable[[str, int], RecordLocation | None]
 """(slice key, record index in the slice from 0) -> location of the record."""
 
 ReadImages = Callable[[str, int], dict[bytes, bytes]]
-"""(slice key, record index in the slice from 0) -> encoded images by digest."""
+"""(slice key, record index in the slice from 0) -> encoded images by digest, alone and
+among several."""
 
 
 def build_locator(stage: Stage) -> Locate:
@@ -122,7 +123,8 @@ def _read_images(
         except BadMedia:
             continue
         if content is not None:
-            found[image_digest(content)] = content
+            digest = image_digest(content)
+            found[digest] = found[among_several(digest)] = content
     return found
 
 

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from penstock.core.errors import StageError
 from penstock.media.cache import MediaCache
-from penstock.media.kinds import BadMedia
+from penstock.media.kinds import BadMedia, MissingPackages
+from penstock.media.model_processor import ModelProcessor
 from penstock.media.originals import Originals
-from penstock.media.reference import ImageRef, image_digest, is_path, read_image
+from penstock.media.reference import Folder, ImageRef, image_digest, is_path, read_image
 from penstock.prepare.bad_records import BadRecord
 from penstock.prepare.encode.encoder import Encoder
 from penstock.prepare.encode.images import LoadedKind, Located, SliceImages, locate
@@ -36,21 +36,21 @@ def load_slice_images(
         if kind not in caches:
             cache = caches[kind] = open_cache(kind)
             if cache is not None:
-                found[kind] = _FoundImages(cache.originals)
+                found[kind] = _FoundImages(cache.originals, cache.processor)
 
     for kind in kinds:
         ask(kind)
     for batch in read():
-        for kind, ref in encode.iter_media(batch.values):
+        for kind, ref, several in encode.iter_media(batch.values):
             ask(kind)
             if ref is not None and kind in found:
-                found[kind].add(ref, batch.folder)
+                found[kind].add(ref, batch.folder, several=several)
     loaded, names = dict[str, LoadedKind](), list[str]()
     for kind, its in found.items():
         cache = caches[kind]
         assert cache is not None
-        name, files = cache.get_or_process(its.digests(), its.read)
-        loaded[kind] = LoadedKind(cache.processor, files, its.by_place)
+        name, files = cache.get_or_process([*its.stored], its.read)
+        loaded[kind] = LoadedKind(cache.processor, files, its.by_place, its.lacking)
         names.append(name)
     return SliceImages(loaded) if loaded else None, names
 
@@ -59,36 +59,48 @@ def load_slice_images(
 class _FoundImages:
     """The media of one kind in a slice, by their place in records and by digest.
 
-    Files are read again where they are; images in the data itself and of the web are stored.
+    Files are read again where they are; images in the data itself, of the web and of object stores
+    are stored.
     """
 
     originals: Originals
+    processor: ModelProcessor
     by_place: dict[Located, bytes | BadRecord] = field(default_factory=dict)
-    paths: dict[bytes, tuple[ImageRef, Path | None]] = field(default_factory=dict)
+    stored: dict[bytes, bytes] = field(default_factory=dict)
+    """The digests under which their tensors are stored, in the order of their first use, with those
+    of their bytes."""
+    lacking: set[str] = field(default_factory=set)
+    """Extras of this package that some need."""
+    paths: dict[bytes, tuple[ImageRef, Folder | None]] = field(default_factory=dict)
 
-    def add(self, ref: ImageRef, folder: Path | None) -> None:
-        """Read an image, unless it was read before."""
+    def add(self, ref: ImageRef, folder: Folder | None, *, several: bool) -> None:
+        """Read an image, unless it was read before. `several`: its sample has several."""
         place = locate(ref, folder)
-        if place in self.by_place:
-            return
+        if place not in self.by_place:
+            self._read_first(ref, folder, place)
+        digest = self.by_place[place]
+        if isinstance(digest, bytes):
+            self.stored[self.processor.stored_digest(digest, several=several)] = digest
+
+    def _read_first(self, ref: ImageRef, folder: Folder | None, place: Located) -> None:
         try:
             content = read_image(ref, folder, self.originals)
+            self.processor.require_packages(content)
         except BadMedia as error:
+            if isinstance(error, MissingPackages):
+                self.lacking.add(error.extra)
             self.by_place[place] = BadRecord("bad_value", f"{ref.kind} {ref}: {error}")
             return
         digest = image_digest(content)
         self.by_place[place] = digest
-        if is_path(ref):
+        if is_path(ref) and not isinstance(folder, str):
             self.paths.setdefault(digest, (ref, folder))
         else:
             self.originals.add(content)
 
-    def digests(self) -> list[bytes]:
-        """The distinct images that could be read, in order."""
-        return list(dict.fromkeys(d for d in self.by_place.values() if isinstance(d, bytes)))
-
-    def read(self, digest: bytes) -> bytes:
+    def read(self, stored: bytes) -> bytes:
         """The encoded image. Raises StageError if it is gone."""
+        digest = self.stored[stored]
         if digest not in self.paths:
             content = self.originals.read(digest)
             place = str(self.originals.path(digest))

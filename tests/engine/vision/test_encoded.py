@@ -43,7 +43,7 @@ def encoded(job, batch):
     each = []
     for at, pixels in enumerate(tensors["pixel_values"].split(sizes)):
         others = {name: one[at : at + 1] for name, one in tensors.items() if name != "pixel_values"}
-        if "image_sizes" in others:
+        if "image_sizes" in others and pixels.ndim == 4:
             height, width = others["image_sizes"][0].tolist()
             pixels = pixels[..., :height, :width].contiguous()
         alone = {"pixel_values": pixels, **others}

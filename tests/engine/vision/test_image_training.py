@@ -69,7 +69,7 @@ def assert_close(found, wanted, limit=1e-5):
         "qwen2_5_vl",
         *(
             pytest.param(one, marks=pytest.mark.exhaustive)
-            for one in ("llava", "gemma3", "idefics3", "smolvlm", *MOE)
+            for one in ("llava", "llava_onevision", "gemma3", "idefics3", "smolvlm", *MOE)
         ),
     ],
 )
@@ -125,7 +125,10 @@ PAIRS = {
         "data_parallel_mode": "ddp",
     },
 }
-EXHAUSTIVE = ("qwen2_5_vl", "llava", "mistral3", "gemma3", "idefics3", "smolvlm")
+EXHAUSTIVE = (
+    *("qwen2_5_vl", "llava", "llava_next", "llava_onevision", "mistral3", "gemma3"),
+    *("idefics3", "smolvlm"),
+)
 OFTEN = ("fsdp2 2", "tp 2, sequence parallel")
 
 

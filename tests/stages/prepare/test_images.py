@@ -10,6 +10,7 @@ from functools import cache
 from io import BytesIO
 from itertools import chain, product
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -21,11 +22,12 @@ from penstock.core.cache.store import PlannedStage, get_or_build
 from penstock.core.errors import CapabilityError, StageError
 from penstock.media import decode as decode_module
 from penstock.media.originals import ORIGINALS
-from penstock.media.processor import ImageProcessor
+from penstock.media.processor import NUM_IMAGES, ImageProcessor
 from penstock.media.reference import image_digest
 from penstock.prepare import slice_images, split, tokenize_slice
 from penstock.prepare.bad_records import BadRecord
 from penstock.prepare.formats.text_info import text_info
+from penstock.prepare.locate_record import build_image_reader
 from penstock.prepare.settings import DatasetSettings
 from penstock.prepare.workers import MEDIA_COUNTS, _load_processor_once
 from penstock.push.dataset import push_dataset
@@ -114,6 +116,9 @@ def test_tokens_and_tensors_are_bitwise_those_of_the_processor(tmp_path, family)
         for name in images[0] if images else ():
             joined = concatenate([each[name] for each in images])
             theirs = wanted[name]
+            if name == NUM_IMAGES:
+                # Of each image rather than of each sample.
+                joined, theirs = joined == 1, np.repeat(theirs, theirs) == 1
             if joined.ndim == 5 and family == "idefics3":
                 joined, theirs = real_crops(joined), real_crops(theirs)
             assert joined.tobytes() == theirs.tobytes()
@@ -123,14 +128,31 @@ def test_tokens_and_tensors_are_bitwise_those_of_the_processor(tmp_path, family)
         assert any(label != -100 for label in row["labels"])
 
 
-def test_samples_with_several_images_are_refused_where_these_are_processed_otherwise(
-    tmp_path, monkeypatch
-):
-    model = write_processor("llava", tmp_path / "model")
-    monkeypatch.setattr(ImageProcessor, "one_per_sample", True)
-    data = write_data(tmp_path / "data", [asking("0.jpg"), asking("0.jpg", "1.jpg"), asking()])
-    with pytest.raises(StageError, match=r"1 of 3 records .*\n.*:2: it has 2 images, which Llava"):
-        run(prepare((data, CHAT), tokenizer=str(model)), tmp_path / "out")
+def test_an_image_alone_and_among_several_is_processed_once_in_each_form(tmp_path):
+    model = write_processor("llava_onevision", tmp_path / "model")
+
+    def processed(name, conversations):
+        before = MEDIA_COUNTS.processed
+        data = write_data(tmp_path / name, conversations)
+        stage = prepare((data, CHAT), tokenizer=str(model), slices=tmp_path / "slices")
+        artifact, _ = run(stage, tmp_path / f"{name}.out")
+        return stage, artifact.path, MEDIA_COUNTS.processed - before
+
+    alone = [asking("0.jpg"), asking("1.jpg")]
+    assert processed("alone", alone)[2] == 2
+    both = [*alone, asking("0.jpg", "2.jpg"), asking("2.jpg", "0.jpg"), asking("0.jpg")]
+    stage, out, count = processed("both", both)
+    assert count == 2
+    files = ImageFiles.in_folder(out / MEDIA)
+    read = build_image_reader(stage, out)
+    rows = table_of(out).to_pylist()
+    for number, (row, names) in enumerate(zip(rows, ("0", "1", "02", "20", "0"), strict=True)):
+        originals = read(stage.slices()[0].key, number)
+        assert [originals[digest] for digest in row["images"]] == [
+            PICTURES[f"{name}.jpg"] for name in names
+        ]
+        shapes = [files.inputs(digest)["pixel_values"].shape for digest in row["images"]]
+        assert [shape[0:2] == (1, 1) for shape in shapes] == [len(names) > 1] * len(names)
 
 
 def test_one_more_image_is_one_more_decoded_and_another_template_none(tmp_path):

@@ -22,6 +22,27 @@ CAUSAL_TYPE = ("paligemma",)
 tokens are 0 and text is 1."""
 
 NUM_IMAGES = "batch_num_images"
+"""The argument with the number of images of each sample."""
+
+
+class OneOfSeveral(int):
+    """An image of a sample with several, as an element of `batch_num_images`: it counts as one
+    image, but does not equal 1, with which an image is cut into tiles."""
+
+    __hash__ = int.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+def with_each_counted(media: Tensors) -> dict[str, Any]:
+    """The tensors with `batch_num_images` as transformers takes it for images in any order: its
+    models read from it only which images are alone in their sample (1 in the tensor)."""
+    found: dict[str, Any] = dict(media)
+    if NUM_IMAGES in media:
+        counts = media[NUM_IMAGES].tolist()
+        found[NUM_IMAGES] = [1 if count == 1 else OneOfSeveral(1) for count in counts]
+    return found
 
 
 def media_inputs(
@@ -54,15 +75,13 @@ def media_inputs(
         )
     if media is None:
         return found
-    if NUM_IMAGES in names:
-        # Tiles of each image, however many there are.
-        count = next(iter(media.values())).shape[0]
-        found[NUM_IMAGES] = torch.ones(count, dtype=torch.int64, device=ids_BL.device)
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    return found | {
-        name: value.to(dtype) if value.is_floating_point() else value
-        for name, value in media.items()
-    }
+    return found | with_each_counted(
+        {
+            name: value.to(dtype) if value.is_floating_point() else value
+            for name, value in media.items()
+        }
+    )
 
 
 def join_media(media: Iterable[Tensors]) -> dict[str, torch.Tensor]:

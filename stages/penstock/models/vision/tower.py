@@ -12,6 +12,7 @@ from torch import nn
 
 from penstock.core.errors import CapabilityError
 from penstock.models.automodel.build import computed_buffers
+from penstock.models.automodel.media_inputs import with_each_counted
 from penstock.models.multimodal import BACKBONE
 from penstock.models.vision.features import stored_features
 from penstock.models.vision.types import VISION, VisionConfig
@@ -122,7 +123,10 @@ class VisionTower(nn.Module):
         self, tensors: Mapping[str, torch.Tensor]
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """(features [F, D] of images, those that are added after decoder layers)."""
-        found = self.hf_model.get_image_features(**tensors, return_dict=True)
+        # FSDP puts what it gathered into this module alone.
+        self.hf_model._parameters.update(self._parameters)
+        given = with_each_counted(tensors)
+        found = self.hf_model.get_image_features(**given, return_dict=True)
         deepstack = getattr(found, "deepstack_features", None) or ()
         return _flat(found.pooler_output), tuple(map(_flat, deepstack))
 
@@ -130,8 +134,7 @@ class VisionTower(nn.Module):
         """Move or convert parameters, then restore the buffers, which `to_empty` leaves undefined
         and `to` may round."""
         super()._apply(fn, recurse)
-        for name, parameter in self._parameters.items():
-            self._hf[0]._parameters[name] = parameter
+        self._hf[0]._parameters.update(self._parameters)
         for name, value in self.buffer_values.items():
             owner, _, leaf = name.rpartition(".")
             module = self.get_submodule(owner)

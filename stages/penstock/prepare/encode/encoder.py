@@ -6,7 +6,6 @@ border) are processed one by one and replaced in the batch.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -14,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from penstock.core.errors import StageError
 from penstock.media.kinds import KINDS
-from penstock.media.reference import ImageRef
+from penstock.media.reference import Folder, ImageRef
 from penstock.prepare.bad_records import BadRecord
 from penstock.prepare.encode.backends import (
     FIRST_BATCH_CHECKS,
@@ -156,19 +155,21 @@ class Encoder:
         """An encoder of the same data set that reads these images, or refuses all."""
         return Encoder(self._its, self._tokenizer, self._columns, images)
 
-    def iter_media(self, values: Sequence[Value]) -> Iterator[tuple[str, ImageRef | None]]:
-        """(kind, reference) of the images and the like of the records that can be parsed; None for
-        those without a place in their messages."""
+    def iter_media(self, values: Sequence[Value]) -> Iterator[tuple[str, ImageRef | None, bool]]:
+        """(kind, reference, whether its conversation has several) of the images and the like of the
+        records that can be parsed; the reference is None for those without a place in their
+        messages."""
         for value in values:
             try:
                 said = self._parse_value(value)
             except BadRecord:
                 continue
             for each in conversations(said):
-                yield from each.media
-                yield from ((kind, None) for kind in each.unplaced)
+                several = each.several
+                yield from ((kind, ref, kind in several) for kind, ref in each.media)
+                yield from ((kind, None, False) for kind in each.unplaced)
 
-    def __call__(self, values: Sequence[Value], folder: Path | None = None) -> EncodedBatch:
+    def __call__(self, values: Sequence[Value], folder: Folder | None = None) -> EncodedBatch:
         """Encode a batch. `folder`: the one to which paths of images are relative.
 
         Raises BackendMismatch if fastokens gives wrong token ids: earlier batches must be encoded
@@ -209,7 +210,7 @@ class Encoder:
             [document.image_tokens for document in documents],
         )
 
-    def _parse_batch(self, values: Sequence[Value], folder: Path | None) -> _ParsedBatch:
+    def _parse_batch(self, values: Sequence[Value], folder: Folder | None) -> _ParsedBatch:
         found = _ParsedBatch(sides=[[], []] if self._its.kind == "preference" else [[]])
         for place, value in enumerate(values):
             try:
@@ -223,7 +224,7 @@ class Encoder:
     def _parse_value(self, value: Value) -> Parsed:
         return parse_record(self._its, value, self._columns)
 
-    def _resolve_images(self, said: Parsed, folder: Path | None) -> Parsed:
+    def _resolve_images(self, said: Parsed, folder: Folder | None) -> Parsed:
         parts = conversations(said)
         media = [kind for each in parts for kind, _ in each.media]
         unplaced = {kind: count for each in parts for kind, count in each.unplaced.items()}
@@ -250,7 +251,7 @@ class Encoder:
             return replace(said, conversation=rated)
         return self._images.resolve(said, folder) if isinstance(said, Conversation) else said
 
-    def _parse_record(self, value: Value, found: _ParsedBatch, folder: Path | None) -> None:
+    def _parse_record(self, value: Value, found: _ParsedBatch, folder: Folder | None) -> None:
         said = self._resolve_images(self._parse_value(value), folder)
         if isinstance(said, Text):
             found.sides[0].append(Document(said.text))

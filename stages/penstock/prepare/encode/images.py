@@ -2,11 +2,10 @@
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from penstock.media.kinds import KINDS, READ
 from penstock.media.model_processor import ModelProcessor
-from penstock.media.reference import ImageRef, image_digest
+from penstock.media.reference import Folder, ImageRef, image_digest
 from penstock.prepare.bad_records import BadRecord
 from penstock.prepare.encode.document import Document
 from penstock.prepare.encode.ragged import Ids, TokenSequences
@@ -23,7 +22,7 @@ from penstock.prepare.formats.images import text_part
 from penstock.rows.image_files import ImageFiles
 from penstock.rows.schema import IGNORED
 
-Located = tuple[Path | None, bytes]
+Located = tuple[Folder | None, bytes]
 """The folder to which the path of an image is relative, and the digest of the path or content."""
 
 MEDIA_LIKE = re.compile("image|img|audio", re.IGNORECASE)
@@ -32,7 +31,7 @@ MEDIA_LIKE = re.compile("image|img|audio", re.IGNORECASE)
 CUT = "cutting it to max_seq_len would cut an image"
 
 
-def locate(ref: ImageRef, folder: Path | None) -> Located:
+def locate(ref: ImageRef, folder: Folder | None) -> Located:
     """What identifies an image of a record."""
     if ref.content:
         return None, image_digest(ref.content)
@@ -62,12 +61,15 @@ class LoadedKind:
     files: ImageFiles
     found: Mapping[Located, bytes | BadRecord]
     """Digest of each, or why it cannot be used."""
+    lacking: Collection[str] = ()
+    """Extras of this package that some need."""
 
-    def resolve(self, ref: ImageRef, folder: Path | None) -> bytes:
-        """The digest. Raises BadRecord if it cannot be used."""
+    def resolve(self, ref: ImageRef, folder: Folder | None, *, several: bool) -> bytes:
+        """The digest under which its tensors are stored. Raises BadRecord if it cannot be used."""
         digest = self.found[locate(ref, folder)]
         if isinstance(digest, BadRecord):
             raise digest
+        digest = self.processor.stored_digest(digest, several=several)
         stored = self.files.get(digest)
         if stored is None or stored.error is not None:
             raise BadRecord("bad_value", f"{ref}: {stored.error if stored else 'it is missing'}")
@@ -111,13 +113,14 @@ class SliceImages:
         tokens = {re.escape(its.processor.token) for its in self.kinds.values()}
         return re.compile("|".join(sorted(tokens)))
 
-    def resolve(self, conversation: Conversation, folder: Path | None) -> Conversation:
+    def resolve(self, conversation: Conversation, folder: Folder | None) -> Conversation:
         """The conversation with digests as its media. Raises BadRecord for media that cannot be
         used, and for a text that has a token of media."""
-        messages = [self._resolve_message(message, folder) for message in conversation.messages]
+        several = conversation.several
+        messages = [self._resolve_message(each, folder, several) for each in conversation.messages]
         return replace(conversation, messages=messages)
 
-    def resolve_prompt(self, conversation: Conversation, folder: Path | None) -> Conversation:
+    def resolve_prompt(self, conversation: Conversation, folder: Folder | None) -> Conversation:
         """`resolve` for a completion, which has no media: all are in the prompt, which other
         completions have too. Raises BadRecord as `resolve`, and for media elsewhere."""
         answers = [*conversation.trained, True].index(True)
@@ -132,7 +135,6 @@ class SliceImages:
         in order. `media` are (kind, digest)."""
         places = [*self._tokens.finditer(document.text)]
         self._require_places([place[0] for place in places], [kind for kind, _ in media])
-        self._require_one([kind for kind, _ in media])
         texts = [self.kinds[kind].replacement(digest) for kind, digest in media]
         ends = [place.end() for place in places]
         lengths = (len(t) - len(place[0]) for t, place in zip(texts, places, strict=True))
@@ -154,16 +156,6 @@ class SliceImages:
             images=tuple(digest for _, digest in media),
             image_tokens=tuple(t.count(f) for t, f in zip(texts, features, strict=True)),
         )
-
-    def _require_one(self, kinds: Sequence[str]) -> None:
-        for kind, count in Counter(kinds).items():
-            processor = self.kinds[kind].processor
-            if count > 1 and processor.one_per_sample:
-                raise BadRecord(
-                    "bad_value",
-                    f"it has {count} {KINDS[kind].plural}, which {processor.name} processes "
-                    "otherwise than one alone; such samples are not supported",
-                )
 
     def _require_places(self, tokens: Sequence[str], kinds: Sequence[str]) -> None:
         wanted = [self.kinds[kind].processor.token for kind in kinds]
@@ -222,22 +214,27 @@ class SliceImages:
         what = " and ".join(self.kinds)
         return BadRecord("template", f"it has {tokens} {what} tokens for {features} features")
 
-    def _resolve_message(self, message: Message, folder: Path | None) -> Message:
+    def _resolve_message(
+        self, message: Message, folder: Folder | None, several: Collection[str]
+    ) -> Message:
         content = message["content"]
         if isinstance(content, list):
-            parts = [self._resolve_part(part, folder) for part in content]
+            parts = [self._resolve_part(part, folder, several) for part in content]
             return {**message, "content": parts}
         self._check_text(content or "")
         return message
 
-    def _resolve_part(self, part: Message, folder: Path | None) -> Message:
+    def _resolve_part(
+        self, part: Message, folder: Folder | None, several: Collection[str]
+    ) -> Message:
         kind = part["type"]
         if kind not in KINDS:
             self._check_text(part["text"])
             return part
         if kind not in self.kinds:
             raise no_processor(kind)
-        return {**part, kind: self.kinds[kind].resolve(part[kind], folder)}
+        digest = self.kinds[kind].resolve(part[kind], folder, several=kind in several)
+        return {**part, kind: digest}
 
     def _check_text(self, text: str) -> None:
         for kind, its in self.kinds.items():

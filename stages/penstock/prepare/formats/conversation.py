@@ -1,5 +1,6 @@
 """Parsed records, independent of the format: conversations, preference pairs, rated completions."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,6 +45,12 @@ class Conversation:
             for part in message["content"]
             if part["type"] in KINDS
         ]
+
+    @property
+    def several(self) -> set[str]:
+        """The kinds of which it has several."""
+        counts = Counter(kind for kind, _ in self.media)
+        return {kind for kind, count in counts.items() if count > 1}
 
     @property
     def begins_with_assistant(self) -> bool:
