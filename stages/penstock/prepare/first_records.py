@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from penstock.core.errors import ConfigError
 from penstock.media.cache import MediaCache
 from penstock.media.load import load_processor
+from penstock.media.reference import Folder
 from penstock.prepare.bad_records import DROP_REASONS
 from penstock.prepare.encode.encoder import EncodedBatch, Encoder
 from penstock.prepare.encode.images import ImagesFound
@@ -25,7 +26,7 @@ class ImageSource:
 
     tokenizer: tuple[str, str | None]
     """Path or hub id, and commit."""
-    folder: Path | None
+    folder: Folder | None
     """The folder to which paths are relative."""
 
 

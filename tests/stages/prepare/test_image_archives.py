@@ -9,8 +9,10 @@ import fsspec
 import pytest
 
 from penstock.core.errors import ConfigError, StageError
+from penstock.core.remote.path import RemotePath
 from penstock.core.sources.pin import pin_data
 from penstock.media.reference import image_digest
+from penstock.prepare.locate_record import build_image_reader
 from tests.media.pictures import picture
 from tests.media.tiny_processors import write_processor
 from tests.stages.prepared import prepare, run, table_of, write_lines
@@ -98,7 +100,7 @@ BAD = {
         "image file is truncated",
     ),
     "no JSON": ({"0.json": b"{", "0.jpg": ONE}, "0.json: not JSON"),
-    "sound": ({"0.json": {"messages": messages()}, "0.mp3": b"ID3"}, "it has 0.mp3, which is not"),
+    "sound": ({"0.json": {"messages": messages()}, "0.m4a": b"x"}, "it has 0.m4a, which is not"),
     "no place": ({"0.json": {"messages": messages("What?")}, "0.png": TWO}, "no <image> in its"),
 }
 
@@ -162,3 +164,43 @@ def test_the_metadata_of_an_image_folder_names_its_images(tmp_path, name):
     assert found == [[image_digest(ONE)]]
     (folder / "train" / "1.jpg").write_bytes(TWO)
     assert prepare((folder, CHAT), tokenizer=model).slices()[0].key != key
+
+
+def test_an_image_folder_in_a_bucket_is_pinned_by_its_images_and_fetched_once(
+    tmp_path, bucket, monkeypatch
+):
+    store = RemotePath.from_url(f"{bucket}/folder")
+    names = ("train/1.jpg", "2.png", "../out.jpg", "missing.jpg")
+    lines = [json.dumps({"file_name": name, "messages": messages()}) for name in names]
+    (store / "metadata.jsonl").write("\n".join(lines).encode())
+    (store / "train/1.jpg").write(ONE)
+    (store / "2.png").write(TWO)
+    model = str(write_processor("qwen3_vl", tmp_path / "model"))
+
+    def stage(**its):
+        settings = {"slices": tmp_path / "slices", "bad_rows_allowed": 0.9}
+        return prepare((store.url, {**CHAT, **its}), tokenizer=model, **settings)
+
+    first = stage()
+    found, facts = images_of(first, tmp_path / "out")
+    assert found == [[image_digest(ONE)], [image_digest(TWO)]]
+    said = [example["why"] for example in facts["dropped_samples"]]
+    assert f"../out.jpg is outside of {store.url}" in said[0]
+    assert f"there is no {store.url}/missing.jpg" in said[1]
+    place = next((tmp_path / "out").rglob("plan.json")).parent
+    read = build_image_reader(first, place)
+    [key] = [item.key for item in first.slices()]
+    assert read(key, 1)[image_digest(TWO)] == TWO
+    monkeypatch.setattr(RemotePath, "read", lambda _: pytest.fail("it is fetched again"))
+    again, _ = images_of(stage(max_seq_len=400), tmp_path / "again")
+    assert again == found
+    (store / "train/1.jpg").write(TWO)
+    assert [item.key for item in stage().slices()] != [key]
+
+
+def test_a_folder_of_images_alone_says_what_it_lacks(tmp_path, bucket):
+    (tmp_path / "0.JPG").write_bytes(ONE)
+    RemotePath.from_url(f"{bucket}/folder/0.JPG").put(tmp_path / "0.JPG")
+    for folder in (str(tmp_path), f"{bucket}/folder"):
+        with pytest.raises(ConfigError, match=r"It holds 0.JPG; write a metadata.jsonl beside"):
+            pin_data(folder)

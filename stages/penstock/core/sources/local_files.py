@@ -55,6 +55,9 @@ SUFFIXES = tuple(
 )
 """All suffixes that identify a file's kind."""
 
+IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+"""Suffixes of images, which are data only with texts."""
+
 SPLIT_WORDS = {"train", "test", "validation", "valid", "val", "dev", "eval"}
 GLOB = re.compile(r"[*?\[]")
 
@@ -252,9 +255,15 @@ def select_data_files(
     tables = [name for name in data if detect_file_kind(name) != "tar"]
     data = data if ds_type else tables or data
     if not data:
+        has_images = any(name.lower().endswith(IMAGES) for name in names)
+        hint = (
+            "write a metadata.jsonl beside the images, with file_name and the text of each"
+            if has_images
+            else "set data_files and ds_type"
+        )
         raise ConfigError(
             f"{path} holds no file that ends in {', '.join(_suffixes(ds_type))}.\n"
-            f"  It holds {abbreviate(top_level_names(names))}; set data_files and ds_type."
+            f"  It holds {abbreviate(top_level_names(names))}; {hint}."
         )
     splits = {frozenset(_words(Path(name)) & SPLIT_WORDS) for name in data}
     if splits == {frozenset()} or (split is None and len(splits) == 1):

@@ -9,21 +9,33 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 
 from penstock.core.cache.digests import cached_value, digest_files
 from penstock.core.cache.record import digest_json
 from penstock.core.cache.stage import Source
+from penstock.core.process.retry import PLANNING_TRIES
+from penstock.core.remote.path import RemotePath
+from penstock.core.remote.urls import WEB, split_parent, url_scheme
+from penstock.core.remote.version import is_digest
 from penstock.media.kinds import READ
 from penstock.media.kinds import WORDS as MEDIA_WORDS
-from penstock.media.reference import image_path, is_path
+from penstock.media.reference import (
+    Folder,
+    file_version,
+    image_path,
+    is_path,
+    name_below,
+)
 from penstock.prepare.bad_records import BadRecord
 from penstock.prepare.dataset_type import NO_CONVERSATION
 from penstock.prepare.formats.conversation import conversations
 from penstock.prepare.formats.registry import parse_record
 from penstock.prepare.readers.file_splits import FileSplit, split_source
 from penstock.prepare.readers.image_folder import COLUMNS as FOLDER_COLUMNS
+from penstock.prepare.readers.image_folder import is_metadata
 from penstock.prepare.readers.records import Chunk, Value
 from penstock.prepare.readers.registry import read_chunks
 from penstock.prepare.settings import DatasetSettings
@@ -41,15 +53,19 @@ BARE = re.compile("|".join(kind.name for kind in READ).encode())
 """The same among the values of a column."""
 
 
-def image_root(piece: FileSplit, its: DatasetSettings) -> Path | None:
+def image_root(piece: FileSplit, its: DatasetSettings) -> Folder | None:
     """The folder to which paths of images are relative: `image_folder`, or that of the piece's
-    file, if it is local and no archive, which holds its images."""
+    file, if it is no archive, which holds its images, and local or the metadata of an image folder
+    in an object store."""
     if its.image_folder is not None:
         return Path(its.image_folder).expanduser()
     if piece.reader == "tar":
         return None
     location = piece.file.location if piece.file else None
-    return location.parent if isinstance(location, Path) else None
+    if isinstance(location, Path):
+        return location.parent
+    is_listed = location is not None and url_scheme(location) not in WEB and is_metadata(piece.name)
+    return split_parent(location)[0] if location and is_listed else None
 
 
 def with_image_pin(
@@ -72,16 +88,37 @@ def digest_images(
     if there are none."""
     if its.type in NO_CONVERSATION:
         return None
-    named: list[tuple[str, Path | None]] = []
+    found: list[tuple[str, Any]] = []
     for piece in pieces:
         root = image_root(piece, its)
         if root is not None and piece.file is not None:
-            named += [(path, image_path(path, root)) for path in _named_paths(piece, its, columns)]
-    if not named:
-        return None
-    there = [path for _, path in named if path is not None and path.is_file()]
+            names = _named_paths(piece, its, columns)
+            versions = _versions_of_remote if isinstance(root, str) else _digests_of_local
+            found += zip(names, versions(names, root), strict=True)
+    return digest_json(found) if found else None
+
+
+def _digests_of_local(names: Sequence[str], root: Folder) -> list[str | None]:
+    paths = [image_path(name, Path(root)) for name in names]
+    there = [path for path in paths if path is not None and path.is_file()]
     digests = dict(zip(there, digest_files(there), strict=True))
-    return digest_json([[name, digests.get(path) if path else None] for name, path in named])
+    return [digests.get(path) if path else None for path in paths]
+
+
+def _versions_of_remote(names: Sequence[str], root: Folder) -> list[Any]:
+    """What the store tells of the files below a URL."""
+    place = RemotePath.from_url(str(root))
+    infos = place.files(tries=PLANNING_TRIES) if names else {}
+    found: list[Any] = []
+    for path in map(name_below, names):
+        if path is None or path not in infos:
+            found.append(None)
+            continue
+        version = file_version(infos[path])
+        # Versions that are no digests are unique per server only.
+        more = {} if is_digest(version) else {"url": (place / path).redacted_url}
+        found.append({**version, **more})
+    return found
 
 
 def _named_paths(

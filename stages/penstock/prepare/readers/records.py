@@ -5,11 +5,11 @@ A record that cannot be parsed is represented by a BadRecord, so that it can be 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
+from penstock.media.reference import Folder
 from penstock.prepare.bad_records import BadRecord, json_type_name
 
 BATCH = 1000
@@ -37,7 +37,7 @@ class Batch:
     """Number of each record in a document, from 1, if several may be in one line."""
     has_lines: bool = True
     """Whether `positions` are line numbers."""
-    folder: Path | None = None
+    folder: Folder | None = None
     """The folder to which paths of images are relative."""
 
     def line(self, index: int) -> int:
