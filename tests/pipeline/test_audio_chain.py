@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from penstock.media.audio import decode_wav
+from penstock.media.audio import decode_audio
 from tests.cli.command import penstock
 from tests.engine.automodel.tiny_images import tiny_image_config
 from tests.media.sounds import MELS, RATE, write_audio_processor
@@ -45,7 +45,7 @@ def loss_of(folder, conversation):
     names = [part["path"] for part in conversation[0]["content"] if part["type"] == "audio"]
     inputs = processor(
         text=processor.apply_chat_template(conversation),
-        audio=[decode_wav(SOUNDS[name], RATE) for name in names],
+        audio=[decode_audio(SOUNDS[name], RATE) for name in names],
         sampling_rate=RATE,
         return_tensors="pt",
     )

@@ -1,15 +1,15 @@
-"""Decode audio: WAV files to samples of one channel. Rate and length are read from the header,
-before anything is decoded.
+"""Decode audio to samples of one channel. Rate and length are read from the header, before anything
+is decoded. WAV files at the model's rate need no further package.
 """
 
 import struct
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from penstock.media.audio_codecs import BadAudio, Samples, decode_other, resample
 from penstock.media.decode import MAX_BYTES
-from penstock.media.kinds import BadMedia
+from penstock.media.kinds import AUDIO_EXTRA, MissingPackages, has_extra
 
 MAX_SECONDS = 1_800
 """Maximum length of audio."""
@@ -17,11 +17,9 @@ MAX_SECONDS = 1_800
 PCM, FLOAT, EXTENSIBLE = 1, 3, 0xFFFE
 """Values of `wFormatTag` in a WAV file; of the last, the first two bytes of `SubFormat` say it."""
 
-Samples = npt.NDArray[np.float32]
 
-
-class BadAudio(BadMedia):
-    """The audio cannot be used."""
+class OtherFormat(BadAudio):
+    """It is no WAV file of samples."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +44,14 @@ class WavHeader:
 
 
 def read_wav_header(content: bytes) -> WavHeader:
-    """The header of a WAV file. Raises BadAudio if it is none, too long, or of another encoding."""
+    """The header of a WAV file. Raises BadAudio if it is too long or damaged, OtherFormat if it is
+    none, or of another encoding."""
     if not content:
         raise BadAudio("it is empty")
     if len(content) > MAX_BYTES:
         raise BadAudio(f"it has {len(content):,} bytes; {MAX_BYTES:,} are allowed")
     if content[:4] != b"RIFF" or content[8:12] != b"WAVE":
-        raise BadAudio(f"it is {_name_content(content)}")
+        raise OtherFormat(f"it is {_name_content(content)}")
     chunks = _find_chunks(content)
     if b"fmt " not in chunks or b"data" not in chunks or chunks[b"fmt "][1] < 16:
         raise BadAudio("it is a damaged WAV file: it has no format or no samples")
@@ -62,10 +61,7 @@ def read_wav_header(content: bytes) -> WavHeader:
         (tag,) = struct.unpack_from("<H", content, at + 24)
     known = {PCM: (8, 16, 24, 32), FLOAT: (32, 64)}
     if bits not in known.get(tag, ()):
-        raise BadAudio(
-            f"it is a WAV file of encoding {tag} with {bits} bits, which is not decoded; "
-            "save it as 16-bit PCM"
-        )
+        raise OtherFormat(f"it is a WAV file of encoding {tag} with {bits} bits")
     if not channels or not rate or align != channels * bits // 8:
         raise BadAudio("it is a damaged WAV file: its format says nothing")
     start, size = chunks[b"data"]
@@ -79,24 +75,42 @@ def read_wav_header(content: bytes) -> WavHeader:
     return found
 
 
-def decode_wav(content: bytes, rate: int) -> Samples:
-    """The samples in [-1, 1]; of several channels their mean.
+def decode_audio(content: bytes, rate: int) -> Samples:
+    """The samples in [-1, 1] at `rate` Hz; of several channels their mean.
 
-    Raises BadAudio if it cannot be decoded, or has another sampling rate than `rate`.
+    Raises BadAudio if it cannot be decoded, and MissingPackages as `require_packages`.
     """
-    header = read_wav_header(content)
-    if header.rate != rate:
-        raise BadAudio(
-            f"its sampling rate is {header.rate} Hz, and the model's processor takes {rate} Hz; "
-            f"resample it (ffmpeg -i IN -ar {rate} OUT.wav)"
-        )
-    count = header.frames * header.channels
-    samples = _to_float(content, header, count)
+    require_packages(content, rate)
+    try:
+        samples, own = _decode_wav(content)
+    except OtherFormat:
+        samples, own = decode_other(content, MAX_SECONDS)
     if not np.isfinite(samples).all():
         raise BadAudio("it has samples that are not finite")
-    if header.channels == 1:
-        return samples
-    return samples.reshape(-1, header.channels).mean(axis=1, dtype=np.float32)
+    return samples if own == rate else resample(samples, own, rate)
+
+
+def require_packages(content: bytes, rate: int) -> None:
+    """Raise MissingPackages without those that decode and resample this audio: WAV files at `rate`
+    need none."""
+    try:
+        own = read_wav_header(content).rate
+        why = f"its sampling rate is {own} Hz, and the model's processor takes {rate} Hz"
+    except OtherFormat as error:
+        own, why = None, str(error)
+    except BadAudio:  # which decoding it says
+        return
+    if own != rate and not has_extra(AUDIO_EXTRA):
+        raise MissingPackages(f"{why}, which needs further packages", AUDIO_EXTRA)
+
+
+def _decode_wav(content: bytes) -> tuple[Samples, int]:
+    """(samples, rate) of a WAV file. Raises OtherFormat, BadAudio."""
+    header = read_wav_header(content)
+    samples = _to_float(content, header, header.frames * header.channels)
+    if header.channels > 1:
+        samples = samples.reshape(-1, header.channels).mean(axis=1, dtype=np.float32)
+    return samples, header.rate
 
 
 def _to_float(content: bytes, header: WavHeader, count: int) -> Samples:
@@ -138,7 +152,5 @@ def _name_content(content: bytes) -> str:
         "Ogg": (b"OggS",),
     }.items():
         if content.startswith(starts):
-            return f"{name}, which is not decoded; save it as WAV (ffmpeg -i IN -ar 16000 OUT.wav)"
-    if content[4:8] == b"ftyp":
-        return "MP4, which is not decoded; save its audio as WAV (ffmpeg -i IN -ar 16000 OUT.wav)"
-    return "not audio that can be decoded (known is WAV)"
+            return name
+    return "MP4" if content[4:8] == b"ftyp" else "no WAV file"

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.core.errors import CapabilityError, ConfigError
-from penstock.media.audio import BadAudio, Samples, decode_wav
+from penstock.media.audio import decode_audio, require_packages
+from penstock.media.audio_codecs import BadAudio, Samples
 from penstock.media.kinds import AUDIO, BadMedia
 from penstock.media.model_processor import (
     ModelProcessor,
@@ -61,10 +62,14 @@ class AudioProcessor(ModelProcessor):
             "options": dict(self.options),
         }
 
+    def require_packages(self, content: bytes) -> None:
+        """Raise MissingPackages without the packages that decode and resample this file."""
+        require_packages(content, self.rate)
+
     def store(self, digest: bytes, content: bytes) -> StoredImage:
         """The tensors of a file, or why it has none."""
         try:
-            samples = decode_wav(content, self.rate)
+            samples = decode_audio(content, self.rate)
             return StoredImage(digest, self.process(samples), (len(samples), self.rate))
         except BadMedia as error:
             return StoredImage(digest, {}, error=str(error))

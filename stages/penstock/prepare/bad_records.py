@@ -141,6 +141,8 @@ class Tally:
     media: list[str] = field(default_factory=list)
     """Files with these images, below the slice cache's `media` folder, without suffix; empty for
     data without images."""
+    lacking: list[str] = field(default_factory=list)
+    """Extras of this package that were not installed, for which records were left out."""
     samples: list[dict[str, Any]] = field(default_factory=list)
     """Examples of each cause: file, line, record (if lines do not identify records), reason (a
     word), why (a sentence)."""
@@ -169,6 +171,7 @@ class Tally:
         counts = {name: getattr(self, name) for name in _COUNTS}
         by_key = {name: dict(sorted(getattr(self, name).items())) for name in _COUNTERS}
         found = {**counts, **by_key, "samples": self.samples}
+        found |= {"lacking": self.lacking} if self.lacking else {}
         return {**found, "images": self.images, "media": self.media} if self.media else found
 
     @classmethod
@@ -186,6 +189,7 @@ class Tally:
                 setattr(total, name, getattr(total, name) + getattr(tally, name))
             total.images += tally.images
             total.media += tally.media
+            total.lacking = sorted({*total.lacking, *tally.lacking})
             total.samples += tally.samples
         total.samples = _first_examples(total.samples)
         return total
@@ -209,7 +213,7 @@ def _first_examples(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 _NUMBER = re.compile(r"\d+")
 _COUNTERS = ("lengths", "left_out", "causes", "unread")
-_LISTS = (*_COUNTERS, "images", "media", "samples")
+_LISTS = (*_COUNTERS, "images", "media", "lacking", "samples")
 _COUNTS = tuple(f.name for f in fields(Tally) if f.name not in _LISTS)
 
 

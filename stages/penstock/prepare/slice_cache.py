@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from penstock.core.cache.noted_files import Note, WriteStatus, get_or_write, read_notes
 from penstock.core.remote.shared_files import Files, SharedCache
+from penstock.media.kinds import has_extra
 from penstock.prepare.bad_records import Tally
 from penstock.prepare.slices import Slice, TokenizedSlice
 from penstock.rows.image_files import MEDIA
@@ -32,14 +33,19 @@ class SliceCache:
 
     def lookup(self, slices: Sequence[Slice]) -> list[TokenizedSlice | None]:
         """Each slice with its file and counts; None for a slice that is missing or damaged, or
-        whose images are."""
+        whose images are, or that lacked packages which are installed now."""
         paths = [self.slice_path(item) for item in slices]
         notes = read_notes(paths)
         tallies = {path: Tally.from_json(note["tally"]) for path, note in notes.items()}
         media = {path: media_files(path, tally) for path, tally in tallies.items()}
         intact = read_notes([*{file for files in media.values() for file in files}])
+        usable = {
+            path
+            for path, tally in tallies.items()
+            if intact.keys() >= media[path] and not _is_outdated(tally)
+        }
         return [
-            (item, path, tallies[path]) if path in notes and intact.keys() >= media[path] else None
+            (item, path, tallies[path]) if path in usable else None
             for item, path in zip(slices, paths, strict=True)
         ]
 
@@ -65,14 +71,20 @@ class SliceCache:
 
         target = self.slice_path(item)
 
-        def has_images(note: Note) -> bool:
-            files = media_files(target, Tally.from_json(note["tally"]))
-            return read_notes([*files]).keys() >= files
+        def is_usable(note: Note) -> bool:
+            tally = Tally.from_json(note["tally"])
+            files = media_files(target, tally)
+            return read_notes([*files]).keys() >= files and not _is_outdated(tally)
 
         def write(part: Path) -> Mapping[str, Any]:
             return {"tally": tokenize(part).as_json()}
 
-        return get_or_write(target, write, when_busy, send, has_images)
+        return get_or_write(target, write, when_busy, send, is_usable)
+
+
+def _is_outdated(tally: Tally) -> bool:
+    """Whether records were left out for lack of packages that are installed now."""
+    return any(map(has_extra, tally.lacking))
 
 
 def media_files(slice_path: Path, tally: Tally) -> set[Path]:

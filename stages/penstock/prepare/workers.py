@@ -124,6 +124,8 @@ def _tokenize_with_images(
     images, names = load_slice_images(encode, read, open_cache, kinds)
     tally = tokenize(item, encode.with_images(images or "refused"), target, read)
     tally.media = names
+    kinds_read = images.kinds.values() if images else ()
+    tally.lacking = sorted({extra for each in kinds_read for extra in each.lacking})
     return tally
 
 

@@ -1,12 +1,16 @@
 """Samples with audio: tokens and features as transformers gives them, from every form of data."""
 
 import base64
+from dataclasses import replace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import soundfile
 from transformers import AutoProcessor
 
-from penstock.media.audio import decode_wav
+from penstock.media import audio
+from penstock.media.audio import decode_audio
+from penstock.prepare import slice_cache
 from penstock.prepare.workers import MEDIA_COUNTS
 from penstock.rows.image_files import MEDIA, ImageFiles
 from penstock.rows.pixel_table import concatenate
@@ -46,7 +50,7 @@ def test_tokens_and_features_are_bitwise_those_of_the_processor(tmp_path):
     token = theirs.audio_token_id
     for row, conversation in zip(table.to_pylist(), conversations, strict=True):
         names = [p["path"] for p in conversation[0]["content"] if p["type"] == "audio"]
-        audio = [decode_wav(SOUNDS[name], RATE) for name in names]
+        audio = [decode_audio(SOUNDS[name], RATE) for name in names]
         options = {"return_tensors": "np"} | ({"sampling_rate": RATE} if audio else {})
         text = theirs.apply_chat_template(conversation)
         wanted = theirs(text=text, audio=audio or None, **options)
@@ -128,6 +132,36 @@ def test_bad_audio_is_a_bad_row_with_its_reason(tmp_path):
     wanted = [*(why for _, why in BAD.values()), "it has 2 audio and no <audio> in its text"]
     assert len(said) == len(wanted)
     assert all(why in each for why, each in zip(wanted, said, strict=True))
+
+
+def test_other_formats_give_samples_and_what_lacks_packages_is_read_once_they_are_there(
+    tmp_path, monkeypatch
+):
+    model = write_audio_processor(tmp_path / "model")
+    folder = tmp_path / "data"
+    data = write_data(folder, [{"messages": hearing(n)} for n in ("0.flac", "1.wav", "2.wav")])
+    soundfile.write(folder / "0.flac", tone(5, 6_000), RATE)
+    soundfile.write(folder / "2.wav", tone(6, 6_000), 2 * RATE)
+    stage = prepare((data, CHAT), tokenizer=str(model), bad_rows_allowed=0.9)
+    out, slices = tmp_path / "out", tmp_path / "slices"
+
+    def counts(name):
+        _, facts = run(replace(stage, slices_path=slices), out / name)
+        return facts["rows"]["train"], [one["why"] for one in facts["dropped_samples"]]
+
+    monkeypatch.setattr(audio, "has_extra", lambda _: False)
+    monkeypatch.setattr(slice_cache, "has_extra", lambda _: False)
+    rows, said = counts("without")
+    assert rows == 1
+    assert "audio 0.flac: it is FLAC, which needs further packages" in said[0]
+    assert "2.wav: its sampling rate is 32000 Hz" in said[1]
+    assert all("pip install 'penstock[audio]'" in why for why in said)
+    before = MEDIA_COUNTS.processed
+    assert counts("still") == (rows, said)
+    assert MEDIA_COUNTS.processed == before
+    monkeypatch.undo()
+    assert counts("with") == (3, [])
+    assert MEDIA_COUNTS.processed == before + 2
 
 
 def test_audio_is_refused_by_a_model_of_images_and_a_text_model(tmp_path):

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 from penstock.core.errors import StageError
 from penstock.media.decode import MAX_BYTES
-from penstock.media.kinds import AUDIO, IMAGE, KINDS, MediaKind
+from penstock.media.kinds import AUDIO, AUDIO_SUFFIXES, IMAGE, KINDS, MediaKind
 from penstock.prepare.bad_records import BadRecord
 from penstock.prepare.readers.decompress import SourceFile
 from penstock.prepare.readers.documents import group_items
@@ -27,11 +27,12 @@ MEMBER = re.compile(r"((?:.*/)?[^./]+)\.([^/]+)", re.DOTALL)
 """(key, suffix) of a member's name."""
 
 IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "avif")
-FILES = {**dict.fromkeys(IMAGES, IMAGE), "wav": AUDIO}
+SOUNDS = ("wav", *(suffix.removeprefix(".") for suffix in AUDIO_SUFFIXES))
+FILES = {**dict.fromkeys(IMAGES, IMAGE), **dict.fromkeys(SOUNDS, AUDIO)}
 """Kinds of media, by suffix."""
 TEXTS = {"txt": "text", "text": "text", "caption": "caption", "cls": "cls"}
 """Columns of text, by suffix."""
-UNREAD = ("mp4", "mov", "avi", "mkv", "webm", "mp3", "flac", "ogg", "opus", "m4a")
+UNREAD = ("mp4", "mov", "avi", "mkv", "webm", "m4a")
 """Suffixes of media that are not read, without which a record would be another one."""
 
 
