@@ -4,7 +4,7 @@ Modules about models are imported only where a check needs them: most cached run
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -351,67 +351,99 @@ def check_model(run: RunConfig) -> None:
     require_weights(folder, names, shape.num_hidden_layers + spare, rename)
 
 
-def check_images(run: RunConfig, stage: Prepare, *, packs: bool, trains: bool) -> None:
-    """Refuse data whose first records have images that this model or run cannot take: what only the
-    stages that read them would find out otherwise. Names the data set."""
-    at = _first_with_images(stage)
-    if at is None:
-        return
-    try:
-        _require_image_processor(run, stage)
-        if packs and run.data.sample_packing_method == "wrapped":
-            from penstock.pack.layout import wrapped_images
+def check_media(run: RunConfig, stage: Prepare, *, packs: bool, trains: bool) -> None:
+    """Refuse data whose first records have images or audio that this model or run cannot take: what
+    only the stages that read them would find out otherwise. Names the data set."""
+    from penstock.media.kinds import KINDS
 
-            raise wrapped_images()
-        if trains:
-            from penstock.engine.vision.build import checked_vision
-            from penstock.models.registry import get_family
+    checked: set[str] = set()
+    for at, kind, suffixes in _first_media(stage):
+        try:
+            if not run.data.bad_rows_allowed:
+                _require_packages(kind, suffixes)
+            if kind in checked:
+                continue
+            checked.add(kind)
+            _require_media_processor(run, stage, kind)
+            if packs and run.data.sample_packing_method == "wrapped":
+                from penstock.pack.layout import wrapped_images
 
-            config = resolve_hf_config(run)
-            family = get_family(config, run.model.backend, adapters=run.lora.enable_lora)
-            checked_vision(run, config, family.read(config), images=True)
-    except (ConfigError, CapabilityError) as error:
-        raise type(error)(f"{at} has images. {error}") from error
+                raise wrapped_images()
+            if trains:
+                _require_trained(run, kind)
+        except (ConfigError, CapabilityError) as error:
+            raise type(error)(f"{at} has {KINDS[kind].plural}. {error}") from error
 
 
-def _first_with_images(stage: Prepare) -> str | None:
-    """The field of the first data set whose first records have images; None without one. Data of
-    the hub is not looked at, which may need the network."""
-    from penstock.prepare.readers.first_images import first_records_have_images
+def _require_trained(run: RunConfig, kind: str) -> None:
+    """Refuse a model that is not trained on media of this kind, or settings that cannot be honoured
+    with them."""
+    from penstock.engine.vision.build import checked_vision
+    from penstock.engine.vision.image_text import require_audio
+    from penstock.models.registry import get_family
+
+    hf_config = resolve_hf_config(run)
+    family = get_family(hf_config, run.model.backend, adapters=run.lora.enable_lora)
+    config = family.read(hf_config)
+    if kind == "audio":
+        require_audio(hf_config, config)
+    checked_vision(run, hf_config, config, images=True)
+
+
+def _require_packages(kind: str, suffixes: Sequence[str]) -> None:
+    """Refuse files whose names say that packages are needed which are not installed."""
+    from penstock.media.kinds import AUDIO_EXTRA, AUDIO_SUFFIXES, has_extra
+
+    named = [suffix for suffix in suffixes if kind == "audio" and suffix in AUDIO_SUFFIXES]
+    if named and not has_extra(AUDIO_EXTRA):
+        raise CapabilityError(
+            f"Files that end in {', '.join(named)} need further packages.\n"
+            f"  pip install 'penstock[{AUDIO_EXTRA}]', or save the audio as WAV files at the rate "
+            "of the model's processor."
+        )
+
+
+def _first_media(stage: Prepare) -> Iterator[tuple[str, str, Sequence[str]]]:
+    """(field of the data set, kind, suffixes of the files' names) of the media in the first records
+    of each data set that are read. Data of the hub is not looked at, which may need the network."""
+    from penstock.media.kinds import READ
+    from penstock.prepare.readers.first_media import find_first_media
 
     settings = stage.settings
     fields = {
         "datasets": zip(stage.sources, settings.datasets, strict=True),
         "test_datasets": zip(stage.test_sources, settings.test_datasets, strict=True),
     }
+    read = {kind.name for kind in READ}
     for name, data in fields.items():
         for index, (source, its) in enumerate(data):
             is_used = name != "datasets" or not settings.mix or settings.mix[index].weight
             if not is_used or source.pin["kind"] == "hub":
                 continue
-            if first_records_have_images(source, its, settings.select_columns, stage.hub_token):
-                return f"data.{name}.{index}"
-    return None
+            found = find_first_media(source, its, settings.select_columns, stage.hub_token)
+            for kind in sorted(found.keys() & read):
+                yield f"data.{name}.{index}", kind, found[kind]
 
 
-def _require_image_processor(run: RunConfig, stage: Prepare) -> None:
-    """Refuse a model without an image processor, unless records may be left out for it, and one
-    that is not supported. Loads it once for each tokenizer."""
+def _require_media_processor(run: RunConfig, stage: Prepare, kind: str) -> None:
+    """Refuse a model without a processor of this kind, unless records may be left out for it, and
+    one that is not supported. Loads it once for each tokenizer."""
 
     def find() -> bool:
-        from penstock.media.processor import load_image_processor
+        from penstock.media.load import load_processor
         from penstock.rows.tokenizer import load_tokenizer
 
         path, revision = stage.tokenizer_path, stage.tokenizer.pin.get("commit")
-        tokenizer = load_tokenizer(path, revision)
-        return load_image_processor(path, revision, tokenizer) is not None
+        return load_processor(kind, path, revision, load_tokenizer(path, revision)) is not None
+
+    from penstock.media.kinds import KINDS
 
     name = redact(run.model.tokenizer_source)
-    asked = digest_json(["image processor", version("transformers"), stage.tokenizer.key])
+    asked = digest_json([f"{kind} processor", version("transformers"), stage.tokenizer.key])
     if not cached_value(asked, find) and not run.data.bad_rows_allowed:
         raise ConfigError(
-            f"{name} has no image processor (preprocessor_config.json beside its tokenizer).\n"
-            "  Use a model that takes images, or data without them."
+            f"{name} has no {kind} processor (preprocessor_config.json beside its tokenizer).\n"
+            f"  Use a model that takes {KINDS[kind].plural}, or data without them."
         )
 
 

@@ -38,8 +38,8 @@ from penstock.export.stage import Export, ExportSettings
 from penstock.identity import eval_identity_fields, identity_fields, preference_identity
 from penstock.machine import (
     check_hub,
-    check_images,
     check_machine,
+    check_media,
     check_model,
     resolve_rows_per_step,
     why_cannot_train,
@@ -164,17 +164,17 @@ def plan(
             steps.append(export_step(run, steps[-1].artifact, origin))
     if includes_stage(wanted, "push"):
         steps.append(push_step(run, steps[-1].artifact))
-    _check_images(run, steps, wanted)
+    _check_media(run, steps, wanted)
     return Plan(run, tuple(steps), notes, composed)
 
 
-def _check_images(run: RunConfig, steps: Sequence[PlannedStage], wanted: tuple[str, ...]) -> None:
-    """Refuse images that the run cannot take, unless what is made of them is there."""
+def _check_media(run: RunConfig, steps: Sequence[PlannedStage], wanted: tuple[str, ...]) -> None:
+    """Refuse images and audio that the run cannot take, unless what is made of them is there."""
     stage, *later = (each.stage for each in steps)
     made = [step for step in steps if step.stage.name in ("prepare", "pack", "train")]
     if isinstance(stage, Prepare) and find_cached(made[-1]) is None:
         packs, trains = bool(later), includes_stage(wanted, "train")
-        check_images(run, stage, packs=packs, trains=trains)
+        check_media(run, stage, packs=packs, trains=trains)
 
 
 def precision_notes(run: RunConfig, train: PlannedStage) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Images that a run cannot take are refused before any work, with the data set that has them."""
+"""Images and audio that a run cannot take are refused before any work, with the data set."""
 
 from pathlib import Path
 from typing import Any
@@ -7,8 +7,10 @@ import pytest
 
 from tests.cli.command import penstock, small_run
 from tests.media.pictures import picture
+from tests.media.sounds import tone, wav, write_audio_processor
 from tests.media.test_processor import change
 from tests.media.tiny_processors import write_processor
+from tests.stages.prepare.test_audio import hearing
 from tests.stages.prepare.test_images import asking
 from tests.stages.prepared import write_lines
 
@@ -56,6 +58,35 @@ def test_images_that_cannot_be_trained_on_are_refused_before_any_work(
     assert not list(tmp_path.glob("**/slices"))
     if name == "a text model":
         assert "data.datasets.1 has images" in penstock("check", config).err
+
+
+AUDIO_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "a native model": ({}, "Models of type qwen3 are trained on text, or text and images."),
+    "no processor": ({"tokenizer_path": "builtin:bytes"}, "builtin:bytes has no audio processor"),
+    "no packages": ({}, "Files that end in .flac need further packages."),
+}
+
+
+@pytest.mark.parametrize("name", AUDIO_REFUSED)
+def test_audio_that_cannot_be_trained_on_is_refused_before_any_work(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, why = AUDIO_REFUSED[name]
+    model = write_audio_processor(tmp_path / "model")
+    file = "0.flac" if name == "no packages" else "0.wav"
+    (tmp_path / file).write_bytes(wav(tone(0)))
+    monkeypatch.setattr("penstock.media.kinds.has_extra", lambda _: False)
+    text = write_lines(tmp_path / "text.jsonl", [{"messages": hearing()}])
+    sounds = write_lines(tmp_path / "sounds.jsonl", [{"messages": hearing(file)}])
+    config = small_run(
+        tmp_path,
+        model={"tokenizer_path": str(model), **settings},
+        data={"datasets": [{"path": str(text)}, {"path": str(sounds)}]},
+    )
+    planned = penstock("plan", config)
+    assert planned.code in (2, 3)
+    assert f"data.datasets.1 has audio. {why}" in planned.err
+    assert not list(tmp_path.glob("**/slices"))
 
 
 def test_check_reads_the_first_images_and_says_what_is_wrong(tmp_path: Path) -> None:

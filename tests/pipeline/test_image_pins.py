@@ -53,7 +53,7 @@ def test_images_are_looked_for_in_image_folder_and_keyed_by_content(tmp_path, mo
 def test_data_without_images_and_models_without_a_processor_have_the_keys_they_had(
     tmp_path, model, monkeypatch
 ):
-    monkeypatch.setattr("penstock.plan.check_images", lambda *_, **__: None)
+    monkeypatch.setattr("penstock.plan.check_media", lambda *_, **__: None)
     text = write_lines(tmp_path / "a.jsonl", [{"messages": asking()}])
     image = write_lines(tmp_path / "b.jsonl", [{"messages": asking("0.png")}])
     before = key(model, text), key("builtin:bytes", image), key(model, image)

@@ -31,8 +31,8 @@ from penstock.core.sources.pin import check_model as check_model_files
 from penstock.core.sources.pin import pin_tokenizer
 from penstock.core.sources.pin_remote import resolve_folder
 from penstock.machine import (
-    check_images,
     check_machine,
+    check_media,
     check_model,
     check_weights,
     needs_login,
@@ -148,7 +148,7 @@ def _run_checks(run: RunConfig) -> tuple[RunConfig, list[CheckResult]]:
         *_check_model(typed),
         *results,
         *ruled,
-        *_check_images(typed, [*results, *ruled]),
+        *_check_media(typed, [*results, *ruled]),
         *_check_outputs(typed),
         *_check_push(typed),
     ]
@@ -291,9 +291,9 @@ def _image_source(run: RunConfig, source: Source, its: DatasetSettings) -> "Imag
     return ImageSource((path, pinned.pin.get("commit")), folder)
 
 
-def _check_images(run: RunConfig, results: Sequence[CheckResult]) -> list[CheckResult]:
-    """Faults of images that the run cannot take, as planning it would find them; `results` are
-    those at its data, without which there are none."""
+def _check_media(run: RunConfig, results: Sequence[CheckResult]) -> list[CheckResult]:
+    """Faults of images and audio that the run cannot take, as planning it would find them;
+    `results` are those at its data, without which there are none."""
     if run.data.skip_prepare_dataset or any(each.status != "ok" for each in results):
         return []
 
@@ -301,7 +301,7 @@ def _check_images(run: RunConfig, results: Sequence[CheckResult]) -> list[CheckR
         stage = prepare_step(run).stage
         packs, trains = (includes_stage(run.stages, name) for name in ("pack", "train"))
         if isinstance(stage, Prepare):
-            check_images(run, stage, packs=packs, trains=trains)
+            check_media(run, stage, packs=packs, trains=trains)
         return None, ""
 
     return [each for each in _run_check("data", find)[1] if each.status != "ok"]

@@ -9,7 +9,11 @@ import transformers
 from torch import nn
 
 from penstock.core.errors import CapabilityError, ConfigError, StageError
-from penstock.engine.vision.image_text import ImageTextInputs, check_image_text
+from penstock.engine.vision.image_text import (
+    ImageTextInputs,
+    check_image_text,
+    require_audio,
+)
 from penstock.export.card_text import model_snippet
 from penstock.models.automodel.family import AutoFamily, auto_family
 from penstock.models.automodel.media_traits import document_logits
@@ -285,6 +289,20 @@ def test_images_for_a_text_model_are_refused(folder):
         check_image_text(run, values, config, images=True)
 
 
+def test_audio_for_a_model_that_is_not_trained_on_it_is_refused():
+    values = tiny_images.tiny_image_config("llava").to_dict()
+    config = auto_family(values).read(values)
+    assert isinstance(config, AutoModelConfig)
+    with pytest.raises(CapabilityError, match=r"A llava is not trained on audio\.\n  Use a model"):
+        require_audio(values, config)
+    media = MediaTraits({"image": 1}, {"audio": "it has no get_audio_features"})
+    deaf = replace(config, outline=replace(config.outline, media=media))
+    with pytest.raises(CapabilityError, match="is not trained on audio: it has no get_audio_feat"):
+        require_audio(values, deaf)
+    hearing = replace(media, token_ids={"image": 1, "audio": 2})
+    require_audio(values, replace(config, outline=replace(config.outline, media=hearing)))
+
+
 def test_images_that_do_not_belong_to_the_tokens_are_refused(folder):
     own = folder / "counted"
     tiny_images.write_image_model(own, "llava")
@@ -300,5 +318,5 @@ def test_images_that_do_not_belong_to_the_tokens_are_refused(folder):
         builder.build(replace(batch, images=fewer), lambda one: one, cpu)
     sound = replace(batch.images, tensors={"input_features": torch.zeros(1, 8, 4)})
     deaf = ImageTextInputs(MediaTraits({"image": 1}, {"audio": "it has no get_audio_features"}))
-    with pytest.raises(CapabilityError, match=r"has audio, .* not trained: it has no get_audio"):
+    with pytest.raises(CapabilityError, match=r"has audio, .* trained on audio: it has no get_"):
         deaf.build(replace(batch, images=sound), lambda one: one, cpu)

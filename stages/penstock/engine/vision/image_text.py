@@ -13,6 +13,7 @@ from penstock.core.errors import CapabilityError, ConfigError
 from penstock.engine.vision.freeze import frozen_parts
 from penstock.models.automodel.causal_lm import AutoCausalLM
 from penstock.models.automodel.outline import AutoModelConfig, MediaTraits
+from penstock.models.decoder_config import DecoderConfig
 from penstock.models.vision.positions import feature_index, image_places
 from penstock.models.vision.tower import ImageInputs
 from penstock.rows.collate import MicroBatch
@@ -42,9 +43,8 @@ class ImageTextInputs:
         together."""
         if batch.images is None:
             return None
-        why = self.traits.refused.get("audio")
-        if why and AUDIO_INPUT in batch.images.tensors:
-            raise CapabilityError(f"the data has audio, on which this model is not trained: {why}.")
+        if AUDIO_INPUT in batch.images.tensors:
+            _require_kind("audio", self.traits, "the data has audio, and this model")
         ids_T = batch.input_ids_T.numpy()
         tokens = tuple(self.traits.token_ids.values())
         places = image_places(ids_T, tokens, batch.images.token_counts)
@@ -92,6 +92,27 @@ def check_image_text(
         raise ConfigError(
             f"data.encode_images is true, and a {model_type} is trained through transformers' own"
             " code, which computes the features itself.\n  Leave encode_images out."
+        )
+
+
+def require_audio(hf_config: Mapping[str, Any], config: DecoderConfig) -> None:
+    """Raise CapabilityError for a model that is not trained on audio."""
+    model_type = hf_config.get("model_type")
+    if not isinstance(config, AutoModelConfig):
+        raise CapabilityError(
+            f"Models of type {model_type} are trained on text, or text and images.\n"
+            "  Write model.backend: transformers if the model takes audio, or use data without it."
+        )
+    traits = config.outline.media or MediaTraits({})
+    _require_kind("audio", traits, f"A {model_type}")
+
+
+def _require_kind(kind: str, traits: MediaTraits, what: str) -> None:
+    if kind not in traits.token_ids:
+        why = f": {traits.refused[kind]}" if kind in traits.refused else ""
+        raise CapabilityError(
+            f"{what} is not trained on {kind}{why}.\n"
+            f"  Use a model that takes {kind}, or data without it."
         )
 
 
