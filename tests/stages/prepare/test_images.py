@@ -151,7 +151,7 @@ def test_an_image_alone_and_among_several_is_processed_once_in_each_form(tmp_pat
         assert [originals[digest] for digest in row["images"]] == [
             PICTURES[f"{name}.jpg"] for name in names
         ]
-        shapes = [files.inputs(digest)["pixel_values"].shape for digest in row["images"]]
+        shapes = [one["pixel_values"].shape for one in files.inputs(row["images"])]
         assert [shape[0:2] == (1, 1) for shape in shapes] == [len(names) > 1] * len(names)
 
 
