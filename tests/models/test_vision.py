@@ -8,6 +8,7 @@ from torch import nn
 
 from penstock.core.errors import CapabilityError, StageError
 from penstock.losses.cross_entropy import Loss, LossOptions, sum_cross_entropy
+from penstock.models.automodel.media_inputs import with_each_counted
 from penstock.models.multimodal import MULTIMODAL
 from penstock.models.vision.positions import image_places, mrope_positions
 from penstock.models.vision.types import VISION, VISION_TYPES, WHY_NOT, read_vision
@@ -16,7 +17,9 @@ from tests.models.images import (
     image_documents,
     image_model,
     image_twins,
+    joined,
     micro_batch,
+    random_images,
     their_logits,
 )
 from tests.models.multimodal import CONFIGS, TEXT
@@ -147,3 +150,21 @@ def test_features_are_scaled_where_the_text_model_scales_all_of_its_inputs(monke
     wanted = their_logits(both.theirs, ids[0], images[0])
     found = both.run(micro_batch(ids, labels, images))
     assert (found - wanted).norm() <= 1e-5 * wanted.norm()
+
+
+@torch.no_grad()
+def test_images_alone_and_among_several_have_their_features_in_any_order():
+    model = image_model("llava_onevision").model
+    [alone, several] = random_images("llava_onevision", [1, 3])
+    wanted = [
+        model.get_image_features(**{**one.tensors, "batch_num_images": torch.tensor([len(one)])})
+        for one in (several, alone)
+    ]
+    features = [feature for one in wanted for feature in one.pooler_output]
+    both = joined([several, alone])
+    assert both is not None
+    order = [0, 3, 1, 2]  # one of several between others, as truncation or sharing leaves it
+    tensors = {name: one[order] for name, one in both.tensors.items()}
+    found = model.get_image_features(**with_each_counted(tensors)).pooler_output
+    for at, feature in zip(order, found, strict=True):
+        assert torch.allclose(feature, features[at], rtol=1e-5, atol=1e-6)
