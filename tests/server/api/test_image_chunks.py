@@ -89,12 +89,31 @@ def test_an_image_of_several_samples_is_processed_once(expander, monkeypatch):
     calls = []
     expand = type(expander).expand
     monkeypatch.setattr(
-        type(expander), "expand", lambda self, *given: calls.append(given) or expand(self, *given)
+        type(expander),
+        "expand",
+        lambda self, *given, **how: calls.append(given) or expand(self, *given, **how),
     )
     chunks = ChunkDecoder(expander)
     found = [chunks.from_json([image(), text(1), image()], "x") for _ in range(3)]
     assert [one.images for one in found] == [(0, 0)] * 3
     assert (len(calls), len(chunks.images)) == (1, 1)
+
+
+def test_an_image_alone_and_one_of_several_are_processed_once_each(tmp_path):
+    expander = load_expander(str(write_processor("llava_onevision", tmp_path)))
+    processor = expander.processor
+    tokens = [
+        processor.replacement(processor.process(decode(FILE), several=several)).count("<image>")
+        for several in (False, True)
+    ]
+    assert tokens[0] > tokens[1] == 4 + 1
+    chunks = ChunkDecoder(expander)
+    inputs = ([image()], [image(), text(1), image()], [image()])
+    found = [chunks.from_json(each, "x") for each in inputs]
+    found.append(chunks.from_proto([message(), message()], "x"))
+    assert [one.images for one in found] == [(0,), (1, 1), (0,), (1, 1)]
+    assert [one.num_tokens for one in chunks.images] == tokens
+    assert [len(one.tokens) for one in found] == [tokens[0], 11, tokens[0], 10]
 
 
 @pytest.mark.parametrize(
@@ -152,17 +171,6 @@ def test_the_images_of_a_request_are_limited(expander, monkeypatch, name, limit,
     images = [image(picture(seed, 60, 40)) for seed in range(count)]
     ChunkDecoder(expander).from_json(images[:1], "x")
     assert refusal(expander, *images).status_code == 413
-
-
-def test_images_that_a_processor_treats_together_are_refused(expander):
-    class Together:
-        one_per_sample = True
-        expand = expander.expand
-
-    chunks = ChunkDecoder(Together())
-    chunks.from_json([image()], "x")
-    with pytest.raises(ApiError, match="chunk 1 of x is another image"):
-        chunks.from_json([image(), image()], "x")
 
 
 def test_bodies_with_images_are_decoded_in_a_process_with_the_processor(expander, monkeypatch):

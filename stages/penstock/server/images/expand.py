@@ -30,18 +30,20 @@ class ProcessorExpander:
     tokenizer: PreTrainedTokenizerBase
 
     @property
-    def one_per_sample(self) -> bool:
-        """Whether an image beside others would be processed differently."""
-        return self.processor.one_per_sample
+    def has_two_forms(self) -> bool:
+        """Whether an image of a sample with several has other tensors than one alone."""
+        return self.processor.has_two_forms
 
-    def expand(self, content: bytes, format: str, digest: bytes) -> ExpandedImage:
+    def expand(
+        self, content: bytes, format: str, digest: bytes, *, several: bool = False
+    ) -> ExpandedImage:
         """Process a file. Raises BadMedia if it cannot be used or is of another format."""
         if format not in FORMATS:
             raise BadMedia(f"its format is {format[:50]!r}; it may be {' or '.join(FORMATS)}")
         found = read_header(content).format
         if found not in FORMATS[format]:
             raise BadMedia(f"its format is {format}, and the file is {found}")
-        tensors = self.processor.process(decode(content))
+        tensors = self.processor.process(decode(content), several=several)
         text = self.processor.replacement(tensors)
         tokens = np.array(self.tokenizer.encode(text, add_special_tokens=False), np.int64)
         used = {

@@ -3,7 +3,7 @@ that its model's processor writes for it."""
 
 import binascii
 from base64 import b64decode
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any, NamedTuple, Protocol
@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.media.kinds import BadMedia
+from penstock.media.reference import among_several
 from penstock.server.api.errors import ApiError
 from penstock.server.api.wire import tinker_pb2 as pb
 from penstock.server.api.wire.tensors import (
@@ -55,12 +56,15 @@ class ImageExpander(Protocol):
     """The image processor of the model."""
 
     @property
-    def one_per_sample(self) -> bool:
-        """Whether an image beside others would be processed differently."""
+    def has_two_forms(self) -> bool:
+        """Whether an image of a sample with several has other tensors than one alone."""
         ...
 
-    def expand(self, content: bytes, format: str, digest: bytes) -> ExpandedImage:
-        """Process a file, whose format is `png` or `jpeg`. Raises BadMedia."""
+    def expand(
+        self, content: bytes, format: str, digest: bytes, *, several: bool = False
+    ) -> ExpandedImage:
+        """Process a file, whose format is `png` or `jpeg`, of a sample with `several` images or
+        one. Raises BadMedia."""
         ...
 
 
@@ -85,11 +89,11 @@ class ChunkDecoder:
     _num_bytes: int = 0
     _num_tokens: int = 0
 
-    def from_proto(self, chunks: Iterable[pb.Chunk], what: str) -> ModelInput:
+    def from_proto(self, chunks: Sequence[pb.Chunk], what: str) -> ModelInput:
         """The model input of an SDK sample. Raises ApiError naming the chunk."""
-        model_input = _ModelInput(self, what)
-        for chunk in chunks:
-            kind = str(chunk.WhichOneof("chunk"))
+        kinds = [str(chunk.WhichOneof("chunk")) for chunk in chunks]
+        model_input = _ModelInput(self, what, several=kinds.count(IMAGE) > 1)
+        for chunk, kind in zip(chunks, kinds, strict=True):
             if kind == TEXT:
                 model_input.add_tokens(tokens_from_bytes(chunk.encoded_text.tokens, what))
                 continue
@@ -105,9 +109,9 @@ class ChunkDecoder:
         """The same of chunks in JSON."""
         if not isinstance(chunks, list) or not all(isinstance(chunk, dict) for chunk in chunks):
             raise ApiError(f"the chunks of {what} are no list of chunks")
-        model_input = _ModelInput(self, what)
-        for chunk in chunks:
-            kind = str(chunk.get("type", TEXT))
+        kinds = [str(chunk.get("type", TEXT)) for chunk in chunks]
+        model_input = _ModelInput(self, what, several=kinds.count(IMAGE) > 1)
+        for chunk, kind in zip(chunks, kinds, strict=True):
             if kind == TEXT:
                 if not isinstance(chunk.get("tokens"), list):
                     raise ApiError(f"{model_input.here} has no list of tokens")
@@ -118,17 +122,22 @@ class ChunkDecoder:
             model_input.add_image(*_image_from_json(chunk, model_input.here))
         return model_input.decoded()
 
-    def expand(self, content: bytes, format: str, where: str) -> tuple[int, Tokens]:
-        """Index and tokens of an image, which is processed once. Raises ApiError."""
+    def expand(
+        self, content: bytes, format: str, where: str, *, several: bool
+    ) -> tuple[int, Tokens]:
+        """Index and tokens of an image, which is processed once, or once alone and once among
+        several where these differ. Raises ApiError."""
         assert self.expander is not None
         digest = sha256(content + format.encode()).digest()
+        if several and self.expander.has_two_forms:
+            digest = among_several(digest)
         if digest not in self._known:
             if len(self.images) == MAX_IMAGES:
                 raise ApiError(
                     f"there are over {MAX_IMAGES} images; send fewer at once", status=413
                 )
             try:
-                image, tokens = self.expander.expand(content, format, digest)
+                image, tokens = self.expander.expand(content, format, digest, several=several)
             except BadMedia as error:
                 raise ApiError(f"{where} cannot be used: {error}") from None
             self._num_bytes += sum(len(tensor.content) for tensor in image.tensors.values())
@@ -151,8 +160,9 @@ class ChunkDecoder:
 class _ModelInput:
     """A model input being decoded."""
 
-    def __init__(self, decoder: ChunkDecoder, what: str) -> None:
-        self._decoder, self._what = decoder, what
+    def __init__(self, decoder: ChunkDecoder, what: str, *, several: bool) -> None:
+        """`several`: whether it has several images."""
+        self._decoder, self._what, self._several = decoder, what, several
         self._tokens: list[Tokens] = []
         self._images: list[int] = []
 
@@ -175,13 +185,7 @@ class _ModelInput:
 
     def add_image(self, content: bytes, format: str, expected: int | None) -> None:
         """Raises ApiError if it cannot be used."""
-        expander = self._decoder.expander
-        if self._images and expander is not None and expander.one_per_sample:
-            raise ApiError(
-                f"{self.here} is another image, and the model's processor treats an image beside"
-                " others differently; send one image in a sample"
-            )
-        index, tokens = self._decoder.expand(content, format, self.here)
+        index, tokens = self._decoder.expand(content, format, self.here, several=self._several)
         if expected is not None and expected != len(tokens):
             raise ApiError(
                 f"{self.here} is an image of {len(tokens)} tokens, and its expected_tokens is"

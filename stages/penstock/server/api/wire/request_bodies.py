@@ -109,10 +109,12 @@ class NotInlineError(Exception):
 class _NotInline:
     """Takes the place of the image processor in the event loop."""
 
-    one_per_sample = False
+    has_two_forms = False
 
-    def expand(self, content: bytes, format: str, digest: bytes) -> ExpandedImage:
-        del content, format, digest
+    def expand(
+        self, content: bytes, format: str, digest: bytes, *, several: bool = False
+    ) -> ExpandedImage:
+        del content, format, digest, several
         raise NotInlineError
 
 
