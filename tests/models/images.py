@@ -149,7 +149,11 @@ def joined(images: list[ImageBatch | None]) -> ImageBatch | None:
                 for one in parts
             ]
         tensors[name] = torch.cat(parts)
-    return ImageBatch(tensors, tuple(count for one in some for count in one.token_counts))
+    counts = tuple(count for one in some for count in one.token_counts)
+    sizes = {name: (1,) * len(counts) for name in tensors}
+    if "image_grid_thw" in tensors:
+        sizes["pixel_values"] = tuple(tensors["image_grid_thw"].prod(-1).tolist())
+    return ImageBatch(tensors, counts, sizes=sizes)
 
 
 def image_documents(model_type: str, numbers: list[int]):

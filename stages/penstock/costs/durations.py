@@ -92,9 +92,10 @@ def estimate_step(sharded: ShardedModel, machine: Machine, work: Work) -> Step |
         )
         products += inner / ranks * (1 / eight - 1 / speed)
     if vision := sharded.model.vision:
-        # Ranks of a model-parallel group compute the same, or wait for the one that does.
+        # Pipeline stages wait for the first one, whose ranks divide the images.
         rows = sharded.micro_batches * sharded.run.train.micro_batch_size
-        products += vision.flops(rows) / speed
+        first_stage = sharded.degrees.tensor * sharded.degrees.ring * sharded.degrees.ulysses
+        products += vision.flops(rows) / first_stage / speed
     num_micro_batches = sharded.micro_batches
     layers = local_layers(sharded, 0)
     kept = sum(select_layer(sharded, number).whole for number in layers)

@@ -2,7 +2,8 @@
 
 Parameters are those that `models.vision.sizes` counts. FLOPs are of these matrices, without
 attention. Every rank that holds the vision part is assumed to compute the mean number of patches of
-its rows, and the ranks of a tensor- or context-parallel group compute the same.
+its rows; the ranks of a tensor- or context-parallel group divide the FLOPs, but each may have the
+activations of all: a row may have a single image.
 """
 
 from collections.abc import Mapping

@@ -312,7 +312,7 @@ def assemble(
         sync=gradient_sync(train, mesh, parts, params),
         pipeline=build_pipeline(parts, mesh, train, ranks, residual, autocast),
         autocast=autocast,
-        images=build_image_inputs(run, vision, parts, config),
+        images=build_image_inputs(run, vision, parts, config, mesh, residual),
         heartbeat=ranks.heartbeat,
     )
     eval_loss = eval_loss_fn(run, config.logit_soft_cap)

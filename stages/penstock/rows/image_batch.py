@@ -24,6 +24,12 @@ class PixelBytes:
     shape: tuple[int, ...]
     """Shape of the tensor."""
 
+    def rows(self, start: int, end: int) -> "PixelBytes":
+        """Some of the rows."""
+        return replace(
+            self, codes_RCP=self.codes_RCP[start:end], shape=(end - start, *self.shape[1:])
+        )
+
     def pin_memory(self) -> "PixelBytes":
         """A copy in pinned memory, for asynchronous copies to the GPU."""
         return replace(self, codes_RCP=self.codes_RCP.pin_memory())
@@ -60,8 +66,7 @@ class ImageBatch:
     order: tuple[int, ...] | None = None
     """Which of the distinct images each is; None: all are distinct."""
     sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
-    """Length of each distinct image along the first dimension, by output; where there is an
-    `order`."""
+    """Length of each distinct image along the first dimension, by output."""
 
     def __len__(self) -> int:
         return len(self.token_counts)
@@ -90,16 +95,21 @@ class ImageBatch:
             else:
                 pixels[name] = found
         counts = tuple(image.num_tokens for image in images)
-        if len(distinct) == len(images):
-            return cls(tensors, counts, pixels)
-        return cls(tensors, counts, pixels, order, sizes)
+        return cls(tensors, counts, pixels, order if len(distinct) < len(images) else None, sizes)
+
+    @property
+    def distinct_counts(self) -> tuple[int, ...]:
+        """Number of features of each distinct image."""
+        if self.order is None:
+            return self.token_counts
+        counts = dict(zip(self.order, self.token_counts, strict=True))
+        return tuple(counts[image] for image in range(len(counts)))
 
     def feature_order(self) -> np.ndarray:
         """The feature of each image token, int64, of the features of the distinct images."""
         if self.order is None:
             return np.arange(sum(self.token_counts))
-        counts = dict(zip(self.order, self.token_counts, strict=True))
-        starts = np.cumsum([0, *(counts[image] for image in range(len(counts)))])
+        starts = np.cumsum([0, *self.distinct_counts])
         features = [np.arange(starts[image], starts[image + 1]) for image in self.order]
         return np.concatenate(features)
 
@@ -121,6 +131,21 @@ class ImageBatch:
             return tensors
         parts = {name: one.split(self.sizes[name]) for name, one in tensors.items()}
         return {name: torch.cat([each[at] for at in self.order]) for name, each in parts.items()}
+
+    def take(self, images: range) -> "ImageBatch":
+        """Some of the distinct images, which are consecutive."""
+
+        def rows(name: str) -> tuple[int, int]:
+            sizes = self.sizes[name]
+            return sum(sizes[: images.start]), sum(sizes[: images.stop])
+
+        part = slice(images.start, images.stop)
+        return ImageBatch(
+            {name: each[slice(*rows(name))] for name, each in self.tensors.items()},
+            self.distinct_counts[part],
+            {name: each.rows(*rows(name)) for name, each in self.pixels.items()},
+            sizes={name: each[part] for name, each in self.sizes.items()},
+        )
 
     def to_device(self, device: torch.device) -> dict[str, torch.Tensor]:
         """All tensors of the distinct images, on `device`."""

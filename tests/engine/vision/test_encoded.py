@@ -50,7 +50,9 @@ def encoded(job, batch):
         each.append(encode_images(tower, alone, projected=not trains_projector(job.config)))
     stored = joined([ImageBatch(one, (0,)) for one in each])
     assert stored is not None
-    return replace(batch, images=replace(stored, token_counts=batch.images.token_counts))
+    lengths = {name: tuple(len(one[name]) for one in each) for name in stored.tensors}
+    counts = batch.images.token_counts
+    return replace(batch, images=replace(stored, token_counts=counts, sizes=lengths))
 
 
 def step(job, numbers, *, stored=False):

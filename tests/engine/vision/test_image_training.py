@@ -11,16 +11,19 @@ from penstock.engine.hf.safetensors_reader import SafetensorsFolder
 from penstock.engine.model_source import ExportFormat
 from penstock.origins import resolve_model_source
 from tests.engine import runs
+from tests.engine.loops import loop_of
 from tests.engine.vision.steps import (
     DECAY,
     LR,
     MAX_NORM,
     NUMBERS,
+    batches,
     each_steps,
     image_job,
     loaded,
     logits,
     steps,
+    steps_of,
     write_model,
 )
 from tests.models.images import image_documents, their_logits
@@ -143,6 +146,41 @@ OFTEN = ("fsdp2 2", "tp 2, sequence parallel")
 )
 def test_layouts_compute_what_one_process_computes(tmp_path, model_type, names):
     compare(tmp_path, model_type, {name: LAYOUTS[name] for name in names}, 2)
+
+
+def computed_patches(job):
+    """Patches that this rank computes in a step, by micro-batch."""
+    loop, found = loop_of(job), []
+    [part] = loop.built.engine.model.parts
+    compute = part.vision.compute
+
+    def counted(tensors):
+        found.append(tensors["pixel_values"].shape[0])
+        return compute(tensors)
+
+    part.vision.compute = counted
+    steps_of(loop, job, 1)
+    return found
+
+
+@pytest.mark.dist
+def test_ranks_that_share_the_tokens_divide_the_images(tmp_path):
+    write_model(tmp_path / "qwen2_5_vl", "qwen2_5_vl")
+    runs.write_rows(tmp_path / "packed", 4)
+    job = image_job(tmp_path, "run", "qwen2_5_vl", **LAYOUTS["tp 2"])
+    mine = on_ranks(2, computed_patches, job)
+    blank = 4
+    whole = [
+        one.images and len(one.images.tensors["pixel_values"]) for one in batches("qwen2_5_vl")
+    ]
+    assert [sum(each) for each in zip(*mine, strict=True)] == [
+        # One image, none, three and two.
+        whole[0] + blank,
+        2 * blank,
+        whole[2],
+        whole[3],
+    ]
+    assert all(0 < one < whole[2] for one in (mine[0][2], mine[1][2]))
 
 
 @pytest.mark.dist

@@ -88,8 +88,9 @@ class TensorParallelPlan:
                 for shard in self.shards(module, shape)
             )
         if name.startswith(VISION):
+            # Each rank has the gradients of its share of the images.
             [tensor] = self.names.hf_names(name)
-            return (self._replicate(tensor, self._grad_reduce_of_stream),)
+            return (self._replicate(tensor, "tensor"),)
         role = find_parallel_style(module, self.roles)
         if name in self.copied:
             table = self._shard(self.names.config.names.embedding, 0, self.span("embed_tokens"))
@@ -250,7 +251,7 @@ class TensorParallelPlan:
         is_a = factor.side == "lora_A"
         if factor.module.startswith(VISION):
             own = (shape[0], columns) if is_a else (rows, *shape[1:])
-            yield self._replicate(name, self._grad_reduce_of_stream, own)
+            yield self._replicate(name, "tensor", own)
             return
         whole = (shape[0], columns) if is_a else (rows, *shape[1:])
         if self.is_in_moe(factor.module):

@@ -36,19 +36,17 @@ def build_image_cost(
     """The cost of images in a run; None without images, or if their features are stored, or for a
     vision part whose sizes are not known.
 
-    Ranks of a tensor- or context-parallel group share the tokens, and each of them computes all
-    images: beside the tokens of a rank, images weigh more by the size of the group.
+    Ranks of a tensor- or context-parallel group share the images as they share the tokens.
     """
     sizes = read_sizes(hf_config) if images and not run.data.encode_images else None
     if sizes is None:
         return None
-    train, frozen, learns = run.train, frozen_parts(run), not run.lora.enable_lora
+    frozen, learns = frozen_parts(run), not run.lora.enable_lora
     trains_tower = learns and "vision" not in frozen
     trains_projector = learns and "projector" not in frozen
-    shared = train.tensor_parallel_size * train.ringattn_parallel_size * train.ulysses_parallel_size
     of_pair = sizes.attention_flops(trains_tower=trains_tower)
     per_token = sizes.flops_per_token(trains_tower=trains_tower, trains_projector=trains_projector)
     squared = of_pair * sizes.patches_per_token**2
     if sizes.tile is not None:
         per_token, squared = per_token + of_pair * sizes.patches_per_token * sizes.tile, 0
-    return ImageCost(shared * per_token, shared * squared, flops_per_pair(config))
+    return ImageCost(per_token, squared, flops_per_pair(config))

@@ -9,10 +9,13 @@ from penstock.adapters.names import parse_lora_name
 from penstock.config.schema.run import RunConfig
 from penstock.core.errors import ConfigError
 from penstock.engine.activations.checkpointing import VISION as RECOMPUTED
+from penstock.engine.distributed.collectives import Residual
+from penstock.engine.distributed.device_mesh import Mesh
 from penstock.engine.distributed.param_shards import LocalParam
 from penstock.engine.distributed.pipeline_stages import layers_of_stages
 from penstock.engine.vision.encoded import require_encodable
 from penstock.engine.vision.image_inputs import ImageInputBuilder
+from penstock.engine.vision.image_shares import ImageShares
 from penstock.engine.vision.image_text import (
     ImageTextInputs,
     build_image_text_inputs,
@@ -137,8 +140,10 @@ def build_image_inputs(
     vision: VisionConfig | None,
     parts: Sequence[CausalLM],
     config: DecoderConfig,
+    mesh: Mesh,
+    residual: Residual,
 ) -> ImageInputBuilder | ImageTextInputs | None:
-    """What builds the images' inputs; None without a vision part."""
+    """What builds the images' inputs; None without a vision part. Collective."""
     if isinstance(config, AutoModelConfig):
         return build_image_text_inputs(config)
     if vision is None:
@@ -148,7 +153,14 @@ def build_image_inputs(
     weights = [*tower.parameters()] if tower else []
     is_trained = any(one.requires_grad for one in weights)
     is_gathered = bool(weights) and run.train.data_parallel_mode == "fsdp2"
-    return ImageInputBuilder(vision, tower, is_trained or is_gathered, run.data.encode_images)
+    shares = ImageShares.of(mesh, residual)
+    return ImageInputBuilder(
+        vision,
+        tower,
+        is_trained or is_gathered,
+        run.data.encode_images,
+        shares if weights else None,
+    )
 
 
 def left_to_base(params: Iterable[LocalParam]) -> set[int]:

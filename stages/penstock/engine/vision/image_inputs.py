@@ -2,16 +2,18 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
 from torch import nn
 
+from penstock.engine.vision.image_shares import ImageShares
 from penstock.models.layers.modality.tokens import ModalityTokens
 from penstock.models.vision.dummy import dummy_image
 from penstock.models.vision.features import dummy_hidden
 from penstock.models.vision.positions import image_places, image_runs, mrope_positions
-from penstock.models.vision.tower import ImageInputs, VisionTower
+from penstock.models.vision.tower import GatherFeatures, ImageInputs, VisionTower
 from penstock.models.vision.types import VisionConfig
 from penstock.rows.collate import MicroBatch
 from penstock.rows.image_batch import ImageBatch
@@ -34,6 +36,8 @@ class ImageInputBuilder:
     there are no images, for the optimizer to update it in all of them alike."""
     is_encoded: bool = False
     """Whether images have stored features (`data.encode_images`)."""
+    shares: ImageShares | None = None
+    """The ranks that divide the images of a micro-batch; None for a rank that has them all."""
 
     def with_layout(self, batch: MicroBatch) -> MicroBatch:
         """The micro-batch with what its images change, if it has some: RoPE positions [T, 3], or
@@ -79,8 +83,12 @@ class ImageInputBuilder:
         images = batch.images
         if self.tower is None or (images is None and not self.fills):
             return None
-        tensors = self._dummy(self.tower, device) if images is None else images.to_device(device)
-        return ImageInputs(tensors, to_device(shard(self.feature_index(batch)), device))
+        index_T = to_device(shard(self.feature_index(batch)), device)
+        gather = None
+        if images is not None and self.shares:
+            images, gather = _take_share(images, self.shares)
+        tensors = images.to_device(device) if images else self._dummy(self.tower, device)
+        return ImageInputs(tensors, index_T, gather)
 
     def feature_index(self, batch: MicroBatch) -> torch.Tensor:
         """The index of each token's feature, int64 [T]; -1 for other tokens."""
@@ -118,3 +126,11 @@ class ImageInputBuilder:
     def _places(self, batch: MicroBatch, images: ImageBatch) -> np.ndarray:
         ids_T = batch.input_ids_T.numpy()
         return image_places(ids_T, self.config.image_token_id, images.token_counts)
+
+
+def _take_share(images: ImageBatch, shares: ImageShares) -> tuple[ImageBatch, GatherFeatures]:
+    """This rank's share of the images, and what gathers the features of all."""
+    counts = images.distinct_counts
+    parts = shares.divide(counts)
+    features = [sum(counts[part.start : part.stop]) for part in parts]
+    return images.take(parts[shares.index]), partial(shares.gather, counts=features)

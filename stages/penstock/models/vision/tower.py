@@ -1,7 +1,7 @@
 """The vision part of a multimodal model: transformers' own modules, and its features at the image
 tokens. T tokens of this rank, F image features, D width of the language model."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,6 +17,9 @@ from penstock.models.multimodal import BACKBONE
 from penstock.models.vision.features import stored_features
 from penstock.models.vision.types import VISION, VisionConfig
 
+GatherFeatures = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+"""From features of this rank's images, of each kind [F, D], to those of all."""
+
 
 @dataclass(frozen=True)
 class ImageInputs:
@@ -26,6 +29,8 @@ class ImageInputs:
     """Arguments of `get_image_features`."""
     feature_index_T: torch.Tensor  # noqa: N815 - T names the dimension
     """The index of each token's feature, int64 [T]; -1 for other tokens."""
+    gather: GatherFeatures | None = None
+    """Gathers the features of the images of all ranks that divide them; None: these are all."""
 
 
 @dataclass(frozen=True)
@@ -115,8 +120,10 @@ class VisionTower(nn.Module):
         features_FD, deepstack = stored_features(self, images.tensors) or self.compute(
             images.tensors
         )
+        if images.gather:
+            features_FD, *deepstack = images.gather((features_FD, *deepstack))
         index_T = images.feature_index_T
-        found = ImageFeatures(features_FD, deepstack, index_T, self.local_share)
+        found = ImageFeatures(features_FD, tuple(deepstack), index_T, self.local_share)
         return found.at_tokens(index_T)
 
     def compute(
