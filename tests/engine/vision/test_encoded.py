@@ -120,10 +120,14 @@ def test_a_step_on_features_is_bitwise_one_with_the_frozen_vision_part(tmp_path,
 
 @pytest.mark.dist
 @pytest.mark.exhaustive
-def test_features_train_the_same_under_fsdp_and_in_a_pipeline(tmp_path):
+def test_features_train_the_same_in_any_layout(tmp_path):
     alone = jobs_of(tmp_path, ["llava", "qwen2_vl"])
     [wanted] = on_ranks(1, compared, alone)
-    layouts = ({"data_parallel_shard_size": 2}, {"pipeline_parallel_size": 2})
+    layouts = (
+        {"data_parallel_shard_size": 2},
+        {"pipeline_parallel_size": 2},
+        {"tensor_parallel_size": 2},
+    )
     for number, layout in enumerate(layouts):
         jobs = jobs_of(tmp_path / str(number), ["llava", "qwen2_vl"], **layout)
         for ranks in on_ranks(2, compared, jobs):
