@@ -123,8 +123,11 @@ def compose(
         Literal["mlp", "linear", "pixel_shuffle"], typer.Option(help="What is between the two.")
     ] = "mlp",
     scale_factor: Annotated[
-        int, typer.Option(min=2, help="Side of the square of features that a pixel shuffle joins.")
-    ] = 2,
+        int | None,
+        typer.Option(
+            min=2, help="Side of the square of features that a pixel shuffle joins. Default: 2."
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the projector's weights.")] = 0,
     scratch: Annotated[
         bool,
@@ -134,9 +137,16 @@ def compose(
     """Put a vision model before a text model, as LLaVA does."""
     from penstock.compose.build import choose_form, compose_folders
     from penstock.compose.parts import Encoder, TextModel
+    from penstock.config.schema.model import SCALE_FACTOR
+    from penstock.core.errors import ConfigError
 
+    if scale_factor is not None and projector != "pixel_shuffle":
+        raise ConfigError(
+            f"--scale-factor is of a pixel shuffle, and --projector is {projector}.\n"
+            "  Write --projector pixel_shuffle, or leave --scale-factor out."
+        )
     encoder = Encoder(str(image), None if scratch else image)
-    form = choose_form(projector, scale_factor)
+    form = choose_form(projector, scale_factor or SCALE_FACTOR)
     found = compose_folders(TextModel.of_folder(text), encoder, out, form, seed=seed)
     found["folder"] = str(out)
     console.say(f"composed: {found['parameters']:,} parameters, in {out}")

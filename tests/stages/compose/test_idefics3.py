@@ -11,6 +11,7 @@ from PIL import Image
 from penstock.core.errors import CapabilityError
 from penstock.media.processor import load_image_processor
 from penstock.rows.tokenizer import load_tokenizer
+from tests.cli.command import penstock as said
 from tests.pipeline.runs import penstock, write_run
 from tests.stages.compose.test_llava import compose, rows, write_encoder, write_text
 
@@ -97,6 +98,8 @@ def test_towers_that_idefics3_has_no_place_for_are_refused_before_any_work(tmp_p
         with pytest.raises(CapabilityError, match=why):
             compose(text, encoder, tmp_path / "w", projector="pixel_shuffle", scale_factor=scale)
         assert not (tmp_path / "w").exists()
+    words = ("models", "compose", text, "--image", siglip, "-o", tmp_path / "w")
+    assert "--scale-factor is of a pixel shuffle" in said(*words, "--scale-factor", 3).err
 
 
 @pytest.mark.dist
