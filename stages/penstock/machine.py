@@ -359,8 +359,7 @@ def check_media(run: RunConfig, stage: Prepare, *, packs: bool, trains: bool) ->
     checked: set[str] = set()
     for at, kind, suffixes in _first_media(stage):
         try:
-            if not run.data.bad_rows_allowed:
-                _require_packages(kind, suffixes)
+            _require_packages(kind, suffixes)
             if kind in checked:
                 continue
             checked.add(kind)

@@ -8,7 +8,7 @@ from torch import nn
 
 from penstock.core.errors import CapabilityError, StageError
 from penstock.losses.cross_entropy import Loss, LossOptions, sum_cross_entropy
-from penstock.models.automodel.media_inputs import with_each_counted
+from penstock.models.automodel.media_inputs import media_inputs, with_each_counted
 from penstock.models.multimodal import MULTIMODAL
 from penstock.models.vision.positions import image_places, mrope_positions
 from penstock.models.vision.types import VISION, VISION_TYPES, WHY_NOT, read_vision
@@ -168,3 +168,19 @@ def test_images_alone_and_among_several_have_their_features_in_any_order():
     found = model.get_image_features(**with_each_counted(tensors)).pooler_output
     for at, feature in zip(order, found, strict=True):
         assert torch.allclose(feature, features[at], rtol=1e-5, atol=1e-6)
+
+
+@torch.no_grad()
+def test_a_padded_batch_of_samples_with_one_and_several_images_has_the_logits_of_each_alone():
+    model = image_model("llava_onevision")
+    ids, _, images = image_documents("llava_onevision", [3, 1, 0])
+    length = max(map(len, ids))
+    ids_BL = torch.stack([nn.functional.pad(one, (0, length - len(one))) for one in ids])
+    here_BL = torch.arange(length) < torch.tensor([[len(one)] for one in ids])
+    both = joined([*images])
+    assert both is not None
+    inputs = media_inputs(model, ids_BL, here_BL, {"image": IMAGE}, both.tensors)
+    found = model(input_ids=ids_BL, use_cache=False, **inputs).logits
+    for logits, one, its in zip(found, ids, images, strict=True):
+        wanted = their_logits(model, one, its)
+        assert (logits[: len(wanted)] - wanted).norm() <= 1e-5 * wanted.norm()

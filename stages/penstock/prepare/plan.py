@@ -112,6 +112,13 @@ def _check_source(item: Slice, tally: Tally, settings: PrepareSettings) -> None:
             f"{place} has no records.\n  Leave it out, fill it, or use another piece (shards, "
             "dataset_shard_num)."
         )
+    if tally.lacking:
+        # Not left to bad_rows_allowed: the result would not have them once they are installed.
+        raise StageError(
+            f"{place} has records that need packages which are not installed.\n"
+            f"{format_causes(tally.samples, tally.causes)}\n"
+            f"  pip install 'penstock[{','.join(tally.lacking)}]'."
+        )
     if tally.bad > allowed * tally.records:
         part = tally.bad / tally.records
         raise StageError(

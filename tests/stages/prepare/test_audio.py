@@ -5,9 +5,11 @@ from dataclasses import replace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 import soundfile
 from transformers import AutoProcessor
 
+from penstock.core.errors import StageError
 from penstock.media import audio
 from penstock.media.audio import decode_audio
 from penstock.prepare import slice_cache
@@ -147,20 +149,18 @@ def test_other_formats_give_samples_and_what_lacks_packages_is_read_once_they_ar
 
     def counts(name):
         _, facts = run(replace(stage, slices_path=slices), out / name)
-        return facts["rows"]["train"], [one["why"] for one in facts["dropped_samples"]]
+        return facts["rows"]["train"], facts["dropped"]
 
     monkeypatch.setattr(audio, "has_extra", lambda _: False)
     monkeypatch.setattr(slice_cache, "has_extra", lambda _: False)
-    rows, said = counts("without")
-    assert rows == 1
-    assert "audio 0.flac: it is FLAC, which needs further packages" in said[0]
-    assert "2.wav: its sampling rate is 32000 Hz" in said[1]
-    assert all("pip install 'penstock[audio]'" in why for why in said)
-    before = MEDIA_COUNTS.processed
-    assert counts("still") == (rows, said)
-    assert MEDIA_COUNTS.processed == before
+    for name in ("without", "still"):
+        with pytest.raises(StageError, match=r"are not installed(.*\n)*.*audio\]'\.$") as told:
+            counts(name)
+        assert "data.jsonl:1: audio 0.flac: it is FLAC, which needs further" in str(told.value)
+        assert "data.jsonl:3: audio 2.wav: its sampling rate is 32000 Hz" in str(told.value)
+        before = MEDIA_COUNTS.processed
     monkeypatch.undo()
-    assert counts("with") == (3, [])
+    assert counts("with") == (3, {})
     assert MEDIA_COUNTS.processed == before + 2
 
 
