@@ -352,8 +352,8 @@ def check_model(run: RunConfig) -> None:
 
 
 def check_media(run: RunConfig, stage: Prepare, *, packs: bool, trains: bool) -> None:
-    """Refuse data whose first records have images or audio that this model or run cannot take: what
-    only the stages that read them would find out otherwise. Names the data set."""
+    """Refuse data whose first records have media that this model or run cannot take: what only the
+    stages that read them would find out otherwise. Names the data set."""
     from penstock.media.kinds import KINDS
 
     checked: set[str] = set()
@@ -377,7 +377,7 @@ def check_media(run: RunConfig, stage: Prepare, *, packs: bool, trains: bool) ->
 def _require_trained(run: RunConfig, kind: str) -> None:
     """Refuse a model that is not trained on media of this kind, or settings that cannot be honoured
     with them."""
-    from penstock.engine.vision.build import checked_vision
+    from penstock.engine.vision.build import check_videos, checked_vision
     from penstock.engine.vision.image_text import require_audio
     from penstock.models.registry import get_family
 
@@ -386,26 +386,27 @@ def _require_trained(run: RunConfig, kind: str) -> None:
     config = family.read(hf_config)
     if kind == "audio":
         require_audio(hf_config, config)
-    checked_vision(run, hf_config, config, images=True)
+    vision = checked_vision(run, hf_config, config, images=True)
+    if kind == "video":
+        check_videos(config, vision)
 
 
 def _require_packages(kind: str, suffixes: Sequence[str]) -> None:
     """Refuse files whose names say that packages are needed which are not installed."""
-    from penstock.media.kinds import AUDIO_EXTRA, AUDIO_SUFFIXES, has_extra
+    from penstock.media.kinds import DECODED_BY, has_extra
 
-    named = [suffix for suffix in suffixes if kind == "audio" and suffix in AUDIO_SUFFIXES]
-    if named and not has_extra(AUDIO_EXTRA):
+    decoded = DECODED_BY.get(kind)
+    named = [suffix for suffix in suffixes if decoded and suffix in decoded.suffixes]
+    if decoded and named and not has_extra(decoded.extra):
         raise CapabilityError(
             f"Files that end in {', '.join(named)} need further packages.\n"
-            f"  pip install 'penstock[{AUDIO_EXTRA}]', or save the audio as WAV files at the rate "
-            "of the model's processor."
+            f"  pip install 'penstock[{decoded.extra}]', or {decoded.otherwise}."
         )
 
 
 def _first_media(stage: Prepare) -> Iterator[tuple[str, str, Sequence[str]]]:
     """(field of the data set, kind, suffixes of the files' names) of the media in the first records
     of each data set that are read. Data of the hub is not looked at, which may need the network."""
-    from penstock.media.kinds import READ
     from penstock.prepare.readers.first_media import find_first_media
 
     settings = stage.settings
@@ -413,14 +414,13 @@ def _first_media(stage: Prepare) -> Iterator[tuple[str, str, Sequence[str]]]:
         "datasets": zip(stage.sources, settings.datasets, strict=True),
         "test_datasets": zip(stage.test_sources, settings.test_datasets, strict=True),
     }
-    read = {kind.name for kind in READ}
     for name, data in fields.items():
         for index, (source, its) in enumerate(data):
             is_used = name != "datasets" or not settings.mix or settings.mix[index].weight
             if not is_used or source.pin["kind"] == "hub":
                 continue
             found = find_first_media(source, its, settings.select_columns, stage.hub_token)
-            for kind in sorted(found.keys() & read):
+            for kind in sorted(found):
                 yield f"data.{name}.{index}", kind, found[kind]
 
 

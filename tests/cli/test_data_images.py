@@ -18,9 +18,12 @@ from penstock.rows.reader import PackedRows
 from tests.media.pictures import picture
 from tests.media.sounds import write_audio_processor
 from tests.media.tiny_processors import write_processor
+from tests.media.videos import SAMPLE, write_video_processor
 from tests.stages.prepare.test_audio import SOUNDS, hearing
 from tests.stages.prepare.test_audio import write_data as write_audio
 from tests.stages.prepare.test_images import asking
+from tests.stages.prepare.test_videos import watching
+from tests.stages.prepare.test_videos import write_data as write_videos
 from tests.stages.prepared import write_lines
 
 URI = re.compile(r'src="data:image/jpeg;base64,([^"]+)"')
@@ -102,3 +105,30 @@ def test_a_sample_is_shown_with_the_seconds_of_its_audio_and_packed_with_its_fea
     [audio] = row.images
     assert audio.tensors.keys() == {"input_features", "feature_attention_mask"}
     assert audio.num_tokens == 8
+
+
+def test_a_sample_is_shown_with_the_frames_of_its_video(tmp_path, capsys):
+    model = write_video_processor(tmp_path / "model", "qwen3_vl", **SAMPLE["qwen3_vl"].settings)
+    record = watching({"type": "video", "path": "0.mp4"})
+    run = {
+        "model": {"config_path": "builtin:tiny-qwen3", "tokenizer_path": str(model)},
+        "data": {
+            "datasets": [{"path": str(write_videos(tmp_path / "data", [record]))}],
+            "dataset_prepared_path": str(tmp_path / "root"),
+            "sample_packing_sequence_len": 512,
+        },
+        "train": {"output_dir": "out", "data_parallel_mode": "none"},
+    }
+    planned = plan(loads(run), ("prepare",))
+    for step in planned.steps:
+        get_or_build(step)
+    wanted = SampleSelection("train", 1, None, None, (0,))
+    prepared = Prepared(planned.run, planned.steps[0])
+    [shown] = show_samples(prepared, wanted, Console())["samples"]
+    [video] = shown["images"]
+    assert (video["kind"], video["frames"], video["width"], video["height"]) == ("video", 4, 64, 48)
+    assert ", 4 frames of 64 x 48 pixels, " in capsys.readouterr().out
+    page = tmp_path / "page.html"
+    show_samples(prepared, wanted, Console(), page)
+    [uri] = URI.findall(page.read_text())
+    assert Image.open(BytesIO(base64.b64decode(uri))).size == (64, 48)

@@ -106,3 +106,29 @@ def test_check_reads_the_first_images_and_says_what_is_wrong(tmp_path: Path) -> 
     said = penstock("check", config)
     assert said.code == 0
     assert "the first 1 samples have" in said.err
+
+
+@pytest.mark.parametrize(
+    ("family", "why"),
+    [
+        ("gemma3", "has no video processor"),
+        ("glm4v", "Glm4vVideoProcessor is not supported"),
+        ("qwen3_vl", "Files that end in .mp4 need further packages."),
+    ],
+)
+def test_videos_that_cannot_be_trained_on_are_refused_before_any_work(
+    tmp_path: Path, family: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.media.kinds.has_extra", lambda _: family != "qwen3_vl")
+    model = write_processor(family, tmp_path / "model")
+    message = {"role": "user", "content": [{"type": "video", "path": "0.mp4"}]}
+    record = {"messages": [message, {"role": "assistant", "content": "A cat."}]}
+    data = write_lines(tmp_path / "videos.jsonl", [record])
+    config = small_run(
+        tmp_path, model={"tokenizer_path": str(model)}, data={"datasets": [{"path": str(data)}]}
+    )
+    planned = penstock("plan", config)
+    assert planned.code in (2, 3)
+    assert "data.datasets.0 has videos. " in planned.err
+    assert why in planned.err
+    assert not list(tmp_path.glob("**/slices"))

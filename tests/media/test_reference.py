@@ -2,6 +2,7 @@
 
 import base64
 import os
+from dataclasses import replace
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
@@ -9,6 +10,7 @@ from threading import Thread
 import pytest
 
 from penstock.media.decode import BadImage
+from penstock.media.kinds import IMAGE
 from penstock.media.originals import Originals, prunable_originals
 from penstock.media.reference import ImageRef, image_digest, read_image
 from tests.media.pictures import picture
@@ -102,7 +104,8 @@ def test_an_image_of_the_web_is_fetched_with_a_limit(tmp_path, store, monkeypatc
         assert read_image(ImageRef(f"{url}/a.png"), None, store) == picture(1)
         with pytest.raises(BadImage, match=r"missing.png cannot be fetched"):
             read_image(ImageRef(f"{url}/missing.png"), None, store)
-        monkeypatch.setattr("penstock.media.reference.MAX_BYTES", 10)
+        small = {"image": replace(IMAGE, max_bytes=10)}
+        monkeypatch.setattr("penstock.media.reference.KINDS", small)
         with pytest.raises(BadImage, match="more than 10 bytes"):
             read_image(ImageRef(f"{url}/a.png?again"), None, store)
         server.shutdown()

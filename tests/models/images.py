@@ -26,6 +26,8 @@ from tests.models.twins import as_stored, documents
 
 IMAGE = 5
 """The id of the image token."""
+VIDEO = 8
+"""The id of the video token."""
 IMAGE_BOUNDS = torch.tensor([6, 7])
 """The ids of the tokens before and after an image that the experts of images compute."""
 
@@ -63,7 +65,8 @@ def image_model(model_type: str) -> transformers.PreTrainedModel:
     named = ("internvl", "idefics3", "smolvlm")
     has_id = is_grid(model_type) or model_type in named
     token = "image_token_id" if has_id else "image_token_index"
-    config = transformers.AutoConfig.for_model(model_type, **{**config, token: IMAGE})
+    tokens = {token: IMAGE, **({"video_token_id": VIDEO} if VISION_TYPES[model_type].video else {})}
+    config = transformers.AutoConfig.for_model(model_type, **{**config, **tokens})
     torch.manual_seed(0)
     model = transformers.AutoModelForImageTextToText.from_config(config)
     with torch.no_grad():

@@ -137,6 +137,12 @@ def test_fields_that_a_config_leaves_out_have_the_defaults_of_transformers(model
     bare, complete = read_vision({"model_type": model_type}), read_vision(full.to_dict())
     assert (bare.image_token_id, bare.merge_size) == (complete.image_token_id, complete.merge_size)
     assert bare.image_token_id == full.image_token_id
+    assert (bare.video_token_id, bare.tokens_per_second) == (
+        complete.video_token_id,
+        complete.tokens_per_second,
+    )
+    if bare.video_token_id is not None:
+        assert bare.video_token_id == full.video_token_id
     assert (bare.rope_axes, bare.num_deepstack) == (complete.rope_axes, complete.num_deepstack)
 
 

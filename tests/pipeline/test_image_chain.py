@@ -22,7 +22,9 @@ VISION = {
     "ernie4_5_vl_moe": {"patch_size": 14},
     "llava": {"image_size": 28, "patch_size": 14},
     "qwen2_5_vl": {"patch_size": 14},
+    "qwen3_vl": {"patch_size": 16},
 }
+_QWEN = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"}
 TOKENS = {
     "ernie4_5_vl_moe": {
         "image_token_id": "<|IMAGE_PLACEHOLDER|>",
@@ -30,13 +32,14 @@ TOKENS = {
         "image_end_token_id": "<|IMAGE_END|>",
     },
     "llava": {"image_token_index": "<image>"},
-    "qwen2_5_vl": {"image_token_id": "<|image_pad|>"},
+    "qwen2_5_vl": _QWEN,
+    "qwen3_vl": _QWEN,
 }
 
 
-def write_model(folder, family):
-    """A model and a processor that belong together."""
-    write_processor(family, folder)
+def write_model(folder, family, write=write_processor):
+    """A model and a processor, which `write` writes, that belong together."""
+    write(family, folder)
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     ids = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
     config = dict(CONFIGS[family])

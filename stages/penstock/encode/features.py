@@ -1,4 +1,4 @@
-"""Features of images, shared by all runs: `features/<key of the vision part>/<key of the
+"""Features of images and videos, shared by all runs: `features/<key of the vision part>/<key of the
 images>.arrow`."""
 
 import logging
@@ -21,7 +21,8 @@ from penstock.core.sources.pin_remote import resolve_folder
 from penstock.engine.hf.config import read_hf_config
 from penstock.engine.vision.encoded import load_tower, require_encodable, tower_digest
 from penstock.media.cache import media_name
-from penstock.media.processor import load_image_processor
+from penstock.media.kinds import IMAGE, VIDEO
+from penstock.media.load import load_processor
 from penstock.models.vision.features import encode_images
 from penstock.models.vision.tower import VisionTower
 from penstock.models.vision.types import read_vision
@@ -72,10 +73,13 @@ class Features:
             "dtype": settings.dtype,
             "projected": settings.projected,
             "tower": tower_digest(tower, projected=settings.projected),
-            "processor": _processor_key(stage),
+            "processor": _processor_key(stage, IMAGE.name),
         }
+        images = ImageFiles(files)
+        if VIDEO.name in images.kinds():
+            key["video processor"] = _processor_key(stage, VIDEO.name)
         folder = stage.root / "features" / short(digest_json(key))
-        return cls(folder, files, ImageFiles(files), tower, settings)
+        return cls(folder, files, images, tower, settings)
 
     def missing(self) -> list[bytes]:
         """The images that are to be encoded."""
@@ -121,7 +125,10 @@ class Features:
         }
         with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
             found = encode_images(self.tower, tensors, projected=self.settings.projected)
-        features = {name: stored(_to_array(one, dtype)) for name, one in found.items()}
+        features = {
+            name: stored(one.cpu().numpy() if name in tensors else _to_array(one, dtype))
+            for name, one in found.items()
+        }
         return StoredImage(digest, features, image.size)
 
 
@@ -134,10 +141,10 @@ def _to_array(tensor: torch.Tensor, dtype: torch.dtype) -> np.ndarray[Any, Any]:
     return tensor.numpy()
 
 
-def _processor_key(stage: "Encode") -> str:
-    """Key of the image processor that made the tensors of the images."""
+def _processor_key(stage: "Encode", kind: str) -> str:
+    """Key of the processor that made the tensors of images or videos."""
     origin = stage.origin
     path = resolve_folder(origin.tokenizer_path, origin.tokenizer)
     revision = origin.tokenizer.pin.get("commit")
-    found = load_image_processor(path, revision, load_tokenizer(path, revision))
+    found = load_processor(kind, path, revision, load_tokenizer(path, revision))
     return found.key if found else ""

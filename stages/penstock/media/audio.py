@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.media.audio_codecs import BadAudio, Samples, decode_other, resample
-from penstock.media.decode import MAX_BYTES
-from penstock.media.kinds import AUDIO_EXTRA, MissingPackages, has_extra
+from penstock.media.kinds import AUDIO_EXTRA, MAX_BYTES, MissingPackages, has_extra
 
 MAX_SECONDS = 1_800
 """Maximum length of audio."""

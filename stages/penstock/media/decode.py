@@ -11,13 +11,10 @@ from io import BytesIO
 from typing import TYPE_CHECKING
 
 from penstock.core.errors import CapabilityError
-from penstock.media.kinds import BadMedia
+from penstock.media.kinds import MAX_BYTES, BadMedia
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-
-MAX_BYTES = 128 << 20
-"""Maximum size of an encoded image."""
 
 MAX_PIXELS = 89_478_485
 """Maximum pixels of an image: the number from which Pillow warns of decompression bombs."""

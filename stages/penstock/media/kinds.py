@@ -4,9 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 
+MAX_BYTES = 128 << 20
+"""Maximum size of an encoded image, or of audio."""
+
 
 class BadMedia(Exception):  # noqa: N818 - caught where the record is known
-    """An image or audio cannot be used; the message says why, as part of a sentence."""
+    """An image, audio or video cannot be used; the message says why, as part of a sentence."""
 
 
 AUDIO_EXTRA = "audio"
@@ -15,13 +18,43 @@ AUDIO_EXTRA = "audio"
 AUDIO_SUFFIXES = (".aif", ".aiff", ".au", ".caf", ".flac", ".mp3", ".oga", ".ogg", ".opus", ".w64")
 """Suffixes of files that need this extra."""
 
-EXTRAS: Mapping[str, tuple[str, ...]] = {AUDIO_EXTRA: ("soundfile", "soxr")}
+VIDEO_EXTRA = "video"
+"""The extra of this package that decodes files of video."""
+
+VIDEO_SUFFIXES = (".avi", ".m4v", ".mkv", ".mov", ".mp4", ".webm")
+"""Suffixes of files that need this extra."""
+
+EXTRAS: Mapping[str, tuple[str, ...]] = {
+    AUDIO_EXTRA: ("soundfile", "soxr"),
+    VIDEO_EXTRA: ("av",),
+}
 """Modules of this package's extras that media need."""
 
 
 def has_extra(extra: str) -> bool:
     """Whether the modules of an extra are there."""
     return all(find_spec(module) is not None for module in EXTRAS[extra])
+
+
+@dataclass(frozen=True)
+class DecodedBy:
+    """What decodes some files of a kind."""
+
+    extra: str
+    suffixes: tuple[str, ...]
+    otherwise: str
+    """What to do without it."""
+
+
+DECODED_BY: Mapping[str, DecodedBy] = {
+    "audio": DecodedBy(
+        AUDIO_EXTRA,
+        AUDIO_SUFFIXES,
+        "save the audio as WAV files at the rate of the model's processor",
+    ),
+    "video": DecodedBy(VIDEO_EXTRA, VIDEO_SUFFIXES, "give videos as lists of frames"),
+}
+"""By kind."""
 
 
 class MissingPackages(BadMedia):
@@ -46,6 +79,8 @@ class MediaKind:
     """Types of parts of a message in data."""
     columns: tuple[str, ...]
     """Columns with those of a record."""
+    max_bytes: int = MAX_BYTES
+    """Maximum size of an encoded one."""
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -65,15 +100,16 @@ AUDIO = MediaKind(
     "audio", "audio", "audio", ("audio", "audio_url", "input_audio"), ("audios", "audio")
 )
 VIDEO = MediaKind(
-    "video", "a video", "videos", ("video", "video_url", "input_video"), ("videos", "video")
+    "video",
+    "a video",
+    "videos",
+    ("video", "video_url", "input_video"),
+    ("videos", "video"),
+    max_bytes=512 << 20,
 )
-"""Not read: records with videos are refused. The processors of transformers need torchvision."""
 
-READ = (IMAGE, AUDIO)
-"""The kinds that are read."""
-
-KINDS: Mapping[str, MediaKind] = {kind.name: kind for kind in (*READ, VIDEO)}
+KINDS: Mapping[str, MediaKind] = {kind.name: kind for kind in (IMAGE, AUDIO, VIDEO)}
 """By name."""
 
-WORDS = tuple(word for kind in READ for word in (*kind.parts, *kind.columns))
+WORDS = tuple(word for kind in KINDS.values() for word in (*kind.parts, *kind.columns))
 """Every record with media has one of these as a column, a member or the type of a part."""

@@ -4,26 +4,26 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from penstock.media.audio_processor import load_audio_processor
-from penstock.media.kinds import AUDIO, IMAGE
+from penstock.media.kinds import AUDIO, IMAGE, VIDEO
 from penstock.media.model_processor import ModelProcessor
 from penstock.media.processor import load_image_processor
+from penstock.media.video_processor import load_video_processor
 
 Load = Callable[[str, str | None, Any], ModelProcessor | None]
 
 LOADERS: Mapping[str, Load] = {
     IMAGE.name: load_image_processor,
     AUDIO.name: load_audio_processor,
+    VIDEO.name: load_video_processor,
 }
 
 
 def load_processor(
     kind: str, path: str, revision: str | None, tokenizer: Any
 ) -> ModelProcessor | None:
-    """The processor for a kind of media in a folder or hub repository; None if it has none, or the
-    kind is not read.
+    """The processor for a kind of media in a folder or hub repository; None if it has none.
 
     Raises CapabilityError for processors that are not supported, ConfigError if the files cannot be
     used.
     """
-    load = LOADERS.get(kind)
-    return load(path, revision, tokenizer) if load else None
+    return LOADERS[kind](path, revision, tokenizer)

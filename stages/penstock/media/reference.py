@@ -17,8 +17,9 @@ from penstock.core.remote.open import open_file
 from penstock.core.remote.path import Info, RemotePath
 from penstock.core.remote.urls import redact
 from penstock.core.remote.version import content_version
-from penstock.media.decode import MAX_BYTES, BadImage
-from penstock.media.kinds import IMAGE
+from penstock.media.decode import BadImage
+from penstock.media.frames import join_frames
+from penstock.media.kinds import IMAGE, KINDS
 
 DATA_URI = "data:"
 WEB = ("http://", "https://")
@@ -31,13 +32,31 @@ Folder = Path | str
 
 @dataclass(frozen=True)
 class ImageRef:
-    """An image or audio in a record: a path, URL or data URI, or the bytes themselves."""
+    """An image, audio or video in a record: a path, URL or data URI, or the bytes themselves; or
+    the frames of a video."""
 
     location: str = ""
     content: bytes = b""
     kind: str = IMAGE.name
+    frames: tuple["ImageRef", ...] = ()
+    """The images that a video consists of, in order."""
+    fps: float | None = None
+    """Of these frames, per second; None: unknown."""
+
+    @property
+    def paths(self) -> list[str]:
+        """The files that it names, or its frames do."""
+        named = [frame.location for frame in self.frames or (self,)]
+        return [each for each in named if each and not each.startswith((DATA_URI, *WEB))]
+
+    @property
+    def is_path(self) -> bool:
+        """Whether all of it is in files, rather than in the data or on the web."""
+        return len(self.paths) == len(self.frames or (self,))
 
     def __str__(self) -> str:
+        if self.frames:
+            return f"{self.kind} of {len(self.frames)} frames, the first {self.frames[0]}"
         if not self.location:
             return f"{self.kind} of {len(self.content):,} bytes"
         if self.location.startswith(DATA_URI):
@@ -68,11 +87,6 @@ def among_several(digest: bytes) -> bytes:
     return sha256(digest + b"among several").digest()
 
 
-def is_path(ref: ImageRef) -> bool:
-    """Whether an image is a file, rather than in the data or on the web."""
-    return bool(ref.location) and not ref.location.startswith((DATA_URI, *WEB))
-
-
 def name_below(location: str) -> str | None:
     """The name below a folder's URL of the file that a location leads to; None for one that is no
     path, or leaves the folder."""
@@ -101,22 +115,38 @@ def from_base64(text: str, kind: str = IMAGE.name) -> ImageRef:
 
 
 def read_image(ref: ImageRef, root: Folder | None, web: WebImages) -> bytes:
-    """The encoded image. Paths are relative to `root` and lie in it. Raises BadImage, and for an
-    object store that cannot be read the errors of `core.remote`."""
-    location = ref.location
+    """The encoded image, audio or video. Paths are relative to `root` and lie in it. Raises
+    BadImage, and for an object store that cannot be read the errors of `core.remote`."""
+    if not ref.frames:
+        return _read_one(ref, root, web)
+    limit, left = KINDS[ref.kind].max_bytes, KINDS[ref.kind].max_bytes
+    contents: list[bytes] = []
+    for number, frame in enumerate(ref.frames, 1):
+        try:
+            contents.append(_read_one(frame, root, web))
+        except BadImage as error:
+            raise BadImage(f"frame {number}: {error}") from error
+        left -= len(contents[-1])
+        if left < 0:
+            raise BadImage(f"its frames have more than {limit:,} bytes")
+    return join_frames(contents, ref.fps)
+
+
+def _read_one(ref: ImageRef, root: Folder | None, web: WebImages) -> bytes:
+    location, limit = ref.location, KINDS[ref.kind].max_bytes
     if not location:
         return ref.content
     if location.startswith(DATA_URI):
         return from_base64(location).content
     if location.startswith(WEB):
-        return _fetch(location, web)
+        return _fetch(location, limit, web)
     if location.startswith("file://"):
         location = unquote(urlsplit(location).path)
     elif "://" in location:
         raise BadImage(f"{ref}: only http, https and file URLs are read")
     if isinstance(root, str):
-        return _read_remote(location, root, web)
-    return _read_file(location, root)
+        return _read_remote(location, limit, root, web)
+    return _read_file(location, limit, root)
 
 
 def image_path(location: str, root: Path) -> Path | None:
@@ -135,7 +165,7 @@ def image_path(location: str, root: Path) -> Path | None:
     return Path(path) if Path(path).is_relative_to(top) else None
 
 
-def _read_file(location: str, root: Path | None) -> bytes:
+def _read_file(location: str, limit: int, root: Path | None) -> bytes:
     if root is None:
         raise BadImage(
             f"{location[:SHOWN]} is a path, and the data is not a local file, or has no such file; "
@@ -148,8 +178,8 @@ def _read_file(location: str, root: Path | None) -> bytes:
         )
     try:
         size = path.stat().st_size
-        if size > MAX_BYTES:
-            raise BadImage(f"it has {size:,} bytes; {MAX_BYTES:,} are allowed")
+        if size > limit:
+            raise BadImage(f"it has {size:,} bytes; {limit:,} are allowed")
         return path.read_bytes()
     except FileNotFoundError as error:
         raise BadImage(f"there is no {path}") from error
@@ -157,7 +187,7 @@ def _read_file(location: str, root: Path | None) -> bytes:
         raise BadImage(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-def _read_remote(location: str, root: str, web: WebImages) -> bytes:
+def _read_remote(location: str, limit: int, root: str, web: WebImages) -> bytes:
     """The image at a path below a URL, which is fetched once for each version in the store."""
     name = name_below(location)
     if name is None:
@@ -166,8 +196,8 @@ def _read_remote(location: str, root: str, web: WebImages) -> bytes:
     info = place.info()
     if info is None:
         raise BadImage(f"there is no {place.redacted_url}")
-    if info["size"] > MAX_BYTES:
-        raise BadImage(f"it has {info['size']:,} bytes; {MAX_BYTES:,} are allowed")
+    if info["size"] > limit:
+        raise BadImage(f"it has {info['size']:,} bytes; {limit:,} are allowed")
     key = f"{place.redacted_url}#{digest_json(file_version(info))}"
     if known := web.find(key):
         return known
@@ -178,18 +208,18 @@ def _read_remote(location: str, root: str, web: WebImages) -> bytes:
     return content
 
 
-def _fetch(url: str, web: WebImages) -> bytes:
+def _fetch(url: str, limit: int, web: WebImages) -> bytes:
     if known := web.find(url):
         return known
     if env.hub_is_offline():
         raise BadImage(f"{redact(url)[:SHOWN]} is on the web, and HF_HUB_OFFLINE is set")
     try:
         with open_file(url) as stream:
-            content = stream.read(MAX_BYTES + 1)
+            content = stream.read(limit + 1)
     except (PenstockError, OSError) as error:
         reason = str(error).partition("\n")[0]
         raise BadImage(f"{redact(url)[:SHOWN]} cannot be fetched: {reason}") from error
-    if len(content) > MAX_BYTES:
-        raise BadImage(f"it has more than {MAX_BYTES:,} bytes")
+    if len(content) > limit:
+        raise BadImage(f"it has more than {limit:,} bytes")
     web.remember(url, content)
     return content

@@ -116,15 +116,14 @@ def _read_images(
     found: dict[bytes, bytes] = {}
     for ref in (ref for each in conversations(said) for _, ref in each.media):
         try:
-            if ref.location.startswith(WEB):
-                content = originals.find(ref.location)
-            else:
-                content = read_image(ref, batch.folder, originals)
+            named = (one.location for one in ref.frames or (ref,))
+            if any(url.startswith(WEB) and originals.find(url) is None for url in named):
+                continue
+            content = read_image(ref, batch.folder, originals)
         except BadMedia:
             continue
-        if content is not None:
-            digest = image_digest(content)
-            found[digest] = found[among_several(digest)] = content
+        digest = image_digest(content)
+        found[digest] = found[among_several(digest)] = content
     return found
 
 

@@ -1,14 +1,14 @@
-"""Read, decode and process the images and audio of one slice."""
+"""Read, decode and process the images, audio and videos of one slice."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from penstock.core.errors import StageError
+from penstock.core.errors import CapabilityError, ConfigError, StageError
 from penstock.media.cache import MediaCache
-from penstock.media.kinds import BadMedia, MissingPackages
+from penstock.media.kinds import KINDS, BadMedia, MissingPackages
 from penstock.media.model_processor import ModelProcessor
 from penstock.media.originals import Originals
-from penstock.media.reference import Folder, ImageRef, image_digest, is_path, read_image
+from penstock.media.reference import Folder, ImageRef, image_digest, read_image
 from penstock.prepare.bad_records import BadRecord
 from penstock.prepare.encode.encoder import Encoder
 from penstock.prepare.encode.images import LoadedKind, Located, SliceImages, locate
@@ -21,12 +21,12 @@ def load_slice_images(
     open_cache: Callable[[str], MediaCache | None],
     kinds: Sequence[str] = (),
 ) -> tuple[SliceImages | None, list[str]]:
-    """(the images and audio of a slice, names of the files that have them); None if the model takes
+    """(the media of a slice, names of the files that have them); None if the model takes
     none of their kinds.
 
     All are read first; those that no file has are then decoded, in the order of their first use.
-    `open_cache` gives the cache of a kind, None if the model does not take it; that of `kinds` is
-    asked for also if there are none. Raises StageError if
+    `open_cache` gives the cache of a kind, None if the model does not take it; that of the first of
+    `kinds` that it takes is asked for also if there are none. Raises StageError if
     a file is truncated, or media change meanwhile.
     """
     caches = dict[str, MediaCache | None]()
@@ -39,7 +39,8 @@ def load_slice_images(
                 found[kind] = _FoundImages(cache.originals, cache.processor)
 
     for kind in kinds:
-        ask(kind)
+        if not found:
+            ask(kind)
     for batch in read():
         for kind, ref, several in encode.iter_media(batch.values):
             ask(kind)
@@ -52,7 +53,25 @@ def load_slice_images(
         name, files = cache.get_or_process([*its.stored], its.read)
         loaded[kind] = LoadedKind(cache.processor, files, its.by_place, its.lacking)
         names.append(name)
-    return SliceImages(loaded) if loaded else None, names
+    if not loaded:
+        return None, names
+    return SliceImages(loaded, _other_processors(loaded, open_cache)), names
+
+
+def _other_processors(
+    loaded: Collection[str], open_cache: Callable[[str], MediaCache | None]
+) -> list[ModelProcessor]:
+    """The model's processors of kinds that a slice has none of: their tokens may not be in its
+    texts. Those that cannot be used stand for none."""
+    found: list[ModelProcessor] = []
+    for kind in KINDS:
+        try:
+            cache = None if kind in loaded else open_cache(kind)
+        except (CapabilityError, ConfigError):
+            continue
+        if cache is not None:
+            found.append(cache.processor)
+    return found
 
 
 @dataclass(frozen=True)
@@ -93,7 +112,7 @@ class _FoundImages:
             return
         digest = image_digest(content)
         self.by_place[place] = digest
-        if is_path(ref) and not isinstance(folder, str):
+        if ref.is_path and not isinstance(folder, str):
             self.paths.setdefault(digest, (ref, folder))
         else:
             self.originals.add(content)

@@ -27,6 +27,10 @@ from penstock.prepare.settings import DatasetSettings, PrepareSettings
 FORMAT = 4
 """Increase it if the same records and settings must give other samples."""
 
+MEDIA_FORMAT = 2
+"""Increase it if the same records with media, or with tokens that stand for them, must give other
+samples."""
+
 RECORD_SELECTION = {
     "shards",
     "shards_idx",
@@ -136,7 +140,8 @@ def _build_slice(
     held = digest_json([piece.as_json() for piece in pieces])
     first, step = _record_stride(its, held)
     columns = settings.select_columns
-    images = digest_images(pieces, its, columns) if has_processor_files(tokenizer) else None
+    takes_media = has_processor_files(tokenizer)
+    images = digest_images(pieces, its, columns) if takes_media else None
     key = digest_json(
         {
             "format": FORMAT,
@@ -147,6 +152,7 @@ def _build_slice(
             "holds": held,
             "records": [first, step],
             **({"images": images} if images else {}),
+            **({"media": MEDIA_FORMAT} if takes_media else {}),
         }
     )
     return Slice(short(key), short(key), role, dataset, label, its, columns, pieces, first, step)

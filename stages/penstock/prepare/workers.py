@@ -18,7 +18,7 @@ from penstock.core.process.allowed_env import Purpose
 from penstock.core.process.die_with_parent import end_with_parent
 from penstock.core.process.main_module import without_main_module
 from penstock.media.cache import MediaCache, MediaCounts
-from penstock.media.kinds import READ
+from penstock.media.kinds import KINDS
 from penstock.media.load import load_processor
 from penstock.media.model_processor import ModelProcessor
 from penstock.prepare.bad_records import Tally
@@ -105,7 +105,7 @@ def _tokenize_with_images(
     config: WorkerConfig,
     found: ImagesFound,
 ) -> Tally:
-    """Tokenize a slice with images or audio; records with those that the model does not take are
+    """Tokenize a slice with media; records with those that the model does not take are
     dropped."""
     named = (config.tokenizer, config.revision, config.tokenizer_key)
 
@@ -120,7 +120,7 @@ def _tokenize_with_images(
             return None
         return MediaCache(config.cache.folder, processor, config.cache.shared, MEDIA_COUNTS)
 
-    kinds = [kind.name for kind in READ] if isinstance(found, ImageTokenFound) else []
+    kinds = [*KINDS] if isinstance(found, ImageTokenFound) else []
     images, names = load_slice_images(encode, read, open_cache, kinds)
     tally = tokenize(item, encode.with_images(images or "refused"), target, read)
     tally.media = names

@@ -1,4 +1,4 @@
-"""Images and audio of a micro-batch."""
+"""Images, audio and videos of a micro-batch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -47,18 +47,18 @@ class PixelBytes:
 
 @dataclass(frozen=True)
 class ImageBatch:
-    """The images and audio of a micro-batch. One that several of its documents have is in it once.
+    """The images, audio and videos of a micro-batch. One that several documents have is in it once.
 
     A sample has the model's image token (`image_token_id`) once for each feature of its images: the
     k-th image token of a micro-batch takes the feature `feature_order()[k]`. So it is with audio
-    and its token.
+    and video and their tokens.
     """
 
     tensors: Mapping[str, torch.Tensor]
     """Outputs of the model's image processor for all distinct images, by the names under which
     `get_image_features` takes them: `pixel_values` [patches, patch size] and `image_grid_thw`
-    [images, 3], or `pixel_values` [images, channels, height, width]; of audio, `input_features`
-    [chunks, mel bins, frames]. Without those in `pixels`."""
+    [images, 3], or `pixel_values` [images, channels, height, width]; videos are images of several
+    frames; of audio, `input_features` [chunks, mel bins, frames]. Without those in `pixels`."""
     token_counts: tuple[int, ...]
     """Number of tokens of each image or audio, in the order of their tokens."""
     pixels: Mapping[str, PixelBytes] = field(default_factory=dict[str, PixelBytes])
@@ -66,7 +66,7 @@ class ImageBatch:
     order: tuple[int, ...] | None = None
     """Which of the distinct images each is; None: all are distinct."""
     sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
-    """Length of each distinct image along the first dimension, by output."""
+    """Length of each distinct image along the first dimension, by output; 0 without it."""
 
     def __len__(self) -> int:
         return len(self.token_counts)
@@ -116,6 +116,14 @@ class ImageBatch:
     def of_each(self, distinct: np.ndarray) -> np.ndarray:
         """Rows of distinct images as rows of each image, in the order of their tokens."""
         return distinct if self.order is None else distinct[list(self.order)]
+
+    def number_of_each(self, name: str, default: float) -> list[float]:
+        """The number in output `name` of each image, in the order of their tokens; `default` of
+        those without it."""
+        found = iter(self.tensors[name].tolist() if name in self.tensors else ())
+        sizes = self.sizes.get(name, (0,) * len(self))
+        distinct = np.array([next(found) if size else default for size in sizes])
+        return self.of_each(distinct).tolist()
 
     def pin_memory(self) -> "ImageBatch":
         """A copy in pinned memory, for asynchronous copies to the GPU."""

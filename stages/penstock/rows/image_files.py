@@ -1,8 +1,8 @@
-"""Processed images and audio on disk: memory-mapped Arrow files of tensors, by the digest of each.
+"""Processed images, audio and videos on disk: memory-mapped Arrow files of tensors, by digest.
 
-A row is an image, or audio, as the schema's metadata says. For each output of its processor there
-is a column with its bytes and one, `<name>.shape`, with its shape; the column's metadata has the
-data type, whether the model takes it, and the table of pixels (`rows.pixel_table`) if they are
+A row is an image, audio or a video, as the schema's metadata says. For each output of its processor
+there is a column with its bytes and one, `<name>.shape`, with its shape; the column's metadata has
+the data type, whether the model takes it, and the table of pixels (`rows.pixel_table`) if they are
 stored as such. `width` and `height` are those of the image itself. An image that cannot be used has
 an `error` instead.
 """
@@ -47,7 +47,7 @@ class StoredImage:
     tensors: Mapping[str, StoredTensor]
     size: tuple[int, int] = (0, 0)
     """Width and height in pixels, before processing; of audio, the number of samples and their
-    rate. 0 if it cannot be used."""
+    rate; of a video, those of a frame. 0 if it cannot be used."""
     error: str | None = None
     kind: str = IMAGE
 
@@ -113,6 +113,10 @@ class ImageFiles:
         """The images, file after file, each once."""
         columns = (batch.column("digest").to_pylist() for batch in self._batches)
         return [*dict.fromkeys(chain.from_iterable(columns))]
+
+    def kinds(self) -> set[str]:
+        """The kinds of media in them."""
+        return {form.kind for form in self._forms}
 
     def get(self, digest: bytes) -> StoredImage | None:
         """An image, whose tensors are read-only views of its file; None if no file has it."""

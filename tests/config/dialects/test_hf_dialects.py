@@ -435,7 +435,9 @@ def test_images_are_where_llama_factory_says_and_have_the_size_of_the_processor(
         line = line_of(translated(LLAMA_FACTORY, **{key: 1024}), key)
         assert line.kind == "refused"
         assert "preprocessor_config.json" in line.why
-    assert line_of(translated(LLAMA_FACTORY, video_fps=2.0), "video_fps").kind == "no effect"
+    line = line_of(translated(LLAMA_FACTORY, video_fps=2.0), "video_fps")
+    assert line.kind == "refused"
+    assert "video_preprocessor_config.json" in line.why
 
 
 def test_axolotl_trains_all_parts_of_a_model_with_a_processor() -> None:

@@ -1,5 +1,6 @@
 """Optimizer steps on micro-batches with images, in any layout."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -64,14 +65,21 @@ def steps(job: Job, count: int = 2, saved: bool = False, resumed: bool = False) 
     return steps_of(loop, job, count, saved=saved)
 
 
-def steps_of(loop: Trainer, job: Job, count: int, *, saved: bool = False) -> dict[str, Any]:
-    """`steps` of a run that is built."""
+def steps_of(
+    loop: Trainer,
+    job: Job,
+    count: int,
+    *,
+    saved: bool = False,
+    make: Callable[[str], list[MicroBatch]] = batches,
+) -> dict[str, Any]:
+    """`steps` of a run that is built; `make` gives the micro-batches for a model type."""
     first = loop.at.step
     model_type = read_hf_config(job.config_path, {})["model_type"]
     model, dims = loop.built.engine.model, loop.built.dims
     at = model.mesh.index("replicate", "shard")
     each = len(NUMBERS) // dims.num_replicas
-    mine = batches(model_type)[at * each : (at + 1) * each]
+    mine = make(model_type)[at * each : (at + 1) * each]
     seen = before_each_update(loop, lambda: gradients_of(loop))
     results = [loop.built.engine.step(mine, LR, number) for number in range(first, first + count)]
     if saved:

@@ -205,20 +205,21 @@ def test_experts_of_images_on_two_ranks_compute_what_one_process_computes(tmp_pa
     compare(tmp_path, "ernie4_5_vl_moe", {"ep 2": OF_EXPERTS["ep 2"]}, 2)
 
 
-def compare(tmp_path, model_type, layouts, world, **train):
+def compare(tmp_path, model_type, layouts, world, run=each_steps, **train):
     """Losses, norms, gradients and weights of every layout with those of one process."""
     write_model(tmp_path / model_type, model_type)
     runs.write_rows(tmp_path / "packed", 4)
     jobs = {
         name: image_job(tmp_path, name, model_type, **train, **how) for name, how in layouts.items()
     }
-    found = on_ranks(world, each_steps, jobs)
+    found = on_ranks(world, run, jobs)
     alone: dict[tuple[str, ...], dict] = {}
     frozen = {n: tuple(how.get("model", {}).get("freeze", ())) for n, how in layouts.items()}
     for parts in set(frozen.values()):
         how = {"model": {"freeze": list(parts)}, **train, **ALONE}
         job = image_job(tmp_path, "alone", model_type, **how)
-        [alone[parts]] = on_ranks(1, steps, job)
+        [ones] = on_ranks(1, run, {"alone": job})
+        alone[parts] = ones["alone"]
     for ranks in found:
         for name, one in ranks.items():
             wanted = alone[frozen[name]]

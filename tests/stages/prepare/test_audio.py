@@ -111,7 +111,7 @@ BAD = {
     "token": (hearing(text="<|AUDIO|>"), "stands for audio"),
     "video": (
         [{"role": "user", "content": [{"type": "video", "path": "a.mp4"}]}, hearing()[1]],
-        "it has videos, which are not read",
+        "it has videos, and the model has no video processor",
     ),
     "image": (
         [{"role": "user", "content": [{"type": "image", "path": "a.png"}]}, hearing()[1]],

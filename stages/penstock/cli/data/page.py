@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from io import BytesIO
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from penstock.cli.data.sample_view import (
     ImageView,
@@ -22,8 +23,13 @@ from penstock.core.cache.store import PlannedStage
 from penstock.core.errors import ConfigError
 from penstock.core.files import atomic_write
 from penstock.core.os_errors import describe_os_error
-from penstock.media.decode import BadImage, decode
+from penstock.media.decode import decode
+from penstock.media.kinds import VIDEO, BadMedia
+from penstock.media.video import open_video
 from penstock.prepare.locate_record import build_image_reader
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 SIDE = 192
 """Maximum width and height of a thumbnail, in pixels."""
@@ -77,21 +83,27 @@ def _sample(shown: SampleView, images: Mapping[bytes, bytes]) -> str:
 
 def _figure(number: int, image: ImageView, content: bytes | None) -> str:
     caption = f"<figcaption>{escape(format_image(number, image))}</figcaption>"
-    uri = None if content is None else _thumbnail(content)
+    uri = None if content is None else _thumbnail(content, image.kind)
     picture = f'<img alt="" src="{uri}">' if uri else ""
     return f"<figure>{picture}{caption}</figure>"
 
 
-def _thumbnail(content: bytes) -> str | None:
-    """A small JPEG of an encoded image, as a data URI."""
+def _thumbnail(content: bytes, kind: str) -> str | None:
+    """A small JPEG of an encoded image, or of the first frame of a video, as a data URI."""
     try:
-        image = decode(content)
-    except BadImage:
+        image = _first_frame(content) if kind == VIDEO.name else decode(content)
+    except BadMedia:
         return None
     image.thumbnail((SIDE, SIDE))
     stream = BytesIO()
     image.save(stream, "JPEG", quality=80)
     return f"data:image/jpeg;base64,{base64.b64encode(stream.getvalue()).decode()}"
+
+
+def _first_frame(content: bytes) -> "Image":
+    from PIL import Image
+
+    return Image.fromarray(next(open_video(content).read([0])))
 
 
 def _spans(part: Part) -> Iterator[str]:

@@ -39,7 +39,7 @@ class Part:
 
 @dataclass(frozen=True)
 class ImageView:
-    """An image or audio of a sample."""
+    """An image, audio or video of a sample."""
 
     digest: str
     """SHA-256 of its encoded bytes."""
@@ -48,6 +48,8 @@ class ImageView:
     """Pixels, before processing; of audio, samples and their rate."""
     tokens: int
     kind: str = "image"
+    frames: int | None = None
+    """Of a video, those that are used."""
 
 
 @dataclass(frozen=True)
@@ -91,10 +93,12 @@ def format_counts(shown: SampleView, part: Part) -> str:
 
 
 def format_image(number: int, image: ImageView) -> str:
-    """The digest, size and tokens of an image or audio."""
+    """The digest, size and tokens of an image, audio or video."""
     size = f"{image.width} x {image.height} pixels"
     if image.kind == "audio":
         size = f"{image.width / max(image.height, 1):.2f} s at {image.height} Hz"
+    if image.frames is not None:
+        size = f"{image.frames} frames of {size}"
     return f"{image.kind} {number}: {image.digest[:16]}, {size}, {image.tokens} tokens"
 
 

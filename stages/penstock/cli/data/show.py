@@ -29,6 +29,7 @@ from penstock.core.cache.store import PlannedStage
 from penstock.core.errors import ConfigError
 from penstock.core.files import read_json
 from penstock.core.sources.pin import pin_tokenizer
+from penstock.media.video_processor import INDICES
 from penstock.prepare.locate_record import Locate, build_locator
 from penstock.prepare.sample_sources import DataSource, SplitSources, split_sources
 from penstock.rows.decoding import Decoder, load_pinned_decoder
@@ -187,7 +188,9 @@ def _build_image(digest: bytes, tokens: int, media: ImageFiles) -> ImageView:
     found = media.get(digest)
     if found is None:
         return ImageView(digest.hex(), 0, 0, tokens)
-    return ImageView(digest.hex(), *found.size, tokens, found.kind)
+    indices = found.tensors.get(INDICES)
+    frames = indices.shape[0] if indices else None
+    return ImageView(digest.hex(), *found.size, tokens, found.kind, frames)
 
 
 def _build_parts(sample: Sample, decoder: Decoder) -> Iterator[Part]:

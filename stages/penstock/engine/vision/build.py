@@ -7,16 +7,17 @@ import torch
 
 from penstock.adapters.names import parse_lora_name
 from penstock.config.schema.run import RunConfig
-from penstock.core.errors import ConfigError
+from penstock.core.errors import CapabilityError, ConfigError
 from penstock.engine.activations.checkpointing import VISION as RECOMPUTED
 from penstock.engine.distributed.collectives import Residual
 from penstock.engine.distributed.device_mesh import Mesh
 from penstock.engine.distributed.param_shards import LocalParam
 from penstock.engine.distributed.pipeline_stages import layers_of_stages
 from penstock.engine.vision.encoded import require_encodable
-from penstock.engine.vision.image_inputs import ImageInputBuilder
+from penstock.engine.vision.image_inputs import ImageInputBuilder, require_videos
 from penstock.engine.vision.image_shares import ImageShares
 from penstock.engine.vision.image_text import (
+    NO_VIDEOS,
     ImageTextInputs,
     build_image_text_inputs,
     check_image_text,
@@ -68,6 +69,15 @@ def checked_vision(
     _check_pipeline(run, vision, config)
     require_encodable(run, vision)
     return vision
+
+
+def check_videos(config: DecoderConfig, vision: VisionConfig | None) -> None:
+    """Raise CapabilityError for a model that is not trained on videos. `vision` is the vision part
+    that is built, None if it is of the model's own code."""
+    if isinstance(config, AutoModelConfig):
+        raise CapabilityError(NO_VIDEOS)
+    if vision is not None:
+        require_videos(vision)
 
 
 def _check_freeze_of_text(run: RunConfig, hf_config: Mapping[str, Any]) -> None:

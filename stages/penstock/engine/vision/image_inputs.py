@@ -1,4 +1,4 @@
-"""Images of a micro-batch as model inputs of this rank."""
+"""Images and videos of a micro-batch as model inputs of this rank."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -8,13 +8,14 @@ import numpy as np
 import torch
 from torch import nn
 
+from penstock.core.errors import CapabilityError
 from penstock.engine.vision.image_shares import ImageShares
 from penstock.models.layers.modality.tokens import ModalityTokens
 from penstock.models.vision.dummy import dummy_image
-from penstock.models.vision.features import dummy_hidden
+from penstock.models.vision.features import SECONDS, dummy_hidden
 from penstock.models.vision.positions import image_places, image_runs, mrope_positions
 from penstock.models.vision.tower import GatherFeatures, ImageInputs, VisionTower
-from penstock.models.vision.types import VisionConfig
+from penstock.models.vision.types import VISION_TYPES, VisionConfig
 from penstock.rows.collate import MicroBatch
 from penstock.rows.image_batch import ImageBatch
 from penstock_kernels.to_device import to_device
@@ -53,13 +54,20 @@ class ImageInputBuilder:
             return replace(batch, bidirectional=runs)
         if self.config.rope_axes is None:
             return batch
+        grids, counts = images.of_each(images.tensors[GRID].cpu().numpy()), images.token_counts
+        if self.config.type.video and self.config.type.video.is_split:
+            frames = grids[:, 0]
+            counts = np.repeat(np.array(counts) // frames, frames).tolist()
+            grids = np.repeat(grids, frames, axis=0)
+            grids[:, 0] = 1
         positions_T3 = mrope_positions(
             self._places(batch, images),
             batch.position_ids_T.numpy(),
             batch.lengths,
-            images.of_each(images.tensors[GRID].cpu().numpy()),
-            images.token_counts,
+            grids,
+            counts,
             self.config.merge_size,
+            self._intervals(images),
         )
         return replace(batch, position_ids_T=torch.from_numpy(positions_T3))
 
@@ -124,8 +132,29 @@ class ImageInputBuilder:
         return [one for one in named if one.requires_grad and one.grad is None]
 
     def _places(self, batch: MicroBatch, images: ImageBatch) -> np.ndarray:
-        ids_T = batch.input_ids_T.numpy()
-        return image_places(ids_T, self.config.image_token_id, images.token_counts)
+        tokens: int | tuple[int, ...] = self.config.image_token_id
+        if SECONDS in images.tensors:
+            tokens = (tokens, require_videos(self.config))
+        return image_places(batch.input_ids_T.numpy(), tokens, images.token_counts)
+
+    def _intervals(self, images: ImageBatch) -> list[float] | None:
+        """Positions between temporal patches of each image or video; None: 1."""
+        if self.config.tokens_per_second is None or SECONDS not in images.tensors:
+            return None
+        scale = np.float32(self.config.tokens_per_second)
+        # Images have one temporal patch.
+        return [float(scale * np.float32(each)) for each in images.number_of_each(SECONDS, 0.0)]
+
+
+def require_videos(config: VisionConfig) -> int:
+    """The token of videos. Raises CapabilityError for a model that is not trained on them."""
+    if config.video_token_id is None:
+        known = ", ".join(name for name, one in VISION_TYPES.items() if one.video)
+        raise CapabilityError(
+            f"the data has videos, and models of type {config.hf_config.get('model_type')} are not"
+            f" trained on them.\n  Use a model of one of these types: {known}."
+        )
+    return config.video_token_id
 
 
 def _take_share(images: ImageBatch, shares: ImageShares) -> tuple[ImageBatch, GatherFeatures]:

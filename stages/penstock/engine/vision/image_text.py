@@ -14,10 +14,16 @@ from penstock.engine.vision.freeze import frozen_parts
 from penstock.models.automodel.causal_lm import AutoCausalLM
 from penstock.models.automodel.outline import AutoModelConfig, MediaTraits
 from penstock.models.decoder_config import DecoderConfig
+from penstock.models.vision.features import SECONDS
 from penstock.models.vision.positions import feature_index, image_places
 from penstock.models.vision.tower import ImageInputs
 from penstock.rows.collate import MicroBatch
 from penstock_kernels.to_device import to_device
+
+NO_VIDEOS = (
+    "the data has videos, on which models are not trained through transformers' own code.\n"
+    "  Write model.backend: native, or leave the videos out."
+)
 
 AUDIO_INPUT = "input_features"
 """The output of a processor with the features of audio."""
@@ -43,6 +49,8 @@ class ImageTextInputs:
         together."""
         if batch.images is None:
             return None
+        if SECONDS in batch.images.tensors:
+            raise CapabilityError(NO_VIDEOS)
         if AUDIO_INPUT in batch.images.tensors:
             _require_kind("audio", self.traits, "the data has audio, and this model")
         ids_T = batch.input_ids_T.numpy()

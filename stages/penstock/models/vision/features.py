@@ -23,6 +23,8 @@ DEEPSTACK = "deepstack_features."
 HIDDEN = "projector_inputs"
 """What the projector takes of an image."""
 PIXELS = "pixel_values"
+SECONDS = "second_per_grid_ts"
+"""Seconds of a temporal patch of each video, on which positions depend, and no features."""
 
 PROJECTORS: Mapping[str, str] = {
     "idefics3": "connector",

@@ -1,9 +1,9 @@
 """RoPE positions in three axes (M-RoPE; Wang et al. 2024, "Qwen2-VL"). T packed tokens.
 
-A text token has one position on all axes. The features of an image have that of the token before it
-plus 1, and their place in the grid along time, height and width; the text goes on after the larger
-side of the grid. Positions restart at 0 in each document; those of completions that share a prompt
-go on after it.
+A text token has one position on all axes. The features of an image or video have that of the token
+before it plus 1, and their place in the grid along time, height and width; the text goes on after
+the larger of height and width. Positions restart at 0 in each document; those of completions that
+share a prompt go on after it.
 """
 
 from collections.abc import Sequence
@@ -59,6 +59,7 @@ def mrope_positions(
     grids: np.ndarray,
     token_counts: Sequence[int],
     merge_size: int,
+    intervals: Sequence[float] | None = None,
 ) -> np.ndarray:
     """Positions on each axis, int64 [T, 3].
 
@@ -69,6 +70,8 @@ def mrope_positions(
         grids: patches of each image along time, height and width, [images, 3].
         token_counts: image tokens of each image.
         merge_size: patches per feature along height and width.
+        intervals: positions between temporal patches of each image, of which fractions are cut off;
+            None: 1.
 
     Raises StageError if the tokens of an image are not one run in one document, or not as many as
     its grid has.
@@ -76,7 +79,10 @@ def mrope_positions(
     ends = np.cumsum(lengths)
     positions_T3 = np.repeat(positions_T, 3).reshape(-1, 3)
     used = 0
-    for (frames, height, width), count in zip(grids.tolist(), token_counts, strict=True):
+    steps = [1.0] * len(token_counts) if intervals is None else intervals
+    for (frames, height, width), count, step in zip(
+        grids.tolist(), token_counts, steps, strict=True
+    ):
         rows, columns = height // merge_size, width // merge_size
         first, last = places[used], places[used + count - 1]
         document = np.searchsorted(ends, first, side="right")
@@ -87,6 +93,7 @@ def mrope_positions(
                 " between them.\n  Prepare the data again."
             )
         grid_3F = np.indices((frames, rows, columns)).reshape(3, -1)
+        grid_3F[0] = grid_3F[0].astype(np.float32) * np.float32(step)
         positions_T3[first : last + 1] = positions_T3[first] + grid_3F.T
         positions_T3[last + 1 : ends[document]] -= count - max(rows, columns)
         used += count

@@ -14,7 +14,7 @@ from penstock.core.errors import CapabilityError
 from penstock.models.automodel.build import computed_buffers
 from penstock.models.automodel.media_inputs import with_each_counted
 from penstock.models.multimodal import BACKBONE
-from penstock.models.vision.features import stored_features
+from penstock.models.vision.features import SECONDS, stored_features
 from penstock.models.vision.types import VISION, VisionConfig
 
 GatherFeatures = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
@@ -129,10 +129,10 @@ class VisionTower(nn.Module):
     def compute(
         self, tensors: Mapping[str, torch.Tensor]
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """(features [F, D] of images, those that are added after decoder layers)."""
+        """(features [F, D] of images and videos, those that are added after decoder layers)."""
         # FSDP puts what it gathered into this module alone.
         self.hf_model._parameters.update(self._parameters)
-        given = with_each_counted(tensors)
+        given = with_each_counted({name: one for name, one in tensors.items() if name != SECONDS})
         found = self.hf_model.get_image_features(**given, return_dict=True)
         deepstack = getattr(found, "deepstack_features", None) or ()
         return _flat(found.pooler_output), tuple(map(_flat, deepstack))

@@ -1,4 +1,5 @@
-"""The multimodal model types whose images are trained on, and what is known of each. No torch."""
+"""The multimodal model types whose images and videos are trained on, and what is known of each. No
+torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -37,6 +38,21 @@ VISION_NAMES = (VISION, *(f"{BACKBONE}{module}" for module in MODULES))
 
 
 @dataclass(frozen=True)
+class VideoType:
+    """The videos of a multimodal model type, which its vision tower computes as images of several
+    frames."""
+
+    token_id: int
+    """Where config.json has none."""
+    is_split: bool = False
+    """Whether text stands between its temporal patches, each of which then has the positions of an
+    image."""
+    tokens_per_second: int | None = None
+    """Where vision_config has none. RoPE positions along time are this times seconds; None: they
+    are temporal patches."""
+
+
+@dataclass(frozen=True)
 class VisionType:
     """The vision part of a multimodal model type."""
 
@@ -55,6 +71,9 @@ class VisionType:
     bidirectional: bool = False
     """Whether the tokens of an image attend to one another in both directions."""
 
+    video: "VideoType | None" = None
+    """How videos are trained on; None: they are not."""
+
     modality_tokens: Mapping[str, int] = field(default_factory=dict[str, int])
     """Fields of config.json with the ids of tokens that have the experts of images, besides the
     image token, and their defaults."""
@@ -70,7 +89,15 @@ _ERNIE_TOKENS = {
     "video_end_token_id": 101307,
 }
 _GLM = "grid", ("visual.merger.",), "chunked", (8, 12, 12)
-_QWEN3_5 = VisionType(248056, "grid", ("visual.merger.",), "interleaved", (11, 11, 10))
+_QWEN2 = "grid", ("visual.merger.",), "chunked", (16, 24, 24)
+_QWEN3_5 = VisionType(
+    248056,
+    "grid",
+    ("visual.merger.",),
+    "interleaved",
+    (11, 11, 10),
+    video=VideoType(248057, is_split=True),
+)
 _QWEN3_VL = VisionType(
     151655,
     "grid",
@@ -78,6 +105,7 @@ _QWEN3_VL = VisionType(
     "interleaved",
     (24, 20, 20),
     (8, 16, 24),
+    video=VideoType(151656, is_split=True),
 )
 
 VISION_TYPES: Mapping[str, VisionType] = {
@@ -98,8 +126,8 @@ VISION_TYPES: Mapping[str, VisionType] = {
     "llava_next": VisionType(32000, "tiles", _TILES),
     "llava_onevision": VisionType(151646, "tiles", _TILES),
     "mistral3": VisionType(10, "native"),
-    "qwen2_vl": VisionType(151655, "grid", ("visual.merger.",), "chunked", (16, 24, 24)),
-    "qwen2_5_vl": VisionType(151655, "grid", ("visual.merger.",), "chunked", (16, 24, 24)),
+    "qwen2_vl": VisionType(151655, *_QWEN2, video=VideoType(151656)),
+    "qwen2_5_vl": VisionType(151655, *_QWEN2, video=VideoType(151656, tokens_per_second=4)),
     "qwen3_5": _QWEN3_5,
     "qwen3_5_moe": _QWEN3_5,
     "qwen3_vl": _QWEN3_VL,
@@ -128,6 +156,10 @@ class VisionConfig:
     """The config.json of the whole model."""
     type: VisionType
     image_token_id: int
+    video_token_id: int | None = None
+    """None: the model is not trained on videos."""
+    tokens_per_second: int | None = None
+    """Positions along time of a second of video; None: they are temporal patches."""
     rope_axes: tuple[int, ...] | None = None
     """The axis (0 time, 1 height, 2 width) of each pair of rotated features; None: positions have
     one axis."""
@@ -172,11 +204,18 @@ def read_vision(hf: Mapping[str, Any]) -> VisionConfig:
         hf,
         kind,
         int(token),
+        int(hf.get("video_token_id") or kind.video.token_id) if kind.video else None,
+        _tokens_per_second(tower, kind),
         _rope_axes(hf, kind),
         int(tower.get("spatial_merge_size") or 2) if kind.form == "grid" else 1,
         len(deepstack) if kind.deepstack else 0,
         _modality_ids(hf, kind, int(token)),
     )
+
+
+def _tokens_per_second(tower: Mapping[str, Any], kind: VisionType) -> int | None:
+    default = kind.video.tokens_per_second if kind.video else None
+    return None if default is None else int(tower.get("tokens_per_second") or default)
 
 
 def _modality_ids(hf: Mapping[str, Any], kind: VisionType, token: int) -> tuple[int, ...]:

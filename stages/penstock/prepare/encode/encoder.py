@@ -243,7 +243,7 @@ class Encoder:
         if isinstance(said, PreferencePair):
             chosen, rejected = (self._images.resolve_prompt(each, folder) for each in parts)
             if chosen.media != rejected.media:
-                why = "the prompts of its two answers have other images or audio"
+                why = "the prompts of its two answers have other media"
                 raise BadRecord("bad_value", why)
             return replace(said, chosen=chosen, rejected=rejected)
         if isinstance(said, RatedCompletion):

@@ -1,4 +1,4 @@
-"""Images and audio in rendered texts: each image token becomes the text of its image."""
+"""Images, audio and videos in rendered texts: each image token becomes the text of its image."""
 
 import re
 from collections import Counter
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from penstock.media.kinds import KINDS, READ
+from penstock.media.kinds import KINDS
 from penstock.media.model_processor import ModelProcessor
 from penstock.media.reference import Folder, ImageRef, image_digest
 from penstock.prepare.bad_records import BadRecord
@@ -25,7 +25,7 @@ from penstock.rows.schema import IGNORED
 Located = tuple[Folder | None, bytes]
 """The folder to which the path of an image is relative, and the digest of the path or content."""
 
-MEDIA_LIKE = re.compile("image|img|audio", re.IGNORECASE)
+MEDIA_LIKE = re.compile("image|img|audio|video", re.IGNORECASE)
 """Names of tokens that may stand for media, such as `<image>`, `<|image_pad|>` and `[IMG]`."""
 
 CUT = "cutting it to max_seq_len would cut an image"
@@ -33,19 +33,20 @@ CUT = "cutting it to max_seq_len would cut an image"
 
 def locate(ref: ImageRef, folder: Folder | None) -> Located:
     """What identifies an image of a record."""
+    if ref.frames:
+        frames = [locate(frame, folder) for frame in ref.frames]
+        return folder, image_digest(repr((frames, ref.fps)).encode())
     if ref.content:
         return None, image_digest(ref.content)
     return folder, image_digest(ref.location.encode())
 
 
 class ImagesFound(Exception):  # noqa: N818 - caught within this package
-    """A record has images or audio, which must be read before the slice is encoded."""
+    """A record has media, which must be read before the slice is encoded."""
 
 
 def no_processor(kind: str) -> BadRecord:
     """Why a record with media of this kind cannot be used with a model that takes none."""
-    if kind not in {one.name for one in READ}:
-        return BadRecord("bad_value", f"it has {KINDS[kind].plural}, which are not read")
     return BadRecord(
         "bad_value",
         f"it has {KINDS[kind].plural}, and the model has no {kind} processor "
@@ -87,21 +88,28 @@ class ImageTokenFound(ImagesFound):
 
 
 def media_like_tokens(tokenizer: PreTrainedTokenizerBase) -> Ids:
-    """Ids of the added tokens that may stand for images or audio, by their names; sorted."""
+    """Ids of the added tokens that may stand for media, by their names; sorted."""
     named = {at: str(token) for at, token in tokenizer.added_tokens_decoder.items()}
     return np.array(sorted(at for at, name in named.items() if MEDIA_LIKE.search(name)), np.int32)
 
 
 @dataclass(frozen=True)
 class SliceImages:
-    """The images and audio of a slice, by kind."""
+    """The images, audio and videos of a slice, by kind."""
 
     kinds: Mapping[str, LoadedKind]
+    others: Sequence[ModelProcessor] = ()
+    """The model's processors of the kinds that the slice has none of."""
+
+    @property
+    def processors(self) -> list[ModelProcessor]:
+        """The model's processors of all kinds."""
+        return [*(its.processor for its in self.kinds.values()), *self.others]
 
     @property
     def token_ids(self) -> list[int]:
         """The tokens that take features."""
-        return [its.processor.token_id for its in self.kinds.values()]
+        return [processor.token_id for processor in self.processors]
 
     @property
     def chat_template(self) -> str | None:
@@ -170,9 +178,7 @@ class SliceImages:
                     f"the chat template writes {counts[token]} {kind} tokens ({token}) for "
                     f"{given[token]} {KINDS[kind].plural}",
                 )
-        raise BadRecord(
-            "template", "the chat template writes its images and audio in another order"
-        )
+        raise BadRecord("template", "the chat template writes its media in another order")
 
     def check(self, flat: TokenSequences, documents: Sequence[Document]) -> dict[int, BadRecord]:
         """Mask the tokens of media, and return the faults of documents with more or fewer of them
@@ -182,13 +188,13 @@ class SliceImages:
         before = np.concatenate([[0], np.cumsum(is_media)])
         counts = np.diff(before[flat.offsets]).tolist()
         return {
-            at: self._fault(count, sum(document.image_tokens))
+            at: self._fault(flat[at][0], sum(document.image_tokens))
             for at, (count, document) in enumerate(zip(counts, documents, strict=True))
             if count != sum(document.image_tokens)
         }
 
     def check_prompts(self, side: TokenSequences) -> dict[int, BadRecord]:
-        """The faults of samples whose prompt ends with an image or audio: the last token of a
+        """The faults of samples whose prompt ends with an image or the like: the last token of a
         prompt is stored with each completion (`rows.shared_prefix`)."""
         prompts = side.prompt_lengths()
         places = np.flatnonzero(prompts)
@@ -202,16 +208,17 @@ class SliceImages:
     def check_ids(self, ids: Ids) -> None:
         """Raise BadRecord for a tokenized sample with a token of media, as it has none."""
         if np.isin(ids, self.token_ids).any():
-            raise self._fault(1, 0)
+            raise self._fault(ids, 0)
 
-    def _fault(self, tokens: int, features: int) -> BadRecord:
+    def _fault(self, ids: Ids, features: int) -> BadRecord:
         if not features:
-            named = {its.processor.reserved[-1]: kind for kind, its in self.kinds.items()}
             stands = (
-                f"{token}, which stands for {KINDS[kind].article}" for token, kind in named.items()
+                f"{one.reserved[-1]}, which stands for {one.kind.article}"
+                for one in self.processors
+                if one.token_id in ids
             )
-            return BadRecord("bad_value", f"its text has {' or '.join(stands)}")
-        what = " and ".join(self.kinds)
+            return BadRecord("bad_value", f"its text has {' and '.join(stands)}")
+        what, tokens = " and ".join(self.kinds), int(np.isin(ids, self.token_ids).sum())
         return BadRecord("template", f"it has {tokens} {what} tokens for {features} features")
 
     def _resolve_message(
@@ -237,10 +244,10 @@ class SliceImages:
         return {**part, kind: digest}
 
     def _check_text(self, text: str) -> None:
-        for kind, its in self.kinds.items():
-            for token in its.processor.reserved:
+        for processor in self.processors:
+            for token in processor.reserved:
                 if token in text:
-                    what = f"its text has {token}, which stands for {KINDS[kind].article}"
+                    what = f"its text has {token}, which stands for {processor.kind.article}"
                     raise BadRecord("bad_value", what)
 
 

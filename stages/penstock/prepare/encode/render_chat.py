@@ -131,7 +131,7 @@ class Renderer:
             said = ", ".join(roles)
             raise BadRecord("template", f"{NO_TEMPLATE}, so turns of {said} have no form")
         if conversation.media:
-            raise BadRecord("template", f"{NO_TEMPLATE}, so images and audio have no form")
+            raise BadRecord("template", f"{NO_TEMPLATE}, so media have no form")
         if conversation.tools or any(message.get("tool_calls") for message in messages):
             raise BadRecord("template", f"{NO_TEMPLATE}, so tools have no form")
         *parts, answer = [str(message["content"]) for message in messages]

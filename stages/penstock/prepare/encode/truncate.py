@@ -78,7 +78,7 @@ class Truncator:
     def __init__(
         self, its: DatasetSettings, encode: Encode, media_token_ids: Sequence[int] = ()
     ) -> None:
-        """`media_token_ids`: the tokens of images and audio, which are never cut."""
+        """`media_token_ids`: the tokens of media, which are never cut."""
         self._its = its
         self._encode = encode
         self._media_token_ids = media_token_ids

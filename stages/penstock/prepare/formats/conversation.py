@@ -24,7 +24,7 @@ class Conversation:
     messages: list[Message]
     """Each has a `role` (`system`, `user`, `assistant` or `tool`) and a `content`: text, null for
     assistant messages with `tool_calls`, whose `arguments` are objects, or parts (`formats.images`)
-    in messages with images or audio, which are not the assistant's."""
+    in messages with media, which are not the assistant's."""
 
     tools: list[dict[str, Any]] | None
     """Tool definitions, each `{"type": "function", "function": {…}}`."""

@@ -1,14 +1,16 @@
-"""Images and audio of records: parts of messages, and columns that replace `<image>` and `<audio>`
-in texts.
+"""Images, audio and videos of records: parts of messages, and columns that replace `<image>`,
+`<audio>` and `<video>` in texts.
 
 A message with media has a list of parts as its content: `{"type": "text", "text": …}` and
 `{"type": KIND, KIND: ImageRef}`.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from penstock.media.kinds import KINDS, BadMedia, MediaKind
+from penstock.media.kinds import IMAGE, KINDS, VIDEO, BadMedia, MediaKind
 from penstock.media.reference import ImageRef, from_base64
 from penstock.prepare.bad_records import BadRecord, check_text, json_type_name
 from penstock.prepare.formats.conversation import Message
@@ -19,11 +21,22 @@ NO_SOURCE = ImageRef()
 BASE64 = ("base64", "data")
 """Members with base64; OpenAI's `input_audio` has it in `data`."""
 
+FPS = "fps"
+"""Member with the frames per second of a list of frames."""
+
+SAMPLED = (
+    *("nframes", "num_frames", "min_frames", "max_frames", "sample_fps", "raw_fps"),
+    *("video_start", "video_end", "total_pixels", "min_pixels", "max_pixels"),
+    *("resized_height", "resized_width"),
+)
+"""Members of a video by which other libraries choose and resize its frames."""
+
 
 def media_part(where: str, kind: MediaKind, part: Mapping[str, Any]) -> Message:
-    """The part of a message that is an image, or audio. Raises BadRecord if it cannot be read as
-    one."""
-    given = [name for name in kind.sources if part.get(name) is not None]
+    """The part of a message that is an image, audio or video. Raises BadRecord if it cannot be read
+    as one."""
+    names = (*kind.sources, FPS, *SAMPLED) if kind == VIDEO else kind.sources
+    given = [name for name in names if part.get(name) is not None]
     if not given:
         return {"type": kind.name, kind.name: NO_SOURCE}
     found = _parse(where, kind, {name: part[name] for name in given})
@@ -93,7 +106,10 @@ def _column_values(kind: MediaKind, record: Mapping[str, Any]) -> list[tuple[str
 
 
 def _parse(where: str, kind: MediaKind, value: Any) -> ImageRef:
-    """An image, or audio: a path, URL or data URI; bytes; or an object with one of its sources."""
+    """An image, audio or video: a path, URL or data URI; bytes; or an object with one of its
+    sources. A video may be a list of images."""
+    if isinstance(value, list) and kind == VIDEO:
+        return _parse_frames(where, value)
     if isinstance(value, bytes):
         return ImageRef(content=value, kind=kind.name)
     if isinstance(value, str):
@@ -101,6 +117,8 @@ def _parse(where: str, kind: MediaKind, value: Any) -> ImageRef:
     if not isinstance(value, Mapping):
         what = f"{where} is {json_type_name(value)} where {kind.article} is meant"
         raise BadRecord("wrong_type", what)
+    if kind == VIDEO and (value.get(FPS) is not None or any(name in value for name in SAMPLED)):
+        return _parse_sampled(where, value)
     known = (*kind.sources, BASE64[-1])
     given = {name: value[name] for name in known if value.get(name) is not None}
     # Hugging Face's Image and Audio features have the bytes, and the path that they had.
@@ -115,6 +133,37 @@ def _parse(where: str, kind: MediaKind, value: Any) -> ImageRef:
     if name == "bytes" and isinstance(given[name], str):
         raise BadRecord("wrong_type", f"{where}.bytes is a string; write it as base64")
     return _parse(f"{where}.{name}", kind, given[name])
+
+
+def _parse_frames(where: str, value: list[Any]) -> ImageRef:
+    """A video that is a list of images."""
+    if not value:
+        raise BadRecord("empty", f"{where} has no frames")
+    frames = [_parse(f"{where}[{at}]", IMAGE, each) for at, each in enumerate(value)]
+    return ImageRef(kind=VIDEO.name, frames=tuple(frames))
+
+
+def _parse_sampled(where: str, value: Mapping[str, Any]) -> ImageRef:
+    """A video with members about its frames."""
+    if unread := [name for name in SAMPLED if value.get(name) is not None]:
+        raise BadRecord(
+            "bad_value",
+            f"{where} has {unread[0]}, which is not read: the model's video processor says which "
+            "frames are used, and how large",
+        )
+    fps = value.get(FPS)
+    found = _parse(where, VIDEO, {n: v for n, v in value.items() if n not in (FPS, *SAMPLED)})
+    if fps is None:
+        return found
+    if not found.frames:
+        raise BadRecord(
+            "bad_value",
+            f"{where} has fps, which is that of a list of frames; of a file, the model's video "
+            "processor says which frames are used",
+        )
+    if isinstance(fps, bool) or not isinstance(fps, int | float) or not 0 < fps < math.inf:
+        raise BadRecord("bad_value", f"{where}.fps is {fps!r} where a positive number is meant")
+    return replace(found, fps=float(fps))
 
 
 def _count_placeholders(kind: MediaKind, message: Message) -> int:

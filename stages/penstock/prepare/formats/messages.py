@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from penstock.media.kinds import KINDS, VIDEO
+from penstock.media.kinds import KINDS
 from penstock.prepare.bad_records import (
     BadRecord,
     check_text,
@@ -94,7 +94,7 @@ class Turn:
 
 
 class _Parts(list[Message]):
-    """Content that is parts, because it has images or audio."""
+    """Content that is parts, because it has media."""
 
 
 def conversation(settings: DatasetSettings, record: Mapping[str, Any]) -> Conversation:
@@ -322,10 +322,10 @@ def _parse_part(where: str, part: Any) -> tuple[str, list[Any]]:
         )
     kind = PARTS.get(str(part["type"]))
     if kind is None:
-        known = ", ".join(dict.fromkeys(one for one in PARTS.values() if one != VIDEO.name))
+        known = ", ".join(dict.fromkeys(PARTS.values()))
         why = f"{where} is of type {str(part['type'])[:40]!r}"
         raise BadRecord(
-            "bad_value", f"{why}; only text, images and audio can be used, in parts of type {known}"
+            "bad_value", f"{why}; only text and media can be used, in parts of type {known}"
         )
     if kind in KINDS:
         return MEDIA, [media_part(where, KINDS[kind], part)]
@@ -349,8 +349,8 @@ def _parse_other_fields(where: str, value: Message, spelling: MessageKeys) -> Me
             if entry:
                 raise BadRecord(
                     "bad_value",
-                    f"{where} has {name}; only text can be trained on, and images and audio that "
-                    "are parts of content",
+                    f"{where} has {name}; only text can be trained on, and media that are parts of "
+                    "content",
                 )
             continue
         kept[name] = check_json(f"{where}.{name}", entry)

@@ -3,8 +3,9 @@ record.
 
 Members are read in order and never written to a folder. `key.json` gives the columns of the record,
 `key.name.json` the column `name`, `key.txt` the column `text` and other texts a column by their
-suffix. Its images and audio take the place of their names in the JSON; if it names none of a kind
-they are a column, `images` or `audios`, in the order of the archive. Other members are not read.
+suffix. Its images, audio and videos take the place of their names in the JSON; if it names none of
+a kind they are a column (`images`, `audios`, `videos`), in the order of the archive. Other members
+are not read.
 """
 
 import re
@@ -15,8 +16,16 @@ from posixpath import basename
 from typing import Any, BinaryIO
 
 from penstock.core.errors import StageError
-from penstock.media.decode import MAX_BYTES
-from penstock.media.kinds import AUDIO, AUDIO_SUFFIXES, IMAGE, KINDS, MediaKind
+from penstock.media.kinds import (
+    AUDIO,
+    AUDIO_SUFFIXES,
+    IMAGE,
+    KINDS,
+    MAX_BYTES,
+    VIDEO,
+    VIDEO_SUFFIXES,
+    MediaKind,
+)
 from penstock.prepare.bad_records import BadRecord
 from penstock.prepare.readers.decompress import SourceFile
 from penstock.prepare.readers.documents import group_items
@@ -28,11 +37,18 @@ MEMBER = re.compile(r"((?:.*/)?[^./]+)\.([^/]+)", re.DOTALL)
 
 IMAGES = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "avif")
 SOUNDS = ("wav", *(suffix.removeprefix(".") for suffix in AUDIO_SUFFIXES))
-FILES = {**dict.fromkeys(IMAGES, IMAGE), **dict.fromkeys(SOUNDS, AUDIO)}
+VIDEOS = tuple(suffix.removeprefix(".") for suffix in VIDEO_SUFFIXES)
+FILES = {
+    **dict.fromkeys(IMAGES, IMAGE),
+    **dict.fromkeys(SOUNDS, AUDIO),
+    **dict.fromkeys(VIDEOS, VIDEO),
+}
 """Kinds of media, by suffix."""
+NAMING = {word for kind in KINDS.values() for word in (*kind.sources, *kind.columns)}
+"""Columns and members that may name them: frames of a video are images."""
 TEXTS = {"txt": "text", "text": "text", "caption": "caption", "cls": "cls"}
 """Columns of text, by suffix."""
-UNREAD = ("mp4", "mov", "avi", "mkv", "webm", "m4a")
+UNREAD = ("m4a",)
 """Suffixes of media that are not read, without which a record would be another one."""
 
 
@@ -51,6 +67,11 @@ class Member:
     def kind(self) -> str:
         """The last part of the suffix."""
         return self.suffix.rpartition(".")[2]
+
+    @property
+    def max_size(self) -> int:
+        """Bytes that are allowed."""
+        return FILES[self.kind].max_bytes if self.kind in FILES else MAX_BYTES
 
 
 def tar_records(file: SourceFile) -> Iterator[Chunk]:
@@ -85,7 +106,7 @@ def _iter_records(stream: BinaryIO, name: str) -> Iterator[tuple[int, list[Membe
 def _read(archive: tarfile.TarFile, info: tarfile.TarInfo, suffix: str) -> Member:
     member = Member(info.name, suffix, b"", info.size)
     is_read = member.kind in FILES or member.kind == "json" or suffix in TEXTS
-    if not is_read or info.size > MAX_BYTES:
+    if not is_read or info.size > member.max_size:
         return member
     stream = archive.extractfile(info)
     content = stream.read() if stream else b""
@@ -104,8 +125,8 @@ def _parse(members: Sequence[Member]) -> Value:
     for member in members:
         if member.kind in UNREAD:
             return BadRecord("bad_value", f"it has {member.name}, which is not read")
-        if member.size > MAX_BYTES:
-            why = f"{member.name} has {member.size:,} bytes; {MAX_BYTES:,} are allowed"
+        if member.size > member.max_size:
+            why = f"{member.name} has {member.size:,} bytes; {member.max_size:,} are allowed"
             return BadRecord("bad_value", why)
         if member.kind in FILES:
             media.setdefault(FILES[member.kind].name, {})[member.name] = member.content
@@ -128,13 +149,12 @@ def _parse(members: Sequence[Member]) -> Value:
 def _with_media(record: dict[str, Any], kind: MediaKind, files: dict[str, bytes]) -> dict[str, Any]:
     """The record with the content of files in place of their names, or as a column of its own."""
     by_name = files | {basename(name): content for name, content in files.items()}
-    names = {*kind.sources, *kind.columns}
     placed = 0
 
     def replaced(value: Any, is_name: bool) -> Any:
         nonlocal placed
         if isinstance(value, dict):
-            return {name: replaced(part, name in names) for name, part in value.items()}
+            return {name: replaced(part, name in NAMING) for name, part in value.items()}
         if isinstance(value, list):
             return [replaced(part, is_name) for part in value]
         if is_name and isinstance(value, str) and value in by_name:

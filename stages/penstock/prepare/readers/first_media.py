@@ -1,4 +1,4 @@
-"""The images and audio of a source's first records, without running the prepare stage; cached by
+"""The media of a source's first records, without running the prepare stage; cached by
 its content."""
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from penstock.core.errors import CapabilityError, StageError
 from penstock.prepare.dataset_type import NO_CONVERSATION
 from penstock.prepare.settings import DatasetSettings
 
-VERSION = 2
+VERSION = 3
 """Increase it if the same records must be found to have other media."""
 
 
@@ -29,7 +29,6 @@ def find_first_media(
     )
 
     def find() -> dict[str, list[str]]:
-        from penstock.media.reference import is_path  # noqa: PLC0415 - as readers are
         from penstock.prepare.bad_records import BadRecord  # noqa: PLC0415 - as readers are
         from penstock.prepare.formats.conversation import conversations  # noqa: PLC0415
         from penstock.prepare.formats.registry import parse_record  # noqa: PLC0415
@@ -43,8 +42,7 @@ def find_first_media(
                 continue
             for kind, ref in (one for each in conversations(said) for one in each.media):
                 suffixes = found.setdefault(kind, set())
-                if is_path(ref):
-                    suffixes.add(PurePosixPath(ref.location).suffix.lower())
+                suffixes.update(PurePosixPath(path).suffix.lower() for path in ref.paths)
         return {kind: sorted(suffixes) for kind, suffixes in found.items()}
 
     try:

@@ -1,4 +1,4 @@
-"""The images and audio that data names by path, pinned to their content.
+"""The images, audio and videos that data names by path, pinned to their content.
 
 Images in the data itself are part of its pin; files beside it are not. Which paths a piece of data
 names depends on the piece alone, so they are looked for once and cached; the digests of their files
@@ -20,15 +20,9 @@ from penstock.core.process.retry import PLANNING_TRIES
 from penstock.core.remote.path import RemotePath
 from penstock.core.remote.urls import WEB, split_parent, url_scheme
 from penstock.core.remote.version import is_digest
-from penstock.media.kinds import READ
+from penstock.media.kinds import KINDS
 from penstock.media.kinds import WORDS as MEDIA_WORDS
-from penstock.media.reference import (
-    Folder,
-    file_version,
-    image_path,
-    is_path,
-    name_below,
-)
+from penstock.media.reference import Folder, file_version, image_path, name_below
 from penstock.prepare.bad_records import BadRecord
 from penstock.prepare.dataset_type import NO_CONVERSATION
 from penstock.prepare.formats.conversation import conversations
@@ -40,7 +34,7 @@ from penstock.prepare.readers.records import Chunk, Value
 from penstock.prepare.readers.registry import read_chunks
 from penstock.prepare.settings import DatasetSettings
 
-FORMAT = 3
+FORMAT = 4
 """Increase it if the same data must be found to name other images."""
 
 WORDS = (*MEDIA_WORDS, "image_info", *FOLDER_COLUMNS)
@@ -49,7 +43,7 @@ WORDS = (*MEDIA_WORDS, "image_info", *FOLDER_COLUMNS)
 MENTION = re.compile(rb'"(?:%s)\\*"' % "|".join(WORDS).encode())
 """One of these words in JSON, which may be a text in JSON."""
 
-BARE = re.compile("|".join(kind.name for kind in READ).encode())
+BARE = re.compile("|".join(KINDS).encode())
 """The same among the values of a column."""
 
 
@@ -141,7 +135,7 @@ def _iter_paths(
             except BadRecord:
                 continue
             for each in conversations(said):
-                yield from (ref.location for _, ref in each.media if is_path(ref))
+                yield from (path for _, ref in each.media for path in ref.paths)
 
 
 def _mentioning(chunk: Chunk, searched: dict[int, bool]) -> list[Value]:

@@ -287,8 +287,8 @@ def _settle_decay(draft: Draft) -> None:
     schedule.require_decay_steps(draft, "lr_scheduler_type")
 
 
-OF_VIDEO = "data has no videos"
 SIZED = "images are resized as preprocessor_config.json of the model says; write its size there"
+SAMPLED = "frames are sampled and resized as video_preprocessor_config.json of the model says"
 OF_OTHER_STAGES = "read by stages that are not here"
 
 IDLE = {
@@ -309,13 +309,7 @@ IDLE = {
     "buffer_size": "sources are always read in parts",
     "streaming": "sources are always read in parts",
     "data_shared_file_system": "machines meet by what they share",
-    **dict.fromkeys(
-        (
-            *("video_max_pixels", "video_min_pixels", "video_fps", "video_maxlen"),
-            "use_audio_in_video",
-        ),
-        OF_VIDEO,
-    ),
+    "use_audio_in_video": "videos are read without their audio",
     "audio_sampling_rate": "audio has the rate that preprocessor_config.json of the model says",
     "ref_model_adapters": OF_OTHER_STAGES,
     "ignore_pad_token_for_loss": "padding is never trained",
@@ -352,6 +346,7 @@ REFUSED = {
     "use_adam_mini": "write another optim",
     **dict.fromkeys(("image_max_pixels", "image_min_pixels"), SIZED),
     **dict.fromkeys(("image_do_pan_and_scan", "crop_to_patches"), SIZED),
+    **dict.fromkeys(("video_max_pixels", "video_min_pixels", "video_fps", "video_maxlen"), SAMPLED),
 }
 
 LLAMA_FACTORY = Dialect(

@@ -30,7 +30,7 @@ MAX_IMAGE_BYTES = 128 << 20
 """Maximum bytes of the tensors of all distinct images of a request. A small file may have many
 pixels."""
 MAX_BASE64 = 180 << 20
-"""Maximum characters of an image in JSON: `media.decode.MAX_BYTES` in base64."""
+"""Maximum characters of an image in JSON: `media.kinds.MAX_BYTES` in base64."""
 
 TEXT, IMAGE = "encoded_text", "image"
 IMAGE_FIELDS = {"type", "data", "format", "expected_tokens"}

@@ -1,0 +1,212 @@
+"""The video processor of a model: a video to patches, and to the text that stands for it.
+
+Bitwise that of transformers (on the CPU), without torchvision. Each video is processed alone, frame
+by frame, so that memory holds the frames that are used after they were resized.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from penstock.core.errors import CapabilityError, ConfigError
+from penstock.media.kinds import VIDEO, BadMedia
+from penstock.media.model_processor import (
+    IMAGE_PROCESSOR,
+    PROCESSOR,
+    ModelProcessor,
+    ProcessorFiles,
+    Tensors,
+    assemble,
+    first_line,
+    processor_class,
+)
+from penstock.media.video import BadVideo, Frame, Video, open_video, require_packages
+from penstock.media.video_settings import (
+    BICUBIC,
+    DEFAULT_FPS,
+    VideoSettings,
+    read_video_settings,
+)
+from penstock.rows.image_files import StoredImage
+from penstock.rows.pixel_table import PixelTable, StoredTensor, stored
+
+FORMAT = 1
+"""Increase it if the same settings must give other tensors."""
+
+VIDEO_PROCESSOR = "video_preprocessor_config.json"
+
+PIXELS, GRID = "pixel_values", "image_grid_thw"
+"""Names of the patches and of their grid: those of images, because the vision tower computes videos
+and images alike."""
+
+SECONDS = "second_per_grid_ts"
+"""Seconds of a temporal patch."""
+
+INDICES, FPS = "frames_indices", "fps"
+"""What the text needs to know: the frames that are used, and frames per second of all."""
+
+MAX_PIXELS = 1 << 27
+"""Maximum pixels of all frames that are used, after resizing."""
+
+
+@dataclass(frozen=True)
+class VideoProcessor(ModelProcessor):
+    """A video processor and the parts of its processor that concern text."""
+
+    video: VideoSettings = field(kw_only=True)
+
+    kind = VIDEO
+
+    @cached_property
+    def unused(self) -> frozenset[str]:
+        return frozenset({INDICES, FPS})
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Everything that determines the tensors of a video."""
+        return {"format": FORMAT, "settings": vars(self.video)}
+
+    @cached_property
+    def table(self) -> PixelTable:
+        """The values of the 256 bytes: rescaled and normalized at once, as in transformers."""
+        scale = np.float32(1.0 / self.video.rescale_factor)
+        mean, std = (
+            (np.asarray(one, np.float32) * scale)[:, None]
+            for one in (self.video.image_mean, self.video.image_std)
+        )
+        return PixelTable((np.arange(256, dtype=np.float32) - mean) / std)
+
+    def require_packages(self, content: bytes) -> None:
+        """Raise MissingPackages without the package that decodes this file."""
+        require_packages(content)
+
+    def store(self, digest: bytes, content: bytes) -> StoredImage:
+        """The tensors of a video, or why it has none."""
+        try:
+            video = open_video(content)
+            tensors = self.process(video)
+        except BadMedia as error:
+            return StoredImage(digest, {}, error=str(error))
+        return StoredImage(digest, tensors, (video.header.width, video.header.height))
+
+    def process(self, video: Video) -> Tensors:
+        """The tensors of a video. Raises BadVideo."""
+        header = video.header
+        indices = self.video.sample(header)
+        size = self.video.resized(len(indices), header.height, header.width)
+        pixels = len(indices) * size[0] * size[1]
+        if pixels > MAX_PIXELS:
+            raise BadVideo(
+                f"{len(indices)} frames of {size[1]} x {size[0]} pixels are {pixels:,}; "
+                f"{MAX_PIXELS:,} are allowed: sample fewer frames (fps, max_frames), or smaller "
+                "ones (size), in the video processor's file"
+            )
+        step = self.video.temporal_patch_size
+        padded = len(indices) + -len(indices) % step
+        frames = np.empty((padded, 3, *size), np.uint8)
+        for at, frame in enumerate(video.read(indices)):
+            frames[at] = self._resize(frame, size)
+        frames[len(indices) :] = frames[len(indices) - 1]
+        fps = header.fps or DEFAULT_FPS
+        sampled_fps = len(indices) / header.frames * fps
+        codes, grid = self._patchify(frames)
+        shape = (len(codes), codes[0].size)
+        return {
+            PIXELS: StoredTensor(shape, codes, self.table),
+            GRID: stored(np.array([grid], np.int64)),
+            SECONDS: stored(np.array([step / sampled_fps], np.float32)),
+            INDICES: stored(np.array(indices, np.int64)),
+            FPS: stored(np.array([fps], np.float64)),
+        }
+
+    def _resize(self, frame: Frame, size: tuple[int, int]) -> Frame:
+        """A frame [3, height, width], resized by torch as torchvision does it on the CPU."""
+        import torch  # noqa: PLC0415 - only to resize
+
+        planes = np.ascontiguousarray(frame.transpose(2, 0, 1))
+        if planes.shape[1:] == size:
+            return planes
+        found = torch.nn.functional.interpolate(
+            torch.from_numpy(planes)[None],
+            size=size,
+            mode="bicubic" if self.video.resample == BICUBIC else "bilinear",
+            align_corners=False,
+            antialias=True,
+        )
+        return found[0].numpy()
+
+    def _patchify(self, frames: Frame) -> tuple[Frame, tuple[int, int, int]]:
+        """(bytes of patches [patches, channels, pixels of a channel], grid) of frames [frames,
+        channels, height, width]: a token's patches lie together."""
+        its = self.video
+        count, channels, height, width = frames.shape
+        grid = count // its.temporal_patch_size, height // its.patch_size, width // its.patch_size
+        rows, columns = (side // its.merge_size for side in grid[1:])
+        sides = its.merge_size, its.patch_size
+        blocks = frames.reshape(
+            grid[0], its.temporal_patch_size, channels, rows, *sides, columns, *sides
+        )
+        ordered = blocks.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8)
+        return ordered.reshape(grid[0] * grid[1] * grid[2], channels, -1), grid
+
+    def replacement(self, tensors: Tensors) -> str:
+        """The text that takes the place of the video token of a video with these tensors."""
+        metadata = SimpleNamespace(
+            fps=float(tensors[FPS].numpy()[0]),
+            frames_indices=tensors[INDICES].numpy().tolist(),
+        )
+        inputs = {"video_grid_thw": tensors[GRID].numpy(), "video_metadata": [metadata]}
+        return str(self.processor.replace_video_token(inputs, video_idx=0))
+
+
+def load_video_processor(path: str, revision: str | None, tokenizer: Any) -> VideoProcessor | None:
+    """The video processor in a folder or hub repository; None if it has none.
+
+    `tokenizer` is the one of the same folder. Raises CapabilityError for processors that are not
+    supported, ConfigError if the files cannot be used.
+    """
+    files = ProcessorFiles(path, revision)
+    if not files.has_processor:
+        return None
+    cls = processor_class(files)
+    if cls is None or "video_processor" not in cls.get_attributes():
+        return None
+    name, values = _read_config(files)
+    if name is None:
+        return None
+    settings = read_video_settings(name, values)
+    try:
+        processor = assemble(cls, {}, tokenizer, files)
+    except Exception as error:
+        raise ConfigError(
+            f"The video processor of {path} cannot be loaded: {first_line(error)}"
+        ) from error
+    # What the texts of videos depend on, of a class that cannot be imported without torchvision.
+    processor.video_processor = SimpleNamespace(
+        merge_size=settings.merge_size, temporal_patch_size=settings.temporal_patch_size
+    )
+    found = VideoProcessor(processor, {}, video=settings)
+    if getattr(processor, "video_token", None) is None or found.token_id is None:
+        raise CapabilityError(f"{found.name} has no video token, which is not supported.")
+    return found
+
+
+def _read_config(files: ProcessorFiles) -> tuple[str | None, Mapping[str, Any]]:
+    """(class of the video processor, its settings), in the order in which transformers looks for
+    them."""
+    nested = files.read(PROCESSOR).get("video_processor")
+    values = nested or files.read(VIDEO_PROCESSOR) or files.read(IMAGE_PROCESSOR)
+    if name := values.get("video_processor_type"):
+        return name, values
+    if name := values.get("image_processor_type"):
+        return name.removesuffix("Fast").replace("ImageProcessor", "VideoProcessor"), values
+    from transformers.models.auto.video_processing_auto import (  # noqa: PLC0415
+        VIDEO_PROCESSOR_MAPPING_NAMES,
+    )
+
+    by_type = VIDEO_PROCESSOR_MAPPING_NAMES.get(files.read("config.json").get("model_type", ""))
+    return (by_type or {}).get("torchvision"), values

@@ -1,0 +1,242 @@
+"""The settings of transformers' video processors of Qwen's models: which frames are used, and how
+large they become. The processors themselves need torchvision, and are not called.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from penstock.core.errors import CapabilityError, ConfigError
+from penstock.media.video import BadVideo, VideoHeader
+
+CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+HALF = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
+
+MAX_ASPECT = 200
+"""Of the sides of a frame."""
+
+BILINEAR, BICUBIC = 2, 3
+"""Values of `resample` (Pillow's) that are supported."""
+
+DEFAULT_FPS = 24.0
+"""Where the frames per second of a list of frames are not known, as in transformers."""
+
+
+@dataclass(frozen=True)
+class VideoSettings:
+    """Settings of a video processor, by the names of its configuration file."""
+
+    video_processor_type: str
+    size: Mapping[str, int]
+    """`shortest_edge` and `longest_edge`: fewest and most pixels, of a frame or of the video."""
+    patch_size: int
+    image_mean: tuple[float, ...]
+    image_std: tuple[float, ...]
+    max_video_tokens: int
+    do_sample_frames: bool
+    fps: float | None
+    temporal_patch_size: int = 2
+    merge_size: int = 2
+    min_frames: int = 4
+    max_frames: int = 768
+    num_frames: int | None = None
+    do_resize: bool = True
+    resample: int = BICUBIC
+    do_rescale: bool = True
+    rescale_factor: float = 1 / 255
+    do_normalize: bool = True
+    cap_pixels_per_frame: bool | None = None
+
+    @property
+    def factor(self) -> int:
+        """Pixels along a side of what becomes a token."""
+        return self.patch_size * self.merge_size
+
+    def sample(self, header: VideoHeader) -> list[int]:
+        """Indices of the frames that are used. Raises BadVideo."""
+        if header.is_sampled or not self.do_sample_frames:
+            return [*range(header.frames)]
+        if self.num_frames is None and self.fps is not None and not header.fps:
+            raise BadVideo("its frames per second are not known, by which frames are sampled")
+        return KINDS[self.video_processor_type].sample(self, header)
+
+    def resized(self, frames: int, height: int, width: int) -> tuple[int, int]:
+        """Height and width of this many frames after resizing. Raises BadVideo."""
+        if not self.do_resize:
+            if height % self.factor or width % self.factor:
+                raise BadVideo(
+                    f"its {width} x {height} pixels are no multiples of {self.factor}, and the "
+                    "video processor does not resize (do_resize)"
+                )
+            return height, width
+        return KINDS[self.video_processor_type].resized(self, frames, height, width)
+
+
+def read_video_settings(name: str, values: Mapping[str, Any]) -> VideoSettings:
+    """The settings in the file of a video processor of class `name`.
+
+    Raises CapabilityError for other video processors and for settings that are not supported,
+    ConfigError for values that exclude each other.
+    """
+    if name not in KINDS:
+        raise CapabilityError(
+            f"The video processor {name} is not supported (it needs torchvision); supported are "
+            f"{', '.join(KINDS)}."
+        )
+    known = {one.name for one in fields(VideoSettings)} - {"video_processor_type"}
+    given = {
+        key: value
+        for key, value in values.items()
+        if key in known and (value is not None or key == "fps")
+    }
+    if name == "Qwen2VLVideoProcessor":
+        given["size"] = {**(given.get("size") or KINDS[name].defaults["size"])}
+        for edge, own in (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels")):
+            if values.get(own) is not None:
+                given["size"][edge] = values[own]
+    found = VideoSettings(name, **{**KINDS[name].defaults, **given})
+    if not (found.size.get("shortest_edge") and found.size.get("longest_edge")):
+        raise CapabilityError(
+            f"size of the video processor is {dict(found.size)}; shortest_edge and longest_edge are"
+            " supported."
+        )
+    if not (found.do_rescale and found.do_normalize):
+        raise CapabilityError("Video processors without do_rescale and do_normalize are refused.")
+    if found.resample not in (BILINEAR, BICUBIC):
+        raise CapabilityError(
+            f"resample of the video processor is {found.resample}; {BICUBIC} (bicubic) and"
+            f" {BILINEAR} (bilinear) are supported."
+        )
+    if found.do_sample_frames and found.fps is not None and found.num_frames is not None:
+        raise ConfigError(
+            f"fps {found.fps} and num_frames {found.num_frames} of the video processor exclude each"
+            " other.\n  Leave one of them out of its file."
+        )
+    return found
+
+
+def _sample_in_patches(its: VideoSettings, header: VideoHeader) -> list[int]:
+    """Qwen2-VL: evenly spaced frames, a whole number of temporal patches."""
+    import torch  # noqa: PLC0415 - its arange rounds as transformers'
+
+    step, total = its.temporal_patch_size, header.frames
+    if its.num_frames is not None:
+        count = round(its.num_frames / step) * step
+    elif its.fps is not None and header.fps:
+        most = min(its.max_frames, total) // step * step
+        asked = max(total / header.fps * its.fps, its.min_frames)
+        count = math.floor(min(asked, most) / step) * step
+    else:
+        return [*range(total)]
+    if count > total:
+        raise BadVideo(f"it has {total} frames, and the video processor takes {count}")
+    if not count:
+        raise BadVideo(f"it has {total} frames, fewer than a temporal patch of {step}")
+    return torch.arange(0, total, total / count).int().tolist()
+
+
+def _sample_ends(its: VideoSettings, header: VideoHeader) -> list[int]:
+    """Qwen3-VL: evenly spaced frames with the first and the last."""
+    total = header.frames
+    if its.num_frames is not None:
+        count = its.num_frames
+    elif its.fps is not None and header.fps:
+        asked = int(total / header.fps * its.fps)
+        count = min(max(asked, its.min_frames), its.max_frames, total)
+    else:
+        count = min(max(total, its.min_frames), its.max_frames)
+    return np.linspace(0, total - 1, count).round().astype(int).tolist()
+
+
+def _size_of_frame(its: VideoSettings, frames: int, height: int, width: int) -> tuple[int, int]:
+    """Qwen2-VL: `size` is of a frame."""
+    least, most = its.size["shortest_edge"], its.size["longest_edge"]
+    if its.cap_pixels_per_frame:
+        budget = int(its.max_video_tokens * its.factor * its.factor * 0.9)
+        share = budget * its.temporal_patch_size // frames
+        most = max(min(most, share), int(least * 1.05))
+    return _fit((height, width), its.factor, (least, most))
+
+
+def _size_of_video(its: VideoSettings, frames: int, height: int, width: int) -> tuple[int, int]:
+    """Qwen3-VL: `size` is of all frames together."""
+    least, most = its.size["shortest_edge"], its.size["longest_edge"]
+    if its.cap_pixels_per_frame:
+        cap = its.max_video_tokens * its.factor * its.factor
+        most = frames * max(min(cap, most // frames), int(least * 1.05))
+    step = its.temporal_patch_size
+    if frames < step:
+        raise BadVideo(f"it has {frames} frames, fewer than a temporal patch of {step}")
+    if min(height, width) < its.factor:
+        scale = max(its.factor / height, its.factor / width)
+        height, width = int(height * scale), int(width * scale)
+    patches = round(frames / step) * step
+    return _fit((height, width), its.factor, (least, most), frames, patches)
+
+
+def _fit(
+    sides: tuple[int, int],
+    factor: int,
+    limits: tuple[int, int],
+    frames: int = 1,
+    rounded_frames: int = 1,
+) -> tuple[int, int]:
+    """The sides as multiples of `factor`, with the fewest and most pixels of all frames."""
+    if max(sides) / min(sides) > MAX_ASPECT:
+        raise BadVideo(
+            f"the longer side of its {sides[1]} x {sides[0]} pixels is more than {MAX_ASPECT} times"
+            " the other"
+        )
+    least, most = limits
+    height, width = (round(side / factor) * factor for side in sides)
+    pixels = frames * sides[0] * sides[1]
+    if rounded_frames * height * width > most:
+        shrink = math.sqrt(pixels / most)
+        height, width = (max(factor, math.floor(side / shrink / factor) * factor) for side in sides)
+    elif rounded_frames * height * width < least:
+        grow = math.sqrt(least / pixels)
+        height, width = (math.ceil(side * grow / factor) * factor for side in sides)
+    return height, width
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What differs between video processors."""
+
+    defaults: Mapping[str, Any]
+    sample: Callable[[VideoSettings, VideoHeader], list[int]]
+    resized: Callable[[VideoSettings, int, int, int], tuple[int, int]]
+
+
+KINDS: Mapping[str, _Kind] = {
+    "Qwen2VLVideoProcessor": _Kind(
+        {
+            "size": {"shortest_edge": 128 * 28**2, "longest_edge": 768 * 28**2},
+            "patch_size": 14,
+            "image_mean": CLIP[0],
+            "image_std": CLIP[1],
+            "max_video_tokens": 128_000,
+            "do_sample_frames": False,
+            "fps": None,
+        },
+        _sample_in_patches,
+        _size_of_frame,
+    ),
+    "Qwen3VLVideoProcessor": _Kind(
+        {
+            "size": {"shortest_edge": 128 * 32**2, "longest_edge": 768 * 32**2},
+            "patch_size": 16,
+            "image_mean": HALF[0],
+            "image_std": HALF[1],
+            "max_video_tokens": 768,
+            "do_sample_frames": True,
+            "fps": 2.0,
+        },
+        _sample_ends,
+        _size_of_video,
+    ),
+}
+"""By the class of transformers; the defaults are its own."""
