@@ -15,7 +15,7 @@ from tests.media.videos import SAMPLE, write_video_processor
 from tests.pipeline.runs import write_run
 from tests.pipeline.test_image_chain import write_model
 from tests.stages.prepare.test_videos import FRAMES, PLAIN, watching, write_data
-from tests.stages.prepared import table_of
+from tests.stages.prepared import table_of, write_lines
 
 VIDEOS = [
     [{"type": "video", "path": "0.mp4"}],
@@ -115,3 +115,39 @@ def test_a_run_on_features_of_videos_is_the_run_on_videos(tmp_path):
         stored = ImageFiles.in_folder(packed / MEDIA)
         assert all((FEATURES in one) == encoded for one in stored.inputs(stored.digests()))
     assert found[True] == pytest.approx(found[False], rel=1e-6)
+
+
+@pytest.mark.dist
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_answers_about_videos_are_preferred_as_chosen(tmp_path, family):
+    model = write_video_model(tmp_path / "model", family)
+    write_data(tmp_path / "data", [])
+    pairs = [
+        {
+            "conversations": [{"from": "human", "value": "<video>Which video?"}],
+            "chosen": {"from": "gpt", "value": f"The video {n % 2}."},
+            "rejected": {"from": "gpt", "value": f"Not a video {n % 3}."},
+            "videos": [f"{n % 2}.mp4"],
+        }
+        for n in range(8)
+    ]
+    data = write_lines(tmp_path / "data" / "pairs.jsonl", pairs)
+    sections = {
+        "model": {"model_path": str(model), "config_path": None, "foundation": {}},
+        "data": {
+            "datasets": [{"path": str(data), "type": "preference"}],
+            "sample_packing_sequence_len": 256,
+        },
+        "train": {
+            **{"objective": "preference", "global_batch_size": 2, "num_train_epochs": 6},
+            "enable_mixed_precision": False,
+        },
+    }
+    said = penstock("run", write_run(tmp_path, **sections), "--json")
+    assert said.code == 0, said.err
+    records = [json.loads(x) for x in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
+    first, *_, last = [one["loss"] for one in records if "loss" in one]
+    # Nothing has moved yet: the model is its own reference.
+    assert first == pytest.approx(0.693147, rel=1e-5)
+    assert last < 0.9 * first
