@@ -9,6 +9,7 @@ from penstock.core.files import read_json
 from penstock.engine.hf.export import write_folders
 from penstock.engine.hf.safetensors_reader import SafetensorsFolder
 from penstock.engine.model_source import ExportFormat
+from penstock.models.decoder import Decoder
 from penstock.origins import resolve_model_source
 from tests.engine import runs
 from tests.engine.loops import loop_of
@@ -152,13 +153,16 @@ def computed_patches(job):
     """Patches that this rank computes in a step, by micro-batch."""
     loop, found = loop_of(job), []
     [part] = loop.built.engine.model.parts
-    compute = part.vision.compute
+    assert isinstance(part, Decoder)
+    assert part.vision
+    tower = part.vision.hf_model
+    features = tower.get_image_features
 
-    def counted(tensors):
-        found.append(tensors["pixel_values"].shape[0])
-        return compute(tensors)
+    def counted(**tensors):
+        found.append(len(tensors["pixel_values"]))
+        return features(**tensors)
 
-    part.vision.compute = counted
+    tower.get_image_features = counted
     steps_of(loop, job, 1)
     return found
 
@@ -170,17 +174,11 @@ def test_ranks_that_share_the_tokens_divide_the_images(tmp_path):
     job = image_job(tmp_path, "run", "qwen2_5_vl", **LAYOUTS["tp 2"])
     mine = on_ranks(2, computed_patches, job)
     blank = 4
-    whole = [
-        one.images and len(one.images.tensors["pixel_values"]) for one in batches("qwen2_5_vl")
-    ]
-    assert [sum(each) for each in zip(*mine, strict=True)] == [
-        # One image, none, three and two.
-        whole[0] + blank,
-        2 * blank,
-        whole[2],
-        whole[3],
-    ]
-    assert all(0 < one < whole[2] for one in (mine[0][2], mine[1][2]))
+    images = [one.images for one in batches("qwen2_5_vl")]
+    one, _, three, two = (len(each.tensors["pixel_values"]) if each else 0 for each in images)
+    total = [sum(each) for each in zip(*mine, strict=True)]
+    assert total == [one + blank, 2 * blank, three, two]
+    assert all(0 < each[2] < three for each in mine)
 
 
 @pytest.mark.dist
