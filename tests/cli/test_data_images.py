@@ -19,11 +19,11 @@ from tests.media.pictures import picture
 from tests.media.sounds import write_audio_processor
 from tests.media.tiny_processors import write_processor
 from tests.media.videos import SAMPLE, write_video_processor
-from tests.stages.prepare.test_audio import SOUNDS, hearing
-from tests.stages.prepare.test_audio import write_data as write_audio
-from tests.stages.prepare.test_images import asking
-from tests.stages.prepare.test_videos import watching
-from tests.stages.prepare.test_videos import write_data as write_videos
+from tests.stages.prepare.media.test_audio import SOUNDS, hearing
+from tests.stages.prepare.media.test_audio import write_data as write_audio
+from tests.stages.prepare.media.test_images import asking
+from tests.stages.prepare.media.test_videos import watching
+from tests.stages.prepare.media.test_videos import write_data as write_videos
 from tests.stages.prepared import write_lines
 
 URI = re.compile(r'src="data:image/jpeg;base64,([^"]+)"')

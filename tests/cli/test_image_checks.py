@@ -10,8 +10,8 @@ from tests.media.pictures import picture
 from tests.media.sounds import tone, wav, write_audio_processor
 from tests.media.test_processor import change
 from tests.media.tiny_processors import write_processor
-from tests.stages.prepare.test_audio import hearing
-from tests.stages.prepare.test_images import asking
+from tests.stages.prepare.media.test_audio import hearing
+from tests.stages.prepare.media.test_images import asking
 from tests.stages.prepared import write_lines
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from penstock.core.errors import CapabilityError, StageError
 from penstock.losses.cross_entropy import Loss, LossOptions, sum_cross_entropy
-from penstock.models.automodel.media_inputs import media_inputs, with_each_counted
+from penstock.models.automodel.media.inputs import media_inputs, with_each_counted
 from penstock.models.multimodal import MULTIMODAL
 from penstock.models.vision.positions import image_places, mrope_positions
 from penstock.models.vision.types import VISION, VISION_TYPES, WHY_NOT, read_vision

@@ -12,7 +12,7 @@ from torch import nn
 from penstock.engine.hf.export import write_folders
 from penstock.engine.model_source import ExportFormat
 from penstock.models.automodel.family import auto_family
-from penstock.models.automodel.media_traits import document_logits
+from penstock.models.automodel.media.traits import document_logits
 from penstock.models.automodel.outline import ModelOutline
 from penstock.origins import resolve_model_source
 from penstock.rows.collate import MicroBatch

@@ -16,7 +16,7 @@ from penstock.engine.vision.image_text import (
 )
 from penstock.export.card_text import model_snippet
 from penstock.models.automodel.family import AutoFamily, auto_family
-from penstock.models.automodel.media_traits import document_logits
+from penstock.models.automodel.media.traits import document_logits
 from penstock.models.automodel.outline import AutoModelConfig, MediaTraits
 from penstock.models.automodel.proved import IMAGE_FILE, ProvedModels, audio_types
 from penstock.models.registry import get_family

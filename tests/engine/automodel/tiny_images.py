@@ -10,9 +10,9 @@ import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-from penstock.models.automodel.media_inputs import join_media
-from penstock.models.automodel.media_traits import Document, document, token_ids
-from penstock.models.automodel.synthetic_media import Kind, find_maker
+from penstock.models.automodel.media.inputs import join_media
+from penstock.models.automodel.media.synthetic import Kind, find_maker
+from penstock.models.automodel.media.traits import Document, document, token_ids
 from penstock.models.automodel.tiny_config import shrink
 from penstock.rows.collate import MicroBatch
 from penstock.rows.image_batch import ImageBatch

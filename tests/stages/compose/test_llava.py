@@ -16,7 +16,7 @@ from tests.cli.command import penstock
 from tests.engine.runs import write_model
 from tests.media.tiny_processors import NORMAL, write_tokenizer
 from tests.pipeline.runs import write_run
-from tests.stages.prepare.test_images import asking, expected, loaded, write_data
+from tests.stages.prepare.media.test_images import asking, expected, loaded, write_data
 
 VISION = {
     "hidden_size": 16,

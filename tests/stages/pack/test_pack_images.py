@@ -17,7 +17,7 @@ from penstock.rows.prepared import PreparedSamples
 from penstock.rows.reader import PackedRows
 from penstock.train.dataloader import Loader, LoaderConfig
 from tests.media.tiny_processors import load_processor, write_processor
-from tests.stages.prepare.test_images import CHAT, PICTURES, asking, write_data
+from tests.stages.prepare.media.test_images import CHAT, PICTURES, asking, write_data
 from tests.stages.prepared import contents, prepare, run
 
 CONVERSATIONS = [

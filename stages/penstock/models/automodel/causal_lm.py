@@ -22,7 +22,7 @@ from penstock.models.automodel.complete_gradients import (
     complete_part_gradients,
 )
 from penstock.models.automodel.inputs import accepted, packed_inputs
-from penstock.models.automodel.media_inputs import media_inputs
+from penstock.models.automodel.media.inputs import media_inputs
 from penstock.models.automodel.normalize import normalize
 from penstock.models.automodel.outline import AutoModelConfig, Head, Part
 from penstock.models.automodel.routers import PaddedObserver, observe_router

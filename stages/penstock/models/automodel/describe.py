@@ -9,7 +9,7 @@ from torch import nn
 
 from penstock.core.errors import CapabilityError
 from penstock.models.automodel.build import build_config, build_meta, is_multimodal
-from penstock.models.automodel.media_traits import find_media_traits
+from penstock.models.automodel.media.traits import find_media_traits
 from penstock.models.automodel.normalize import (
     normalize,
     scalars,

@@ -7,8 +7,8 @@ model (documents packed or apart, the head, names in checkpoints) holds for the 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from penstock.models.automodel.tiny_audio import is_audio, shrink_audio
-from penstock.models.automodel.tiny_images import fit_tokens, shrink_images
+from penstock.models.automodel.media.tiny_audio import is_audio, shrink_audio
+from penstock.models.automodel.media.tiny_images import fit_tokens, shrink_images
 
 MAX_LAYERS = 6
 """Layers of a tiny model, if more kinds of layers are not needed."""

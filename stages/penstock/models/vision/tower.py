@@ -12,7 +12,7 @@ from torch import nn
 
 from penstock.core.errors import CapabilityError
 from penstock.models.automodel.build import computed_buffers
-from penstock.models.automodel.media_inputs import with_each_counted
+from penstock.models.automodel.media.inputs import with_each_counted
 from penstock.models.multimodal import BACKBONE
 from penstock.models.vision.features import SECONDS, stored_features
 from penstock.models.vision.types import VISION, VisionConfig

@@ -12,11 +12,11 @@ from peft import PeftModel
 
 from tests.cli.command import penstock
 from tests.media.pictures import picture
-from tests.pipeline.test_image_chain import expected, write_model
-from tests.stages.prepare.test_images import asking
+from tests.pipeline.media.test_image_chain import expected, write_model
+from tests.stages.prepare.media.test_images import asking
 from tests.stages.prepared import write_lines
 
-SHARED = Path(__file__).parents[3] / "shared"
+SHARED = Path(__file__).parents[4] / "shared"
 EXAMPLES = sorted((SHARED / "examples" / "erniekit").glob("*VL*.yaml"))
 
 

@@ -18,9 +18,9 @@ from penstock.plan import plan
 from penstock.rows.image_files import MEDIA, ImageFiles
 from tests.cli.command import penstock
 from tests.media.pictures import picture
+from tests.pipeline.media.test_image_chain import CONVERSATIONS, write_model
 from tests.pipeline.runs import write_run
-from tests.pipeline.test_image_chain import CONVERSATIONS, write_model
-from tests.stages.prepare.test_images import asking, write_data
+from tests.stages.prepare.media.test_images import asking, write_data
 from tests.stages.prepared import write_lines
 
 MANY = [asking(f"n{n}.jpg", answer=f"It is {n}.") for n in range(200)]

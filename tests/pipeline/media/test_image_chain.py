@@ -10,7 +10,7 @@ from tests.cli.command import penstock
 from tests.media.tiny_processors import write_processor
 from tests.models.multimodal import CONFIGS, TEXT
 from tests.pipeline.runs import write_run
-from tests.stages.prepare.test_images import asking, expected, loaded, write_data
+from tests.stages.prepare.media.test_images import asking, expected, loaded, write_data
 from tests.stages.prepared import write_lines
 
 CONVERSATIONS = [

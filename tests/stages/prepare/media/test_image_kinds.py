@@ -14,7 +14,7 @@ from penstock.rows.tokenizer import load_tokenizer
 from tests.media.pictures import encoded
 from tests.media.test_decode import rotation
 from tests.media.tiny_processors import FAMILIES, write_processor
-from tests.stages.prepare.test_images import CHAT, FILES, PICTURES, asking, loaded, write_data
+from tests.stages.prepare.media.test_images import CHAT, FILES, PICTURES, asking, loaded, write_data
 from tests.stages.prepared import prepare, run, table_of, write_lines
 
 KINDS = {

@@ -11,7 +11,7 @@ from tests.cli.command import penstock
 from tests.engine.automodel.tiny_images import tiny_image_config
 from tests.media.sounds import MELS, RATE, write_audio_processor
 from tests.pipeline.runs import write_run
-from tests.stages.prepare.test_audio import SOUNDS, hearing, write_data
+from tests.stages.prepare.media.test_audio import SOUNDS, hearing, write_data
 
 CONVERSATIONS = [
     hearing(),

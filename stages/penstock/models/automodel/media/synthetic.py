@@ -13,8 +13,8 @@ from typing import Any, Literal
 import torch
 
 from penstock.core.errors import CapabilityError
-from penstock.models.automodel.synthetic_audio import Form, Tensors, audio_forms, noise
-from penstock.models.automodel.tiny_images import PATCHES
+from penstock.models.automodel.media.synthetic_audio import Form, Tensors, audio_forms, noise
+from penstock.models.automodel.media.tiny_images import PATCHES
 
 Kind = Literal["image", "audio"]
 KINDS: tuple[Kind, ...] = ("image", "audio")

@@ -18,11 +18,11 @@ from penstock.rows.image_files import MEDIA, ImageFiles
 from tests.media.pictures import encoded, picture
 from tests.media.tiny_processors import write_processor
 from tests.media.videos import SAMPLE, SMALL, Case, sample, video_file, write_video_processor
-from tests.stages.prepare.test_image_archives import archive
+from tests.stages.prepare.media.test_image_archives import archive
 from tests.stages.prepared import prepare, run, table_of, write_lines
 
 CHAT = {"type": "chat"}
-GOLDEN = json.loads((Path(__file__).parents[2] / "golden/videos.json").read_text())["samples"]
+GOLDEN = json.loads((Path(__file__).parents[3] / "golden/videos.json").read_text())["samples"]
 FILES = {f"{n}.mp4": video_file(Case("", 6 + n, 48, 64, 10).pixels) for n in range(2)}
 ANSWER = {"role": "assistant", "content": "A cat."}
 

@@ -12,9 +12,9 @@ from penstock.models.vision.features import FEATURES
 from penstock.rows.image_files import MEDIA, ImageFiles
 from tests.cli.command import penstock
 from tests.media.videos import SAMPLE, write_video_processor
+from tests.pipeline.media.test_image_chain import write_model
 from tests.pipeline.runs import write_run
-from tests.pipeline.test_image_chain import write_model
-from tests.stages.prepare.test_videos import FRAMES, PLAIN, watching, write_data
+from tests.stages.prepare.media.test_videos import FRAMES, PLAIN, watching, write_data
 from tests.stages.prepared import table_of, write_lines
 
 VIDEOS = [

@@ -13,7 +13,7 @@ from penstock.core.errors import ConfigError
 from penstock.plan import plan
 from tests.media.pictures import picture
 from tests.media.tiny_processors import write_processor
-from tests.stages.prepare.test_images import asking
+from tests.stages.prepare.media.test_images import asking
 from tests.stages.prepared import write_lines
 
 

@@ -14,11 +14,11 @@ from penstock.core.errors import CapabilityError
 from penstock.models.automodel.attention import attention_over
 from penstock.models.automodel.build import build_config, build_model, takes_images
 from penstock.models.automodel.inputs import accepted
-from penstock.models.automodel.media_inputs import join_media, media_inputs
+from penstock.models.automodel.media.inputs import join_media, media_inputs
+from penstock.models.automodel.media.synthetic import KINDS, Kind, MediaMaker, Tensors, find_maker
+from penstock.models.automodel.media.tiny_images import TOKENS
 from penstock.models.automodel.outline import AttentionImpl, MediaTraits, Traits
-from penstock.models.automodel.synthetic_media import KINDS, Kind, MediaMaker, Tensors, find_maker
 from penstock.models.automodel.tiny_config import shrink
-from penstock.models.automodel.tiny_images import TOKENS
 from penstock_kernels.attention import VarlenMetadata
 
 PLURALS = {"image": "images", "audio": "audio"}
