@@ -31,10 +31,11 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_xdist_auto_num_workers(config):
-    """A process for each core where the whole suite is run; none but this one where files or tests
-    are named: they begin sooner, and can be debugged."""
+    """A process for each core where the whole suite is run, and one more: tests of processes wait a
+    third of their time. None but this one where files or tests are named: they begin sooner, and
+    can be debugged."""
     whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
-    return len(os.sched_getaffinity(0)) if whole else 0
+    return len(os.sched_getaffinity(0)) + 1 if whole else 0
 
 
 @pytest.fixture(autouse=True, scope="session")
