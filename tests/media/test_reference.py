@@ -12,7 +12,7 @@ import pytest
 from penstock.media.decode import BadImage
 from penstock.media.kinds import IMAGE
 from penstock.media.originals import Originals, prunable_originals
-from penstock.media.reference import ImageRef, image_digest, read_image
+from penstock.media.reference import ImageRef, image_digest, name_below, read_image
 from tests.media.pictures import picture
 
 
@@ -110,3 +110,11 @@ def test_an_image_of_the_web_is_fetched_with_a_limit(tmp_path, store, monkeypatc
             read_image(ImageRef(f"{url}/a.png?again"), None, store)
         server.shutdown()
     assert read_image(ImageRef(f"{url}/a.png"), None, store) == picture(1)
+
+
+@pytest.mark.parametrize(
+    "location", ["..", "../1.jpg", "/1.jpg", ".", "a/..", "a\\1.jpg", "s3://a/1"]
+)
+def test_what_is_no_name_below_a_folder_leads_to_no_file(location):
+    assert name_below(location) is None
+    assert name_below("a/./1.jpg") == "a/1.jpg"

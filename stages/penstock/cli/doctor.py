@@ -53,6 +53,7 @@ OPTIONAL = {
     "quack-kernels": "pip install 'penstock[quack]', for model.moe_implementation: quack",
     "deep_ep": "build github.com/deepseek-ai/DeepEP, for model.ep_dispatch: deepep",
     "soundfile": "pip install 'penstock[audio]', for FLAC, MP3 and Ogg, and audio at other rates",
+    "av": "pip install 'penstock[video]', for videos",
     "lm_eval": "pip install 'penstock[harness]', for penstock eval --harness",
     "wandb": "pip install 'penstock[wandb]', for train.use_wandb",
     "tensorboard": "pip install 'penstock[tensorboard]', for train.use_tensorboard",

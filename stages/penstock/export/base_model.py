@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 
 from penstock.core.cache.manifest import read_manifest
-from penstock.core.errors import PenstockError
+from penstock.core.errors import ArtifactError, PenstockError
 from penstock.core.remote.urls import redact
 from penstock.core.sources.hub import local_folder
 from penstock.engine.model_source import ModelSource
@@ -76,8 +76,11 @@ def read_model_folder(folder: Path, name: str | None = None) -> BaseModel:
 
 def _read_parts(folder: Path) -> tuple[BaseModel, ...]:
     """The text model and the encoder of a composed model; empty for another one."""
-    manifest = read_manifest(folder.resolve().parent)
-    if manifest is None or manifest["stage"] != COMPOSE:
+    try:
+        manifest = read_manifest(folder.resolve().parent)
+    except ArtifactError:
+        return ()  # a file of that name beside a model of the user's
+    if manifest is None or manifest.get("stage") != COMPOSE:
         return ()
     inputs, names = manifest["inputs"], manifest["facts"].get("names", {})
     found: list[BaseModel] = []

@@ -23,7 +23,7 @@ from penstock.media.model_processor import (
 from penstock.rows.image_files import StoredImage
 from penstock.rows.pixel_table import stored
 
-FORMAT = 1
+FORMAT = 2
 """Increase it if the same settings must give other tensors."""
 
 EXTRACTORS = ("feature_extractor", "audio_processor")

@@ -91,8 +91,9 @@ def name_below(location: str) -> str | None:
     """The name below a folder's URL of the file that a location leads to; None for one that is no
     path, or leaves the folder."""
     name = posixpath.normpath(location)
-    is_outside = name == ".." or name.startswith(("../", "/"))
-    return None if is_outside or "\0" in location or "://" in location else name
+    is_outside = name in (".", "..") or name.startswith(("../", "/"))
+    is_path = not any(mark in location for mark in ("\0", "\\", "://"))
+    return name if is_path and not is_outside else None
 
 
 def file_version(info: Info) -> dict[str, Any]:

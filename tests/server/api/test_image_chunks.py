@@ -237,3 +237,13 @@ def test_the_largest_image_fits_into_the_memory_of_a_process(folder):
     assert error is not None
     # It was processed, and is no image of one token.
     assert (error.status, "its expected_tokens is 1" in error.error) == (400, True)
+
+
+def test_copies_of_an_image_in_a_prompt_are_limited(expander, monkeypatch):
+    decoder = ChunkDecoder(expander)
+    _, indices = decoder.from_json([image(picture(0, 60, 40))] * 9, "x")
+    monkeypatch.setattr(wire, "MAX_IMAGE_BYTES", 2 * decoder.images[0].num_bytes)
+    assert len(decoder.each_image(indices[:2])) == 2
+    with pytest.raises(ApiError) as error:
+        decoder.each_image(indices)
+    assert error.value.status_code == 413

@@ -22,6 +22,7 @@ from penstock.core.cache.manifest import MANIFEST
 from penstock.core.cache.stage import Artifact, identity, stage_key
 from penstock.core.cache.store import PlannedStage, get_or_build
 from penstock.core.sources.pin import pin_model
+from penstock.export.base_model import read_model_folder
 from penstock.export.license import copy_license_files, detect_license
 from penstock.export.stage import Export
 from penstock.plan import Plan, RebuildOptions, execute_stage, plan
@@ -315,3 +316,10 @@ def test_without_a_card_the_key_is_that_of_before_and_nothing_is_written(made, t
     left = {path.name for path in (tmp_path / "out").rglob("*")}
     assert not left & {"README.md", "LICENSE.txt", MANIFEST}
     assert "config.json" in left
+
+
+@pytest.mark.parametrize("content", ["not JSON", "{}", '{"files": []}'])
+def test_a_manifest_of_the_users_beside_a_model_is_none_of_ours(tmp_path, content):
+    (tmp_path / "llama").mkdir()
+    (tmp_path / MANIFEST).write_text(content)
+    assert read_model_folder(tmp_path / "llama").name == "llama"

@@ -30,7 +30,6 @@ from penstock.models.layers.router_observer import RouterObserver, observe_route
 from penstock.models.multi_token_prediction import FurtherTokens
 from penstock.models.vision.tower import ImageInputs
 from penstock.rows.collate import MicroBatch
-from penstock.rows.image_batch import ImageBatch
 from penstock.rows.reader import RowImage
 from penstock_kernels.attention import VarlenMetadata
 from penstock_kernels.to_device import to_device
@@ -144,10 +143,9 @@ class ParallelModel:
     def skipped_positions(self, images: Sequence[RowImage]) -> int:
         """By how much the RoPE positions of text after these images are below the indices of its
         tokens."""
-        batch = ImageBatch.concatenate(images)
-        if batch is None or not isinstance(self.images, ImageInputBuilder):
+        if not images or not isinstance(self.images, ImageInputBuilder):
             return 0
-        return self.images.skipped_positions(batch)
+        return self.images.skipped_positions(images)
 
     def _image_inputs(self, batch: MicroBatch, device: torch.device) -> ImageInputs | None:
         if self.images is None:

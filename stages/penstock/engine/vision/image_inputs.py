@@ -1,6 +1,6 @@
 """Images and videos of a micro-batch as model inputs of this rank."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -18,6 +18,7 @@ from penstock.models.vision.tower import GatherFeatures, ImageInputs, VisionTowe
 from penstock.models.vision.types import VISION_TYPES, VisionConfig
 from penstock.rows.collate import MicroBatch
 from penstock.rows.image_batch import ImageBatch
+from penstock.rows.reader import RowImage
 from penstock_kernels.to_device import to_device
 
 GRID = "image_grid_thw"
@@ -71,14 +72,14 @@ class ImageInputBuilder:
         )
         return replace(batch, position_ids_T=torch.from_numpy(positions_T3))
 
-    def skipped_positions(self, images: ImageBatch) -> int:
+    def skipped_positions(self, images: Sequence[RowImage]) -> int:
         """By how much the RoPE positions of text after these images are below the indices of its
         tokens."""
         if self.config.rope_axes is None:
             return 0
-        grids = images.of_each(images.tensors[GRID].cpu().numpy())
+        grids = np.concatenate([image.tensors[GRID].numpy() for image in images])
         sides = grids[:, 1:].max(axis=1) // self.config.merge_size
-        return sum(images.token_counts) - int(sides.sum())
+        return sum(image.num_tokens for image in images) - int(sides.sum())
 
     def build(
         self,

@@ -43,7 +43,12 @@ class ProcessorExpander:
         found = read_header(content).format
         if found not in FORMATS[format]:
             raise BadMedia(f"its format is {format}, and the file is {found}")
-        tensors = self.processor.process(decode(content), several=several)
+        try:
+            tensors = self.processor.process(decode(content), several=several)
+        except (BadMedia, MemoryError):
+            raise
+        except Exception as error:  # What a processor may raise is not known.
+            raise BadMedia(f"the image processor failed: {type(error).__name__}") from error
         text = self.processor.replacement(tensors)
         tokens = np.array(self.tokenizer.encode(text, add_special_tokens=False), np.int64)
         used = {

@@ -55,3 +55,8 @@ class Image(Value):
     """Outputs of the image processor, by name."""
     num_tokens: int
     """Number of image tokens that take its features."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its tensors."""
+        return sum(len(tensor.content) for tensor in self.tensors.values())

@@ -36,11 +36,13 @@ TEXT, IMAGE = "encoded_text", "image"
 IMAGE_FIELDS = {"type", "data", "format", "expected_tokens"}
 
 ONLY_TEXT = "text alone is trained on here"
+"""Why a model that takes no images refuses a chunk."""
+
 WHY_NOT = {
     "image_asset_pointer": "send the image itself, as a chunk of type 'image'",
     "dmel": "audio is not read here",
 }
-"""Why chunks are refused: any but text of a model that takes no images, and other kinds."""
+"""Why chunks of other kinds are refused."""
 
 Tokens = npt.NDArray[np.int64]
 
@@ -140,12 +142,8 @@ class ChunkDecoder:
                 image, tokens = self.expander.expand(content, format, digest, several=several)
             except BadMedia as error:
                 raise ApiError(f"{where} cannot be used: {error}") from None
-            self._num_bytes += sum(len(tensor.content) for tensor in image.tensors.values())
-            if self._num_bytes > MAX_IMAGE_BYTES:
-                raise ApiError(
-                    f"the processed images have over {MAX_IMAGE_BYTES} bytes; send fewer at once",
-                    status=413,
-                )
+            self._num_bytes += image.num_bytes
+            _require_bytes(self._num_bytes)
             self._known[digest] = len(self.images), tokens
             self.images.append(image)
         index, tokens = self._known[digest]
@@ -155,6 +153,21 @@ class ChunkDecoder:
                 f"the images have over {MAX_NUMBERS} tokens; send fewer at once", status=413
             )
         return index, tokens
+
+    def each_image(self, indices: Sequence[int]) -> tuple[Image, ...]:
+        """The images of a prompt, one as often as it occurs. Raises ApiError if these copies are
+        too many."""
+        found = tuple(self.images[index] for index in indices)
+        _require_bytes(sum(image.num_bytes for image in found))
+        return found
+
+
+def _require_bytes(count: int) -> None:
+    if count > MAX_IMAGE_BYTES:
+        raise ApiError(
+            f"the processed images have over {MAX_IMAGE_BYTES} bytes; send fewer at once",
+            status=413,
+        )
 
 
 class _ModelInput:

@@ -27,7 +27,11 @@ from penstock.server.api.schemas.requests import (
     ForwardBody,
     SamplesBody,
 )
-from penstock.server.api.wire.chunks import ChunkDecoder, ExpandedImage, ImageExpander
+from penstock.server.api.wire.chunks import (
+    ChunkDecoder,
+    ExpandedImage,
+    ImageExpander,
+)
 from penstock.server.api.wire.datums import (
     count_values_in_json,
     count_values_in_proto,
@@ -298,7 +302,7 @@ def _decode_sample(body: AsampleBody, chunks: ChunkDecoder) -> tuple[DecodedBody
         )
     operation = requests.Sample(
         prompt=token_array(tokens, "the prompt"),
-        images=tuple(chunks.images[index] for index in images),
+        images=chunks.each_image(images),
         sampling=parse_sampling_params(body.sampling_params),
         count=body.num_samples,
         sampler=body.sampling_session_id,
