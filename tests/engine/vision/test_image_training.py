@@ -131,7 +131,7 @@ PAIRS = {
 }
 EXHAUSTIVE = (
     *("qwen2_5_vl", "llava", "llava_next", "llava_onevision", "mistral3", "gemma3"),
-    *("idefics3", "smolvlm"),
+    *("idefics3", "smolvlm", "internvl", "qwen2_vl", "qwen3_5"),
 )
 OFTEN = ("fsdp2 2", "tp 2, sequence parallel")
 
