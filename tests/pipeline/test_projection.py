@@ -201,6 +201,12 @@ CHANGES = {
     "data.train_on_turns": (section("data", train_on_turns="last"), PLAIN, "prepare"),
     "data.train_on_prompt": (section("data", train_on_prompt=True), PLAIN, "prepare"),
     "data.add_eos": (section("data", add_eos=False), PLAIN, "prepare"),
+    "data.datasets[].roles_to_train": (
+        dataset(roles_to_train=["tool", "assistant"]),
+        PLAIN,
+        "prepare",
+    ),
+    "data.datasets[].train_on_eos": (dataset(train_on_eos="all"), PLAIN, "prepare"),
     "data.mask_eos_in_loss": (section("data", mask_eos_in_loss=True), PLAIN, "prepare"),
     "data.truncation_mode": (
         beside(dataset(max_seq_len=9), truncation_mode="drop_turns"),

@@ -2,10 +2,22 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer
 
 from penstock.config.schema.base import Settings
-from penstock.config.schema.dataset import KIND_OF_FORMAT, SCORES, FileKind, FormatName, Kind
+from penstock.config.schema.dataset import (
+    KIND_OF_FORMAT,
+    SCORES,
+    FileKind,
+    FormatName,
+    Kind,
+    TrainedEos,
+    TrainedRole,
+)
+
+LATER = ("chat_template", "roles_to_train", "train_on_eos")
+"""Settings that were added later: their defaults are not in keys, so that earlier keys stay
+valid."""
 
 MixStrategy = Literal["concat", "random", "interleave_under", "interleave_over"]
 
@@ -52,6 +64,8 @@ class DatasetSettings(Settings):
     chat_template: Literal["auto", "published", "training"] = "auto"
     add_eos: bool = True
     mask_eos_in_loss: bool = False
+    roles_to_train: tuple[TrainedRole, ...] = ("assistant",)
+    train_on_eos: TrainedEos = "turn"
     dataset_shard_num: int | None = Field(default=None, gt=0)
     dataset_shard_idx: int | None = Field(default=None, ge=0)
     """Set for training sources only."""
@@ -66,15 +80,27 @@ class DatasetSettings(Settings):
         """Whether its pairs have scores."""
         return self.field_chosen_score is not None
 
+    @property
+    def trained_ends(self) -> TrainedEos:
+        """Which tokens that end a turn are trained."""
+        return "none" if self.mask_eos_in_loss else self.train_on_eos
+
+    @field_validator("roles_to_train")
+    @classmethod
+    def _sort_roles(cls, roles: tuple[TrainedRole, ...]) -> tuple[TrainedRole, ...]:
+        """One spelling of a set of roles, as it is part of keys."""
+        return tuple(sorted(set(roles)))
+
     @model_serializer(mode="wrap")
     def _as_written(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Omit later settings that have their default, so that earlier cache keys stay valid."""
         rare = (*SCORES, "document_split")
+        fields = type(self).model_fields
         return {
             name: value
             for name, value in dump(self).items()
             if (value is not None or name not in rare)
-            and (name, value) != ("chat_template", "auto")
+            and (name not in LATER or getattr(self, name) != fields[name].default)
         }
 
 

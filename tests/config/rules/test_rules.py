@@ -64,6 +64,25 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
         )
         for name, value in {"warmup_steps": 5, "depth_scaling": True}.items()
     ),
+    *(
+        (
+            {"data": {**dataset(type="chat", train_on_eos=ends), "mask_eos_in_loss": masked}},
+            "data.datasets.0.train_on_eos",
+            f"is {ends}, and data.mask_eos_in_loss is {str(masked).lower()}; leave one of",
+            {"data": {**dataset(type="chat", train_on_eos="none"), "mask_eos_in_loss": True}},
+        )
+        for ends, masked in (("turn", True), ("all", True), ("none", False))
+    ),
+    *(
+        (
+            {"data": dataset(type=kind, **{name: value}), **objective},
+            f"data.datasets.0.{name}",
+            f"{kind} samples are no conversations with turns to choose from",
+            {"data": dataset(type=kind)},
+        )
+        for kind, objective in (("text", {}), ("tokenized", {}), ("preference", COMPARED))
+        for name, value in (("roles_to_train", ["user"]), ("train_on_eos", "all"))
+    ),
     (
         {"data": {"val_set_size": 5, "test_datasets": [{"path": "x"}]}},
         "data.val_set_size",

@@ -279,6 +279,30 @@ def _check_loss_mask_options(run: RunConfig) -> Issues:
             )
 
 
+def _check_trained_roles(run: RunConfig) -> Issues:
+    for path, entry in _iter_typed_datasets(run):
+        is_conversation = entry.kind == "sft" and entry.format not in ("text", "tokenized")
+        for name in ("roles_to_train", "train_on_eos"):
+            if entry.is_non_default(name) and not is_conversation:
+                yield ConfigIssue(
+                    (*path, name),
+                    f"{entry.type} samples are no conversations with turns to choose from; leave"
+                    f" {name} out",
+                    (f"{dotted(path)}.type",),
+                )
+    for path, entry in _iter_datasets(run):
+        is_written = "train_on_eos" in entry.model_fields_set
+        is_masked = "mask_eos_in_loss" in run.data.model_fields_set
+        if is_written and is_masked and run.data.mask_eos_in_loss != (entry.train_on_eos == "none"):
+            masked = str(run.data.mask_eos_in_loss).lower()
+            yield ConfigIssue(
+                (*path, "train_on_eos"),
+                f"is {entry.train_on_eos}, and data.mask_eos_in_loss is {masked}; leave one of the"
+                " two out",
+                ("data.mask_eos_in_loss",),
+            )
+
+
 def _check_share_prompts(run: RunConfig) -> Issues:
     path, first = next(iter(_iter_datasets(run, TRAIN)))
     if run.data.share_prompts is False and first.is_typed and first.kind == "sft":
@@ -420,6 +444,7 @@ DATA_RULES: tuple[Callable[[RunConfig], Issues], ...] = (
     _check_truncation,
     _check_sample_kinds,
     _check_loss_mask_options,
+    _check_trained_roles,
     _check_share_prompts,
     _check_isolate_samples,
     _check_streaming,

@@ -24,6 +24,10 @@ FormatName = Literal[
 
 Kind = Literal["sft", "preference", "kto"]
 
+TrainedRole = Literal["assistant", "user", "system", "tool"]
+
+TrainedEos = Literal["turn", "all", "last", "none"]
+
 KIND_OF_FORMAT: dict[FormatName, Kind] = {
     "preference": "preference",
     "preference_turns": "preference",
@@ -171,6 +175,18 @@ class DatasetConfig(ConfigSection):
     field_label: str = Field(default="label", min_length=1)
     """`kto`: column that says whether the completion is desirable (true or false). `chat`: optional
     column with a list of 0 (not trained) or 1 (trained), one for each assistant turn."""
+
+    roles_to_train: list[TrainedRole] = Field(
+        default_factory=lambda: list[TrainedRole](["assistant"]), min_length=1
+    )
+    """Conversations: roles whose messages are trained (`assistant`, `user`, `system`, `tool`), with
+    the token that ends their turn where the chat template has one. A message that the record
+    excludes is not trained."""
+
+    train_on_eos: TrainedEos = "turn"
+    """Conversations: which tokens that end a turn are trained. `turn`: those of trained turns;
+    `all`: those of all turns, also of the user's; `last`: that of the last trained turn; `none`: no
+    one, as with `data.mask_eos_in_loss`."""
 
     @property
     def is_typed(self) -> bool:
