@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from penstock.engine.distributed.object_unpickler import ObjectPickler, ObjectUnpickler
 from tests.cli.command import penstock
@@ -127,6 +128,16 @@ def test_tensors_and_arrays_of_every_type_come_as_they_are_sent():
     for sent, came in zip(arrays, arrays_then, strict=True):
         assert (type(came), came.dtype, came.shape) == (type(sent), sent.dtype, sent.shape)
         assert np.array_equal(came, sent)
+
+
+def test_members_of_enumerations_come_as_they_are_where_python_pickles_them_by_name(monkeypatch):
+    # As Python 3.11.0 to 3.11.3 do.
+    by_name = lambda member, _: (getattr, (type(member), member.name))  # noqa: E731
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", by_name)
+    stream = io.BytesIO()
+    ObjectPickler(stream).dump(list(_MEM_FORMAT_ENCODING))
+    stream.seek(0)
+    assert ObjectUnpickler(stream).load() == list(_MEM_FORMAT_ENCODING)
 
 
 def test_the_kernels_table_tells_what_others_reach():

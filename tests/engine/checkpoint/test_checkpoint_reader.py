@@ -1,12 +1,19 @@
 """Reading checkpoints without the model, the optimizer or the layout that wrote them."""
 
+import base64
+import json
 import pickle
+import zlib
+from pathlib import PosixPath
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, TensorProperties
 
 from penstock.core.errors import ArtifactError
 from penstock.engine.checkpoint.model_reader import CheckpointReader
+from penstock.engine.checkpoint.safe_dcp_reader import CheckpointFiles
+from tests.conftest import ROOT
 from tests.stages.checkpoints import FOLDER, trained_artifact
 
 PARAMETERS = {
@@ -32,12 +39,41 @@ def test_a_missing_parameter_is_named(tmp_path):
         reader.read(["model.norm.weight", "lm_head.weight"])
 
 
+RECORDED = json.loads((ROOT / "tests/golden/dcp_metadata.json").read_text())
+"""By Python version: zlib in base64 of the `.metadata` that `dcp.save({"model.weight":
+torch.arange(6.0).reshape(2, 3)})` wrote under it. What they pickle otherwise than 3.11.7:
+3.11.2 enum members, 3.13.0 paths."""
+
+
+@pytest.mark.parametrize("version", RECORDED)
+def test_metadata_that_another_python_wrote_is_read(tmp_path, version):
+    (tmp_path / ".metadata").write_bytes(zlib.decompress(base64.b64decode(RECORDED[version])))
+    metadata = CheckpointFiles(tmp_path).read_metadata()
+    entry = metadata.state_dict_metadata["model.weight"]
+    assert entry.size == (2, 3)
+    assert entry.properties == TensorProperties(torch.float32)
+    assert metadata.storage_meta is not None
+    assert isinstance(metadata.storage_meta.checkpoint_id, PosixPath)
+
+
 class _Harm:
+    def __init__(self, function=print, words=("code of the file ran",)):
+        self.call = function, words
+
     def __reduce__(self):
-        return (print, ("code of the file ran",))
+        return self.call
 
 
-@pytest.mark.parametrize("content", [pickle.dumps(_Harm()), b"", b"\x80\x04half", pickle.dumps(1)])
+ATTRIBUTES = [(PosixPath, "home"), (_MEM_FORMAT_ENCODING, "mro"), (torch.Size, "numel")]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(pickle.dumps(_Harm(getattr, words)) for words in ATTRIBUTES),
+        *(pickle.dumps(_Harm()), b"", b"\x80\x04half", pickle.dumps(1)),
+    ],
+)
 def test_metadata_that_is_not_metadata_is_refused_and_never_run(tmp_path, content, capsys):
     folder = trained_artifact(tmp_path, PARAMETERS).path / FOLDER
     (folder / ".metadata").write_bytes(content)

@@ -1,9 +1,12 @@
 """Safe DCP reader: read checkpoint files from untrusted sources.
 
 DCP metadata is a pickle, so it is read with an unpickler that allows only the few names such
-metadata contains, and then validated; tensors are read with `weights_only`.
+metadata contains, and then validated; tensors are read with `weights_only`. Python versions pickle
+paths and enumerations under different names; the reader accepts those of all of them, whichever
+Python it runs on.
 """
 
+import enum
 import io
 import pickle
 import sys
@@ -170,11 +173,22 @@ def _invalid(reason: str) -> DamagedError:
     return DamagedError(f"{METADATA} is not that of a checkpoint: {reason}")
 
 
+def _enum_member(enumeration: object, name: object) -> enum.Enum:
+    """What Python 3.11.0 to 3.11.3 pickle an enum member as: `getattr(enumeration, name)`."""
+    if isinstance(enumeration, enum.EnumMeta) and name in enumeration.__members__:
+        return enumeration.__members__[cast("str", name)]
+    raise pickle.UnpicklingError(f"it reads {name!r} of {enumeration!r}")
+
+
 class _AllowedNames:
     """Unpickler mixin that allows known names only."""
 
     def find_class(self, module: str, name: str) -> Any:
         """The object of this name. Raises UnpicklingError for unknown names."""
+        if (module, name) == ("builtins", "getattr"):
+            return _enum_member
+        # Python 3.13's module of the classes that are `pathlib`'s before and after it.
+        module = "pathlib" if module == "pathlib._local" else module
         if name in _ALLOWED.get(module, ()):
             return getattr(sys.modules[module], name)
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):

@@ -56,6 +56,9 @@ class ObjectPickler(pickle.Pickler):
             # Not with a reducer that a library registered for exceptions (tblib does for all of
             # them).
             return obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        if isinstance(obj, enum.Enum):
+            # Python 3.11.0 to 3.11.3 would write a call of getattr.
+            return type(obj), (obj.value,)
         return NotImplemented
 
 
