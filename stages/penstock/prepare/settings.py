@@ -185,6 +185,9 @@ class PrepareSettings(Settings):
     val_set_size: Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, lt=1)] | None = None
     """Samples moved from training to validation: a number or a share."""
 
+    split_by: str | None = None
+    """Column whose values are not split across training and validation."""
+
     shuffle_merged_datasets: bool = True
     """Shuffle the samples after merging the sources."""
 
