@@ -65,8 +65,10 @@ def test_json_ends_with_the_whole_report(tmp_path: Path) -> None:
 
 def test_keys_that_nobody_knows_are_told_and_refused_if_asked(tmp_path: Path) -> None:
     theirs, ours = written(tmp_path, f"{THEIRS}learning_rat: 3\n"), tmp_path / "ours.yaml"
-    assert "did you mean learning_rate?" in penstock("translate", theirs, "-o", ours).err
-    assert ours.exists()
+    said = penstock("translate", theirs, "-o", ours)
+    assert said.code == 4
+    assert "did you mean learning_rate?" in said.err
+    assert "# not translated: learning_rat: 3: is not a known key of ERNIEKit" in ours.read_text()
     ours.unlink()
     said = penstock("translate", theirs, "-o", ours, "--strict")
     assert said.code == 2
@@ -86,17 +88,92 @@ def test_doubtful_values_are_told_and_refused_if_asked(tmp_path: Path) -> None:
     assert not penstock("translate", written(tmp_path), "--json").last["has_doubtful"]
 
 
-def test_nothing_is_written_of_what_can_be_no_run(tmp_path: Path) -> None:
-    ours = tmp_path / "ours.yaml"
-    for change, told in {
-        "stage: RM": "stage: recipes for",
-        "stage: SFT\nmax_grad_norm: -.inf\nlogging_steps: 0": "logging_steps (here train.log_in",
+AXOLOTL = """\
+base_model: builtin:tiny-qwen3
+tokenizer_config: builtin:bytes
+adapter: lora
+lora_r: 4
+neftune_noise_alpha: 5
+datasets:
+  - path: rows.jsonl
+    type: alpaca
+    split_thinking: true
+  - path: rows.jsonl
+    type: own.prompt
+micro_batch_size: 3
+learning_rate: -1
+output_dir: out
+"""
+GAPS = ["neftune_noise_alpha", "datasets.0.split_thinking", "datasets.1.type", "learning_rate"]
+
+
+def test_what_is_not_translated_is_a_comment_at_its_place_in_a_file_that_is_a_run(
+    tmp_path: Path,
+) -> None:
+    theirs, ours = written(tmp_path, AXOLOTL), tmp_path / "ours.yaml"
+    said = penstock("translate", theirs, "-o", ours, "--world-size", 1, "--json")
+    assert said.code == 4
+    assert said.last["ok"]
+    assert said.last["gaps"] == GAPS
+    text = ours.read_text()
+    lines = text.splitlines()
+    places = [line.split(":")[1].strip() for line in lines if "# not translated: " in line]
+    assert sorted(places) == sorted(GAPS)
+    rank = next(index for index, line in enumerate(lines) if "lora_rank: 4" in line)
+    assert lines[rank + 1].startswith("  # not translated: neftune_noise_alpha: 5: no noise")
+    assert "here train.lr: -1, which is -1; it must be at least 0" in text
+    assert load(ours).lora.lora_rank == 4
+    ours.unlink()
+    strict = penstock("translate", theirs, "-o", ours, "--strict")
+    assert strict.code == 2
+    assert all(f"  {key}: " in strict.err for key in GAPS)
+    assert not ours.exists()
+
+
+def test_a_value_of_the_file_is_not_marked_as_assumed(tmp_path: Path) -> None:
+    text = penstock("translate", written(tmp_path, f"{THEIRS}lora_rank: 8\n")).out
+    assert "  lora_rank: 8\n" in text
+    assert "  lora_alpha: 16  # assumed\n" in text
+    both = AXOLOTL.replace("learning_rate: -1", "bf16: true\nwarmup_steps: 10")
+    text = penstock("translate", written(tmp_path, both)).out
+    [precision] = [line for line in text.splitlines() if "precision:" in line]
+    assert precision == "  precision: bf16_mixed"
+
+
+def test_a_foreign_file_is_checked_with_warnings_of_what_is_left_out(
+    tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text('{"instruction": "What is 1 + 1?", "output": "2"}\n')
+    text = AXOLOTL.replace("learning_rate: -1\n", "").replace("    type: own.prompt\n", "")
+    theirs = written(tmp_path, text.replace("  - path: rows.jsonl\nmicro", "micro"))
+    said = penstock("check", theirs)
+    assert said.code == 0, said.err
+    assert f"warning: {theirs}:5: neftune_noise_alpha: 5 is left out: no noise" in said.err
+    assert f"warning: {theirs}:9: datasets.0.split_thinking: true is left out" in said.err
+    for command in ("check", "plan", "run"):
+        strict = penstock(command, theirs, "--strict")
+        assert strict.code == 2
+        assert f"{theirs}:5: neftune_noise_alpha: no noise" in strict.err
+    theirs.write_text(AXOLOTL)
+    refused = penstock("check", theirs)
+    assert refused.code == 2
+    assert f"{theirs}:11: datasets.1.type: there are chat_template" in refused.err
+
+
+def test_files_beside_training_configs_are_named_for_what_they_are(tmp_path: Path) -> None:
+    for text, told in {
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\n": "accelerate's launch",
+        "zero_optimization: {stage: 3}\n": "a DeepSpeed config; write train.zero_stage",
+        "model_name_or_path: a\ntemplate: qwen3\ninfer_backend: hf\n": "penstock chat MODEL",
+        "model_name_or_path: a\ntemplate: qwen3\nexport_dir: b\n": "penstock merge",
     }.items():
-        said = penstock("translate", written(tmp_path, THEIRS.replace("stage: SFT", change)),
-                        "-o", ours)  # fmt: skip
-        assert said.code == 2
-        assert told in said.err
-        assert not ours.exists()
+        for command in ("translate", "check"):
+            said = penstock(command, written(tmp_path, text))
+            assert said.code == 2
+            assert told in said.err
+    unknown = penstock("translate", written(tmp_path, "shape: round\ncolor: blue\n"))
+    assert "is a config of no known tool; its keys are color, shape" in unknown.err
 
 
 def test_a_file_of_ours_stays_what_it_is(tmp_path: Path) -> None:
@@ -110,7 +187,7 @@ def test_a_file_of_ours_stays_what_it_is(tmp_path: Path) -> None:
 
 def test_a_dialect_can_be_named(tmp_path: Path) -> None:
     theirs = written(tmp_path, "model_name_or_path: x\noutput_dir: out\n")
-    assert penstock("translate", theirs).code == 2
+    assert "is a config of no known tool" in penstock("translate", theirs).err
     said = penstock("translate", theirs, "--dialect", "erniekit", "--json")
     assert said.last["config"]["model"]["model_path"] == "x"
     assert "is not a dialect" in penstock("translate", theirs, "--dialect", "erniekid").err

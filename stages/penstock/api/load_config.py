@@ -19,11 +19,13 @@ def load_config(
     config: Config,
     overrides: Sequence[Override] = (),
     notify: Callable[[str], None] = lambda _: None,
+    *,
+    strict: bool = False,
 ) -> RunConfig:
     """The validated config of a YAML file, a `train.output_dir`, nested mappings as parsed from
     YAML, or a RunConfig, with the overrides applied in order.
 
-    `notify` receives the log lines of `config.loading.load`.
+    `notify` and `strict` are those of `config.loading.load`.
     Raises ConfigError, whose text has a line for each fault.
     """
     if isinstance(config, RunConfig):
@@ -38,4 +40,4 @@ def load_config(
     path = Path(config)
     if (path / JOB).is_file():
         return loading.loads(read_job(path / JOB)["config"], overrides)
-    return loading.load(path, overrides, notify)
+    return loading.load(path, overrides, notify, strict=strict)

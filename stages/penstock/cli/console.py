@@ -32,6 +32,8 @@ class Console:
     outcomes: "list[StageResult]" = field(default_factory=list)
     more: dict[str, Any] = field(default_factory=dict[str, Any])
     """Fields added to the JSON object, whether the command fails or not."""
+    exit_code: int = 0
+    """Exit code of a command that raises nothing."""
 
     def say(self, line: str) -> None:
         """Write a line to stderr."""
@@ -84,7 +86,7 @@ def run(console: Console, command: Callable[[], dict[str, Any] | None]) -> int:
             )
         return _report_error(console, error, text, 1)
     console.finish(**(more or {}))
-    return 0
+    return console.exit_code
 
 
 def _report_error(console: Console, error: BaseException, text: str, code: int) -> int:

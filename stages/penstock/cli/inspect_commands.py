@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from penstock.cli.console import Console
-from penstock.cli.options import Config, run_request
+from penstock.cli.options import Config, Strict, run_request
 from penstock.core.errors import ConfigError
 
 
@@ -35,6 +35,7 @@ def plan(
         list[str],
         typer.Option(metavar="FIELDS", help="With --dry-run: another layout. Repeatable."),
     ] = [],  # noqa: B006 - typer reads it
+    strict: Strict = False,
     trace: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="With --dry-run: write a Chrome trace of the step."),
@@ -45,13 +46,14 @@ def plan(
         from penstock.cli.plan.dry_run import DryRunOptions, dry_run_config
 
         options = DryRunOptions(world, ranks, device_kind, devices, trace, tuple(compare))
-        return dry_run_config(run_request(config), options, console)
+        return dry_run_config(run_request(config, strict=strict), options, console)
     if world or trace or compare or ranks != "roles":
         raise ConfigError("--world, --ranks, --compare and --trace belong to --dry-run; add it.")
     from penstock.cli.plan.costs import DeviceOptions
     from penstock.cli.plan.stages import print_plan
 
-    return print_plan(run_request(config).load(), console, DeviceOptions(devices, device_kind))
+    run = run_request(config, strict=strict).load()
+    return print_plan(run, console, DeviceOptions(devices, device_kind))
 
 
 def check(
@@ -60,11 +62,12 @@ def check(
     whole: Annotated[
         bool, typer.Option("--all", help="Print every field, not only those that are set.")
     ] = False,
+    strict: Strict = False,
 ) -> dict[str, Any]:
     """Check the config and the data, model and folders that it names."""
     from penstock.cli.check import check_run
 
-    return check_run(run_request(config).load(), console, whole=whole)
+    return check_run(run_request(config, strict=strict).load(), console, whole=whole)
 
 
 def translate(
@@ -89,9 +92,15 @@ def translate(
         str | None,
         typer.Option(metavar="NAME", help="The tool that it is written for. Default: detected."),
     ] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="Refuse unknown keys.")] = False,
+    strict: Annotated[
+        bool,
+        typer.Option(
+            "--strict", help="Write nothing if a key is not translated or its value is doubtful."
+        ),
+    ] = False,
 ) -> dict[str, Any]:
-    """Translate another tool's config, and report on each key."""
+    """Translate another tool's config, and report on each key. Exits with 4 if keys are not
+    translated; they are comments in the written file."""
     from penstock.cli.translate import TranslateOptions, translate_file
 
     return translate_file(TranslateOptions(file, output, world_size, dialect, strict), console)

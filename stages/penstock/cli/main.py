@@ -22,7 +22,7 @@ from penstock.cli.data.commands import commands as data_commands
 from penstock.cli.flow.commands import deploy, flow
 from penstock.cli.inspect_commands import check, doctor, plan, schema, translate
 from penstock.cli.models import commands as model_commands
-from penstock.cli.options import Config, add_command, overrides, run_request
+from penstock.cli.options import Config, Strict, add_command, overrides, run_request
 from penstock.cli.releases import commands as release_commands
 from penstock.cli.result_commands import evaluate, merge, report
 from penstock.cli.serve import serve
@@ -133,11 +133,12 @@ def run_command(
     start: From = None,
     fresh: Fresh = False,
     dry_run: DryRun = False,
+    strict: Strict = False,
 ) -> dict[str, Any] | None:
     """Run the whole pipeline; stages that are done are reused."""
     from penstock.cli.run import run_chain
 
-    request, rebuild = run_request(config), _rebuild_options(force, start, fresh)
+    request, rebuild = run_request(config, strict=strict), _rebuild_options(force, start, fresh)
     if dry_run:
         return _print_plan(request, console)
     return run_chain(request, rebuild, console)

@@ -15,15 +15,22 @@ if TYPE_CHECKING:  # imported lazily: `--help` imports this module
 
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's YAML file.")]
 
+Strict = Annotated[
+    bool,
+    typer.Option(
+        "--strict", help="Of another tool's file: refuse keys that are left out or doubtful."
+    ),
+]
+
 overrides: list[Override] = []
 """Overrides of the command line, `--section.field value`; filled before a command runs."""
 
 
-def run_request(config: Path) -> "Request":
+def run_request(config: Path, *, strict: bool = False) -> "Request":
     """The config file with the overrides of the command line."""
     from penstock.cli.run import Request
 
-    return Request(config, tuple(overrides))
+    return Request(config, tuple(overrides), strict)
 
 
 def add_command(

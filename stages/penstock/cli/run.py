@@ -18,10 +18,12 @@ class Request:
 
     file: Path
     overrides: tuple[Override, ...] = ()
+    strict: bool = False
+    """Refuse another tool's file with keys that are left out or doubtful."""
 
     def load(self) -> RunConfig:
         """The checked config."""
-        return load_config(self.file, self.overrides, Console().say)
+        return load_config(self.file, self.overrides, Console().say, strict=self.strict)
 
 
 def run_chain(request: Request, rebuild: RebuildOptions, console: Console) -> None:

@@ -11,7 +11,14 @@ from penstock.cli.console import Console, table
 from penstock.config.loading.fault import shown
 from penstock.config.translate.fit_parallel_sizes import Devices, devices_here
 from penstock.config.translate.load_foreign import load_translation
-from penstock.config.translate.translation import KINDS, Kind, Line, Translation, value_at
+from penstock.config.translate.translation import (
+    GAPS,
+    KINDS,
+    Kind,
+    Line,
+    Translation,
+    value_at,
+)
 from penstock.core.errors import ConfigError, StageError
 from penstock.core.files import atomic_write, write_json
 from penstock.core.os_errors import describe_os_error
@@ -20,8 +27,9 @@ REPORT = "translation_report.json"
 """Written beside the translated file."""
 
 MEANING: Mapping[Kind, str] = {
-    "refused": "not supported",
+    "refused": "not translated, and the run would train something else without it",
     "unknown": "no known key of that tool",
+    "left out": "not supported; the run differs by it",
     "doubtful": "may mean something else in that tool; check each",
     "approximated": "close to the setting, not the same",
     "no effect": "not needed in Penstock",
@@ -31,6 +39,9 @@ MEANING: Mapping[Kind, str] = {
 }
 COMMENTED: tuple[Kind, ...] = ("assumed", "approximated", "doubtful")
 """Kinds that a comment in the translated file marks."""
+
+WITH_GAPS = 4
+"""Exit code if the config was written, without some of the file's keys."""
 
 MISSING = object()
 
@@ -49,18 +60,26 @@ class TranslateOptions:
     dialect: str | None = None
     """The tool that the file is written for; None: detected."""
     strict: bool = False
-    """Refuse unknown keys and values with a doubtful meaning."""
+    """Refuse keys that are not translated and values with a doubtful meaning."""
 
 
 def translate_file(options: TranslateOptions, console: Console) -> dict[str, Any]:
-    """Print the translated config, or write it with the report beside it; log the report.
+    """Print the translated config, or write it with the report beside it; log the report. The exit
+    code is `WITH_GAPS` if keys are not translated.
 
-    Raises ConfigError if the result is no valid run, and StageError if a file cannot be written.
+    Raises ConfigError if the file is no training config, or with `strict` has gaps or doubtful
+    values, and StageError if a file cannot be written.
     """
     devices = Devices(options.ranks) if options.ranks else devices_here()
-    translation, faults = load_translation(options.file, options.dialect, devices)
+    translation = load_translation(options.file, options.dialect, devices)
     console.say(report(translation))
-    _require(translation, faults, options)
+    gaps = translation.of(*GAPS)
+    if options.strict:
+        _require_whole(translation, options.file)
+    if gaps:
+        console.exit_code = WITH_GAPS
+        keys = ", ".join(line.key for line in gaps)
+        console.say(f"\nwarning: not translated, comments in the result say why: {keys}")
     text = as_yaml(translation, options.file)
     record = as_record(translation)
     if options.output:
@@ -69,13 +88,10 @@ def translate_file(options: TranslateOptions, console: Console) -> dict[str, Any
     return {**record, "output": str(options.output) if options.output else None}
 
 
-def _require(translation: Translation, faults: str, options: TranslateOptions) -> None:
-    kinds: tuple[Kind, ...] = ("refused", "unknown", "doubtful") if options.strict else ("refused",)
-    if stopped := translation.of(*kinds):
-        told = "\n".join(f"  {line.key}: {line.why}" for line in stopped)
-        raise ConfigError(f"{options.file} cannot be translated\n{told}")
-    if faults:
-        raise ConfigError(f"{options.file} is translated to a config that is not valid\n{faults}")
+def _require_whole(translation: Translation, file: Path) -> None:
+    if lines := translation.of(*GAPS, "doubtful"):
+        reasons = "\n".join(f"  {line.key}: {line.why}" for line in lines)
+        raise ConfigError(f"{file} cannot be translated\n{reasons}")
 
 
 def _write(target: Path, text: str, record: Mapping[str, Any]) -> None:
@@ -127,6 +143,7 @@ def as_record(translation: Translation) -> dict[str, Any]:
         "dialect": translation.dialect,
         "processes": translation.ranks,
         "has_doubtful": bool(translation.of("doubtful")),
+        "gaps": [line.key for line in translation.of(*GAPS)],
         "counts": {kind: len(translation.of(kind)) for kind in KINDS},
         "keys": [
             {
@@ -144,14 +161,10 @@ def as_record(translation: Translation) -> dict[str, Any]:
 
 
 def as_yaml(translation: Translation, source: Path) -> str:
-    """The translated file, with a comment where a value is a default or an approximation."""
-    marks = {
-        name: line.kind
-        for kind in COMMENTED
-        for line in translation.of(kind)
-        for name in line.names
-    }
-    lines = [f"# From {source.name}, written for {translation.title}."]
+    """The translated file, with a comment where a value is a default or an approximation, and one
+    for each key that is not translated, after the setting of the key before it."""
+    marks, gaps = _marks(translation), _gap_comments(translation)
+    lines = [f"# From {source.name}, written for {translation.title}.", *gaps.get("", ())]
     for section, fields in translation.settings.items():
         lines += [f"{section}:"] if fields else []
         for name, value in (fields or {}).items():
@@ -159,5 +172,34 @@ def as_yaml(translation: Translation, source: Path) -> str:
             mark = marks.get(f"{section}.{name}")
             comment = f"  # {mark}" if mark and "\n" not in text else ""
             lines += [f"  {line}{comment}" for line in text.splitlines()]
+            lines += [f"  {text}" for text in gaps.get(f"{section}.{name}", ())]
     lines += [f"# {name} has to be set." for name in translation.placeholders]
     return "\n".join(lines) + "\n"
+
+
+def _marks(translation: Translation) -> dict[str, Kind]:
+    """Setting to the kind in its comment. A value is assumed if no key of the file decides it."""
+    kinds: dict[str, set[Kind]] = {}
+    for line in translation.lines:
+        for name in line.names:
+            kinds.setdefault(name, set()).add(line.kind)
+    marks: dict[str, Kind] = {}
+    for name, of_lines in kinds.items():
+        for kind in COMMENTED:
+            if of_lines == {kind} or (kind != "assumed" and kind in of_lines):
+                marks[name] = kind
+    return marks
+
+
+def _gap_comments(translation: Translation) -> dict[str, list[str]]:
+    """Setting to the comments that follow it; an empty name is the start of the file."""
+    comments: dict[str, list[str]] = {}
+    above = ""
+    for line in translation.lines:
+        names = [".".join(name.split(".")[:2]) for name in _native_settings(line, translation)]
+        if names and line.kind != "assumed":
+            above = names[-1]
+        if line.kind in GAPS:
+            text = f"# not translated: {line.key}: {shown(line.redacted_value)}: {line.why}"
+            comments.setdefault(above, []).append(" ".join(text.split()))
+    return comments

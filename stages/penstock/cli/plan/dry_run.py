@@ -60,7 +60,8 @@ def dry_run_config(request: Request, options: DryRunOptions, console: Console) -
     Raises ConfigError for invalid options or layouts, CapabilityError if no layout fits.
     """
     if options.world:
-        request = Request(request.file, (*request.overrides, *_world_overrides(options.world)))
+        added = _world_overrides(options.world)
+        request = replace(request, overrides=(*request.overrides, *added))
     run = _with_row_length(request.load())
     if options.devices:
         if options.compare or options.world:
@@ -78,7 +79,7 @@ def dry_run_config(request: Request, options: DryRunOptions, console: Console) -
     else:
         layouts = [("", run)]
     for text in options.compare:
-        other = Request(request.file, (*request.overrides, *_parse_overrides(text)))
+        other = replace(request, overrides=(*request.overrides, *_parse_overrides(text)))
         layouts.append((text, _with_row_length(other.load())))
     return print_dry_run(layouts, options, console)
 

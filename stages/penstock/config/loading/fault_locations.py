@@ -90,7 +90,7 @@ class ErrorLocator:
 
     def at_key(self, key: str, text: str) -> LocatedError:
         """An error at a key of a foreign file."""
-        return self.in_file(ConfigIssue(tuple(key.split(".")), text))
+        return self.in_file(ConfigIssue(_steps(key), text))
 
     def _translated(self, fault: ConfigIssue) -> LocatedError:
         """The error at the foreign key that the setting was translated from, with both names."""
@@ -99,10 +99,14 @@ class ErrorLocator:
         keys = self._translation.origins(name)
         if not keys:
             return self.at_key(name, f"{fault.text} (no key of the file decides it)")
-        line = self._line(tuple(keys[0].split(".")))
+        line = self._line(_steps(keys[0]))
         text = f"{self._path}:{line}: {keys[0]} (here {name}): {fault.text}"
         return (0, line), text
 
     def _line(self, path: Steps) -> int:
         parts = (path[:length] for length in range(len(path), 0, -1))
         return next((self._places[part].line for part in parts if part in self._places), 1)
+
+
+def _steps(key: str) -> Steps:
+    return tuple(int(step) if step.isdecimal() else step for step in key.split("."))

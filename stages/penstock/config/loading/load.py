@@ -31,11 +31,14 @@ def load(
     path: Path,
     overrides: Sequence[Override] = (),
     notify: Callable[[str], None] = lambda _: None,
+    *,
+    strict: bool = False,
 ) -> RunConfig:
     """The run in a YAML file, with the overrides applied in order.
 
-    `notify` gets a line if the file is written for another tool and was translated, and for
-    documented defaults that the run cannot use. Raises ConfigError, whose text has one line for
+    `notify` gets a line if the file is written for another tool and was translated, for each of its
+    keys that is left out, and for documented defaults that the run cannot use. With `strict` keys
+    that are left out are errors. Raises ConfigError, whose text has one line for
     each error.
     """
     document = read_document(path, may_be_empty=bool(overrides))
@@ -44,7 +47,8 @@ def load(
         from penstock.config.translate import load_foreign  # the tables of all dialects
 
         if dialect := load_foreign.detect_dialect(settings):
-            return load_foreign.load(path, document, dialect, overrides, notify)
+            return load_foreign.load(path, document, dialect, overrides, notify, strict=strict)
+        load_foreign.require_run(path, settings)
     return resolve(settings, overrides, ErrorLocator(document, overrides, path), notify=notify)
 
 

@@ -1,23 +1,23 @@
 """Translate the values of a foreign file with the tables of its dialect."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any, cast
 
-from penstock.config.loading.fault import shown
 from penstock.config.loading.schema_tree import branches, is_section
 from penstock.config.schema.base import ConfigSection
 from penstock.config.schema.run import RunConfig
 from penstock.config.server.run_fields import SERVER
 from penstock.config.translate.axolotl.rules import AXOLOTL
-from penstock.config.translate.dialect import Dialect, Rule
+from penstock.config.translate.dialect import Dialect
 from penstock.config.translate.doubtful_values import mark_doubtful
 from penstock.config.translate.erniekit.rules import ERNIEKIT
 from penstock.config.translate.fit_parallel_sizes import Devices, fit_parallel_sizes
 from penstock.config.translate.hf.llama_factory import LLAMA_FACTORY
 from penstock.config.translate.hf.trl import TRL, TRL_DPO
 from penstock.config.translate.nxdt.rules import NXDT
-from penstock.config.translate.translation import Draft, Entry, Line, Translation
+from penstock.config.translate.translate_key import apply_rule, flat_keys, translate_key
+from penstock.config.translate.translation import GAPS, Draft, Entry, Line, Translation
 from penstock.core.errors import ConfigError
 
 DIALECTS: tuple[Dialect, ...] = (
@@ -60,7 +60,7 @@ def translate(values: Mapping[str, Any], dialect: Dialect, devices: Devices) -> 
 
     Nothing is validated: invalid values are reported when the translation is loaded.
     """
-    flat = dict(_flat(dialect.prepare(values), dialect.keys))
+    flat = dict(flat_keys(dialect.prepare(values), dialect.keys))
     written = {
         key: value
         for key, value in flat.items()
@@ -87,57 +87,17 @@ def translate(values: Mapping[str, Any], dialect: Dialect, devices: Devices) -> 
 
 def translate_native(values: Mapping[str, Any], devices: Devices) -> Translation:
     """A file in Penstock's own format, unchanged."""
-    lines = [Line(key, value, "maps", names=[key]) for key, value in _flat(values, set())]
+    lines = [Line(key, value, "maps", names=[key]) for key, value in flat_keys(values, set())]
     return Translation(NATIVE, "Penstock", values, lines, devices.ranks)
 
 
-def _flat(values: Mapping[str, Any], keys: set[str], above: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        key = f"{above}{name}"
-        if isinstance(value, dict) and value and key not in keys:
-            yield from _flat(cast("dict[str, Any]", value), keys, f"{key}.")
-        else:
-            yield key, value
-
-
 def _translate(draft: Draft, dialect: Dialect, key: str, *, is_null: bool) -> None:
-    line = draft.lines[key]
     stronger = [other for other in dialect.overridden_by.get(key, ()) if other in draft.written]
-    if key not in dialect.keys:
-        near = get_close_matches(key, dialect.keys, 1)
-        meant = f"; did you mean {near[0]}?" if near else ""
-        line.kind, line.why = "unknown", f"is not a known key of {dialect.title}{meant}"
-    elif is_null:
-        line.kind, line.why = "no effect", "null, the same as leaving it out"
-    elif stronger:
-        line.kind, line.why = "no effect", f"{stronger[0]} is written, and overrides it"
-    elif key in dialect.refused:
-        asks = line.value not in (False, 0, "", [], {})
-        line.kind = "refused" if asks else "no effect"
-        line.why = dialect.refused[key] if asks else "is off"
-    elif key in dialect.same:
-        line.kind = "maps"
-        Entry(draft, line).put(dialect.same[key], line.value)
+    if stronger and key in dialect.keys and not is_null:
+        draft.set_line(key, "no effect", f"{stronger[0]} is written, and overrides it")
     else:
-        entry = Entry(draft, line)
-        _apply(dialect.computed[key], entry)
-        assert entry.is_handled, f"{dialect.name}: {key} is read and nothing is said of it"
-        if line.kind == "translated" and not line.why and _is_taken_over(draft, line):
-            line.kind = "maps"
-
-
-def _apply(rule: Rule, entry: Entry) -> None:
-    """Apply a rule. Rules assume that values have the right type; a value for which they fail is
-    refused."""
-    try:
-        rule(entry)
-    except (TypeError, ValueError, AttributeError, ArithmeticError, LookupError):
-        entry.refuse(f"{shown(entry.value)} is not a valid value")
-
-
-def _is_taken_over(draft: Draft, line: Line) -> bool:
-    here = [draft.value(name) for name in line.names]
-    return len(here) == 1 and type(here[0]) is type(line.value) and here[0] == line.value
+        entry = Entry(draft, draft.lines[key])
+        translate_key(entry, dialect, key, dialect.title, is_null=is_null)
 
 
 def _assume(draft: Draft, dialect: Dialect, key: str, value: Any) -> None:
@@ -146,8 +106,8 @@ def _assume(draft: Draft, dialect: Dialect, key: str, value: Any) -> None:
     if key in dialect.same:
         entry.put(dialect.same[key], value)
     else:
-        _apply(dialect.computed[key], entry)
-    if line.names or line.kind == "refused":
+        apply_rule(dialect.computed[key], entry)
+    if line.names or line.kind in GAPS:
         draft.lines[key] = line
 
 

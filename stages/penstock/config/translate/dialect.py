@@ -1,7 +1,8 @@
 """A dialect: the config format of another tool, in tables.
 
 Every key is in one of three tables: `same`, values that are copied to a setting of ours;
-`computed`, values that a rule converts; and `refused`, values that are not supported.
+`computed`, values that a rule converts; and `unsupported`, values that are left out. Items of lists
+have tables of their own.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,6 +16,8 @@ Rule = Callable[[Entry], None]
 """Translates one key to settings of ours (`entry.put`), or says why it has none."""
 
 Values = Mapping[str, Any]
+
+OFF: tuple[Any, ...] = (False, 0, "", [], {})
 
 
 def _as_read(values: Values) -> Values:
@@ -30,10 +33,32 @@ def _nothing_inferred(values: Values) -> Values:
     return {}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """The keys of a mapping. Names of nested keys are joined with dots (`trainer.devices`); a key
+    may also name a whole mapping."""
+
+    same: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Foreign key to our dotted name."""
+
+    computed: Mapping[str, Rule] = field(default_factory=dict[str, Rule])
+    """Foreign key to its rule."""
+
+    unsupported: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Foreign key to the reason why it is left out unless its value is in `OFF`."""
+
+    families: Mapping[str, Rule] = field(default_factory=dict[str, Rule])
+    """Prefixes of keys that are in no table to their rule."""
+
+    @property
+    def keys(self) -> set[str]:
+        """All known keys."""
+        return {*self.same, *self.computed, *self.unsupported}
+
+
 @dataclass(frozen=True)
-class Dialect:
-    """One foreign format. Names of nested keys are joined with dots (`trainer.devices`); a key of a
-    table may also name a whole mapping."""
+class Dialect(Table):
+    """One foreign format."""
 
     name: str
     """As in `--dialect`."""
@@ -43,15 +68,6 @@ class Dialect:
 
     recognizes: Callable[[Values], bool]
     """Whether a file, as parsed, is in this format."""
-
-    same: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Foreign key to our dotted name."""
-
-    computed: Mapping[str, Rule] = field(default_factory=dict[str, Rule])
-    """Foreign key to its rule."""
-
-    refused: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Foreign key to the reason why it is refused unless its value is false, 0 or empty."""
 
     defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Values of keys that are left out, translated like written ones and reported as assumed. Only
@@ -76,11 +92,6 @@ class Dialect:
     finalize: Callable[[Draft], None] = _nothing_more
     """Translates what several keys decide together, after all rules."""
 
-    @property
-    def keys(self) -> set[str]:
-        """All known keys."""
-        return {*self.same, *self.computed, *self.refused}
-
 
 def is_flat(values: Values) -> bool:
     """Whether a file has none of our sections, as in all flat dialects."""
@@ -99,6 +110,20 @@ def no_effect(why: str) -> Rule:
         entry.no_effect(why)
 
     return rule
+
+
+def unsupported(why: str) -> Rule:
+    """Rule of a key that is left out unless it is false, 0 or empty."""
+    return _unless_off(lambda entry: entry.leave_out(why))
+
+
+def refused(why: str) -> Rule:
+    """Rule of a key that is refused unless it is false, 0 or empty."""
+    return _unless_off(lambda entry: entry.refuse(why))
+
+
+def _unless_off(rule: Rule) -> Rule:
+    return lambda entry: rule(entry) if entry.value not in OFF else entry.no_effect("is off")
 
 
 def decides(*names: str) -> Rule:
@@ -168,7 +193,7 @@ def only(*allowed: Any) -> Rule:
 
     def rule(entry: Entry) -> None:
         if isinstance(entry.value, list | dict) or entry.value not in allowed:
-            entry.refuse(f"it takes {', '.join(map(str, allowed))}")
+            entry.leave_out(f"here it is always {', '.join(map(str, allowed))}")
         else:
             entry.no_effect("this is always the behavior here")
 
@@ -181,7 +206,7 @@ def choice(name: str, choices: Mapping[Any, Any]) -> Rule:
     def rule(entry: Entry) -> None:
         value = entry.value
         if isinstance(value, list | dict) or value not in choices:
-            entry.refuse(f"it takes {', '.join(map(str, choices))}")
+            entry.leave_out(f"it takes {', '.join(map(str, choices))}")
         else:
             entry.put(name, choices[value])
 

@@ -1,12 +1,12 @@
 """From a config file of another tool to a `RunConfig`."""
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from penstock.config.loading import yaml12
 from penstock.config.loading.cli_overrides import Override
+from penstock.config.loading.fault import shown
 from penstock.config.loading.fault_locations import ErrorLocator
 from penstock.config.loading.load import read_document, resolve
 from penstock.config.schema.run import RunConfig
@@ -18,11 +18,13 @@ from penstock.config.translate.apply import (
     translate_native,
 )
 from penstock.config.translate.dialect import Dialect
+from penstock.config.translate.drop_invalid import drop_invalid
 from penstock.config.translate.fit_parallel_sizes import Devices, devices_here
-from penstock.config.translate.translation import Translation
+from penstock.config.translate.other_files import require_known, require_run
+from penstock.config.translate.translation import FATAL, GAPS, Kind, Translation
 from penstock.core.errors import ConfigError
 
-__all__ = ["detect_dialect", "load", "load_translation"]
+__all__ = ["detect_dialect", "load", "load_translation", "require_run"]
 
 
 OF_A_SERVER = (
@@ -37,49 +39,58 @@ def load(
     dialect: Dialect,
     overrides: Sequence[Override],
     notify: Callable[[str], None],
+    *,
+    strict: bool = False,
 ) -> RunConfig:
-    """The run in a file in `dialect`. Raises ConfigError with a line for each error."""
+    """The run in a file in `dialect`. `notify` gets a line for each key that is left out.
+
+    Raises ConfigError with a line for each error; with `strict` keys that are left out or doubtful
+    are errors too.
+    """
     translation = translate(document.value, dialect, _devices(overrides))
-    told = ErrorLocator(document, overrides, path, translation)
-    stopped = [told.at_key(one.key, one.why) for one in translation.of("refused", "unknown")]
+    locator = ErrorLocator(document, overrides, path, translation)
+    fatal: tuple[Kind, ...] = (*GAPS, "doubtful") if strict else FATAL
+    errors = [locator.at_key(line.key, line.why) for line in translation.of(*fatal)]
     try:
-        run = resolve(translation.settings, overrides, told, stopped, notify=notify)
+        run = resolve(translation.settings, overrides, locator, errors, notify=notify)
     except ConfigError as error:
         if dialect is not SERVER:
             raise
         raise ConfigError(f"{error}\n  {OF_A_SERVER.format(path=path)}") from None
+    for line in translation.of("left out"):
+        _, text = locator.at_key(line.key, f"{shown(line.redacted_value)} is left out: {line.why}")
+        notify(f"warning: {text}")
     notify(_summary(path, translation))
     return run
 
 
-def load_translation(path: Path, name: str | None, devices: Devices) -> tuple[Translation, str]:
-    """The translation of a file, and its errors: a line for each, empty if it is a valid run.
+def load_translation(path: Path, name: str | None, devices: Devices) -> Translation:
+    """The translation of a file; its settings are those of a valid run, with its placeholders.
 
     `name` is that of a dialect; None: it is detected. A file in Penstock's own format is not
-    changed. Raises ConfigError if the file is not YAML, or there is no such dialect.
+    changed. Raises ConfigError if the file is not YAML, if there is no such dialect, if it is of no
+    known tool, or if it is in Penstock's own format and not valid.
     """
     document = read_document(path, may_be_empty=False)
     dialect = find_dialect(name) if name else detect_dialect(document.value)
     if dialect is None:
+        if name is None:
+            require_run(path, document.value)
+            require_known(path, document.value)
         translation = translate_native(document.value, devices)
-    else:
-        translation = translate(document.value, dialect, devices)
-    whole = [Override(name, json.dumps(value)) for name, value in translation.placeholders.items()]
-    try:
-        resolve(translation.settings, whole, ErrorLocator(document, (), path, translation))
-    except ConfigError as error:
-        return translation, str(error)
-    return translation, ""
+        resolve(document.value, (), ErrorLocator(document, (), path, translation))
+        return translation
+    return drop_invalid(translate(document.value, dialect, devices))
 
 
 def _summary(path: Path, translation: Translation) -> str:
-    near, idle, assumed = (
-        len(translation.of(kind)) for kind in ("approximated", "no effect", "assumed")
+    missing, near, idle, assumed = (
+        len(translation.of(kind)) for kind in ("left out", "approximated", "no effect", "assumed")
     )
     doubtful = ", ".join(line.key for line in translation.of("doubtful"))
     return (
-        f"{path} is written for {translation.title}: {near} of its keys are approximated, {idle}"
-        f" have no effect here, and {assumed} of its defaults are assumed;"
+        f"{path} is written for {translation.title}: {missing} of its keys are left out, {near} are"
+        f" approximated, {idle} have no effect here, and {assumed} of its defaults are assumed;"
         f" penstock translate {path} lists them"
         + (f". Doubtful, check each: {doubtful}" if doubtful else "")
     )

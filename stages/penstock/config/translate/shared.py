@@ -33,7 +33,7 @@ def attention(entry: Entry) -> None:
     elif name in FLASH or "flash" in name:
         entry.no_effect(BEST_HERE)
     else:
-        entry.refuse(f"it takes {', '.join((*PLAIN, *FLASH))}, and flash kernels of the hub")
+        entry.leave_out(f"it takes {', '.join((*PLAIN, *FLASH))}, and flash kernels of the hub")
 
 
 def names_in(value: Any) -> list[str]:
@@ -99,6 +99,30 @@ LOSSES: Mapping[str, str] = {
     "simpo": "simpo",
 }
 """Foreign names of losses to ours, which are the same."""
+
+
+def losses(entry: Entry, loss_weights: Any) -> None:
+    """One preference loss, or several with weights, of which cross-entropy may be one."""
+    names = names_in(entry.value)
+    weights = dict(zip(names, listed(loss_weights or [1.0] * len(names)), strict=False))
+    chosen = [name for name in names if name != "sft"]
+    if len(chosen) != 1 or chosen[0] not in LOSSES or len(weights) != len(names):
+        entry.refuse(f"one of {', '.join(LOSSES)} is taken, with sft beside it if it is wanted")
+        return
+    entry.put("preference.loss_type", LOSSES[chosen[0]])
+    if "sft" in weights:
+        entry.put("preference.sft_loss_ratio", float(weights["sft"]))
+    if weights[chosen[0]] != 1.0:
+        entry.put("preference.pref_loss_ratio", float(weights[chosen[0]]))
+
+
+def gathers_8_bits(entry: Entry) -> None:
+    """`fp8_enable_fsdp_float8_all_gather`."""
+    if entry.value and entry.get("fp8"):
+        entry.put("train.enable_fp8_all_gather", True)
+        entry.put("train.fp8.recipe", "tensorwise")
+    else:
+        entry.no_effect("weights are gathered as they are kept")
 
 
 PRECOMPUTES = if_true(

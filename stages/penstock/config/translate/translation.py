@@ -14,18 +14,26 @@ Kind = Literal[
     "doubtful",
     "no effect",
     "assumed",
+    "left out",
     "unknown",
     "refused",
 ]
 """What became of a key: the same value under our name; a converted value; an approximation; a value
 that may not do what was intended; nothing, because it has no effect here; a default of the tool;
-nothing, because it is unknown; or nothing, and the file cannot be used with it."""
+nothing, although the run differs by it; nothing, because it is unknown; or nothing, and without it
+the run would train another model, other data or another objective."""
 
 KINDS: tuple[Kind, ...] = (
-    "refused", "unknown", "doubtful", "approximated", "no effect", "assumed", "translated",
-    "maps",
+    "refused", "unknown", "left out", "doubtful", "approximated", "no effect", "assumed",
+    "translated", "maps",
 )  # fmt: skip
 """In the order of importance for the user."""
+
+FATAL: tuple[Kind, ...] = ("refused", "unknown")
+"""Kinds with which a foreign file is not run as it is."""
+
+GAPS: tuple[Kind, ...] = (*FATAL, "left out")
+"""Kinds of keys that are not translated."""
 
 
 @dataclass
@@ -86,7 +94,7 @@ class Draft:
     def mark_doubtful(self, name: str, why: str) -> None:
         """Mark the keys that decide a setting as doubtful, assumed ones too."""
         for line in self.lines_of(name):
-            if line.kind != "refused":
+            if line.kind not in GAPS:
                 line.kind, line.why = "doubtful", f"{line.why}; {why}" if line.why else why
 
     def drop(self, name: str, why: str, kind: Kind = "no effect") -> None:
@@ -133,9 +141,15 @@ class Draft:
 class Entry:
     """One foreign key with its value, for its rule."""
 
-    def __init__(self, draft: Draft, line: Line) -> None:
+    def __init__(
+        self, draft: Draft, line: Line, into: str = "", beside: Mapping[str, Any] | None = None
+    ) -> None:
         self.draft = draft
         self.key = line.key
+        self.into = f"{into}." if into else ""
+        """Prefix of the settings that `put` sets: the item of a list that the key is in."""
+        self.beside = beside or {}
+        """The item with the key, as written."""
         self.value: Any = line.value
         self.line = line
         self.is_handled = False
@@ -151,9 +165,10 @@ class Entry:
         return self.draft.get(key, default)
 
     def put(self, name: str, value: Any) -> None:
-        """Set a setting of ours, and record that this key decides it."""
-        self.draft.put(name, value)
-        self.decides(name)
+        """Set a setting of ours, within the item that the key is in, and record that this key
+        decides it."""
+        self.draft.put(f"{self.into}{name}", value)
+        self.decides(f"{self.into}{name}")
 
     def decides(self, *names: str) -> None:
         """Record that this key affects settings that the rule of another key sets."""
@@ -176,15 +191,19 @@ class Entry:
         """The value that was set is the same, for a reason that the report gives."""
         self._set_line(self.line.kind, why)
 
+    def leave_out(self, why: str) -> None:
+        """There is no setting for this value, and the run differs by it."""
+        self._set_line("left out", why)
+
     def refuse(self, why: str) -> None:
-        """The file cannot be used with this value."""
+        """The value decides what is trained, and there is no setting for it."""
         self._set_line("refused", why)
 
     def _set_line(self, kind: Kind, why: str) -> None:
         self.is_handled = True
         self.line.why = why
         # A default that nothing comes of is not worth a line; one that comes near stays assumed.
-        if not self.is_assumed or kind in ("refused", "doubtful"):
+        if not self.is_assumed or kind in (*GAPS, "doubtful"):
             self.line.kind = kind
 
 
@@ -225,11 +244,12 @@ class Translation:
 
 
 def put_at(settings: dict[str, Any], name: str, value: Any) -> None:
-    """Set the value at a dotted name in nested mappings, which are created as needed."""
+    """Set the value at a dotted name in nested mappings, which are created as needed, and lists,
+    whose items exist."""
     *above, last = name.split(".")
-    at = settings
+    at: Any = settings
     for step in above:
-        at = at.setdefault(step, {})
+        at = cast("Any", at[int(step)] if isinstance(at, list) else at.setdefault(step, {}))
     at[last] = value
 
 

@@ -4,118 +4,266 @@ import re
 from collections.abc import Mapping
 from typing import Any, cast
 
-from penstock.config.translate.dialect import Rule, listed
+from penstock.config.translate.dialect import Rule, Table, listed, no_effect
+from penstock.config.translate.templates import chat_template
+from penstock.config.translate.translate_key import translate_items
 from penstock.config.translate.translation import Entry
 
 TYPES: Mapping[str, Mapping[str, str]] = {
     "chat_template": {"type": "chat"},
+    "messages.chat": {"type": "chat"},
     "sharegpt": {"type": "sharegpt"},
     "alpaca": {"type": "alpaca"},
-    "alpaca_w_system.load_open_orca": {"type": "alpaca", "field_system": "system_prompt"},
+    "alpaca_instruct": {"type": "alpaca"},
+    "alpaca_w_system": {"type": "alpaca", "field_system": "system"},
     "completion": {"type": "text"},
     "pretrain": {"type": "text"},
+    "gpteacher": {"type": "alpaca", "field_output": "response"},
     "context_qa": {"type": "instruction"},
-    "chat_template.default": {"type": "preference"},
-    "chat_template.argilla": {"type": "preference"},
-    "chatml.intel": {"type": "preference", "field_prompt": "question"},
-    "llama3.intel": {"type": "preference", "field_prompt": "question"},
-    "chatml.prompt_pairs": {"type": "preference"},
-    "llama3.prompt_pairs": {"type": "preference"},
+    "context_qa.load_v2": {
+        "type": "instruction",
+        "field_instruction": "question",
+        "field_input": "context",
+        "field_output": "answer",
+    },
+    **{
+        name: {"type": "instruction", "field_instruction": question, "field_output": answer}
+        for name, question, answer in (
+            ("alpaca_chat.load_qa", "question", "answer"),
+            ("alpaca_chat.load_camel_ai", "message_1", "message_2"),
+            ("oasst", "INSTRUCTION", "RESPONSE"),
+            ("summarizetldr", "article", "summary"),
+            ("gpt4all", "prompt", "response"),
+            ("jeopardy", "question", "answer"),
+        )
+    },
+    **{
+        f"alpaca_w_system.{name}": {
+            "type": "instruction",
+            "field_instruction": "question",
+            "field_output": "response",
+            "field_system": "system_prompt",
+        }
+        for name in ("load_open_orca", "load_open_orca_chatml")
+    },
 }
+"""Types of a data set to ours, with the columns that they read."""
 
+FAMILIES = ("chat_template", "chatml", "llama3", "zephyr", "user_defined", "passthrough")
+PROMPTS: Mapping[str, Mapping[str, str]] = {
+    **{name: {} for name in ("default", "argilla", "argilla_chat", "prompt_pairs", "ultra")},
+    "icr": {"field_prompt": "input"},
+    "intel": {"field_prompt": "question"},
+}
+PREFERENCE_TYPES: Mapping[str, Mapping[str, str]] = {
+    **{f"{of}.{name}": found for of in FAMILIES for name, found in PROMPTS.items()},
+    **{name: {} for name in ("passthrough", "chat_template")},
+}
 KTO_TYPES: Mapping[str, Mapping[str, str]] = {
-    "chatml.argilla": {"type": "kto"},
-    "llama3.argilla": {"type": "kto"},
-    "user_defined.default": {"type": "kto"},
+    **PREFERENCE_TYPES,
+    **{f"{of}.argilla": {"field_prompt": "instruction"} for of in ("chatml", "llama3")},
 }
 
-SAME_NAMES = {
-    "path": "path",
-    "name": "name",
-    "split": "split",
-    "revision": "revision",
-    "data_files": "data_files",
-    "ds_type": "ds_type",
-    "shards": "shards",
-    "shards_idx": "shards_idx",
-    "preprocess_shards": "preprocess_shards",
-    "field_messages": "field_messages",
-    "field_tools": "field_tools",
-    "field_chosen": "field_chosen",
-    "field_rejected": "field_rejected",
-    "field": "field_text",
+RENDERED: Mapping[str, str] = {
+    "alpaca": "the tokenizer's chat template, if any, renders questions",
+    "jeopardy": "the category is not part of the question, and answers do not begin with 'what is'",
 }
-"""What a data set says besides, which has these names here."""
 
-IDLE = ("chat_template", "trust_remote_code", "message_field_role", "message_field_content")
-USUAL: Mapping[str, Any] = {
-    "roles_to_train": (["assistant"], ["gpt"], ["assistant", "gpt"]),
-    "train_on_eos": ("turn", "last", "all"),
-    "message_property_mappings": ({"role": "role", "content": "content"},),
-}
-"""What is meant here anyway."""
+NAMES_OF_ROLES = {"human": "user", "gpt": "assistant"}
+KNOWN_ROLES = ("system", "user", "assistant", "tool")
+USUAL_KEYS, SHAREGPT_KEYS = ("role", "content"), ("from", "value")
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Keys of a message under which reasoning is read."""
 
 
 def sources(name: str) -> Rule:
     """The rule of a list of data sets."""
 
     def rule(entry: Entry) -> None:
-        told: list[str] = []
-        parts = [
-            cast("dict[str, Any]", one) for one in listed(entry.value) if isinstance(one, dict)
+        items: list[dict[str, Any]] = [
+            item if isinstance(item, dict) else {"path": item} for item in listed(entry.value)
         ]
-        entry.put(name, [_source(entry, part, told) for part in parts])
-        if told and entry.line.kind != "refused":
-            entry.approximated("; ".join(dict.fromkeys(told)))
+        entry.put(name, [{} for _ in items])
+        translate_items(entry, items, TABLE, name)
+        for index, source in enumerate(entry.draft.value(name)):
+            if "type" not in items[index] and "data_files" not in items[index]:
+                entry.put(f"{name}.{index}.type", "tokenized")
+            if source.get("type") == "sharegpt":
+                source.setdefault("field_messages", "messages")
 
     return rule
 
 
-def _source(entry: Entry, part: Mapping[str, Any], told: list[str]) -> dict[str, Any]:
-    found: dict[str, Any] = {SAME_NAMES[key]: part[key] for key in part if key in SAME_NAMES}
-    found |= _columns(entry, part, told)
-    for key, value in part.items():
-        if key in SAME_NAMES or key == "type" or value is None:
-            continue
-        if key in IDLE:
-            told.append("the tokenizer's own chat template is used")
-        elif key not in USUAL or value not in USUAL[key]:
-            told.append(f"{key} of a data set is left out")
-    return found
+def _prefers(entry: Entry) -> bool:
+    return entry.get("rl") not in (None, "", "kto")
 
 
-def _columns(entry: Entry, part: Mapping[str, Any], told: list[str]) -> Mapping[str, str]:
-    kind: Any = part.get("type")
+def _message_keys(item: Mapping[str, Any]) -> tuple[str, str]:
+    """The keys of a message with its role and its content."""
+    keys: Mapping[str, str] = item.get("message_property_mappings") or {}
+    role = item.get("message_field_role") or keys.get("role") or USUAL_KEYS[0]
+    return role, item.get("message_field_content") or keys.get("content") or USUAL_KEYS[1]
+
+
+def _type(entry: Entry) -> None:
+    kind: Any = entry.value
     rl = entry.get("rl")
     if isinstance(kind, dict):
-        return _own(entry, cast("dict[str, Any]", kind), told)
-    known = KTO_TYPES if rl == "kto" else TYPES
-    if kind in known:
-        found = known[kind]
-    elif kind is None and "data_files" not in part and rl is None:
-        return {"type": "tokenized"}
-    elif rl in (None, "") and (base := re.split(r"[.:]", str(kind))[0]) in known:
-        found = known[base]
-    else:
-        entry.refuse(f"type: {kind} of a data set; there are {', '.join(known)}")
-        return {}
-    if rl in ("dpo", "ipo", "simpo", "orpo") and found["type"] == "chat":
-        return {"type": "preference"}
-    if found["type"] == "alpaca":
-        told.append("the tokenizer's chat template, if any, renders questions")
-    return found
+        _own_columns(entry, cast("dict[str, Any]", kind))
+        return
+    tables = {"kto": KTO_TYPES} if rl == "kto" else {}
+    known = tables.get(str(rl), PREFERENCE_TYPES if _prefers(entry) else TYPES)
+    base = re.split(r"[.:]", str(kind))[0]
+    name = kind if kind in known else base
+    if name not in known or (name == base != kind and rl):
+        entry.refuse(f"there are {', '.join(known)}")
+        return
+    preferred = {"type": "kto" if rl == "kto" else "preference"} if rl else {}
+    columns = {**preferred, **known[name]}
+    if columns["type"] == "chat" and _message_keys(entry.beside) == SHAREGPT_KEYS:
+        columns["type"] = "sharegpt"
+    for column, value in columns.items():
+        entry.put(column, value)
+    if why := RENDERED.get(name, RENDERED.get(columns["type"])):
+        entry.approximated(why)
 
 
-def _own(entry: Entry, kind: Mapping[str, Any], told: list[str]) -> dict[str, str]:
+def _own_columns(entry: Entry, kind: Mapping[str, Any]) -> None:
     """Columns of a form that the file describes itself."""
-    names = ("field_instruction", "field_input", "field_output", "field_system")
-    prefers = entry.get("rl") not in (None, "", "kto")
-    if prefers:
-        names = ("field_prompt", "field_chosen", "field_rejected", "field_system")
-    found = {name: str(kind[name]) for name in names if kind.get(name)}
-    if any(name.endswith("format") or name == "system_prompt" for name in kind):
-        told.append("the tokenizer's chat template renders texts, not a format")
-    return {"type": "preference" if prefers else "instruction", **found}
+    kto = entry.get("rl") == "kto"
+    entry.put("type", "kto" if kto else "preference" if _prefers(entry) else "instruction")
+    fields = ("field_instruction", "field_input", "field_output", "field_system")
+    if _prefers(entry):
+        fields = ("field_prompt", "field_chosen", "field_rejected", "field_system")
+    elif kto:
+        fields = ("field_prompt", "field_completion", "field_label", "field_system")
+    for name in fields:
+        if kind.get(name):
+            entry.put(name, str(kind[name]))
+    if others := [name for name, value in kind.items() if value and name not in fields]:
+        entry.approximated(
+            f"{', '.join(others)}: the tokenizer's chat template renders texts, not a format"
+        )
+
+
+def _keys_of_messages(entry: Entry) -> None:
+    """`message_property_mappings`, `message_field_role` and `message_field_content`."""
+    keys = _message_keys(entry.beside)
+    if keys == USUAL_KEYS:
+        entry.no_effect("these keys are read anyway")
+    elif keys == SHAREGPT_KEYS:
+        entry.decides(f"{entry.into}type")
+    else:
+        entry.put("field_message_role", keys[0])
+        entry.put("field_message_content", keys[1])
+    mappings = cast("dict[str, Any]", entry.value if isinstance(entry.value, dict) else {})
+    others = [
+        f"{name}: {key}"
+        for name, key in mappings.items()
+        if name not in USUAL_KEYS and key != name and not (name in REASONING and key in REASONING)
+    ]
+    if others:
+        entry.leave_out(f"messages have their own names of {', '.join(others)}")
+
+
+def _roles(entry: Entry) -> None:
+    roles: dict[str, list[str]] = entry.value
+    if others := [role for role in roles if role not in KNOWN_ROLES]:
+        entry.leave_out(f"there is no role {', '.join(others)}")
+    new = {
+        role: [name for name in listed(names) if name != role and NAMES_OF_ROLES.get(name) != role]
+        for role, names in roles.items()
+        if role in KNOWN_ROLES
+    }
+    if any(new.values()):
+        entry.put("message_roles", {role: names for role, names in new.items() if names})
+    elif not others:
+        entry.no_effect("these names are known")
+
+
+def _trained_roles(entry: Entry) -> None:
+    roles = list(dict.fromkeys(NAMES_OF_ROLES.get(role, role) for role in listed(entry.value)))
+    if not roles:
+        entry.leave_out("answers of the assistant are trained")
+    elif roles == ["assistant"]:
+        entry.no_effect("answers of the assistant are trained")
+    else:
+        entry.put("roles_to_train", roles)
+
+
+def _trained_ends(entry: Entry) -> None:
+    """`train_on_eot`, and `train_on_eos` unless the other one is written."""
+    other = entry.beside.get("train_on_eot") if entry.key.endswith("train_on_eos") else None
+    if other not in (None, entry.value):
+        entry.approximated("train_on_eot says which tokens that end turns are trained")
+    elif entry.value == "turn":
+        entry.no_effect("the ends of trained turns are trained")
+    else:
+        entry.put("train_on_eos", entry.value)
+
+
+def _reasoning_key(entry: Entry) -> None:
+    if entry.value in REASONING:
+        entry.no_effect(f"reasoning is read under {', '.join(REASONING)}")
+    else:
+        entry.leave_out(f"reasoning is read under {', '.join(REASONING)}")
+
+
+def _trust(entry: Entry) -> None:
+    if entry.value:
+        entry.leave_out("loading scripts of data sets are not run")
+    else:
+        entry.no_effect("loading scripts of data sets are not run")
+
+
+OF_TEACHERS = "models are not trained on log-probs of others"
+OF_STEPS = "models are not trained by rewards"
+
+TABLE = Table(
+    same={
+        **{
+            name: name
+            for name in (
+                *("path", "name", "split", "revision", "data_files", "ds_type", "shards"),
+                *("shards_idx", "preprocess_shards", "field_messages", "field_tools"),
+                *("field_chosen", "field_rejected", "drop_system_message", "field_system"),
+            )
+        },
+        "field": "field_text",
+        "text_column": "field_text",
+        "message_field_training": "field_message_training",
+    },
+    computed={
+        "type": _type,
+        **dict.fromkeys(
+            ("message_property_mappings", "message_field_role", "message_field_content"),
+            _keys_of_messages,
+        ),
+        "roles": _roles,
+        "roles_to_train": _trained_roles,
+        **dict.fromkeys(("train_on_eos", "train_on_eot"), _trained_ends),
+        "chat_template": chat_template,
+        "chat_template_jinja": chat_template,
+        **dict.fromkeys(("field_thinking", "template_thinking_key"), _reasoning_key),
+        "conversation": no_effect("the chat template renders conversations"),
+        "trust_remote_code": _trust,
+    },
+    unsupported={
+        "message_field_training_detail": "a message is trained whole or not at all",
+        "split_thinking": "put reasoning into reasoning_content of messages",
+        "logprobs_field": OF_TEACHERS,
+        "temperature": OF_TEACHERS,
+        "input_transform": "records are read as they are",
+        "input_format": "the tokenizer's chat template renders questions",
+        "field_human": "write field_instruction in a form of your own",
+        "field_model": "write field_output in a form of your own",
+        "skip": "sources are read from their beginning; write split: train[N:]",
+        "step_separator": OF_STEPS,
+        "max_completion_length": OF_STEPS,
+        "train_on_last_step_only": OF_STEPS,
+    },
+)
+"""The keys of a data set."""
 
 
 def too_long(entry: Entry) -> None:
@@ -123,4 +271,4 @@ def too_long(entry: Entry) -> None:
     if entry.value in ("drop", "truncate"):
         entry.put("data.truncation_mode", "drop" if entry.value == "drop" else "keep_start")
     else:
-        entry.refuse("it takes drop and truncate")
+        entry.leave_out("it takes drop and truncate")

@@ -1,16 +1,20 @@
 """Axolotl: flat files with `base_model`."""
 
+import re
 from collections.abc import Mapping
 
 from penstock.config.translate import shared
 from penstock.config.translate.axolotl import data
+from penstock.config.translate.axolotl.reasons import FAMILIES, IDLE, UNSUPPORTED
 from penstock.config.translate.dialect import (
     Dialect,
     Rule,
     Values,
     decides,
+    if_true,
     is_flat,
     no_effect,
+    refused,
     truth,
     where,
 )
@@ -22,6 +26,7 @@ from penstock.config.translate.shared import (
     settle_precision,
     tracks,
 )
+from penstock.config.translate.templates import chat_template
 from penstock.config.translate.translation import Draft, Entry
 
 ON, WITH_LORA = "adapter", ("lora", "qlora")
@@ -147,9 +152,96 @@ def _held_out(entry: Entry) -> None:
     entry.put("data.val_set_size", entry.value or None)
 
 
+def _in_order(entry: Entry) -> None:
+    if entry.value:
+        entry.put("data.shuffle_merged_datasets", False)
+        entry.put("data.shuffle_before_merging_datasets", False)
+    else:
+        entry.no_effect("samples are shuffled")
+
+
+def _streaming(entry: Entry) -> None:
+    if entry.value:
+        entry.approximated(
+            "data is prepared once, in parts, before training; write streaming: true"
+            " in a data set to keep no copy of its files"
+        )
+    else:
+        entry.no_effect("data is prepared once, before training")
+
+
+LANGUAGE = re.compile(r"language_model|lm_head|embed_tokens")
+
+
+def _unfrozen(entry: Entry) -> None:
+    """Patterns of parameters; those of the text model alone have a setting."""
+    patterns = list(map(str, entry.value or ()))
+    if any("language_model" in name for name in patterns) and all(map(LANGUAGE.search, patterns)):
+        entry.put("model.freeze", ["vision", "projector"])
+    elif patterns:
+        entry.leave_out(
+            "adapters, or all weights, are trained; model.freeze names parts of models with images"
+        )
+    else:
+        entry.no_effect("is off")
+
+
+def _relora(entry: Entry) -> None:
+    if entry.value:
+        entry.decides(MERGES)
+    else:
+        entry.no_effect("is off")
+
+
+MERGES = "lora.merge_lora_interval"
+
+
+def _relora_steps(entry: Entry) -> None:
+    if entry.value and entry.get(ON) in WITH_LORA:
+        entry.put(MERGES, entry.value)
+    else:
+        entry.no_effect("is off, or there are no adapters to merge")
+
+
+def _restarts(entry: Entry) -> None:
+    """Restarts of the learning rate, at which ReLoRA merges."""
+    if entry.get("relora") and entry.get(ON) in WITH_LORA:
+        entry.put(MERGES, entry.value)
+        entry.approximated("adapters are merged then; the learning rate does not restart")
+    else:
+        entry.leave_out("the learning rate does not restart")
+
+
+def _pruning(entry: Entry) -> None:
+    """What becomes of optimizer states when ReLoRA merges."""
+    if not entry.get("relora"):
+        entry.no_effect("read with relora: true alone")
+        return
+    entry.put("lora.reset_optimizer_on_merge", True)
+    if entry.value != "reset":
+        entry.approximated("all optimizer states of adapters are reset at a merge")
+
+
+def _dpo_losses(entry: Entry) -> None:
+    if entry.get("rl") == "dpo":
+        shared.losses(entry, entry.get("dpo_loss_weights"))
+    else:
+        entry.no_effect("read with rl: dpo alone")
+
+
+def _profile(entry: Entry) -> None:
+    start = entry.get("profiler_steps_start", 0)
+    entry.put("train.enable_profiling", bool(entry.value))
+    entry.put("train.profile_start_step", start)
+    entry.put("train.profile_end_step", start + entry.value)
+
+
 def _rl(entry: Entry) -> None:
     if entry.value not in PREFERRED:
-        entry.refuse(f"it takes {', '.join(PREFERRED)}")
+        entry.refuse(
+            f"it takes {', '.join(PREFERRED)}; others generate while they train, which clients"
+            " of penstock serve do"
+        )
         return
     entry.put("train.objective", "preference")
     entry.put("preference.loss_type", LOSS_OF[str(entry.value)])
@@ -171,6 +263,15 @@ def _beta(entry: Entry) -> None:
         entry.put("preference.beta", entry.value)
 
 
+OTHER_OBJECTIVES: Mapping[str, str] = {
+    "reward_model": "models are not trained by rewards",
+    "process_reward_model": "models are not trained by rewards",
+    "diffusion": "models are trained from left to right alone",
+    "kd_trainer": "models are not trained on log-probs of others",
+    "trainer_cls": "there is one trainer",
+}
+
+
 def _attends(implementation: str) -> Rule:
     def rule(entry: Entry) -> None:
         if entry.value:
@@ -182,13 +283,13 @@ def _attends(implementation: str) -> Rule:
 
 
 def _processor(entry: Entry) -> None:
-    if entry.value != "AutoProcessor":
-        entry.refuse("it takes AutoProcessor: the processor is that of the model's files")
-    elif entry.get(ON) or entry.get("freeze_mm_modules"):
+    if entry.get(ON) or entry.get("freeze_mm_modules") or entry.get("unfrozen_parameters"):
         entry.no_effect("data with images is read with the processor of the model's files")
     else:
         entry.put("model.freeze", [])
         entry.explain("all parts of the model are trained, as there")
+    if entry.value != "AutoProcessor":
+        entry.approximated("the processor is that of the model's files")
 
 
 def _frozen_images(entry: Entry) -> None:
@@ -207,7 +308,22 @@ def _project(entry: Entry) -> None:
     entry.put("train.wandb_project", entry.value)
 
 
+def _reinitializes(entry: Entry) -> None:
+    if entry.value:
+        entry.decides("model.config_path")
+    else:
+        entry.no_effect("weights are those of base_model")
+
+
+def _offloading(entry: Entry) -> None:
+    entry.put("train.enable_activation_offload", bool(entry.value))
+    if isinstance(entry.value, str):
+        entry.explain("activations are moved to the host, in the one way there is")
+
+
 def _finalize(draft: Draft) -> None:
+    if draft.get("reinit_weights"):
+        draft.rename("model.model_path", "model.config_path")
     packing = "multipack" if draft.get("sample_packing") else None
     pairs = draft.get("rl") in PREFERRED
     longest = draft.get("sequence_len")
@@ -223,68 +339,6 @@ def _finalize(draft: Draft) -> None:
         draft.drop("train.mlflow_tracking_uri", "nothing is sent there", "approximated")
     training_arguments.settle_evaluations(draft)
 
-
-OF_KERNELS = "fused kernels are taken wherever they serve"
-OF_OTHERS = "how the program does its work, which changes no result"
-
-IDLE: Mapping[str, str] = {
-    **training_arguments.IDLE,
-    **dict.fromkeys(
-        (
-            *("liger_rope", "liger_rms_norm", "liger_glu_activation", "liger_layer_norm"),
-            *("liger_fused_linear_cross_entropy", "liger_cross_entropy", "cut_cross_entropy"),
-            *("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "plugins"),
-            *("liger_rms_norm_gated", "use_kernels", "use_scattermoe", "use_sonicmoe"),
-            *("experts_implementation", "fused_attn_kernel"),
-            *("flash_attn_cross_entropy", "flash_attn_rms_norm", "flash_attn_fuse_mlp"),
-        ),
-        OF_KERNELS,
-    ),
-    **dict.fromkeys(
-        (
-            *("strict", "is_llama_derived_model", "is_mistral_derived_model", "debug"),
-            *("model_type", "tokenizer_type", "tokenizer_use_fast", "wandb_log_model"),
-            *("loss_watchdog_threshold", "loss_watchdog_patience", "gc_steps", "use_tensorboard"),
-            *("fsdp_version", "torchdistx_path", "experimental_skip_move_to_device"),
-            *("max_packed_sequence_len", "gptq_groupsize", "gptq_model_v1"),
-            *("lora_model_dir_is_local", "sample_packing_bin_size", "save_first_step"),
-        ),
-        OF_OTHERS,
-    ),
-    "pad_to_sequence_len": "rows are padded to whole 128 tokens, which changes no result",
-    "group_by_length": "rows have no padding to save",
-    "sample_packing_group_size": "all samples are packed together",
-    "quantize_moe_experts": "adapter: qlora quantizes experts too",
-    "lora_fan_in_fan_out": "a form of layers that no family here has",
-    "dataset_processes": "how samples are prepared, which changes none",
-    **dict.fromkeys(("flash_attention", "flex_attention", "xformers_attention"), shared.BEST_HERE),
-    "wandb_watch": "gradients are logged by train.log_grad_norm",
-    "wandb_entity": "a login says it: set WANDB_ENTITY in the environment",
-    "load_best_model_at_end": "write train.save_best in a native file",
-}
-
-SIZED = "images are resized as preprocessor_config.json of the model says; write its size there"
-
-REFUSED: Mapping[str, str] = {
-    **training_arguments.REFUSED,
-    "lora_modules_to_save": "whole layers beside adapters are not trained",
-    "peft_layers_to_transform": "name layers by patterns in lora_target_modules",
-    "unfrozen_parameters": "adapters, or all weights, are trained",
-    "tokens": "the vocabulary is that of the checkpoint",
-    "added_tokens_overrides": "the vocabulary is that of the checkpoint",
-    "resize_token_embeddings_to_32x": "the vocabulary is that of the checkpoint",
-    "relora_steps": "write lora.merge_lora_interval in a native file",
-    "s2_attention": "documents are attended to whole",
-    "noisy_embedding_alpha": "no noise is added to embeddings",
-    "rope_theta": "write model.foundation in a native file",
-    "overrides_of_model_config": "write model.foundation in a native file",
-    "reward_model": "models are not trained by rewards",
-    "image_size": SIZED,
-    "image_resize_algorithm": SIZED,
-    "lora_target_parameters": "name layers in lora_target_modules",
-    "gptq": "base weights are quantized as they are read: write adapter: qlora",
-    "min_sample_len": "short samples are trained as others are",
-}
 
 SAME: Mapping[str, str] = {
     **{
@@ -312,8 +366,22 @@ SAME: Mapping[str, str] = {
     "lora_model_dir": "lora.init_adapter_path",
     "hf_use_auth_token": "data.hf_use_auth_token",
     "push_dataset_to_hub": "data.push_dataset_to_hub",
-    "activation_offloading": "train.enable_activation_offload",
     "expert_parallel_size": "train.expert_parallel_size",
+    "overrides_of_model_config": "model.foundation",
+    "model_config": "model.foundation",
+    "dpo_label_smoothing": "preference.label_smoothing",
+    "fp8": "train.enable_fp8_training",
+    "merge_lora": "export.merge_lora",
+    "pretrain_multipack_attn": "data.isolate_samples",
+    **{
+        name: f"data.{name}"
+        for name in (
+            *("shuffle_before_merging_datasets", "dataset_shard_num", "dataset_shard_idx"),
+            *("num_dataset_shards_to_save", "dataset_num_proc", "max_prompt_len"),
+            *("sample_packing_sequentially", "sample_packing_mp_start_method"),
+            "pad_to_multiple_of",
+        )
+    },
 }
 
 COMPUTED: Mapping[str, Rule] = {
@@ -333,7 +401,34 @@ COMPUTED: Mapping[str, Rule] = {
     "excess_length_strategy": data.too_long,
     "sample_packing": decides(shared.METHOD, shared.GROUP),
     "train_on_inputs": truth("data.train_on_prompt"),
-    "chat_template": _special,
+    "chat_template": chat_template,
+    "chat_template_jinja": chat_template,
+    "chat_template_kwargs": lambda entry: entry.put("data.chat_template_kwargs", entry.value),
+    "dataset_exact_deduplication": if_true(
+        "data.deduplicate", "exact", otherwise="duplicates are kept"
+    ),
+    "curriculum_sampling": _in_order,
+    "streaming": _streaming,
+    "reinit_weights": _reinitializes,
+    "activation_offloading": _offloading,
+    "unfrozen_parameters": _unfrozen,
+    "relora": _relora,
+    "relora_steps": _relora_steps,
+    "jagged_restart_steps": _restarts,
+    "relora_prune_method": _pruning,
+    "relora_prune_ratio": _pruning,
+    "rope_theta": lambda entry: entry.put("model.foundation.rope_theta", entry.value),
+    "rope_scaling": lambda entry: entry.put("model.foundation.rope_scaling", entry.value),
+    "float32": if_true("train.precision", "fp32", otherwise="bf16 and fp16 say it"),
+    "fp8_enable_fsdp_float8_all_gather": shared.gathers_8_bits,
+    "precompute_ref_log_probs": shared.PRECOMPUTES,
+    "dpo_loss_type": _dpo_losses,
+    "dpo_loss_weights": decides("preference.pref_loss_ratio", "preference.sft_loss_ratio"),
+    "trl.beta": _beta,
+    "profiler_steps": _profile,
+    "profiler_steps_start": decides("train.profile_start_step"),
+    "use_trackio": tracks("trackio"),
+    **{name: refused(why) for name, why in OTHER_OBJECTIVES.items()},
     "special_tokens": _special,
     ON: _adapter,
     "load_in_4bit": _few_bits,
@@ -364,6 +459,7 @@ COMPUTED: Mapping[str, Rule] = {
     ),
     "batch_size": _in_steps,
     "eot_tokens": _special,
+    "tokenizer_use_mistral_common": _special,
     "adam_eps": schedule.of_adam("optimizer"),
     "auto_resume_from_checkpoints": shared.RESUMES,
     "attn_implementation": shared.attention,
@@ -389,7 +485,8 @@ AXOLOTL = Dialect(
     recognizes=_recognizes,
     same=SAME,
     computed=COMPUTED,
-    refused=REFUSED,
+    unsupported=UNSUPPORTED,
+    families=FAMILIES,
     defaults={
         "micro_batch_size": 1,
         "num_epochs": 1,
@@ -408,7 +505,10 @@ AXOLOTL = Dialect(
         "logging_steps": 1,
         "rl_beta": 0.1,
     },
-    overridden_by={"rl_beta": ("dpo_beta", "orpo_alpha"), "bf16": ("bfloat16", "float16")},
+    overridden_by={
+        "rl_beta": ("dpo_beta", "orpo_alpha", "trl.beta"),
+        "bf16": ("bfloat16", "float16"),
+    },
     finalize=_finalize,
 )
 """Files with `base_model`."""

@@ -36,7 +36,7 @@ def _by_steps_or_epochs(entry: Entry, name: str, chosen: str) -> None:
     elif chosen == "epoch":
         epochs = 1.0
     elif chosen != "no":
-        entry.refuse("it takes no, steps, epoch")
+        entry.leave_out("it takes no, steps, epoch")
         return
     entry.put(f"train.{name}_steps", steps)
     entry.put(f"train.{name}_epochs", epochs)
@@ -181,7 +181,7 @@ def _quantized_stage(entry: Entry) -> None:
     elif entry.value == "O0":
         entry.no_effect("states are saved as they are")
     else:
-        entry.refuse("it takes O0, O1, O2")
+        entry.leave_out("it takes O0, O1, O2")
 
 
 SAVING: Mapping[str, Rule] = {

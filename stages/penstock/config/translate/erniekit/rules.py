@@ -67,7 +67,7 @@ IDLE: Mapping[str, str] = {
 }
 """Keys that change nothing here."""
 
-REFUSED: Mapping[str, str] = {
+UNSUPPORTED: Mapping[str, str] = {
     "num_nextn_predict_layers": "layers that predict several tokens are not trained here; write 0",
 }
 
@@ -224,7 +224,7 @@ ERNIEKIT = Dialect(
         **OBJECTIVE,
         **IMAGES,
     },
-    refused=REFUSED,
+    unsupported=UNSUPPORTED,
     defaults=DEFAULTS,
     inferred=infer_stage,
     overridden_by=BEATEN,

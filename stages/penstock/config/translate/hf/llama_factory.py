@@ -156,14 +156,6 @@ def _muon(entry: Entry) -> None:
         entry.no_effect("optim says it")
 
 
-def _gathers_8_bits(entry: Entry) -> None:
-    if entry.value and entry.get("fp8"):
-        entry.put("train.enable_fp8_all_gather", True)
-        entry.put("train.fp8.recipe", "tensorwise")
-    else:
-        entry.no_effect("weights are gathered as they are kept")
-
-
 def _packing(entry: Entry) -> None:
     entry.decides(shared.METHOD, shared.GROUP)
     if entry.get("stage") == "pt":
@@ -320,8 +312,8 @@ IDLE = {
     "predict_with_generate": "read by do_predict alone",
 }
 
-REFUSED = {
-    **training_arguments.REFUSED,
+UNSUPPORTED = {
+    **training_arguments.UNSUPPORTED,
     "ref_model": "the reference is the model that training starts from",
     "reward_model": "models are not trained by rewards",
     "rope_scaling": "write it into the model's config.json, or model.foundation in a native file",
@@ -397,7 +389,7 @@ LLAMA_FACTORY = Dialect(
         "use_dora": where(ON, *WITH_LORA, name="lora.use_dora"),
         "quantization_bit": _bits,
         "use_muon": _muon,
-        "fp8_enable_fsdp_float8_all_gather": _gathers_8_bits,
+        "fp8_enable_fsdp_float8_all_gather": shared.gathers_8_bits,
         "quantization_type": only("nf4"),
         "pure_bf16": _pure,
         "disable_gradient_checkpointing": _recomputes,
@@ -415,7 +407,7 @@ LLAMA_FACTORY = Dialect(
         ),
         **{name: no_effect(why) for name, why in IDLE.items()},
     },
-    refused=REFUSED,
+    unsupported=UNSUPPORTED,
     defaults={
         **training_arguments.DEFAULTS,
         "stage": "sft",

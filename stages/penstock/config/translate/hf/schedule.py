@@ -65,7 +65,7 @@ def optimizer(entry: Entry) -> None:
         entry.put("train.optimizer", f"torch.optim.{BY_FULL_NAME[name]}")
         entry.approximated("PyTorch's own, with its own defaults")
     else:
-        entry.refuse(f"it takes {', '.join((*ADAMW[:2], *IN_FEW_BITS, *OURS, *BY_FULL_NAME))}")
+        entry.leave_out(f"it takes {', '.join((*ADAMW[:2], *IN_FEW_BITS, *OURS, *BY_FULL_NAME))}")
 
 
 def of_adam(key: str) -> Rule:
@@ -88,7 +88,7 @@ def schedule(entry: Entry) -> None:
     """`lr_scheduler_type`: all fall to 0 unless their arguments say otherwise."""
     name = str(entry.value)
     if name not in STYLES:
-        entry.refuse(f"it takes {', '.join(STYLES)}")
+        entry.leave_out(f"it takes {', '.join(STYLES)}")
         return
     entry.put("train.lr_decay_style", STYLES[name])
     if STYLES[name] != "constant" and not entry.draft.has("train.lr_min"):
@@ -102,7 +102,7 @@ def require_decay_steps(draft: Draft, type_key: str) -> None:
     if draft.value("train.lr_decay_style") == "wsd" and not draft.has(f"{MORE}.decay_steps"):
         draft.set_line(
             type_key,
-            "refused",
+            "left out",
             "warmup_stable_decay needs num_decay_steps; write it in lr_scheduler_kwargs",
         )
 
@@ -116,7 +116,7 @@ def schedule_arguments(type_key: str, rate_key: str) -> Rule:
         given = dict(cast("dict[str, Any]", whole)) if isinstance(whole, dict) else {}
         foreign = [name for name in given if name not in OF_STYLE.get(style, ())]
         if foreign:
-            entry.refuse(f"{style} takes no {', '.join(foreign)} here")
+            entry.leave_out(f"{style} takes no {', '.join(foreign)} here")
             return
         if not given:
             entry.no_effect("is off")
@@ -142,7 +142,7 @@ def _argument(entry: Entry, name: str, value: Any, rate: Any) -> None:
         entry.put("train.lr_start", scale_rate(rate, value))
     elif name == "warmup_type":
         if value != "linear":
-            entry.refuse(f"a warmup of {value} is not computed here; linear is")
+            entry.leave_out(f"a warmup of {value} is not computed here; linear is")
         elif not entry.is_handled:
             entry.no_effect("warmup is linear")
     elif name == "num_decay_steps":
@@ -150,7 +150,7 @@ def _argument(entry: Entry, name: str, value: Any, rate: Any) -> None:
     elif value in DECAY_SHAPES:
         entry.put(f"{MORE}.decay_shape", DECAY_SHAPES[value])
     else:
-        entry.refuse(f"decay_type takes {', '.join(DECAY_SHAPES)}")
+        entry.leave_out(f"decay_type takes {', '.join(DECAY_SHAPES)}")
 
 
 def scale_rate(rate: float, share: float) -> float:

@@ -72,7 +72,7 @@ def evaluations(entry: Entry) -> None:
     elif name in STRATEGIES:
         _every(entry, name, "eval", entry.get("eval_steps") or entry.get("logging_steps", 500))
     else:
-        entry.refuse(f"it takes {', '.join(STRATEGIES)}")
+        entry.leave_out(f"it takes {', '.join(STRATEGIES)}")
 
 
 def eval_steps(entry: Entry) -> None:
@@ -95,7 +95,7 @@ def savings(entry: Entry) -> None:
     elif name in STRATEGIES:
         _every(entry, name, "save", entry.get("save_steps", 500))
     else:
-        entry.refuse(f"it takes {', '.join((*STRATEGIES, 'best'))}")
+        entry.leave_out(f"it takes {', '.join((*STRATEGIES, 'best'))}")
 
 
 def save_steps(entry: Entry) -> None:
@@ -289,7 +289,7 @@ IDLE: Mapping[str, str] = {
     "do_eval": "eval_strategy says when",
 }  # fmt: skip
 
-REFUSED: Mapping[str, str] = {
+UNSUPPORTED: Mapping[str, str] = {
     "neftune_noise_alpha": "no noise is added to embeddings",
     "auto_find_batch_size": "a step has the rows that are written; penstock plan says what fits",
     "optim_args": "write train.optimizer_kwargs in a native file",

@@ -159,19 +159,7 @@ def _targets(entry: Entry) -> None:
 
 
 def _losses(entry: Entry) -> None:
-    """One loss, or several with weights, of which cross-entropy may be one."""
-    names = names_in(entry.value)
-    given: Any = entry.get("loss_weights") or [1.0] * len(names)
-    weights = dict(zip(names, cast("list[float]", given), strict=False))
-    chosen = [name for name in names if name != "sft"]
-    if len(chosen) != 1 or chosen[0] not in LOSSES or len(weights) != len(names):
-        entry.refuse(f"one of {', '.join(LOSSES)} is taken, with sft beside it if it is wanted")
-        return
-    entry.put("preference.loss_type", LOSSES[chosen[0]])
-    if "sft" in weights:
-        entry.put("preference.sft_loss_ratio", float(weights["sft"]))
-    if weights[chosen[0]] != 1.0:
-        entry.put("preference.pref_loss_ratio", float(weights[chosen[0]]))
+    shared.losses(entry, entry.get("loss_weights"))
 
 
 def _finalize(draft: Draft) -> None:
@@ -206,8 +194,8 @@ IDLE = {
     "dataset_streaming": "sources are always read in parts",
 }
 
-REFUSED = {
-    **training_arguments.REFUSED,
+UNSUPPORTED = {
+    **training_arguments.UNSUPPORTED,
     "chat_template_path": "put the template into the tokenizer, and name it in a native file",
     "eos_token": "put it into the tokenizer, and name that as model.tokenizer_path",
     "model_init_kwargs": "write what it says as settings of model in a native file",
@@ -291,7 +279,7 @@ TRL = Dialect(
         "completion_only_loss": _answers_alone,
         "loss_type": only("nll", "chunked_nll"),
     },
-    refused=REFUSED,
+    unsupported=UNSUPPORTED,
     defaults={**DEFAULTS, "learning_rate": 2e-5, "assistant_only_loss": False},
     overridden_by={**BEATEN, "assistant_only_loss": ("completion_only_loss",)},
     finalize=_finalize,
@@ -324,7 +312,7 @@ TRL_DPO = Dialect(
         "ref_model_mixup_alpha": no_effect("read with sync_ref_model alone"),
         "ref_model_sync_steps": no_effect("read with sync_ref_model alone"),
     },
-    refused=REFUSED,
+    unsupported=UNSUPPORTED,
     defaults={**DEFAULTS, "learning_rate": 1e-6, "loss_type": ["sigmoid"], "beta": 0.1},
     overridden_by=BEATEN,
     finalize=_objective,

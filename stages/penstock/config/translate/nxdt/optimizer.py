@@ -78,7 +78,7 @@ def _optimizer(entry: Entry) -> None:
         if name == "adamw_fp32OptState":
             entry.explain("states are always float32 here; decay comes before the step, not after")
     else:
-        entry.refuse(f"it takes {', '.join(('sgd', *ADAM, NOVOGRAD, *BY_FULL_NAME))}")
+        entry.leave_out(f"it takes {', '.join(('sgd', *ADAM, NOVOGRAD, *BY_FULL_NAME))}")
 
 
 def _argument(name: str, of: tuple[str, ...]) -> Rule:
@@ -103,7 +103,7 @@ def _amsgrad(entry: Entry) -> None:
     if optimizer in (NOVOGRAD, "adam"):
         entry.put("train.optimizer_kwargs.amsgrad", bool(entry.value))
     elif entry.value and optimizer in ADAM:
-        entry.refuse(
+        entry.leave_out(
             "AdamW has no such variant here: write false, or torch.optim.Adam's name, adam"
         )
     else:
@@ -112,7 +112,7 @@ def _amsgrad(entry: Entry) -> None:
 
 def _clipped_updates(entry: Entry) -> None:
     if entry.value and entry.get("model.optim.name") == NOVOGRAD:
-        entry.refuse("updates are not clipped by norms of weights here: write false")
+        entry.leave_out("updates are not clipped by norms of weights here: write false")
     else:
         entry.no_effect("is off")
 
@@ -125,7 +125,7 @@ def _decay_of_norms(entry: Entry) -> None:
 def _schedule(entry: Entry) -> None:
     name = entry.value
     if name not in STYLES:
-        entry.refuse(f"it takes {', '.join(STYLES)}")
+        entry.leave_out(f"it takes {', '.join(STYLES)}")
         return
     entry.put("train.lr_decay_style", STYLES[name])
     if name in PYTORCHS:
@@ -181,14 +181,14 @@ def _share_of_steps(argument: str) -> Rule:
         elif isinstance(steps, int) and isinstance(entry.value, int | float):
             entry.put(f"{MORE}.{argument}", int(entry.value * steps))
         else:
-            entry.refuse("a share of trainer.max_steps, which is no number of steps")
+            entry.leave_out("a share of trainer.max_steps, which is no number of steps")
 
     return rule
 
 
 def _cycle(entry: Entry) -> None:
     if entry.value and str(entry.get(f"{SCHEDULE}.name")).startswith("Polynomial"):
-        entry.refuse("a polynomial decay does not begin again here")
+        entry.leave_out("a polynomial decay does not begin again here")
     else:
         entry.no_effect("nothing begins again")
 
@@ -221,7 +221,7 @@ def _precision(entry: Entry) -> None:
     elif kind == "manual":
         _by_hand(entry)
     else:
-        entry.refuse(
+        entry.leave_out(
             "it takes fp32, mixed_precision, mixed_precisionSR, bf16SR, autocast and manual"
         )
 

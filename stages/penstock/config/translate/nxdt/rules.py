@@ -191,13 +191,13 @@ def _cuts(entry: Entry) -> None:
     if all(number.isdecimal() for number in numbers):
         entry.put("train.pipeline_parallel_split", [0, *map(int, numbers)])
     else:
-        entry.refuse("it takes names of layers that end with their number, as model.layers.8")
+        entry.leave_out("it takes names of layers that end with their number, as model.layers.8")
 
 
 def _recomputing(entry: Entry) -> None:
     entry.put("train.enable_gradient_checkpointing", entry.value is not None)
     if entry.value not in (None, "full", "selective"):
-        entry.refuse("it takes full, selective and null")
+        entry.leave_out("it takes full, selective and null")
 
 
 def _recomputed(entry: Entry) -> None:

@@ -1,0 +1,79 @@
+"""Remove the settings of a translation that are not valid, so that the rest is a run."""
+
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+from penstock.config.loading.fault import ConfigIssue, dotted, shown
+from penstock.config.loading.validate import validate
+from penstock.config.translate.translation import (
+    GAPS,
+    Draft,
+    Translation,
+    put_at,
+    value_at,
+)
+from penstock.core.errors import ConfigError
+
+PLACEHOLDERS: Mapping[str, Any] = {
+    "model.model_path": "path/to/model",
+    "data.datasets": [{"path": "data/train.jsonl"}],
+    "train.output_dir": "outputs/run",
+}
+"""Settings that every run needs, with values that are used to validate the rest."""
+
+MAX_ROUNDS = 20
+"""Removing a setting can uncover errors of others, but only a few times."""
+
+
+def drop_invalid(translation: Translation) -> Translation:
+    """The translation without invalid settings, whose keys are refused with the reason; settings
+    that are missing are among its placeholders.
+
+    Raises ConfigError if an error is of no setting of the file.
+    """
+    draft = Draft({}, {})
+    draft.settings = deepcopy(dict(translation.settings))
+    draft.lines = {line.key: line for line in translation.lines}
+    placeholders = dict(translation.placeholders)
+    issues: list[ConfigIssue] = []
+    for _ in range(MAX_ROUNDS):
+        settings = deepcopy(draft.settings)
+        for name, value in placeholders.items():
+            put_at(settings, name, value)
+        issues = validate(settings).faults
+        if not issues:
+            return replace(translation, settings=draft.settings, placeholders=placeholders)
+        for issue in issues:
+            name = dotted(issue.path)
+            if name in PLACEHOLDERS and not draft.has(name):
+                placeholders[name] = PLACEHOLDERS[name]
+            else:
+                _drop(draft, issue)
+    raise ConfigError("\n".join(f"{dotted(issue.path)}: {issue.text}" for issue in issues))
+
+
+def _drop(draft: Draft, issue: ConfigIssue) -> None:
+    """Remove the setting of an error, or else the first one that the error depends on."""
+    missing = object()
+    for name in (dotted(issue.path), *issue.reads):
+        value = draft.value(name, missing)
+        if value is missing:
+            continue
+        for line in draft.lines_of(name):
+            line.kind = "refused" if line.kind not in GAPS else line.kind
+            line.why = f"here {name}: {shown(value)}, which {issue.text}"
+            line.names = [other for other in line.names if other != name]
+        remove_at(draft.settings, name)
+        return
+
+
+def remove_at(settings: dict[str, Any], name: str) -> None:
+    """Remove the value at a dotted name in nested mappings and lists."""
+    above, _, last = name.rpartition(".")
+    parent = value_at(settings, above) if above else settings
+    if isinstance(parent, list):
+        del parent[int(last)]
+    else:
+        parent.pop(last)

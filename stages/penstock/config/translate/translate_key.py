@@ -1,0 +1,77 @@
+"""Translate single keys with the tables of a dialect, and those of the items of a list."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any, cast
+
+from penstock.config.loading.fault import shown
+from penstock.config.translate.dialect import Rule, Table, unsupported
+from penstock.config.translate.translation import Draft, Entry, Line
+
+MIN_SIMILARITY = 0.7
+"""Ratio of difflib at which a known key is suggested."""
+
+
+def flat_keys(
+    values: Mapping[str, Any], keys: set[str], above: str = ""
+) -> Iterator[tuple[str, Any]]:
+    """The values of nested mappings, by dotted names; `keys` may name whole mappings."""
+    for name, value in values.items():
+        key = f"{above}{name}"
+        if isinstance(value, dict) and value and key not in keys:
+            yield from flat_keys(cast("dict[str, Any]", value), keys, f"{key}.")
+        else:
+            yield key, value
+
+
+def translate_items(entry: Entry, items: Sequence[Any], table: Table, into: str) -> None:
+    """Translate the mappings in a list with a table, each into the item of our list `into` that has
+    the same index; the keys of each have lines of their own."""
+    for index, item in enumerate(items):
+        for key, value in flat_keys(item, table.keys):
+            line = Line(f"{entry.key}.{index}.{key}", value, "translated")
+            entry.draft.lines[line.key] = line
+            part = Entry(entry.draft, line, f"{into}.{index}", item)
+            translate_key(part, table, key, entry.key, is_null=value is None)
+
+
+def translate_key(entry: Entry, table: Table, key: str, title: str, *, is_null: bool) -> None:
+    """Translate one key of a mapping that `title` names in messages."""
+    draft, line = entry.draft, entry.line
+    family = next((name for name in table.families if key.startswith(name)), None)
+    if key not in table.keys and family is None:
+        nested = key.rpartition(".")[2]
+        near = (
+            [nested]
+            if nested in table.keys
+            else get_close_matches(key, table.keys, 1, MIN_SIMILARITY)
+        )
+        meant = f"; did you mean {near[0]}?" if near else ""
+        line.kind, line.why = "unknown", f"is not a known key of {title}{meant}"
+    elif is_null:
+        line.kind, line.why = "no effect", "null, the same as leaving it out"
+    elif key in table.unsupported:
+        apply_rule(unsupported(table.unsupported[key]), entry)
+    elif key in table.same:
+        line.kind = "maps"
+        entry.put(table.same[key], line.value)
+    else:
+        rule = table.computed.get(key) or table.families[family or ""]
+        apply_rule(rule, entry)
+        assert entry.is_handled, f"{title}: {key} is read and nothing is said of it"
+        if line.kind == "translated" and not line.why and _is_taken_over(draft, line):
+            line.kind = "maps"
+
+
+def apply_rule(rule: Rule, entry: Entry) -> None:
+    """Apply a rule. Rules assume that values have the right type; a value for which they fail is
+    refused."""
+    try:
+        rule(entry)
+    except (TypeError, ValueError, AttributeError, ArithmeticError, LookupError):
+        entry.refuse(f"{shown(entry.value)} is not a valid value")
+
+
+def _is_taken_over(draft: Draft, line: Line) -> bool:
+    here = [draft.value(name) for name in line.names]
+    return len(here) == 1 and type(here[0]) is type(line.value) and here[0] == line.value
