@@ -318,6 +318,7 @@ def prepare_step(run: RunConfig) -> PlannedStage:
         decontaminate_ngram=data.decontaminate_ngram,
         select_columns=tuple(data.select_columns) if data.select_columns else None,
         val_set_size=data.val_set_size,
+        split_by=data.split_by,
         shuffle_merged_datasets=data.shuffle_merged_datasets,
         shuffle_before_merging_datasets=data.shuffle_before_merging_datasets,
         num_dataset_shards_to_save=data.num_dataset_shards_to_save,

@@ -79,6 +79,7 @@ SETTINGS = {
     "max_seq_len": (bound, ALL),
     "seed": (set_to("train", seed=1), ALL),
     "val_set_size": (set_to("data", val_set_size=5), ALL),
+    "split_by": (set_to("data", val_set_size=5, split_by="id"), ALL),
     "shuffle_merged_datasets": (set_to("data", shuffle_merged_datasets=False), ALL),
     "shuffle_before_merging": (set_to("data", shuffle_before_merging_datasets=False), ALL),
     "select_columns": (set_to("data", select_columns=["messages"]), ALL),

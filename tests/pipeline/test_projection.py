@@ -222,6 +222,9 @@ CHANGES = {
         f"data.datasets[].{name}": (reading(name, "x"), reading(name), "prepare")
         for name in (
             "field_messages",
+            "field_message_role",
+            "field_message_content",
+            "field_message_training",
             "field_instruction",
             "field_input",
             "field_output",
@@ -235,6 +238,16 @@ CHANGES = {
             "field_label",
         )
     },
+    "data.datasets[].message_roles": (
+        dataset(type="chat", message_roles={"user": ["x"]}),
+        dataset(type="chat"),
+        "prepare",
+    ),
+    "data.datasets[].drop_system_message": (
+        dataset(type="chat", drop_system_message=True),
+        dataset(type="chat"),
+        "prepare",
+    ),
     "model.foundation": (
         section("model", foundation={"num_hidden_layers": 1}),
         section("model"),

@@ -266,6 +266,8 @@ def _check_dataset(
             f"{found.hint}"
         )
     _require_room(run, at, dataset, found)
+    if role == "train":
+        _require_group(run, dataset, records)
     if len(records) < INFER_RECORDS and role == "train":
         counts[at] = found.samples
     return typed, (
@@ -333,6 +335,18 @@ def _require_room(run: RunConfig, at: str, dataset: DatasetConfig, found: "First
         f"  Set {at}.max_seq_len to {length} to cut samples, or the length of a row to "
         f"{found.longest} or more."
     )
+
+
+def _require_group(run: RunConfig, dataset: DatasetConfig, records: list[dict[str, Any]]) -> None:
+    """Refuse records without a value in the column `data.split_by`, as the prepare stage would."""
+    column = run.data.split_by
+    lacking = [record for record in records if column and record.get(column) is None]
+    if lacking:
+        raise StageError(
+            f"{redact(dataset.path)}: {len(lacking)} of the first {len(records)} records have no "
+            f"value in {column!r} (data.split_by); they have {', '.join(lacking[0])}.\n"
+            "  Name a column that every record has."
+        )
 
 
 def _check_outputs(run: RunConfig) -> list[CheckResult]:

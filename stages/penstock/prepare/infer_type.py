@@ -21,6 +21,9 @@ from penstock.prepare.readers.registry import read_chunks
 MESSAGE_COLUMNS = ("messages", "conversations")
 """Columns with conversations."""
 
+MESSAGE_KEYS = ("field_message_role", "field_message_content")
+"""Settings that name the keys of messages."""
+
 PREFERRED_TYPES: Mapping[str, set[FormatName]] = {
     "preference": {"preference", "preference_turns", "kto"},
     "pretrain": {"text"},
@@ -175,19 +178,22 @@ def _conversation_types(
     columns: Mapping[str, Any], named: Mapping[str, str]
 ) -> Iterator[InferredType]:
     own = named.get("field_messages")
+    keys = tuple(named[name] for name in MESSAGE_KEYS if name in named)
     for name in [own] if own else MESSAGE_COLUMNS:
-        spelling = _messages_type(name, columns.get(name)) if name in columns else None
+        spelling = _messages_type(name, columns.get(name), keys) if name in columns else None
         if spelling is None:
             continue
         usual = "messages" if spelling == "chat" else "conversations"
         fields = {} if own or name == usual else {"field_messages": name}
         words = "role and content" if spelling == "chat" else "from and value"
+        words = " and ".join(keys) or words
         yield InferredType(spelling, fields, f"{name} with {words}")
         return
 
 
-def _messages_type(where: str, value: Any) -> FormatName | None:
-    """Format of a list of messages, "chat" or "sharegpt"; None for any other value."""
+def _messages_type(where: str, value: Any, keys: Sequence[str] = ()) -> FormatName | None:
+    """Format of a list of messages, "chat" or "sharegpt"; "chat" if they have the `keys` that are
+    named; None for any other value."""
     try:
         found = parse_json_text(where, value) if _looks_like_list(value) else value
     except BadRecord:
@@ -195,6 +201,8 @@ def _messages_type(where: str, value: Any) -> FormatName | None:
     if not isinstance(found, list) or not found or not isinstance(found[0], Mapping):
         return None
     first: Mapping[str, Any] = found[0]
+    if keys:
+        return "chat" if all(key in first for key in keys) else None
     if "from" in first and "value" in first:
         return "sharegpt"
     return "chat" if "role" in first else None

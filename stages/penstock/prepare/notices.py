@@ -42,6 +42,12 @@ def data_warnings(facts: Mapping[str, Any]) -> Iterator[str]:
             "which is trained without a prompt; add a user message before it, or give it "
             "weight: 0"
         )
+    if repeated := facts.get("validation_in_train"):
+        yield (
+            f"warning: {repeated:,} of {facts['rows']['validation']:,} validation samples have the "
+            "same tokens as a training sample, so eval_loss is too low; write data.deduplicate: "
+            "exact"
+        )
     for source in facts["sources"]:
         for name, count in source.get("unread", {}).items():
             yield (

@@ -58,8 +58,9 @@ def build_plan(
             }
             for (item, _, tally), dropped in zip(finished, selection.dropped, strict=True)
         ],
-        "sources": _summarize_sources(finished, splits, mixing, len(settings.datasets)),
+        "sources": _summarize_sources(finished, splits, mixing, settings),
         "examples": list(selection.examples),
+        "validation_in_train": selection.validation_in_train,
     }
 
 
@@ -86,6 +87,7 @@ def summarize_plan(plan: dict[str, Any]) -> dict[str, Any]:
         "dropped": dict(sorted(dropped.items())),
         "blank_answers": tally.blank_answers,
         "assistant_first": tally.assistant_first,
+        "validation_in_train": plan.get("validation_in_train", 0),
         "dropped_samples": [*tally.samples, *plan["examples"]],
         **({"images": tally.images} if tally.media else {}),
         "sources": plan["sources"],
@@ -205,7 +207,7 @@ def _summarize_sources(
     finished: Sequence[TokenizedSlice],
     splits: dict[str, list[dict[str, Any]]],
     mixing: DatasetMixer,
-    num_datasets: int,
+    settings: PrepareSettings,
 ) -> list[dict[str, Any]]:
     """Counts of every source: `samples` and tokens in its own split; for training sources also
     `held_out` validation samples, and `drawn` samples per epoch (a `share` of it)."""
@@ -217,6 +219,8 @@ def _summarize_sources(
         entry["rows"] += tally.rows
         entry["bad"] += tally.bad
         for name, count in tally.unread.items():
+            if name == settings.split_by:
+                continue
             entry["unread"][name] = entry["unread"].get(name, 0) + count
     role_of = {item.key: item.role for item, _, _ in finished}
     for split in SPLITS:
@@ -229,7 +233,8 @@ def _summarize_sources(
             source["tokens"] += part["tokens"]
             source["trained_tokens"] += part["trained_tokens"]
     sizes = [
-        found["train", of]["samples"] if ("train", of) in found else 0 for of in range(num_datasets)
+        found["train", of]["samples"] if ("train", of) in found else 0
+        for of in range(len(settings.datasets))
     ]
     counts = samples_per_dataset(sizes, mixing)
     for of, count in enumerate(counts):

@@ -11,11 +11,23 @@ from penstock.config.schema.dataset import (
     FileKind,
     FormatName,
     Kind,
+    MessageRole,
     TrainedEos,
     TrainedRole,
 )
 
-LATER = ("chat_template", "roles_to_train", "train_on_eos")
+LATER = (
+    *SCORES,
+    "document_split",
+    "chat_template",
+    "roles_to_train",
+    "train_on_eos",
+    "field_message_role",
+    "field_message_content",
+    "field_message_training",
+    "message_roles",
+    "drop_system_message",
+)
 """Settings that were added later: their defaults are not in keys, so that earlier keys stay
 valid."""
 
@@ -43,6 +55,11 @@ class DatasetSettings(Settings):
     """Not part of any key: images are identified by their content."""
 
     field_messages: str | None = None
+    field_message_role: str | None = None
+    field_message_content: str | None = None
+    field_message_training: str | None = None
+    message_roles: dict[MessageRole, list[str]] | None = None
+    drop_system_message: bool = False
     field_tools: str = "tools"
     field_instruction: str = "instruction"
     field_input: str | None = None
@@ -91,16 +108,25 @@ class DatasetSettings(Settings):
         """One spelling of a set of roles, as it is part of keys."""
         return tuple(sorted(set(roles)))
 
+    @property
+    def parsed_by(self) -> dict[str, Any]:
+        """The settings that decide what is read of a record, as JSON."""
+        found = self.model_dump(mode="json")
+        names = ("message_roles", "drop_system_message")
+        return {
+            name: value
+            for name, value in found.items()
+            if name.startswith("field_") or name in names
+        }
+
     @model_serializer(mode="wrap")
     def _as_written(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Omit later settings that have their default, so that earlier cache keys stay valid."""
-        rare = (*SCORES, "document_split")
         fields = type(self).model_fields
         return {
             name: value
             for name, value in dump(self).items()
-            if (value is not None or name not in rare)
-            and (name not in LATER or getattr(self, name) != fields[name].default)
+            if name not in LATER or getattr(self, name) != fields[name].default
         }
 
 
@@ -158,6 +184,9 @@ class PrepareSettings(Settings):
 
     val_set_size: Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, lt=1)] | None = None
     """Samples moved from training to validation: a number or a share."""
+
+    split_by: str | None = None
+    """Column whose values are not split across training and validation."""
 
     shuffle_merged_datasets: bool = True
     """Shuffle the samples after merging the sources."""

@@ -41,7 +41,7 @@ class Prepare(Stage):
 
     name: ClassVar[str] = "prepare"
     version: ClassVar[int] = 3
-    neutral: ClassVar[Mapping[str, Any]] = {"weight_unit": "samples"}
+    neutral: ClassVar[Mapping[str, Any]] = {"weight_unit": "samples", "split_by": None}
 
     settings: PrepareSettings  # pyright: ignore[reportIncompatibleVariableOverride]
     sources: tuple[Source, ...]
@@ -102,7 +102,7 @@ class Prepare(Stage):
                     f"{config.cache.folder} during this run.\n  Run again to tokenize them again."
                 )
             check_sources(finished, self.settings)
-            selection = select(finished, self.settings, workers=self.num_proc)
+            selection = select(finished, self.settings, workers=self.num_proc, token=self.hub_token)
             publish_splits(finished, selection, self.settings, out)
             write_json(out / PLAN, build_plan(finished, selection, self.settings))
         return summarize_plan(read_json(out / PLAN))

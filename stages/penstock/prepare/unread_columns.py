@@ -42,7 +42,11 @@ def watched_columns(its: DatasetSettings, columns: Sequence[str] | None) -> tupl
     only those of them."""
     if its.type in SINGLE_COLUMN_TYPES:
         return ()
-    named = {value for name, value in its.model_dump().items() if name.startswith("field_")}
+    named = {
+        value
+        for name, value in its.model_dump().items()
+        if name.startswith("field_") and not name.startswith("field_message_")
+    }
     read = {*DEFAULT_COLUMNS.get(its.type, ()), *named}
     if its.type not in TYPES_WITH_TOOLS:
         read -= {its.field_tools}

@@ -80,6 +80,15 @@ def _check_val_set_size(run: RunConfig) -> Issues:
         )
 
 
+def _check_split_by(run: RunConfig) -> Issues:
+    if run.data.split_by is not None and run.data.val_set_size is None:
+        yield ConfigIssue(
+            ("data", "split_by"),
+            "is only used with val_set_size; write that, or leave split_by out",
+            ("data.val_set_size",),
+        )
+
+
 def _check_shards(run: RunConfig) -> Issues:
     for path, entry in _iter_datasets(run):
         count, index = entry.shards, entry.shards_idx
@@ -436,6 +445,7 @@ DATA_RULES: tuple[Callable[[RunConfig], Issues], ...] = (
     _check_max_seq_len,
     _check_pad_multiple,
     _check_val_set_size,
+    _check_split_by,
     _check_shards,
     _check_megatron_files,
     _check_weights,

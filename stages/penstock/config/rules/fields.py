@@ -10,9 +10,16 @@ from penstock.config.schema.run import RunConfig
 PAIRS = ("preference", "kto")
 QUESTIONS = ("instruction", "alpaca", "preference")
 
+MESSAGES = ("chat", "sharegpt", *PAIRS)
+
 TYPES_OF_FIELD: Mapping[str, tuple[FormatName, ...]] = {
     "image_folder": ("chat", "sharegpt", "alpaca", "sft_turns", "preference_turns", *PAIRS),
-    "field_messages": ("chat", "sharegpt", *PAIRS),
+    "field_messages": MESSAGES,
+    "field_message_role": MESSAGES,
+    "field_message_content": MESSAGES,
+    "field_message_training": MESSAGES,
+    "message_roles": MESSAGES,
+    "drop_system_message": (*MESSAGES, "alpaca", "sft_turns", "preference_turns"),
     "field_tools": ("chat", "sharegpt", "alpaca", *PAIRS),
     "field_instruction": QUESTIONS,
     "field_input": QUESTIONS,

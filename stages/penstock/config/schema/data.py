@@ -181,6 +181,11 @@ class DataConfig(ConfigSection):
     """Validation split: samples to hold out for evaluation, as a number or as a fraction between 0
     and 1."""
 
+    split_by: str | None = Field(default=None, min_length=1)
+    """Group split: a column whose values are not split across training and validation, such as a
+    user or a document. Samples with the same value are held out together, until they are at least
+    `val_set_size`. Every record needs a value."""
+
     shuffle_merged_datasets: bool = True
     """Shuffle the samples after mixing the sources."""
 

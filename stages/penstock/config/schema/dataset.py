@@ -22,6 +22,9 @@ FormatName = Literal[
     "preference_turns",
 ]
 
+MessageRole = Literal["system", "user", "assistant", "tool", "tool_call"]
+"""`tool_call`: a message of the assistant's whose content is tool calls, as JSON."""
+
 Kind = Literal["sft", "preference", "kto"]
 
 TrainedRole = Literal["assistant", "user", "system", "tool"]
@@ -51,6 +54,19 @@ def _check_trust_remote_code(value: bool) -> bool:
 def _check_splits(value: str | None) -> str | None:
     if value is not None:
         parse_splits(value)
+    return value
+
+
+def _check_message_roles(
+    value: dict[MessageRole, list[str]] | None,
+) -> dict[MessageRole, list[str]] | None:
+    roles_of: dict[str, list[str]] = {}
+    for role, names in (value or {}).items():
+        for name in names:
+            roles_of.setdefault(name, []).append(role)
+    for name, roles in roles_of.items():
+        if len(roles) > 1:
+            raise ValueError(f"has {name!r} for {' and '.join(roles)}; a name has one role")
     return value
 
 
@@ -127,6 +143,28 @@ class DatasetConfig(ConfigSection):
     field_messages: str | None = Field(default=None, min_length=1)
     """`chat` and `sharegpt`: column with the list of messages. Unset: `messages`, and
     `conversations` for `sharegpt`."""
+
+    field_message_role: str | None = Field(default=None, min_length=1)
+    """Key of a message's role. Unset: `role`, and for all types but `chat` also `from`. With it,
+    `field_message_content` or `message_roles`, roles have the names of `sharegpt` too."""
+
+    field_message_content: str | None = Field(default=None, min_length=1)
+    """Key of a message's content. Unset: `content`, and beside `from` `value`."""
+
+    field_message_training: str | None = Field(default=None, min_length=1)
+    """Key of a message that says whether it is trained: true or false, 0 or 1. Unset: `weight`,
+    `train`, `training`, `trainable`, `train_on`, `loss` and `loss_mask`, and with the opposite
+    meaning `masked` and `mask`."""
+
+    message_roles: Annotated[
+        dict[MessageRole, list[str]] | None, AfterValidator(_check_message_roles)
+    ] = None
+    """Names of roles in messages besides the known ones, such as `{assistant: [bot], user:
+    [customer]}`. `tool_call`: messages whose content is tool calls of the assistant's, as JSON."""
+
+    drop_system_message: bool = False
+    """Leave out system messages at the beginning of conversations, and system prompts in
+    columns."""
 
     field_tools: str = Field(default="tools", min_length=1)
     """`chat`, `sharegpt`, `preference` and `kto`: column with the tools that the model may call,

@@ -11,8 +11,14 @@ from typing import Any
 
 from penstock.prepare.bad_records import BadRecord, check_text, get_column, json_type_name
 from penstock.prepare.formats.conversation import Conversation
-from penstock.prepare.formats.messages import Turn, build_conversation, text_turn
-from penstock.prepare.formats.sharegpt import parse_mixed_message, parse_mixed_messages
+from penstock.prepare.formats.message_keys import MessageKeys, message_keys
+from penstock.prepare.formats.messages import (
+    Turn,
+    build_conversation,
+    parse_message,
+    parse_messages,
+    text_turn,
+)
 from penstock.prepare.settings import DatasetSettings
 
 CONVERSATIONS = ("messages", "conversations")
@@ -84,32 +90,32 @@ class Messages:
 def read_prompt(settings: DatasetSettings, record: Mapping[str, Any]) -> Messages | None:
     """The messages in `field_prompt`; None if the record has no such column or it is null."""
     name = settings.field_prompt
-    return None if record.get(name) is None else parse_any_messages(name, record[name], "user")
+    if record.get(name) is None:
+        return None
+    return parse_any_messages(name, record[name], "user", message_keys(settings))
 
 
 def read_conversation(settings: DatasetSettings, record: Mapping[str, Any]) -> Messages | None:
     """The conversation in `field_messages`, or in a default column; None without one."""
-    if settings.field_messages:
-        found = get_column(record, settings.field_messages)
-        return Messages(
-            settings.field_messages, parse_mixed_messages(settings.field_messages, found)
-        )
-    return _find_conversation("", record)
+    keys = message_keys(settings)
+    if name := settings.field_messages:
+        return Messages(name, parse_messages(name, get_column(record, name), keys))
+    return _find_conversation("", record, keys)
 
 
-def parse_any_messages(where: str, value: Any, speaker: str) -> Messages:
+def parse_any_messages(where: str, value: Any, speaker: str, keys: MessageKeys) -> Messages:
     """Parse text (a message with role `speaker`), a message, or a list of messages."""
     if isinstance(value, str):
         if not value.strip():
             raise BadRecord("empty", f"{where} is empty")
         return Messages(where, [text_turn(speaker, check_text(where, value))])
     if isinstance(value, list):
-        return Messages(where, parse_mixed_messages(where, value))
+        return Messages(where, parse_messages(where, value, keys))
     if not isinstance(value, dict):
         kind = json_type_name(value)
         raise BadRecord("wrong_type", f"{where} is {kind} where text or messages are meant")
-    return _find_conversation(f"{where}.", value) or Messages(
-        where, [parse_mixed_message(where, value)]
+    return _find_conversation(f"{where}.", value, keys) or Messages(
+        where, [parse_message(where, value, keys)]
     )
 
 
@@ -139,11 +145,11 @@ def build_completion(
     return build_conversation(settings, record, [*untrained, *answer.turns], system)
 
 
-def _find_conversation(prefix: str, value: Mapping[str, Any]) -> Messages | None:
+def _find_conversation(prefix: str, value: Mapping[str, Any], keys: MessageKeys) -> Messages | None:
     for name in CONVERSATIONS:
         if value.get(name) is not None:
             where = f"{prefix}{name}"
-            return Messages(where, parse_mixed_messages(where, value[name]))
+            return Messages(where, parse_messages(where, value[name], keys))
     return None
 
 

@@ -6,71 +6,37 @@ absent fields with nulls.
 """
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import dropwhile
 from typing import Any
 
-from penstock.media.kinds import KINDS
 from penstock.prepare.bad_records import (
     BadRecord,
     check_text,
     describe_value,
-    get_column,
     get_optional_text,
     json_type_name,
 )
+from penstock.prepare.formats.content_parts import Parts, merge_parts
 from penstock.prepare.formats.conversation import REASONING, Conversation, Message
-from penstock.prepare.formats.images import media_part, place_media, text_part
+from penstock.prepare.formats.images import place_media
 from penstock.prepare.formats.json_values import check_json, parse_json_text, to_json_text
+from penstock.prepare.formats.message_keys import CALL, MessageKeys
 from penstock.prepare.formats.tool_calls import (
     parse_inline_calls,
     parse_tool_call,
     parse_tool_calls,
     parse_tools,
 )
+from penstock.prepare.formats.training_flags import is_trained
 from penstock.prepare.settings import DatasetSettings
 
 OTHER_MEDIA = ("images", "image", "audio", "audios", "video", "videos")
 """Message fields with media, which are parts of `content` where they are read."""
 
-READ_FIELDS = frozenset(("tool_calls", "function_call", "weight"))
-"""Message fields that are parsed separately, besides role and content."""
-
-TEXT, REASON, CALL, RESULT, MEDIA = "text", "reasoning", "tool_call", "tool", "media"
-PARTS: Mapping[str, str] = {
-    **dict.fromkeys(("text", "input_text", "output_text"), TEXT),
-    **dict.fromkeys(REASONING, REASON),
-    **dict.fromkeys(("tool_call", "tool_calls", "function_call"), CALL),
-    **dict.fromkeys(("tool", "tool_result", "tool_response"), RESULT),
-    **{part: name for name, kind in KINDS.items() for part in kind.parts},
-}
-"""Types of content parts: text, reasoning, tool calls, a tool result, or a kind of media."""
-
-
-@dataclass(frozen=True)
-class MessageKeys:
-    """Names of a message's role and content fields, and its role names."""
-
-    role: str
-    content: str
-    roles: Mapping[str, str]
-
-
-OPENAI = MessageKeys(
-    "role",
-    "content",
-    {
-        "system": "system",
-        "developer": "system",
-        "user": "user",
-        "assistant": "assistant",
-        "tool": "tool",
-        "function": "tool",
-        "ipython": "tool",
-    },
-)
-"""`developer` is a newer name of `system`; `function` and `ipython` are older names of `tool`. Most
-chat templates do not know them and silently skip such messages."""
+READ_FIELDS = frozenset(("tool_calls", "function_call"))
+"""Message fields that are parsed separately, besides role, content and flags."""
 
 
 @dataclass(frozen=True)
@@ -93,18 +59,6 @@ class Turn:
         return "tool_calls" not in self.message and is_empty
 
 
-class _Parts(list[Message]):
-    """Content that is parts, because it has media."""
-
-
-def conversation(settings: DatasetSettings, record: Mapping[str, Any]) -> Conversation:
-    """Parse `field_messages`, or `messages`. Raises BadRecord if they cannot be used."""
-    name = settings.field_messages or "messages"
-    turns = parse_messages(name, get_column(record, name))
-    labels = record.get(settings.field_label)
-    return build_conversation(settings, record, _apply_labels(settings.field_label, labels, turns))
-
-
 def build_conversation(
     settings: DatasetSettings,
     record: Mapping[str, Any],
@@ -114,9 +68,14 @@ def build_conversation(
     """Build a conversation from `turns`, the tools in `field_tools`, and a system prompt.
 
     The system prompt is `system`, or the text in `field_system`, unless the turns start with one.
+    With `drop_system_message` it has neither.
     """
     first = get_optional_text(record, settings.field_system) if system is None else system
-    if first and turns[0].message["role"] != "system":
+    if settings.drop_system_message:
+        turns = list(dropwhile(lambda turn: turn.message["role"] == "system", turns))
+        if not turns:
+            raise BadRecord("empty", "it has nothing but a system prompt")
+    elif first and turns[0].message["role"] != "system":
         turns = [Turn({"role": "system", "content": first}, trained=False), *turns]
     messages, unplaced = place_media(record, [turn.message for turn in turns])
     return Conversation(
@@ -132,17 +91,22 @@ def get_text_or_default(record: Mapping[str, Any], name: str | None, usual: str)
     return get_optional_text(record, name or (usual if usual in record else None))
 
 
-def parse_messages(where: str, value: Any) -> list[Turn]:
+def parse_messages(where: str, value: Any, keys: MessageKeys) -> list[Turn]:
     """Parse a list of messages."""
-    return [
-        parse_message(f"{where}[{index}]", entry) for index, entry in list_entries(where, value)
-    ]
+    turns: list[Turn] = []
+    for index, entry in _list_entries(where, value):
+        turn = parse_message(f"{where}[{index}]", entry, keys)
+        if keys.merges_calls and turns and _is_continuation(turns[-1], turn):
+            turns[-1] = _merge_calls(turns[-1], turn)
+        else:
+            turns.append(turn)
+    return turns
 
 
 _EXAMPLE = '[{"role": "user", "content": "…"}, …]'
 
 
-def list_entries(where: str, value: Any) -> list[tuple[int, Any]]:
+def _list_entries(where: str, value: Any) -> list[tuple[int, Any]]:
     """Enumerate a list of messages, which may be JSON text."""
     is_blank = isinstance(value, str) and not value.strip()
     if isinstance(value, str) and not is_blank and value.lstrip()[0] not in "[{":
@@ -160,22 +124,26 @@ def list_entries(where: str, value: Any) -> list[tuple[int, Any]]:
     return list(enumerate(found))
 
 
-def parse_message(where: str, value: Any, spelling: MessageKeys = OPENAI) -> Turn:
+def parse_message(where: str, value: Any, keys: MessageKeys) -> Turn:
     """Parse one message."""
     if not isinstance(value, dict):
         raise BadRecord(
             "wrong_type", f"{where} is {json_type_name(value)} where an object is meant"
         )
-    role = _parse_role(where, value, spelling)
-    value = _merge_parts(where, value, role, spelling.content)
+    role_key, content_key = keys.of(value)
+    role = _parse_role(where, value, role_key, keys.roles)
+    if role == CALL:
+        return _parse_call_message(where, value, content_key, keys)
+    value = merge_parts(where, value, role, content_key)
     message: Message = {"role": role, "content": None}
     calls = _parse_calls(where, value, role)
     if calls:
         message["tool_calls"] = calls
-    message["content"] = _parse_content(where, value, role, spelling.content, may_lack=bool(calls))
+    message["content"] = _parse_content(where, value, role, content_key, may_lack=bool(calls))
     if len(value) > 2:
-        message.update(_parse_other_fields(where, value, spelling))
-    return Turn(message, role == "assistant" and is_trained(where, value.get("weight")))
+        read = {role_key, content_key, *READ_FIELDS, *keys.flags}
+        message.update(_parse_other_fields(where, value, read, role_key))
+    return Turn(message, is_trained(where, value, keys.flags, role))
 
 
 def text_turn(role: str, text: str) -> Turn:
@@ -183,55 +151,44 @@ def text_turn(role: str, text: str) -> Turn:
     return Turn({"role": role, "content": text}, trained=role == "assistant")
 
 
-def is_trained(where: str, weight: Any) -> bool:
-    """Parse a message's weight, 0 or 1; a missing weight is 1."""
-    if weight is None:
-        return True
-    if isinstance(weight, bool) or not isinstance(weight, (int, float)):
-        raise BadRecord("wrong_type", f"{where}.weight is {json_type_name(weight)}; write 0 or 1")
-    if weight not in (0, 1):
-        raise BadRecord(
-            "bad_value",
-            f"{where}.weight is {weight}; write 0 or 1, since a label is trained or it is not and "
-            "holds no fraction",
-        )
-    return weight == 1
-
-
-def normalize_role(said: str) -> str:
+def _normalize_role(name: str) -> str:
     """Normalize the spelling of a role."""
-    return said.strip().lower().replace("-", "_")
+    return name.strip().lower().replace("-", "_")
 
 
-def _apply_labels(where: str, value: Any, turns: list[Turn]) -> list[Turn]:
-    """Mark assistant messages with label 0 as untrained.
-
-    Labels are a list, possibly as JSON text; a label column with other values is unrelated.
-    """
-    is_text = isinstance(value, str) and value.lstrip().startswith("[")
-    found = parse_json_text(where, value) if is_text else value
-    if not isinstance(found, list):
-        return turns
-    count = sum(turn.is_answer for turn in turns)
-    labels = iter(parse_labels(where, found, count, "one for each message of the assistant's"))
-    return [
-        replace(turn, trained=next(labels) and turn.trained) if turn.is_answer else turn
-        for turn in turns
-    ]
-
-
-def _parse_role(where: str, value: Message, spelling: MessageKeys) -> str:
-    if spelling.role not in value:
-        raise BadRecord(
-            "missing_column", f"{where} has no {spelling.role}; it has {', '.join(value)}"
-        )
-    said = check_text(f"{where}.{spelling.role}", value[spelling.role])
-    role = spelling.roles.get(said) or spelling.roles.get(normalize_role(said))
+def _parse_role(where: str, value: Message, key: str, roles: Mapping[str, str]) -> str:
+    if key not in value:
+        raise BadRecord("missing_column", f"{where} has no {key}; it has {', '.join(value)}")
+    name = check_text(f"{where}.{key}", value[key])
+    role = roles.get(name) or roles.get(_normalize_role(name))
     if role:
         return role
-    near = difflib.get_close_matches(said, list(spelling.roles), n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(spelling.roles)}"
-    raise BadRecord("bad_value", f"{where}.{spelling.role} is {said[:40]!r}{hint}")
+    near = difflib.get_close_matches(name, list(roles), n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(roles)}"
+    raise BadRecord("bad_value", f"{where}.{key} is {name[:40]!r}{hint}")
+
+
+def _parse_call_message(where: str, value: Message, key: str, keys: MessageKeys) -> Turn:
+    if key not in value:
+        raise BadRecord("missing_column", f"{where} has no {key}; it has {', '.join(value)}")
+    calls = parse_inline_calls(f"{where}.{key}", value[key])
+    message = {"role": "assistant", "content": None, "tool_calls": calls}
+    return Turn(message, is_trained(where, value, keys.flags, "assistant"))
+
+
+def _is_continuation(before: Turn, turn: Turn) -> bool:
+    """Whether `turn` has only tool calls and follows an assistant message that is trained alike."""
+    return (
+        set(turn.message) == {"role", "content", "tool_calls"}
+        and turn.message["content"] is None
+        and before.is_answer
+        and before.trained == turn.trained
+    )
+
+
+def _merge_calls(before: Turn, turn: Turn) -> Turn:
+    calls = [*before.message.get("tool_calls", ()), *turn.message["tool_calls"]]
+    return replace(before, message={**before.message, "tool_calls": calls})
 
 
 def _parse_calls(where: str, value: Message, role: str) -> list[Message]:
@@ -250,12 +207,12 @@ def _parse_calls(where: str, value: Message, role: str) -> list[Message]:
 
 def _parse_content(
     where: str, value: Message, role: str, name: str, *, may_lack: bool
-) -> str | _Parts | None:
+) -> str | Parts | None:
     content = value.get(name)
     at = f"{where}.{name}"
     if isinstance(content, str):
         return check_text(at, content)
-    if isinstance(content, _Parts):
+    if isinstance(content, Parts):
         return content
     if content is None and may_lack:
         return None
@@ -266,84 +223,12 @@ def _parse_content(
     raise BadRecord("wrong_type", f"{at} is {json_type_name(content)} where a string is meant")
 
 
-def _merge_parts(where: str, value: Message, role: str, name: str) -> Message:
-    """Merge a content that is a list of parts into text, reasoning and tool call fields."""
-    content = value.get(name)
-    at = f"{where}.{name}"
-    if not isinstance(content, list) or (role == "tool" and not _is_part_list(content)):
-        return value
-    found: dict[str, list[Any]] = {TEXT: [], REASON: [], CALL: [], RESULT: [], MEDIA: []}
-    parts = _Parts()
-    for index, part in enumerate(content):
-        kind, inside = _parse_part(f"{at}[{index}]", part)
-        if kind == RESULT and role != "tool":
-            raise BadRecord("bad_value", f"{at}[{index}] is a tool's answer in a message of {role}")
-        if kind == MEDIA and role == "assistant":
-            what = KINDS[inside[0]["type"]].article
-            raise BadRecord("bad_value", f"{at}[{index}] is {what}, which no answer can hold")
-        found[kind] += inside
-        if kind in (TEXT, RESULT, MEDIA):
-            parts += inside if kind == MEDIA else map(text_part, inside)
-    if found[CALL] and value.get("tool_calls"):
-        raise BadRecord("bad_value", f"{where} has both tool_calls and parts of type tool_call")
-    if found[REASON] and any(value.get(note) for note in REASONING):
-        raise BadRecord("bad_value", f"{where} has its reasoning both in a part and beside content")
-    text = "".join(found[TEXT] + found[RESULT])
-    members: Message = {**value, name: parts if found[MEDIA] else text}
-    if found[REASON]:
-        members[REASONING[0]] = "".join(found[REASON])
-    if found[CALL]:
-        members["tool_calls"] = found[CALL]
-        members[name] = members[name] or None
-    return members
-
-
-def _is_part_list(content: list[Any]) -> bool:
-    """Whether a list consists of content parts, rather than being a JSON result of a tool."""
-    return bool(content) and all(
-        isinstance(part, dict)
-        and PARTS.get(str(part.get("type"))) not in (None, *KINDS)
-        and _part_value(part) is not None
-        for part in content
-    )
-
-
-def _part_value(part: Message) -> Any:
-    """The value of a part, in the field named as its type, `text`, `value` or `content`."""
-    names = (str(part["type"]), "text", "value", "content")
-    return next((part[name] for name in names if part.get(name) is not None), None)
-
-
-def _parse_part(where: str, part: Any) -> tuple[str, list[Any]]:
-    """(type of a part, its texts or tool calls)."""
-    if not isinstance(part, dict) or "type" not in part:
-        raise BadRecord(
-            "wrong_type", f"{where} is {json_type_name(part)} where a part of a message is meant"
-        )
-    kind = PARTS.get(str(part["type"]))
-    if kind is None:
-        known = ", ".join(dict.fromkeys(PARTS.values()))
-        why = f"{where} is of type {str(part['type'])[:40]!r}"
-        raise BadRecord(
-            "bad_value", f"{why}; only text and media can be used, in parts of type {known}"
-        )
-    if kind in KINDS:
-        return MEDIA, [media_part(where, KINDS[kind], part)]
-    inside = _part_value(part)
-    if inside is None:
-        names = ", ".join(part)
-        raise BadRecord("missing_column", f"{where} has no text and no value; it has {names}")
-    if kind == CALL:
-        return kind, parse_inline_calls(where, inside)
-    if kind == RESULT and not isinstance(inside, str):
-        return kind, [to_json_text(where, inside)]
-    return kind, [check_text(where, inside)]
-
-
-def _parse_other_fields(where: str, value: Message, spelling: MessageKeys) -> Message:
+def _parse_other_fields(
+    where: str, value: Message, read: Collection[str], role_key: str
+) -> Message:
     kept: Message = {}
     for name, entry in value.items():
-        if entry is None or name in READ_FIELDS or name in (spelling.role, spelling.content):
+        if entry is None or name in read:
             continue
         if name in OTHER_MEDIA:
             if entry:
@@ -361,7 +246,7 @@ def _parse_other_fields(where: str, value: Message, spelling: MessageKeys) -> Me
         raise BadRecord("bad_value", f"{where} has {' and '.join(notes)}, which differ")
     for name in ("role", "content"):
         if name in kept:
-            raise BadRecord("bad_value", f"{where} has both {name} and {spelling.role}")
+            raise BadRecord("bad_value", f"{where} has both {name} and {role_key}")
     return kept
 
 

@@ -26,6 +26,7 @@ from penstock.prepare.formats.completions import (
     read_prompt,
 )
 from penstock.prepare.formats.conversation import PreferencePair
+from penstock.prepare.formats.message_keys import message_keys
 from penstock.prepare.formats.messages import Turn, text_turn
 from penstock.prepare.settings import DatasetSettings
 
@@ -47,12 +48,13 @@ def _parse_pair(settings: DatasetSettings, record: Mapping[str, Any]) -> Prefere
         prompt, chosen = asked.split_last_answer()
         name = settings.field_rejected
         worse = _parse_side(
+            settings,
             REJECTED_RESPONSE if record.get(name) is None and REJECTED_RESPONSE in record else name,
             record,
         )
         return build_pair(settings, record, prompt, chosen, worse)
-    chosen = _parse_side(settings.field_chosen, record)
-    rejected = _parse_side(settings.field_rejected, record)
+    chosen = _parse_side(settings, settings.field_chosen, record)
+    rejected = _parse_side(settings, settings.field_rejected, record)
     if asked is None and not (chosen.is_conversation and rejected.is_conversation):
         return _pair_from_text(settings, record, chosen, rejected)
     return build_pair(settings, record, *_split_prompt(asked, chosen, rejected))
@@ -106,8 +108,8 @@ def _score_gap(settings: DatasetSettings, record: Mapping[str, Any]) -> float | 
     return better - worse
 
 
-def _parse_side(name: str, record: Mapping[str, Any]) -> Messages:
-    return parse_any_messages(name, get_column(record, name), "assistant")
+def _parse_side(settings: DatasetSettings, name: str, record: Mapping[str, Any]) -> Messages:
+    return parse_any_messages(name, get_column(record, name), "assistant", message_keys(settings))
 
 
 def _split_prompt(

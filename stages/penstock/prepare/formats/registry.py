@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from penstock.config.schema.dataset import FormatName
 from penstock.prepare.bad_records import BadRecord, get_column
 from penstock.prepare.formats.alpaca import alpaca
+from penstock.prepare.formats.chat import chat
 from penstock.prepare.formats.conversation import Format, Parsed, Record
 from penstock.prepare.formats.erniekit import preference_turns, sft_turns
 from penstock.prepare.formats.instruction import instruction
 from penstock.prepare.formats.kto import kto
-from penstock.prepare.formats.messages import conversation
 from penstock.prepare.formats.plain import plain
 from penstock.prepare.formats.preference import preference
 from penstock.prepare.formats.sharegpt import sharegpt
@@ -18,7 +18,7 @@ from penstock.prepare.settings import DatasetSettings
 
 FORMATS: dict[FormatName, Format] = {
     "tokenized": tokenized,
-    "chat": conversation,
+    "chat": chat,
     "sharegpt": sharegpt,
     "instruction": instruction,
     "alpaca": alpaca,

@@ -23,9 +23,8 @@ def find_first_media(
     errors."""
     if its.type in NO_CONVERSATION:
         return {}
-    fields = {name: value for name, value in its.model_dump(mode="json").items() if "field" in name}
     asked = digest_json(
-        [VERSION, "media", source.key, its.type, its.ds_type, fields, list(columns or ())]
+        [VERSION, "media", source.key, its.type, its.ds_type, its.parsed_by, list(columns or ())]
     )
 
     def find() -> dict[str, list[str]]:

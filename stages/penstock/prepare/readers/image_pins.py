@@ -119,8 +119,9 @@ def _named_paths(
     piece: FileSplit, its: DatasetSettings, columns: tuple[str, ...] | None
 ) -> list[str]:
     """The distinct paths of images in a piece, in order."""
-    read = {name: value for name, value in its.model_dump(mode="json").items() if "field" in name}
-    content = digest_json([FORMAT, "image paths", piece.as_json(), its.type, read, columns])
+    content = digest_json(
+        [FORMAT, "image paths", piece.as_json(), its.type, its.parsed_by, columns]
+    )
     return cached_value(content, lambda: list(dict.fromkeys(_iter_paths(piece, its, columns))))
 
 

@@ -27,6 +27,7 @@ from penstock.prepare.select.decontaminate import (
     ngrams_excluding_common,
 )
 from penstock.prepare.select.exact_duplicates import token_digests
+from penstock.prepare.select.groups import column_hashes
 from penstock.prepare.select.near_duplicates import SHINGLE, lsh_bands, rows_per_band
 from penstock.prepare.slices import TokenizedSlice
 from penstock.rows.prepared import trained_tokens
@@ -49,20 +50,36 @@ class Features:
     """Loads features of slices; `workers` threads compute missing ones."""
 
     workers: int = 1
+    token: bool | None = None
+    """Whether the Hugging Face login is used to read records again (None: if there is one)."""
 
     def counts(self, entries: Sequence[TokenizedSlice]) -> list[Array]:
         """Tokens, trained tokens and length of the samples of each slice, [3, samples]."""
-        return self._load_or_compute(entries, "counts", None, _count_tokens)
+        return self._load_or_compute(entries, "counts", None, _of_batches(_count_tokens))
 
     def digests(self, entries: Sequence[TokenizedSlice]) -> list[Array]:
         """Token digests of the samples of each slice, [2, samples]."""
-        return self._load_or_compute(entries, "tokens", None, token_digests)
+        return self._load_or_compute(entries, "tokens", None, _of_batches(token_digests))
 
     def bands(self, entries: Sequence[TokenizedSlice], threshold: float) -> list[Array]:
         """LSH bands of the samples of each slice, [bands, samples]."""
         rows = rows_per_band(threshold)
         return self._load_or_compute(
-            entries, "near", [SHINGLE, rows], lambda batches: lsh_bands(batches, rows)
+            entries,
+            "near",
+            [SHINGLE, rows],
+            _of_batches(lambda batches: lsh_bands(batches, rows)),
+        )
+
+    def groups(self, entries: Sequence[TokenizedSlice], column: str) -> list[Array]:
+        """Hashes of the column's values of the samples of each slice, [samples]. Raises StageError
+        for a record without a value."""
+        items = {path: item for item, path, _ in entries}
+        return self._load_or_compute(
+            entries,
+            "groups",
+            column,
+            lambda path: column_hashes(items[path], path, column, self.token),
         )
 
     def contaminated(
@@ -71,7 +88,11 @@ class Features:
         """For the samples of each slice, the data set of `avoid` with which they share an n-gram,
         or CLEAN; [samples]."""
         halves = self._load_or_compute(
-            avoid, "halves", length, lambda batches: count_short_ngrams(batches, length), "run"
+            avoid,
+            "halves",
+            length,
+            _of_batches(lambda batches: count_short_ngrams(batches, length)),
+            "run",
         )
         common = common_ngrams(halves, sum(tally.rows for _, _, tally in avoid))
         parameters = [length, common.tolist()]
@@ -79,14 +100,17 @@ class Features:
             avoid,
             "runs",
             parameters,
-            lambda batches: ngrams_excluding_common(batches, length, common),
+            _of_batches(lambda batches: ngrams_excluding_common(batches, length, common)),
             "run",
         )
         datasets = [item.dataset for item, _, _ in avoid]
         avoided = ContaminationIndex(list(zip(datasets, runs, strict=True)))
         parameters = [*parameters, [(item.dataset, item.content) for item, _, _ in avoid]]
         return self._load_or_compute(
-            entries, "clean", parameters, lambda batches: avoided.match(batches, length)
+            entries,
+            "clean",
+            parameters,
+            _of_batches(lambda batches: avoided.match(batches, length)),
         )
 
     def _load_or_compute(
@@ -94,7 +118,7 @@ class Features:
         entries: Sequence[TokenizedSlice],
         name: str,
         parameters: Any,
-        compute: Callable[[Iterable[pa.RecordBatch]], Array],
+        compute: Callable[[Path], Array],
         per: Literal["sample", "run"] = "sample",
     ) -> list[Array]:
         digest = digest_json([VERSION, parameters])[:8]
@@ -104,7 +128,7 @@ class Features:
             target = path.with_name(f"{path.stem}.{name}-{digest}.npy")
             known = _read(target)
             if known is None or (per == "sample" and known.shape[-1] != num_samples[path]):
-                known = compute(_iter_batches(path))
+                known = compute(path)
                 _publish(known, target)
             return known
 
@@ -112,6 +136,13 @@ class Features:
         with ThreadPoolExecutor(self.workers) as pool:
             known = dict(zip(num_samples, pool.map(of_one, num_samples), strict=True))
         return [known[path] for _, path, _ in entries]
+
+
+def _of_batches(
+    compute: Callable[[Iterable[pa.RecordBatch]], Array],
+) -> Callable[[Path], Array]:
+    """`compute` for the record batches of a slice's file."""
+    return lambda path: compute(_iter_batches(path))
 
 
 def _publish(values: Array, target: Path) -> None:

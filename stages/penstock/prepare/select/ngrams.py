@@ -6,6 +6,7 @@ collide with probability of about 2**-64.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from hashlib import blake2b
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
@@ -86,6 +87,11 @@ def ngram_hashes(
     hashes = (sums[ends] - sums[starts]) * _powers(_BASE_INVERSE, len(values))[starts]
     hashes = splitmix64(hashes + (ends - starts).astype(np.uint64))
     return NGrams(hashes, of_list // samples.lists_per_sample, starts)
+
+
+def hash_text(text: str) -> int:
+    """64-bit hash of a text."""
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def splitmix64(values: Hashes) -> Hashes:

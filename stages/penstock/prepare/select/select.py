@@ -8,7 +8,6 @@ training samples that are duplicates of validation samples are dropped.
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from penstock.prepare.select.exact_duplicates import exact_duplicates
 from penstock.prepare.select.features import Features
 from penstock.prepare.select.filter_state import FilterState, Mask, SamplePool
 from penstock.prepare.select.near_duplicates import SHINGLE, jaccard, near_duplicates
-from penstock.prepare.select.ngrams import Hashes, splitmix64
+from penstock.prepare.select.ngrams import Hashes, hash_text, splitmix64
 from penstock.prepare.settings import PrepareSettings
 from penstock.prepare.slices import TokenizedSlice
 
@@ -42,27 +41,34 @@ class Selection:
     """Dropped samples of every slice, by reason."""
     examples: tuple[dict[str, Any], ...]
     """Examples: source, slice, row (index of the record in the slice), reason, why."""
+    validation_in_train: int = 0
+    """Validation samples whose tokens are also those of a training sample."""
 
 
 def select(
-    finished: Sequence[TokenizedSlice], settings: PrepareSettings, *, workers: int = 1
+    finished: Sequence[TokenizedSlice],
+    settings: PrepareSettings,
+    *,
+    workers: int = 1,
+    token: bool | None = None,
 ) -> Selection:
     """Select the samples of each split. Features that are not cached beside the slices are computed
-    by `workers` threads.
+    by `workers` threads; `token` says whether the Hugging Face login is used to read the records of
+    `split_by` (None: if there is one).
 
     Adding slices changes little for other samples: duplicates of earlier samples are dropped, and a
     validation share grows. Raises StageError if no training sample is left, or a source with a
     weight has no samples.
     """
     state = FilterState(finished)
-    features = Features(workers)
+    features = Features(workers, token)
     _apply_max_samples(state, settings)
     _drop_contaminated(state, settings, features)
     if settings.deduplicate:
         _drop_exact_duplicates(state, features)
     if settings.deduplicate == "near":
         _drop_near_duplicates(state, settings, features)
-    held = _split_validation(state, settings)
+    held = _split_validation(state, settings, features)
     parts = tuple(_split_masks(state, held, place) for place in range(len(finished)))
     count = len(settings.datasets)
     num_rows, labels, rows, tokens = [0] * count, [""] * count, [0] * count, [0] * count
@@ -75,7 +81,33 @@ def select(
     # Of all samples, also of those that are left out: near enough to judge how long an epoch is.
     mean_tokens = [max(1.0, t / max(1, n)) for t, n in zip(tokens, rows, strict=True)]
     check_mix(num_rows, labels, settings, mean_tokens)
-    return Selection(parts, tuple(state.dropped), tuple(state.examples))
+    repeated = 0 if settings.deduplicate else _count_validation_in_train(finished, parts, features)
+    return Selection(parts, tuple(state.dropped), tuple(state.examples), repeated)
+
+
+def _count_validation_in_train(
+    finished: Sequence[TokenizedSlice], parts: Sequence[SplitMasks], features: Features
+) -> int:
+    """Number of validation samples whose tokens are also those of a training sample."""
+    if not any(
+        count_kept(part.validation, tally.rows)
+        for (_, _, tally), part in zip(finished, parts, strict=True)
+    ):
+        return 0
+    used = [place for place, (item, *_) in enumerate(finished) if item.role != "avoid"]
+    digests = features.digests([finished[place] for place in used])
+    train = _concat_masked(digests, [parts[place].train for place in used])
+    validation = _concat_masked(digests, [parts[place].validation for place in used])
+    return int(np.isin(validation, train).sum())
+
+
+def _concat_masked(digests: Sequence[Hashes], masks: Sequence[Mask | None]) -> Hashes:
+    """The first 64 bits of the digests of the samples in the masks."""
+    parts = [
+        digest[0] if mask is None else digest[0][mask]
+        for digest, mask in zip(digests, masks, strict=True)
+    ]
+    return np.concatenate([np.empty(0, dtype=np.uint64), *parts])
 
 
 def count_kept(mask: Mask | None, rows: int) -> int:
@@ -88,18 +120,21 @@ def validation_count(size: int | float | None, total: int) -> int:
     return max(1, round(size * total)) if isinstance(size, float) else size or 0
 
 
-def validation_masks(ranks: Sequence[Hashes], size: int | float | None) -> list[Mask]:
+def validation_masks(
+    ranks: Sequence[Hashes], size: int | float | None, *, whole_groups: bool = False
+) -> list[Mask]:
     """Masks of validation samples, slice by slice: the samples with the lowest random ranks.
 
     `size` is a number of samples (int) or a share below one (float; rounded, at least one). Adding
-    slices changes the selection from the other slices only slightly.
+    slices changes the selection from the other slices only slightly. With `whole_groups`, samples
+    with the same rank are a group that is held out whole or not, until `size` samples are.
     """
     every = np.concatenate([np.empty(0, dtype=np.uint64), *ranks])
     is_held = np.zeros(len(every), dtype=bool)
     wanted = min(validation_count(size, len(every)), len(every))
     if wanted:
         last = np.partition(every, wanted - 1)[wanted - 1]
-        is_held = every < last
+        is_held = every <= last if whole_groups else every < last
         is_held[np.flatnonzero(every == last)[: wanted - int(is_held.sum())]] = True
     return np.split(is_held, np.cumsum([len(of_slice) for of_slice in ranks])[:-1])
 
@@ -107,8 +142,8 @@ def validation_masks(ranks: Sequence[Hashes], size: int | float | None) -> list[
 def random_ranks(key: str, rows: int, seed: int) -> Hashes:
     """Random numbers for the samples of a slice; each depends only on the seed, the slice's key and
     the sample's index."""
-    start = int.from_bytes(blake2b(f"{seed} {key}".encode(), digest_size=8).digest(), "little")
-    return splitmix64(splitmix64(np.arange(1, rows + 1, dtype=np.uint64)) ^ np.uint64(start))
+    start = np.uint64(hash_text(f"{seed} {key}"))
+    return splitmix64(splitmix64(np.arange(1, rows + 1, dtype=np.uint64)) ^ start)
 
 
 def _apply_max_samples(state: FilterState, settings: PrepareSettings) -> None:
@@ -173,7 +208,9 @@ def _build_pool(state: FilterState) -> tuple[SamplePool, list[int], int]:
     return pool, places, pool.num_samples_in(len(fixed))
 
 
-def _split_validation(state: FilterState, settings: PrepareSettings) -> dict[int, Mask]:
+def _split_validation(
+    state: FilterState, settings: PrepareSettings, features: Features
+) -> dict[int, Mask]:
     """Mask of validation samples of every training slice."""
     places = state.slice_indices("train")
     left = sum(int(state.keep_masks[place].sum()) for place in places)
@@ -184,16 +221,28 @@ def _split_validation(state: FilterState, settings: PrepareSettings) -> dict[int
             f"No sample is left to train on: {counts or 'the sources have none'}.\n"
             "  Check data.deduplicate, data.decontaminate_ngram and the weights."
         )
-    ranks = [
-        random_ranks(item.key, tally.rows, settings.seed)[state.keep_masks[place]]
-        for place, (item, _, tally) in zip(places, state.slices_at(places), strict=True)
-    ]
-    masks = validation_masks(ranks, settings.val_set_size)
+    entries = state.slices_at(places)
+    if settings.split_by and settings.val_set_size:
+        start = np.uint64(hash_text(str(settings.seed)))
+        groups = features.groups(entries, settings.split_by)
+        ranks = [splitmix64(np.asarray(of_slice) ^ start) for of_slice in groups]
+    else:
+        ranks = [random_ranks(item.key, tally.rows, settings.seed) for item, _, tally in entries]
+    masks = validation_masks(
+        [of_slice[state.keep_masks[at]] for at, of_slice in zip(places, ranks, strict=True)],
+        settings.val_set_size,
+        whole_groups=settings.split_by is not None,
+    )
     taken = sum(int(mask.sum()) for mask in masks)
     if taken >= left:
+        groups_hint = (
+            f", or data.split_by to a column with smaller groups than {settings.split_by}"
+            if settings.split_by
+            else ""
+        )
         raise StageError(
             f"Validation takes {taken} samples, and there are only {left}.\n"
-            f"  Set data.val_set_size ({settings.val_set_size}) lower."
+            f"  Set data.val_set_size ({settings.val_set_size}) lower{groups_hint}."
         )
     found: dict[int, Mask] = {}
     for place, mask in zip(places, masks, strict=True):

@@ -1,0 +1,99 @@
+"""Contents that are lists of parts: text, reasoning, tool calls, a tool result, media."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.media.kinds import KINDS
+from penstock.prepare.bad_records import BadRecord, check_text, json_type_name
+from penstock.prepare.formats.conversation import REASONING, Message
+from penstock.prepare.formats.images import media_part, text_part
+from penstock.prepare.formats.json_values import to_json_text
+from penstock.prepare.formats.tool_calls import parse_inline_calls
+
+TEXT, REASON, CALL, RESULT, MEDIA = "text", "reasoning", "tool_call", "tool", "media"
+PARTS: Mapping[str, str] = {
+    **dict.fromkeys(("text", "input_text", "output_text"), TEXT),
+    **dict.fromkeys(REASONING, REASON),
+    **dict.fromkeys(("tool_call", "tool_calls", "function_call"), CALL),
+    **dict.fromkeys(("tool", "tool_result", "tool_response"), RESULT),
+    **{part: name for name, kind in KINDS.items() for part in kind.parts},
+}
+"""Types of content parts: text, reasoning, tool calls, a tool result, or a kind of media."""
+
+
+class Parts(list[Message]):
+    """Content that is parts, because it has media."""
+
+
+def merge_parts(where: str, value: Message, role: str, name: str) -> Message:
+    """Merge a content that is a list of parts into text, reasoning and tool call fields."""
+    content = value.get(name)
+    at = f"{where}.{name}"
+    if not isinstance(content, list) or (role == "tool" and not _is_part_list(content)):
+        return value
+    found: dict[str, list[Any]] = {TEXT: [], REASON: [], CALL: [], RESULT: [], MEDIA: []}
+    parts = Parts()
+    for index, part in enumerate(content):
+        kind, inside = _parse_part(f"{at}[{index}]", part)
+        if kind == RESULT and role != "tool":
+            raise BadRecord("bad_value", f"{at}[{index}] is a tool's answer in a message of {role}")
+        if kind == MEDIA and role == "assistant":
+            what = KINDS[inside[0]["type"]].article
+            raise BadRecord("bad_value", f"{at}[{index}] is {what}, which no answer can hold")
+        found[kind] += inside
+        if kind in (TEXT, RESULT, MEDIA):
+            parts += inside if kind == MEDIA else map(text_part, inside)
+    if found[CALL] and value.get("tool_calls"):
+        raise BadRecord("bad_value", f"{where} has both tool_calls and parts of type tool_call")
+    if found[REASON] and any(value.get(note) for note in REASONING):
+        raise BadRecord("bad_value", f"{where} has its reasoning both in a part and beside content")
+    text = "".join(found[TEXT] + found[RESULT])
+    members: Message = {**value, name: parts if found[MEDIA] else text}
+    if found[REASON]:
+        members[REASONING[0]] = "".join(found[REASON])
+    if found[CALL]:
+        members["tool_calls"] = found[CALL]
+        members[name] = members[name] or None
+    return members
+
+
+def _is_part_list(content: list[Any]) -> bool:
+    """Whether a list consists of content parts, rather than being a JSON result of a tool."""
+    return bool(content) and all(
+        isinstance(part, dict)
+        and PARTS.get(str(part.get("type"))) not in (None, *KINDS)
+        and _part_value(part) is not None
+        for part in content
+    )
+
+
+def _part_value(part: Message) -> Any:
+    """The value of a part, in the field named as its type, `text`, `value` or `content`."""
+    names = (str(part["type"]), "text", "value", "content")
+    return next((part[name] for name in names if part.get(name) is not None), None)
+
+
+def _parse_part(where: str, part: Any) -> tuple[str, list[Any]]:
+    """(type of a part, its texts or tool calls)."""
+    if not isinstance(part, dict) or "type" not in part:
+        raise BadRecord(
+            "wrong_type", f"{where} is {json_type_name(part)} where a part of a message is meant"
+        )
+    kind = PARTS.get(str(part["type"]))
+    if kind is None:
+        known = ", ".join(dict.fromkeys(PARTS.values()))
+        why = f"{where} is of type {str(part['type'])[:40]!r}"
+        raise BadRecord(
+            "bad_value", f"{why}; only text and media can be used, in parts of type {known}"
+        )
+    if kind in KINDS:
+        return MEDIA, [media_part(where, KINDS[kind], part)]
+    inside = _part_value(part)
+    if inside is None:
+        names = ", ".join(part)
+        raise BadRecord("missing_column", f"{where} has no text and no value; it has {names}")
+    if kind == CALL:
+        return kind, parse_inline_calls(where, inside)
+    if kind == RESULT and not isinstance(inside, str):
+        return kind, [to_json_text(where, inside)]
+    return kind, [check_text(where, inside)]

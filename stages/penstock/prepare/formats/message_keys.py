@@ -1,0 +1,74 @@
+"""Names of a message's keys and roles, as data sets of several libraries spell them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from penstock.prepare.formats.training_flags import FLAGS, Flag
+from penstock.prepare.settings import DatasetSettings
+
+CALL = "tool_call"
+"""Role of a message whose content is tool calls of the assistant's, as JSON."""
+
+OPENAI_ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+    "function": "tool",
+    "ipython": "tool",
+}
+"""`developer` is a newer name of `system`; `function` and `ipython` are older names of `tool`. Most
+chat templates do not know them and silently skip such messages."""
+
+ROLES = {
+    **OPENAI_ROLES,
+    "human": "user",
+    **dict.fromkeys((f"{maker}gpt" for maker in ("", "chat")), "assistant"),
+    **dict.fromkeys(("bing", "bard", "bot", "model", "ai"), "assistant"),
+    **dict.fromkeys(("observation", "function_response", "tool_response"), "tool"),
+    **dict.fromkeys(("function_call", "tool_call", "tool_calls"), CALL),
+}
+"""Roles by the names in ShareGPT's data and in OpenAI's."""
+
+
+@dataclass(frozen=True)
+class MessageKeys:
+    """The keys of messages, and their role names."""
+
+    spellings: Sequence[tuple[str, str]]
+    """(key of the role, key of the content)."""
+    roles: Mapping[str, str]
+    merges_calls: bool
+    """Whether tool calls become part of the assistant message before them."""
+    flags: Mapping[str, Flag] = field(default_factory=lambda: FLAGS)
+    """Keys that say whether a message is trained."""
+
+    def of(self, message: Mapping[str, Any]) -> tuple[str, str]:
+        """(key of the role, key of the content) of this message."""
+        roles = [role for role, _ in self.spellings]
+        role = next((role for role in roles if role in message), roles[0])
+        contents = [content for other, content in self.spellings if other == role]
+        return role, next((content for content in contents if content in message), contents[0])
+
+
+OPENAI = MessageKeys([("role", "content")], OPENAI_ROLES, merges_calls=False)
+SHAREGPT = MessageKeys([("from", "value"), ("role", "content")], ROLES, merges_calls=True)
+
+
+def message_keys(its: DatasetSettings) -> MessageKeys:
+    """The keys of the messages of a data set: those of its type, or as its settings name them.
+
+    Where keys or roles are named, roles have ShareGPT's names too.
+    """
+    keys = OPENAI if its.type == "chat" else SHAREGPT
+    role, content, roles = its.field_message_role, its.field_message_content, its.message_roles
+    if role or content:
+        keys = replace(keys, spellings=[(role or r, content or c) for r, c in keys.spellings])
+    if role or content or roles:
+        own = {name: target for target, names in (roles or {}).items() for name in names}
+        keys = replace(keys, roles={**ROLES, **own}, merges_calls=True)
+    if flag := its.field_message_training:
+        keys = replace(keys, flags={flag: FLAGS.get(flag, Flag())})
+    return keys

@@ -1,0 +1,75 @@
+"""Keys of a message that say whether it is trained, under the names of several libraries."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.prepare.bad_records import BadRecord, describe_value
+
+
+@dataclass(frozen=True)
+class Flag:
+    """What the values of a key mean."""
+
+    trains: bool = True
+    """Whether a message with the value true is trained; else it is masked."""
+    is_boolean: bool = False
+    """Whether numbers are refused, because 1 may mean either."""
+    is_factor: bool = False
+    """Whether it multiplies the loss, so that messages without a loss remain without."""
+
+
+FLAGS: Mapping[str, Flag] = {
+    "weight": Flag(is_factor=True),  # OpenAI's fine-tuning API, mistral-finetune, OpenChat, axolotl
+    "train": Flag(),  # axolotl
+    "training": Flag(),  # axolotl
+    "trainable": Flag(),
+    "train_on": Flag(),
+    "loss": Flag(),  # ms-swift, XTuner
+    "loss_mask": Flag(),  # slime, SkyRL: 1 is trained
+    "masked": Flag(trains=False),  # torchtune
+    "mask": Flag(trains=False, is_boolean=True),
+}
+
+WORDS: Mapping[str, bool] = {"true": True, "false": False}
+
+
+def is_trained(
+    where: str, message: Mapping[str, Any], flags: Mapping[str, Flag], role: str
+) -> bool:
+    """Whether a message is trained: as its flags say, else if it is the assistant's.
+
+    Raises BadRecord for values with no meaning, for flags that contradict one another, and for
+    other messages than the assistant's that are to be trained.
+    """
+    written = {
+        name: _parse_flag(f"{where}.{name}", message[name], flag) == flag.trains
+        for name, flag in flags.items()
+        if message.get(name) is not None
+    }
+    if role != "assistant":
+        for name, trains in written.items():
+            if trains and not flags[name].is_factor:
+                why = f"{where}.{name} is {message[name]}; only assistant messages can be trained"
+                raise BadRecord("bad_value", why)
+        return False
+    if len(set(written.values())) > 1:
+        values = " and ".join(f"{name}: {message[name]}" for name in written)
+        raise BadRecord("bad_value", f"{where} has {values}, which contradict one another")
+    return next(iter(written.values()), True)
+
+
+def _parse_flag(where: str, value: Any, flag: Flag) -> bool:
+    if isinstance(value, str):
+        value = WORDS.get(value.strip().lower(), value)
+    if isinstance(value, bool):
+        return value
+    is_number = isinstance(value, int | float) and value in (0, 1)
+    if is_number and not flag.is_boolean:
+        return value == 1
+    text = repr(value[:40]) if isinstance(value, str) else describe_value(value)
+    if is_number:
+        why = "write true (not trained) or false, since the number may mean either"
+    else:
+        why = "write true or false" if flag.is_boolean else "write true, false, 0 or 1"
+    raise BadRecord("bad_value", f"{where} is {text}; {why}")
