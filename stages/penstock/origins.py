@@ -22,6 +22,7 @@ from penstock.core.sources.pin import (
 from penstock.engine.model_source import LoraArgs, ModelSource, quantization_args
 from penstock.engine.peft.adapter_config import CONFIG, read_peft_config
 from penstock.models.multimodal import text_name
+from penstock.prepare.chat_template import resolve_chat_template
 
 ADAPTER_FIELDS = {
     "lora_rank": "r",
@@ -80,6 +81,7 @@ def resolve_model_source(run: RunConfig) -> ModelSource:
         model_path=model.model_path,
         tokenizer=pin_tokenizer(model.tokenizer_source),
         tokenizer_path=model.tokenizer_source,
+        chat_template=resolve_chat_template(run.data),
         backend=model.backend,
         runs_code=model.trust_remote_code,
         foundation=model.foundation,

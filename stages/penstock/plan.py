@@ -58,6 +58,7 @@ from penstock.pins import (
     pin_sources,
     resolve_dataset_types,
 )
+from penstock.prepare.chat_template import resolve_chat_template
 from penstock.prepare.settings import DatasetSettings, MixSettings, PrepareSettings
 from penstock.prepare.stage import SLICES, Prepare
 from penstock.prepare.user_prepared import (
@@ -560,6 +561,7 @@ def dataset_settings(
     """The fields of the data set, and those of the section `data` that decide its samples."""
     shared = {"dataset_shard_num", "dataset_shard_idx"} if role == "test" else set[str]()
     values = {**run.data.model_dump(exclude=shared), **dataset.model_dump(), "type": dataset.format}
+    values["chat_template"] = resolve_chat_template(run.data)
     if dataset.splits_string is not None:
         values["document_split"] = (dataset.splits_string, dataset.split or "train")
     return DatasetSettings(**{n: v for n, v in values.items() if n in DatasetSettings.model_fields})

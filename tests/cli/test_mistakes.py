@@ -109,7 +109,12 @@ SETTINGS = {
     "weights that are none": (train(init_checkpoint_path="."), "neither config.json nor"),
     "attention by half its name": (model(attn_implementation="flash"), "mean flash_attention_2?"),
     "attention of GPUs": (model(attn_implementation="flash_attention_2"), "needs a CUDA device"),
-    "a template that is a file": ({"data": {"chat_template": "my.jinja"}}, "write auto, published"),
+    "a template that is not there": ({"data": {"chat_template": "my.jinja"}}, "no file my.jinja"),
+    "a template that is none": ({"data": {"chat_template": "chatlm"}}, "did you mean 'chatml'?"),
+    "a rendering by its old name": (
+        {"data": {"chat_template": "training"}},
+        "write that instead, and chat_template",
+    ),
     "a model of another name": (model(config_path="builtin:tiny-qwn3"), "is not a built-in model"),
     "weights in a file": (model(model_path="run.yaml"), "Give its folder"),
     "a package that is missing": (train(use_trackio=True), "pip install 'penstock["),

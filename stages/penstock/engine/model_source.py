@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from penstock.config.schema.run import RunConfig
 from penstock.core.cache.stage import Source
+from penstock.rows.chat_template import ChatTemplate
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 SchemeName = Literal["fp8", "block_fp8", "int8", "int4", "nvfp4"]
@@ -62,6 +63,8 @@ class ModelSource:
     """Folder or hub id of the base model, as typed; adapters name it as their base."""
     tokenizer: Source
     tokenizer_path: str
+    chat_template: ChatTemplate | None = None
+    """The chat template that the run was given; None for the tokenizer's own."""
     backend: Literal["auto", "native", "transformers"] = "auto"
     """`model.backend`."""
     foundation: Mapping[str, Any] = field(default_factory=dict)

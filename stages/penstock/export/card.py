@@ -141,9 +141,9 @@ def describe_license(base: BaseModel) -> str:
 
 
 def _locate_tokenizer(export: Export) -> Literal["here", "of the base", "in hf"]:
-    if "hf" not in export.facts["folders"]:
-        return "here"
     origin = export.origin
+    if "hf" not in export.facts["folders"] or origin.chat_template:
+        return "here"
     is_of_base = origin.model_path in (None, origin.tokenizer_path)
     return "of the base" if is_of_base else "in hf"
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from penstock.config.schema.base import Settings
-from penstock.core.cache.stage import Artifact, Facts, Input, Stage, stage_key
+from penstock.core.cache.stage import Artifact, Facts, Input, Source, Stage, stage_key
 from penstock.core.errors import ArtifactError
 from penstock.engine.model_source import DType, ExportFormat, ModelSource, MTPExport, SchemeName
 
@@ -61,6 +61,9 @@ class Export(Stage):
             "config": self.origin.config,
             "tokenizer": self.origin.tokenizer,
         }
+        if self.origin.chat_template:
+            # Data that is not rendered here leaves it out of the key of `trained`.
+            found["chat_template"] = Source(self.origin.chat_template.model_dump())
         if self.origin.weights:
             found["weights"] = self.origin.weights
         return found

@@ -15,11 +15,13 @@ from penstock.config.schema.dataset import (
     TrainedEos,
     TrainedRole,
 )
+from penstock.rows.chat_template import ChatTemplate
 
 LATER = (
     *SCORES,
     "document_split",
     "chat_template",
+    "turn_rendering",
     "roles_to_train",
     "train_on_eos",
     "field_message_role",
@@ -78,7 +80,10 @@ class DatasetSettings(Settings):
     max_prompt_len: int | None = Field(default=None, gt=0)
     train_on_prompt: bool = False
     train_on_turns: Literal["all", "last"] = "all"
-    chat_template: Literal["auto", "published", "training"] = "auto"
+    turn_rendering: Literal["auto", "whole", "per_turn"] = "auto"
+    chat_template: ChatTemplate | None = None
+    """None: the tokenizer's own, without variables."""
+
     add_eos: bool = True
     mask_eos_in_loss: bool = False
     roles_to_train: tuple[TrainedRole, ...] = ("assistant",)

@@ -127,8 +127,8 @@ def test_a_template_that_rewrites_earlier_turns_gives_a_bad_row_not_a_wrong_mask
     )
     chat = {"messages": [said(r, "x") for r in ("user", "assistant", "user", "assistant")]}
     assert trained(forgetful, encode({"messages": chat["messages"][:2]}, forgetful, type="chat")[1])
-    for mode, why in (("auto", "shows message 2"), ("published", "message 2 reads differently")):
-        fault = encode(chat, forgetful, type="chat", chat_template=mode)
+    for mode, why in (("auto", "shows message 2"), ("whole", "message 2 reads differently")):
+        fault = encode(chat, forgetful, type="chat", turn_rendering=mode)
         assert fault.reason == "template"
         assert why in fault.why
     _, labels = encode(chat, forgetful, type="chat", train_on_turns="last")

@@ -74,9 +74,9 @@ def document(name: str, messages, tools=None, **its):
 @pytest.mark.parametrize(
     ("messages", "tools"), [(PLAIN, None), (REASONED, None), (REASONED, TOOLS)]
 )
-@pytest.mark.parametrize("mode", ["auto", "training"])
+@pytest.mark.parametrize("mode", ["auto", "per_turn"])
 def test_turns_that_qwen3_changes_are_trained_as_trls_template_has_them(messages, tools, mode):
-    found = document("qwen3", messages, tools, chat_template=mode)
+    found = document("qwen3", messages, tools, turn_rendering=mode)
     tokenizer = tokenizer_of("qwen3_training")
     rendered: Any = render_jinja_template(
         [messages],
@@ -92,20 +92,20 @@ def test_turns_that_qwen3_changes_are_trained_as_trls_template_has_them(messages
 
 
 def test_qwen3s_changed_turns_are_unusable_as_published():
-    with pytest.raises(BadRecord, match="chat_template: training"):
-        document("qwen3", PLAIN, chat_template="published")
+    with pytest.raises(BadRecord, match="turn_rendering: per_turn"):
+        document("qwen3", PLAIN, turn_rendering="whole")
 
 
 def test_both_ways_are_alike_wherever_a_published_template_keeps_its_prefix():
     alike, by_turn, refused = [], [], []
     for name in PUBLISHED:
         try:
-            published = document(name, PLAIN, chat_template="published")
+            published = document(name, PLAIN, turn_rendering="whole")
         except BadRecord:
             by_turn.append(name)
             continue
         try:
-            trained = document(name, PLAIN, chat_template="training")
+            trained = document(name, PLAIN, turn_rendering="per_turn")
         except BadRecord:
             refused.append(name)
             continue

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from penstock.config.loading.fault import ConfigIssue, Steps
+from penstock.config.schema.data import is_inline_template
 from penstock.core import env
 from penstock.core.process.allowed_env import is_secret
 
@@ -17,6 +18,7 @@ PATH_FIELDS = frozenset(
     {
         *("model.model_path", "model.config_path", "model.tokenizer_path"),
         *("lora.init_adapter_path", "data.dataset_prepared_path", "pipeline.artifacts_path"),
+        "data.chat_template",
         *("train.output_dir", "train.load_checkpoint_path", "train.init_checkpoint_path"),
         *("train.log_dir", "train.profile_trace_dir", "train.mlflow_tracking_uri", "push.url"),
     }
@@ -104,7 +106,7 @@ def _expand(places: Iterable[tuple[dict[str, Any], str, Steps]]) -> list[ConfigI
     for holder, key, path in places:
         try:
             typed = holder[key]
-            if isinstance(typed, str):
+            if isinstance(typed, str) and not is_inline_template(typed):
                 holder[key] = expand(typed)
             elif isinstance(typed, list):
                 entries = cast("list[Any]", typed)

@@ -1,6 +1,7 @@
 """Data: sources, filters, truncation, packing, data loading."""
 
-from typing import Annotated, Literal
+import json
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, PrivateAttr
 
@@ -18,6 +19,33 @@ WORKERS, PREFETCH = 8, 2
 """DataLoader workers and prefetch factor where only the other one of the two is set."""
 
 
+TOKENIZER_TEMPLATE = "tokenizer"
+"""The `chat_template` that is the tokenizer's own."""
+
+FORMER_RENDERINGS = {"auto": "auto", "published": "whole", "training": "per_turn"}
+"""Values that `chat_template` had before `turn_rendering`."""
+
+RENDERING_ARGUMENTS = frozenset(
+    {
+        *("messages", "conversation", "conversations", "tools", "documents", "chat_template"),
+        *("add_generation_prompt", "continue_final_message", "return_assistant_tokens_mask"),
+        *("tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
+        "tokenizer_kwargs",
+    }
+)
+"""Arguments of transformers' `apply_chat_template` that are no variables of the template, or are
+set from the conversation."""
+
+
+JINJA_WORDS = frozenset(
+    {
+        *("true", "false", "none", "True", "False", "None", "and", "or", "not", "in", "is"),
+        *("if", "else", "elif", "for", "recursive", "import", "as", "loop", "self", "caller"),
+    }
+)
+"""Words that are no variables in Jinja."""
+
+
 def _check_val_set_size(value: int | float | None) -> int | float | None:
     """None when nothing is held out; otherwise a number of samples or a fraction below 1."""
     if value is None or value == 0:
@@ -28,6 +56,45 @@ def _check_val_set_size(value: int | float | None) -> int | float | None:
             " (0.05)"
         )
     return value
+
+
+def is_inline_template(value: str) -> bool:
+    """Whether a `chat_template` is the text of a Jinja template, not a name or a path."""
+    return "{%" in value or "{{" in value
+
+
+def _check_chat_template(value: str) -> str:
+    """The value. Raises ValueError for an empty one, and for the former name of a rendering."""
+    if value in FORMER_RENDERINGS:
+        raise ValueError(
+            f"is {value}, which is now data.turn_rendering: {FORMER_RENDERINGS[value]}; write that"
+            " instead, and chat_template for another template than the tokenizer's"
+        )
+    if not value.strip():
+        raise ValueError("is empty; write tokenizer, a name, a path or a Jinja template")
+    return value
+
+
+def _check_chat_template_kwargs(value: dict[str, Any]) -> dict[str, Any]:
+    """The value. Raises ValueError for a name that a template cannot read, or that is not the
+    user's to set, and for values that JSON does not have."""
+    for name in value:
+        if reason := why_not_a_template_variable(name):
+            raise ValueError(f"has {name!r}, {reason}")
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"holds a value that JSON does not have: {error}") from None
+    return value
+
+
+def why_not_a_template_variable(name: str) -> str | None:
+    """Why `chat_template_kwargs` may not have the name; None if they may."""
+    if name in RENDERING_ARGUMENTS:
+        return "which comes from the conversation; leave it out"
+    if not name.isidentifier() or name in JINJA_WORDS:
+        return "which is no name that a template can read; write letters, digits and _"
+    return None
 
 
 class DataConfig(ConfigSection):
@@ -96,12 +163,24 @@ class DataConfig(ConfigSection):
     train_on_turns: Literal["all", "last"] = "all"
     """Train on all assistant turns or only on the last one."""
 
-    chat_template: Literal["auto", "published", "training"] = "auto"
-    """How the tokenizer's chat template renders conversations. Some templates change earlier
-    assistant turns once others follow (Qwen3's removes their reasoning). `training`: every turn is
-    rendered as if it were the last, so all turns can be trained. `published`: the template renders
-    the whole conversation; conversations whose trained turns change are invalid. `auto`: `training`
-    for templates that change turns, `published` for all others, for which both give the same."""
+    chat_template: Annotated[str, AfterValidator(_check_chat_template)] = TOKENIZER_TEMPLATE
+    """Chat template that renders conversations: `tokenizer` for the tokenizer's own, the name of
+    one that Penstock includes (`chatml`, `llama3`, `qwen3`; docs/guide/chat-templates.md lists
+    all), a path to a `.jinja` file, or the text of a Jinja template. The exported tokenizer has
+    it too."""
+
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_check_chat_template_kwargs)] = (
+        Field(default_factory=dict[str, Any])
+    )
+    """Variables of the chat template, such as `enable_thinking: false`. In the exported template
+    they are defaults. The column `chat_template_kwargs` of a record sets its own, by name."""
+
+    turn_rendering: Literal["auto", "whole", "per_turn"] = "auto"
+    """How conversations are rendered. Some chat templates change earlier assistant turns once
+    others follow (Qwen3's removes their reasoning). `per_turn`: every turn is rendered as if it
+    were the last, so all turns can be trained. `whole`: the template renders the whole
+    conversation; conversations whose trained turns change are invalid. `auto`: `per_turn` for
+    templates that change turns, `whole` for all others, for which both give the same."""
 
     add_eos: bool = True
     """Append the end-of-sequence token to `text` documents and to completions without a chat

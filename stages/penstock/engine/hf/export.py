@@ -82,7 +82,7 @@ def write_folders(
         quantizer = quantizer_for(form.quantize, family, plain)
     extras = HFFolderMeta(
         without_prediction_layers(hf_config, family) if form.mtp == "drop" else hf_config,
-        TokenizerFiles(origin.tokenizer_path, origin.tokenizer),
+        TokenizerFiles(origin.tokenizer_path, origin.tokenizer, origin.chat_template),
         _generation_config(origin),
     )
     with ExitStack() as opened:
@@ -119,8 +119,8 @@ def _with_adapters(
     if form.merged:
         merged = adapters.merged_into(base)
         found["hf"] = _model(form, origin, merged, model, out / "hf", extras, quantizer)
-    else:
-        # Nothing else in the export has the tokenizer and its chat template.
+    if origin.chat_template or not form.merged:
+        # Elsewhere there is no tokenizer with this chat template, or none at all.
         extras.tokenizer.write(out / "adapter")
     found["adapter"] = write_adapter_folder(
         adapters,

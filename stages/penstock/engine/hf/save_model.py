@@ -77,9 +77,11 @@ def write_hf_folder(
     extras.tokenizer.write(out)
     write_json(
         out / "generation_config.json",
-        extras.tokenizer.generation_defaults()
-        if extras.generation_config is None
-        else extras.generation_config,
+        extras.tokenizer.with_end_of_turn(
+            extras.tokenizer.generation_defaults()
+            if extras.generation_config is None
+            else extras.generation_config
+        ),
     )
     return {
         "dtype": dtype_name(dtype),

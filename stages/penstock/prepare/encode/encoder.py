@@ -44,7 +44,10 @@ from penstock.prepare.formats.conversation import (
 from penstock.prepare.formats.registry import parse_record
 from penstock.prepare.readers.records import Value
 from penstock.prepare.settings import DatasetSettings
+from penstock.rows.chat_template import ChatTemplate
 from penstock.rows.schema import IGNORED
+from penstock.rows.template_syntax import TemplateVariables, template_variables
+from penstock.rows.template_tokens import locate_template
 
 NO_TOKENS: Ids = np.empty(0, np.int32)
 
@@ -94,6 +97,23 @@ class _ParsedBatch:
     assistant_first: int = 0
 
 
+def _check_templates(
+    tokenizer: PreTrainedTokenizerBase, chosen: ChatTemplate | None
+) -> TemplateVariables:
+    """The variables of the tokenizer's chat templates. Raises ConfigError if one is no Jinja."""
+    texts: Any = tokenizer.chat_template or {}
+    where = (chosen and chosen.where) or locate_template(tokenizer)
+    read = TemplateVariables(
+        {
+            name
+            for text in ([texts] if isinstance(texts, str) else texts.values())
+            for name in template_variables(text, where)
+        }
+    )
+    read.warn_unread(chosen.variables if chosen else {}, "data.chat_template_kwargs")
+    return read
+
+
 class Encoder:
     """Encodes batches of records of one data set."""
 
@@ -109,13 +129,17 @@ class Encoder:
         ImagesFound; `refused`: they are unusable.
 
         Raises StageError if the tokenizer lacks a chat template or EOS token that the data needs,
-        CapabilityError if the tokenizer is not supported."""
+        ConfigError if its chat template is no Jinja, CapabilityError if the tokenizer is not
+        supported."""
+        if its.chat_template:
+            tokenizer = its.chat_template.apply(tokenizer)
         if its.type in NEEDS_TEMPLATE and not tokenizer.chat_template:
             raise StageError(
                 "The tokenizer has no chat template, which conversations need.\n"
-                "  Add chat_template.jinja to its folder, or set model.tokenizer_path to one that "
-                "has it."
+                "  Name one in data.chat_template (chatml, for example), or set "
+                "model.tokenizer_path to a tokenizer that has one."
             )
+        self._variables = _check_templates(tokenizer, its.chat_template)
         self._its = its
         self._columns = columns
         self._vocabulary = len(tokenizer)
@@ -253,6 +277,8 @@ class Encoder:
 
     def _parse_record(self, value: Value, found: _ParsedBatch, folder: Folder | None) -> None:
         said = self._resolve_images(self._parse_value(value), folder)
+        for each in conversations(said):
+            self._variables.warn_unread(each.template_kwargs, "column chat_template_kwargs")
         if isinstance(said, Text):
             found.sides[0].append(Document(said.text))
         elif isinstance(said, TokenizedSample):

@@ -78,7 +78,10 @@ class Renderer:
         self._tokenizer = tokenizer
         self._its = its
         self._images = images
-        self._names: dict[str, Any] = {**tokenizer.special_tokens_map}
+        variables = its.chat_template.variables if its.chat_template else {}
+        self._names: dict[str, Any] = {**tokenizer.special_tokens_map, **variables}
+        self._arguments = self._names
+        """Variables of the template for the conversation that is rendered."""
         special = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special]
         longest_first = sorted(special, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
@@ -140,6 +143,7 @@ class Renderer:
         return Document(prompt + answer, spans, "cut")
 
     def _render_template(self, conversation: Conversation) -> Document:
+        self._arguments = {**self._names, **conversation.template_kwargs}
         own: Any = conversation.tools
         template = self._template(self._chat_template(own))
         _require_tool_support(template.text, conversation)
@@ -149,7 +153,7 @@ class Renderer:
         else:
             render = (
                 self._render_per_turn
-                if self._its.chat_template == "training"
+                if self._its.turn_rendering == "per_turn"
                 else self._render_by_prefix
             )
         try:
@@ -160,7 +164,10 @@ class Renderer:
         return document
 
     def _chat_template(self, tools: Any) -> str:
-        """The processor's template for data with images, as transformers."""
+        """The template of the settings, or the processor's for data with images, as
+        transformers."""
+        if self._its.chat_template and self._its.chat_template.text is not None:
+            return self._its.chat_template.text
         own = self._images and self._images.chat_template
         return own or self._tokenizer.get_chat_template(tools=tools)
 
@@ -213,12 +220,12 @@ class Renderer:
         for turn, before in zip(turns, asking, strict=True):
             end = after[turn + 1]
             if not (text.startswith(before) and text.startswith(end)):
-                if self._its.chat_template == "auto":
+                if self._its.turn_rendering == "auto":
                     return self._render_per_turn(template, conversation)
                 raise BadRecord(
                     "template",
                     f"message {turn + 1} reads differently once others follow, so its tokens are "
-                    "not known; write data.chat_template: training, or use a chat template with "
+                    "not known; write data.turn_rendering: per_turn, or use a chat template with "
                     "{% generation %} marks",
                 )
             spans.append((len(before), self._end_of_turn(text, len(before), len(end))))
@@ -237,11 +244,11 @@ class Renderer:
         text, found = render_per_turn(
             render, conversation, lambda text: self._special.search(text) is not None
         )
-        if self._its.chat_template == "auto" and not self.num_per_turn:
+        if self._its.turn_rendering == "auto" and not self.num_per_turn:
             log.warning(
                 "The chat template renders answers differently when other messages follow. Such "
                 "conversations are rendered turn by turn, each answer as if it were the last "
-                "message (data.chat_template: published drops them)."
+                "message (data.turn_rendering: whole drops them)."
             )
         self.num_per_turn += 1
         spans = [(start, self._end_of_turn(text, start, end)) for start, end in found]
@@ -284,7 +291,9 @@ class Renderer:
         filled = [[_drop_nulls(message) for message in messages] for messages in conversations]
         if template in self._parts_only:
             filled = [[with_parts(message) for message in messages] for messages in filled]
-        found: Any = render_jinja_template(filled, chat_template=template, **options, **self._names)
+        found: Any = render_jinja_template(
+            filled, chat_template=template, **options, **self._arguments
+        )
         return found
 
     def _end_of_turn(self, text: str, start: int, end: int) -> int:

@@ -35,6 +35,9 @@ class Conversation:
     unplaced: Mapping[str, int] = field(default_factory=dict[str, int])
     """Number of images and the like of the record for which its messages have no place, by kind."""
 
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Variables of the chat template that the record sets (column `chat_template_kwargs`)."""
+
     @property
     def media(self) -> list[tuple[str, Any]]:
         """(kind, reference) of the images and the like of its messages, in order."""

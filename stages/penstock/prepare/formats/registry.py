@@ -13,6 +13,7 @@ from penstock.prepare.formats.kto import kto
 from penstock.prepare.formats.plain import plain
 from penstock.prepare.formats.preference import preference
 from penstock.prepare.formats.sharegpt import sharegpt
+from penstock.prepare.formats.template_kwargs import with_template_kwargs
 from penstock.prepare.formats.tokenized import tokenized
 from penstock.prepare.settings import DatasetSettings
 
@@ -38,4 +39,4 @@ def parse_record(
         raise value
     if columns is not None:
         value = {name: get_column(value, name) for name in columns}
-    return FORMATS[its.type](its, value)
+    return with_template_kwargs(FORMATS[its.type](its, value), value)

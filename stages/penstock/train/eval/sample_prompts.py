@@ -8,6 +8,7 @@ from penstock.engine.build import BuiltModel
 from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.engine.generation.sampling import SamplingParams
 from penstock.engine.generation.sequences import Prompt
+from penstock.rows.chat_template import ChatTemplate
 from penstock.train.launch.job import Job
 
 if TYPE_CHECKING:
@@ -20,38 +21,48 @@ class SamplePrompts:
 
     texts: tuple[str, ...]
     token_ids: tuple[tuple[int, ...], ...]
-    eos_token_id: int | None
-    """The end-of-sequence token."""
+    stop_tokens: tuple[int, ...]
+    """The end-of-sequence token, and that with which the chat template ends an answer."""
     tokenizer: "PreTrainedTokenizerBase"
 
     @classmethod
-    def encode(cls, texts: Sequence[str], tokenizer: str, revision: str | None) -> "SamplePrompts":
-        """Encode texts as user messages if the tokenizer has a chat template, else as plain
-        text."""
+    def encode(
+        cls,
+        texts: Sequence[str],
+        tokenizer: str,
+        revision: str | None,
+        chat_template: ChatTemplate | None = None,
+    ) -> "SamplePrompts":
+        """Encode texts as user messages if there is a chat template (`chat_template`, or the
+        tokenizer's own), else as plain text."""
         # The tokenizer library takes seconds to import, and only rank 0 needs it.
+        from penstock.rows.template_tokens import end_of_turn  # noqa: PLC0415
         from penstock.rows.tokenizer import load_tokenizer  # noqa: PLC0415
 
-        loaded = load_tokenizer(tokenizer, revision)
+        chat_template = chat_template or ChatTemplate()
+        loaded = chat_template.apply(load_tokenizer(tokenizer, revision))
+        ends: list[Any] = [loaded.eos_token_id]
         if loaded.chat_template:
             asked = [[{"role": "user", "content": text}] for text in texts]
             rendered = [
-                loaded.apply_chat_template(one, tokenize=False, add_generation_prompt=True)
+                loaded.apply_chat_template(
+                    one, tokenize=False, add_generation_prompt=True, **chat_template.variables
+                )
                 for one in asked
             ]
+            ends.append(end_of_turn(loaded, chat_template.variables))
             # The chat template already adds special tokens.
             found = [loaded.encode(str(text), add_special_tokens=False) for text in rendered]
         else:
             found = [loaded.encode(text) for text in texts]
-        end = loaded.eos_token_id
-        return cls(
-            tuple(texts), tuple(map(tuple, found)), end if isinstance(end, int) else None, loaded
-        )
+        stop_tokens = tuple(dict.fromkeys(end for end in ends if isinstance(end, int)))
+        return cls(tuple(texts), tuple(map(tuple, found)), stop_tokens, loaded)
 
     def decode(self, answers: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
-        """Each prompt with its decoded completion, without the end-of-sequence token."""
+        """Each prompt with its decoded completion, without the token that ends it."""
         found: list[dict[str, Any]] = []
         for text, answer in zip(self.texts, answers, strict=True):
-            ended = bool(answer) and answer[-1] == self.eos_token_id
+            ended = bool(answer) and answer[-1] in self.stop_tokens
             text_out = self.tokenizer.decode(list(answer[:-1] if ended else answer))
             found.append(
                 {"prompt": text, "answer": text_out, "tokens": len(answer), "ended": ended}
@@ -79,10 +90,9 @@ class SamplePromptGenerator:
         Raises ConfigError for a prompt that the model cannot complete, before training starts.
         """
         self._prompts, self._generator, self._ranks = prompts, built.generator, ranks
-        told = ranks.all_gather((prompts.token_ids, prompts.eos_token_id) if prompts else None)[0]
+        told = ranks.all_gather((prompts.token_ids, prompts.stop_tokens) if prompts else None)[0]
         assert told is not None
-        tokens, end = told
-        stop_tokens = () if end is None else (end,)
+        tokens, stop_tokens = told
         sampling_params = SamplingParams(
             max_tokens=max_new_tokens, temperature=0, stop_tokens=stop_tokens
         )
@@ -118,5 +128,7 @@ def build_sample_generator(
         return None
     if ranks.is_main_process:
         assert job.tokenizer is not None
-        prompts = SamplePrompts.encode(train.sample_prompts, job.tokenizer, job.tokenizer_revision)
+        prompts = SamplePrompts.encode(
+            train.sample_prompts, job.tokenizer, job.tokenizer_revision, job.chat_template
+        )
     return SamplePromptGenerator(prompts, built, ranks, max_new_tokens=train.sample_max_new_tokens)

@@ -14,6 +14,7 @@ from penstock.core.remote.urls import redact
 from penstock.core.sources.hub import MODEL_FILES, local_folder
 from penstock.core.sources.pin_remote import resolve_folder
 from penstock.engine.model_source import ModelSource
+from penstock.rows.chat_template import ChatTemplate
 
 JOB = "job.json"
 RESOLVED_CONFIG = "config.yaml"
@@ -61,6 +62,8 @@ class Job:
     tokenizer: str | None = None
     """The tokenizer: a folder, a Hub id or `builtin:<name>`. Only sample prompts need it."""
     tokenizer_revision: str | None = None
+    chat_template: ChatTemplate | None = None
+    """The chat template of sample prompts; None for the tokenizer's own."""
     init_checkpoint: Path | None = None
     """A local checkpoint whose weights are loaded at the start, without optimizer state."""
     ref_logprobs: Path | None = None
@@ -100,6 +103,7 @@ class Job:
             "scores": str(self.ref_logprobs) if self.ref_logprobs else None,
             "row_length": self.row_length,
             "images": self.images,
+            "chat_template": self.chat_template.model_dump() if self.chat_template else None,
         }
         write_record(path, record)
 
@@ -108,6 +112,7 @@ class Job:
         """Read the job in `path`."""
         record = read_job(path)
         config, row_length = RunConfig.model_validate(record["config"]), record.get("row_length")
+        template: dict[str, Any] | None = record.get("chat_template")
         if row_length is not None:
             data = config.data.with_row_length(row_length)
             config = config.model_copy(update={"data": data})
@@ -125,10 +130,11 @@ class Job:
             Path(record["adapter"]) if record["adapter"] else None,
             record["tokenizer"],
             record["tokenizer_revision"],
-            Path(record["initial"]) if record["initial"] else None,
-            Path(record["scores"]) if record["scores"] else None,
-            row_length,
-            record.get("images", False),
+            init_checkpoint=Path(record["initial"]) if record["initial"] else None,
+            ref_logprobs=Path(record["scores"]) if record["scores"] else None,
+            row_length=row_length,
+            images=record.get("images", False),
+            chat_template=ChatTemplate(**template) if template else None,
         )
 
 
@@ -212,6 +218,7 @@ def build_job(
         launch_id=uuid.uuid4().hex,
         tokenizer=resolve_folder(model_source.tokenizer_path, model_source.tokenizer),
         tokenizer_revision=model_source.tokenizer.pin.get("commit"),
+        chat_template=model_source.chat_template,
         row_length=row_length,
         images=any(facts.get("images", {}).values()),
     )

@@ -1,0 +1,57 @@
+"""Syntax and variables of chat templates."""
+
+import logging
+from collections.abc import Iterable, Sequence
+
+from jinja2 import TemplateSyntaxError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.meta import find_undeclared_variables
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from penstock.core.errors import ConfigError
+
+log = logging.getLogger("penstock.prepare")
+
+
+class TemplateVariables:
+    """The variables that chat templates read, and warnings about others."""
+
+    def __init__(self, names: set[str]) -> None:
+        self._names = names
+
+    def warn_unread(self, given: Iterable[str], where: str) -> None:
+        """Warn once of each variable in `given` that is not read."""
+        for name in given:
+            if name not in self._names:
+                self._names.add(name)
+                log.warning("%s sets %s, which the chat template does not read.", where, name)
+
+
+class _GenerationBlocks(Extension):
+    """Parses `{% generation %}`, of transformers."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2's interface
+
+    def parse(self, parser: Parser) -> Sequence[nodes.Node]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+_ENVIRONMENT = ImmutableSandboxedEnvironment(
+    trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols]
+)
+
+
+def template_variables(text: str, where: str) -> set[str]:
+    """The variables that a template reads. Raises ConfigError with the line if it is no Jinja."""
+    try:
+        _ENVIRONMENT.compile(text)
+        return find_undeclared_variables(_ENVIRONMENT.parse(text))
+    except TemplateSyntaxError as error:
+        lines = text.splitlines()
+        shown = lines[error.lineno - 1].strip()[:80] if error.lineno <= len(lines) else ""
+        raise ConfigError(
+            f"The chat template cannot be read: {where}, line {error.lineno}: {error.message}\n"
+            f"  {shown}\n  Correct it there, or name another in data.chat_template."
+        ) from error
