@@ -8,7 +8,11 @@ from pathlib import PosixPath
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from penstock.core.errors import ArtifactError
 from penstock.engine.checkpoint.model_reader import CheckpointReader
@@ -50,6 +54,7 @@ def test_metadata_that_another_python_wrote_is_read(tmp_path, version):
     (tmp_path / ".metadata").write_bytes(zlib.decompress(base64.b64decode(RECORDED[version])))
     metadata = CheckpointFiles(tmp_path).read_metadata()
     entry = metadata.state_dict_metadata["model.weight"]
+    assert isinstance(entry, TensorStorageMetadata)
     assert entry.size == (2, 3)
     assert entry.properties == TensorProperties(torch.float32)
     assert metadata.storage_meta is not None

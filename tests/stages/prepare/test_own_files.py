@@ -48,6 +48,7 @@ REFUSED = {
         r"latin.jsonl:3, …\)",
     ),
     "trailing.jsonl": (b'{"text": "a",}\n' * 4, "4 x not JSON: a comma before } at column 14"),
+    "trailing_in_list.jsonl": (b'  {"text": ["a" , ]}\n' * 4, "a comma before ] at column 19"),
     "two.jsonl": (b'{"text": "a"} {"text": "b"}\n' * 3, "a second record at column 15"),
     "quotes.jsonl": (b"{'text': 'a'}\n" * 3, "not JSON: single quotes at column 2"),
     "array.json": (

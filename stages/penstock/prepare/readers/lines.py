@@ -4,6 +4,7 @@ A piece of a file is a byte range; it contains the lines that start in the range
 """
 
 import json
+import re
 from collections.abc import Iterator
 from typing import BinaryIO
 
@@ -13,6 +14,7 @@ from penstock.prepare.readers.records import BATCH, BATCH_BYTES, Chunk, Value, a
 
 BOM = b"\xef\xbb\xbf"
 BLOCK = 1 << 20
+TRAILING_COMMA = re.compile(r"(,?)\s*([]}])")
 Span = tuple[int, int]
 """[start, stop) in bytes."""
 
@@ -119,16 +121,18 @@ def utf8_error(error: UnicodeDecodeError) -> str:
 
 def _explain_json_error(line: bytes, error: json.JSONDecodeError) -> str:
     """Error message for a line that is not JSON; common mistakes are named."""
-    text = line.decode(errors="replace").strip()
+    text = line.decode(errors="replace").rstrip()
     rest = text[error.pos :].lstrip() if error.msg == "Extra data" else None
     where = f"at column {error.colno}"
     if rest == ",":
         return f"not JSON: a comma {where}, after the record; lines of JSON have none between them"
     if rest is not None and rest.startswith("{"):
         return f"not JSON: a second record {where}; write one to a line"
-    before = text[: error.pos].rstrip()
-    if before.endswith(",") and text[error.pos : error.pos + 1] in ("}", "]"):
-        return f"not JSON: a comma before {text[error.pos]} {where}; take it out"
+    # Python 3.13 reports the position of the comma, others that of the bracket.
+    trailing = TRAILING_COMMA.match(text, error.pos)
+    if trailing and (trailing[1] or text[: error.pos].rstrip().endswith(",")):
+        at = trailing.start(2) + 1
+        return f"not JSON: a comma before {trailing[2]} at column {at}; take it out"
     if "'" in text[error.pos : error.pos + 1]:
         return f"not JSON: single quotes {where}; JSON has double ones"
     if error.msg.startswith("Invalid control character"):
