@@ -2,6 +2,7 @@
 #   docker build -t penstock:cpu .
 #   docker build -t penstock:cuda --build-arg TORCH=cuda .
 # FLASH_ATTN is the address of a wheel of flash-attn for this Python and PyTorch, where there is one.
+# A tag of the image python, of Python 3.11 to 3.14.
 ARG PYTHON=3.11.13-slim-bookworm
 
 FROM python:${PYTHON} AS build

@@ -1,5 +1,5 @@
 # Two commands do everything on a fresh machine: `make quickstart` and `make test`.
-PYTHON ?= python3.11
+# PYTHON is the interpreter of the environment; unset, deploy/make_venv.sh chooses one.
 VENV := .venv
 BIN := $(VENV)/bin
 # Written last by an install that ended well; older than its inputs means install again.
@@ -40,8 +40,16 @@ gpu: $(STAMP)  ## On a machine with a GPU: tests and benchmarks in order of wort
 
 install: $(STAMP)  ## Only the environment
 
+# Another PYTHON than the environment's: install again.
+OF_PYTHON := -c 'import sys; print(sys.hexversion, sys.base_prefix)' 2>&1
+ifneq ($(PYTHON),)
+ifneq ($(shell $(PYTHON) $(OF_PYTHON)),$(shell $(BIN)/python $(OF_PYTHON)))
+.PHONY: $(STAMP)
+endif
+endif
+
 $(STAMP): pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	sh deploy/make_venv.sh $(VENV) $(PYTHON)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
