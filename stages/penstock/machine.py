@@ -26,8 +26,10 @@ from penstock.core.sources.hub_login import require_hub, require_login
 from penstock.core.sources.pin import CONFIG_AND_CODE, pin_config
 from penstock.engine.distributed.parallel_dims import (
     AXIS_FIELDS,
+    ParallelDims,
     accumulation_steps,
     build_parallel_dims,
+    compute_dims,
     rows_per_step,
 )
 from penstock.engine.distributed.suggest_layout import LayoutSuggestion
@@ -476,6 +478,15 @@ def resolve_rows_per_step(run: RunConfig) -> int:
         )
     except ConfigError as error:
         raise why_cannot_train(run) or error from None
+
+
+def expected_rows_per_step(run: RunConfig) -> int:
+    """Packed rows in one optimizer step over all ranks; of one replica if this machine cannot lay
+    out the ranks, as where data is prepared for other machines."""
+    if run.train.global_batch_size is not None:
+        return run.train.global_batch_size
+    dims = compute_dims(run.train, world_size(run))
+    return rows_per_step(run.train, dims.num_replicas if isinstance(dims, ParallelDims) else 1)
 
 
 def model_dims(run: RunConfig) -> ModelDims:

@@ -41,9 +41,11 @@ from penstock.machine import (
     check_machine,
     check_media,
     check_model,
+    expected_rows_per_step,
     resolve_rows_per_step,
     why_cannot_train,
     with_prompts_apart,
+    world_size,
 )
 from penstock.origins import (
     adapter_notes,
@@ -202,6 +204,7 @@ def execute_stage(
     """
     name = step.stage.name
     limit = run.pipeline.timeouts.get(cast(StageName, name))
+    step = _laid_out(step, notify)
     deadline = Deadline(limit)
     with deadline.enforce(
         f"{name} was ended after {limit} s (pipeline.timeouts.{name}).\n"
@@ -209,6 +212,25 @@ def execute_stage(
         "is what it needs."
     ):
         return _execute(step, run, rebuild, notify, deadline)
+
+
+def _laid_out(step: PlannedStage, notify: Callable[[str], None]) -> PlannedStage:
+    """The train step with the layout that suits this machine, where the config has none and it is
+    not cached. Requires the packed rows."""
+    stage = step.stage
+    if not isinstance(stage, Train) or world_size(stage.run_config) > 1 or find_cached(step):
+        return step
+    from penstock.costs.one_process import with_one_process_layout
+
+    run, data = stage.run_config, stage.run_config.data
+    length = stage.packed.facts.get("row_length", {}).get("train")
+    if length and data.sample_packing_sequence_len is None:
+        run = run.model_copy(update={"data": data.with_row_length(length)})
+    run, note = with_one_process_layout(run)
+    if note is None:
+        return step
+    notify(f"train: {note}")
+    return replace(step, stage=replace(stage, run_config=run))
 
 
 def _execute(
@@ -409,7 +431,11 @@ def pack_step(run: RunConfig, prepared: Artifact, encoded: Artifact | None = Non
     method = "sequential" if data.sample_packing_sequentially else data.sample_packing_method
     sizes: dict[str, Any] = {"row_length": "written"}
     if data.sample_packing_sequence_len is None:
-        sizes = {"row_length": "fitted", "row_multiple": data.pad_to_multiple_of}
+        sizes = {
+            "row_length": "fitted",
+            "row_multiple": data.pad_to_multiple_of,
+            "rows_per_step": expected_rows_per_step(run),
+        }
     settings = PackSettings(
         sample_packing_method=method,
         sample_packing_sequence_len=data.row_length,

@@ -92,3 +92,37 @@ def test_a_fitted_row_is_the_next_multiple_of_what_rows_are_padded_to(longest, t
     length = fitted_row_length(SampleSizes(longest, tokens), most, multiple)
     assert length % multiple == 0
     assert length == most or usual <= length < usual + multiple
+
+
+@given(
+    samples=st.integers(1, 100_000),
+    mean=st.integers(1, 3_000),
+    rows_per_step=st.integers(1, 64),
+)
+def test_a_step_of_fitted_rows_has_eight_samples_where_an_epoch_keeps_thirty_steps(
+    samples, mean, rows_per_step
+):
+    tokens = samples * mean
+    longest = 1 << (mean - 1).bit_length()
+    sizes = SampleSizes(longest, tokens, samples)
+    usual = fitted_row_length(sizes, 1 << 60)
+    length = fitted_row_length(sizes, 1 << 60, rows_per_step=rows_per_step)
+    assert length >= usual
+    step = length * rows_per_step
+    wanted = max(512, 8 * mean)
+    if length > usual:
+        assert tokens >= 30 * step
+        assert length <= 4096
+        assert step < wanted + SHORTEST * rows_per_step
+    elif wanted < 4096 * rows_per_step:
+        longer = (length + SHORTEST) * rows_per_step
+        assert step >= wanted or tokens < 30 * longer
+    assert fitted_row_length(SampleSizes(longest, 0, 0), 1 << 60, rows_per_step=8) >= longest
+
+
+def test_three_hundred_short_chats_are_steps_of_eight():
+    """The shape of a first own file: 300 chats of 72 tokens."""
+    sizes = SampleSizes(128, 300 * 72, 300)
+    assert fitted_row_length(sizes, 32_000) == 128
+    assert fitted_row_length(sizes, 32_000, rows_per_step=1) == 640
+    assert fitted_row_length(sizes, 32_000, rows_per_step=8) == 128

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from penstock.config.schema.run import RunConfig
 from penstock.core.cache.store import PlannedStage, find_cached
 from penstock.costs.file_sizes import estimate_samples
+from penstock.machine import expected_rows_per_step
 from penstock.models.decoder_config import DecoderConfig
 from penstock.models.flops import Work
 from penstock.prepare.stage import Prepare
@@ -83,17 +84,19 @@ def with_row_length(
     if run.data.sample_packing_sequence_len is not None:
         return run
     most, multiple = run.data.row_length, run.data.pad_to_multiple_of
+    per_step = expected_rows_per_step(run)
     if made.packed:
         length = made.packed.get("row_length", {}).get("train", most)
     elif made.prepared:
-        length = fitted_row_length(SampleSizes.of_facts(made.prepared), most, multiple)
+        length = fitted_row_length(SampleSizes.of_facts(made.prepared), most, multiple, per_step)
     else:
         prepare = next(step.stage for step in steps if step.stage.name == "prepare")
         sources = prepare.sources if isinstance(prepare, Prepare) else ()
         sizes = estimate_samples(sources, vocab_size)
         if sizes is None:
             return run
-        length = fitted_row_length(SampleSizes(sizes.longest, sizes.tokens), most, multiple)
+        samples = SampleSizes(sizes.longest, sizes.tokens, sizes.samples)
+        length = fitted_row_length(samples, most, multiple, per_step)
     return run.model_copy(update={"data": run.data.with_row_length(length)})
 
 

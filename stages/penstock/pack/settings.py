@@ -30,6 +30,10 @@ class PackSettings(Settings):
     row_multiple: int = Field(default=SHORTEST, gt=0)
     """`fitted`: the row length is a multiple of this, to which rows are padded when loaded."""
 
+    rows_per_step: int | None = Field(default=None, gt=0)
+    """`fitted`: rows of an optimizer step, which is to have enough samples. None: rows do not
+    depend on it."""
+
     sample_packing_group_size: int = Field(default=100_000, gt=0)
     """`multipack` and `greedy`: number of consecutive samples that are packed together."""
 

@@ -26,6 +26,7 @@ class Pack(Stage):
         "share_prompts": True,
         "row_length": "written",
         "row_multiple": 128,
+        "rows_per_step": None,
         "kl_pairing": None,
         "kl_rotation_size": None,
         "kl_max_len": None,
@@ -59,7 +60,8 @@ class Pack(Stage):
 
         sizes = SampleSizes.of_plan(read_json(self.prepared.path / PLAN))
         its = self.settings
-        length = fitted_row_length(sizes, its.sample_packing_sequence_len, its.row_multiple)
+        most, multiple = its.sample_packing_sequence_len, its.row_multiple
+        length = fitted_row_length(sizes, most, multiple, its.rows_per_step)
         return its.model_copy(
             update={"sample_packing_sequence_len": length, "row_length": "written"}
         )

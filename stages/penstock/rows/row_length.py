@@ -3,6 +3,7 @@
 A pure function of counts recorded in prepared data, so the same data always gives the same rows.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,6 +16,15 @@ SHORTEST = 128
 """Default multiple to which rows are padded when they are loaded (`data.pad_to_multiple_of`);
 shorter rows would save nothing."""
 
+STEP_SAMPLES, STEP_TOKENS = 8, 512
+"""Minimum mean samples and tokens of an optimizer step, if an epoch then has `STEPS_KEPT` steps:
+steps of single short samples are noisy, and most of their time is overhead."""
+
+STEPS_KEPT = 30
+
+LONGEST_FOR_STEP = 4096
+"""Maximum tokens of a row that is lengthened for `STEP_SAMPLES`: activations grow with it."""
+
 RowLength = Literal["written", "fitted"]
 
 
@@ -26,6 +36,8 @@ class SampleSizes:
     """Upper bound on a sample's tokens in a row, from a power-of-two histogram."""
     tokens: int
     """Number of tokens of one epoch."""
+    samples: int = 0
+    """Number of samples of one epoch."""
 
     @classmethod
     def of_facts(cls, facts: Mapping[str, Any]) -> "SampleSizes":
@@ -33,7 +45,7 @@ class SampleSizes:
         rows, tokens = facts["rows"]["train"], facts["tokens"]["train"]
         drawn = facts.get("samples_per_epoch") or rows
         lengths = [upper for of_split in facts["lengths"].values() for upper in of_split]
-        return cls(_longest(lengths, facts["kind"]), tokens * drawn // max(1, rows))
+        return cls(_longest(lengths, facts["kind"]), tokens * drawn // max(1, rows), drawn)
 
     @classmethod
     def of_plan(cls, plan: Mapping[str, Any]) -> "SampleSizes":
@@ -44,16 +56,29 @@ class SampleSizes:
         drawn = sum(source["drawn"] for source in sources if source["role"] == "train") or rows
         entries = [entry for of_split in plan["splits"].values() for entry in of_split]
         lengths = [upper for entry in entries for upper in entry["lengths"]]
-        return cls(_longest(lengths, plan["kind"]), tokens * drawn // max(1, rows))
+        return cls(_longest(lengths, plan["kind"]), tokens * drawn // max(1, rows), drawn)
 
 
-def fitted_row_length(sizes: SampleSizes, most: int, multiple: int = SHORTEST) -> int:
+def fitted_row_length(
+    sizes: SampleSizes, most: int, multiple: int = SHORTEST, rows_per_step: int | None = None
+) -> int:
     """Row length in tokens: a power of two that fits the longest sample and, if possible, gives an
-    epoch at least `WANTED_ROWS` rows. Rounded up to a `multiple`, to which rows are padded; at most
-    `most`."""
+    epoch at least `WANTED_ROWS` rows; longer if steps of `rows_per_step` such rows would be too
+    small. Rounded up to a `multiple`, to which rows are padded; at most `most`."""
     for_rows = 1 << max(0, (sizes.tokens // WANTED_ROWS).bit_length() - 1)
     length = max(SHORTEST, sizes.longest, for_rows)
-    return min(most, -(-length // multiple) * multiple)
+    length = -(-length // multiple) * multiple
+    if rows_per_step is not None and sizes.samples:
+        length = max(length, _length_for_step(sizes, multiple, rows_per_step))
+    return min(most, length)
+
+
+def _length_for_step(sizes: SampleSizes, multiple: int, rows_per_step: int) -> int:
+    """Tokens of a row, of which `rows_per_step` are a step of `STEP_SAMPLES` and `STEP_TOKENS`, or
+    as near to it as an epoch of `STEPS_KEPT` steps allows."""
+    wanted = max(STEP_TOKENS, STEP_SAMPLES * sizes.tokens / sizes.samples) / rows_per_step
+    wanted = math.ceil(min(wanted, LONGEST_FOR_STEP) / multiple)
+    return multiple * min(wanted, sizes.tokens // (STEPS_KEPT * rows_per_step) // multiple)
 
 
 def _longest(uppers: Iterable[str], kind: str) -> int:

@@ -388,6 +388,7 @@ def test_the_key_follows_the_prepared_samples_and_every_setting(tmp_path):
         "share_prompts": False,
         "row_length": "fitted",
         "row_multiple": 64,
+        "rows_per_step": 2,
         "kl_pairing": "rotate",
         "kl_rotation_size": 8,
         "kl_max_len": 64,
@@ -410,8 +411,10 @@ def test_the_key_follows_the_prepared_samples_and_every_setting(tmp_path):
 def test_rows_of_unwritten_length_are_as_long_as_what_they_are_padded_to():
     data = {"datasets": [{"path": "builtin:arithmetic", "type": "chat"}]}
 
-    def planned(**more) -> PackSettings:
-        stage = plan(loads(smallest(data={**data, **more})), ("pack",)).step("pack").stage
+    def planned(train=None, **more) -> PackSettings:
+        sections = smallest(data={**data, **more})
+        sections["train"] = {**sections.get("train", {}), **(train or {})}
+        stage = plan(loads(sections), ("pack",)).step("pack").stage
         assert isinstance(stage, Pack)
         return stage.settings
 
@@ -419,3 +422,6 @@ def test_rows_of_unwritten_length_are_as_long_as_what_they_are_padded_to():
     assert planned(pad_to_multiple_of=1000).row_multiple == 1000
     written = planned(sample_packing_sequence_len=2000, pad_to_multiple_of=1000)
     assert (written.row_length, written.row_multiple) == ("written", 128)
+    assert (planned().rows_per_step, written.rows_per_step) == (1, None)
+    assert planned({"micro_batch_size": 2, "gradient_accumulation_steps": 3}).rows_per_step == 6
+    assert planned({"global_batch_size": 32}).rows_per_step == 32

@@ -13,6 +13,7 @@ from penstock.core.errors import ConfigError
 from penstock.costs.device_speed import Machine, detect_machine, find_machine
 from penstock.costs.estimate import Prediction, build_cost_model, predict, with_images
 from penstock.costs.layouts import LayoutSearch, Proposal, find_fastest_layouts
+from penstock.costs.one_process import with_one_process_layout
 from penstock.costs.token_counts import DataFacts, estimate_data, with_row_length
 from penstock.engine.distributed.parallel_dims import ParallelDims, compute_dims, rows_per_step
 from penstock.engine.distributed.validate_layout import ModelDims
@@ -52,9 +53,10 @@ def costs(
     hf_config, made = resolve_hf_config(run), DataFacts.read(steps)
     model = build_cost_model(run, hf_config)
     run = with_row_length(run, made, steps, model.config.vocab_size)
+    machine = find_machine(where.kind) if where.kind else detect_machine(num_local_ranks(run))
+    run, layout = with_one_process_layout(run, machine) if where.devices is None else (run, None)
     data = estimate_data(run, steps, model.config.vocab_size)
     model = with_images(model, run, hf_config, data)
-    machine = find_machine(where.kind) if where.kind else detect_machine(num_local_ranks(run))
     found = predict(run, model, degrees, machine, data)
     if any(step.stage.name == "reference" and find_cached(step) for step in steps):
         found = replace(found, reference_seconds=None)
@@ -62,6 +64,7 @@ def costs(
     sizes += sum(params for params, _ in model.vision.parts) if model.vision else 0
     sizing = check_sizing(run, made, data, found.length, found.rows_per_step)
     text = f"{_format_costs(found, sizes)}\n{sizing.text}"
+    text += f"\n    layout  {layout}" if layout else ""
     plain: dict[str, Any] = {"costs": _costs_as_json(found, sizes), "sizing": sizing.as_json()}
     if where.devices is None:
         return text, plain

@@ -12,6 +12,9 @@ COMMON_LORA_FIELDS = ("lora_rank", "lora_alpha", "lora_dropout", "lora_target_mo
 HIGH_LR = 0.1
 """From this learning rate on, a decimal place is probably wrong, with Adam-like optimizers."""
 
+LORA_LR = "2e-4"
+"""A usual peak learning rate of adapters, about ten times that of all weights."""
+
 LIKE_ADAM = ("adamw", "anyprecision_adamw", "muon")
 
 SELECTION_FIELDS = (
@@ -49,6 +52,11 @@ def _iter_lr_notices(run: RunConfig) -> Iterator[str]:
     train = run.train
     if not train.lr and not train.eval_only:
         yield "train.lr: is 0, so nothing is trained; write a learning rate such as 1e-5"
+    if run.lora.enable_lora and not is_explicitly_set(run, "train.lr") and not train.eval_only:
+        yield (
+            f"train.lr: is {train.lr:g}, the default, and LoRA usually trains at 1e-4 to 3e-4;"
+            f" write train.lr: {LORA_LR}, or {train.lr:g} to confirm"
+        )
     is_factor = train.lr_decay_style in ("noam", "noam_hold")
     if train.lr >= HIGH_LR and train.optimizer in LIKE_ADAM and not is_factor:
         yield (

@@ -201,7 +201,8 @@ class DataConfig(ConfigSection):
     sample_packing_sequence_len: int | None = Field(default=None, gt=0)
     """Maximum length of a packed sequence, in tokens. Unset: chosen from the samples, up to 32000:
     enough for the longest one, and short enough for 512 packed sequences in an epoch where that is
-    possible."""
+    possible; but long enough for 8 samples and 512 tokens in an optimizer step, where an epoch then
+    has 30 steps and it takes at most 4096 tokens."""
 
     sample_packing_group_size: int = Field(default=100_000, gt=0)
     """`multipack` and `greedy`: number of samples that are packed together. Larger groups fill

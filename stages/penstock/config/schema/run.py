@@ -93,7 +93,8 @@ def trains_projector(run: RunConfig) -> bool:
 
 def is_explicitly_set(run: RunConfig, name: str) -> bool:
     """Whether `name` (`train.init_device`, `data.datasets.0.split`) was written in the file or in
-    an override, whatever its value. For messages only: no effect depends on it.
+    an override, whatever its value. No result depends on it: it is for messages, and for layouts
+    that are chosen where none is written.
 
     Raises KeyError when there is no such setting.
     """
