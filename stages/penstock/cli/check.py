@@ -273,6 +273,7 @@ def _check_dataset(
     return typed, (
         f"{said}; the first {found.samples} samples have {found.tokens:,} tokens, "
         f"{found.trained_tokens:,} of them trained"
+        + "".join(f"\n  warning: {fault}" for fault in found.unread)
     )
 
 

@@ -18,6 +18,7 @@ from penstock.prepare.infer_type import infer_format
 from penstock.prepare.readers.records import Batch, Value
 from penstock.prepare.settings import DatasetSettings
 from penstock.prepare.slice_images import load_slice_images
+from penstock.prepare.unread_columns import count_unread, unread_columns
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class FirstSamples:
     """Unusable records; the prepare stage fails unless `data.bad_rows_allowed` allows them."""
     faults: tuple[str, ...]
     """Why records have no sample, without duplicates."""
+    unread: tuple[str, ...]
+    """What the records hold and nothing reads, a sentence each."""
     hint: str
     """Hint with the inferred type, if it differs from the configured one."""
 
@@ -64,6 +67,7 @@ def first_samples(
     except ImagesFound:
         found = _with_images(encode, values, images)
     faults = list(found.faults.values())
+    unread = count_unread(values, settings, columns) + found.unread_keys
     return FirstSamples(
         records=len(records),
         samples=len(found.records),
@@ -72,6 +76,7 @@ def first_samples(
         longest=max((int(side.lengths.max(initial=0)) for side in found.sides), default=0),
         bad=sum(fault.reason not in DROP_REASONS for fault in faults),
         faults=tuple(dict.fromkeys(fault.why for fault in faults)),
+        unread=tuple(unread_columns(unread, len(records), settings.type)),
         hint=_hint(records, settings) if faults else "",
     )
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from penstock.prepare.unread_columns import column_remedy
+from penstock.prepare.unread_columns import unread_columns
 
 SECTIONS = {"train": "datasets", "validation": "test_datasets"}
 
@@ -49,9 +49,7 @@ def data_warnings(facts: Mapping[str, Any]) -> Iterator[str]:
             "exact"
         )
     for source in facts["sources"]:
-        for name, count in source.get("unread", {}).items():
-            yield (
-                f"warning: {source['label']} (data.{SECTIONS[source['role']]}."
-                f"{source['dataset']}): {count:,} of {source['records']:,} records have {name!r}, "
-                f"which type: {source['type']} does not read; {column_remedy(name, source['type'])}"
-            )
+        at = f"{source['label']} (data.{SECTIONS[source['role']]}.{source['dataset']})"
+        unread = source.get("unread", {})
+        for fault in unread_columns(unread, source["records"], source["type"]):
+            yield f"warning: {at}: {fault}"

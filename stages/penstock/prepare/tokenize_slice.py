@@ -14,7 +14,7 @@ from penstock.prepare.encode.encoder import EncodedBatch, Encoder
 from penstock.prepare.encode.ragged import TokenSequences
 from penstock.prepare.readers.records import Batch
 from penstock.prepare.slices import Slice
-from penstock.prepare.unread_columns import count_unread, watched_columns
+from penstock.prepare.unread_columns import count_unread
 from penstock.rows.schema import IMAGE_TOKENS, IMAGES, histogram, prepared_schema
 
 Read = Callable[[], Iterable[Batch]]
@@ -37,7 +37,7 @@ def tokenize(item: Slice, encode: Encoder, target: Path, read: Read) -> Tally:
 
 
 def _write_samples(item: Slice, encode: Encoder, part: Path, read: Read) -> Tally:
-    tally, watched = Tally(), watched_columns(item.settings, item.columns)
+    tally = Tally()
     schema = prepared_schema(
         item.settings.kind, is_scored=item.settings.is_scored, has_images=encode.reads_images
     )
@@ -49,7 +49,7 @@ def _write_samples(item: Slice, encode: Encoder, part: Path, read: Read) -> Tall
             for place, fault in sorted(samples.faults.items()):
                 tally.drop_record(batch.file, batch.line(place), fault, batch.record(place))
             _count_batch(samples, tally)
-            tally.unread += count_unread(batch.values, watched)
+            tally.unread += count_unread(batch.values, item.settings, item.columns)
             writer.write_batch(_to_record_batch(samples, first, item.label, schema))
     return tally
 
@@ -65,6 +65,7 @@ def _count_batch(samples: EncodedBatch, tally: Tally) -> None:
     tally.turns_dropped += samples.truncated.turns
     tally.blank_answers += samples.blank_answers
     tally.assistant_first += samples.assistant_first
+    tally.unread += samples.unread_keys
     tally.images += sum(map(len, samples.images))
 
 

@@ -1,9 +1,13 @@
-"""Find non-empty columns with well-known names that the data set's format does not read."""
+"""Find what records hold and nothing reads: columns with well-known names that the data set's
+format does not read, and keys of messages that the chat template does not read."""
 
+import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
+from penstock.prepare.formats.conversation import REASONING, Message
 from penstock.prepare.settings import DatasetSettings
 
 WATCHED = (
@@ -22,17 +26,28 @@ WATCHED = (
 """Column names that public data sets use for parts of a prompt or an answer."""
 
 ALPACA_COLUMNS = ("input", "system", "history")
+TEXT_PROMPT_COLUMNS = ("input", "history")
+"""Columns that preference data and KTO read beside a prompt that is text."""
+
+MESSAGE_KEYS = frozenset(("role", "content", "tool_calls", "tool_call_id", *REASONING))
+"""Keys of messages that are read, or refused, apart from the template; `tool_call_id` says no more
+than the order of messages."""
+
+IN_MESSAGES = "messages[]."
+"""Prefix of keys of messages among the names of columns."""
 
 DEFAULT_COLUMNS: Mapping[str, Sequence[str]] = {
     "sharegpt": ("system",),
     "alpaca": ALPACA_COLUMNS,
     "sft_turns": ("system",),
     "preference": ALPACA_COLUMNS,
+    "kto": ALPACA_COLUMNS,
     "preference_turns": ("system",),
 }
 """Columns that a format reads without a `field_` setting."""
 
 TYPES_WITH_TOOLS = ("chat", "sharegpt", "alpaca", "preference", "kto")
+PAIRS = ("preference", "kto")
 SINGLE_COLUMN_TYPES = ("tokenized", "text")
 """Formats of one column: other columns are not part of a conversation."""
 
@@ -53,20 +68,68 @@ def watched_columns(its: DatasetSettings, columns: Sequence[str] | None) -> tupl
     return tuple(name for name in WATCHED if name not in read and (not columns or name in columns))
 
 
-def count_unread(values: Iterable[Any], watched: Sequence[str]) -> Counter[str]:
-    """Number of records with a non-empty value in each watched column."""
+def count_unread(
+    values: Iterable[Any], its: DatasetSettings, columns: Sequence[str] | None
+) -> Counter[str]:
+    """Number of records with a non-empty value in each column that is not read."""
+    watched = watched_columns(its, columns)
+    beside_text = [
+        name
+        for name in TEXT_PROMPT_COLUMNS
+        if its.type in PAIRS and name not in watched and (not columns or name in columns)
+    ]
     found: Counter[str] = Counter()
     for value in values:
         if isinstance(value, Mapping):
-            found.update(name for name in watched if value.get(name) not in (None, "", [], {}))
+            more = () if _has_text_prompt(value, its) else beside_text
+            found.update(name for name in (*watched, *more) if not _is_blank(value.get(name)))
     return found
+
+
+def unread_keys(messages: Sequence[Message], template: str) -> set[str]:
+    """The non-empty keys of messages that the chat template does not read."""
+    return {
+        IN_MESSAGES + name
+        for message in messages
+        if message.keys() - MESSAGE_KEYS
+        for name, value in message.items()
+        if not (name in MESSAGE_KEYS or _is_blank(value) or _reads(template, name))
+        if (name, message["role"]) != ("name", "tool")
+    }
+
+
+def unread_columns(facts: Mapping[str, int], total: int, type_name: str) -> Iterator[str]:
+    """What nothing reads, one sentence each, of `total` records; `facts` are the counts by name."""
+    for name, count in facts.items():
+        of = f"{count:,} of {total:,} records have {name!r}, which"
+        if name.startswith(IN_MESSAGES):
+            yield f"{of} neither Penstock nor the chat template reads"
+        else:
+            yield f"{of} type: {type_name} does not read; {column_remedy(name, type_name)}"
+
+
+@lru_cache(maxsize=1024)
+def _reads(template: str, name: str) -> bool:
+    return re.search(rf"""[.'"]{re.escape(name)}\b""", template) is not None
+
+
+def _has_text_prompt(record: Mapping[str, Any], its: DatasetSettings) -> bool:
+    prompt = record.get(its.field_prompt)
+    asked = record.get(its.field_instruction) if prompt is None else prompt
+    return isinstance(asked, str)
+
+
+def _is_blank(value: Any) -> bool:
+    return value is None or (isinstance(value, str | list | dict) and not value)
 
 
 def column_remedy(name: str, type_name: str) -> str:
     """Suggestion how to have a column read."""
     if type_name == "instruction" and name in ALPACA_COLUMNS:
         return "write type: alpaca, which reads it"
-    if name in ("input", "context") and type_name in ("instruction", "alpaca"):
+    if name in TEXT_PROMPT_COLUMNS and type_name in PAIRS:
+        return "only a prompt that is text is read with it; put it into the messages"
+    if name in ("input", "context") and type_name in ("instruction", "alpaca", *PAIRS):
         return f"write field_input: {name}"
     if name in ("system", "system_prompt"):
         return f"write field_system: {name}"

@@ -22,7 +22,7 @@ TYPES_OF_FIELD: Mapping[str, tuple[FormatName, ...]] = {
     "drop_system_message": (*MESSAGES, "alpaca", "sft_turns", "preference_turns"),
     "field_tools": ("chat", "sharegpt", "alpaca", *PAIRS),
     "field_instruction": QUESTIONS,
-    "field_input": QUESTIONS,
+    "field_input": (*QUESTIONS, "kto"),
     "field_output": ("instruction", "alpaca"),
     "field_text": ("text",),
     "field_prompt": PAIRS,

@@ -174,16 +174,15 @@ class DatasetConfig(ConfigSection):
     """`instruction` and `alpaca`, and `preference` without a prompt: column with the question."""
 
     field_input: str | None = Field(default=None, min_length=1)
-    """With `field_instruction`: optional column with context for the question. Unset: `input` where
-    a record has it, but none for `instruction`."""
+    """With `field_instruction`, or a `field_prompt` that is text: optional column with context for
+    the question. Unset: `input` where a record has it, but none for `instruction`."""
 
     field_output: str = Field(default="output", min_length=1)
     """`instruction` and `alpaca`: column with the answer."""
 
     field_system: str | None = Field(default=None, min_length=1)
-    """Optional column with the system prompt. Unset: `sharegpt`, `alpaca`, `sft_turns`,
-    `preference_turns`, and `preference` with an instruction, read `system` where a record has
-    it."""
+    """Optional column with the system prompt. Unset: all types but `chat` and `instruction` read
+    `system` where a record has it."""
 
     field_text: str = Field(default="text", min_length=1)
     """`text`: column with the text, or with a list of texts that form one document."""

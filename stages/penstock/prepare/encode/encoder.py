@@ -4,6 +4,7 @@ Batches are processed as a whole; rare cases (samples that are too long, tokens 
 border) are processed one by one and replaced in the batch.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -44,6 +45,7 @@ from penstock.prepare.formats.conversation import (
 from penstock.prepare.formats.registry import parse_record
 from penstock.prepare.readers.records import Value
 from penstock.prepare.settings import DatasetSettings
+from penstock.prepare.unread_columns import unread_keys
 from penstock.rows.chat_template import ChatTemplate
 from penstock.rows.schema import IGNORED
 from penstock.rows.template_syntax import TemplateVariables, template_variables
@@ -76,6 +78,8 @@ class EncodedBatch:
     """Conversations with an empty trained answer."""
     assistant_first: int = 0
     """Conversations that start with an assistant message."""
+    unread_keys: Counter[str] = field(default_factory=Counter[str])
+    """Records by the keys of their messages that the chat template does not read."""
     images: list[tuple[bytes, ...]] = field(default_factory=list[tuple[bytes, ...]])
     """Digests of the images of each sample; empty for slices without images."""
     image_tokens: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])
@@ -95,6 +99,7 @@ class _ParsedBatch:
     faults: dict[int, BadRecord] = field(default_factory=dict[int, BadRecord])
     blank_answers: int = 0
     assistant_first: int = 0
+    unread_keys: Counter[str] = field(default_factory=Counter[str])
 
 
 def _check_templates(
@@ -154,6 +159,9 @@ class Encoder:
         tokens = self._images.token_ids if self._images else []
         self._truncator = Truncator(its, self._encode, tokens)
         self._num_checks = FIRST_BATCH_CHECKS
+        chosen = its.chat_template and its.chat_template.text
+        template: Any = chosen or (self._images and self._images.chat_template)
+        self._template = str(template or tokenizer.chat_template or "")
 
     @property
     def fallback_reason(self) -> str:
@@ -230,6 +238,7 @@ class Encoder:
             cuts,
             parsed.blank_answers,
             parsed.assistant_first,
+            parsed.unread_keys,
             [document.images for document in documents],
             [document.image_tokens for document in documents],
         )
@@ -279,6 +288,8 @@ class Encoder:
         said = self._resolve_images(self._parse_value(value), folder)
         for each in conversations(said):
             self._variables.warn_unread(each.template_kwargs, "column chat_template_kwargs")
+        messages = [message for each in conversations(said) for message in each.messages]
+        found.unread_keys.update(unread_keys(messages, self._template))
         if isinstance(said, Text):
             found.sides[0].append(Document(said.text))
         elif isinstance(said, TokenizedSample):

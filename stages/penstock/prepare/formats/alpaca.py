@@ -6,6 +6,7 @@ from typing import Any
 from penstock.prepare.bad_records import BadRecord, check_text, get_text, json_type_name
 from penstock.prepare.formats.conversation import Conversation
 from penstock.prepare.formats.instruction import BREAK
+from penstock.prepare.formats.json_values import parse_json_text
 from penstock.prepare.formats.messages import (
     Turn,
     build_conversation,
@@ -19,7 +20,7 @@ HISTORY = "history"
 
 def alpaca(settings: DatasetSettings, record: Mapping[str, Any]) -> Conversation:
     """Parse a record: the instruction, and the answer in `field_output`."""
-    asked = instruction_turns(settings, record)
+    asked = question_turns(settings, record, settings.field_instruction)
     answer = get_text(record, settings.field_output)
     if not answer.strip():
         raise BadRecord("empty", f"{settings.field_output} is empty")
@@ -27,15 +28,15 @@ def alpaca(settings: DatasetSettings, record: Mapping[str, Any]) -> Conversation
     return build_conversation(settings, record, turns, system_prompt(settings, record))
 
 
-def instruction_turns(settings: DatasetSettings, record: Mapping[str, Any]) -> list[Turn]:
-    """The turns in `history`, then a user message from `field_instruction` and `field_input`."""
-    asked = (
-        get_text(record, settings.field_instruction),
-        get_text_or_default(record, settings.field_input, "input"),
-    )
+def question_turns(settings: DatasetSettings, record: Mapping[str, Any], name: str) -> list[Turn]:
+    """The turns in `history`, then a user message of the columns `name` and `field_input`."""
+    context = settings.field_input or "input"
+    asked = [get_text(record, name)]
+    if context != name:
+        asked.append(get_text_or_default(record, settings.field_input, context))
     question = BREAK.join(part for part in asked if part.strip())
     if not question.strip():
-        raise BadRecord("empty", f"{settings.field_instruction} is empty")
+        raise BadRecord("empty", f"{name} is empty")
     return [*_parse_history(record.get(HISTORY)), text_turn("user", question)]
 
 
@@ -45,6 +46,7 @@ def system_prompt(settings: DatasetSettings, record: Mapping[str, Any]) -> str:
 
 
 def _parse_history(value: Any) -> list[Turn]:
+    value = parse_json_text(HISTORY, value) if value else None
     if value is None:
         return []
     if not isinstance(value, list):

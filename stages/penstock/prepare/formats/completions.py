@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.prepare.bad_records import BadRecord, check_text, get_column, json_type_name
+from penstock.prepare.formats.alpaca import question_turns, system_prompt
 from penstock.prepare.formats.conversation import Conversation
 from penstock.prepare.formats.message_keys import MessageKeys, message_keys
 from penstock.prepare.formats.messages import (
@@ -88,10 +89,13 @@ class Messages:
 
 
 def read_prompt(settings: DatasetSettings, record: Mapping[str, Any]) -> Messages | None:
-    """The messages in `field_prompt`; None if the record has no such column or it is null."""
+    """The messages in `field_prompt`, or those of a text with `history` and `field_input`; None if
+    the record has no such column or it is null."""
     name = settings.field_prompt
     if record.get(name) is None:
         return None
+    if isinstance(record[name], str):
+        return Messages(name, question_turns(settings, record, name))
     return parse_any_messages(name, record[name], "user", message_keys(settings))
 
 
@@ -142,6 +146,8 @@ def build_completion(
 ) -> Conversation:
     """Build a conversation of an untrained prompt and a trained completion."""
     untrained = [Turn(turn.message, trained=False) for turn in prompt.turns]
+    if system is None:
+        system = system_prompt(settings, record)
     return build_conversation(settings, record, [*untrained, *answer.turns], system)
 
 

@@ -6,7 +6,7 @@ absent fields with nulls.
 """
 
 import difflib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import dropwhile
 from typing import Any
@@ -141,8 +141,7 @@ def parse_message(where: str, value: Any, keys: MessageKeys) -> Turn:
         message["tool_calls"] = calls
     message["content"] = _parse_content(where, value, role, content_key, may_lack=bool(calls))
     if len(value) > 2:
-        read = {role_key, content_key, *READ_FIELDS, *keys.flags}
-        message.update(_parse_other_fields(where, value, read, role_key))
+        message.update(_parse_other_fields(where, value, keys))
     return Turn(message, is_trained(where, value, keys.flags, role))
 
 
@@ -172,7 +171,8 @@ def _parse_call_message(where: str, value: Message, key: str, keys: MessageKeys)
     if key not in value:
         raise BadRecord("missing_column", f"{where} has no {key}; it has {', '.join(value)}")
     calls = parse_inline_calls(f"{where}.{key}", value[key])
-    message = {"role": "assistant", "content": None, "tool_calls": calls}
+    message: Message = {"role": "assistant", "content": None, "tool_calls": calls}
+    message.update(_parse_other_fields(where, value, keys))
     return Turn(message, is_trained(where, value, keys.flags, "assistant"))
 
 
@@ -223,9 +223,9 @@ def _parse_content(
     raise BadRecord("wrong_type", f"{at} is {json_type_name(content)} where a string is meant")
 
 
-def _parse_other_fields(
-    where: str, value: Message, read: Collection[str], role_key: str
-) -> Message:
+def _parse_other_fields(where: str, value: Message, keys: MessageKeys) -> Message:
+    role_key, content_key = keys.of(value)
+    read = {role_key, content_key, *READ_FIELDS, *keys.flags}
     kept: Message = {}
     for name, entry in value.items():
         if entry is None or name in read:

@@ -15,7 +15,7 @@ import numpy as np
 
 from penstock.config.schema.dataset import SCORES
 from penstock.prepare.bad_records import BadRecord, check_text, get_column, get_number
-from penstock.prepare.formats.alpaca import instruction_turns, system_prompt
+from penstock.prepare.formats.alpaca import question_turns
 from penstock.prepare.formats.completions import (
     Messages,
     build_completion,
@@ -84,9 +84,9 @@ def _pair_from_text(
 ) -> PreferencePair:
     """Parse two completions of an `alpaca` prompt, or two dialogue texts with a common prompt."""
     if record.get(settings.field_instruction) is not None:
-        asked = Messages(settings.field_instruction, instruction_turns(settings, record))
-        prompt, better, worse = _split_prompt(asked, chosen, rejected)
-        return build_pair(settings, record, prompt, better, worse, system_prompt(settings, record))
+        name = settings.field_instruction
+        asked = Messages(name, question_turns(settings, record, name))
+        return build_pair(settings, record, *_split_prompt(asked, chosen, rejected))
     names = (settings.field_chosen, settings.field_rejected)
     better, worse = (parse_dialogue(name, record[name]) for name in names)
     if not (better and worse and better.is_conversation and worse.is_conversation):
