@@ -1,4 +1,8 @@
-"""`tokenized`: records with `input_ids` and unshifted `labels`."""
+"""`tokenized`: records with `input_ids` and unshifted `labels`, and masks as TRL and transformers
+write them.
+
+Padding is removed, so that a sample is what its `attention_mask` has: no model attends to the rest.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,16 +13,84 @@ import numpy.typing as npt
 from penstock.prepare.bad_records import BadRecord, get_column, json_type_name
 from penstock.prepare.formats.conversation import Record, TokenizedSample, Tokens
 from penstock.prepare.settings import DatasetSettings
+from penstock.rows.schema import IGNORED
 
 _INT32 = np.iinfo(np.int32)
 
+LOSS_MASKS = ("completion_mask", "assistant_masks", "assistant_mask", "loss_mask")
+"""Columns with 1 for tokens that are trained; a token is trained if all of them say so."""
+
+PROMPT_MASK = "prompt_mask"
+"""Column with 0 for tokens that are trained."""
+
 
 def tokenized(_: DatasetSettings, record: Record) -> TokenizedSample:
-    """Parse both columns. The encoder checks that token ids are in the vocabulary."""
-    ids, labels = _parse_ids(record, "input_ids"), _parse_ids(record, "labels")
+    """Parse the columns. The encoder checks that token ids are in the vocabulary."""
+    ids = _parse_ids(record, "input_ids")
+    masks = {
+        name: _parse_mask(record, name, len(ids))
+        for name in (*LOSS_MASKS, PROMPT_MASK)
+        if record.get(name) is not None
+    }
+    labels = ids if masks and record.get("labels") is None else _parse_ids(record, "labels")
     if len(ids) != len(labels):
         raise BadRecord("bad_value", f"input_ids has {len(ids)} entries and labels {len(labels)}")
-    return TokenizedSample(ids, labels)
+    for name, mask in masks.items():
+        labels = np.where(mask == (name != PROMPT_MASK), labels, np.int32(IGNORED))
+    start, stop = _attended(record, len(ids))
+    if record.get("position_ids") is not None:
+        _check_positions(_parse_ids(record, "position_ids"), len(ids), start, stop)
+    if record.get("token_type_ids") is not None and _parse_ids(record, "token_type_ids").any():
+        why = "token_type_ids has other numbers than 0, which are not read"
+        raise BadRecord("bad_value", f"{why}; {WITHOUT_COLUMN}")
+    return TokenizedSample(ids[start:stop], labels[start:stop])
+
+
+WITHOUT_COLUMN = "data.select_columns: [input_ids, labels] leaves the column out"
+
+
+def _attended(record: Record, count: int) -> tuple[int, int]:
+    """[start, stop) of the tokens that are not padding."""
+    name = "attention_mask"
+    if record.get(name) is None:
+        return 0, count
+    ones = np.flatnonzero(_parse_mask(record, name, count))
+    if not len(ones):
+        return 0, 0
+    start, stop = int(ones[0]), int(ones[-1]) + 1
+    if stop - start > len(ones):
+        gap = start + int(np.flatnonzero(np.diff(ones) > 1)[0]) + 1
+        why = f"{name}[{gap}] is 0 between ones; only padding at the ends can be left out"
+        raise BadRecord("bad_value", why)
+    return start, stop
+
+
+def _check_positions(positions: Tokens, count: int, start: int, stop: int) -> None:
+    """Raise BadRecord for other positions than those of one sample."""
+    if len(positions) != count:
+        why = f"input_ids has {count} entries and position_ids {len(positions)}"
+        raise BadRecord("bad_value", why)
+    steps = np.flatnonzero(np.diff(positions[start:stop]) != 1)
+    if len(steps):
+        at = start + int(steps[0]) + 1
+        raise BadRecord(
+            "bad_value",
+            f"position_ids[{at}] is {positions[at]} after {positions[at - 1]}, so it is several "
+            f"samples; write one to a record, or, if it is one, {WITHOUT_COLUMN}",
+        )
+
+
+def _parse_mask(record: Record, name: str, count: int) -> npt.NDArray[np.bool_]:
+    value = record[name]
+    if not isinstance(value, list | np.ndarray) or len(value) != count:
+        size = len(value) if isinstance(value, list | np.ndarray) else json_type_name(value)
+        raise BadRecord("bad_value", f"input_ids has {count} entries and {name} {size}")
+    entries = list(value)
+    if entries.count(0) + entries.count(1) < count:
+        index, entry = next((i, e) for i, e in enumerate(entries) if e not in (0, 1))
+        text = entry if isinstance(entry, int | float) else json_type_name(entry)
+        raise BadRecord("bad_value", f"{name}[{index}] is {text} where 0 or 1 is meant")
+    return np.array(value, dtype=np.bool_)
 
 
 def _parse_ids(record: Mapping[str, Any], name: str) -> Tokens:
