@@ -291,7 +291,7 @@ def check_model(run: RunConfig) -> None:
     """Refuse a model that is not trained here, and weights in a folder of this machine that are
     not those its config.json implies: what only the ranks would find out otherwise."""
     from penstock.adapters.match_targets import require_adaptable
-    from penstock.engine.hf.weight_files import require_plain, require_weights
+    from penstock.engine.hf.weight_files import require_adapter, require_plain, require_weights
     from penstock.engine.validate_backend import require_backend
     from penstock.models.automodel.family import AutoFamily
     from penstock.models.multimodal import is_language, language_config, text_name
@@ -332,6 +332,10 @@ def check_model(run: RunConfig) -> None:
     require_rows_within_positions(run, shape)
     if run.lora.enable_lora:
         require_adaptable(shape)
+    adapter = run.lora.init_adapter_path
+    if adapter and not is_url(adapter) and Path(adapter).is_dir():
+        file = Path(adapter) / "adapter_model.safetensors"
+        require_adapter(file, shape.hidden_size, shape.num_hidden_layers)
     path = run.model.model_path
     if family.multimodal and path is None:
         raise ConfigError(

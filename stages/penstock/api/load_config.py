@@ -38,6 +38,6 @@ def load_config(
         told = ErrorLocator(yaml12.Document(), overrides)
         return loading.resolve(plain_settings(config), overrides, told, notify=notify)
     path = Path(config)
-    if (path / JOB).is_file():
+    if path.is_dir() and (path / JOB).is_file():
         return loading.loads(read_job(path / JOB)["config"], overrides)
     return loading.load(path, overrides, notify, strict=strict)

@@ -6,6 +6,7 @@ return without heavy imports.
 
 import atexit
 import gc
+import os
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -77,10 +78,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         rest, overrides[:] = split_overrides(arguments)
+        _require_users(rest)
         asked = select_command(app, next(iter(rest), ""))
         sys.exit(asked(args=rest, prog_name="penstock", standalone_mode=False))
     except (ConfigError, typer.TyperException) as error:
         sys.exit(run(Console("--json" in arguments), partial(raise_usage_error, error)))
+
+
+def _require_users(words: Sequence[str]) -> None:
+    """Refuse `~name` of no user, which the shell has left as it is."""
+    for word in words:
+        if word.startswith("~") and os.path.expanduser(word) == word:  # noqa: PTH111 - raises
+            raise ConfigError(f"{word}: {word.partition('/')[0]} is no user of this machine.")
 
 
 def _skip_final_gc() -> None:

@@ -32,11 +32,18 @@ def raise_usage_error(error: Any) -> None:
 
 def _suggest_option(option: str, possibilities: list[str]) -> str:
     """The nearest option of the command, or the setting of that name."""
+    from penstock.config.loading.schema_tree import sections
     from penstock.config.loading.suggest_name import suggest
 
     if option in ("--config", "-c"):
         return "; give the file without an option."
-    setting = suggest((option.lstrip("-").replace("-", "_"),))
+    name = option.lstrip("-").replace("-", "_").rstrip(".")
+    if name in sections():
+        return (
+            f"; {name} is a section: write one of its fields, such as "
+            f"--{name}.{next(iter(sections()[name].model_fields))} VALUE"
+        )
+    setting = suggest((name,))
     if setting and "[]" not in setting:
         return f"; did you mean --{setting}?"
     return f"; did you mean {' or '.join(sorted(possibilities))}?" if possibilities else "."

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.core.errors import CapabilityError
-from penstock.core.files import read_json
+from penstock.core.files import read_json_object
 from penstock.models.builtin import SCHEME, builtin_encoder
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Encoder:
             raise CapabilityError(
                 f"{self.config} has no {CONFIG}.\n  Name the folder of a vision model."
             )
-        return read_json(file)
+        return read_json_object(file)
 
     def read_preprocessor(self) -> dict[str, Any]:
         """Its preprocessor_config.json. Raises CapabilityError if it has none."""
@@ -66,7 +66,7 @@ class Encoder:
                 f"{self.config} has no {PREPROCESSOR}, which says how images are prepared.\n"
                 "  Put that of the vision model there."
             )
-        return read_json(file)
+        return read_json_object(file)
 
     def vision_config(self, vision_type: str) -> dict[str, Any]:
         """The config of its vision model, of this type, with the defaults of fields that the file

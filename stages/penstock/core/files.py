@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from penstock.core.errors import DamagedFileError
 
@@ -52,6 +52,17 @@ def read_json(path: Path) -> Any:
             f"{path} cannot be read: {what}.\n"
             "  Restore it from a copy, or build again what it belongs to."
         ) from error
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Read the JSON object in `path`. Raises as `read_json`, and for other JSON values."""
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise DamagedFileError(
+            f"{path} cannot be read: it is not a JSON object.\n"
+            "  Restore it from a copy, or build again what it belongs to."
+        )
+    return cast("dict[str, Any]", value)
 
 
 def link(source: Path, target: Path) -> None:

@@ -1,4 +1,4 @@
-"""OSError messages: disk full, read-only file system, too many open files."""
+"""Messages of OSError and MemoryError: disk full, read-only file system, too many open files."""
 
 import errno
 import re
@@ -7,9 +7,6 @@ from contextlib import suppress
 from pathlib import Path
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-
-LIMITS = FULL | {errno.EROFS, errno.EMFILE, errno.ENFILE}
-"""Errors of the machine rather than of the program."""
 
 _NO_ROOM = re.compile(
     r"No space left on device|Disk quota exceeded|os error (28|122)\b"
@@ -26,6 +23,8 @@ def describe_os_error(error: BaseException, folder: Path | None = None) -> str:
     """
     if is_full_disk(error):
         return _full(error, folder)
+    if isinstance(error, MemoryError):
+        return "the memory of this machine is used up; use fewer processes (data.dataset_num_proc)"
     if not isinstance(error, OSError) or not error.strerror:
         return f"{type(error).__name__}: {error}"
     at = error.filename or folder
@@ -37,6 +36,8 @@ def describe_os_error(error: BaseException, folder: Path | None = None) -> str:
             return (
                 f"too many files are open{where}; raise the limit (ulimit -n), or use fewer workers"
             )
+        case errno.EIO:
+            return f"the disk or the network file system failed: input/output error{where}"
         case _:
             return f"{error.strerror.lower()}{where}"
 
@@ -54,8 +55,10 @@ def is_full_disk(error: BaseException) -> bool:
 
 
 def is_of_the_machine(error: BaseException) -> bool:
-    """Whether a disk is full or read-only, or too many files are open."""
-    return is_full_disk(error) or (isinstance(error, OSError) and error.errno in LIMITS)
+    """Whether the operating system refused something, or memory ran out."""
+    if isinstance(error, MemoryError) or is_full_disk(error):
+        return True
+    return isinstance(error, OSError) and error.errno is not None
 
 
 def _full(error: BaseException, folder: Path | None) -> str:

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from penstock.config.schema.run import RunConfig
 from penstock.core.errors import ConfigError
-from penstock.core.files import read_json
+from penstock.core.files import read_json_object
 from penstock.engine.build import assemble
 from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.engine.generation.generator import Generator
@@ -147,7 +147,7 @@ def end_tokens(
     file = folder / "generation_config.json"
     configs: list[Mapping[str, Any]] = [
         language_config(hf_config),
-        read_json(file) if file.is_file() else {},
+        read_json_object(file) if file.is_file() else {},
     ]
     found: list[Any] = [tokenizer.eos_token_id]
     for each in configs:

@@ -4,7 +4,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from penstock.core.errors import CapabilityError
-from penstock.core.files import read_json
+from penstock.core.files import read_json_object
 
 ADAPTER = "adapter_config.json"
 
@@ -22,13 +22,13 @@ def read_base_model(folder: Path) -> str | None:
             f"{folder} has only an adapter, and peft, which loads it, is not installed.\n"
             "  pip install peft, or export with export.merge_lora true."
         )
-    named = read_json(folder / ADAPTER)["base_model_name_or_path"]
+    named = read_json_object(folder / ADAPTER)["base_model_name_or_path"]
     beside = folder / named
     return str(beside) if beside.is_dir() else named
 
 
 def _require_quantization_support(folder: Path) -> None:
-    quantized = read_json(folder / "config.json").get("quantization_config")
+    quantized = read_json_object(folder / "config.json").get("quantization_config")
     if quantized and find_spec("compressed_tensors") is None:
         raise CapabilityError(
             f"{folder} is quantized (export.quantise), and compressed-tensors, which "

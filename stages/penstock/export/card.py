@@ -14,7 +14,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from penstock.config.schema.memory import MemoryConfig
 from penstock.core.cache.stage import Artifact
-from penstock.core.files import atomic_write, read_json
+from penstock.core.files import atomic_write, read_json_object
 from penstock.engine.model_source import ModelSource
 from penstock.engine.peft.adapter_config import CONFIG
 from penstock.export.base_model import BaseModel, read_base_model
@@ -69,7 +69,7 @@ def write_cards(
 
     `facts` and `key` are those of the export. A randomly initialized base model has no card.
     """
-    adapter = read_json(out / "adapter" / CONFIG) if "adapter" in facts["folders"] else None
+    adapter = read_json_object(out / "adapter" / CONFIG) if "adapter" in facts["folders"] else None
     export = Export(facts, key, origin, read_base_model(origin), adapter, Lineage.of(trained))
     whole = out / facts["folders"].get("hf", facts["folders"].get("adapter", ""))
     prompting = "chat" if has_chat_template(whole) else "text"

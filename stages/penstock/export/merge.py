@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.core.errors import CapabilityError, ConfigError, StageError
-from penstock.core.files import PART, fsync, read_json, remove, write_json
+from penstock.core.files import PART, fsync, read_json_object, remove, write_json
 from penstock.core.replace_folder import rename_folder
 from penstock.core.sources.pin import TOKENIZER_FILES
 from penstock.engine.hf.safetensors_reader import SafetensorsFolder
@@ -120,7 +120,7 @@ def _vision_modules(hf_config: Mapping[str, Any], weights: SafetensorsFolder) ->
 def _read_config(base: Path) -> dict[str, Any]:
     if not (base / CONFIG).is_file():
         raise CapabilityError(f"{base} has no {CONFIG}.\n  Name the folder of a model.")
-    config = read_json(base / CONFIG)
+    config = read_json_object(base / CONFIG)
     if "quantization_config" in config:
         raise CapabilityError(
             f"{base} is quantized; quantizing the merged weights again would lose the adapter.\n"

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from penstock.core.files import read_json
+from penstock.core.files import read_json_object
 from penstock.export.base_model import BaseModel, read_model_folder
 from penstock.export.card import describe_base, describe_license, front_matter, heading, save_card
 from penstock.export.card_text import code, count, describe_adapter, model_snippet, pairs, section
@@ -22,7 +22,7 @@ def write_merged_card(
     """
     start, adapter_model = read_model_folder(base), read_model_folder(adapter)
     prompting = "chat" if has_chat_template(out) else "text"
-    model_type = read_json(out / "config.json").get("model_type")
+    model_type = read_json_object(out / "config.json").get("model_type")
     body = [
         heading(f"{_short_name(start)} with {_short_name(adapter_model)}"),
         pairs(_summary(start, adapter_model, config, facts)),

@@ -12,7 +12,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from penstock.core.cache.stage import Source
-from penstock.core.files import read_json
+from penstock.core.files import read_json_object
 from penstock.core.sources.hub import local_folder
 from penstock.core.sources.pin_remote import resolve_folder
 from penstock.rows.byte_vocabulary import byte_library_tokenizer
@@ -110,7 +110,7 @@ def _library_tokenizer(folder: Path) -> Tokenizer | None:
     vocabulary, settings = folder / "tokenizer.json", folder / "tokenizer_config.json"
     if not vocabulary.is_file():
         return None
-    added = read_json(settings).get("added_tokens_decoder", {}) if settings.is_file() else {}
+    added = read_json_object(settings).get("added_tokens_decoder", {}) if settings.is_file() else {}
     try:
         tokenizer = Tokenizer.from_file(str(vocabulary))
     except Exception:  # noqa: BLE001 - the library raises nothing narrower

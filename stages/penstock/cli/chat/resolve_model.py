@@ -11,7 +11,7 @@ from penstock.config.loading.load import SUFFIXES, loads
 from penstock.config.schema.run import RunConfig
 from penstock.core.cache.store import fetch_cached, find_cached
 from penstock.core.errors import ConfigError, PenstockError, StageError
-from penstock.core.files import read_json
+from penstock.core.files import read_json_object
 from penstock.core.remote.urls import is_url
 from penstock.core.sources.hub import MODEL_FILES, local_folder
 from penstock.core.sources.pin import pin_model
@@ -92,7 +92,7 @@ def load_target(
 def _build_config(model: Path, adapter: Path | None) -> RunConfig:
     """A run config for this model, with the precision of the stored weights; quantized ones are
     dequantized."""
-    said = read_json(model / MODEL)
+    said = read_json_object(model / MODEL)
     unsaid = "bfloat16" if said.get("quantization_config") else "float32"
     stored = said.get("dtype") or said.get("torch_dtype") or unsaid
     run = loads(
@@ -162,7 +162,7 @@ def _newest_checkpoint(planned: Plan) -> Path:
 def _resolve_folder(folder: Path) -> Target:
     """A folder with a model, or with an adapter that names its base."""
     if (folder / ADAPTER).is_file():
-        named = str(read_json(folder / ADAPTER).get("base_model_name_or_path") or "")
+        named = str(read_json_object(folder / ADAPTER).get("base_model_name_or_path") or "")
         beside = folder / named
         base = beside if named and beside.is_dir() else _local_folder(named)
         return Target(base.resolve(), folder, f"the adapter {folder} on {base.resolve()}")

@@ -4,15 +4,16 @@ They are expanded once, when a file is read: cache keys, manifests and `penstock
 expanded value.
 """
 
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, cast
 
 from penstock.config.loading.fault import ConfigIssue, Steps
 from penstock.config.schema.data import is_inline_template
 from penstock.core import env
 from penstock.core.process.allowed_env import is_secret
+from penstock.core.remote.urls import is_url
 
 PATH_FIELDS = frozenset(
     {
@@ -34,9 +35,12 @@ DATASET_LISTS = ("datasets", "test_datasets", "decontaminate_datasets")
 DATASET_FIELDS = ("path", "data_files", "image_folder")
 VARIABLE = re.compile(
     r"\$(?:(?P<dollar>\$)|(?P<bare>[A-Za-z_]\w*)|"
-    r"\{(?P<name>[A-Za-z_]\w*)(?::-(?P<default>[^{}]*))?\})"
+    r"\{(?P<name>[A-Za-z_]\w*)(?::-(?P<default>[^{}]*))?\}|(?P<broken>\{[^}]*\}?))"
 )
 """As in a shell; `$$` is a plain `$`."""
+
+LONGEST_NAME, LONGEST_PATH = 255, 4096
+"""NAME_MAX and PATH_MAX of Linux, in bytes."""
 
 
 class ExpansionError(ValueError):
@@ -46,12 +50,18 @@ class ExpansionError(ValueError):
 def expand(text: str) -> str:
     """The text with variables and a leading `~` expanded. Values are not expanded again.
 
-    Raises ExpansionError for a variable without value or default, or one that looks like a secret.
+    Raises ExpansionError for a variable without value or default, one that looks like a secret, an
+    unknown user, and a text that can be no path.
     """
 
     def value(match: re.Match[str]) -> str:
         if match["dollar"]:
             return "$"
+        if match["broken"]:
+            raise ExpansionError(
+                f"{match[0]} is no variable; write ${{NAME}} or ${{NAME:-default}}, and $$ for a "
+                "plain $"
+            )
         name = match["bare"] or match["name"]
         if is_secret(name):
             raise ExpansionError(
@@ -69,9 +79,29 @@ def expand(text: str) -> str:
             )
         return found
 
-    home = text == "~" or text.startswith("~/")
-    expanded = VARIABLE.sub(value, text[1:] if home else text)
-    return f"{Path.home()}{expanded}" if home else expanded
+    user = text.partition("/")[0] if text.startswith("~") else ""
+    home = os.path.expanduser(user)  # noqa: PTH111 - Path.home() knows one user
+    if home.startswith("~"):
+        raise ExpansionError(
+            f"{user} is the home folder of no user of this machine; write the whole path"
+        )
+    return _require_path(home + VARIABLE.sub(value, text[len(user) :]))
+
+
+def _require_path(text: str) -> str:
+    """Raise ExpansionError for a text that can be no path on any file system."""
+    if not is_url(text):
+        if text and not text.strip():
+            raise ExpansionError("is blank; write a path")
+        if "\0" in text:
+            raise ExpansionError(f"{text!r} has a null character, which no path has")
+        if max(len(part.encode()) for part in text.split("/")) > LONGEST_NAME:
+            raise ExpansionError(
+                f"has a name of more than {LONGEST_NAME} bytes, which no file system stores"
+            )
+        if len(text.encode()) > LONGEST_PATH:
+            raise ExpansionError(f"is longer than {LONGEST_PATH} bytes, as no path is")
+    return text
 
 
 def expand_paths(

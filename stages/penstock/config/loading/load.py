@@ -3,6 +3,8 @@
 All errors are reported in one message, each with its line or option.
 """
 
+import os
+import stat
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -23,6 +25,9 @@ from penstock.config.schema.run import RunConfig
 from penstock.core.errors import ConfigError
 
 SUFFIXES = (".yaml", ".yml", ".json")
+LARGEST = 16 << 20
+"""Maximum size of a config, in bytes."""
+
 DATA = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
 """File extensions of data, not of configs."""
 
@@ -65,7 +70,7 @@ def read_document(path: Path, *, may_be_empty: bool) -> yaml12.Document:
 
     Raises ConfigError if the file does not exist, is not YAML, or is not a mapping.
     """
-    if path.is_file() and path.suffix.lower() in DATA:
+    if path.suffix.lower() in DATA and os.path.isfile(path):  # noqa: PTH113 - of any name
         raise ConfigError(
             f"{path} is data, and a config is YAML; penstock init {path} writes one for it"
         )
@@ -98,6 +103,14 @@ def is_native(settings: Mapping[str, Any]) -> bool:
 
 def _text(path: Path) -> str:
     try:
+        mode = path.stat().st_mode
+        if stat.S_ISCHR(mode) or (stat.S_ISFIFO(mode) and not _is_descriptor(path)):
+            raise ConfigError(f"{path} is a device or a pipe, not a file; name a YAML file")
+        if path.stat().st_size > LARGEST:
+            raise ConfigError(
+                f"{path} has {path.stat().st_size:,} bytes, and a config has at most {LARGEST:,}; "
+                "name a YAML file"
+            )
         return path.read_text(encoding="utf-8-sig")
     except IsADirectoryError:
         inside = sorted(entry.name for entry in path.iterdir() if entry.suffix in SUFFIXES)
@@ -116,7 +129,14 @@ def _text(path: Path) -> str:
         raise ConfigError(f"{path} cannot be read: {reason}; name a readable YAML file") from None
 
 
+def _is_descriptor(path: Path) -> bool:
+    """Whether it is a pipe of this process, such as that of a shell's `<(command)`."""
+    return str(path).startswith(("/dev/fd/", "/dev/stdin", "/proc/self/fd/"))
+
+
 def _near_files(path: Path) -> str:
+    if path.is_symlink():
+        return f": it is a link to {path.readlink()}, which does not exist; name a YAML file"
     try:
         names = [entry.name for entry in path.parent.iterdir() if entry.suffix in SUFFIXES]
     except OSError:

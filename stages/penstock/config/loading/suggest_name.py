@@ -17,8 +17,12 @@ def suggest(path: Steps, root: type[ConfigSection] = RunConfig) -> str | None:
     """The most similar setting to the unknown `path`: the bare name of one in the same section or,
     in a run, the full name of one elsewhere."""
     name = str(path[-1])
+    if name.lower() != name and (meant := suggest((*path[:-1], name.lower()), root)):
+        return meant
     section = annotation_at(path[:-1], root)
     here = list(section.model_fields) if is_section(section) else []
+    if name in here:
+        return name
     if near := get_close_matches(name, here, 1, VERY_NEAR):
         return near[0]
     if root is not RunConfig:

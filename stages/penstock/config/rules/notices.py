@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator
 
+from penstock.config.rules.optimizer import STOCHASTIC
 from penstock.config.schema.dataset import DatasetConfig
 from penstock.config.schema.lr_schedule import ENDING
 from penstock.config.schema.run import RunConfig, has_target, is_explicitly_set
+from penstock.config.schema.train import TrainConfig
 
 COMMON_LORA_FIELDS = ("lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules")
 """LoRA settings that may be written without LoRA, for a later run."""
@@ -16,6 +18,13 @@ LORA_LR = "2e-4"
 """A usual peak learning rate of adapters, about ten times that of all weights."""
 
 LIKE_ADAM = ("adamw", "anyprecision_adamw", "muon")
+
+TYPICAL_WEIGHT = 0.02
+"""`initializer_range` of most models."""
+
+ROUNDED_AWAY = {"bfloat16": 2.0**-9, "float32": 2.0**-25}
+"""A change below this share of any weight is rounded away: a quarter of the spacing of numbers just
+above a power of two, relative to it."""
 
 SELECTION_FIELDS = (
     "name",
@@ -50,6 +59,11 @@ def iter_notices(run: RunConfig) -> Iterator[str]:
 
 def _iter_lr_notices(run: RunConfig) -> Iterator[str]:
     train = run.train
+    if train.max_steps and (train.lr_warmup_steps or 0) >= train.max_steps:
+        yield (
+            f"train.lr_warmup_steps: is {train.lr_warmup_steps}, and training ends after"
+            f" {train.max_steps} (max_steps), before the learning rate is reached"
+        )
     if not train.lr and not train.eval_only:
         yield "train.lr: is 0, so nothing is trained; write a learning rate such as 1e-5"
     if run.lora.enable_lora and not is_explicitly_set(run, "train.lr") and not train.eval_only:
@@ -63,11 +77,29 @@ def _iter_lr_notices(run: RunConfig) -> Iterator[str]:
             f"train.lr: {train.lr:g} is far above usual values of {train.optimizer} (1e-6 to 1e-2);"
             " check its decimal places"
         )
+    yield from _iter_rounding_notices(train)
     if train.lr_decay_style not in ENDING and train.is_non_default("lr_min"):
         yield (
             f"train.lr_min: lr_decay_style: {train.lr_decay_style} does not decay to it; write"
             " cosine or linear, or leave lr_min out"
         )
+
+
+def _iter_rounding_notices(train: TrainConfig) -> Iterator[str]:
+    """A learning rate whose steps most weights are too coarse for: an Adam-like optimizer changes a
+    weight by about `lr`."""
+    compensates = train.stochastic_rounding or train.optimizer_kwargs.get("use_kahan_summation")
+    share = ROUNDED_AWAY.get(train.keeps_in)
+    if not share or compensates or train.optimizer not in LIKE_ADAM or train.eval_only:
+        return
+    if not 0 < train.lr < share * TYPICAL_WEIGHT:
+        return
+    lost = f"train.lr: steps of {train.lr:g} change no weight above {train.lr / share:.1g}"
+    if train.keeps_in == "float32":
+        yield f"{lost}, because float32 rounds them away; check its decimal places"
+        return
+    rounding = "stochastic_rounding: true, or " if train.optimizer in STOCHASTIC else ""
+    yield f"{lost}, because bfloat16 rounds them away; write train.{rounding}precision: bf16_mixed"
 
 
 def _iter_test_data_notices(run: RunConfig) -> Iterator[str]:

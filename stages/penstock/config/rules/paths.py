@@ -12,6 +12,27 @@ from penstock.core.remote.urls import is_url
 INSTEAD = "write a folder of its own, such as outputs/my-run"
 
 
+SYSTEM = frozenset(
+    f"/{name}"
+    for name in (
+        *("", "bin", "boot", "dev", "etc", "home", "lib", "lib64", "media", "mnt", "opt", "proc"),
+        *("root", "run", "sbin", "srv", "sys", "tmp", "usr", "var"),
+    )
+)
+"""Folders of the Filesystem Hierarchy Standard, which every program shares."""
+
+
+def check_shared_folders(run: RunConfig) -> Issues:
+    """Output folders that are a folder of the system, or a user's home."""
+    for path, folder in {
+        ("data", "dataset_prepared_path"): run.data.dataset_prepared_path,
+        ("train", "output_dir"): run.train.output_dir,
+        ("pipeline", "artifacts_path"): run.pipeline.artifacts_path,
+    }.items():
+        if not is_url(folder) and str(_normalize(folder)) in {*SYSTEM, str(Path.home())}:
+            yield ConfigIssue(path, f"{folder} is a folder of other programs too; {INSTEAD}")
+
+
 def check_output_dir(run: RunConfig) -> Issues:
     """`train.output_dir` that is the current folder, one above it, or the model's or data's."""
     output, path = run.train.output_dir, ("train", "output_dir")
@@ -47,4 +68,4 @@ def _input_paths(run: RunConfig) -> Iterator[tuple[str, str]]:
 
 def _normalize(path: str) -> Path:
     """The normalized path; empty for the current folder."""
-    return Path(os.path.normpath(Path(path).expanduser()))
+    return Path(os.path.normpath(os.path.expanduser(path)))  # noqa: PTH111 - never raises

@@ -15,7 +15,7 @@ from penstock.config.rules.fields import check_dataset_columns
 from penstock.config.rules.memory import MEMORY_RULES
 from penstock.config.rules.optimizer import OPTIM_RULES
 from penstock.config.rules.parallelism import LAYOUT_RULES
-from penstock.config.rules.paths import check_output_dir
+from penstock.config.rules.paths import check_output_dir, check_shared_folders
 from penstock.config.rules.preference import PREFERENCE_RULES
 from penstock.config.rules.quantization import FP8_RULES, QLORA_RULES
 from penstock.config.rules.release import RELEASE_RULES
@@ -461,6 +461,7 @@ RULES: tuple[Callable[[RunConfig], Issues], ...] = (
     *DATA_RULES,
     check_dataset_columns,
     check_output_dir,
+    check_shared_folders,
     _check_global_batch_size,
     _check_dropout_options,
     _check_attention_dropout,

@@ -198,7 +198,7 @@ class DataConfig(ConfigSection):
     the sequence with the most room; `wrapped` concatenates samples and splits them where a sequence
     is full, as in pre-training."""
 
-    sample_packing_sequence_len: int | None = Field(default=None, gt=0)
+    sample_packing_sequence_len: int | None = Field(default=None, gt=0, lt=1 << 31)
     """Maximum length of a packed sequence, in tokens. Unset: chosen from the samples, up to 32000:
     enough for the longest one, and short enough for 512 packed sequences in an epoch where that is
     possible; but long enough for 8 samples and 512 tokens in an optimizer step, where an epoch then
@@ -272,7 +272,7 @@ class DataConfig(ConfigSection):
     shuffle_before_merging_datasets: bool = True
     """Shuffle each source before mixing."""
 
-    dataset_num_proc: int | None = Field(default=None, gt=0)
+    dataset_num_proc: int | None = Field(default=None, gt=0, le=1024)
     """Maximum number of processes that prepare data; a few megabytes are faster with one. Unset:
     `PENSTOCK_NUM_PROC` or `XORL_DATASET_NUM_PROC`, else the number of CPUs."""
 

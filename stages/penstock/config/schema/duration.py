@@ -7,11 +7,16 @@ from pydantic import AfterValidator, Field
 from penstock.config.schema.base import ConfigSection
 from penstock.config.schema.cache_key import Keyed, KeyedIfEvaluated, KeyedUnlessDefault
 
+MOST_EPOCHS, MOST_STEPS = 1_000_000, 1_000_000_000
+"""Upper limits of the length of a run."""
+
 
 def _check_epochs(value: float) -> int | float:
     """A whole number becomes an int, so that `3` and `3.0` have the same cache key."""
     if value <= 0:
         raise ValueError(f"is {value:g}; write a number above 0, for example 3 or 0.5")
+    if value > MOST_EPOCHS:
+        raise ValueError(f"is {value:g}; it must be at most {MOST_EPOCHS:,}")
     return int(value) if value == int(value) else value
 
 
@@ -38,7 +43,7 @@ class BudgetConfig(ConfigSection):
     """Epochs: passes over the data. Fractions are allowed (0.5: the first half of the order of one
     epoch). Ignored where `max_steps` or `max_tokens` is set."""
 
-    max_steps: Keyed[int | None] = Field(default=None, gt=0)
+    max_steps: Keyed[int | None] = Field(default=None, gt=0, le=MOST_STEPS)
     """Number of optimizer steps after which training ends, whatever `num_train_epochs` is; the
     learning rate schedule ends there too."""
 

@@ -1,11 +1,13 @@
 """Export and push of the trained model."""
 
 import re
+from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
 from penstock.config.schema.base import ConfigSection
+from penstock.core.remote.urls import PACKAGE_OF, WEB
 
 SHORT_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 PRECISIONS = ("auto", *SHORT_NAMES.values())
@@ -42,6 +44,13 @@ def _check_url(value: str | None) -> str | None:
     scheme, separator, rest = value.partition("://")
     if not separator or not scheme:
         raise ValueError("is not a URL; write one such as s3://bucket/folder or file:///folder")
+    writable = ("file", *(name for name in PACKAGE_OF if name not in WEB))
+    if scheme.lower() not in writable:
+        near = get_close_matches(scheme.lower(), writable, 1, 0.5)
+        raise ValueError(
+            f"nothing can be written to {scheme}://"
+            + (f"; did you mean {near[0]}://?" if near else "; write s3://bucket/folder")
+        )
     if "@" in rest.split("/", 1)[0]:
         raise ValueError(
             f"has credentials; write {scheme}:// without them and set them in the environment"

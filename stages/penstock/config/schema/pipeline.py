@@ -148,10 +148,10 @@ class PipelineConfig(ConfigSection):
 class LaunchConfig(ConfigSection):
     """How torchrun starts the training processes."""
 
-    nproc_per_node: Annotated[int, Field(gt=0)] | Literal["auto"] = "auto"
+    nproc_per_node: Annotated[int, Field(gt=0, le=1024)] | Literal["auto"] = "auto"
     """Training processes on each node. `auto`: one for each GPU, or one without GPUs."""
 
-    nnodes: int = Field(default=1, gt=0)
+    nnodes: int = Field(default=1, gt=0, le=100_000)
     """Number of nodes (machines) that train together."""
 
     node_rank: int = Field(default=0, ge=0)

@@ -15,6 +15,9 @@ from penstock.config.schema.memory import MemoryConfig
 from penstock.config.schema.optimizer import OptimConfig
 from penstock.config.schema.parallelism import ParallelConfig
 
+MOST_ROWS = 10_000_000
+"""Upper limit of batch sizes, in packed sequences."""
+
 
 class BalanceConfig(ConfigSection):
     """Load balancing of experts: losses of the router. `loss` in the metrics is without them."""
@@ -43,20 +46,20 @@ class BalanceConfig(ConfigSection):
 class BatchConfig(ConfigSection):
     """Batch sizes."""
 
-    micro_batch_size: KeyedByContent[int] = Field(default=1, gt=0)
+    micro_batch_size: KeyedByContent[int] = Field(default=1, gt=0, le=MOST_ROWS)
     """Packed sequences of one forward and backward pass of a rank."""
 
-    gradient_accumulation_steps: KeyedByContent[int] = Field(default=1, gt=0)
+    gradient_accumulation_steps: KeyedByContent[int] = Field(default=1, gt=0, le=MOST_ROWS)
     """Micro-batches of a rank whose gradients are added before an optimizer step. With
     `global_batch_size`, 1 means that their number follows from it; any other value must agree with
     it."""
 
-    global_batch_size: KeyedByContent[int | None] = Field(default=None, gt=0)
+    global_batch_size: KeyedByContent[int | None] = Field(default=None, gt=0, le=MOST_ROWS)
     """Packed sequences of one optimizer step over all ranks. Unset: `micro_batch_size` times
     `gradient_accumulation_steps` times the number of data-parallel ranks. If it is set, the result
     of a run does not depend on the number of ranks."""
 
-    seed: Keyed[int] = Field(default=42, ge=0)
+    seed: Keyed[int] = Field(default=42, ge=0, lt=1 << 63)
     """Random seed of shuffling, initial weights and dropout."""
 
 

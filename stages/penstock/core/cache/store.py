@@ -41,7 +41,13 @@ from penstock.core.cache.stage import (
     stage_key,
 )
 from penstock.core.cache.verify import Verify, require_content, require_sizes
-from penstock.core.errors import ArtifactError, Interrupted, PenstockError, StageError
+from penstock.core.errors import (
+    ArtifactError,
+    ConfigError,
+    Interrupted,
+    PenstockError,
+    StageError,
+)
 from penstock.core.files import PART, backup_rename, fsync, regular_files, remove
 from penstock.core.os_errors import describe_os_error
 from penstock.core.remote.artifact_sync import RemoteArtifact
@@ -62,6 +68,10 @@ Status = Literal["ran", "cached", "resumed", "skipped"]
 Cache = Literal["reuse", "refresh", "off"]
 """reuse: use complete results and resume incomplete ones. refresh: rebuild, but resume an attempt
 of this rebuild. off: rebuild from scratch."""
+
+
+WAIT_SECONDS = 1.0
+"""Interval at which a waiting run looks at what the other one builds."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +167,7 @@ def get_or_build(
     if cache == "reuse" and (manifest := _find_current(step)):
         require_content(step.path, manifest, verify)
         return _stage_result(step, "cached", started, manifest["facts"])
-    with _folder_lock(step.path, notify):
+    with _folder_lock(step, notify):
         if cache == "reuse" and (manifest := _find_current(step, notify)):
             require_content(step.path, manifest, verify)
             return _stage_result(step, "cached", started, manifest["facts"])
@@ -195,7 +205,7 @@ def fetch_cached(
         if manifest:
             require_content(step.path, manifest, verify)
         return manifest
-    with _folder_lock(step.path, notify):
+    with _folder_lock(step, notify):
         return _fetch_current(step, RemoteArtifact(step.remote, step.path), verify, notify)
 
 
@@ -249,7 +259,7 @@ def _get_or_build_remote(
         manifest = remote.manifest() if request.cache == "reuse" else None
         return bool(manifest and _matches_key(step, manifest) and _is_current(step, manifest))
 
-    with _folder_lock(step.path, notify):
+    with _folder_lock(step, notify):
         if manifest := there():
             return _stage_result(step, "cached", started, manifest["facts"])
         lease = remote.lease()
@@ -334,7 +344,8 @@ def lock_path(folder: Path) -> Path:
 class _folder_lock:  # noqa: N801 - used as a function
     """One writer per folder; notifies once if another process holds the lock."""
 
-    def __init__(self, folder: Path, notify: Callable[[str], None]) -> None:
+    def __init__(self, step: PlannedStage, notify: Callable[[str], None]) -> None:
+        folder = step.path
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -342,6 +353,7 @@ class _folder_lock:  # noqa: N801 - used as a function
                 f"{folder.parent} cannot be created: {describe_os_error(error)}."
             ) from error
         self._lock = FileLock(lock_path(folder))
+        self._step = step
         self._folder = folder
         self._notify = notify
 
@@ -350,7 +362,7 @@ class _folder_lock:  # noqa: N801 - used as a function
             self._lock.acquire(timeout=0)
         except Timeout:
             self._notify(f"{self._folder} is being built by another run; waiting for it")
-            self._lock.acquire()
+            self._wait()
         except OSError as error:
             raise StageError(
                 f"{self._folder} cannot be locked: {describe_os_error(error)}."
@@ -358,6 +370,22 @@ class _folder_lock:  # noqa: N801 - used as a function
 
     def __exit__(self, *_: object) -> None:
         self._lock.release()
+
+    def _wait(self) -> None:
+        """Wait for the lock. Raises ConfigError if its holder builds a result of another key, which
+        this run could not use."""
+        mine = stage_key(self._step.stage)
+        while True:
+            with suppress(Timeout):
+                self._lock.acquire(timeout=WAIT_SECONDS)
+                return
+            attempt = read_attempt(self._folder)
+            if attempt is not None and attempt["key"] != mine:
+                raise ConfigError(
+                    f"{self._step.where} is being written by another run with other settings: key "
+                    f"{short(attempt['key'])} there, {short(mine)} here.\n"
+                    "  Name another folder (train.output_dir), or wait until that run has ended."
+                )
 
 
 def _rebuild(step: PlannedStage, started: float, request: _Request) -> StageResult:

@@ -137,6 +137,8 @@ def find_data(
     for file in found.paths:
         if file.is_dir():
             raise ConfigError(f"{file} is a folder, not a file.\n  Name its files.")
+        if not file.is_file():
+            raise ConfigError(f"{file} is a device or a pipe, not a file.\n  Name a file.")
         check_kind(found.name_of(file), ds_type, path)
     reject_other_split(path, [found.name_of(file) for file in found.paths], split)
     return replace(found, paths=megatron_files.add_data_files(found.paths))
@@ -179,6 +181,10 @@ def missing_path_error(path: str) -> ConfigError:
         return ElsewhereError(
             f"{path} does not exist, and neither does the folder {Path(path).parent}.\n"
             f"  Paths are relative to the folder the command runs in ({Path.cwd().name}/)."
+        )
+    if target.is_symlink():
+        return ConfigError(
+            f"{path} is a link to {target.readlink()}, which does not exist.\n  Name a file."
         )
     near = difflib.get_close_matches(target.name, list_names(parent), n=3, cutoff=0.5)
     hint = (

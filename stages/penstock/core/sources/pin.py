@@ -13,8 +13,13 @@ from typing import Any, Literal
 from penstock.core import env
 from penstock.core.cache.digests import digest_files
 from penstock.core.cache.stage import Source
-from penstock.core.errors import CapabilityError, ConfigError, UnreachableError
-from penstock.core.files import read_json, regular_files
+from penstock.core.errors import (
+    CapabilityError,
+    ConfigError,
+    DamagedFileError,
+    UnreachableError,
+)
+from penstock.core.files import read_json_object, regular_files
 from penstock.core.process.retry import PLANNING_TRIES
 from penstock.core.remote.path import RemotePath
 from penstock.core.remote.urls import is_url, local_path, redact
@@ -144,6 +149,7 @@ def pin_tokenizer(path: str, revision: str | None = None) -> Source:
     folder = _download(path, TOKENIZER_AND_CONFIG) if is_url(path) else _require_folder(path)
     files = _glob_files(folder, TOKENIZER_FILES)
     if all("template" in file.name or file.name in PROCESSOR_FILES for file in files):
+        _reject_adapter(path, folder)
         raise ConfigError(
             f"{redact(path)} holds no tokenizer (tokenizer.json, tokenizer_config.json, *.model).\n"
             "  Set model.tokenizer_path to a folder that does, to a hub id, or to builtin:bytes."
@@ -218,12 +224,15 @@ def pin_adapter(path: str) -> Source:
         return pin_remote_files(path, ADAPTER_FILES, f"has none of {', '.join(ADAPTER_FILES)}")
     if _is_on_hub(path):
         return Source({"kind": "hub", "repo": path, "commit": _resolve_commit(path, None, "model")})
+    is_model = (Path(path).expanduser() / "config.json").is_file()
     return _pin_folder(
         path,
         ADAPTER_FILES,
         f"lora.init_adapter_path {path}",
-        "Name a folder written by PEFT or penstock export; pickled weights (.bin) are not read, "
-        "because unpickling can run code.",
+        "It is a whole model: write it as model.model_path, and leave init_adapter_path out."
+        if is_model
+        else "Name a folder written by PEFT or penstock export; pickled weights (.bin) are not "
+        "read, because unpickling can run code.",
     )
 
 
@@ -254,6 +263,7 @@ def pin_config(path: str, *, with_code: bool = False, revision: str | None = Non
     target = _download(path, ("config.json",)) if is_url(path) else Path(path).expanduser()
     file = target / "config.json" if target.is_dir() else target
     if not file.is_file():
+        _reject_adapter(path, target)
         raise ConfigError(
             f"{redact(path)} holds no config.json.\n"
             "  Set model.config_path to a folder that does, to a hub id, or to builtin:tiny-qwen3."
@@ -339,18 +349,37 @@ def _is_on_hub(path: str) -> bool:
     return True
 
 
+def _reject_adapter(path: str, folder: Path) -> None:
+    """Refuse the folder of an adapter where a whole model is meant."""
+    if not (folder / ADAPTER_FILES[0]).is_file() or (folder / "config.json").is_file():
+        return
+    try:
+        base = read_json_object(folder / ADAPTER_FILES[0]).get("base_model_name_or_path")
+    except DamagedFileError:
+        base = None
+    raise ConfigError(
+        f"{path} is an adapter of {base or 'a model that it does not name'}, and not a model.\n"
+        f"  Write lora.init_adapter_path: {path}, with lora.enable_lora: true and its base as "
+        "model.model_path; or merge the two with penstock merge."
+    )
+
+
 def _find_model(path: str) -> LocalFiles:
     """The files of a local model: those of its folder, or a single config.json."""
     target = Path(path).expanduser()
     if target.is_file() and target.suffix == ".json":
         return LocalFiles(target.name, target.parent, (target,))
     folder = _require_folder(path)
+    _reject_adapter(path, folder)
     files = _glob_files(folder, MODEL_FILES)
     if not any(file.name == "config.json" or file.suffix == ".safetensors" for file in files):
-        raise ConfigError(
-            f"{path} holds neither config.json nor *.safetensors.\n"
-            "  Weights in other formats (.bin, .pt) are not read; save the model as safetensors."
+        below = sorted(file.parent for file in folder.glob("*/config.json"))
+        hint = (
+            f"Did you mean {below[0]}?"
+            if below
+            else "Weights in other formats (.bin, .pt) are not read; save the model as safetensors."
         )
+        raise ConfigError(f"{path} holds neither config.json nor *.safetensors.\n  {hint}")
     return LocalFiles(folder.name, folder, tuple(files))
 
 
@@ -383,7 +412,7 @@ def _glob_files(folder: Path, patterns: Sequence[str]) -> list[Path]:
 
 def _has_tokenizer_class(folder: Path) -> bool:
     try:
-        return bool(read_json(folder / "tokenizer_config.json").get("tokenizer_class"))
+        return bool(read_json_object(folder / "tokenizer_config.json").get("tokenizer_class"))
     except (OSError, ValueError, AttributeError):
         return False
 

@@ -9,6 +9,7 @@ from penstock.core.errors import ConfigError
 from penstock.models.automodel.remote_code import CODE, trusted
 from penstock.models.builtin import SCHEME, builtin_config
 from penstock.models.foundation import apply_overrides
+from penstock.models.validate_config import validate_config, validate_layer_count
 
 
 def read_hf_config(
@@ -17,7 +18,7 @@ def read_hf_config(
     """Read the config in the folder `config_path` (or `builtin:<name>`), with `foundation`
     overrides. `runs_code`: with the code beside it (`models/automodel/remote_code.py`).
 
-    Raises ConfigError if there is no readable config.json, or no code.
+    Raises ConfigError if there is no config.json of a model, or no code.
     """
     if config_path.startswith(SCHEME):
         config = builtin_config(config_path)
@@ -31,7 +32,9 @@ def read_hf_config(
                 f"model.config_path: {file} cannot be read as JSON ({error}).\n"
                 "  Name a folder that holds a Hugging Face config.json."
             ) from error
+        config = validate_config(config, f"model.config_path: {file}")
     config = apply_overrides(config, foundation)
+    validate_layer_count(config, "model.foundation" if foundation else config_path)
     config.pop(CODE, None)
     if runs_code:
         folder = Path(config_path).expanduser()

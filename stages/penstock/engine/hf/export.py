@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from penstock.core.files import read_json
+from penstock.core.files import read_json_object
 from penstock.core.sources.hub import local_folder
 from penstock.core.sources.pin import CONFIG_AND_CODE
 from penstock.engine.checkpoint.model_reader import CheckpointReader
@@ -232,6 +232,6 @@ def _generation_config(origin: ModelSource) -> dict[str, Any] | None:
         source, typed = origin.weights, origin.model_path
     if source.pin["kind"] == "hub":
         file = local_folder(typed, source, (GENERATION_CONFIG,)) / GENERATION_CONFIG
-        return read_json(file) if file.is_file() else None
+        return read_json_object(file) if file.is_file() else None
     pinned = [path for path in source.paths if path.name == GENERATION_CONFIG]
-    return read_json(pinned[0]) if pinned else None
+    return read_json_object(pinned[0]) if pinned else None

@@ -16,6 +16,11 @@ from penstock.models.weights import WeightMap
 QUANTIZED = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "U8", "I8", "I32")
 """Dtypes of codes and of their scales."""
 
+OF_HIDDEN_STATES = re.compile(
+    r"\.layers\.(?P<layer>\d+)\.self_attn\.[qkv]_proj\.lora_A(\.default)?\.weight$"
+)
+"""Factors that take the hidden states of a layer."""
+
 TOGETHER = "Check that model.model_path and model.config_path belong together."
 
 
@@ -51,6 +56,25 @@ def require_weights(
     for name, shape in shapes.items():
         require_shape(name, stored_shape(name), shape)
     _require_no_more_layers(in_files, num_layers)
+
+
+def require_adapter(file: Path, hidden_size: int, num_layers: int) -> None:
+    """Raise CapabilityError unless the file of an adapter is complete, and its factors are of a
+    model with this width and so many layers."""
+    for name, entry in read_header(file).items():
+        match = OF_HIDDEN_STATES.search(name)
+        if match and entry.shape[-1] != hidden_size:
+            raise CapabilityError(
+                f"{file.parent} is an adapter of another model: {name} is {entry.shape}, for "
+                f"{entry.shape[-1]} features, and this model has {hidden_size} (hidden_size).\n"
+                "  Name the base model that its adapter_config.json names."
+            )
+        if match and int(match["layer"]) >= num_layers:
+            raise CapabilityError(
+                f"{file.parent} is an adapter of another model: {name} is in layer "
+                f"{match['layer']}, and this model has {num_layers}.\n"
+                "  Name the base model that its adapter_config.json names."
+            )
 
 
 def require_plain(folder: Path, names: Callable[[str], bool]) -> None:

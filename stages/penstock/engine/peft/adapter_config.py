@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.core.errors import CapabilityError
-from penstock.core.files import read_json
+from penstock.core.files import read_json_object
 
 CONFIG = "adapter_config.json"
 
@@ -31,7 +31,7 @@ def read_peft_config(folder: Path) -> dict[str, Any]:
         raise CapabilityError(
             f"{folder} has no {CONFIG}.\n  Name the folder that holds the adapter."
         )
-    config: dict[str, Any] = read_json(folder / CONFIG)
+    config: dict[str, Any] = read_json_object(folder / CONFIG)
     if config.get("peft_type") != "LORA":
         raise CapabilityError(
             f"{folder} is an adapter of type {config.get('peft_type')}, and only LORA is read."

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 
 from penstock.core.errors import CapabilityError
-from penstock.core.files import read_json
+from penstock.core.files import read_json_object
 from penstock.engine.hf.safetensors_reader import SafetensorsFolder
 from penstock.engine.quantization.bitsandbytes_nf4 import Nf4, group_in
 from penstock.engine.quantization.mxfp4 import Mxfp4
@@ -240,7 +240,7 @@ def published_in(
     """
     beside = folder / MODELOPT if folder else None
     declared = parse_quantization_config(
-        hf_config, read_json(beside) if beside and beside.is_file() else None
+        hf_config, read_json_object(beside) if beside and beside.is_file() else None
     )
     if declared is None:
         return None

@@ -11,7 +11,7 @@ from pathlib import Path
 from penstock.config.server.config import ServerConfig, to_run_config
 from penstock.core import env
 from penstock.core.errors import CapabilityError, ConfigError
-from penstock.core.files import read_json
+from penstock.core.files import read_json_object
 from penstock.core.process.rendezvous_endpoint import is_loopback_host
 from penstock.core.remote.urls import is_url
 from penstock.core.sources.hub import local_folder
@@ -260,7 +260,7 @@ def _image_processor(config: ServerConfig, config_path: str, tokenizer: str) -> 
     Raises ConfigError if there is none.
     """
     file = Path(config_path) / "config.json"
-    model_type = read_json(file).get("model_type") if file.is_file() else None
+    model_type = read_json_object(file).get("model_type") if file.is_file() else None
     if model_type not in VISION_TYPES or config.backend == "transformers":
         return ""
     # Those of videos alone are none.

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from penstock.config.server.config import ServerConfig, to_run_config
 from penstock.core import env
 from penstock.core.errors import ConfigError
-from penstock.core.files import read_json
+from penstock.core.files import read_json_object
 from penstock.core.process.die_with_parent import end_with_parent, outlive_parent_by
 from penstock.core.sources.pin import pin_tokenizer
 from penstock.engine.distributed.broadcast import ControlBroadcast
@@ -80,7 +80,7 @@ def stop_token_ids(substrate: SharedBase, tokenizer: PreTrainedTokenizerBase) ->
     """End-of-sequence tokens: from the tokenizer, config.json, and generation_config.json, if there
     is one."""
     file = substrate.weights / "generation_config.json" if substrate.weights else None
-    said = [substrate.hf_config, read_json(file) if file and file.is_file() else {}]
+    said = [substrate.hf_config, read_json_object(file) if file and file.is_file() else {}]
     found: list[Any] = [tokenizer.eos_token_id]
     for each in said:
         ends = each.get("eos_token_id")
