@@ -16,6 +16,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 import hypothesis
 import pytest
 
+from penstock.core.machine.linux import num_cpus
 from tests.buckets import bucket, s3_server  # noqa: F401 - fixtures for all tests
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,7 +36,7 @@ def pytest_xdist_auto_num_workers(config):
     third of their time. None but this one where files or tests are named: they begin sooner, and
     can be debugged."""
     whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
-    return len(os.sched_getaffinity(0)) + 1 if whole else 0
+    return num_cpus() + 1 if whole else 0
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -58,6 +58,15 @@ def test_only_one_file_reads_the_environment():
     assert [path for path in readers if not path.startswith(allowed)] == []
 
 
+def test_only_one_file_asks_for_what_only_linux_has():
+    only = re.compile(
+        r"\"/proc/|\b(prctl|renameat2|memfd_create|sched_\w+affinity|posix_f\w+|sys\.platform)\b"
+    )
+    files = [path for path in SOURCES if not path.is_relative_to(ROOT / "tests")]
+    askers = [str(path.relative_to(ROOT)) for path in files if only.search(path.read_text())]
+    assert askers == ["stages/penstock/core/machine/linux.py"]
+
+
 def test_no_file_exceeds_800_lines():
     assert [p for p in SOURCES if len(p.read_text().splitlines()) > 800] == []
 

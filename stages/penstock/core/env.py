@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from penstock.core.errors import ConfigError
+from penstock.core.machine.linux import num_cpus
 from penstock.core.process.allowed_env import Purpose, is_allowed, is_private, matches_purpose
 
 
@@ -36,7 +37,7 @@ def num_processors() -> int:
     """
     name = next((name for name in NUM_PROC if os.environ.get(name)), None)
     if name is None:
-        return len(os.sched_getaffinity(0))
+        return num_cpus()
     asked = os.environ[name]
     if not asked.isdecimal() or int(asked) < 1:
         raise ConfigError(

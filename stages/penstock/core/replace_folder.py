@@ -1,17 +1,9 @@
 """Replace a folder by another one, so that a whole one is found after a kill at any moment."""
 
-import ctypes
-import errno
-import os
 from pathlib import Path
 
 from penstock.core.files import fsync, remove
-
-AT_FDCWD = -100
-RENAME_EXCHANGE = 2
-"""Flag of renameat2(2), from linux/fs.h."""
-UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
-"""Errors of renameat2 of a kernel, file system or sandbox without RENAME_EXCHANGE."""
+from penstock.core.machine.linux import exchange
 
 
 def replace_folder(new: Path, target: Path, aside: Path) -> Path | None:
@@ -51,21 +43,3 @@ def restore_replaced(root: Path, suffix: str) -> None:
         if not target.exists():
             aside.rename(target)
             fsync(root)
-
-
-def exchange(one: Path, other: Path) -> bool:
-    """Exchange the names of two existing paths in one step. False if this is not supported.
-
-    Raises OSError.
-    """
-    try:
-        rename = ctypes.CDLL(None, use_errno=True).renameat2
-    except AttributeError:  # not Linux, or glibc before 2.28
-        return False
-    names = os.fsencode(one), os.fsencode(other)
-    if rename(AT_FDCWD, names[0], AT_FDCWD, names[1], RENAME_EXCHANGE) == 0:
-        return True
-    number = ctypes.get_errno()
-    if number in UNSUPPORTED:
-        return False
-    raise OSError(number, os.strerror(number), str(one), None, str(other))

@@ -4,7 +4,6 @@ No torch: `measure_machine.py` measures, in a separate process.
 """
 
 import json
-import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.files import read_json, write_json
 from penstock.core.machine.device_specs import DEVICES, Precision, find_device
 from penstock.core.machine.gpus import gpu_names
+from penstock.core.machine.linux import cpu_model, memory_bytes, proc_fields
 
 if TYPE_CHECKING:  # importing it loads the model packages, which this does not need
     from penstock.costs.sharded_model import Kind
@@ -71,7 +71,7 @@ def build_cpu_machine(measured: Mapping[str, Any] | None, local_ranks: int) -> M
 
     `measured` are the measured speeds of the whole machine, if any.
     """
-    whole = _memory()
+    whole = memory_bytes()
     memory = whole and whole / local_ranks
     if measured is None:
         return Machine(_cpu(), "cpu", {}, None, memory=memory, ranks_per_node=local_ranks)
@@ -138,8 +138,9 @@ def slow_bfloat16() -> str | None:
 
 def _has_bfloat16_units() -> bool:
     """Whether the CPU flags include bfloat16 instructions; True if there are no flags."""
-    lines = [line for line in _cpuinfo() if line.startswith(("flags", "Features"))]
-    return not lines or bool(BFLOAT16_UNITS & set(lines[0].split()))
+    fields = proc_fields("cpuinfo")
+    flags = fields.get("flags", fields.get("Features"))
+    return flags is None or bool(BFLOAT16_UNITS & set(flags.split()))
 
 
 def remember(found: Mapping[str, Any]) -> str:
@@ -155,22 +156,4 @@ def _file() -> Path:
 
 def _cpu() -> str:
     """CPU model and number of cores, because speed depends on both."""
-    lines = _cpuinfo()
-    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return f"{next(models, platform.processor() or platform.machine())} x {env.num_processors()}"
-
-
-def _cpuinfo() -> list[str]:
-    try:
-        return Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return []
-
-
-def _memory() -> float | None:
-    """Memory of this machine in bytes."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next(float(line.split()[1]) * 1024 for line in lines if line.startswith("MemTotal"))
+    return f"{cpu_model()} x {env.num_processors()}"

@@ -16,6 +16,7 @@ import torch
 from penstock.adapters.weight_delta import WeightDelta
 from penstock.core import env
 from penstock.core.errors import CapabilityError, StageError
+from penstock.core.machine.linux import allocate
 from penstock.engine.hf.safetensors_reader import SafetensorsFolder, Stored
 from penstock.engine.hf.safetensors_writer import file_layout, put
 from penstock.engine.peft.merge_adapter import AdapterMerge
@@ -50,7 +51,7 @@ def write_file(
     """
     header, tensors, size = _plan_layout(weights, changes, names, source)
     with source.open("rb") as old, target.open("w+b") as new:
-        os.posix_fallocate(new.fileno(), 0, size)
+        allocate(new.fileno(), size)
         os.pwrite(new.fileno(), header, 0)
         with ThreadPoolExecutor(max_workers=min(THREADS, env.num_processors())) as pool:
             jobs = _write_jobs(weights, changes, tensors, old.fileno(), new.fileno())

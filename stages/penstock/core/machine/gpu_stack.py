@@ -13,10 +13,12 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from penstock.core.machine.linux import PROC
+
 MIN_DRIVER = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
 """The oldest Linux driver by CUDA's major version."""
 
-DRIVER_FILE = Path("/proc/driver/nvidia/version")
+DRIVER_FILE = PROC / "driver/nvidia/version"
 
 
 @dataclass(frozen=True)

@@ -1,27 +1,27 @@
-"""Child processes die with their parent (PR_SET_PDEATHSIG)."""
+"""Child processes die with their parent."""
 
-import ctypes
 import multiprocessing
 import os
 import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from multiprocessing.connection import wait
 
-PR_SET_PDEATHSIG = 1
+from penstock.core.machine.linux import signal_on_parent_death
+
 POLL_SECONDS = 1.0
 
 
 def end_with_parent(parent: int | None = None) -> None:
-    """Request SIGTERM from the kernel when the parent dies; exit now if it is already dead.
+    """Get SIGTERM when the parent dies; exit now if it is already dead.
 
     `parent` is the id of the parent process, where known. If the parent dies before this call, the
     process has already been reparented.
     """
-    if not sys.platform.startswith("linux"):
-        return
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if not signal_on_parent_death(signal.SIGTERM):
+        _on_parent_death(lambda: os.kill(os.getpid(), signal.SIGTERM))
     if (os.getppid() != parent) if parent else (os.getppid() == 1):
         sys.exit(1)
 
@@ -32,13 +32,21 @@ def outlive_parent_by(seconds: float) -> None:
     A signal is only handled between two steps, and a step that waits for processes that died with
     the parent never ends.
     """
+
+    def end() -> None:
+        time.sleep(seconds)
+        os._exit(1)
+
+    _on_parent_death(end)
+
+
+def _on_parent_death(act: Callable[[], None]) -> None:
     parent = os.getppid()
 
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(POLL_SECONDS)
-        time.sleep(seconds)
-        os._exit(1)
+        act()
 
     threading.Thread(target=watch, name="penstock-orphan", daemon=True).start()
 

@@ -10,6 +10,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock.core.machine.linux import process_start
+
 SIZE = 512
 """Size in bytes of a heartbeat file. Each heartbeat overwrites the whole file in one write."""
 
@@ -54,7 +56,7 @@ class Heartbeat:
         self._status = RankStatus(rank, os.getpid(), platform.node())
         self._file: int | None = None
         self._listener: Callable[[RankStatus], None] | None = None
-        self.first_phases: list[tuple[str, float]] = [("starting", process_start())]
+        self.first_phases: list[tuple[str, float]] = [("starting", process_start() or time.time())]
         """The first phases of the process and their start times in seconds since the epoch."""
         if folder is not None:
             with suppress(OSError):
@@ -107,14 +109,3 @@ def read_heartbeats(folder: Path) -> list[RankStatus]:
         with suppress(OSError, ValueError, TypeError):
             found.append(RankStatus(**json.loads(path.read_bytes())))
     return sorted(found, key=lambda status: status.rank)
-
-
-def process_start() -> float:
-    """Start time of this process in seconds since the epoch; the current time if unknown."""
-    now = time.time()
-    with suppress(OSError, ValueError, IndexError):
-        # The process name, in parentheses, may contain spaces; field 20 after it counts from boot.
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        up = float(Path("/proc/uptime").read_text().split()[0])
-        return now - up + ticks / os.sysconf("SC_CLK_TCK")
-    return now

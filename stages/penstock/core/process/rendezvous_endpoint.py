@@ -1,17 +1,12 @@
 """Multi-node rendezvous: the endpoint, and the address of each machine."""
 
-import fcntl
 import ipaddress
 import socket
-import struct
-import sys
 import time
 from contextlib import suppress
 
 from penstock.core.errors import StageError
-
-SIOCGIFADDR = 0x8915
-"""Linux ioctl that returns the address of a network interface (SIOCGIFADDR)."""
+from penstock.core.machine.linux import interface_of
 
 PORT = 29500
 """Default port of the first machine."""
@@ -87,18 +82,12 @@ def interface_towards(host: str) -> str | None:
 
     None if unknown: not on Linux, over IPv6, or for this machine's own host name (127.0.1.1).
     """
-    if not sys.platform.startswith("linux"):
-        return None
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         asking.connect((host, PORT))  # Connecting a datagram socket sends nothing.
         own = asking.getsockname()[0]
         if ipaddress.ip_address(own).is_loopback and not is_loopback_host(host):
             return None
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):  # The interface has no address.
-                request = struct.pack("256s", name.encode()[:15])
-                if socket.inet_ntoa(fcntl.ioctl(asking, SIOCGIFADDR, request)[20:24]) == own:
-                    return name
+        return interface_of(own, asking)
     return None
 
 

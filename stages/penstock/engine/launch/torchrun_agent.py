@@ -16,7 +16,6 @@ import os
 import platform
 import signal
 import sys
-from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -29,6 +28,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import main
 
 from penstock.core import env
+from penstock.core.machine.linux import child_processes
 from penstock.core.process.die_with_parent import end_with_parent
 from penstock.core.process.scratch_dir import scratch_folder
 from penstock.engine.launch.rendezvous import create_handler
@@ -38,7 +38,7 @@ from penstock.engine.launch.torchrun import RDZV_BACKEND, SHUTDOWN_TIMEOUT
 def _pass_on(signum: int, _frame: FrameType | None) -> None:
     """Ask the ranks to stop; if there are none, exit at once."""
     asked = 0
-    for pid in _children():
+    for pid in child_processes(os.getpid()):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)
             asked += 1
@@ -52,17 +52,6 @@ def _pass_on(signum: int, _frame: FrameType | None) -> None:
 
 def _give_up(_signum: int, _frame: FrameType | None) -> None:
     raise api.SignalException("the ranks did not end in time", sigval=signal.SIGKILL)
-
-
-def _children() -> Iterator[int]:
-    """The processes that this one has started."""
-    mine = str(os.getpid())
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            # The name, in parentheses, may contain anything; state and parent follow it.
-            state, parent = status.read_text().rpartition(")")[2].split()[:2]
-            if parent == mine and state != "Z":
-                yield int(status.parent.name)
 
 
 def _tell_deaths(file: Path, failed: ChildFailedError) -> None:

@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from penstock.core.errors import StageError
+from penstock.core.machine.linux import command_line
 from penstock.core.process.rank_heartbeat import RankStatus, read_heartbeats
 from penstock.train.launch.job import LOGS, METRICS, Job
 from penstock.train.launch.rank_failures import read_timeouts
@@ -169,11 +170,7 @@ def _running(last: Sequence[RankStatus]) -> list[RankStatus]:
 
 def _is_rank(pid: int) -> bool:
     """Whether that process is still our rank, and not another process with a reused pid."""
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    except OSError:
-        return False
-    return b"penstock.train" in words
+    return "penstock.train" in command_line(pid)
 
 
 def _kill(beat: RankStatus) -> None:

@@ -1,10 +1,8 @@
 """Environment info of a run for its report: hardware, versions, parallel layout."""
 
 import platform
-import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +10,7 @@ import torch
 from penstock.core import env
 from penstock.core.cache import provenance
 from penstock.core.files import write_json
+from penstock.core.machine.linux import cpu_model
 from penstock.engine.build import BuiltModel
 from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.rows.sizing import Finding
@@ -53,13 +52,4 @@ def device_name(device: torch.device) -> str:
     """The name of the GPU, or of the CPU with the number of usable cores."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{_processor()}, {env.num_processors()} core(s)"
-
-
-def _processor() -> str:
-    file = Path("/proc/cpuinfo")
-    if sys.platform.startswith("linux") and file.is_file():
-        for line in file.read_text().splitlines():
-            if line.startswith("model name"):
-                return " ".join(line.partition(":")[2].split())
-    return platform.processor() or platform.machine()
+    return f"{cpu_model()}, {env.num_processors()} core(s)"

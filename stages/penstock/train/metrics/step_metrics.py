@@ -1,17 +1,16 @@
 """Step metrics: phase times, FLOP/s, MFU, memory."""
 
-import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from penstock.config.schema.train import TrainConfig
 from penstock.core.machine.device_specs import Precision, peak_flops
+from penstock.core.machine.linux import peak_memory_bytes
 from penstock.engine.build import BuiltModel
 from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.engine.train_step import StepResult
@@ -134,7 +133,7 @@ class StepMetrics:
             peak = torch.cuda.max_memory_allocated(self._ranks.device)
             torch.cuda.reset_peak_memory_stats(self._ranks.device)
             return peak
-        return peak_resident_memory()
+        return peak_memory_bytes()
 
 
 def mfu_precision(train: TrainConfig) -> Precision:
@@ -148,21 +147,3 @@ def device_peak_flops(device: torch.device, precision: Precision) -> float | Non
     if device.type != "cuda":
         return None
     return peak_flops(torch.cuda.get_device_name(device), precision)
-
-
-def peak_resident_memory() -> int:
-    """Peak resident memory of this process in bytes."""
-    if sys.platform.startswith("linux"):
-        # VmHWM covers only this program: getrusage includes the process that started it.
-        fields = _parse_proc_status(Path("/proc/self/status"))
-        if "VmHWM" in fields:
-            return int(fields["VmHWM"].split()[0]) * 1024
-    import resource  # noqa: PLC0415 - exists on Unix, including systems without /proc
-
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def _parse_proc_status(file: Path) -> Mapping[str, str]:
-    lines = file.read_text().splitlines()
-    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
