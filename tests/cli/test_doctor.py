@@ -11,8 +11,8 @@ from penstock.cli.doctor import (
     measure_speed,
 )
 from penstock.config.loading.load import load
+from penstock.core.machine import linux
 from penstock.core.machine.gpus import gpu_names
-from penstock.costs import device_speed
 from penstock.costs.device_speed import detect_machine, remember
 from penstock.plan import plan
 from tests.cli.command import small_run
@@ -102,7 +102,8 @@ def test_a_run_in_bfloat16_where_that_was_measured_to_be_slower_is_told_so_once(
 ):
     monkeypatch.setenv("PENSTOCK_CACHE_HOME", str(tmp_path / "cache"))
     config = small_run(tmp_path, train={"enable_mixed_precision": mixed})
-    monkeypatch.setattr(device_speed, "_cpuinfo", lambda: ["model name: any", "flags : avx2 fma"])
+    (tmp_path / "cpuinfo").write_text("model name: any\nflags : avx2 fma\n")
+    monkeypatch.setattr(linux, "PROC", tmp_path)
     unmeasured = [note for note in plan(load(config)).notes if "no units for it" in note]
     assert len(unmeasured) == (mixed and not gpu_names())
     remember({"name": None, "fp32": 2e9, "bf16": bf16, "bandwidth": 1e9})
