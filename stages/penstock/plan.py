@@ -594,4 +594,8 @@ def dataset_settings(
 
 
 def _mix(dataset: DatasetConfig) -> MixSettings:
-    return MixSettings(weight=dataset.weight, max_samples=dataset.max_samples)
+    return MixSettings(
+        weight=dataset.weight,
+        max_samples=dataset.max_samples,
+        loss_weight=dataset.loss_weight,
+    )

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from penstock.rows.schema import PACKED
+from penstock.rows.schema import packed_schema
 from tests.engine import runs
 
 DOCUMENTS = (
@@ -503,8 +503,9 @@ def write_inputs(folder: Path, num_rows: int) -> None:
         runs.write_model(folder / name, noise=0.1, **{**SHAPE, **changes})
 
 
-def write_rows(folder: Path, num_rows: int) -> None:
-    """Rows of these documents in turn, most of whose tokens are trained."""
+def write_rows(folder: Path, num_rows: int, *, is_weighted: bool = False) -> None:
+    """Rows of these documents in turn, most of whose tokens are trained; with loss weights, those
+    of a row are far larger than those of the next."""
     rng = np.random.default_rng(0)
     rows: dict[str, list[Any]] = {"input_ids": [], "labels": [], "lengths": []}
     for number in range(num_rows):
@@ -515,10 +516,14 @@ def write_rows(folder: Path, num_rows: int) -> None:
         rows["input_ids"].append(ids.tolist())
         rows["labels"].append(labels.tolist())
         rows["lengths"].append(lengths)
+        if is_weighted:
+            weights = (0.1, 1, 20)[number % 3] * rng.random(len(ids)) + 0.01
+            rows.setdefault("loss_weights", []).append(np.where(labels == -100, 0, weights))
     train = folder / "data" / "train"
     train.mkdir(parents=True)
-    with pa.ipc.new_file(str(train / "rows-00000-of-00001.arrow"), PACKED) as writer:
-        writer.write_table(pa.table(rows, schema=PACKED))
+    schema = packed_schema("sft", is_weighted=is_weighted)
+    with pa.ipc.new_file(str(train / "rows-00000-of-00001.arrow"), schema) as writer:
+        writer.write_table(pa.table(rows, schema=schema))
 
 
 BASES: Mapping[str, dict[str, Any]] = {

@@ -122,7 +122,7 @@ def looked_at(loop: Trainer, batches: Sequence[MicroBatch]) -> tuple[float, floa
     those of them that were foretold."""
     kinds = [torch.zeros(sum(batch.lengths), dtype=torch.int64) for batch in batches]
     [found] = loop.ranks.all_reduce_sum(loop.built.evaluator.counts(batches, kinds, 1)).tolist()
-    loss, tokens, right = found
+    loss, _, tokens, right = found
     return loss, tokens, right
 
 

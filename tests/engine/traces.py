@@ -141,7 +141,7 @@ def loss_of_transformers(
 ) -> torch.Tensor:
     """The loss of a step over these rows, one document after another: not all models of
     transformers keep documents of a row apart."""
-    trained, total = 0, torch.zeros(())
+    trained, total = 0.0, torch.zeros(())
     for number in rows:
         row = packed.row(number)
         labels = torch.tensor(row.labels, dtype=torch.int64)
@@ -149,8 +149,10 @@ def loss_of_transformers(
         logits = torch.cat(
             [model(input_ids=ids[None], use_cache=False).logits[0] for ids in documents]
         )
-        total = total + torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
-        trained += int((labels != -100).sum())
+        losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+        weights = labels != -100 if row.loss_weights is None else torch.tensor(row.loss_weights)
+        total = total + (losses * weights).sum()
+        trained += weights.sum().item()
     return total / trained
 
 

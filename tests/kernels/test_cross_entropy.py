@@ -131,6 +131,15 @@ def test_losses_and_gradients_are_those_of_all_logits_in_fp64(dtype):
             check_close(mine, theirs, dtype, what=what)
             check_close(-0.3 * back, theirs, dtype, what=what)
 
+        # Weights as small as those by which tokens of long answers may count.
+        weights = torch.rand(len(each), device=DEVICE).clamp(min=1e-3)
+        weighted = linear_cross_entropy(pairs, case.labels, weights_S=weights, scale=0.3, **how)
+        summed = 0.3 * (each * weights.double()).sum()
+        check_close(weighted, summed, dtype, what=what)
+        want = torch.autograd.grad(summed, case.wanting(exact), retain_graph=True)
+        for mine, theirs in zip(torch.autograd.grad(weighted, wanting), want, strict=True):
+            check_close(mine, theirs, dtype, what=what)
+
         apart = linear_cross_entropies(pairs, case.labels, **how)
         check_close(apart, each, dtype, what=what)
         want = torch.autograd.grad(each, case.wanting(exact), upstream)

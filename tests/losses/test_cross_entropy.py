@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from penstock.adapters.dora import Normed
 from penstock.adapters.lora import LoraLinear
 from penstock.losses.cross_entropy import Loss, sum_cross_entropy, token_log_probs
+from penstock.losses.labels import Labels
 from penstock.models.layers.dropout import Dropout, DropoutRNG, dropout_rng
 from penstock.models.layers.quantized_linear import QuantizedLinear
 from penstock_kernels.cross_entropy import LossOptions
@@ -124,6 +125,25 @@ def test_a_scale_multiplies_the_loss_and_every_gradient_however_logits_are_made(
         torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
         found = torch.autograd.grad(got, inputs)
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=3e-6)
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("terms", [LossOptions(), LossOptions(smoothing=0.1)])
+def test_a_weighted_loss_is_the_sum_of_weighted_losses_of_all_logits(head, terms):
+    hidden, call, labels = setting(head)
+    inputs = trained(hidden, call)
+    each = F.cross_entropy(call(hidden), labels, reduction="none", label_smoothing=terms.smoothing)
+    for weights in (numbers(TOKENS).abs(), torch.full((TOKENS,), 3.0), 1e6 * numbers(TOKENS).exp()):
+        want = (each * weights).sum() / weights.max()
+        wanted = torch.autograd.grad(want, inputs, retain_graph=True)
+        given = Labels.from_host(labels, torch.device("cpu"), weights)
+        for loss in (Loss(mode="eager"), CHUNKED, Loss()):
+            how = replace(loss, terms=terms)
+            scale = 1 / weights.max().item()
+            got = sum_cross_entropy(hidden, call, given, how, scale=scale)
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=0)
+            found = torch.autograd.grad(got, inputs)
+            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=3e-5)
 
 
 @pytest.mark.parametrize("head", HEADS)

@@ -171,6 +171,8 @@ CHANGES = {
         "prepare",
     ),
     "data.datasets[].max_samples": (dataset(max_samples=3), dataset(), "prepare"),
+    "data.datasets[].loss_weight": (dataset(loss_weight=0.5), dataset(), "prepare"),
+    "data.datasets[].field_weight": (dataset(field_weight="w"), PLAIN, "prepare"),
     "data.datasets[].type": (dataset(type="text"), dataset(), "prepare"),
     "data.datasets[].path": (hub(path="org/other"), hub(), "prepare"),
     "data.datasets[].name": (hub(name="main"), hub(), "prepare"),

@@ -12,7 +12,7 @@ tokens with L labels, each with its own loss.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -52,6 +52,7 @@ def linear_cross_entropy(
     divided: VocabShard | None = None,
     passes: Passes = "auto",
     scale: float = 1.0,
+    weights_S: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`scale` times the summed loss of logits that are sums of products, a scalar in fp32 (fp64 of
     fp64).
@@ -65,12 +66,18 @@ def linear_cross_entropy(
         divided: the local part of the vocabulary, with vocab parallelism; gradients are then those
             of the local logits.
         scale: such as 1/N, in fp32; gradients are multiplied by it before they are rounded.
+        weights_S: what the loss of each token is multiplied by, fp32; absent, 1. Logit gradients
+            have them as factors before they are rounded to the logits' dtype.
 
     Raises:
         ValueError: for tensors that do not fit, a chunk below 1, or, on a CPU, invalid labels. On a
             GPU such labels end the process.
     """
     work = _work(products, labels_S, terms, chunk, divided, passes)
+    if weights_S is not None:
+        if weights_S.shape != labels_S.shape:
+            raise ValueError(f"{tuple(weights_S.shape)} weights for {len(labels_S)} labels")
+        work = replace(work, weights=weights_S)
     return _Summed.apply(work, scale, *seen_by_autograd(products))
 
 
@@ -132,6 +139,8 @@ class _Work:
     chunk: int
     divided: VocabShard | None
     made_by: Implementation
+    weights: torch.Tensor | None = None
+    """fp32 [S]: what the loss of each token is multiplied by, in a sum; None: 1."""
 
     @property
     def num_chunks(self) -> int:
@@ -145,13 +154,14 @@ class _Work:
 
     def turn_(self, logits_CV: torch.Tensor, rows: slice) -> SoftmaxStats:
         """Statistics of the whole vocabulary; replaces logits by the gradients of their tokens'
-        losses.
+        weighted losses.
         """
         labels_C = self.labels[rows]
-        if self.divided is None:
+        if self.divided is None and self.weights is None:
             return self.made_by.turn_(logits_CV, labels_C, self.entries, self.terms)
         own, whole = self.tally(logits_CV, rows)
-        rises = slopes(own.log_sum, whole.log_sum, self.entries, self.terms)
+        weights_C = None if self.weights is None else self.weights[rows]
+        rises = slopes(own.log_sum, whole.log_sum, self.entries, self.terms, weights_C)
         self.made_by.slope_(logits_CV, labels_C, own.log_sum, rises, self.terms)
         return whole
 
@@ -201,7 +211,8 @@ def _total(work: _Work, sides: Sides, gradients: SideGradients | None) -> torch.
     total = sides.rows[0].new_zeros((), dtype=precise(sides.rows[0]))
     for rows, logits_CV in work.chunks(sides):
         whole = work.turn_(logits_CV, rows) if gradients else work.tally(logits_CV, rows)[1]
-        total += losses(whole, work.entries, work.terms).sum()
+        losses_C = losses(whole, work.entries, work.terms)
+        total += (losses_C if work.weights is None else losses_C * work.weights[rows]).sum()
         if gradients:
             gradients.add(rows, logits_CV, sides)
     return total

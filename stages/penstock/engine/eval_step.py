@@ -15,7 +15,6 @@ from penstock.engine.distributed.parallel_model import ModelInputs, ParallelMode
 from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.engine.distributed.vocab_parallel import TokenScoresFn
 from penstock.engine.split_by_length import num_parts, split_by_length
-from penstock.losses.labels import Labels
 from penstock.models.decoder import OutputFn
 from penstock.rows.collate import MicroBatch
 from penstock_kernels.to_device import to_device
@@ -35,13 +34,13 @@ class EvalModel:
     def counts(
         self, batches: Sequence[MicroBatch], kinds: Sequence[torch.Tensor], num_kinds: int
     ) -> torch.Tensor:
-        """This rank's share, fp64 [num_kinds, 3]; the sum over all ranks is the result.
+        """This rank's share, fp64 [num_kinds, 4]; the sum over all ranks is the result.
 
-        For every kind of token: the summed cross-entropy, the number of trained tokens, and of
-        those whose label is the most likely token. `kinds` has the kind of each batch's tokens [T],
-        padding included.
+        For every kind of token: the summed cross-entropy, each times its loss weight; the sum of
+        the loss weights; the number of trained tokens, and of those whose label is the most likely
+        token. `kinds` has the kind of each batch's tokens [T], padding included.
         """
-        totals = torch.zeros(num_kinds, 3, dtype=torch.float64, device=self.ranks.device)
+        totals = torch.zeros(num_kinds, 4, dtype=torch.float64, device=self.ranks.device)
         if self.splits_by_length:
             batches, kinds = self._split(batches, kinds)
         self.model.forward(
@@ -74,17 +73,19 @@ class EvalModel:
         hidden: torch.Tensor,
         head: nn.Module,
     ) -> torch.Tensor:
-        local_T = self.model.context.shard_tensor(batch.labels_T)
-        scores = self.scores(hidden, head, Labels.from_host(local_T, self.ranks.device))
+        labels = self.model.context.shard_labels(batch, self.ranks.device)
+        scores = self.scores(hidden, head, labels)
         # Ranks along the tensor axis compute the same values; one of them reports them.
         if self.model.mesh.index("tensor") == 0:
-            token_metrics = [
-                scores.losses,
-                torch.ones_like(scores.losses),
-                scores.is_correct.float(),
-            ]
+            weights_T = labels.weights
+            ones = torch.ones_like(scores.losses)
+            weights = ones if weights_T is None else weights_T[scores.positions]
+            weights = weights.double() * labels.weight_scale
+            token_metrics = [scores.losses * weights, weights, ones, scores.is_correct]
             totals.index_add_(
-                0, kinds_T[scores.positions], torch.stack(token_metrics, dim=1).double()
+                0,
+                kinds_T[scores.positions],
+                torch.stack([each.double() for each in token_metrics], dim=1),
             )
         return hidden.new_zeros((), dtype=torch.float32)
 

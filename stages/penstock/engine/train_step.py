@@ -1,7 +1,8 @@
 """Train step: gradient accumulation over micro-batches, gradient clipping, one optimizer step.
 
 The loss is the sum of the losses of all trained tokens of the step, over every rank and
-micro-batch, divided by the number of trained tokens. In preference training it is the sum over
+micro-batch, each times its loss weight, divided by the sum of those weights: the number of trained
+tokens if all weigh 1. In preference training it is the sum over
 samples divided by the number of samples. It does not depend on how the step is split into
 micro-batches and ranks. Router losses are reported separately.
 """
@@ -33,7 +34,6 @@ from penstock.engine.optim.optimizer_in_backward import OptimizerInBackward
 from penstock.engine.optim.qk_clip import QKClip
 from penstock.engine.peft.relora import ReLoRA
 from penstock.engine.split_by_length import num_parts, split_by_length
-from penstock.losses.labels import Labels
 from penstock.models.decoder import OutputFn
 from penstock.models.layers.dropout import DropoutRNG
 from penstock.models.layers.indexer import IndexerLoss
@@ -48,8 +48,15 @@ class TokenCounts:
 
     tokens: int
     trained: int
+    loss_weight: float
+    """Sum of the loss weights of the trained tokens."""
     parts: tuple[int, ...] = ()
     """The most parts that a rank needs of each micro-batch; none where they are not split."""
+
+    @property
+    def divisor(self) -> float:
+        """What summed losses are divided by; 1 without a trained token."""
+        return self.loss_weight or 1.0
 
 
 @dataclass(frozen=True)
@@ -167,13 +174,13 @@ class TrainStep:
         preference_step = None
         if self.preferences:
             preference_step = self.preferences.start_step(batches, references, scale)
-        calls = self._build_calls(batches, number, max(1, trained) / scale, preference_step)
+        calls = self._build_calls(batches, number, counts.divisor / scale, preference_step)
         totals: list[torch.Tensor] = []
         if preference_step:
             totals.append(preference_step.metric_totals.flatten())
         if self.mtp:
             totals.append(torch.zeros(1, dtype=torch.float64, device=self.ranks.device))
-            calls = self.mtp.with_further_tokens(calls, batches, max(1, trained), scale, totals[-1])
+            calls = self.mtp.with_further_tokens(calls, batches, counts.divisor, scale, totals[-1])
         indexer_losses: Sequence[IndexerLoss] = ()
         if self.indexers:
             calls, indexer_losses = self.indexers.with_losses(calls, batches, tokens, scale)
@@ -277,7 +284,7 @@ class TrainStep:
         if maxima := (*following.maxima, *self._local_parts(following.batches)):
             numbers = to_device(torch.tensor(maxima, dtype=torch.int64), device)
             pieces.append(self.ranks.all_reduce_max(numbers).double())
-        loss, tokens, trained, *more = torch.cat(pieces).tolist()
+        loss, tokens, trained, loss_weight, *more = torch.cat(pieces).tolist()
         found: list[list[float]] = []
         for one in totals:
             values, more = _cut(more, len(one))
@@ -288,7 +295,7 @@ class TrainStep:
         given = len(following.maxima)
         counts = None
         if following.batches:
-            counts = self._counts_per_replica(tokens, trained, highest[given:])
+            counts = self._counts_per_replica(tokens, trained, loss_weight, highest[given:])
         return loss, norm_value, counts, highest[:given], found, of_logits
 
     def _gradient_norm(self, trainable: Sequence[LocalParam]) -> torch.Tensor:
@@ -349,8 +356,7 @@ class TrainStep:
         """Function from hidden states and LM head to this rank's summed token losses over
         `divisor`.
         """
-        local_T = self.model.context.shard_tensor(batch.labels_T)
-        labels = Labels.from_host(local_T, self.ranks.device)
+        labels = self.model.context.shard_labels(batch, self.ranks.device)
 
         def output_fn(hidden_TD: torch.Tensor, head: nn.Module) -> torch.Tensor:
             return losses(hidden_TD, head, labels, scale=1 / divisor)
@@ -359,18 +365,18 @@ class TrainStep:
 
     def _read_counts(self, batches: Sequence[MicroBatch]) -> TokenCounts:
         counts = to_device(self._local_counts(batches), self.ranks.device)
-        tokens, trained = self.ranks.all_reduce_sum(counts).tolist()
+        tokens, trained, loss_weight = self.ranks.all_reduce_sum(counts).tolist()
         mine = self._local_parts(batches)
-        return self._counts_per_replica(
-            tokens, trained, self.ranks.max_over_ranks(*mine) if mine else ()
-        )
+        parts = self.ranks.max_over_ranks(*mine) if mine else ()
+        return self._counts_per_replica(tokens, trained, loss_weight, parts)
 
     def _counts_per_replica(
-        self, tokens: float, trained: float, parts: Sequence[int]
+        self, tokens: float, trained: float, loss_weight: float, parts: Sequence[int]
     ) -> TokenCounts:
         """Every rank of a replica counts the same batch, so the sums over all ranks are divided."""
         each = self.model.model_parallel_size
-        return TokenCounts(round(tokens) // each, round(trained) // each, tuple(parts))
+        numbers = round(tokens) // each, round(trained) // each
+        return TokenCounts(*numbers, loss_weight / each, tuple(parts))
 
     def _local_parts(self, batches: Sequence[MicroBatch]) -> tuple[int, ...]:
         """The parts that this rank needs of each micro-batch; none where they are not split."""
@@ -386,9 +392,9 @@ class TrainStep:
 
     @staticmethod
     def _local_counts(batches: Sequence[MicroBatch]) -> torch.Tensor:
-        """This rank's tokens and trained tokens, fp64 [2] on the host."""
-        counts = [sum(b.num_tokens for b in batches), sum(b.num_trained for b in batches)]
-        return torch.tensor(counts, dtype=torch.float64)
+        """This rank's tokens, trained tokens and loss weight, fp64 [3] on the host."""
+        counts = [(b.num_tokens, b.num_trained, b.loss_weight) for b in batches]
+        return torch.tensor(counts, dtype=torch.float64).view(-1, 3).sum(0)
 
 
 def _cut(values: list[float], count: int) -> tuple[list[float], list[float]]:

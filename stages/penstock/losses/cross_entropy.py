@@ -83,7 +83,8 @@ def sum_cross_entropy(
     *,
     scale: float = 1.0,
 ) -> torch.Tensor:
-    """`scale` times the summed cross-entropy of the tokens with a label, an fp32 scalar.
+    """`scale` times the summed cross-entropy of the tokens with a label, each times its loss weight
+    (`Labels.weights`), an fp32 scalar.
 
     labels[t] is the target of position t (already shifted); -100 is not trained. Untrained
     positions are removed before the head, so they cost nothing. If the head is a sum of linear
@@ -103,6 +104,8 @@ def sum_cross_entropy(
     tokens = _TrainedTokens.of(hidden_TD, head, labels)
     if not len(tokens.labels):
         return tokens.zero(loss)
+    weights_T, scale = labels.weights, scale * labels.weight_scale
+    weights_S = None if weights_T is None else weights_T.index_select(0, tokens.trained)
     if products := tokens.products(loss):
         return linear_cross_entropy(
             products,
@@ -112,10 +115,14 @@ def sum_cross_entropy(
             divided=loss.divided,
             passes=loss.passes,
             scale=scale,
+            weights_S=weights_S,
         )
     total = hidden_TD.new_zeros((), dtype=torch.float32)
+    start = 0
     for losses_C in tokens.losses_by_chunks(loss):
-        total = total + losses_C.sum()
+        stop = start + len(losses_C)
+        total = total + (losses_C if weights_S is None else losses_C * weights_S[start:stop]).sum()
+        start = stop
     return total * scale
 
 

@@ -1,6 +1,6 @@
 """Labels of a micro-batch, and the positions that have one."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,6 +18,10 @@ class Labels:
     """[T], or [T, K] for several labels of a position; IGNORED where there is none."""
     trained: torch.Tensor
     """int64 [S]: the positions with at least one label."""
+    weights: torch.Tensor | None = None
+    """fp32 [T]: loss weight of each label, divided by `weight_scale`, so that the largest is 1;
+    None: 1."""
+    weight_scale: float = 1.0
 
     @classmethod
     def of(cls, labels: "torch.Tensor | Labels") -> "Labels":
@@ -27,9 +31,20 @@ class Labels:
         return cls(labels, _trained_positions(labels))
 
     @classmethod
-    def from_host(cls, labels: torch.Tensor, device: torch.device) -> "Labels":
-        """Copy host labels to the device; their positions are found on the host, without a sync."""
-        return cls(to_device(labels, device), to_device(_trained_positions(labels), device))
+    def from_host(
+        cls, labels: torch.Tensor, device: torch.device, weights: torch.Tensor | None = None
+    ) -> "Labels":
+        """Copy host labels, and the loss weights [T] of their positions, to the device; trained
+        positions are found on the host, without a sync."""
+        trained = _trained_positions(labels)
+        found = cls(to_device(labels, device), to_device(trained, device))
+        if weights is None or not len(trained):
+            return found
+        # Logit gradients may be fp16, which has no numbers above 65,504.
+        smallest, scale = (limit.item() for limit in weights[trained].aminmax())
+        if smallest == scale:
+            return replace(found, weight_scale=scale)
+        return replace(found, weights=to_device(weights / scale, device), weight_scale=scale)
 
 
 def _trained_positions(labels: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from penstock.pack.images import image_columns, image_counts, image_facts
 from penstock.pack.settings import PackSettings
 from penstock.rows.bin_plan import Indices
 from penstock.rows.prepared import PreparedSamples
-from penstock.rows.reader import Tokens
+from penstock.rows.reader import Tokens, Weights
 from penstock.rows.schema import DIGEST_BYTES, IGNORED
 from penstock.rows.shared_prefix import PER_SAMPLE
 
@@ -57,11 +57,13 @@ class PreferenceSamples:
         ends: Indices,
         ids: Tokens,
         labels: Tokens,
+        weights: Weights | None,
         begins: Indices | None = None,
     ) -> None:
         """Write the documents of the chosen samples one after another; `ends` is the end of each
-        sample. Preference samples are never split, so `begins` is None."""
+        sample. Preference samples are never split, so `begins` is None, and have no weights."""
         assert begins is None
+        assert weights is None
         starts = [0, *ends.tolist()]
         for sample, start in zip(chosen.tolist(), starts, strict=False):
             shared, cause = int(self._shared_lengths[sample]), int(self._prompt_ends[sample])

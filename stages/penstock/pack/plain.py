@@ -10,7 +10,7 @@ import pyarrow as pa
 from penstock.pack.images import image_columns, image_facts
 from penstock.rows.bin_plan import Indices
 from penstock.rows.prepared import PreparedSamples
-from penstock.rows.reader import Tokens
+from penstock.rows.reader import Tokens, Weights
 from penstock.rows.schema import IGNORED
 
 
@@ -36,11 +36,13 @@ class SFTSamples:
         ends: Indices,
         ids: Tokens,
         labels: Tokens,
+        weights: Weights | None,
         begins: Indices | None = None,
     ) -> None:
         """Write the chosen samples one after another; `ends` is the end of each. With `begins`,
         write pieces that start at these tokens of their samples. The target of a piece's last
-        position is the sample's next token, if there is one.
+        position is the sample's next token, if there is one. `weights` are written for samples
+        that differ in their loss weights; labels that weigh 0 are ignored.
 
         Copies in stored order, so that files are read sequentially.
         """
@@ -68,6 +70,37 @@ class SFTSamples:
                 to_ids[start:end] = from_ids[begin:stop]
                 # Shift labels: position t has the label of token t + 1.
                 to_labels[start : end - 1] = from_labels[begin + 1 : stop]
+        if weights is not None:
+            used = slice(0, int(ends[-1]))
+            self._write_weights(chosen, ends, weights[used], begins)
+            weights[used][labels[used] == IGNORED] = 0
+            labels[used][weights[used] == 0] = IGNORED
+
+    def _write_weights(
+        self, chosen: Indices, ends: Indices, weights: Weights, begins: Indices | None
+    ) -> None:
+        """Write the loss weight of the token that follows each position of its sample."""
+        samples, stored = self.samples, self.samples.stored[""]
+        sizes = np.diff(ends, prepend=0)
+        files = np.searchsorted(samples.starts, chosen, side="right") - 1
+        firsts = np.zeros_like(chosen) if begins is None else begins
+        for sample, file, first, size, end in zip(
+            chosen.tolist(),
+            files.tolist(),
+            firsts.tolist(),
+            sizes.tolist(),
+            ends.tolist(),
+            strict=True,
+        ):
+            lists = stored[file]
+            if lists.weights is None:
+                weights[end - size : end] = 1
+                continue
+            at = sample - int(samples.starts[file])
+            begin = int(lists.offsets[at]) + first + 1
+            own = lists.weights[begin : min(begin + size, int(lists.offsets[at + 1]))]
+            weights[end - size : end - size + len(own)] = own
+        weights *= np.repeat(samples.source_weights()[chosen], sizes)
 
     def extra_columns(self, chosen: Indices, rows: Indices) -> list[pa.Array]:
         """The images of each row, for data with images. `rows` are the indices of each row's first

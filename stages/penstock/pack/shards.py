@@ -11,7 +11,7 @@ import pyarrow as pa
 from penstock.core.files import atomic_write
 from penstock.pack.layout import RowSamples
 from penstock.rows.bin_plan import Indices, PackingPlan
-from penstock.rows.reader import Tokens, flat, map_batches
+from penstock.rows.reader import Tokens, Weights, flat, map_batches
 from penstock.rows.schema import IGNORED, packed_schema
 
 BATCH_TOKENS = 4 << 20
@@ -36,6 +36,7 @@ def write_shard(
     room = max(int(ends[last - 1] - ends[first] + sizes[first]) for _, _, first, last in batches)
     # Reuse the buffers for every batch: page faults of new memory cost more than the copies.
     ids, labels = np.empty(room, dtype=np.int32), np.empty(room, dtype=np.int32)
+    weights = np.empty(room, dtype=np.float32) if form.samples.is_weighted else None
     trained = largest = 0
     with (
         atomic_write(target) as part,
@@ -47,9 +48,10 @@ def write_shard(
             here = np.cumsum(sizes[first:last])
             used = int(here[-1])
             its = None if begins is None else begins[first:last]
-            form.write_tokens(chosen, here, ids, labels, its)
+            form.write_tokens(chosen, here, ids, labels, weights, its)
             rows = np.concatenate([[0], bins.ends[low:high] - first])
-            writer.write_batch(_batch(form, chosen, rows, here, ids[:used], labels[:used]))
+            own = None if weights is None else weights[:used]
+            writer.write_batch(_batch(form, chosen, rows, here, ids[:used], labels[:used], own))
             trained += int(np.count_nonzero(labels[:used] != IGNORED))
             largest = max(largest, int(ids[:used].max()))
     return ShardStats(trained, largest)
@@ -74,7 +76,13 @@ def _batches(bins: PackingPlan, ends: Indices) -> Generator[tuple[int, int, int,
 
 
 def _batch(
-    form: RowSamples, chosen: Indices, rows: Indices, ends: Indices, ids: Tokens, labels: Tokens
+    form: RowSamples,
+    chosen: Indices,
+    rows: Indices,
+    ends: Indices,
+    ids: Tokens,
+    labels: Tokens,
+    weights: Weights | None,
 ) -> pa.RecordBatch:
     """Build a record batch. `rows` are the indices of each row's first sample, then the number of
     samples."""
@@ -85,6 +93,7 @@ def _batch(
         pa.ListArray.from_arrays(tokens, pa.array(ids)),
         pa.ListArray.from_arrays(tokens, pa.array(labels)),
         pa.ListArray.from_arrays(documents, pa.array(lengths.astype(np.int32))),
+        *([] if weights is None else [pa.ListArray.from_arrays(tokens, pa.array(weights))]),
         *form.extra_columns(chosen, rows),
     ]
     return pa.RecordBatch.from_arrays(columns, schema=_schema(form))
@@ -92,4 +101,9 @@ def _batch(
 
 def _schema(form: RowSamples) -> pa.Schema:
     its = form.samples
-    return packed_schema(its.kind, is_scored=its.is_scored, has_images=its.has_images)
+    return packed_schema(
+        its.kind,
+        is_scored=its.is_scored,
+        has_images=its.has_images,
+        is_weighted=its.is_weighted,
+    )

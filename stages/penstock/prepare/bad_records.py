@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from penstock.config.schema.dataset import LOSS_WEIGHT_LIMITS
+
 Reason = Literal[
     "invalid_json",
     "missing_column",
@@ -58,16 +60,30 @@ def get_text(record: Mapping[str, Any], name: str) -> str:
 
 def get_number(record: Mapping[str, Any], name: str) -> float:
     """The record's value, which must be a finite number."""
-    value = get_column(record, name)
+    return check_number(name, get_column(record, name))
+
+
+def check_number(where: str, value: Any) -> float:
+    """`value`, which must be a finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise BadRecord("wrong_type", f"{name} is {json_type_name(value)} where a number is meant")
+        raise BadRecord("wrong_type", f"{where} is {json_type_name(value)} where a number is meant")
     try:
         found = float(value)
     except OverflowError:  # a whole number may have any number of digits
         found = math.inf if value > 0 else -math.inf
     if not math.isfinite(found):
-        raise BadRecord("bad_value", f"{name} is {found}")
+        raise BadRecord("bad_value", f"{where} is {found}")
     return found
+
+
+def check_weight(where: str, value: Any) -> float:
+    """`value`, which must be a loss weight."""
+    weight = check_number(where, value)
+    smallest, largest = LOSS_WEIGHT_LIMITS
+    if weight and not smallest <= weight <= largest:
+        why = f"{where} is {weight:g}; a loss weight is 0, or from {smallest:g} to {largest:g}"
+        raise BadRecord("bad_value", why)
+    return weight
 
 
 def check_text(where: str, value: Any) -> str:
@@ -138,6 +154,8 @@ class Tally:
     """Conversations that start with an assistant message."""
     images: int = 0
     """Images of all samples."""
+    weighted: int = 0
+    """Samples of slices in which some loss weight is not 1."""
     media: list[str] = field(default_factory=list)
     """Files with these images, below the slice cache's `media` folder, without suffix; empty for
     data without images."""
@@ -172,6 +190,7 @@ class Tally:
         by_key = {name: dict(sorted(getattr(self, name).items())) for name in _COUNTERS}
         found = {**counts, **by_key, "samples": self.samples}
         found |= {"lacking": self.lacking} if self.lacking else {}
+        found |= {"weighted": self.weighted} if self.weighted else {}
         return {**found, "images": self.images, "media": self.media} if self.media else found
 
     @classmethod
@@ -188,6 +207,7 @@ class Tally:
             for name in (*_COUNTS, *_COUNTERS):
                 setattr(total, name, getattr(total, name) + getattr(tally, name))
             total.images += tally.images
+            total.weighted += tally.weighted
             total.media += tally.media
             total.lacking = sorted({*total.lacking, *tally.lacking})
             total.samples += tally.samples
@@ -213,7 +233,7 @@ def _first_examples(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 _NUMBER = re.compile(r"\d+")
 _COUNTERS = ("lengths", "left_out", "causes", "unread")
-_LISTS = (*_COUNTERS, "images", "media", "lacking", "samples")
+_LISTS = (*_COUNTERS, "images", "weighted", "media", "lacking", "samples")
 _COUNTS = tuple(f.name for f in fields(Tally) if f.name not in _LISTS)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from penstock.core.errors import PenstockError, StageError
 from penstock.prepare.bad_records import Tally, format_causes
 from penstock.prepare.infer_type import infer_from_splits
-from penstock.prepare.mix import build_mixer
+from penstock.prepare.mix import build_mixer, mix_settings
 from penstock.prepare.select.features import LONGEST, TOKENS, TRAINED, Array, Features
 from penstock.prepare.select.select import Selection
 from penstock.prepare.settings import PrepareSettings
@@ -37,7 +37,9 @@ def build_plan(
     entries = {part.entry[0].key: part.entry for part in shares if not part.is_whole}
     counts = dict(zip(entries, Features().counts(list(entries.values())), strict=True))
     splits = {
-        split: [_file_entry(file_path(split, file), file, counts) for file in files[split]]
+        split: [
+            _file_entry(file_path(split, file), file, counts, settings) for file in files[split]
+        ]
         for split in SPLITS
     }
     mixing = build_mixer(settings, _mean_tokens(splits["train"], len(settings.datasets)))
@@ -149,7 +151,9 @@ def _type_hint(item: Slice) -> str:
     return f"  They look like {looks}, but are read as {item.settings.type}.\n"
 
 
-def _file_entry(path: str, file: DataFile, counts: Mapping[str, Array]) -> dict[str, Any]:
+def _file_entry(
+    path: str, file: DataFile, counts: Mapping[str, Array], settings: PrepareSettings
+) -> dict[str, Any]:
     parts = [(part, _count_part(part, counts)) for part in file.shares]
     return {
         "file": path,
@@ -162,10 +166,18 @@ def _file_entry(path: str, file: DataFile, counts: Mapping[str, Array]) -> dict[
                 "slice": part.entry[0].key,
                 "dataset": part.entry[0].dataset,
                 **{name: its[name] for name in ("rows", "tokens", "trained_tokens")},
+                **_loss_weight(part.entry[0], settings),
             }
             for part, its in parts
         ],
     }
+
+
+def _loss_weight(item: Slice, settings: PrepareSettings) -> dict[str, float]:
+    """Loss weight of the data set of a slice, unless it is 1."""
+    mix = settings.mix if item.role == "train" else settings.test_mix
+    weight = mix_settings(mix, item.dataset).loss_weight
+    return {} if weight == 1 else {"loss_weight": weight}
 
 
 def _count_part(part: SlicePart, counts: Mapping[str, Array]) -> dict[str, Any]:

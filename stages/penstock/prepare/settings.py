@@ -29,6 +29,7 @@ LATER = (
     "field_message_training",
     "message_roles",
     "drop_system_message",
+    "field_weight",
 )
 """Settings that were added later: their defaults are not in keys, so that earlier keys stay
 valid."""
@@ -73,6 +74,7 @@ class DatasetSettings(Settings):
     field_rejected: str = "rejected"
     field_chosen_score: str | None = None
     field_rejected_score: str | None = None
+    field_weight: str | None = None
     field_completion: str = "completion"
     field_label: str = "label"
 
@@ -144,6 +146,15 @@ class MixSettings(Settings):
     max_samples: int | None = Field(default=None, gt=0)
     """Use only this many samples, from the start."""
 
+    loss_weight: float = Field(default=1.0, ge=0)
+    """Loss weight of its tokens."""
+
+    @model_serializer(mode="wrap")
+    def _as_written(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Omit a loss weight of 1, so that earlier cache keys stay valid."""
+        values = dump(self)
+        return {n: v for n, v in values.items() if (n, v) != ("loss_weight", 1.0)}
+
 
 class PrepareSettings(Settings):
     """Cache identity of prepared data."""
@@ -161,7 +172,7 @@ class PrepareSettings(Settings):
     """One for each training source; empty: all of each, equally weighted."""
 
     test_mix: tuple[MixSettings, ...] = ()
-    """One for each validation source; only `max_samples` is used."""
+    """One for each validation source; only `max_samples` and `loss_weight` are used."""
 
     mix_strategy: MixStrategy = "concat"
     """How training sources are merged."""

@@ -28,7 +28,7 @@ from penstock.prepare.slices import TokenizedSlice
 from penstock.rows.image_files import MEDIA
 from penstock.rows.prepared import PLAN
 from penstock.rows.reader import map_batches
-from penstock.rows.schema import IMAGES, SPLITS, prepared_schema, with_image_columns
+from penstock.rows.schema import SPLITS, prepared_schema, with_columns
 
 FORMAT = 1
 """Increase it if the same samples must be written in other record batches."""
@@ -117,7 +117,12 @@ def publish_splits(
         if file.content not in same:
             its = settings.datasets[0]
             images = any(share.entry[2].media for share in file.shares)
-            schema = prepared_schema(its.kind, is_scored=its.is_scored, has_images=images)
+            schema = prepared_schema(
+                its.kind,
+                is_scored=its.is_scored,
+                has_images=images,
+                is_weighted=any(share.entry[2].weighted for share in file.shares),
+            )
             _write(file, schema, target)
 
 
@@ -265,8 +270,7 @@ def _with_labels(
     sources = pa.DictionaryArray.from_arrays(
         pa.array(np.full(batch.num_rows, number, dtype=np.int32)), pa.array(labels, pa.string())
     )
-    if IMAGES in schema.names:
-        batch = with_image_columns(batch)
+    batch = with_columns(batch, schema)
     columns = [sources if name == "source" else batch.column(name) for name in schema.names]
     return pa.RecordBatch.from_arrays(columns, schema=schema)
 

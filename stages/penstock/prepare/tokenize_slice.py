@@ -11,11 +11,11 @@ from penstock.core.files import atomic_write
 from penstock.prepare.bad_records import Tally
 from penstock.prepare.encode.backends import BackendMismatch
 from penstock.prepare.encode.encoder import EncodedBatch, Encoder
-from penstock.prepare.encode.ragged import TokenSequences
+from penstock.prepare.encode.ragged import TokenSequences, dense_weights
 from penstock.prepare.readers.records import Batch
 from penstock.prepare.slices import Slice
 from penstock.prepare.unread_columns import count_unread
-from penstock.rows.schema import IMAGE_TOKENS, IMAGES, histogram, prepared_schema
+from penstock.rows.schema import IMAGE_TOKENS, IMAGES, LOSS_WEIGHTS, histogram, prepared_schema
 
 Read = Callable[[], Iterable[Batch]]
 """Reads the records of a slice, from the first one each time it is called."""
@@ -27,23 +27,37 @@ def tokenize(item: Slice, encode: Encoder, target: Path, read: Read) -> Tally:
     Samples keep the order of the source. Column `row` is the index of the record in the slice,
     counting dropped records. Raises StageError if a file is truncated.
     """
+    is_weighted = False
     with atomic_write(target) as part:
-        try:
-            tally = _write_samples(item, encode, part, read)
-        except BackendMismatch:
-            # fastokens gave wrong ids; it is not used again, and earlier batches are redone.
-            tally = _write_samples(item, encode, part, read)
-    return tally
+        while True:
+            try:
+                return _write_samples(item, encode, part, read, is_weighted=is_weighted)
+            except BackendMismatch:
+                # fastokens gave wrong ids; it is not used again, and earlier batches are redone.
+                continue
+            except _WeightsFound:
+                is_weighted = True
 
 
-def _write_samples(item: Slice, encode: Encoder, part: Path, read: Read) -> Tally:
+class _WeightsFound(Exception):  # noqa: N818 - caught within this module
+    """The file was begun without a column of loss weights, and a sample has some."""
+
+
+def _write_samples(
+    item: Slice, encode: Encoder, part: Path, read: Read, *, is_weighted: bool
+) -> Tally:
     tally = Tally()
     schema = prepared_schema(
-        item.settings.kind, is_scored=item.settings.is_scored, has_images=encode.reads_images
+        item.settings.kind,
+        is_scored=item.settings.is_scored,
+        has_images=encode.reads_images,
+        is_weighted=is_weighted,
     )
     with pa.OSFile(str(part), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
         for batch in read():
             samples = encode(batch.values, batch.folder)
+            if not is_weighted and any(side.weights is not None for side in samples.sides):
+                raise _WeightsFound
             first = tally.records
             tally.records += len(batch.values)
             for place, fault in sorted(samples.faults.items()):
@@ -51,6 +65,7 @@ def _write_samples(item: Slice, encode: Encoder, part: Path, read: Read) -> Tall
             _count_batch(samples, tally)
             tally.unread += count_unread(batch.values, item.settings, item.columns)
             writer.write_batch(_to_record_batch(samples, first, item.label, schema))
+    tally.weighted = tally.rows if is_weighted else 0
     return tally
 
 
@@ -77,6 +92,10 @@ def _to_record_batch(
         columns.append(pa.array(samples.desirable, pa.bool_()))
     if "score_gap" in schema.names:
         columns.append(pa.array(samples.score_gaps, pa.float32()))
+    if LOSS_WEIGHTS.name in schema.names:
+        [side] = samples.sides
+        weights = pa.array(dense_weights(side.labels, side.weights))
+        columns.append(pa.ListArray.from_arrays(columns[0].offsets, weights))
     if IMAGES in schema.names:
         columns.append(pa.array(samples.images, schema.field(IMAGES).type))
         columns.append(pa.array(samples.image_tokens, schema.field(IMAGE_TOKENS).type))

@@ -25,6 +25,9 @@ WATCHED = (
 )
 """Column names that public data sets use for parts of a prompt or an answer."""
 
+WEIGHT_COLUMNS = ("weight", "loss_weight", "sample_weight")
+"""Column names that public data sets use for the weight of a record."""
+
 ALPACA_COLUMNS = ("input", "system", "history")
 TEXT_PROMPT_COLUMNS = ("input", "history")
 """Columns that preference data and KTO read beside a prompt that is text."""
@@ -53,10 +56,10 @@ SINGLE_COLUMN_TYPES = ("tokenized", "text")
 
 
 def watched_columns(its: DatasetSettings, columns: Sequence[str] | None) -> tuple[str, ...]:
-    """The `WATCHED` columns that this data set does not read; with `select_columns` (`columns`),
-    only those of them."""
-    if its.type in SINGLE_COLUMN_TYPES:
-        return ()
+    """The columns with well-known names that this data set does not read; with `select_columns`
+    (`columns`), only those of them."""
+    parts = () if its.type in SINGLE_COLUMN_TYPES else WATCHED
+    names = (*parts, *(WEIGHT_COLUMNS if its.kind == "sft" else ()))
     named = {
         value
         for name, value in its.model_dump().items()
@@ -65,7 +68,7 @@ def watched_columns(its: DatasetSettings, columns: Sequence[str] | None) -> tupl
     read = {*DEFAULT_COLUMNS.get(its.type, ()), *named}
     if its.type not in TYPES_WITH_TOOLS:
         read -= {its.field_tools}
-    return tuple(name for name in WATCHED if name not in read and (not columns or name in columns))
+    return tuple(name for name in names if name not in read and (not columns or name in columns))
 
 
 def count_unread(
@@ -137,6 +140,8 @@ def column_remedy(name: str, type_name: str) -> str:
         return f"write field_tools: {name}"
     if name in ("tools", "functions", "tool_calls"):
         return "write type: chat, with messages that call tools"
+    if name in WEIGHT_COLUMNS:
+        return f"write field_weight: {name}, if it says how much a record counts in the loss"
     if name in ("reasoning", "reasoning_content", "thinking"):
         return "put it into the answer, or into reasoning_content of a message of type: chat"
     return "put it into a column that is read"

@@ -14,7 +14,7 @@ from penstock.core.errors import ArtifactError
 from penstock.core.files import read_json
 from penstock.rows.prepared import PLAN
 from penstock.rows.reader import map_batches
-from penstock.rows.schema import SPLITS
+from penstock.rows.schema import SPLITS, with_columns
 
 FILE_BYTES = 512 << 20
 """Maximum bytes of samples per parquet file before compression, in whole batches."""
@@ -52,7 +52,10 @@ def parquet_files(prepared: Artifact, *, file_bytes: int = FILE_BYTES) -> Iterat
                     "  Prepare the data again with --force prepare."
                 )
         batches = [batch for file in files for batch in map_batches(prepared.path / file)]
-        groups = list(_group_batches([batch for batch in batches if batch.num_rows], file_bytes))
+        # Some slices may lack the column of loss weights.
+        schema = max((batch.schema for batch in batches), key=len, default=None)
+        filled = [with_columns(batch, schema) for batch in batches if batch.num_rows]
+        groups = list(_group_batches(filled, file_bytes))
         for number, group in enumerate(groups):
             yield ParquetFile(split, f"{split}-{number:05d}-of-{len(groups):05d}.parquet", group)
 

@@ -46,6 +46,14 @@ class MicroBatch:
     """The images of its documents; None without images."""
     bidirectional: tuple[tuple[int, int], ...] = ()
     """First token and end of each run of tokens that attend to one another in both directions."""
+    loss_weights_T: torch.Tensor | None = None  # noqa: N815 - T names the dimension
+    """fp32: loss weight of each label, above 0; 0 without a label. None: all labels weigh 1."""
+
+    @property
+    def loss_weight(self) -> float:
+        """Sum of the loss weights, in fp64: the number of trained tokens if all weigh 1."""
+        weights_T = self.loss_weights_T
+        return self.num_trained if weights_T is None else weights_T.double().sum().item()
 
     def branch_T(self) -> torch.Tensor:  # noqa: N802 - T names the dimension
         """Branch index of each token, int64 [T], numbered across the micro-batch; -1 for shared
@@ -109,18 +117,23 @@ class _Part:
 
 @dataclass(frozen=True)
 class CollatedStep:
-    """The micro-batches of a step in one tensor: [3, sum of T], int64; images apart.
+    """The micro-batches of a step in one tensor: [3, sum of T], int64; loss weights and images
+    apart.
 
     A single tensor is cheaper to send between processes and to pin.
     """
 
     values: torch.Tensor
     parts: tuple[_Part, ...]
+    loss_weights: torch.Tensor | None = None
+    """fp32 [sum of T]; None if all labels weigh 1."""
 
     def pin_memory(self) -> "CollatedStep":
         """A copy in pinned memory, for asynchronous copies to the GPU."""
         parts = tuple(part.pin_memory() for part in self.parts)
-        return CollatedStep(self.values.pin_memory(), parts)
+        weights = self.loss_weights
+        pinned = None if weights is None else weights.pin_memory()
+        return CollatedStep(self.values.pin_memory(), parts, pinned)
 
     def micro_batches(self) -> list[MicroBatch]:
         """The micro-batches, as views."""
@@ -129,7 +142,9 @@ class CollatedStep:
         for part in self.parts:
             size = sum(part.lengths)
             ids, labels, positions = self.values.narrow(1, start, size).unbind()
-            found.append(MicroBatch(ids, labels, positions, **vars(part)))
+            weights = self.loss_weights
+            weights_T = None if weights is None else weights.narrow(0, start, size)
+            found.append(MicroBatch(ids, labels, positions, **vars(part), loss_weights_T=weights_T))
             start += size
         return found
 
@@ -156,6 +171,8 @@ def collate(
     for lengths, total in zip(documents, totals, strict=True):
         lengths += _documents_of_padding(total - sum(lengths))
     values = np.empty((3, sum(totals)), dtype=np.int64)
+    is_weighted = any(row.loss_weights is not None for rows in groups for row in rows)
+    weights = np.zeros(sum(totals) if is_weighted else 0, dtype=np.float32)
     counting = np.arange(max(totals, default=0))
     parts: list[_Part] = []
     start = 0
@@ -166,7 +183,11 @@ def collate(
             end = used + len(row.input_ids)
             ids[used:end] = row.input_ids
             labels[used:end] = row.labels
-            trained += int(np.count_nonzero(row.labels != IGNORED))
+            is_trained = row.labels != IGNORED
+            trained += int(np.count_nonzero(is_trained))
+            if is_weighted:
+                own = is_trained if row.loss_weights is None else row.loss_weights
+                weights[start + used : start + end] = own
             used = end
         ids[used:] = pad_token_id
         labels[used:] = IGNORED
@@ -182,7 +203,11 @@ def collate(
         images = ImageBatch.concatenate([image for row in rows for image in row.images])
         parts.append(_Part(tuple(lengths), used, trained, numbered, branching, images))
         start += total
-    return CollatedStep(torch.from_numpy(values), tuple(parts))
+    return CollatedStep(
+        torch.from_numpy(values),
+        tuple(parts),
+        torch.from_numpy(weights) if is_weighted else None,
+    )
 
 
 def _documents(rows: Sequence[Row]) -> list[int]:

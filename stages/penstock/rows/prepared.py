@@ -2,6 +2,7 @@
 
 from bisect import bisect_right
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,14 +13,15 @@ import pyarrow as pa
 from penstock.config.schema.dataset import Kind
 from penstock.core.errors import DamagedFileError
 from penstock.core.files import read_json
-from penstock.rows.reader import Tokens, flat, map_batches
+from penstock.rows.reader import Tokens, Weights, flat, loss_weights, map_batches
 from penstock.rows.sample_order import DatasetMixer, Indices, epoch_orders
 from penstock.rows.schema import (
     IGNORED,
     IMAGE_TOKENS,
     IMAGES,
-    PREPARED_SCHEMAS,
-    with_image_columns,
+    LOSS_WEIGHTS,
+    prepared_schema,
+    with_columns,
 )
 
 PLAN = "plan.json"
@@ -39,6 +41,8 @@ class TokenLists(NamedTuple):
     input_ids: Tokens
     labels: Tokens
     offsets: Tokens
+    weights: Weights | None
+    """Loss weight of each label; 0 without a label. None: all labels weigh 1."""
 
 
 @dataclass(frozen=True)
@@ -125,12 +129,15 @@ class PreparedSamples:
         return np.array([each for part in parts for each in part], dtype=np.bool_)
 
     def table(self) -> pa.Table:
-        """All columns of all samples, memory-mapped (`rows.schema.PREPARED_SCHEMAS` lists them)."""
-        batches = (
-            [with_image_columns(b) for b in self._batches] if self.has_images else self._batches
+        """All columns of all samples, memory-mapped (`rows.schema.prepared_schema` lists them)."""
+        names = {name for batch in self._batches for name in batch.schema.names}
+        schema = prepared_schema(
+            self.kind,
+            is_scored=self.is_scored,
+            has_images=IMAGES in names,
+            is_weighted=LOSS_WEIGHTS.name in names,
         )
-        schema = batches[0].schema if batches else PREPARED_SCHEMAS[self.kind]
-        return pa.Table.from_batches(batches, schema)
+        return pa.Table.from_batches([with_columns(b, schema) for b in self._batches], schema)
 
     @property
     def has_images(self) -> bool:
@@ -144,6 +151,26 @@ class PreparedSamples:
         if IMAGES not in batch.schema.names:
             return [], []
         return batch.column(IMAGES)[place].as_py(), batch.column(IMAGE_TOKENS)[place].as_py()
+
+    def source_weights(self) -> Weights:
+        """Loss weight of the data set of every sample, by which those of its labels are multiplied
+        when it is packed."""
+        of = np.array([part.get("loss_weight", 1.0) for part in self._parts], dtype=np.float32)
+        return np.repeat(of, [part["rows"] for part in self._parts])
+
+    @cached_property
+    def is_weighted(self) -> bool:
+        """Whether labels differ in their loss weights. Equal ones leave the loss as it is."""
+        sources = self.source_weights()
+        distinct = set[float]()
+        for start, stored in zip(self.starts.tolist(), self.stored.get("", ()), strict=False):
+            sizes = np.diff(stored.offsets)
+            weights = sources[start : start + len(sizes)]
+            if stored.weights is not None:
+                products = np.repeat(weights, sizes) * stored.weights
+                weights = products[stored.labels != IGNORED]
+            distinct.update(np.unique(weights).tolist())
+        return len(distinct) > 1 or 0.0 in distinct
 
     @property
     def is_scored(self) -> bool:
@@ -242,7 +269,9 @@ def untrained_prefix_lengths(labels: Tokens, offsets: Tokens | Indices) -> Indic
 
 def _token_lists(batch: pa.RecordBatch, side: str) -> TokenLists:
     ids, offsets = flat(_lists(batch, f"{side}input_ids"))
-    return TokenLists(ids, flat(_lists(batch, f"{side}labels"))[0], offsets)
+    weights = loss_weights(batch)
+    labels, _ = flat(_lists(batch, f"{side}labels"))
+    return TokenLists(ids, labels, offsets, weights[0] if weights else None)
 
 
 def _token_list(stored: TokenLists, place: int) -> tuple[Tokens, Tokens]:

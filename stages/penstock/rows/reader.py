@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -14,10 +15,12 @@ from penstock.config.schema.dataset import Kind
 from penstock.core.errors import ArtifactError
 from penstock.rows.image_files import MEDIA, ImageFiles
 from penstock.rows.pixel_table import StoredTensor
-from penstock.rows.schema import IMAGE_TOKENS, IMAGES, PACKED, PACKED_SCHEMAS
+from penstock.rows.schema import IMAGE_TOKENS, IMAGES, LOSS_WEIGHTS, PACKED, PACKED_SCHEMAS
 from penstock.rows.shared_prefix import PrefixSharing
 
 Tokens = npt.NDArray[np.int32]
+Weights = npt.NDArray[np.float32]
+Number = TypeVar("Number", np.int32, np.float32)
 
 SHARDS = "rows-*.arrow"
 
@@ -47,6 +50,8 @@ class Row:
     """Prefix sharing of all its documents; None for SFT data."""
     images: tuple[RowImage, ...] = ()
     """The images of its documents, in the order of their tokens."""
+    loss_weights: Weights | None = None
+    """Loss weight of each label, above 0; 0 without a label. None: all labels weigh 1."""
 
 
 class PackedRows:
@@ -84,7 +89,12 @@ class PackedRows:
         ids, labels, lengths = self._columns[batch]
         branching = None if self.kind == "sft" else _branching(self._batches[batch], at)
         images = self._images(self._batches[batch], at)
-        return Row(ids.at(at), labels.at(at), lengths.at(at), index, branching, images)
+        weights = loss_weights(self._batches[batch])
+        own = None
+        if weights is not None:
+            values, offsets = weights
+            own = values[offsets[at] : offsets[at + 1]]
+        return Row(ids.at(at), labels.at(at), lengths.at(at), index, branching, images, own)
 
     def _images(self, batch: pa.RecordBatch, at: int) -> tuple[RowImage, ...]:
         if IMAGES not in batch.schema.names:
@@ -206,18 +216,27 @@ def _branching(batch: pa.RecordBatch, index: int) -> PrefixSharing:
 
 def flat(lists: pa.ListArray) -> tuple[Tokens, Tokens]:
     """A list column as (values, offsets into them), both views of Arrow's memory."""
-    return _view(lists.values), _view(lists.offsets)
+    return _view(lists.values, np.int32), _view(lists.offsets, np.int32)
 
 
-def _view(numbers: pa.Array) -> Tokens:
-    """View an int32 array without nulls. Arrow's own `to_numpy` imports pandas, which would cost
-    every rank and every data loader process a second."""
-    assert numbers.type == pa.int32()
+def loss_weights(batch: pa.RecordBatch) -> tuple[Weights, Tokens] | None:
+    """The loss weights as (values, offsets into them), as views; None if all labels weigh 1."""
+    if LOSS_WEIGHTS.name not in batch.schema.names:
+        return None
+    lists = batch.column(LOSS_WEIGHTS.name)
+    return _view(lists.values, np.float32), _view(lists.offsets, np.int32)
+
+
+def _view(numbers: pa.Array, dtype: type[Number]) -> npt.NDArray[Number]:
+    """View an array without nulls. Arrow's own `to_numpy` imports pandas, which would cost every
+    rank and every data loader process a second."""
+    assert numbers.type == pa.from_numpy_dtype(dtype)
     assert not numbers.null_count
     _, buffer = numbers.buffers()
     if buffer is None:
-        return np.empty(0, np.int32)
-    return np.frombuffer(buffer, np.int32, count=len(numbers), offset=4 * numbers.offset)
+        return np.empty(0, dtype)
+    offset = numbers.offset * np.dtype(dtype).itemsize
+    return np.frombuffer(buffer, dtype, count=len(numbers), offset=offset)
 
 
 def map_batches(path: Path) -> list[pa.RecordBatch]:

@@ -3,6 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from penstock.config.schema.dataset import Kind
 
@@ -67,6 +68,10 @@ PREPARED_SCHEMAS: dict[Kind, pa.Schema] = {
 """Schema of prepared data by kind."""
 
 
+LOSS_WEIGHTS = pa.field("loss_weights", pa.list_(pa.float32()), nullable=False)
+"""Column of SFT data of which some loss weights are not 1, after the other columns of tokens: the
+loss weight of each label, in the place of the label; 0 where there is none."""
+
 IMAGES, IMAGE_TOKENS = "images", "image_tokens"
 
 IMAGE_COLUMNS = [
@@ -81,23 +86,36 @@ IMAGE_COUNTS = pa.field("image_counts", pa.list_(pa.int32()), nullable=False)
 """Column of packed preference data with images, after these: number of images of each document."""
 
 
-def prepared_schema(kind: Kind, *, is_scored: bool = False, has_images: bool = False) -> pa.Schema:
+def prepared_schema(
+    kind: Kind, *, is_scored: bool = False, has_images: bool = False, is_weighted: bool = False
+) -> pa.Schema:
     """Schema of prepared data of a kind; preference pairs may have scores."""
     plain = PREPARED_SCORED if is_scored else PREPARED_SCHEMAS[kind]
-    if not has_images:
+    further = [*([LOSS_WEIGHTS] if is_weighted else []), *(IMAGE_COLUMNS if has_images else [])]
+    if not further:
         return plain
-    return pa.schema([*(f for f in plain if f not in _ORIGIN), *IMAGE_COLUMNS, *_ORIGIN])
+    return pa.schema([*(f for f in plain if f not in _ORIGIN), *further, *_ORIGIN])
 
 
-def with_image_columns(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """The batch of prepared samples, with empty lists of images if it has no columns of them."""
-    if IMAGES in batch.schema.names:
+def with_columns(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
+    """The batch of prepared samples in `schema`: without columns of images these are empty lists,
+    and without loss weights these are 1 for every label."""
+    if batch.schema.names == schema.names:
         return batch
-    plain = [field for field in batch.schema if field not in _ORIGIN]
-    fields = [*plain, *IMAGE_COLUMNS, *_ORIGIN]
-    nothing = [pa.array([[]] * batch.num_rows, field.type) for field in IMAGE_COLUMNS]
-    columns = [*batch.columns[: len(plain)], *nothing, *batch.columns[len(plain) :]]
-    return pa.RecordBatch.from_arrays(columns, schema=pa.schema(fields))
+    columns = [
+        batch.column(field.name) if field.name in batch.schema.names else _default(batch, field)
+        for field in schema
+    ]
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def _default(batch: pa.RecordBatch, field: pa.Field) -> pa.Array:
+    if field != LOSS_WEIGHTS:
+        return pa.array([[]] * batch.num_rows, field.type)
+    labels = batch.column("labels")
+    is_trained = pc.call_function("not_equal", [labels.values, pa.scalar(IGNORED, pa.int32())])
+    weights = is_trained.cast(pa.float32())
+    return pa.ListArray.from_arrays(labels.offsets, weights)
 
 
 PACKED = pa.schema(
@@ -141,12 +159,15 @@ PACKED_SCHEMAS: dict[Kind, pa.Schema] = {
 """Schema of packed rows by kind."""
 
 
-def packed_schema(kind: Kind, *, is_scored: bool = False, has_images: bool = False) -> pa.Schema:
+def packed_schema(
+    kind: Kind, *, is_scored: bool = False, has_images: bool = False, is_weighted: bool = False
+) -> pa.Schema:
     """Schema of packed rows of a kind; preference pairs may have scores."""
     plain = PACKED_SCORED if is_scored else PACKED_SCHEMAS[kind]
-    if not has_images:
-        return plain
-    return pa.schema([*plain, *IMAGE_COLUMNS, *([] if kind == "sft" else [IMAGE_COUNTS])])
+    further = [LOSS_WEIGHTS] if is_weighted else []
+    if has_images:
+        further += [*IMAGE_COLUMNS, *([] if kind == "sft" else [IMAGE_COUNTS])]
+    return pa.schema([*plain, *further]) if further else plain
 
 
 SPLITS = ("train", "validation")

@@ -124,7 +124,7 @@ def encode(record: Any, tokenizer: Any, **settings: Any) -> Any:
     samples = Encoder(DatasetSettings(**settings), tokenizer)([record])
     if samples.faults:
         return samples.faults[0]
-    sides = [(ids.tolist(), labels.tolist()) for ids, labels in (s[0] for s in samples.sides)]
+    sides = [(ids.tolist(), labels.tolist()) for ids, labels, _ in (s[0] for s in samples.sides)]
     return tuple(sides) if len(sides) > 1 else sides[0]
 
 

@@ -68,7 +68,7 @@ def test_real_conversations_have_the_masks_that_transformers_gives(shared, templ
         assert samples.records == list(range(len(records)))
         for index, record in enumerate(records):
             said_in: Any = FORMATS[settings.type](settings, record)
-            ids, labels = samples.sides[0][index]
+            ids, labels, _ = samples.sides[0][index]
             assert (ids.tolist(), labels.tolist()) == judged(
                 tokenizer, said_in.messages, said_in.tools
             )

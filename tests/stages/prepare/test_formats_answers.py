@@ -297,7 +297,8 @@ def tokens_of(record: Any, tokenizer: Any, **its: Any) -> Any:
         return found.faults[0]
     sides = [side[0] for side in found.sides]
     return [
-        (tokenizer.decode(ids), tokenizer.decode(ids[labels != IGNORED])) for ids, labels in sides
+        (tokenizer.decode(ids), tokenizer.decode(ids[labels != IGNORED]))
+        for ids, labels, _ in sides
     ]
 
 

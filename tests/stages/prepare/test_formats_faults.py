@@ -61,7 +61,7 @@ ALPACA = {"type": "alpaca"}
         ),
         (saying(content=["a"]), CHAT, "wrong_type", r"messages\[1\].content\[0\] is a string"),
         (saying(content="", images=["a.png"]), CHAT, "bad_value", r"messages\[1\] has images"),
-        (saying(content="", weight=0.5), CHAT, "bad_value", r"\[1\].weight is 0.5; write true, f"),
+        (saying(content="", weight=-0.5), CHAT, "bad_value", r"\[1\].weight is -0.5; a loss"),
         (saying(content="", note=float("nan")), CHAT, "bad_value", r"messages\[1\].note is nan"),
         (saying(content="", note=b""), CHAT, "wrong_type", r"messages\[1\].note is bytes"),
         (

@@ -90,7 +90,7 @@ if __name__ == "__main__":
         for row in SETS[name][3]:
             print(f"=== {name} {row}")
             for side in samples.sides:
-                ids, labels = side[row]
+                ids, labels, _ = side[row]
                 print(tokenizer.decode(ids.tolist()), "--- trained:", sep="\n")
                 print(trained(tokenizer, labels.tolist()))
     GOLDEN.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterator
 
 from penstock.config.loading.fault import ConfigIssue, Steps, dotted
-from penstock.config.schema.dataset import DatasetConfig
+from penstock.config.schema.dataset import LOSS_WEIGHT_LIMITS, DatasetConfig
 from penstock.config.schema.run import RunConfig
 from penstock.core.sources.local_files import detect_file_kind
 from penstock.core.sources.megatron_files import DATA, INDEX, KIND, PARTS
@@ -183,6 +183,40 @@ def _check_weights(run: RunConfig) -> Issues:
                     (*path, name),
                     f"{path[1]} are not mixed; leave {name} out",
                 )
+
+
+def _check_loss_weights(run: RunConfig) -> Issues:
+    for name in (TRAIN, TEST):
+        entries = getattr(run.data, name)
+        if entries and all(entry.loss_weight == 0 for entry in entries):
+            why = "every loss_weight is 0, so no token counts; raise one"
+            yield ConfigIssue(("data", name), why)
+    for path, entry in _iter_datasets(run):
+        for name in ("loss_weight", "field_weight"):
+            if not entry.is_non_default(name):
+                continue
+            if path[1] == AVOID:
+                yield ConfigIssue((*path, name), f"{AVOID} are not trained on; leave {name} out")
+            elif entry.is_typed and entry.kind != "sft":
+                yield ConfigIssue(
+                    (*path, name),
+                    f"the loss of type: {entry.type} is one of whole completions, whose tokens have"
+                    f" no weights; leave {name} out",
+                    (dotted((*path, "type")),),
+                )
+        smallest, largest = LOSS_WEIGHT_LIMITS
+        if entry.loss_weight and not smallest <= entry.loss_weight <= largest:
+            yield ConfigIssue(
+                (*path, "loss_weight"),
+                f"is {entry.loss_weight:g}; write 0, or a number from {smallest:g} to {largest:g}",
+            )
+        columns = run.data.select_columns
+        if columns is not None and entry.field_weight and entry.field_weight not in columns:
+            yield ConfigIssue(
+                (*path, "field_weight"),
+                f"{entry.field_weight} is not one of data.select_columns; add it there",
+                ("data.select_columns",),
+            )
 
 
 def _check_mix_options(run: RunConfig) -> Issues:
@@ -449,6 +483,7 @@ DATA_RULES: tuple[Callable[[RunConfig], Issues], ...] = (
     _check_shards,
     _check_megatron_files,
     _check_weights,
+    _check_loss_weights,
     _check_mix_options,
     _check_filter_options,
     _check_truncation,

@@ -38,6 +38,10 @@ KIND_OF_FORMAT: dict[FormatName, Kind] = {
 }
 """What samples of a format are used for; `sft` where it is not listed."""
 
+LOSS_WEIGHT_LIMITS = 1e-12, 1e12
+"""The smallest and the largest loss weight other than 0: the product of the weights of a message,
+its record and its source is a normal fp32 number."""
+
 SCORES = ("field_chosen_score", "field_rejected_score")
 """Columns with the scores of the completions of a pair."""
 
@@ -127,6 +131,11 @@ class DatasetConfig(ConfigSection):
     """Weight of this source in the mix, relative to the others (see `data.mix_strategy`). 0 leaves
     it out."""
 
+    loss_weight: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    """Loss weight of the tokens of this source. The loss of a step is the mean over its trained
+    tokens, weighted by the product of the loss weights of a token's source, record (`field_weight`)
+    and message (`weight`). With 0 its samples are read but not trained on."""
+
     max_samples: int | None = Field(default=None, gt=0)
     """Use only the first `max_samples` samples of this source."""
 
@@ -205,6 +214,10 @@ class DatasetConfig(ConfigSection):
     field_rejected_score: str | None = Field(default=None, min_length=1)
     """`preference`: column with the score of the rejected completion. Records where it is higher
     than that of the chosen one are invalid."""
+
+    field_weight: str | None = Field(default=None, min_length=1)
+    """Column with the loss weight of a record, a number: 0, or from 1e-12 to 1e12; null is 1. Not
+    for `preference` and `kto`. Unset: every record weighs 1."""
 
     field_completion: str = Field(default="completion", min_length=1)
     """`kto`: column with the completion."""

@@ -22,6 +22,7 @@ from penstock.engine.distributed.parallel_dims import ParallelDims
 from penstock.engine.distributed.ring_attention import Ring, RingSegments, ring_segments
 from penstock.engine.distributed.ulysses import Ulysses
 from penstock.engine.generation.kv_cache import with_kv_cache
+from penstock.losses.labels import Labels
 from penstock.models.causal_lm import CausalLM
 from penstock.models.decoder_config import DecoderConfig
 from penstock.models.layers.attention import AttentionFn
@@ -68,6 +69,12 @@ class ContextParallel:
             labels_T=self.shard_tensor(batch.labels_T),
             position_ids_T=self.shard_tensor(batch.position_ids_T),
         )
+
+    def shard_labels(self, batch: MicroBatch, device: torch.device) -> Labels:
+        """This rank's labels of a micro-batch with their loss weights, on the device."""
+        weights_T = batch.loss_weights_T
+        local_T = None if weights_T is None else self.shard_tensor(weights_T)
+        return Labels.from_host(self.shard_tensor(batch.labels_T), device, local_T)
 
     def varlen_metadata(self, batch: MicroBatch, device: torch.device | str) -> VarlenMetadata:
         """The document boundaries of a micro-batch for `attend`, built once for all layers."""

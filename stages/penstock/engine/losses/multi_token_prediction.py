@@ -1,7 +1,8 @@
 """The loss of multi-token prediction (MTP): the weight over the number of depths, times the summed
 losses of all depths (DeepSeek-V3, arXiv:2412.19437, section 2.2).
 
-As there, each depth's sum is divided by the trained tokens of the step, like the main loss. A
+As there, each depth's sum is divided by the trained tokens of the step, like the main loss; labels
+have their loss weights at every depth, and the divisor is then the sum of those of the step. A
 position counts at depth k if the token k + 1 further on is of its document and trained. T tokens, K
 depths.
 """
@@ -59,12 +60,23 @@ class MTPLoss:
         for call, batch in zip(calls, batches, strict=True):
             device = call.input_ids_T.device
             ids_KT, labels_KT = map(self._own_tokens, further_tokens(batch, self.depths))
-            labels = [Labels.from_host(labels_S, device) for labels_S in labels_KT]
+            weights_KT = self._further_weights(batch)
+            labels = [
+                Labels.from_host(labels_S, device, weights_S)
+                for labels_S, weights_S in zip(labels_KT, weights_KT, strict=True)
+            ]
             outputs = list(map(output_fn, labels))
             index_KT = self._feature_index(batch, device)
             further = FurtherTokens(to_device(ids_KT, device), outputs, index_KT)
             found.append(replace(call, further=further))
         return found
+
+    def _further_weights(self, batch: MicroBatch) -> Sequence[torch.Tensor | None]:
+        """This rank's loss weights of the labels of each depth."""
+        if batch.loss_weights_T is None:
+            return [None] * self.depths
+        weights_KT = shifted(batch.loss_weights_T, batch.lengths, self.depths, 0)
+        return self._own_tokens(weights_KT).unbind()
 
     def _feature_index(self, batch: MicroBatch, device: torch.device) -> torch.Tensor | None:
         """`FurtherTokens.feature_index_KT`."""

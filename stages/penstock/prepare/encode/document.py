@@ -33,3 +33,6 @@ class Document:
 
     image_tokens: tuple[int, ...] = ()
     """Number of image tokens of each image."""
+
+    weights: tuple[float, ...] | None = None
+    """Loss weight of each span; None: 1."""

@@ -42,7 +42,7 @@ from penstock.prepare.formats.conversation import (
     TokenizedSample,
     conversations,
 )
-from penstock.prepare.formats.registry import parse_record
+from penstock.prepare.formats.registry import parse_record, parse_weight
 from penstock.prepare.readers.records import Value
 from penstock.prepare.settings import DatasetSettings
 from penstock.prepare.unread_columns import unread_keys
@@ -94,6 +94,8 @@ class _ParsedBatch:
     sides: list[list[Document]] = field(default_factory=list[list[Document]])
     """Per side, one document per record; empty for tokenized records."""
     given: list[LabeledTokens] = field(default_factory=list[LabeledTokens])
+    weights: list[float] = field(default_factory=list[float])
+    """Loss weight of each record."""
     desirable: list[bool] = field(default_factory=list[bool])
     score_gaps: list[float] = field(default_factory=list[float])
     faults: dict[int, BadRecord] = field(default_factory=dict[int, BadRecord])
@@ -222,6 +224,9 @@ class Encoder:
         found = [side.select(usable) for side in sides]
         if self._its.train_on_prompt and self._its.kind == "sft":
             found = [_train_on_prompts(side) for side in found]
+        if self._its.kind == "sft":
+            factors = np.array([parsed.weights[place] for place in usable], dtype=np.float32)
+            found = [side.weigh(factors) for side in found]
         documents: list[Document] = []
         if self._images:
             sides = [side or [Document("")] * len(parsed.records) for side in parsed.sides]
@@ -290,6 +295,7 @@ class Encoder:
             self._variables.warn_unread(each.template_kwargs, "column chat_template_kwargs")
         messages = [message for each in conversations(said) for message in each.messages]
         found.unread_keys.update(unread_keys(messages, self._template))
+        weight = parse_weight(self._its, value)
         if isinstance(said, Text):
             found.sides[0].append(Document(said.text))
         elif isinstance(said, TokenizedSample):
@@ -309,6 +315,7 @@ class Encoder:
             found.sides[0].append(self._renderer.render(said))
             found.blank_answers += said.has_blank_answer
             found.assistant_first += said.begins_with_assistant
+        found.weights.append(weight)
 
     def _check_vocabulary(self, given: TokenizedSample) -> LabeledTokens:
         used = given.labels[given.labels != IGNORED]
@@ -320,7 +327,7 @@ class Encoder:
         if self._images:
             self._images.check_ids(given.input_ids)
         self._require_no_media_token(given.input_ids)
-        return given.input_ids, given.labels
+        return LabeledTokens(given.input_ids, given.labels)
 
     def _encode_sides(
         self, documents: list[list[Document]]
@@ -342,7 +349,7 @@ class Encoder:
         flat = self._special_tokens.add(flat, documents)
         self._require_no_media_token(flat.ids)
         if self._images:
-            flat = TokenSequences(flat.ids, flat.labels.copy(), flat.offsets)
+            flat = replace(flat, labels=flat.labels.copy())
             faults = {**self._images.check(flat, documents), **faults}
         return flat, faults
 
@@ -394,7 +401,7 @@ class Encoder:
         if len(sides) == 1:
             return
         prompts = TokenSequences.from_list(sides).prompt_lengths()
-        first, second = (ids[:prompt] for (ids, _), prompt in zip(sides, prompts, strict=True))
+        first, second = (side.ids[:prompt] for side, prompt in zip(sides, prompts, strict=True))
         if not np.array_equal(first, second):
             raise BadRecord(
                 "template", "the chat template gives the prompt other tokens before each answer"
@@ -421,9 +428,12 @@ def _samples_to_check(
 def _train_on_prompts(flat: TokenSequences) -> TokenSequences:
     """Train all tokens up to the last trained one (`train_on_prompt`)."""
     labels = flat.labels.copy()
+    weights = None if flat.weights is None else flat.weights.copy()
     for start, stop in zip(flat.offsets[:-1], flat.offsets[1:], strict=True):
         trained = np.flatnonzero(labels[start:stop] != IGNORED)
         if len(trained):
             last = start + trained[-1] + 1
+            if weights is not None:
+                weights[start:last][labels[start:last] == IGNORED] = 1
             labels[start:last] = flat.ids[start:last]
-    return TokenSequences(flat.ids, labels, flat.offsets)
+    return TokenSequences(flat.ids, labels, flat.offsets, weights)

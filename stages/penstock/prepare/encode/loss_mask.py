@@ -7,7 +7,7 @@ used.
 """
 
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -25,6 +25,7 @@ from penstock.prepare.encode.ragged import (
     Mask,
     Offsets,
     TokenSequences,
+    Weights,
     to_offsets,
 )
 from penstock.rows.schema import IGNORED
@@ -46,6 +47,7 @@ class LossMasker:
         ids, offsets = self.encoder.encode([document.text for document in documents])
         if all(document.spans is None for document in documents):
             return TokenSequences(ids, ids, offsets), {}
+        is_weighted = any(document.weights for document in documents)
         if self._bytes is None:
             return self._replace_inexact(
                 TokenSequences(ids, ids, offsets), documents, range(len(documents)), []
@@ -60,6 +62,14 @@ class LossMasker:
         mask, is_astride = _mask_spans(bytes_before, offsets, spans)
         astride = [i for i in np.flatnonzero(is_astride).tolist() if documents[i].borders == "cut"]
         flat = TokenSequences(ids, _to_labels(ids, mask), offsets)
+        if is_weighted:
+            flat.weights = mask.astype(np.float32)
+            for index, document in enumerate(documents):
+                if document.weights and spans[index]:
+                    own = slice(offsets[index], offsets[index + 1])
+                    ends = bytes_before[own.start : own.stop + 1] - bytes_before[own.start]
+                    weights = zip(spans[index], document.weights, strict=True)
+                    flat.weights[own] = _weigh_tokens(ends[:-1], ends[1:], weights)
         return self._replace_inexact(flat, documents, np.flatnonzero(is_odd).tolist(), astride)
 
     def _replace_inexact(
@@ -85,23 +95,28 @@ class LossMasker:
         borders = sorted({0, len(text), *(border for span in spans for border in span)})
         parts = list(pairwise(borders))
         ids, offsets = self.encoder.encode([text[start:end] for start, end in parts])
-        trained = [any(a <= start < b for a, b in spans) for start, _ in parts]
-        return ids, _to_labels(ids, np.repeat(np.array(trained, dtype=np.bool_), np.diff(offsets)))
+        weighted = [*zip(spans, _weights(document), strict=True)]
+        of_parts = [sum(w for (a, b), w in weighted if a <= start < b) for start, _ in parts]
+        weights = np.repeat(np.array(of_parts, dtype=np.float32), np.diff(offsets))
+        return LabeledTokens(
+            ids, _to_labels(ids, weights > 0), weights if document.weights else None
+        )
 
     def _mask_by_characters(self, document: Document) -> LabeledTokens:
         ids, starts, ends = self.encoder.encode_with_offsets(document.text)
-        mask = np.zeros(len(ids), dtype=np.bool_)
-        for start, end in _spans(document):
-            first = np.searchsorted(ends, start, side="right")
-            mask[first : np.searchsorted(starts, end, side="left")] |= start < end
-            for border in (start, end):
+        spans = _spans(document)
+        weights = _weigh_tokens(starts, ends, zip(spans, _weights(document), strict=True))
+        for span in spans:
+            for border in span:
                 if document.borders == "cut" and ((starts < border) & (border < ends)).any():
                     raise BadRecord(
                         "template",
                         f"a token lies astride the border of a turn, at character {border + 1}, so "
                         "a prompt would not have the tokens that it has here",
                     )
-        return ids, _to_labels(ids, mask)
+        return LabeledTokens(
+            ids, _to_labels(ids, weights > 0), weights if document.weights else None
+        )
 
 
 @lru_cache(maxsize=4)
@@ -164,6 +179,21 @@ def _to_labels(ids: Ids, mask: Mask) -> Ids:
 
 def _spans(document: Document) -> Sequence[Span]:
     return [(0, len(document.text))] if document.spans is None else document.spans
+
+
+def _weights(document: Document) -> Sequence[float]:
+    return document.weights or [1.0] * len(_spans(document))
+
+
+def _weigh_tokens(starts: Offsets, ends: Offsets, spans: Iterable[tuple[Span, float]]) -> Weights:
+    """Loss weight of each token that overlaps a span, given where tokens start and end; 0 for the
+    others. A token across the border of two spans has the weight of the second."""
+    weights = np.zeros(len(starts), dtype=np.float32)
+    for (start, end), weight in spans:
+        if start < end:
+            first = np.searchsorted(ends, start, side="right")
+            weights[first : np.searchsorted(starts, end, side="left")] = weight
+    return weights
 
 
 def _byte_spans(document: Document) -> Sequence[Span]:

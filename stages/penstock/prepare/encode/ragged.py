@@ -1,7 +1,8 @@
-"""Ragged batches: token sequences and labels, concatenated in one buffer."""
+"""Ragged batches: token sequences, labels and loss weights, concatenated in one buffer each."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -12,17 +13,40 @@ from penstock.rows.schema import IGNORED
 Ids = npt.NDArray[np.int32]
 Mask = npt.NDArray[np.bool_]
 Offsets = npt.NDArray[np.int64]
-LabeledTokens = tuple[Ids, Ids]
-"""Ids and labels of one sequence."""
+Weights = npt.NDArray[np.float32]
+
+
+class LabeledTokens(NamedTuple):
+    """Ids and labels of one sequence."""
+
+    ids: Ids
+    labels: Ids
+    weights: Weights | None = None
+    """Loss weight of each label; None: 1."""
+
+    def cut(self, *ranges: slice) -> "LabeledTokens":
+        """The tokens in `ranges`, concatenated."""
+        weights = self.weights
+        return LabeledTokens(
+            np.concatenate([self.ids[some] for some in ranges]),
+            np.concatenate([self.labels[some] for some in ranges]),
+            None if weights is None else np.concatenate([weights[some] for some in ranges]),
+        )
+
+    def dense_weights(self) -> Weights:
+        """Loss weight of each label; 0 without a label."""
+        return dense_weights(self.labels, self.weights)
 
 
 @dataclass(slots=True, eq=False)
 class TokenSequences:
-    """Sequence `i` is `ids[offsets[i]:offsets[i + 1]]`; labels likewise, -100 where untrained."""
+    """Sequence `i` is `ids[offsets[i]:offsets[i + 1]]`; labels likewise, -100 where untrained, and
+    loss weights, if some are not 1."""
 
     ids: Ids
     labels: Ids
     offsets: Offsets
+    weights: Weights | None = None
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -31,10 +55,12 @@ class TokenSequences:
     def from_list(cls, sequences: Sequence[LabeledTokens]) -> "TokenSequences":
         """Concatenate sequences."""
         nothing = [np.empty(0, dtype=np.int32)]
+        is_weighted = any(each.weights is not None for each in sequences)
         return cls(
-            np.concatenate(nothing + [ids for ids, _ in sequences]),
-            np.concatenate(nothing + [labels for _, labels in sequences]),
-            to_offsets([len(ids) for ids, _ in sequences]),
+            np.concatenate(nothing + [each.ids for each in sequences]),
+            np.concatenate(nothing + [each.labels for each in sequences]),
+            to_offsets([len(each.ids) for each in sequences]),
+            np.concatenate([each.dense_weights() for each in sequences]) if is_weighted else None,
         )
 
     @property
@@ -44,7 +70,8 @@ class TokenSequences:
 
     def __getitem__(self, index: int) -> LabeledTokens:
         place = slice(self.offsets[index], self.offsets[index + 1])
-        return self.ids[place], self.labels[place]
+        weights = None if self.weights is None else self.weights[place]
+        return LabeledTokens(self.ids[place], self.labels[place], weights)
 
     def prompt_lengths(self) -> Offsets:
         """Number of tokens before the first trained one, per sequence; all if none is trained."""
@@ -61,21 +88,16 @@ class TokenSequences:
         """Replace the sequences with the given indices."""
         if not others:
             return self
-        ids: list[Ids] = []
-        labels: list[Ids] = []
+        pieces: list[LabeledTokens] = []
         lengths = self.lengths
         start = 0
+        whole = LabeledTokens(self.ids, self.labels, self.weights)
         for index in sorted(others):
-            stop = self.offsets[index]
-            ids += [self.ids[start:stop], others[index][0]]
-            labels += [self.labels[start:stop], others[index][1]]
-            lengths[index] = len(others[index][0])
-            start = self.offsets[index + 1]
-        return TokenSequences(
-            np.concatenate([*ids, self.ids[start:]]),
-            np.concatenate([*labels, self.labels[start:]]),
-            to_offsets(lengths),
-        )
+            pieces += [whole.cut(slice(start, self.offsets[index])), others[index]]
+            lengths[index] = len(others[index].ids)
+            start = int(self.offsets[index + 1])
+        joined = TokenSequences.from_list([*pieces, whole.cut(slice(start, None))])
+        return TokenSequences(joined.ids, joined.labels, to_offsets(lengths), joined.weights)
 
     def select(self, wanted: Sequence[int]) -> "TokenSequences":
         """Select sequences by index; `wanted` is sorted."""
@@ -83,11 +105,23 @@ class TokenSequences:
             return self
         nothing = np.empty(0, dtype=np.int32)
         dropped = set(range(len(self))).difference(wanted)
-        emptied = self.replace(dict.fromkeys(dropped, (nothing, nothing)))
-        return TokenSequences(emptied.ids, emptied.labels, to_offsets(self.lengths[list(wanted)]))
+        emptied = self.replace(dict.fromkeys(dropped, LabeledTokens(nothing, nothing)))
+        offsets = to_offsets(self.lengths[list(wanted)])
+        return TokenSequences(emptied.ids, emptied.labels, offsets, emptied.weights)
 
-    def add_affixes(self, before: LabeledTokens, after: LabeledTokens) -> "TokenSequences":
-        """Add tokens, with their labels, before and after every sequence."""
+    def weigh(self, factors: Weights) -> "TokenSequences":
+        """Multiply the loss weights of every sequence by its factor."""
+        if self.weights is None and (factors == 1).all():
+            return self
+        weights = dense_weights(self.labels, self.weights) * np.repeat(factors, self.lengths)
+        is_plain = np.array_equal(weights, self.labels != IGNORED)
+        return TokenSequences(self.ids, self.labels, self.offsets, None if is_plain else weights)
+
+    def add_affixes(
+        self, before: LabeledTokens, after: LabeledTokens, weights: Weights | None = None
+    ) -> "TokenSequences":
+        """Add tokens, with their labels, before and after every sequence; labels have the loss
+        weight of their sequence in `weights`, or 1."""
         ahead, behind = len(before[0]), len(after[0])
         if not (ahead or behind):
             return self
@@ -97,13 +131,24 @@ class TokenSequences:
         places += [offsets[1:] - behind + i for i in range(behind)]
         is_own[np.concatenate(places)] = False
         found: list[Ids] = []
-        for own, first, last in zip((self.ids, self.labels), before, after, strict=True):
+        for own, first, last in zip((self.ids, self.labels), before[:2], after[:2], strict=True):
             values = np.empty(offsets[-1], dtype=np.int32)
             values[is_own] = own
             for place, value in zip(places, [*first, *last], strict=True):
                 values[place] = value
             found.append(values)
-        return TokenSequences(found[0], found[1], offsets)
+        weighted = TokenSequences(found[0], found[1], offsets)
+        if self.weights is not None or weights is not None:
+            own = np.ones(len(self), np.float32) if weights is None else weights
+            weighted.weights = np.repeat(own, weighted.lengths)
+            weighted.weights[is_own] = dense_weights(self.labels, self.weights)
+        return weighted
+
+
+def dense_weights(labels: Ids, weights: Weights | None) -> Weights:
+    """Loss weight of each label, 1 if `weights` is None; 0 without a label."""
+    is_trained = (labels != IGNORED).astype(np.float32)
+    return is_trained if weights is None else weights * is_trained
 
 
 def to_offsets(lengths: npt.ArrayLike) -> Offsets:

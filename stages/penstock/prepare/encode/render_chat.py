@@ -96,7 +96,7 @@ class Renderer:
         """Render a conversation. Raises BadRecord if the template fails or its turns cannot be
         located."""
         if self._its.train_on_turns == "last":
-            conversation = replace(conversation, trained=_last_turn_mask(conversation))
+            conversation = replace(conversation, weights=_last_turn_weights(conversation))
         return self._render(conversation, "any", 0)
 
     def render_completion(self, conversation: Conversation) -> Document:
@@ -139,8 +139,9 @@ class Renderer:
             raise BadRecord("template", f"{NO_TEMPLATE}, so tools have no form")
         *parts, answer = [str(message["content"]) for message in messages]
         prompt = BREAK.join(part for part in parts if part) + BREAK
-        spans = ((len(prompt), len(prompt) + len(answer)),) if conversation.trained[-1] else ()
-        return Document(prompt + answer, spans, "cut")
+        weight = conversation.weights[-1]
+        spans = ((len(prompt), len(prompt) + len(answer)),) if weight else ()
+        return _build_document(prompt + answer, spans, [weight] * len(spans))
 
     def _render_template(self, conversation: Conversation) -> Document:
         self._arguments = {**self._names, **conversation.template_kwargs}
@@ -194,13 +195,15 @@ class Renderer:
         # A message may have any number of spans, so count those of the messages before it.
         counts = {0: 0, len(conversation.messages): len(spans)}
         kept: list[Span] = []
-        for run in _trained_runs(conversation):
-            for message in run:
+        weights: list[float] = []
+        for first, last, weight in _trained_runs(conversation):
+            for message in (first, last):
                 if message not in counts:
                     its = _message_prefix(conversation, message)
                     counts[message] = len(self._render_with_spans(template, its)[1])
-            kept += spans[counts[run[0]] : counts[run[1]]]
-        return Document(text, tuple(kept))
+            kept += spans[counts[first] : counts[last]]
+            weights += [weight] * (counts[last] - counts[first])
+        return _build_document(text, kept, weights, borders="kept")
 
     def _render_by_prefix(self, template: str, conversation: Conversation) -> Document:
         num_messages = len(conversation.messages)
@@ -229,7 +232,7 @@ class Renderer:
                     "{% generation %} marks",
                 )
             spans.append((len(before), self._end_of_turn(text, len(before), len(end))))
-        return Document(text, tuple(spans), "cut")
+        return _build_document(text, spans, [conversation.weights[turn] for turn in turns])
 
     def _render_per_turn(self, template: str, conversation: Conversation) -> Document:
         """Render each answer as if it were the last message."""
@@ -252,7 +255,7 @@ class Renderer:
             )
         self.num_per_turn += 1
         spans = [(start, self._end_of_turn(text, start, end)) for start, end in found]
-        return Document(text, tuple(spans), "cut")
+        return _build_document(text, spans, [weight for weight in conversation.weights if weight])
 
     def _render_with_spans(
         self, template: str, conversation: Conversation
@@ -319,6 +322,17 @@ class _Template:
     """Whether it has generation blocks."""
 
 
+def _build_document(
+    text: str,
+    spans: Sequence[Span],
+    weights: Sequence[float],
+    borders: Literal["cut", "kept"] = "cut",
+) -> Document:
+    """A document with the loss weight of each span."""
+    is_weighted = any(weight != 1 for weight in weights)
+    return Document(text, tuple(spans), borders, weights=tuple(weights) if is_weighted else None)
+
+
 def _drop_nulls(message: Message) -> Message:
     if None not in message.values():
         return message
@@ -370,7 +384,7 @@ def _drop_oldest_turns(
     return replace(
         conversation,
         messages=[messages[i] for i in kept],
-        trained=tuple(conversation.trained[i] for i in kept),
+        weights=tuple(conversation.weights[i] for i in kept),
     )
 
 
@@ -391,30 +405,30 @@ def _require_answers(text: str, conversation: Conversation) -> None:
             )
 
 
-def _last_turn_mask(conversation: Conversation) -> tuple[bool, ...]:
+def _last_turn_weights(conversation: Conversation) -> tuple[float, ...]:
     """Restrict trained messages to those after the last user message before the last of them."""
     trained = conversation.trained
     last = max((i for i, is_trained in enumerate(trained) if is_trained), default=0)
     asked = [i for i in range(last) if conversation.messages[i]["role"] == "user"]
     start = asked[-1] if asked else 0
-    return tuple(is_trained and i >= start for i, is_trained in enumerate(trained))
+    return tuple(weight * (i >= start) for i, weight in enumerate(conversation.weights))
 
 
 def _message_prefix(conversation: Conversation, stop: int) -> Conversation:
     return replace(conversation, messages=conversation.messages[:stop])
 
 
-def _trained_runs(conversation: Conversation) -> list[tuple[int, int]]:
-    """The fewest message ranges in which all assistant messages are trained, covering all trained
-    ones."""
+def _trained_runs(conversation: Conversation) -> list[tuple[int, int, float]]:
+    """The fewest message ranges in which all assistant messages are trained with the same weight,
+    covering all trained ones: (start, stop, weight)."""
     answers = [i for i, m in enumerate(conversation.messages) if m["role"] == "assistant"]
-    runs: list[tuple[int, int]] = []
-    start: int | None = None
-    for index in answers:
-        if not conversation.trained[index]:
-            if start is not None:
-                runs.append((start, index))
-            start = None
-        elif start is None:
-            start = 0 if index == answers[0] else index
-    return runs if start is None else [*runs, (start, len(conversation.messages))]
+    starts = [0 if i == answers[0] else i for i in answers]
+    ends = [*starts[1:], len(conversation.messages)]  # without answers one more than starts
+    runs: list[tuple[int, int, float]] = []
+    for answer, start, end in zip(answers, starts, ends, strict=False):
+        weight = conversation.weights[answer]
+        if runs and runs[-1][1:] == (start, weight):
+            runs[-1] = runs[-1][0], end, weight
+        elif weight:
+            runs.append((start, end, weight))
+    return runs

@@ -47,30 +47,32 @@ class SpecialTokens:
         if is_ended.any():
             others: dict[int, LabeledTokens] = {}
             for place in np.flatnonzero(is_ended).tolist():
-                ids, labels = flat[place]
+                tokens = flat[place]
                 if self._after[0][-1:].tolist() == [self._end]:
-                    others[place] = ids[:-1], labels[:-1]
+                    others[place] = tokens.cut(slice(-1))
                 elif self._masks_end:
-                    others[place] = ids, np.append(labels[:-1], np.int32(IGNORED))
+                    labels = np.append(tokens.labels[:-1], np.int32(IGNORED))
+                    others[place] = tokens._replace(labels=labels)
             flat = flat.replace(others)
-        return flat.add_affixes(self._before, self._after)
+        weights = [document.weights[-1] if document.weights else 1.0 for document in documents]
+        is_weighted = any(document.weights for document in documents)
+        of_ends = np.array(weights, dtype=np.float32) if is_weighted else None
+        return flat.add_affixes(self._before, self._after, of_ends)
 
     def _add_affixes(self, flat: TokenSequences, documents: Sequence[Document]) -> TokenSequences:
         before, after = (_to_labeled(ids, [False] * len(ids)) for ids in self._affixes)
         others: dict[int, LabeledTokens] = {}
         for place, document in enumerate(documents):
             if self._begin is None or not document.text.startswith(str(self._begin)):
-                ids, labels = flat[place]
-                others[place] = (
-                    np.concatenate([before[0], ids, after[0]]),
-                    np.concatenate([before[1], labels, after[1]]),
-                )
+                whole = TokenSequences.from_list([before, flat[place], after])
+                others[place] = LabeledTokens(whole.ids, whole.labels, whole.weights)
         return flat.replace(others)
 
 
 def _to_labeled(tokens: list[int], trained: list[bool]) -> LabeledTokens:
     ids = np.array(tokens, dtype=np.int32)
-    return ids, np.where(np.array(trained, dtype=np.bool_), ids, np.int32(IGNORED))
+    labels = np.where(np.array(trained, dtype=np.bool_), ids, np.int32(IGNORED))
+    return LabeledTokens(ids, labels)
 
 
 def _require_eos(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -91,17 +91,17 @@ class Truncator:
 
         `documents` are the sides before encoding; empty for tokenized records.
         """
-        lengths = [len(ids) for ids, _ in sides]
+        lengths = [len(side.ids) for side in sides]
         found, turns = list(sides), 0
         if self._its.truncation_mode == "drop_turns" and documents:
             found, turns = self._drop_turns(found, documents)
         found = self._cut_tokens(found)
-        if not all(_is_trained(labels) for _, labels in found):
+        if not TokenSequences.from_list(found).count_trained().all():
             limit = self._its.max_seq_len
             why = f"nothing to train in what is left of {max(lengths)} tokens (max_seq_len {limit})"
             raise BadRecord("no_trained_tokens", why)
         cuts.samples += 1
-        cuts.tokens += sum(lengths) - sum(len(ids) for ids, _ in found)
+        cuts.tokens += sum(lengths) - sum(len(side.ids) for side in found)
         cuts.turns += turns
         return found, turns
 
@@ -133,26 +133,21 @@ class Truncator:
 
     def _fits(self, sides: Sequence[LabeledTokens]) -> bool:
         limit = self._its.max_seq_len
-        return limit is None or max(len(ids) for ids, _ in sides) <= limit
+        return limit is None or max(len(side.ids) for side in sides) <= limit
 
     def _cut_tokens(self, sides: list[LabeledTokens]) -> list[LabeledTokens]:
         """Cut tokens according to `truncated_lengths`. All sides start with the same prompt."""
         prompt = int(TokenSequences.from_list(sides).prompt_lengths()[0])
-        stays = truncated_lengths(prompt, [len(ids) - prompt for ids, _ in sides], self._its)
+        stays = truncated_lengths(prompt, [len(side.ids) - prompt for side in sides], self._its)
         if stays is None:
             limit = self._its.max_seq_len
-            why = f"{max(len(ids) for ids, _ in sides)} tokens where max_seq_len is {limit}"
+            why = f"{max(len(side.ids) for side in sides)} tokens where max_seq_len is {limit}"
             raise BadRecord("too_long", why)
         first = slice(*stays.prompt)
-        found: list[LabeledTokens] = []
-        for (ids, labels), (start, stop) in zip(sides, stays.answers, strict=True):
-            rest = slice(prompt + start, prompt + stop)
-            found.append(
-                (
-                    np.concatenate([ids[first], ids[rest]]),
-                    np.concatenate([labels[first], labels[rest]]),
-                )
-            )
+        found = [
+            side.cut(first, slice(prompt + start, prompt + stop))
+            for side, (start, stop) in zip(sides, stays.answers, strict=True)
+        ]
         if self._count_media_tokens(found) < self._count_media_tokens(sides):
             raise BadRecord("too_long", CUT)
         return found
@@ -160,8 +155,6 @@ class Truncator:
     def _count_media_tokens(self, sides: Sequence[LabeledTokens]) -> int:
         if not self._media_token_ids:
             return 0
-        return sum(int(np.count_nonzero(np.isin(ids, self._media_token_ids))) for ids, _ in sides)
-
-
-def _is_trained(labels: np.ndarray) -> bool:
-    return bool(TokenSequences.from_list([(labels, labels)]).count_trained()[0])
+        return sum(
+            int(np.count_nonzero(np.isin(side.ids, self._media_token_ids))) for side in sides
+        )

@@ -37,6 +37,6 @@ def _apply_labels(where: str, value: Any, turns: list[Turn]) -> list[Turn]:
     count = sum(turn.is_answer for turn in turns)
     labels = iter(parse_labels(where, found, count, "one for each message of the assistant's"))
     return [
-        replace(turn, trained=next(labels) and turn.trained) if turn.is_answer else turn
+        replace(turn, weight=next(labels) * turn.weight) if turn.is_answer else turn
         for turn in turns
     ]

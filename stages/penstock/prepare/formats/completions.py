@@ -144,8 +144,13 @@ def build_completion(
     answer: Messages,
     system: str | None = None,
 ) -> Conversation:
-    """Build a conversation of an untrained prompt and a trained completion."""
-    untrained = [Turn(turn.message, trained=False) for turn in prompt.turns]
+    """Build a conversation of an untrained prompt and a trained completion, of which no message has
+    a loss weight other than 0 and 1: its loss is one of whole sequences."""
+    for turn in answer.turns:
+        if turn.weight not in (0, 1):
+            why = f"{answer.where} has a message of weight {turn.weight:g}; write 0 or 1 in pairs"
+            raise BadRecord("bad_value", f"{why} and rated completions")
+    untrained = [Turn(turn.message) for turn in prompt.turns]
     if system is None:
         system = system_prompt(settings, record)
     return build_conversation(settings, record, [*untrained, *answer.turns], system)

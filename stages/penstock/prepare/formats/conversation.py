@@ -29,14 +29,19 @@ class Conversation:
     tools: list[dict[str, Any]] | None
     """Tool definitions, each `{"type": "function", "function": {…}}`."""
 
-    trained: tuple[bool, ...]
-    """Whether each message may be trained; false for all but assistant messages."""
+    weights: tuple[float, ...]
+    """Loss weight of each message; 0, which is not trained, for all but assistant messages."""
 
     unplaced: Mapping[str, int] = field(default_factory=dict[str, int])
     """Number of images and the like of the record for which its messages have no place, by kind."""
 
     template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Variables of the chat template that the record sets (column `chat_template_kwargs`)."""
+
+    @property
+    def trained(self) -> tuple[bool, ...]:
+        """Whether each message is trained."""
+        return tuple(weight > 0 for weight in self.weights)
 
     @property
     def media(self) -> list[tuple[str, Any]]:

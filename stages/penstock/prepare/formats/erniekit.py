@@ -7,6 +7,7 @@ is 1; then `tgt` and `label` may hold an entry for it, which means nothing.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from penstock.prepare.bad_records import (
@@ -48,11 +49,13 @@ def sft_turns(settings: DatasetSettings, record: Mapping[str, Any]) -> Conversat
     said, labels = _drop_system_entry(record, said, len(asked)), labels[-len(asked) :]
     _require_counts(asked, said, len(asked))
     turns = _alternate(asked, said)
-    trained = [labels[place // 2] if turn.is_answer else False for place, turn in enumerate(turns)]
     return build_conversation(
         settings,
         record,
-        [Turn(turn.message, is_used) for turn, is_used in zip(turns, trained, strict=True)],
+        [
+            replace(turn, weight=turn.weight * labels[place // 2])
+            for place, turn in enumerate(turns)
+        ],
         system,
     )
 

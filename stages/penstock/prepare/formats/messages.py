@@ -29,7 +29,7 @@ from penstock.prepare.formats.tool_calls import (
     parse_tool_calls,
     parse_tools,
 )
-from penstock.prepare.formats.training_flags import is_trained
+from penstock.prepare.formats.training_flags import message_weight
 from penstock.prepare.settings import DatasetSettings
 
 OTHER_MEDIA = ("images", "image", "audio", "audios", "video", "videos")
@@ -41,10 +41,15 @@ READ_FIELDS = frozenset(("tool_calls", "function_call"))
 
 @dataclass(frozen=True)
 class Turn:
-    """A message and whether it may be trained."""
+    """A message and its loss weight; 0 if it is not trained."""
 
     message: Message
-    trained: bool
+    weight: float = 0.0
+
+    @property
+    def trained(self) -> bool:
+        """Whether it is trained."""
+        return self.weight > 0
 
     @property
     def is_answer(self) -> bool:
@@ -76,12 +81,12 @@ def build_conversation(
         if not turns:
             raise BadRecord("empty", "it has nothing but a system prompt")
     elif first and turns[0].message["role"] != "system":
-        turns = [Turn({"role": "system", "content": first}, trained=False), *turns]
+        turns = [Turn({"role": "system", "content": first}), *turns]
     messages, unplaced = place_media(record, [turn.message for turn in turns])
     return Conversation(
         messages,
         parse_tools(settings.field_tools, record.get(settings.field_tools)),
-        tuple(turn.trained for turn in turns),
+        tuple(turn.weight for turn in turns),
         unplaced,
     )
 
@@ -142,12 +147,12 @@ def parse_message(where: str, value: Any, keys: MessageKeys) -> Turn:
     message["content"] = _parse_content(where, value, role, content_key, may_lack=bool(calls))
     if len(value) > 2:
         message.update(_parse_other_fields(where, value, keys))
-    return Turn(message, is_trained(where, value, keys.flags, role))
+    return Turn(message, message_weight(where, value, keys.flags, role))
 
 
 def text_turn(role: str, text: str) -> Turn:
     """A message with checked text only; trained if it is the assistant's."""
-    return Turn({"role": role, "content": text}, trained=role == "assistant")
+    return Turn({"role": role, "content": text}, float(role == "assistant"))
 
 
 def _normalize_role(name: str) -> str:
@@ -173,7 +178,7 @@ def _parse_call_message(where: str, value: Message, key: str, keys: MessageKeys)
     calls = parse_inline_calls(f"{where}.{key}", value[key])
     message: Message = {"role": "assistant", "content": None, "tool_calls": calls}
     message.update(_parse_other_fields(where, value, keys))
-    return Turn(message, is_trained(where, value, keys.flags, "assistant"))
+    return Turn(message, message_weight(where, value, keys.flags, "assistant"))
 
 
 def _is_continuation(before: Turn, turn: Turn) -> bool:
@@ -182,7 +187,7 @@ def _is_continuation(before: Turn, turn: Turn) -> bool:
         set(turn.message) == {"role", "content", "tool_calls"}
         and turn.message["content"] is None
         and before.is_answer
-        and before.trained == turn.trained
+        and before.weight == turn.weight
     )
 
 

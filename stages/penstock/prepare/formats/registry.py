@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from penstock.config.schema.dataset import FormatName
-from penstock.prepare.bad_records import BadRecord, get_column
+from penstock.prepare.bad_records import BadRecord, check_weight, get_column
 from penstock.prepare.formats.alpaca import alpaca
 from penstock.prepare.formats.chat import chat
 from penstock.prepare.formats.conversation import Format, Parsed, Record
@@ -40,3 +40,18 @@ def parse_record(
     if columns is not None:
         value = {name: get_column(value, name) for name in columns}
     return with_template_kwargs(FORMATS[its.type](its, value), value)
+
+
+def parse_weight(its: DatasetSettings, value: Record | BadRecord) -> float:
+    """The record's loss weight: 1 if no column is named or its value is null.
+
+    Raises BadRecord for a record that weighs 0, of which nothing is trained.
+    """
+    name = its.field_weight
+    if name is None or isinstance(value, BadRecord):
+        return 1.0
+    given = get_column(value, name)
+    weight = 1.0 if given is None else check_weight(name, given)
+    if not weight:
+        raise BadRecord("no_trained_tokens", f"its {name} is 0")
+    return weight

@@ -1,10 +1,12 @@
-"""Keys of a message that say whether it is trained, under the names of several libraries."""
+"""Keys of a message that say whether, or with what loss weight, it is trained, under the names of
+several libraries."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.prepare.bad_records import BadRecord, describe_value
+from penstock.prepare.bad_records import BadRecord, check_weight, describe_value
 
 
 @dataclass(frozen=True)
@@ -16,7 +18,8 @@ class Flag:
     is_boolean: bool = False
     """Whether numbers are refused, because 1 may mean either."""
     is_factor: bool = False
-    """Whether it multiplies the loss, so that messages without a loss remain without."""
+    """Whether it multiplies the loss: it may be any loss weight, and messages without a loss remain
+    without."""
 
 
 FLAGS: Mapping[str, Flag] = {
@@ -34,39 +37,43 @@ FLAGS: Mapping[str, Flag] = {
 WORDS: Mapping[str, bool] = {"true": True, "false": False}
 
 
-def is_trained(
+def message_weight(
     where: str, message: Mapping[str, Any], flags: Mapping[str, Flag], role: str
-) -> bool:
-    """Whether a message is trained: as its flags say, else if it is the assistant's.
+) -> float:
+    """Loss weight of a message, 0 if it is not trained: as its flags say, else 1 if it is the
+    assistant's.
 
     Raises BadRecord for values with no meaning, for flags that contradict one another, and for
     other messages than the assistant's that are to be trained.
     """
     written = {
-        name: _parse_flag(f"{where}.{name}", message[name], flag) == flag.trains
+        name: _parse_flag(f"{where}.{name}", message[name], flag)
         for name, flag in flags.items()
         if message.get(name) is not None
     }
     if role != "assistant":
-        for name, trains in written.items():
-            if trains and not flags[name].is_factor:
+        for name, weight in written.items():
+            if weight and not flags[name].is_factor:
                 why = f"{where}.{name} is {message[name]}; only assistant messages can be trained"
                 raise BadRecord("bad_value", why)
-        return False
-    if len(set(written.values())) > 1:
+        return 0.0
+    if len({weight > 0 for weight in written.values()}) > 1:
         values = " and ".join(f"{name}: {message[name]}" for name in written)
         raise BadRecord("bad_value", f"{where} has {values}, which contradict one another")
-    return next(iter(written.values()), True)
+    return math.prod(written.values())
 
 
-def _parse_flag(where: str, value: Any, flag: Flag) -> bool:
+def _parse_flag(where: str, value: Any, flag: Flag) -> float:
+    """The loss weight that a flag gives its message."""
     if isinstance(value, str):
         value = WORDS.get(value.strip().lower(), value)
     if isinstance(value, bool):
-        return value
+        return float(value == flag.trains)
+    if flag.is_factor:
+        return check_weight(where, value)
     is_number = isinstance(value, int | float) and value in (0, 1)
     if is_number and not flag.is_boolean:
-        return value == 1
+        return float((value == 1) == flag.trains)
     text = repr(value[:40]) if isinstance(value, str) else describe_value(value)
     if is_number:
         why = "write true (not trained) or false, since the number may mean either"

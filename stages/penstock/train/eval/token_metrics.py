@@ -16,8 +16,8 @@ LOSS, PERPLEXITY, ACCURACY = "eval_loss", "eval_perplexity", "eval_token_accurac
 
 
 class TokenMetrics:
-    """Mean cross-entropy over the trained tokens, perplexity, top-1 token accuracy, and the mean
-    loss of each data set if there are several."""
+    """Mean cross-entropy over the trained tokens, weighted by their loss weights; perplexity; top-1
+    token accuracy; and the mean loss of each data set if there are several."""
 
     def __init__(self, rows: PackedRows, built: BuiltModel, ranks: ProcessInfo) -> None:
         self._rows, self._built, self._ranks = rows, built, ranks
@@ -35,7 +35,7 @@ class TokenMetrics:
         """Reset the accumulated values."""
         self._num_sources = len(self._sources.labels) if self._sources else 1
         self._counts = torch.zeros(
-            self._num_sources, 3, dtype=torch.float64, device=self._ranks.device
+            self._num_sources, 4, dtype=torch.float64, device=self._ranks.device
         )
 
     def update(self, batches: Sequence[MicroBatch]) -> None:
@@ -46,8 +46,8 @@ class TokenMetrics:
     def compute(self) -> dict[str, float]:
         """Reduce over all ranks and return the metrics."""
         counts: list[list[float]] = self._ranks.all_reduce_sum(self._counts).tolist()
-        loss, tokens, right = (sum(column) for column in zip(*counts, strict=True))
-        mean = loss / max(1, tokens)
+        loss, weight, tokens, right = (sum(column) for column in zip(*counts, strict=True))
+        mean = loss / (weight or 1)
         record = {LOSS: mean, PERPLEXITY: perplexity(mean), ACCURACY: right / max(1, tokens)}
         if self._sources:
             by_source = zip(self._sources.labels, counts, strict=True)

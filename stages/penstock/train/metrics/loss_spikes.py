@@ -95,8 +95,8 @@ class RankLoss:
     """Packed rows of the complete micro-batches that this rank shares."""
     loss: float
     """This rank's part of the step's loss."""
-    trained_tokens: int
-    """Trained tokens of these rows."""
+    loss_weight: float
+    """Sum of the loss weights of these rows' tokens."""
 
 
 def highest_loss_rank(rank_losses: Sequence[RankLoss]) -> tuple[list[int], tuple[int, ...], float]:
@@ -106,13 +106,13 @@ def highest_loss_rank(rank_losses: Sequence[RankLoss]) -> tuple[list[int], tuple
     for each in rank_losses:
         by_rows.setdefault(each.rows, []).append(each)
     total = math.fsum(each.loss for each in rank_losses)
-    trained = sum(several[0].trained_tokens for several in by_rows.values())
+    weight = math.fsum(several[0].loss_weight for several in by_rows.values())
 
     def mean(several: Sequence[RankLoss]) -> float:
-        return math.fsum(each.loss for each in several) / max(1, several[0].trained_tokens)
+        return math.fsum(each.loss for each in several) / (several[0].loss_weight or 1)
 
     rows, most = max(by_rows.items(), key=lambda each: mean(each[1]))
-    whole = total / max(1, trained)
+    whole = total / (weight or 1)
     return [each.rank for each in most], rows, mean(most) / whole if whole else 1.0
 
 
@@ -128,9 +128,9 @@ class LossSpikeMonitor:
         spike = self._detector.update(result.loss)
         if spike is None:
             return None
-        trained = sum(batch.num_trained for batch in batches)
+        weight = math.fsum(batch.loss_weight for batch in batches)
         mine = RankLoss(
-            self._ranks.rank, packed_row_numbers(batches), result.local_loss.item(), trained
+            self._ranks.rank, packed_row_numbers(batches), result.local_loss.item(), weight
         )
         ranks, rows, times = highest_loss_rank(self._ranks.all_gather(mine))
         text = (
