@@ -3,7 +3,13 @@ import json
 import pytest
 import yaml
 
-from penstock.cli.init import SCHEMA_FILE, SERVER_PREFIX, SERVER_SCHEMA_FILE, recipes, summary
+from penstock.cli.init.recipes import (
+    SCHEMA_FILE,
+    SERVER_PREFIX,
+    SERVER_SCHEMA_FILE,
+    recipes,
+    summary,
+)
 from penstock.config.loading.load import load
 from penstock.config.server.load import load_server
 from tests.cli.command import penstock
@@ -104,17 +110,3 @@ def test_init_brings_samples_where_a_recipe_reads_a_local_file_and_leaves_own_da
     (tmp_path / "data" / "chat.jsonl").write_text("mine\n")
     assert "data" not in penstock("init", "local", "--json").last
     assert (tmp_path / "data" / "chat.jsonl").read_text() == "mine\n"
-
-
-def test_init_writes_a_config_for_a_file_of_ones_own(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    rows = [{"instruction": f"Say {i}", "output": str(i)} for i in range(60)]
-    (tmp_path / "my rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert penstock("init", "my rows.jsonl").out.strip() == "run.yaml"
-    [dataset] = load(tmp_path / "run.yaml").data.datasets
-    assert dataset.path == "my rows.jsonl"
-    done = penstock("pack", "run.yaml", "--model.config_path", "builtin:tiny-qwen3", "--json")
-    assert done.code == 0, done.err
-    again = penstock("init", "my rows.jsonl")
-    assert again.code == 2
-    assert "exists already" in again.err

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from penstock.cli.init import summary
+from penstock.cli.init.recipes import summary
 from penstock.config.loading.load import loads
 from penstock.costs.estimate import build_cost_model
 from penstock.engine.distributed.validate_layout import ModelDims, layout_errors

@@ -114,6 +114,7 @@ def _evaluate_held_out(run: RunConfig, wanted: EvalOptions, console: Console) ->
     told = {name: value for name, value in facts.items() if name.startswith("eval_")}
     lines = [
         f"{report.num_right} of {report.num_asked} held-out prompts right: {report.accuracy:.1%}"
+        f" ({report.compared} compared)"
     ]
     if told:
         numbers = ", ".join(f"{name} {value:.4g}" for name, value in told.items())
@@ -129,6 +130,7 @@ def _evaluate_held_out(run: RunConfig, wanted: EvalOptions, console: Console) ->
         "asked": report.num_asked,
         "right": report.num_right,
         "skipped": report.num_skipped,
+        "compared": report.compared,
         "samples": [vars(sample) for sample in report.samples],
     }
     write_held_out_results(trained.path, trained.artifact.key, {**found, "pattern": wanted.answer})

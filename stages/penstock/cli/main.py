@@ -296,15 +296,31 @@ def init(
         str | None, typer.Argument(metavar="NAME|DATA", help="A recipe's name, or your data.")
     ] = None,
     listing: Annotated[bool, typer.Option("--list", help="Only list the recipes.")] = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The file to write.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", help="For data: the model, a folder or a hub id.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file.")] = False,
 ) -> dict[str, Any]:
-    """Copy a recipe to NAME.yaml here, or write run.yaml for data."""
-    from penstock.cli.init import copy_recipe, list_recipes, recipes, write_config_for_data
+    """Copy a recipe, or write a config with values chosen for your data, model and machine."""
+    from penstock.cli.init.recipes import copy_recipe, list_recipes, recipes
 
     if name is None or listing:
         return list_recipes(console)
     if name not in recipes() and Path(name).exists():
-        return write_config_for_data(Path(name), Path(), console)
-    return copy_recipe(name, Path(), console)
+        from penstock.cli.init.own_data import write_config_for_data
+
+        return write_config_for_data(name, output, model, console, overwrite=overwrite)
+    if model is not None:
+        raise ConfigError(
+            f"--model is for data, and {name} is neither a file nor a folder.\n"
+            "  Leave it out, or edit model.model_path in the recipe's copy."
+        )
+    return copy_recipe(
+        name, output or Path(f"{name.removesuffix('.yaml')}.yaml"), console, overwrite=overwrite
+    )
 
 
 add_command(app, run_command, "run")

@@ -107,32 +107,72 @@ def suggest_fields(columns: Mapping[str, Any]) -> str:
             f"Join the messages of {question} and {answer} in one column, messages, and write "
             "type: chat."
         )
-    if lists:
-        name = lists[0]
-        return f"Write type: {_messages_type(name, columns[name])}, field_messages: {name}."
-    question = next((name for name in QUESTIONS if _is_text(columns.get(name))), None)
-    answer = next((n for n in ANSWERS if _is_text(columns.get(n)) and n != question), None)
-    if question and answer:
-        used = (question, answer)
-        context = next((n for n in CONTEXTS if _is_text(columns.get(n)) and n not in used), None)
-        more = f", field_input: {context}" if context else ""
-        return (
-            f"Write type: instruction, field_instruction: {question}{more}, field_output: {answer}."
-        )
-    if any(_is_text(columns.get(name)) for name in MESSAGE_COLUMNS):
+    likely = _likely_settings(columns)
+    as_text = any(_is_text(columns.get(name)) for name in MESSAGE_COLUMNS)
+    if as_text and (likely is None or likely.type == "text"):
         return (
             'A conversation is a list of messages, such as [{"role": "user", "content": "…"}, …]; '
             "write it so, or name the column of plain text (type: text, field_text: …)."
         )
-    texts = [name for name, value in columns.items() if _is_text(value)]
-    usual = next((name for name in TEXTS if name in texts), None)
-    if usual or len(texts) == 1:
-        return f"Write type: text, field_text: {usual or texts[0]}."
+    if likely:
+        words = (f"{name}: {value}" for name, value in likely.settings().items())
+        return f"Write {', '.join(words)}."
     return (
         "Write type: chat, sharegpt, alpaca, instruction, text, preference, kto or tokenized, and "
         "with field_… which columns to read (docs/guide/own-data.md). The first line of a CSV file "
         "names its columns."
     )
+
+
+def _likely_settings(columns: Mapping[str, Any]) -> InferredType | None:
+    """The format that columns with usual names may be meant for, though it is not certain."""
+    if lists := [name for name, value in columns.items() if _messages_type(name, value)]:
+        kind = _messages_type(lists[0], columns[lists[0]])
+        assert kind
+        return InferredType(kind, {"field_messages": lists[0]}, lists[0])
+    question = next((name for name in QUESTIONS if _is_text(columns.get(name))), None)
+    answer = next((n for n in ANSWERS if _is_text(columns.get(n)) and n != question), None)
+    if question and answer:
+        used = (question, answer)
+        context = next((n for n in CONTEXTS if _is_text(columns.get(n)) and n not in used), None)
+        more = {"field_input": context} if context else {}
+        fields = {"field_instruction": question, **more, "field_output": answer}
+        return InferredType("instruction", fields, " and ".join(used))
+    texts = [name for name, value in columns.items() if _is_text(value)]
+    usual = next((name for name in TEXTS if name in texts), None)
+    if usual or len(texts) == 1:
+        name = usual or texts[0]
+        return InferredType("text", {"field_text": name}, name)
+    return None
+
+
+def guess_format(records: Sequence[Mapping[str, Any]]) -> tuple[InferredType, bool]:
+    """The format of the records, and whether it is certain.
+
+    Of several that fit, the one that keeps most of a record's structure. Of columns with unusual
+    names, the two with the longest texts are a question and an answer. Raises ConfigError if there
+    is no text.
+    """
+    columns = _columns(records)
+    fitting = list(_candidates(columns, {}))
+    if fitting:
+        return fitting[0], len(fitting) == 1
+    if likely := _likely_settings(columns):
+        return likely, False
+    sizes = {
+        name: sum(len(str(record.get(name) or "")) for record in records)
+        for name, value in columns.items()
+        if _is_text(value)
+    }
+    longest = sorted(sizes, key=lambda name: -sizes[name])[:2]
+    if len(longest) < 2:
+        have = ", ".join(columns) or "no columns"
+        raise ConfigError(
+            f"no type fits the records; they have {have}.\n  {suggest_fields(columns)}"
+        )
+    question, answer = (name for name in columns if name in longest)
+    fields = {"field_instruction": question, "field_output": answer}
+    return InferredType("instruction", fields, f"{question} and {answer}"), False
 
 
 def _candidates(columns: Mapping[str, Any], named: Mapping[str, str]) -> Iterator[InferredType]:

@@ -1,4 +1,5 @@
-"""`penstock init`: copies a shipped recipe to this folder, or writes a config for the user's data.
+"""`penstock init NAME`: copies a shipped recipe to this folder.
+
 The recipes are `configs/quickstart.yaml` and the files of `configs/examples`, `configs/recipes` and
 `configs/server`, which the package holds as its folders `examples`, `recipes` and `servers`.
 """
@@ -24,20 +25,6 @@ SERVER_PREFIX = "server-"
 """Prefix of the names of recipes for `penstock serve`."""
 MODELINE = "# yaml-language-server: $schema="
 NUM_SAMPLES = 300
-CONFIG_TEMPLATE = """\
-# Fine-tune on {data}. Every other setting has a default; `penstock check --all` prints them.
-model:
-  model_path: Qwen/Qwen3-0.6B          # a hub id, or a folder
-
-data:
-  datasets:
-    - path: {data}                     # its format is inferred from its first records
-  val_set_size: 0.05
-  dataset_prepared_path: outputs/data
-
-train:
-  output_dir: outputs/run
-"""
 
 
 def recipes() -> dict[str, Traversable]:
@@ -64,8 +51,10 @@ def list_recipes(console: Console) -> dict[str, Any]:
     return {"recipes": known}
 
 
-def copy_recipe(name: str, folder: Path, console: Console) -> dict[str, Any]:
-    """Write `<name>.yaml` in `folder`, and the schema beside it for editors; returns their paths.
+def copy_recipe(
+    name: str, target: Path, console: Console, *, overwrite: bool = False
+) -> dict[str, Any]:
+    """Write the recipe to `target`, and the schema beside it for editors; returns their paths.
 
     Raises ConfigError for an unknown name or an existing file, StageError if it is not writable.
     """
@@ -75,30 +64,34 @@ def copy_recipe(name: str, folder: Path, console: Console) -> dict[str, Any]:
     name = name.removesuffix(".yaml")
     if name not in known:
         raise ConfigError(f"no recipe has the name {name}.\n  Recipes are {', '.join(known)}.")
-    target = folder / f"{name}.yaml"
     _, _, body = known[name].read_text(encoding="utf-8").partition("\n")
     if name.startswith(SERVER_PREFIX):
-        return _write_config(target, body, SERVER_SCHEMA_FILE, console)
-    return _write_config(target, body, SCHEMA_FILE, console) | write_samples(target, console)
+        return write_config(target, body, SERVER_SCHEMA_FILE, console, overwrite=overwrite)
+    written = write_config(target, body, SCHEMA_FILE, console, overwrite=overwrite)
+    return written | write_samples(target, console)
 
 
-def _write_config(target: Path, body: str, schema_name: str, console: Console) -> dict[str, Any]:
-    """Write the config, and the schema beside it; returns their paths."""
+def write_config(
+    target: Path, body: str, schema_name: str, console: Console, *, overwrite: bool = False
+) -> dict[str, Any]:
+    """Write the config, and the schema beside it; returns their paths. Raises ConfigError for an
+    existing file without `overwrite`, StageError if it is not writable."""
     serves = schema_name == SERVER_SCHEMA_FILE
     editors = target.with_name(schema_name)
     try:
-        with target.open("x", encoding="utf-8") as stream:
+        with target.open("w" if overwrite else "x", encoding="utf-8") as stream:
             stream.write(f"{MODELINE}./{schema_name}\n{body}")
         text = json.dumps(server_schema() if serves else schema(), indent=2)
         editors.write_text(text + "\n", encoding="utf-8")
     except FileExistsError:
         raise ConfigError(
-            f"{target} exists already and is not overwritten.\n  Move it, or use another folder."
+            f"{target} exists already and is not overwritten.\n"
+            "  Move it, name another file with -o, or add --overwrite."
         ) from None
     except OSError as error:
         raise StageError(f"{target} cannot be written: {describe_os_error(error)}.") from error
     then = f"serve {target}" if serves else f"check {target} and penstock run {target}"
-    console.say(f"next: edit {target}, then penstock {then}")
+    console.say(f"next: read {target} and edit it, then penstock {then}")
     console.result(str(target))
     return {"file": str(target), "schema": str(editors)}
 
@@ -118,14 +111,3 @@ def write_samples(config: Path, console: Console) -> dict[str, Any]:
             console.say(f"{data}: {NUM_SAMPLES} sample conversations, to be replaced by your own")
             return {"data": str(data)}
     return {}
-
-
-def write_config_for_data(data: Path, folder: Path, console: Console) -> dict[str, Any]:
-    """Write `run.yaml` in `folder`, which trains on this file or folder, and the schema beside it.
-
-    Raises ConfigError if `run.yaml` exists, or if `data` is a config.
-    """
-    if data.suffix in (".yaml", ".yml"):
-        raise ConfigError(f"{data} is a config already; run penstock check {data}.")
-    body = CONFIG_TEMPLATE.format(data=json.dumps(str(data), ensure_ascii=False))
-    return _write_config(folder / "run.yaml", body, SCHEMA_FILE, console)

@@ -1,0 +1,100 @@
+"""Final answers of completions that end with one: after `####` (GSM8K), in `\\boxed{}` (MATH), or a
+number that ends the last of several lines."""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+
+SHARE = 0.9
+"""Minimum share of the expected completions that have a final answer of one kind."""
+
+NUMBER = r"[-+]?\$?\d[\d,]*(?:\.\d+)?"
+HASHES = re.compile(r"####[ \t]*(\S[^\n]*)")
+LAST_LINE = re.compile(rf"\n[^\n]*?({NUMBER})[\s.%*]*\Z")
+
+
+@dataclass(frozen=True)
+class FinalAnswer:
+    """How final answers are found in completions."""
+
+    name: str
+    """What is compared, in words."""
+    find: Callable[[str], str | None]
+    """The final answer of an expected completion; None if it has none."""
+
+    def is_right(self, given: str, expected: str) -> bool:
+        """Whether the completions have equal final answers. A number may also be the last one of a
+        completion in another form."""
+        wanted = self.find(expected)
+        if wanted is None:
+            return False
+        answer = self.find(given)
+        if answer is None and _number(wanted) is not None:
+            answer = last_number(given)
+        return answer is not None and _equal(answer, wanted)
+
+
+def final_answers(expected: Sequence[str]) -> FinalAnswer | None:
+    """The kind of final answer that nearly all expected completions have, if any."""
+    kinds = (
+        FinalAnswer("final answers, after ####", after_hashes),
+        FinalAnswer(r"final answers, in \boxed{}", in_box),
+        FinalAnswer("final answers, the number that ends the last line", on_last_line),
+    )
+    for kind in kinds:
+        if expected and sum(kind.find(text) is not None for text in expected) >= SHARE * len(
+            expected
+        ):
+            return kind
+    return None
+
+
+def after_hashes(text: str) -> str | None:
+    """What follows the last `####`."""
+    found = HASHES.findall(text)
+    return found[-1].strip() if found else None
+
+
+def in_box(text: str) -> str | None:
+    """The content of the last `\\boxed{}`, which may have braces of its own."""
+    start = text.rfind(r"\boxed{")
+    if start < 0:
+        return None
+    start += len(r"\boxed{")
+    depth = 1
+    for index in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[index], 0)
+        if not depth:
+            return text[start:index].strip()
+    return None
+
+
+def on_last_line(text: str) -> str | None:
+    """The number that ends the last of several lines."""
+    found = LAST_LINE.search(text.strip())
+    return found[1] if found else None
+
+
+def last_number(text: str) -> str | None:
+    """The last number in the text."""
+    found = re.findall(NUMBER, text)
+    return found[-1] if found else None
+
+
+def _equal(one: str, other: str) -> bool:
+    numbers = _number(one), _number(other)
+    if None not in numbers:
+        return numbers[0] == numbers[1]
+    return _plain(one) == _plain(other)
+
+
+def _plain(text: str) -> str:
+    return "".join(text.rstrip(".").split())
+
+
+def _number(text: str) -> Decimal | None:
+    try:
+        return Decimal(_plain(text).replace(",", "").replace("$", "").removesuffix("%"))
+    except InvalidOperation:
+        return None
