@@ -54,6 +54,7 @@ def test_written_settings_and_those_that_need_them_are_left_alone(sections, expe
 def test_memory_is_saved_where_there_is_little_or_it_is_unknown():
     assert layout(replace(ROOMY, memory=1e6)) == ("fsdp2", True)
     assert layout(replace(ROOMY, memory=None)) == ("fsdp2", True)
+    assert layout(replace(ROOMY, kind="cuda", memory=80e9)) == ("fsdp2", True)
 
 
 def test_a_run_that_writes_neither_trains_as_one_that_shards_and_recomputes(tmp_path: Path):

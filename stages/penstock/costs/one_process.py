@@ -1,4 +1,5 @@
-"""The layout of a run in one process that has memory to spare: nothing sharded or recomputed.
+"""The layout of a run in one process on CPUs that has memory to spare: nothing sharded or
+recomputed.
 
 For `train.data_parallel_mode` and `train.enable_gradient_checkpointing` where the config has
 neither: both save memory at the cost of time, and neither changes the result.
@@ -31,7 +32,7 @@ def with_one_process_layout(
     run: RunConfig, machine: Machine | None = None
 ) -> tuple[RunConfig, str | None]:
     """The run with `FASTER` settings in place of unwritten ones, and a line that says so, if one
-    process trains it and they fit `machine` (default: this one). `run` has its row length."""
+    process on CPUs trains it and they fit `machine` (default: this one). `run` has its row length."""
     if world_size(run) > 1:
         return run, None
     settings = {
@@ -47,7 +48,8 @@ def with_one_process_layout(
         return run, None
     machine = machine or detect_machine(1)
     dims = compute_dims(faster.train, 1)
-    if machine.memory is None or not isinstance(dims, ParallelDims):
+    # A GPU has little memory to spare, and estimates may be short of what batches need.
+    if machine.kind != "cpu" or machine.memory is None or not isinstance(dims, ParallelDims):
         return run, None
     try:
         hf_config = resolve_hf_config(faster)

@@ -43,7 +43,8 @@ class MemoryConfig(ConfigSection):
 
     enable_gradient_checkpointing: Unkeyed[bool] = True
     """Activation checkpointing: recompute activations in the backward pass instead of storing
-    them. Where it is not written, one process whose memory has room for them stores them."""
+    them. Where it is not written, one process on CPUs whose memory has room for them
+    stores them."""
 
     enable_reentrant: Unkeyed[bool] = False
     """Activation checkpointing: use PyTorch's reentrant implementation (`use_reentrant=True`)."""

@@ -45,8 +45,8 @@ class ParallelConfig(ConfigSection):
 
     data_parallel_mode: Unkeyed[Literal["none", "ddp", "fsdp2"]] = "fsdp2"
     """Data parallelism: `none`, `ddp` (the whole model on each rank), or `fsdp2` (weights,
-    gradients and optimizer states are sharded). Where it is not written, one process whose memory
-    has room for it trains with `none`."""
+    gradients and optimizer states are sharded). Where it is not written, one process on CPUs
+    whose memory has room for it trains with `none`."""
 
     data_parallel_shard_size: Unkeyed[RanksOrRest] = -1
     """`fsdp2`: number of ranks over which one copy of the weights is sharded. -1: all ranks that
