@@ -52,9 +52,9 @@ def test_list_shows_every_result_with_its_standing(tmp_path):
     said = penstock("artifacts", "list", "--root", tmp_path, "--json")
     found = {each["path"]: (each["stage"], each["standing"]) for each in said.last["artifacts"]}
     assert found == {
-        str(prepare.path): ("prepare", "sealed"),
-        str(pack.path): ("pack", "sealed"),
-        str(train.path): ("train", "sealed"),
+        str(prepare.path): ("prepare", "cached"),
+        str(pack.path): ("pack", "cached"),
+        str(train.path): ("train", "cached"),
         str(unfinished.path): ("prepare", "partial"),
     }
     table = penstock("artifacts", "list", "--root", tmp_path).out

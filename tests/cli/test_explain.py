@@ -32,7 +32,7 @@ def test_plan_says_what_is_there_and_exactly_what_changed(tmp_path):
 
     longer = penstock("plan", config, "--data.sample_packing_sequence_len", 512, "--json")
     assert standings(longer)["prepare"] == "cached"
-    assert standings(longer)["pack"] == "stale"
+    assert standings(longer)["pack"] == "missing"
     assert changed(longer, "pack") == {"sample_packing_sequence_len": (512, 256)}
     told = penstock("plan", config, "--data.sample_packing_sequence_len", 512).out
     assert "sample_packing_sequence_len: 512 here, 256 there" in told
@@ -48,7 +48,7 @@ def test_plan_names_the_file_whose_content_changed(tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text(rows.read_text().replace("row 3", "Row 3"))
     said = penstock("plan", config, "--json")
-    assert standings(said)["prepare"] == "stale"
+    assert standings(said)["prepare"] == "missing"
     (field,) = changed(said, "prepare")
     assert "rows.jsonl" in field
     assert field.endswith("sha256")

@@ -96,12 +96,19 @@ def test_data_that_is_not_prepared_is_estimated_from_its_first_records(
 ):
     (tmp_path / name).write_text("".join(lines))
     dataset = {"path": str(tmp_path / name), "type": type_}
-    config = small_run(tmp_path, data={"datasets": [dataset], "dataset_num_proc": 1})
+    data = {"datasets": [dataset], "dataset_num_proc": 1, "sample_packing_sequence_len": 1024}
+    config = small_run(tmp_path, data=data)
     found = []
     for _ in range(2):
         found.append(penstock("plan", config, "--json").last["costs"]["length"])
         penstock("prepare", config)
     before, after = found
+    assert penstock("pack", config).code == 0
+    packed = penstock("plan", config, "--json").last["costs"]["length"]
+    assert packed["least"] == packed["steps"] == packed["most"]
+    for estimate in found:
+        assert estimate["least"] <= packed["steps"] <= estimate["most"]
+    assert before["most"] / before["least"] > after["most"] / after["least"] > 1
     assert 0.6 < before["steps"] / after["steps"] < 1.6
     assert 0.6 < before["tokens"] / after["tokens"] < 1.6
 

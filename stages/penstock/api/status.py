@@ -68,7 +68,7 @@ def stage_status(step: PlannedStage, present: dict[str, str] | None = None) -> S
     near = _nearest_result(step)
     if near is None:
         return StageStatus(name, key, "missing", step.where)
-    return StageStatus(name, key, "stale", step.where, near[0], tuple(near[1]))
+    return StageStatus(name, key, "missing", step.where, near[0], tuple(near[1]))
 
 
 def _nearest_result(step: PlannedStage) -> tuple[Path, list[Difference]] | None:

@@ -1,4 +1,4 @@
-"""The summary of `penstock run`: model, report, training metrics and the next command."""
+"""The summary of `penstock run`: model, report, training metrics and the next commands."""
 
 import shlex
 from collections.abc import Sequence
@@ -8,6 +8,15 @@ from typing import Any
 from penstock.api.report import run_result
 from penstock.cli.console import Console
 from penstock.config.loading.cli_overrides import Override
+from penstock.core.files import read_json
+
+ADAPTER_CONFIG = "adapter_config.json"
+
+VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Values of vLLM's --max-lora-rank."""
+
+NAME = "mine"
+"""The adapter's name in requests to vLLM."""
 
 
 def print_summary(config: Path, overrides: Sequence[Override], console: Console) -> None:
@@ -15,17 +24,45 @@ def print_summary(config: Path, overrides: Sequence[Override], console: Console)
     done = {outcome.stage: outcome for outcome in console.outcomes}
     result = run_result(done)
     if result["model"]:
-        typed = [word for one in overrides for word in (one.option, one.text)]
-        result["next"] = shlex.join(["penstock", "chat", str(config), *typed])
+        typed = [str(config), *(word for one in overrides for word in (one.option, one.text))]
+        result["next"] = shlex.join(["penstock", "chat", *typed])
+        result["commands"] = [result["next"]]
+        if is_evaluated(result):
+            result["commands"].append(shlex.join(["penstock", "eval", *typed]))
+        result["commands"] += serving_commands(Path(result["model"]))
     console.more["result"] = result
     rows = [(name, str(result[name])) for name in ("model", "report") if result[name]]
     if "train" in done:
         rows.append(("train", training_numbers(result)))
+        if not is_evaluated(result):
+            rows.append(
+                ("", "nothing was held out (data.val_set_size), so no number is of new data")
+            )
     if "push" in done:
         rows.append(("pushed", done["push"].where))
-    if "next" in result:
-        rows.append(("next", result["next"]))
+    for number, command in enumerate(result.get("commands", ())):
+        rows.append(("" if number else "next", command))
     console.result("\n".join(f"{name:7}  {text}" for name, text in rows))
+
+
+def is_evaluated(result: dict[str, Any]) -> bool:
+    """Whether the run was evaluated on held-out data."""
+    return any(name.startswith("eval_") and name.endswith("loss") for name in result)
+
+
+def serving_commands(folder: Path) -> list[str]:
+    """How vLLM serves an exported model, or an adapter over its base; none for adapters that it
+    does not read."""
+    if not (folder / ADAPTER_CONFIG).is_file():
+        return [shlex.join(["vllm", "serve", str(folder)])]
+    adapter = read_json(folder / ADAPTER_CONFIG)
+    base, rank = adapter.get("base_model_name_or_path"), adapter.get("r", 0)
+    ranks = [each for each in VLLM_RANKS if each >= rank]
+    if not base or not ranks or adapter.get("use_dora") or adapter.get("modules_to_save"):
+        return []
+    over = ["--enable-lora", "--max-lora-rank", str(ranks[0])]
+    named = ["--lora-modules", f"{NAME}={folder}"]
+    return [shlex.join(["vllm", "serve", base, *over, *named])]
 
 
 def training_numbers(result: dict[str, Any]) -> str:

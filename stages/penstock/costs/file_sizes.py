@@ -22,6 +22,11 @@ from penstock.core.sources.megatron_files import DATA, INDEX
 SAMPLE_BYTES = 1 << 18
 """Bytes read from each source."""
 
+MESSAGE_KEYS = {"role", "from"}
+
+MARKERS = "<|start|>\n<|end|>\n"
+"""What a chat template has around a message."""
+
 ASSUMED_SAMPLE_TOKENS = 512
 """Assumed tokens per sample if records cannot be read."""
 
@@ -175,6 +180,8 @@ def _strings(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
+        if MESSAGE_KEYS & value.keys():
+            yield MARKERS
         for each in value.values():
             yield from _strings(each)
     elif isinstance(value, list):

@@ -32,7 +32,8 @@ def with_one_process_layout(
     run: RunConfig, machine: Machine | None = None
 ) -> tuple[RunConfig, str | None]:
     """The run with `FASTER` settings in place of unwritten ones, and a line that says so, if one
-    process on CPUs trains it and they fit `machine` (default: this one). `run` has its row length."""
+    process on CPUs trains it and they fit `machine` (default: this one). `run` has its row
+    length."""
     if world_size(run) > 1:
         return run, None
     settings = {

@@ -19,6 +19,13 @@ from penstock.rows.sizing import keeps_rest
 ASSUMED_PACKING_EFFICIENCY = 0.97
 """Assumed packing efficiency (share of row capacity with tokens) before data is packed."""
 
+WHOLE_SAMPLES = 8
+"""With fewer samples in a row, what is left of it is too short for another one."""
+
+SPREAD_PREPARED, SPREAD_SOURCES = 1.2, 1.7
+"""Factor by which estimated rows may be wrong: of prepared samples, whose lengths differ, and of
+source files, whose tokens are estimated from their characters without a chat template."""
+
 Certainty = Literal["counted", "estimated"]
 
 
@@ -36,6 +43,8 @@ class Data:
     certainty: Certainty
     image_tokens: int = 0
     """Number of image tokens; 0 also before images are packed."""
+    spread: float = 1.0
+    """Factor by which the rows may be more or fewer."""
 
     @property
     def rows(self) -> int:
@@ -57,6 +66,9 @@ class Length:
     set_by: str
     """The setting that ends the run."""
     certain: Certainty
+    least: int
+    most: int
+    """Range of the steps, where they are estimated."""
 
 
 @dataclass(frozen=True)
@@ -113,14 +125,23 @@ def estimate_data(run: RunConfig, steps: Sequence[PlannedStage], vocab_size: int
     row = run.data.row_length
     if made.prepared:
         facts = {name: made.prepared[name]["train"] for name in COUNTED}
-        rows = max(1, math.ceil(facts["tokens"] / (row * ASSUMED_PACKING_EFFICIENCY)))
-        return Data((rows,), facts["tokens"], facts["rows"], facts["trained_tokens"], "estimated")
+        counts = facts["tokens"], facts["rows"], facts["trained_tokens"]
+        rows = _estimate_rows(row, *counts[:2])
+        return Data((rows,), *counts, "estimated", spread=SPREAD_PREPARED)
     sources = prepare.stage.sources if isinstance(prepare.stage, Prepare) else ()
     sizes = estimate_samples(sources, vocab_size)
     if sizes is None:
         return None
-    rows = max(1, math.ceil(sizes.tokens / (row * ASSUMED_PACKING_EFFICIENCY)))
-    return Data((rows,), sizes.tokens, sizes.samples, sizes.tokens, "estimated")
+    rows = _estimate_rows(row, sizes.tokens, sizes.samples)
+    counts = sizes.tokens, sizes.samples, sizes.tokens
+    return Data((rows,), *counts, "estimated", spread=SPREAD_SOURCES)
+
+
+def _estimate_rows(length: int, tokens: int, samples: int) -> int:
+    """Rows of `length` tokens for samples of equal length, which are not split over rows."""
+    fit = length * samples // max(1, tokens)
+    whole = samples / fit if 0 < fit < WHOLE_SAMPLES else 0
+    return max(1, math.ceil(max(whole, tokens / (length * ASSUMED_PACKING_EFFICIENCY))))
 
 
 COUNTED = ("rows", "tokens", "trained_tokens")
@@ -133,7 +154,7 @@ def estimate_length(run: RunConfig, data: Data | None, rows_per_step: int) -> Le
     per_step = rows_per_step * (data.tokens_per_row if data else row * ASSUMED_PACKING_EFFICIENCY)
     certain: Certainty = data.certainty if data else "estimated"
     if train.eval_only:
-        return Length(0, 0, "eval_only", "counted")
+        return Length(0, 0, "eval_only", "counted", 0, 0)
     ends: dict[str, tuple[int, Certainty]] = {}
     if train.max_steps is not None:
         ends["max_steps"] = train.max_steps, "counted"
@@ -146,7 +167,9 @@ def estimate_length(run: RunConfig, data: Data | None, rows_per_step: int) -> Le
         ends["num_train_epochs"] = _steps(run, data, rows_per_step, epochs), certain
     first = min(ends, key=lambda name: ends[name][0])
     steps, sure = ends[first]
-    return Length(steps, round(steps * per_step), first, sure)
+    spread = data.spread if data and sure == "estimated" else 1.0
+    spans = max(1, math.floor(steps / spread)), math.ceil(steps * spread)
+    return Length(steps, round(steps * per_step), first, sure, *spans)
 
 
 def _steps(run: RunConfig, data: Data, rows_per_step: int, epochs: Fraction) -> int:

@@ -22,6 +22,9 @@ POSITIVE_INT_FIELDS = (
     "head_dim",
     "max_position_embeddings",
 )
+MAX_LAYERS = 10_000
+"""More than any model has: every layer has parameters that are named before a run."""
+
 EXPERT_POSITIVE_INT_FIELDS = (
     "num_experts",
     "experts_per_token",
@@ -427,6 +430,11 @@ class DecoderConfig:
                 raise _config_error(
                     f"{name} is {getattr(self, name)!r}; it must be an integer of 1 or more"
                 )
+        if self.num_hidden_layers > MAX_LAYERS:
+            raise _config_error(
+                f"num_hidden_layers is {self.num_hidden_layers:,}; it must be at most "
+                f"{MAX_LAYERS:,}"
+            )
         if self.num_attention_heads % self.num_key_value_heads:
             raise _config_error(
                 f"num_attention_heads ({self.num_attention_heads}) is not a multiple of its "

@@ -147,7 +147,7 @@ def _find_entry(key: str, roots: list[str] | None) -> "Entry":
 
 def _row(entry: "Entry") -> tuple[str, ...]:
     manifest = entry.manifest
-    standing, created = ("sealed", manifest["created"]) if manifest else ("partial", "")
+    standing, created = ("cached", manifest["created"]) if manifest else ("partial", "")
     size = f"{entry.num_bytes / 1e6:.1f} MB"
     return entry.stage, entry.key[:8], standing, size, created, entry.where
 

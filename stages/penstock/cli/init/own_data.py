@@ -109,8 +109,11 @@ def describe(data: OwnData) -> str:
     """The data in one sentence."""
     about = "" if data.is_tokenized else "about "
     mean = f"{about}{data.tokens:,.0f} tokens in the mean"
-    longest = f"the longest of {data.measured:,} has {about}{data.longest:,}"
-    return f"{data.path}: {data.samples:,} samples of type {data.format.type}, {mean}; {longest}."
+    part = "longest answer with its prompt" if data.is_preference else "longest"
+    longest = f"the {part} of {data.measured:,} has {about}{data.longest:,}"
+    of = "with both answers, " if data.is_preference else ""
+    what = f"{data.samples:,} samples of type {data.format.type}"
+    return f"{data.path}: {what}, {of}{mean}; {longest}."
 
 
 def choose(data: OwnData, model: str) -> ChosenConfig:
@@ -221,7 +224,7 @@ def _choose_rows(chosen: ChosenConfig, data: OwnData) -> None:
     chosen.put(
         "train.micro_batch_size",
         1,
-        f"a step of {rows * length:,} tokens has about {samples} samples; about {steps} steps",
+        f"samples of a step: about {samples}, in {rows * length:,} tokens; about {steps} steps",
     )
 
 

@@ -105,9 +105,11 @@ def _format_length(found: Prediction) -> str:
     if found.length is None:
         return f"steps of {rows}; how many is known once data is prepared"
     length = found.length
+    about = "about " if length.certain == "estimated" else ""
+    span = f" ({length.least:,} to {length.most:,})" if length.least < length.most else ""
     return (
-        f"{length.steps:,} steps of {rows}, {_format_count(length.tokens)} tokens"
-        f" ({length.certain}; {length.set_by})"
+        f"{about}{length.steps:,} steps{span} of {rows},"
+        f" {about}{_format_count(length.tokens)} tokens ({length.certain}; {length.set_by})"
     )
 
 
