@@ -162,7 +162,7 @@ def test_a_servers_file_is_a_run_once_its_data_are_named(tmp_path: Path) -> None
     run = load(file, overrides, heard.append)
     assert (run.lora.lora_rank, run.model.lm_head_fp32) == (8, True)
     assert run.train.log_grad_norm == "layers"
-    assert "1 have no effect here" in heard[0]
+    assert any("1 have no effect here" in line for line in heard)
 
 
 @pytest.mark.parametrize("file", SERVERS, ids=lambda file: file.stem)

@@ -314,7 +314,8 @@ def test_trl_reads_several_data_sets() -> None:
     ]
     assert (data.datasets[0].name, data.datasets[0].split) == ("default", "train_prefs")
     assert data.val_set_size == 9
-    assert line_of(found, "dataset_mixture").why == "weight of data sets are left out"
+    assert data.datasets[1].shards == 2
+    assert line_of(found, "dataset_mixture.datasets.1.weight").kind == "approximated"
 
 
 @pytest.mark.parametrize("dialect", [TRL, LLAMA_FACTORY, AXOLOTL], ids=lambda one: one.name)
@@ -397,6 +398,13 @@ def test_each_key_of_an_axolotl_data_set_has_a_line() -> None:
         ({"message_property_mappings": {"role": "from", "content": "value"}}, {"type": "sharegpt"}),
         ({"message_field_role": "from", "message_field_content": "value"}, {"type": "sharegpt"}),
         ({"message_property_mappings": {"role": "role"}}, {"type": "chat"}),
+        (
+            {"message_property_mappings": {"role": "who", "content": "what"}},
+            {"field_message_role": "who", "field_message_content": "what"},
+        ),
+        ({"roles": {"assistant": ["gpt", "bot"]}}, {"message_roles": {"assistant": ["bot"]}}),
+        ({"message_field_training": "kept"}, {"field_message_training": "kept"}),
+        ({"drop_system_message": True}, {"drop_system_message": True}),
         ({"roles_to_train": ["gpt", "human"]}, {"roles_to_train": ["assistant", "user"]}),
         ({"train_on_eos": "last"}, {"train_on_eos": "last"}),
         ({"train_on_eos": "turn", "train_on_eot": "none"}, {"train_on_eos": "none"}),
@@ -417,14 +425,14 @@ def test_axolotl_says_how_messages_are_read_and_which_are_trained(
 @pytest.mark.parametrize(
     ("keys", "objective", "kind", "loss"),
     [
-        ({"stage": "sft"}, "sft", "alpaca", "sigmoid"),
+        ({"stage": "sft"}, "sft", None, "sigmoid"),
         ({"stage": "pt"}, "pretrain", "text", "sigmoid"),
         ({"stage": "dpo", "pref_loss": "simpo"}, "preference", "preference", "simpo"),
         ({"stage": "kto", "pref_beta": 0.2}, "preference", "kto", "kto"),
     ],
 )
 def test_stages_of_llama_factory_are_objectives(
-    keys: dict[str, Any], objective: str, kind: str, loss: str
+    keys: dict[str, Any], objective: str, kind: str | None, loss: str
 ) -> None:
     run = run_of(LLAMA_FACTORY, **keys)
     assert run.train.objective == objective

@@ -51,9 +51,9 @@ def load(
     if not is_native(settings):
         from penstock.config.translate import load_foreign  # the tables of all dialects
 
+        load_foreign.require_run(path, settings)
         if dialect := load_foreign.detect_dialect(settings):
             return load_foreign.load(path, document, dialect, overrides, notify, strict=strict)
-        load_foreign.require_run(path, settings)
     return resolve(settings, overrides, ErrorLocator(document, overrides, path), notify=notify)
 
 

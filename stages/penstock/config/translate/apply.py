@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, cast
 
 from penstock.config.loading.schema_tree import branches, is_section
@@ -14,16 +15,20 @@ from penstock.config.translate.doubtful_values import mark_doubtful
 from penstock.config.translate.erniekit.rules import ERNIEKIT
 from penstock.config.translate.fit_parallel_sizes import Devices, fit_parallel_sizes
 from penstock.config.translate.hf.llama_factory import LLAMA_FACTORY
+from penstock.config.translate.hf.llama_factory_v1 import LLAMA_FACTORY_V1
 from penstock.config.translate.hf.trl import TRL, TRL_DPO
 from penstock.config.translate.nxdt.rules import NXDT
+from penstock.config.translate.torchtune.rules import TORCHTUNE
 from penstock.config.translate.translate_key import apply_rule, flat_keys, translate_key
 from penstock.config.translate.translation import GAPS, Draft, Entry, Line, Translation
 from penstock.core.errors import ConfigError
 
 DIALECTS: tuple[Dialect, ...] = (
     NXDT,
+    TORCHTUNE,
     SERVER,
     AXOLOTL,
+    LLAMA_FACTORY_V1,
     LLAMA_FACTORY,
     TRL_DPO,
     TRL,
@@ -55,8 +60,11 @@ def find_dialect(name: str) -> Dialect | None:
     return found[name]
 
 
-def translate(values: Mapping[str, Any], dialect: Dialect, devices: Devices) -> Translation:
-    """Translate a file in `dialect`, with parallel sizes that fit the devices.
+def translate(
+    values: Mapping[str, Any], dialect: Dialect, devices: Devices, folder: Path | None = None
+) -> Translation:
+    """Translate a file in `dialect`, with parallel sizes that fit the devices. `folder` has the
+    file, and may have others that it names.
 
     Nothing is validated: invalid values are reported when the translation is loaded.
     """
@@ -67,7 +75,7 @@ def translate(values: Mapping[str, Any], dialect: Dialect, devices: Devices) -> 
         if value is not None or key in dialect.meaningful_nulls
     }
     defaults = {**dialect.defaults, **dialect.inferred(written)}
-    draft = Draft(written, defaults)
+    draft = Draft(written, defaults, folder)
     for key, value in flat.items():
         draft.lines[key] = Line(key, value, "translated")
         _translate(draft, dialect, key, is_null=key not in written)

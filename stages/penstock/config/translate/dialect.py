@@ -144,11 +144,18 @@ def where(key: str, *values: Any, name: str) -> Rule:
     return rule
 
 
+def is_on(value: Any) -> bool:
+    """Whether a switch is on. Raises TypeError for lists and mappings."""
+    if isinstance(value, list | dict):
+        raise TypeError("a switch is no list and no mapping")
+    return bool(value)
+
+
 def negated(name: str) -> Rule:
     """Rule of a boolean whose setting here is its opposite."""
 
     def rule(entry: Entry) -> None:
-        entry.put(name, not entry.value)
+        entry.put(name, not is_on(entry.value))
 
     return rule
 
@@ -158,7 +165,7 @@ def if_true(name: str, value: Any, otherwise: str) -> Rule:
     `otherwise`."""
 
     def rule(entry: Entry) -> None:
-        if entry.value:
+        if is_on(entry.value):
             entry.put(name, value)
         else:
             entry.no_effect(otherwise)
@@ -182,7 +189,7 @@ def truth(name: str) -> Rule:
     """Rule of a boolean that may be written as any value."""
 
     def rule(entry: Entry) -> None:
-        entry.put(name, bool(entry.value))
+        entry.put(name, is_on(entry.value))
 
     return rule
 

@@ -44,7 +44,10 @@ def drop_invalid(translation: Translation) -> Translation:
             put_at(settings, name, value)
         issues = validate(settings).faults
         if not issues:
-            return replace(translation, settings=draft.settings, placeholders=placeholders)
+            lines = tuple(draft.lines.values())
+            return replace(
+                translation, settings=draft.settings, lines=lines, placeholders=placeholders
+            )
         for issue in issues:
             name = dotted(issue.path)
             if name in PLACEHOLDERS and not draft.has(name):
@@ -61,12 +64,31 @@ def _drop(draft: Draft, issue: ConfigIssue) -> None:
         value = draft.value(name, missing)
         if value is missing:
             continue
-        for line in draft.lines_of(name):
-            line.kind = "refused" if line.kind not in GAPS else line.kind
-            line.why = f"here {name}: {shown(value)}, which {issue.text}"
+        for line in list(draft.lines_of(name)):
             line.names = [other for other in line.names if other != name]
+            if line.kind == "assumed":
+                draft.lines.pop(line.key)
+            else:
+                line.kind = "refused" if line.kind not in GAPS else line.kind
+                line.why = f"here {name}: {shown(value)}, which {issue.text}"
         remove_at(draft.settings, name)
         return
+    _drop_item(draft, dotted(issue.path), issue.text)
+
+
+def _drop_item(draft: Draft, name: str, text: str) -> None:
+    """Remove the item of a list that lacks a required setting, and the list if it is empty."""
+    item = name.rpartition(".")[0]
+    above, _, index = item.rpartition(".")
+    if not index.isdecimal() or not draft.has(item):
+        return
+    for line in list(draft.lines_of(item)):
+        line.names = [other for other in line.names if not f"{other}.".startswith(f"{item}.")]
+        if line.kind not in GAPS and not line.names:
+            line.kind, line.why = "refused", f"here {name}, which is {text}"
+    remove_at(draft.settings, item)
+    if not draft.value(above):
+        remove_at(draft.settings, above)
 
 
 def remove_at(settings: dict[str, Any], name: str) -> None:

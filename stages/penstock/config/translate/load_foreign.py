@@ -47,7 +47,7 @@ def load(
     Raises ConfigError with a line for each error; with `strict` keys that are left out or doubtful
     are errors too.
     """
-    translation = translate(document.value, dialect, _devices(overrides))
+    translation = translate(document.value, dialect, _devices(overrides), path.parent)
     locator = ErrorLocator(document, overrides, path, translation)
     fatal: tuple[Kind, ...] = (*GAPS, "doubtful") if strict else FATAL
     errors = [locator.at_key(line.key, line.why) for line in translation.of(*fatal)]
@@ -72,15 +72,16 @@ def load_translation(path: Path, name: str | None, devices: Devices) -> Translat
     known tool, or if it is in Penstock's own format and not valid.
     """
     document = read_document(path, may_be_empty=False)
+    if name is None:
+        require_run(path, document.value)
     dialect = find_dialect(name) if name else detect_dialect(document.value)
     if dialect is None:
         if name is None:
-            require_run(path, document.value)
             require_known(path, document.value)
         translation = translate_native(document.value, devices)
         resolve(document.value, (), ErrorLocator(document, (), path, translation))
         return translation
-    return drop_invalid(translate(document.value, dialect, devices))
+    return drop_invalid(translate(document.value, dialect, devices, path.parent))
 
 
 def _summary(path: Path, translation: Translation) -> str:

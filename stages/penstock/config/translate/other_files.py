@@ -14,21 +14,38 @@ OTHER_FILES: Mapping[tuple[str, ...], str] = {
     " train.zero_stage and launch in the run's config",
     ("zero_optimization",): "a DeepSpeed config; write train.zero_stage and train.precision in the"
     " run's config",
-    ("export_dir",): "an export; penstock merge BASE ADAPTER -o OUT merges an adapter",
-    ("infer_backend",): "inference; penstock chat MODEL answers prompts",
-    ("quantizer", "checkpointer"): "a quantization; write export.quantise in the run's config",
-    ("tasks", "checkpointer"): "an evaluation; penstock eval MODEL --harness TASKS evaluates",
-    ("prompt", "checkpointer"): "a generation; penstock chat MODEL answers prompts",
+    (
+        "export_dir",
+        "!output_dir",
+    ): "an export; penstock merge BASE ADAPTER -o OUT merges an adapter",
+    (
+        "peft_config",
+        "model",
+        "!train_dataset",
+    ): "an export; penstock merge BASE ADAPTER -o OUT merges an adapter",
+    ("quant_config", "model", "!train_dataset"): "inference; penstock chat MODEL answers prompts",
+    ("infer_backend", "!output_dir"): "inference; penstock chat MODEL answers prompts",
+    (
+        "quantizer",
+        "checkpointer",
+        "!optimizer",
+    ): "a quantization; write export.quantise in the run's config",
+    (
+        "tasks",
+        "checkpointer",
+        "!optimizer",
+    ): "an evaluation; penstock eval MODEL --harness TASKS evaluates",
+    ("prompt", "checkpointer", "!optimizer"): "a generation; penstock chat MODEL answers prompts",
     ("provider", "secrets"): "settings of a cloud provider; penstock launch --print starts a run"
     " elsewhere",
 }
-"""Keys that such a file has, and what it is."""
+"""Keys that such a file has, and with ! does not have, and what it is."""
 
 
 def require_run(path: Path, values: Mapping[str, Any]) -> None:
     """Raises ConfigError for a known file that is no training config."""
     for keys, meaning in OTHER_FILES.items():
-        if all(key in values for key in keys):
+        if all((key.removeprefix("!") in values) is not key.startswith("!") for key in keys):
             raise ConfigError(f"{path} is no training run: it is {meaning}.")
 
 

@@ -1,21 +1,31 @@
-"""Names of chat templates in other tools."""
+"""Chat templates of other tools: names, text, and files."""
 
 from collections.abc import Mapping
 
+from penstock.config.schema.data import is_inline_template
 from penstock.config.translate.translation import Entry
 
-TEMPLATE, OWN = "data.chat_template", "tokenizer"
+TEMPLATE = "data.chat_template"
 
-NAMES: Mapping[str, str] = {}
+NAMES: Mapping[str, str] = {"chatml": "chatml"}
 """Foreign names to those of the templates that Penstock includes."""
 
-FALLBACK = "tokenizer_default_fallback_"
+TOKENIZERS = ("tokenizer_default", "jinja", "default", "empty")
+FILES = (".jinja", ".jinja2", ".j2")
 
 
 def chat_template(entry: Entry) -> None:
-    """A template by name, or as text or file: `tokenizer_default` and `jinja` are none."""
+    """A template by name, as text, or as a file."""
     name = str(entry.value)
-    if name in ("tokenizer_default", "jinja"):
-        entry.no_effect("the tokenizer's own template renders conversations")
+    if is_inline_template(name) or name.endswith(FILES):
+        entry.draft.put(TEMPLATE, name)
+        entry.decides(TEMPLATE)
+    elif name in NAMES:
+        entry.draft.put(TEMPLATE, NAMES[name])
+        entry.decides(TEMPLATE)
+    elif name in TOKENIZERS:
+        entry.no_effect("the tokenizer's own template renders conversations, unless one is written")
     else:
-        entry.approximated("the tokenizer's own chat template is used; put this one into its files")
+        entry.approximated(
+            f"the tokenizer's own template is taken for {name}; data.chat_template names another"
+        )

@@ -24,12 +24,16 @@ def flat_keys(
             yield key, value
 
 
-def translate_items(entry: Entry, items: Sequence[Any], table: Table, into: str) -> None:
-    """Translate the mappings in a list with a table, each into the item of our list `into` that has
-    the same index; the keys of each have lines of their own."""
+def translate_items(
+    entry: Entry, items: Sequence[Mapping[str, Any]], table: Table, into: str
+) -> None:
+    """Translate the mappings in a list, or the one mapping in its place, with a table, each into
+    the item of our list `into` that has the same index; the keys of each have lines of their
+    own."""
     for index, item in enumerate(items):
+        above = f"{entry.key}.{index}" if isinstance(entry.value, list) else entry.key
         for key, value in flat_keys(item, table.keys):
-            line = Line(f"{entry.key}.{index}.{key}", value, "translated")
+            line = Line(f"{above}.{key}", value, "translated")
             entry.draft.lines[line.key] = line
             part = Entry(entry.draft, line, f"{into}.{index}", item)
             translate_key(part, table, key, entry.key, is_null=value is None)

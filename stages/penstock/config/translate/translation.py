@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, cast
 
 from penstock.config.schema.pipeline import SECRET
@@ -58,7 +59,11 @@ class Line:
 class Draft:
     """A translation in progress. Settings have dotted names (`train.lr`)."""
 
-    def __init__(self, written: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    def __init__(
+        self, written: Mapping[str, Any], defaults: Mapping[str, Any], folder: Path | None = None
+    ) -> None:
+        self.folder = folder or Path()
+        """The folder with the file, which may have others beside it."""
         self.written = written
         """Their keys, flat, as they stand in the file; without those that are null."""
         self.settings: dict[str, Any] = {}

@@ -158,7 +158,8 @@ UNSUPPORTED: Mapping[str, str] = {
         NAMED_IN_PATTERNS,
     ),
     **dict.fromkeys(("image_size", "image_resize_algorithm", "processor_kwargs"), SIZED),
-    "lora_modules_to_save": "whole layers beside adapters are not trained",
+    "lora_modules_to_save": "whole layers beside adapters are not trained; lora_target_modules may"
+    " name embed_tokens and lm_head",
     "peft_trainable_token_indices": "whole layers beside adapters are not trained",
     "peft_ensure_weight_tying": "whole layers beside adapters are not trained",
     "peft_layer_replication": "layers are not added",

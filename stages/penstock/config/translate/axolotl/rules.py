@@ -176,7 +176,9 @@ LANGUAGE = re.compile(r"language_model|lm_head|embed_tokens")
 def _unfrozen(entry: Entry) -> None:
     """Patterns of parameters; those of the text model alone have a setting."""
     patterns = list(map(str, entry.value or ()))
-    if any("language_model" in name for name in patterns) and all(map(LANGUAGE.search, patterns)):
+    if entry.get(ON):
+        entry.no_effect("with adapters all of the model's own weights are frozen")
+    elif any("language_model" in name for name in patterns) and all(map(LANGUAGE.search, patterns)):
         entry.put("model.freeze", ["vision", "projector"])
     elif patterns:
         entry.leave_out(

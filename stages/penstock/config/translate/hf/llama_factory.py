@@ -1,6 +1,6 @@
 """LLaMA-Factory: the flat files of `llamafactory-cli train`."""
 
-from typing import Any
+from collections.abc import Mapping
 
 from penstock.config.translate import shared
 from penstock.config.translate.dialect import (
@@ -15,13 +15,14 @@ from penstock.config.translate.dialect import (
     where,
 )
 from penstock.config.translate.hf import schedule, training_arguments
+from penstock.config.translate.hf.llama_factory_data import sources
 from penstock.config.translate.shared import (
     LOSSES,
     SOURCES,
     TESTS,
     lay_rows,
-    names_in,
 )
+from penstock.config.translate.templates import chat_template
 from penstock.config.translate.translation import Draft, Entry
 
 SIGNATURE = (
@@ -31,12 +32,7 @@ SIGNATURE = (
 """Keys of which its files have at least two."""
 
 ON, WITH_LORA = "finetuning_type", ("lora", "oft")
-TYPES = {"sft": "alpaca", "pt": "text", "dpo": "preference", "kto": "kto"}
-
-KNOWN_ELSEWHERE = (
-    "dataset_info.json says where these are and what they hold; files of these names in"
-    " dataset_dir are taken, in the form that the stage reads first (alpaca, text, preference, kto)"
-)
+STAGES = ("sft", "pt", "dpo", "kto")
 
 
 def _recognizes(values: Values) -> bool:
@@ -64,30 +60,7 @@ def _stage(entry: Entry) -> None:
     elif name == "sft":
         entry.put("train.objective", "sft")
     else:
-        entry.refuse(f"it takes {', '.join(TYPES)}")
-
-
-def _sources(name: str) -> Rule:
-    def rule(entry: Entry) -> None:
-        folder = str(entry.get("dataset_dir", "data")).rstrip("/")
-        kind = TYPES.get(str(entry.get("stage", "sft")), "alpaca")
-        found = [{"path": f"{folder}/{one}.json", "type": kind} for one in names_in(entry.value)]
-        if name == SOURCES:
-            for source, weight in zip(found, _weights(entry), strict=False):
-                source["weight"] = weight
-        if (media := entry.get("media_dir")) and kind != "text":
-            found = [{**source, "image_folder": str(media)} for source in found]
-        if count := entry.get("max_samples"):
-            found = [{**source, "max_samples": count} for source in found]
-        entry.put(name, found)
-        entry.approximated(KNOWN_ELSEWHERE)
-
-    return rule
-
-
-def _weights(entry: Entry) -> list[Any]:
-    shares = entry.get("interleave_probs")
-    return [] if shares is None else [float(share) for share in names_in(shares)]
+        entry.refuse(f"it takes {', '.join(STAGES)}")
 
 
 FREEZES = {
@@ -117,10 +90,6 @@ def _media(entry: Entry) -> None:
         entry.no_effect("texts have no images")
     else:
         entry.decides(f"{SOURCES}.0.image_folder")
-
-
-def _template(entry: Entry) -> None:
-    entry.approximated("the tokenizer's own chat template is used")
 
 
 def _tuned(entry: Entry) -> None:
@@ -178,6 +147,25 @@ def _pure(entry: Entry) -> None:
         entry.decides("train.precision")
     else:
         entry.no_effect("bf16 and fp16 say it")
+
+
+def _in_order(entry: Entry) -> None:
+    if entry.value:
+        entry.put("data.shuffle_merged_datasets", False)
+        entry.put("data.shuffle_before_merging_datasets", False)
+    else:
+        entry.no_effect("samples are shuffled")
+
+
+def _from_scratch(entry: Entry) -> None:
+    if entry.value:
+        entry.decides("model.config_path")
+    else:
+        entry.no_effect("weights are those of the model")
+
+
+def _thinking(entry: Entry) -> None:
+    entry.approximated("the chat template says how reasoning is rendered")
 
 
 def _recomputes(entry: Entry) -> None:
@@ -249,6 +237,8 @@ def _with_sft(entry: Entry) -> None:
 
 
 def _finalize(draft: Draft) -> None:
+    if draft.get("train_from_scratch"):
+        draft.rename("model.model_path", "model.config_path")
     packs, is_pt = draft.get("packing"), draft.get("stage") == "pt"
     if packs is None:
         packs = draft.get("neat_packing") or is_pt
@@ -283,6 +273,8 @@ SIZED = "images are resized as preprocessor_config.json of the model says; write
 SAMPLED = "frames are sampled and resized as video_preprocessor_config.json of the model says"
 OF_OTHER_STAGES = "read by stages that are not here"
 
+OF_ENGINES = "of another engine; parallel sizes are taken"
+
 IDLE = {
     "overwrite_cache": "what is prepared is found again by its content",
     "tokenized_path": "what is prepared is found again by its content",
@@ -310,7 +302,61 @@ IDLE = {
     "include_num_input_tokens_seen": "token counts are always logged",
     "ray_run_name": "torchrun starts the processes",
     "predict_with_generate": "read by do_predict alone",
+    "use_kt": "experts compute on GPUs; train.enable_fsdp_offload keeps weights on the host",
+    "cache_dir": "HF_HOME in the environment says where downloads are kept",
+    "use_reentrant_gc": "activations are recomputed in the one way there is",
+    "upcast_layernorm": "norms compute in float32",
+    "print_param_status": "penstock plan counts parameters",
+    "eval_on_each_dataset": "evaluations are of all data together",
+    "compute_accuracy": "evaluations log loss and perplexity",
+    "include_effective_tokens_per_second": "tokens per second are always logged",
+    "master_addr": "launch.rdzv_endpoint says it, in a native file",
+    "master_port": "launch.rdzv_endpoint says it, in a native file",
+    "compute_dtype": "bf16 and fp16 say it",
+    "model_max_length": "cutoff_len says it",
+    "block_diag_attn": "samples of a row never see one another",
+    "fsdp_transformer_layer_cls_to_wrap": "every decoder layer is a unit of FSDP",
+    "use_mca": "there is one engine",
+    "use_megatron_bridge": "there is one engine",
+    "use_hyper_parallel": "there is one engine",
+    **dict.fromkeys(
+        (
+            *("moe_grouped_gemm", "moe_token_dispatcher_type", "recompute_granularity"),
+            *("mixed_precision", "use_packed_sequences", "export_hf_on_finish"),
+            *("overlap_param_gather", "overlap_grad_reduce"),
+            *("virtual_pipeline_model_parallel_size", "bias_activation_fusion"),
+            *("apply_rope_fusion", "megatron_bridge_args", "hyper_parallel_args"),
+        ),
+        OF_ENGINES,
+    ),
 }
+
+OF_INFERENCE = "read by inference alone"
+OF_EXPORT = "read by exports alone; export and push of a native file say it"
+OF_TRACKERS = f"no tracker here ({', '.join(shared.TRACKERS)}); metrics.jsonl has all metrics"
+
+FAMILIES: Mapping[str, Rule] = {
+    **dict.fromkeys(
+        (
+            *("vllm_", "sglang_", "infer_", "do_sample", "temperature", "top_p", "top_k"),
+            *("num_beams", "max_length", "max_new_tokens", "repetition_penalty"),
+            *("length_penalty", "skip_special_tokens", "use_kv_cache", "offload_folder"),
+            "eval_num_beams",
+        ),
+        no_effect(OF_INFERENCE),
+    ),
+    **dict.fromkeys(("export_",), no_effect(OF_EXPORT)),
+    **dict.fromkeys(("ppo_", "reward_model_"), no_effect("read by stages that are refused")),
+    **dict.fromkeys(("galore_", "apollo_", "badam_"), no_effect("read with that optimizer alone")),
+    **dict.fromkeys(("oft_", "module_dropout"), no_effect("read with finetuning_type: oft alone")),
+    **dict.fromkeys(("use_swanlab", "swanlab_"), no_effect(OF_TRACKERS)),
+    **dict.fromkeys(("ray_",), no_effect("torchrun starts the processes")),
+    **dict.fromkeys(("kt_",), no_effect("read with use_kt alone")),
+    **dict.fromkeys(("enable_torch_profiler",), no_effect("write train.enable_profiling")),
+    **dict.fromkeys(("profiler_", "profile_modules"), no_effect("read with a profiler alone")),
+    **dict.fromkeys(("asft_alpha", "eaft_alpha"), no_effect("read with that loss alone")),
+}
+"""Prefixes of keys that concern one thing."""
 
 UNSUPPORTED = {
     **training_arguments.UNSUPPORTED,
@@ -334,8 +380,21 @@ UNSUPPORTED = {
     "use_dft_loss": "the loss is cross-entropy",
     "use_eaft_loss": "the loss is cross-entropy",
     "use_asft_loss": "the loss is cross-entropy",
-    "use_kt": "weights are computed with where they lie",
     "use_adam_mini": "write another optim",
+    "pissa_iter": "adapters start at zero; write adapter_name_or_path to start from another",
+    "pissa_convert": "adapters start at zero; write adapter_name_or_path to start from another",
+    "freeze_trainable_modules": "adapters, or all weights, are trained",
+    "freeze_extra_modules": "adapters, or all weights, are trained",
+    "loraplus_lr_embedding": "embeddings beside adapters are not trained",
+    "add_special_tokens": "the vocabulary is that of the checkpoint",
+    "new_special_tokens_config": "the vocabulary is that of the checkpoint",
+    "init_special_tokens": "the vocabulary is that of the checkpoint",
+    "pref_bco_weight": "the loss is that of pref_loss alone",
+    "ref_model_quantization_bit": "the reference is the model that training starts from",
+    "ld_alpha": "all tokens of an answer count the same",
+    "default_system": "write it into the data, or the chat template",
+    "preserve_thinking": "write data.turn_rendering in a native file",
+    "early_stopping_steps": "write train.early_stopping in a native file",
     **dict.fromkeys(("image_max_pixels", "image_min_pixels"), SIZED),
     **dict.fromkeys(("image_do_pan_and_scan", "crop_to_patches"), SIZED),
     **dict.fromkeys(("video_max_pixels", "video_min_pixels", "video_fps", "video_maxlen"), SAMPLED),
@@ -352,6 +411,8 @@ LLAMA_FACTORY = Dialect(
         "train_on_prompt": "data.train_on_prompt",
         "preprocessing_num_workers": "data.dataset_num_proc",
         "moe_aux_loss_coef": "train.moe_aux_loss_coef",
+        "hyper_parallel_cp_size": "train.ringattn_parallel_size",
+        "upcast_lmhead_output": "model.lm_head_fp32",
         "tensor_model_parallel_size": "train.tensor_parallel_size",
         "pipeline_model_parallel_size": "train.pipeline_parallel_size",
         "expert_model_parallel_size": "train.expert_parallel_size",
@@ -362,15 +423,15 @@ LLAMA_FACTORY = Dialect(
     computed={
         **training_arguments.COMPUTED,
         "stage": _stage,
-        "dataset": _sources(SOURCES),
-        "eval_dataset": _sources(TESTS),
+        "dataset": sources(SOURCES),
+        "eval_dataset": sources(TESTS),
         "interleave_probs": decides(f"{SOURCES}.0.weight"),
         "max_samples": decides(f"{SOURCES}.0.max_samples"),
         "mix_strategy": choice(
             "data.mix_strategy",
             {name: name for name in ("concat", "interleave_under", "interleave_over")},
         ),
-        "template": _template,
+        "template": chat_template,
         "cutoff_len": decides(shared.ROW, f"{SOURCES}.0.max_seq_len"),
         "packing": _packing,
         "mask_history": _turns,
@@ -392,6 +453,13 @@ LLAMA_FACTORY = Dialect(
         "fp8_enable_fsdp_float8_all_gather": shared.gathers_8_bits,
         "quantization_type": only("nf4"),
         "pure_bf16": _pure,
+        "disable_shuffling": _in_order,
+        "train_from_scratch": _from_scratch,
+        "enable_thinking": _thinking,
+        **dict.fromkeys(
+            ("hf_hub_token", "ms_hub_token", "om_hub_token"),
+            no_effect("a secret belongs in the environment: set HF_TOKEN"),
+        ),
         "disable_gradient_checkpointing": _recomputes,
         "do_train": _first_training,
         "do_eval": lambda entry: entry.no_effect("eval_strategy says when"),
@@ -408,6 +476,7 @@ LLAMA_FACTORY = Dialect(
         **{name: no_effect(why) for name, why in IDLE.items()},
     },
     unsupported=UNSUPPORTED,
+    families=FAMILIES,
     defaults={
         **training_arguments.DEFAULTS,
         "stage": "sft",

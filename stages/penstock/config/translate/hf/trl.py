@@ -1,7 +1,7 @@
 """TRL: the flat files of `trl sft --config` and `trl dpo --config`."""
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 from penstock.config.translate import shared
 from penstock.config.translate.dialect import (
@@ -16,15 +16,16 @@ from penstock.config.translate.dialect import (
     where,
 )
 from penstock.config.translate.hf import schedule, training_arguments
+from penstock.config.translate.hf.trl_data import columns_of, data_rules
 from penstock.config.translate.shared import (
     LOSSES,
     SOURCES,
-    TESTS,
     in_few_bits,
     lay_rows,
     names_in,
     settle_precision,
 )
+from penstock.config.translate.templates import chat_template
 from penstock.config.translate.translation import Draft, Entry
 
 OF_PAIRS = (
@@ -34,18 +35,32 @@ OF_PAIRS = (
 )
 """Keys that `trl dpo` alone has."""
 
-OF_OTHERS = ("stage", "finetuning_type", "template", "base_model", "train_dataset_path")
+OF_OTHERS = (
+    *("stage", "finetuning_type", "template", "base_model", "train_dataset_path", "fine_tuning"),
+    *("tensor_parallel_degree", "compute_type", "sharding", "train_dataset_type"),
+)
 """Keys by which other flat files are recognized."""
 
 ON = "use_peft"
 
 
+DATA = ("dataset_name", "dataset_mixture", "dataset_mixer")
+"""Keys that name data, besides a list of `datasets`."""
+
+ARGUMENTS = (
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs"),
+    *("learning_rate", "max_seq_length", "max_length", "use_peft", "lr_scheduler_type", "bf16"),
+    *("eval_strategy", "evaluation_strategy", "save_strategy", "report_to", "torch_dtype"),
+)
+"""Keys of which a file has at least three whose program names the data."""
+
+
 def _is_trl(values: Values) -> bool:
-    names_data = isinstance(values.get("datasets"), list) or any(
-        name in values for name in ("dataset_name", "dataset_mixture")
-    )
+    names_data = isinstance(values.get("datasets"), list) or any(name in values for name in DATA)
     foreign = any(name in values for name in OF_OTHERS)
-    return is_flat(values) and "model_name_or_path" in values and names_data and not foreign
+    is_of_trainer = sum(name in values for name in ARGUMENTS) >= 3
+    has_model = is_flat(values) and "model_name_or_path" in values
+    return has_model and (names_data or is_of_trainer) and not foreign
 
 
 def _is_of_pairs(values: Values) -> bool:
@@ -53,66 +68,8 @@ def _is_of_pairs(values: Values) -> bool:
     return any(name in values for name in OF_PAIRS) or any(name in LOSSES for name in losses)
 
 
-def _data(entry: Entry, kind: str) -> dict[str, Any]:
-    if kind == "preference":
-        return {"type": kind}
-    if entry.get("completion_only_loss"):
-        named = {"field_instruction": "prompt", "field_output": "completion"}
-        return {"type": "instruction", **named}
-    if "dataset_text_field" in entry.draft.written:
-        return {"type": "text", "field_text": entry.get("dataset_text_field")}
-    return {"type": "chat"}
-
-
-def _source(kind: str) -> Rule:
-    def rule(entry: Entry) -> None:
-        columns = _data(entry, kind)
-        config = entry.get("dataset_config")
-        place = {"path": entry.value, **({"name": config} if config else {}), **columns}
-        split = entry.get("dataset_train_split", "train")
-        entry.put(SOURCES, [{**place, **({"split": split} if split != "train" else {})}])
-        if entry.get("eval_strategy", "no") != "no":
-            entry.put(TESTS, [{**place, "split": entry.get("dataset_test_split", "test")}])
-        if columns == {"type": "chat"}:
-            entry.approximated(
-                "TRL tells from the columns what rows hold, and a column messages is taken for"
-                " granted here; if they hold text, write dataset_text_field"
-            )
-
-    return rule
-
-
-OF_PARTS = {
-    **{name: name for name in ("path", "name", "split", "data_files")},
-    **{"id": "path", "config": "name"},
-}
-"""What a data set of several says, and our name for it."""
-
-ANYWAY = ("columns",)
-"""What it says besides, and is so anyway."""
-
-
-def _mixture(kind: str) -> Rule:
-    """The rule of `datasets`, and of `dataset_mixture`, which says more beside them."""
-
-    def rule(entry: Entry) -> None:
-        whole: Any = entry.value
-        mixture = cast("dict[str, Any]", whole if isinstance(whole, dict) else {"datasets": whole})
-        parts = cast("list[dict[str, Any]]", mixture["datasets"])
-        columns = _data(entry, kind)
-        sources = [{OF_PARTS[k]: v for k, v in part.items() if k in OF_PARTS} for part in parts]
-        entry.put(SOURCES, [{**source, **columns} for source in sources])
-        if size := mixture.get("test_split_size"):
-            entry.put("data.val_set_size", size)
-        said = {name for part in parts for name in part if (name, part[name]) != ("weight", 1.0)}
-        if ignored := sorted(said - {*OF_PARTS, *ANYWAY}):
-            entry.approximated(f"{', '.join(ignored)} of data sets are left out")
-
-    return rule
-
-
 def _whole_loss(entry: Entry) -> None:
-    if _data(entry, "sft")["type"] == "chat":
+    if columns_of(entry, "sft")["type"] == "chat":
         entry.put("data.train_on_prompt", not entry.value)
     else:
         entry.no_effect("read of conversations alone")
@@ -131,15 +88,22 @@ def _dtype(entry: Entry) -> None:
         entry.approximated("bfloat16 is taken for what the checkpoint is stored in")
 
 
-def _template(entry: Entry) -> None:
-    entry.approximated("the tokenizer's own chat template is used; put this one into its files")
-
-
 def _padding(entry: Entry) -> None:
     if isinstance(entry.value, int):
         entry.put("data.pad_to_multiple_of", entry.value)
     else:
         entry.no_effect("rows are padded to whole 128 tokens")
+
+
+def _data_arguments(entry: Entry) -> None:
+    given: dict[str, Any] = entry.value
+    off = ("add_special_tokens", "append_concat_token", "skip_prepare_dataset")
+    if others := [name for name, value in given.items() if value or name not in off]:
+        entry.leave_out(
+            f"{', '.join(others)}: samples are prepared in the one way that the data's type says"
+        )
+    else:
+        entry.no_effect("the chat template says which special tokens there are")
 
 
 def _packing_strategy(entry: Entry) -> None:
@@ -196,10 +160,8 @@ IDLE = {
 
 UNSUPPORTED = {
     **training_arguments.UNSUPPORTED,
-    "chat_template_path": "put the template into the tokenizer, and name it in a native file",
     "eos_token": "put it into the tokenizer, and name that as model.tokenizer_path",
     "model_init_kwargs": "write what it says as settings of model in a native file",
-    "dataset_kwargs": "samples are prepared in the one way that the data's type says",
     "lora_modules_to_save": "whole layers beside adapters are not trained",
     "lora_target_parameters": "name layers in lora_target_modules",
     "sync_ref_model": "the reference stays what it was at the start",
@@ -212,6 +174,8 @@ SAME: Mapping[str, str] = {
     **training_arguments.SAME,
     "model_name_or_path": "model.model_path",
     "dataset_num_proc": "data.dataset_num_proc",
+    "tokenizer_name_or_path": "model.tokenizer_path",
+    "preprocessing_num_workers": "data.dataset_num_proc",
     "hub_model_revision": "push.revision",
     "truncation_mode": "data.truncation_mode",
     "eval_packing": "data.eval_sample_packing",
@@ -230,8 +194,10 @@ COMPUTED: Mapping[str, Rule] = {
     **dict.fromkeys(
         ("max_length", "max_seq_length"), decides(shared.ROW, f"{SOURCES}.0.max_seq_len")
     ),
-    "chat_template": _template,
+    **dict.fromkeys(("chat_template", "chat_template_path"), chat_template),
     "pad_to_multiple_of": _padding,
+    "dataset_kwargs": _data_arguments,
+    **dict.fromkeys(("use_flash_attention_2", "use_unsloth"), no_effect(shared.BEST_HERE)),
     ON: truth("lora.enable_lora"),
     "lora_r": where(ON, True, name="lora.lora_rank"),
     "lora_alpha": where(ON, True, name="lora.lora_alpha"),
@@ -269,9 +235,7 @@ TRL = Dialect(
     same=SAME,
     computed={
         **COMPUTED,
-        "dataset_name": _source("sft"),
-        "datasets": _mixture("sft"),
-        "dataset_mixture": _mixture("sft"),
+        **data_rules("sft"),
         "dataset_text_field": decides(f"{SOURCES}.0.field_text"),
         "packing": decides(shared.METHOD, shared.GROUP),
         "packing_strategy": _packing_strategy,
@@ -300,9 +264,7 @@ TRL_DPO = Dialect(
     },
     computed={
         **COMPUTED,
-        "dataset_name": _source("preference"),
-        "datasets": _mixture("preference"),
-        "dataset_mixture": _mixture("preference"),
+        **data_rules("preference"),
         "loss_type": _losses,
         "loss_weights": decides("preference.pref_loss_ratio", "preference.sft_loss_ratio"),
         "precompute_ref_log_probs": shared.PRECOMPUTES,

@@ -1,0 +1,185 @@
+"""LLaMA-Factory: data sets by the names that `dataset_info.json` gives them."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from penstock.config.translate.dialect import Rule
+from penstock.config.translate.shared import SOURCES, names_in
+from penstock.config.translate.translation import Entry
+
+INFO = "dataset_info.json"
+NOT_FOUND = (
+    f"{INFO} says where these are and what they hold, and is neither in dataset_dir nor beside this"
+    " file: files of these names in dataset_dir are taken, and what they hold is told by their"
+    " first records"
+)
+TYPES = {"pt": "text", "dpo": "preference", "kto": "kto"}
+"""Types by stage, where the stage says them."""
+
+ROLE_TAGS: Mapping[str, str] = {
+    "user_tag": "user",
+    "assistant_tag": "assistant",
+    "observation_tag": "tool",
+    "function_tag": "tool_call",
+    "system_tag": "system",
+}
+KNOWN_TAGS: Mapping[str, tuple[str, ...]] = {
+    "user": ("user", "human"),
+    "assistant": ("assistant", "gpt"),
+    "tool": ("observation", "tool", "function"),
+    "tool_call": ("function_call",),
+    "system": ("system",),
+}
+COLUMNS: Mapping[str, Mapping[str, str]] = {
+    "alpaca": {"prompt": "field_instruction", "query": "field_input", "response": "field_output"},
+    "preference": {"prompt": "field_instruction", "query": "field_input"},
+    "kto": {"prompt": "field_prompt", "response": "field_completion"},
+    "text": {"prompt": "field_text"},
+}
+MEDIA = ("images", "videos", "audios")
+OURS: Mapping[str, str] = {"subset": "name", "num_samples": "max_samples"}
+"""What an entry says besides, and its names here."""
+
+READ = ("file_name", "formatting", "ranking", "columns", "tags", "split", "hf_hub_url", *OURS)
+OF_OTHER_HUBS = ("ms_hub_url", "om_hub_url")
+
+
+def sources(name: str) -> Rule:
+    """The rule of names of data sets."""
+
+    def rule(entry: Entry) -> None:
+        info, folder = _read_info(entry)
+        given, reasons = list[dict[str, Any]](), list[str]()
+        for dataset in names_in(entry.value):
+            if info is None:
+                given.append(_unknown(entry, folder / f"{dataset}.json"))
+            elif isinstance(described := info.get(dataset), dict):
+                said = cast("dict[str, Any]", described)
+                given.append(_source(entry, said, folder, reasons))
+            else:
+                entry.refuse(f"{dataset} is not in {folder / INFO}, which has {', '.join(info)}")
+                return
+        if name == SOURCES and (shares := entry.get("interleave_probs")) is not None:
+            for source, share in zip(given, names_in(shares), strict=False):
+                source["weight"] = float(share)
+        common = {"image_folder": entry.get("media_dir"), "max_samples": entry.get("max_samples")}
+        for source in given:
+            if source.get("type") == "text":
+                common.pop("image_folder", None)
+            source.update({key: value for key, value in common.items() if value})
+        entry.put(name, given)
+        if info is None:
+            entry.approximated(NOT_FOUND)
+        elif reasons:
+            entry.approximated("; ".join(dict.fromkeys(reasons)))
+
+    return rule
+
+
+def _read_info(entry: Entry) -> tuple[dict[str, Any] | None, Path]:
+    """The content of `dataset_info.json` and its folder; None if there is none."""
+    named = entry.get("dataset_dir", "data")
+    if isinstance(named, dict):
+        return cast("dict[str, Any]", named), Path()
+    for folder in _folders(entry.draft.folder, str(named)):
+        path = folder / INFO
+        if path.is_file():
+            return json.loads(path.read_text(encoding="utf-8")), folder
+    return None, Path(str(named))
+
+
+def _folders(beside: Path, named: str) -> Iterator[Path]:
+    yield Path(named)
+    yield beside
+    for folder in (beside, *beside.parents):
+        yield folder / named
+
+
+def _unknown(entry: Entry, path: Path) -> dict[str, Any]:
+    kind = TYPES.get(str(entry.get("stage", "sft")))
+    return {"path": str(path), **({"type": kind} if kind else {})}
+
+
+def _source(
+    entry: Entry, info: Mapping[str, Any], folder: Path, reasons: list[str]
+) -> dict[str, Any]:
+    columns: dict[str, Any] = info.get("columns") or {}
+    found: dict[str, Any] = {"path": _path(info, folder)}
+    found |= {OURS[key]: info[key] for key in OURS if info.get(key)}
+    if info.get("split", "train") != "train":
+        found["split"] = info["split"]
+    is_chat = info.get("formatting", "alpaca") in ("sharegpt", "openai")
+    found["type"] = kind = _kind(entry, info, columns, is_chat=is_chat)
+    if is_chat:
+        found |= _message_fields(info, columns, kind, reasons)
+    else:
+        own = {} if columns else {"prompt": "instruction", "query": "input", "response": "output"}
+        named = {"query": "input", **columns} if "query" in columns else columns
+        table = COLUMNS.get("alpaca" if kind == "instruction" else kind, {})
+        found |= {
+            ours: (named or own)[key] for key, ours in table.items() if (named or own).get(key)
+        }
+        if columns.get("history"):
+            reasons.append(f"the column {columns['history']} of earlier turns is not read")
+        if kind == "kto" and columns.get("query"):
+            reasons.append(f"the column {columns['query']} is not part of the prompt")
+    found |= {f"field_{key}": columns[key] for key in ("system", "tools") if columns.get(key)}
+    if kind == "preference":
+        found |= {f"field_{key}": columns[key] for key in ("chosen", "rejected") if key in columns}
+    if kind == "kto" and columns.get("kto_tag"):
+        found["field_label"] = columns["kto_tag"]
+    reasons += [
+        f"the column {columns[key]} is read if it is named {key}"
+        for key in MEDIA
+        if columns.get(key, key) not in (key, key.rstrip("s"))
+    ]
+    if others := [key for key in info if key not in (*READ, *OF_OTHER_HUBS)]:
+        reasons.append(f"{', '.join(others)} in {INFO} is not read")
+    return found
+
+
+def _path(info: Mapping[str, Any], folder: Path) -> str:
+    for key in ("hf_hub_url", *OF_OTHER_HUBS, "cloud_file_name"):
+        if info.get(key):
+            return str(info[key])
+    return str(folder / str(info["file_name"]))
+
+
+def _kind(
+    entry: Entry, info: Mapping[str, Any], columns: Mapping[str, Any], *, is_chat: bool
+) -> str:
+    stage = str(entry.get("stage", "sft"))
+    if stage == "pt":
+        return "text"
+    if info.get("ranking"):
+        return "preference"
+    if columns.get("kto_tag"):
+        return "kto"
+    if is_chat:
+        tags: dict[str, Any] = info.get("tags") or {}
+        keys = tags.get("role_tag", "from"), tags.get("content_tag", "value")
+        return "sharegpt" if keys == ("from", "value") else "chat"
+    # Without a column `query` a record's `input` is not part of the question.
+    return "instruction" if columns and not columns.get("query") else "alpaca"
+
+
+def _message_fields(
+    info: Mapping[str, Any], columns: Mapping[str, Any], kind: str, reasons: list[str]
+) -> dict[str, Any]:
+    tags: dict[str, Any] = info.get("tags") or {}
+    found: dict[str, Any] = {"field_messages": columns.get("messages") or "conversations"}
+    if kind == "text":
+        return {"field_text": found["field_messages"]}
+    keys = tags.get("role_tag", "from"), tags.get("content_tag", "value")
+    if keys not in (("from", "value"), ("role", "content")):
+        found |= {"field_message_role": keys[0], "field_message_content": keys[1]}
+    roles = {
+        role: [str(tags[tag])]
+        for tag, role in ROLE_TAGS.items()
+        if tags.get(tag) and tags[tag] not in KNOWN_TAGS[role]
+    }
+    if others := [tag for tag in tags if tag not in (*ROLE_TAGS, "role_tag", "content_tag")]:
+        reasons.append(f"{', '.join(others)} of tags is not read")
+    return {**found, **({"message_roles": roles} if roles else {})}

@@ -1,0 +1,212 @@
+"""LLaMA-Factory v1: flat files with `model`, and mappings that name plugins."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from penstock.config.loading import yaml12
+from penstock.config.translate import shared
+from penstock.config.translate.dialect import (
+    Dialect,
+    Rule,
+    Values,
+    decides,
+    no_effect,
+    truth,
+    unsupported,
+    where,
+)
+from penstock.config.translate.hf.training_arguments import determinism
+from penstock.config.translate.shared import SOURCES, TESTS, lay_rows
+from penstock.config.translate.templates import chat_template
+from penstock.config.translate.translation import Draft, Entry
+
+SIGNATURE = ("model_class", "train_dataset", "peft_config", "dist_config", "kernel_config")
+PEFT, ON_LORA = "peft_config.name", ("lora",)
+MUON = "optim_config.name"
+CONVERTERS = {"alpaca": "alpaca", "sharegpt": "sharegpt", "pair": "preference"}
+
+
+def _recognizes(values: Values) -> bool:
+    return isinstance(values.get("model"), str) and any(name in values for name in SIGNATURE)
+
+
+def _sources(name: str) -> Rule:
+    """The rule of a data set, or of a YAML file that describes several."""
+
+    def rule(entry: Entry) -> None:
+        path = str(entry.value)
+        if not path.endswith((".yaml", ".yml")):
+            entry.put(name, [{"path": path}])
+            return
+        file = next((here for here in _files(entry.draft.folder, path) if here.is_file()), None)
+        if file is None:
+            entry.refuse(f"there is no {path}, which says where the data is and what it holds")
+            return
+        described = cast("dict[str, dict[str, Any]]", yaml12.parse(file.read_text()).value)
+        entry.put(name, [_source(info) for info in described.values()])
+        known = {"path", "source", "split", "converter", "size", "weight"}
+        others = {key for info in described.values() for key in info} - known
+        if others:
+            entry.approximated(f"{', '.join(sorted(others))} of data sets is not read")
+
+    return rule
+
+
+def _files(beside: Path, path: str) -> list[Path]:
+    return [Path(path), *(folder / path for folder in (beside, *beside.parents))]
+
+
+def _source(info: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {"path": info["path"]}
+    if kind := CONVERTERS.get(str(info.get("converter"))):
+        found["type"] = kind
+    names = {"split": "split", "size": "max_samples", "weight": "weight"}
+    return found | {names[key]: info[key] for key in names if key in info}
+
+
+def _peft(entry: Entry) -> None:
+    if entry.value == "lora":
+        entry.put("lora.enable_lora", True)
+    else:
+        entry.refuse("it takes lora")
+
+
+def _targets(entry: Entry) -> None:
+    entry.put("lora.lora_target_modules", shared.targets(entry.value))
+
+
+def _bits(entry: Entry) -> None:
+    entry.put("lora.enable_qlora", True)
+    entry.put("lora.quant_format", {4: "nf4", 8: "int8"}[entry.value])
+
+
+def _dist(entry: Entry) -> None:
+    entry.put("train.data_parallel_mode", "fsdp2")
+    if entry.value != "fsdp2":
+        entry.approximated("weights are sharded by FSDP2")
+
+
+def _optimizer(entry: Entry) -> None:
+    if entry.value not in ("muon", "adamw"):
+        entry.leave_out("it takes muon and adamw")
+        return
+    entry.put("train.optimizer", entry.value)
+    if entry.value == "muon":
+        entry.put("train.muon_lr", entry.get("learning_rate", 1e-4))
+
+
+def _bf16(entry: Entry) -> None:
+    entry.put("train.precision", "bf16" if entry.value else "fp32")
+
+
+def _context(entry: Entry) -> None:
+    ulysses = entry.get("cp_mode", "ulysses") == "ulysses"
+    entry.put(f"train.{'ulysses' if ulysses else 'ringattn'}_parallel_size", entry.value)
+
+
+def _resume(entry: Entry) -> None:
+    entry.put("train.load_checkpoint_path", entry.value)
+
+
+def _of_pairs(name: str) -> Rule:
+    return lambda entry: entry.put(name, entry.value)
+
+
+def _finalize(draft: Draft) -> None:
+    pairs = any(source.get("type") == "preference" for source in draft.value(SOURCES) or ())
+    if pairs:
+        draft.put("train.objective", "preference")
+    packs = draft.get("batching_strategy", "normal") != "normal"
+    lay_rows(draft, draft.get("cutoff_len"), "multipack" if packs else None, pairs=pairs)
+
+
+OF_BATCHES = "rows are packed up to their length, and never see one another"
+OF_PYTHON = "how the program does its work, which changes no result"
+OF_PAIRS = (
+    ("pref_loss", "preference.loss_type"),
+    ("pref_beta", "preference.beta"),
+    ("pref_ftx", "preference.sft_loss_ratio"),
+    ("simpo_gamma", "preference.simpo_gamma"),
+    ("dpo_label_smoothing", "preference.label_smoothing"),
+)
+
+LLAMA_FACTORY_V1 = Dialect(
+    name="llama-factory-v1",
+    title="LLaMA-Factory v1",
+    recognizes=_recognizes,
+    same={
+        "model": "model.model_path",
+        "output_dir": "train.output_dir",
+        "micro_batch_size": "train.micro_batch_size",
+        "global_batch_size": "train.global_batch_size",
+        "learning_rate": "train.lr",
+        "num_train_epochs": "train.num_train_epochs",
+        "max_steps": "train.max_steps",
+        "max_grad_norm": "train.max_grad_norm",
+        "enable_activation_checkpointing": "train.enable_gradient_checkpointing",
+        "mp_replicate_size": "train.data_parallel_replicate_size",
+        "mp_shard_size": "train.data_parallel_shard_size",
+        "seed": "train.seed",
+        "save_steps": "train.save_steps",
+        "save_epochs": "train.save_epochs",
+        "save_ckpt_as_hf": "train.save_hf_weights",
+        "save_total_limit": "train.save_total_limit",
+        "logging_steps": "train.log_interval",
+        "peft_config.adapter_name_or_path": "lora.init_adapter_path",
+        "optim_config.wd": "train.weight_decay",
+        "optim_config.adamw_betas": "train.optimizer_kwargs.betas",
+        "optim_config.adamw_eps": "train.optimizer_kwargs.eps",
+        "dist_config.ep_size": "train.expert_parallel_size",
+    },
+    computed={
+        "train_dataset": _sources(SOURCES),
+        "eval_dataset": _sources(TESTS),
+        "custom_chat_template": chat_template,
+        "flash_attn": shared.attention,
+        PEFT: _peft,
+        "peft_config.r": where(PEFT, *ON_LORA, name="lora.lora_rank"),
+        "peft_config.lora_alpha": where(PEFT, *ON_LORA, name="lora.lora_alpha"),
+        "peft_config.lora_dropout": where(PEFT, *ON_LORA, name="lora.lora_dropout"),
+        "peft_config.use_rslora": truth("lora.use_rslora"),
+        "peft_config.use_dora": truth("lora.use_dora"),
+        "peft_config.target_modules": _targets,
+        "quant_config.quantization_bit": _bits,
+        "dist_config.name": _dist,
+        MUON: _optimizer,
+        "optim_config.momentum": where(MUON, "muon", name="train.muon_momentum"),
+        "optim_config.nesterov": where(MUON, "muon", name="train.muon_nesterov"),
+        "optim_config.ns_steps": where(MUON, "muon", name="train.muon_ns_steps"),
+        "bf16": _bf16,
+        "cutoff_len": decides(shared.ROW, f"{SOURCES}.0.max_seq_len"),
+        "batching_strategy": decides(shared.METHOD, shared.GROUP),
+        "cp_size": _context,
+        "cp_mode": decides("train.ulysses_parallel_size", "train.ringattn_parallel_size"),
+        "full_determinism": determinism,
+        "resume_from_checkpoint": _resume,
+        **{name: _of_pairs(ours) for name, ours in OF_PAIRS},
+        **dict.fromkeys(("batching_workers", "dist_timeout", "dp_size"), no_effect(OF_PYTHON)),
+        "model_class": no_effect("the model's files say what it is"),
+        "trust_remote_code": no_effect("model.trust_remote_code runs code of a commit"),
+    },
+    unsupported={
+        "ld_alpha": "all tokens of an answer count the same",
+        "lr_scheduler_config": "write train.lr_decay_style in a native file",
+    },
+    families={
+        **dict.fromkeys(("kernel_config", "init_config"), no_effect(OF_PYTHON)),
+        **dict.fromkeys(("sample_backend", "max_new_tokens"), no_effect("of inference")),
+        **dict.fromkeys(("dist_config.", "quant_config"), no_effect(OF_PYTHON)),
+        "peft_config.freeze_": unsupported("adapters, or all weights, are trained"),
+    },
+    defaults={
+        "micro_batch_size": 1,
+        "cutoff_len": 2048,
+        "learning_rate": 1e-4,
+        "num_train_epochs": 3,
+        "bf16": True,
+        "logging_steps": 1,
+    },
+    finalize=_finalize,
+)
+"""Files with `model` and one of its own keys."""

@@ -1,0 +1,216 @@
+"""torchtune: data sets by the names of their builders."""
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+from penstock.config.translate.dialect import Rule, Table, listed, no_effect
+from penstock.config.translate.translate_key import translate_items
+from penstock.config.translate.translation import Entry
+
+ALPACA = {"type": "alpaca"}
+PAIRS = {"type": "preference"}
+STYLES = {"openai": "chat", "sharegpt": "sharegpt"}
+
+BUILDERS: Mapping[str, Mapping[str, Any]] = {
+    "alpaca_dataset": {"path": "tatsu-lab/alpaca", **ALPACA},
+    "alpaca_cleaned_dataset": {"path": "yahma/alpaca-cleaned", **ALPACA},
+    "grammar_dataset": {
+        "path": "liweili/c4_200m",
+        "type": "instruction",
+        "field_instruction": "input",
+    },
+    "samsum_dataset": {
+        "path": "Samsung/samsum",
+        "type": "instruction",
+        "field_instruction": "dialogue",
+        "field_output": "summary",
+    },
+    "slimorca_dataset": {"path": "Open-Orca/SlimOrca-Dedup", "type": "sharegpt"},
+    "wikitext_dataset": {"path": "EleutherAI/wikitext_document_level", "type": "text"},
+    "cnn_dailymail_articles_dataset": {
+        "path": "ccdv/cnn_dailymail",
+        "type": "text",
+        "field_text": "article",
+    },
+    "stack_exchange_paired_dataset": {
+        "path": "lvwerra/stack-exchange-paired",
+        **PAIRS,
+        "field_prompt": "question",
+        "field_chosen": "response_j",
+        "field_rejected": "response_k",
+    },
+    "hh_rlhf_helpful_dataset": {"path": "RLHFlow/HH-RLHF-Helpful-standard", **PAIRS},
+    "instruct_dataset": {
+        "type": "instruction",
+        "field_instruction": "input",
+        "field_output": "output",
+    },
+    "chat_dataset": {"type": "chat"},
+    "text_completion_dataset": {"type": "text"},
+    "preference_dataset": PAIRS,
+    "multimodal_chat_dataset": {"type": "chat"},
+    "multimodal.multimodal_chat_dataset": {"type": "chat"},
+    "vqa_dataset": {"type": "instruction", "field_instruction": "input"},
+    "gsm8k_sft": {
+        "path": "openai/gsm8k",
+        "name": "main",
+        "type": "instruction",
+        "field_instruction": "question",
+        "field_output": "answer",
+    },
+}
+"""Builders to the data set and the columns that they read."""
+
+NEAR: Mapping[str, str] = {
+    "alpaca_dataset": "the tokenizer's chat template, if any, renders questions",
+    "alpaca_cleaned_dataset": "the tokenizer's chat template, if any, renders questions",
+    "slimorca_dataset": "answers of the assistant are trained",
+    "gsm8k_sft": "answers are rendered as they are, without tags",
+}
+
+INPUTS = {"input": "field_instruction", "output": "field_output"}
+MESSAGES = {"messages": "field_messages", "conversations": "field_messages"}
+PREFERENCES = {"prompt": "field_prompt", "chosen": "field_chosen", "rejected": "field_rejected"}
+OTHERS = {"system": "field_system", "image": "", "images": ""}
+COLUMNS: Mapping[str, str] = {**INPUTS, **MESSAGES, **PREFERENCES, **OTHERS}
+"""Names in a `column_map` to ours; an empty one has none, and is read under its own name."""
+
+FILE_KINDS = ("json", "csv", "parquet", "text")
+
+
+def sources(name: str) -> Rule:
+    """The rule of a data set, or of a list of several."""
+
+    def rule(entry: Entry) -> None:
+        items = cast("list[dict[str, Any]]", [dict(item) for item in listed(entry.value)])
+        for item in items:
+            item.setdefault("_component_", "torchtune.datasets.instruct_dataset")
+        entry.put(name, [{} for _ in items])
+        translate_items(entry, items, TABLE, name)
+
+    return rule
+
+
+def _builder(entry: Entry) -> None:
+    name = str(entry.value).removeprefix("torchtune.datasets.").removeprefix("torchtune.dev.grpo.")
+    short = name.rpartition(".")[2]
+    known: Mapping[str, Any] = BUILDERS.get(name) or BUILDERS.get(short) or {}
+    if not known:
+        if "source" not in entry.beside:
+            entry.refuse(f"there are {', '.join(BUILDERS)}; others with source: and split:")
+            return
+        entry.approximated("what its records hold is told by the first ones")
+    source = entry.draft.value(entry.into.rstrip("."))
+    for column, value in known.items():
+        if column not in source:
+            entry.put(column, value)
+    entry.decides(f"{entry.into}type")
+    if why := NEAR.get(short):
+        entry.approximated(why)
+
+
+def _path(entry: Entry) -> None:
+    """`source`, a hub id, or the kind of the files in `data_files`."""
+    if entry.value in FILE_KINDS and entry.beside.get("data_files"):
+        entry.put("ds_type", entry.value)
+    else:
+        entry.put("path", entry.value)
+
+
+def _files(entry: Entry) -> None:
+    files = entry.value
+    if entry.beside.get("source") in FILE_KINDS and isinstance(files, str):
+        entry.put("path", files)
+    else:
+        entry.put("data_files", files)
+
+
+def _columns(entry: Entry) -> None:
+    names = cast("dict[str, Any]", entry.value)
+    entry.decides(entry.into.rstrip("."))
+    others: list[str] = []
+    for name, column in names.items():
+        if ours := COLUMNS.get(name):
+            entry.put(ours, column)
+        elif column != name:
+            others.append(f"{name}: {column}")
+    if others:
+        entry.leave_out(f"columns have their own names of {', '.join(others)}")
+
+
+def _style(entry: Entry) -> None:
+    if entry.value in STYLES:
+        entry.put("type", STYLES[entry.value])
+    else:
+        entry.leave_out(f"it takes {', '.join(STYLES)}")
+
+
+def _ends(entry: Entry) -> None:
+    entry.draft.put("data.add_eos", bool(entry.value))
+    entry.decides("data.add_eos")
+
+
+def _on_input(entry: Entry) -> None:
+    entry.draft.put("data.train_on_prompt", bool(entry.value))
+    entry.decides("data.train_on_prompt")
+
+
+MASKS: Mapping[str, tuple[str, Any]] = {
+    "train_on_all": ("data.train_on_prompt", True),
+    "train_on_assistant": ("data.train_on_prompt", False),
+    "train_on_last": ("data.train_on_turns", "last"),
+}
+
+
+def _masking(entry: Entry) -> None:
+    name, value = MASKS[entry.value]
+    entry.draft.put(name, value)
+    entry.decides(name)
+
+
+def _partition(entry: Entry) -> None:
+    """`0-0/10` or `1-9/10`: the first to the last of so many parts."""
+    span, _, count = str(entry.value).partition("/")
+    first, _, last = span.partition("-")
+    start, end = (round(100 * part / int(count)) for part in (int(first), int(last) + 1))
+    source = entry.draft.value(entry.into.rstrip("."))
+    entry.put("split", f"{source.get('split', 'train')}[{start}%:{end}%]")
+
+
+TABLE = Table(
+    same={
+        "name": "name",
+        "subset": "name",
+        "split": "split",
+        "revision": "revision",
+        "image_dir": "image_folder",
+        "images_dir": "image_folder",
+        "max_samples": "max_samples",
+        "weight": "weight",
+    },
+    computed={
+        # The columns that are written stand before those of the builder.
+        "_component_": _builder,
+        "source": _path,
+        "data_files": _files,
+        "column_map": _columns,
+        "column": lambda entry: entry.put("field_text", entry.value),
+        "conversation_column": lambda entry: entry.put("field_messages", entry.value),
+        "conversation_style": _style,
+        "train_on_input": _on_input,
+        "masking_strategy": _masking,
+        "add_eos": _ends,
+        "partition": _partition,
+        "packed": lambda entry: entry.decides("data.sample_packing_method"),
+        "split_across_pack": lambda entry: entry.decides("data.sample_packing_method"),
+        "max_seq_len": lambda entry: entry.put("max_seq_len", entry.value),
+        "new_system_prompt": lambda entry: entry.leave_out("write it into the data"),
+        "image_tag": no_effect("images stand where the records have <image>"),
+    },
+    unsupported={
+        "transform": "images are processed as preprocessor_config.json of the model says",
+        "filter_fn": "records are read as they are",
+        "filter_kwargs": "records are read as they are",
+    },
+)
+"""The keys of a data set."""

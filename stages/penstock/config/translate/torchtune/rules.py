@@ -1,0 +1,411 @@
+"""torchtune: files that name Python components, `_component_: torchtune.…`."""
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+from penstock.config.translate import shared
+from penstock.config.translate.dialect import (
+    Dialect,
+    Rule,
+    Values,
+    choice,
+    decides,
+    listed,
+    no_effect,
+    refused,
+    truth,
+    unsupported,
+)
+from penstock.config.translate.hf import schedule
+from penstock.config.translate.hf.training_arguments import settle_evaluations
+from penstock.config.translate.interpolation import resolve_references
+from penstock.config.translate.shared import SOURCES, TESTS, lay_rows, settle_precision
+from penstock.config.translate.torchtune.data import sources
+from penstock.config.translate.translation import Draft, Entry
+from penstock.core.errors import ConfigError
+
+COMPONENT = "_component_"
+MODEL, LOSS, OPTIMIZER = (f"{name}.{COMPONENT}" for name in ("model", "loss", "optimizer"))
+SCHEDULER = f"lr_scheduler.{COMPONENT}"
+ADAPTED = ("lora_", "qlora_", "dora_", "qdora_")
+"""Prefixes of builders of models with adapters."""
+
+MLP = ["gate_proj", "up_proj", "down_proj"]
+NAMES_OF_LAYERS = {"output_proj": "o_proj"}
+
+CROSS_ENTROPY = "CrossEntropyLoss"
+PREFERENCE_LOSSES = {"DPOLoss": "sigmoid", "RSOLoss": "hinge", "SimPOLoss": "simpo"}
+
+OPTIMIZERS: Mapping[str, str] = {
+    "AdamW": "adamw",
+    "AdamWFp8": "adamw",
+    "CPUOffloadOptimizer": "adamw",
+    "PagedAdamW": "adamw",
+    "AdamW8bit": "adamw",
+    "PagedAdamW8bit": "adamw",
+    "SGD": "sgd",
+    "Adam": "torch.optim.Adam",
+    "Adagrad": "torch.optim.Adagrad",
+}
+PARTS = {
+    "model.encoder_trainable": "vision",
+    "model.fusion_trainable": "projector",
+    "model.decoder_trainable": "language",
+}
+
+
+def _recognizes(values: Values) -> bool:
+    sections = [cast("dict[str, Any]", v) for v in values.values() if isinstance(v, dict)]
+    return any(str(one.get(COMPONENT)).startswith("torchtune.") for one in sections)
+
+
+def _prepare(values: Values) -> Values:
+    """References that cannot be resolved stay as they are: few keys have them."""
+    try:
+        return resolve_references(values)
+    except ConfigError:
+        return values
+
+
+def _last(entry: Entry) -> str:
+    return str(entry.value).rpartition(".")[2]
+
+
+def _is_adapted(draft: Draft) -> bool:
+    return str(draft.get(MODEL, "")).rpartition(".")[2].startswith(ADAPTED)
+
+
+def _model(entry: Entry) -> None:
+    name = _last(entry)
+    entry.put("lora.enable_lora", name.startswith(ADAPTED))
+    if name.startswith("q"):
+        is_quantized = name.startswith(ADAPTED)
+        entry.put("lora.enable_qlora", is_quantized)
+        if is_quantized:
+            entry.put("lora.quant_format", "nf4")
+    if name.startswith(("dora_", "qdora_")):
+        entry.put("lora.use_dora", True)
+    entry.explain("config.json in checkpointer.checkpoint_dir says the architecture")
+
+
+def _of_adapters(name: str) -> Rule:
+    def rule(entry: Entry) -> None:
+        if _is_adapted(entry.draft):
+            entry.put(name, entry.value)
+        else:
+            entry.no_effect("read with adapters alone")
+
+    return rule
+
+
+def _targets(entry: Entry) -> None:
+    if not _is_adapted(entry.draft):
+        entry.no_effect("read with adapters alone")
+        return
+    attention: list[str] = entry.get("model.lora_attn_modules", [])
+    names = [NAMES_OF_LAYERS.get(name, name) for name in attention]
+    names += MLP if entry.get("model.apply_lora_to_mlp") else []
+    names += ["lm_head"] if entry.get("model.apply_lora_to_output") else []
+    entry.put("lora.lora_target_modules", names)
+
+
+def _quantized_base(entry: Entry) -> None:
+    if entry.value and _is_adapted(entry.draft):
+        entry.put("lora.enable_qlora", True)
+        entry.put("lora.quant_format", "nf4")
+    else:
+        entry.no_effect("base weights keep their precision")
+
+
+def _trainable(entry: Entry) -> None:
+    if _is_adapted(entry.draft):
+        entry.approximated("adapters are on the layers of lora_attn_modules, in all parts")
+        return
+    frozen = [part for key, part in PARTS.items() if entry.get(key, False) in (False, "frozen")]
+    entry.put("model.freeze", frozen)
+
+
+def _loss(entry: Entry) -> None:
+    name = _last(entry)
+    if name in PREFERENCE_LOSSES:
+        entry.put("train.objective", "preference")
+        entry.put("preference.loss_type", PREFERENCE_LOSSES[name])
+    elif CROSS_ENTROPY in name or name.startswith("CEWith"):
+        entry.no_effect("the loss is cross-entropy, computed in chunks")
+    else:
+        entry.refuse(
+            f"it takes cross-entropy, {', '.join(PREFERENCE_LOSSES)}; losses of rewards are"
+            " for clients of penstock serve"
+        )
+
+
+def _of_pairs(name: str) -> Rule:
+    def rule(entry: Entry) -> None:
+        if str(entry.get(LOSS, "")).rpartition(".")[2] in PREFERENCE_LOSSES:
+            entry.put(name, entry.value)
+        else:
+            entry.no_effect("this loss does not read it")
+
+    return rule
+
+
+def _optimizer(entry: Entry) -> None:
+    name = _last(entry)
+    if name not in OPTIMIZERS:
+        entry.leave_out(f"it takes {', '.join(OPTIMIZERS)}")
+        return
+    entry.put("train.optimizer", OPTIMIZERS[name])
+    if name.startswith("Paged") or name.endswith("8bit") or name == "AdamWFp8":
+        entry.approximated("states are in float32, on the devices")
+
+
+def _scheduler(entry: Entry) -> None:
+    if _last(entry) != "get_cosine_schedule_with_warmup":
+        entry.leave_out("it takes get_cosine_schedule_with_warmup")
+        return
+    entry.put("train.lr_decay_style", "cosine")
+    entry.put("train.lr_min", 0.0)
+
+
+def _cycles(entry: Entry) -> None:
+    if entry.value == 0.5:
+        entry.no_effect("the rate falls once")
+    else:
+        entry.put(f"{schedule.MORE}.num_cycles", entry.value)
+
+
+def _precision(entry: Entry) -> None:
+    kinds = {"bf16": "bf16_mixed", "fp16": "fp16_mixed", "fp32": "fp32"}
+    choice("train.precision", kinds)(entry)
+
+
+def _compile(entry: Entry) -> None:
+    entry.put("train.enable_compile", bool(entry.value))
+    if isinstance(entry.value, dict):
+        entry.approximated("the whole model is compiled")
+
+
+def _steps(entry: Entry) -> None:
+    """Steps of an epoch, at most."""
+    if entry.value is None or entry.value == -1:
+        entry.no_effect("epochs are whole")
+    else:
+        entry.put("train.max_steps", entry.value * entry.get("epochs", 1))
+        entry.explain("of all epochs")
+
+
+def _clipping(entry: Entry) -> None:
+    entry.put("train.max_grad_norm", entry.value or 0.0)
+
+
+def _held_out(entry: Entry) -> None:
+    if entry.get("run_val_every_n_steps"):
+        sources(TESTS)(entry)
+    else:
+        entry.no_effect("run_val_every_n_steps is null, so there are no evaluations")
+
+
+def _logger(entry: Entry) -> None:
+    name = _last(entry)
+    tracker = {"WandBLogger": "wandb", "TensorBoardLogger": "tensorboard"}.get(name)
+    if tracker:
+        shared.track(entry, tracker)
+    else:
+        entry.no_effect("metrics.jsonl and report.html are always written")
+
+
+def _profiling(entry: Entry) -> None:
+    entry.put("train.enable_profiling", bool(entry.value))
+
+
+def _save_epochs(entry: Entry) -> None:
+    entry.put("train.save_epochs", float(entry.value))
+
+
+def _finalize(draft: Draft) -> None:
+    pairs = draft.value("train.objective") == "preference"
+    packs = any(item.get("packed") for item in _items(draft))
+    lay_rows(draft, draft.get("tokenizer.max_seq_len"), "multipack" if packs else None, pairs=pairs)
+    if not draft.has("train.lr_decay_style"):
+        draft.put("train.lr_decay_style", "constant")
+        draft.put("train.lr_warmup_ratio", 0.0)
+    settle_precision(draft, draft.get("dtype"))
+    settle_evaluations(draft)
+
+
+def _items(draft: Draft) -> list[dict[str, Any]]:
+    items = listed(draft.get("dataset") or draft.get("datasets") or [])
+    return [cast("dict[str, Any]", item) for item in items if isinstance(item, dict)]
+
+
+OF_PYTHON = "how the program does its work, which changes no result"
+OF_FILES = "the model's files say it"
+OF_REWARDS = "read by training with rewards alone"
+OF_TEACHERS = "models are not trained on log-probs of others"
+OF_INFERENCE = "read by generation alone"
+OF_LAYERS = "every layer computes every token, and the last one gives the loss"
+
+IDLE: Mapping[str, str] = {
+    **dict.fromkeys(
+        (
+            *("device", "log_level", "log_peak_memory_stats", "name", "custom_sharded_layers"),
+            *(
+                "memory_efficient_fsdp_wrap",
+                "low_cpu_ram",
+                "use_distributed_state_dict",
+                "use_flex",
+            ),
+            *("dist_backend"),
+            *("debug_logging_enabled", "debug_num_samples_per_step", "optimizer.fused"),
+            *("tensor_parallel_plan", "collate_fn", "dataloader.collate_fn", "num_output_chunks"),
+            *("dataloader.parallel_method", "dataloader.shuffle", "dataloader.packed"),
+            *("metric_logger.log_dir", "metric_logger.filename", "ac_mode", "ac_option"),
+            *("loss.num_output_chunks", "loss.ignore_index", "enable_fp8_training_recipe"),
+        ),
+        OF_PYTHON,
+    ),
+    **dict.fromkeys(
+        (
+            *("checkpointer._component_", "checkpointer.checkpoint_files"),
+            *(
+                "checkpointer.model_type",
+                "checkpointer.output_dir",
+                "checkpointer.safe_serialization",
+            ),
+            *("checkpointer.recipe_checkpoint", "checkpointer.checkpoint_files.filename_format"),
+            *("checkpointer.checkpoint_files.max_filename", "base_model_path"),
+        ),
+        OF_FILES,
+    ),
+}
+
+FAMILIES: Mapping[str, Rule] = {
+    **dict.fromkeys(
+        ("ref_checkpointer.", "ref_policy_checkpointer."),
+        no_effect("the reference is the model that training starts from"),
+    ),
+    **dict.fromkeys(("tokenizer.", "model.image_size", "model.max_seq_len"), no_effect(OF_FILES)),
+    **dict.fromkeys(
+        ("model.vocab_size", "model.num_", "model.embed_dim", "model.norm_eps"), no_effect(OF_FILES)
+    ),
+    **dict.fromkeys(
+        (
+            *("policy_model.", "reward_", "value_checkpointer.", "ppo_", "grpo_", "num_steps"),
+            *("forward_batch_size", "penalise_no_eos", "stop_token_ids", "min_response_length"),
+            *("whiten_rewards", "kl_coeff", "gamma", "lmbda", "loss.epsilon", "loss.kl_coeff"),
+            *("loss.value_", "inference.", "postprocessing.", "training.", "orchestration."),
+        ),
+        no_effect(OF_REWARDS),
+    ),
+    **dict.fromkeys(("teacher_", "kd_ratio"), no_effect("read with kd_loss, which is refused")),
+    **dict.fromkeys(
+        (
+            *("max_generated_tokens", "max_new_tokens", "temperature", "top_k", "prompt"),
+            *("enable_kv_cache", "apply_chat_template"),
+        ),
+        no_effect(OF_INFERENCE),
+    ),
+    "profiler.": no_effect("read with profiler.enabled alone; train.profile_start_step says when"),
+    "layer_dropout.": unsupported(OF_LAYERS),
+    "early_exit_loss.": unsupported(OF_LAYERS),
+    "fsdp.": no_effect(OF_PYTHON),
+}
+
+SAME: Mapping[str, str] = {
+    "output_dir": "train.output_dir",
+    "checkpointer.checkpoint_dir": "model.model_path",
+    "checkpointer.adapter_checkpoint": "lora.init_adapter_path",
+    "epochs": "train.num_train_epochs",
+    "batch_size": "train.micro_batch_size",
+    "batch_size_val": "train.eval_micro_batch_size",
+    "gradient_accumulation_steps": "train.gradient_accumulation_steps",
+    "seed": "train.seed",
+    "shuffle": "data.shuffle_merged_datasets",
+    "optimizer.lr": "train.lr",
+    "optimizer.weight_decay": "train.weight_decay",
+    "optimizer.betas": "train.optimizer_kwargs.betas",
+    "optimizer.eps": "train.optimizer_kwargs.eps",
+    "optimizer_in_bwd": "train.fuse_optimizer_step",
+    "lr_scheduler.num_warmup_steps": "train.lr_warmup_steps",
+    "run_val_every_n_steps": "train.eval_steps",
+    "log_every_n_steps": "train.log_interval",
+    "enable_activation_checkpointing": "train.enable_gradient_checkpointing",
+    "enable_activation_offloading": "train.enable_activation_offload",
+    "tensor_parallel_dim": "train.tensor_parallel_size",
+    "context_parallel_dim": "train.ringattn_parallel_size",
+    "data_parallel_replicate_dim": "train.data_parallel_replicate_size",
+    "data_parallel_shard_dim": "train.data_parallel_shard_size",
+    "dataloader.num_workers": "data.dataloader_num_workers",
+    "dataloader.pin_memory": "data.dataloader_pin_memory",
+    "dataloader.prefetch_factor": "data.dataloader_prefetch_factor",
+    "metric_logger.project": "train.wandb_project",
+    "metric_logger.name": "train.wandb_name",
+    "enable_async_checkpointing": "train.save_async",
+    "keep_last_n_checkpoints": "train.save_total_limit",
+    "checkpointer.keep_last_n_checkpoints": "train.save_total_limit",
+    "enable_fp8_training": "train.enable_fp8_training",
+}
+
+COMPUTED: Mapping[str, Rule] = {
+    "dataset": sources(SOURCES),
+    "datasets": sources(SOURCES),
+    "dataset_val": _held_out,
+    "tokenizer.max_seq_len": decides(shared.ROW, f"{SOURCES}.0.max_seq_len"),
+    MODEL: _model,
+    "model.lora_rank": _of_adapters("lora.lora_rank"),
+    "model.lora_alpha": _of_adapters("lora.lora_alpha"),
+    "model.lora_dropout": _of_adapters("lora.lora_dropout"),
+    "model.use_dora": _of_adapters("lora.use_dora"),
+    "model.lora_attn_modules": _targets,
+    "model.apply_lora_to_mlp": _targets,
+    "model.apply_lora_to_output": _targets,
+    "model.attn_dropout": unsupported("attention has no dropout"),
+    "model.quantize_base": _quantized_base,
+    **dict.fromkeys(PARTS, _trainable),
+    LOSS: _loss,
+    "loss.beta": _of_pairs("preference.beta"),
+    "loss.label_smoothing": _of_pairs("preference.label_smoothing"),
+    "loss.gamma": _of_pairs("preference.simpo_gamma"),
+    OPTIMIZER: _optimizer,
+    SCHEDULER: _scheduler,
+    "lr_scheduler.num_cycles": _cycles,
+    "dtype": _precision,
+    "compile": _compile,
+    "max_steps_per_epoch": _steps,
+    "clip_grad_norm": _clipping,
+    **dict.fromkeys(("fsdp_cpu_offload", "fsdp.cpu_offload"), truth("train.enable_fsdp_offload")),
+    f"metric_logger.{COMPONENT}": _logger,
+    "profiler.enabled": _profiling,
+    "resume_from_checkpoint": shared.RESUMES,
+    "save_every_n_epochs": _save_epochs,
+    "save_adapter_weights_only": truth("lora.save_lora_only"),
+    "kd_loss": refused(OF_TEACHERS),
+    "quantizer": unsupported(
+        "weights are trained as they are; export.quantise quantizes the result"
+    ),
+    **{name: no_effect(why) for name, why in IDLE.items()},
+}
+
+TORCHTUNE = Dialect(
+    name="torchtune",
+    title="torchtune",
+    recognizes=_recognizes,
+    same=SAME,
+    computed=COMPUTED,
+    families=FAMILIES,
+    defaults={
+        "optimizer.weight_decay": 0.01,
+        "optimizer.betas": [0.9, 0.999],
+        "batch_size": 1,
+        "epochs": 1,
+        "save_every_n_epochs": 1,
+        "clip_grad_norm": 0.0,
+        "model.lora_rank": 8,
+        "model.lora_alpha": 16,
+        "model.lora_dropout": 0.0,
+    },
+    meaningful_nulls=frozenset({"clip_grad_norm"}),
+    prepare=_prepare,
+    finalize=_finalize,
+)
+"""Files with a component of torchtune."""
