@@ -81,7 +81,7 @@ def test_a_step_compares_tokens_within_documents_as_long_as_the_datas():
 @pytest.mark.parametrize(
     ("name", "type_", "lines"),
     [
-        ("rows.jsonl", "chat", [json.dumps({"messages": CHAT}) + "\n"] * 400),
+        ("chats.jsonl", "chat", [json.dumps({"messages": CHAT}) + "\n"] * 400),
         ("rows.json", "chat", [json.dumps([{"messages": CHAT}] * 400, indent=1)]),
         (
             "rows.csv",
