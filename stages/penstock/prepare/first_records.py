@@ -1,5 +1,6 @@
 """Encode the first records of a source without running the prepare stage, for `penstock check`."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,7 +12,7 @@ from penstock.core.errors import ConfigError
 from penstock.media.cache import MediaCache
 from penstock.media.load import load_processor
 from penstock.media.reference import Folder
-from penstock.prepare.bad_records import DROP_REASONS
+from penstock.prepare.bad_records import DROP_REASONS, BadRecord
 from penstock.prepare.encode.encoder import EncodedBatch, Encoder
 from penstock.prepare.encode.images import ImagesFound
 from penstock.prepare.infer_type import infer_format
@@ -77,7 +78,7 @@ def first_samples(
         bad=sum(fault.reason not in DROP_REASONS for fault in faults),
         faults=tuple(dict.fromkeys(fault.why for fault in faults)),
         unread=tuple(unread_columns(unread, len(records), settings.type)),
-        hint=_hint(records, settings) if faults else "",
+        hint=_hint(records, settings, faults) if faults else "",
     )
 
 
@@ -97,7 +98,14 @@ def _with_images(encode: Encoder, values: list[Value], images: ImageSource | Non
         return encode.with_images(found or "refused")(values, images.folder)
 
 
-def _hint(records: list[dict[str, Any]], settings: DatasetSettings) -> str:
+def _hint(
+    records: list[dict[str, Any]], settings: DatasetSettings, faults: Sequence[BadRecord]
+) -> str:
+    if any(fault.reason == "template" for fault in faults):
+        return (
+            ".\n  Use a model whose chat template has it, or name another template "
+            "(data.chat_template: a file or its text)"
+        )
     try:
         looks = infer_format(records, {}, objective="", where="")
     except ConfigError:
