@@ -189,3 +189,8 @@ def test_everything_not_computed_is_named_at_once():
 def test_numbers_that_make_no_model_are_refused(fields, says):
     with pytest.raises(ConfigError, match=says):
         read(**fields)
+
+
+def test_a_number_of_layers_that_no_model_has_is_refused_at_once():
+    with pytest.raises(ConfigError, match=r"is 1,000,000,000; it must be at most 10,000"):
+        read(num_hidden_layers=10**9)

@@ -132,7 +132,7 @@ def choose(data: OwnData, model: str) -> ChosenConfig:
     chosen.put("train.num_train_epochs", epochs, f"{data.samples:,} samples")
     _choose_method(chosen, data)
     _choose_rows(chosen, data)
-    _choose_layout(chosen)
+    _choose_layout(chosen, data)
     return chosen
 
 
@@ -228,9 +228,9 @@ def _choose_rows(chosen: ChosenConfig, data: OwnData) -> None:
     )
 
 
-def _choose_layout(chosen: ChosenConfig) -> None:
+def _choose_layout(chosen: ChosenConfig, data: OwnData) -> None:
     """Sharding and recomputation, where one process trains; otherwise they are left as they are."""
-    run = chosen.load()
+    run = _with_estimated_rows(chosen.load(), data)
     faster, _ = with_one_process_layout(run)
     if faster is run or not is_local_model(next(iter(chosen.values["model"].values()))):
         return
