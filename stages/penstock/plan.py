@@ -274,9 +274,13 @@ def _execute(
 def _notices(step: PlannedStage, run: RunConfig, outcome: StageResult) -> Iterable[str]:
     """Log lines about a new result."""
     if step.stage.name == "prepare":
-        from penstock.prepare.notices import data_warnings
+        from penstock.prepare.notices import data_warnings, long_sample_warnings
 
-        return data_warnings(outcome.facts)
+        data = run.data
+        is_cut = data.sample_packing_method == "wrapped" and not data.sample_packing_sequentially
+        packs = includes_stage(run.stages, "pack") and not is_cut
+        warnings = data_warnings(outcome.facts)
+        return [*warnings, *(long_sample_warnings(step.path, data.row_length) if packs else ())]
     if step.stage.name == "pack" and "row_length" in outcome.facts:
         from penstock.rows.sizing import row_length_line
 

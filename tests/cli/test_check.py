@@ -169,8 +169,9 @@ def test_a_row_that_is_too_short_for_a_sample_is_a_fault_as_it_is_for_packing(
     for said in (checked, packed):
         assert said.code != 0
         assert "data.datasets.0.max_seq_len to 64" in said.err
-    longest = "has 85 tokens, and a row 64 (data.sample_packing_sequence_len)"
-    assert f"the longest of the first 12 samples {longest}" in checked.err
+    long = "at least 2 samples, among the first 12, are longer than a row of 64 tokens"
+    assert long in checked.err
+    assert "2 of 12 train samples are longer than a row of 64 tokens" in packed.err
     assert "the longest has 85" in packed.err
     for change in (
         ("--data.datasets.0.max_seq_len", "64"),

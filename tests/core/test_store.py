@@ -140,6 +140,23 @@ def test_of_two_at_once_one_works_and_the_other_waits_and_reuses(tmp_path):
     assert journal.read_text() == "abcd"
 
 
+def test_a_run_with_other_settings_in_the_same_folder_is_refused_while_one_works(tmp_path):
+    stage = Letters(before=UntilThere(tmp_path / "end"))
+    first = SPAWN.Process(target=build, args=(tmp_path, stage, SPAWN.Queue()))
+    first.start()
+    try:
+        while not (tmp_path / "letters" / "begun").exists():
+            time.sleep(0.01)
+        other = Letters(settings=LettersSettings(letters="xyz"))
+        step = PlannedStage(other, step_of(stage, tmp_path).path)
+        with pytest.raises(ConfigError, match=r"written by another run with other settings.*there"):
+            get_or_build(step)
+    finally:
+        (tmp_path / "end").touch()
+        first.kill()
+        first.join()
+
+
 def test_refresh_builds_again_and_leaves_nothing_old(tmp_path):
     journal = tmp_path / "journal"
     step = step_of(Letters(journal=journal), tmp_path)

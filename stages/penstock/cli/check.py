@@ -206,24 +206,62 @@ def _load_tokenizer(run: RunConfig) -> tuple[Any, str]:
     except ElsewhereError as error:
         raise UnreachableError(str(error)) from error
     found = load_tokenizer(resolve_folder(source, pinned), pinned.pin.get("commit"))
-    _require_vocabulary(run, found.vocab_size)
+    _require_vocabulary(run, found)
     template = "a chat template" if found.chat_template else "no chat template"
     return found, f"{redact(source)}, {len(found):,} tokens, {template}"
 
 
-def _require_vocabulary(run: RunConfig, size: int) -> None:
-    """Refuse a tokenizer whose vocabulary is larger than the model's. Added tokens do not count:
-    few texts contain them."""
+def _vocabulary_size(run: RunConfig) -> int | None:
+    """The model's vocabulary size; None if its config.json cannot be read, which the check of the
+    model reports."""
     try:
         known = resolve_text_config(run).get("vocab_size")
     except (ConfigError, CapabilityError):
-        return  # reported by the check of the model
-    if isinstance(known, int) and size > known:
+        return None
+    return known if isinstance(known, int) else None
+
+
+def _require_vocabulary(run: RunConfig, tokenizer: Any) -> None:
+    """Refuse a tokenizer whose vocabulary is larger than the model's, or whose chat template writes
+    added tokens beyond it. Other added tokens do not count: few texts contain them."""
+    size, known = tokenizer.vocab_size, _vocabulary_size(run)
+    if known is None:
+        return
+    template = str(tokenizer.chat_template or "")
+    written = [
+        str(token)
+        for number, token in sorted(tokenizer.added_tokens_decoder.items())
+        if number >= known and str(token) in template
+    ]
+    if written:
+        raise _beyond_vocabulary(run, f"its chat template writes {', '.join(written[:5])}", known)
+    if size > known:
         raise ConfigError(
             f"{redact(run.model.tokenizer_source)} has {size:,} tokens, and the model "
             f"{redact(run.model.config_source)} knows {known:,} (vocab_size).\n"
             "  Leave tokenizer_path out to take the model's own, or name the one it was made with."
         )
+
+
+def _beyond_vocabulary(run: RunConfig, what: str, known: int) -> ConfigError:
+    return ConfigError(
+        f"{redact(run.model.tokenizer_source)}: {what}, beyond the {known:,} tokens of the model "
+        f"{redact(run.model.config_source)} (vocab_size), which has no embedding for it.\n"
+        "  Name the tokenizer that the model was made with, or save the model with more embeddings "
+        "(transformers' resize_token_embeddings) and name that."
+    )
+
+
+def _require_known_tokens(
+    run: RunConfig, tokenizer: Any, dataset: DatasetConfig, found: "FirstSamples"
+) -> None:
+    """Refuse samples with tokens that the model has no embedding for."""
+    known = _vocabulary_size(run)
+    beyond = [number for number in found.largest_tokens if known is not None and number >= known]
+    if known is not None and beyond:
+        tokens = ", ".join(map(repr, tokenizer.convert_ids_to_tokens(beyond)))
+        what = f"the first samples of {redact(dataset.path)} contain {tokens}"
+        raise _beyond_vocabulary(run, what, known)
 
 
 def _check_prepared(run: RunConfig) -> tuple[None, str]:
@@ -265,6 +303,7 @@ def _check_dataset(
             f"of the first {found.records} records give no sample: {'; '.join(found.faults[:3])}"
             f"{found.hint}"
         )
+    _require_known_tokens(run, tokenizer, dataset, found)
     _require_room(run, at, dataset, found)
     if role == "train":
         _require_group(run, dataset, records)
@@ -326,15 +365,17 @@ def _check_validation_size(run: RunConfig, count: int) -> tuple[None, str]:
 
 def _require_room(run: RunConfig, at: str, dataset: DatasetConfig, found: "FirstSamples") -> None:
     """Refuse packed sequences that are too short for a sample, as packing would."""
-    data, length = run.data, run.data.sample_packing_sequence_len
+    data, length = run.data, run.data.row_length
     is_cut = data.sample_packing_method == "wrapped" and not data.sample_packing_sequentially
-    if length is None or is_cut or found.longest <= length:
+    too_long = [size for size in found.lengths if size > length]
+    if is_cut or not too_long:
         return
     raise StageError(
-        f"{redact(dataset.path)}: the longest of the first {found.samples} samples has "
-        f"{found.longest:,} tokens, and a row {length:,} (data.sample_packing_sequence_len).\n"
-        f"  Set {at}.max_seq_len to {length} to cut samples, or the length of a row to "
-        f"{found.longest} or more."
+        f"{redact(dataset.path)}: at least {len(too_long)} samples, among the first "
+        f"{found.samples}, are longer than a row of {length:,} tokens "
+        f"(data.sample_packing_sequence_len); the longest has {max(too_long):,}.\n"
+        f"  Set {at}.max_seq_len to {length} to cut them as data.truncation_mode says, or the "
+        f"length of a row to {max(too_long)} or more."
     )
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from penstock.core.errors import ConfigError
@@ -20,6 +21,9 @@ from penstock.prepare.readers.records import Batch, Value
 from penstock.prepare.settings import DatasetSettings
 from penstock.prepare.slice_images import load_slice_images
 from penstock.prepare.unread_columns import count_unread, unread_columns
+
+LARGEST_TOKENS = 5
+"""How many of the largest token ids are returned."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +44,10 @@ class FirstSamples:
     samples: int
     tokens: int
     trained_tokens: int
-    longest: int
-    """Tokens of the longest sample; for pairs, of the longer side."""
+    lengths: tuple[int, ...]
+    """Tokens of each sample; for pairs, of the longer side."""
+    largest_tokens: tuple[int, ...]
+    """The largest token ids, in descending order, without duplicates."""
     bad: int
     """Unusable records; the prepare stage fails unless `data.bad_rows_allowed` allows them."""
     faults: tuple[str, ...]
@@ -68,13 +74,15 @@ def first_samples(
     except ImagesFound:
         found = _with_images(encode, values, images)
     faults = list(found.faults.values())
+    ids = np.concatenate([np.unique(side.ids) for side in found.sides])
     unread = count_unread(values, settings, columns) + found.unread_keys
     return FirstSamples(
         records=len(records),
         samples=len(found.records),
         tokens=int(sum(side.lengths.sum() for side in found.sides)),
         trained_tokens=int(sum(side.count_trained().sum() for side in found.sides)),
-        longest=max((int(side.lengths.max(initial=0)) for side in found.sides), default=0),
+        lengths=tuple(np.max([side.lengths for side in found.sides], axis=0).tolist()),
+        largest_tokens=tuple(sorted(map(int, set(ids.tolist())), reverse=True)[:LARGEST_TOKENS]),
         bad=sum(fault.reason not in DROP_REASONS for fault in faults),
         faults=tuple(dict.fromkeys(fault.why for fault in faults)),
         unread=tuple(unread_columns(unread, len(records), settings.type)),

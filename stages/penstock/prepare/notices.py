@@ -1,9 +1,12 @@
 """Warnings about prepared data, one line each."""
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from penstock.prepare.unread_columns import unread_columns
+from penstock.rows.prepared import PreparedSamples
+from penstock.rows.schema import SPLITS
 
 SECTIONS = {"train": "datasets", "validation": "test_datasets"}
 
@@ -19,6 +22,20 @@ REASON_TEXTS = {
     "template": "refused by the chat template",
 }
 """Reasons for dropped records; other reasons are requested by settings."""
+
+
+def long_sample_warnings(prepared: Path, row_length: int) -> Iterator[str]:
+    """Yield a warning for each split with samples that are longer than a row; packing refuses
+    them."""
+    for split in SPLITS:
+        lengths = PreparedSamples(prepared, split).lengths()
+        if count := int((lengths > row_length).sum()):
+            yield (
+                f"warning: {count:,} of {len(lengths):,} {split} samples are longer than a row of "
+                f"{row_length:,} tokens (data.sample_packing_sequence_len); the longest has "
+                f"{int(lengths.max()):,}; write max_seq_len: {row_length} in data."
+                f"{SECTIONS[split]}, which cuts them as data.truncation_mode says, or a longer row"
+            )
 
 
 def data_warnings(facts: Mapping[str, Any]) -> Iterator[str]:

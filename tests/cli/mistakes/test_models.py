@@ -130,6 +130,33 @@ def test_a_tokenizer_that_is_not_the_models_is_told_by_a_check(mistake, models, 
     told(said.code, said.err, expected)
 
 
+def add_token(folder: Path) -> None:
+    """Add a token after all of the model's 320, of which the byte tokenizer uses fewer."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens([f"<new {number}>" for number in range(320 - len(tokenizer))])
+    tokenizer.add_tokens(["<|role|>"], special_tokens=True)
+    tokenizer.save_pretrained(folder)
+
+
+def add_token_and_write_it(folder: Path) -> None:
+    add_token(folder)
+    template = folder / "chat_template.jinja"
+    template.write_text("{{ '<|role|>' }}" + template.read_text())
+
+
+@pytest.mark.parametrize("writes", [True, False], ids=["template", "text"])
+def test_tokens_beyond_the_models_vocabulary_are_told_by_a_check(writes, models, tmp_path):
+    config = run_of(models, "whole", tmp_path, add_token_and_write_it if writes else add_token)
+    told_of = "m: its chat template writes <|role|>, beyond the 320 tokens of the model m"
+    if not writes:
+        assert penstock("check", config).code == 0, "no sample contains the token"
+        (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "a <|role|> b"}) + "\n")
+        told_of = "rows.jsonl contain '<|role|>', beyond the 320 tokens of the model m"
+    said = penstock("check", config)
+    told(said.code, said.err, told_of)
+    assert "resize_token_embeddings" in said.err
+
+
 def test_conversations_without_a_template_are_told_by_a_check(models, tmp_path):
     roles = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     (tmp_path / "c.jsonl").write_text(json.dumps({"messages": roles}) + "\n")

@@ -70,7 +70,7 @@ MISTAKES = {
     ),
     "a row of nothing": data("sample_packing_sequence_len: is 0", sample_packing_sequence_len=0),
     "a row of one token": data(
-        "the longest of the first 12 samples has 85 tokens, and a row 1 ",
+        "at least 12 samples, among the first 12, are longer than a row of 1 tokens",
         sample_packing_sequence_len=1,
     ),
     "all held out": data(r"val_set_size: is 1\.0; write a whole number", val_set_size=1.0),

@@ -92,6 +92,28 @@ def test_each_rank_of_each_layout_gets_its_own_numbers_and_no_byte_is_read_twice
         assert "is (13, 6) in the checkpoint, and the config makes it (9, 9)" in faults["shape"]
 
 
+def refused(folder):
+    """What this rank is told of weights that are not finite."""
+    ranks, told = init_process_group(60), set()
+    for readers in ("first_rank", "all_ranks"):
+        held = holding("sharded", merge_qkv=False)
+        with pytest.raises(CapabilityError) as error:
+            filling.load_weights(held, folder, start, readers=readers, ranks=ranks)
+        told.add(str(error.value).partition(":")[0])
+    return told
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_value_that_is_not_finite_is_told_to_every_rank_with_its_tensor(value, tmp_path):
+    found = tensors()
+    spoiled = next(name for name, tensor in found.items() if tensor.dtype == torch.bfloat16)
+    found[spoiled].view(-1)[-1] = value
+    save_file(found, tmp_path / "model.safetensors")
+    expected = f"1 tensors of {tmp_path} hold NaN or infinity, first {spoiled}"
+    assert on_ranks(4, refused, tmp_path) == [{expected}] * 4
+
+
 @st.composite
 def boxes(draw):
     """A shape, and offsets and sizes of a box in it."""

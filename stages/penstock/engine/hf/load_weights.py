@@ -63,7 +63,8 @@ def load_weights(
     shards: in each group of ranks with the same shards (`LocalParam.replica_group`) to the first,
     which broadcasts it.
 
-    Raises CapabilityError, on every rank, for tensors that are missing or have another shape.
+    Raises CapabilityError, on every rank, for tensors that are missing, have another shape, or hold
+    NaN or infinity.
     """
     drawn = [one for one in params if weights is None or _is_adapter(one)]
     stored = [one for one in params if weights is not None and not _is_adapter(one)]
@@ -77,6 +78,7 @@ def load_weights(
     if readers == "all_ranks" or ranks.world_size == 1:
         with SafetensorsFolder(weights) as folder:
             _read(_boxes(stored), to_reader(folder), ranks)
+        _require_finite(_boxes(stored), weights, ranks)
         return
     receiving = [
         one for one in stored if one.replica_group is None or dist.get_rank(one.replica_group) == 0
@@ -92,6 +94,29 @@ def load_weights(
     for one in stored:
         if one.replica_group is not None:
             _copy(local(one.parameter), one.replica_group, ranks.device)
+    _require_finite(_boxes(stored), weights, ranks)
+
+
+def _require_finite(boxes: Sequence[_Box], weights: Path, ranks: ProcessInfo) -> None:
+    """Raise CapabilityError, on every rank, for tensors with NaN or infinity."""
+    mine = [box.piece.tensor for box in boxes if not _is_finite(box.into)]
+    names = sorted({name for of_rank in ranks.all_gather(mine) for name in of_rank})
+    if names:
+        raise CapabilityError(
+            f"{len(names)} tensors of {weights} hold NaN or infinity, first {names[0]}: a model "
+            "with them has no loss.\n"
+            "  Fetch or export the weights again; if they are an earlier run's, take a checkpoint "
+            "before its loss was NaN."
+        )
+
+
+def _is_finite(values: torch.Tensor) -> bool:
+    """Whether no value is NaN or infinite; codes of quantized weights are not looked at."""
+    if not values.is_floating_point() or values.dtype.itemsize == 1:
+        return True
+    # A sum needs no tensor of the same size; where finite values overflow it, each is looked at.
+    is_finite = bool(values.sum(dtype=torch.float32).isfinite())
+    return is_finite or bool(values.isfinite().all())
 
 
 def _is_adapter(local_param: LocalParam) -> bool:
