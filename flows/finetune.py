@@ -57,6 +57,7 @@ from prefect_artifacts import (
     show_stage_result,
     show_training,
 )
+from prefect_server import no_temporary_server, require_server
 
 # Workers of a cluster cannot import scripts that are loaded by path, so they are pickled by value.
 for script in (
@@ -186,12 +187,19 @@ def _run_flow(config: Path, overrides: Overrides, force: Forced, *wanted: StageN
 def run_from_command_line(which: Flow[..., Any], script: str) -> int:
     """Run a flow with the arguments of the script; returns the exit code."""
     try:
-        ended = which(*parse_argv(sys.argv[1:], script), return_state=True)
+        arguments = parse_argv(sys.argv[1:], script)
+        require_server()
+        try:
+            ended = which(*arguments, return_state=True)
+        except RuntimeError as error:
+            if "ephemeral" not in str(error):
+                raise
+            raise no_temporary_server(error) from error
         if ended.is_cancelled():
             raise Interrupted(ended.message or "", signal.SIGTERM)
         ended.result()
     except PenstockError as error:
-        sys.stderr.write(f"{error}\n")
+        sys.stderr.write(f"error: {error}\n")
         return error.exit_code
     return 0
 

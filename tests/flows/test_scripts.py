@@ -41,6 +41,21 @@ VALUES = st.recursive(
 )
 
 
+def test_a_server_that_is_not_there_is_named_with_its_setting_before_a_flow_starts(
+    monkeypatch, capsys
+):
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    import finetune
+
+    monkeypatch.setattr(sys, "argv", ["finetune.py", "config.yaml"])
+    with temporary_settings({PREFECT_API_URL: NOBODY}):
+        assert finetune.run_from_command_line(finetune.finetune, "finetune.py") == 3
+    told = capsys.readouterr().err
+    assert f"Prefect's server at {NOBODY} (PREFECT_API_URL) cannot be reached" in told
+    assert "Traceback" not in told
+
+
 def test_the_chain_and_each_of_its_stages_are_flows_and_deployments():
     import finetune
 
