@@ -5,11 +5,11 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, cast
+from typing import Any
 
 from penstock.config.schema.dataset import FormatName
 from penstock.core.cache.stage import Source
-from penstock.core.errors import CapabilityError, ConfigError, StageError
+from penstock.core.errors import ConfigError, StageError
 from penstock.prepare.bad_records import BadRecord
 from penstock.prepare.dataset_type import INFER_RECORDS, InferredType
 from penstock.prepare.formats.json_values import parse_json_text
@@ -38,7 +38,7 @@ TEXTS = ("text", "content", "document", "body")
 
 
 def read_first(source: Source, ds_type: str | None, token: bool | None) -> list[dict[str, Any]]:
-    """Up to `LOOKED_AT` records from the start of a source.
+    """Up to `INFER_RECORDS` records from the start of a source.
 
     Raises as the readers do, and StageError if none of the records can be read.
     """
@@ -273,7 +273,10 @@ def _is_text(value: Any) -> bool:
 
 def _iter_source(source: Source, ds_type: str | None, token: bool | None) -> Iterator[Value]:
     if source.pin["kind"] == "hub":
-        yield from _iter_hub(source, token)
+        # `datasets` takes a second to import.
+        from penstock.prepare.readers.hub import first_rows  # noqa: PLC0415
+
+        yield from first_rows(source.pin, INFER_RECORDS, token)
         return
     for piece in split_source(source, ds_type=ds_type, streaming=False, token=token):
         yield from _iter_split(piece, token)
@@ -282,15 +285,3 @@ def _iter_source(source: Source, ds_type: str | None, token: bool | None) -> Ite
 def _iter_split(piece: FileSplit, token: bool | None) -> Iterator[Value]:
     for chunk in read_chunks(piece, token):
         yield from chunk.part(0, INFER_RECORDS).values()
-
-
-def _iter_hub(source: Source, token: bool | None) -> Iterator[dict[str, Any]]:
-    """Stream rows without downloading the data set; from the local copy if streaming fails."""
-    # `datasets` takes a second to import.
-    from penstock.prepare.readers.hub import open_hub, open_stream  # noqa: PLC0415
-
-    try:
-        yield from islice(open_stream(source.pin, token), INFER_RECORDS)
-    except CapabilityError:
-        rows = cast("Iterator[dict[str, Any]]", iter(open_hub(source.pin, token)))
-        yield from islice(rows, INFER_RECORDS)

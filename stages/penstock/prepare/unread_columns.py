@@ -36,6 +36,9 @@ MESSAGE_KEYS = frozenset(("role", "content", "tool_calls", "tool_call_id", *REAS
 """Keys of messages that are read, or refused, apart from the template; `tool_call_id` says no more
 than the order of messages."""
 
+TOOLS, FUNCTIONS = "tools", "functions"
+"""The usual column of tools, and its older name, which is read in records without the former."""
+
 IN_MESSAGES = "messages[]."
 """Prefix of keys of messages among the names of columns."""
 
@@ -68,6 +71,8 @@ def watched_columns(its: DatasetSettings, columns: Sequence[str] | None) -> tupl
     read = {*DEFAULT_COLUMNS.get(its.type, ()), *named}
     if its.type not in TYPES_WITH_TOOLS:
         read -= {its.field_tools}
+    elif its.field_tools == TOOLS:
+        read.add(FUNCTIONS)
     return tuple(name for name in names if name not in read and (not columns or name in columns))
 
 
@@ -81,10 +86,13 @@ def count_unread(
         for name in TEXT_PROMPT_COLUMNS
         if its.type in PAIRS and name not in watched and (not columns or name in columns)
     ]
+    reads_functions = its.type in TYPES_WITH_TOOLS and its.field_tools == TOOLS
     found: Counter[str] = Counter()
     for value in values:
         if isinstance(value, Mapping):
             more = () if _has_text_prompt(value, its) else beside_text
+            if reads_functions and not _is_blank(value.get(TOOLS)):
+                more = (*more, FUNCTIONS)
             found.update(name for name in (*watched, *more) if not _is_blank(value.get(name)))
     return found
 

@@ -238,6 +238,12 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
         {"data": {"datasets": [{"path": "org/a", "streaming": True}]}},
     ),
     (
+        {"data": {"datasets": [{"path": "org/a", "streaming": True, "split": "train[:10%]"}]}},
+        "data.datasets.0.streaming",
+        "a slice (train[:10%]) cannot be streamed",
+        {"data": {"datasets": [{"path": "org/a", "streaming": True, "split": "train+test"}]}},
+    ),
+    (
         {"data": {"push_dataset_to_hub": "me/data"}},
         "data.push_dataset_to_hub",
         "write hf_use_auth_token: true",

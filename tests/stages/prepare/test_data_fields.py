@@ -4,12 +4,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
+from datasets import load_dataset
 
 from penstock.core.cache.stage import Source
 from penstock.core.sources.pin import pin_data
 from penstock.pack.settings import PackSettings
 from penstock.pack.stage import Pack
 from penstock.prepare import workers
+from penstock.prepare.infer_type import read_first
 from penstock.rows.tokenizer import byte_tokenizer
 from tests.stages.prepared import prepare, run, said, table_of, texts, write_lines
 
@@ -58,6 +60,25 @@ def test_of_a_hub_data_set_the_named_part_is_read(its, word, hub_data, tmp_path)
     stage = replace(prepare(("dummy", TEXT)), sources=(hub_data(**its),))
     run(stage, tmp_path / "out")
     assert said(table_of(tmp_path / "out")) == [record["text"] for record in texts(3, word)]
+
+
+@pytest.mark.parametrize(
+    "split",
+    [
+        *("train[:10%]", "train[1%:]", "train[5:]", "train[5:8]", "train[:3]"),
+        *("train+test", "train[-3:]", "test", "train[10%:20%]", "train[3:]+test[:1]", "train[:2%]"),
+    ],
+)
+@pytest.mark.parametrize("count", [30, 300])
+def test_the_first_records_of_a_slice_are_those_that_are_prepared(
+    split, count, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    for name in ("train", "test"):
+        repo = write_lines(tmp_path / "repo" / f"{name}.jsonl", texts(count, name)).parent
+    source = Source({**pin_data("org/data", revision="0" * 40, split=split).pin, "repo": str(repo)})
+    rows = load_dataset(str(repo), split=split)
+    assert read_first(source, None, None) == rows.select(range(min(20, len(rows)))).to_list()
 
 
 def test_files_of_unknown_names_are_read_as_ds_type_says(tmp_path):

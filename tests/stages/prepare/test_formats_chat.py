@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.prepare.formats.conversation import Conversation
+from penstock.prepare.settings import DatasetSettings
+from penstock.prepare.unread_columns import count_unread
 from tests.stages.prepare.conversations import parse
 
 WORDS = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
@@ -215,10 +217,21 @@ TOOL = {"type": "function", "function": FUNCTION}
         [json.dumps(TOOL)],
         [{**FUNCTION, "parameters": '{"type": "object"}'}],
         [{"type": None, "function": FUNCTION}],
+        *(TOOL, FUNCTION, json.dumps(FUNCTION)),
+        *({"functions": [FUNCTION]}, {"tools": [TOOL]}, json.dumps({"functions": [FUNCTION]})),
+        [{"function_declarations": [FUNCTION]}],
+        [{"name": "add", "description": "adds", "input_schema": {"type": "object"}}],
+        [{"name": "add", "description": "adds", "inputSchema": '{"type": "object"}'}],
     ],
+    ids=str,
 )
 def test_tools_mean_the_same_however_they_are_written(tools):
-    assert parse({"messages": [ASKED], "tools": tools}, type="chat").tools == [TOOL]
+    for record in ({"tools": tools}, {"functions": tools}, {"functions": tools, "tools": None}):
+        assert parse({"messages": [ASKED], **record}, type="chat").tools == [TOOL]
+        read = count_unread([record], DatasetSettings(type="chat"), None)
+        assert read == {}
+    both = {"functions": tools, "tools": [{"name": "f"}]}
+    assert count_unread([both], DatasetSettings(type="chat"), None) == {"functions": 1}
 
 
 @pytest.mark.parametrize("tools", [None, "", "[]", []])

@@ -94,7 +94,21 @@ ALPACA = {"type": "alpaca"}
         ({"messages": [{**ASKED, "tool_calls": [CALL]}]}, CHAT, "bad_value", "only the assistant"),
         ({"messages": [ASKED], "tools": "[{}]"}, CHAT, "missing_column", r"tools\[0\] has no name"),
         ({"messages": [ASKED], "tools": "no"}, CHAT, "bad_value", "tools is not JSON"),
-        ({"messages": [ASKED], "tools": {"a": 1}}, CHAT, "wrong_type", "tools is an object"),
+        ({"messages": [ASKED], "tools": {"a": 1}}, CHAT, "missing_column", "tools has no name"),
+        ({"messages": [ASKED], "tools": 1}, CHAT, "wrong_type", "tools is a number where a list"),
+        ({"messages": [ASKED], "tools": "[{'name': 'f'}]"}, CHAT, "bad_value", "with json.dumps"),
+        (
+            {"messages": [ASKED], "tools": {"functions": [], "x": 1}},
+            CHAT,
+            "bad_value",
+            "tools has functions beside x",
+        ),
+        (
+            {"messages": [ASKED], "tools": [{"name": "f", "parameters": {}, "inputSchema": {}}]},
+            CHAT,
+            "bad_value",
+            "has both parameters and inputSchema",
+        ),
         ({"messages": [ASKED]}, {**CHAT, "field_system": "s"}, "missing_column", "no column 's'"),
         ({"conversations": [{"from": "gpt"}]}, SHARE, "missing_column", r"\[0\] has no value"),
         (

@@ -27,6 +27,11 @@ READ = {
     "lines.json": lines(RECORDS),
     "semicolons.csv": "text;n\n" + "".join(f"line {n};1\n" for n in range(6)),
     "tabs.tsv": "text\tn\n" + "".join(f"line {n}\t1\n" for n in range(6)),
+    "one_line.json": json.dumps(RECORDS),
+    "data.json": json.dumps({"version": 1, "data": RECORDS}),
+    "train.json": json.dumps({"train": RECORDS}, indent=1),
+    "data_line.jsonl": json.dumps({"data": RECORDS}) + "\n",
+    "bom_array.json": "\ufeff" + json.dumps(RECORDS),
     "commas_within.csv": 'text,n\n"line 0",1\n' + "".join(f"line {n},;\n" for n in range(1, 6)),
 }
 
@@ -36,6 +41,31 @@ def test_a_file_is_read_by_what_is_in_it(tmp_path, name):
     (tmp_path / name).write_text(READ[name], encoding="utf-8")
     _, facts = run(prepare((tmp_path / name, TEXT)), tmp_path / "out")
     assert facts["rows"]["train"] == len(RECORDS)
+    assert facts["dropped"] == {}
+
+
+TURNS = CHAT["messages"]
+SPOKEN = [{"from": "human", "value": "1"}, {"from": "gpt", "value": "2"}]
+LISTS = {
+    "chat.jsonl": f"{json.dumps(TURNS)}\n" * 6,
+    "chat.json": f"\n{json.dumps(TURNS)}\n\n" * 6,
+    "chats.json": json.dumps([TURNS] * 6),
+    "sharegpt.jsonl": f"{json.dumps(SPOKEN)}\n" * 6,
+    "in_data.json": json.dumps({"data": [CHAT] * 6}),
+    # One record, whose list has a usual name of all records.
+    "record.json": json.dumps({"data": TURNS}),
+    "records.jsonl": f"{json.dumps({'data': [{'x': 1}], **CHAT})}\n" * 6,
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_a_list_of_messages_is_a_record(tmp_path, name):
+    (tmp_path / name).write_text(LISTS[name])
+    its = {"type": "sharegpt" if "sharegpt" in name else "chat"}
+    if name == "record.json":
+        its["field_messages"] = "data"
+    _, facts = run(prepare((tmp_path / name, its)), tmp_path / "out")
+    assert facts["rows"]["train"] == (1 if name == "record.json" else 6)
     assert facts["dropped"] == {}
 
 
@@ -51,6 +81,24 @@ REFUSED = {
     "trailing_in_list.jsonl": (b'  {"text": ["a" , ]}\n' * 4, "a comma before ] at column 19"),
     "two.jsonl": (b'{"text": "a"} {"text": "b"}\n' * 3, "a second record at column 15"),
     "quotes.jsonl": (b"{'text': 'a'}\n" * 3, "not JSON: single quotes at column 2"),
+    "comments.jsonl": (b'{"text": "a"}\n// b\n', "a comment at column 1, which JSON does not"),
+    "comments.json": (
+        b'[{"text": "a"}, # b\n]',
+        r"json:1: not JSON: a comment, which JSON",
+    ),
+    "two_arrays.json": (b'[{"text": "a"}]\n[{"text": "b"}]', "2: there is more after the array"),
+    "two_splits.json": (
+        json.dumps({"train": RECORDS, "test": RECORDS}).encode(),
+        "no column 'text'; it has train, test",
+    ),
+    "no_header.csv": (
+        b'"{""role"": ""user""}",x\n',
+        'no_header.csv has no header: its first line has \'{"role"',
+    ),
+    "no_header_either.csv": (
+        b"one that is much longer " * 3 + b",x\n",
+        "no_header_either.csv has no header: its first line has 'one that",
+    ),
     "array.json": (
         json.dumps([{"text": n % 2 or "a"} for n in range(8)]).encode(),
         r"4 x text is a number .* \(array.json, records 2, 4, 6, …\)",

@@ -381,6 +381,13 @@ def _check_streaming(run: RunConfig) -> Issues:
                 " leave streaming out",
                 (dotted((*path, "path")),),
             )
+        elif entry.streaming and "[" in (entry.split or ""):
+            yield ConfigIssue(
+                (*path, "streaming"),
+                f"a slice ({entry.split}) cannot be streamed; leave streaming out, or write"
+                " max_samples in place of the slice",
+                (dotted((*path, "split")),),
+            )
 
 
 def _check_wrapped_packing(run: RunConfig) -> Issues:

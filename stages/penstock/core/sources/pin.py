@@ -103,6 +103,10 @@ def pin_data(
     """
     files = [data_files] if isinstance(data_files, str) else list(data_files or [])
     if path in BUILTIN_DATA or path.startswith("builtin:"):
+        other = None if split == "train" else split
+        for field, value in (("name", name), ("split", other), ("revision", revision)):
+            _reject(field, value, f"{path} is built in and has no {field}")
+        _reject("data_files", data_files, f"{path} is built in and has no files")
         return _pin_builtin(path, BUILTIN_DATA)
     if is_url(path):
         _reject_for_files(path, name=name, revision=revision)
@@ -385,11 +389,12 @@ def _find_model(path: str) -> LocalFiles:
 
 def _reject_for_files(path: str, **given: str | None) -> None:
     for field, value in given.items():
-        if value is not None:
-            raise ConfigError(
-                f"{field} is {value!r}, but {redact(path)} is files, which have no {field}.\n"
-                f"  Leave {field} out."
-            )
+        _reject(field, value, f"{redact(path)} is files, which have no {field}")
+
+
+def _reject(field: str, value: Any, why: str) -> None:
+    if value is not None:
+        raise ConfigError(f"{field} is {value!r}, but {why}.\n  Leave {field} out.")
 
 
 def _download(url: str, patterns: Sequence[str]) -> Path:

@@ -33,6 +33,8 @@ def parse_json_text(where: str, value: Any) -> Any:
         return json.loads(value)
     except json.JSONDecodeError as error:
         why = f"{where} is not JSON: {error.msg} at character {error.pos + 1}"
+        if value[error.pos : error.pos + 1] == "'":
+            why += "; single quotes are Python's, write it with json.dumps"
         raise BadRecord("bad_value", why) from None
     except (ValueError, RecursionError):
         why = f"{where} is not JSON: a number is too long or it is nested too deep"

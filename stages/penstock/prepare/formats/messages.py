@@ -35,6 +35,8 @@ from penstock.prepare.settings import DatasetSettings
 OTHER_MEDIA = ("images", "image", "audio", "audios", "video", "videos")
 """Message fields with media, which are parts of `content` where they are read."""
 
+TOOLS, FUNCTIONS = "tools", "functions"
+
 READ_FIELDS = frozenset(("tool_calls", "function_call"))
 """Message fields that are parsed separately, besides role, content and flags."""
 
@@ -85,10 +87,20 @@ def build_conversation(
     messages, unplaced = place_media(record, [turn.message for turn in turns])
     return Conversation(
         messages,
-        parse_tools(settings.field_tools, record.get(settings.field_tools)),
+        _read_tools(settings, record),
         tuple(turn.weight for turn in turns),
         unplaced,
     )
+
+
+def _read_tools(
+    settings: DatasetSettings, record: Mapping[str, Any]
+) -> list[dict[str, Any]] | None:
+    """The tools in `field_tools`, or in `functions`, an older name of `tools`."""
+    name = settings.field_tools
+    if name == TOOLS and not record.get(name):
+        name = FUNCTIONS if FUNCTIONS in record else name
+    return parse_tools(name, record.get(name))
 
 
 def get_text_or_default(record: Mapping[str, Any], name: str | None, usual: str) -> str:

@@ -1,25 +1,52 @@
 """Parse tool definitions and tool calls in OpenAI's format."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from penstock.prepare.bad_records import BadRecord, check_text, json_type_name
 from penstock.prepare.formats.json_values import Object, check_json, check_object, parse_json_text
 
+TOOL_LISTS = ("functions", "tools", "function_declarations", "functionDeclarations")
+"""Members of an object that hold a list of tools."""
+
+PARAMETERS = ("input_schema", "inputSchema")
+"""Names of `parameters` in Anthropic's API and in the Model Context Protocol."""
+
 
 def parse_tools(where: str, value: Any) -> list[Object] | None:
-    """Parse a list of tools, possibly as JSON text; None if there is none.
+    """Parse a list of tools, a tool, or an object with such a list, possibly as JSON text; None if
+    there is none.
 
     A bare `{"name", "description", "parameters"}` becomes the `function` of a tool. Other fields
     are kept, including nulls: chat templates write tools as JSON, so the model sees nulls.
     """
     if value is None or value == "":
         return None
-    found = parse_json_text(where, value)
-    if not isinstance(found, list):
+    return list(_iter_tools(where, value)) or None
+
+
+def _iter_tools(where: str, value: Any) -> Iterator[Object]:
+    value = parse_json_text(where, value)
+    if isinstance(value, list):
+        for index, entry in enumerate(value):
+            at = f"{where}[{index}]"
+            yield from _iter_tools(at, check_object(at, parse_json_text(at, entry)))
+        return
+    if not isinstance(value, dict):
         raise BadRecord(
-            "wrong_type", f"{where} is {json_type_name(found)} where a list of tools is meant"
+            "wrong_type", f"{where} is {json_type_name(value)} where a list of tools is meant"
         )
-    return [_parse_tool(f"{where}[{index}]", entry) for index, entry in enumerate(found)] or None
+    lists = [name for name in TOOL_LISTS if isinstance(value.get(name), list)]
+    if not lists:
+        yield _parse_tool(where, value)
+    elif len(value) > 1:
+        raise BadRecord("bad_value", f"{where} has {lists[0]} beside {_others(value, lists[0])}")
+    else:
+        yield from _iter_tools(f"{where}.{lists[0]}", value[lists[0]])
+
+
+def _others(value: Object, name: str) -> str:
+    return ", ".join(other for other in value if other != name)
 
 
 def parse_tool_calls(where: str, value: Any) -> list[Object]:
@@ -71,7 +98,7 @@ def _parse_arguments(where: str, value: Any) -> Object:
 
 
 def _parse_tool(where: str, value: Any) -> Object:
-    entry = check_object(where, parse_json_text(where, value))
+    entry = check_object(where, value)
     if entry.get("function") is None:
         bare = {name: part for name, part in entry.items() if name != "function"}
         return {"type": "function", "function": _parse_definition(where, bare)}
@@ -82,7 +109,10 @@ def _parse_tool(where: str, value: Any) -> Object:
 
 def _parse_definition(where: str, value: Any) -> Object:
     entry = check_object(where, value)
-    kept = dict(entry)
+    schemas = [name for name in ("parameters", *PARAMETERS) if entry.get(name) is not None]
+    if len(schemas) > 1:
+        raise BadRecord("bad_value", f"{where} has both {schemas[0]} and {schemas[1]}")
+    kept = {"parameters" if name in schemas else name: part for name, part in entry.items()}
     kept["name"] = _parse_name(where, entry)
     if isinstance(kept.get("parameters"), str):
         at = f"{where}.parameters"

@@ -9,19 +9,27 @@ from typing import Any, TextIO
 from penstock.core.errors import StageError
 from penstock.prepare.bad_records import BadRecord
 from penstock.prepare.readers.decompress import SourceFile
+from penstock.prepare.readers.lines import COMMENT
 from penstock.prepare.readers.records import BATCH, BATCH_BYTES, Chunk, Value, as_object
 
 DELIMITERS = (";", "\t", "|")
 """Delimiters tried for CSV files whose header has no comma."""
+
+LONGEST_NAME = 64
+"""Characters of a name in the first line of a CSV file, above which it is taken for data."""
+
+RECORD_LISTS = ("data", "train", "rows", "records", "examples", "samples", "instances", "items")
+"""Members of an object that hold all records of a document."""
 
 CHUNK = 1 << 20
 """Characters read from a JSON document at once."""
 
 
 def json_document(file: SourceFile) -> Iterator[Chunk]:
-    """Read an array of objects, or concatenated objects, incrementally.
+    """Read an array of objects, concatenated objects, or an object with an array of all records.
 
-    Raises StageError if the document is truncated or is not JSON.
+    Arrays and concatenated objects are read incrementally. Raises StageError if the document is
+    truncated or is not JSON.
     """
     with file.open() as raw:
         stream = io.TextIOWrapper(raw, encoding="utf-8-sig")
@@ -30,11 +38,35 @@ def json_document(file: SourceFile) -> Iterator[Chunk]:
         if is_array:
             reader.skip()
         yield from group_items(_iter_values(reader, is_array), _parse_objects)
-        if is_array and not reader.peek():
+        if not is_array:
+            return
+        if not reader.peek():
             raise StageError(
                 f"{file.name} ends at line {reader.line} with an unclosed array.\n"
                 "  It is truncated: write the file again."
             )
+        reader.skip()
+        if reader.peek():
+            raise StageError(
+                f"{file.name}:{reader.line}: there is more after the array of records.\n"
+                "  Write all records into one array, or one record to a line (.jsonl)."
+            )
+
+
+def record_list(value: Any) -> list[Any] | None:
+    """All records of a document that is one object: its only list of objects that are no messages,
+    under a usual name; None for any other value."""
+    if not isinstance(value, dict):
+        return None
+    lists = {
+        name: part
+        for name, part in value.items()
+        if isinstance(part, list) and part and isinstance(part[0], dict)
+    }
+    [name, *more] = lists or [""]
+    if more or name not in RECORD_LISTS or {"role", "from"} & lists[name][0].keys():
+        return None
+    return lists[name]
 
 
 def csv_rows(file: SourceFile) -> Iterator[Chunk]:
@@ -57,12 +89,22 @@ def csv_rows(file: SourceFile) -> Iterator[Chunk]:
                     f"{file.name} has two columns named {twice!r}.\n"
                     "  Rename one of them in its first line."
                 )
+            if data := next((name for name in header if _is_data(name)), None):
+                raise StageError(
+                    f"{file.name} has no header: its first line has {data[:40]!r}, which names no "
+                    "column.\n  Write the names of the columns into its first line."
+                )
             rows = ((reader.line_num, row, sum(map(len, row))) for row in reader if row)
             yield from group_items(rows, lambda rows: [_parse_row(header, row) for row in rows])
         except (csv.Error, UnicodeDecodeError) as error:
             raise StageError(
                 f"{file.name}:{reader.line_num}: not CSV: {error}.\n  Correct it there, in UTF-8."
             ) from error
+
+
+def _is_data(name: str) -> bool:
+    """Whether a field of the first line is no name of a column."""
+    return len(name) > LONGEST_NAME or "\n" in name or name.lstrip().startswith(("[", "{"))
 
 
 def detect_delimiter(file: SourceFile) -> str:
@@ -108,7 +150,12 @@ def _iter_values(reader: "_JsonReader", is_array: bool) -> Iterator[tuple[int, A
             continue
         line, start = reader.line, reader.read
         value = reader.value()
-        yield line, value, reader.read - start
+        size = reader.read - start
+        records = record_list(value) if not (is_array or start or reader.peek()) else None
+        if records is None:
+            yield line, value, size
+        else:
+            yield from ((line, record, size // len(records)) for record in records)
 
 
 class _JsonReader:
@@ -143,15 +190,18 @@ class _JsonReader:
     def value(self) -> Any:
         """Read the next value. Raises StageError if the text is not JSON."""
         while True:
+            start = self._at
             try:
-                value, end = self._decoder.raw_decode(self._text, self._at)
+                value, end = self._decoder.raw_decode(self._text, start)
             except (ValueError, RecursionError) as error:
                 if self._refill():
                     continue
                 line, why = self.line, "nested too deeply"
                 if isinstance(error, json.JSONDecodeError):
-                    line += self._text.count("\n", self._at, error.pos)
-                    why = error.msg
+                    at = error.pos - start  # the rest of the text begins at `start` now
+                    line += self._text.count("\n", 0, at)
+                    is_comment = COMMENT.match(self._text, at)
+                    why = "a comment, which JSON does not have" if is_comment else error.msg
                 elif isinstance(error, ValueError):
                     why = str(error)
                 raise StageError(

@@ -27,7 +27,7 @@ from penstock.core.sources.local_files import detect_file_kind
 from penstock.core.sources.megatron_files import DATA, INDEX, split_range
 from penstock.prepare.readers.columnar import ARROW_FILE, arrow_errors
 from penstock.prepare.readers.decompress import SourceFile
-from penstock.prepare.readers.documents import detect_delimiter
+from penstock.prepare.readers.documents import detect_delimiter, record_list
 from penstock.prepare.readers.file_signatures import require_text
 from penstock.prepare.readers.lines import BOM, line_start, parse_line
 from penstock.prepare.readers.megatron import read_index
@@ -38,7 +38,7 @@ SLICE_BYTES = 16 << 20
 ROWS = 1000
 """Hub data sets are split at multiples of this number of rows."""
 
-FORMAT = 2
+FORMAT = 3
 """Increase it if the same file must be split differently."""
 
 BLOCK = 1 << 20
@@ -271,15 +271,19 @@ def _split_json(file: SourceFile) -> Iterator[SplitSpec]:
 
 def _is_json_lines(file: SourceFile) -> bool:
     """Whether a JSON file contains JSON lines: by its content, or by its name if the first line is
-    neither an object nor the start of a longer value."""
+    neither an object nor a list of messages nor the start of a longer value."""
     stem = Path(file.name).stem if file.compression else file.name
     with file.open() as stream:
-        first = next((line for line in stream if line.strip()), b"").removeprefix(BOM).strip()
-        if first.startswith(b"{") and isinstance(parse_line(first), dict):
+        filled = (line.removeprefix(BOM).strip() for line in stream if line.strip())
+        first = next(filled, b"")
+        if first.startswith(b"{") and isinstance(value := parse_line(first), dict):
+            return record_list(value) is None or next(filled, b"").startswith(b"{")
+        second = next(filled, b"")
+        if second.startswith(b"[") and isinstance(parse_line(first), dict):
             return True
         if not stem.lower().endswith((".jsonl", ".ndjson")):
             return False
-        return not _is_json_document(first, stream.read(BLOCK))
+        return not _is_json_document(first, second + b"\n" + stream.read(BLOCK))
 
 
 def _is_json_document(first: bytes, more: bytes) -> bool:

@@ -1,7 +1,9 @@
 """Read Hugging Face Hub data sets at a pinned commit: downloaded rows, or streamed shards."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import islice
 from typing import Any, cast
 
 from datasets import (
@@ -22,6 +24,10 @@ Pin = Mapping[str, Any]
 """repo, commit, name, split, data_files (see `penstock.core.sources.pin`)."""
 
 
+SLICE = re.compile(r"(?P<name>[\w.-]+)\[(?P<start>\d*):(?P<stop>\d*)(?P<percent>%?)\]")
+"""A slice of one split, as `datasets` reads them, without negative numbers."""
+
+
 def open_hub(pin: Pin, token: bool | None) -> Dataset:
     """Open the data set, downloaded once and memory-mapped from the cache.
 
@@ -33,6 +39,42 @@ def open_hub(pin: Pin, token: bool | None) -> Dataset:
 def open_stream(pin: Pin, token: bool | None) -> IterableDataset:
     """Open the data set for streaming, without a local copy. Raises as `open_hub`."""
     return cast("IterableDataset", _load(*_load_arguments(pin), token, streaming=True))
+
+
+def first_rows(pin: Pin, count: int, token: bool | None) -> list[dict[str, Any]]:
+    """Up to `count` rows from the start of the split, or of the slice that it names.
+
+    They are streamed without downloading the data set; it is downloaded for slices that cannot be
+    streamed, and where streaming fails. Raises as `open_hub`.
+    """
+    split = pin["split"] or ""
+    part = SLICE.fullmatch(split)
+    if "[" in split and (part is None or (part["percent"] and part["start"])):
+        return list(islice(_iter_hub(pin, token), count))
+    try:
+        if part is None:
+            return list(islice(open_stream(pin, token), count))
+        return _first_of_slice(open_stream({**pin, "split": part["name"]}, token), part, count)
+    except CapabilityError:
+        return list(islice(_iter_hub(pin, token), count))
+
+
+def _iter_hub(pin: Pin, token: bool | None) -> Iterator[dict[str, Any]]:
+    return cast("Iterator[dict[str, Any]]", iter(open_hub(pin, token)))
+
+
+def _first_of_slice(
+    stream: IterableDataset, part: re.Match[str], count: int
+) -> list[dict[str, Any]]:
+    start, stop = int(part["start"] or 0), int(part["stop"]) if part["stop"] else None
+    if stop is None:
+        return list(islice(stream, start, start + count))
+    if not part["percent"]:
+        return list(islice(stream, start, min(start + count, max(start, stop))))
+    # Of a split with fewer rows than this, a share of less than `count` rows is read.
+    enough = -(-count * 100 // stop) if stop else 0
+    rows = list(islice(stream, enough))
+    return rows[:count] if len(rows) == enough else rows[: round(len(rows) * stop / 100)]
 
 
 def hub_rows(pin: Pin, span: tuple[int, int], token: bool | None) -> Iterator[Chunk]:

@@ -15,6 +15,7 @@ from penstock.prepare.readers.records import BATCH, BATCH_BYTES, Chunk, Value, a
 BOM = b"\xef\xbb\xbf"
 BLOCK = 1 << 20
 TRAILING_COMMA = re.compile(r"(,?)\s*([]}])")
+COMMENT = re.compile(r"//|/\*|#")
 Span = tuple[int, int]
 """[start, stop) in bytes."""
 
@@ -133,6 +134,8 @@ def _explain_json_error(line: bytes, error: json.JSONDecodeError) -> str:
     if trailing and (trailing[1] or text[: error.pos].rstrip().endswith(",")):
         at = trailing.start(2) + 1
         return f"not JSON: a comma before {trailing[2]} at column {at}; take it out"
+    if COMMENT.match(text, error.pos):
+        return f"not JSON: a comment {where}, which JSON does not have; take it out"
     if "'" in text[error.pos : error.pos + 1]:
         return f"not JSON: single quotes {where}; JSON has double ones"
     if error.msg.startswith("Invalid control character"):

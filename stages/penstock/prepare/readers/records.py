@@ -86,9 +86,13 @@ def unchanged(values: list[Value]) -> list[Value]:
 
 
 def as_object(value: Any) -> Value:
-    """Return a JSON object, or a BadRecord for another value."""
+    """Return a JSON object, a list of messages as an object with that column, or a BadRecord for
+    another value."""
     if isinstance(value, dict):
         return value
+    first = value[0] if isinstance(value, list) and value else None
+    if isinstance(first, dict) and ("role" in first or "from" in first):
+        return {"messages" if "role" in first else "conversations": value}
     return BadRecord(
         "wrong_type", f"the record is {json_type_name(value)} where an object is meant"
     )
