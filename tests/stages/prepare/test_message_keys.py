@@ -78,7 +78,10 @@ def test_the_named_flag_is_the_only_one():
         assert record.trained == (False, is_trained)
 
 
-CALLS = [{"name": "f", "arguments": {}}]
+def test_a_flag_of_a_part_is_not_ignored():
+    parts = [{"type": "text", "text": "4", "train": False}, {"type": "text", "text": "!"}]
+    with pytest.raises(BadRecord, match=r"content\[0\] has train, but a message is trained whole"):
+        parse({"messages": [*ASKED, {**GOOD, "content": parts}]}, type="chat")
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from penstock.prepare.formats.conversation import REASONING, Message
 from penstock.prepare.formats.images import media_part, text_part
 from penstock.prepare.formats.json_values import to_json_text
 from penstock.prepare.formats.tool_calls import parse_inline_calls
+from penstock.prepare.formats.training_flags import FLAGS
 
 TEXT, REASON, CALL, RESULT, MEDIA = "text", "reasoning", "tool_call", "tool", "media"
 PARTS: Mapping[str, str] = {
@@ -35,6 +36,10 @@ def merge_parts(where: str, value: Message, role: str, name: str) -> Message:
     parts = Parts()
     for index, part in enumerate(content):
         kind, inside = _parse_part(f"{at}[{index}]", part)
+        flag = next((flag for flag in FLAGS if part.get(flag) is not None), None)
+        if flag and role == "assistant":
+            why = f"{at}[{index}] has {flag}, but a message is trained whole or not at all"
+            raise BadRecord("bad_value", f"{why}; write it beside {name}")
         if kind == RESULT and role != "tool":
             raise BadRecord("bad_value", f"{at}[{index}] is a tool's answer in a message of {role}")
         if kind == MEDIA and role == "assistant":
