@@ -20,8 +20,9 @@ R = TypeVar("R")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether Triton kernels run in Triton's interpreter: correct, on any machine, and very slow."""
 
-HAS_CUDA_BUILD = torch.backends.cuda.is_built()
-"""Whether this PyTorch was built for CUDA; does not query a driver."""
+HAS_CUDA_BUILD = torch.backends.cuda.is_built() and torch.version.hip is None
+"""Whether this PyTorch was built for CUDA; does not query a driver. False for ROCm, where no kernel
+has been tried."""
 
 HAS_TRITON = find_spec("triton") is not None
 """Triton is published for Linux only; elsewhere the operations have no such backend."""

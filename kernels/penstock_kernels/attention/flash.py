@@ -11,6 +11,8 @@ def unsupported_tensors(
     q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor
 ) -> str | None:
     """bf16 and fp16 on CUDA only."""
+    if torch.version.hip is not None:
+        return "this PyTorch is built for ROCm, and it needs CUDA"
     if not all(part.is_cuda for part in (q_TNH, k_TKH, v_TKH)):
         return f"its tensors are on {q_TNH.device.type}, and it needs cuda"
     if q_TNH.dtype not in (torch.bfloat16, torch.float16):

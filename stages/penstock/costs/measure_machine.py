@@ -10,6 +10,8 @@ from collections.abc import Callable
 
 import torch
 
+from penstock.engine.device import rank_device
+
 AXIS_FIELDS = {"cpu": 1024, "cuda": 8192}
 COPIED = {"cpu": 64 << 20, "cuda": 2 << 30}
 ROUNDS = 5
@@ -17,7 +19,7 @@ ROUNDS = 5
 
 def measure() -> dict[str, float | str | None]:
     """Median FLOP/s of square matmuls, and bytes per second read and written by a copy."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = rank_device(0)
     size = AXIS_FIELDS[device.type]
     found: dict[str, float | str | None] = {"name": None, "torch": torch.__version__}
     if device.type == "cuda":

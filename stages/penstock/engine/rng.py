@@ -4,6 +4,8 @@ import base64
 
 import torch
 
+from penstock.engine.device import uses_cuda
+
 
 def use_deterministic_algorithms() -> None:
     """Use deterministic kernels only, so that results are bitwise reproducible.
@@ -24,7 +26,7 @@ def start(seed: int, rank: int) -> None:
 def get_rng_state() -> dict[str, str]:
     """The state of every generator that this rank uses."""
     state = {"cpu": _text(torch.get_rng_state())}
-    if torch.cuda.is_available():
+    if uses_cuda():
         state["cuda"] = _text(torch.cuda.get_rng_state())
     return state
 
@@ -32,7 +34,7 @@ def get_rng_state() -> dict[str, str]:
 def set_rng_state(state: dict[str, str]) -> None:
     """Restore every generator from a saved state."""
     torch.set_rng_state(_tensor(state["cpu"]))
-    if "cuda" in state and torch.cuda.is_available():
+    if "cuda" in state and uses_cuda():
         torch.cuda.set_rng_state(_tensor(state["cuda"]))
 
 

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from penstock.core.cache.stage import Artifact
 from penstock.core.errors import StageError
+from penstock.engine.device import accelerator
 from penstock.evaluate.final_answer import FinalAnswer, final_answers
 from penstock.evaluate.folder import read_base_model
 from penstock.rows.reader import map_batches
@@ -174,14 +175,13 @@ def _sample_rows(folder: Path, limit: int, seed: int) -> list[tuple[list[int], l
 
 
 def _load_model(folder: Path) -> Any:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     base = read_base_model(folder)
     model: Any = AutoModelForCausalLM.from_pretrained(base or folder, dtype="auto")
     if base:
         from peft import PeftModel  # noqa: PLC0415 - an optional package
 
         model = PeftModel.from_pretrained(model, folder)
-    return model.to(device).eval()
+    return model.to(accelerator()).eval()
 
 
 def _eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:

@@ -7,9 +7,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from penstock.core.errors import CapabilityError, ConfigError
+from penstock.engine.device import accelerator
 from penstock.evaluate.folder import read_base_model
 
 STDERR = "_stderr"
@@ -63,7 +62,7 @@ def run_tasks(
         tasks=list(tasks),
         limit=limit,
         batch_size=batch_size,
-        device="cuda" if torch.cuda.is_available() else "cpu",
+        device=str(accelerator()),
         task_manager=manager,
         random_seed=seed,
         numpy_random_seed=seed,

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import torch
 
 from penstock.engine.checkpoint.dcp_io import Boxes, ShardView
+from penstock.engine.device import uses_cuda
 
 
 class PreUpdateHooks:
@@ -40,7 +41,7 @@ class StagingBuffers:
         self._memory: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
         self._made = threading.Event()
         self._made.set()
-        self._on_cuda = torch.cuda.is_available()
+        self._on_cuda = uses_cuda()
         self._stream: torch.cuda.Stream | None = None
 
     def start(self) -> None:

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import (
 
 from penstock.config.schema.train import TrainConfig
 from penstock.core.errors import CapabilityError
+from penstock.engine.device import uses_cuda
 from penstock.engine.distributed.bucketed_all_reduce import BUCKET_MB, BucketedAllReduce
 from penstock.engine.distributed.device_mesh import DATA_AXES, Mesh
 from penstock.engine.distributed.expert_parallel import moe_layers
@@ -85,7 +86,7 @@ def shard(
     apart = [module for module in exact if how.param_dtype is not None and module not in units]
     # Without replicas a one-dimensional mesh saves a collective per unit.
     mesh = mesh if mesh["replicate"].size() > 1 else mesh["shard"]
-    pinned = torch.cuda.is_available()
+    pinned = uses_cuda()
     offload = CPUOffloadPolicy(pin_memory=pinned) if how.offload else OffloadPolicy()
     frees = how.reshard_after == "nothing"
     for unit, its_mesh in elsewhere:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from penstock.core import env
 from penstock.core.process.rank_heartbeat import Heartbeat
 from penstock.core.process.rendezvous_endpoint import loopback_interface
+from penstock.engine.device import rank_device
 from penstock.engine.distributed.object_unpickler import restrict_pickling
 from penstock.engine.launch.stores import env_store, named_store
 
@@ -82,14 +83,11 @@ def init_process_group(
     heartbeat = heartbeat or Heartbeat()
     rank, local_rank, world = env.rank_variables() or (0, 0, 1)
     timeout = datetime.timedelta(seconds=timeout_seconds)
-    if torch.cuda.is_available():
-        # A scheduler may show each process only its own device, as number 0.
-        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    device, backend, device_id = rank_device(local_rank), "gloo", None
+    if device.type == "cuda":
         torch.cuda.set_device(device)
         _set_cuda_backends()
         backend, device_id = "nccl", device
-    else:
-        device, backend, device_id = torch.device("cpu"), "gloo", None
     heartbeat.set_phase("joining the other ranks")
     if not dist.is_initialized():
         restrict_pickling()

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from penstock.engine.device import uses_cuda
 from penstock.engine.distributed.param_shards import LocalParam, local
 
 HOST = torch.device("cpu")
@@ -43,7 +44,7 @@ class CPUOffloadedParams:
             if copy.grad is None:
                 copy.grad = _like(local(gradient))
             copy.grad.copy_(local(gradient), non_blocking=True)
-        if torch.cuda.is_available():
+        if uses_cuda():
             torch.cuda.synchronize()
 
     @torch.no_grad()
@@ -60,4 +61,4 @@ def _copy(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(tensor, device=HOST, pin_memory=torch.cuda.is_available())
+    return torch.empty_like(tensor, device=HOST, pin_memory=uses_cuda())

@@ -12,6 +12,7 @@ import torch
 from penstock.adapters.match_targets import names_vision
 from penstock.config.schema.run import RunConfig, trains_projector
 from penstock.core.errors import ConfigError
+from penstock.engine.device import rank_device
 from penstock.engine.hf.safetensors_reader import SafetensorsFolder
 from penstock.engine.vision.stored_names import checkpoint_names
 from penstock.models.multimodal import BACKBONE
@@ -57,7 +58,7 @@ def load_tower(hf_config: Mapping[str, Any], folder: Path) -> VisionTower:
     Raises CapabilityError if the folder lacks some.
     """
     tower = VisionTower(read_vision(hf_config))
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = rank_device(0)
     with SafetensorsFolder(folder) as stored:
         here = {name: source for source, name in checkpoint_names(stored.names(), tower).items()}
         weights = {name: here.get(BACKBONE + name, name) for name, _ in tower.named_parameters()}
