@@ -13,6 +13,18 @@ TEMPLATES = Path(__file__).parent / "templates"
 SUFFIX = ".jinja"
 
 
+FAMILIES = {
+    "qwen": "qwen2.5",
+    "gemma2": "gemma",
+    "mistral": "mistral-v3",
+    "phi": "phi4",
+    "glm": "glm4.5",
+    "deepseek": "deepseek-v3",
+    "cohere": "command-r",
+}
+"""Names of model families, and the template that is meant."""
+
+
 def template_names() -> list[str]:
     """The names of the included templates."""
     return sorted(path.stem for path in TEMPLATES.glob(f"*{SUFFIX}"))
@@ -30,7 +42,8 @@ def resolve_chat_template(data: DataConfig) -> ChatTemplate | None:
     if is_inline_template(value):
         text, where = value, "data.chat_template"
     else:
-        path = TEMPLATES / f"{value}{SUFFIX}" if value in template_names() else Path(value)
+        name = FAMILIES.get(value, value)
+        path = TEMPLATES / f"{name}{SUFFIX}" if name in template_names() else Path(value)
         text, where = _read(value, path), redact(value)
     # jinja2 takes a tenth of a second to import, and most runs need no template at planning.
     from penstock.rows.template_syntax import template_variables  # noqa: PLC0415
@@ -59,7 +72,7 @@ def _unknown(value: str) -> ConfigError:
             f"data.chat_template: there is no file {redact(value)}.\n"
             f"  Paths are relative to {Path.cwd()}."
         )
-    names = template_names()
+    names = sorted([*template_names(), *FAMILIES])
     near = get_close_matches(value.lower(), names, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else "."
     return ConfigError(
