@@ -46,6 +46,7 @@ from penstock.origins import resolve_init_checkpoint, with_adapter
 from penstock.outputs import find_unwritable, output_folders
 from penstock.pins import DATASET_FIELDS, check_checkpoints, pin_dataset, resolve_dataset_type
 from penstock.plan import dataset_settings, includes_stage, prepare_step, user_prepared_step
+from penstock.prepare.chat_template import describe_template, resolve_chat_template
 from penstock.prepare.settings import DatasetSettings
 from penstock.prepare.stage import Prepare
 
@@ -122,6 +123,11 @@ def _compose(run: RunConfig) -> tuple[RunConfig, str]:
 def _run_checks(run: RunConfig) -> tuple[RunConfig, list[CheckResult]]:
     """The run with the types of its data sets, and all results at it."""
     tokenizer, results = _run_check("model.tokenizer_path", lambda: _load_tokenizer(run))
+    template = resolve_chat_template(run.data)
+    if template and tokenizer is not None:
+        results += _run_check(
+            "data.chat_template", lambda: (None, describe_template(template, tokenizer))
+        )[1]
     found: dict[str, list[DatasetConfig]] = {}
     counts: dict[str, int] = {}
     if run.data.skip_prepare_dataset:

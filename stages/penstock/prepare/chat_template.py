@@ -3,11 +3,15 @@
 import json
 from difflib import get_close_matches
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from penstock.config.schema.data import TOKENIZER_TEMPLATE, DataConfig, is_inline_template
 from penstock.core.errors import ConfigError
 from penstock.core.remote.urls import is_url, redact
 from penstock.rows.chat_template import ChatTemplate
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 TEMPLATES = Path(__file__).parent / "templates"
 SUFFIX = ".jinja"
@@ -50,6 +54,31 @@ def resolve_chat_template(data: DataConfig) -> ChatTemplate | None:
 
     template_variables(text, where)
     return ChatTemplate(text=text, kwargs=kwargs, where=where)
+
+
+def describe_template(template: ChatTemplate, tokenizer: "PreTrainedTokenizerBase") -> str:
+    """What a template means with this tokenizer, in one line with warnings. Raises ConfigError if
+    the tokenizer's own template is no Jinja."""
+    from penstock.rows import template_syntax, template_tokens  # noqa: PLC0415
+
+    changed, variables = template.apply(tokenizer), template.variables
+    text = changed.get_chat_template() if changed.chat_template else ""
+    read = template_syntax.template_variables(text, template_tokens.locate_template(tokenizer))
+    end = template_tokens.end_of_turn(changed, variables) if text else None
+    parts = [
+        template.where or "the tokenizer's own",
+        "no special token ends an answer"
+        if end is None
+        else f"an answer ends with {tokenizer.convert_ids_to_tokens(end)}",
+    ]
+    if unread := sorted(variables.keys() - read):
+        parts.append(f"warning: it does not read chat_template_kwargs: {', '.join(unread)}")
+    if cut := template_tokens.cut_tokens(changed, variables) if text else []:
+        parts.append(
+            f"warning: {', '.join(cut)} are no tokens of this tokenizer, and become several "
+            "ordinary tokens each"
+        )
+    return "; ".join(parts)
 
 
 def _read(value: str, path: Path) -> str:

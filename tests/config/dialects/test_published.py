@@ -12,9 +12,7 @@ from penstock.config.translate.apply import DIALECTS, detect_dialect, translate
 from penstock.config.translate.dialect import Dialect
 from penstock.config.translate.drop_invalid import drop_invalid
 from penstock.config.translate.fit_parallel_sizes import Devices
-from penstock.config.translate.templates import NAMES
 from penstock.config.translate.translation import GAPS, Line, Translation
-from penstock.prepare.chat_template import template_names
 from tests.config.dialects.published import keys_without_line, table, translate_one
 
 CORPUS = Path(__file__).parent / "corpus"
@@ -202,10 +200,6 @@ def test_a_key_that_is_misspelled_or_nested_is_told_with_the_name_that_is_known(
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
 def test_families_hold_no_key_that_a_table_has(dialect: Dialect) -> None:
     assert all(name not in dialect.keys or name.endswith(".") for name in dialect.families)
-
-
-def test_templates_that_are_named_are_there() -> None:
-    assert set(NAMES.values()) <= set(template_names())
 
 
 def test_the_table_counts_files_and_keys(tmp_path: Path) -> None:

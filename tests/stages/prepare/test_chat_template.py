@@ -11,7 +11,12 @@ from penstock.core.errors import ConfigError
 from penstock.core.sources.pin import pin_tokenizer
 from penstock.engine.hf.tokenizer_files import TokenizerFiles
 from penstock.prepare.bad_records import BadRecord
-from penstock.prepare.chat_template import TEMPLATES, resolve_chat_template, template_names
+from penstock.prepare.chat_template import (
+    TEMPLATES,
+    describe_template,
+    resolve_chat_template,
+    template_names,
+)
 from penstock.prepare.encode.encoder import Encoder
 from penstock.prepare.settings import DatasetSettings
 from penstock.rows.chat_template import ChatTemplate
@@ -208,3 +213,32 @@ def test_every_included_template_marks_what_is_trained(name):
     text = (TEMPLATES / f"{name}.jinja").read_text()
     assert "messages" in template_variables(text, name)
     assert "{%- generation" in text
+
+
+def test_check_says_how_a_template_fits_the_tokenizer():
+    tokenizer = byte_tokenizer()
+    fitting = resolved(chat_template="chatml", chat_template_kwargs={"effort": "low"})
+    assert fitting
+    assert describe_template(fitting, tokenizer) == (
+        "chatml; an answer ends with <|im_end|>; warning: it does not read chat_template_kwargs: "
+        "effort"
+    )
+    other = resolved(chat_template="llama3")
+    assert other
+    text = describe_template(other, tokenizer)
+    assert text.startswith("llama3; no special token ends an answer; warning: <|start_header_id|>")
+    assert "<|eot_id|> are no tokens of this tokenizer" in text
+
+
+def test_a_template_is_in_keys_by_its_text(tmp_path):
+    path, other = tmp_path / "a.jinja", tmp_path / "b.jinja"
+    path.write_text(PLAIN)
+    other.write_text(PLAIN)
+    values = (PLAIN, str(path), str(other))
+    settings = [DatasetSettings(chat_template=resolved(chat_template=v)) for v in values]
+    first, *others = [item.model_dump(mode="json") for item in settings]
+    assert others == [first] * 2
+    path.write_text(PLAIN + " ")
+    changed = DatasetSettings(chat_template=resolved(chat_template=str(path)))
+    assert changed.model_dump(mode="json") != first
+    assert "chat_template" not in DatasetSettings(chat_template=resolved()).model_dump()

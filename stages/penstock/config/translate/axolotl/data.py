@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from penstock.config.translate.dialect import Rule, Table, listed, no_effect
-from penstock.config.translate.templates import chat_template
+from penstock.config.translate.templates import template_of_dataset
 from penstock.config.translate.translate_key import translate_items
 from penstock.config.translate.translation import Entry
 
@@ -242,8 +242,7 @@ TABLE = Table(
         "roles": _roles,
         "roles_to_train": _trained_roles,
         **dict.fromkeys(("train_on_eos", "train_on_eot"), _trained_ends),
-        "chat_template": chat_template,
-        "chat_template_jinja": chat_template,
+        **dict.fromkeys(("chat_template", "chat_template_jinja"), template_of_dataset),
         **dict.fromkeys(("field_thinking", "template_thinking_key"), _reasoning_key),
         "conversation": no_effect("the chat template renders conversations"),
         "trust_remote_code": _trust,

@@ -26,6 +26,7 @@ from penstock.config.translate.shared import (
     settle_precision,
     tracks,
 )
+from penstock.config.translate.templates import AXOLOTL as AXOLOTL_TEMPLATES
 from penstock.config.translate.templates import chat_template
 from penstock.config.translate.translation import Draft, Entry
 
@@ -403,8 +404,7 @@ COMPUTED: Mapping[str, Rule] = {
     "excess_length_strategy": data.too_long,
     "sample_packing": decides(shared.METHOD, shared.GROUP),
     "train_on_inputs": truth("data.train_on_prompt"),
-    "chat_template": chat_template,
-    "chat_template_jinja": chat_template,
+    **dict.fromkeys(("chat_template", "chat_template_jinja"), chat_template(AXOLOTL_TEMPLATES)),
     "chat_template_kwargs": lambda entry: entry.put("data.chat_template_kwargs", entry.value),
     "dataset_exact_deduplication": if_true(
         "data.deduplicate", "exact", otherwise="duplicates are kept"

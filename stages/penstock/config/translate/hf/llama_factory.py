@@ -22,6 +22,7 @@ from penstock.config.translate.shared import (
     TESTS,
     lay_rows,
 )
+from penstock.config.translate.templates import LLAMA_FACTORY as LLAMA_FACTORY_TEMPLATES
 from penstock.config.translate.templates import chat_template
 from penstock.config.translate.translation import Draft, Entry
 
@@ -431,7 +432,7 @@ LLAMA_FACTORY = Dialect(
             "data.mix_strategy",
             {name: name for name in ("concat", "interleave_under", "interleave_over")},
         ),
-        "template": chat_template,
+        "template": chat_template(LLAMA_FACTORY_TEMPLATES),
         "cutoff_len": decides(shared.ROW, f"{SOURCES}.0.max_seq_len"),
         "packing": _packing,
         "mask_history": _turns,

@@ -18,6 +18,7 @@ from penstock.config.translate.dialect import (
 )
 from penstock.config.translate.hf.training_arguments import determinism
 from penstock.config.translate.shared import SOURCES, TESTS, lay_rows
+from penstock.config.translate.templates import LLAMA_FACTORY as LLAMA_FACTORY_TEMPLATES
 from penstock.config.translate.templates import chat_template
 from penstock.config.translate.translation import Draft, Entry
 
@@ -162,7 +163,7 @@ LLAMA_FACTORY_V1 = Dialect(
     computed={
         "train_dataset": _sources(SOURCES),
         "eval_dataset": _sources(TESTS),
-        "custom_chat_template": chat_template,
+        "custom_chat_template": chat_template(LLAMA_FACTORY_TEMPLATES),
         "flash_attn": shared.attention,
         PEFT: _peft,
         "peft_config.r": where(PEFT, *ON_LORA, name="lora.lora_rank"),

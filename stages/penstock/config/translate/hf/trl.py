@@ -194,7 +194,7 @@ COMPUTED: Mapping[str, Rule] = {
     **dict.fromkeys(
         ("max_length", "max_seq_length"), decides(shared.ROW, f"{SOURCES}.0.max_seq_len")
     ),
-    **dict.fromkeys(("chat_template", "chat_template_path"), chat_template),
+    **dict.fromkeys(("chat_template", "chat_template_path"), chat_template({})),
     "pad_to_multiple_of": _padding,
     "dataset_kwargs": _data_arguments,
     **dict.fromkeys(("use_flash_attention_2", "use_unsloth"), no_effect(shared.BEST_HERE)),
