@@ -1,5 +1,7 @@
 import os
 import shutil
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -151,3 +153,28 @@ def test_every_built_in_model_brings_the_same_tokenizer():
     assert pin_tokenizer("builtin:tiny-qwen3").key == pin_tokenizer("builtin:bytes").key
     with pytest.raises(ConfigError, match="builtin:tiny-qwen3"):
         pin_model("builtin:huge")
+
+
+def test_a_hub_that_cannot_be_reached_is_not_asked_again_for_every_repository(tmp_path):
+    """Its client repeats each request for a quarter of a minute."""
+    script = (
+        "import time\n"
+        "from penstock.core.errors import UnreachableError\n"
+        "from penstock.core.sources.pin import pin_data, pin_model, pin_tokenizer\n"
+        "began = time.monotonic()\n"
+        "for ask in (pin_model, pin_tokenizer, pin_data):\n"
+        "    try:\n"
+        "        ask('org/name')\n"
+        "    except UnreachableError:\n"
+        "        pass\n"
+        "print(time.monotonic() - began)\n"
+    )
+    variables = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": tmp_path}
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, **{name: str(value) for name, value in variables.items()}},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert float(done.stdout) < 10, done.stdout

@@ -6,7 +6,9 @@ by name and version, remote files by the version that their store reports.
 """
 
 import re
+import time
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +23,7 @@ from penstock.core.errors import (
 )
 from penstock.core.files import read_json_object, regular_files
 from penstock.core.process.retry import PLANNING_TRIES
+from penstock.core.remote.connection_errors import connection_fault
 from penstock.core.remote.path import RemotePath
 from penstock.core.remote.urls import is_url, local_path, redact
 from penstock.core.sources import local_files, megatron_files
@@ -442,7 +445,8 @@ def _resolve_commit(
     """The 40-digit commit of `revision` (default: main), now or when it was last resolved."""
     if revision and COMMIT.fullmatch(revision):
         return revision
-    commit = None if env.hub_is_offline() else _request_commit(repo, revision, kind, token)
+    is_asked = not env.hub_is_offline() and _hub_answers(int(time.monotonic() // 60))
+    commit = _request_commit(repo, revision, kind, token) if is_asked else None
     commit = commit or _cached_commit(repo, revision or "main", kind)
     if commit:
         return commit
@@ -452,6 +456,19 @@ def _resolve_commit(
         f"  Go online, or download it where there is a network (hf download {repo}"
         f"{' --repo-type dataset' if kind == 'dataset' else ''}), or give a local path."
     )
+
+
+@lru_cache(1)
+def _hub_answers(minute: int) -> bool:  # noqa: ARG001 - so that the answer is of this minute
+    """Whether the Hub answers at all. Its client repeats each request for a quarter of a minute
+    before it gives up, and a run asks for several repositories."""
+    from huggingface_hub import constants, get_session
+
+    try:
+        get_session().head(constants.ENDPOINT, timeout=HUB_TIMEOUT)
+    except Exception as error:  # noqa: BLE001 - its HTTP client's errors have no public base
+        return connection_fault(error) is None
+    return True
 
 
 def _request_commit(
