@@ -31,7 +31,7 @@ def translate_items(
     the item of our list `into` that has the same index; the keys of each have lines of their
     own."""
     for index, item in enumerate(items):
-        above = f"{entry.key}.{index}" if isinstance(entry.value, list) else entry.key
+        above = f"{entry.key}.{index}" if type(entry.value) is list else entry.key
         for key, value in flat_keys(item, table.keys):
             line = Line(f"{above}.{key}", value, "translated")
             entry.draft.lines[line.key] = line

@@ -88,6 +88,20 @@ def _dtype(entry: Entry) -> None:
         entry.approximated("bfloat16 is taken for what the checkpoint is stored in")
 
 
+def _whole_part(entry: Entry) -> None:
+    if entry.value:
+        entry.no_effect("adapters are on the layers of lora_target_modules")
+    else:
+        entry.leave_out("name the other layers in lora_target_modules")
+
+
+def _media_layers(entry: Entry) -> None:
+    if entry.value:
+        entry.approximated("adapters are on the layers of lora_target_modules, in all parts")
+    else:
+        entry.no_effect("lora.exclude_modules leaves layers out, in a native file")
+
+
 def _padding(entry: Entry) -> None:
     if isinstance(entry.value, int):
         entry.put("data.pad_to_multiple_of", entry.value)
@@ -97,8 +111,9 @@ def _padding(entry: Entry) -> None:
 
 def _data_arguments(entry: Entry) -> None:
     given: dict[str, Any] = entry.value
-    off = ("add_special_tokens", "append_concat_token", "skip_prepare_dataset")
-    if others := [name for name, value in given.items() if value or name not in off]:
+    off = ("add_special_tokens", "append_concat_token")
+    others = [name for name, value in given.items() if value or name not in off]
+    if others := [name for name in others if name != "skip_prepare_dataset"]:
         entry.leave_out(
             f"{', '.join(others)}: samples are prepared in the one way that the data's type says"
         )
@@ -156,14 +171,36 @@ IDLE = {
     "precompute_ref_batch_size": "micro_batch_size is taken",
     "dataset_test_split": "read where evaluations are asked for",
     "dataset_streaming": "sources are always read in parts",
+    "full_finetuning": "use_peft says it",
+    "random_state": "train.seed decides where adapters start",
+    **dict.fromkeys(
+        (
+            *("device_map", "offload_embedding", "unsloth_force_compile", "auto_model", "token"),
+            *("fast_inference", "gpu_memory_utilization", "max_lora_rank", "load_in_16bit"),
+            *("unsloth_tiled_mlp", "float8_kv_cache", "use_exact_model_name", "max_memory"),
+        ),
+        training_arguments.OF_PYTHON,
+    ),
 }
+
+OF_LABELS = "models are trained to continue text, and not to choose among labels"
+OF_LAYERS = "name layers in lora_target_modules"
 
 UNSUPPORTED = {
     **training_arguments.UNSUPPORTED,
     "eos_token": "put it into the tokenizer, and name that as model.tokenizer_path",
     "model_init_kwargs": "write what it says as settings of model in a native file",
     "lora_modules_to_save": "whole layers beside adapters are not trained",
-    "lora_target_parameters": "name layers in lora_target_modules",
+    "lora_target_parameters": OF_LAYERS,
+    "layers_to_transform": OF_LAYERS,
+    "layers_pattern": OF_LAYERS,
+    "modules_to_save": "whole layers beside adapters are not trained; lora_target_modules may name"
+    " embed_tokens and lm_head",
+    "loftq_config": "adapters start at zero",
+    "init_lora_weights": "adapters start at zero",
+    "embedding_learning_rate": "one rate for all weights",
+    "qat_scheme": "weights are trained as they are; export.quantise quantizes the result",
+    **dict.fromkeys(("num_labels", "id2label", "label2id", "task_type"), OF_LABELS),
     "sync_ref_model": "the reference stays what it was at the start",
     "use_weighting": "all pairs weigh the same",
     "ld_alpha": "all tokens of an answer count the same",
@@ -179,6 +216,7 @@ SAME: Mapping[str, str] = {
     "hub_model_revision": "push.revision",
     "truncation_mode": "data.truncation_mode",
     "eval_packing": "data.eval_sample_packing",
+    "lora_bias": "lora.lora_bias",
     "router_aux_loss_coef": "train.moe_aux_loss_coef",
     "activation_offloading": "train.enable_activation_offload",
 }
@@ -205,6 +243,12 @@ COMPUTED: Mapping[str, Rule] = {
     "use_rslora": where(ON, True, name="lora.use_rslora"),
     "use_dora": where(ON, True, name="lora.use_dora"),
     "lora_target_modules": _targets,
+    "use_gradient_checkpointing": truth("train.enable_gradient_checkpointing"),
+    **dict.fromkeys(
+        ("finetune_language_layers", "finetune_attention_modules", "finetune_mlp_modules"),
+        _whole_part,
+    ),
+    **dict.fromkeys(("finetune_vision_layers", "finetune_audio_layers"), _media_layers),
     "load_in_4bit": in_few_bits("nf4"),
     "load_in_8bit": in_few_bits("int8"),
     "bnb_4bit_quant_type": only("nf4"),
