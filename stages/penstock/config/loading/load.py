@@ -131,7 +131,7 @@ def _text(path: Path) -> str:
 
 def _is_descriptor(path: Path) -> bool:
     """Whether it is a pipe of this process, such as that of a shell's `<(command)`."""
-    return str(path).startswith(("/dev/fd/", "/dev/stdin", "/proc/self/fd/"))
+    return str(path).startswith(("/dev/fd/", "/dev/stdin"))
 
 
 def _near_files(path: Path) -> str:
