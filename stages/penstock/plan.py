@@ -285,7 +285,17 @@ def _notices(step: PlannedStage, run: RunConfig, outcome: StageResult) -> Iterab
         from penstock.rows.sizing import row_length_line
 
         line = row_length_line(run, outcome.facts["row_length"]["train"])
-        return [line] if line else []
+        untrained = outcome.facts.get("untrained_rows", {})
+        return [
+            *([line] if line else []),
+            *(
+                f"warning: {count:,} of {outcome.facts['rows'][split]:,} {split} rows have no "
+                "trained token, and a step that has only such rows has no loss; penstock plan says "
+                "which settings mend it"
+                for split, count in untrained.items()
+                if count
+            ),
+        ]
     return []
 
 

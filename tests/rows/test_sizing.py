@@ -38,6 +38,7 @@ def test_nothing_is_said_of_a_run_of_usual_size():
         ("long_rows", {"steps": 199, "longest": 64}, {"steps": 199, "longest": 65}),
         ("batch_over_epoch", {"rows_per_step": 401}, {"rows_per_step": 400}),
         ("rows_dropped", {"rows_per_step": 379}, {"rows_per_step": 380}),
+        ("untrained_rows", {"packed_rows": 400, "untrained_rows": 1}, {"packed_rows": 400}),
         ("long_warmup", {"warmup_steps": 300}, {"warmup_steps": 299}),
         ("samples_cut", {"cut": 11}, {"cut": 10}),
         ("samples_too_long", {"too_long": 11}, {"too_long": 10}),

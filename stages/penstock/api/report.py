@@ -76,9 +76,10 @@ def exported_model(export: StageResult) -> Path | None:
 
 
 def first_loss(metrics: Path) -> float | None:
-    """The loss of the first logged step; None if there is no readable record."""
+    """The loss of the first logged step that has one; None if there is no readable record."""
     with suppress(OSError, ValueError), metrics.open(encoding="utf-8") as lines:
-        return next((row["loss"] for row in map(json.loads, lines) if "loss" in row), None)
+        losses = (row.get("loss") for row in map(json.loads, lines))
+        return next((loss for loss in losses if loss is not None), None)
     return None
 
 

@@ -73,7 +73,8 @@ class Prefetch:
 class StepResult:
     """The metrics of one step; the same on every rank."""
 
-    loss: float
+    loss: float | None
+    """None without a trained token: the step has no loss."""
     grad_norm: float
     tokens: int
     trained_tokens: int
@@ -223,7 +224,7 @@ class TrainStep:
         of_norms = self.norms.metrics(norms) if self.norms and norms else {}
         of_scaling = {"loss_scale": scale, "skipped": not is_finite} if self.grad_scaler else {}
         return StepResult(
-            loss,
+            loss if trained or preference_step else None,
             # Report 0 on overflow: the norm of overflowed gradients is meaningless.
             norm_value if is_finite else 0.0,
             tokens,

@@ -24,6 +24,8 @@ class ShardStats:
 
     trained_tokens: int
     max_token_id: int
+    untrained_rows: int
+    """Rows without a trained token."""
 
 
 def write_shard(
@@ -37,7 +39,7 @@ def write_shard(
     # Reuse the buffers for every batch: page faults of new memory cost more than the copies.
     ids, labels = np.empty(room, dtype=np.int32), np.empty(room, dtype=np.int32)
     weights = np.empty(room, dtype=np.float32) if form.samples.is_weighted else None
-    trained = largest = 0
+    trained = largest = untrained = 0
     with (
         atomic_write(target) as part,
         pa.OSFile(str(part), "wb") as sink,
@@ -52,18 +54,29 @@ def write_shard(
             rows = np.concatenate([[0], bins.ends[low:high] - first])
             own = None if weights is None else weights[:used]
             writer.write_batch(_batch(form, chosen, rows, here, ids[:used], labels[:used], own))
-            trained += int(np.count_nonzero(labels[:used] != IGNORED))
+            starts = np.concatenate([[0], here])[rows]
+            of_rows = trained_by_row(labels[:used], starts)
+            trained += int(of_rows.sum())
+            untrained += int(np.count_nonzero(of_rows == 0))
             largest = max(largest, int(ids[:used].max()))
-    return ShardStats(trained, largest)
+    return ShardStats(trained, largest, untrained)
 
 
 def read_shard_stats(shard: Path) -> ShardStats:
     """What `write` said when it wrote this file."""
-    trained = largest = 0
+    trained = largest = untrained = 0
     for batch in map_batches(shard):
-        trained += int(np.count_nonzero(flat(batch.column("labels"))[0] != IGNORED))
+        of_rows = trained_by_row(*flat(batch.column("labels")))
+        trained += int(of_rows.sum())
+        untrained += int(np.count_nonzero(of_rows == 0))
         largest = max(largest, int(flat(batch.column("input_ids"))[0].max(initial=0)))
-    return ShardStats(trained, largest)
+    return ShardStats(trained, largest, untrained)
+
+
+def trained_by_row(labels: Tokens, offsets: Tokens | Indices) -> Indices:
+    """Number of trained tokens of each row; `offsets` are the starts of rows, then their end."""
+    before = np.concatenate([[0], np.cumsum(labels != IGNORED, dtype=np.int64)])
+    return np.diff(before[offsets])
 
 
 def _batches(bins: PackingPlan, ends: Indices) -> Generator[tuple[int, int, int, int]]:

@@ -114,6 +114,7 @@ class Pack(Stage):
         documents = form.document_lengths(layout.bins.samples, layout.sizes)
         tokens, rows = int(documents.sum()), len(layout.bins)
         capacity = rows * settings.sample_packing_sequence_len
+        untrained = sum(one.untrained_rows for one in written)
         return {
             "row_length": settings.sample_packing_sequence_len,
             "shards": len(shards),
@@ -122,6 +123,7 @@ class Pack(Stage):
             "documents": len(documents),
             "tokens": tokens,
             "trained_tokens": sum(one.trained_tokens for one in written),
+            **({"untrained_rows": untrained} if untrained else {}),
             "max_token_id": max((one.max_token_id for one in written), default=0),
             "fill": round(tokens / capacity, 6) if rows else 0.0,
             "lengths": histogram(documents),

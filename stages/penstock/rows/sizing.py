@@ -50,6 +50,10 @@ class RunSize:
     """Samples truncated to `max_seq_len`."""
     too_long: int = 0
     """Records dropped as too long."""
+    packed_rows: int = 0
+    """Packed rows of all planned epochs."""
+    untrained_rows: int = 0
+    """Those of them without a trained token."""
 
     @property
     def rows_dropped(self) -> int:
@@ -88,6 +92,7 @@ def findings(size: RunSize) -> list[Finding]:
         *_long_rows(size),
         *_batch_over_epoch(size),
         *_rows_dropped(size),
+        *_untrained_rows(size),
         *_long_warmup(size),
         *_samples_cut(size),
     ]
@@ -123,6 +128,8 @@ def run_size(
         samples=sum(prepared.get("rows", {}).values()),
         cut=prepared.get("truncated", 0),
         too_long=prepared.get("dropped", {}).get("too_long", 0),
+        packed_rows=sum(epoch_rows),
+        untrained_rows=packed.get("untrained_rows", {}).get("train", 0),
     )
 
 
@@ -186,6 +193,21 @@ def _rows_dropped(size: RunSize) -> Iterator[Finding]:
         f"{size.rows_dropped} of {size.rows} rows ({size.rows_dropped / size.rows:.0%}) are "
         f"dropped from every epoch, because they do not fill a step of {size.rows_per_step}; write "
         "data.dataloader_drop_last: false to train on them",
+    )
+
+
+def _untrained_rows(size: RunSize) -> Iterator[Finding]:
+    if not size.untrained_rows:
+        return
+    share = size.untrained_rows / size.packed_rows
+    steps = size.steps * share**size.rows_per_step
+    expected = f", about {steps:,.0f} of {size.steps:,} here" if steps >= 1 else ""
+    yield Finding(
+        "untrained_rows",
+        f"{size.untrained_rows:,} of {_count(size.packed_rows, 'packed row')} ({share:.1%}) have "
+        "no trained token, and a step that has only such rows has no loss"
+        f"{expected}; raise train.global_batch_size or data.sample_packing_sequence_len, or write "
+        "data.sample_packing_method: multipack, or data.truncation_mode: keep_end",
     )
 
 

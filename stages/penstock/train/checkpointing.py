@@ -28,6 +28,7 @@ class TrainerState:
     tokens: int = 0
     trained_tokens: int = 0
     loss: float | None = None
+    """Loss of the last step that has one."""
     rows: int = 0
     """Number of packed rows trained on."""
 

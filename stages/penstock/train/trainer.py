@@ -185,7 +185,7 @@ class Trainer:
             step + 1,
             self.at.tokens + result.tokens,
             self.at.trained_tokens + result.trained_tokens,
-            result.loss,
+            self.at.loss if result.loss is None else result.loss,
             self.at.rows + len(rows),
         )
         seconds = time.perf_counter() - started
@@ -439,7 +439,7 @@ class Trainer:
             "rows_per_step": self.batches.rows_per_step,
             "tokens": at.tokens,
             "trained_tokens": at.trained_tokens,
-            "final_loss": at.loss,
+            **({} if at.loss is None else {"final_loss": at.loss}),
         }
         if found := self._findings():
             facts["warnings"] = [each.as_json() for each in found]

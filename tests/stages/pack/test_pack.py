@@ -425,3 +425,17 @@ def test_rows_of_unwritten_length_are_as_long_as_what_they_are_padded_to():
     assert (planned().rows_per_step, written.rows_per_step) == (1, None)
     assert planned({"micro_batch_size": 2, "gradient_accumulation_steps": 3}).rows_per_step == 6
     assert planned({"global_batch_size": 32}).rows_per_step == 32
+
+
+def test_rows_without_a_trained_token_are_counted(tmp_path):
+    ids = list(range(40))
+    pairs = [(ids, [-100] * masked + ids[masked:]) for masked in (0, 39, 12, 39)]
+    artifact = stored(tmp_path / "prepared", pairs)
+    its = {"sample_packing_method": "wrapped", "sample_packing_sequence_len": 10, "num_shards": 2}
+    out = tmp_path / "packed"
+    facts = packed(artifact, out, **its)
+    rows = [row.labels for row in map(PackedRows(out / "data" / "train").row, range(16))]
+    assert facts["untrained_rows"]["train"] == sum((row == -100).all() for row in rows) > 0
+    assert packed(artifact, out, **its) == facts
+    whole = packed(stored(tmp_path / "b", pairs), tmp_path / "c", sample_packing_sequence_len=160)
+    assert "untrained_rows" not in whole

@@ -62,9 +62,11 @@ class LossSpikeDetector:
         self._initial_median: float | None = None
         self._is_spiking = False
 
-    def update(self, loss: float) -> Spike | None:
+    def update(self, loss: float | None) -> Spike | None:
         """The spike that starts with this loss; None if the loss is normal, or as high as the
-        previous one."""
+        previous one, or the step has none."""
+        if loss is None:
+            return None
         losses = self._recent_losses
         found: Spike | None = None
         if self._threshold and len(losses) >= MIN_STEPS:

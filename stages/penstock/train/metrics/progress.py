@@ -141,7 +141,9 @@ def format_clock(seconds: float) -> str:
 
 def _bar_fields(record: Mapping[str, Any], left: float) -> list[str]:
     """The most important values first; narrow terminals cut off the rest."""
-    fields = [f"loss {record['loss']:.4f}", f"ETA {format_clock(left)}", f"lr {record['lr']:.2e}"]
+    loss = record["loss"]
+    first = "no loss" if loss is None else f"loss {loss:.4f}"
+    fields = [first, f"ETA {format_clock(left)}", f"lr {record['lr']:.2e}"]
     if "grad_norm" in record:
         fields.append(f"norm {record['grad_norm']:.2f}")
     fields.append(f"{record['tokens_per_second']:,.0f} tok/s")

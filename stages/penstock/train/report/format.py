@@ -4,8 +4,10 @@ import math
 from typing import Any
 
 
-def number(value: float) -> str:
+def number(value: float | None) -> str:
     """Four significant digits; small ones in scientific notation, as for learning rates."""
+    if value is None:
+        return "none"
     if not math.isfinite(value):
         return str(value)
     if value == 0 or 1e-3 <= abs(value) < 1e5:

@@ -159,6 +159,11 @@ def read_run(output_dir: Path, *, state: Literal["running"] | None = None) -> Ru
     )
 
 
+def _last_loss(steps: list[dict[str, Any]]) -> float | None:
+    """The loss of the last step that trains a token."""
+    return next((each["loss"] for each in reversed(steps) if each["loss"] is not None), None)
+
+
 def key_figures(run: RunRecord) -> Figures:
     """Key metrics as (name, value); empty before the first step.
 
@@ -168,7 +173,7 @@ def key_figures(run: RunRecord) -> Figures:
         return _held_out_figures(run)
     last = run.steps[-1]
     figures = [
-        ("loss", number(last["loss"])),
+        ("loss", number(_last_loss(run.steps))),
         *_held_out_figures(run),
         ("steps", _step_of_total(last["step"], run.environment.get("total_steps"))),
         ("epochs", f"{last['epoch'] if run.epochs is None else run.epochs:.2f}"),

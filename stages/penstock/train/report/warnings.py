@@ -60,7 +60,8 @@ def collect_warnings(
 def _has_recovered(
     spike: Mapping[str, float], step: int, steps: Sequence[Mapping[str, Any]]
 ) -> bool:
-    later = [each["loss"] for each in steps if step < each["step"] <= step + RECOVERY_STEPS]
+    following = (each for each in steps if step < each["step"] <= step + RECOVERY_STEPS)
+    later = [each["loss"] for each in following if each["loss"] is not None]
     if len(later) < MIN_RECOVERY_STEPS:
         return False
     return median(later) - spike["usual"] <= MAX_REMAINING * (spike["loss"] - spike["usual"])
