@@ -1,7 +1,7 @@
 """Plan the packed rows of a split: which samples share a row, and the order of rows."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from penstock.rows.packing.multipack import multipack
 from penstock.rows.packing.wrapped import wrapped
 from penstock.rows.prepared import PreparedSamples
 from penstock.rows.sample_order import rows_generator
+from penstock.rows.sources import Sources
 
 Method = Literal["sequential", "multipack", "greedy", "wrapped", "unpacked"]
 METHODS: tuple[Method, ...] = ("sequential", "multipack", "greedy", "wrapped", "unpacked")
@@ -66,6 +67,34 @@ def plan_rows(form: RowSamples, settings: PackSettings, method: Method) -> Layou
         epochs.append(PackingPlan(order[bins.samples], bins.ends))
     bins = join(epochs)
     return Layout(bins, [len(bins) for bins in epochs], sizes[bins.samples])
+
+
+def count_sources(
+    samples: PreparedSamples, layout: Layout, trained: Indices, capacity: int
+) -> list[dict[str, Any]]:
+    """Counts of each data set in packed rows: the rows that have a sample of it, the samples (or
+    pieces), tokens and trained tokens, and `fill`, its tokens over the `capacity` of all rows.
+
+    `trained` are the trained tokens of each entry of `layout.bins.samples`.
+    """
+    datasets = samples.datasets()[layout.bins.samples]
+    sources = Sources.from_datasets(datasets, samples.labels())
+    row_of = np.repeat(np.arange(len(layout.bins)), np.diff(layout.bins.ends, prepend=0))
+    counts: list[dict[str, Any]] = []
+    for number, label in enumerate(sources.labels):
+        is_own = sources.of_documents == number
+        tokens = int(layout.sizes[is_own].sum())
+        counts.append(
+            {
+                "label": label,
+                "rows": len(np.unique(row_of[is_own])),
+                "samples": int(np.count_nonzero(is_own)),
+                "tokens": tokens,
+                "trained_tokens": int(trained[is_own].sum()),
+                "fill": round(tokens / capacity, 6),
+            }
+        )
+    return counts
 
 
 def _plan_wrapped_rows(form: RowSamples, sizes: Indices, capacity: int) -> Layout:

@@ -22,10 +22,9 @@ BATCH_TOKENS = 4 << 20
 class ShardStats:
     """Statistics of a file's tokens."""
 
-    trained_tokens: int
+    trained: Indices
+    """Number of trained tokens of each sample, or piece of one, in order."""
     max_token_id: int
-    untrained_rows: int
-    """Rows without a trained token."""
 
 
 def write_shard(
@@ -39,7 +38,7 @@ def write_shard(
     # Reuse the buffers for every batch: page faults of new memory cost more than the copies.
     ids, labels = np.empty(room, dtype=np.int32), np.empty(room, dtype=np.int32)
     weights = np.empty(room, dtype=np.float32) if form.samples.is_weighted else None
-    trained = largest = untrained = 0
+    trained, largest = [np.empty(0, np.int64)], 0
     with (
         atomic_write(target) as part,
         pa.OSFile(str(part), "wb") as sink,
@@ -54,29 +53,23 @@ def write_shard(
             rows = np.concatenate([[0], bins.ends[low:high] - first])
             own = None if weights is None else weights[:used]
             writer.write_batch(_batch(form, chosen, rows, here, ids[:used], labels[:used], own))
-            starts = np.concatenate([[0], here])[rows]
-            of_rows = trained_by_row(labels[:used], starts)
-            trained += int(of_rows.sum())
-            untrained += int(np.count_nonzero(of_rows == 0))
+            trained.append(_count_trained(labels[:used], here))
             largest = max(largest, int(ids[:used].max()))
-    return ShardStats(trained, largest, untrained)
+    return ShardStats(np.concatenate(trained), largest)
 
 
-def read_shard_stats(shard: Path) -> ShardStats:
-    """What `write` said when it wrote this file."""
-    trained = largest = untrained = 0
-    for batch in map_batches(shard):
-        of_rows = trained_by_row(*flat(batch.column("labels")))
-        trained += int(of_rows.sum())
-        untrained += int(np.count_nonzero(of_rows == 0))
-        largest = max(largest, int(flat(batch.column("input_ids"))[0].max(initial=0)))
-    return ShardStats(trained, largest, untrained)
+def read_shard_stats(shard: Path, sizes: Indices) -> ShardStats:
+    """The statistics of a file that was written before; `sizes` as for `write_shard`."""
+    batches = map_batches(shard)
+    labels = np.concatenate([flat(batch.column("labels"))[0] for batch in batches])
+    largest = max(int(flat(batch.column("input_ids"))[0].max(initial=0)) for batch in batches)
+    return ShardStats(_count_trained(labels, np.cumsum(sizes)), largest)
 
 
-def trained_by_row(labels: Tokens, offsets: Tokens | Indices) -> Indices:
-    """Number of trained tokens of each row; `offsets` are the starts of rows, then their end."""
+def _count_trained(labels: Tokens, ends: Indices) -> Indices:
+    """Number of labels that are trained in each range of tokens; `ends` are the ends of ranges."""
     before = np.concatenate([[0], np.cumsum(labels != IGNORED, dtype=np.int64)])
-    return np.diff(before[offsets])
+    return np.diff(before[ends], prepend=0)
 
 
 def _batches(bins: PackingPlan, ends: Indices) -> Generator[tuple[int, int, int, int]]:

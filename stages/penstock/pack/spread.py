@@ -88,7 +88,9 @@ def write_shards(shards: Sequence[ShardPlan], workers: Workers) -> list[ShardSta
     else:
         written = _in_this_process(missing)
     new = {shard.target: one for shard, one in zip(missing, written, strict=True)}
-    return [new.get(shard.target) or read_shard_stats(shard.target) for shard in shards]
+    return [
+        new.get(shard.target) or read_shard_stats(shard.target, shard.sizes) for shard in shards
+    ]
 
 
 def _in_this_process(shards: Sequence[ShardPlan]) -> list[ShardStats]:

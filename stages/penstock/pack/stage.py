@@ -96,7 +96,14 @@ class Pack(Stage):
     def _split(self, out: Path, split: str, settings: PackSettings) -> dict[str, Any]:
         """Write the files of a split and return its facts. `fill` is tokens divided by the capacity
         of the rows; `shared_tokens` are prompt tokens shared by two completions."""
-        from penstock.pack.layout import build_row_samples, packing_method, plan_rows
+        import numpy as np
+
+        from penstock.pack.layout import (
+            build_row_samples,
+            count_sources,
+            packing_method,
+            plan_rows,
+        )
         from penstock.pack.spread import Workers, plan_shards, write_shards
         from penstock.rows.prepared import PreparedSamples
         from penstock.rows.schema import histogram
@@ -114,7 +121,10 @@ class Pack(Stage):
         documents = form.document_lengths(layout.bins.samples, layout.sizes)
         tokens, rows = int(documents.sum()), len(layout.bins)
         capacity = rows * settings.sample_packing_sequence_len
-        untrained = sum(one.untrained_rows for one in written)
+        trained = np.concatenate([np.empty(0, np.int64), *(one.trained for one in written)])
+        totals = np.concatenate([[0], np.cumsum(trained)])[layout.bins.ends]
+        untrained = int(np.count_nonzero(np.diff(totals, prepend=0) == 0))
+        sources = count_sources(samples, layout, trained, capacity)
         return {
             "row_length": settings.sample_packing_sequence_len,
             "shards": len(shards),
@@ -122,8 +132,9 @@ class Pack(Stage):
             "epoch_rows": layout.epoch_rows,
             "documents": len(documents),
             "tokens": tokens,
-            "trained_tokens": sum(one.trained_tokens for one in written),
+            "trained_tokens": int(trained.sum()),
             **({"untrained_rows": untrained} if untrained else {}),
+            **({"sources": sources} if len(sources) > 1 else {}),
             "max_token_id": max((one.max_token_id for one in written), default=0),
             "fill": round(tokens / capacity, 6) if rows else 0.0,
             "lengths": histogram(documents),

@@ -7,6 +7,8 @@ from typing import Any
 from penstock.cli.console import Console, table
 from penstock.cli.data.load_prepared import Prepared
 from penstock.cli.pack_dry_run import packing_table
+from penstock.cli.packed_sources import packed_sources_table
+from penstock.core.cache.store import find_local
 from penstock.core.errors import PenstockError
 from penstock.pack.compare import compare
 from penstock.pack.stage import Pack
@@ -28,6 +30,7 @@ def show_statistics(prepared: Prepared, console: Console) -> dict[str, Any]:
     locate = build_locator(prepared.step.stage)
     found["dropped_samples"] = [_add_location(each, locate) for each in found["dropped_samples"]]
     found["packing"] = _compare_packing(prepared)
+    found["packed"] = _packed_sources(prepared)
     blocks = [
         f"{found['kind']} data in {prepared.step.where}",
         table([_HEADING, *_rows(found["splits"])]),
@@ -42,6 +45,7 @@ def show_statistics(prepared: Prepared, console: Console) -> dict[str, Any]:
         _format_mix(found["mix"]),
         _format_dropped(found),
         _format_packing(found["packing"]),
+        packed_sources_table(found["packed"]),
     ]
     console.result("\n\n".join(block for block in blocks if block))
     return found
@@ -63,6 +67,13 @@ def _compare_packing(prepared: Prepared) -> dict[str, Any]:
         "methods": [asdict(one) for one in methods],
         "refused": refused,
     }
+
+
+def _packed_sources(prepared: Prepared) -> dict[str, Any]:
+    """The counts of sources in the packed rows; empty before they are packed."""
+    manifest = find_local(pack_step(prepared.run, prepared.step.artifact))
+    sources = manifest["facts"].get("sources") if manifest else None
+    return {"sources": sources} if sources else {}
 
 
 _HEADING = ("split", "source", "samples", "tokens", "trained", *LENGTHS, "mean")

@@ -1,9 +1,10 @@
 """Row length and number of steps in `penstock plan`, and warnings about probable mistakes."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from penstock.cli.packed_sources import packed_sources_table
 from penstock.config.schema.run import RunConfig
 from penstock.costs.token_counts import Data, DataFacts, Length
 from penstock.rows.sizing import Finding, findings, row_length_line, run_size
@@ -21,6 +22,8 @@ class Sizing:
     """Tokens of a row; None if it depends on data that is not prepared yet."""
     findings: tuple[Finding, ...]
     text: str
+    sources: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Counts of each source in packed rows, by split; empty for a single one."""
 
     def as_json(self) -> dict[str, Any]:
         """As plain values."""
@@ -28,6 +31,7 @@ class Sizing:
             "known": self.known,
             "row_length": self.row_length,
             "warnings": [each.as_json() for each in self.findings],
+            **({"sources": self.sources} if self.sources else {}),
         }
 
 
@@ -64,5 +68,8 @@ def check_sizing(
     doubt = "" if made.packed else " (estimated: nothing is packed yet)"
     lines = [f"    size    {line}" for line in [row_length_line(run, row)] if line]
     lines += [f"    warning {each.text}{doubt}" for each in found]
-    text = "\n".join(lines or [f"    size    rows of {row:,} tokens; no warnings"])
-    return Sizing("counted" if made.packed else "estimated", row, tuple(found), text)
+    lines = lines or [f"    size    rows of {row:,} tokens; no warnings"]
+    sources = packed_sources_table(packed)
+    lines += [f"    packed  {line}" for line in sources.splitlines()]
+    known = "counted" if made.packed else "estimated"
+    return Sizing(known, row, tuple(found), "\n".join(lines), packed.get("sources", {}))

@@ -23,6 +23,8 @@ class DataSection:
     lengths: list[BarChart]
     sources: list[Row]
     """The first row is the heading; empty if the sources are unknown."""
+    packed: list[Row]
+    """The sources of packed rows, likewise; empty for a single source."""
     dropped: list[tuple[str, str]]
     """Reasons and counts, most frequent first."""
     examples: list[tuple[str, str]]
@@ -43,6 +45,7 @@ def build_data_section(
         figures=list(_figures(packed, prepared, config)),
         lengths=list(_lengths(packed, prepared, shown["lengths"])),
         sources=_sources(prepared.get("sources", [])),
+        packed=_packed_sources(packed.get("sources", {})),
         dropped=[
             (reason.replace("_", " "), f"{count:,}")
             for reason, count in sorted(dropped.items(), key=lambda each: -each[1])
@@ -117,6 +120,21 @@ def _sources(sources: Sequence[Mapping[str, Any]]) -> list[Row]:
         return []
     heading = ("source", "used for", "samples", "tokens", "trained on", "share of epoch", "repeats")
     return [heading, *map(_source, rows)]
+
+
+def _packed_sources(sources: Mapping[str, Any]) -> list[Row]:
+    rows = [
+        (
+            redact_text(each["label"]),
+            SPLITS[split],
+            *(amount(each[name]) for name in ("rows", "samples", "tokens", "trained_tokens")),
+            f"{each['fill']:.1%}",
+        )
+        for split, of_split in sources.items()
+        for each in of_split or ()
+    ]
+    names = ("packed source", "used for", "rows", "samples", "tokens", "trained tokens", "fill")
+    return [names, *rows] if rows else []
 
 
 def _source(its: Mapping[str, Any]) -> Row:
