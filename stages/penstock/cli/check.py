@@ -319,6 +319,7 @@ def _check_dataset(
         f"{said}; the first {found.samples} samples have {found.tokens:,} tokens, "
         f"{found.trained_tokens:,} of them trained"
         + "".join(f"\n  warning: {fault}" for fault in found.unread)
+        + "".join(f"\n  {line}" for line in found.warnings)
     )
 
 

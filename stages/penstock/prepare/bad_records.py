@@ -152,6 +152,10 @@ class Tally:
     """Conversations with an empty trained answer: only its end token is trained."""
     assistant_first: int = 0
     """Conversations that start with an assistant message."""
+    without_end: int = 0
+    """Conversations with a trained turn that no token ends."""
+    repeated_bos: int = 0
+    """Texts that begin with the BOS token that the tokenizer adds."""
     images: int = 0
     """Images of all samples."""
     weighted: int = 0

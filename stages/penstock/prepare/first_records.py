@@ -17,10 +17,12 @@ from penstock.prepare.bad_records import DROP_REASONS, BadRecord
 from penstock.prepare.encode.encoder import EncodedBatch, Encoder
 from penstock.prepare.encode.images import ImagesFound
 from penstock.prepare.infer_type import infer_format
+from penstock.prepare.notices import token_warnings
 from penstock.prepare.readers.records import Batch, Value
 from penstock.prepare.settings import DatasetSettings
 from penstock.prepare.slice_images import load_slice_images
 from penstock.prepare.unread_columns import count_unread, unread_columns
+from penstock.rows.tokenizer import load_stop_token_ids
 
 LARGEST_TOKENS = 5
 """How many of the largest token ids are returned."""
@@ -54,6 +56,8 @@ class FirstSamples:
     """Why records have no sample, without duplicates."""
     unread: tuple[str, ...]
     """What the records hold and nothing reads, a sentence each."""
+    warnings: tuple[str, ...]
+    """As `data_warnings` has them for all records."""
     hint: str
     """Hint with the inferred type, if it differs from the configured one."""
 
@@ -68,7 +72,8 @@ def first_samples(
     """Encode records as the prepare stage does; without `images`, records with images give no
     samples. Raises as `Encoder` and `load_processor`."""
     values: list[Value] = list(records)
-    encode = Encoder(settings, tokenizer, columns)
+    stops = load_stop_token_ids(*images.tokenizer) if images else ()
+    encode = Encoder(settings, tokenizer, columns, stop_token_ids=stops)
     try:
         found = encode(values)
     except ImagesFound:
@@ -86,6 +91,7 @@ def first_samples(
         bad=sum(fault.reason not in DROP_REASONS for fault in faults),
         faults=tuple(dict.fromkeys(fault.why for fault in faults)),
         unread=tuple(unread_columns(unread, len(records), settings.type)),
+        warnings=tuple(token_warnings(found.without_end, found.repeated_bos, records=len(records))),
         hint=_hint(records, settings, faults) if faults else "",
     )
 

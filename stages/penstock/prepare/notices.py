@@ -38,6 +38,23 @@ def long_sample_warnings(prepared: Path, row_length: int) -> Iterator[str]:
             )
 
 
+def token_warnings(without_end: int, repeated_bos: int, *, records: int) -> Iterator[str]:
+    """Yield warnings about special tokens; counts are of records."""
+    if without_end:
+        yield (
+            f"warning: {without_end:,} of {records:,} records train an answer that no stop token "
+            "ends (EOS, or a special token that the chat template writes after every answer), so "
+            "the model is not taught to stop there; write data.chat_template: chatml (or another "
+            "name), or name the stop token in eos_token_id of generation_config.json beside the "
+            "tokenizer"
+        )
+    if repeated_bos:
+        yield (
+            f"note: {repeated_bos:,} of {records:,} records begin with the BOS token that the "
+            "tokenizer adds; it is not added again"
+        )
+
+
 def data_warnings(facts: Mapping[str, Any]) -> Iterator[str]:
     """Yield warnings from the facts of the prepare stage."""
     dropped = {name: count for name, count in facts["dropped"].items() if name in REASON_TEXTS}
@@ -65,6 +82,9 @@ def data_warnings(facts: Mapping[str, Any]) -> Iterator[str]:
             "same tokens as a training sample, so eval_loss is too low; write data.deduplicate: "
             "exact"
         )
+    yield from token_warnings(
+        facts.get("without_end", 0), facts.get("repeated_bos", 0), records=facts["records"]
+    )
     for source in facts["sources"]:
         at = f"{source['label']} (data.{SECTIONS[source['role']]}.{source['dataset']})"
         unread = source.get("unread", {})

@@ -90,6 +90,8 @@ def summarize_plan(plan: dict[str, Any]) -> dict[str, Any]:
         "blank_answers": tally.blank_answers,
         "assistant_first": tally.assistant_first,
         "validation_in_train": plan.get("validation_in_train", 0),
+        "without_end": tally.without_end,
+        "repeated_bos": tally.repeated_bos,
         "dropped_samples": [*tally.samples, *plan["examples"]],
         **({"images": tally.images} if tally.media else {}),
         "sources": plan["sources"],

@@ -36,11 +36,12 @@ class Prepare(Stage):
 
     Version 2: slices keep source order; samples are shuffled by index
     (`penstock.rows.sample_order`). Version 3: nulls in tools are kept, and conversations whose chat
-    template renders earlier answers differently are rendered turn by turn.
+    template renders earlier answers differently are rendered turn by turn. Version 4: conversations
+    have the tokens of their whole text, and a turn ends with one stop token.
     """
 
     name: ClassVar[str] = "prepare"
-    version: ClassVar[int] = 3
+    version: ClassVar[int] = 4
     neutral: ClassVar[Mapping[str, Any]] = {"weight_unit": "samples", "split_by": None}
 
     settings: PrepareSettings  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -81,6 +81,8 @@ def _count_batch(samples: EncodedBatch, tally: Tally) -> None:
     tally.blank_answers += samples.blank_answers
     tally.assistant_first += samples.assistant_first
     tally.unread += samples.unread_keys
+    tally.without_end += samples.without_end
+    tally.repeated_bos += samples.repeated_bos
     tally.images += sum(map(len, samples.images))
 
 

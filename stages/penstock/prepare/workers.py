@@ -36,7 +36,7 @@ from penstock.prepare.slice_cache import SliceCache, SliceStatus
 from penstock.prepare.slice_images import load_slice_images
 from penstock.prepare.slices import Slice
 from penstock.prepare.tokenize_slice import Read, tokenize
-from penstock.rows.tokenizer import load_tokenizer
+from penstock.rows.tokenizer import load_stop_token_ids, load_tokenizer
 
 MEDIA_COUNTS = MediaCounts()
 """Images of this process."""
@@ -199,7 +199,9 @@ def _build_encoder(
     its: DatasetSettings, columns: tuple[str, ...] | None, path: str, revision: str | None, key: str
 ) -> Encoder:
     """Cached: one encoder per process and data set."""
-    return Encoder(its, _load_tokenizer_once(path, revision, key), columns)
+    tokenizer = _load_tokenizer_once(path, revision, key)
+    stops = load_stop_token_ids(path, revision)
+    return Encoder(its, tokenizer, columns, stop_token_ids=stops)
 
 
 @lru_cache(maxsize=4)

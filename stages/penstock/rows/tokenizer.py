@@ -2,14 +2,17 @@
 
 import json
 from difflib import get_close_matches
+from operator import index
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.utils import cached_file
 
 from penstock.core.errors import CapabilityError, ConfigError
+from penstock.core.sources.pin import GENERATION_CONFIG
 from penstock.rows.byte_vocabulary import END_OF_TEXT, TURN_END, byte_library_tokenizer
 
 VOCABULARY = "tokenizer.json"
@@ -82,6 +85,39 @@ def load_tokenizer(path: str, revision: str | None = None) -> PreTrainedTokenize
         )
     _require_known_end(tokenizer, path, revision)
     return tokenizer
+
+
+def load_stop_token_ids(path: str, revision: str | None = None) -> tuple[int, ...]:
+    """`eos_token_id` of generation_config.json beside the tokenizer; empty without one.
+
+    Raises ConfigError if the file cannot be used.
+    """
+    folder = Path(path).expanduser()
+    file: Any = folder / GENERATION_CONFIG
+    if path.startswith("builtin:") or (folder.exists() and not file.is_file()):
+        return ()
+    if not folder.exists():
+        file = cached_file(
+            path,
+            GENERATION_CONFIG,
+            revision=revision or "main",
+            _raise_exceptions_for_gated_repo=False,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+    if file is None:
+        return ()
+    try:
+        named = json.loads(Path(file).read_text())["eos_token_id"]
+        return tuple(map(index, named if isinstance(named, list) else [named]))
+    except KeyError:
+        return ()
+    except (ValueError, TypeError) as error:
+        raise ConfigError(
+            f"{GENERATION_CONFIG} of {path} has no eos_token_id that can be used: "
+            f"{_first_line(error)}\n"
+            "  Write a token id or a list of them, or leave it out."
+        ) from error
 
 
 def _require_known_end(tokenizer: PreTrainedTokenizerBase, path: str, revision: str | None) -> None:

@@ -27,8 +27,8 @@ from tests.config.values import smallest
 from tests.stages.prepare.encoding import words
 
 PLAIN = (
-    "{% for m in messages %}{{ m.role + '/' + (effort | default('medium')) + ': ' + m.content }}"
-    "{% generation %}{{ eos_token }}{% endgeneration %}{% endfor %}"
+    "{% for m in messages %}{{ m.role + '/' + (effort | default('medium')) + ': ' }}"
+    "{% generation %}{{ m.content + eos_token }}{% endgeneration %}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant/' + (effort | default('medium')) }}{% endif %}"
 )
 MESSAGES = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]

@@ -88,7 +88,9 @@ def test_turns_that_qwen3_changes_are_trained_as_trls_template_has_them(messages
     assert found.text == text
     # TRL trains the line break after the end of a turn too.
     ends = [(start, end - text[start:end].endswith("\n")) for start, end in spans]
-    assert list(found.spans or ()) == ends
+    assert [(span.start, span.stop) for span in found.spans or ()] == ends
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    assert [span.message for span in found.spans or ()] == answers
 
 
 def test_qwen3s_changed_turns_are_unusable_as_published():

@@ -65,7 +65,9 @@ def test_a_flag_without_a_meaning_is_refused_by_name(flags, why):
 @pytest.mark.parametrize("flag", [{"train": True}, {"loss": 1}, {"masked": False}], ids=str)
 def test_a_users_turn_that_is_to_be_trained_is_not_ignored(flag):
     [name] = flag
-    with pytest.raises(BadRecord, match=rf"messages\[0\].{name} is .*; only assistant messages"):
+    with pytest.raises(
+        BadRecord, match=rf"messages\[0\].{name} is .*; roles_to_train does not have user"
+    ):
         parse({"messages": [{**ASKED[0], **flag}, GOOD]}, type="chat")
     masked = {**ASKED[0], name: not flag[name], "weight": 1}
     assert parse({"messages": [masked, GOOD]}, type="chat") == expected(ASKED)

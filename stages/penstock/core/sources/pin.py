@@ -68,10 +68,13 @@ TOKENIZER_FILES = (
     "*.tiktoken",
     *PROCESSOR_FILES,
 )
-TOKENIZER_AND_CONFIG = (*TOKENIZER_FILES, "config.json")
+GENERATION_CONFIG = "generation_config.json"
+"""Names the tokens that end a turn; pinned with a tokenizer beside it."""
+
+TOKENIZER_AND_CONFIG = (*TOKENIZER_FILES, "config.json", GENERATION_CONFIG)
 MODEL_FILES = (
     "config.json",
-    "generation_config.json",
+    GENERATION_CONFIG,
     "model.safetensors.index.json",
     "*.safetensors",
 )
@@ -163,6 +166,8 @@ def pin_tokenizer(path: str, revision: str | None = None) -> Source:
         )
     if not _has_tokenizer_class(folder) and (folder / "config.json").is_file():
         files.append(folder / "config.json")
+    if (folder / GENERATION_CONFIG).is_file():
+        files.append(folder / GENERATION_CONFIG)
     found = LocalFiles(folder.name, folder, tuple(sorted(files)))
     return Source({"kind": "files", "files": _digest_files(found)}, found.paths)
 

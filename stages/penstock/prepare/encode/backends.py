@@ -98,6 +98,10 @@ class TextEncoder:
         self._splits_special: bool = bool(getattr(tokenizer, "split_special_tokens", False))
         self._tokenizers_library = Tokenizer.from_str(its_json)
         self._tokenizers_library.encode_special_tokens = self._splits_special
+        self._added = np.array(sorted(tokenizer.added_tokens_decoder), dtype=np.int32)
+        self._trims_offsets = '"ByteLevel"' in json.dumps(
+            [self.definition["pre_tokenizer"], self.definition["post_processor"]]
+        )
         self._backend: Backend = _HFTokenizers(self._tokenizers_library)
         self.fallback_reason = ""
         """Why fastokens is not used; empty if it is."""
@@ -135,18 +139,20 @@ class TextEncoder:
             raise BackendMismatch
 
     def encode_with_offsets(self, text: str) -> tuple[Ids, Offsets, Offsets]:
-        """(token ids, first character of each, character after the last of each); the spans cover
-        the text.
+        """(token ids, first character of each, character after the last of each).
 
         Slow; used for texts whose tokens cannot be located by byte counts.
         """
         encoded = self._tokenizers_library.encode(text, add_special_tokens=False)
+        ids = np.array(encoded.ids, dtype=np.int32)
         places = np.array(encoded.offsets, dtype=np.int64).reshape(-1, 2)
-        # Offsets may exclude leading blanks of a token; extend them to the previous token.
         starts, ends = places[:, 0], places[:, 1]
-        starts[1:] = np.minimum(ends[:-1], starts[1:])
-        starts[:1], ends[-1:] = 0, len(text)
-        return np.array(encoded.ids, dtype=np.int32), starts, ends
+        if self._trims_offsets:
+            # Offsets exclude leading blanks of a token; extend them to the previous token.
+            before = np.minimum(ends[:-1], starts[1:])
+            starts[1:] = np.where(np.isin(ids[1:], self._added), starts[1:], before)
+            starts[:1], ends[-1:] = 0, len(text)
+        return ids, starts, ends
 
     def _try_fastokens(self, its_json: str, hard: list[str]) -> None:
         if find_spec("fastokens") is None:

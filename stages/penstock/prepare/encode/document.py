@@ -2,10 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import NamedTuple
 
-Span = tuple[int, int]
-"""[start, stop) in characters."""
+
+class Span(NamedTuple):
+    """[start, stop) in characters, of what one message trains."""
+
+    start: int
+    stop: int
+    message: int = 0
+    """Index of the message in its conversation."""
 
 
 @dataclass(slots=True)
@@ -15,11 +21,11 @@ class Document:
     text: str
 
     spans: tuple[Span, ...] | None = None
-    """Trained spans, sorted and disjoint; None: the whole text."""
+    """Trained spans, sorted and disjoint; None: the whole text. A token that overlaps one is
+    trained."""
 
-    borders: Literal["cut", "kept"] = "kept"
-    """Tokens across the border of a span. `kept`: trained, as in transformers. `cut`: the text is
-    encoded in parts at the border, so that the prompt has the same tokens as at inference."""
+    lacks_end: bool = False
+    """Whether a trained turn has no token that ends it."""
 
     droppable_turns: int = 0
     """Number of oldest turns that may be dropped."""

@@ -1,11 +1,11 @@
 """Encode records of one data set: parse, render, tokenize, mask and truncate.
 
-Batches are processed as a whole; rare cases (samples that are too long, tokens across a span
-border) are processed one by one and replaced in the batch.
+Batches are processed as a whole; rare cases (samples that are too long) are processed one by one
+and replaced in the batch.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -32,7 +32,7 @@ from penstock.prepare.encode.loss_mask import get_loss_masker
 from penstock.prepare.encode.ragged import Ids, LabeledTokens, TokenSequences
 from penstock.prepare.encode.render_chat import Renderer
 from penstock.prepare.encode.special_tokens import SpecialTokens
-from penstock.prepare.encode.truncate import TruncationCounts, Truncator
+from penstock.prepare.encode.truncate import TruncationCounts, Truncator, align_prompts
 from penstock.prepare.formats.conversation import (
     Conversation,
     Parsed,
@@ -80,6 +80,10 @@ class EncodedBatch:
     """Conversations that start with an assistant message."""
     unread_keys: Counter[str] = field(default_factory=Counter[str])
     """Records by the keys of their messages that the chat template does not read."""
+    without_end: int = 0
+    """Conversations with a trained turn that no token ends."""
+    repeated_bos: int = 0
+    """Texts that begin with the BOS token that the tokenizer adds."""
     images: list[tuple[bytes, ...]] = field(default_factory=list[tuple[bytes, ...]])
     """Digests of the images of each sample; empty for slices without images."""
     image_tokens: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])
@@ -102,6 +106,8 @@ class _ParsedBatch:
     blank_answers: int = 0
     assistant_first: int = 0
     unread_keys: Counter[str] = field(default_factory=Counter[str])
+    without_end: int = 0
+    repeated_bos: int = 0
 
 
 def _check_templates(
@@ -130,10 +136,12 @@ class Encoder:
         tokenizer: PreTrainedTokenizerBase,
         columns: Sequence[str] | None = None,
         images: SliceImages | Literal["unread", "refused"] = "unread",
+        stop_token_ids: Collection[int] = (),
     ) -> None:
         """`columns`: the only columns that are used (`select_columns`). `images`: those of the
         records; `unread`: records with images, or a token that may stand for one, raise
-        ImagesFound; `refused`: they are unusable.
+        ImagesFound; `refused`: they are unusable. `stop_token_ids`: those of
+        the generation config, besides the tokenizer's EOS token.
 
         Raises StageError if the tokenizer lacks a chat template or EOS token that the data needs,
         ConfigError if its chat template is no Jinja, CapabilityError if the tokenizer is not
@@ -154,7 +162,8 @@ class Encoder:
         self._tokenizer = tokenizer
         self._images = images if isinstance(images, SliceImages) else None
         self._refuses_images = images == "refused"
-        self._renderer = Renderer(tokenizer, its, self._images)
+        self._stop_token_ids = stop_token_ids
+        self._renderer = Renderer(tokenizer, its, self._images, stop_token_ids)
         is_unread = not (self._images or self._refuses_images)
         self._media_like = media_like_tokens(tokenizer) if is_unread else NO_TOKENS
         self._special_tokens = SpecialTokens(its, tokenizer, has_images=self._images is not None)
@@ -187,7 +196,7 @@ class Encoder:
 
     def with_images(self, images: SliceImages | Literal["refused"]) -> "Encoder":
         """An encoder of the same data set that reads these images, or refuses all."""
-        return Encoder(self._its, self._tokenizer, self._columns, images)
+        return Encoder(self._its, self._tokenizer, self._columns, images, self._stop_token_ids)
 
     def iter_media(self, values: Sequence[Value]) -> Iterator[tuple[str, ImageRef | None, bool]]:
         """(kind, reference, whether its conversation has several) of the images and the like of the
@@ -244,6 +253,8 @@ class Encoder:
             parsed.blank_answers,
             parsed.assistant_first,
             parsed.unread_keys,
+            parsed.without_end,
+            parsed.repeated_bos,
             [document.images for document in documents],
             [document.image_tokens for document in documents],
         )
@@ -298,21 +309,27 @@ class Encoder:
         weight = parse_weight(self._its, value)
         if isinstance(said, Text):
             found.sides[0].append(Document(said.text))
+            found.repeated_bos += self._special_tokens.repeats_bos(said.text)
         elif isinstance(said, TokenizedSample):
             found.given.append(self._check_vocabulary(said))
         elif isinstance(said, PreferencePair):
             both = [self._renderer.render_completion(side) for side in (said.chosen, said.rejected)]
             for side, document in zip(found.sides, both, strict=True):
                 side.append(document)
+            found.without_end += any(document.lacks_end for document in both)
             found.assistant_first += said.chosen.begins_with_assistant
             if said.score_gap is not None:
                 found.score_gaps.append(said.score_gap)
         elif isinstance(said, RatedCompletion):
-            found.sides[0].append(self._renderer.render_completion(said.conversation))
+            document = self._renderer.render_completion(said.conversation)
+            found.sides[0].append(document)
+            found.without_end += document.lacks_end
             found.desirable.append(said.desirable)
             found.assistant_first += said.conversation.begins_with_assistant
         else:
-            found.sides[0].append(self._renderer.render(said))
+            document = self._renderer.render(said)
+            found.sides[0].append(document)
+            found.without_end += document.lacks_end
             found.blank_answers += said.has_blank_answer
             found.assistant_first += said.begins_with_assistant
         found.weights.append(weight)
@@ -345,12 +362,12 @@ class Encoder:
         return sides, faults
 
     def _encode(self, documents: Sequence[Document]) -> tuple[TokenSequences, dict[int, BadRecord]]:
-        flat, faults = self._loss_masker(documents)
-        flat = self._special_tokens.add(flat, documents)
+        flat = self._special_tokens.add(self._loss_masker(documents), documents)
+        faults: dict[int, BadRecord] = {}
         self._require_no_media_token(flat.ids)
         if self._images:
             flat = replace(flat, labels=flat.labels.copy())
-            faults = {**self._images.check(flat, documents), **faults}
+            faults = self._images.check(flat, documents)
         return flat, faults
 
     def _require_no_media_token(self, ids: Ids) -> None:
@@ -367,7 +384,7 @@ class Encoder:
     ) -> dict[int, BadRecord]:
         """Truncate samples in `sides` that are too long; returns the reasons of dropped samples."""
         found: dict[int, BadRecord] = {}
-        shorter: dict[int, list[LabeledTokens]] = {}
+        replaced: dict[int, list[LabeledTokens]] = {}
         longest = np.max([side.lengths for side in sides], axis=0)
         trained = np.min([side.count_trained() for side in sides], axis=0)
         limit = self._its.max_seq_len
@@ -376,36 +393,30 @@ class Encoder:
             if place in known:
                 continue
             both = [side[place] for side in sides]
+            documents = [documents[place] for documents in of_side]
             try:
-                self._check_sample(longest[place], trained[place], both)
+                _require_trained(longest[place], trained[place])
+                both = align_prompts(both, documents)
                 if limit is not None and longest[place] > limit:
-                    documents = [documents[place] for documents in of_side]
-                    shorter[place], turns = self._truncator(both, documents, cuts)
+                    both, turns = self._truncator(both, documents, cuts)
                     if turns and self._images:
                         for texts, document in zip(of_side, documents, strict=True):
                             texts[place] = _without_turns(document, turns)
+                replaced[place] = both
             except BadRecord as fault:
                 found[place] = fault
         for index, side in enumerate(sides):
-            sides[index] = side.replace({place: both[index] for place, both in shorter.items()})
+            sides[index] = side.replace({place: both[index] for place, both in replaced.items()})
         if self._images and self._its.kind != "sft":
             found = {**self._images.check_prompts(sides[0]), **found}
         return found
 
-    @staticmethod
-    def _check_sample(longest: int, trained: int, sides: list[LabeledTokens]) -> None:
-        if not longest:
-            raise BadRecord("empty", "it has no tokens")
-        if not trained:
-            raise BadRecord("no_trained_tokens", f"none of its {longest} tokens is trained")
-        if len(sides) == 1:
-            return
-        prompts = TokenSequences.from_list(sides).prompt_lengths()
-        first, second = (side.ids[:prompt] for side, prompt in zip(sides, prompts, strict=True))
-        if not np.array_equal(first, second):
-            raise BadRecord(
-                "template", "the chat template gives the prompt other tokens before each answer"
-            )
+
+def _require_trained(longest: int, trained: int) -> None:
+    if not longest:
+        raise BadRecord("empty", "it has no tokens")
+    if not trained:
+        raise BadRecord("no_trained_tokens", f"none of its {longest} tokens is trained")
 
 
 def _without_turns(document: Document, turns: int) -> Document:

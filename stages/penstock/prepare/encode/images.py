@@ -15,7 +15,7 @@ from penstock.media.kinds import KINDS
 from penstock.media.model_processor import ModelProcessor
 from penstock.media.reference import Folder, ImageRef, image_digest
 from penstock.prepare.bad_records import BadRecord
-from penstock.prepare.encode.document import Document
+from penstock.prepare.encode.document import Document, Span
 from penstock.prepare.encode.ragged import Ids, TokenSequences
 from penstock.prepare.formats.conversation import Conversation, Message
 from penstock.prepare.formats.images import text_part
@@ -160,7 +160,9 @@ class SliceImages:
         return replace(
             document,
             text="".join([*parts, document.text[start:]]),
-            spans=None if spans is None else tuple((moved(a), moved(b)) for a, b in spans),
+            spans=None
+            if spans is None
+            else tuple(Span(moved(a), moved(b), message) for a, b, message in spans),
             images=tuple(digest for _, digest in media),
             image_tokens=tuple(t.count(f) for t, f in zip(texts, features, strict=True)),
         )

@@ -1,5 +1,8 @@
 """Loss mask: label the tokens that overlap the trained character spans of a text.
 
+A text is encoded once, as a whole, so that no special token is cut and the tokens are those that
+transformers makes of it.
+
 For byte-level BPE, the number of bytes of each token is known, so a cumulative sum gives the span
 of every token. If the sum differs from the length of the text (a normalizer changed it, or a
 special token consumed blanks), and for other tokenizers, the character offsets of `tokenizers` are
@@ -10,15 +13,13 @@ import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from penstock.prepare.bad_records import BadRecord
 from penstock.prepare.encode.backends import TextEncoder
-from penstock.prepare.encode.document import Document, Span
+from penstock.prepare.encode.document import Document
 from penstock.prepare.encode.ragged import (
     Ids,
     LabeledTokens,
@@ -39,19 +40,15 @@ class LossMasker:
         self.encoder = TextEncoder(tokenizer)
         self._bytes = byte_lengths(tokenizer, self.encoder.definition)
 
-    def __call__(
-        self, documents: Sequence[Document]
-    ) -> tuple[TokenSequences, dict[int, BadRecord]]:
-        """Encode and label documents; returns the reasons of those that cannot be labeled
-        exactly."""
+    def __call__(self, documents: Sequence[Document]) -> TokenSequences:
+        """Encode and label documents."""
         ids, offsets = self.encoder.encode([document.text for document in documents])
+        flat = TokenSequences(ids, ids, offsets)
         if all(document.spans is None for document in documents):
-            return TokenSequences(ids, ids, offsets), {}
+            return flat
         is_weighted = any(document.weights for document in documents)
         if self._bytes is None:
-            return self._replace_inexact(
-                TokenSequences(ids, ids, offsets), documents, range(len(documents)), []
-            )
+            return self._replace_by_characters(flat, documents, range(len(documents)))
         bytes_before = to_offsets(self._bytes.per_token[ids])
         sizes = np.array([self._bytes.count(document.text) for document in documents])
         is_odd = np.diff(bytes_before[offsets]) != sizes
@@ -59,8 +56,7 @@ class LossMasker:
             [] if odd else _byte_spans(document)
             for document, odd in zip(documents, is_odd.tolist(), strict=True)
         ]
-        mask, is_astride = _mask_spans(bytes_before, offsets, spans)
-        astride = [i for i in np.flatnonzero(is_astride).tolist() if documents[i].borders == "cut"]
+        mask = _mask_spans(bytes_before, offsets, spans)
         flat = TokenSequences(ids, _to_labels(ids, mask), offsets)
         if is_weighted:
             flat.weights = mask.astype(np.float32)
@@ -70,50 +66,19 @@ class LossMasker:
                     ends = bytes_before[own.start : own.stop + 1] - bytes_before[own.start]
                     weights = zip(spans[index], document.weights, strict=True)
                     flat.weights[own] = _weigh_tokens(ends[:-1], ends[1:], weights)
-        return self._replace_inexact(flat, documents, np.flatnonzero(is_odd).tolist(), astride)
+        return self._replace_by_characters(flat, documents, np.flatnonzero(is_odd).tolist())
 
-    def _replace_inexact(
-        self,
-        flat: TokenSequences,
-        documents: Sequence[Document],
-        odd: Sequence[int],
-        astride: Sequence[int],
-    ) -> tuple[TokenSequences, dict[int, BadRecord]]:
-        patches: dict[int, LabeledTokens] = {
-            index: self._encode_in_parts(documents[index]) for index in astride
-        }
-        faults: dict[int, BadRecord] = {}
-        for index in odd:
-            try:
-                patches[index] = self._mask_by_characters(documents[index])
-            except BadRecord as fault:
-                faults[index] = fault
-        return flat.replace(patches), faults
-
-    def _encode_in_parts(self, document: Document) -> LabeledTokens:
-        text, spans = document.text, _spans(document)
-        borders = sorted({0, len(text), *(border for span in spans for border in span)})
-        parts = list(pairwise(borders))
-        ids, offsets = self.encoder.encode([text[start:end] for start, end in parts])
-        weighted = [*zip(spans, _weights(document), strict=True)]
-        of_parts = [sum(w for (a, b), w in weighted if a <= start < b) for start, _ in parts]
-        weights = np.repeat(np.array(of_parts, dtype=np.float32), np.diff(offsets))
-        return LabeledTokens(
-            ids, _to_labels(ids, weights > 0), weights if document.weights else None
-        )
+    def _replace_by_characters(
+        self, flat: TokenSequences, documents: Sequence[Document], odd: Sequence[int]
+    ) -> TokenSequences:
+        return flat.replace({index: self._mask_by_characters(documents[index]) for index in odd})
 
     def _mask_by_characters(self, document: Document) -> LabeledTokens:
         ids, starts, ends = self.encoder.encode_with_offsets(document.text)
         spans = _spans(document)
-        weights = _weigh_tokens(starts, ends, zip(spans, _weights(document), strict=True))
-        for span in spans:
-            for border in span:
-                if document.borders == "cut" and ((starts < border) & (border < ends)).any():
-                    raise BadRecord(
-                        "template",
-                        f"a token lies astride the border of a turn, at character {border + 1}, so "
-                        "a prompt would not have the tokens that it has here",
-                    )
+        weights = _weigh_tokens(
+            starts, ends, zip(spans, document.weights or [1.0] * len(spans), strict=True)
+        )
         return LabeledTokens(
             ids, _to_labels(ids, weights > 0), weights if document.weights else None
         )
@@ -177,15 +142,15 @@ def _to_labels(ids: Ids, mask: Mask) -> Ids:
     return np.where(mask, ids, np.int32(IGNORED))
 
 
-def _spans(document: Document) -> Sequence[Span]:
-    return [(0, len(document.text))] if document.spans is None else document.spans
+def _spans(document: Document) -> Sequence[tuple[int, int]]:
+    if document.spans is None:
+        return [(0, len(document.text))]
+    return [(span.start, span.stop) for span in document.spans]
 
 
-def _weights(document: Document) -> Sequence[float]:
-    return document.weights or [1.0] * len(_spans(document))
-
-
-def _weigh_tokens(starts: Offsets, ends: Offsets, spans: Iterable[tuple[Span, float]]) -> Weights:
+def _weigh_tokens(
+    starts: Offsets, ends: Offsets, spans: Iterable[tuple[tuple[int, int], float]]
+) -> Weights:
     """Loss weight of each token that overlaps a span, given where tokens start and end; 0 for the
     others. A token across the border of two spans has the weight of the second."""
     weights = np.zeros(len(starts), dtype=np.float32)
@@ -196,7 +161,7 @@ def _weigh_tokens(starts: Offsets, ends: Offsets, spans: Iterable[tuple[Span, fl
     return weights
 
 
-def _byte_spans(document: Document) -> Sequence[Span]:
+def _byte_spans(document: Document) -> Sequence[tuple[int, int]]:
     text, spans = document.text, _spans(document)
     if text.isascii():
         return spans
@@ -210,9 +175,9 @@ def _byte_spans(document: Document) -> Sequence[Span]:
 
 
 def _mask_spans(
-    bytes_before: Offsets, offsets: Offsets, spans: Sequence[Sequence[Span]]
-) -> tuple[Mask, Mask]:
-    """(mask of tokens that overlap a span, mask of documents with a token across a span border).
+    bytes_before: Offsets, offsets: Offsets, spans: Sequence[Sequence[tuple[int, int]]]
+) -> Mask:
+    """Mask of the tokens that overlap a span.
 
     Token `t` has bytes `bytes_before[t]` to `bytes_before[t + 1]`; spans are relative to the first
     byte of their document.
@@ -224,7 +189,4 @@ def _mask_spans(
     steps = np.zeros(len(bytes_before), dtype=np.int64)
     np.add.at(steps, np.searchsorted(bytes_before[1:], filled[:, 0], side="right"), 1)
     np.add.at(steps, np.searchsorted(bytes_before[:-1], filled[:, 1], side="left"), -1)
-    is_astride = np.zeros(len(spans), dtype=np.bool_)
-    places = np.searchsorted(bytes_before, borders)
-    is_astride[of[(bytes_before[places] != borders).any(axis=1)]] = True
-    return np.cumsum(steps[:-1]) > 0, is_astride
+    return np.cumsum(steps[:-1]) > 0

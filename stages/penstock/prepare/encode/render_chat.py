@@ -1,30 +1,40 @@
 """Render conversations with the chat template, and mark the assistant's text.
 
-Assistant spans come from `{% generation %}` blocks of the chat template. Without them, a turn's
-span is the difference of two renderings: the messages before it with the generation prompt, and the
-messages up to it; both must be prefixes of the whole text. If they are not, the conversation is
-rendered turn by turn (`render_per_turn`). A turn ends with its last special token; text that the
-template adds after it is not trained.
+The tokens of a conversation are those of its whole text. Trained are the words of the assistant,
+and the token that ends its turn (`turn_ends`); not the text that the template adds after it.
+
+The words come from `{% generation %}` blocks of the chat template. Without them, they are the
+difference of two renderings: the messages before them with the generation prompt, and the messages
+up to them, without what the template writes after an answer; both must be prefixes of the whole
+text. If they are not, the conversation is rendered turn by turn (`render_per_turn`). The words of
+other roles are where a placeholder is in the text with the placeholder in their place.
 
 Without a chat template, a prompt and its answer are plain text, separated by a blank line.
 """
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from functools import partial
 from typing import Any, Literal
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from penstock.prepare.bad_records import BadRecord
 from penstock.prepare.encode.document import Document, Span
+from penstock.prepare.encode.find_turns import (
+    PROBE,
+    TEMPLATE_ERRORS,
+    Block,
+    FindAnswers,
+    Form,
+    TurnFinder,
+)
 from penstock.prepare.encode.images import SliceImages, with_parts
-from penstock.prepare.encode.render_per_turn import render_per_turn
+from penstock.prepare.encode.turn_ends import Turn, TurnEnds
 from penstock.prepare.formats.conversation import REASONING, Conversation, Message
 from penstock.prepare.settings import DatasetSettings
 
@@ -44,23 +54,8 @@ It is the fallback date of Llama's templates."""
 BREAK = "\n\n"
 """Separator of the parts of a conversation without a chat template."""
 
-TEMPLATE_ERRORS = (
-    TemplateError,
-    TypeError,
-    ValueError,
-    KeyError,
-    IndexError,
-    AttributeError,
-    RecursionError,
-    ArithmeticError,
-)
-"""Errors that chat templates raise."""
-
 _Part = Literal["any", "prompt"]
 """The part of a conversation from which turns may be dropped."""
-
-PROBE = "\ue000text\ue001"
-"""A text that no template has itself."""
 
 NO_TEMPLATE = "the tokenizer has no chat template"
 
@@ -73,8 +68,10 @@ class Renderer:
         tokenizer: PreTrainedTokenizerBase,
         its: DatasetSettings,
         images: SliceImages | None = None,
+        stop_token_ids: Collection[int] = (),
     ) -> None:
-        """`images`: the media of the conversations, whose media are their digests."""
+        """`images`: the media of the conversations, whose media are their digests.
+        `stop_token_ids`: those of the generation config."""
         self._tokenizer = tokenizer
         self._its = its
         self._images = images
@@ -82,9 +79,7 @@ class Renderer:
         self._names: dict[str, Any] = {**tokenizer.special_tokens_map, **variables}
         self._arguments = self._names
         """Variables of the template for the conversation that is rendered."""
-        special = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special]
-        longest_first = sorted(special, key=len, reverse=True)
-        self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._finder = TurnFinder(self._apply_template, TurnEnds(tokenizer, stop_token_ids))
         self._may_drop = its.truncation_mode == "drop_turns" and its.max_seq_len is not None
         self._templates: dict[str, _Template] = {}
         self._parts_only = set[str]()
@@ -116,10 +111,6 @@ class Renderer:
             document = self._render_plain(conversation)
         if not document.spans:
             raise BadRecord("no_trained_tokens", "nothing in it is the assistant's to be trained")
-        if self._its.mask_eos_in_loss:
-            document.spans = self._exclude_end_tokens(document.text, document.spans)
-        if part == "prompt":
-            document.borders = "cut"
         if self._images:
             document = self._images.expand(document, conversation.media)
         if self._may_drop and not turns:
@@ -131,17 +122,20 @@ class Renderer:
         messages = conversation.messages
         roles = [message["role"] for message in messages]
         if roles[-2:] != ["user", "assistant"] or set(roles[:-2]) - {"system"}:
-            said = ", ".join(roles)
-            raise BadRecord("template", f"{NO_TEMPLATE}, so turns of {said} have no form")
+            names = ", ".join(roles)
+            raise BadRecord("template", f"{NO_TEMPLATE}, so turns of {names} have no form")
         if conversation.media:
             raise BadRecord("template", f"{NO_TEMPLATE}, so media have no form")
         if conversation.tools or any(message.get("tool_calls") for message in messages):
             raise BadRecord("template", f"{NO_TEMPLATE}, so tools have no form")
-        *parts, answer = [str(message["content"]) for message in messages]
-        prompt = BREAK.join(part for part in parts if part) + BREAK
-        weight = conversation.weights[-1]
-        spans = ((len(prompt), len(prompt) + len(answer)),) if weight else ()
-        return _build_document(prompt + answer, spans, [weight] * len(spans))
+        parts = [str(message["content"]) for message in messages]
+        prompt = [i for i, part in enumerate(parts[:-1]) if part] or [0]
+        text, spans = "", list[Span]()
+        for i in (*prompt, len(parts) - 1):
+            if conversation.trained[i] and parts[i]:
+                spans.append(Span(len(text), len(text) + len(parts[i]), i))
+            text += parts[i] if i == len(parts) - 1 else parts[i] + BREAK
+        return _build_document(text, spans, conversation)
 
     def _render_template(self, conversation: Conversation) -> Document:
         self._arguments = {**self._names, **conversation.template_kwargs}
@@ -149,20 +143,83 @@ class Renderer:
         template = self._template(self._chat_template(own))
         _require_tool_support(template.text, conversation)
         conversation = _rename_reasoning(template.text, conversation)
-        if template.is_marked:
-            render = self._render_marked
-        else:
-            render = (
-                self._render_per_turn
-                if self._its.turn_rendering == "per_turn"
-                else self._render_by_prefix
-            )
         try:
-            document = render(template.text, conversation)
+            text, turns = self._render_turns(template, conversation)
         except TEMPLATE_ERRORS as error:
             raise BadRecord("template", f"the chat template refuses it: {error}") from error
-        _require_answers(document.text, conversation)
-        return document
+        _require_answers(text, conversation)
+        return self._trained_document(text, turns, conversation)
+
+    def _render_turns(
+        self, template: "_Template", conversation: Conversation
+    ) -> tuple[str, list[Turn]]:
+        """The whole text, with the turns of trained messages, or of all for `train_on_eos: all`."""
+        ends_all = self._its.trained_ends == "all"
+        messages = [i for i, trained in enumerate(conversation.trained) if trained or ends_all]
+        answers = [i for i in messages if conversation.messages[i]["role"] == "assistant"]
+        mode, per_turn = self._its.turn_rendering, self._finder.per_turn
+        find: FindAnswers = self._finder.by_prefix
+        if template.is_marked:
+            find = self._finder.marked
+        elif answers and mode == "per_turn":
+            find = per_turn
+        found = find(template.text, conversation, answers)
+        if found is None and mode == "auto":
+            find = per_turn
+            found = find(template.text, conversation, answers)
+        if found is None:
+            raise BadRecord(
+                "template",
+                "the chat template renders answers differently once others follow, so their tokens "
+                "are not known; write data.turn_rendering: per_turn, or use a chat template with "
+                "{% generation %} marks",
+            )
+        if find == per_turn:
+            self._count_per_turn()
+        text, turns = found
+        for message in sorted({*messages} - {*answers}):
+            turn = self._finder.locate(template.text, conversation, message, answers, find, text)
+            turns += [turn] if turn else []
+        return text, sorted(turns, key=lambda turn: turn.start)
+
+    def _count_per_turn(self) -> None:
+        if self._its.turn_rendering == "auto" and not self.num_per_turn:
+            log.warning(
+                "The chat template renders answers differently when other messages follow. Such "
+                "conversations are rendered turn by turn, each answer as if it were the last "
+                "message (data.turn_rendering: whole drops them)."
+            )
+        self.num_per_turn += 1
+
+    def _trained_document(
+        self, text: str, turns: Sequence[Turn], conversation: Conversation
+    ) -> Document:
+        """The text with the spans that `roles_to_train` and `train_on_eos` choose."""
+        ends = self._its.trained_ends
+        answers = [
+            turn
+            for turn in turns
+            if conversation.trained[turn.message]
+            and conversation.messages[turn.message]["role"] == "assistant"
+        ]
+        last = max((t.message for t in turns if conversation.trained[t.message]), default=-1)
+        spans: list[Span] = []
+        for turn in turns:
+            is_trained = conversation.trained[turn.message]
+            has_end = ends == "all" or (
+                is_trained and (ends == "turn" or (ends == "last" and turn.message == last))
+            )
+            end = turn.end if has_end else None
+            places = [*turn.earlier, (turn.start, turn.words_end)] if is_trained else []
+            if end and is_trained and turn in answers:
+                # Also what is between, which the model must write before it can end the turn.
+                places[-1] = turn.start, end[1]
+            elif end:
+                places.append(end)
+            spans += [Span(start, stop, turn.message) for start, stop in places if start < stop]
+        needed = {"none": [], "last": [t for t in answers if t.message == last]}.get(ends, answers)
+        lacks_end = any(turn.end is None for turn in needed)
+        return _build_document(text, spans, conversation, lacks_end=lacks_end)
 
     def _chat_template(self, tools: Any) -> str:
         """The template of the settings, or the processor's for data with images, as
@@ -190,100 +247,13 @@ class Renderer:
             return False
         return PROBE in text
 
-    def _render_marked(self, template: str, conversation: Conversation) -> Document:
-        text, spans = self._render_with_spans(template, conversation)
-        # A message may have any number of spans, so count those of the messages before it.
-        counts = {0: 0, len(conversation.messages): len(spans)}
-        kept: list[Span] = []
-        weights: list[float] = []
-        for first, last, weight in _trained_runs(conversation):
-            for message in (first, last):
-                if message not in counts:
-                    its = _message_prefix(conversation, message)
-                    counts[message] = len(self._render_with_spans(template, its)[1])
-            kept += spans[counts[first] : counts[last]]
-            weights += [weight] * (counts[last] - counts[first])
-        return _build_document(text, kept, weights, borders="kept")
-
-    def _render_by_prefix(self, template: str, conversation: Conversation) -> Document:
-        num_messages = len(conversation.messages)
-        turns = [i for i, is_trained in enumerate(conversation.trained) if is_trained]
-        if turns and not turns[0]:
-            raise BadRecord(
-                "template",
-                "it begins with the assistant, so where its turn starts is not known; the chat "
-                "template needs {% generation %} marks",
-            )
-        # The whole conversation, and the prefixes that end with a trained turn.
-        ends = [num_messages, *(turn + 1 for turn in turns if turn + 1 < num_messages)]
-        (text, *closed), _ = self._render_prefixes(template, conversation, ends, "closed")
-        asking, _ = self._render_prefixes(template, conversation, turns, "asking")
-        after = dict(zip(ends, [text, *closed], strict=True))
-        spans: list[Span] = []
-        for turn, before in zip(turns, asking, strict=True):
-            end = after[turn + 1]
-            if not (text.startswith(before) and text.startswith(end)):
-                if self._its.turn_rendering == "auto":
-                    return self._render_per_turn(template, conversation)
-                raise BadRecord(
-                    "template",
-                    f"message {turn + 1} reads differently once others follow, so its tokens are "
-                    "not known; write data.turn_rendering: per_turn, or use a chat template with "
-                    "{% generation %} marks",
-                )
-            spans.append((len(before), self._end_of_turn(text, len(before), len(end))))
-        return _build_document(text, spans, [conversation.weights[turn] for turn in turns])
-
-    def _render_per_turn(self, template: str, conversation: Conversation) -> Document:
-        """Render each answer as if it were the last message."""
-
-        def render(messages: Sequence[Message], is_asking: bool) -> str:
-            form = "asking" if is_asking else "closed"
-            [text], _ = self._apply_template(template, [messages], conversation.tools, form)
-            return text
-
-        if True not in conversation.trained:
-            return Document("", ())
-        text, found = render_per_turn(
-            render, conversation, lambda text: self._special.search(text) is not None
-        )
-        if self._its.turn_rendering == "auto" and not self.num_per_turn:
-            log.warning(
-                "The chat template renders answers differently when other messages follow. Such "
-                "conversations are rendered turn by turn, each answer as if it were the last "
-                "message (data.turn_rendering: whole drops them)."
-            )
-        self.num_per_turn += 1
-        spans = [(start, self._end_of_turn(text, start, end)) for start, end in found]
-        return _build_document(text, spans, [weight for weight in conversation.weights if weight])
-
-    def _render_with_spans(
-        self, template: str, conversation: Conversation
-    ) -> tuple[str, list[Span]]:
-        """Render the whole conversation with the spans of its generation blocks."""
-        end = len(conversation.messages)
-        [text], [spans] = self._render_prefixes(template, conversation, [end], "marked")
-        return text, spans
-
-    def _render_prefixes(
-        self,
-        template: str,
-        conversation: Conversation,
-        ends: Sequence[int],
-        form: Literal["marked", "closed", "asking"],
-    ) -> tuple[list[str], list[list[Span]]]:
-        """Render the messages up to each of `ends`, as `apply_chat_template` does, with the spans
-        of generation blocks."""
-        beginnings = [conversation.messages[:end] for end in ends]
-        return self._apply_template(template, beginnings, conversation.tools, form)
-
     def _apply_template(
         self,
         template: str,
         conversations: Sequence[Sequence[Message]],
         tools: list[dict[str, Any]] | None,
-        form: Literal["marked", "closed", "asking"],
-    ) -> tuple[list[str], list[list[Span]]]:
+        form: Form,
+    ) -> tuple[list[str], list[list[Block]]]:
         if not conversations:
             return [], []
         options: dict[str, Any] = {
@@ -299,21 +269,6 @@ class Renderer:
         )
         return found
 
-    def _end_of_turn(self, text: str, start: int, end: int) -> int:
-        last = start
-        for found in self._special.finditer(text, start, end):
-            last = found.end()
-        return end if last == start or text[last:end].strip() else last
-
-    def _exclude_end_tokens(self, text: str, spans: Sequence[Span]) -> tuple[Span, ...]:
-        """Shorten the spans to exclude their final special token."""
-        found: list[Span] = []
-        for start, end in spans:
-            specials = list(self._special.finditer(text, start, end))
-            is_ended = specials and not text[specials[-1].end() : end].strip()
-            found.append((start, specials[-1].start() if is_ended else end))
-        return tuple(found)
-
 
 @dataclass(frozen=True)
 class _Template:
@@ -323,14 +278,14 @@ class _Template:
 
 
 def _build_document(
-    text: str,
-    spans: Sequence[Span],
-    weights: Sequence[float],
-    borders: Literal["cut", "kept"] = "cut",
+    text: str, spans: Sequence[Span], conversation: Conversation, *, lacks_end: bool = False
 ) -> Document:
-    """A document with the loss weight of each span."""
+    """A document with the loss weight of each span; 1 for ends of turns that are not trained."""
+    weights = tuple(conversation.weights[span.message] or 1.0 for span in spans)
     is_weighted = any(weight != 1 for weight in weights)
-    return Document(text, tuple(spans), borders, weights=tuple(weights) if is_weighted else None)
+    return Document(
+        text, tuple(spans), weights=weights if is_weighted else None, lacks_end=lacks_end
+    )
 
 
 def _drop_nulls(message: Message) -> Message:
@@ -412,23 +367,3 @@ def _last_turn_weights(conversation: Conversation) -> tuple[float, ...]:
     asked = [i for i in range(last) if conversation.messages[i]["role"] == "user"]
     start = asked[-1] if asked else 0
     return tuple(weight * (i >= start) for i, weight in enumerate(conversation.weights))
-
-
-def _message_prefix(conversation: Conversation, stop: int) -> Conversation:
-    return replace(conversation, messages=conversation.messages[:stop])
-
-
-def _trained_runs(conversation: Conversation) -> list[tuple[int, int, float]]:
-    """The fewest message ranges in which all assistant messages are trained with the same weight,
-    covering all trained ones: (start, stop, weight)."""
-    answers = [i for i, m in enumerate(conversation.messages) if m["role"] == "assistant"]
-    starts = [0 if i == answers[0] else i for i in answers]
-    ends = [*starts[1:], len(conversation.messages)]  # without answers one more than starts
-    runs: list[tuple[int, int, float]] = []
-    for answer, start, end in zip(answers, starts, ends, strict=False):
-        weight = conversation.weights[answer]
-        if runs and runs[-1][1:] == (start, weight):
-            runs[-1] = runs[-1][0], end, weight
-        elif weight:
-            runs.append((start, end, weight))
-    return runs

@@ -7,48 +7,51 @@ change earlier messages, this equals the normal rendering.
 """
 
 from collections.abc import Callable, Sequence
-from itertools import takewhile
 
 from penstock.prepare.bad_records import BadRecord
-from penstock.prepare.encode.document import Span
 from penstock.prepare.formats.conversation import REASONING, Conversation, Message
 
 Render = Callable[[Sequence[Message], bool], str]
 """(messages, add_generation_prompt) -> text."""
 
 PLACEHOLDER = "\ue000answer\ue001"
-"""Replaces an answer to find the text after it; private-use characters that no template
+"""Replaces what a message says to find the text around it; private-use characters that no template
 contains."""
 
 NEEDS_MARKS = (
-    "otherwise once others follow, so its tokens are not known; the chat template needs "
-    "{% generation %} marks"
+    "so its tokens are not known; write data.chat_template: chatml (or another name), or use a "
+    "chat template with {% generation %} marks"
 )
 
 
 def render_per_turn(
-    render: Render, conversation: Conversation, ends_turn: Callable[[str], bool]
-) -> tuple[str, list[Span]]:
-    """(text, span of each trained answer with its end). `ends_turn` returns whether a text contains
-    a token that ends a turn.
+    render: Render, conversation: Conversation, tail: str | None
+) -> tuple[str, dict[int, tuple[int, int, bool]]]:
+    """(text, (start, stop, whether it is words alone) of each answer by its message). `tail`: the
+    text after an answer that is the last message; where it is not known, an answer is followed by
+    it.
 
-    Raises BadRecord if the template renders an answer without its generation prompt, or ends it
-    differently when other messages follow.
+    Raises BadRecord if the template renders an answer without its generation prompt, or otherwise
+    than as its text.
     """
     messages = conversation.messages
     answers = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
     text = render(messages[: answers[0]], True)
-    spans: list[Span] = []
+    spans: dict[int, tuple[int, int, bool]] = {}
     for place, following in zip(answers, [*answers[1:], None], strict=True):
         answer = _render_answer(render, messages, place)
         end, after = _render_endings(render, messages, place, following)
-        shared = _common_prefix(end, after)
-        if not answer.endswith(end) or not (shared == end or ends_turn(shared)):
-            raise BadRecord("template", f"the chat template ends message {place + 1} {NEEDS_MARKS}")
-        start, words = len(text), answer.removesuffix(end)
-        if conversation.trained[place]:
-            spans.append((start, start + len(words) + len(shared)))
-        text += words + after
+        shown = answer.removesuffix(end) + after
+        is_closed = tail is not None and answer.endswith(tail)
+        words = answer.removesuffix(tail) if is_closed and tail else answer
+        if not (answer.endswith(end) and shown.startswith(words)):
+            raise BadRecord(
+                "template",
+                f"the chat template ends message {place + 1} otherwise once others follow, "
+                f"{NEEDS_MARKS}",
+            )
+        spans[place] = len(text), len(text) + len(words), is_closed
+        text += shown
     return text, spans
 
 
@@ -58,8 +61,7 @@ def _render_answer(render: Render, messages: Sequence[Message], place: int) -> s
         raise BadRecord(
             "template",
             f"the chat template begins message {place + 1} otherwise than its own prompt for an "
-            "answer does, so its tokens are not known; the chat template needs {% generation %} "
-            "marks",
+            f"answer does, {NEEDS_MARKS}",
         )
     return whole[len(prompt) :]
 
@@ -71,16 +73,14 @@ def _render_endings(
     end of the conversation)."""
     if following is None and place + 1 == len(messages):
         return "", ""
-    kept = {name: value for name, value in messages[place].items() if name not in REASONING}
-    ahead = [*messages[:place], {**kept, "content": PLACEHOLDER}]
+    content = {name: value for name, value in messages[place].items() if name not in REASONING}
+    ahead = [*messages[:place], {**content, "content": PLACEHOLDER}]
     alone = render(ahead, False)
     whole = render([*ahead, *messages[place + 1 : following]], following is not None)
     if [alone.count(PLACEHOLDER), whole.count(PLACEHOLDER)] != [1, 1]:
-        raise BadRecord("template", f"the chat template shows message {place + 1} {NEEDS_MARKS}")
+        raise BadRecord(
+            "template",
+            f"the chat template shows message {place + 1} otherwise once others follow, "
+            f"{NEEDS_MARKS}",
+        )
     return alone.partition(PLACEHOLDER)[2], whole.partition(PLACEHOLDER)[2]
-
-
-def _common_prefix(one: str, other: str) -> str:
-    """Longest common prefix."""
-    pairs = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
-    return "".join(letter for letter, _ in pairs)

@@ -24,7 +24,7 @@ class SpecialTokens:
         self._affixes = special_token_affixes(tokenizer) if has_images else ([], [])
         self._begin = tokenizer.bos_token
         self._end = tokenizer.eos_token_id
-        self._masks_end = its.mask_eos_in_loss
+        self._masks_end = its.trained_ends == "none"
         is_text = its.type == "text"
         self._is_plain = is_text or (its.type != "tokenized" and not tokenizer.chat_template)
         before, after = special_token_affixes(tokenizer) if self._is_plain else ([], [])
@@ -32,15 +32,23 @@ class SpecialTokens:
             end = _require_eos(tokenizer)
             after = after if after[-1:] == [end] else [*after, end]
         is_trained = [not (token == self._end and self._masks_end) for token in after]
+        self._adds_bos = before[:1] == [tokenizer.bos_token_id]
         self._before = _to_labeled(before, [is_text] * len(before))
         self._after = _to_labeled(after, is_trained)
 
+    def repeats_bos(self, text: str) -> bool:
+        """Whether a text begins with the BOS token that the tokenizer would add."""
+        return self._adds_bos and text.startswith(str(self._begin))
+
     def add(self, flat: TokenSequences, documents: Sequence[Document]) -> TokenSequences:
-        """Add special tokens to every text; a text that ends with EOS gets no second one."""
+        """Add special tokens to every text; one that begins with BOS or ends with EOS gets no
+        second one."""
         if any(self._affixes):
             return self._add_affixes(flat, documents)
         if not self._is_plain:
             return flat
+        begun = [i for i, document in enumerate(documents) if self.repeats_bos(document.text)]
+        flat = flat.replace({i: flat[i].cut(slice(1, None)) for i in begun})
         is_ended = np.zeros(len(flat), dtype=np.bool_)
         filled = flat.lengths > 0
         is_ended[filled] = flat.ids[flat.offsets[1:][filled] - 1] == self._end

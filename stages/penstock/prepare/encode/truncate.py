@@ -63,6 +63,35 @@ def truncated_lengths(
 Encode = Callable[[Sequence[Document]], tuple[TokenSequences, dict[int, BadRecord]]]
 
 
+def align_prompts(
+    sides: Sequence[LabeledTokens], documents: Sequence[Document]
+) -> list[LabeledTokens]:
+    """The sides of a sample, trained from the first token on in which they differ.
+
+    A token may contain the end of the prompt and the beginning of an answer. It is trained, and so
+    are the tokens that another side has in its place. Raises BadRecord if the prompts are different
+    texts.
+    """
+    if len(sides) == 1:
+        return list(sides)
+    texts = {document.text[: document.spans[0].start] for document in documents if document.spans}
+    prompts = TokenSequences.from_list(sides).prompt_lengths().tolist()
+    shortest = min(prompts)
+    if len(texts) > 1 or len({side.ids[:shortest].tobytes() for side in sides}) > 1:
+        raise BadRecord(
+            "template", "the chat template gives the prompt other tokens before each answer"
+        )
+    aligned = list(sides)
+    for index, (side, prompt) in enumerate(zip(sides, prompts, strict=True)):
+        labels, weights = side.labels.copy(), side.weights
+        labels[shortest:prompt] = side.ids[shortest:prompt]
+        if weights is not None and shortest < prompt < len(weights):
+            weights = weights.copy()
+            weights[shortest:prompt] = weights[prompt]
+        aligned[index] = LabeledTokens(side.ids, labels, weights)
+    return aligned
+
+
 @dataclass(slots=True)
 class TruncationCounts:
     """Counts of truncated samples, and of tokens and turns cut from them."""
@@ -129,7 +158,7 @@ class Truncator:
         flat, faults = self._encode(shorter)
         for fault in faults.values():
             raise fault
-        return [flat[index] for index in range(len(flat))]
+        return align_prompts([flat[index] for index in range(len(flat))], shorter)
 
     def _fits(self, sides: Sequence[LabeledTokens]) -> bool:
         limit = self._its.max_seq_len

@@ -30,7 +30,8 @@ class Conversation:
     """Tool definitions, each `{"type": "function", "function": {…}}`."""
 
     weights: tuple[float, ...]
-    """Loss weight of each message; 0, which is not trained, for all but assistant messages."""
+    """Loss weight of each message; 0, which is not trained, where `roles_to_train` lacks its role,
+    or the record excludes it."""
 
     unplaced: Mapping[str, int] = field(default_factory=dict[str, int])
     """Number of images and the like of the record for which its messages have no place, by kind."""
@@ -70,7 +71,10 @@ class Conversation:
     def has_blank_answer(self) -> bool:
         """Whether a trained message has neither text nor tool calls."""
         return any(
-            trained and not message.get("tool_calls") and not (message["content"] or "").strip()
+            trained
+            and message["role"] == "assistant"
+            and not message.get("tool_calls")
+            and not (message["content"] or "").strip()
             for message, trained in zip(self.messages, self.trained, strict=True)
         )
 

@@ -53,7 +53,7 @@ def sft_turns(settings: DatasetSettings, record: Mapping[str, Any]) -> Conversat
         settings,
         record,
         [
-            replace(turn, weight=turn.weight * labels[place // 2])
+            replace(turn, weight=turn.weight * labels[place // 2]) if turn.is_answer else turn
             for place, turn in enumerate(turns)
         ],
         system,

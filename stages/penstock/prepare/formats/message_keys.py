@@ -1,6 +1,6 @@
 """Names of a message's keys and roles, as data sets of several libraries spell them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -44,6 +44,8 @@ class MessageKeys:
     """Whether tool calls become part of the assistant message before them."""
     flags: Mapping[str, Flag] = field(default_factory=lambda: FLAGS)
     """Keys that say whether a message is trained."""
+    trained_roles: Collection[str] = ("assistant",)
+    """The roles of `roles_to_train`."""
 
     def of(self, message: Mapping[str, Any]) -> tuple[str, str]:
         """(key of the role, key of the content) of this message."""
@@ -63,6 +65,7 @@ def message_keys(its: DatasetSettings) -> MessageKeys:
     Where keys or roles are named, roles have ShareGPT's names too.
     """
     keys = OPENAI if its.type == "chat" else SHAREGPT
+    keys = replace(keys, trained_roles=its.roles_to_train)
     role, content, roles = its.field_message_role, its.field_message_content, its.message_roles
     if role or content:
         keys = replace(keys, spellings=[(role or r, content or c) for r, c in keys.spellings])

@@ -43,7 +43,7 @@ READ_FIELDS = frozenset(("tool_calls", "function_call"))
 
 @dataclass(frozen=True)
 class Turn:
-    """A message and its loss weight; 0 if it is not trained."""
+    """A message and its loss weight if its role is trained; 0 if it is excluded."""
 
     message: Message
     weight: float = 0.0
@@ -83,12 +83,15 @@ def build_conversation(
         if not turns:
             raise BadRecord("empty", "it has nothing but a system prompt")
     elif first and turns[0].message["role"] != "system":
-        turns = [Turn({"role": "system", "content": first}), *turns]
+        turns = [text_turn("system", first), *turns]
     messages, unplaced = place_media(record, [turn.message for turn in turns])
     return Conversation(
         messages,
         _read_tools(settings, record),
-        tuple(turn.weight for turn in turns),
+        tuple(
+            turn.weight if turn.message["role"] in settings.roles_to_train else 0.0
+            for turn in turns
+        ),
         unplaced,
     )
 
@@ -159,12 +162,13 @@ def parse_message(where: str, value: Any, keys: MessageKeys) -> Turn:
     message["content"] = _parse_content(where, value, role, content_key, may_lack=bool(calls))
     if len(value) > 2:
         message.update(_parse_other_fields(where, value, keys))
-    return Turn(message, message_weight(where, value, keys.flags, role))
+    weight = message_weight(where, value, keys.flags, role, keys.trained_roles)
+    return Turn(message, weight)
 
 
 def text_turn(role: str, text: str) -> Turn:
-    """A message with checked text only; trained if it is the assistant's."""
-    return Turn({"role": role, "content": text}, float(role == "assistant"))
+    """A message with checked text only."""
+    return Turn({"role": role, "content": text}, 1.0)
 
 
 def _normalize_role(name: str) -> str:
@@ -190,7 +194,8 @@ def _parse_call_message(where: str, value: Message, key: str, keys: MessageKeys)
     calls = parse_inline_calls(f"{where}.{key}", value[key])
     message: Message = {"role": "assistant", "content": None, "tool_calls": calls}
     message.update(_parse_other_fields(where, value, keys))
-    return Turn(message, message_weight(where, value, keys.flags, "assistant"))
+    weight = message_weight(where, value, keys.flags, "assistant", keys.trained_roles)
+    return Turn(message, weight)
 
 
 def _is_continuation(before: Turn, turn: Turn) -> bool:

@@ -50,7 +50,7 @@ def text_info(settings: DatasetSettings, record: Mapping[str, Any]) -> Conversat
         its = [part for at in group for part in parts[at]]
         has_images = any(part["type"] != "text" for part in its)
         content: Any = its if has_images else "".join(part["text"] for part in its)
-        turns.append(Turn({"role": role, "content": content}, float(role == "assistant")))
+        turns.append(Turn({"role": role, "content": content}, 1.0))
     system = get_text_or_default(record, settings.field_system, "system")
     return build_conversation(settings, record, turns, system)
 

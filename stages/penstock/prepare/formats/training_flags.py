@@ -2,7 +2,7 @@
 several libraries."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,23 +38,27 @@ WORDS: Mapping[str, bool] = {"true": True, "false": False}
 
 
 def message_weight(
-    where: str, message: Mapping[str, Any], flags: Mapping[str, Flag], role: str
+    where: str,
+    message: Mapping[str, Any],
+    flags: Mapping[str, Flag],
+    role: str,
+    trained_roles: Collection[str],
 ) -> float:
-    """Loss weight of a message, 0 if it is not trained: as its flags say, else 1 if it is the
-    assistant's.
+    """Loss weight of a message, 0 if it is not trained: as its flags say, else 1 if its role is
+    trained.
 
     Raises BadRecord for values with no meaning, for flags that contradict one another, and for
-    other messages than the assistant's that are to be trained.
+    those that train a message of another role.
     """
     written = {
         name: _parse_flag(f"{where}.{name}", message[name], flag)
         for name, flag in flags.items()
         if message.get(name) is not None
     }
-    if role != "assistant":
+    if role not in trained_roles:
         for name, weight in written.items():
             if weight and not flags[name].is_factor:
-                why = f"{where}.{name} is {message[name]}; only assistant messages can be trained"
+                why = f"{where}.{name} is {message[name]}; roles_to_train does not have {role}"
                 raise BadRecord("bad_value", why)
         return 0.0
     if len({weight > 0 for weight in written.values()}) > 1:
