@@ -85,11 +85,6 @@ def test_an_unknown_recipe_is_told_the_known_ones(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_recipe_the_readme_explains_is_the_shipped_one(tmp_path):
-    shown = tmp_path / "shown.yaml"
-    shown.write_text((ROOT / "README.md").read_text().split("```yaml\n")[1].split("```")[0])
-    assert load(shown) == load(ROOT / "configs" / "examples" / "gsm8k.yaml")
-
 
 def test_what_check_prints_runs_as_it_is(tmp_path):
     printed = penstock("check", ROOT / "configs" / "examples" / "lora.yaml").out
