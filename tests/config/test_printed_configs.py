@@ -135,6 +135,7 @@ TOLD = {
     "engine/distributed/parallel_dims.py": "which suggestion comes first",
     "machine.py": "which suggestion comes first",
     "costs/layouts.py": "which suggestion comes first",
+    "costs/one_process.py": "the layout of one process, which no result depends on",
     "prepare/dataset_type.py": "columns that are named, where the type is asked for",
 }
 """The files that tell a written default from an unwritten one, and what for."""

@@ -122,7 +122,7 @@ def test_a_default_that_cannot_be_used_is_told_in_one_line(tmp_path: Path) -> No
         tmp_path,
         lora={"enable_lora": False, "enable_qlora": True, "quant_format": "block_fp8"}
         | {"quant_group_size": 16},
-        train={"init_device": "cuda"},
+        train={"init_device": "cuda", "lr": 2e-4},
         data={"sample_packing_sequence_len": 1000, "pad_to_multiple_of": 128},
     )
     assert told == [
@@ -138,7 +138,9 @@ def test_a_default_that_cannot_be_used_is_told_in_one_line(tmp_path: Path) -> No
     assert run.lora.enable_lora
     assert run.lora.quant_group_size is None
     assert run.train.init_device is None
-    _, told = notices_of(tmp_path, lora={"enable_qlora": True}, train={"init_device": "meta"})
+    _, told = notices_of(
+        tmp_path, lora={"enable_qlora": True}, train={"init_device": "meta", "lr": 2e-4}
+    )
     assert told == []
 
 
@@ -173,7 +175,9 @@ def test_an_empty_checkpoint_path_starts_anew() -> None:
 
 
 def test_muon_with_adapters_says_in_one_line_what_steps_them(tmp_path: Path) -> None:
-    _, told = notices_of(tmp_path, train={"optimizer": "muon"}, lora={"enable_lora": True})
+    _, told = notices_of(
+        tmp_path, train={"optimizer": "muon", "lr": 2e-4}, lora={"enable_lora": True}
+    )
     assert len(told) == 1
     assert "AdamW trains the adapters" in told[0]
     assert notices_of(tmp_path, train={"optimizer": "muon"})[1] == []

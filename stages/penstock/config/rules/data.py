@@ -334,14 +334,11 @@ def _check_trained_roles(run: RunConfig) -> Issues:
                     (f"{dotted(path)}.type",),
                 )
     for path, entry in _iter_datasets(run):
-        is_written = "train_on_eos" in entry.model_fields_set
-        is_masked = "mask_eos_in_loss" in run.data.model_fields_set
-        if is_written and is_masked and run.data.mask_eos_in_loss != (entry.train_on_eos == "none"):
-            masked = str(run.data.mask_eos_in_loss).lower()
+        if run.data.mask_eos_in_loss and entry.train_on_eos in ("all", "last"):
             yield ConfigIssue(
                 (*path, "train_on_eos"),
-                f"is {entry.train_on_eos}, and data.mask_eos_in_loss is {masked}; leave one of the"
-                " two out",
+                f"is {entry.train_on_eos}, and data.mask_eos_in_loss: true trains none of these"
+                " tokens; leave one of the two out",
                 ("data.mask_eos_in_loss",),
             )
 

@@ -165,7 +165,7 @@ class DataConfig(ConfigSection):
 
     chat_template: Annotated[str, AfterValidator(_check_chat_template)] = TOKENIZER_TEMPLATE
     """Chat template that renders conversations: `tokenizer` for the tokenizer's own, the name of
-    one that Penstock includes (`chatml`, `llama3`, `qwen3`; docs/guide/chat-templates.md lists
+    one that Penstock includes (`chatml`, `llama3`, `qwen3`; docs/reference/chat-templates.md lists
     all), a path to a `.jinja` file, or the text of a Jinja template. The exported tokenizer has
     it too."""
 

@@ -159,7 +159,8 @@ def validate_server(config: ServerConfig) -> ValidationResult:
     train = of_run.run.train.model_copy(update=muon)
     found = list(_machines_can_meet(config))
     found += [fault for fault in map(_here, of_run.faults) if not depends_on_invalid(fault, found)]
-    notices = [_notice_here(notice) for notice in of_run.notices]
+    # Clients choose the learning rate of each step.
+    notices = [_notice_here(n) for n in of_run.notices if not n.startswith("train.lr:")]
     return ValidationResult(of_run.run.model_copy(update={"train": train}), found, notices)
 
 
