@@ -85,7 +85,6 @@ def test_an_unknown_recipe_is_told_the_known_ones(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-
 def test_what_check_prints_runs_as_it_is(tmp_path):
     printed = penstock("check", ROOT / "configs" / "examples" / "lora.yaml").out
     copy = tmp_path / "resolved.yaml"
