@@ -225,7 +225,9 @@ def expected(
         if index is not None:
             places[index] = len(text), len(text) + len(piece)
         text += piece
-    last = max((i for i, is_trained in enumerate(trained) if is_trained), default=-1)
+    # A message without words is no turn, except the assistant's, which ends.
+    is_turn = [m["role"] == "assistant" or m["content"].strip() for m in messages]
+    last = max((i for i in places if trained[i] and is_turn[i]), default=-1)
     parts: list[tuple[int, int]] = []
     for index, (start, stop) in places.items():
         is_answer = messages[index]["role"] == "assistant"
