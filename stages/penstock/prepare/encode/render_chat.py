@@ -195,30 +195,27 @@ class Renderer:
         self, text: str, turns: Sequence[Turn], conversation: Conversation
     ) -> Document:
         """The text with the spans that `roles_to_train` and `train_on_eos` choose."""
-        ends = self._its.trained_ends
-        answers = [
-            turn
-            for turn in turns
-            if conversation.trained[turn.message]
-            and conversation.messages[turn.message]["role"] == "assistant"
-        ]
-        last = max((t.message for t in turns if conversation.trained[t.message]), default=-1)
+        ends, trained = self._its.trained_ends, conversation.trained
+        last = max((turn.message for turn in turns if trained[turn.message]), default=-1)
+        lacks_end = False
         spans: list[Span] = []
         for turn in turns:
-            is_trained = conversation.trained[turn.message]
-            has_end = ends == "all" or (
-                is_trained and (ends == "turn" or (ends == "last" and turn.message == last))
+            message, is_trained = turn.message, trained[turn.message]
+            is_answer = conversation.messages[message]["role"] == "assistant"
+            wants_end = ends == "all" or (
+                is_trained and (ends == "turn" or (ends == "last" and message == last))
             )
-            end = turn.end if has_end else None
-            places = [*turn.earlier, (turn.start, turn.words_end)] if is_trained else []
-            if end and is_trained and turn in answers:
+            end = turn.end if wants_end else None
+            lacks_end |= is_trained and is_answer and wants_end and end is None
+            words = turn.start, turn.words_end
+            if not is_trained:
+                places = [end] if end else []
+            elif end and is_answer:
                 # Also what is between, which the model must write before it can end the turn.
-                places[-1] = turn.start, end[1]
-            elif end:
-                places.append(end)
-            spans += [Span(start, stop, turn.message) for start, stop in places if start < stop]
-        needed = {"none": [], "last": [t for t in answers if t.message == last]}.get(ends, answers)
-        lacks_end = any(turn.end is None for turn in needed)
+                places = [*turn.earlier, (turn.start, end[1])]
+            else:
+                places = [*turn.earlier, words, *([end] if end else [])]
+            spans += [Span(start, stop, message) for start, stop in places if start < stop]
         return _build_document(text, spans, conversation, lacks_end=lacks_end)
 
     def _chat_template(self, tools: Any) -> str:
@@ -349,8 +346,9 @@ def _require_answers(text: str, conversation: Conversation) -> None:
     Only the end is compared, because templates strip text and remove reasoning. Some templates
     silently skip whole turns.
     """
+    trained = conversation.trained
     for number, message in enumerate(conversation.messages, start=1):
-        if not conversation.trained[number - 1]:
+        if not trained[number - 1] or message["role"] != "assistant":
             continue
         words = (message["content"] or "").rpartition("</think>")[2].strip()
         if words[-ANSWER_END:] not in text:
