@@ -108,7 +108,13 @@ def ours(
         for batch in read(loop.rows, groups, loop.reading)
     ]
     numbers = iter(range(len(rows)))
-    return lambda batch: loop.built.engine.step([batch], 1e-4, next(numbers)).loss, rows
+
+    def step(batch: MicroBatch) -> float:
+        loss = loop.built.engine.step([batch], 1e-4, next(numbers)).loss
+        assert loss is not None
+        return loss
+
+    return step, rows
 
 
 def model_of(case: Case) -> transformers.PreTrainedModel:

@@ -64,9 +64,9 @@ def model(tmp_path_factory) -> Path:
     entries = quantized.config.to_dict()
     for name in ("quantization_config", "_model_name_or_path"):
         entries.pop(name, None)
-    found = LlamaForCausalLM(LlamaConfig(**entries))
-    found.load_state_dict(quantized.state_dict())
-    found.to(torch.bfloat16).save_pretrained(scratch / "model")
+    plain = LlamaForCausalLM(LlamaConfig(**entries, dtype=torch.bfloat16))
+    plain.load_state_dict(quantized.state_dict())
+    plain.bfloat16().save_pretrained(scratch / "model")
     tokenizer.save_pretrained(scratch / "model")
     return scratch / "model"
 

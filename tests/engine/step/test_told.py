@@ -8,6 +8,7 @@ import pyarrow as pa
 import pytest
 import torch
 
+from penstock.core.machine.linux import peak_memory_bytes
 from penstock.core.process.rank_heartbeat import Heartbeat
 from penstock.engine.distributed.ranks import init_process_group
 from penstock.engine.non_finite import NonFiniteReport, format_reports
@@ -17,7 +18,7 @@ from penstock.rows.collate import MicroBatch
 from penstock.train.metrics.jsonl import read_metrics
 from penstock.train.metrics.loss_spikes import LossSpikeDetector, LossSpikeMonitor
 from penstock.train.metrics.phase_timer import PhaseTimer
-from penstock.train.metrics.step_metrics import GIB, peak_resident_memory
+from penstock.train.metrics.step_metrics import GIB
 from tests.engine import runs
 from tests.engine.loops import (
     before_each_update,
@@ -239,7 +240,7 @@ def slowed(job):
     ballast = b"x" * (BALLAST * loop.ranks.rank)
     loop.run()
     assert len(ballast) == BALLAST * loop.ranks.rank
-    return list(read_metrics(job.output_dir / "metrics.jsonl"))[-1], peak_resident_memory() / GIB
+    return list(read_metrics(job.output_dir / "metrics.jsonl"))[-1], peak_memory_bytes() / GIB
 
 
 @pytest.mark.dist

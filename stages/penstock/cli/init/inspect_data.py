@@ -109,7 +109,7 @@ def inspect_data(path: str, model: str) -> OwnData:
         faults = measured.faults
         if measured.samples:
             mean = measured.tokens / measured.samples
-            seen = len(records), mean, measured.longest, True
+            seen = len(records), mean, max(measured.lengths), True
             return OwnData(path, found, is_certain, count, *seen, faults)
     per_token = bytes_per_token(HUB_VOCABULARY)
     lengths = [sum(len(text.encode()) for text in _texts(record)) / per_token for record in records]

@@ -30,8 +30,9 @@ def translate_items(
     """Translate the mappings in a list, or the one mapping in its place, with a table, each into
     the item of our list `into` that has the same index; the keys of each have lines of their
     own."""
+    is_list = isinstance(cast("object", entry.value), list)
     for index, item in enumerate(items):
-        above = f"{entry.key}.{index}" if type(entry.value) is list else entry.key
+        above = f"{entry.key}.{index}" if is_list else entry.key
         for key, value in flat_keys(item, table.keys):
             line = Line(f"{above}.{key}", value, "translated")
             entry.draft.lines[line.key] = line
