@@ -79,7 +79,8 @@ def translate(
             "-o",
             "--output",
             metavar="NATIVE",
-            help="Where to write it, with translation_report.json beside it. Default: stdout.",
+            help="Where to write it, with translation_report.json beside it. Default: stdout."
+            " Keys that are not translated are comments in it, and the exit code is then 4.",
         ),
     ] = None,
     world_size: Annotated[
@@ -99,8 +100,7 @@ def translate(
         ),
     ] = False,
 ) -> dict[str, Any]:
-    """Translate another tool's config, and report on each key. Exits with 4 if keys are not
-    translated; they are comments in the written file."""
+    """Translate another tool's config, and report on each key."""
     from penstock.cli.translate import TranslateOptions, translate_file
 
     return translate_file(TranslateOptions(file, output, world_size, dialect, strict), console)

@@ -304,7 +304,7 @@ def init(
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file.")] = False,
 ) -> dict[str, Any]:
-    """Copy a recipe, or write a config with values chosen for your data, model and machine."""
+    """Copy a recipe, or write a config for data of your own."""
     from penstock.cli.init.recipes import copy_recipe, list_recipes, recipes
 
     if name is None or listing:

@@ -125,7 +125,7 @@ MISTAKES = {
         r"run\.yaml:1: data\.datasets: required", "model:\n  model_path: {{ model }}\n"
     ),
     "axolotl with a misspelt type": file(
-        r"a\.yml:2: datasets: type: alpacaa of a data set",
+        r"a\.yml:4: datasets\.0\.type: 'alpacaa' has no counterpart; did you mean alpaca\?",
         "base_model: x/y\ndatasets:\n  - path: rows.jsonl\n    type: alpacaa\nadapter: lora\n",
         "a.yml",
     ),

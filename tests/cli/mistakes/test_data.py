@@ -95,7 +95,12 @@ DATA: dict[str, tuple[str | bytes, str, dict[str, Any], str]] = {
     "a cut line": (CHAT * 3 + CHAT[:20], "d.jsonl", {}, "d.jsonl:4: not JSON: Unterminated"),
     "a cut array": ('[{"text": "a"}, {"text": ', "d.json", {}, "d.json:1: not JSON"),
     "a list of texts": ('["a", "b"]', "d.json", {}, "where an object is meant"),
-    "everything below data": ('{"data": [{"text": "a"}]}', "d.json", {}, "they have data"),
+    "everything below data and more": (
+        '{"data": [{"text": "a"}], "more": [{"text": "b"}]}',
+        "d.json",
+        {},
+        "they have data, more",
+    ),
     "roles of ShareGPT": (
         CHAT.replace('"user"', '"human"'),
         "d.jsonl",

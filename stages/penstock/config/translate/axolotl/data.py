@@ -1,5 +1,6 @@
 """Axolotl: data sets, whose `type` says what they hold."""
 
+import difflib
 import re
 from collections.abc import Mapping
 from typing import Any, cast
@@ -116,7 +117,9 @@ def _type(entry: Entry) -> None:
     base = re.split(r"[.:]", str(kind))[0]
     name = kind if kind in known else base
     if name not in known or (name == base != kind and rl):
-        entry.refuse(f"there are {', '.join(known)}")
+        near = difflib.get_close_matches(str(kind), known, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+        entry.refuse(f"{str(kind)[:40]!r} has no counterpart; {hint}")
         return
     preferred = {"type": "kto" if rl == "kto" else "preference"} if rl else {}
     columns = {**preferred, **known[name]}

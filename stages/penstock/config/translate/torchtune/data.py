@@ -97,7 +97,9 @@ def _builder(entry: Entry) -> None:
     known: Mapping[str, Any] = BUILDERS.get(name) or BUILDERS.get(short) or {}
     if not known:
         if "source" not in entry.beside:
-            entry.refuse(f"there are {', '.join(BUILDERS)}; others with source: and split:")
+            builders = ", ".join(BUILDERS)
+            why = f"there are {builders}; others with source: and split:"
+            entry.refuse(f"{short[:40]!r} has no counterpart; {why}")
             return
         entry.approximated("what its records hold is told by the first ones")
     source = entry.draft.value(entry.into.rstrip("."))
