@@ -384,8 +384,11 @@ def test_a_limit_takes_the_same_rows_from_everywhere(rows, limit, chosen):
 
 def test_every_token_weighs_alike_in_an_evaluation_whichever_data_set_it_is_of(folder):
     rows = PackedRows(folder / "packed" / "data" / "validation")
-    # Summed loss, tokens and those foretold of each data set, in two updates.
-    parts = [[[5.0, 2, 1], [100.0, 60, 12]], [[3.0, 2, 0], [200.0, 136, 87]]]
+    # Summed loss, loss weights, tokens and those foretold of each data set, in two updates.
+    parts = [
+        [[5.0, 3, 2, 1], [100.0, 60, 60, 12]],
+        [[3.0, 1, 2, 0], [200.0, 136, 136, 87]],
+    ]
     counts = iter(torch.tensor(parts, dtype=torch.float64))
     evaluates = SimpleNamespace(counts=lambda *_: next(counts))
     built: Any = SimpleNamespace(evaluator=evaluates)
