@@ -64,7 +64,7 @@ def test_what_the_command_has_made_is_found_done(tmp_path):
         "train": "missing",
         "export": "missing",
     }
-    assert ps.load(config).status()["prepare"] == "stale"
+    assert ps.load(config).status()["prepare"] == "missing"
 
 
 def test_a_plan_says_what_the_command_says(done):

@@ -142,10 +142,11 @@ def test_of_two_at_once_one_works_and_the_other_waits_and_reuses(tmp_path):
 
 def test_a_run_with_other_settings_in_the_same_folder_is_refused_while_one_works(tmp_path):
     stage = Letters(before=UntilThere(tmp_path / "end"))
-    first = SPAWN.Process(target=build, args=(tmp_path, stage, SPAWN.Queue()))
+    outcomes = SPAWN.Queue()
+    first = SPAWN.Process(target=build, args=(tmp_path, stage, outcomes))
     first.start()
     try:
-        while not (tmp_path / "letters" / "begun").exists():
+        while first.is_alive() and not (tmp_path / "letters" / "begun").exists():
             time.sleep(0.01)
         other = Letters(settings=LettersSettings(letters="xyz"))
         step = PlannedStage(other, step_of(stage, tmp_path).path)

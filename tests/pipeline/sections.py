@@ -3,6 +3,9 @@
 import json
 from pathlib import Path
 
+import numpy as np
+from safetensors.numpy import save_file
+
 from tests.engine.inputs import MODELS, SHAPE
 from tests.engine.runs import TINY
 
@@ -106,7 +109,8 @@ def adapter(weights):
         folder.mkdir(exist_ok=True)
         said = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
         (folder / "adapter_config.json").write_text(json.dumps(said))
-        (folder / "adapter_model.safetensors").write_bytes(weights)
+        tensor = np.frombuffer(weights, np.uint8)
+        save_file({"weights": tensor}, folder / "adapter_model.safetensors")
         return {"lora": {"init_adapter_path": str(folder)}}
 
     return sections

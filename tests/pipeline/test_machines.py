@@ -128,5 +128,8 @@ def test_two_machines_stop_together_save_and_go_on_to_the_end(machines, tmp_path
     assert [first.returncode, second.returncode] == [0, 0], said
     assert steps(tmp_path) == list(range(1, 151))
     assert (tmp_path / "out" / MANIFEST).is_file()
-    assert said[0].splitlines()[-1].startswith("next "), "the first machine has exported the model"
+    lines = said[0].splitlines()
+    assert any(line.startswith("next ") for line in lines), (
+        "the first machine has exported the model"
+    )
     assert "train" in said[1].splitlines()[-1], "the second machine has only lent its processes"

@@ -8,7 +8,8 @@ from penstock.prepare.unread_columns import unread_columns
 from penstock.rows.prepared import PreparedSamples
 from penstock.rows.schema import SPLITS
 
-SECTIONS = {"train": "datasets", "validation": "test_datasets"}
+SECTIONS = {"train": "datasets", "validation": "test_datasets", "avoid": "decontaminate_datasets"}
+"""The list in section `data` of sources with a role."""
 
 REASON_TEXTS = {
     "empty": "empty",

@@ -15,6 +15,7 @@ from penstock.core.errors import PenstockError, StageError
 from penstock.prepare.bad_records import Tally, format_causes
 from penstock.prepare.infer_type import infer_from_splits
 from penstock.prepare.mix import build_mixer, mix_settings
+from penstock.prepare.notices import SECTIONS
 from penstock.prepare.select.features import LONGEST, TOKENS, TRAINED, Array, Features
 from penstock.prepare.select.select import Selection
 from penstock.prepare.settings import PrepareSettings
@@ -24,8 +25,6 @@ from penstock.rows.sample_order import DatasetMixer, samples_per_dataset
 from penstock.rows.schema import SPLITS, histogram
 
 FORMAT = 2
-
-SECTIONS = {"train": "datasets", "validation": "test_datasets", "avoid": "decontaminate_datasets"}
 
 
 def build_plan(

@@ -119,7 +119,7 @@ def test_a_folder_that_is_no_whole_model_is_told_before_any_work(mistake, models
 TOKENIZERS: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "the tokenizer is missing": ("whole", remove("tokenizer*"), "holds no tokenizer"),
     "the tokenizer is broken": ("whole", write("tokenizer.json", "{"), "cannot be loaded"),
-    "another vocabulary": ("narrow", remove("nothing"), "knows 100 (vocab_size)"),
+    "another vocabulary": ("narrow", remove("nothing"), "beyond the 100 tokens of the model"),
 }
 
 

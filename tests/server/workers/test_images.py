@@ -133,7 +133,8 @@ def test_a_step_is_that_of_torch_and_what_is_saved_has_the_vision_tower(folder, 
     assert np.allclose(found, scored, atol=1e-4)
     for name, tensor in wanted.items():
         error = (ours[name] - tensor).norm() / tensor.norm()
-        assert error < 1e-5, (name, error)
+        # Adam amplifies rounding where gradients are nearly zero, as those of key biases are.
+        assert error < 2e-5, (name, error)
         assert ("visual" in name) == torch.equal(tensor, before[name])
 
 
