@@ -158,7 +158,7 @@ def test_a_foreign_file_is_checked_with_warnings_of_what_is_left_out(
     theirs.write_text(AXOLOTL)
     refused = penstock("check", theirs)
     assert refused.code == 2
-    assert f"{theirs}:11: datasets.1.type: there are chat_template" in refused.err
+    assert f"{theirs}:11: datasets.1.type: 'own" in refused.err
 
 
 def test_files_beside_training_configs_are_named_for_what_they_are(tmp_path: Path) -> None:
