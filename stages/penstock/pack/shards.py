@@ -61,8 +61,10 @@ def write_shard(
 def read_shard_stats(shard: Path, sizes: Indices) -> ShardStats:
     """The statistics of a file that was written before; `sizes` as for `write_shard`."""
     batches = map_batches(shard)
-    labels = np.concatenate([flat(batch.column("labels"))[0] for batch in batches])
-    largest = max(int(flat(batch.column("input_ids"))[0].max(initial=0)) for batch in batches)
+    columns = [flat(batch.column("labels"))[0] for batch in batches]
+    labels = np.concatenate([np.empty(0, np.int32), *columns])
+    ids = [flat(batch.column("input_ids"))[0] for batch in batches]
+    largest = max((int(tokens.max(initial=0)) for tokens in ids), default=0)
     return ShardStats(_count_trained(labels, np.cumsum(sizes)), largest)
 
 
