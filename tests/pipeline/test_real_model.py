@@ -61,10 +61,10 @@ def model(tmp_path_factory) -> Path:
         tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF)
     finally:
         sys.path.remove(str(scratch / "lib"))
-    entries = quantized.config.to_dict()
-    for name in ("quantization_config", "_model_name_or_path"):
-        entries.pop(name, None)
-    plain = LlamaForCausalLM(LlamaConfig(**entries, dtype=torch.bfloat16))
+    config = quantized.config.to_dict()
+    for name in ("quantization_config", "_model_name_or_path", "dtype"):
+        config.pop(name, None)
+    plain = LlamaForCausalLM(LlamaConfig(**config))
     plain.load_state_dict(quantized.state_dict())
     plain.bfloat16().save_pretrained(scratch / "model")
     tokenizer.save_pretrained(scratch / "model")
