@@ -169,6 +169,16 @@ CHATS: dict[str, Chat] = {
         [WEATHER],
     ),
     "tools in system": Chat([user("Hi")], [PLAN], {"tools_in_user_message": False}),
+    "reasoning in the system prompt": Chat([user("q"), assistant("a")], None, {"thinking": True}),
+    "thinking as text": Chat([system("Be brief. /no_think"), user("q"), assistant("\n\na")]),
+    "nothing but thinking": Chat([system("/think"), user("q")], None, {"enable_thinking": False}),
+    "system only": Chat([system("Just this. /system_override"), user("q"), assistant("a")]),
+    "tools as variables": Chat(
+        [user("q"), assistant("a")], None, {"xml_tools": [CLOCK], "python_tools": [PLAN]}
+    ),
+    "tools as text": Chat(
+        [{**system("Help."), "tools": '[{"name": "f"}]'}, user("q"), assistant("a")]
+    ),
 }
 
 

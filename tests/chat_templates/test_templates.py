@@ -25,10 +25,12 @@ ENDS = {
     "command-r": "<|END_OF_TURN_TOKEN|>",
     "deepseek-r1": "<\uff5cend▁of▁sentence\uff5c>",
     "deepseek-v3": "<\uff5cend▁of▁sentence\uff5c>",
+    "falcon": "",
     "gemma": "<end_of_turn>",
     "gemma3": "<end_of_turn>",
     "glm4": "",
     "glm4.5": "",
+    "granite": "<|end_of_text|>",
     "llama2": " </s>",
     "llama3": "<|eot_id|>",
     "llama3.1": "<|eot_id|>",
@@ -39,6 +41,8 @@ ENDS = {
     "mistral-v7-tekken": "</s>",
     "phi3": "<|end|>",
     "phi3.5": "<|end|>",
+    "phi4-mini": "<|end|>",
+    "vicuna": "</s>",
     "zephyr": "</s>",
 }
 """What ends an answer; `<|im_end|>` where none is named."""

@@ -16,6 +16,7 @@ AXOLOTL: Mapping[str, str] = {
     "deepseek_v3": "deepseek-v3",
     "gemma": "gemma",
     "gemma3": "gemma3",
+    "granite": "granite",
     "llama3": "llama3",
     "mistral_v1": "mistral-v1",
     "mistral_v2v3": "mistral-v3",
@@ -39,22 +40,27 @@ LLAMA_FACTORY: Mapping[str, str] = {
     "glm4": "glm4",
     "glm4_moe": "glm4.5",
     "gpt_oss": "gpt-oss",
+    "granite3": "granite",
     "llama2": "llama2",
     "llama3": "llama3",
     "mistral": "mistral-v3",
     "phi": "phi3",
     "phi4": "phi4",
+    "phi4_mini": "phi4-mini",
     "qwen": "qwen2.5",
     "qwen3": "qwen3",
     "qwen3_nothink": "qwen3-instruct",
     "smollm2": "smollm2",
+    "vicuna": "vicuna",
     "zephyr": "zephyr",
 }
 """`template` of LLaMA-Factory."""
 
-DIFFERING = frozenset({"smollm2", "zephyr", "qwen3_nothink", "deepseek3", "deepseekr1"})
-"""Templates of LLaMA-Factory with another default system prompt, or that treat reasoning in another
-way, than those published with the models."""
+DIFFERING = frozenset(
+    {"smollm2", "zephyr", "qwen3_nothink", "deepseek3", "deepseekr1", "granite3", "vicuna"}
+)
+"""Templates of LLaMA-Factory with another default system prompt or other blanks, or that treat
+reasoning in another way, than those published with the models."""
 
 TOKENIZERS = ("tokenizer_default", "jinja", "default", "empty")
 FALLBACK = "tokenizer_default_fallback_"
@@ -73,7 +79,7 @@ def chat_template(names: Mapping[str, str]) -> Rule:
             if names is LLAMA_FACTORY and name in DIFFERING:
                 entry.approximated(
                     f"{names[name]} is the template published with the model; this one has another "
-                    "default system prompt, or treats reasoning in another way"
+                    "default system prompt, other blanks, or treats reasoning in another way"
                 )
         elif name in TOKENIZERS:
             entry.no_effect(
