@@ -233,6 +233,7 @@ CHANGES = {
             "field_message_role",
             "field_message_content",
             "field_message_training",
+            "field_message_training_detail",
             "field_instruction",
             "field_input",
             "field_output",

@@ -27,6 +27,7 @@ LATER = (
     "field_message_role",
     "field_message_content",
     "field_message_training",
+    "field_message_training_detail",
     "message_roles",
     "drop_system_message",
     "field_weight",
@@ -61,6 +62,7 @@ class DatasetSettings(Settings):
     field_message_role: str | None = None
     field_message_content: str | None = None
     field_message_training: str | None = None
+    field_message_training_detail: str | None = None
     message_roles: dict[MessageRole, list[str]] | None = None
     drop_system_message: bool = False
     field_tools: str = "tools"

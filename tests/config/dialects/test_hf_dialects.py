@@ -404,6 +404,10 @@ def test_each_key_of_an_axolotl_data_set_has_a_line() -> None:
         ),
         ({"roles": {"assistant": ["gpt", "bot"]}}, {"message_roles": {"assistant": ["bot"]}}),
         ({"message_field_training": "kept"}, {"field_message_training": "kept"}),
+        (
+            {"message_field_training_detail": "parts"},
+            {"field_message_training_detail": "parts"},
+        ),
         ({"drop_system_message": True}, {"drop_system_message": True}),
         ({"roles_to_train": ["gpt", "human"]}, {"roles_to_train": ["assistant", "user"]}),
         ({"train_on_eos": "last"}, {"train_on_eos": "last"}),

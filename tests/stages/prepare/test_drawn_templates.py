@@ -8,6 +8,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -155,6 +156,21 @@ def draw_messages(draw: random.Random, template: Drawn) -> list[dict[str, Any]]:
     return messages
 
 
+def draw_details(draw: random.Random, messages: list[dict[str, Any]], roles: list[str]) -> None:
+    """Give messages of trained roles lists of ranges of their characters."""
+    for message in messages:
+        content = message["content"]
+        is_excluded = message["role"] not in roles or message.get("weight") == 0
+        if is_excluded or not content.strip() or draw.random() < 0.3:
+            continue
+        places = sorted(draw.sample(range(len(content) + 1), draw.randint(0, len(content))))
+        message["detail"] = [
+            {"begin_offset": a, "end_offset": b - 1, "train": draw.random() < 0.5}
+            for a, b in pairwise(places)
+            if draw.random() < 0.8
+        ]
+
+
 def pieces_of(
     template: Drawn, messages: list[dict[str, Any]], *, is_per_turn: bool
 ) -> Iterator[tuple[str, int | None]]:
@@ -204,12 +220,32 @@ def end_of(template: Drawn, text: str, place: int, *, is_answer: bool, is_last: 
     return start, place + stop
 
 
+def reasoning_length(message: dict[str, Any], words: str) -> int:
+    """Characters before the content in the words of a message."""
+    shown = f"<think>{message.get('reasoning_content')}</think>"
+    return len(shown) if message["role"] == "assistant" and words.startswith(shown) else 0
+
+
+def details_of(template: Drawn, message: dict[str, Any], place: int) -> Iterator[tuple[int, int]]:
+    """The trained ranges of a message whose content, as the template shows it, is at `place`."""
+    content = message["content"]
+    first, last = 0, len(content)
+    if template.trims:
+        first, last = len(content) - len(content.lstrip()), len(content.rstrip())
+    for entry in message["detail"]:
+        start, stop = max(entry["begin_offset"], first), min(entry["end_offset"] + 1, last)
+        if entry["train"] and start < stop:
+            yield place + start - first, place + stop - first
+
+
 def expected(
     template: Drawn, messages: list[dict[str, Any]], settings: DatasetSettings
 ) -> tuple[str, list[tuple[int, int]]]:
     """(whole text, trained parts of it)."""
     roles, ends = settings.roles_to_train, settings.trained_ends
-    trained = [m["role"] in roles and m.get("weight") != 0 for m in messages]
+    trained = [
+        m["role"] in roles and m.get("weight") != 0 and m.get("detail") != [] for m in messages
+    ]
     wanted = [
         i
         for i, m in enumerate(messages)
@@ -218,12 +254,13 @@ def expected(
     is_changed = template.reasoning == "last" and any(
         "reasoning_content" in messages[i] and i < len(messages) - 1 for i in wanted
     )
-    text, places = "", dict[int, tuple[int, int]]()
+    text, places, contents = "", dict[int, tuple[int, int]](), dict[int, int]()
     for piece, index in pieces_of(
         template, messages, is_per_turn=is_changed and not template.marks
     ):
         if index is not None:
             places[index] = len(text), len(text) + len(piece)
+            contents[index] = len(text) + reasoning_length(messages[index], piece)
         text += piece
     # A message without words is no turn, except the assistant's, which ends.
     is_turn = [m["role"] == "assistant" or m["content"].strip() for m in messages]
@@ -237,13 +274,18 @@ def expected(
         has_end = ends == "all" or (
             trained[index] and (ends == "turn" or (ends == "last" and index == last))
         )
-        parts += [(start, stop)] * trained[index]
+        detail = messages[index].get("detail")
+        if detail is None:
+            parts += [(start, stop)] * trained[index]
+        elif trained[index]:
+            parts += details_of(template, messages[index], contents[index])
         if end and has_end:
-            parts.append((stop if is_answer and trained[index] else end[0], end[1]))
+            is_whole = is_answer and trained[index] and detail is None
+            parts.append((stop if is_whole else end[0], end[1]))
     return text, [part for part in parts if part[0] < part[1]]
 
 
-def check(seed: int) -> None:
+def check(seed: int, *, is_detailed: bool = False) -> None:
     draw = random.Random(seed)
     template = draw_template(draw)
     messages = draw_messages(draw, template)
@@ -251,6 +293,9 @@ def check(seed: int) -> None:
         "roles_to_train": draw.choice([["assistant"]] * 4 + [["user", "assistant"]]),
         "train_on_eos": draw.choice(["turn"] * 4 + ["all", "last", "none"]),
     }
+    if is_detailed:
+        draw_details(random.Random(seed), messages, options["roles_to_train"])
+        options["field_message_training_detail"] = "detail"
     settings = DatasetSettings(type="chat", **options)
     tokenizer: Any = tokenizer_of(draw.choice(KINDS))
     tokenizer.chat_template = template.jinja()
@@ -281,6 +326,19 @@ def check(seed: int) -> None:
 def test_tokens_are_of_the_whole_text_and_those_of_the_words_and_ends_are_trained(start):
     for seed in range(start, start + 20):
         check(seed)
+
+
+@pytest.mark.parametrize("start", range(0, 160, 20))
+def test_tokens_of_the_trained_characters_and_of_the_end_are_trained(start):
+    for seed in range(start, start + 20):
+        check(seed, is_detailed=True)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("start", range(5000, 7500, 100))
+def test_thousands_of_ranges(start):
+    for seed in range(start, start + 100):
+        check(seed, is_detailed=True)
 
 
 @pytest.mark.exhaustive

@@ -161,6 +161,7 @@ def test_fields_of_messages_are_refused_for_types_without_messages():
         ("field_message_role", "from"),
         ("field_message_content", "value"),
         ("field_message_training", "train"),
+        ("field_message_training_detail", "training_detail"),
         ("message_roles", {"user": ["x"]}),
         ("drop_system_message", True),
     ):

@@ -309,6 +309,14 @@ def _check_sample_kinds(run: RunConfig) -> Issues:
 
 
 def _check_loss_mask_options(run: RunConfig) -> Issues:
+    for path, entry in _iter_datasets(run):
+        if run.data.train_on_prompt and entry.field_message_training_detail:
+            yield ConfigIssue(
+                (*path, "field_message_training_detail"),
+                "names the characters that are trained, and data.train_on_prompt: true trains the"
+                " others too; leave one of the two out",
+                ("data.train_on_prompt",),
+            )
     first_path, first = next(iter(_iter_datasets(run, TRAIN)))
     if first.kind == "sft" or not first.is_typed:
         return

@@ -18,6 +18,7 @@ TYPES_OF_FIELD: Mapping[str, tuple[FormatName, ...]] = {
     "field_message_role": MESSAGES,
     "field_message_content": MESSAGES,
     "field_message_training": MESSAGES,
+    "field_message_training_detail": ("chat", "sharegpt"),
     "message_roles": MESSAGES,
     "drop_system_message": (*MESSAGES, "alpaca", "sft_turns", "preference_turns"),
     "field_tools": ("chat", "sharegpt", "alpaca", *PAIRS),

@@ -165,6 +165,11 @@ class DatasetConfig(ConfigSection):
     `train`, `training`, `trainable`, `train_on`, `loss` and `loss_mask`, and with the opposite
     meaning `masked` and `mask`."""
 
+    field_message_training_detail: str | None = Field(default=None, min_length=1)
+    """`chat` and `sharegpt`: key of a message that says which characters of its content are
+    trained: a list of `{begin_offset: 0, end_offset: 3, train: true}`, where the end is the last
+    character. The others are not trained; the end of the turn is."""
+
     message_roles: Annotated[
         dict[MessageRole, list[str]] | None, AfterValidator(_check_message_roles)
     ] = None

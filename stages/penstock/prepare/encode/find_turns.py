@@ -13,6 +13,7 @@ from typing import Any, Literal
 from jinja2 import TemplateError
 
 from penstock.prepare.bad_records import BadRecord
+from penstock.prepare.encode.locate_ranges import locate_ranges
 from penstock.prepare.encode.render_per_turn import NEEDS_MARKS, PLACEHOLDER, render_per_turn
 from penstock.prepare.encode.turn_ends import Turn, TurnEnds
 from penstock.prepare.formats.conversation import Conversation, Message
@@ -145,6 +146,39 @@ class TurnFinder:
         return Turn(
             message, start, words_end, self._ends.find_token(text, words_end, tail, closing)
         )
+
+    def with_ranges(
+        self,
+        template: str,
+        conversation: Conversation,
+        turn: Turn,
+        answers: Sequence[int],
+        find: FindAnswers,
+        text: str,
+    ) -> Turn:
+        """The turn with the ranges of its words that are trained, if its message has some; `text`
+        is that of `find`. Raises BadRecord if they are not at one place of the text."""
+        ranges = conversation.ranges.get(turn.message)
+        if ranges is None or not conversation.trained[turn.message]:
+            return turn
+        message = conversation.messages[turn.message]
+
+        def render(content: str) -> str | None:
+            messages = [*conversation.messages]
+            messages[turn.message] = {**message, "content": content}
+            found = find(template, replace(conversation, messages=messages), answers)
+            return found and found[0]
+
+        words = min([turn.start, *(start for start, _ in turn.earlier)]), turn.words_end
+        located = locate_ranges(str(message["content"]), ranges, text, words, render)
+        if located is None:
+            raise BadRecord(
+                "template",
+                f"the chat template changes what message {turn.message + 1} says, so it is not "
+                "known which of its tokens are the characters to be trained; train it whole, or "
+                "use another chat template",
+            )
+        return replace(turn, ranges=tuple(located))
 
     @staticmethod
     def _not_located(conversation: Conversation, message: int, how: str) -> BadRecord:

@@ -132,8 +132,9 @@ class Renderer:
         prompt = [i for i, part in enumerate(parts[:-1]) if part] or [0]
         text, spans = "", list[Span]()
         for i in (*prompt, len(parts) - 1):
-            if conversation.trained[i] and parts[i]:
-                spans.append(Span(len(text), len(text) + len(parts[i]), i))
+            if conversation.trained[i]:
+                ranges = conversation.ranges.get(i, [(0, len(parts[i]))])
+                spans += [Span(len(text) + a, len(text) + b, i) for a, b in ranges if a < b]
             text += parts[i] if i == len(parts) - 1 else parts[i] + BREAK
         return _build_document(text, spans, conversation)
 
@@ -180,6 +181,11 @@ class Renderer:
         for message in sorted({*messages} - {*answers}):
             turn = self._finder.locate(template.text, conversation, message, answers, find, text)
             turns += [turn] if turn else []
+        if conversation.ranges:
+            turns = [
+                self._finder.with_ranges(template.text, conversation, turn, answers, find, text)
+                for turn in turns
+            ]
         return text, sorted(turns, key=lambda turn: turn.start)
 
     def _count_per_turn(self) -> None:
@@ -210,6 +216,8 @@ class Renderer:
             words = turn.start, turn.words_end
             if not is_trained:
                 places = [end] if end else []
+            elif turn.ranges is not None:
+                places = [*turn.ranges, *([end] if end else [])]
             elif end and is_answer:
                 # Also what is between, which the model must write before it can end the turn.
                 places = [*turn.earlier, (turn.start, end[1])]
@@ -337,6 +345,9 @@ def _drop_oldest_turns(
         conversation,
         messages=[messages[i] for i in kept],
         weights=tuple(conversation.weights[i] for i in kept),
+        ranges={
+            new: conversation.ranges[i] for new, i in enumerate(kept) if i in conversation.ranges
+        },
     )
 
 

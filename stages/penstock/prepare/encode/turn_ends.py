@@ -25,6 +25,8 @@ class Turn:
     """[start, stop) of the tokens that end it; None if there is none."""
     earlier: tuple[tuple[int, int], ...] = ()
     """Words before `start`, for templates that mark them in several parts."""
+    ranges: tuple[tuple[int, int], ...] | None = None
+    """The only parts of its words that are trained; None: all are."""
 
 
 class TurnEnds:

@@ -1,7 +1,7 @@
 """Parsed records, independent of the format: conversations, preference pairs, rated completions."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +38,12 @@ class Conversation:
 
     template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Variables of the chat template that the record sets (column `chat_template_kwargs`)."""
+
+    ranges: Mapping[int, Sequence[tuple[int, int]]] = field(
+        default_factory=dict[int, Sequence[tuple[int, int]]]
+    )
+    """[start, stop) of the characters that are trained, by index of the message; of other messages
+    all are."""
 
     @property
     def trained(self) -> tuple[bool, ...]:

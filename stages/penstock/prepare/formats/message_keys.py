@@ -46,6 +46,8 @@ class MessageKeys:
     """Keys that say whether a message is trained."""
     trained_roles: Collection[str] = ("assistant",)
     """The roles of `roles_to_train`."""
+    detail: str | None = None
+    """Key that says which characters of a message are trained."""
 
     def of(self, message: Mapping[str, Any]) -> tuple[str, str]:
         """(key of the role, key of the content) of this message."""
@@ -65,7 +67,8 @@ def message_keys(its: DatasetSettings) -> MessageKeys:
     Where keys or roles are named, roles have ShareGPT's names too.
     """
     keys = OPENAI if its.type == "chat" else SHAREGPT
-    keys = replace(keys, trained_roles=its.roles_to_train)
+    detail = its.field_message_training_detail
+    keys = replace(keys, trained_roles=its.roles_to_train, detail=detail)
     role, content, roles = its.field_message_role, its.field_message_content, its.message_roles
     if role or content:
         keys = replace(keys, spellings=[(role or r, content or c) for r, c in keys.spellings])

@@ -29,6 +29,7 @@ from penstock.prepare.formats.tool_calls import (
     parse_tool_calls,
     parse_tools,
 )
+from penstock.prepare.formats.training_detail import Ranges, trained_ranges
 from penstock.prepare.formats.training_flags import message_weight
 from penstock.prepare.settings import DatasetSettings
 
@@ -47,6 +48,8 @@ class Turn:
 
     message: Message
     weight: float = 0.0
+    ranges: Ranges | None = None
+    """The characters of its content that are trained; None: all."""
 
     @property
     def trained(self) -> bool:
@@ -85,6 +88,7 @@ def build_conversation(
     elif first and turns[0].message["role"] != "system":
         turns = [text_turn("system", first), *turns]
     messages, unplaced = place_media(record, [turn.message for turn in turns])
+    ranges = {i: turn.ranges for i, turn in enumerate(turns) if turn.ranges is not None}
     return Conversation(
         messages,
         _read_tools(settings, record),
@@ -93,6 +97,7 @@ def build_conversation(
             for turn in turns
         ),
         unplaced,
+        ranges=ranges,
     )
 
 
@@ -162,8 +167,24 @@ def parse_message(where: str, value: Any, keys: MessageKeys) -> Turn:
     message["content"] = _parse_content(where, value, role, content_key, may_lack=bool(calls))
     if len(value) > 2:
         message.update(_parse_other_fields(where, value, keys))
+    return Turn(message, *_trained_part(where, value, keys, role, message["content"]))
+
+
+def _trained_part(
+    where: str, value: Message, keys: MessageKeys, role: str, content: Any
+) -> tuple[float, Ranges | None]:
+    """(loss weight, trained ranges of the content) of a message."""
     weight = message_weight(where, value, keys.flags, role, keys.trained_roles)
-    return Turn(message, weight)
+    if keys.detail is None or value.get(keys.detail) is None:
+        return weight, None
+    return trained_ranges(
+        f"{where}.{keys.detail}",
+        value[keys.detail],
+        content,
+        weight,
+        is_flagged=any(value.get(flag) is not None for flag in keys.flags),
+        is_role=role in keys.trained_roles,
+    )
 
 
 def text_turn(role: str, text: str) -> Turn:
@@ -194,8 +215,7 @@ def _parse_call_message(where: str, value: Message, key: str, keys: MessageKeys)
     calls = parse_inline_calls(f"{where}.{key}", value[key])
     message: Message = {"role": "assistant", "content": None, "tool_calls": calls}
     message.update(_parse_other_fields(where, value, keys))
-    weight = message_weight(where, value, keys.flags, "assistant", keys.trained_roles)
-    return Turn(message, weight)
+    return Turn(message, *_trained_part(where, value, keys, "assistant", None))
 
 
 def _is_continuation(before: Turn, turn: Turn) -> bool:
@@ -205,6 +225,7 @@ def _is_continuation(before: Turn, turn: Turn) -> bool:
         and turn.message["content"] is None
         and before.is_answer
         and before.weight == turn.weight
+        and before.ranges == turn.ranges
     )
 
 
@@ -247,7 +268,7 @@ def _parse_content(
 
 def _parse_other_fields(where: str, value: Message, keys: MessageKeys) -> Message:
     role_key, content_key = keys.of(value)
-    read = {role_key, content_key, *READ_FIELDS, *keys.flags}
+    read = {role_key, content_key, *READ_FIELDS, *keys.flags, keys.detail}
     kept: Message = {}
     for name, entry in value.items():
         if entry is None or name in read:

@@ -51,7 +51,7 @@ def message_weight(
     those that train a message of another role.
     """
     written = {
-        name: _parse_flag(f"{where}.{name}", message[name], flag)
+        name: parse_flag(f"{where}.{name}", message[name], flag)
         for name, flag in flags.items()
         if message.get(name) is not None
     }
@@ -67,7 +67,7 @@ def message_weight(
     return math.prod(written.values())
 
 
-def _parse_flag(where: str, value: Any, flag: Flag) -> float:
+def parse_flag(where: str, value: Any, flag: Flag) -> float:
     """The loss weight that a flag gives its message."""
     if isinstance(value, str):
         value = WORDS.get(value.strip().lower(), value)

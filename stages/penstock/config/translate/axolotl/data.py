@@ -235,6 +235,7 @@ TABLE = Table(
         "field": "field_text",
         "text_column": "field_text",
         "message_field_training": "field_message_training",
+        "message_field_training_detail": "field_message_training_detail",
     },
     computed={
         "type": _type,
@@ -251,7 +252,6 @@ TABLE = Table(
         "trust_remote_code": _trust,
     },
     unsupported={
-        "message_field_training_detail": "a message is trained whole or not at all",
         "split_thinking": "put reasoning into reasoning_content of messages",
         "logprobs_field": OF_TEACHERS,
         "temperature": OF_TEACHERS,

@@ -1,0 +1,96 @@
+"""Which characters of a message are trained (`field_message_training_detail`), as in axolotl.
+
+A list of `{"begin_offset": …, "end_offset": …, "train": …}`, in characters, the end inclusive.
+Characters in no entry are not trained.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from penstock.prepare.bad_records import BadRecord, describe_value, json_type_name
+from penstock.prepare.formats.json_values import parse_json_text
+from penstock.prepare.formats.training_flags import Flag, parse_flag
+
+Ranges = tuple[tuple[int, int], ...]
+"""[start, stop) in characters of a message's content; sorted and disjoint."""
+
+BEGIN, END, TRAIN = "begin_offset", "end_offset", "train"
+MEANT = f"{BEGIN}, {END} and {TRAIN}"
+
+
+def trained_ranges(
+    where: str, value: Any, content: Any, weight: float, *, is_flagged: bool, is_role: bool
+) -> tuple[float, Ranges | None]:
+    """(loss weight, trained ranges; None: all) of a message with `content` and this `value`.
+
+    `weight`: as the message's flags say, of which it has some if `is_flagged`; `is_role`: whether
+    its role is trained. An empty list excludes the message, unless a flag trains it; a list without
+    a trained entry leaves the end of its turn, as in axolotl. Raises BadRecord.
+    """
+    entries = parse_json_text(where, value)
+    if not isinstance(entries, list):
+        kind = json_type_name(entries)
+        raise BadRecord(
+            "wrong_type", f"{where} is {kind} where a list of entries with {MEANT} is meant"
+        )
+    if not entries:
+        return (weight if is_flagged else 0.0), None
+    if not isinstance(content, str) or not content.strip():
+        what = "blank" if isinstance(content, str) else "not text"
+        raise BadRecord(
+            "bad_value", f"{where} is about characters of a content that is {what}; leave it out"
+        )
+    ranges = _parse_entries(where, entries, len(content))
+    if ranges and not weight:
+        why = "a key beside it excludes the message" if is_role else "roles_to_train lacks its role"
+        raise BadRecord("bad_value", f"{where} trains characters, but {why}")
+    return weight, ranges
+
+
+def _parse_entries(where: str, entries: Sequence[Any], length: int) -> Ranges:
+    found: list[tuple[int, int, bool, int]] = []
+    for index, entry in enumerate(entries):
+        at = f"{where}[{index}]"
+        if not isinstance(entry, dict):
+            kind = json_type_name(entry)
+            raise BadRecord("wrong_type", f"{at} is {kind} where an object with {MEANT} is meant")
+        begin, end = (_parse_offset(at, entry, name) for name in (BEGIN, END))
+        if not begin <= end < length:
+            raise BadRecord(
+                "bad_value",
+                f"{at} is from {begin} to {end}, which the content of {length} characters does not "
+                f"have; offsets count from 0, and {END} is the last character",
+            )
+        if entry.get(TRAIN) is None:
+            raise BadRecord("missing_column", f"{at} has no {TRAIN}")
+        trains = parse_flag(f"{at}.{TRAIN}", entry[TRAIN], Flag()) > 0
+        if others := [n for n in entry if n not in (BEGIN, END, TRAIN) and entry[n] is not None]:
+            raise BadRecord("bad_value", f"{at} has {', '.join(others)}; it may have {MEANT}")
+        found.append((begin, end + 1, trains, index))
+    found.sort()
+    for (_, stop, _, one), (start, _, _, other) in pairwise(found):
+        if start < stop:
+            raise BadRecord("bad_value", f"{where}[{one}] and [{other}] overlap at {start}")
+    joined: list[tuple[int, int]] = []
+    for start, stop, trains, _ in found:
+        if trains and joined and joined[-1][1] == start:
+            joined[-1] = joined[-1][0], stop
+        elif trains:
+            joined.append((start, stop))
+    return tuple(joined)
+
+
+def _parse_offset(where: str, entry: Mapping[str, Any], name: str) -> int:
+    value: Any = entry.get(name)
+    # Columnar files and data frames with nulls hold whole numbers as floats.
+    is_whole = isinstance(value, float) and value.is_integer()
+    if isinstance(value, bool) or not (isinstance(value, int) or is_whole):
+        if value is None:
+            raise BadRecord("missing_column", f"{where} has no {name}")
+        raise BadRecord(
+            "wrong_type", f"{where}.{name} is {describe_value(value)}, not a whole number"
+        )
+    if value < 0:
+        raise BadRecord("bad_value", f"{where}.{name} is {value}; offsets count from 0")
+    return int(value)
