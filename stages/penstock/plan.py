@@ -89,6 +89,8 @@ class Plan:
     """Settings that were inferred from the data or the adapter, one per line."""
     composed: PlannedStage | None = None
     """What composed the model of a run with `model.encoders`: done, and not one of `steps`."""
+    lists_push: bool = False
+    """Whether push alone is wanted, with `push.dry_run`: no stage is built."""
 
     @property
     def used(self) -> tuple[PlannedStage, ...]:
@@ -140,6 +142,7 @@ def plan(
     written, run = run, with_adapter(resolve_init_checkpoint(run))
     notes += adapter_notes(written, run)
     wanted = wanted or run.stages
+    lists_push = run.push.dry_run and tuple(wanted) == ("push",)
     if includes_stage(wanted, "pack"):
         run, apart = with_prompts_apart(run)
         notes += apart
@@ -160,7 +163,7 @@ def plan(
             steps.append(train_step(run, packed, origin, ranks, prepared, reference))
             notes += precision_notes(run, steps[-1])
         if find_cached(steps[-1]) is None:
-            if refusal := why_cannot_train(run):
+            if not lists_push and (refusal := why_cannot_train(run)):
                 raise refusal
             check_model(run)
         if includes_stage(wanted, "export"):
@@ -168,7 +171,7 @@ def plan(
     if includes_stage(wanted, "push"):
         steps.append(push_step(run, steps[-1].artifact))
     _check_media(run, steps, wanted)
-    return Plan(run, tuple(steps), notes, composed)
+    return Plan(run, tuple(steps), notes, composed, lists_push)
 
 
 def _check_media(run: RunConfig, steps: Sequence[PlannedStage], wanted: tuple[str, ...]) -> None:
@@ -302,7 +305,7 @@ def _notices(step: PlannedStage, run: RunConfig, outcome: StageResult) -> Iterab
 def push_prepared_to_hub(
     step: PlannedStage, outcome: StageResult, repo: str, notify: Callable[[str], None]
 ) -> StageResult:
-    """Push sealed prepared data to the hub. The receipt is returned with the facts but not stored
+    """Push complete prepared data to the hub. The receipt is returned with the facts but not stored
     in the manifest."""
     from penstock.push.stage import push_prepared
 

@@ -16,6 +16,7 @@ from penstock.cli.run import Request
 from penstock.config.loading.cli_overrides import parse_value, split_overrides
 from penstock.config.schema.run import RunConfig, is_explicitly_set
 from penstock.plan import plan
+from penstock.rows.tokenizer import byte_tokenizer
 from penstock.train.launch.job import JOB, build_job
 from penstock.train.stage import Train
 from tests.cli.command import penstock, small_run
@@ -115,6 +116,38 @@ def test_an_output_folder_stands_for_its_run(config, tmp_path):
     again = ps.load(tmp_path)
     assert again.config.train.lr == 0.25
     assert plan(again.config).step("train").artifact.key == train.artifact.key
+
+
+def test_an_output_folder_stands_for_its_run_from_any_folder(tmp_path, monkeypatch):
+    """Paths are those of where it began, also where another run's are here; hub ids stay ids."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here, there):
+        folder.mkdir()
+        written = yaml.safe_load(small_run(folder).read_text())
+        (folder / "turns.jinja").write_text(f"{folder.name} {{{{ messages }}}}")
+    byte_tokenizer().save_pretrained(here / "tokens")
+    data = {"datasets": [{"path": "ro*.jsonl", "type": "text"}], "chat_template": "turns.jinja"}
+    written["data"] = {**data, "sample_packing_sequence_len": 256, "dataset_num_proc": 1}
+    written["train"]["output_dir"] = "out"
+    written["model"]["tokenizer_path"] = "tokens"
+    del written["pipeline"]
+    monkeypatch.chdir(here)
+    began = plan(ps.load(written).config)
+    assert ps.load(written, notify=lambda _: None).pack().status == "ran"
+    train = began.step("train")
+    assert isinstance(train.stage, Train)
+    out = train.path.resolve()
+    out.mkdir()
+    packed = began.step("pack").artifact
+    build_job(train.artifact.key, began.run, packed, train.stage.origin, out).write()
+    monkeypatch.chdir(there)
+    again = plan(ps.load(out).config)
+    for first, second in zip(began.steps, again.steps, strict=True):
+        assert second.artifact.key == first.artifact.key
+        assert second.path == here / first.path
+    assert again.run.model.config_source == "builtin:tiny-qwen3"
+    moved = ps.load(out, train={"output_dir": "mine"}).config
+    assert moved.train.output_dir == "mine"
 
 
 @pytest.mark.parametrize(

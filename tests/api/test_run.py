@@ -190,6 +190,36 @@ def test_forcing_builds_again_and_names_that_are_no_stages_are_refused(tmp_path)
         run.push()
 
 
+@pytest.mark.parametrize("merge", [True, False])
+def test_a_dry_run_of_push_says_what_it_would_send_and_builds_nothing(tmp_path, merge):
+    adapter = {"enable_lora": True, "lora_rank": 2}
+    push, export = {"url": f"file://{tmp_path}/there", "dry_run": True}, {"merge_lora": merge}
+    config = small_run(tmp_path, push=push, export=export, lora=adapter)
+    before, said = sorted(tmp_path.rglob("*")), []
+    pushed = ps.load(config, notify=said.append).push()
+    assert sorted(tmp_path.rglob("*")) == before
+    assert (pushed.status, pushed.facts["files"]) == ("skipped", [])
+    assert pushed.facts["missing"] == ["prepare", "pack", "train", "export"]
+    model_at = {"hf": "", "adapter": "adapter"} if merge else {"adapter": ""}
+    assert pushed.facts["folders"] == model_at
+    assert len([line for line in said if "would send" in line]) == len(model_at)
+    refused = penstock("push", config, "--from", "train")
+    assert refused.code == 2
+    assert "push.dry_run builds nothing, and train" in refused.err
+
+
+def test_a_dry_run_of_push_lists_the_files_of_an_export_that_is_there(done, tmp_path):
+    config, _, results, _ = done
+    before = {path: path.stat().st_mtime_ns for path in results["train"].path.rglob("*")}
+    there = f"file://{tmp_path}/there"
+    pushed = ps.load(config, notify=lambda _: None, push={"url": there, "dry_run": True}).push()
+    exported = results["export"].path / "hf"
+    names = sorted(file.relative_to(exported).as_posix() for file in exported.rglob("*"))
+    assert [file["path"] for file in pushed.facts["files"]] == names
+    assert before == {path: path.stat().st_mtime_ns for path in results["train"].path.rglob("*")}
+    assert not (tmp_path / "there").exists()
+
+
 def test_damage_is_told_as_on_the_command_line(tmp_path):
     config = small_run(tmp_path)
     run = ps.load(config, notify=lambda _: None)

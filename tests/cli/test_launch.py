@@ -202,6 +202,22 @@ def test_a_slurm_script_runs_one_launcher_on_each_node(tmp_path):
     assert run.train.lr == 2e-5
 
 
+@pytest.mark.parametrize("gpus", ["", "0"])
+def test_a_slurm_script_is_that_of_the_nodes_and_not_of_this_machine(tmp_path, monkeypatch, gpus):
+    """A layout of 4 processes is printed where there is no GPU, and where there is one."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    split = {"train": {"tensor_parallel_size": 4, "data_parallel_mode": "none"}}
+    said = printed(tmp_path, "slurm", **split)
+    assert said.code == 0, said.err
+    assert "#SBATCH --exclusive" in said.out.splitlines()
+    assert "--gpus-per-node" not in said.out
+    assert "--launch.nproc_per_node=auto" in said.out
+    known = printed(tmp_path, "slurm", "--gpus=4", "--cpus=32", **split).out
+    assert "#SBATCH --gpus-per-node=4" in known.splitlines()
+    assert "exclusive" not in known
+    assert "--launch.nproc_per_node=4" in known
+
+
 def test_a_torchrun_line_for_each_machine_is_what_torchrun_takes(tmp_path):
     place = "--launch.rdzv_endpoint=node0:29511"
     said = printed(tmp_path, "torchrun", *TWO, place, "--launch.env={NAME: 'a b'}")
@@ -236,7 +252,8 @@ def test_all_ways_are_printed_under_titles_and_say_what_they_lack(tmp_path):
     ("words", "says"),
     [
         (("pbs",), "Write one of torchrun, slurm, kubernetes"),
-        (("slurm", "--launch.nnodes=2"), "Add --launch.nproc_per_node"),
+        (("kubernetes", "--launch.nnodes=2"), "Add --launch.nproc_per_node"),
+        (("slurm", "--gpus=3"), "global_batch_size is 8"),
         (("torchrun", *TWO), "write rdzv_endpoint: HOST:29500"),
         (("kubernetes", *TWO), "Add --image"),
         (("kubernetes", *TWO, "--image", "x"), "lost with its pod.\n  Add --claim"),

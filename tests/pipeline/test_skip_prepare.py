@@ -118,7 +118,7 @@ def test_data_that_goes_away_after_planning_is_not_made_anew(prepared):
     config, (made, _) = prepared
     step, *_ = planned(config, **TAKEN).steps
     shutil.rmtree(made.path)
-    with pytest.raises(StageError, match="sealed when this run started"):
+    with pytest.raises(StageError, match="complete when this run started"):
         execute_stage(step, load(config, []), RebuildOptions(), lambda _: None)
     assert not made.path.exists()
 

@@ -8,6 +8,7 @@ from typing import Any
 from penstock.config.loading import load as loading
 from penstock.config.loading import yaml12
 from penstock.config.loading.cli_overrides import Override
+from penstock.config.loading.expand_paths import anchor_paths
 from penstock.config.loading.fault_locations import ErrorLocator
 from penstock.config.schema.run import RunConfig
 from penstock.train.launch.job import JOB, read_job
@@ -23,7 +24,8 @@ def load_config(
     strict: bool = False,
 ) -> RunConfig:
     """The validated config of a YAML file, a `train.output_dir`, nested mappings as parsed from
-    YAML, or a RunConfig, with the overrides applied in order.
+    YAML, or a RunConfig, with the overrides applied in order. Relative paths in the config of a run
+    are those of the folder where the run was started, unless its own folder was moved.
 
     `notify` and `strict` are those of `config.loading.load`.
     Raises ConfigError, whose text has a line for each fault.
@@ -39,5 +41,8 @@ def load_config(
         return loading.resolve(plain_settings(config), overrides, told, notify=notify)
     path = Path(config)
     if path.is_dir() and (path / JOB).is_file():
-        return loading.loads(read_job(path / JOB)["config"], overrides)
+        job = read_job(path / JOB)
+        if "working_dir" in job and Path(job["output_dir"]) == path.resolve():
+            anchor_paths(job["config"], Path(job["working_dir"]))
+        return loading.loads(job["config"], overrides)
     return loading.load(path, overrides, notify, strict=strict)

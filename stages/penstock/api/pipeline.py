@@ -6,9 +6,11 @@ from typing import cast
 
 from penstock.config.schema.run import RunConfig
 from penstock.core.cache.in_use import pin_artifacts
-from penstock.core.cache.store import StageResult, find_cached
+from penstock.core.cache.stage import short
+from penstock.core.cache.store import StageResult, fetch_cached, find_cached
 from penstock.core.errors import ConfigError
 from penstock.core.process.retry import backoff_seconds, retry_with_backoff
+from penstock.export.stage import Export
 from penstock.outputs import require_writable
 from penstock.plan import (
     ORDER,
@@ -43,10 +45,14 @@ def run_stages(
     `last` is the stage to end with; with `upstream` false only this stage runs. The results of the
     plan cannot be pruned meanwhile.
     Before any work, raises ConfigError for folders that are not writable and CapabilityError for a
-    push without a login; then whatever the stages raise.
+    push without a login; then whatever the stages raise. Of a plan that only lists a push no stage
+    is built.
     """
     for note in planned.notes:
         notify(note)
+    if planned.lists_push:
+        yield _list_push(planned, run_stage, rebuild, notify)
+        return
     if last and not upstream:
         require_upstream(planned, last)
     require_writable(planned)
@@ -83,6 +89,35 @@ def build_local_runner(notify: Notify) -> RunStage:
         return result
 
     return run_stage
+
+
+def _list_push(
+    planned: Plan, run_stage: RunStage, rebuild: RebuildOptions, notify: Notify
+) -> StageResult:
+    """The dry run of push: the files of the export, or what it would have if it is not built."""
+    rebuilt = sorted({*rebuild.force, *([rebuild.start] if rebuild.start else [])} - {"push"})
+    if rebuilt:
+        raise ConfigError(
+            f"push.dry_run builds nothing, and {', '.join(rebuilt)} would be built again.\n"
+            "  Leave --force and --from out, or run penstock export with them first."
+        )
+    push, export = planned.step("push"), planned.step("export")
+    if fetch_cached(export, planned.run.pipeline.verify, notify) is not None:
+        with pin_artifacts(planned.used):
+            return run_stage(planned, "push", rebuild)
+    from penstock.push.contents import target_folders
+
+    assert isinstance(export.stage, Export)
+    names = export.stage.folder_names(has_adapter=planned.run.lora.enable_lora)
+    folders = target_folders({name: name for name in names})
+    missing = [step.stage.name for step in planned.steps[:-1] if find_cached(step) is None]
+    target = planned.run.push.repo_id or planned.run.push.url
+    notify(f"push: a dry run builds nothing, and these are not built yet: {', '.join(missing)}")
+    for name, place in folders.items():
+        notify(f"  would send {name}/ of the export to {target}{f'/{place}' if place else ''}")
+    facts = {"target": target, "dry_run": True, "files": [], "bytes": 0, "folders": folders}
+    facts["missing"] = missing
+    return StageResult("push", short(push.artifact.key), "skipped", push.path, 0.0, facts)
 
 
 def rebuild_options(

@@ -259,11 +259,11 @@ def _beyond_vocabulary(run: RunConfig, what: str, known: int) -> ConfigError:
 
 
 def _require_known_tokens(
-    run: RunConfig, tokenizer: Any, dataset: DatasetConfig, found: "FirstSamples"
+    run: RunConfig, tokenizer: Any, dataset: DatasetConfig, samples: "FirstSamples"
 ) -> None:
     """Refuse samples with tokens that the model has no embedding for."""
     known = _vocabulary_size(run)
-    beyond = [number for number in found.largest_tokens if known is not None and number >= known]
+    beyond = [number for number in samples.largest_tokens if known is not None and number >= known]
     if known is not None and beyond:
         tokens = ", ".join(map(repr, tokenizer.convert_ids_to_tokens(beyond)))
         what = f"the first samples of {redact(dataset.path)} contain {tokens}"

@@ -48,6 +48,7 @@ REQUIRED: dict[str, tuple[str, str | None]] = {
 
 OPTIONAL = {
     "peft": "pip install peft, to load exported adapters as adapters",
+    "fastokens": "pip install 'penstock[fast]', to tokenize faster, with the same token ids",
     "flash-attn": "pip install flash-attn, on a machine with a CUDA compiler",
     "hf-xet": "pip install hf-xet, for faster pushes to the hub",
     "quack-kernels": "pip install 'penstock[quack]', for model.moe_implementation: quack",

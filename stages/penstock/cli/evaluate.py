@@ -150,7 +150,7 @@ def _update_report(trained: PlannedStage, console: Console) -> None:
     except OSError as error:
         console.say(f"the report does not show it: {describe_os_error(error)}")
     except PenstockError as error:
-        # Of a run at a URL, this machine may have only the sealed result.
+        # Of a run at a URL, this machine may have only the complete result.
         console.say(f"the report does not show it: {error}")
 
 

@@ -1,7 +1,7 @@
 """`penstock prepare CONFIG --shard 2/4`: tokenizes a share of the slices on one of N machines.
 
 Machines that share `data.dataset_prepared_path` tokenize one share each, in parallel or one after
-the other. They seal nothing: `penstock prepare CONFIG` does, with all slices cached.
+the other. None finishes the result: `penstock prepare CONFIG` does, with all slices cached.
 """
 
 import re
@@ -46,7 +46,7 @@ class Share:
 
 
 def prepare_share(request: Request, text: str, rebuild: RebuildOptions, console: Console) -> None:
-    """Tokenize the missing slices of the share, and seal nothing."""
+    """Tokenize the missing slices of the share, without finishing the result."""
     share = Share.parse(text)
     if rebuild != RebuildOptions():
         raise ConfigError(
@@ -62,7 +62,7 @@ def prepare_share(request: Request, text: str, rebuild: RebuildOptions, console:
         )
     if manifest := find_cached(step):
         status, counts = "cached", {"slices": 0, "done": 0, "rows": manifest["facts"]["rows"]}
-        told = f"all of it is sealed in {step.where}"
+        told = f"all of it is cached in {step.where}"
     else:
         try:
             did = stage.prepare_share(step.path, share.number - 1, share.count)
@@ -72,7 +72,7 @@ def prepare_share(request: Request, text: str, rebuild: RebuildOptions, console:
                 "  Finished slices are kept; run the same command again to resume."
             ) from error
         status, counts = ("ran" if did.done else "cached"), asdict(did)
-        told = "once all shares have ended, penstock prepare without --shard seals the data"
+        told = "once all shares have ended, penstock prepare without --shard finishes the data"
     facts = {"share": str(share), **counts}
     seconds = time.monotonic() - started
     console.outcomes.append(

@@ -52,8 +52,8 @@ def final_answers(expected: Sequence[str]) -> FinalAnswer | None:
 
 def after_hashes(text: str) -> str | None:
     """What follows the last `####`."""
-    found = HASHES.findall(text)
-    return found[-1].strip() if found else None
+    answers = HASHES.findall(text)
+    return answers[-1].strip() if answers else None
 
 
 def in_box(text: str) -> str | None:
@@ -72,14 +72,14 @@ def in_box(text: str) -> str | None:
 
 def on_last_line(text: str) -> str | None:
     """The number that ends the last of several lines."""
-    found = LAST_LINE.search(text.strip())
-    return found[1] if found else None
+    match = LAST_LINE.search(text.strip())
+    return match[1] if match else None
 
 
 def last_number(text: str) -> str | None:
     """The last number in the text."""
-    found = re.findall(NUMBER, text)
-    return found[-1] if found else None
+    numbers = re.findall(NUMBER, text)
+    return numbers[-1] if numbers else None
 
 
 def _equal(one: str, other: str) -> bool:

@@ -53,6 +53,12 @@ class Export(Stage):
     origin: ModelSource
     """Only its sources are part of the identity; the key of `trained` covers the rest."""
 
+    def folder_names(self, *, has_adapter: bool) -> list[str]:
+        """The folders that a push sends, of a run that trains an adapter or all weights."""
+        if not has_adapter:
+            return ["hf"]
+        return ["hf", "adapter"] if self.settings.merge_lora else ["adapter"]
+
     @property
     def inputs(self) -> Mapping[str, Input]:
         """The trained model, and the files that are copied beside its weights."""

@@ -37,14 +37,14 @@ class Labels:
         """Copy host labels, and the loss weights [T] of their positions, to the device; trained
         positions are found on the host, without a sync."""
         trained = _trained_positions(labels)
-        found = cls(to_device(labels, device), to_device(trained, device))
+        on_device = cls(to_device(labels, device), to_device(trained, device))
         if weights is None or not len(trained):
-            return found
+            return on_device
         # Logit gradients may be fp16, which has no numbers above 65,504.
         smallest, scale = (limit.item() for limit in weights[trained].aminmax())
         if smallest == scale:
-            return replace(found, weight_scale=scale)
-        return replace(found, weights=to_device(weights / scale, device), weight_scale=scale)
+            return replace(on_device, weight_scale=scale)
+        return replace(on_device, weights=to_device(weights / scale, device), weight_scale=scale)
 
 
 def _trained_positions(labels: torch.Tensor) -> torch.Tensor:

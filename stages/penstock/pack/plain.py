@@ -83,23 +83,19 @@ class SFTSamples:
         samples, stored = self.samples, self.samples.stored[""]
         sizes = np.diff(ends, prepend=0)
         files = np.searchsorted(samples.starts, chosen, side="right") - 1
-        firsts = np.zeros_like(chosen) if begins is None else begins
-        for sample, file, first, size, end in zip(
-            chosen.tolist(),
-            files.tolist(),
-            firsts.tolist(),
-            sizes.tolist(),
-            ends.tolist(),
-            strict=True,
-        ):
+        order = np.argsort(files, kind="stable")
+        weights[:] = 1
+        for some in np.split(order, np.flatnonzero(np.diff(files[order])) + 1):
+            file, lengths = int(files[some[0]]), sizes[some]
             lists = stored[file]
             if lists.weights is None:
-                weights[end - size : end] = 1
                 continue
-            at = sample - int(samples.starts[file])
-            begin = int(lists.offsets[at]) + first + 1
-            own = lists.weights[begin : min(begin + size, int(lists.offsets[at + 1]))]
-            weights[end - size : end - size + len(own)] = own
+            within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+            firsts = lists.offsets[chosen[some] - samples.starts[file]] + 1
+            firsts = firsts + (0 if begins is None else begins[some])
+            # The last token of a sample has no target, so what it weighs does not matter.
+            sources = np.minimum(np.repeat(firsts, lengths) + within, len(lists.weights) - 1)
+            weights[np.repeat(ends[some] - lengths, lengths) + within] = lists.weights[sources]
         weights *= np.repeat(samples.source_weights()[chosen], sizes)
 
     def extra_columns(self, chosen: Indices, rows: Indices) -> list[pa.Array]:

@@ -192,10 +192,10 @@ class Tally:
         """As plain JSON, read by `from_json`."""
         counts = {name: getattr(self, name) for name in _COUNTS}
         by_key = {name: dict(sorted(getattr(self, name).items())) for name in _COUNTERS}
-        found = {**counts, **by_key, "samples": self.samples}
-        found |= {"lacking": self.lacking} if self.lacking else {}
-        found |= {"weighted": self.weighted} if self.weighted else {}
-        return {**found, "images": self.images, "media": self.media} if self.media else found
+        record = {**counts, **by_key, "samples": self.samples}
+        record |= {"lacking": self.lacking} if self.lacking else {}
+        record |= {"weighted": self.weighted} if self.weighted else {}
+        return {**record, "images": self.images, "media": self.media} if self.media else record
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Tally":

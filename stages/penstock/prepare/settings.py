@@ -120,11 +120,11 @@ class DatasetSettings(Settings):
     @property
     def parsed_by(self) -> dict[str, Any]:
         """The settings that decide what is read of a record, as JSON."""
-        found = self.model_dump(mode="json")
+        values = self.model_dump(mode="json")
         names = ("message_roles", "drop_system_message")
         return {
             name: value
-            for name, value in found.items()
+            for name, value in values.items()
             if name.startswith("field_") or name in names
         }
 

@@ -53,7 +53,7 @@ class ExternalPrepared(Stage):
     def run(self, out: Path) -> Facts:
         """Raise StageError: user-supplied data is never built."""
         raise StageError(
-            f"{out} was sealed when this run started, and is not anymore.\n"
+            f"{out} was complete when this run started, and is not anymore.\n"
             "  Restore it, or set data.skip_prepare_dataset to false to prepare the data again."
         )
 
@@ -218,7 +218,7 @@ def _stage_from_manifest(folder: Path, manifest: dict[str, Any]) -> ExternalPrep
         ) from error
     if stage_key(stage) != sealed:
         raise ArtifactError(
-            f"The manifest in {folder} has changed since it was sealed: its key is "
+            f"The manifest in {folder} has changed since it was written: its key is "
             f"{short(sealed)}, and its settings and inputs give {short(stage_key(stage))}.\n"
             "  Restore it, or set data.skip_prepare_dataset to false to prepare the data again."
         )

@@ -82,15 +82,21 @@ def obsolete_files(present: Iterable[str], sent: Iterable[PushFile]) -> list[str
     )
 
 
-def _prefixes(folders: dict[str, str], exported: Artifact) -> dict[str, str]:
-    """Folder of the export -> folder at the target."""
+def target_folders(folders: Mapping[str, str]) -> dict[str, str]:
+    """Folder of an export with these `folders` -> folder at the target; empty for an export that
+    has neither a model nor an adapter."""
     if "hf" in folders:
         prefixes = {folders["hf"]: ""}
         if "adapter" in folders:
             prefixes[folders["adapter"]] = ADAPTER_FOLDER
         return prefixes
-    if "adapter" in folders:
-        return {folders["adapter"]: ""}
+    return {folders["adapter"]: ""} if "adapter" in folders else {}
+
+
+def _prefixes(folders: dict[str, str], exported: Artifact) -> dict[str, str]:
+    """Folder of the export -> folder at the target."""
+    if prefixes := target_folders(folders):
+        return prefixes
     raise ArtifactError(
         f"The export in {exported.path} holds neither a model nor an adapter; it names "
         f"{sorted(folders) or 'no folder'}.\n  Build it again with --force export."

@@ -71,7 +71,7 @@ def _verified_files(prepared: Artifact) -> set[str]:
     ]
     if damaged := outside or damaged_files(prepared.path, files, "changed"):
         raise ArtifactError(
-            f"the prepared data in {prepared.path} has changed since it was sealed; nothing was "
+            f"the prepared data in {prepared.path} has changed since it was finished; nothing was "
             "sent:\n  "
             + "\n  ".join(damaged[:MAX_LISTED_FILES])
             + "\n  Prepare the data again with --force prepare."

@@ -34,9 +34,9 @@ class ChatTemplate(Settings):
         """A shallow copy of the tokenizer with the template; the same one where `text` is None."""
         if self.text is None:
             return tokenizer
-        found = copy.copy(tokenizer)
-        found.chat_template = self.text
-        return found
+        changed = copy.copy(tokenizer)
+        changed.chat_template = self.text
+        return changed
 
     def export(self, own: Any) -> dict[str, str]:
         """Template texts to save, by name, of a tokenizer with the template(s) `own`.

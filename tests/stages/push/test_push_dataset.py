@@ -185,7 +185,7 @@ def test_samples_that_changed_since_they_were_sealed_are_not_sent(hub, prepared)
     file = next(artifact.path.glob("data/train/*.arrow"))
     content = file.read_bytes()
     file.write_bytes(content[:900] + bytes([content[900] ^ 1]) + content[901:])
-    with pytest.raises(ArtifactError, match="has changed since it was sealed"):
+    with pytest.raises(ArtifactError, match="has changed since it was finished"):
         push_dataset(artifact, REPO)
     assert hub.commits == 0
 

@@ -146,6 +146,12 @@ def test_what_was_asked_after_training_is_in_the_page(tmp_path):
     assert figures["exact match"] == "60.0%"
 
 
+@pytest.mark.parametrize("data", [{}, {"val_set_size": 5}, {"test_datasets": [{"path": "dummy"}]}])
+def test_a_page_without_held_out_data_says_so(tmp_path, data):
+    text = report_of(tmp_path, falling(3), data=data)
+    assert ("Nothing was held out" in text) == (not data)
+
+
 @pytest.mark.parametrize(("right", "wrong"), [(60, 40), (2, 40), (40, 1), (3, 3)])
 def test_some_wrong_and_some_right_answers_are_kept(tmp_path, right, wrong):
     write_held_out_results(tmp_path, KEY, found(right, wrong))

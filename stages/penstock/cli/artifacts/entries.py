@@ -28,7 +28,7 @@ CHUNK = 4 << 20
 
 @dataclass(frozen=True)
 class Entry(ABC):
-    """A result, sealed or not."""
+    """A result, complete or not."""
 
     manifest: dict[str, Any] | None
 
@@ -227,7 +227,7 @@ def remote_entries(url: str) -> Iterator[Entry]:
 
 
 def is_result(folder: Path) -> bool:
-    """Whether the folder holds a result, sealed or not."""
+    """Whether the folder holds a result, complete or not."""
     return (folder / MANIFEST).is_file() or (folder / ATTEMPT).is_file()
 
 

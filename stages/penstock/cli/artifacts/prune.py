@@ -72,7 +72,7 @@ def prune(
         root = cache.parent
         looking = nullcontext(partial(pinned_keys, root)) if dry_run else block_new_pins(root)
         with looking as marked:
-            if marked():  # a run that has not sealed its data yet may be about to read them
+            if marked():  # a run whose data is not complete yet may be about to read them
                 console.say(f"{cache} is skipped: a run is using it")
                 continue
             find = _unused_slices if cache.name == SLICES else _unused_features
@@ -92,17 +92,17 @@ def prune(
 def choose_prunable(
     entries: list[Entry], keep_last: int, older_than: float, reach: Reach = "leaves"
 ) -> list[Entry]:
-    """Sealed results older than `older_than` seconds that are not needed, without the newest
+    """Complete results older than `older_than` seconds that are not needed, without the newest
     `keep_last` of each stage; the oldest last."""
     now = datetime.now(UTC)
     marked = {key for root in {entry.root for entry in entries} for key in pinned_keys(root)}
     candidates: list[Entry] = []
     for stage in PRUNABLE:
-        sealed = [e for e in entries if e.manifest and e.manifest["stage"] == stage]
-        sealed.sort(key=_created, reverse=True)
+        complete = [e for e in entries if e.manifest and e.manifest["stage"] == stage]
+        complete.sort(key=_created, reverse=True)
         candidates += [
             entry
-            for entry in sealed[keep_last:]
+            for entry in complete[keep_last:]
             if entry.key not in marked
             and not find_links(entry.folder)
             and (now - datetime.fromisoformat(_created(entry))).total_seconds() >= older_than

@@ -99,10 +99,10 @@ def inspect_data(path: str, model: str) -> OwnData:
     }
     run = loads(sections)
     count, records = _read(run)
-    found, is_certain = guess_format(records[:INFER_RECORDS])
-    for name, values in OBJECTIVES.get(found.type, {}).items():
+    guess, is_certain = guess_format(records[:INFER_RECORDS])
+    for name, values in OBJECTIVES.get(guess.type, {}).items():
         sections[name] = {**sections.get(name, {}), **values}
-    sections["data"] = {"datasets": [{"path": path, **found.settings()}]}
+    sections["data"] = {"datasets": [{"path": path, **guess.settings()}]}
     faults: tuple[str, ...] = ()
     if is_local_model(model):
         measured = _tokenize(loads(sections), records)
@@ -110,11 +110,11 @@ def inspect_data(path: str, model: str) -> OwnData:
         if measured.samples:
             mean = measured.tokens / measured.samples
             seen = len(records), mean, max(measured.lengths), True
-            return OwnData(path, found, is_certain, count, *seen, faults)
+            return OwnData(path, guess, is_certain, count, *seen, faults)
     per_token = bytes_per_token(HUB_VOCABULARY)
     lengths = [sum(len(text.encode()) for text in _texts(record)) / per_token for record in records]
     seen = len(records), sum(lengths) / len(lengths), round(max(lengths)), False
-    return OwnData(path, found, is_certain, count, *seen, faults)
+    return OwnData(path, guess, is_certain, count, *seen, faults)
 
 
 def _read(run: RunConfig) -> tuple[int, list[dict[str, Any]]]:

@@ -94,12 +94,14 @@ def write_config_for_data(
     if Path(data).suffix in (".yaml", ".yml"):
         raise ConfigError(f"{data} is a config already; run penstock check {data}.")
     model = model or DEFAULT_MODEL
-    found = inspect_data(data, model)
-    console.say(describe(found))
-    if found.faults:
-        console.say(f"warning: records give no sample with {model}: {'; '.join(found.faults[:3])}")
-    body = choose(found, model).as_yaml(
-        f"{describe(found)} `penstock check` tests this file, `penstock run` trains."
+    own_data = inspect_data(data, model)
+    console.say(describe(own_data))
+    if own_data.faults:
+        console.say(
+            f"warning: records give no sample with {model}: {'; '.join(own_data.faults[:3])}"
+        )
+    body = choose(own_data, model).as_yaml(
+        f"{describe(own_data)} `penstock check` tests this file, `penstock run` trains."
     )
     target = output or Path("run.yaml")
     return write_config(target, body, SCHEMA_FILE, console, overwrite=overwrite)

@@ -30,13 +30,13 @@ NUM_SAMPLES = 300
 def recipes() -> dict[str, Traversable]:
     """The shipped recipes by name: the quickstart first, recipes for servers last."""
     package = resources.files("penstock")
-    found = {
+    by_name = {
         f"{prefix}{each.name.removesuffix('.yaml')}": each
         for folder, prefix in (("examples", ""), ("recipes", ""), ("servers", SERVER_PREFIX))
         for each in sorted((package / folder).iterdir(), key=lambda e: e.name)
         if each.name.endswith(".yaml")
     }
-    return {"quickstart": package / "quickstart.yaml", **found}
+    return {"quickstart": package / "quickstart.yaml", **by_name}
 
 
 def summary(recipe: Traversable) -> str:

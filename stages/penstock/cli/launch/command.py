@@ -43,7 +43,10 @@ def print_launch(
     if way is not None and way not in LAUNCHERS:
         raise ConfigError(f"{way} is no way to launch.\n  Write one of {', '.join(LAUNCHERS)}.")
     run, place = _load(request)
-    check_layout(run)
+    if run.launch.nproc_per_node == "auto" and elsewhere.gpus is not None:
+        run = _with_ranks(run, max(1, elsewhere.gpus))
+    if run.launch.nproc_per_node != "auto":
+        check_layout(run)
     texts: dict[str, str] = {}
     for each in [way] if way else LAUNCHERS:
         try:
@@ -72,17 +75,27 @@ def _launch_text(
     if way == "torchrun":
         if place == "unknown":
             request.load()  # raises what is missing
+        check_layout(run)
         return torchrun_lines(run, request)
-    ranks = _ranks_per_node(run)
-    gpus = ranks if elsewhere.gpus is None else elsewhere.gpus
+    asked = run.launch.nproc_per_node
     if way == "slurm":
-        return slurm_script(run, request, ranks=ranks, gpus=gpus, cpus=elsewhere.cpus)
+        # The machine that prints the script need not be like those that run it.
+        gpus = elsewhere.gpus if elsewhere.gpus is not None or asked == "auto" else asked
+        return slurm_script(run, request, ranks=asked, gpus=gpus, cpus=elsewhere.cpus)
+    ranks = _ranks_per_node(run)
+    check_layout(_with_ranks(run, ranks))
+    gpus = ranks if elsewhere.gpus is None else elsewhere.gpus
     if elsewhere.cluster is None:
         raise ConfigError(
             "A Kubernetes job needs the image that its containers are made of.\n"
             "  Add --image REGISTRY/NAME:TAG, of an image in which Penstock is installed."
         )
     return kubernetes_job(run, elsewhere.cluster, ranks=ranks, gpus=gpus, cpus=elsewhere.cpus)
+
+
+def _with_ranks(run: RunConfig, ranks: int) -> RunConfig:
+    launch = run.launch.model_copy(update={"nproc_per_node": ranks})
+    return run.model_copy(update={"launch": launch})
 
 
 def _ranks_per_node(run: RunConfig) -> int:
@@ -93,6 +106,6 @@ def _ranks_per_node(run: RunConfig) -> int:
     if here := env.num_gpus():
         return here
     raise ConfigError(
-        "launch.nproc_per_node is auto, this machine has no GPU to go by, and a scheduler must be "
+        "launch.nproc_per_node is auto, this machine has no GPU to go by, and Kubernetes must be "
         "told how many to reserve.\n  Add --launch.nproc_per_node with the GPUs of one machine."
     )

@@ -4,6 +4,7 @@ import math
 import re
 import shlex
 from pathlib import Path
+from typing import Literal
 
 from penstock.cli.launch.torchrun import shell_args
 from penstock.cli.run import Request
@@ -18,11 +19,17 @@ MARGIN_SECONDS = 60
 
 
 def slurm_script(
-    run: RunConfig, request: Request, *, ranks: int, gpus: int, cpus: int | None
+    run: RunConfig,
+    request: Request,
+    *,
+    ranks: int | Literal["auto"],
+    gpus: int | None,
+    cpus: int | None,
 ) -> str:
     """A script for `sbatch`, whose options (--partition, --account, --time) override the script's.
 
-    `ranks`, `gpus` and `cpus` are per node; nodes are exclusive if `cpus` is None.
+    `ranks`, `gpus` and `cpus` are per node; nodes are exclusive if `gpus` or `cpus` is None, which
+    are then all of the node's.
     """
     launch = run.launch
     options = {
@@ -39,13 +46,18 @@ def slurm_script(
         "open-mode": "append",
         "chdir": shlex.quote(str(Path.cwd())),
     }
-    if cpus is None:
+    if cpus is None or gpus is None:
         options["exclusive"] = ""
     lines = [
         f"#SBATCH --{name}={value}" if value != "" else f"#SBATCH --{name}"
         for name, value in options.items()
         if value is not None
     ]
+    if gpus is None:
+        lines.append(
+            "# launch.nproc_per_node is auto: a process for each GPU of an exclusive node. Where "
+            "GPUs\n# must be asked for: penstock launch --print slurm --gpus N."
+        )
     # Nodes end at different times: one still saves or exports when another has exited.
     step = ["srun", "--kill-on-bad-exit=0", "--wait=0", "--cpu-bind=none"]
     if cpus is not None:

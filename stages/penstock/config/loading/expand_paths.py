@@ -7,13 +7,17 @@ expanded value.
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, cast
 
 from penstock.config.loading.fault import ConfigIssue, Steps
+from penstock.config.loading.schema_tree import sections
 from penstock.config.schema.data import is_inline_template
 from penstock.core import env
 from penstock.core.process.allowed_env import is_secret
 from penstock.core.remote.urls import is_url
+from penstock.core.sources.local_files import GLOB
+from penstock.core.sources.megatron_files import find_index
 
 PATH_FIELDS = frozenset(
     {
@@ -24,6 +28,14 @@ PATH_FIELDS = frozenset(
         *("train.log_dir", "train.profile_trace_dir", "train.mlflow_tracking_uri", "push.url"),
     }
 )
+WRITTEN_FIELDS = frozenset(
+    {
+        *("data.dataset_prepared_path", "pipeline.artifacts_path"),
+        *("train.output_dir", "train.log_dir", "train.profile_trace_dir"),
+    }
+)
+"""Those of folders that a run writes."""
+
 SERVER_PATH_FIELDS = frozenset(
     {
         *("model_path", "config_path", "tokenizer_path", "output_dir", "load_checkpoint_path"),
@@ -123,6 +135,34 @@ def _is_within(path: Steps, steps: Steps) -> bool:
     """Whether one of the two begins with the other."""
     shared = min(len(path), len(steps))
     return path[:shared] == steps[:shared]
+
+
+def anchor_paths(settings: dict[str, Any], folder: Path) -> None:
+    """Make the relative paths of a run's settings absolute, in place, as they are in `folder`.
+
+    Folders that a run writes are paths, also by default. Other values are paths if they exist, and
+    else the id of a hub repository or a name.
+    """
+    for name in WRITTEN_FIELDS:
+        section, _, key = name.partition(".")
+        default = sections()[section].model_fields[key].get_default()
+        if isinstance(default, str):
+            settings.setdefault(section, {}).setdefault(key, default)
+    for holder, key, path in _places(settings):
+        value = holder[key]
+        if key == "data_files" or not isinstance(value, str) or is_inline_template(value):
+            continue
+        is_written = ".".join(map(str, path)) in WRITTEN_FIELDS
+        if not is_url(value) and (is_written or _exists(folder, value)):
+            holder[key] = str(folder / value)
+
+
+def _exists(folder: Path, value: str) -> bool:
+    """Whether a relative path, glob, or prefix of a Megatron dataset exists in the folder."""
+    if (folder / value).exists() or find_index(folder / value):
+        return True
+    is_glob = GLOB.search(value) and not Path(value).is_absolute()
+    return bool(is_glob) and any(True for _ in folder.glob(value))
 
 
 def expand_server_paths(settings: dict[str, Any]) -> list[ConfigIssue]:

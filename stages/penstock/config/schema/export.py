@@ -142,4 +142,5 @@ class PushConfig(ConfigSection):
     """Open a pull request instead of committing."""
 
     dry_run: bool = False
-    """Only list what would be uploaded."""
+    """Only list what would be uploaded. `penstock push` then builds nothing: of an export that does
+    not exist yet it lists the folders."""

@@ -46,6 +46,15 @@ def targets(value: Any) -> list[str] | str:
     return "all-linear" if value in ("all", "all-linear") else names_in(value)
 
 
+def in_order(entry: Entry) -> None:
+    """A boolean that keeps the samples in the order of their files."""
+    if entry.value:
+        entry.put("data.shuffle_merged_datasets", False)
+        entry.put("data.shuffle_before_merging_datasets", False)
+    else:
+        entry.no_effect("samples are shuffled")
+
+
 def in_few_bits(kind: str) -> Rule:
     """Rule of a boolean that asks for quantized base weights."""
 

@@ -156,7 +156,8 @@ class TextEncoder:
 
     def _try_fastokens(self, its_json: str, hard: list[str]) -> None:
         if find_spec("fastokens") is None:
-            return self._fall_back("it is not installed (pip install 'penstock[fast]')")
+            self.fallback_reason = "Encoding with tokenizers: fastokens is not installed."
+            return None
         try:
             self._backend = _Fastokens(its_json, splits_special=self._splits_special)
             differing = self._find_mismatches(hard)

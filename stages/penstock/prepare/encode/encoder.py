@@ -230,21 +230,21 @@ class Encoder:
         usable = [place for place in range(len(parsed.records)) if place not in faults]
         parsed.faults |= {parsed.records[place]: fault for place, fault in faults.items()}
         records = [parsed.records[place] for place in usable]
-        found = [side.select(usable) for side in sides]
+        selected = [side.select(usable) for side in sides]
         if self._its.train_on_prompt and self._its.kind == "sft":
-            found = [_train_on_prompts(side) for side in found]
+            selected = [_train_on_prompts(side) for side in selected]
         if self._its.kind == "sft":
             factors = np.array([parsed.weights[place] for place in usable], dtype=np.float32)
-            found = [side.weigh(factors) for side in found]
+            selected = [side.weigh(factors) for side in selected]
         documents: list[Document] = []
         if self._images:
             sides = [side or [Document("")] * len(parsed.records) for side in parsed.sides]
-            for side, rendered in zip(found, sides, strict=True):
+            for side, rendered in zip(selected, sides, strict=True):
                 documents = [rendered[place] for place in usable]
                 faults = self._images.check(side, documents)
                 assert not faults
         return EncodedBatch(
-            found,
+            selected,
             records,
             [desirable[record] for record in records if record in desirable],
             [gaps[record] for record in records if record in gaps],

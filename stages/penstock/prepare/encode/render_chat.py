@@ -164,11 +164,11 @@ class Renderer:
             find = self._finder.marked
         elif answers and mode == "per_turn":
             find = per_turn
-        found = find(template.text, conversation, answers)
-        if found is None and mode == "auto":
+        rendering = find(template.text, conversation, answers)
+        if rendering is None and mode == "auto":
             find = per_turn
-            found = find(template.text, conversation, answers)
-        if found is None:
+            rendering = find(template.text, conversation, answers)
+        if rendering is None:
             raise BadRecord(
                 "template",
                 "the chat template renders answers differently once others follow, so their tokens "
@@ -177,7 +177,7 @@ class Renderer:
             )
         if find == per_turn:
             self._count_per_turn()
-        text, turns = found
+        text, turns = rendering
         for message in sorted({*messages} - {*answers}):
             turn = self._finder.locate(template.text, conversation, message, answers, find, text)
             turns += [turn] if turn else []
@@ -269,10 +269,10 @@ class Renderer:
         filled = [[_drop_nulls(message) for message in messages] for messages in conversations]
         if template in self._parts_only:
             filled = [[with_parts(message) for message in messages] for messages in filled]
-        found: Any = render_jinja_template(
+        rendered: Any = render_jinja_template(
             filled, chat_template=template, **options, **self._arguments
         )
-        return found
+        return rendered
 
 
 @dataclass(frozen=True)

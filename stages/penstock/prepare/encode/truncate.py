@@ -173,13 +173,13 @@ class Truncator:
             why = f"{max(len(side.ids) for side in sides)} tokens where max_seq_len is {limit}"
             raise BadRecord("too_long", why)
         first = slice(*stays.prompt)
-        found = [
+        cut_sides = [
             side.cut(first, slice(prompt + start, prompt + stop))
             for side, (start, stop) in zip(sides, stays.answers, strict=True)
         ]
-        if self._count_media_tokens(found) < self._count_media_tokens(sides):
+        if self._count_media_tokens(cut_sides) < self._count_media_tokens(sides):
             raise BadRecord("too_long", CUT)
-        return found
+        return cut_sides
 
     def _count_media_tokens(self, sides: Sequence[LabeledTokens]) -> int:
         if not self._media_token_ids:

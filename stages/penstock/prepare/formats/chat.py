@@ -31,11 +31,11 @@ def _apply_labels(where: str, value: Any, turns: list[Turn]) -> list[Turn]:
     Labels are a list, possibly as JSON text; a label column with other values is unrelated.
     """
     is_text = isinstance(value, str) and value.lstrip().startswith("[")
-    found = parse_json_text(where, value) if is_text else value
-    if not isinstance(found, list):
+    parsed = parse_json_text(where, value) if is_text else value
+    if not isinstance(parsed, list):
         return turns
     count = sum(turn.is_answer for turn in turns)
-    labels = iter(parse_labels(where, found, count, "one for each message of the assistant's"))
+    labels = iter(parse_labels(where, parsed, count, "one for each message of the assistant's"))
     return [
         replace(turn, weight=next(labels) * turn.weight) if turn.is_answer else turn
         for turn in turns

@@ -32,7 +32,7 @@ def merge_parts(where: str, value: Message, role: str, name: str) -> Message:
     at = f"{where}.{name}"
     if not isinstance(content, list) or (role == "tool" and not _is_part_list(content)):
         return value
-    found: dict[str, list[Any]] = {TEXT: [], REASON: [], CALL: [], RESULT: [], MEDIA: []}
+    by_kind: dict[str, list[Any]] = {TEXT: [], REASON: [], CALL: [], RESULT: [], MEDIA: []}
     parts = Parts()
     for index, part in enumerate(content):
         kind, inside = _parse_part(f"{at}[{index}]", part)
@@ -45,19 +45,19 @@ def merge_parts(where: str, value: Message, role: str, name: str) -> Message:
         if kind == MEDIA and role == "assistant":
             what = KINDS[inside[0]["type"]].article
             raise BadRecord("bad_value", f"{at}[{index}] is {what}, which no answer can hold")
-        found[kind] += inside
+        by_kind[kind] += inside
         if kind in (TEXT, RESULT, MEDIA):
             parts += inside if kind == MEDIA else map(text_part, inside)
-    if found[CALL] and value.get("tool_calls"):
+    if by_kind[CALL] and value.get("tool_calls"):
         raise BadRecord("bad_value", f"{where} has both tool_calls and parts of type tool_call")
-    if found[REASON] and any(value.get(note) for note in REASONING):
+    if by_kind[REASON] and any(value.get(note) for note in REASONING):
         raise BadRecord("bad_value", f"{where} has its reasoning both in a part and beside content")
-    text = "".join(found[TEXT] + found[RESULT])
-    members: Message = {**value, name: parts if found[MEDIA] else text}
-    if found[REASON]:
-        members[REASONING[0]] = "".join(found[REASON])
-    if found[CALL]:
-        members["tool_calls"] = found[CALL]
+    text = "".join(by_kind[TEXT] + by_kind[RESULT])
+    members: Message = {**value, name: parts if by_kind[MEDIA] else text}
+    if by_kind[REASON]:
+        members[REASONING[0]] = "".join(by_kind[REASON])
+    if by_kind[CALL]:
+        members["tool_calls"] = by_kind[CALL]
         members[name] = members[name] or None
     return members
 

@@ -95,6 +95,7 @@ class Job:
             "config_path": self.config_path,
             "weights": str(self.weights) if self.weights else None,
             "output_dir": str(self.output_dir),
+            "working_dir": str(Path.cwd()),
             "launch": self.launch_id,
             "adapter": str(self.adapter) if self.adapter else None,
             "tokenizer": self.tokenizer,

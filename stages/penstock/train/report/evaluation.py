@@ -28,8 +28,7 @@ class EvaluationSection:
 def build_evaluation_section(run: RunRecord) -> EvaluationSection | None:
     """None if there was no evaluation and none is possible."""
     asked, tasks = run.eval_results["held_out"], run.eval_results["tasks"]
-    holds_out = bool(run.config.data.val_set_size or run.config.data.test_datasets)
-    can_be_asked = run.state == "finished" and holds_out and not run.config.train.eval_only
+    can_be_asked = run.state == "finished" and run.holds_out and not run.config.train.eval_only
     if not asked and not tasks and not can_be_asked:
         return None
     return EvaluationSection(

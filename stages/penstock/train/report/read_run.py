@@ -97,6 +97,12 @@ class RunRecord:
         return redact_text(f"{start} on {data}, {how}")
 
     @property
+    def holds_out(self) -> bool:
+        """Whether some samples are evaluated instead of trained."""
+        data = self.config.data
+        return bool(data.val_set_size or data.test_datasets or self.evaluations)
+
+    @property
     def progress(self) -> float | None:
         """Fraction of steps completed, if the total is known."""
         total = self.environment.get("total_steps")

@@ -57,7 +57,7 @@ PROMPTS: Mapping[str, Mapping[str, str]] = {
     "intel": {"field_prompt": "question"},
 }
 PREFERENCE_TYPES: Mapping[str, Mapping[str, str]] = {
-    **{f"{of}.{name}": found for of in FAMILIES for name, found in PROMPTS.items()},
+    **{f"{of}.{name}": prompt for of in FAMILIES for name, prompt in PROMPTS.items()},
     **{name: {} for name in ("passthrough", "chat_template")},
 }
 KTO_TYPES: Mapping[str, Mapping[str, str]] = {

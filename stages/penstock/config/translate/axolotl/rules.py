@@ -153,14 +153,6 @@ def _held_out(entry: Entry) -> None:
     entry.put("data.val_set_size", entry.value or None)
 
 
-def _in_order(entry: Entry) -> None:
-    if entry.value:
-        entry.put("data.shuffle_merged_datasets", False)
-        entry.put("data.shuffle_before_merging_datasets", False)
-    else:
-        entry.no_effect("samples are shuffled")
-
-
 def _streaming(entry: Entry) -> None:
     if entry.value:
         entry.approximated(
@@ -409,7 +401,7 @@ COMPUTED: Mapping[str, Rule] = {
     "dataset_exact_deduplication": if_true(
         "data.deduplicate", "exact", otherwise="duplicates are kept"
     ),
-    "curriculum_sampling": _in_order,
+    "curriculum_sampling": shared.in_order,
     "streaming": _streaming,
     "reinit_weights": _reinitializes,
     "activation_offloading": _offloading,

@@ -150,14 +150,6 @@ def _pure(entry: Entry) -> None:
         entry.no_effect("bf16 and fp16 say it")
 
 
-def _in_order(entry: Entry) -> None:
-    if entry.value:
-        entry.put("data.shuffle_merged_datasets", False)
-        entry.put("data.shuffle_before_merging_datasets", False)
-    else:
-        entry.no_effect("samples are shuffled")
-
-
 def _from_scratch(entry: Entry) -> None:
     if entry.value:
         entry.decides("model.config_path")
@@ -454,7 +446,7 @@ LLAMA_FACTORY = Dialect(
         "fp8_enable_fsdp_float8_all_gather": shared.gathers_8_bits,
         "quantization_type": only("nf4"),
         "pure_bf16": _pure,
-        "disable_shuffling": _in_order,
+        "disable_shuffling": shared.in_order,
         "train_from_scratch": _from_scratch,
         "enable_thinking": _thinking,
         **dict.fromkeys(

@@ -106,30 +106,30 @@ def _source(
     entry: Entry, info: Mapping[str, Any], folder: Path, reasons: list[str]
 ) -> dict[str, Any]:
     columns: dict[str, Any] = info.get("columns") or {}
-    found: dict[str, Any] = {"path": _path(info, folder)}
-    found |= {OURS[key]: info[key] for key in OURS if info.get(key)}
+    source: dict[str, Any] = {"path": _path(info, folder)}
+    source |= {OURS[key]: info[key] for key in OURS if info.get(key)}
     if info.get("split", "train") != "train":
-        found["split"] = info["split"]
+        source["split"] = info["split"]
     is_chat = info.get("formatting", "alpaca") in ("sharegpt", "openai")
-    found["type"] = kind = _kind(entry, info, columns, is_chat=is_chat)
+    source["type"] = kind = _kind(entry, info, columns, is_chat=is_chat)
     if is_chat:
-        found |= _message_fields(info, columns, kind, reasons)
+        source |= _message_fields(info, columns, kind, reasons)
     else:
         own = {} if columns else {"prompt": "instruction", "query": "input", "response": "output"}
         named = {"query": "input", **columns} if "query" in columns else columns
         table = COLUMNS.get("alpaca" if kind == "instruction" else kind, {})
-        found |= {
+        source |= {
             ours: (named or own)[key] for key, ours in table.items() if (named or own).get(key)
         }
         if columns.get("history"):
             reasons.append(f"the column {columns['history']} of earlier turns is not read")
         if kind == "kto" and columns.get("query"):
             reasons.append(f"the column {columns['query']} is not part of the prompt")
-    found |= {f"field_{key}": columns[key] for key in ("system", "tools") if columns.get(key)}
+    source |= {f"field_{key}": columns[key] for key in ("system", "tools") if columns.get(key)}
     if kind == "preference":
-        found |= {f"field_{key}": columns[key] for key in ("chosen", "rejected") if key in columns}
+        source |= {f"field_{key}": columns[key] for key in ("chosen", "rejected") if key in columns}
     if kind == "kto" and columns.get("kto_tag"):
-        found["field_label"] = columns["kto_tag"]
+        source["field_label"] = columns["kto_tag"]
     reasons += [
         f"the column {columns[key]} is read if it is named {key}"
         for key in MEDIA
@@ -137,7 +137,7 @@ def _source(
     ]
     if others := [key for key in info if key not in (*READ, *OF_OTHER_HUBS)]:
         reasons.append(f"{', '.join(others)} in {INFO} is not read")
-    return found
+    return source
 
 
 def _path(info: Mapping[str, Any], folder: Path) -> str:
@@ -169,12 +169,12 @@ def _message_fields(
     info: Mapping[str, Any], columns: Mapping[str, Any], kind: str, reasons: list[str]
 ) -> dict[str, Any]:
     tags: dict[str, Any] = info.get("tags") or {}
-    found: dict[str, Any] = {"field_messages": columns.get("messages") or "conversations"}
+    fields: dict[str, Any] = {"field_messages": columns.get("messages") or "conversations"}
     if kind == "text":
-        return {"field_text": found["field_messages"]}
+        return {"field_text": fields["field_messages"]}
     keys = tags.get("role_tag", "from"), tags.get("content_tag", "value")
     if keys not in (("from", "value"), ("role", "content")):
-        found |= {"field_message_role": keys[0], "field_message_content": keys[1]}
+        fields |= {"field_message_role": keys[0], "field_message_content": keys[1]}
     roles = {
         role: [str(tags[tag])]
         for tag, role in ROLE_TAGS.items()
@@ -182,4 +182,4 @@ def _message_fields(
     }
     if others := [tag for tag in tags if tag not in (*ROLE_TAGS, "role_tag", "content_tag")]:
         reasons.append(f"{', '.join(others)} of tags is not read")
-    return {**found, **({"message_roles": roles} if roles else {})}
+    return {**fields, **({"message_roles": roles} if roles else {})}

@@ -59,11 +59,11 @@ def _files(beside: Path, path: str) -> list[Path]:
 
 
 def _source(info: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {"path": info["path"]}
+    source: dict[str, Any] = {"path": info["path"]}
     if kind := CONVERTERS.get(str(info.get("converter"))):
-        found["type"] = kind
+        source["type"] = kind
     names = {"split": "split", "size": "max_samples", "weight": "weight"}
-    return found | {names[key]: info[key] for key in names if key in info}
+    return source | {names[key]: info[key] for key in names if key in info}
 
 
 def _peft(entry: Entry) -> None:

@@ -114,9 +114,9 @@ def mixer(kind: str) -> Rule:
                 if "test" not in split:
                     take_share(source, share)
         evaluates = entry.get("do_eval") or _strategy(entry) != "no"
-        for name, found in sources.items():
-            if found and (name == SOURCES or evaluates):
-                entry.put(name, found)
+        for name, datasets in sources.items():
+            if datasets and (name == SOURCES or evaluates):
+                entry.put(name, datasets)
         if any(share != 1 for share in shares.values()):
             entry.approximated(SHARED_OUT)
 
