@@ -1,7 +1,6 @@
 """Damaged results are found before they are used, and stale ones are built again."""
 
 import json
-import os
 import random
 import time
 
@@ -18,15 +17,12 @@ from penstock.core.files import read_json
 from tests.core.toy import Letters, LettersSettings, Pack, Prepare, Train, step_of
 from tests.corruption import flip
 
-LONG_AGO = (1_000_000, 1_000_000)
-
 
 def built(root, **settings):
     """A sealed result whose files are old enough to be remembered."""
     step = step_of(Letters(LettersSettings(**settings)), root)
     get_or_build(step)
-    for file in step.path.glob("*.txt"):
-        os.utime(file, LONG_AGO)
+    time.sleep(1.2 * digests.MIN_AGE_NS / 1e9)
     return step
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import ClassVar
 
 from penstock.config.schema.run import RunConfig
+from penstock.core.cache.record import read_record, write_record
 from penstock.core.cache.stage import Artifact, Facts, Input, Stage
 from penstock.core.errors import ConfigError
-from penstock.core.files import read_json, write_json
 from penstock.encode.settings import EncodeSettings
 from penstock.engine.model_source import ModelSource
 
@@ -62,8 +62,9 @@ class Encode(Stage):
         features = Features.load(self, images)
         count, noted = len(features.images.digests()), out / MISSING
         if not noted.is_file():
-            write_json(noted, len(features.missing()))
-        sys.stderr.write(f"encode: {count} images, {read_json(noted)} without features\n")
+            write_record(noted, {"missing": len(features.missing())})
+        missing = read_record(noted, (), f"Delete {noted} and run again.")["missing"]
+        sys.stderr.write(f"encode: {count} images, {missing} without features\n")
         files = features.get_or_encode()
         (out / MEDIA).mkdir(parents=True, exist_ok=True)
         with keep_cached_across_links(files):
@@ -72,7 +73,7 @@ class Encode(Stage):
                 if target.exists() and not target.samefile(file):
                     target.unlink()
                 link(file, target)
-        return {"images": count, "encoded": read_json(noted)}
+        return {"images": count, "encoded": missing}
 
     def owned_files(self, out: Path) -> Iterable[Path]:
         """The features; how many were missing depends on earlier runs."""

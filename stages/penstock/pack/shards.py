@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from penstock.core.files import atomic_write
+from penstock.core.cache.attempt_files import finished_write
 from penstock.pack.layout import RowSamples
 from penstock.rows.bin_plan import Indices, PackingPlan
 from penstock.rows.reader import Tokens, Weights, flat, map_batches
@@ -40,7 +40,7 @@ def write_shard(
     weights = np.empty(room, dtype=np.float32) if form.samples.is_weighted else None
     trained, largest = [np.empty(0, np.int64)], 0
     with (
-        atomic_write(target) as part,
+        finished_write(target) as part,
         pa.OSFile(str(part), "wb") as sink,
         pa.ipc.new_file(sink, _schema(form)) as writer,
     ):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from penstock.core import env
+from penstock.core.cache.attempt_files import take_over
 from penstock.core.errors import StageError
 from penstock.core.process.die_with_parent import end_with_starter
 from penstock.core.process.main_module import without_main_module
@@ -80,7 +81,7 @@ def write_shards(shards: Sequence[ShardPlan], workers: Workers) -> list[ShardSta
 
     Raises the first error in file order.
     """
-    missing = [shard for shard in shards if not shard.target.exists()]
+    missing = [shard for shard in shards if not take_over(shard.target)]
     tokens = sum(int(shard.sizes.sum()) for shard in missing)
     count = min(workers.count, len(missing), max(1, tokens // MIN_TOKENS_PER_PROCESS))
     if count > 1:

@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from penstock.core.cache.attempt_files import finished_write, take_over
 from penstock.core.cache.digests import digest_files, keep_cached_across_links
 from penstock.core.cache.manifest import MANIFEST, read_manifest
 from penstock.core.cache.record import digest_json
 from penstock.core.cache.stage import short
 from penstock.core.errors import ArtifactError
-from penstock.core.files import atomic_write, link, read_json
+from penstock.core.files import link, read_json
 from penstock.prepare.select.filter_state import Mask
 from penstock.prepare.select.select import Selection
 from penstock.prepare.settings import PrepareSettings
@@ -96,7 +97,7 @@ def plan_files(
 def publish_splits(
     finished: Sequence[TokenizedSlice], selection: Selection, settings: PrepareSettings, out: Path
 ) -> None:
-    """Write the files of both splits to `out/data`, skipping those that exist."""
+    """Write the files of both splits to `out/data`, except those that an earlier attempt wrote."""
     whole: list[tuple[Path, Path]] = []
     partial: list[tuple[DataFile, Path]] = []
     for split, files in plan_files(finished, selection, settings).items():
@@ -105,7 +106,7 @@ def publish_splits(
             target.parent.mkdir(parents=True, exist_ok=True)
             if file.is_slice:
                 whole.append((file.shares[0].entry[1], target))
-            elif not target.exists():
+            elif not take_over(target):
                 partial.append((file, target))
     same = _find_same_files(out, {file.content for file, _ in partial}) if partial else {}
     links = [*whole, *((same[f.content], target) for f, target in partial if f.content in same)]
@@ -205,7 +206,7 @@ def _find_same_files(out: Path, wanted: set[str]) -> dict[str, Path]:
             if record is None:
                 continue
             sealed = {file["path"]: file["sha256"] for file in record["files"]}
-            if digest_files([folder / PLAN], "ctime") != [sealed[PLAN]]:
+            if digest_files([folder / PLAN]) != [sealed[PLAN]]:
                 continue
             splits = read_json(folder / PLAN)["splits"]
             for entry in (entry for split in SPLITS for entry in splits[split]):
@@ -214,7 +215,7 @@ def _find_same_files(out: Path, wanted: set[str]) -> dict[str, Path]:
                     found[entry["content"]] = (path, sealed[entry["file"]])
         except (OSError, ArtifactError, KeyError, TypeError):
             continue
-    digests = digest_files([path for path, _ in found.values()], "ctime")
+    digests = digest_files([path for path, _ in found.values()])
     return {
         content: path
         for (content, (path, sealed)), digest in zip(found.items(), digests, strict=True)
@@ -224,7 +225,7 @@ def _find_same_files(out: Path, wanted: set[str]) -> dict[str, Path]:
 
 def _write(file: DataFile, schema: pa.Schema, target: Path) -> None:
     with (
-        atomic_write(target) as part,
+        finished_write(target) as part,
         pa.OSFile(str(part), "wb") as sink,
         pa.ipc.new_file(sink, schema) as writer,
     ):

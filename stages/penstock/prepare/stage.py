@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from penstock.core.cache.stage import Facts, Source, Stage
 from penstock.core.errors import StageError
-from penstock.core.files import read_json, write_json
+from penstock.core.files import write_json
 from penstock.core.remote.shared_files import SharedCache
 from penstock.prepare.settings import PrepareSettings
 
@@ -93,20 +93,20 @@ class Prepare(Stage):
         from penstock.prepare.workers import tokenize_missing
         from penstock.rows.prepared import PLAN
 
-        if not (out / PLAN).is_file():
-            slices, config = self._plan_slices(out)
-            tokenize_missing(slices, config, self.num_proc)
-            finished = [entry for entry in config.cache.lookup(slices) if entry]
-            if len(finished) < len(slices):
-                raise StageError(
-                    f"{len(slices) - len(finished)} of {len(slices)} slices were deleted from "
-                    f"{config.cache.folder} during this run.\n  Run again to tokenize them again."
-                )
-            check_sources(finished, self.settings)
-            selection = select(finished, self.settings, workers=self.num_proc, token=self.hub_token)
-            publish_splits(finished, selection, self.settings, out)
-            write_json(out / PLAN, build_plan(finished, selection, self.settings))
-        return summarize_plan(read_json(out / PLAN))
+        slices, config = self._plan_slices(out)
+        tokenize_missing(slices, config, self.num_proc)
+        finished = [entry for entry in config.cache.lookup(slices) if entry]
+        if len(finished) < len(slices):
+            raise StageError(
+                f"{len(slices) - len(finished)} of {len(slices)} slices were deleted from "
+                f"{config.cache.folder} during this run.\n  Run again to tokenize them again."
+            )
+        check_sources(finished, self.settings)
+        selection = select(finished, self.settings, workers=self.num_proc, token=self.hub_token)
+        publish_splits(finished, selection, self.settings, out)
+        plan = build_plan(finished, selection, self.settings)
+        write_json(out / PLAN, plan)
+        return summarize_plan(plan)
 
     def prepare_share(self, out: Path, index: int, count: int) -> SliceProgress:
         """Tokenize the missing slices of share `index` (from 0) of `count`.

@@ -1,10 +1,13 @@
 """SHA-256 file digests, cached in SQLite so that an unchanged file is read once.
 
-A cache row is keyed by (device, inode) and is valid for one size and modification time, so a hard
-link of a known file is a cache hit under any name. The row also stores the change time (ctime) of
-the last read: verification trusts only ctime, because a modification time can be set. Values
-derived from content alone are cached under the content digest. Losing the cache costs one read of
-each file. A damaged row or database counts as a cache miss.
+A cache row is keyed by (device, inode) and is valid for one size, modification time and change time
+(ctime). A modification time can be set, by `cp -p`, `touch` and `tar`; the kernel alone sets the
+ctime, at every write, link and rename. As in git's index, a file that changed within the
+granularity of the file system's clock before it was read is not cached: a later write could leave
+the same times. Values derived from content alone are cached under the content digest. Losing the
+cache costs one read of each file. A damaged row or database counts as a cache miss.
+
+`docs/guide/integrity.md` states which bytes are proved when.
 """
 
 import hashlib
@@ -16,23 +19,26 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from penstock.core import env
+from penstock.core.machine.linux import file_system_type
 
 MIN_AGE_NS = 100_000_000
-"""A file younger than this, in nanoseconds, is digested but not cached: a second write could leave
-the same size and, within the clock's granularity, the same modification time."""
+"""Granularity of a file system's clock, in nanoseconds: a kernel tick is at most 10 ms."""
+
+COARSE_MIN_AGE_NS = 2_000_000_000
+"""The same where times are whole seconds (HFS+, ext3, some network file systems)."""
+
+WITHOUT_CTIME = frozenset({"msdos", "vfat", "exfat", "ntfs", "cifs", "smb3", "smbfs", "9p"})
+"""File systems without a change time of their own, or with one that a client makes up. Nor is that
+of file systems in user space (fuse) reliable: object stores give the modification time."""
 
 MAX_READERS = 8
 """Maximum number of files read concurrently; never more than the number of processors."""
 
 CHECKSUM_DIGITS = 16
 """Number of hex digits of the digest that each cache row stores of itself."""
-
-Trust = Literal["mtime", "ctime", "nothing"]
-"""When a cached digest is valid. mtime: size and modification time are unchanged. ctime: the change
-time is unchanged, too. nothing: never."""
 
 
 def sha256_file(path: Path) -> str:
@@ -41,14 +47,15 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def digest_files(paths: Iterable[Path], trust: Trust = "mtime") -> list[str]:
-    """Return the SHA-256 of each file. Reads only files that changed since their last read."""
+def digest_files(paths: Iterable[Path], *, reread: bool = False) -> list[str]:
+    """Return the SHA-256 of each file. Reads files that changed since their last read; with
+    `reread`, all files."""
     paths = list(paths)
     if not paths:
         return []
     try:
         with closing(_open_database()) as database:
-            return _digest_with_cache(database, paths, trust)
+            return _digest_with_cache(database, paths, reread=reread)
     except sqlite3.OperationalError:  # The database is locked, or the disk is full.
         return _read_all(paths)
     except sqlite3.DatabaseError:
@@ -62,7 +69,8 @@ def cache_digests(known: Iterable[tuple[Path, str]]) -> None:
     rows: list[_Row] = []
     for path, digest in known:
         stat = _Stat.of(path)
-        rows.append(_Row.of(stat, digest, read_at=stat.ctime_ns))
+        if stat.granularity_ns == MIN_AGE_NS:
+            rows.append(_Row.of(stat, digest))
     with suppress(sqlite3.Error), closing(_open_database()) as database:
         _store_rows(database, rows)
 
@@ -77,9 +85,9 @@ def keep_cached_across_links(paths: Iterable[Path]) -> Generator[None]:
     with suppress(sqlite3.Error), closing(_open_database()) as database:
         rows: list[_Row] = []
         for path, stat in zip(paths, before, strict=True):
-            now, digest = _Stat.of(path), _cached_digest(database, stat, "ctime")
+            now, digest = _Stat.of(path), _cached_digest(database, stat)
             if digest and (now.size, now.mtime_ns) == (stat.size, stat.mtime_ns):
-                rows.append(_Row.of(now, digest, read_at=now.ctime_ns))
+                rows.append(_Row.of(now, digest))
         _store_rows(database, rows)
 
 
@@ -134,23 +142,36 @@ class _Stat(NamedTuple):
         device, inode = stat.st_dev & _SIGNED, stat.st_ino & _SIGNED
         return cls(device, inode, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
 
+    @property
+    def granularity_ns(self) -> int | None:
+        """Granularity of the ctime; None if the file system has no reliable one."""
+        kind = file_system_type(self.device)
+        if not self.ctime_ns or kind in WITHOUT_CTIME or kind.startswith("fuse"):
+            return None
+        return COARSE_MIN_AGE_NS if self.ctime_ns % 1_000_000_000 == 0 else MIN_AGE_NS
+
+    def is_settled(self, now_ns: int) -> bool:
+        """Whether every later write changes the ctime."""
+        granularity_ns = self.granularity_ns
+        return granularity_ns is not None and now_ns - self.ctime_ns > granularity_ns
+
 
 _SIGNED = (1 << 63) - 1
 
 
 class _Row(NamedTuple):
-    """A cached file digest; `read_at` is the file's ctime at the last read."""
+    """A cached file digest."""
 
     device: int
     inode: int
     size: int
     mtime_ns: int
     sha256: str
-    read_at: int
+    ctime_ns: int
 
     @classmethod
-    def of(cls, stat: _Stat, sha256: str, read_at: int) -> "_Row":
-        return cls(stat.device, stat.inode, stat.size, stat.mtime_ns, sha256, read_at)
+    def of(cls, stat: _Stat, sha256: str) -> "_Row":
+        return cls(stat.device, stat.inode, stat.size, stat.mtime_ns, sha256, stat.ctime_ns)
 
     @property
     def with_checksum(self) -> tuple[Any, ...]:
@@ -158,27 +179,23 @@ class _Row(NamedTuple):
         guard = hashlib.sha256(repr(tuple(self)).encode()).hexdigest()[:CHECKSUM_DIGITS]
         return (*self, guard)
 
-    def is_valid_for(self, stat: _Stat, trust: Trust) -> bool:
-        """Whether the row is valid for the file's current content."""
-        if trust == "nothing" or (self.size, self.mtime_ns) != (stat.size, stat.mtime_ns):
-            return False
-        return trust == "mtime" or self.read_at == stat.ctime_ns
 
-
-def _digest_with_cache(database: sqlite3.Connection, paths: list[Path], trust: Trust) -> list[str]:
+def _digest_with_cache(
+    database: sqlite3.Connection, paths: list[Path], *, reread: bool
+) -> list[str]:
     stats = [_Stat.of(path) for path in paths]
-    known = [_cached_digest(database, stat, trust) for stat in stats]
-    missing = [number for number, digest in enumerate(known) if digest is None]
+    digests = [None if reread else _cached_digest(database, stat) for stat in stats]
+    missing = [number for number, digest in enumerate(digests) if digest is None]
     # Take the time before reading: a write during the read may leave the same file times.
     now = time.time_ns()
-    digests = _read_all([paths[number] for number in missing])
     rows: list[_Row] = []
-    for number, digest in zip(missing, digests, strict=True):
-        known[number], stat = digest, stats[number]
-        if now - stat.mtime_ns > MIN_AGE_NS and _Stat.of(paths[number]) == stat:
-            rows.append(_Row.of(stat, digest, read_at=stat.ctime_ns))
+    read = _read_all([paths[number] for number in missing])
+    for number, digest in zip(missing, read, strict=True):
+        digests[number], stat = digest, stats[number]
+        if stat.is_settled(now) and _Stat.of(paths[number]) == stat:
+            rows.append(_Row.of(stat, digest))
     _store_rows(database, rows)
-    return [digest for digest in known if digest is not None]
+    return [digest for digest in digests if digest is not None]
 
 
 def _store_rows(database: sqlite3.Connection, rows: Sequence[_Row]) -> None:
@@ -190,16 +207,16 @@ def _store_rows(database: sqlite3.Connection, rows: Sequence[_Row]) -> None:
             )
 
 
-def _cached_digest(database: sqlite3.Connection, stat: _Stat, trust: Trust) -> str | None:
-    found = database.execute(
+def _cached_digest(database: sqlite3.Connection, stat: _Stat) -> str | None:
+    values = database.execute(
         "SELECT * FROM known WHERE device=? AND inode=?", (stat.device, stat.inode)
     ).fetchone()
-    if not found:
+    if not values:
         return None
-    row = _Row(*found[:-1])
-    return (
-        row.sha256 if row.with_checksum == tuple(found) and row.is_valid_for(stat, trust) else None
-    )
+    row = _Row(*values[:-1])
+    is_valid = row == _Row.of(stat, row.sha256) and row.with_checksum == tuple(values)
+    # A row may predate the rule, or the file system's kind may be known only now.
+    return row.sha256 if is_valid and stat.granularity_ns is not None else None
 
 
 def _read_all(paths: Sequence[Path]) -> list[str]:

@@ -127,9 +127,12 @@ def _read_note(path: Path) -> Note | None:
 def _verify_digests(notes: Mapping[Path, Note]) -> dict[Path, Note]:
     """Notes whose files match their digest. Digests are cached until a file changes."""
     try:
-        digests = digest_files(notes, "ctime")
-    except OSError:  # one was deleted meanwhile
-        return {path: note for path, note in notes.items() if path.is_file()}
+        digests = digest_files(notes)
+    except OSError:  # One cannot be read, or was deleted meanwhile: it alone is left out.
+        if len(notes) < 2:
+            return {}
+        singly = [_verify_digests({path: note}) for path, note in notes.items()]
+        return {path: note for verified in singly for path, note in verified.items()}
     return {
         path: note
         for (path, note), digest in zip(notes.items(), digests, strict=True)

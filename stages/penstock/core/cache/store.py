@@ -19,6 +19,7 @@ from typing import Any, Literal
 from filelock import FileLock, Timeout
 
 from penstock.core.cache import provenance
+from penstock.core.cache.attempt_files import require_unchanged
 from penstock.core.cache.digests import digest_files
 from penstock.core.cache.input_digests import (
     attempt_record,
@@ -469,19 +470,21 @@ def _seal(
     `digests` are the content digests of the inputs, taken before the stage read them.
     """
     stage, out = step.stage, step.path
-    for leftover in regular_files(out):
-        if leftover.suffix == PART:
-            leftover.unlink()
     owned = sorted(stage.owned_files(out))
     with ThreadPoolExecutor(
         MAX_CONCURRENT_FLUSHES
     ) as pool:  # Concurrent flushes cost little more than one flush.
         list(pool.map(fsync, owned))
     # Hard links of already digested files are not read again.
+    digested = list(zip(owned, digest_files(owned), strict=True))
+    require_unchanged(digested)
     files = [
         {"path": path.relative_to(out).as_posix(), "bytes": path.stat().st_size, "sha256": digest}
-        for path, digest in zip(owned, digest_files(owned), strict=True)
+        for path, digest in digested
     ]
+    for leftover in regular_files(out):
+        if leftover.suffix == PART:
+            leftover.unlink()
     manifest = {
         "format": FORMAT,
         "stage": stage.name,

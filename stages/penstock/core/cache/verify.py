@@ -39,7 +39,7 @@ def damaged_files(
         return wrong
     paths = [folder / file["path"] for file in files]
     try:
-        digests = digest_files(paths, "nothing" if verify == "always" else "ctime")
+        digests = digest_files(paths, reread=verify == "always")
     except OSError as error:
         return [f"{error.filename or folder}: cannot be read, {describe_os_error(error)}"]
     return [

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 PROC = Path("/proc")
@@ -41,6 +42,18 @@ def proc_fields(name: str) -> dict[str, str]:
     """The lines `field: value` of a file of `/proc`, the first of each field."""
     pairs = [line.partition(":") for line in reversed(proc_lines(name))]
     return {field.strip(): " ".join(value.split()) for field, _, value in pairs}
+
+
+@cache
+def file_system_type(device: int) -> str:
+    """The type of the mounted file system with this `st_dev` (ext4, nfs4, fuse.sshfs, …), or ""
+    if unknown."""
+    number = f"{os.major(device)}:{os.minor(device)}"
+    for fields in map(str.split, proc_lines("self/mountinfo")):
+        # proc(5): the type follows a lone hyphen, after optional fields.
+        if fields[2] == number and "-" in fields[6:-1]:
+            return fields[fields.index("-", 6) + 1]
+    return ""
 
 
 def num_cpus() -> int:

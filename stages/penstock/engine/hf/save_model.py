@@ -16,6 +16,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from penstock.core.cache.attempt_files import finished_write, take_over
 from penstock.core.files import PART, atomic_write, regular_files, write_json
 from penstock.engine.hf.safetensors_writer import Kind, aligned, file_layout, put, tensor_num_bytes
 from penstock.engine.hf.state_dict import HFStateDict
@@ -119,7 +120,7 @@ def write_weights(
         planned, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
     )
     for file, names in split.filename_to_tensors.items():
-        if not (out / file).is_file():
+        if not take_over(out / file):
             _write_file(weights, out / file, {name: kinds[name] for name in names}, quantizer)
     if split.is_sharded:
         files = split.tensor_to_filename
@@ -146,7 +147,7 @@ def _write_file(
     layout = file_layout(
         aligned({leaf: kind for own in kinds.values() for leaf, kind in own.items()})
     )
-    with atomic_write(target) as part, part.open("wb") as file:
+    with finished_write(target) as part, part.open("wb") as file:
         os.pwrite(file.fileno(), layout.header, 0)
         for name, tensor in _each(weights, kinds):
             if quantizer and name in quantizer.shapes:
