@@ -35,6 +35,7 @@ from penstock.core.remote.artifact_sync import RemoteArtifact
 from penstock.core.remote.local_mirror import local_cache_dir
 from penstock.core.remote.path import RemotePath
 from penstock.core.remote.urls import is_url
+from penstock.core.replace_folder import delete_folder
 from penstock.origins import with_adapter
 from penstock.plan import Plan, StageName, plan
 from penstock.prepare.stage import Prepare
@@ -340,7 +341,7 @@ class _Tick:
                 RemoteArtifact(join_location(output, key), folder).delete()
             elif (read_manifest(folder) or {}).get("stage") != "train":
                 continue
-            remove(folder)
+            delete_folder(folder)
             remove(lock_path(folder))
 
 

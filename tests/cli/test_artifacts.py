@@ -1,13 +1,18 @@
+import errno
 import multiprocessing
 import os
+import shutil
 import threading
 import time
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import pytest
 from filelock import FileLock
 
+from penstock.cli.artifacts import entries
 from penstock.cli.artifacts.commands import find_entries
+from penstock.cli.artifacts.entries import LocalEntry
 from penstock.cli.artifacts.prune import DAY, choose_prunable, prune
 from penstock.cli.console import Console
 from penstock.config.schema.run import RunConfig
@@ -18,7 +23,8 @@ from penstock.core.cache.stage import Artifact, stage_key
 from penstock.core.cache.store import PlannedStage, get_or_build
 from penstock.core.errors import ArtifactError, StageError
 from penstock.core.files import read_json, write_json
-from penstock.export.links import link_exported
+from penstock.core.replace_folder import DELETED
+from penstock.export.links import find_links, link_exported
 from tests.cli.command import penstock
 from tests.core.toy import Export, LettersSettings, Pack, Prepare, Train, step_of
 from tests.stages.prepared import prepare, texts, write_lines
@@ -308,6 +314,71 @@ def test_a_run_leads_to_its_latest_export_and_to_nothing_that_an_older_one_had(t
         link_exported(outcome, run)
         links = {link.name: link.resolve() for link in (tmp_path / "out").iterdir()}
         assert links == {folder: (step.path / folder).resolve() for folder in folders}
+    moved = tmp_path.rename(tmp_path.with_name(f"{tmp_path.name}-moved"))
+    assert (moved / "out" / "hf").resolve() == moved / step.path.relative_to(tmp_path) / "hf"
+    assert find_links(moved / step.path.relative_to(tmp_path)) == [moved / "out" / "hf"]
+    shutil.copytree(moved, tmp_path, symlinks=True)
+    assert (tmp_path / "out" / "hf").resolve() == step.path / "hf"
+
+
+def test_a_file_system_without_links_costs_the_link_and_not_the_export(tmp_path, monkeypatch):
+    run = RunConfig.model_validate(
+        {"data": {"datasets": [{"path": "x"}]}, "train": {"output_dir": str(tmp_path / "out")}}
+    )
+    (tmp_path / "out").mkdir()
+    outcome = get_or_build(step_of(Export(LettersSettings(letters="x")), tmp_path / "artifacts"))
+    (outcome.path / "hf").mkdir()
+
+    def refuse(*_args):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "symlink", refuse)
+    link_exported(outcome, run)
+    assert not [*(tmp_path / "out").iterdir()]
+
+
+def test_a_killed_deletion_leaves_no_part_of_a_result_and_the_next_one_ends_it(
+    tmp_path, monkeypatch
+):
+    chain(tmp_path, "ab")
+    doomed, _, _ = chain(tmp_path, "cd")
+    real = shutil.rmtree
+
+    def die(path, **_):
+        (Path(path) / MANIFEST).unlink()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "rmtree", die)
+    with pytest.raises(KeyboardInterrupt):
+        LocalEntry(None, doomed.path).delete()
+    monkeypatch.setattr(shutil, "rmtree", real)
+    assert not doomed.path.exists()
+    assert penstock("artifacts", "prune", "--root", tmp_path).code == 0
+    assert not [path for path in doomed.path.parent.iterdir() if DELETED in path.name]
+
+
+def test_a_result_from_the_future_neither_counts_as_newest_nor_is_deleted(tmp_path):
+    root = tmp_path / "out"
+    steps = [step_of(Prepare(LettersSettings(letters=letter)), root) for letter in "abc"]
+    for step, days in zip(steps, (-400, 3, 2), strict=True):
+        get_or_build(step)
+        age(step, days)
+    options = ("--keep-last", "1", "--older-than", "1d")
+    done = penstock("artifacts", "prune", "--root", root, *options, "--json")
+    assert done.last["pruned"] == [str(steps[1].path)]
+
+
+def test_a_result_that_is_finished_while_it_is_looked_at_is_seen_whole(tmp_path, monkeypatch):
+    step = step_of(Prepare(LettersSettings(letters="ab")), tmp_path)
+    get_or_build(step)
+    real, reads = entries.read_manifest, []
+
+    def late(folder):
+        reads.append(folder)
+        return real(folder) if len(reads) > 1 else None
+
+    monkeypatch.setattr(entries, "read_manifest", late)
+    assert LocalEntry.read(step.path).manifest
 
 
 def hold(step, folder):

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from pydantic import BaseModel
@@ -57,6 +58,10 @@ def test_a_file_that_is_not_as_it_was_finished_is_written_again(damage, tmp_path
     assert not rows.exists()
 
 
+def leave(_: Path) -> None:
+    """Change nothing."""
+
+
 class NoSettings(BaseModel):
     """None."""
 
@@ -67,8 +72,8 @@ class Rows(Stage):
     name = "rows"
     version = 1
     settings = NoSettings()
-    inputs = {}
-    between = staticmethod(lambda out: None)
+    inputs: ClassVar = {}
+    between = staticmethod(leave)
 
     def run(self, out):
         for name in ("rows-0", "rows-1"):
@@ -91,7 +96,7 @@ def test_damage_between_a_files_end_and_the_manifest_is_noticed_and_mended_by_a_
     monkeypatch.setattr(Rows, "between", staticmethod(damage_first))
     with pytest.raises(StageError, match="rows-0 was changed after it was written"):
         get_or_build(step)
-    monkeypatch.setattr(Rows, "between", staticmethod(lambda out: None))
+    monkeypatch.setattr(Rows, "between", staticmethod(leave))
     result = get_or_build(step)
     assert (result.path / "rows-0").read_bytes() == CONTENT
     assert sorted(path.name for path in result.path.iterdir()) == [

@@ -2,6 +2,7 @@
 
 import io
 import random
+import time
 import traceback
 
 import pytest
@@ -293,6 +294,10 @@ def test_tokenizers_configs_and_weights_are_fetched_to_a_folder_named_by_their_c
         "config.json",
         "model.safetensors",
     }
+    weights = local_folder(url, model) / "model.safetensors"
+    time.sleep(0.02)  # a tick of the clock that changes are stamped with
+    weights.write_bytes(b"[]")
+    assert (local_folder(url, model) / "model.safetensors").read_bytes() == b"{}"
     (RemotePath.from_url(url) / "model.safetensors").write(b"other")
     assert pin_model(url).key != model.key
     assert local_folder(url, pin_model(url)) != local_folder(url, model)

@@ -1,9 +1,13 @@
+import logging
+
 import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.core.cache.manifest import MANIFEST
+from penstock.core.cache.record import write_record
 from penstock.core.errors import ArtifactError
 from penstock.rows.reader import PackedRows
 from penstock.rows.schema import PACKED
@@ -51,6 +55,19 @@ def test_squares_of_very_long_documents_are_exact(tmp_path):
     ids = np.zeros(length, np.int32)
     write(tmp_path, [[ids, ids, [length]]])
     assert PackedRows(tmp_path).squares().tolist() == [length**2]
+
+
+def test_a_file_that_the_manifest_does_not_list_is_reported_and_not_read(tmp_path, caplog):
+    folder = tmp_path / "data" / "train"
+    folder.mkdir(parents=True)
+    write(folder, [[[1], [1], [1]]])
+    listed = {"path": "data/train/rows-00000-of-00001.arrow"}
+    write_record(tmp_path / MANIFEST, {"format": 1, "files": [listed], "stage": "pack"})
+    before = len(PackedRows(folder))
+    write(folder, [[[1], [1], [1]]], [[[2], [2], [1]]])
+    with caplog.at_level(logging.WARNING):
+        assert len(PackedRows(folder)) == before == 1
+    assert "rows-00001-of-00002.arrow" in caplog.text
 
 
 def test_a_missing_or_broken_shard_is_an_error_of_the_artifact(tmp_path):

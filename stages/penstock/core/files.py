@@ -66,11 +66,14 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def link(source: Path, target: Path) -> None:
-    """Hard-link `source` to `target`, or copy it if links are not supported."""
+    """Hard-link `source` to `target`, or copy it if links are not supported. Replaces another file
+    at `target`."""
+    if target.exists():
+        if target.samefile(source):
+            return
+        target.unlink()
     try:
         os.link(source, target)
-    except FileExistsError:
-        return
     except OSError:  # The file system has no hard links, or the link limit of the file is reached.
         with atomic_write(target) as part:
             shutil.copyfile(source, part)

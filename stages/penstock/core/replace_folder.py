@@ -1,9 +1,12 @@
-"""Replace a folder by another one, so that a whole one is found after a kill at any moment."""
+"""Replace or delete a folder, so that a whole one or none is found after a kill at any moment."""
 
 from pathlib import Path
 
 from penstock.core.files import fsync, remove
 from penstock.core.machine.linux import exchange
+
+DELETED = ".deleted"
+"""Suffix of a folder that is being deleted."""
 
 
 def replace_folder(new: Path, target: Path, aside: Path) -> Path | None:
@@ -31,6 +34,22 @@ def rename_folder(new: Path, target: Path) -> None:
     fsync(new)
     new.rename(target)
     fsync(target.parent)
+
+
+def delete_folder(folder: Path) -> None:
+    """Delete the folder, if it exists. Renamed first: after a kill, no part of it is found under
+    its name; `finish_deletions` deletes the rest."""
+    aside = folder.with_name(f".{folder.name}{DELETED}")
+    remove(aside)
+    if folder.exists():
+        folder.rename(aside)
+        remove(aside)
+
+
+def finish_deletions(root: Path) -> None:
+    """Delete what a killed `delete_folder` left in `root`."""
+    for aside in root.glob(f".*{DELETED}"):
+        remove(aside)
 
 
 def restore_replaced(root: Path, suffix: str) -> None:

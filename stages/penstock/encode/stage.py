@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from penstock.config.schema.run import RunConfig
+from penstock.core.cache.manifest import listed_files
 from penstock.core.cache.record import read_record, write_record
 from penstock.core.cache.stage import Artifact, Facts, Input, Stage
 from penstock.core.errors import ConfigError
@@ -56,7 +57,7 @@ class Encode(Stage):
         from penstock.encode.features import Features
         from penstock.rows.image_files import MEDIA
 
-        images = sorted((self.prepared.path / MEDIA).glob("*.arrow"))
+        images = listed_files(self.prepared.path / MEDIA, "*.arrow")
         if not images:
             return {"images": 0, "encoded": 0}
         features = Features.load(self, images)
@@ -69,10 +70,7 @@ class Encode(Stage):
         (out / MEDIA).mkdir(parents=True, exist_ok=True)
         with keep_cached_across_links(files):
             for file in files:
-                target = out / MEDIA / file.name
-                if target.exists() and not target.samefile(file):
-                    target.unlink()
-                link(file, target)
+                link(file, out / MEDIA / file.name)
         return {"images": count, "encoded": missing}
 
     def owned_files(self, out: Path) -> Iterable[Path]:

@@ -14,6 +14,7 @@ import pyarrow as pa
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from penstock.core.cache.manifest import listed_files
 from penstock.core.cache.stage import Artifact
 from penstock.core.errors import StageError
 from penstock.engine.device import accelerator
@@ -162,7 +163,7 @@ def first_question(input_ids: Sequence[int], labels: Sequence[int]) -> Question 
 
 
 def _sample_rows(folder: Path, limit: int, seed: int) -> list[tuple[list[int], list[int]]]:
-    files = sorted(folder.glob("*.arrow"))
+    files = listed_files(folder, "*.arrow")
     if not files:
         raise StageError(
             f"{folder} holds no rows to ask.\n  Set data.val_set_size or data.test_datasets."

@@ -4,6 +4,8 @@ A note of every link is stored beside the export in `.links/<key>/`, so that an 
 from run folders, wherever they are, is not pruned.
 """
 
+import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,8 +14,11 @@ from penstock.core.cache.record import digest_json
 from penstock.core.cache.stage import short
 from penstock.core.cache.store import StageResult
 from penstock.core.errors import DamagedFileError, StageError
-from penstock.core.files import read_json, remove, write_json
+from penstock.core.files import PART, read_json, remove, write_json
+from penstock.core.os_errors import describe_os_error
 from penstock.core.remote.local_mirror import local_cache_dir
+
+log = logging.getLogger("penstock.export")
 
 NAMES = ("hf", "adapter")
 
@@ -29,13 +34,30 @@ def link_exported(outcome: StageResult, run: RunConfig) -> None:
             raise StageError(
                 f"{link} exists and is not a symbolic link.\n  Move it elsewhere and run again."
             )
-        wanted = target.resolve() if target.is_dir() else None
-        if link.is_symlink() and (wanted is None or link.resolve() != wanted):
-            link.unlink()
-        if wanted:
+        if target.is_dir():
             _record_link(outcome.path, link.absolute())
-            if not link.is_symlink():
-                link.symlink_to(wanted)
+            _point(link, target)
+        elif link.is_symlink():
+            link.unlink()
+
+
+def _point(link: Path, target: Path) -> None:
+    """Point the link at the folder, in one step. A relative link still holds when the tree of runs
+    and artifacts is moved or copied as a whole."""
+    # A link is relative to the folder that it is really in.
+    relative = os.path.relpath(target.resolve(), link.parent.resolve())
+    if link.is_symlink() and str(link.readlink()) == relative:
+        return
+    new = link.with_name(f".{link.name}{PART}")
+    try:
+        remove(new)
+        new.symlink_to(relative)
+        new.replace(link)
+    except OSError as error:
+        log.warning(
+            "%s cannot be linked (%s); the exported model is in %s",
+            *(link, describe_os_error(error), target),
+        )
 
 
 def find_links(export: Path) -> list[Path]:
@@ -51,13 +73,13 @@ def forget_links(export: Path) -> None:
 def _record_link(export: Path, link: Path) -> None:
     note = _links_folder(export) / f"{short(digest_json(str(link)))}.json"
     if not note.is_file():
-        write_json(note, {"link": str(link)})
+        write_json(note, {"link": os.path.relpath(link, export.resolve())})
 
 
 def _read_links(export: Path) -> Iterator[Path]:
     for note in _links_folder(export).glob("*.json"):
         try:
-            yield Path(read_json(note)["link"])
+            yield Path(os.path.normpath(export.resolve() / read_json(note)["link"]))
         except (OSError, DamagedFileError, KeyError, TypeError):
             continue
 

@@ -82,11 +82,12 @@ class Pack(Stage):
     def _link_images(self, out: Path) -> None:
         """Link the tensors or features of images, so that the result needs no other."""
         from penstock.core.cache.digests import keep_cached_across_links
+        from penstock.core.cache.manifest import listed_files
         from penstock.core.files import link
         from penstock.rows.image_files import MEDIA
 
         source = self.encoded or self.prepared
-        files = sorted((source.path / MEDIA).glob("*.arrow"))
+        files = listed_files(source.path / MEDIA, "*.arrow")
         if files:
             (out / MEDIA).mkdir(parents=True, exist_ok=True)
         with keep_cached_across_links(files):

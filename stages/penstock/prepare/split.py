@@ -113,7 +113,7 @@ def publish_splits(
     links += _media_links(finished, selection, out)
     with keep_cached_across_links(source for source, _ in links):
         for source, target in links:
-            _link(source, target)
+            link(source, target)
     for file, target in partial:
         if file.content not in same:
             its = settings.datasets[0]
@@ -139,13 +139,6 @@ def _media_links(
     for target in links.values():
         target.parent.mkdir(parents=True, exist_ok=True)
     return list(links.items())
-
-
-def _link(source: Path, target: Path) -> None:
-    """Hard-link the file, replacing a link of an earlier attempt to a file since replaced."""
-    if target.exists() and not target.samefile(source):
-        target.unlink()
-    link(source, target)
 
 
 def file_path(split: str, file: DataFile) -> str:

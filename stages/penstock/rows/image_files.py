@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from penstock.core.cache.manifest import listed_files
 from penstock.core.errors import ArtifactError
 from penstock.rows.pixel_table import PixelTable, StoredTensor
 from penstock.rows.schema import IMAGE_DIGEST_BYTES
@@ -99,7 +100,7 @@ class ImageFiles:
     @classmethod
     def in_folder(cls, folder: Path) -> "ImageFiles":
         """All files of a folder, which may be missing."""
-        return cls(sorted(folder.glob("*.arrow")))
+        return cls(listed_files(folder, "*.arrow"))
 
     def add(self, files: Sequence[Path]) -> None:
         """Memory-map further files."""

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from penstock.config.schema.dataset import Kind
+from penstock.core.cache.manifest import listed_files
 from penstock.core.errors import ArtifactError
 from penstock.rows.image_files import MEDIA, ImageFiles
 from penstock.rows.pixel_table import StoredTensor
@@ -59,7 +60,7 @@ class PackedRows:
 
     def __init__(self, folder: Path) -> None:
         """Memory-map the shards. Raises ArtifactError if there is none or one cannot be read."""
-        shards = sorted(folder.glob(SHARDS))
+        shards = listed_files(folder, SHARDS)
         if not shards:
             raise ArtifactError(f"{folder} has no packed rows.\n  Run the pack stage first.")
         self.folder = folder

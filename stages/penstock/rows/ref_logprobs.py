@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from penstock.core.cache.manifest import listed_files
 from penstock.core.errors import ArtifactError
 from penstock.core.files import atomic_write
 from penstock.rows.reader import map_batches
@@ -39,7 +40,7 @@ class RefLogprobs:
         self._at: dict[bytes, int] = {}
         parts: list[Scores] = [np.empty((0, PER_SAMPLE))]
         count = 0
-        for file in sorted(folder.glob(FILES)):
+        for file in listed_files(folder, FILES):
             samples, scores = read_scores(file)
             self._at |= {sample: count + place for place, sample in enumerate(samples)}
             parts.append(scores)

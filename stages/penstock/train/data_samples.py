@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from penstock.core.cache.manifest import listed_files
 from penstock.core.files import read_json, write_json
 from penstock.rows.decoding import Decoder
 from penstock.rows.reader import SHARDS, PackedRows, Row, Tokens
@@ -47,7 +48,7 @@ def keep_shown_data(
     samples: list[list[Part]] = []
     for split in SPLITS:
         folder = packed / "data" / split
-        if not any(folder.glob(SHARDS)):
+        if not listed_files(folder, SHARDS):
             continue
         rows = PackedRows(folder)
         first_epoch = epoch_rows[0] if split == "train" and epoch_rows else len(rows)

@@ -4,6 +4,7 @@ import hashlib
 import posixpath
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from penstock.core.remote.local_mirror import local_cache_dir
 from penstock.core.remote.open import open_file
 from penstock.core.remote.path import RemotePath, require_relative
 from penstock.core.remote.urls import split_parent
+from penstock.core.replace_folder import delete_folder
 
 CHUNK = 4 << 20
 
@@ -96,6 +98,18 @@ class LocalEntry(Entry):
     """A result in a folder of this machine."""
 
     path: Path
+    unfinished: dict[str, Any] | None = None
+    """The record of an incomplete result."""
+
+    @classmethod
+    def read(cls, folder: Path) -> "LocalEntry | None":
+        """Read the result in the folder; None if there is none, or no longer."""
+        for _ in range(2):  # A run may finish it between the two reads.
+            if manifest := read_manifest(folder):
+                return cls(manifest, folder)
+            if attempt := read_attempt(folder):
+                return cls(None, folder, attempt)
+        return None
 
     @property
     def where(self) -> str:
@@ -105,7 +119,11 @@ class LocalEntry(Entry):
     @property
     def num_bytes(self) -> int:
         """Total size in bytes."""
-        return sum(path.stat().st_size for path in regular_files(self.path))
+        total = 0
+        for path in regular_files(self.path):
+            with suppress(FileNotFoundError):  # A run may be replacing files.
+                total += path.stat().st_size
+        return total
 
     @property
     def root(self) -> Path:
@@ -119,9 +137,8 @@ class LocalEntry(Entry):
 
     def attempt(self) -> dict[str, Any]:
         """The record of an incomplete result: its stage, key and inputs."""
-        attempt = read_attempt(self.path)
-        assert attempt, "a result has a manifest or this"
-        return attempt
+        assert self.unfinished, "a result has a manifest or this"
+        return self.unfinished
 
     def faults(self) -> list[str]:
         """A line for each difference from the manifest; empty if there is none."""
@@ -131,7 +148,7 @@ class LocalEntry(Entry):
 
     def delete(self) -> None:
         """Remove the folder and its lock."""
-        remove(self.path)
+        delete_folder(self.path)
         remove(lock_path(self.path))
 
 
@@ -209,7 +226,8 @@ class RemoteEntry(Entry):
 def local_entries(root: Path, depth: int) -> Iterator[Entry]:
     """Every result below a folder, sorted by path."""
     for folder in sorted(_result_folders(root, depth)):
-        yield LocalEntry(read_manifest(folder), folder)
+        if entry := LocalEntry.read(folder):
+            yield entry
 
 
 def remote_entries(url: str) -> Iterator[Entry]:

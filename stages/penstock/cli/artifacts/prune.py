@@ -10,7 +10,7 @@ blocked.
 import re
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -20,12 +20,14 @@ from penstock.cli.console import Console
 from penstock.core.cache.in_use import block_new_pins, pinned_keys
 from penstock.core.errors import ConfigError
 from penstock.core.files import read_json, remove
+from penstock.core.replace_folder import finish_deletions
 from penstock.encode.stage import FEATURES
 from penstock.export.links import find_links, forget_links
 from penstock.prepare.stage import SLICES
 
 PRUNABLE = ("compose", "prepare", "encode", "pack", "reference", "export", "push")
 DAY = 86_400.0
+MAX_CLOCK_SKEW = timedelta(minutes=5)
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": DAY, "w": 7 * DAY, "": DAY}
 AGE = re.compile(r"(\d+(?:\.\d+)?)\s*([smhdw]?)")
 
@@ -61,6 +63,8 @@ def prune(
     gone: list[Entry] = []
     freed = 0
     cached = {SLICES: 0, FEATURES: 0}
+    for folder in {entry.folder.parent for entry in entries if not dry_run}:
+        finish_deletions(folder)
     for entry in doomed:
         size = entry.num_bytes
         if dry_run or _delete_if_unused(entry):
@@ -93,12 +97,21 @@ def choose_prunable(
     entries: list[Entry], keep_last: int, older_than: float, reach: Reach = "leaves"
 ) -> list[Entry]:
     """Complete results older than `older_than` seconds that are not needed, without the newest
-    `keep_last` of each stage; the oldest last."""
+    `keep_last` of each stage; the oldest last.
+
+    A result from the future, written while the clock was wrong, is not chosen and does not count as
+    one of the newest.
+    """
     now = datetime.now(UTC)
+    latest = (now + MAX_CLOCK_SKEW).isoformat(timespec="seconds")
     marked = {key for root in {entry.root for entry in entries} for key in pinned_keys(root)}
     candidates: list[Entry] = []
     for stage in PRUNABLE:
-        complete = [e for e in entries if e.manifest and e.manifest["stage"] == stage]
+        complete = [
+            entry
+            for entry in entries
+            if entry.manifest and entry.manifest["stage"] == stage and _created(entry) <= latest
+        ]
         complete.sort(key=_created, reverse=True)
         candidates += [
             entry

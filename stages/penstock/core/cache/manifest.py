@@ -4,12 +4,15 @@ Raises ArtifactError for a manifest that is damaged or of an unknown format. The
 folder is always read here before its files are used.
 """
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from penstock.core.cache.record import DIGEST, Record, digest_json, parse_record, read_record
 from penstock.core.errors import ArtifactError
+
+log = logging.getLogger("penstock.artifacts")
 
 MANIFEST = "manifest.json"
 
@@ -43,6 +46,22 @@ def parse_manifest(content: bytes, where: str, remedy: str) -> Record:
 def remedy_for(folder: Path) -> str:
     """The recommended action for a damaged manifest in `folder`."""
     return f"Restore it from a copy, or delete {folder} to build it again."
+
+
+def listed_files(folder: Path, pattern: str) -> list[Path]:
+    """The files in `folder` that match `pattern`, sorted by name.
+
+    In a complete artifact only those that its manifest lists, because only these are verified;
+    others are reported. `folder` is the artifact's, or up to two levels below it.
+    """
+    files = sorted(folder.glob(pattern))
+    for artifact in (folder, *folder.parents[:2]):
+        if manifest := read_manifest(artifact):
+            listed = {artifact / file["path"] for file in manifest["files"]}
+            if unlisted := [path for path in files if path not in listed]:
+                log.warning("%s: not in the manifest, and not read", ", ".join(map(str, unlisted)))
+            return [path for path in files if path in listed]
+    return files
 
 
 def content_digest(manifest: Mapping[str, Any]) -> str:

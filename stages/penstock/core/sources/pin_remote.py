@@ -4,6 +4,7 @@ A pin names files without bucket or server, so moved data keeps its key; and wit
 so a newly signed URL keeps its key, too.
 """
 
+import logging
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -14,10 +15,10 @@ from typing import Any
 from filelock import FileLock
 
 from penstock.core import env
-from penstock.core.cache.digests import sha256_file
-from penstock.core.cache.record import digest_json
+from penstock.core.cache.digests import digest_files, sha256_file
+from penstock.core.cache.record import digest_json, read_record, write_record
 from penstock.core.cache.stage import Source, short
-from penstock.core.errors import ConfigError, StageError
+from penstock.core.errors import ArtifactError, ConfigError, StageError
 from penstock.core.files import fsync, remove
 from penstock.core.process.retry import PLANNING_TRIES
 from penstock.core.remote.open import open_file
@@ -31,6 +32,8 @@ from penstock.core.sources.remote_files import (
     find_remote_data,
     missing_url_error,
 )
+
+log = logging.getLogger("penstock.prepare")
 
 DOWNLOAD_FOLDER = "fetched"
 """Content-addressed folder of downloaded files in the user's cache."""
@@ -87,16 +90,20 @@ def resolve_folder(typed: str, source: Source) -> str:
 def download_source(source: Source) -> Path:
     """The local folder of the files that `source` pins, downloaded if necessary.
 
-    Raises StageError if the remote content has changed, or the connection is lost.
+    A downloaded folder is verified as local files are; a damaged one is downloaded again. Raises
+    StageError if the remote content has changed, or the connection is lost.
     """
     folder = env.cache_home() / DOWNLOAD_FOLDER / short(source.key)
     if not source.urls:
         return _root_folder(source)
-    if folder.is_dir():
+    if _is_as_downloaded(folder):
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.with_name(f".{folder.name}.lock")):
-        if not folder.is_dir():
+        if not _is_as_downloaded(folder):
+            if folder.is_dir():
+                log.warning("%s is not as it was downloaded, and is downloaded again", folder)
+                remove(folder)
             part = folder.with_name(f"{folder.name}.part")
             remove(part)
             part.mkdir()
@@ -107,8 +114,28 @@ def download_source(source: Source) -> Path:
                 ]
                 for job in jobs:
                     job.result()
+            names = [require_relative(str(pinned["name"])) for pinned in source.pin["files"]]
+            write_record(
+                _download_record(folder),
+                {"files": _digest_files(names, [part / name for name in names])},
+            )
             part.rename(folder)
     return folder
+
+
+def _is_as_downloaded(folder: Path) -> bool:
+    """Whether the folder's files have the digests that they had when they were downloaded."""
+    try:
+        files = read_record(_download_record(folder), (), "It is downloaded again.")["files"]
+        digests = digest_files([folder / file["name"] for file in files])
+    except (OSError, ArtifactError, KeyError, TypeError):
+        return False
+    return digests == [file["sha256"] for file in files]
+
+
+def _download_record(folder: Path) -> Path:
+    """The record of a folder's files. Beside it, so that the folder has the source's files only."""
+    return folder.with_name(f"{folder.name}.json")
 
 
 def _root_folder(source: Source) -> Path:
@@ -160,9 +187,8 @@ def _pin_by_content(found: RemoteFiles, more: dict[str, Any]) -> Source:
         digests = _digest_files(names, [Path(folder) / name for name in names])
         kept = home / short(digest_json(digests))
         for name in names:
-            if not (kept / name).is_file():
-                (kept / name).parent.mkdir(parents=True, exist_ok=True)
-                (Path(folder) / name).replace(kept / name)
+            (kept / name).parent.mkdir(parents=True, exist_ok=True)
+            (Path(folder) / name).replace(kept / name)
     paths = tuple(kept / name for name in names)
     return Source({"kind": "files", **more, "files": digests}, paths)
 
