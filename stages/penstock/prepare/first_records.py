@@ -14,13 +14,16 @@ from penstock.media.cache import MediaCache
 from penstock.media.load import load_processor
 from penstock.media.reference import Folder
 from penstock.prepare.bad_records import DROP_REASONS, BadRecord
-from penstock.prepare.encode.encoder import EncodedBatch, Encoder
+from penstock.prepare.dataset_type import INFER_RECORDS
+from penstock.prepare.encode.encoder import EncodedBatch, Encoder, NoTemplateError
 from penstock.prepare.encode.images import ImagesFound
+from penstock.prepare.encode.render_chat import NO_TEMPLATE
 from penstock.prepare.infer_type import infer_format
 from penstock.prepare.notices import token_warnings
 from penstock.prepare.readers.records import Batch, Value
 from penstock.prepare.settings import DatasetSettings
 from penstock.prepare.slice_images import load_slice_images
+from penstock.prepare.suggest_template import suggest_chat_template
 from penstock.prepare.unread_columns import count_unread, unread_columns
 from penstock.rows.tokenizer import load_stop_token_ids
 
@@ -43,23 +46,25 @@ class FirstSamples:
     """Counts of the first records and their samples."""
 
     records: int
-    samples: int
-    tokens: int
-    trained_tokens: int
-    lengths: tuple[int, ...]
+    samples: int = 0
+    tokens: int = 0
+    trained_tokens: int = 0
+    lengths: tuple[int, ...] = ()
     """Tokens of each sample; for pairs, of the longer side."""
-    largest_tokens: tuple[int, ...]
+    largest_tokens: tuple[int, ...] = ()
     """The largest token ids, in descending order, without duplicates."""
-    bad: int
+    bad: int = 0
     """Unusable records; the prepare stage fails unless `data.bad_rows_allowed` allows them."""
-    faults: tuple[str, ...]
+    faults: tuple[str, ...] = ()
     """Why records have no sample, without duplicates."""
-    unread: tuple[str, ...]
+    unread: tuple[str, ...] = ()
     """What the records hold and nothing reads, a sentence each."""
-    warnings: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
     """As `data_warnings` has them for all records."""
-    hint: str
-    """Hint with the inferred type, if it differs from the configured one."""
+    template: str | None = None
+    """An included chat template that renders the records, if the tokenizer's own does not."""
+    hint: str = ""
+    """What to write instead, where records have no sample."""
 
 
 def first_samples(
@@ -73,13 +78,26 @@ def first_samples(
     samples. Raises as `Encoder` and `load_processor`."""
     values: list[Value] = list(records)
     stops = load_stop_token_ids(*images.tokenizer) if images else ()
-    encode = Encoder(settings, tokenizer, columns, stop_token_ids=stops)
+    try:
+        encode = Encoder(settings, tokenizer, columns, stop_token_ids=stops)
+    except NoTemplateError:
+        template = suggest_chat_template(records[:INFER_RECORDS], settings, tokenizer)
+        return FirstSamples(
+            len(records),
+            bad=len(records),
+            faults=(NO_TEMPLATE,),
+            template=template,
+            hint=_template_hint(template),
+        )
     try:
         found = encode(values)
     except ImagesFound:
         found = _with_images(encode, values, images)
     faults = list(found.faults.values())
     ids = np.concatenate([np.unique(side.ids) for side in found.sides])
+    template = None
+    if any(fault.reason == "template" for fault in faults):
+        template = suggest_chat_template(records[:INFER_RECORDS], settings, tokenizer)
     unread = count_unread(values, settings, columns) + found.unread_keys
     return FirstSamples(
         records=len(records),
@@ -92,7 +110,8 @@ def first_samples(
         faults=tuple(dict.fromkeys(fault.why for fault in faults)),
         unread=tuple(unread_columns(unread, len(records), settings.type)),
         warnings=tuple(token_warnings(found.without_end, found.repeated_bos, records=len(records))),
-        hint=_hint(records, settings, faults) if faults else "",
+        template=template,
+        hint=_hint(records, settings, faults, template) if faults else "",
     )
 
 
@@ -113,15 +132,27 @@ def _with_images(encode: Encoder, values: list[Value], images: ImageSource | Non
 
 
 def _hint(
-    records: list[dict[str, Any]], settings: DatasetSettings, faults: Sequence[BadRecord]
+    records: list[dict[str, Any]],
+    settings: DatasetSettings,
+    faults: Sequence[BadRecord],
+    template: str | None,
 ) -> str:
     if any(fault.reason == "template" for fault in faults):
-        return (
-            ".\n  Use a model whose chat template has it, or name another template "
-            "(data.chat_template: a file or its text)"
-        )
+        return _template_hint(template)
     try:
         looks = infer_format(records, {}, objective="", where="")
     except ConfigError:
         return ""
     return "" if looks.type == settings.type else f".\n  They look like {looks}"
+
+
+def _template_hint(template: str | None) -> str:
+    if template is None:
+        return (
+            ".\n  Use a model whose chat template has it, or name another template "
+            "(data.chat_template: a file or its text)"
+        )
+    return (
+        f".\n  Write data.chat_template: {template}, an included template that renders them with "
+        "this tokenizer (the model learns it in training), or name another: a file or its text"
+    )

@@ -157,12 +157,54 @@ def test_tokens_beyond_the_models_vocabulary_are_told_by_a_check(writes, models,
     assert "resize_token_embeddings" in said.err
 
 
-def test_conversations_without_a_template_are_told_by_a_check(models, tmp_path):
-    roles = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    (tmp_path / "c.jsonl").write_text(json.dumps({"messages": roles}) + "\n")
-    config = run_of(models, "whole", tmp_path, remove("chat_template*"))
-    said = penstock("check", config, "--data.datasets", "[{path: c.jsonl}]")
-    told(said.code, said.err, "has no chat template")
+def without_markers(folder: Path) -> None:
+    """A base model's tokenizer: no template, and no special token before a role."""
+    (folder / "chat_template.jinja").unlink()
+    tokenizer = (folder / "tokenizer.json").read_text()
+    (folder / "tokenizer.json").write_text(tokenizer.replace("<|im_start|>", "<|other|>"))
+
+
+ASK = {"role": "user", "content": "a"}
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"n": 1}}}
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+TEMPLATES: dict[str, tuple[Callable[[Path], None], dict[str, Any], str, str]] = {
+    "no template": (
+        remove("chat_template*"),
+        {"messages": [ASK, {"role": "assistant", "content": "b"}]},
+        "has no chat template",
+        "chatml",
+    ),
+    "neither template nor markers": (
+        without_markers,
+        {"messages": [ASK, {"role": "assistant", "content": "b"}]},
+        "has no chat template",
+        "alpaca",
+    ),
+    "tools": (
+        remove("nothing"),
+        {"tools": TOOLS, "messages": [ASK, {"role": "assistant", "tool_calls": [CALL]}]},
+        "no place for tools",
+        "qwen3-instruct",
+    ),
+    "reasoning": (
+        remove("nothing"),
+        {"messages": [ASK, {"role": "assistant", "content": "b", "reasoning_content": "c"}]},
+        "no place for reasoning",
+        "qwen3",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", TEMPLATES)
+def test_a_check_names_the_included_template_that_conversations_need(mistake, models, tmp_path):
+    change, record, expected, template = TEMPLATES[mistake]
+    (tmp_path / "c.jsonl").write_text(json.dumps(record) + "\n")
+    config = run_of(models, "whole", tmp_path, change)
+    data = ("--data.datasets", "[{path: c.jsonl}]", "--data.sample_packing_sequence_len", "2048")
+    said = penstock("check", config, *data)
+    told(said.code, said.err, expected)
+    assert f"Write data.chat_template: {template}, " in said.err
+    assert penstock("check", config, *data, "--data.chat_template", template).code == 0
 
 
 def test_layers_that_only_predict_further_tokens_may_be_left_out(models, tmp_path):

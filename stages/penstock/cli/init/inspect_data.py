@@ -20,6 +20,8 @@ from penstock.prepare.infer_type import guess_format
 from penstock.rows.row_length import SampleSizes
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from penstock.prepare.first_records import FirstSamples
 
 MOST_COUNTED = 1_000_000
@@ -58,6 +60,8 @@ class OwnData:
     """Whether the model's tokenizer counted them; otherwise estimated from their characters."""
     faults: tuple[str, ...] = ()
     """Why records give no sample of this model."""
+    template: str | None = None
+    """The included chat template that renders them instead of the model's own."""
 
     @property
     def is_preference(self) -> bool:
@@ -105,12 +109,16 @@ def inspect_data(path: str, model: str) -> OwnData:
     sections["data"] = {"datasets": [{"path": path, **guess.settings()}]}
     faults: tuple[str, ...] = ()
     if is_local_model(model):
-        measured = _tokenize(loads(sections), records)
-        faults = measured.faults
+        tokenizer = _load_tokenizer(run)
+        measured = _tokenize(loads(sections), records, tokenizer)
+        faults, template = measured.faults, measured.template
+        if template:
+            data = {**sections["data"], "chat_template": template}
+            measured = _tokenize(loads({**sections, "data": data}), records, tokenizer)
         if measured.samples:
             mean = measured.tokens / measured.samples
             seen = len(records), mean, max(measured.lengths), True
-            return OwnData(path, guess, is_certain, count, *seen, faults)
+            return OwnData(path, guess, is_certain, count, *seen, faults, template)
     per_token = bytes_per_token(HUB_VOCABULARY)
     lengths = [sum(len(text.encode()) for text in _texts(record)) / per_token for record in records]
     seen = len(records), sum(lengths) / len(lengths), round(max(lengths)), False
@@ -141,14 +149,20 @@ def _read(run: RunConfig) -> tuple[int, list[dict[str, Any]]]:
     return count, records
 
 
-def _tokenize(run: RunConfig, records: list[dict[str, Any]]) -> "FirstSamples":
-    """The samples of the records."""
-    from penstock.prepare.first_records import first_samples
+def _load_tokenizer(run: RunConfig) -> "PreTrainedTokenizerBase":
     from penstock.rows.tokenizer import load_tokenizer
 
     source = run.model.tokenizer_source
     pinned = pin_tokenizer(source)
-    tokenizer = load_tokenizer(resolve_folder(source, pinned), pinned.pin.get("commit"))
+    return load_tokenizer(resolve_folder(source, pinned), pinned.pin.get("commit"))
+
+
+def _tokenize(
+    run: RunConfig, records: list[dict[str, Any]], tokenizer: "PreTrainedTokenizerBase"
+) -> "FirstSamples":
+    """The samples of the records."""
+    from penstock.prepare.first_records import first_samples
+
     [dataset] = run.data.datasets
     return first_samples(records, dataset_settings(run, dataset, "train"), tokenizer)
 

@@ -96,10 +96,14 @@ def write_config_for_data(
     model = model or DEFAULT_MODEL
     own_data = inspect_data(data, model)
     console.say(describe(own_data))
-    if own_data.faults:
+    faults = "; ".join(own_data.faults[:3])
+    if own_data.template:
         console.say(
-            f"warning: records give no sample with {model}: {'; '.join(own_data.faults[:3])}"
+            f"warning: {faults}: data.chat_template is {own_data.template}, "
+            "which the model learns in training"
         )
+    elif own_data.faults:
+        console.say(f"warning: records give no sample with {model}: {faults}")
     body = choose(own_data, model).as_yaml(
         f"{describe(own_data)} `penstock check` tests this file, `penstock run` trains."
     )
@@ -142,6 +146,8 @@ def _choose_data(chosen: ChosenConfig, data: OwnData) -> None:
     how = f"from its records, which have {data.format.columns}"
     doubt = "" if data.is_certain else "; a guess: see penstock data show"
     chosen.put("data.datasets", [{"path": data.path, **data.format.settings()}], how + doubt)
+    if data.template:
+        chosen.put("data.chat_template", data.template, f"included; otherwise {data.faults[0]}")
     if data.samples >= MIN_HELD_OUT:
         share = 0.1 if data.samples < FEW_SAMPLES else 0.05
         if share * data.samples > 500:

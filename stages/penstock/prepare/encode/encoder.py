@@ -57,6 +57,10 @@ NEEDS_TEMPLATE = ("chat", "sharegpt", "sft_turns")
 """Formats that require a chat template."""
 
 
+class NoTemplateError(StageError):
+    """The data needs a chat template, and the tokenizer has none."""
+
+
 @dataclass(slots=True)
 class EncodedBatch:
     """The samples of a batch of records: `sides[s]` has one sequence per sample.
@@ -143,13 +147,15 @@ class Encoder:
         ImagesFound; `refused`: they are unusable. `stop_token_ids`: those of
         the generation config, besides the tokenizer's EOS token.
 
-        Raises StageError if the tokenizer lacks a chat template or EOS token that the data needs,
+        Raises NoTemplateError, or StageError for an EOS token that the data needs and it lacks,
         ConfigError if its chat template is no Jinja, CapabilityError if the tokenizer is not
         supported."""
+        self._loss_masker = get_loss_masker(tokenizer)  # cached, and the same for any template
+        self._plain_tokenizer = tokenizer
         if its.chat_template:
             tokenizer = its.chat_template.apply(tokenizer)
         if its.type in NEEDS_TEMPLATE and not tokenizer.chat_template:
-            raise StageError(
+            raise NoTemplateError(
                 "The tokenizer has no chat template, which conversations need.\n"
                 "  Name one in data.chat_template (chatml, for example), or set "
                 "model.tokenizer_path to a tokenizer that has one."
@@ -158,7 +164,6 @@ class Encoder:
         self._its = its
         self._columns = columns
         self._vocabulary = len(tokenizer)
-        self._loss_masker = get_loss_masker(tokenizer)
         self._tokenizer = tokenizer
         self._images = images if isinstance(images, SliceImages) else None
         self._refuses_images = images == "refused"
@@ -196,7 +201,9 @@ class Encoder:
 
     def with_images(self, images: SliceImages | Literal["refused"]) -> "Encoder":
         """An encoder of the same data set that reads these images, or refuses all."""
-        return Encoder(self._its, self._tokenizer, self._columns, images, self._stop_token_ids)
+        return Encoder(
+            self._its, self._plain_tokenizer, self._columns, images, self._stop_token_ids
+        )
 
     def iter_media(self, values: Sequence[Value]) -> Iterator[tuple[str, ImageRef | None, bool]]:
         """(kind, reference, whether its conversation has several) of the images and the like of the
