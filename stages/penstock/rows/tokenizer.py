@@ -1,7 +1,9 @@
 """Tokenizers: the byte-level one built in code, and any that transformers can load."""
 
 import json
+import re
 from difflib import get_close_matches
+from importlib.util import find_spec
 from operator import index
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,9 @@ from penstock.core.sources.pin import GENERATION_CONFIG
 from penstock.rows.byte_vocabulary import END_OF_TEXT, TURN_END, byte_library_tokenizer
 
 VOCABULARY = "tokenizer.json"
+
+MODEL_PACKAGES = re.compile("sentencepiece|tiktoken", re.IGNORECASE)
+"""Packages named by transformers' errors about a tokenizer.model that it cannot read."""
 
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
@@ -72,6 +77,13 @@ def load_tokenizer(path: str, revision: str | None = None) -> PreTrainedTokenize
     except Exception as error:
         if not is_here and isinstance(error, OSError):
             raise _unreachable(path, error) from error
+        if find_spec("sentencepiece") is None and MODEL_PACKAGES.search(str(error)):
+            raise CapabilityError(
+                f"The tokenizer of {path} has no {VOCABULARY}, and transformers reads its "
+                "tokenizer.model with the package sentencepiece, which is not installed.\n"
+                "  Install it (pip install sentencepiece; tiktoken for a file of tiktoken's), or "
+                f"set model.tokenizer_path to a folder with a {VOCABULARY}."
+            ) from error
         files = ", ".join(sorted(file.name for file in folder.glob("*.json"))) if is_here else ""
         raise ConfigError(
             f"The tokenizer of {path} cannot be loaded"
@@ -80,8 +92,10 @@ def load_tokenizer(path: str, revision: str | None = None) -> PreTrainedTokenize
         ) from error
     if not tokenizer.is_fast:
         raise CapabilityError(
-            f"The tokenizer of {path} has no fast version ({type(tokenizer).__name__}).\n"
-            "  Save it with a tokenizer.json, and point model.tokenizer_path there."
+            f"The tokenizer of {path} runs in Python ({type(tokenizer).__name__}), which does "
+            "not tell where its tokens are in a text.\n"
+            f"  Set model.tokenizer_path to a folder with a {VOCABULARY} of the same vocabulary, "
+            "or prepare data of type: tokenized with it."
         )
     _require_known_end(tokenizer, path, revision)
     return tokenizer

@@ -285,7 +285,8 @@ def expected(
     return text, [part for part in parts if part[0] < part[1]]
 
 
-def check(seed: int, *, is_detailed: bool = False) -> None:
+def check(seed: int, tokenizer: Any = None, *, is_detailed: bool = False) -> None:
+    """Compare one drawn template, with a tokenizer of a drawn kind unless one is given."""
     draw = random.Random(seed)
     template = draw_template(draw)
     messages = draw_messages(draw, template)
@@ -297,7 +298,7 @@ def check(seed: int, *, is_detailed: bool = False) -> None:
         draw_details(random.Random(seed), messages, options["roles_to_train"])
         options["field_message_training_detail"] = "detail"
     settings = DatasetSettings(type="chat", **options)
-    tokenizer: Any = tokenizer_of(draw.choice(KINDS))
+    tokenizer = tokenizer or tokenizer_of(draw.choice(KINDS))
     tokenizer.chat_template = template.jinja()
     eos, *stops = template.stops
     tokenizer.eos_token = eos
