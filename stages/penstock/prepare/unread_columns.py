@@ -99,10 +99,11 @@ def count_unread(
 
 def unread_keys(messages: Sequence[Message], template: str) -> set[str]:
     """The non-empty keys of messages that the chat template does not read."""
+    if all(map(MESSAGE_KEYS.issuperset, messages)):
+        return set()
     return {
         IN_MESSAGES + name
         for message in messages
-        if message.keys() - MESSAGE_KEYS
         for name, value in message.items()
         if not (name in MESSAGE_KEYS or _is_blank(value) or _reads(template, name))
         if (name, message["role"]) != ("name", "tool")

@@ -309,10 +309,12 @@ class Encoder:
 
     def _parse_record(self, value: Value, found: _ParsedBatch, folder: Folder | None) -> None:
         said = self._resolve_images(self._parse_value(value), folder)
+        unread: set[str] = set()
         for each in conversations(said):
             self._variables.warn_unread(each.template_kwargs, "column chat_template_kwargs")
-        messages = [message for each in conversations(said) for message in each.messages]
-        found.unread_keys.update(unread_keys(messages, self._template))
+            unread |= unread_keys(each.messages, self._template)
+        if unread:
+            found.unread_keys.update(unread)
         weight = parse_weight(self._its, value)
         if isinstance(said, Text):
             found.sides[0].append(Document(said.text))
@@ -403,13 +405,14 @@ class Encoder:
             documents = [documents[place] for documents in of_side]
             try:
                 _require_trained(longest[place], trained[place])
-                both = align_prompts(both, documents)
+                aligned = align_prompts(both, documents)
+                if aligned is not both:
+                    replaced[place] = both = aligned
                 if limit is not None and longest[place] > limit:
-                    both, turns = self._truncator(both, documents, cuts)
+                    replaced[place], turns = self._truncator(both, documents, cuts)
                     if turns and self._images:
                         for texts, document in zip(of_side, documents, strict=True):
                             texts[place] = _without_turns(document, turns)
-                replaced[place] = both
             except BadRecord as fault:
                 found[place] = fault
         for index, side in enumerate(sides):

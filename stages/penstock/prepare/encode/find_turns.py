@@ -68,8 +68,8 @@ class TurnFinder:
         for message, own in self._blocks_of(template, conversation, answers, blocks):
             if not own:
                 continue
-            *earlier, (start, stop) = _join_adjacent(own)
-            is_closed = tail is not None and text[start:stop].endswith(tail)
+            *earlier, (start, stop) = own if len(own) == 1 else _join_adjacent(own)
+            is_closed = tail is not None and text.endswith(tail, start, stop)
             words_end = stop - len(tail or "") if is_closed else None
             turns.append(
                 self._turn(template, message, text, start, stop, tuple(earlier), words_end)
@@ -245,6 +245,9 @@ class TurnFinder:
         num_messages = len(conversation.messages)
         every = [i for i, m in enumerate(conversation.messages) if m["role"] == "assistant"]
         if len(blocks) == len(every):
+            if len(answers) == len(every):
+                yield from ((i, [block]) for i, block in zip(answers, blocks, strict=True))
+                return
             block_of = dict(zip(every, blocks, strict=True))
             yield from ((i, [block_of[i]]) for i in answers)
             return

@@ -186,7 +186,10 @@ def _mask_spans(
     borders = np.array([span for each in spans for span in each], dtype=np.int64).reshape(-1, 2)
     borders += bytes_before[offsets[of]][:, None]
     filled = borders[borders[:, 0] < borders[:, 1]]
-    steps = np.zeros(len(bytes_before), dtype=np.int64)
-    np.add.at(steps, np.searchsorted(bytes_before[1:], filled[:, 0], side="right"), 1)
-    np.add.at(steps, np.searchsorted(bytes_before[:-1], filled[:, 1], side="left"), -1)
-    return np.cumsum(steps[:-1]) > 0
+    edges = np.empty_like(filled)
+    edges[:, 0] = np.searchsorted(bytes_before[1:], filled[:, 0], side="right")
+    edges[:, 1] = np.searchsorted(bytes_before[:-1], filled[:, 1], side="left")
+    # A token across the border of two spans is an end after a start.
+    ordered = np.maximum.accumulate(edges.ravel())
+    lengths = np.diff(ordered, prepend=0, append=len(bytes_before) - 1)
+    return np.repeat(np.arange(len(lengths)) % 2 == 1, lengths)

@@ -80,9 +80,9 @@ class TokenSequences:
     def count_trained(self) -> Offsets:
         """Number of trained tokens of every sequence. The first token is never trained: no position
         predicts it."""
-        before = to_offsets(self.labels != IGNORED)
+        trained = np.flatnonzero(self.labels != IGNORED)
         starts = np.minimum(self.offsets[:-1] + 1, self.offsets[1:])
-        return before[self.offsets[1:]] - before[starts]
+        return np.searchsorted(trained, self.offsets[1:]) - np.searchsorted(trained, starts)
 
     def replace(self, others: Mapping[int, LabeledTokens]) -> "TokenSequences":
         """Replace the sequences with the given indices."""

@@ -142,8 +142,9 @@ class Renderer:
         self._arguments = {**self._names, **conversation.template_kwargs}
         own: Any = conversation.tools
         template = self._template(self._chat_template(own))
-        _require_tool_support(template.text, conversation)
-        conversation = _rename_reasoning(template.text, conversation)
+        if any(len(message) > 2 for message in conversation.messages) or own:
+            _require_tool_support(template.text, conversation)
+            conversation = _rename_reasoning(template.text, conversation)
         try:
             text, turns = self._render_turns(template, conversation)
         except TEMPLATE_ERRORS as error:
@@ -156,17 +157,20 @@ class Renderer:
     ) -> tuple[str, list[Turn]]:
         """The whole text, with the turns of trained messages, or of all for `train_on_eos: all`."""
         ends_all = self._its.trained_ends == "all"
-        messages = [i for i, trained in enumerate(conversation.trained) if trained or ends_all]
-        answers = [i for i in messages if conversation.messages[i]["role"] == "assistant"]
-        mode, per_turn = self._its.turn_rendering, self._finder.per_turn
+        answers: list[int] = []
+        others: list[int] = []
+        for i, message in enumerate(conversation.messages):
+            if ends_all or conversation.weights[i]:
+                (answers if message["role"] == "assistant" else others).append(i)
+        mode, is_per_turn = self._its.turn_rendering, False
         find: FindAnswers = self._finder.by_prefix
         if template.is_marked:
             find = self._finder.marked
         elif answers and mode == "per_turn":
-            find = per_turn
+            find, is_per_turn = self._finder.per_turn, True
         rendering = find(template.text, conversation, answers)
         if rendering is None and mode == "auto":
-            find = per_turn
+            find, is_per_turn = self._finder.per_turn, True
             rendering = find(template.text, conversation, answers)
         if rendering is None:
             raise BadRecord(
@@ -175,18 +179,20 @@ class Renderer:
                 "are not known; write data.turn_rendering: per_turn, or use a chat template with "
                 "{% generation %} marks",
             )
-        if find == per_turn:
+        if is_per_turn:
             self._count_per_turn()
         text, turns = rendering
-        for message in sorted({*messages} - {*answers}):
-            turn = self._finder.locate(template.text, conversation, message, answers, find, text)
+        for other in others:
+            turn = self._finder.locate(template.text, conversation, other, answers, find, text)
             turns += [turn] if turn else []
         if conversation.ranges:
             turns = [
                 self._finder.with_ranges(template.text, conversation, turn, answers, find, text)
                 for turn in turns
             ]
-        return text, sorted(turns, key=lambda turn: turn.start)
+        if others:
+            turns.sort(key=lambda turn: turn.start)
+        return text, turns
 
     def _count_per_turn(self) -> None:
         if self._its.turn_rendering == "auto" and not self.num_per_turn:
@@ -201,12 +207,12 @@ class Renderer:
         self, text: str, turns: Sequence[Turn], conversation: Conversation
     ) -> Document:
         """The text with the spans that `roles_to_train` and `train_on_eos` choose."""
-        ends, trained = self._its.trained_ends, conversation.trained
-        last = max((turn.message for turn in turns if trained[turn.message]), default=-1)
+        ends, weights = self._its.trained_ends, conversation.weights
+        last = max((turn.message for turn in turns if weights[turn.message]), default=-1)
         lacks_end = False
         spans: list[Span] = []
         for turn in turns:
-            message, is_trained = turn.message, trained[turn.message]
+            message, is_trained = turn.message, weights[turn.message] > 0
             is_answer = conversation.messages[message]["role"] == "assistant"
             wants_end = ends == "all" or (
                 is_trained and (ends == "turn" or (ends == "last" and message == last))
@@ -286,11 +292,11 @@ def _build_document(
     text: str, spans: Sequence[Span], conversation: Conversation, *, lacks_end: bool = False
 ) -> Document:
     """A document with the loss weight of each span; 1 for ends of turns that are not trained."""
-    weights = tuple(conversation.weights[span.message] or 1.0 for span in spans)
-    is_weighted = any(weight != 1 for weight in weights)
-    return Document(
-        text, tuple(spans), weights=weights if is_weighted else None, lacks_end=lacks_end
-    )
+    weights = None
+    if not {0.0, 1.0}.issuperset(conversation.weights):
+        weights = tuple(conversation.weights[span.message] or 1.0 for span in spans)
+        weights = weights if any(weight != 1 for weight in weights) else None
+    return Document(text, tuple(spans), weights=weights, lacks_end=lacks_end)
 
 
 def _drop_nulls(message: Message) -> Message:
@@ -357,9 +363,9 @@ def _require_answers(text: str, conversation: Conversation) -> None:
     Only the end is compared, because templates strip text and remove reasoning. Some templates
     silently skip whole turns.
     """
-    trained = conversation.trained
+    weights = conversation.weights
     for number, message in enumerate(conversation.messages, start=1):
-        if not trained[number - 1] or message["role"] != "assistant":
+        if not weights[number - 1] or message["role"] != "assistant":
             continue
         words = (message["content"] or "").rpartition("</think>")[2].strip()
         if words[-ANSWER_END:] not in text:

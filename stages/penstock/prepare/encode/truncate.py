@@ -14,6 +14,7 @@ from penstock.prepare.encode.document import Document
 from penstock.prepare.encode.images import CUT
 from penstock.prepare.encode.ragged import LabeledTokens, TokenSequences
 from penstock.prepare.settings import DatasetSettings
+from penstock.rows.schema import IGNORED
 
 Range = tuple[int, int]
 """[start, stop) in tokens."""
@@ -63,24 +64,25 @@ def truncated_lengths(
 Encode = Callable[[Sequence[Document]], tuple[TokenSequences, dict[int, BadRecord]]]
 
 
-def align_prompts(
-    sides: Sequence[LabeledTokens], documents: Sequence[Document]
-) -> list[LabeledTokens]:
-    """The sides of a sample, trained from the first token on in which they differ.
+def align_prompts(sides: list[LabeledTokens], documents: Sequence[Document]) -> list[LabeledTokens]:
+    """The sides of a sample, trained from the first token on in which they differ; the same list if
+    they already are.
 
     A token may contain the end of the prompt and the beginning of an answer. It is trained, and so
     are the tokens that another side has in its place. Raises BadRecord if the prompts are different
     texts.
     """
     if len(sides) == 1:
-        return list(sides)
+        return sides
     texts = {document.text[: document.spans[0].start] for document in documents if document.spans}
-    prompts = TokenSequences.from_list(sides).prompt_lengths().tolist()
+    prompts = [_prompt_length(side) for side in sides]
     shortest = min(prompts)
     if len(texts) > 1 or len({side.ids[:shortest].tobytes() for side in sides}) > 1:
         raise BadRecord(
             "template", "the chat template gives the prompt other tokens before each answer"
         )
+    if shortest == max(prompts):
+        return sides
     aligned = list(sides)
     for index, (side, prompt) in enumerate(zip(sides, prompts, strict=True)):
         labels, weights = side.labels.copy(), side.weights
@@ -90,6 +92,12 @@ def align_prompts(
             weights[shortest:prompt] = weights[prompt]
         aligned[index] = LabeledTokens(side.ids, labels, weights)
     return aligned
+
+
+def _prompt_length(side: LabeledTokens) -> int:
+    """Number of tokens before the first trained one; all if none is trained."""
+    is_trained = side.labels != IGNORED
+    return int(is_trained.argmax()) if is_trained.any() else len(is_trained)
 
 
 @dataclass(slots=True)
@@ -166,7 +174,7 @@ class Truncator:
 
     def _cut_tokens(self, sides: list[LabeledTokens]) -> list[LabeledTokens]:
         """Cut tokens according to `truncated_lengths`. All sides start with the same prompt."""
-        prompt = int(TokenSequences.from_list(sides).prompt_lengths()[0])
+        prompt = _prompt_length(sides[0])
         stays = truncated_lengths(prompt, [len(side.ids) - prompt for side in sides], self._its)
         if stays is None:
             limit = self._its.max_seq_len

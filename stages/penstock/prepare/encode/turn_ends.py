@@ -49,12 +49,19 @@ class TurnEnds:
         self._added = re.compile(pattern)
         self._next = re.compile(rf"\s*({pattern})")
         self._last = re.compile(rf"({pattern})\s*\Z")
+        self._first_of_tails: dict[str, tuple[int, int]] = {}
 
     def closing(self, tail: str) -> str:
         """What the template writes after every answer, up to the first added token; empty if it
         writes none. `tail`: the text after an answer that is the last message."""
-        first = self._added.search(tail)
-        return tail[: first.end()] if first else ""
+        return tail[: self._first_added(tail)[1]]
+
+    def _first_added(self, tail: str) -> tuple[int, int]:
+        """[start, stop) of the first added token; (0, 0) if there is none."""
+        if tail not in self._first_of_tails:
+            first = self._added.search(tail)
+            self._first_of_tails[tail] = first.span() if first else (0, 0)
+        return self._first_of_tails[tail]
 
     def words_end(self, text: str, start: int, stop: int, tail: str | None) -> int:
         """End of the words in [start, stop), which may also contain what ends the turn."""
@@ -75,10 +82,10 @@ class TurnEnds:
     ) -> tuple[int, int] | None:
         """[start, stop) of the tokens that end the turn after its words; `stop` is the end of what
         is known to belong to the turn."""
-        closing = self.closing(tail or "")
-        first = self._added.search(closing)
-        if first and text.startswith(closing, words_end):
-            token, start, end = first[0], words_end + first.start(), words_end + first.end()
+        first, last = self._first_added(tail or "")
+        closing = (tail or "")[:last]
+        if closing and text.startswith(closing, words_end):
+            token, start, end = closing[first:], words_end + first, words_end + last
         else:
             following = self._next.match(text, words_end)
             if not following:
@@ -86,9 +93,10 @@ class TurnEnds:
             token, (start, end) = following[1], following.span(1)
             if token not in self._stops and end > stop:
                 return None
-        following = self._next.match(text, end)
-        if token not in self._stops and following and following[1] in self._stops:
-            end = following.end()
+        if token not in self._stops:
+            following = self._next.match(text, end)
+            if following and following[1] in self._stops:
+                end = following.end()
         return start, end
 
     def find_token(self, text: str, place: int, tail: str, closing: str) -> tuple[int, int] | None:

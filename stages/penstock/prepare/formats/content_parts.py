@@ -29,9 +29,9 @@ class Parts(list[Message]):
 def merge_parts(where: str, value: Message, role: str, name: str) -> Message:
     """Merge a content that is a list of parts into text, reasoning and tool call fields."""
     content = value.get(name)
-    at = f"{where}.{name}"
     if not isinstance(content, list) or (role == "tool" and not _is_part_list(content)):
         return value
+    at = f"{where}.{name}"
     by_kind: dict[str, list[Any]] = {TEXT: [], REASON: [], CALL: [], RESULT: [], MEDIA: []}
     parts = Parts()
     for index, part in enumerate(content):

@@ -76,13 +76,12 @@ class Conversation:
     @property
     def has_blank_answer(self) -> bool:
         """Whether a trained message has neither text nor tool calls."""
-        return any(
-            trained
-            and message["role"] == "assistant"
-            and not message.get("tool_calls")
-            and not (message["content"] or "").strip()
-            for message, trained in zip(self.messages, self.trained, strict=True)
-        )
+        for message, weight in zip(self.messages, self.weights, strict=True):
+            if weight and message["role"] == "assistant" and not message.get("tool_calls"):
+                content = message["content"]
+                if not content or content.isspace():
+                    return True
+        return False
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,8 @@ from penstock.prepare.formats.conversation import Message
 NO_SOURCE = ImageRef()
 """The media of a part that names none: the next one in the record's column."""
 
+COLUMNS = frozenset(name for kind in KINDS.values() for name in kind.columns)
+
 BASE64 = ("base64", "data")
 """Members with base64; OpenAI's `input_audio` has it in `data`."""
 
@@ -60,6 +62,9 @@ def place_media(
     Raises BadRecord if there are more places than media, or fewer.
     """
     found, unplaced = list(messages), dict[str, int]()
+    has_parts = any(isinstance(message["content"], list) for message in messages)
+    if not has_parts and COLUMNS.isdisjoint(record):
+        return found, unplaced
     for kind in KINDS.values():
         found, count = _place(kind, record, found)
         if count:

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 from penstock.prepare.formats.training_flags import FLAGS, Flag
@@ -51,6 +52,9 @@ class MessageKeys:
 
     def of(self, message: Mapping[str, Any]) -> tuple[str, str]:
         """(key of the role, key of the content) of this message."""
+        usual = self.spellings[0]
+        if usual[0] in message and usual[1] in message:
+            return usual
         roles = [role for role, _ in self.spellings]
         role = next((role for role in roles if role in message), roles[0])
         contents = [content for other, content in self.spellings if other == role]
@@ -66,15 +70,33 @@ def message_keys(its: DatasetSettings) -> MessageKeys:
 
     Where keys or roles are named, roles have ShareGPT's names too.
     """
-    keys = OPENAI if its.type == "chat" else SHAREGPT
-    detail = its.field_message_training_detail
-    keys = replace(keys, trained_roles=its.roles_to_train, detail=detail)
-    role, content, roles = its.field_message_role, its.field_message_content, its.message_roles
+    roles = its.message_roles or {}
+    return _message_keys(
+        its.type == "chat",
+        its.field_message_role,
+        its.field_message_content,
+        tuple((name, target) for target, names in roles.items() for name in names),
+        its.field_message_training,
+        its.field_message_training_detail,
+        its.roles_to_train,
+    )
+
+
+@lru_cache(maxsize=64)
+def _message_keys(
+    is_openai: bool,
+    role: str | None,
+    content: str | None,
+    roles: tuple[tuple[str, str], ...],
+    flag: str | None,
+    detail: str | None,
+    trained_roles: tuple[str, ...],
+) -> MessageKeys:
+    """Cached: asked for each record."""
+    keys = OPENAI if is_openai else SHAREGPT
+    keys = replace(keys, trained_roles=trained_roles, detail=detail)
     if role or content:
         keys = replace(keys, spellings=[(role or r, content or c) for r, c in keys.spellings])
     if role or content or roles:
-        own = {name: target for target, names in (roles or {}).items() for name in names}
-        keys = replace(keys, roles={**ROLES, **own}, merges_calls=True)
-    if flag := its.field_message_training:
-        keys = replace(keys, flags={flag: FLAGS.get(flag, Flag())})
-    return keys
+        keys = replace(keys, roles={**ROLES, **dict(roles)}, merges_calls=True)
+    return replace(keys, flags={flag: FLAGS.get(flag, Flag())}) if flag else keys

@@ -151,6 +151,8 @@ def _list_entries(where: str, value: Any) -> list[tuple[int, Any]]:
 
 def parse_message(where: str, value: Any, keys: MessageKeys) -> Turn:
     """Parse one message."""
+    if plain := _parse_plain(value, keys):
+        return plain
     if not isinstance(value, dict):
         raise BadRecord(
             "wrong_type", f"{where} is {json_type_name(value)} where an object is meant"
@@ -185,6 +187,21 @@ def _trained_part(
         is_flagged=any(value.get(flag) is not None for flag in keys.flags),
         is_role=role in keys.trained_roles,
     )
+
+
+def _parse_plain(value: Any, keys: MessageKeys) -> Turn | None:
+    """A message that is nothing but a role and ASCII text; None for any other."""
+    if not isinstance(value, dict) or len(value) != 2 or not keys.flags.keys().isdisjoint(value):
+        return None
+    role_key, content_key = keys.spellings[0]
+    name, content = value.get(role_key), value.get(content_key)
+    if not (isinstance(name, str) and isinstance(content, str) and content.isascii()):
+        return None
+    role = keys.roles.get(name, CALL)
+    if role == CALL:
+        return None
+    weight = 1.0 if role in keys.trained_roles else 0.0
+    return Turn({"role": role, "content": content}, weight)
 
 
 def text_turn(role: str, text: str) -> Turn:

@@ -50,6 +50,8 @@ def message_weight(
     Raises BadRecord for values with no meaning, for flags that contradict one another, and for
     those that train a message of another role.
     """
+    if flags.keys().isdisjoint(message):
+        return float(role in trained_roles)
     written = {
         name: parse_flag(f"{where}.{name}", message[name], flag)
         for name, flag in flags.items()
