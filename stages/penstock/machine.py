@@ -493,6 +493,12 @@ def expected_rows_per_step(run: RunConfig) -> int:
     return rows_per_step(run.train, dims.num_replicas if isinstance(dims, ParallelDims) else 1)
 
 
+def rows_per_step_to_pack(run: RunConfig) -> int:
+    """Packed rows in one optimizer step by which the row length is chosen: `global_batch_size`, or
+    those of one replica, so that a config packs the same rows on every machine."""
+    return rows_per_step(run.train, num_replicas=1)
+
+
 def model_dims(run: RunConfig) -> ModelDims:
     """The model dimensions in its config.json."""
     return ModelDims.of(resolve_hf_config(run))
@@ -525,7 +531,7 @@ def _suggest_launches(run: RunConfig, gpus: int) -> list[LayoutSuggestion]:
         return []
     now = num_local_ranks(run)
     sizes = [getattr(run.train, name) for name in AXIS_FIELDS.values()]
-    most = gpus or max(now, math.prod(max(1, size) for size in sizes))
+    most = gpus or min(1024, max(now, math.prod(max(1, size) for size in sizes)))
     written = "nproc_per_node" in run.launch.model_fields_set
     return [
         LayoutSuggestion("launch.nproc_per_node", size, abs(math.log2(size / now)), written)

@@ -13,8 +13,14 @@ from typing import Any, Literal, cast
 
 from penstock.config.schema.dataset import DatasetConfig
 from penstock.config.schema.pipeline import STAGES, StageName
-from penstock.config.schema.run import RunConfig, has_target, needs_reference
+from penstock.config.schema.run import (
+    RunConfig,
+    has_target,
+    is_explicitly_set,
+    needs_reference,
+)
 from penstock.core import env
+from penstock.core.cache.input_digests import read_attempt
 from penstock.core.cache.stage import Artifact, Source, short, stage_key
 from penstock.core.cache.store import (
     Cache,
@@ -22,6 +28,7 @@ from penstock.core.cache.store import (
     StageResult,
     fetch_cached,
     find_cached,
+    find_complete,
     get_or_build,
 )
 from penstock.core.errors import ConfigError, StageError
@@ -41,8 +48,8 @@ from penstock.machine import (
     check_machine,
     check_media,
     check_model,
-    expected_rows_per_step,
     resolve_rows_per_step,
+    rows_per_step_to_pack,
     why_cannot_train,
     with_prompts_apart,
     world_size,
@@ -126,8 +133,10 @@ def plan(
     wanted: tuple[StageName, ...] | None = None,
     *,
     ranks: Literal["torchrun", "this_process"] = "torchrun",
+    for_this_machine: bool = True,
 ) -> Plan:
-    """The steps that lead to the `wanted` stages (default: those the run lists), in order.
+    """The steps that lead to the `wanted` stages (default: those the run lists), in order. Where
+    `for_this_machine`, the precision that is not written is one that this machine computes in.
 
     Raises ConfigError or CapabilityError for settings that cannot be met.
     """
@@ -152,15 +161,13 @@ def plan(
         steps.append(pack_step(run, *(step.artifact for step in steps)))
     if includes_stage(wanted, "reference"):
         origin = resolve_model_source(run)
-        prepared, packed = steps[0].artifact, steps[-1].artifact
-        reference = None
-        if needs_reference(run):
-            steps.append(reference_step(run, packed, origin, ranks))
-            reference = steps[-1].artifact
-        elif "reference" in wanted:
-            raise no_reference(run)
+        training = _training_steps(run, steps, wanted, origin, ranks)
+        is_open = for_this_machine and not _is_begun(training[-1])
+        if is_open and (in_float32 := float32_by_default(run)):
+            run, notes = in_float32, (*notes, FLOAT32_NOTE)
+            training = _training_steps(run, steps, wanted, origin, ranks)
+        steps += training
         if includes_stage(wanted, "train"):
-            steps.append(train_step(run, packed, origin, ranks, prepared, reference))
             notes += precision_notes(run, steps[-1])
         if find_cached(steps[-1]) is None:
             if not lists_push and (refusal := why_cannot_train(run)):
@@ -181,6 +188,34 @@ def _check_media(run: RunConfig, steps: Sequence[PlannedStage], wanted: tuple[st
     if isinstance(stage, Prepare) and find_cached(made[-1]) is None:
         packs, trains = bool(later), includes_stage(wanted, "train")
         check_media(run, stage, packs=packs, trains=trains)
+
+
+FLOAT32_NOTE = (
+    "train: float32, as this CPU has no units for bfloat16, which is many times slower on it; "
+    "train.enable_mixed_precision: true computes in it all the same"
+)
+
+
+def float32_by_default(run: RunConfig) -> RunConfig | None:
+    """The run in float32, if its precision is not written and this machine has no units for
+    bfloat16; None for others."""
+    names = ("precision", "enable_mixed_precision", "master_weights")
+    # Features of images are stored in the precision that they are trained in.
+    if run.data.encode_images or any(is_explicitly_set(run, f"train.{name}") for name in names):
+        return None
+    from penstock.config.rules.run import rule_violations
+    from penstock.costs.device_speed import has_bfloat16_units
+
+    train = run.train.model_copy(update={"enable_mixed_precision": False})
+    changed = run.model_copy(update={"train": train})
+    return None if has_bfloat16_units() or any(rule_violations(changed)) else changed
+
+
+def _is_begun(step: PlannedStage) -> bool:
+    """Whether the step has a result, or an attempt, of its key."""
+    attempt = read_attempt(step.path)
+    has_attempt = attempt is not None and attempt["key"] == step.artifact.key
+    return has_attempt or find_complete(step) is not None
 
 
 def precision_notes(run: RunConfig, train: PlannedStage) -> tuple[str, ...]:
@@ -280,8 +315,7 @@ def _notices(step: PlannedStage, run: RunConfig, outcome: StageResult) -> Iterab
         from penstock.prepare.notices import data_warnings, long_sample_warnings
 
         data = run.data
-        is_cut = data.sample_packing_method == "wrapped" and not data.sample_packing_sequentially
-        packs = includes_stage(run.stages, "pack") and not is_cut
+        packs = includes_stage(run.stages, "pack") and not data.splits_samples
         warnings = data_warnings(outcome.facts)
         return [*warnings, *(long_sample_warnings(step.path, data.row_length) if packs else ())]
     if step.stage.name == "pack" and "row_length" in outcome.facts:
@@ -441,6 +475,27 @@ def encode_steps(
     return [PlannedStage.in_root(stage, root)]
 
 
+def _training_steps(
+    run: RunConfig,
+    earlier: Sequence[PlannedStage],
+    wanted: tuple[StageName, ...],
+    origin: ModelSource,
+    ranks: Literal["torchrun", "this_process"],
+) -> list[PlannedStage]:
+    """The reference and train steps, as far as they are wanted. Raises ConfigError for a reference
+    step that the run does not have."""
+    prepared, packed = earlier[0].artifact, earlier[-1].artifact
+    steps: list[PlannedStage] = []
+    if needs_reference(run):
+        steps.append(reference_step(run, packed, origin, ranks))
+    elif "reference" in wanted:
+        raise no_reference(run)
+    if includes_stage(wanted, "train"):
+        reference = steps[-1].artifact if steps else None
+        steps.append(train_step(run, packed, origin, ranks, prepared, reference))
+    return steps
+
+
 def pack_step(run: RunConfig, prepared: Artifact, encoded: Artifact | None = None) -> PlannedStage:
     """The pack step: packs tokenized samples into rows; `encoded` has the features of their
     images."""
@@ -451,7 +506,7 @@ def pack_step(run: RunConfig, prepared: Artifact, encoded: Artifact | None = Non
         sizes = {
             "row_length": "fitted",
             "row_multiple": data.pad_to_multiple_of,
-            "rows_per_step": expected_rows_per_step(run),
+            "rows_per_step": rows_per_step_to_pack(run),
         }
     settings = PackSettings(
         sample_packing_method=method,

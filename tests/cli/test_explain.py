@@ -1,4 +1,5 @@
 import json
+import re
 
 import pytest
 
@@ -54,6 +55,28 @@ def test_plan_names_the_file_whose_content_changed(tmp_path):
     assert field.endswith("sha256")
 
 
+def test_plan_says_which_samples_are_longer_than_a_row_before_and_after_data_is_prepared(tmp_path):
+    config = small_run(tmp_path)
+    short = ("--data.sample_packing_sequence_len", 64)
+
+    def warnings(*words):
+        said = penstock("plan", config, "--json", *words)
+        assert said.code == 0, said.err
+        assert all(line in said.err for line in said.last["warnings"])
+        return said.last["warnings"]
+
+    (sampled,) = warnings(*short)
+    assert re.search(r"has about \d+ tokens, and a row 64 ", sampled)
+    assert "data.datasets.0.max_seq_len: 64" in sampled
+    assert penstock("prepare", config, *short).code == 0
+    (counted,) = warnings(*short)
+    lines = (tmp_path / "rows.jsonl").read_text().splitlines()
+    lengths = [len(json.loads(line)["text"]) + 1 for line in lines]
+    assert f"{sum(length > 64 for length in lengths)} of 12 train samples" in counted
+    assert warnings() == warnings(*short, "--data.datasets.0.max_seq_len", 64) == []
+    assert warnings(*short, "--data.sample_packing_method", "wrapped") == []
+
+
 def test_an_attempt_is_partial(tmp_path):
     config = small_run(tmp_path)
     step = plan(Request(config).load()).step("prepare")
@@ -102,6 +125,14 @@ def test_plan_tells_what_a_reference_takes_until_it_is_there(tmp_path):
     assert "for the reference log-probs of all completions" in penstock(*ask).out
     free = penstock(*ask, "--preference.loss_type", "simpo", "--json").last["costs"]
     assert free["reference_seconds"] is None
+    short = ("--data.sample_packing_sequence_len", 64, "--train.max_steps", 1)
+    unread = r"all \d rows are computed, and training reads 1 of them \(train.max_steps\)"
+    assert penstock("pack", config, *short).code == 0
+    assert re.search(unread, penstock(*ask, *short).out)
+    assert "training reads" not in penstock(*ask).out
+    made = penstock("reference", config, *short)
+    assert made.code == 0
+    assert re.search(unread, made.err)
     assert penstock("reference", config).code == 0
     assert penstock(*ask, "--json").last["costs"]["reference_seconds"] is None
     assert "the reference makes" not in penstock(*ask).out

@@ -1,11 +1,15 @@
 """Reading config.json, judged by transformers' own config classes."""
 
+import time
+
 import pytest
 import torch
 import transformers
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from penstock.core.errors import CapabilityError, ConfigError
+from penstock.models.builtin import builtin_config
+from penstock.models.foundation import apply_overrides
 from penstock.models.layers.rotary import Rotary
 from penstock.models.multimodal import MULTIMODAL
 from penstock.models.registry import FAMILIES, get_family
@@ -194,3 +198,31 @@ def test_numbers_that_make_no_model_are_refused(fields, says):
 def test_a_number_of_layers_that_no_model_has_is_refused_at_once():
     with pytest.raises(ConfigError, match=r"is 1,000,000,000; it must be at most 10,000"):
         read(num_hidden_layers=10**9)
+
+
+@pytest.mark.parametrize("size", [10**9, 10**18])
+@pytest.mark.parametrize("name", ["tiny-qwen3", "tiny-qwen3-moe", "tiny-gpt-oss"])
+def test_sizes_that_no_model_has_are_refused_at_once_or_read_at_once(name, size):
+    """Whatever the field: nothing is listed that many times."""
+    base = builtin_config(name)
+    refused = set[str]()
+    for field, value in base.items():
+        if type(value) is not int:
+            continue
+        began = time.process_time()
+        try:
+            changed = apply_overrides(base, {field: size})
+            get_family(changed).read(changed)
+        except ConfigError:
+            refused.add(field)
+        assert time.process_time() - began < 1
+    assert {"num_hidden_layers", "num_key_value_heads"} <= refused
+    assert {each for each in base if "experts" in each} <= refused
+    assert size < 10**10 or {"hidden_size", "vocab_size", "num_attention_heads"} <= refused
+
+
+def test_experts_are_counted_over_all_layers():
+    base = builtin_config("tiny-qwen3-moe")
+    assert apply_overrides(base, {"num_experts": 512})["num_experts"] == 512
+    with pytest.raises(ConfigError, match=r"num_experts is 60,000; at most 50,000"):
+        apply_overrides(base, {"num_hidden_layers": 4, "num_experts": 60_000})

@@ -8,6 +8,7 @@ from penstock.core.cache.manifest import MANIFEST
 from penstock.core.cache.stage import identity, stage_key
 from penstock.core.errors import ConfigError
 from penstock.core.files import write_json
+from penstock.core.machine import linux
 from penstock.plan import RebuildOptions, StageName, execute_stage, plan
 
 
@@ -45,3 +46,41 @@ def test_a_layout_that_does_not_fit_is_told_before_any_stage_and_not_of_a_model_
         execute_stage(
             there.step("train"), run, RebuildOptions(force=frozenset({"train"})), lambda _: None
         )
+
+
+def test_a_cpu_without_bfloat16_units_trains_in_float32_unless_it_is_written_or_begun(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(env, "num_gpus", lambda: 0)
+    monkeypatch.chdir(tmp_path)
+
+    dummy = {"datasets": [{"path": "dummy", "type": "tokenized"}]}
+
+    def planned(flags, **train):
+        (tmp_path / "cpuinfo").write_text(f"flags\t: fpu avx2 {flags}\n")
+        monkeypatch.setattr(linux, "PROC", tmp_path)
+        train = {"output_dir": "out", "data_parallel_mode": "none", **train}
+        model = {"config_path": "builtin:tiny-qwen3"}
+        found = plan(loads({"model": model, "data": dummy, "train": train}))
+        monkeypatch.undo()
+        monkeypatch.chdir(tmp_path)
+        return found
+
+    able, unable = planned("avx512_bf16"), planned("")
+    assert (able.run.train.computes_in, able.notes) == ("bfloat16", ())
+    assert unable.run.train.computes_in == "float32"
+    (note,) = unable.notes
+    assert "float32" in note
+    assert "\n" not in note
+    written = planned("", enable_mixed_precision=False)
+    assert unable.step("train").artifact.key == written.step("train").artifact.key
+    assert unable.step("pack").artifact.key == able.step("pack").artifact.key
+    kept = planned("", enable_mixed_precision=True)
+    assert kept.step("train").artifact.key == able.step("train").artifact.key
+    (note,) = kept.notes
+    assert "slower than float32" in note
+    trained = able.step("train")
+    trained.path.mkdir()
+    begun = {**identity(trained.stage), "key": trained.artifact.key, "files": []}
+    write_json(trained.path / MANIFEST, begun)
+    assert planned("").step("train").artifact.key == trained.artifact.key

@@ -373,9 +373,8 @@ def _check_validation_size(run: RunConfig, count: int) -> tuple[None, str]:
 def _require_room(run: RunConfig, at: str, dataset: DatasetConfig, found: "FirstSamples") -> None:
     """Refuse packed sequences that are too short for a sample, as packing would."""
     data, length = run.data, run.data.row_length
-    is_cut = data.sample_packing_method == "wrapped" and not data.sample_packing_sequentially
     too_long = [size for size in found.lengths if size > length]
-    if is_cut or not too_long:
+    if data.splits_samples or not too_long:
         return
     raise StageError(
         f"{redact(dataset.path)}: at least {len(too_long)} samples, among the first "

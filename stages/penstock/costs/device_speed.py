@@ -129,15 +129,18 @@ def slow_bfloat16() -> str | None:
     if measured:
         ratio = measured["fp32"] / measured["bf16"]
         slower = f"{ratio:.3g} x slower than float32 on this CPU (measured)"
-    elif _has_bfloat16_units():
+    elif has_bfloat16_units():
         return None
     else:
         slower = "many times slower than float32 on this CPU, which has no units for it"
     return f"bfloat16 is {slower}; train.enable_mixed_precision: false trains in float32"
 
 
-def _has_bfloat16_units() -> bool:
-    """Whether the CPU flags include bfloat16 instructions; True if there are no flags."""
+def has_bfloat16_units() -> bool:
+    """Whether this machine computes in bfloat16: its GPUs, or a CPU whose flags include bfloat16
+    instructions; True if there are no flags."""
+    if gpu_names():
+        return True
     fields = proc_fields("cpuinfo")
     flags = fields.get("flags", fields.get("Features"))
     return flags is None or bool(BFLOAT16_UNITS & set(flags.split()))

@@ -16,6 +16,7 @@ from penstock.models.flops import step_flops
 from penstock.models.hf_config import HfConfig
 from penstock.models.quantization_config import parse_quantization_config
 from penstock.models.registry import get_family
+from penstock.reference.settings import unread_rows_line
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class Prediction:
     reference_seconds: float | None = None
     """Time of the reference stage: one forward pass over all training rows. None without a
     reference stage, or if unknown."""
+    unread_rows: str | None = None
+    """Line about reference log-probs that training does not read; None without any."""
 
     @property
     def fits(self) -> bool | None:
@@ -93,6 +96,9 @@ def predict(
     looking = (
         estimate_forward(sharded, machine, work) if "reference" in run.stages and data else None
     )
+    unread = None
+    if "reference" in run.stages and data and length:
+        unread = unread_rows_line(length.steps * rows, data.rows, length.set_by)
     return Prediction(
         degrees=degrees,
         machine=machine,
@@ -105,4 +111,5 @@ def predict(
         length=length,
         disk=estimate_disk(sharded, data, length.steps if length else None, epochs),
         reference_seconds=looking.total * data.rows / rows if looking and data else None,
+        unread_rows=unread,
     )

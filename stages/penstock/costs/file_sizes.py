@@ -39,6 +39,8 @@ class FileSizes:
     samples: int
     longest: int
     """Tokens of the longest record read, rounded up to a power of two."""
+    longest_record: int = 0
+    """The same without rounding."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ def estimate_samples(sources: Iterable[Source], vocab_size: int) -> FileSizes | 
     if not tokens:
         return None
     power = 1 << (math.ceil(longest) - 1).bit_length()
-    return FileSizes(math.ceil(tokens), math.ceil(samples), power)
+    return FileSizes(math.ceil(tokens), math.ceil(samples), power, math.ceil(longest))
 
 
 def bytes_per_token(vocab_size: int) -> float:

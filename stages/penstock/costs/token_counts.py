@@ -9,7 +9,7 @@ from typing import Any, Literal
 from penstock.config.schema.run import RunConfig
 from penstock.core.cache.store import PlannedStage, find_cached
 from penstock.costs.file_sizes import estimate_samples
-from penstock.machine import expected_rows_per_step
+from penstock.machine import rows_per_step_to_pack
 from penstock.models.decoder_config import DecoderConfig
 from penstock.models.flops import Work
 from penstock.prepare.stage import Prepare
@@ -96,7 +96,7 @@ def with_row_length(
     if run.data.sample_packing_sequence_len is not None:
         return run
     most, multiple = run.data.row_length, run.data.pad_to_multiple_of
-    per_step = expected_rows_per_step(run)
+    per_step = rows_per_step_to_pack(run)
     if made.packed:
         length = made.packed.get("row_length", {}).get("train", most)
     elif made.prepared:

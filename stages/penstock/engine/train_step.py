@@ -26,6 +26,7 @@ from penstock.engine.losses.multi_token_prediction import MTPLoss
 from penstock.engine.losses.preference import Preferences, PreferenceStep
 from penstock.engine.moe.load_balancing import Routers
 from penstock.engine.non_finite import locate_non_finite
+from penstock.engine.optim.changed_weights import ChangedWeights
 from penstock.engine.optim.clip_grad import gradient_norm, scale_gradients
 from penstock.engine.optim.cpu_offload import CPUOffloadedParams
 from penstock.engine.optim.grad_scaler import GradScaler
@@ -98,6 +99,9 @@ class StepResult:
     further_losses: Mapping[str, float] = field(default_factory=dict[str, float])
     """The losses of multi-token prediction and of indexers, which are not part of `loss`, by name.
     """
+    changed_weights: float | None = None
+    """The share of the sampled weights with a gradient that the update changed; None if it was not
+    measured."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +151,7 @@ class TrainStep:
         *,
         counts: TokenCounts | None = None,
         prefetch: Callable[[], Prefetch] = Prefetch,
+        measures_changes: bool = False,
     ) -> StepResult:
         """Run forward, backward and update of one step.
 
@@ -163,6 +168,8 @@ class TrainStep:
             counts: `next_counts` of the step before. Without them the counts of this step are read
                 from the device first.
             prefetch: prepares the next step.
+            measures_changes: whether to measure `changed_weights`, if the optimizer steps after the
+                backward pass.
 
         Raises:
             StageError: the gradients are not finite; if a smaller loss scale may help, the update
@@ -213,8 +220,11 @@ class TrainStep:
             raise self._non_finite_error(whole, norm, number)
         # Call the hooks on skipped updates too: merging and router biases also modify weights.
         self.pre_update_hooks.run()
-        if is_finite and not self.optimizer_in_backward:
-            self._update(trainable, norm_value)
+        changed_weights = (
+            self._update(trainable, norm_value, measures_changes=measures_changes)
+            if is_finite and not self.optimizer_in_backward
+            else None
+        )
         for local_param in trainable:
             local_param.parameter.grad = None
         if self.relora and self.relora.is_due(number + 1):
@@ -241,6 +251,7 @@ class TrainStep:
                 **({"mtp_loss": mtp_loss} if self.mtp else {}),
                 **({"indexer_loss": indexer_total / max(1, tokens)} if self.indexers else {}),
             },
+            changed_weights,
         )
 
     def _build_calls(
@@ -306,9 +317,12 @@ class TrainStep:
             else gradient_norm(trainable, self.ranks)
         )
 
-    def _update(self, trainable: Sequence[LocalParam], norm: float) -> None:
-        """Clip the gradients and step the optimizer."""
+    def _update(
+        self, trainable: Sequence[LocalParam], norm: float, *, measures_changes: bool
+    ) -> float | None:
+        """Clip the gradients and step the optimizer; returns the share of changed weights."""
         scale_gradients(trainable, norm, self.max_grad_norm)
+        before = ChangedWeights(trainable) if measures_changes else None
         if self.cpu_offload:
             self.cpu_offload.copy_to_cpu()
         self.optimizer.step()
@@ -318,6 +332,7 @@ class TrainStep:
             self.cpu_offload.copy_back()
         if self.grad_scaler:
             self.grad_scaler.on_finite_step()
+        return before.share(self.ranks) if before else None
 
     def _non_finite_error(
         self, batches: Sequence[MicroBatch], norm: torch.Tensor, number: int

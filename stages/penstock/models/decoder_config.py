@@ -10,6 +10,7 @@ from penstock.core.errors import ConfigError
 from penstock.models.latent_config import IndexerConfig, LatentAttentionConfig
 from penstock.models.mtp_config import MTPConfig
 from penstock.models.names import LINEAR_ATTN, SELF_ATTN
+from penstock.models.size_limits import MAX_LAYERS
 from penstock.models.state_layer_config import StateLayerConfig
 
 POSITIVE_INT_FIELDS = (
@@ -22,9 +23,6 @@ POSITIVE_INT_FIELDS = (
     "head_dim",
     "max_position_embeddings",
 )
-MAX_LAYERS = 10_000
-"""More than any model has: every layer has parameters that are named before a run."""
-
 EXPERT_POSITIVE_INT_FIELDS = (
     "num_experts",
     "experts_per_token",

@@ -24,6 +24,7 @@ from penstock.models.hf_config import (
     native_type,
 )
 from penstock.models.registry import FAMILIES, get_family, native_family
+from penstock.models.size_limits import validate_sizes
 
 ROPE = "rope_parameters"
 BEFORE_ROPE_PARAMETERS = ("rope_theta", "partial_rotary_factor")
@@ -70,13 +71,14 @@ def apply_overrides(base: HfConfig, entries: Mapping[str, Any]) -> dict[str, Any
     `architectures` follows an overridden `model_type`.
 
     Raises:
-        ConfigError: the two forms of RoPE contradict each other, or there are more layers than
-            layer types.
+        ConfigError: the two forms of RoPE contradict each other, there are more layers than
+            layer types, or a size is larger than any model's.
     """
     merged: dict[str, Any] = deepcopy(dict(base))
     _merge(merged, {n: v for n, v in entries.items() if n not in _ROPE_ENTRIES}, base)
     if any(name in entries for name in _ROPE_ENTRIES):
         _set_rope(merged, entries)
+    validate_sizes(merged, "model.foundation")
     counts = isinstance(merged.get("num_hidden_layers"), int)
     for name in PER_LAYER:
         if counts and merged.get(name) and name not in entries:

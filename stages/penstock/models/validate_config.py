@@ -8,29 +8,19 @@ from penstock.core.errors import CapabilityError, ConfigError
 from penstock.models.foundation import PARSE_ERRORS
 from penstock.models.multimodal import language_config
 from penstock.models.registry import native_family
+from penstock.models.size_limits import validate_sizes
 
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-
-MOST_LAYERS = 10_000
-"""Every layer is a module with tensors of its own; published models have at most a few hundred."""
 
 
 def validate_config(config: Any, source: str) -> dict[str, Any]:
     """The content of a config.json. Raises ConfigError, which names `source`, if it is no mapping,
     or has a value from which no model can be built."""
+    if isinstance(config, Mapping):
+        validate_sizes(config, source)
     if fault := _find_fault(config):
         raise ConfigError(f"{source}: {fault}.\n  Correct it, or name the folder of another model.")
     return dict(config)
-
-
-def validate_layer_count(config: Mapping[str, Any], source: str) -> None:
-    """Raise ConfigError, which names `source`, for more layers than can be built."""
-    layers = language_config(config).get("num_hidden_layers")
-    if isinstance(layers, int) and layers > MOST_LAYERS:
-        raise ConfigError(
-            f"{source}: num_hidden_layers is {layers:,}; at most {MOST_LAYERS:,} can be built.\n"
-            "  Write the number of layers that the model has."
-        )
 
 
 def _find_fault(config: Any) -> str | None:

@@ -8,8 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from penstock.engine.distributed.parallel_dims import rows_per_step
 from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.reference.samples import iter_rows, sample_digests
+from penstock.reference.settings import unread_rows_line
+from penstock.rows.reader import PackedRows
 from penstock.rows.ref_logprobs import RefLogprobs, write_shared_scores
 from penstock.train.checkpointing import Checkpointer
 from penstock.train.eval.reference_logprobs import LogprobScorer, SampleLogprobs
@@ -34,6 +37,11 @@ def reference(
         return {"computed": 0}, 0
     notify(f"{len(wanted)} samples are new to this model")
     built = assembled(job, ranks, notify)
+    train, rows = job.config.train, PackedRows(job.packed_dir / "data" / "train")
+    if train.max_steps is not None:
+        read = train.max_steps * rows_per_step(train, built.dims.num_replicas)
+        if line := unread_rows_line(read, len(rows), "max_steps"):
+            notify(line)
     if job.init_checkpoint:
         Checkpointer(job, built, ranks, notify).load_weights(job.init_checkpoint)
     held: list[SampleLogprobs] = []

@@ -57,3 +57,18 @@ def reference_run(run: RunConfig) -> RunConfig:
     unset = {"optimizer_kwargs": {}, "optimizer_dtype": "fp32", "init_checkpoint_path": None}
     train = run.train.model_copy(update={**plain, **unset})
     return run.model_copy(update={"lora": lora, "train": train})
+
+
+def unread_rows_line(read: int, rows: int, set_by: str) -> str | None:
+    """Line about log-probs that training does not read, if the setting `set_by` ends it after
+    `read` of all `rows`; None if it reads all.
+
+    They are computed nevertheless: a cache key is known before rows are counted, and other runs
+    share the result.
+    """
+    if read >= rows:
+        return None
+    return (
+        f"log-probs of all {rows:,} rows are computed, and training reads {read:,} of them "
+        f"(train.{set_by}); data.datasets.*.max_samples bounds both"
+    )

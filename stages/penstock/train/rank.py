@@ -27,6 +27,7 @@ from penstock.train.launch.job import LOGS, OUTCOME, RANKS_LOCK, Job
 from penstock.train.launch.rank_failures import failure_file, write_failure
 from penstock.train.launch.rank_stacks import register_stack_dump
 from penstock.train.launch.stop_request import StopRequest
+from penstock.train.report.format import layout_text
 from penstock.train.trainer import Trainer
 
 MARGIN_SECONDS = 10.0
@@ -50,7 +51,8 @@ def train(
     if reading.num_workers:
         prepare(reading)
     loop = Trainer(job, assembled(job, ranks, notify), ranks, stop)
-    log.info("%d rows, %d steps, layout %s", len(loop.rows), loop.total_steps, loop.built.layout)
+    layout = layout_text(loop.built.layout)
+    log.info("%d rows, %d steps, layout: %s", len(loop.rows), loop.total_steps, layout)
     facts = loop.run()
     log.info("stopped at step %d of %d", loop.at.step, loop.total_steps)
     return facts, loop.at.step

@@ -21,8 +21,9 @@ from penstock.engine.build import BuiltModel
 from penstock.engine.checkpoint.folders import understanding
 from penstock.engine.distributed.parallel_dims import accumulation_steps, rows_per_step
 from penstock.engine.distributed.ranks import ProcessInfo
+from penstock.engine.optim.changed_weights import FEW_CHANGED, rounding_warning
 from penstock.engine.train_step import Prefetch, StepResult, TokenCounts
-from penstock.optim.schedule import lr_at
+from penstock.optim.schedule import lr_at, warmup_steps
 from penstock.rows.batches import Cursor, Integers, StepSampler, assign_micro_batches
 from penstock.rows.collate import MicroBatch
 from penstock.rows.sizing import Finding, findings, run_size
@@ -95,6 +96,10 @@ class Trainer:
         """The metrics of this step's evaluation."""
         self._loader: Loader | None = None
         self._recorder: MetricsRecorder | None = None
+        self._rounds_to_nearest = (
+            self.train.keeps_in == "bfloat16" and not self.train.compensates_rounding
+        )
+        self._warmup_steps = warmup_steps(self.train, self.total_steps)
         self._told_early: list[str] = []
         """Warnings from before the recorder was opened."""
         self._samples: MetricsLog | None = None
@@ -175,7 +180,13 @@ class Trainer:
             self.references.on_step_start(step, self.at.cursor)
             references = self.references.lookup(batches)
         result: StepResult = self.built.engine.step(
-            batches, lr, step, references, counts=self._counts, prefetch=self._prefetch
+            batches,
+            lr,
+            step,
+            references,
+            counts=self._counts,
+            prefetch=self._prefetch,
+            measures_changes=self._rounds_to_nearest and step == self._warmup_steps,
         )
         self._counts = result.next_counts
         self._polled, *self._memory = result.maxima
@@ -188,6 +199,8 @@ class Trainer:
             self.at.loss if result.loss is None else result.loss,
             self.at.rows + len(rows),
         )
+        if result.changed_weights is not None and result.changed_weights < FEW_CHANGED:
+            self._warn(rounding_warning(self.train, lr, result.changed_weights))
         seconds = time.perf_counter() - started
         return {
             "step": self.at.step,

@@ -72,9 +72,10 @@ ENTRIES: dict[str, tuple[dict[str, object], str]] = {
     "half a head": ({"num_attention_heads": 2.5}, r"num_attention_heads is 2\.5"),
     "a list of heads": ({"num_attention_heads": [2]}, r"num_attention_heads is \[2\]"),
     "a billion heads": ({"num_attention_heads": 10**9}, "and the config makes it"),
+    "heads beyond counting": ({"num_attention_heads": 10**18}, "at most 2,147,483,647"),
     "no width": ({"hidden_size": 0}, "hidden_size is 0"),
     "a word for a width": ({"hidden_size": "x"}, "hidden_size is 'x'"),
-    "a width beyond memory": ({"hidden_size": 10**12}, "and the config makes it"),
+    "a width beyond memory": ({"hidden_size": 10**12}, "at most 2,147,483,647 can be built"),
     "no layers": ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
     "a billion layers": ({"num_hidden_layers": 10**9}, "at most 10,000 can be built"),
     "half a layer": ({"num_hidden_layers": 1.5}, r"num_hidden_layers is 1\.5"),
@@ -219,7 +220,7 @@ def judge(line: str, folder: Path, made: Path, change: Change, code: int = 2) ->
 @pytest.mark.parametrize("mistake", ENTRIES)
 def test_an_entry_of_config_json_that_no_model_has_is_told(mistake, made, tmp_path):
     values, line = ENTRIES[mistake]
-    unsupported = mistake in ("GPTQ", "a kind of RoPE that is none", "a width beyond memory")
+    unsupported = mistake in ("GPTQ", "a kind of RoPE that is none")
     judge(line, tmp_path, made, entries("config.json", **values), 3 if unsupported else 2)
 
 

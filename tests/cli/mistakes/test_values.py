@@ -138,6 +138,15 @@ MISTAKES = {
     "a billion layers": section(
         "model", "num_hidden_layers is 1,000,000,000", foundation={"num_hidden_layers": 10**9}
     ),
+    "a width beyond counting": section(
+        "model", "vocab_size is 1,000,000,000,000", foundation={"vocab_size": 10**12}
+    ),
+    "more ranks than machines have": section(
+        "train", "tensor_parallel_size: is .* must be at most", tensor_parallel_size=10**18
+    ),
+    "a rest of more ranks than machines have": section(
+        "train", "data_parallel_shard_size: is .* at most", data_parallel_shard_size=10**18
+    ),
     "a word for a width": section(
         "model", r"foundation\.hidden_size: 'big' is text", foundation={"hidden_size": "big"}
     ),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from contextlib import redirect_stderr
 from io import StringIO
 from threading import current_thread, main_thread
@@ -372,3 +373,31 @@ def metrics_of(job):
 def runs_of(jobs):
     for its in jobs:
         runs.train_here(its)
+
+
+def rounding_warnings(job):
+    with redirect_stderr(StringIO()):
+        runs.train_here(job)
+    records = read_metrics(job.output_dir / "metrics.jsonl")
+    warnings = [record["warning"] for record in records if "warning" in record]
+    return [text for text in warnings if "bfloat16 rounds" in text]
+
+
+def test_updates_that_bfloat16_rounds_away_are_measured_at_the_peak_learning_rate(folder):
+    """Nothing is said of a rate that moves weights, of other roundings, and during warmup."""
+    small = {"precision": "bf16", "enable_mixed_precision": True, "lr": 1e-5, "max_steps": 2}
+    cases = {
+        "small": small,
+        "warmup": {**small, "lr": 1e-2, "lr_warmup_steps": 1, "lr_start": 1e-6},
+        "large": {**small, "lr": 1e-2},
+        "stochastic": {**small, "stochastic_rounding": True},
+        "mixed": {**small, "precision": "bf16_mixed"},
+    }
+    jobs = {name: job(folder, f"rounding {name}", **train) for name, train in cases.items()}
+    [found] = on_ranks(1, each, rounding_warnings, jobs)
+    assert {name for name, lines in found.items() if lines} == {"small"}
+    (line,) = found["small"]
+    share = float(re.search(r"changed ([\d.]+)% of", line)[1])
+    # An update of about 1e-5 changes what is below 2^9 times that: 5 % of weights around 0.05.
+    assert 0 < share < 25
+    assert "train.stochastic_rounding: true" in line

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.config.loading.load import loads
+from penstock.core import env
 from penstock.core.cache.stage import Artifact, stage_key
 from penstock.core.errors import StageError
 from penstock.core.files import write_json
@@ -425,6 +426,18 @@ def test_rows_of_unwritten_length_are_as_long_as_what_they_are_padded_to():
     assert (planned().rows_per_step, written.rows_per_step) == (1, None)
     assert planned({"micro_batch_size": 2, "gradient_accumulation_steps": 3}).rows_per_step == 6
     assert planned({"global_batch_size": 32}).rows_per_step == 32
+
+
+@pytest.mark.parametrize("train", [{}, {"micro_batch_size": 2}, {"global_batch_size": 32}])
+def test_a_config_has_the_same_rows_on_machines_with_other_numbers_of_ranks(monkeypatch, train):
+    data = {"datasets": [{"path": "builtin:arithmetic", "type": "chat"}]}
+    sections = smallest(data=data)
+    sections["train"] = {**sections["train"], "data_parallel_mode": "ddp", **train}
+    keys = set[str]()
+    for gpus in (0, 1, 8):
+        monkeypatch.setattr(env, "num_gpus", lambda count=gpus: count)
+        keys.add(plan(loads(sections), ("pack",)).step("pack").artifact.key)
+    assert len(keys) == 1
 
 
 def test_rows_without_a_trained_token_are_counted(tmp_path):

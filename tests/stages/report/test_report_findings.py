@@ -12,6 +12,7 @@ from penstock.train.eval.eval_results import (
 )
 from penstock.train.launch.job import ENVIRONMENT, EVAL_RESULTS
 from penstock.train.report import write_report
+from penstock.train.report.format import layout_text
 from penstock.train.report.warnings import collect_warnings
 from tests.stages.report.report_pages import Page, chart_of, points, report_of, section_of
 from tests.stages.train.told_runs import falling, job_in, record, tell
@@ -170,3 +171,8 @@ def test_long_answers_are_cut_and_results_of_another_run_are_passed_over(tmp_pat
     assert "Evaluation by generation" not in text
     write_task_scores(tmp_path, KEY, [], None)
     assert read_json(tmp_path / EVAL_RESULTS)["held_out"] is None
+
+
+def test_a_layout_is_told_in_words_with_its_axes_of_several_ranks():
+    assert layout_text({"mode": "fsdp2", "shard": 2, "tensor": 1}) == "mode fsdp2, shard 2"
+    assert layout_text({"shard": 1}) == "one rank"

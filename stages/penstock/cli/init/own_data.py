@@ -26,7 +26,12 @@ from penstock.costs.memory import peak_memory
 from penstock.costs.one_process import ROOM, with_one_process_layout
 from penstock.costs.sharded_model import ShardedModel
 from penstock.engine.distributed.parallel_dims import ParallelDims, compute_dims
-from penstock.machine import expected_rows_per_step, resolve_hf_config, world_size
+from penstock.machine import (
+    expected_rows_per_step,
+    resolve_hf_config,
+    rows_per_step_to_pack,
+    world_size,
+)
 from penstock.rows.row_length import SHORTEST, fitted_row_length
 from penstock.train.launch.torchrun import num_local_ranks
 
@@ -211,7 +216,7 @@ def _full_training(chosen: ChosenConfig, data: OwnData) -> tuple[int | None, boo
 
 
 def _with_estimated_rows(run: RunConfig, data: OwnData) -> RunConfig:
-    per_step = expected_rows_per_step(run)
+    per_step = rows_per_step_to_pack(run)
     length = fitted_row_length(data.sizes, LONGEST_ROW, SHORTEST, per_step)
     return run.model_copy(update={"data": run.data.with_row_length(length)})
 

@@ -59,7 +59,7 @@ def costs(
     model = with_images(model, run, hf_config, data)
     found = predict(run, model, degrees, machine, data)
     if any(step.stage.name == "reference" and find_cached(step) for step in steps):
-        found = replace(found, reference_seconds=None)
+        found = replace(found, reference_seconds=None, unread_rows=None)
     sizes = sum(map(math.prod, model.shapes.values()))
     sizes += sum(params for params, _ in model.vision.parts) if model.vision else 0
     sizing = check_sizing(run, made, data, found.length, found.rows_per_step)
@@ -83,6 +83,7 @@ def _format_costs(found: Prediction, sizes: int) -> str:
             f"    run     {_format_length(found)}",
             f"    step    {_format_step(found)}",
             *([f"    before  {_format_reference(found)}"] if found.reference_seconds else []),
+            *([f"    warning {found.unread_rows}"] if found.unread_rows else []),
             f"    memory  {_format_memory(found)}",
             f"    disk    {_format_disk(found)}",
         ]

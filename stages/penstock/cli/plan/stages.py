@@ -5,6 +5,7 @@ from typing import Any
 from penstock.api.status import StageStatus, stage_statuses
 from penstock.cli.console import Console, table
 from penstock.cli.plan.costs import DeviceOptions, costs
+from penstock.cli.plan.long_samples import long_samples
 from penstock.config.schema.run import RunConfig
 from penstock.outputs import find_unwritable, output_folders
 from penstock.plan import plan
@@ -16,18 +17,22 @@ def print_plan(
     run: RunConfig, console: Console, where: DeviceOptions = THIS_MACHINE
 ) -> dict[str, Any]:
     """Print the state of each stage and the cost of training; returns the same as plain values."""
-    planned = plan(run)
+    planned = plan(run, for_this_machine=where.kind is None)
     for note in planned.notes:
         console.say(note)
     for refusal in find_unwritable(output_folders(run, run.stages)):
         console.say(f"warning: {refusal}")
+    warnings = list(long_samples(planned))
+    for warning in warnings:
+        console.say(warning)
     verdicts = stage_statuses(planned)
     rows = [("stage", "key", "standing", "where")]
     rows += [(v.stage, v.key, v.standing, v.where) for v in verdicts]
     lines = [table(rows), *(line for verdict in verdicts for line in verdict.reasons)]
     told, values = costs(planned.run, planned.steps, where)
     console.result("\n".join([*lines, *([told] if told else [])]))
-    return {"plan": [_status_as_json(verdict) for verdict in verdicts], **values}
+    stages = [_status_as_json(verdict) for verdict in verdicts]
+    return {"plan": stages, "warnings": warnings, **values}
 
 
 def _status_as_json(verdict: StageStatus) -> dict[str, Any]:

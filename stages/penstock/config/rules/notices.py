@@ -88,9 +88,13 @@ def _iter_lr_notices(run: RunConfig) -> Iterator[str]:
 def _iter_rounding_notices(train: TrainConfig) -> Iterator[str]:
     """A learning rate whose steps most weights are too coarse for: an Adam-like optimizer changes a
     weight by about `lr`."""
-    compensates = train.stochastic_rounding or train.optimizer_kwargs.get("use_kahan_summation")
     share = ROUNDED_AWAY.get(train.keeps_in)
-    if not share or compensates or train.optimizer not in LIKE_ADAM or train.eval_only:
+    if (
+        not share
+        or train.compensates_rounding
+        or train.optimizer not in LIKE_ADAM
+        or train.eval_only
+    ):
         return
     if not 0 < train.lr < share * TYPICAL_WEIGHT:
         return

@@ -307,6 +307,11 @@ class DataConfig(ConfigSection):
         return "drop" if self.dataloader_drop_last else "keep"
 
     @property
+    def splits_samples(self) -> bool:
+        """Whether a sample that is longer than a row continues in the next one."""
+        return self.sample_packing_method == "wrapped" and not self.sample_packing_sequentially
+
+    @property
     def row_length(self) -> int:
         """Maximum tokens of a packed sequence: as written, else as chosen from the samples, else
         the largest length that may be chosen."""

@@ -8,8 +8,13 @@ from pydantic import AfterValidator, Field
 from penstock.config.schema.base import ConfigSection
 from penstock.config.schema.cache_key import KeyedUnlessDefault, Unkeyed
 
+MAX_RANKS = 1024 * 100_000
+"""As many as `launch.nproc_per_node` on each of `launch.nnodes` can be."""
+
 
 def _check_ranks(value: int) -> int:
+    if value > MAX_RANKS:
+        raise ValueError(f"is {value}; it must be at most {MAX_RANKS}")
     if value == -1 or value > 0:
         return value
     raise ValueError(f"is {value}; write a number of ranks, 1 or more, or -1 for all that are left")
@@ -36,7 +41,7 @@ SPLIT_BACKWARD: tuple[PipelineSchedule, ...] = ("InterleavedZeroBubble", *V_SHAP
 weights that are not freed in between (with `reshard_after_forward: true` the gradients are silently
 wrong), and non-reentrant activation checkpointing."""
 
-Ranks = Annotated[int, Field(gt=0)]
+Ranks = Annotated[int, Field(gt=0, le=MAX_RANKS)]
 RanksOrRest = Annotated[int, AfterValidator(_check_ranks)]
 
 

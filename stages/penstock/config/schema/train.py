@@ -155,6 +155,11 @@ class TrainConfig(
         return "micro_batch" if is_exact and self.pipeline_parallel_size == 1 else "step"
 
     @property
+    def compensates_rounding(self) -> bool:
+        """Whether updates that are smaller than the spacing of a weight's numbers are not lost."""
+        return self.stochastic_rounding or bool(self.optimizer_kwargs.get("use_kahan_summation"))
+
+    @property
     def resolved_zero_stage(self) -> Literal[1, 2, 3]:
         """The ZeRO stage under `fsdp2` that `zero_stage`, `reshard_after_forward` and
         `enable_full_shard` give: the first of them that is set decides."""

@@ -9,7 +9,7 @@ from penstock.core.errors import ConfigError
 from penstock.models.automodel.remote_code import CODE, trusted
 from penstock.models.builtin import SCHEME, builtin_config
 from penstock.models.foundation import apply_overrides
-from penstock.models.validate_config import validate_config, validate_layer_count
+from penstock.models.validate_config import validate_config
 
 
 def read_hf_config(
@@ -34,7 +34,6 @@ def read_hf_config(
             ) from error
         config = validate_config(config, f"model.config_path: {file}")
     config = apply_overrides(config, foundation)
-    validate_layer_count(config, "model.foundation" if foundation else config_path)
     config.pop(CODE, None)
     if runs_code:
         folder = Path(config_path).expanduser()

@@ -1,7 +1,14 @@
-"""Number formatting for reports."""
+"""Formatting of numbers and layouts for reports and logs."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
+
+
+def layout_text(layout: Mapping[str, Any]) -> str:
+    """The parallel axes with more than one rank."""
+    axes = {name: size for name, size in layout.items() if size not in (1, "1", None)}
+    return ", ".join(f"{name} {size}" for name, size in axes.items()) or "one rank"
 
 
 def number(value: float | None) -> str:

@@ -28,7 +28,15 @@ from penstock.train.launch.job import (
 )
 from penstock.train.launch.rank_failures import first_failure
 from penstock.train.metrics.jsonl import read_metrics
-from penstock.train.report.format import amount, duration, gibibytes, number, plain, share
+from penstock.train.report.format import (
+    amount,
+    duration,
+    gibibytes,
+    layout_text,
+    number,
+    plain,
+    share,
+)
 from penstock.train.report.warnings import Warnings, collect_warnings
 from penstock.train.trackers.run_info import redacted_settings
 from penstock.version import __version__
@@ -225,10 +233,9 @@ def environment(run: RunRecord) -> Figures:
     """The hardware and software of the run."""
     around, found = run.environment, Figures()
     if around:
-        layout = {n: v for n, v in around["layout"].items() if v not in (1, "1", None)}
         found += [
             ("device", f"{around['device']}, {around['ranks']} rank(s)"),
-            ("layout", ", ".join(f"{n} {v}" for n, v in layout.items()) or "one rank"),
+            ("layout", layout_text(around["layout"])),
             ("host", around["host"]),
             ("system", around["system"]),
         ]
