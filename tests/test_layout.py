@@ -60,7 +60,11 @@ def test_only_one_file_reads_the_environment():
 
 def test_only_one_file_asks_for_what_only_linux_has():
     only = re.compile(
-        r"\"/proc/|\b(prctl|renameat2|memfd_create|sched_\w+affinity|posix_f\w+|sys\.platform)\b"
+        r"\"/proc/|\b(prctl|renameat2|sched_\w+affinity|posix_f\w+|sys\.platform|AF_(NETLINK|PACKET)"
+        r"|os\.(copy_file_range|eventfd\w*|fdatasync|getrandom|memfd_create|pidfd_open|pipe2|setns"
+        r"|splice|timerfd\w*|unshare|\w+xattr|O_(DIRECT|NOATIME|PATH|TMPFILE))"
+        r"|select\.epoll|resource\.prlimit|signal\.(SIG(POLL|PWR|RT\w+)|sigtimedwait|sigwaitinfo)"
+        r"|SO_(BINDTODEVICE|PEERCRED)|SOCK_(CLOEXEC|NONBLOCK)|TCP_(KEEPIDLE|USER_TIMEOUT))\b"
     )
     files = [path for path in SOURCES if not path.is_relative_to(ROOT / "tests")]
     askers = [str(path.relative_to(ROOT)) for path in files if only.search(path.read_text())]

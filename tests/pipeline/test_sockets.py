@@ -130,6 +130,13 @@ def test_tensors_and_arrays_of_every_type_come_as_they_are_sent():
         assert np.array_equal(came, sent)
 
 
+@pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])
+def test_a_path_comes_as_it_is_whatever_python_sent_it(module):
+    # Of protocol 0, so that the bytes can be read here.
+    sent = f"c{module}\nPosixPath\n(V/a/folder\ntR.".encode()
+    assert ObjectUnpickler(io.BytesIO(sent)).load() == Path("/a/folder")
+
+
 def test_members_of_enumerations_come_as_they_are_where_python_pickles_them_by_name(monkeypatch):
     # As Python 3.11.0 to 3.11.3 do.
     by_name = lambda member, _: (getattr, (type(member), member.name))  # noqa: E731

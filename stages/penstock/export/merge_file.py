@@ -3,7 +3,6 @@
 The offset of every tensor is known in advance, so several tensors are written concurrently.
 """
 
-import errno
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ import torch
 from penstock.adapters.weight_delta import WeightDelta
 from penstock.core import env
 from penstock.core.errors import CapabilityError, StageError
-from penstock.core.machine.linux import allocate
+from penstock.core.machine.linux import allocate, copy_file_range
 from penstock.engine.hf.safetensors_reader import SafetensorsFolder, Stored
 from penstock.engine.hf.safetensors_writer import file_layout, put
 from penstock.engine.peft.merge_adapter import AdapterMerge
@@ -26,9 +25,6 @@ BLOCK_BYTES = 32 << 20
 
 THREADS = 4
 """Maximum number of threads: each has a block in memory, and the disk is the bottleneck."""
-
-COPY_UNSUPPORTED = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
-"""Errors of systems without copy_file_range between these two files."""
 
 MERGED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -105,11 +101,9 @@ def _copy_tensor(one: _TensorCopy, old: int, new: int) -> None:
 
 def _copy_block(old: int, new: int, left: int, source: int, target: int) -> int:
     """Number of bytes copied by the kernel; if unsupported, copy one block in user space."""
-    try:
-        return os.copy_file_range(old, new, left, source, target)
-    except OSError as error:
-        if error.errno not in COPY_UNSUPPORTED:
-            raise
+    copied = copy_file_range(old, new, left, source, target)
+    if copied is not None:
+        return copied
     return os.pwrite(new, os.pread(old, min(left, BLOCK_BYTES), source), target)
 
 

@@ -1,6 +1,8 @@
 """`penstock merge` beside peft's own merging, for every kind of low-rank adapter peft writes."""
 
+import errno
 import json
+import os
 import warnings
 from functools import partial
 from typing import Any
@@ -176,6 +178,27 @@ def base(tmp_path):
         return tmp_path / "base", tmp_path / "adapter", tmp_path / "out"
 
     return saved
+
+
+@pytest.mark.parametrize("error", [None, errno.EXDEV, errno.ENOSYS])
+@pytest.mark.filterwarnings("ignore")
+def test_a_system_that_copies_no_parts_of_files_merges_into_the_same_bytes(
+    error, base, monkeypatch
+):
+    weights, adapter, merged = base("plain", max_shard_size="20KB")
+    merge_folders(weights, adapter, merged)
+
+    def unsupported(*_):
+        raise OSError(error, "unsupported")
+
+    if error:
+        monkeypatch.setattr(os, "copy_file_range", unsupported)
+    else:
+        monkeypatch.delattr(os, "copy_file_range")
+    other = merged.with_name("other")
+    merge_folders(weights, adapter, other)
+    for file in merged.glob("*.safetensors"):
+        assert (other / file.name).read_bytes() == file.read_bytes()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -169,6 +169,21 @@ def allocate(descriptor: int, size: int) -> None:
         os.ftruncate(descriptor, size)
 
 
+def copy_file_range(old: int, new: int, count: int, source: int, target: int) -> int | None:
+    """Number of bytes that the kernel copied from the file `old` at `source` to `new` at `target`.
+
+    None if it cannot copy between these two files. Raises OSError.
+    """
+    try:
+        return os.copy_file_range(old, new, count, source, target)
+    except AttributeError:
+        return None
+    except OSError as error:
+        if error.errno in (*UNSUPPORTED, errno.EXDEV):
+            return None
+        raise
+
+
 def interface_of(address: str, probe: socket.socket) -> str | None:
     """The network interface that has this IPv4 address; None if unknown."""
     for _, name in socket.if_nameindex() if sys.platform.startswith("linux") else ():

@@ -24,7 +24,6 @@ ALLOWED_NAMES = {
     ("collections", "OrderedDict"),
     ("collections", "deque"),
     ("pathlib", "PosixPath"),
-    ("pathlib._local", "PosixPath"),
     ("torch", "Size"),
     ("torch", "device"),
     ("torch.serialization", "_get_layout"),  # looks up a layout by name
@@ -67,6 +66,8 @@ class ObjectUnpickler(pickle.Unpickler):
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         """The class of this name, if it is allowed."""
+        # Python 3.13's module of the classes that are `pathlib`'s before and after it.
+        module_name = "pathlib" if module_name == "pathlib._local" else module_name
         # A message must never trigger an import.
         module = sys.modules.get(module_name)
         found = vars(module).get(global_name) if module else None
