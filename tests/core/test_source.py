@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from penstock.core.errors import CapabilityError, ConfigError
+from penstock.core.sources.local_files import missing_path_error
 from penstock.core.sources.pin import pin_data, pin_model, pin_tokenizer
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -178,3 +179,8 @@ def test_a_hub_that_cannot_be_reached_is_not_asked_again_for_every_repository(tm
         check=True,
     )
     assert float(done.stdout) < 10, done.stdout
+
+
+def test_a_path_that_the_system_refuses_is_not_called_missing():
+    error = missing_path_error("x" * 300 + "/data.jsonl")
+    assert str(error).endswith("x/data.jsonl cannot be read: file name too long.")

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from penstock.core.machine.linux import child_processes
 from tests.conftest import ROOT
 from tests.deploy.installed import PIP, build_wheel, environment, run_penstock
 from tests.deploy.interpreters import interpreters
-from tests.flows.server import children_of
 from tests.waiting import soon
 
 PYTHONS = interpreters()
@@ -100,7 +100,7 @@ def run_until_killed(file: Path, folder: Path, step: int) -> None:
     finally:
         pids = [running.pid]
         for pid in pids:
-            pids += children_of(pid)
+            pids += child_processes(pid)
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
         running.wait()

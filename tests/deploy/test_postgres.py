@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from penstock.core.machine.linux import child_processes
 from tests.conftest import ROOT
 from tests.flows.runs import PLACES, is_begun, manifests_in, processes_of, tasks_of
-from tests.flows.server import PREFECT, Prefect, children_of, free_port
+from tests.flows.server import PREFECT, Prefect, free_port
 from tests.pipeline.runs import penstock, sealed, write_chats, write_run
 from tests.waiting import soon
 
@@ -69,7 +70,7 @@ class Postgres:
     def kill(self) -> None:
         """End it without warning; it is gone once the processes that it started have seen that."""
         leader = int((self.data / "postmaster.pid").read_text().split()[0])
-        its = [leader, *children_of(leader)]
+        its = [leader, *child_processes(leader)]
         os.kill(leader, signal.SIGKILL)
         soon(lambda: not any(Path(f"/proc/{pid}").exists() for pid in its))
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from penstock.core.machine.linux import child_processes
 from tests.conftest import ROOT
-from tests.flows.server import children_of
 from tests.waiting import soon
 
 WORKER = ROOT / "deploy" / "worker.py"
@@ -57,11 +57,11 @@ def test_runs_save_before_their_worker_is_gone(tmp_path):
 
 def test_a_worker_that_fails_is_told_of_by_its_exit_code_once_its_runs_are_gone(tmp_path):
     worker = started(tmp_path)
-    [prefects] = children_of(worker.pid)
+    [prefects] = child_processes(worker.pid)
     os.kill(prefects, signal.SIGKILL)
     with pytest.raises(subprocess.TimeoutExpired):
         worker.wait(0.2)  # its run goes on
-    [run] = children_of(worker.pid)
+    [run] = child_processes(worker.pid)
     os.kill(run, signal.SIGTERM)
     assert worker.wait(30) == -signal.SIGKILL & 0xFF
     assert (tmp_path / "saved").exists()

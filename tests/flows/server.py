@@ -23,13 +23,6 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def children_of(parent: int) -> list[int]:
-    found = subprocess.run(
-        ["pgrep", "-P", str(parent)], capture_output=True, text=True, check=False
-    )
-    return [int(pid) for pid in found.stdout.split()]
-
-
 class Prefect:
     """One server on loopback with its database in `home`, and workers beside it."""
 

@@ -1,5 +1,6 @@
 """Loads the config of a run from a file, an output folder, mappings or a RunConfig."""
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -40,7 +41,7 @@ def load_config(
         told = ErrorLocator(yaml12.Document(), overrides)
         return loading.resolve(plain_settings(config), overrides, told, notify=notify)
     path = Path(config)
-    if path.is_dir() and (path / JOB).is_file():
+    if os.path.isfile(path / JOB):  # noqa: PTH113 - of any name
         job = read_job(path / JOB)
         if "working_dir" in job and Path(job["output_dir"]) == path.resolve():
             anchor_paths(job["config"], Path(job["working_dir"]))

@@ -59,7 +59,7 @@ MISTAKES = {
         r"l\.yaml cannot be read: too many levels", "check l.yaml", make=link("l.yaml", "l.yaml")
     ),
     "a file below a file": Mistake(r"not a directory", "check run.yaml/x.yaml"),
-    "a name that is too long": Mistake("file name too long", f"check {'x' * 300}", code=1),
+    "a name that is too long": Mistake("cannot be read: file name too long", f"check {'x' * 300}"),
     "a user that is none": Mistake(r"~nobodyxyz is no user of this machine", "check ~nobodyxyz/x"),
     "two documents": Mistake(
         r"run\.yaml:15: not valid YAML: .*another document", make=edit(lambda b: b + b"---\nm: 1\n")

@@ -174,9 +174,18 @@ def check_kind(name: str, ds_type: str | None, path: str) -> None:
 
 
 def missing_path_error(path: str) -> ConfigError:
-    """The error for a missing local path, with similar names."""
+    """The error for a local path that is missing, with similar names, or out of reach."""
     target = Path(path).expanduser()
     parent = target.parent
+    try:
+        # From Python 3.14, `Path.exists` is False wherever the system refuses to say.
+        target.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except PermissionError:
+        return permission_error(target)
+    except OSError as error:
+        return ConfigError(f"{path} cannot be read: {(error.strerror or str(error)).lower()}.")
     if not parent.is_dir():
         return ElsewhereError(
             f"{path} does not exist, and neither does the folder {Path(path).parent}.\n"
