@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 
 from penstock.core.errors import ConfigError
 from penstock.core.sources.pin import pin_tokenizer
+from penstock.prepare.chat_template import TEMPLATES
 from penstock.prepare.encode.encoder import Encoder
 from penstock.prepare.first_records import ImageSource, first_samples
 from penstock.prepare.notices import data_warnings
@@ -204,3 +206,35 @@ def test_a_text_that_begins_with_bos_gets_no_second_one():
     tokenizer.chat_template = "{{ bos_token }}" + CHATML
     ids, _ = encode({"messages": CHAT}, tokenizer, type="chat")
     assert ids.count(bos) == 1
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_unmarked_gpt_oss_is_refused_with_the_template_that_marks_its_ends(count):
+    """The last answer ends with another token than the others, which no rendering tells."""
+    marked = (TEMPLATES / "gpt-oss.jinja").read_text()
+    library = Tokenizer.from_str(words().backend_tokenizer.to_str())
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=library)
+    names = ("start", "message", "channel", "end", "return", "call")
+    tokenizer.add_special_tokens({"additional_special_tokens": [f"<|{name}|>" for name in names]})
+    tokenizer.eos_token = "<|return|>"
+    tokenizer.chat_template = marked
+    messages = [
+        said("user", "u"),
+        said("assistant", "a"),
+        said("user", "v"),
+        said("assistant", "b"),
+    ]
+    record = {"messages": messages[:count]}
+    _, labels = encode(record, tokenizer, type="chat")
+    final = "<|channel|>final<|message|>"
+    earlier = f"{final}a<|end|>" if count == 4 else ""
+    last = "b" if count == 4 else "a"
+    assert trained(tokenizer, labels) == f"{earlier}{final}{last}<|return|>"
+    tokenizer.chat_template = marked.replace("{%- generation -%}", "").replace(
+        "{%- endgeneration -%}", ""
+    )
+    with pytest.raises(ConfigError, match=r"data\.chat_template: gpt-oss, which renders the same"):
+        encode(record, tokenizer, type="chat")
+    _, labels = encode(record, tokenizer, type="chat", train_on_eos="none")
+    earlier = f"{final}a" if count == 4 else ""
+    assert trained(tokenizer, labels) == f"{earlier}{final}{last}"

@@ -23,7 +23,9 @@ from typing import Any, Literal
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from penstock.core.errors import ConfigError
 from penstock.prepare.bad_records import BadRecord
+from penstock.prepare.chat_template import SUFFIX, TEMPLATES, template_names
 from penstock.prepare.encode.document import Document, Span
 from penstock.prepare.encode.find_turns import (
     PROBE,
@@ -247,7 +249,37 @@ class Renderer:
             self._templates[text] = _Template(dated, is_marked)
             if self._images and not self._shows_text(dated):
                 self._parts_only.add(dated)
+            if not is_marked and self._its.trained_ends in ("turn", "all"):
+                self._require_known_ends(dated)
         return self._templates[text]
+
+    def _require_known_ends(self, template: str) -> None:
+        """Raise ConfigError if the token that ends an answer that others follow cannot be told, and
+        an included template renders the same text and marks it."""
+        roles = ("user", "assistant") * 2
+        messages = [
+            {"role": role, "content": word} for role, word in zip(roles, "abcd", strict=True)
+        ]
+        conversation = Conversation(messages, None, (0.0, 1.0) * 2)
+        try:
+            text, turns = self._finder.by_prefix(template, conversation, [1, 3]) or ("", [])
+        except (BadRecord, *TEMPLATE_ERRORS):
+            return
+        if not turns or turns[0].end or not turns[1].end:
+            return
+        for name in template_names():
+            marked = self._template((TEMPLATES / f"{name}{SUFFIX}").read_text(encoding="utf-8"))
+            try:
+                same, marked_turns = self._finder.marked(marked.text, conversation, [1, 3])
+            except TEMPLATE_ERRORS:
+                continue
+            if same == text and marked_turns[0].end:
+                raise ConfigError(
+                    "The tokenizer's chat template ends an answer with another token once others "
+                    "follow, so its end is not known.\n"
+                    f"  Write data.chat_template: {name}, which renders the same text and marks "
+                    "what is trained."
+                )
 
     def _shows_text(self, template: str) -> bool:
         """Whether a template shows a content that is text, rather than a list of parts."""
