@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
 
@@ -57,6 +57,9 @@ from penstock.prepare.stage import Prepare
 from penstock.train.launch.torchrun import num_local_ranks
 from penstock.train.trackers.registry import require_trackers
 from penstock_kernels.flash_packages import PACKAGES
+
+if TYPE_CHECKING:
+    from penstock.media.bounds import MediaBounds
 
 CONFIG_ALONE = ("config.json",)
 
@@ -358,10 +361,12 @@ def check_model(run: RunConfig) -> None:
 
 
 def check_media(run: RunConfig, stage: Prepare, *, packs: bool, trains: bool) -> None:
-    """Refuse data whose first records have media that this model or run cannot take: what only the
-    stages that read them would find out otherwise. Names the data set."""
+    """Refuse data whose first records have media that this model or run cannot take, and bounds
+    that its processor cannot keep to: what only the stages that read them would find out otherwise.
+    Names the data set."""
     from penstock.media.kinds import KINDS
 
+    _check_media_bounds(run, stage)
     checked: set[str] = set()
     for at, kind, suffixes in _first_media(stage):
         try:
@@ -378,6 +383,27 @@ def check_media(run: RunConfig, stage: Prepare, *, packs: bool, trains: bool) ->
                 _require_trained(run, kind)
         except (ConfigError, CapabilityError) as error:
             raise type(error)(f"{at} has {KINDS[kind].plural}. {error}") from error
+
+
+def _check_media_bounds(run: RunConfig, stage: Prepare) -> None:
+    """Refuse a number of pixels or frames of a data set that no processor of the model keeps to."""
+    settings = stage.settings
+    for name in ("datasets", "test_datasets"):
+        for index, its in enumerate(getattr(settings, name)):
+            bounds = its.media_bounds
+            for kind in bounds.kinds:
+                at = f"data.{name}.{index}"
+                try:
+                    is_kept = _has_media_processor(stage, kind, bounds)
+                except (ConfigError, CapabilityError) as error:
+                    raise type(error)(f"{at}.{error}") from error
+                if not is_kept:
+                    model = redact(run.model.tokenizer_source)
+                    raise ConfigError(
+                        f"{at}.{' and '.join(bounds.of(kind))}: {model} has no {kind} processor "
+                        "(preprocessor_config.json beside its tokenizer).\n  Leave it out, or use "
+                        "another model."
+                    )
 
 
 def _require_trained(run: RunConfig, kind: str) -> None:
@@ -432,24 +458,33 @@ def _first_media(stage: Prepare) -> Iterator[tuple[str, str, Sequence[str]]]:
 
 def _require_media_processor(run: RunConfig, stage: Prepare, kind: str) -> None:
     """Refuse a model without a processor of this kind, unless records may be left out for it, and
-    one that is not supported. Loads it once for each tokenizer."""
+    one that is not supported."""
+    from penstock.media.bounds import UNBOUNDED
+    from penstock.media.kinds import KINDS
+
+    name = redact(run.model.tokenizer_source)
+    if not _has_media_processor(stage, kind, UNBOUNDED) and not run.data.bad_rows_allowed:
+        raise ConfigError(
+            f"{name} has no {kind} processor (preprocessor_config.json beside its tokenizer).\n"
+            f"  Use a model that takes {KINDS[kind].plural}, or data without them."
+        )
+
+
+def _has_media_processor(stage: Prepare, kind: str, bounds: "MediaBounds") -> bool:
+    """Whether the model has a processor of this kind. Raises as `load_processor`, once for each
+    tokenizer."""
 
     def find() -> bool:
         from penstock.media.load import load_processor
         from penstock.rows.tokenizer import load_tokenizer
 
         path, revision = stage.tokenizer_path, stage.tokenizer.pin.get("commit")
-        return load_processor(kind, path, revision, load_tokenizer(path, revision)) is not None
+        tokenizer = load_tokenizer(path, revision)
+        return load_processor(kind, path, revision, tokenizer, bounds) is not None
 
-    from penstock.media.kinds import KINDS
-
-    name = redact(run.model.tokenizer_source)
-    asked = digest_json([f"{kind} processor", version("transformers"), stage.tokenizer.key])
-    if not cached_value(asked, find) and not run.data.bad_rows_allowed:
-        raise ConfigError(
-            f"{name} has no {kind} processor (preprocessor_config.json beside its tokenizer).\n"
-            f"  Use a model that takes {KINDS[kind].plural}, or data without them."
-        )
+    own = [bounds.of(kind)] if bounds.of(kind) else []
+    asked = [f"{kind} processor", version("transformers"), stage.tokenizer.key, *own]
+    return cached_value(digest_json(asked), find)
 
 
 def check_layout(run: RunConfig, gpus: int = 0) -> None:

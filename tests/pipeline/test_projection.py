@@ -247,6 +247,16 @@ CHANGES = {
             "field_label",
         )
     },
+    **{
+        f"data.datasets[].{name}": (reading(name, value), reading(name), "prepare")
+        for name, value in {
+            "image_min_pixels": 64,
+            "image_max_pixels": 10**6,
+            "video_fps": 2.0,
+            "video_min_frames": 4,
+            "video_max_frames": 9,
+        }.items()
+    },
     "data.datasets[].message_roles": (
         dataset(type="chat", message_roles={"user": ["x"]}),
         dataset(type="chat"),

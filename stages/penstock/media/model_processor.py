@@ -4,7 +4,7 @@ that stand for media."""
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,6 +15,7 @@ import numpy.typing as npt
 from penstock.core.cache.record import digest_json
 from penstock.core.cache.stage import short
 from penstock.core.errors import ConfigError
+from penstock.media.bounds import UNBOUNDED, MediaBounds
 from penstock.media.kinds import BadMedia, MediaKind
 from penstock.media.reference import among_several
 from penstock.rows.image_files import StoredImage
@@ -37,6 +38,7 @@ class ModelProcessor(ABC):
     """A `ProcessorMixin` of transformers."""
     options: Mapping[str, Any]
     """Keyword arguments of the part for this kind."""
+    bounds: MediaBounds = field(default=UNBOUNDED, kw_only=True)
 
     kind: ClassVar[MediaKind]
 
@@ -63,7 +65,8 @@ class ModelProcessor(ABC):
     def stored_digest(self, digest: bytes, *, several: bool) -> bytes:
         """The digest under which the tensors of a medium are stored, given that of its bytes and
         whether it is in a sample with several."""
-        return among_several(digest) if several and self.has_two_forms else digest
+        form = among_several(digest) if several and self.has_two_forms else digest
+        return self.bounds.stored_digest(self.kind.name, form)
 
     @property
     def chat_template(self) -> str | None:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from penstock.core.errors import CapabilityError, ConfigError
+from penstock.core.errors import CapabilityError, ConfigError, PenstockError
+from penstock.media.bounds import UNBOUNDED, MediaBounds
 from penstock.media.decode import BadImage, decode, require_pillow
 from penstock.media.kinds import IMAGE, BadMedia
 from penstock.media.model_processor import (
@@ -108,7 +109,8 @@ class ImageProcessor(ModelProcessor):
 
     def store(self, digest: bytes, content: bytes) -> StoredImage:
         """The tensors of a file, or why it has none."""
-        several = self.has_two_forms and digest != image_digest(content)
+        alone = self.stored_digest(image_digest(content), several=False)
+        several = self.has_two_forms and digest != alone
         try:
             image = decode(content)
             return StoredImage(digest, self.process(image, several=several), image.size)
@@ -254,11 +256,14 @@ def _blank() -> "Image":
     return Image.new("RGB", (1, 1))
 
 
-def load_image_processor(path: str, revision: str | None, tokenizer: Any) -> ImageProcessor | None:
+def load_image_processor(
+    path: str, revision: str | None, tokenizer: Any, bounds: MediaBounds = UNBOUNDED
+) -> ImageProcessor | None:
     """The image processor in a folder or hub repository; None if it has none.
 
     `tokenizer` is the one of the same folder. Raises CapabilityError without Pillow and for
-    processors that are not supported, ConfigError if the files cannot be used.
+    processors that are not supported, or whose images have a fixed size in spite of `bounds`,
+    ConfigError if the files cannot be used.
     """
     files = ProcessorFiles(path, revision)
     if not files.has_processor:
@@ -273,12 +278,17 @@ def load_image_processor(path: str, revision: str | None, tokenizer: Any) -> Ima
         images = AutoImageProcessor.from_pretrained(
             files.path, revision=files.revision, trust_remote_code=False, backend=BACKEND
         )
+        _require_bounds(images, bounds)
+        if bounds.of(IMAGE.name):
+            images.size = type(images.size)(**bounds.of_size(dict(images.size)))
         processor = assemble(cls, {"image_processor": images}, tokenizer, files)
     except ImportError as error:
         raise CapabilityError(
             f"The image processor of {path} needs further packages: {first_line(error)}\n"
             "  Install them, unless it is torchvision, which no supported one needs."
         ) from error
+    except PenstockError:
+        raise
     except Exception as error:
         raise ConfigError(
             f"The image processor of {path} cannot be loaded: {first_line(error)}"
@@ -291,9 +301,21 @@ def load_image_processor(path: str, revision: str | None, tokenizer: Any) -> Ima
     merged = processor._merge_kwargs(tokenizer_init_kwargs=tokenizer.init_kwargs)
     more = getattr(processor, "image_options", {})
     options = {**merged["images_kwargs"], **more, "return_tensors": "np"}
-    found = ImageProcessor(processor, options)
+    found = ImageProcessor(processor, options, bounds=bounds)
     _require_supported(found)
     return found.checked().with_table()
+
+
+def _require_bounds(images: Any, bounds: MediaBounds) -> None:
+    """Raise CapabilityError for an image processor whose `size` has no bounds of pixels."""
+    own = bounds.of(IMAGE.name)
+    edges = {"shortest_edge", "longest_edge"}
+    has_grid = "image_grid_thw" in images.model_input_names
+    if own and not (has_grid and edges <= {*dict(type(images).size or {})}):
+        raise CapabilityError(
+            f"{' and '.join(own)}: the image processor {type(images).__name__} has images of other "
+            "sizes than between two numbers of pixels.\n  Leave them out; its file says the size."
+        )
 
 
 def _require_supported(found: ImageProcessor) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from penstock.core.errors import CapabilityError, ConfigError
+from penstock.media.bounds import UNBOUNDED, MediaBounds
 from penstock.media.kinds import VIDEO, BadMedia
 from penstock.media.model_processor import (
     IMAGE_PROCESSOR,
@@ -102,8 +103,8 @@ class VideoProcessor(ModelProcessor):
         if pixels > MAX_PIXELS:
             raise BadVideo(
                 f"{len(indices)} frames of {size[1]} x {size[0]} pixels are {pixels:,}; "
-                f"{MAX_PIXELS:,} are allowed: sample fewer frames (fps, max_frames), or smaller "
-                "ones (size), in the video processor's file"
+                f"{MAX_PIXELS:,} are allowed: sample fewer frames (video_fps, video_max_frames of "
+                "the data set), or smaller ones (size in the video processor's file)"
             )
         step = self.video.temporal_patch_size
         padded = len(indices) + -len(indices) % step
@@ -163,7 +164,9 @@ class VideoProcessor(ModelProcessor):
         return str(self.processor.replace_video_token(inputs, video_idx=0))
 
 
-def load_video_processor(path: str, revision: str | None, tokenizer: Any) -> VideoProcessor | None:
+def load_video_processor(
+    path: str, revision: str | None, tokenizer: Any, bounds: MediaBounds = UNBOUNDED
+) -> VideoProcessor | None:
     """The video processor in a folder or hub repository; None if it has none.
 
     `tokenizer` is the one of the same folder. Raises CapabilityError for processors that are not
@@ -178,7 +181,7 @@ def load_video_processor(path: str, revision: str | None, tokenizer: Any) -> Vid
     name, values = _read_config(files)
     if name is None:
         return None
-    settings = read_video_settings(name, values)
+    settings = read_video_settings(name, values, bounds)
     try:
         processor = assemble(cls, {}, tokenizer, files)
     except Exception as error:
@@ -189,7 +192,7 @@ def load_video_processor(path: str, revision: str | None, tokenizer: Any) -> Vid
     processor.video_processor = SimpleNamespace(
         merge_size=settings.merge_size, temporal_patch_size=settings.temporal_patch_size
     )
-    found = VideoProcessor(processor, {}, video=settings)
+    found = VideoProcessor(processor, {}, video=settings, bounds=bounds)
     if getattr(processor, "video_token", None) is None or found.token_id is None:
         raise CapabilityError(f"{found.name} has no video token, which is not supported.")
     return found

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from penstock.core.errors import CapabilityError, ConfigError
+from penstock.media.bounds import UNBOUNDED, MediaBounds
 from penstock.media.video import BadVideo, VideoHeader
 
 CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -75,8 +76,10 @@ class VideoSettings:
         return KINDS[self.video_processor_type].resized(self, frames, height, width)
 
 
-def read_video_settings(name: str, values: Mapping[str, Any]) -> VideoSettings:
-    """The settings in the file of a video processor of class `name`.
+def read_video_settings(
+    name: str, values: Mapping[str, Any], bounds: MediaBounds = UNBOUNDED
+) -> VideoSettings:
+    """The settings in the file of a video processor of class `name`, but for `bounds`.
 
     Raises CapabilityError for other video processors and for settings that are not supported,
     ConfigError for values that exclude each other.
@@ -86,6 +89,7 @@ def read_video_settings(name: str, values: Mapping[str, Any]) -> VideoSettings:
             f"The video processor {name} is not supported (it needs torchvision); supported are "
             f"{', '.join(KINDS)}."
         )
+    values = {**values, **_as_settings(bounds)}
     known = {one.name for one in fields(VideoSettings)} - {"video_processor_type"}
     given = {
         key: value
@@ -115,7 +119,30 @@ def read_video_settings(name: str, values: Mapping[str, Any]) -> VideoSettings:
             f"fps {found.fps} and num_frames {found.num_frames} of the video processor exclude each"
             " other.\n  Leave one of them out of its file."
         )
+    _require_bounds(found, bounds)
     return found
+
+
+def _as_settings(bounds: MediaBounds) -> dict[str, Any]:
+    """Bounds of a data set by the names of the file."""
+    own = {name.removeprefix("video_"): value for name, value in bounds.of("video").items()}
+    return {**own, "do_sample_frames": True, "num_frames": None} if "fps" in own else own
+
+
+def _require_bounds(found: VideoSettings, bounds: MediaBounds) -> None:
+    """Raise ConfigError for numbers of frames that have no effect, or exclude each other."""
+    own = [name for name in bounds.of("video") if name != "video_fps"]
+    samples = found.do_sample_frames and found.fps is not None and found.num_frames is None
+    if own and not samples:
+        raise ConfigError(
+            f"{' and '.join(own)}: the video processor {found.video_processor_type} does not "
+            "sample frames by their number per second.\n  Write video_fps too."
+        )
+    if own and found.min_frames > found.max_frames:
+        raise ConfigError(
+            f"{' and '.join(own)}: videos have from {found.min_frames} to {found.max_frames} frames"
+            " then.\n  Write both video_min_frames and video_max_frames."
+        )
 
 
 def _sample_in_patches(its: VideoSettings, header: VideoHeader) -> list[int]:

@@ -1,11 +1,13 @@
 """Locate the record of a prepared sample: its file, the line or row in it, and its images."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 from penstock.core.cache.stage import Stage
 from penstock.core.errors import PenstockError
+from penstock.media.bounds import MediaBounds
 from penstock.media.kinds import BadMedia
 from penstock.media.originals import ORIGINALS, Originals
 from penstock.media.reference import WEB, among_several, image_digest, read_image
@@ -96,12 +98,14 @@ def build_image_reader(stage: Stage, out: Path) -> ReadImages:
         return lambda *_: {}
     cache = stage.slices_path or out.parent.parent / SLICES
     originals = Originals(cache / MEDIA / ORIGINALS)
+    settings = (*stage.settings.datasets, *stage.settings.test_datasets)
+    bounds = {its.media_bounds for its in settings}
 
     def read(key: str, row: int) -> dict[bytes, bytes]:
         if key not in slices:  # the data, or an image, has changed
             return {}
         try:
-            return _read_images(slices[key], row, originals, stage.hub_token)
+            return _read_images(slices[key], row, originals, stage.hub_token, bounds)
         except (PenstockError, BadRecord):
             return {}
 
@@ -109,7 +113,11 @@ def build_image_reader(stage: Stage, out: Path) -> ReadImages:
 
 
 def _read_images(
-    item: Slice, row: int, originals: Originals, token: bool | None
+    item: Slice,
+    row: int,
+    originals: Originals,
+    token: bool | None,
+    bounds: Collection[MediaBounds],
 ) -> dict[bytes, bytes]:
     batch, place = _find_batch(item, row, token)
     said = parse_record(item.settings, batch.values[place], item.columns)
@@ -123,7 +131,8 @@ def _read_images(
         except BadMedia:
             continue
         digest = image_digest(content)
-        found[digest] = found[among_several(digest)] = content
+        for form, its in product((digest, among_several(digest)), bounds):
+            found[its.stored_digest(ref.kind, form)] = content
     return found
 
 

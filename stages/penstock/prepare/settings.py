@@ -1,5 +1,6 @@
 """Settings that determine the content of prepared data, besides the data and the tokenizer."""
 
+from dataclasses import fields
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer
@@ -15,6 +16,7 @@ from penstock.config.schema.dataset import (
     TrainedEos,
     TrainedRole,
 )
+from penstock.media.bounds import MediaBounds
 from penstock.rows.chat_template import ChatTemplate
 
 LATER = (
@@ -31,6 +33,7 @@ LATER = (
     "message_roles",
     "drop_system_message",
     "field_weight",
+    *(each.name for each in fields(MediaBounds)),
 )
 """Settings that were added later: their defaults are not in keys, so that earlier keys stay
 valid."""
@@ -57,6 +60,12 @@ class DatasetSettings(Settings):
 
     image_folder: str | None = Field(default=None, exclude=True)
     """Not part of any key: images are identified by their content."""
+
+    image_min_pixels: int | None = Field(default=None, gt=0)
+    image_max_pixels: int | None = Field(default=None, gt=0)
+    video_fps: float | None = Field(default=None, gt=0)
+    video_min_frames: int | None = Field(default=None, gt=0)
+    video_max_frames: int | None = Field(default=None, gt=0)
 
     field_messages: str | None = None
     field_message_role: str | None = None
@@ -102,6 +111,11 @@ class DatasetSettings(Settings):
         return KIND_OF_FORMAT.get(self.type, "sft")
 
     @property
+    def media_bounds(self) -> MediaBounds:
+        """Bounds on the size of its images and the frames of its videos."""
+        return MediaBounds(**{each.name: getattr(self, each.name) for each in fields(MediaBounds)})
+
+    @property
     def is_scored(self) -> bool:
         """Whether its pairs have scores."""
         return self.field_chosen_score is not None
@@ -131,11 +145,11 @@ class DatasetSettings(Settings):
     @model_serializer(mode="wrap")
     def _as_written(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Omit later settings that have their default, so that earlier cache keys stay valid."""
-        fields = type(self).model_fields
+        declared = type(self).model_fields
         return {
             name: value
             for name, value in dump(self).items()
-            if name not in LATER or getattr(self, name) != fields[name].default
+            if name not in LATER or getattr(self, name) != declared[name].default
         }
 
 

@@ -17,6 +17,7 @@ from penstock.core.errors import CapabilityError, StageError
 from penstock.core.process.allowed_env import Purpose
 from penstock.core.process.die_with_parent import end_with_parent
 from penstock.core.process.main_module import without_main_module
+from penstock.media.bounds import MediaBounds
 from penstock.media.cache import MediaCache, MediaCounts
 from penstock.media.kinds import KINDS
 from penstock.media.load import load_processor
@@ -111,7 +112,8 @@ def _tokenize_with_images(
 
     def open_cache(kind: str) -> MediaCache | None:
         try:
-            processor = _load_processor_once(kind, encode.tokenizer, *named)
+            bounds = item.settings.media_bounds
+            processor = _load_processor_once(kind, encode.tokenizer, *named, bounds)
         except CapabilityError:
             if not isinstance(found, ImageTokenFound):
                 raise
@@ -206,11 +208,16 @@ def _build_encoder(
 
 @lru_cache(maxsize=4)
 def _load_processor_once(
-    kind: str, tokenizer: PreTrainedTokenizerBase, path: str, revision: str | None, key: str
+    kind: str,
+    tokenizer: PreTrainedTokenizerBase,
+    path: str,
+    revision: str | None,
+    key: str,
+    bounds: MediaBounds,
 ) -> ModelProcessor | None:
     """Cached: loaded once per process while the tokenizer's files (`key`) are the same."""
     del key
-    return load_processor(kind, path, revision, tokenizer)
+    return load_processor(kind, path, revision, tokenizer, bounds)
 
 
 @lru_cache(maxsize=2)

@@ -467,16 +467,36 @@ def test_llama_factory_freezes_the_parts_that_are_named_or_the_usual_ones() -> N
     assert run_of(LLAMA_FACTORY, **adapted).model.freeze is None
 
 
-def test_images_are_where_llama_factory_says_and_have_the_size_of_the_processor() -> None:
+def test_images_are_where_llama_factory_says_and_are_cut_as_by_the_processor() -> None:
     found = run_of(LLAMA_FACTORY, stage="sft", media_dir="pictures").data.datasets
     assert [one.image_folder for one in found] == ["pictures"]
-    for key in ("image_max_pixels", "image_min_pixels", "crop_to_patches"):
+    for key in ("crop_to_patches", "video_max_pixels"):
         line = line_of(translated(LLAMA_FACTORY, **{key: 1024}), key)
         assert line.kind in GAPS
         assert "preprocessor_config.json" in line.why
-    line = line_of(translated(LLAMA_FACTORY, video_fps=2.0), "video_fps")
-    assert line.kind in GAPS
-    assert "video_preprocessor_config.json" in line.why
+
+
+def test_pixels_and_frames_of_llama_factory_are_those_of_data_sets_with_images_or_videos() -> None:
+    info = {
+        name: {
+            "file_name": f"{name}.json",
+            "formatting": "sharegpt",
+            "columns": {"messages": "conversations", name: name},
+        }
+        for name in ("images", "videos")
+    }
+    info["texts"] = {"file_name": "texts.json", "formatting": "sharegpt"}
+    written = {"image_max_pixels": 1024, "image_min_pixels": 16, "video_maxlen": 8}
+    named = {"dataset": "texts, images, videos", "dataset_dir": info}
+    texts, images, videos = run_of(LLAMA_FACTORY, **written, **named).data.datasets
+    assert texts.image_max_pixels is None
+    assert (images.image_min_pixels, images.image_max_pixels, images.video_fps) == (16, 1024, None)
+    assert (videos.image_max_pixels, videos.video_max_frames, videos.video_fps) == (None, 8, 2.0)
+    assert run_of(LLAMA_FACTORY, **written, **named, video_fps=4).data.datasets[2].video_fps == 4.0
+    line = line_of(translated(LLAMA_FACTORY, **written, **named), "video_maxlen")
+    assert (line.kind, line.names) == ("approximated", ["data.datasets.2.video_max_frames"])
+    alone = translated(LLAMA_FACTORY, **written, dataset="texts", dataset_dir=info)
+    assert line_of(alone, "image_max_pixels").kind == "no effect"
 
 
 def test_axolotl_trains_all_parts_of_a_model_with_a_processor() -> None:

@@ -23,7 +23,7 @@ GAPS_OF: dict[str, set[str]] = {
     "axolotl-dpo": {"lisa_n_layers", "lisa_step_interval"},
     "axolotl-grpo": {"rl", "datasets.0.type"},
     "axolotl-images": {"image_size"},
-    "llama-factory-sft": {"image_max_pixels", "use_dft_loss"},
+    "llama-factory-sft": {"use_dft_loss"},
     "llama-factory-dpo": set(),
     "llama-factory-v1": set(),
     "handbook-mixer": set(),

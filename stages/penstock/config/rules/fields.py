@@ -10,10 +10,14 @@ from penstock.config.schema.run import RunConfig
 PAIRS = ("preference", "kto")
 QUESTIONS = ("instruction", "alpaca", "preference")
 
+WITH_MEDIA = ("chat", "sharegpt", "alpaca", "sft_turns", "preference_turns", *PAIRS)
+
 MESSAGES = ("chat", "sharegpt", *PAIRS)
 
 TYPES_OF_FIELD: Mapping[str, tuple[FormatName, ...]] = {
-    "image_folder": ("chat", "sharegpt", "alpaca", "sft_turns", "preference_turns", *PAIRS),
+    "image_folder": WITH_MEDIA,
+    **dict.fromkeys(("image_min_pixels", "image_max_pixels"), WITH_MEDIA),
+    **dict.fromkeys(("video_fps", "video_min_frames", "video_max_frames"), WITH_MEDIA),
     "field_messages": MESSAGES,
     "field_message_role": MESSAGES,
     "field_message_content": MESSAGES,
@@ -50,3 +54,20 @@ def check_dataset_columns(run: RunConfig) -> Issues:
                         f" {' or '.join(types)}",
                         (dotted((*at, "type")),),
                     )
+
+
+def check_media_bounds(run: RunConfig) -> Issues:
+    """A smallest number above the largest."""
+    for field in ("datasets", "test_datasets", "decontaminate_datasets"):
+        for index, entry in enumerate(getattr(run.data, field)):
+            for least, most in BOUNDS:
+                low, high = getattr(entry, least), getattr(entry, most)
+                if low is not None and high is not None and low > high:
+                    at = ("data", field, index)
+                    yield ConfigIssue(
+                        (*at, least), f"is {low}, above {most}, which is {high}; swap them"
+                    )
+
+
+BOUNDS = (("image_min_pixels", "image_max_pixels"), ("video_min_frames", "video_max_frames"))
+"""Fields with the smallest and the largest number."""

@@ -11,7 +11,7 @@ from penstock.config.loading.fault import ConfigIssue
 from penstock.config.rules.checkpoint import CHECKPOINT_RULES
 from penstock.config.rules.data import DATA_RULES, Issues
 from penstock.config.rules.evaluation import EVALUATION_RULES
-from penstock.config.rules.fields import check_dataset_columns
+from penstock.config.rules.fields import check_dataset_columns, check_media_bounds
 from penstock.config.rules.memory import MEMORY_RULES
 from penstock.config.rules.optimizer import OPTIM_RULES
 from penstock.config.rules.parallelism import LAYOUT_RULES
@@ -460,6 +460,7 @@ RULES: tuple[Callable[[RunConfig], Issues], ...] = (
     _check_freeze,
     *DATA_RULES,
     check_dataset_columns,
+    check_media_bounds,
     check_output_dir,
     check_shared_folders,
     _check_global_batch_size,

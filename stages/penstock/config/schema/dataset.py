@@ -123,6 +123,24 @@ class DatasetConfig(ConfigSection):
     """Local folder to which paths of images are relative, and which holds them. Unset: the folder
     of the data file."""
 
+    image_min_pixels: int | None = Field(default=None, gt=0)
+    """Fewest pixels of an image, height times width: smaller ones are enlarged. In place of
+    `shortest_edge` in the size of the model's image processor, for processors that have one in
+    pixels (Qwen-VL, GLM-V, Ernie-VL and others); for others it is refused."""
+
+    image_max_pixels: int | None = Field(default=None, gt=0)
+    """Most pixels of an image: larger ones are made smaller. In place of `longest_edge`."""
+
+    video_fps: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Frames per second that are used of a video. Unset: as the model's video processor says. Lists
+    of frames are used whole."""
+
+    video_min_frames: int | None = Field(default=None, gt=0)
+    """Fewest frames of a video, if it has them, of which frames are used by `video_fps`."""
+
+    video_max_frames: int | None = Field(default=None, gt=0)
+    """Most frames of such a video."""
+
     max_seq_len: int | None = Field(default=None, gt=0)
     """Maximum length of a sample, in tokens. `data.truncation_mode` says what happens to longer
     ones."""

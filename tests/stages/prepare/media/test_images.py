@@ -155,6 +155,29 @@ def test_an_image_alone_and_among_several_is_processed_once_in_each_form(tmp_pat
         assert [shape[0:2] == (1, 1) for shape in shapes] == [len(names) > 1] * len(names)
 
 
+def test_an_image_of_two_data_sets_has_the_size_that_each_of_them_sets(tmp_path):
+    model = write_processor("qwen3_vl", tmp_path / "model")
+    data = write_data(tmp_path / "data", [asking("0.jpg"), asking("5.jpg")])
+    bounds = [{}, {"image_max_pixels": 2 * 32**2}, {"image_min_pixels": 6 * 32**2}]
+    sources = [(data, {**CHAT, **its}) for its in bounds]
+    stage = prepare(*sources, tokenizer=str(model), slices=tmp_path / "slices")
+    artifact, _ = run(stage, tmp_path / "out")
+    files = ImageFiles.in_folder(artifact.path / MEDIA)
+    counts: set[int] = set()
+    for row in table_of(artifact.path).to_pylist():
+        grid = int(files.inputs(row["images"])[0]["image_grid_thw"].numpy().prod())
+        assert row["image_tokens"] == [grid // 4]
+        assert row["input_ids"].count(loaded(model).token_id) == grid // 4
+        counts.add(grid // 4)
+    assert min(counts) <= 2
+    assert max(counts) >= 6
+    assert len(counts) > 2
+    read = build_image_reader(stage, artifact.path)
+    for row in table_of(artifact.path).to_pylist():
+        originals = read(stage.slices()[0].key, row["row"])
+        assert originals[row["images"][0]] in PICTURES.values()
+
+
 def test_one_more_image_is_one_more_decoded_and_another_template_none(tmp_path):
     model = write_processor("qwen3_vl", tmp_path / "model")
     slices = tmp_path / "slices"

@@ -1,6 +1,7 @@
 """LLaMA-Factory: the flat files of `llamafactory-cli train`."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from penstock.config.translate import shared
 from penstock.config.translate.dialect import (
@@ -15,7 +16,7 @@ from penstock.config.translate.dialect import (
     where,
 )
 from penstock.config.translate.hf import schedule, training_arguments
-from penstock.config.translate.hf.llama_factory_data import sources
+from penstock.config.translate.hf.llama_factory_data import BOUNDS, sources
 from penstock.config.translate.shared import (
     LOSSES,
     SOURCES,
@@ -245,9 +246,24 @@ def _finalize(draft: Draft) -> None:
     if draft.get("use_muon"):
         draft.put("train.optimizer", "muon")
     _settle_decay(draft)
+    _settle_bounds(draft)
     if draft.get("pure_bf16"):
         draft.put("train.precision", "bf16")
     training_arguments.settle_evaluations(draft)
+
+
+def _settle_bounds(draft: Draft) -> None:
+    """Sizes of images and frames of videos are those of data sets with some."""
+    sources: list[dict[str, Any]] = draft.value(SOURCES, [])
+    for theirs, ours in BOUNDS.items():
+        if theirs not in draft.written:
+            continue
+        names = [f"{SOURCES}.{i}.{ours}" for i, source in enumerate(sources) if ours in source]
+        draft.lines[theirs].names += names
+        if names:
+            draft.set_line(theirs, "approximated", "the model's processor resizes in its own way")
+        else:
+            draft.set_line(theirs, "no effect", "no data set has a column of them")
 
 
 def _settle_decay(draft: Draft) -> None:
@@ -263,7 +279,7 @@ def _settle_decay(draft: Draft) -> None:
 
 
 SIZED = "images are resized as preprocessor_config.json of the model says; write its size there"
-SAMPLED = "frames are sampled and resized as video_preprocessor_config.json of the model says"
+SAMPLED = "frames are resized as video_preprocessor_config.json of the model says"
 OF_OTHER_STAGES = "read by stages that are not here"
 
 OF_ENGINES = "of another engine; parallel sizes are taken"
@@ -388,9 +404,8 @@ UNSUPPORTED = {
     "default_system": "write it into the data, or the chat template",
     "preserve_thinking": "write data.turn_rendering in a native file",
     "early_stopping_steps": "write train.early_stopping in a native file",
-    **dict.fromkeys(("image_max_pixels", "image_min_pixels"), SIZED),
     **dict.fromkeys(("image_do_pan_and_scan", "crop_to_patches"), SIZED),
-    **dict.fromkeys(("video_max_pixels", "video_min_pixels", "video_fps", "video_maxlen"), SAMPLED),
+    **dict.fromkeys(("video_max_pixels", "video_min_pixels"), SAMPLED),
 }
 
 LLAMA_FACTORY = Dialect(
@@ -432,6 +447,7 @@ LLAMA_FACTORY = Dialect(
         "flash_attn": shared.attention,
         **dict.fromkeys((*FREEZES, PROJECTOR_ALONE), _freeze),
         "media_dir": _media,
+        **dict.fromkeys(BOUNDS, decides()),
         "model_revision": only("main"),
         ON: _tuned,
         "lora_rank": where(ON, *WITH_LORA, name="lora.lora_rank"),

@@ -1,7 +1,7 @@
 """LLaMA-Factory: data sets by the names that `dataset_info.json` gives them."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -39,6 +39,12 @@ COLUMNS: Mapping[str, Mapping[str, str]] = {
     "text": {"prompt": "field_text"},
 }
 MEDIA = ("images", "videos", "audios")
+BOUNDED: Mapping[str, Mapping[str, str]] = {
+    "images": {"image_min_pixels": "image_min_pixels", "image_max_pixels": "image_max_pixels"},
+    "videos": {"video_fps": "video_fps", "video_maxlen": "video_max_frames"},
+}
+"""Keys of a file for data sets with these columns, and their names here."""
+BOUNDS = {theirs: ours for keys in BOUNDED.values() for theirs, ours in keys.items()}
 OURS: Mapping[str, str] = {"subset": "name", "num_samples": "max_samples"}
 """What an entry says besides, and its names here."""
 
@@ -99,7 +105,22 @@ def _folders(beside: Path, named: str) -> Iterator[Path]:
 
 def _unknown(entry: Entry, path: Path) -> dict[str, Any]:
     kind = TYPES.get(str(entry.get("stage", "sft")))
-    return {"path": str(path), **({"type": kind} if kind else {})}
+    media = {} if kind == "text" else media_bounds(entry)
+    return {"path": str(path), **({"type": kind} if kind else {}), **media}
+
+
+def media_bounds(entry: Entry, columns: Collection[str] = BOUNDED) -> dict[str, Any]:
+    """Sizes of images and frames of videos of a data set with these columns."""
+    bounds = {
+        ours: float(value) if ours == "video_fps" else value
+        for column in BOUNDED
+        if column in columns
+        for theirs, ours in BOUNDED[column].items()
+        if (value := entry.get(theirs)) is not None
+    }
+    if "video_max_frames" in bounds:  # without a rate it takes 2 frames of a second
+        bounds.setdefault("video_fps", 2.0)
+    return bounds
 
 
 def _source(
@@ -130,6 +151,8 @@ def _source(
         source |= {f"field_{key}": columns[key] for key in ("chosen", "rejected") if key in columns}
     if kind == "kto" and columns.get("kto_tag"):
         source["field_label"] = columns["kto_tag"]
+    if kind not in ("text", "instruction"):
+        source |= media_bounds(entry, columns)
     reasons += [
         f"the column {columns[key]} is read if it is named {key}"
         for key in MEDIA
