@@ -148,6 +148,8 @@ class Tally:
     """Records without a sample, by cause (`normalize_reason`), up to `MAX_CAUSES`."""
     unread: Counter[str] = field(default_factory=Counter)
     """Records with a non-empty column that their format does not read, by column."""
+    unread_examples: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """The first record of each: file, line, record (as in `samples`), value (an excerpt)."""
     blank_answers: int = 0
     """Conversations with an empty trained answer: only its end token is trained."""
     assistant_first: int = 0
@@ -184,8 +186,7 @@ class Tally:
             cause = OTHER
         self.causes[cause] += 1
         if self.causes[cause] <= EXAMPLES_PER_CAUSE and len(self.samples) < MAX_EXAMPLES:
-            numbered = {} if record is None else {"record": record}
-            where = {"file": file, "line": line, **numbered}
+            where = locate(file, line, record)
             self.samples.append({**where, "reason": fault.reason, "why": fault.why})
 
     def as_json(self) -> dict[str, Any]:
@@ -193,6 +194,7 @@ class Tally:
         counts = {name: getattr(self, name) for name in _COUNTS}
         by_key = {name: dict(sorted(getattr(self, name).items())) for name in _COUNTERS}
         record = {**counts, **by_key, "samples": self.samples}
+        record |= {"unread_examples": self.unread_examples} if self.unread_examples else {}
         record |= {"lacking": self.lacking} if self.lacking else {}
         record |= {"weighted": self.weighted} if self.weighted else {}
         return {**record, "images": self.images, "media": self.media} if self.media else record
@@ -210,6 +212,7 @@ class Tally:
         for tally in tallies:
             for name in (*_COUNTS, *_COUNTERS):
                 setattr(total, name, getattr(total, name) + getattr(tally, name))
+            total.unread_examples = {**tally.unread_examples, **total.unread_examples}
             total.images += tally.images
             total.weighted += tally.weighted
             total.media += tally.media
@@ -217,6 +220,12 @@ class Tally:
             total.samples += tally.samples
         total.samples = _first_examples(total.samples)
         return total
+
+
+def locate(file: str, line: int, record: int | None) -> dict[str, Any]:
+    """Location of a record, for `record_location`. `record`: its number, if lines do not identify
+    it."""
+    return {"file": file, "line": line, **({} if record is None else {"record": record})}
 
 
 def normalize_reason(reason: str, why: str) -> str:
@@ -237,7 +246,7 @@ def _first_examples(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 _NUMBER = re.compile(r"\d+")
 _COUNTERS = ("lengths", "left_out", "causes", "unread")
-_LISTS = (*_COUNTERS, "images", "weighted", "media", "lacking", "samples")
+_LISTS = (*_COUNTERS, "unread_examples", "images", "weighted", "media", "lacking", "samples")
 _COUNTS = tuple(f.name for f in fields(Tally) if f.name not in _LISTS)
 
 
@@ -268,5 +277,6 @@ def _format_locations(samples: Sequence[Mapping[str, Any]]) -> str:
 def record_location(sample: Mapping[str, Any]) -> str:
     """`file:line`, or the record number in a file without lines."""
     if "record" in sample:
-        return f"{sample['file']}, record {sample['record']}"
+        file = f"{sample['file']}, " if sample["file"] else ""
+        return f"{file}record {sample['record']}"
     return f"{sample['file']}:{sample['line']}"

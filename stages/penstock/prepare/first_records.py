@@ -10,10 +10,11 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from penstock.core.errors import ConfigError
+from penstock.media.bounds import MediaBounds
 from penstock.media.cache import MediaCache
 from penstock.media.load import load_processor
 from penstock.media.reference import Folder
-from penstock.prepare.bad_records import DROP_REASONS, BadRecord
+from penstock.prepare.bad_records import DROP_REASONS, BadRecord, locate
 from penstock.prepare.dataset_type import INFER_RECORDS
 from penstock.prepare.encode.encoder import EncodedBatch, Encoder, NoTemplateError
 from penstock.prepare.encode.images import ImagesFound
@@ -92,13 +93,19 @@ def first_samples(
     try:
         found = encode(values)
     except ImagesFound:
-        found = _with_images(encode, values, images)
+        found = _with_images(encode, values, images, settings.media_bounds)
     faults = list(found.faults.values())
     ids = np.concatenate([np.unique(side.ids) for side in found.sides])
     template = None
     if any(fault.reason == "template" for fault in faults):
         template = suggest_chat_template(records[:INFER_RECORDS], settings, tokenizer)
-    unread = count_unread(values, settings, columns) + found.unread_keys
+    unread = [count_unread(values, settings, columns), found.unread_keys]
+    counts = unread[0].counts + unread[1].counts
+    examples = {
+        name: {**locate("", 0, place + 1), "value": value}
+        for each in unread
+        for name, (place, value) in each.examples.items()
+    }
     return FirstSamples(
         records=len(records),
         samples=len(found.records),
@@ -108,14 +115,16 @@ def first_samples(
         largest_tokens=tuple(sorted(map(int, set(ids.tolist())), reverse=True)[:LARGEST_TOKENS]),
         bad=sum(fault.reason not in DROP_REASONS for fault in faults),
         faults=tuple(dict.fromkeys(fault.why for fault in faults)),
-        unread=tuple(unread_columns(unread, len(records), settings.type)),
+        unread=tuple(unread_columns(counts, len(records), settings.type, examples)),
         warnings=tuple(token_warnings(found.without_end, found.repeated_bos, records=len(records))),
         template=template,
         hint=_hint(records, settings, faults, template) if faults else "",
     )
 
 
-def _with_images(encode: Encoder, values: list[Value], images: ImageSource | None) -> EncodedBatch:
+def _with_images(
+    encode: Encoder, values: list[Value], images: ImageSource | None, bounds: MediaBounds
+) -> EncodedBatch:
     """Encode records with images, which are decoded and processed, and not kept."""
     if images is None:
         return encode.with_images("refused")(values)
@@ -124,7 +133,7 @@ def _with_images(encode: Encoder, values: list[Value], images: ImageSource | Non
     with TemporaryDirectory() as place:
 
         def open_cache(kind: str) -> MediaCache | None:
-            processor = load_processor(kind, path, revision, encode.tokenizer)
+            processor = load_processor(kind, path, revision, encode.tokenizer, bounds)
             return MediaCache(Path(place), processor) if processor else None
 
         found, _ = load_slice_images(encode, lambda: [batch], open_cache)

@@ -89,5 +89,6 @@ def data_warnings(facts: Mapping[str, Any]) -> Iterator[str]:
     for source in facts["sources"]:
         at = f"{source['label']} (data.{SECTIONS[source['role']]}.{source['dataset']})"
         unread = source.get("unread", {})
-        for fault in unread_columns(unread, source["records"], source["type"]):
+        examples = source.get("unread_examples", {})
+        for fault in unread_columns(unread, source["records"], source["type"], examples):
             yield f"warning: {at}: {fault}"

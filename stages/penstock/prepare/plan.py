@@ -235,6 +235,8 @@ def _summarize_sources(
             if name == settings.split_by:
                 continue
             entry["unread"][name] = entry["unread"].get(name, 0) + count
+            if name in tally.unread_examples:
+                entry["unread_examples"].setdefault(name, tally.unread_examples[name])
     role_of = {item.key: item.role for item, _, _ in finished}
     for split in SPLITS:
         for part in (part for entry in splits[split] for part in entry["parts"]):
@@ -260,5 +262,6 @@ def _summarize_sources(
 def _new_source_entry(item: Slice) -> dict[str, Any]:
     counted = ("slices", "records", "rows", "bad", "samples", "tokens", "trained_tokens")
     named = {"role": item.role, "dataset": item.dataset, "label": item.label}
-    found = {**named, **dict.fromkeys(counted, 0), "type": item.settings.type, "unread": {}}
+    found = {**named, **dict.fromkeys(counted, 0), "type": item.settings.type}
+    found |= {"unread": {}, "unread_examples": {}}
     return {**found, "held_out": 0, "drawn": 0, "share": 0.0} if item.role == "train" else found

@@ -8,13 +8,13 @@ import numpy as np
 import pyarrow as pa
 
 from penstock.core.files import atomic_write
-from penstock.prepare.bad_records import Tally
+from penstock.prepare.bad_records import Tally, locate
 from penstock.prepare.encode.backends import BackendMismatch
 from penstock.prepare.encode.encoder import EncodedBatch, Encoder
 from penstock.prepare.encode.ragged import TokenSequences, dense_weights
 from penstock.prepare.readers.records import Batch
 from penstock.prepare.slices import Slice
-from penstock.prepare.unread_columns import count_unread
+from penstock.prepare.unread_columns import Unread, count_unread
 from penstock.rows.schema import IMAGE_TOKENS, IMAGES, LOSS_WEIGHTS, histogram, prepared_schema
 
 Read = Callable[[], Iterable[Batch]]
@@ -63,10 +63,20 @@ def _write_samples(
             for place, fault in sorted(samples.faults.items()):
                 tally.drop_record(batch.file, batch.line(place), fault, batch.record(place))
             _count_batch(samples, tally)
-            tally.unread += count_unread(batch.values, item.settings, item.columns)
+            columns = count_unread(batch.values, item.settings, item.columns)
+            for unread in (columns, samples.unread_keys):
+                _count_unread(unread, batch, tally)
             writer.write_batch(_to_record_batch(samples, first, item.label, schema))
     tally.weighted = tally.rows if is_weighted else 0
     return tally
+
+
+def _count_unread(unread: Unread, batch: Batch, tally: Tally) -> None:
+    tally.unread += unread.counts
+    for name, (place, value) in unread.examples.items():
+        if name not in tally.unread_examples:
+            where = locate(batch.file, batch.line(place), batch.record(place))
+            tally.unread_examples[name] = {**where, "value": value}
 
 
 def _count_batch(samples: EncodedBatch, tally: Tally) -> None:
@@ -80,7 +90,6 @@ def _count_batch(samples: EncodedBatch, tally: Tally) -> None:
     tally.turns_dropped += samples.truncated.turns
     tally.blank_answers += samples.blank_answers
     tally.assistant_first += samples.assistant_first
-    tally.unread += samples.unread_keys
     tally.without_end += samples.without_end
     tally.repeated_bos += samples.repeated_bos
     tally.images += sum(map(len, samples.images))

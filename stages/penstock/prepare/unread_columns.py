@@ -4,9 +4,12 @@ format does not read, and keys of messages that the chat template does not read.
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+from penstock.core.process.allowed_env import is_secret
+from penstock.prepare.bad_records import describe_value, record_location
 from penstock.prepare.formats.conversation import REASONING, Message
 from penstock.prepare.settings import DatasetSettings
 
@@ -58,6 +61,43 @@ SINGLE_COLUMN_TYPES = ("tokenized", "text")
 """Formats of one column: other columns are not part of a conversation."""
 
 
+EXCERPT = 40
+"""Maximum characters of a value in messages."""
+LONG_WORD = re.compile(r"[!-~]{20,}")
+"""May be a secret, or a path or URL with one."""
+
+
+@dataclass
+class Unread:
+    """What records of a batch hold and nothing reads."""
+
+    counts: Counter[str] = field(default_factory=Counter[str])
+    """Number of records with a column or key."""
+    examples: dict[str, tuple[int, str]] = field(default_factory=dict[str, tuple[int, str]])
+    """(index of its first record in the batch, excerpt of the value)."""
+
+    def add(self, place: int, values: Mapping[str, Any]) -> None:
+        """Count the columns or keys of a record, given their values."""
+        self.counts.update(values.keys())
+        for name, value in values.items():
+            self.examples.setdefault(name, (place, excerpt(name, value)))
+
+
+def excerpt(name: str, value: Any) -> str:
+    """The beginning of a value in one line, without what may be a secret."""
+    if is_secret(name.rpartition(".")[2]):
+        return "not shown"
+    if isinstance(value, dict):
+        keys = " ".join(LONG_WORD.sub("…", str(key)) for key in value)
+        text = f"an object with {keys}"
+    elif isinstance(value, str):
+        text = LONG_WORD.sub(lambda word: word[0][:4] + "…", value[: 10 * EXCERPT])
+        text = repr(" ".join(text.encode(errors="backslashreplace").decode().split()))
+    else:
+        text = describe_value(value)
+    return text if len(text) <= EXCERPT else text[: EXCERPT - 1] + "…"
+
+
 def watched_columns(its: DatasetSettings, columns: Sequence[str] | None) -> tuple[str, ...]:
     """The columns with well-known names that this data set does not read; with `select_columns`
     (`columns`), only those of them."""
@@ -78,8 +118,8 @@ def watched_columns(its: DatasetSettings, columns: Sequence[str] | None) -> tupl
 
 def count_unread(
     values: Iterable[Any], its: DatasetSettings, columns: Sequence[str] | None
-) -> Counter[str]:
-    """Number of records with a non-empty value in each column that is not read."""
+) -> Unread:
+    """The columns that are not read, of records with a non-empty value there."""
     watched = watched_columns(its, columns)
     beside_text = [
         name
@@ -87,22 +127,23 @@ def count_unread(
         if its.type in PAIRS and name not in watched and (not columns or name in columns)
     ]
     reads_functions = its.type in TYPES_WITH_TOOLS and its.field_tools == TOOLS
-    found: Counter[str] = Counter()
-    for value in values:
+    found = Unread()
+    for place, value in enumerate(values):
         if isinstance(value, Mapping):
             more = () if _has_text_prompt(value, its) else beside_text
             if reads_functions and not _is_blank(value.get(TOOLS)):
                 more = (*more, FUNCTIONS)
-            found.update(name for name in (*watched, *more) if not _is_blank(value.get(name)))
+            names = (name for name in (*watched, *more) if not _is_blank(value.get(name)))
+            found.add(place, {name: value[name] for name in names})
     return found
 
 
-def unread_keys(messages: Sequence[Message], template: str) -> set[str]:
-    """The non-empty keys of messages that the chat template does not read."""
+def unread_keys(messages: Sequence[Message], template: str) -> dict[str, Any]:
+    """The non-empty keys of messages that the chat template does not read, with a value of each."""
     if all(map(MESSAGE_KEYS.issuperset, messages)):
-        return set()
+        return {}
     return {
-        IN_MESSAGES + name
+        IN_MESSAGES + name: value
         for message in messages
         for name, value in message.items()
         if not (name in MESSAGE_KEYS or _is_blank(value) or _reads(template, name))
@@ -110,14 +151,22 @@ def unread_keys(messages: Sequence[Message], template: str) -> set[str]:
     }
 
 
-def unread_columns(facts: Mapping[str, int], total: int, type_name: str) -> Iterator[str]:
-    """What nothing reads, one sentence each, of `total` records; `facts` are the counts by name."""
+def unread_columns(
+    facts: Mapping[str, int],
+    total: int,
+    type_name: str,
+    examples: Mapping[str, Mapping[str, Any]],
+) -> Iterator[str]:
+    """What nothing reads, one sentence each, of `total` records; `facts` are the counts by name,
+    and `examples` have the location and `value` of one record each."""
     for name, count in facts.items():
+        shown = examples.get(name)
+        end = f"; for example {record_location(shown)}: {shown['value']}" if shown else ""
         of = f"{count:,} of {total:,} records have {name!r}, which"
         if name.startswith(IN_MESSAGES):
-            yield f"{of} neither Penstock nor the chat template reads"
+            yield f"{of} neither Penstock nor the chat template reads{end}"
         else:
-            yield f"{of} type: {type_name} does not read; {column_remedy(name, type_name)}"
+            yield f"{of} type: {type_name} does not read; {column_remedy(name, type_name)}{end}"
 
 
 @lru_cache(maxsize=1024)

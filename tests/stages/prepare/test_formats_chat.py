@@ -229,9 +229,9 @@ def test_tools_mean_the_same_however_they_are_written(tools):
     for record in ({"tools": tools}, {"functions": tools}, {"functions": tools, "tools": None}):
         assert parse({"messages": [ASKED], **record}, type="chat").tools == [TOOL]
         read = count_unread([record], DatasetSettings(type="chat"), None)
-        assert read == {}
+        assert read.counts == {}
     both = {"functions": tools, "tools": [{"name": "f"}]}
-    assert count_unread([both], DatasetSettings(type="chat"), None) == {"functions": 1}
+    assert count_unread([both], DatasetSettings(type="chat"), None).counts == {"functions": 1}
 
 
 @pytest.mark.parametrize("tools", [None, "", "[]", []])

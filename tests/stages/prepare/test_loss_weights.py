@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.core.errors import StageError
 from penstock.pack.settings import PackSettings
 from penstock.pack.stage import Pack
 from penstock.prepare.encode.encoder import Encoder
@@ -169,3 +170,84 @@ def test_weights_that_are_all_equal_leave_the_packed_files_as_they_are(tmp_path)
         packed_rows(artifact, tmp_path / f"k{weight}")
         made[weight] = contents(tmp_path / f"k{weight}")
     assert made[1] == made[0.3] == made[None]
+
+
+TOKENS = st.lists(st.tuples(st.integers(32, 126), WEIGHTS, st.booleans()), min_size=2, max_size=20)
+
+
+@settings(deadline=None, max_examples=60)
+@given(TOKENS, st.sampled_from([None, "labels", "mask", "padded"]), WEIGHTS.filter(bool))
+def test_tokens_of_a_tokenized_record_have_the_weights_of_its_column(tokens, beside, factor):
+    ids, weights, trains = (list(each) for each in zip(*tokens, strict=True))
+    record = {"input_ids": ids, "loss_weights": weights, "w": factor}
+    want = np.array(weights, dtype=np.float32)
+    if beside == "labels":
+        record["labels"] = [i if t else -100 for i, t in zip(ids, trains, strict=True)]
+        want = want * trains
+    elif beside == "mask":
+        record["loss_mask"] = [int(t) for t in trains]
+        want = want * trains
+    elif beside == "padded":
+        record |= {"input_ids": [0, *ids], "loss_weights": [7, *weights]}
+        record["attention_mask"] = [0] + [1] * len(ids)
+    its = DatasetSettings(type="tokenized", field_weight="w")
+    found = Encoder(its, words())([record])
+    if not want[1:].any():
+        assert found.faults[0].reason == "no_trained_tokens"
+        return
+    [side] = found.sides
+    assert side[0].ids.tolist() == ids
+    assert side[0].labels.tolist() == [i if w else -100 for i, w in zip(ids, want, strict=True)]
+    np.testing.assert_allclose(side[0].dense_weights(), want * np.float32(factor), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("weights", "why"),
+    [
+        ([1, 1], "input_ids has 3 entries and loss_weights 2"),
+        (0.5, "input_ids has 3 entries and loss_weights a number"),
+        ([1, -0.5, 1], r"loss_weights\[1\] is -0.5; a loss weight is 0, or from"),
+        ([1, 1, math.nan], r"loss_weights\[2\] is nan"),
+        ([math.inf, 1, 1], r"loss_weights\[0\] is inf"),
+        ([1, 10**400, 1], r"loss_weights\[1\] is inf"),
+        ([1, 1e13, 1], r"loss_weights\[1\] is 1e\+13; a loss weight"),
+        ([1, True, 1], r"loss_weights\[1\] is a boolean where a number"),
+        ([1, None, 1], r"loss_weights\[1\] is null where a number"),
+        ([1, "1", 1], r"loss_weights\[1\] is a string where a number"),
+    ],
+)
+def test_what_is_no_weight_of_a_token_is_refused_by_name(weights, why, tmp_path):
+    record = {"input_ids": [1, 2, 3], "loss_weights": weights}
+    good = {"input_ids": [1, 2, 3], "labels": [1, 2, 3], "loss_weights": None}
+    path = write_lines(tmp_path / "a.jsonl", [good, record])
+    with pytest.raises(StageError, match=rf"a.jsonl:2: {why}"):
+        run(prepare((path, {"type": "tokenized"})), tmp_path / "out")
+
+
+@pytest.mark.parametrize("method", ["sequential", "multipack", "wrapped"])
+def test_packed_tokens_have_the_weights_of_their_column_and_source(tmp_path, method):
+    """Each id occurs once, so that it tells which weight its label has."""
+    draw = np.random.default_rng(0)
+    sizes = draw.integers(2, 40, 60).cumsum()
+    weights = draw.choice([0.0, 1.0, 0.5, 2.0, 0.125], sizes[-1])
+    ids = [*range(sizes[-1])]
+    records = [
+        {"input_ids": ids[a:b], "loss_weights": weights[a:b].tolist()}
+        for a, b in zip([0, *sizes], sizes, strict=False)
+    ]
+    path = write_lines(tmp_path / "a.jsonl", records)
+    model = tmp_path / "model"
+    words().save_pretrained(model)
+    its = {"type": "tokenized"}
+    mix = (MixSettings(loss_weight=3.0),)
+    artifact, _ = run(prepare((path, its), mix=mix, tokenizer=str(model)), tmp_path / "prepared")
+    rows = packed_rows(artifact, tmp_path / "packed", sample_packing_method=method)
+    seen = 0
+    for row in rows:
+        for label, weight in zip(row["labels"], row["loss_weights"], strict=True):
+            assert weight == (0 if label == -100 else 3 * weights[label])
+            seen += label != -100
+    # The first token of a record is never trained, nor that of a row.
+    starts = {0, *sizes.tolist()}
+    wanted = sum(1 for i in ids if weights[i] and i not in starts)
+    assert 0 <= wanted - seen <= (len(rows) if method == "wrapped" else 0)

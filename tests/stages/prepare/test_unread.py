@@ -8,7 +8,7 @@ from penstock.prepare.encode.encoder import Encoder
 from penstock.prepare.first_records import first_samples
 from penstock.prepare.notices import data_warnings
 from penstock.prepare.settings import DatasetSettings
-from penstock.prepare.unread_columns import count_unread
+from penstock.prepare.unread_columns import count_unread, excerpt
 from penstock.rows.tokenizer import byte_tokenizer
 from tests.stages.prepare.conversations import ASKED, BAD, GOOD, parse, said, told
 from tests.stages.prepared import prepare, run, write_lines
@@ -58,7 +58,8 @@ def test_a_column_of_a_prompt_is_in_it_or_is_reported(layout, column):
     sides = [pair.conversation] if kind == "kto" else [pair.chosen, pair.rejected]
     shown = {any("MARK" in message["content"] for message in side.messages) for side in sides}
     assert shown == {layout in READ.get(column, ())}
-    assert count_unread([record], settings, None) == ({} if True in shown else {column: 1})
+    unread = count_unread([record], settings, None)
+    assert unread.counts == ({} if True in shown else {column: 1})
     for side in sides:
         assert side.messages[-1]["role"] == "assistant"
         assert side.trained == (False,) * (len(side.messages) - 1) + (True,)
@@ -103,7 +104,8 @@ def test_keys_of_messages_that_nothing_reads_are_counted(more, its, unread):
     for kind, records in (("chat", [record, plain, record]), ("preference", [pair, pair])):
         found = encoder(type=kind, **its)(records)
         assert not found.faults
-        assert found.unread_keys == dict.fromkeys((f"messages[].{name}" for name in unread), 2)
+        names = [f"messages[].{name}" for name in unread]
+        assert found.unread_keys.counts == dict.fromkeys(names, 2)
 
 
 def test_unread_keys_and_columns_are_told_by_prepare_and_for_the_first_records(tmp_path):
@@ -113,10 +115,30 @@ def test_unread_keys_and_columns_are_told_by_prepare_and_for_the_first_records(t
     _, facts = run(prepare((path, {"type": "chat"})), tmp_path / "out")
     lines = list(data_warnings(facts))
     first = first_samples(records, DatasetSettings(type="chat"), byte_tokenizer())
-    for told_by in (lines, first.unread):
+    for told_by, file in ((lines, True), (first.unread, False)):
         of_column, of_key = sorted(told_by, key=lambda line: "messages[]" in line)
         assert "1 of 4 records have 'system', which type: chat does not read; write" in of_column
         assert (
             "3 of 4 records have 'messages[].timestamp', which neither Penstock nor the chat "
-            "template reads"
+            "template reads; for example " + ("a.jsonl:1: 5" if file else "record 1: 5")
         ) in of_key
+        assert of_column.endswith("a.jsonl:4: 'brief'" if file else "record 4: 'brief'")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "shown"),
+    [
+        ("note", "short\n and  sweet", "'short and sweet'"),
+        ("note", "word " * 40, "'word word word word word word word wor…"),
+        ("note", "is hf_aBcDeFgHiJkLmNoPqRsTuV ok", "'is hf_a… ok'"),
+        ("link", "https://me:password@host.example/path", "'http…'"),
+        ("api_key", "abc", "not shown"),
+        ("messages[].token", "abc", "not shown"),
+        ("extra", {"token": "abc", "b": 1}, "an object with token b"),
+        ("extra", ["abc"] * 3, "a list of 3"),
+        ("score", 0.25, "0.25"),
+        ("note", "\ud800 half", "'\\\\ud800 half'"),
+    ],
+)
+def test_an_example_is_short_and_shows_no_secret(name, value, shown):
+    assert excerpt(name, value) == shown

@@ -4,7 +4,6 @@ Batches are processed as a whole; rare cases (samples that are too long) are pro
 and replaced in the batch.
 """
 
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -45,7 +44,7 @@ from penstock.prepare.formats.conversation import (
 from penstock.prepare.formats.registry import parse_record, parse_weight
 from penstock.prepare.readers.records import Value
 from penstock.prepare.settings import DatasetSettings
-from penstock.prepare.unread_columns import unread_keys
+from penstock.prepare.unread_columns import Unread, unread_keys
 from penstock.rows.chat_template import ChatTemplate
 from penstock.rows.schema import IGNORED
 from penstock.rows.template_syntax import TemplateVariables, template_variables
@@ -82,8 +81,8 @@ class EncodedBatch:
     """Conversations with an empty trained answer."""
     assistant_first: int = 0
     """Conversations that start with an assistant message."""
-    unread_keys: Counter[str] = field(default_factory=Counter[str])
-    """Records by the keys of their messages that the chat template does not read."""
+    unread_keys: Unread = field(default_factory=Unread)
+    """Keys of messages that the chat template does not read."""
     without_end: int = 0
     """Conversations with a trained turn that no token ends."""
     repeated_bos: int = 0
@@ -109,7 +108,7 @@ class _ParsedBatch:
     faults: dict[int, BadRecord] = field(default_factory=dict[int, BadRecord])
     blank_answers: int = 0
     assistant_first: int = 0
-    unread_keys: Counter[str] = field(default_factory=Counter[str])
+    unread_keys: Unread = field(default_factory=Unread)
     without_end: int = 0
     repeated_bos: int = 0
 
@@ -270,7 +269,7 @@ class Encoder:
         found = _ParsedBatch(sides=[[], []] if self._its.kind == "preference" else [[]])
         for place, value in enumerate(values):
             try:
-                self._parse_record(value, found, folder)
+                self._parse_record(place, value, found, folder)
             except BadRecord as fault:
                 found.faults[place] = fault
             else:
@@ -307,14 +306,16 @@ class Encoder:
             return replace(said, conversation=rated)
         return self._images.resolve(said, folder) if isinstance(said, Conversation) else said
 
-    def _parse_record(self, value: Value, found: _ParsedBatch, folder: Folder | None) -> None:
+    def _parse_record(
+        self, place: int, value: Value, found: _ParsedBatch, folder: Folder | None
+    ) -> None:
         said = self._resolve_images(self._parse_value(value), folder)
-        unread: set[str] = set()
+        unread: dict[str, Any] = {}
         for each in conversations(said):
             self._variables.warn_unread(each.template_kwargs, "column chat_template_kwargs")
             unread |= unread_keys(each.messages, self._template)
         if unread:
-            found.unread_keys.update(unread)
+            found.unread_keys.add(place, unread)
         weight = parse_weight(self._its, value)
         if isinstance(said, Text):
             found.sides[0].append(Document(said.text))
@@ -353,7 +354,7 @@ class Encoder:
         if self._images:
             self._images.check_ids(given.input_ids)
         self._require_no_media_token(given.input_ids)
-        return LabeledTokens(given.input_ids, given.labels)
+        return LabeledTokens(given.input_ids, given.labels, given.loss_weights)
 
     def _encode_sides(
         self, documents: list[list[Document]]

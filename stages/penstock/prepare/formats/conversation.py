@@ -118,6 +118,8 @@ class TokenizedSample:
 
     input_ids: Tokens
     labels: Tokens
+    loss_weights: npt.NDArray[np.float32] | None = None
+    """Loss weight of each label; None: 1."""
 
 
 Parsed = Conversation | PreferencePair | RatedCompletion | Text | TokenizedSample

@@ -1,5 +1,5 @@
 """`tokenized`: records with `input_ids` and unshifted `labels`, and masks as TRL and transformers
-write them.
+write them, or a loss weight of each token.
 
 Padding is removed, so that a sample is what its `attention_mask` has: no model attends to the rest.
 """
@@ -10,12 +10,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.prepare.bad_records import BadRecord, get_column, json_type_name
+from penstock.config.schema.dataset import LOSS_WEIGHT_LIMITS
+from penstock.prepare.bad_records import BadRecord, check_weight, get_column, json_type_name
 from penstock.prepare.formats.conversation import Record, TokenizedSample, Tokens
 from penstock.prepare.settings import DatasetSettings
-from penstock.rows.schema import IGNORED
+from penstock.rows.schema import IGNORED, LOSS_WEIGHTS
 
 _INT32 = np.iinfo(np.int32)
+
+NUMBERS = {int, float, np.float32, np.float64}
+"""Types of loss weights."""
 
 LOSS_MASKS = ("completion_mask", "assistant_masks", "assistant_mask", "loss_mask")
 """Columns with 1 for tokens that are trained; a token is trained if all of them say so."""
@@ -32,18 +36,27 @@ def tokenized(_: DatasetSettings, record: Record) -> TokenizedSample:
         for name in (*LOSS_MASKS, PROMPT_MASK)
         if record.get(name) is not None
     }
-    labels = ids if masks and record.get("labels") is None else _parse_ids(record, "labels")
+    weights = _parse_weights(record, len(ids))
+    selects = masks or weights is not None
+    labels = ids if selects and record.get("labels") is None else _parse_ids(record, "labels")
     if len(ids) != len(labels):
         raise BadRecord("bad_value", f"input_ids has {len(ids)} entries and labels {len(labels)}")
     for name, mask in masks.items():
         labels = np.where(mask == (name != PROMPT_MASK), labels, np.int32(IGNORED))
+    if weights is not None:
+        labels = np.where(weights > 0, labels, np.int32(IGNORED))
     start, stop = _attended(record, len(ids))
     if record.get("position_ids") is not None:
         _check_positions(_parse_ids(record, "position_ids"), len(ids), start, stop)
     if record.get("token_type_ids") is not None and _parse_ids(record, "token_type_ids").any():
         why = "token_type_ids has other numbers than 0, which are not read"
         raise BadRecord("bad_value", f"{why}; {WITHOUT_COLUMN}")
-    return TokenizedSample(ids[start:stop], labels[start:stop])
+    is_plain = weights is None or bool((weights[labels != IGNORED] == 1).all())
+    return TokenizedSample(
+        ids[start:stop],
+        labels[start:stop],
+        None if is_plain or weights is None else weights[start:stop],
+    )
 
 
 WITHOUT_COLUMN = "data.select_columns: [input_ids, labels] leaves the column out"
@@ -91,6 +104,27 @@ def _parse_mask(record: Record, name: str, count: int) -> npt.NDArray[np.bool_]:
         text = entry if isinstance(entry, int | float) else json_type_name(entry)
         raise BadRecord("bad_value", f"{name}[{index}] is {text} where 0 or 1 is meant")
     return np.array(value, dtype=np.bool_)
+
+
+def _parse_weights(record: Record, count: int) -> npt.NDArray[np.float32] | None:
+    """The loss weight of each token; None without a column of them."""
+    name = LOSS_WEIGHTS.name
+    value = record.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, list | np.ndarray) or len(value) != count:
+        size = len(value) if isinstance(value, list | np.ndarray) else json_type_name(value)
+        raise BadRecord("bad_value", f"input_ids has {count} entries and {name} {size}")
+    smallest, largest = LOSS_WEIGHT_LIMITS
+    try:
+        array = np.array(value if {*map(type, value)} <= NUMBERS else [], dtype=np.float64)
+    except OverflowError:  # a whole number may have any number of digits
+        array = np.empty(0)
+    usable = ((array == 0) | (array >= smallest)) & (array <= largest)
+    if len(array) < count or not usable.all():
+        for index, entry in enumerate(value):
+            check_weight(f"{name}[{index}]", entry)
+    return array.astype(np.float32)
 
 
 def _parse_ids(record: Mapping[str, Any], name: str) -> Tokens:
