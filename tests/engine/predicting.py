@@ -16,7 +16,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from penstock.core.files import read_json, write_json
 from penstock.rows.reader import PackedRows
-from penstock.rows.schema import PACKED
+from penstock.rows.schema import packed_schema
 from penstock.rows.tokenizer import load_tokenizer
 from tests.engine import runs
 from tests.engine.inputs import LINEAR_ATTENTION, MODELS
@@ -93,13 +93,15 @@ class Predicting(nn.Module):
                 if at.endswith("A_log"):
                     parameter.sub_(4)
 
-    def losses(self, ids: torch.Tensor, labels: torch.Tensor) -> list[torch.Tensor]:
-        """The summed loss of a document's next tokens, and that of each depth."""
+    def losses(
+        self, ids: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """The weighted sum of the losses of a document's next tokens, and that of each depth."""
         main, config = self.model.model, self.model.config
         config.num_hidden_layers = LAYERS
         hidden = main(input_ids=ids[None], use_cache=False).last_hidden_state
         config.num_hidden_layers = LAYERS + self.depths
-        found = [self._loss(hidden, labels)]
+        found = [self._loss(hidden, labels, weights)]
         for depth in range(1, self.depths + 1):
             enorm, hnorm, norm, eh_proj = (self.more[f"{depth - 1} {part}"] for part in ALL)
             if len(ids) <= depth:
@@ -116,11 +118,14 @@ class Predicting(nn.Module):
             hidden = block(x, attention_mask=mask, position_embeddings=angles, position_ids=at)
             # Those of GLM 5 return a selection too.
             hidden = norm(hidden[0] if isinstance(hidden, tuple) else hidden)
-            found.append(self._loss(hidden, labels[depth:]))
+            found.append(self._loss(hidden, labels[depth:], weights[depth:]))
         return found
 
-    def _loss(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(self.model.lm_head(hidden)[0], labels, reduction="sum")
+    def _loss(
+        self, hidden: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        logits = self.model.lm_head(hidden)[0]
+        return (F.cross_entropy(logits, labels, reduction="none") * weights).sum()
 
     def published(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """These tensors, or gradients, of the parameters under the names in checkpoints."""
@@ -184,8 +189,9 @@ PARTS = {
 ALL = (*PARTS, "eh_proj")
 
 
-def write_rows(folder: Path) -> Path:
-    """Rows of DOCUMENTS, most of whose tokens are trained."""
+def write_rows(folder: Path, *, is_weighted: bool = False) -> Path:
+    """Rows of DOCUMENTS, most of whose tokens are trained, perhaps with loss weights of very
+    different sizes."""
     generator = torch.Generator().manual_seed(1)
     rows: dict[str, list[Any]] = {"input_ids": [], "labels": [], "lengths": []}
     for lengths in DOCUMENTS:
@@ -195,22 +201,31 @@ def write_rows(folder: Path) -> Path:
         rows["input_ids"].append(ids.tolist())
         rows["labels"].append(labels.tolist())
         rows["lengths"].append(lengths)
+        if is_weighted:
+            scale = (0.1, 1, 20)[len(rows["lengths"]) % 3]
+            weights = scale * torch.rand(len(ids), generator=generator) + 0.01
+            weights = weights.masked_fill(labels == -100, 0)
+            rows.setdefault("loss_weights", []).append(weights.tolist())
+    schema = packed_schema("sft", is_weighted=is_weighted)
     data = folder / "data" / "train"
     data.mkdir(parents=True)
-    with pa.ipc.new_file(str(data / "rows-00000-of-00001.arrow"), PACKED) as writer:
-        writer.write_table(pa.table(rows, schema=PACKED))
+    with pa.ipc.new_file(str(data / "rows-00000-of-00001.arrow"), schema) as writer:
+        writer.write_table(pa.table(rows, schema=schema))
     return folder
 
 
-def read_documents(folder: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Ids and labels of each document."""
+def read_documents(folder: Path) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Ids, labels and loss weights of each document."""
     rows = PackedRows(folder / "data" / "train")
     found = []
     for number in range(len(DOCUMENTS)):
         row = rows.row(number)
         ids, labels = (torch.tensor(x, dtype=torch.int64) for x in (row.input_ids, row.labels))
+        weights = (labels != -100).float()
+        if row.loss_weights is not None:
+            weights = torch.tensor(row.loss_weights)
         lengths = row.lengths.tolist()
-        found += zip(ids.split(lengths), labels.split(lengths), strict=True)
+        found += zip(*(x.split(lengths) for x in (ids, labels, weights)), strict=True)
     return found
 
 
@@ -219,10 +234,10 @@ def expected(
 ) -> tuple[float, float, dict[str, torch.Tensor]]:
     """The main loss, the mean of the depths' losses, and the gradients of both together."""
     documents = read_documents(packed)
-    trained = sum(int((labels != -100).sum()) for _, labels in documents)
+    trained = sum(float(weights.sum()) for *_, weights in documents)
     sums = torch.zeros(1 + model.depths)
-    for ids, labels in documents:
-        for depth, loss in enumerate(model.losses(ids, labels)):
+    for document in documents:
+        for depth, loss in enumerate(model.losses(*document)):
             sums[depth] = sums[depth] + loss
     main, further = sums[0] / trained, sums[1:].sum() / trained / model.depths
     model.zero_grad()

@@ -13,7 +13,8 @@ from penstock.config.rules.fields import PAIRS, TYPES_OF_FIELD
 from penstock.core.cache.stage import stage_key
 from penstock.core.errors import ArtifactError, ConfigError
 from penstock.pack.stage import Pack
-from penstock.plan import RebuildOptions, execute_stage, plan
+from penstock.plan import RebuildOptions, dataset_settings, execute_stage, plan
+from penstock.prepare.settings import DatasetSettings
 from penstock.prepare.stage import Prepare
 from penstock.push.stage import Push
 from tests.corruption import flip
@@ -247,16 +248,6 @@ CHANGES = {
             "field_label",
         )
     },
-    **{
-        f"data.datasets[].{name}": (reading(name, value), reading(name), "prepare")
-        for name, value in {
-            "image_min_pixels": 64,
-            "image_max_pixels": 10**6,
-            "video_fps": 2.0,
-            "video_min_frames": 4,
-            "video_max_frames": 9,
-        }.items()
-    },
     "data.datasets[].message_roles": (
         dataset(type="chat", message_roles={"user": ["x"]}),
         dataset(type="chat"),
@@ -363,6 +354,29 @@ def test_a_field_arrives_at_its_stage(field, chats):
     before, after = keys(chats, over(chats)), keys(chats, written(chats))
     changed = tuple(name for name in ORDER if before[name] != after[name])
     assert changed == ORDER[ORDER.index(first) :]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("image_min_pixels", 64),
+        ("image_max_pixels", 10**6),
+        ("video_fps", 2.0),
+        ("video_min_frames", 4),
+        ("video_max_frames", 9),
+    ],
+)
+def test_bounds_of_media_arrive_and_are_refused_by_a_model_without_a_processor(chats, name, value):
+    written = reading(name, value)(chats)
+    model = {"config_path": "builtin:tiny-qwen3"}
+    run = loads({"model": model, "train": {"output_dir": "o"}, **written})
+    settings = dataset_settings(run, run.data.datasets[0], "train")
+    assert getattr(settings.media_bounds, name) == value
+    assert settings.model_dump()[name] == value  # part of the key
+    assert name not in DatasetSettings(type="chat").model_dump()
+    kind = name.partition("_")[0]
+    with pytest.raises(ConfigError, match=rf"datasets.0.{name}: .* has no {kind} processor"):
+        keys(chats, written)
 
 
 def test_a_folder_that_could_be_a_hub_id_is_not_streamed(tmp_path, monkeypatch):

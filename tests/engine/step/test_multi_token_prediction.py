@@ -156,6 +156,17 @@ def test_losses_and_every_gradient_are_those_of_the_formula_in_transformers_modu
             assert (got - wanted[tensor]).norm() <= 1e-5 * norm, f"{name}: {tensor}"
 
 
+@pytest.mark.dist
+@pytest.mark.slow
+def test_every_depth_weighs_its_labels_as_the_formula_does(tmp_path):
+    write_rows(tmp_path / "packed", is_weighted=True)
+    Predicting("deepseek_v3", depths=2).save(tmp_path / "two depths")
+    layouts = {"alone": {"data_parallel_mode": "none"}}
+    assert_alike(tmp_path, 1, {"two depths": layouts})
+    layouts = {name: MORE["two depths"][name] for name in ("zero 2", "tp 2", "ep 2")}
+    assert_alike(tmp_path, 2, {"two depths": layouts})
+
+
 PIPELINE = {"pipeline_parallel_size": 2, "micro_batch_size": 1}
 MORE = {
     "two depths": {
