@@ -1,6 +1,7 @@
 import pytest
 import torch
-from transformers import AutoConfig
+from peft import LoraConfig, inject_adapter_in_model
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from penstock.adapters.match_targets import linear_layers, match_targets
 from penstock.adapters.targets import select_layers, targetable_layers
@@ -43,8 +44,30 @@ def test_layers_told_from_names_are_those_of_the_model(kind, merged):
         rows = [one for one in told if one.of == name]
         here = sum(one.outputs * one.inputs * max(1, one.experts) for one in rows)
         assert here in (0, torch.Size(shape).numel())
-    for targets in (["all-linear"], ["q_proj", "layers.1.*.o_proj"], ["experts.*"]):
+    regex = r"re:model\.layers\.[\d]+.(mlp|self_attn).(up|down|q|o)_proj"
+    for targets in (["all-linear"], ["q_proj", "layers.1.*.o_proj"], [regex], ["experts.*"]):
         if any("experts" in target for target in targets) and not config.experts:
             continue
         chosen = {layer.name for layer in match_targets(targets, told)}
         assert chosen == set(select_layers(model, targets))
+
+
+@pytest.mark.parametrize(
+    "regex",
+    [
+        r"model.layers.[\d]+.(mlp|cross_attn|self_attn).(up|down|gate|q|k|v|o)_proj",
+        r".*\.layers\.(1|7)\.self_attn\.(q|v)_proj|.*\.mlp\.gate_proj",
+        "q_proj|.*o_proj",
+    ],
+)
+def test_a_regular_expression_selects_the_layers_that_peft_selects_by_it(regex):
+    config = AutoConfig.for_model("qwen3", **SIZES)
+    family = get_family(config.to_dict())
+    layers = linear_layers(family.weight_map(family.read(config.to_dict())))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+        adapted = inject_adapter_in_model(LoraConfig(target_modules=regex), model)
+    adapters = {
+        name.partition(".lora_A")[0] for name, _ in adapted.named_parameters() if ".lora_A" in name
+    }
+    assert {layer.name for layer in match_targets([f"re:{regex}"], layers)} == adapters

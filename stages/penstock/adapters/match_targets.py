@@ -18,6 +18,9 @@ from penstock.models.weights import WeightMap
 ALL_LINEAR = "all-linear"
 """Every linear layer except the head, as in PEFT."""
 
+REGEX = "re:"
+"""Begins a target that is a regular expression, as a string of PEFT's `target_modules` is."""
+
 HEAD = "lm_head"
 ROUTERS = "mlp.gate", f"mlp.{IMAGE_EXPERTS}.gate"
 
@@ -40,10 +43,13 @@ class TargetLayer:
 
 def matches(target: str, layer: str) -> bool:
     """Whether `target` selects this layer: it is ALL_LINEAR, the layer's name, a suffix of the name
-    that starts at a dot, or a glob pattern (`*`, `?`, `[0-3]`) for either. Layers of a vision part
-    are selected only by targets that name a module of it, such as `visual.blocks.*.attn.qkv`."""
+    that starts at a dot, a glob pattern (`*`, `?`, `[0-3]`) for either, or after REGEX a regular
+    expression of the whole name. Layers of a vision part are selected only by targets that name a
+    module of it, such as `visual.blocks.*.attn.qkv`."""
     if is_vision(layer) and not names_vision(target):
         return False
+    if target.startswith(REGEX):
+        return bool(re.fullmatch(target.removeprefix(REGEX), layer.replace("*", "0")))
     if target == ALL_LINEAR:
         return layer not in (HEAD, EMBEDDING)
     if layer == target or layer.endswith(f".{target}"):
@@ -55,7 +61,7 @@ def matches(target: str, layer: str) -> bool:
 
 def names_vision(target: str) -> bool:
     """Whether a target names a module of a vision part."""
-    return bool({*MODULES, VISION.rstrip(".")} & {*target.split(".")})
+    return bool({*MODULES, VISION.rstrip(".")} & {*re.findall(r"\w+", target)})
 
 
 def match_targets(targets: Iterable[str], layers: Iterable[TargetLayer]) -> list[TargetLayer]:

@@ -41,10 +41,11 @@ def arguments(code: str) -> dict[str, Any]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             names[node.targets[0].id] = literal(node.value, names)
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for name, keyword in keywords(tree):
-        found[RENAMED.get(name, name)] = literal(keyword, names)
-    return found
+        # Later cells load the trained model again, by another name.
+        arguments.setdefault(RENAMED.get(name, name), literal(keyword, names))
+    return arguments
 
 
 def keywords(tree: ast.AST) -> Iterator[tuple[str, ast.expr]]:

@@ -1,24 +1,34 @@
-"""Translates all config files of a folder and prints what became of them, as a Markdown table.
+"""Translates all config files of a folder, checks the results as `penstock check` does with
+stand-ins for models and data, and prints what became of them, as a Markdown table.
 
-`python -m tests.config.dialects.published FOLDER`; each folder in FOLDER is a project.
+`python -m tests.config.dialects.published FOLDER`; each folder in FOLDER is a project, as
+`tests.config.dialects.mirrors` writes them.
 """
 
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, cast
+from unittest.mock import patch
 
+import yaml
+
+from penstock.cli.translate import as_yaml
 from penstock.config.loading.fault import Steps, dotted
 from penstock.config.loading.load import loads, read_document
 from penstock.config.translate.fit_parallel_sizes import Devices
 from penstock.config.translate.load_foreign import load_translation
 from penstock.config.translate.translation import GAPS, Translation
 from penstock.core.errors import ConfigError
+from tests.cli.command import Said, penstock
+from tests.config.dialects.stand_ins import StandIns
 
 SUFFIXES = (".yaml", ".yml", ".json")
 NO_RUN = (" is no training run: it is ", " is a config of no known tool")
+GPUS = 8
 DESCRIPTIONS = ("dataset_info.json",)
 """Files that others read beside them."""
 
@@ -44,7 +54,7 @@ def translate_all(folder: Path) -> list[Outcome]:
 def translate_one(file: Path) -> Outcome:
     """Translate a file, and validate the result as a run."""
     try:
-        translation = load_translation(file, None, Devices(8))
+        translation = load_translation(file, None, Devices(GPUS))
     except ConfigError as error:
         return Outcome(file, None, str(error).splitlines()[0])
     if not translation.placeholders:
@@ -82,23 +92,69 @@ def _leaves(value: Any, above: Steps = ()) -> Iterator[Steps]:
         yield above
 
 
-def table(folder: Path) -> str:
+@dataclass(frozen=True)
+class Verdict:
+    """What `penstock check` says of a translated file, on a machine with 8 GPUs."""
+
+    code: int
+    reasons: tuple[str, ...] = ()
+    """First lines of its faults."""
+    is_crash: bool = False
+
+
+class Judge:
+    """Checks translated files. Files that differ in names alone are checked once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.stand_ins = StandIns(folder / "models")
+        self.known: dict[str, Verdict] = {}
+
+    def check(self, outcome: Outcome) -> Verdict:
+        assert outcome.translation
+        settings = yaml.safe_load(as_yaml(outcome.translation, outcome.file))
+        values = self.stand_ins.put(settings or {}, self.folder / "run", outcome.file.stem)
+        text = yaml.safe_dump(values)
+        if text not in self.known:
+            config = self.folder / "run" / "run.yaml"
+            config.write_text(text)
+            with patch("penstock.core.env.num_gpus", lambda: GPUS):
+                said = penstock("check", config)
+            self.known[text] = _verdict(said)
+        return self.known[text]
+
+
+def _verdict(said: Said) -> Verdict:
+    is_crash = "Traceback" in said.err or "bug in Penstock" in said.err
+    lines = said.err.partition("error: ")[2].splitlines() if said.code else []
+    if lines and "checks found a fault" in lines[0]:
+        lines = lines[1:]
+    # Lines that begin with spaces say what to do, or where.
+    return Verdict(said.code, tuple(line for line in lines if line[:1].strip()), is_crash)
+
+
+def table(folder: Path, judge: Judge) -> str:
     """The outcomes of all projects in a folder."""
     rows = [
-        "| project | training configs | whole | with gaps | refused | other files |",
-        "|---|---|---|---|---|---|",
+        "| project | training configs | whole | with gaps | pass `check` | keys refused "
+        "| refused by `check` | other files |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     details: list[str] = []
     for project in sorted(path for path in folder.iterdir() if path.is_dir()):
         outcomes = translate_all(project)
         others = [outcome for outcome in outcomes if any(no in outcome.error for no in NO_RUN)]
         refused = [outcome for outcome in outcomes if outcome.error and outcome not in others]
-        done = [outcome.translation for outcome in outcomes if outcome.translation]
-        gaps = [translation for translation in done if translation.of(*GAPS)]
-        training = len(done) + len(refused)
+        done = [outcome for outcome in outcomes if outcome.translation]
+        gaps = [one.translation for one in done if one.translation and one.translation.of(*GAPS)]
+        judged = [(one, judge.check(one)) for one in done]
+        # `penstock run` does not start a file with such keys, whatever the rest is.
+        without = [(one, verdict) for one, verdict in judged if not _is_refused(one)]
+        passed = [one for one, verdict in without if not verdict.code]
         rows.append(
-            f"| {project.name} | {training} | {len(done) - len(gaps)} | {len(gaps)} |"
-            f" {len(refused)} | {len(others)} |"
+            f"| {project.name} | {len(done) + len(refused)} | {len(done) - len(gaps)} "
+            f"| {len(gaps)} | {len(passed)} | {len(done) - len(without)} "
+            f"| {len(without) - len(passed)} | {len(others)} |"
         )
         details += ["", f"**{project.name}**", "", *_gaps(gaps)]
         for outcome in (*refused, *(other for other in others if NO_RUN[1] in other.error)):
@@ -107,10 +163,34 @@ def table(folder: Path) -> str:
         details += [
             f"- without a line: {outcome.missing}" for outcome in outcomes if outcome.missing
         ]
-        named = [t for t in done if t.placeholders]
+        named = [one for one in done if one.translation and one.translation.placeholders]
         if named:
             details.append(f"- {len(named)} files do not name their data, model or output folder.")
+        details += [
+            f"- **crash** of check: {one.file}" for one, verdict in judged if verdict.is_crash
+        ]
+        details += _refusals(verdict for _, verdict in without if verdict.code)
     return "\n".join([*rows, *details])
+
+
+def _is_refused(outcome: Outcome) -> bool:
+    return bool(outcome.translation and outcome.translation.of("refused"))
+
+
+def _refusals(verdicts: Iterable[Verdict]) -> list[str]:
+    """Reasons of `check`, with the number of files."""
+    count = Counter(verdict.reasons[0] if verdict.reasons else "" for verdict in verdicts)
+    if not count:
+        return []
+    lines = ["", "| refused by `check` | files |", "|---|---|"]
+    for reason, files in sorted(count.items(), key=lambda item: (-item[1], item[0])):
+        lines.append(f"| {_cell(reason, 150)} | {files} |")
+    return lines
+
+
+def _cell(text: str, width: int) -> str:
+    shortened = text if len(text) <= width else f"{text[: width - 1]}…"
+    return shortened.replace("|", chr(92) + "|")
 
 
 def _gaps(translations: list[Translation]) -> list[str]:
@@ -122,10 +202,10 @@ def _gaps(translations: list[Translation]) -> list[str]:
             count[key, line.kind, line.why] += 1
     lines = ["| key | files | | reason |", "|---|---|---|---|"] if count else []
     for (key, kind, why), files in sorted(count.items(), key=lambda item: (-item[1], item[0])):
-        reason = why if len(why) <= 110 else f"{why[:109]}…"
-        lines.append(f"| `{key}` | {files} | {kind} | {reason.replace('|', chr(92) + '|')} |")
+        lines.append(f"| `{key}` | {files} | {kind} | {_cell(why, 110)} |")
     return lines
 
 
 if __name__ == "__main__":
-    print(table(Path(sys.argv[1])))
+    with TemporaryDirectory() as work:
+        print(table(Path(sys.argv[1]), Judge(Path(work))))

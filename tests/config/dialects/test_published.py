@@ -13,7 +13,8 @@ from penstock.config.translate.dialect import Dialect
 from penstock.config.translate.drop_invalid import drop_invalid
 from penstock.config.translate.fit_parallel_sizes import Devices
 from penstock.config.translate.translation import GAPS, Line, Translation
-from tests.config.dialects.published import keys_without_line, table, translate_one
+from tests.config.dialects.changed import draw, is_told
+from tests.config.dialects.published import Judge, keys_without_line, table, translate_one
 
 CORPUS = Path(__file__).parent / "corpus"
 FILES = sorted(CORPUS.glob("*.yaml"))
@@ -202,7 +203,20 @@ def test_families_hold_no_key_that_a_table_has(dialect: Dialect) -> None:
     assert all(name not in dialect.keys or name.endswith(".") for name in dialect.families)
 
 
-def test_the_table_counts_files_and_keys(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stem", ["axolotl-lora", "handbook-mixer", "torchtune-dpo"])
+def test_translated_files_pass_a_check(stem: str, tmp_path: Path) -> None:
+    verdict = Judge(tmp_path).check(translate_one(CORPUS / f"{stem}.yaml"))
+    assert (verdict.code, verdict.reasons) == (0, ())
+
+
+def test_drawn_changed_copies_are_told() -> None:
+    changes = draw([translate_one(file) for file in FILES], 15, seed=20)
+    assert not [f"{change.file.name} {change.what}" for change in changes if not is_told(change)]
+
+
+def test_the_table_counts_files_and_keys(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     for name, keys in (("whole", {}), ("gap", {"lisa_n_layers": 4}), ("odd", {})):
         values = {"base_model": "a", "datasets": [{"path": "b", "type": "alpaca"}], **keys}
         folder = tmp_path / "tool"
@@ -210,6 +224,6 @@ def test_the_table_counts_files_and_keys(tmp_path: Path) -> None:
         if name == "odd":
             values = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP"}
         (folder / f"{name}.yaml").write_text(json.dumps(values))
-    text = table(tmp_path)
-    assert "| tool | 2 | 1 | 1 | 0 | 1 |" in text
+    text = table(tmp_path, Judge(tmp_path_factory.mktemp("judge")))
+    assert "| tool | 2 | 1 | 1 | 2 | 0 | 0 | 1 |" in text
     assert "| `lisa_n_layers` | 1 | left out | all layers are trained in every step" in text

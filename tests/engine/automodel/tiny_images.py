@@ -129,7 +129,7 @@ def tiny_image_config(model_type: str) -> Any:
     """The default config of this type, made small and without dropout."""
     model_type = model_type.removesuffix(WITH_AUDIO)
     config = transformers.CONFIG_MAPPING[model_type](**ARGUMENTS.get(model_type, {}))
-    values = _merged(config.to_dict(), OVERRIDES.get(model_type, {}))
+    values = merged(config.to_dict(), OVERRIDES.get(model_type, {}))
     return type(config).from_dict(without_dropout(shrink(values)))
 
 
@@ -140,9 +140,10 @@ def fixed_parameters(model_type: str) -> list[str]:
     return [name for name, one in model.named_parameters() if not one.requires_grad]
 
 
-def _merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The values with changes, also of nested mappings."""
     nested = {
-        name: _merged(values[name], change)
+        name: merged(values[name], change)
         for name, change in changes.items()
         if isinstance(change, Mapping) and isinstance(values.get(name), Mapping)
     }

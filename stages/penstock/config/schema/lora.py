@@ -48,10 +48,14 @@ class LoraConfig(ConfigSection):
     """Dropout probability of an adapter's input features."""
 
     lora_target_modules: Keyed[
-        Annotated[list[str] | Literal["all-linear"] | None, Field(min_length=1)]
+        Annotated[
+            Annotated[list[str], AfterValidator(readable)] | Literal["all-linear"] | None,
+            Field(min_length=1),
+        ]
     ] = None
     """Layers that get an adapter, by their names in the checkpoint or suffixes of these, for
-    example `[q_proj, v_proj]`, or by patterns in which `*` is any text: `layers.[0-3].*.q_proj`.
+    example `[q_proj, v_proj]`, by patterns in which `*` is any text (`layers.[0-3].*.q_proj`), or
+    after `re:` by a regular expression of whole names, as PEFT's strings are.
     Experts have such names too: `gate_proj` matches every feed-forward network,
     `experts.*.gate_proj` only experts, `mlp.gate_proj` only networks without experts.
     `embed_tokens` and `lm_head` are allowed where they are not tied. `all-linear`: all linear

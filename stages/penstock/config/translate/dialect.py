@@ -7,7 +7,8 @@ have tables of their own.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from math import inf
+from typing import Any, Literal, cast
 
 from penstock.config.loading.fault import shown
 from penstock.config.translate.translation import Draft, Entry
@@ -16,6 +17,11 @@ Rule = Callable[[Entry], None]
 """Translates one key to settings of ours (`entry.put`), or says why it has none."""
 
 Values = Mapping[str, Any]
+
+NOTHING = ("None", "none", "")
+"""Texts that NeMo's files have for null."""
+
+ValueType = Literal["switch", "number", "text"]
 
 OFF: tuple[Any, ...] = (False, 0, "", [], {})
 
@@ -46,6 +52,9 @@ class Table:
 
     unsupported: Mapping[str, str] = field(default_factory=dict[str, str])
     """Foreign key to the reason why it is left out unless its value is in `OFF`."""
+
+    types: Mapping[str, "ValueType"] = field(default_factory=dict[str, "ValueType"])
+    """Foreign key to the type of its value, for rules that would take any."""
 
     families: Mapping[str, Rule] = field(default_factory=dict[str, Rule])
     """Prefixes of keys that are in no table to their rule."""
@@ -91,6 +100,27 @@ class Dialect(Table):
 
     finalize: Callable[[Draft], None] = _nothing_more
     """Translates what several keys decide together, after all rules."""
+
+
+def why_not_of(kind: ValueType | None, value: Any) -> str | None:
+    """Why a value is not of this type; None if it is."""
+    if kind == "switch":
+        is_valid = isinstance(value, bool) or (isinstance(value, int) and value in (0, 1))
+        return None if is_valid else f"{shown(value)} where true or false is meant"
+    if kind == "text":
+        return None if isinstance(value, str) else f"{shown(value)} where text is meant"
+    if kind == "number":
+        try:
+            is_valid = value in NOTHING or (not isinstance(value, bool) and float(value) > -inf)
+        except (TypeError, ValueError):
+            is_valid = False
+        return None if is_valid else f"{shown(value)} where a number is meant"
+    return None
+
+
+def typed(**names: str) -> dict[str, "ValueType"]:
+    """The types of keys: `typed(switch="bf16 packing")`."""
+    return {name: cast("ValueType", kind) for kind, keys in names.items() for name in keys.split()}
 
 
 def is_flat(values: Values) -> bool:

@@ -1,5 +1,6 @@
 """Rules for models, adapters and packing that tools around Hugging Face's libraries share."""
 
+import re
 from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any, cast
@@ -22,6 +23,8 @@ FLASH = (
 )
 PLAIN = {"sdpa": "sdpa", "eager": "eager", "disabled": "eager"}
 
+REGEX_SIGNS = re.compile(r"[\\()\[\]|*+?^$]")
+
 BEST_HERE = "the best attention backend on this machine is used, FlashAttention if installed"
 
 
@@ -42,7 +45,10 @@ def names_in(value: Any) -> list[str]:
 
 
 def targets(value: Any) -> list[str] | str:
-    """Target modules; `all` and `all-linear` are all linear layers except the LM head."""
+    """Target modules; `all` and `all-linear` are all linear layers except the LM head. PEFT reads
+    text as a regular expression."""
+    if isinstance(value, str) and REGEX_SIGNS.search(value):
+        return [f"re:{value}"]
     return "all-linear" if value in ("all", "all-linear") else names_in(value)
 
 

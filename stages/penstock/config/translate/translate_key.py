@@ -5,11 +5,15 @@ from difflib import get_close_matches
 from typing import Any, cast
 
 from penstock.config.loading.fault import shown
-from penstock.config.translate.dialect import Rule, Table, unsupported
+from penstock.config.translate.dialect import Rule, Table, unsupported, why_not_of
 from penstock.config.translate.translation import Draft, Entry, Line
 
 MIN_SIMILARITY = 0.7
 """Ratio of difflib at which a known key is suggested."""
+
+
+VERY_SIMILAR = 0.94
+"""The same for a key of a family, of which not all keys are known."""
 
 
 def flat_keys(
@@ -44,7 +48,8 @@ def translate_key(entry: Entry, table: Table, key: str, title: str, *, is_null: 
     """Translate one key of a mapping that `title` names in messages."""
     draft, line = entry.draft, entry.line
     family = next((name for name in table.families if key.startswith(name)), None)
-    if key not in table.keys and family is None:
+    is_typo = key not in table.keys and get_close_matches(key, table.keys, 1, VERY_SIMILAR)
+    if key not in table.keys and (family is None or is_typo):
         nested = key.rpartition(".")[2]
         near = (
             [nested]
@@ -60,6 +65,8 @@ def translate_key(entry: Entry, table: Table, key: str, title: str, *, is_null: 
     elif key in table.same:
         line.kind = "maps"
         entry.put(table.same[key], line.value)
+    elif why := why_not_of(table.types.get(key), line.value):
+        entry.refuse(why)
     else:
         rule = table.computed.get(key) or table.families[family or ""]
         apply_rule(rule, entry)

@@ -131,7 +131,7 @@ def build_model(config: Any, attention: AttentionImpl) -> Any:
     except Exception as error:  # What a model's constructor may raise is not known.
         raise CapabilityError(
             f"transformers cannot build {what} model of type {config.model_type}: "
-            f"{str(error).splitlines()[0]}"
+            f"{(str(error).strip() or type(error).__name__).splitlines()[0]}"
         ) from error
     return model.train()
 

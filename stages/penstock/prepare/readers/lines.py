@@ -139,5 +139,5 @@ def _explain_json_error(line: bytes, error: json.JSONDecodeError) -> str:
     if "'" in text[error.pos : error.pos + 1]:
         return f"not JSON: single quotes {where}; JSON has double ones"
     if error.msg.startswith("Invalid control character"):
-        return f"not JSON: a line break or tab {where}; within quotes write \\n or \\t"
+        return f"not JSON: a line break, tab or null byte {where}; within quotes write \\n or \\t"
     return f"not JSON: {error.msg.removesuffix(' at')} {where}"

@@ -16,6 +16,7 @@ from penstock.config.translate.dialect import (
     no_effect,
     refused,
     truth,
+    typed,
     where,
 )
 from penstock.config.translate.hf import schedule, training_arguments
@@ -111,7 +112,18 @@ def _in_steps(entry: Entry) -> None:
         entry.put("train.gradient_accumulation_steps", max(1, rows // unit))
 
 
+OFFLOADS = ("offload", "offload_disk", "legacy", "disk", "hidden_states", "unsloth")
+"""Words in the place of true, for activations that leave the GPU."""
+
+
+def _require_switch(entry: Entry) -> None:
+    """Raise ValueError for a value other than true, false and `OFFLOADS`."""
+    if not isinstance(entry.value, bool) and entry.value not in OFFLOADS:
+        raise ValueError(f"it takes true, false, {', '.join(OFFLOADS)}")
+
+
 def _checkpointing(entry: Entry) -> None:
+    _require_switch(entry)
     entry.put("train.enable_gradient_checkpointing", bool(entry.value))
     if entry.value == "offload":
         entry.put("train.enable_activation_offload", True)
@@ -295,6 +307,8 @@ def _frozen_images(entry: Entry) -> None:
 
 
 def _special(entry: Entry) -> None:
+    if entry.key == "special_tokens" and not isinstance(entry.value, dict):
+        raise TypeError("it takes names of tokens, each with its text")
     entry.approximated("the tokenizer keeps its own; put them into its files if they differ")
 
 
@@ -311,6 +325,7 @@ def _reinitializes(entry: Entry) -> None:
 
 
 def _offloading(entry: Entry) -> None:
+    _require_switch(entry)
     entry.put("train.enable_activation_offload", bool(entry.value))
     if isinstance(entry.value, str):
         entry.explain("activations are moved to the host, in the one way there is")
@@ -479,6 +494,13 @@ AXOLOTL = Dialect(
     recognizes=_recognizes,
     same=SAME,
     computed=COMPUTED,
+    types=typed(
+        switch="sample_packing load_in_8bit load_in_4bit lora_target_linear train_on_inputs fp16"
+        " auto_resume_from_checkpoints float16 bfloat16 relora save_only_model reinit_weights"
+        " dataset_exact_deduplication curriculum_sampling use_wandb streaming",
+        number="sequence_len",
+        text="chat_template processor_type",
+    ),
     unsupported=UNSUPPORTED,
     families=FAMILIES,
     defaults={

@@ -8,7 +8,15 @@ program stands before one of the documentation, and that before the documented d
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.config.translate.dialect import Dialect, Rule, Values, if_true, is_flat, negated
+from penstock.config.translate.dialect import (
+    Dialect,
+    Rule,
+    Values,
+    if_true,
+    is_flat,
+    negated,
+    typed,
+)
 from penstock.config.translate.dialect import no_effect as idle
 from penstock.config.translate.erniekit.checkpoint import SAVING
 from penstock.config.translate.erniekit.data import DATA, data_is_there
@@ -214,6 +222,12 @@ ERNIEKIT = Dialect(
     title="ERNIEKit",
     recognizes=_recognizes,
     same=SAME,
+    types=typed(
+        switch="packing fuse_rope do_train do_eval disable_tqdm offload_optim unified_checkpoint"
+        " bf16 disable_ckpt_quant tensorwise_offload_optimizer fuse_rms_norm one_sample_in_one_seq"
+        " overwrite_output_dir amp_master_grad use_flash_attention",
+        text="train_dataset_path eval_dataset_path model_name_or_path logging_dir sharding optim",
+    ),
     computed={
         **{key: idle(why) for key, why in IDLE.items()},
         **MORE,

@@ -13,6 +13,7 @@ from penstock.config.translate.dialect import (
     is_flat,
     no_effect,
     only,
+    typed,
     where,
 )
 from penstock.config.translate.hf import schedule, training_arguments
@@ -412,6 +413,12 @@ LLAMA_FACTORY = Dialect(
     name="llama-factory",
     title="LLaMA-Factory",
     recognizes=_recognizes,
+    types=typed(
+        switch="save_only_model bf16 fp16 packing neat_packing disable_gradient_checkpointing"
+        " pure_bf16 fp8_enable_fsdp_float8_all_gather use_muon",
+        number="cutoff_len save_steps eval_steps",
+        text="template",
+    ),
     same={
         **training_arguments.SAME,
         "model_name_or_path": "model.model_path",

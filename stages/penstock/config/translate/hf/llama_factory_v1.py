@@ -13,6 +13,7 @@ from penstock.config.translate.dialect import (
     decides,
     no_effect,
     truth,
+    typed,
     unsupported,
     where,
 )
@@ -136,6 +137,11 @@ LLAMA_FACTORY_V1 = Dialect(
     name="llama-factory-v1",
     title="LLaMA-Factory v1",
     recognizes=_recognizes,
+    types=typed(
+        switch="bf16",
+        number="cutoff_len",
+        text="train_dataset eval_dataset batching_strategy cp_mode dist_config.name",
+    ),
     same={
         "model": "model.model_path",
         "output_dir": "train.output_dir",

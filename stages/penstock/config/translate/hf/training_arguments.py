@@ -139,15 +139,16 @@ def resuming(entry: Entry) -> None:
 
 def recomputing_arguments(entry: Entry) -> None:
     """`gradient_checkpointing_kwargs`."""
-    given = cast("dict[str, Any]", entry.value if isinstance(entry.value, dict) else {})
-    if "use_reentrant" in given:
-        entry.put("train.enable_reentrant", bool(given["use_reentrant"]))
-    else:
-        entry.no_effect("only use_reentrant is read")
+    if not isinstance(entry.value, dict):
+        entry.refuse("is a mapping, such as {use_reentrant: false}")
+        return
+    entry.no_effect("either form of recomputation gives the same gradients")
 
 
 def in_bits(entry: Entry) -> None:
     """`bf16` and `fp16` over weights in float32."""
+    if entry.value not in (True, False, "auto", "full"):
+        raise ValueError("it takes true, false, auto and full")
     if entry.get("fp16") is True:
         entry.put("train.precision", "fp16_mixed")
     elif entry.get("bf16") in (True, "auto"):

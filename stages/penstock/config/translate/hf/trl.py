@@ -13,6 +13,7 @@ from penstock.config.translate.dialect import (
     no_effect,
     only,
     truth,
+    typed,
     where,
 )
 from penstock.config.translate.hf import schedule, training_arguments
@@ -272,10 +273,18 @@ DEFAULTS: Mapping[str, Any] = {
 
 BEATEN = {"dtype": ("torch_dtype",), "max_length": ("max_seq_length",)}
 
+TYPES = typed(
+    switch="bf16 fp16 push_to_hub use_peft load_in_4bit load_in_8bit packing assistant_only_loss"
+    " finetune_vision_layers finetune_audio_layers",
+    number="eval_steps save_steps max_length max_seq_length dataset_mixture.seed",
+    text="torch_dtype dtype chat_template dataset_name dataset_text_field packing_strategy",
+)
+
 TRL = Dialect(
     name="trl",
     title="TRL",
     recognizes=_is_trl,
+    types=TYPES,
     same=SAME,
     computed={
         **COMPUTED,
@@ -298,6 +307,7 @@ TRL_DPO = Dialect(
     name="trl-dpo",
     title="TRL's DPO",
     recognizes=lambda values: _is_trl(values) and _is_of_pairs(values),
+    types=TYPES,
     same={
         **SAME,
         "beta": "preference.beta",

@@ -59,8 +59,10 @@ OPT = Architecture(
 """Its norms add 1e-5, and each query head has keys of its own."""
 EPSILON_OF_OPT = 1e-5
 
+LLAMA = ("rmsnorm", "whole", "swiglu")
+
 ARCHITECTURES = {
-    ("rmsnorm", "whole", "swiglu"): Architecture("llama", "rms_norm_eps"),
+    LLAMA: Architecture("llama", "rms_norm_eps"),
     ("rmsnorm", "share", "swiglu"): Architecture("glm4_moe", "rms_norm_eps", ()),
     ("rmsnorm", "whole", "gelu"): Architecture("arcee", "rms_norm_eps"),
     ("layernorm", "whole", "gelu"): Architecture("jais2", "layer_norm_eps"),
@@ -71,6 +73,8 @@ ARCHITECTURES = {
 }
 
 MIXTRAL = Architecture("mixtral", "rms_norm_eps", ())
+MISTRAL = Architecture("mistral", "rms_norm_eps", ())
+"""A llama whose layers may have a window."""
 
 
 def put_architecture(draft: Draft) -> None:
@@ -88,10 +92,8 @@ def put_architecture(draft: Draft) -> None:
         str(said(ACTIVATION)).lower(),
     )
     has_experts = bool(draft.value(f"{FOUNDATION}.num_local_experts"))
-    found = ARCHITECTURES.get(parts)
-    if has_experts:
-        found = MIXTRAL if parts == ("rmsnorm", "whole", "swiglu") else None
     biased = bool(said(BIASES))
+    found = _find(draft, parts, biased=biased, has_experts=has_experts)
     if found is None or (biased and not found.biases):
         _refuse(draft, parts, biased, has_experts)
         return
@@ -115,6 +117,19 @@ def put_architecture(draft: Draft) -> None:
         draft.set_line(
             key, "approximated", "norms decay towards a factor of 1, and there towards 0"
         )
+
+
+def _find(
+    draft: Draft, parts: tuple[str, str, str], *, biased: bool, has_experts: bool
+) -> Architecture | None:
+    """The architecture of these parts; a window of attention is refused where it has none."""
+    window = f"{FOUNDATION}.sliding_window"
+    if has_experts:
+        return MIXTRAL if parts == LLAMA else None
+    if parts == LLAMA and not biased and draft.has(window):
+        return MISTRAL
+    draft.drop(window, "models of these parts attend to all that is before a token", "refused")
+    return ARCHITECTURES.get(parts)
 
 
 def _put_heads(draft: Draft) -> None:

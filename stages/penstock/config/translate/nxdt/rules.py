@@ -15,6 +15,7 @@ from penstock.config.translate.dialect import (
     if_true,
     listed,
     no_effect,
+    typed,
     unless_minus_one,
 )
 from penstock.config.translate.interpolation import resolve_references
@@ -337,6 +338,23 @@ NXDT = Dialect(
     recognizes=_recognizes,
     same=SAME,
     computed=COMPUTED,
+    types=typed(
+        switch="exp_manager.create_tensorboard_logger exp_manager.resume_if_exists"
+        " exp_manager.resume_ignore_no_checkpoint exp_manager.create_checkpoint_callback"
+        " exp_manager.checkpoint_callback_params.use_master_weights_in_ckpt model.has_bias"
+        " distributed_strategy.zero1 model.do_layer_norm_weight_decay model.weight_init_only"
+        " model.fusions.ring_attention model.moe.dropless model.moe.output_router_logits"
+        " model_alignment_strategy.dpo.precompute_ref_log_probs model.use_scaled_init_method"
+        " model_alignment_strategy.sft.packing model_alignment_strategy.peft.merge_lora"
+        " model_alignment_strategy.peft.load_lora_from_ckpt data.reset_position_ids data.packing"
+        " data.reset_attention_mask model.share_embeddings_and_output_weights",
+        number="distributed_strategy.kv_replicator model.max_position_embeddings model.num_layers"
+        " model.hidden_size model.moe.num_experts model.moe.top_k model.ffn_hidden_size"
+        " model.num_attention_heads model.sliding_window_size model.rope_theta"
+        " model.moe.capacity_factor model.init_method_std",
+        text="exp_manager.name data.train_dir data.val_dir data.splits_string"
+        " data.tokenizer.vocab_file model_alignment_strategy.dpo.loss_type",
+    ),
     defaults=DEFAULTS,
     overridden_by={
         **optimizer.BEATEN,

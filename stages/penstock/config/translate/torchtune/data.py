@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, cast
 
-from penstock.config.translate.dialect import Rule, Table, listed, no_effect
+from penstock.config.translate.dialect import Rule, Table, listed, no_effect, typed
 from penstock.config.translate.translate_key import translate_items
 from penstock.config.translate.translation import Entry
 
@@ -180,6 +180,7 @@ def _partition(entry: Entry) -> None:
 
 
 TABLE = Table(
+    types=typed(switch="packed train_on_input"),
     same={
         "name": "name",
         "subset": "name",

@@ -14,6 +14,7 @@ from penstock.config.translate.dialect import (
     no_effect,
     refused,
     truth,
+    typed,
     unsupported,
 )
 from penstock.config.translate.hf import schedule
@@ -32,6 +33,13 @@ ADAPTED = ("lora_", "qlora_", "dora_", "qdora_")
 
 MLP = ["gate_proj", "up_proj", "down_proj"]
 NAMES_OF_LAYERS = {"output_proj": "o_proj"}
+
+FUSED_MODELS = ("phi3", "phi4")
+FUSED_LAYERS = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
+    **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
+}
+"""Layers of torchtune that are rows of one layer in the checkpoints of these models."""
 
 CROSS_ENTROPY = "CrossEntropyLoss"
 PREFERENCE_LOSSES = {"DPOLoss": "sigmoid", "RSOLoss": "hinge", "SimPOLoss": "simpo"}
@@ -106,7 +114,12 @@ def _targets(entry: Entry) -> None:
     names = [NAMES_OF_LAYERS.get(name, name) for name in attention]
     names += MLP if entry.get("model.apply_lora_to_mlp") else []
     names += ["lm_head"] if entry.get("model.apply_lora_to_output") else []
-    entry.put("lora.lora_target_modules", names)
+    if any(f".{model}." in str(entry.get(MODEL)) for model in FUSED_MODELS):
+        fused = list(dict.fromkeys(FUSED_LAYERS.get(name, name) for name in names))
+        entry.put("lora.lora_target_modules", fused)
+        entry.approximated("checkpoints of this model have one layer for q, k and v")
+    else:
+        entry.put("lora.lora_target_modules", names)
 
 
 def _quantized_base(entry: Entry) -> None:
@@ -392,6 +405,13 @@ TORCHTUNE = Dialect(
     recognizes=_recognizes,
     same=SAME,
     computed=COMPUTED,
+    types=typed(
+        switch="model.apply_lora_to_mlp model.apply_lora_to_output resume_from_checkpoint"
+        " save_adapter_weights_only profiler.enabled fsdp.cpu_offload fsdp_cpu_offload"
+        " model.quantize_base dataset.packed",
+        number="tokenizer.max_seq_len",
+        text="model._component_",
+    ),
     families=FAMILIES,
     defaults={
         "optimizer.weight_decay": 0.01,
