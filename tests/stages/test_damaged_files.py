@@ -71,8 +71,9 @@ def safetensors(folder: Path) -> Path:
 
 
 def index(folder: Path) -> Path:
-    safetensors(folder)
-    write_json(folder / INDEX, {"weight_map": {"a": SINGLE}})
+    shard = "model-00001-of-00001.safetensors"
+    safetensors(folder).rename(folder / shard)
+    write_json(folder / INDEX, {"weight_map": {"a": shard}})
     return folder / INDEX
 
 

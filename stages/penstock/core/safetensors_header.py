@@ -41,14 +41,20 @@ class Entry:
     start: int
     """Offset of its first byte in the file."""
 
+    @property
+    def num_bytes(self) -> int:
+        """Size of its values."""
+        return math.prod(self.shape) * WIDTHS[self.dtype]
+
 
 def files_by_tensor(folder: Path, single: str = SINGLE) -> dict[str, Path]:
-    """The file of each tensor of a folder, from the index or else the single file `single`.
+    """The file of each tensor of a folder: the single file `single`, or else those of the index.
 
-    Raises CapabilityError if there is neither, or if it cannot be read.
+    transformers takes the single file, too, where both are there. Raises CapabilityError if there
+    is neither, or if it cannot be read.
     """
     index = folder / INDEX
-    if index.is_file():
+    if index.is_file() and not (folder / single).is_file():
         try:
             weight_map = json.loads(index.read_bytes())["weight_map"]
             # Keep only the file name: an index must not point outside its folder.
@@ -86,11 +92,26 @@ def read_header(file: Path) -> Mapping[str, Entry]:
     if not isinstance(header, dict):
         raise unreadable(file, "its header is not a table")
     entries = cast("dict[str, Any]", header)
-    return {
-        name: _entry(file, name, entry, 8 + length, size)
+    begin = 8 + length
+    tensors = {
+        name: _entry(file, name, entry, begin, size)
         for name, entry in entries.items()
         if name != "__metadata__"
     }
+    end = begin
+    for name, tensor in sorted(
+        tensors.items(), key=lambda item: (item[1].start, item[1].num_bytes)
+    ):
+        # As in the safetensors library: tensors follow each other without gaps or overlaps.
+        if tensor.start != end:
+            raise unreadable(
+                file,
+                f"{name} begins at byte {tensor.start}, and the tensors before it end at {end}",
+            )
+        end += tensor.num_bytes
+    if end != size:
+        raise unreadable(file, f"its tensors end at byte {end} of {size}")
+    return tensors
 
 
 def _entry(file: Path, name: str, entry: Any, begin: int, size: int) -> Entry:

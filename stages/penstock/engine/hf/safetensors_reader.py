@@ -118,7 +118,7 @@ class SafetensorsFolder:
         """A box of a tensor, on the CPU, as stored."""
         found = self.stored(name)
         width = found.dtype.itemsize
-        raw = torch.empty(math.prod(sizes) * width, dtype=torch.uint8)
+        raw = torch.empty(math.prod(sizes) * width, dtype=torch.uint8, device="cpu")
         into = raw.numpy().data
         descriptor, done = self._descriptor(self._files[name]), 0
         for first, count in _runs(found.shape, offsets, sizes):
