@@ -18,6 +18,7 @@ from penstock.api.tables import outcome_table as outcome_table
 from penstock.api.tables import table as table
 from penstock.core.errors import PenstockError
 from penstock.core.os_errors import describe_os_error, is_of_the_machine
+from penstock.core.process.hangup import hangup_signals, lossy_output
 
 if TYPE_CHECKING:  # the store imports pydantic, which `--help` does without
     from penstock.core.cache.store import StageResult
@@ -59,7 +60,7 @@ def run(console: Console, command: Callable[[], dict[str, Any] | None]) -> int:
     The command may return fields to add to the JSON object.
     """
     try:
-        with _sigterm_as_exit():
+        with lossy_output("stderr"), _signals_as_exit():
             more = command()
     except PenstockError as error:
         return _report_error(console, error, str(error), error.exit_code)
@@ -68,9 +69,9 @@ def run(console: Console, command: Callable[[], dict[str, Any] | None]) -> int:
             console, error, "interrupted; run the same command again to resume", 130
         )
     except SystemExit as error:
-        if error.code == 128 + signal.SIGTERM:
+        if error.code in (128 + signal.SIGTERM, 128 + signal.SIGHUP):
             text = "terminated; run the same command again to resume"
-            return _report_error(console, error, text, 128 + signal.SIGTERM)
+            return _report_error(console, error, text, int(error.code))
         raise
     except BrokenPipeError:
         # The reader of stdout (`| head`) has exited; flushing at exit must not fail.
@@ -109,14 +110,17 @@ def _outcome_as_json(outcome: "StageResult") -> dict[str, Any]:
 
 
 @contextmanager
-def _sigterm_as_exit() -> Generator[None]:
-    """Turn SIGTERM into SystemExit, so that child processes end and locks are released."""
+def _signals_as_exit() -> Generator[None]:
+    """Turn SIGTERM and SIGHUP into SystemExit, so that child processes end and locks are
+    released."""
 
     def unwind(signum: int, _frame: object) -> None:
         raise SystemExit(128 + signum)
 
-    before = signal.signal(signal.SIGTERM, unwind)
+    signals = (signal.SIGTERM, *hangup_signals())
+    before = [(signum, signal.signal(signum, unwind)) for signum in signals]
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for signum, handler in before:
+            signal.signal(signum, handler)

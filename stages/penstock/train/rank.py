@@ -16,6 +16,7 @@ from penstock.core import env
 from penstock.core.cache.record import write_record
 from penstock.core.errors import ConfigError, PenstockError
 from penstock.core.process.die_with_parent import end_with_parent, outlive_parent_by
+from penstock.core.process.hangup import lossy_output
 from penstock.core.process.rank_heartbeat import Heartbeat
 from penstock.engine.build import BuiltModel, assemble
 from penstock.engine.distributed.ranks import ProcessInfo, destroy_process_group, init_process_group
@@ -116,12 +117,13 @@ def _be_rank(job: Job, pulse: Heartbeat, work: Work) -> None:
         (job.config.launch.timeout or DEFAULT_TIMEOUT_SECONDS) + MARGIN_SECONDS, pulse
     )
     faulthandler.enable()
-    try:
-        run_rank(job, ranks, stop, work)
-    except Exception as error:
-        log.exception("failed")
-        write_failure(job.output_dir / LOGS, ranks.rank, error)
-        raise
+    with lossy_output("stdout", "stderr"):
+        try:
+            run_rank(job, ranks, stop, work)
+        except Exception as error:
+            log.exception("failed")
+            write_failure(job.output_dir / LOGS, ranks.rank, error)
+            raise
 
 
 def run_rank(

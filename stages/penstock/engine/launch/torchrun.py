@@ -16,11 +16,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.core.process.hangup import READER_GONE
+
 if TYPE_CHECKING:  # a finished run imports this file and starts nothing
     from penstock.core.process.byte_stream import ByteStream
 
-REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
-"""Signals that request a stop: from users, schedulers, and a deadline."""
+REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM)
+"""Signals that request a stop: from users, schedulers, a closed terminal, and a deadline."""
 
 RDZV_BACKEND = "penstock"
 """The name of our rendezvous in torchrun, which the agent registers."""
@@ -91,12 +93,14 @@ def _copy(
 
 
 def _say(sink: "ByteStream", text: bytes) -> None:
-    """Raises SystemExit on a closed pipe: the reader is gone, and retrying does not help."""
+    """Raises SystemExit on a closed pipe or terminal: the reader is gone, and retrying does not
+    help. What a full disk does not take is lost."""
     try:
         sink.write(text)
         sink.flush()
-    except BrokenPipeError:
-        raise SystemExit(128 + signal.SIGPIPE) from None
+    except OSError as error:
+        if error.errno in READER_GONE:
+            raise SystemExit(128 + signal.SIGPIPE) from None
 
 
 def _end(child: "subprocess.Popen[bytes]", sink: "ByteStream", seconds: float) -> None:

@@ -1,9 +1,11 @@
-"""Graceful stop on SIGTERM, SIGINT or a STOP file: finish the step, save, exit."""
+"""Graceful stop on a signal or a STOP file: finish the step, save, exit."""
 
 import signal
 import time
 from pathlib import Path
 from types import FrameType
+
+from penstock.core.process.hangup import hangup_signals
 
 STOP_FILE = "STOP"
 """A file of this name in the run folder requests a stop, from any machine that shares the
@@ -15,7 +17,7 @@ short."""
 
 
 class StopRequest:
-    """A stop request: set by SIGTERM, SIGINT or a timeout alarm, and by a file in `folder`.
+    """A stop request: set by SIGTERM, SIGINT, SIGHUP or a timeout alarm, and by a file in `folder`.
 
     The handler only sets a flag: printing into a closed pipe would raise in the middle of a step,
     and the emergency checkpoint would be lost.
@@ -28,7 +30,7 @@ class StopRequest:
 
     def install_handlers(self) -> "StopRequest":
         """Install the handlers; must be called in the main thread."""
-        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
+        for signum in (signal.SIGTERM, signal.SIGINT, *hangup_signals(), signal.SIGALRM):
             signal.signal(signum, self._handle_signal)
         return self
 
