@@ -550,15 +550,20 @@ def reference_step(
 ) -> PlannedStage:
     """The reference step: computes log-probs of packed completions under the reference model."""
     root = data_root(run)
+    initial = pin_init_checkpoint(run)
     stage = Reference(
-        settings=reference_settings(run, has_weights=origin.weights is not None),
+        settings=reference_settings(
+            run,
+            has_weights=origin.weights is not None,
+            # With LoRA a checkpoint has the adapter.
+            has_adapter=run.lora.enable_lora and bool(origin.adapter or initial),
+        ),
         packed=packed,
         origin=origin,
         run_config=run,
         root=local_cache_dir(root),
         ranks=ranks,
-        # With LoRA a checkpoint has only the adapter, and the reference is the base model.
-        initial=None if run.lora.enable_lora else pin_init_checkpoint(run),
+        initial=initial,
     )
     return PlannedStage.in_root(stage, root)
 

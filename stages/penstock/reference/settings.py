@@ -16,7 +16,7 @@ QUANTIZED = ("enable_qlora", "quant_format", "quant_group_size", "exclude_module
 
 
 class ReferenceSettings(Settings):
-    """Cache identity of reference log-probs; independent of the preference loss and of adapters."""
+    """Cache identity of reference log-probs; independent of the preference loss."""
 
     model: dict[str, Any]
     computes_in: str
@@ -26,30 +26,38 @@ class ReferenceSettings(Settings):
     """Quantization of the base model with QLoRA, else None."""
     seed: int | None
     """Seed of random initialization; None if weights are loaded."""
+    adapter: dict[str, Any] | None = None
+    """Settings of the adapter that training starts from; None if it starts from none."""
     encode_dtype: str | None = None
     """Data type of stored features of images; None where images are computed in the step."""
 
 
-def reference_settings(run: RunConfig, *, has_weights: bool) -> ReferenceSettings:
-    """Build the reference settings of a run."""
+def reference_settings(
+    run: RunConfig, *, has_weights: bool, has_adapter: bool
+) -> ReferenceSettings:
+    """Build the reference settings of a run; `has_adapter`: it starts from a trained adapter."""
     return ReferenceSettings(
         model=identity_fields(run, "model"),
         computes_in=run.train.computes_in,
         numbers=identity_fields(run, "train", NUMERICS_FIELDS),
         quantized=identity_fields(run, "lora", QUANTIZED) if run.lora.enable_qlora else None,
         seed=None if has_weights else run.train.seed,
+        adapter=identity_fields(run, "lora") if has_adapter else None,
         encode_dtype=encode_settings(run).dtype if run.data.encode_images else None,
     )
 
 
-def reference_run(run: RunConfig) -> RunConfig:
-    """Config with which the reference model is built.
+def reference_run(run: RunConfig, *, has_adapter: bool) -> RunConfig:
+    """Config with which the reference model is built: that which training starts from.
 
-    With LoRA, it has untrained rank-1 adapters, which change no output but keep the base weights as
-    small (frozen, quantized) as in training.
+    With LoRA, it has the adapter that training starts from (`has_adapter`), or untrained rank-1
+    adapters, which change no output but keep the base weights as small (frozen, quantized) as in
+    training.
     """
     lora = LoraConfig()
-    if run.lora.enable_lora:
+    if has_adapter:
+        lora = run.lora
+    elif run.lora.enable_lora:
         kept = {name: getattr(run.lora, name) for name in QUANTIZED}
         lora = LoraConfig(enable_lora=True, lora_rank=1, **kept)
     plain = {"optimizer": "sgd", "optimizer_offload": "none", "fuse_optimizer_step": False}

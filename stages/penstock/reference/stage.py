@@ -43,7 +43,7 @@ class Reference(Stage):
 
     name: ClassVar[str] = "reference"
     version: ClassVar[int] = 1
-    neutral: ClassVar[Mapping[str, Any]] = {"encode_dtype": None}
+    neutral: ClassVar[Mapping[str, Any]] = {"adapter": None, "encode_dtype": None}
     module: ClassVar[str] = MODULE
 
     settings: ReferenceSettings  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -55,7 +55,7 @@ class Reference(Stage):
     """Local folder with the shared log-probs in its subfolder `scores`."""
     ranks: Literal["torchrun", "this_process"] = "torchrun"
     initial: Source | None = None
-    """A checkpoint whose weights replace the model's (`init_checkpoint_path`)."""
+    """A checkpoint whose weights, or adapter, replace the model's (`init_checkpoint_path`)."""
 
     @property
     def model(self) -> Mapping[str, Input]:
@@ -63,13 +63,16 @@ class Reference(Stage):
         found: dict[str, Input] = {"config": self.origin.config}
         if self.origin.weights:
             found["weights"] = self.origin.weights
+        if self.origin.adapter:
+            found["adapter"] = self.origin.adapter
         if self.initial:
             found["initial"] = self.initial
         return found
 
     @property
     def inputs(self) -> Mapping[str, Input]:
-        """The packed rows, the model's config and weights, and the initial checkpoint, if any."""
+        """The packed rows, the model's config and weights, and the adapter and the checkpoint that
+        training starts from, if any."""
         return {"packed": self.packed, **self.model}
 
     @property
@@ -107,9 +110,8 @@ class Reference(Stage):
 
     def job(self, output_dir: Path) -> Job:
         """Build the job of the ranks on this machine."""
-        origin = replace(self.origin, adapter=None, adapter_path=None)
-        run = reference_run(self.run_config)
-        job = build_job(stage_key(self), run, self.packed, origin, output_dir)
+        run = reference_run(self.run_config, has_adapter=self.settings.adapter is not None)
+        job = build_job(stage_key(self), run, self.packed, self.origin, output_dir)
         return replace(
             job,
             ref_logprobs=self.shared_folder.resolve(),
