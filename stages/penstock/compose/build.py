@@ -105,7 +105,7 @@ def compose_config(
         **vision,
         **form.token_entries(tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)),
         "tie_word_embeddings": bool(text_config.get("tie_word_embeddings", False)),
-        "dtype": str(declared_dtype(text_config)).removeprefix("torch."),
+        "dtype": str(declared_dtype(text_config) or torch.float32).removeprefix("torch."),
     }
     get_family(config, "native").read(config)
     return config, text_config, tokenizer

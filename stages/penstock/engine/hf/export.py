@@ -6,6 +6,7 @@ If adapters were merged during training (ReLoRA), the adapters alone are not the
 only `hf/`.
 """
 
+import operator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -193,7 +194,14 @@ def _with_prediction_layers(
 def _dtype(form: ExportFormat, origin: ModelSource, hf_config: Any) -> torch.dtype:
     if form.dtype != "auto":
         return DTYPES[form.dtype]
-    return declared_dtype(hf_config) if origin.model_path else torch.float32
+    if declared := declared_dtype(hf_config):
+        return declared if origin.model_path else torch.float32
+    if (folder := _folder(origin)) is None:
+        return torch.float32
+    with SafetensorsFolder(folder) as weights:
+        # As dtype="auto" of transformers: that of the first floating-point tensor.
+        stored = (weights.stored(name).dtype for name in weights.names())
+        return next(filter(operator.attrgetter("is_floating_point"), stored), torch.float32)
 
 
 def _base(

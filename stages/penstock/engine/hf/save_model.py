@@ -94,7 +94,9 @@ def write_hf_folder(
 
 def _with_dtype(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     """The config with this dtype, also for the language model of a multimodal one."""
-    found = {**config, "dtype": name}
+    # transformers 4 wrote, and reads, `torch_dtype`.
+    both = ("dtype", *({"torch_dtype"} & config.keys()))
+    found = {**config, **dict.fromkeys(both, name)}
     text = config.get(TEXT_CONFIG)
     if isinstance(text, Mapping) and (declared := {"dtype", "torch_dtype"} & set(text)):
         found[TEXT_CONFIG] = {**text, **dict.fromkeys(declared, name)}
@@ -210,15 +212,14 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def declared_dtype(hf_config: Mapping[str, Any]) -> torch.dtype:
-    """The dtype that a config.json declares; if none or an unsupported one, float32, or bfloat16 of
-    a quantized model.
-    """
+def declared_dtype(hf_config: Mapping[str, Any]) -> torch.dtype | None:
+    """The dtype that a config.json declares; bfloat16 for a quantized model, else None, if it
+    declares none or an unsupported one."""
     text = hf_config.get(TEXT_CONFIG)
     configs = [hf_config, text] if isinstance(text, Mapping) else [hf_config]
     found = (each.get("dtype") or each.get("torch_dtype") for each in configs)
     declared = next(filter(None, found), None)
-    default = torch.bfloat16 if hf_config.get("quantization_config") else torch.float32
+    default = torch.bfloat16 if hf_config.get("quantization_config") else None
     return DTYPES.get(str(declared).removeprefix("torch."), default)
 
 
