@@ -149,3 +149,17 @@ def test_of_answers_that_are_added_these_alone_are_computed(trained):
     [second] = set(files) - {first}
     assert again["reference"].facts["samples"] == outcomes["reference"].facts["samples"] + 3
     assert second.stat().st_size < first.stat().st_size
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_a_run_that_starts_from_adapters_is_compared_with_the_model_that_has_them(tmp_path):
+    lora = {"enable_lora": True, "lora_rank": 4}
+    first = bring(write_preferences(tmp_path, lora=lora))
+    checkpoint = tmp_path / "out" / first["train"].facts["checkpoint"]
+    start = {"init_checkpoint_path": str(checkpoint)}
+    second = bring(write_preferences(tmp_path, out="second", lora=lora, train=start))
+    assert second["reference"].key != first["reference"].key
+    before = next(r for r in read_metrics(tmp_path / "second/metrics.jsonl") if "eval_loss" in r)
+    assert before["eval_loss"] == pytest.approx(0.693147, rel=1e-5)
+    assert before["eval_rewards/margins"] == pytest.approx(0, abs=1e-5)

@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 
 from penstock.core.cache.stage import Artifact, Facts, stage_key
-from penstock.core.files import regular_files
+from penstock.core.files import PART, regular_files
 from penstock.core.sources.pin import pin_data, pin_tokenizer
 from penstock.prepare.settings import DatasetSettings, PrepareSettings
 from penstock.prepare.stage import Prepare
@@ -79,5 +79,6 @@ def said(table: pa.Table) -> list[str]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder, by its name there."""
-    return {str(p.relative_to(folder)): p.read_bytes() for p in regular_files(folder)}
+    """Every file below a folder, by its name there, but the temporary ones of an attempt."""
+    files = (path for path in regular_files(folder) if path.suffix != PART)
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}

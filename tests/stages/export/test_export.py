@@ -21,7 +21,7 @@ from transformers import (
 
 from penstock.core.cache.stage import Artifact
 from penstock.core.errors import ArtifactError, CapabilityError
-from penstock.core.files import regular_files, write_json
+from penstock.core.files import PART, read_json, regular_files, write_json
 from penstock.core.sources.pin import pin_model, pin_tokenizer
 from penstock.engine.checkpoint.model_reader import CheckpointReader
 from penstock.engine.model_source import LoraArgs, ModelSource
@@ -144,7 +144,11 @@ def test_shards_hold_the_same_tensors_as_one_file(tmp_path):
 
 
 def contents(folder) -> dict[str, bytes]:
-    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in regular_files(folder)}
+    return {
+        p.relative_to(folder).as_posix(): p.read_bytes()
+        for p in regular_files(folder)
+        if p.suffix != PART
+    }
 
 
 def test_rerun_after_a_crash_keeps_finished_shards_and_gives_the_same_bytes(tmp_path, monkeypatch):
@@ -184,6 +188,13 @@ def test_dtype_follows_the_base_model_and_a_written_one_wins(tmp_path):
     from_base = export_of(trained, base, model_path=base)
     assert from_base.run(tmp_path / "auto")["dtype"] == "bfloat16"
     assert loaded(tmp_path / "auto/hf", dtype="auto").dtype == torch.bfloat16
+    # A config that declares no dtype, and one of transformers 4.
+    declared = read_json(base / "config.json")
+    del declared["dtype"]
+    for name, entries in {"none": {}, "old": {"torch_dtype": "bfloat16"}}.items():
+        write_json(base / "config.json", {**declared, **entries})
+        assert export_of(trained, base, model_path=base).run(tmp_path / name)["dtype"] == "bfloat16"
+        assert read_json(tmp_path / name / "hf/config.json")["dtype"] == "bfloat16"
     half = export_of(trained, base, model_path=base, dtype="float16")
     half.run(tmp_path / "half")
     tensors = load_file(tmp_path / "half/hf/model.safetensors")
