@@ -75,7 +75,7 @@ class ParallelConfig(ConfigSection):
     `tensor_parallel_size` holds only its part of a sequence's tokens. Less memory, the same
     traffic."""
 
-    tp_reduce_dtype: Unkeyed[Literal["bf16", "fp32"] | None] = None
+    tp_reduce_dtype: Unkeyed[Literal["fp32", "bf16"] | None] = None
     """Tensor parallelism: dtype in which the ranks of `tensor_parallel_size` reduce outputs and
     gradients of layers. `fp32` doubles the traffic of a bfloat16 run and rounds only once. Unset:
     the dtype of the activations."""
