@@ -53,13 +53,16 @@ done
 if [ -z "$wanted" ] && command -v uv >/dev/null; then
     for version in 3.14 3.13 3.12 3.11; do
         rm -rf "$venv"
-        if uv venv --quiet --seed --python "$version" "$venv" 2>/dev/null && has_torch; then
-            echo "$venv: Python $version (of uv)"
-            exit 0
+        if why=$(uv venv --quiet --seed --python "$version" "$venv" 2>&1); then
+            if has_torch; then
+                echo "$venv: Python $version (of uv)"
+                exit 0
+            fi
+            why="the package index has no wheel of torch $torch for Python $version"
         fi
     done
     rm -rf "$venv"
-    skip "uv provides none either" || true
+    skip "uv provides none either: $(echo "$why" | sed -n 's/^ *//; $p')" || true
 fi
 echo "error: Penstock needs Python 3.11 to 3.14${wanted:+, and PYTHON is $wanted}${skipped:-; it is missing or does not run}; name one: make install PYTHON=/path/to/python" >&2
 exit 1
