@@ -10,6 +10,8 @@ import pytest
 
 from penstock.config.loading.load import load
 from tests.cli.command import penstock
+from tests.pipeline.media.test_image_chain import write_model
+from tests.stages.prepare.media.test_images import asking, expected, write_data
 
 ROWS = 60
 TINY = ("--model", "builtin:tiny-qwen3")
@@ -124,6 +126,17 @@ def test_a_file_gets_a_config_that_packs_as_it_is(shape, tmp_path, monkeypatch):
     assert packed.code == 0, packed.err
     rows = packed.last["stages"][-1]["facts"]["rows"]
     assert min(rows.values()) > 0
+
+
+def test_samples_with_images_have_the_tokens_of_transformers_processor(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = write_model(tmp_path / "model", "qwen2_5_vl")
+    data = write_data(tmp_path, [asking()] * ROWS + [asking("0.jpg", "1.jpg")])
+    said = penstock("init", str(data), "-o", "mine.yaml", "--model", "model")
+    assert "warning" not in said.err
+    longest = len(expected(model, asking("0.jpg", "1.jpg")).data["input_ids"][0])
+    assert f"the longest of {ROWS + 1} has {longest}." in said.err
+    assert penstock("check", "mine.yaml").code == 0
 
 
 def test_values_follow_the_data_the_model_and_the_machine(tmp_path, monkeypatch):

@@ -17,7 +17,6 @@ from penstock.config.rules.run import rule_violations
 from penstock.config.schema.dataset import DatasetConfig
 from penstock.config.schema.run import RunConfig
 from penstock.core import env
-from penstock.core.cache.stage import Source
 from penstock.core.errors import (
     CapabilityError,
     ConfigError,
@@ -47,11 +46,10 @@ from penstock.outputs import find_unwritable, output_folders
 from penstock.pins import DATASET_FIELDS, check_checkpoints, pin_dataset, resolve_dataset_type
 from penstock.plan import dataset_settings, includes_stage, prepare_step, user_prepared_step
 from penstock.prepare.chat_template import describe_template, resolve_chat_template
-from penstock.prepare.settings import DatasetSettings
 from penstock.prepare.stage import Prepare
 
 if TYPE_CHECKING:
-    from penstock.prepare.first_records import FirstSamples, ImageSource
+    from penstock.prepare.first_records import FirstSamples
 
 Found = TypeVar("Found")
 Status = Literal["ok", "fault", "not looked at"]
@@ -282,7 +280,7 @@ def _check_dataset(
     """The data set with its type, and a summary of its first records. `counts` receives the number
     of samples if these are all records."""
     from penstock.prepare.dataset_type import INFER_RECORDS
-    from penstock.prepare.first_records import first_samples
+    from penstock.prepare.first_records import first_samples, image_source
     from penstock.prepare.infer_type import read_first
 
     token, notes = run.data.hf_use_auth_token, list[str]()
@@ -302,7 +300,7 @@ def _check_dataset(
     role = "train" if ".datasets." in at else "test"
     only = tuple(run.data.select_columns) if run.data.select_columns else None
     its = dataset_settings(run, typed, role)
-    found = first_samples(records, its, tokenizer, only, _image_source(run, source, its))
+    found = first_samples(records, its, tokenizer, only, image_source(run, source, its))
     if not found.samples or (found.bad and not run.data.bad_rows_allowed):
         raise StageError(
             f"{redact(dataset.path)}, read as type: {typed.type}: {found.records - found.samples} "
@@ -321,23 +319,6 @@ def _check_dataset(
         + "".join(f"\n  warning: {fault}" for fault in found.unread)
         + "".join(f"\n  {line}" for line in found.warnings)
     )
-
-
-def _image_source(run: RunConfig, source: Source, its: DatasetSettings) -> "ImageSource":
-    """Where the images of the first records are."""
-    from penstock.prepare.first_records import ImageSource
-    from penstock.prepare.readers.file_splits import split_source
-    from penstock.prepare.readers.image_pins import image_root
-
-    folder = None
-    if source.pin["kind"] == "files":
-        pieces = split_source(
-            source, ds_type=its.ds_type, streaming=its.streaming, token=run.data.hf_use_auth_token
-        )
-        folder = image_root(pieces[0], its)
-    pinned = pin_tokenizer(run.model.tokenizer_source)
-    path = resolve_folder(run.model.tokenizer_source, pinned)
-    return ImageSource((path, pinned.pin.get("commit")), folder)
 
 
 def _check_media(run: RunConfig, results: Sequence[CheckResult]) -> list[CheckResult]:

@@ -9,7 +9,11 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from penstock.config.schema.run import RunConfig
+from penstock.core.cache.stage import Source
 from penstock.core.errors import ConfigError
+from penstock.core.sources.pin import pin_tokenizer
+from penstock.core.sources.pin_remote import resolve_folder
 from penstock.media.bounds import MediaBounds
 from penstock.media.cache import MediaCache
 from penstock.media.load import load_processor
@@ -21,6 +25,8 @@ from penstock.prepare.encode.images import ImagesFound
 from penstock.prepare.encode.render_chat import NO_TEMPLATE
 from penstock.prepare.infer_type import infer_format
 from penstock.prepare.notices import token_warnings
+from penstock.prepare.readers.file_splits import split_source
+from penstock.prepare.readers.image_pins import image_root
 from penstock.prepare.readers.records import Batch, Value
 from penstock.prepare.settings import DatasetSettings
 from penstock.prepare.slice_images import load_slice_images
@@ -66,6 +72,22 @@ class FirstSamples:
     """An included chat template that renders the records, if the tokenizer's own does not."""
     hint: str = ""
     """What to write instead, where records have no sample."""
+
+
+def image_source(run: RunConfig, source: Source, settings: DatasetSettings) -> ImageSource:
+    """Where the images of a source's records are."""
+    folder = None
+    if source.pin["kind"] == "files":
+        pieces = split_source(
+            source,
+            ds_type=settings.ds_type,
+            streaming=settings.streaming,
+            token=run.data.hf_use_auth_token,
+        )
+        folder = image_root(pieces[0], settings)
+    pinned = pin_tokenizer(run.model.tokenizer_source)
+    path = resolve_folder(run.model.tokenizer_source, pinned)
+    return ImageSource((path, pinned.pin.get("commit")), folder)
 
 
 def first_samples(

@@ -140,6 +140,48 @@ def test_only_what_a_pattern_finds_last_is_compared(exported, tmp_path):
         exact_match(folder, data, answer=re.compile("####"), **asked)
 
 
+def rewrite(artifact: Artifact, change) -> Artifact:
+    """Replace the columns of every slice."""
+    for file in sorted((artifact.path / "data/validation").iterdir()):
+        table = change(pa.ipc.open_file(str(file)).read_all())
+        with pa.ipc.new_file(str(file), table.schema) as writer:
+            writer.write_table(table)
+    return artifact
+
+
+def test_of_preferences_the_chosen_and_the_desirable_answers_are_expected(exported, tmp_path):
+    folder, _, _ = exported
+    rows = [row(bytes([65 + number]), [1 + number]) for number in range(6)]
+    options = {"limit": 6, "seed": 0, "batch_size": 6}
+    plain = exact_match(folder, prepared(tmp_path / "plain", rows), **options)
+
+    def as_pairs(table):
+        names = [f"chosen_{n}" if n in ("input_ids", "labels") else n for n in table.column_names]
+        other = table["input_ids"]
+        table = table.rename_columns(names)
+        return table.append_column("rejected_input_ids", other).append_column(
+            "rejected_labels", other
+        )
+
+    pairs = rewrite(prepared(tmp_path / "pairs", rows), as_pairs)
+    assert exact_match(folder, pairs, **options) == plain
+    rated = rewrite(
+        prepared(tmp_path / "rated", rows),
+        lambda t: t.append_column("desirable", pa.array([n == 0 for n in range(len(t))])),
+    )
+    report = exact_match(folder, rated, **options)
+    assert report.samples == (plain.samples[0], plain.samples[3])
+
+
+def test_held_out_samples_with_images_are_refused(exported, tmp_path):
+    data = rewrite(
+        prepared(tmp_path / "data", [row(b"a", [1]), row(b"b", [1])]),
+        lambda t: t.append_column("images", pa.array([[bytes(32)]] * len(t))),
+    )
+    with pytest.raises(CapabilityError, match="images"):
+        exact_match(exported[0], data, limit=2, seed=0, batch_size=2)
+
+
 def test_the_limit_takes_a_seeded_part_of_the_rows(exported, tmp_path):
     folder, _, _ = exported
     rows = [row(bytes([65 + number]), [1]) for number in range(20)]

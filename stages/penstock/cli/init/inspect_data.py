@@ -161,10 +161,12 @@ def _tokenize(
     run: RunConfig, records: list[dict[str, Any]], tokenizer: "PreTrainedTokenizerBase"
 ) -> "FirstSamples":
     """The samples of the records."""
-    from penstock.prepare.first_records import first_samples
+    from penstock.prepare.first_records import first_samples, image_source
 
     [dataset] = run.data.datasets
-    return first_samples(records, dataset_settings(run, dataset, "train"), tokenizer)
+    settings = dataset_settings(run, dataset, "train")
+    images = image_source(run, pin_dataset(dataset, None), settings)
+    return first_samples(records, settings, tokenizer, images=images)
 
 
 def _texts(value: Any) -> list[str]:
