@@ -3,7 +3,7 @@
 
 MODEL is a folder with a chat template. Both train one epoch of the same chats, in turns, each in a
 process of its own: Penstock in its own row length and layout; the loop with padded batches of 8, as
-PEFT's examples write it, in bfloat16. Seconds are those of the steps alone; tokens do not count
+PEFT's examples write it, in each dtype. Seconds are those of the steps alone; tokens do not count
 padding.
 """
 
@@ -23,6 +23,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 BATCH = 8
+DTYPES = ("bfloat16", "float32")
 GOAL_SECONDS = 150
 """Of one epoch of 300 chats on two cores."""
 THINGS = ("bread", "bike", "printer", "cat", "garden", "coffee")
@@ -45,12 +46,12 @@ def chats(count: int) -> list[list[dict[str, str]]]:
     ][:count]
 
 
-def train_with_peft(model: str, data: Path) -> dict[str, float]:
+def train_with_peft(model: str, data: Path, dtype: str) -> dict[str, float]:
     """Tokens and seconds of one epoch of the plain loop."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     rows = [json.loads(line)["messages"] for line in data.read_text().splitlines()]
     texts = [tokenizer.apply_chat_template(row, tokenize=False) for row in rows]
-    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
     config = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
     adapted = get_peft_model(base, config).train()
     trained = [p for p in adapted.parameters() if p.requires_grad]
@@ -92,12 +93,12 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--chats", type=int, default=300)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--peft", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--peft", nargs=2, metavar=("DATA", "DTYPE"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.peft:
-        print(json.dumps(train_with_peft(args.model, args.peft)))
+        print(json.dumps(train_with_peft(args.model, Path(args.peft[0]), args.peft[1])))
         return
-    results: dict[str, list[dict[str, float]]] = {"Penstock": [], "transformers and PEFT": []}
+    results: dict[str, list[dict[str, float]]] = {name: [] for name in ("Penstock", *DTYPES)}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         data = folder / "chats.jsonl"
@@ -106,14 +107,15 @@ def main() -> None:
         loop = (sys.executable, "-m", "tests.bench.bench_small_lora", args.model, "--peft", data)
         for _ in range(args.rounds):
             results["Penstock"].append(train_with_penstock(args.model, data, folder))
-            done = subprocess.run(loop, check=True, stdout=subprocess.PIPE, text=True)
-            results["transformers and PEFT"].append(json.loads(done.stdout.splitlines()[-1]))
+            for dtype in DTYPES:
+                done = subprocess.run((*loop, dtype), check=True, capture_output=True, text=True)
+                results[dtype].append(json.loads(done.stdout.splitlines()[-1]))
     for name, rounds in results.items():
         seconds = statistics.median(result["seconds"] for result in rounds)
         rates = [result["tokens"] / result["seconds"] for result in rounds]
         every = ", ".join(f"{rate:.0f}" for rate in rates)
         print(
-            f"{name:22} {seconds:6.1f} s of steps (goal {GOAL_SECONDS}), "
+            f"{name:16} {seconds:6.1f} s of steps (goal {GOAL_SECONDS}), "
             f"{statistics.median(rates):6.1f} tokens/s ({every}), "
             f"{rounds[0]['tokens']:,.0f} tokens"
         )
