@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from posixpath import basename
 from typing import Any, BinaryIO
 
-from penstock.core.errors import StageError
 from penstock.media.kinds import (
     AUDIO,
     AUDIO_SUFFIXES,
@@ -31,6 +30,7 @@ from penstock.prepare.readers.decompress import SourceFile
 from penstock.prepare.readers.documents import group_items
 from penstock.prepare.readers.lines import parse_line, utf8_error
 from penstock.prepare.readers.records import Chunk, Value
+from penstock.prepare.readers.tar_members import iter_members
 
 MEMBER = re.compile(r"((?:.*/)?[^./]+)\.([^/]+)", re.DOTALL)
 """(key, suffix) of a member's name."""
@@ -57,16 +57,27 @@ class Member:
     """A file of an archive."""
 
     name: str
+    key: str
+    """Its name up to the first dot."""
     suffix: str
     """In lower case, after the first dot of the name."""
     content: bytes
     size: int
     """Bytes in the archive; the content of a larger one than is allowed is empty."""
+    position: int
+    """In the archive, from 1."""
+    is_link: bool
+    """Whether it is a link or a device, which has no content."""
 
     @property
     def kind(self) -> str:
         """The last part of the suffix."""
         return self.suffix.rpartition(".")[2]
+
+    @property
+    def is_read(self) -> bool:
+        """Whether records have it."""
+        return self.kind in FILES or self.kind == "json" or self.suffix in TEXTS
 
     @property
     def max_size(self) -> int:
@@ -83,36 +94,33 @@ def tar_records(file: SourceFile) -> Iterator[Chunk]:
 def _iter_records(stream: BinaryIO, name: str) -> Iterator[tuple[int, list[Member], int]]:
     """(number of a record from 1, its members, their bytes)."""
     number, key, held = 1, None, list[Member]()
-    try:
-        with tarfile.open(fileobj=stream, mode="r|") as archive:
-            for info in archive:
-                found = MEMBER.fullmatch(info.name) if info.isreg() else None
-                if found is None or basename(found[1]).startswith("_"):
-                    continue
-                if held and found[1] != key:
-                    yield number, held, sum(len(each.content) for each in held)
-                    number, held = number + 1, []
-                key = found[1]
-                held.append(_read(archive, info, found[2].lower()))
-    except (tarfile.TarError, EOFError) as error:
-        raise StageError(
-            f"{name} cannot be read as tar: {error}\n"
-            "  It may be truncated or of another type: write it again, or set ds_type."
-        ) from error
+    for position, info, content in iter_members(stream, name, _is_content_read):
+        member = _member(info, content, position)
+        if member is None:
+            continue
+        if held and member.key != key:
+            yield number, held, sum(len(member.content) for member in held)
+            number, held = number + 1, []
+        key = member.key
+        held.append(member)
     if held:
-        yield number, held, sum(len(each.content) for each in held)
+        yield number, held, sum(len(member.content) for member in held)
 
 
-def _read(archive: tarfile.TarFile, info: tarfile.TarInfo, suffix: str) -> Member:
-    member = Member(info.name, suffix, b"", info.size)
-    is_read = member.kind in FILES or member.kind == "json" or suffix in TEXTS
-    if not is_read or info.size > member.max_size:
-        return member
-    stream = archive.extractfile(info)
-    content = stream.read() if stream else b""
-    if len(content) < info.size:
-        raise EOFError(f"it ends within {info.name}")
-    return Member(info.name, suffix, content, info.size)
+def _member(info: tarfile.TarInfo, content: bytes = b"", position: int = 0) -> Member | None:
+    """The member of a record; None for folders and notes."""
+    parts = MEMBER.fullmatch(info.name)
+    if parts is None or basename(parts[1]).startswith("_") or info.isdir():
+        return None
+    key, suffix = parts[1], parts[2].lower()
+    return Member(info.name, key, suffix, content, info.size, position, not info.isreg())
+
+
+def _is_content_read(info: tarfile.TarInfo) -> bool:
+    member = _member(info)
+    if member is None or member.is_link:
+        return False
+    return member.is_read and info.size <= member.max_size
 
 
 def _parse_records(records: Sequence[Sequence[Member]]) -> list[Value]:
@@ -120,14 +128,11 @@ def _parse_records(records: Sequence[Sequence[Member]]) -> list[Value]:
 
 
 def _parse(members: Sequence[Member]) -> Value:
+    if why := _why_unusable(members):
+        return BadRecord("bad_value", why)
     record: dict[str, Any] = {}
     media: dict[str, dict[str, bytes]] = {}
     for member in members:
-        if member.kind in UNREAD:
-            return BadRecord("bad_value", f"it has {member.name}, which is not read")
-        if member.size > member.max_size:
-            why = f"{member.name} has {member.size:,} bytes; {member.max_size:,} are allowed"
-            return BadRecord("bad_value", why)
         if member.kind in FILES:
             media.setdefault(FILES[member.kind].name, {})[member.name] = member.content
         elif member.kind == "json":
@@ -144,6 +149,26 @@ def _parse(members: Sequence[Member]) -> Value:
     for kind, files in media.items():
         record = _with_media(record, KINDS[kind], files)
     return record
+
+
+def _why_unusable(members: Sequence[Member]) -> str | None:
+    first: dict[str, Member] = {}
+    for member in members:
+        if member.kind in UNREAD:
+            return f"it has {member.name}, which is not read"
+        if not member.is_read:
+            continue
+        if member.is_link:
+            return f"{member.name} is a link or a device; tar with --dereference --hard-dereference"
+        if member.size > member.max_size:
+            return f"{member.name} has {member.size:,} bytes; {member.max_size:,} are allowed"
+        column = TEXTS.get(member.suffix, member.suffix)
+        if (other := first.setdefault(column, member)) is not member:
+            return (
+                f"members {other.position:,} ({other.name}) and {member.position:,} "
+                f"({member.name}) are both its {column}"
+            )
+    return None
 
 
 def _with_media(record: dict[str, Any], kind: MediaKind, files: dict[str, bytes]) -> dict[str, Any]:
