@@ -252,11 +252,12 @@ def check_fp8(run: RunConfig, capability: tuple[int, int] | None) -> None:
     float8_layers(run.train, names, family.roles)
 
 
-def check_adapted_layers(run: RunConfig) -> None:
-    """Refuse `lora_target_modules` that the model of this config.json does not have."""
+def check_adapted_layers(run: RunConfig) -> tuple[str, ...]:
+    """Refuse `lora_target_modules` that the model of this config.json does not have, or with
+    `missing_targets: skip` a note that names them."""
     targets = run.lora.lora_target_modules
     if not run.lora.enable_lora or not isinstance(targets, list):
-        return
+        return ()
     from penstock.adapters.match_targets import names_vision, require_layers
     from penstock.models.registry import get_family
 
@@ -267,7 +268,14 @@ def check_adapted_layers(run: RunConfig) -> None:
         from penstock.engine.vision.build import build_outline
 
         names = replace(names, vision=build_outline(config).shapes)
-    require_layers(targets, names)
+    skips = run.lora.missing_targets == "skip"
+    missing = require_layers(targets, names, skip_missing=skips)
+    if not missing:
+        return ()
+    return (
+        f"lora.lora_target_modules: {', '.join(missing)} "
+        f"name{'' if missing[1:] else 's'} no layer of this model (lora.missing_targets: skip)",
+    )
 
 
 def is_installed(package: str) -> bool:

@@ -44,6 +44,7 @@ from penstock.export.links import link_exported
 from penstock.export.stage import Export, ExportSettings
 from penstock.identity import eval_identity_fields, identity_fields, preference_identity
 from penstock.machine import (
+    check_adapted_layers,
     check_hub,
     check_machine,
     check_media,
@@ -173,6 +174,8 @@ def plan(
             if not lists_push and (refusal := why_cannot_train(run)):
                 raise refusal
             check_model(run)
+            if run.lora.missing_targets == "skip":
+                notes += check_adapted_layers(run)
         if includes_stage(wanted, "export"):
             steps.append(export_step(run, steps[-1].artifact, origin))
     if includes_stage(wanted, "push"):

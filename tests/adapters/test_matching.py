@@ -1,12 +1,16 @@
+import re
+
 import pytest
 import torch
 from peft import LoraConfig, inject_adapter_in_model
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from penstock.adapters.match_targets import linear_layers, match_targets
 from penstock.adapters.targets import select_layers, targetable_layers
+from penstock.core.errors import ConfigError
 from penstock.models.decoder import Decoder
 from penstock.models.registry import get_family
+from penstock.models.vision.types import is_vision
 
 SIZES = {
     "vocab_size": 100,
@@ -71,3 +75,42 @@ def test_a_regular_expression_selects_the_layers_that_peft_selects_by_it(regex):
         name.partition(".lora_A")[0] for name, _ in adapted.named_parameters() if ".lora_A" in name
     }
     assert {layer.name for layer in match_targets([f"re:{regex}"], layers)} == adapters
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "smolvlm", "llava"])
+def test_a_name_in_the_class_or_in_files_of_a_multimodal_model_selects_the_layer(kind):
+    hf = AutoConfig.for_model(kind).to_dict()
+    family = get_family(hf)
+    names = family.weight_map(family.read(hf))
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(kind))
+    [name, *_] = [
+        name
+        for name, _ in model.named_modules()
+        if name.endswith("layers.1.self_attn.q_proj") and not is_vision(name)
+    ]
+    layers = list(linear_layers(names))
+    for target in (name, f"re:{re.escape(name)}", "language_model.model.layers.1.*.q_proj"):
+        [layer] = match_targets([target], layers)
+        assert layer.native == "model.layers.1.self_attn.q_proj"
+    text = AutoConfig.for_model("llama", **SIZES).to_dict()
+    of_text = get_family(text)
+    layers = linear_layers(of_text.weight_map(of_text.read(text)))
+    assert not match_targets(["re:model.language_model.*"], layers)
+
+
+def test_targets_that_the_model_lacks_are_refused_or_skipped_as_peft_does():
+    config = AutoConfig.for_model("qwen3", **SIZES)
+    hf = config.to_dict()
+    family = get_family(hf)
+    model = Decoder(family.read(hf))
+    targets = ["q_proj", "fc1", "Wqkv"]
+    with pytest.raises(ConfigError, match="'fc1' names no linear layer"):
+        select_layers(model, targets)
+    with torch.device("meta"):
+        reference = AutoModelForCausalLM.from_config(config)
+        adapted = inject_adapter_in_model(LoraConfig(target_modules=targets), reference)
+    of_peft = [n.partition(".lora_A")[0] for n, _ in adapted.named_parameters() if ".lora_A" in n]
+    assert select_layers(model, targets, skip_missing=True) == of_peft
+    with pytest.raises(ConfigError, match="'Wqkv' names no linear layer"):
+        select_layers(model, targets[1:], skip_missing=True)

@@ -88,6 +88,21 @@ def test_every_fault_is_found_at_once_and_nothing_is_left_behind(tmp_path: Path)
     assert sorted(tmp_path.iterdir()) == before
 
 
+def test_targets_that_the_model_lacks_are_named_where_they_are_skipped(tmp_path: Path) -> None:
+    lora = {"enable_lora": True, "lora_target_modules": ["q_proj", "fc1", "fc2"]}
+    assert penstock("check", small_run(tmp_path, lora=lora)).code == 2
+    skipping = small_run(tmp_path, lora={**lora, "missing_targets": "skip"})
+    note = "lora.lora_target_modules: fc1, fc2 name no layer of this model"
+    for command in ("check", "plan"):
+        said = penstock(command, skipping)
+        assert said.code == 0
+        assert note in said.out + said.err
+    lora["lora_target_modules"] = ["fc1", "fc2"]
+    said = penstock("check", small_run(tmp_path, lora={**lora, "missing_targets": "skip"}))
+    assert said.code == 2
+    assert "'fc2' names no linear layer" in said.err
+
+
 def test_a_folder_that_cannot_be_written_to_stops_a_run_before_it_prepares(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     config = small_run(

@@ -61,6 +61,8 @@ class LoraSpec:
     normed: Normed = "plain"
     bias: Bias = "none"
     """Which biases of the base model are trained as well."""
+    skip_missing: bool = False
+    """Whether targets may name no layer of the model."""
 
     @property
     def scale(self) -> float:
@@ -91,7 +93,7 @@ def inject(
         raise ConfigError(f"lora.lora_rank is {spec.rank}. Give a rank of 1 or more.")
     whole = whole_model(model, vision)
     targets = existing_targets(whole, default_targets) if spec.targets is None else spec.targets
-    chosen = select_layers(whole, targets)
+    chosen = select_layers(whole, targets, skip_missing=spec.skip_missing)
     _check_experts(chosen, spec, model)
     _check_vision(chosen, spec)
     _check_biases(chosen, spec, whole)

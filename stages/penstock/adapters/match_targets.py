@@ -2,8 +2,8 @@
 counts trainable parameters with it."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
@@ -11,6 +11,7 @@ from penstock.adapters.names import EACH, EMBEDDING, is_of_experts
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.models.automodel.weight_map import AutoWeightMap
 from penstock.models.decoder_config import DecoderConfig
+from penstock.models.multimodal import STORED_MODEL, is_language, stored_name, text_name
 from penstock.models.names import EMBEDDING_WEIGHT, IMAGE_EXPERTS, INDEXER
 from penstock.models.vision.types import MODULES, VISION, is_vision
 from penstock.models.weights import WeightMap
@@ -39,6 +40,8 @@ class TargetLayer:
     """Number of experts that have it; 0: not an expert's layer."""
     of: str = ""
     """The native parameter that contains its rows."""
+    names: frozenset[str] = frozenset()
+    """All names by which targets select it; see `target_names`."""
 
 
 def matches(target: str, layer: str) -> bool:
@@ -64,38 +67,53 @@ def names_vision(target: str) -> bool:
     return bool({*MODULES, VISION.rstrip(".")} & {*re.findall(r"\w+", target)})
 
 
+def target_names(layer: str, native: str, names: WeightMap) -> frozenset[str]:
+    """The names by which targets select a layer: its checkpoint name, its native name and, in a
+    multimodal model, those in transformers' class and in files of older classes."""
+    found = {layer, native, names.module_name(layer)}
+    if names.is_multimodal and is_language(f"{layer}."):
+        found.add(stored_name(text_name(layer), STORED_MODEL))
+    return frozenset(found)
+
+
 def match_targets(targets: Iterable[str], layers: Iterable[TargetLayer]) -> list[TargetLayer]:
-    """The layers that any of the targets selects, by checkpoint name or native name."""
+    """The layers that any of the targets selects, by any of their names."""
     targets = tuple(targets)
     return [
         layer
         for layer in layers
-        if any(matches(target, layer.name) or matches(target, layer.native) for target in targets)
+        if any(matches(target, name) for target in targets for name in layer.names)
     ]
 
 
 def select_layer_names(
     targets: Iterable[str],
-    layers: Mapping[str, str],
+    layers: Mapping[str, Collection[str]],
     routers: Sequence[str],
     *,
     is_tied: bool,
-) -> set[str]:
-    """The checkpoint names of the layers that any target selects. `layers` maps checkpoint names to
-    native names; `is_tied`: the embedding and the head share one weight.
+    skip_missing: bool = False,
+) -> tuple[set[str], list[str]]:
+    """The checkpoint names of the layers that any target selects, and the targets that name none.
+    `layers` maps checkpoint names to all names; `is_tied`: the embedding and the head share one
+    weight.
 
     Raises:
-        ConfigError: a target that selects nothing, or a tied head or embedding.
+        ConfigError: no target, or without `skip_missing` any, that names no layer; a target that
+            names a router or a single expert, or a tied head or embedding.
     """
     chosen: set[str] = set()
     faults: list[str] = []
+    missing: list[str] = []
     for target in targets:
-        named = {
-            hf for hf, native in layers.items() if matches(target, hf) or matches(target, native)
-        }
-        if not named:
-            faults.append(_explain_mismatch(target, layers, routers))
+        named = {hf for hf, names in layers.items() if any(matches(target, n) for n in names)}
+        if not named and (fault := _explain_unadaptable(target, layers, routers)):
+            faults.append(fault)
+        elif not named:
+            missing.append(target)
         chosen |= named
+    if missing and not (skip_missing and chosen):
+        faults += [_explain_mismatch(target, layers) for target in missing]
     if faults or not chosen:
         faults = faults or ["lora.lora_target_modules is empty, so nothing would be trained"]
         last = sorted({hf.rpartition(".")[2] for hf in layers})
@@ -107,15 +125,20 @@ def select_layer_names(
             "model (tie_word_embeddings): one of them adapted could not be merged.\n"
             f"  Leave {one} out."
         )
-    return chosen
+    return chosen, missing
 
 
-def require_layers(targets: Iterable[str], names: WeightMap) -> None:
-    """Raise ConfigError for targets that select no layer of this model."""
-    layers = {layer.name: layer.native for layer in linear_layers(names)}
+def require_layers(
+    targets: Iterable[str], names: WeightMap, *, skip_missing: bool = False
+) -> list[str]:
+    """The targets that name no layer of this model. Raises ConfigError as `select_layer_names`."""
+    layers = {layer.name: layer.names for layer in linear_layers(names)}
     modules = {native.rpartition(".")[0] for native in names.native_names()}
     routers = sorted(module for module in modules if module.endswith(ROUTERS))
-    select_layer_names(targets, layers, routers, is_tied=names.config.tie_word_embeddings)
+    is_tied = names.config.tie_word_embeddings
+    return select_layer_names(targets, layers, routers, is_tied=is_tied, skip_missing=skip_missing)[
+        1
+    ]
 
 
 def require_adaptable(config: DecoderConfig) -> None:
@@ -131,6 +154,11 @@ def require_adaptable(config: DecoderConfig) -> None:
 def linear_layers(names: WeightMap) -> Iterator[TargetLayer]:
     """The layers that can have an adapter, in the model's order: all except routers and indexers,
     whose selection has no gradient."""
+    for layer in _linear_layers(names):
+        yield replace(layer, names=target_names(layer.name, layer.native, names))
+
+
+def _linear_layers(names: WeightMap) -> Iterator[TargetLayer]:
     if isinstance(names, AutoWeightMap):
         for name, (outputs, inputs) in names.config.outline.linear.items():
             yield TargetLayer(name, name, outputs, inputs, of=f"{name}.weight")
@@ -190,14 +218,18 @@ def _expert_layers(names: WeightMap, native: str) -> Iterator[TargetLayer]:
         )
 
 
-def _explain_mismatch(target: str, layers: Iterable[str], routers: Sequence[str]) -> str:
+def _explain_unadaptable(target: str, layers: Iterable[str], routers: Sequence[str]) -> str | None:
     prefix = f"lora.lora_target_modules: {target!r}"
     if any(matches(target, router) for router in routers):
         return f"{prefix} is a router, which cannot have an adapter; leave it out"
     every = re.sub(r"\bexperts\.\d+\.", f"{EACH}.", target)
     if every != target and any(matches(every, hf) for hf in layers):
         return f"{prefix} names one expert, and all of a layer are adapted; write {every!r}"
+    return None
+
+
+def _explain_mismatch(target: str, layers: Iterable[str]) -> str:
     ends = {hf.split(".", cut)[-1] for hf in layers for cut in range(hf.count(".") + 1)}
     near = get_close_matches(target, sorted(ends), n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
-    return f"{prefix} names no linear layer of this model{hint}"
+    return f"lora.lora_target_modules: {target!r} names no linear layer of this model{hint}"

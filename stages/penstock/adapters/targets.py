@@ -5,9 +5,15 @@ from collections.abc import Iterable
 from torch import nn
 
 from penstock.adapters.lora_experts import expert_layers
-from penstock.adapters.match_targets import matches, select_layer_names, stacked_layer
+from penstock.adapters.match_targets import (
+    matches,
+    select_layer_names,
+    stacked_layer,
+    target_names,
+)
 from penstock.adapters.names import EACH, EMBEDDING
 from penstock.models.automodel.causal_lm import AutoCausalLM
+from penstock.models.automodel.weight_map import AutoWeightMap
 from penstock.models.causal_lm import CausalLM
 from penstock.models.decoder import Decoder
 from penstock.models.layers.experts import Experts
@@ -67,15 +73,23 @@ def is_expert_layer(name: str) -> bool:
     return name.rpartition(".")[0].endswith((".experts", f".{EACH}"))
 
 
-def select_layers(whole: CausalLM, targets: Iterable[str]) -> list[str]:
+def select_layers(
+    whole: CausalLM, targets: Iterable[str], *, skip_missing: bool = False
+) -> list[str]:
     """The checkpoint names of the layers that any target selects, in the model's order.
 
     Targets are matched by `match_targets.matches` against checkpoint names and native names.
 
     Raises:
-        ConfigError: a target that selects nothing, or a tied head or embedding.
+        ConfigError: as `match_targets.select_layer_names`.
     """
     layers = targetable_layers(whole)
     routers = [name for name, module in whole.named_modules() if isinstance(module, Router)]
-    chosen = select_layer_names(targets, layers, routers, is_tied=whole.config.tie_word_embeddings)
+    is_tied = whole.config.tie_word_embeddings
+    is_native = isinstance(whole, Decoder)
+    names = whole.weight_map if is_native else AutoWeightMap(whole.config)
+    called = {hf: target_names(hf, native, names) for hf, native in layers.items()}
+    chosen, _ = select_layer_names(
+        targets, called, routers, is_tied=is_tied, skip_missing=skip_missing
+    )
     return [hf for hf in layers if hf in chosen]

@@ -30,6 +30,7 @@ from penstock.core.sources.pin import check_model as check_model_files
 from penstock.core.sources.pin import pin_tokenizer
 from penstock.core.sources.pin_remote import resolve_folder
 from penstock.machine import (
+    check_adapted_layers,
     check_machine,
     check_media,
     check_model,
@@ -177,7 +178,7 @@ def _check_model(run: RunConfig) -> list[CheckResult]:
     if "train" not in run.stages:
         return []
     try:
-        kind = _validate_model(run)
+        kind, notes = _validate_model(run)
     except (ElsewhereError, UnreachableError) as error:
         return [CheckResult("model", "not looked at", f"not checked against the model: {error}")]
     except (ConfigError, CapabilityError) as error:
@@ -185,11 +186,11 @@ def _check_model(run: RunConfig) -> list[CheckResult]:
     devices = f"{env.num_gpus()} CUDA device(s)" if env.num_gpus() else "no CUDA device"
     ranks = world_size(run)
     text = f"{kind}, {ranks} process{'es' if ranks > 1 else ''}, {devices}"
-    return [CheckResult("model", "ok", text)]
+    return [CheckResult("model", "ok", text), *(CheckResult("model", "ok", note) for note in notes)]
 
 
-def _validate_model(run: RunConfig) -> str:
-    """The model's type. Raises the errors that planning the run would raise."""
+def _validate_model(run: RunConfig) -> tuple[str, tuple[str, ...]]:
+    """The model's type, and notes. Raises the errors that planning the run would raise."""
     run, _ = with_prompts_apart(with_adapter(resolve_init_checkpoint(run)))
     check_machine(run)
     if run.model.model_path:
@@ -197,7 +198,7 @@ def _validate_model(run: RunConfig) -> str:
     check_checkpoints(run)
     check_weights(run)
     check_model(run)
-    return resolve_hf_config(run)["model_type"]
+    return resolve_hf_config(run)["model_type"], check_adapted_layers(run)
 
 
 def _load_tokenizer(run: RunConfig) -> tuple[Any, str]:

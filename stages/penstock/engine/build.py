@@ -527,6 +527,7 @@ def lora_spec(run: RunConfig, family: Family) -> LoraSpec:
         scaling="root" if lora.use_rslora else "rank",
         normed="dora" if lora.use_dora else "plain",
         bias=lora.lora_bias,
+        skip_missing=lora.missing_targets == "skip",
     )
 
 
@@ -534,13 +535,14 @@ def lora_target_layers(
     run: RunConfig, family: Family, config: DecoderConfig, vision: VisionTower | None = None
 ) -> list[str]:
     """The layers with adapters in all parts of the model, by their checkpoint names."""
-    targets = lora_spec(run, family).targets or ()
+    spec = lora_spec(run, family)
+    targets = spec.targets or ()
     if isinstance(config, AutoModelConfig):
         layers = linear_layers(family.weight_map(config))
         return [layer.name for layer in match_targets(targets, layers)]
     with torch.device("meta"):
         whole = Decoder(config, merge_qkv=run.model.merge_qkv, vision=vision)
-    return select_layers(whole, targets)
+    return select_layers(whole, targets, skip_missing=spec.skip_missing)
 
 
 def saves_adapters_only(lora: LoraConfig) -> bool:

@@ -18,6 +18,7 @@ BACKBONE = "model."
 MODULE_BACKBONE = "model.language_model."
 TEXT_BACKBONE = "model.text_model."
 STORED_BACKBONE = re.compile(r"(?:model\.(?:language|text)_model|language_model\.model)\.")
+STORED_MODEL = "language_model.model."
 STORED_HEAD = "language_model.lm_head."
 LANGUAGE = ("model.embed_tokens.", "model.layers.", "model.norm.", "lm_head.")
 """Beginnings of the names of a language model's tensors."""

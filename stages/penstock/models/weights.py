@@ -136,6 +136,11 @@ class WeightMap:
         number = rest.partition(".")[0]
         return self.config.of_layer(int(number)) if number else self.config
 
+    @property
+    def is_multimodal(self) -> bool:
+        """Whether it is the language model of a multimodal model, or such a model."""
+        return bool(self.multimodal)
+
     def module_name(self, hf_name: str) -> str:
         """Transformers' name of a checkpoint's module or parameter, by which PEFT knows it."""
         names = self.config.names

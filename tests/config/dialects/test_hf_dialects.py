@@ -341,6 +341,11 @@ def test_adapters_are_asked_for_in_the_words_of_each() -> None:
     keys = {"lora_r": 4, "lora_alpha": 8, "lora_target_modules": ["q_proj"]}
     axolotl = run_of(AXOLOTL, adapter="qlora", load_in_4bit=True, **keys).lora
     assert (axolotl.lora_rank, axolotl.enable_qlora, axolotl.quant_format) == (4, True, "nf4")
+    assert axolotl.missing_targets == "refuse"
+    for dialect, name in ((TRL, "lora_target_modules"), (LLAMA_FACTORY, "lora_target")):
+        switch = {"use_peft": True} if dialect is TRL else {"finetuning_type": "lora"}
+        lora = run_of(dialect, **switch, **{name: ["q_proj", "fc1"]}).lora
+        assert (lora.lora_target_modules, lora.missing_targets) == (["q_proj", "fc1"], "skip")
     unread = translated(TRL, lora_r=4)
     assert line_of(unread, "lora_r").kind == "no effect"
 

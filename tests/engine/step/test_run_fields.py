@@ -118,7 +118,8 @@ def adapters(job):
 
 
 def test_adapters_have_the_rank_the_targets_and_the_weight_that_are_written(folder):
-    lora = {"enable_lora": True, "lora_target_modules": ["o_proj", "v_proj"], "lora_rank": 4}
+    targets = {"lora_target_modules": ["o_proj", "fc1", "v_proj"], "missing_targets": "skip"}
+    lora = {"enable_lora": True, **targets, "lora_rank": 4}
     settings = {
         "off": {"enable_lora": False},
         "alpha 4": {**lora, "lora_alpha": 4},

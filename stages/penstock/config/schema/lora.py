@@ -62,6 +62,11 @@ class LoraConfig(ConfigSection):
     layers except the LM head. Unset: all linear layers of the decoder blocks, with experts, without
     routers."""
 
+    missing_targets: Unkeyed[Literal["refuse", "skip"]] = "refuse"
+    """What becomes of items of `lora_target_modules` that name no layer of this model: an error, or
+    with `skip` a line in the log, as PEFT passes over them. If none names a layer, it is an error
+    either way."""
+
     init_adapter_path: KeyedByContent[str | None] = None
     """Adapter to start from: a folder or hub id with `adapter_config.json`. Rank, alpha, targets
     and variant are read from it; if they are written here too, they must agree."""

@@ -44,12 +44,18 @@ def names_in(value: Any) -> list[str]:
     return [name.strip() for one in listed(value) for name in str(one).split(",") if name.strip()]
 
 
-def targets(value: Any) -> list[str] | str:
-    """Target modules; `all` and `all-linear` are all linear layers except the LM head. PEFT reads
-    text as a regular expression."""
-    if isinstance(value, str) and REGEX_SIGNS.search(value):
-        return [f"re:{value}"]
-    return "all-linear" if value in ("all", "all-linear") else names_in(value)
+def put_targets(entry: Entry) -> None:
+    """`target_modules` of PEFT; `all` and `all-linear` are all linear layers except the LM head.
+    Text is a regular expression, and of names those that the model lacks are passed over."""
+    if isinstance(entry.value, str) and REGEX_SIGNS.search(entry.value):
+        entry.put("lora.lora_target_modules", [f"re:{entry.value}"])
+    elif entry.value in ("all", "all-linear"):
+        entry.put("lora.lora_target_modules", "all-linear")
+    else:
+        names = names_in(entry.value)
+        entry.put("lora.lora_target_modules", names)
+        if names[1:]:
+            entry.assume("lora.missing_targets", "skip", "PEFT passes over names of other models")
 
 
 def in_order(entry: Entry) -> None:

@@ -175,6 +175,12 @@ class Entry:
         self.draft.put(f"{self.into}{name}", value)
         self.decides(f"{self.into}{name}")
 
+    def assume(self, name: str, value: Any, why: str) -> None:
+        """Set what the tool does unasked, for which it has no key."""
+        self.draft.put(name, value)
+        key = f"{self.key} (unasked)"
+        self.draft.lines.setdefault(key, Line(key, value, "assumed", why, [name]))
+
     def decides(self, *names: str) -> None:
         """Record that this key affects settings that the rule of another key sets."""
         self.line.names += [name for name in names if name not in self.line.names]

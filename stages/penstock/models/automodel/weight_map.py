@@ -17,6 +17,11 @@ class AutoWeightMap(WeightMap):
 
     config: AutoModelConfig
 
+    @property
+    def is_multimodal(self) -> bool:
+        """Whether it takes images or audio."""
+        return self.config.outline.media is not None
+
     def native_names(self) -> tuple[str, ...]:
         """The model's parameters, without tied copies."""
         return tuple(self.config.outline.params)

@@ -72,7 +72,7 @@ def _targets(entry: Entry) -> None:
         else:
             entry.no_effect("lora_target_modules names them")
     elif not entry.get("lora_target_linear"):
-        entry.put("lora.lora_target_modules", shared.targets(entry.value))
+        shared.put_targets(entry)
     else:
         entry.no_effect("lora_target_linear: true takes all")
 

@@ -106,7 +106,7 @@ def _tuned(entry: Entry) -> None:
 
 def _targets(entry: Entry) -> None:
     if entry.get(ON) == "lora":
-        entry.put("lora.lora_target_modules", shared.targets(entry.value))
+        shared.put_targets(entry)
     else:
         entry.no_effect("read with finetuning_type: lora alone")
 

@@ -75,7 +75,7 @@ def _peft(entry: Entry) -> None:
 
 
 def _targets(entry: Entry) -> None:
-    entry.put("lora.lora_target_modules", shared.targets(entry.value))
+    shared.put_targets(entry)
 
 
 def _bits(entry: Entry) -> None:

@@ -133,7 +133,7 @@ def _packing_strategy(entry: Entry) -> None:
 
 def _targets(entry: Entry) -> None:
     if entry.get(ON):
-        entry.put("lora.lora_target_modules", shared.targets(entry.value))
+        shared.put_targets(entry)
     else:
         entry.no_effect(f"read with {ON}: true alone")
 
