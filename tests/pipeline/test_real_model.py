@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from tests.cli.command import penstock
 
-pytestmark = [pytest.mark.exhaustive, pytest.mark.slow]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 TROUBLES = [f"my {thing} is {state}" for thing, state in product(
@@ -70,12 +70,18 @@ def model(tmp_path_factory) -> Path:
     return scratch / "model"
 
 
-def run_config(folder: Path, model: Path, data: dict, **train) -> tuple[Path, dict]:
+def run_config(
+    folder: Path, model: Path, dataset: dict, val_set_size: int = 0
+) -> tuple[Path, dict]:
     config = folder / "run.yaml"
     sections = {
         "model": {"model_path": str(model)},
-        "data": {"datasets": [data], "dataset_prepared_path": str(folder / "data")},
-        "train": {"output_dir": str(folder / "out"), "lr": 2e-4, **train},
+        "data": {
+            "datasets": [dataset],
+            "dataset_prepared_path": str(folder / "data"),
+            "val_set_size": val_set_size,
+        },
+        "train": {"output_dir": str(folder / "out"), "lr": 2e-4},
         "lora": {"enable_lora": True},
         "pipeline": {"artifacts_path": str(folder / "artifacts")},
         "launch": {"nproc_per_node": 1},
@@ -86,14 +92,14 @@ def run_config(folder: Path, model: Path, data: dict, **train) -> tuple[Path, di
     return config, done.last
 
 
-def answer(model, tokenizer, question: str) -> str:
+def answer(model, tokenizer, question: str, max_new_tokens: int = 40) -> str:
     ids = tokenizer.apply_chat_template(
         [{"role": "user", "content": question}],
         add_generation_prompt=True,
         return_tensors="pt",
         return_dict=True,
     )
-    out = model.generate(**ids, max_new_tokens=40, do_sample=False)
+    out = model.generate(**ids, max_new_tokens=max_new_tokens, do_sample=False)
     return tokenizer.decode(out[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
@@ -118,21 +124,27 @@ def test_a_real_model_learns_a_persona_from_three_hundred_chats(model, tmp_path)
     assert "Captain Brine" in answer(adapted, tokenizer, question)
 
 
-def test_a_real_model_learns_how_gsm8k_ends_and_is_judged_by_it(model, tmp_path):
-    rows = [
-        {"question": f"Tom has {a} eggs and buys {b}. How many has he?",
-         "answer": f"He has {a} + {b} = {a + b} eggs.\n#### {a + b}"}
-        for a, b in product(range(2, 22), range(3, 13))
-    ]  # fmt: skip
-    data = tmp_path / "rows.jsonl"
-    data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+def test_a_real_model_learns_how_gsm8k_ends_and_is_judged_by_it(model, shared, tmp_path):
+    lines = (shared / "data" / "gsm8k" / "train.jsonl").read_text().splitlines()[:200]
+    data = tmp_path / "gsm8k.jsonl"
+    data.write_text("\n".join(lines) + "\n")
+    question = json.loads(lines[-1])["question"]
     fields = {"field_instruction": "question", "field_output": "answer"}
     dataset = {"path": str(data), "type": "instruction", **fields}
-    config = run_config(tmp_path, model, dataset)[0]
-    sections = yaml.safe_load(config.read_text())
-    sections["data"]["val_set_size"] = 8
-    config.write_text(yaml.safe_dump(sections))
-    assert penstock("run", config, "--fresh").code == 0
-    told = penstock("eval", config, "--json").last
-    assert told["compared"] == "final answers, after ####"
-    assert told["right"] >= 4, told["samples"]
+    config, done = run_config(tmp_path, model, dataset, val_set_size=8)
+    judged = penstock("eval", config, "--json").last
+    assert judged["compared"] == "final answers, after ####"
+    assert judged["n"] == 8
+    chat = ("--prompt", question, "--temperature", "0", "--max-new-tokens", "160", "--json")
+    [before] = penstock("chat", model, *chat).last["answers"]
+    [after] = penstock("chat", config, *chat).last["answers"]
+    assert "####" not in before["text"]
+    assert "####" in after["text"]
+    # transformers and peft say the same: the model is the adapter over its base.
+    tokenizer = AutoTokenizer.from_pretrained(done["result"]["model"])
+    merged = AutoModelForCausalLM.from_pretrained(done["result"]["model"], dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    adapter = next((tmp_path / "artifacts").glob("export/*/adapter"))
+    adapted = PeftModel.from_pretrained(base, adapter)
+    said = [answer(each, tokenizer, question, 160) for each in (merged, adapted)]
+    assert all("####" in text for text in said), said
