@@ -12,6 +12,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
