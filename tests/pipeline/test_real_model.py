@@ -135,7 +135,7 @@ def test_a_real_model_learns_how_gsm8k_ends_and_is_judged_by_it(model, shared, t
     config, done = run_config(tmp_path, model, dataset, val_set_size=8)
     judged = penstock("eval", config, "--json").last
     assert judged["compared"] == "final answers, after ####"
-    assert judged["n"] == 8
+    assert judged["asked"] == 8
     chat = ("--prompt", question, "--temperature", "0", "--max-new-tokens", "160", "--json")
     [before] = penstock("chat", model, *chat).last["answers"]
     [after] = penstock("chat", config, *chat).last["answers"]
