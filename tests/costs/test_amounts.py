@@ -118,4 +118,4 @@ def test_tokens_of_indexed_documents_are_counted_before_they_are_prepared(tmp_pa
     documents = [[[7] * (5 + number % 60)] for number in range(300)]
     prefix = write_mapped(tmp_path / "corpus", documents, code)
     found = estimate_samples([pin_data(str(prefix), ds_type="megatron")], 50_257)
-    assert found == FileSizes(sum(len(one[0]) for one in documents), 300, 64)
+    assert found == FileSizes(sum(len(one[0]) for one in documents), 300, 64, longest_record=64)

@@ -25,6 +25,7 @@ from tests.cli.mistakes.table import (
 USED = {"model": {"config_path": None, "model_path": "m"}}
 ADAPTED = {**USED, "lora": {"enable_lora": True, "init_adapter_path": "a"}}
 WEIGHTS, ADAPTER = "model.safetensors", "adapter_model.safetensors"
+INDEX = "model.safetensors.index.json"
 
 
 @pytest.fixture(scope="module")
@@ -113,10 +114,10 @@ FILES: dict[str, tuple[Change, str]] = {
     "a text for weights": (write(WEIGHTS, "hello world, text"), "not a safetensors file"),
     "zeros for weights": (write(WEIGHTS, b"\0" * 5000), "its header would be 0 bytes of 5000"),
     "a list for a header": (write(WEIGHTS, b"\2\0\0\0\0\0\0\0[]"), "its header is not a table"),
-    "a broken index": (write(f"{WEIGHTS}.index.json", "{"), "it has no weight_map"),
-    "a list for an index": (write(f"{WEIGHTS}.index.json", "[]"), "it has no weight_map"),
+    "a broken index": (instead(WEIGHTS, write(INDEX, "{")), "it has no weight_map"),
+    "a list for an index": (instead(WEIGHTS, write(INDEX, "[]")), "it has no weight_map"),
     "an index to elsewhere": (
-        write(f"{WEIGHTS}.index.json", '{"weight_map": {"a": "../../etc/passwd"}}'),
+        instead(WEIGHTS, write(INDEX, '{"weight_map": {"a": "../../etc/passwd"}}')),
         "m/passwd is not there",
     ),
     "a pipe for config.json": (instead("config.json", pipe("config.json")), "no config.json"),

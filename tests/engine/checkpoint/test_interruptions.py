@@ -124,6 +124,7 @@ def followed_in_vain():
 def start(job, moment=None, signum=None):
     """One start of the run, interrupted then; its facts and which checkpoints there are."""
     followed_in_vain()
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # The tests may run under nohup.
     if moment:
         moment(signum)
     facts = runs.train_here(job, StopRequest().install_handlers())
