@@ -1,6 +1,6 @@
 """Read Parquet files by row groups, Arrow files by record batches, and whole Arrow streams."""
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -26,9 +26,11 @@ def parquet(source: SourceFile, span: tuple[int, int] | None) -> Iterator[Chunk]
         groups = range(*(span or (0, file.metadata.num_row_groups)))
         row = 1
         for group in groups:
+            place = f"row group {group + 1:,}"
             metadata = file.metadata.row_group(group)
             at_once = _rows_per_chunk(metadata.total_byte_size, metadata.num_rows)
             for batch in file.iter_batches(batch_size=at_once, row_groups=[group]):
+                _validate(batch, source, place)
                 yield Chunk(batch, range(row, row + batch.num_rows), _to_records)
                 row += batch.num_rows
 
@@ -38,13 +40,13 @@ def arrow_file(source: SourceFile, span: tuple[int, int] | None) -> Iterator[Chu
     with arrow_errors(source, "arrow"), source.open_arrow() as stream:
         file = pa.ipc.open_file(stream)
         indices = range(*(span or (0, file.num_record_batches)))
-        yield from _iter_chunks(file.get_batch(index) for index in indices)
+        yield from _iter_chunks(source, ((i + 1, file.get_batch(i)) for i in indices))
 
 
 def arrow_stream(source: SourceFile) -> Iterator[Chunk]:
     """The rows of an Arrow IPC stream."""
     with arrow_errors(source, "arrow"), source.open_arrow() as stream:
-        yield from _iter_chunks(iter(pa.ipc.open_stream(stream)))
+        yield from _iter_chunks(source, enumerate(pa.ipc.open_stream(stream), start=1))
 
 
 def _buffer_options(source: SourceFile) -> dict[str, Any]:
@@ -53,14 +55,28 @@ def _buffer_options(source: SourceFile) -> dict[str, Any]:
     return {"buffer_size": 1 << 20, "pre_buffer": False} if is_local else {}
 
 
-def _iter_chunks(batches: Iterator[pa.RecordBatch]) -> Iterator[Chunk]:
+def _iter_chunks(
+    source: SourceFile, batches: Iterable[tuple[int, pa.RecordBatch]]
+) -> Iterator[Chunk]:
     row = 1
-    for batch in batches:
+    for number, batch in batches:
+        _validate(batch, source, f"record batch {number:,}")
         at_once = _rows_per_chunk(batch.nbytes, batch.num_rows)
         for start in range(0, batch.num_rows, at_once):
             part = batch.slice(start, at_once)
             yield Chunk(part, range(row + start, row + start + part.num_rows), _to_records)
         row += batch.num_rows
+
+
+def _validate(batch: pa.RecordBatch, source: SourceFile, place: str) -> None:
+    """Raise StageError unless all offsets, indices and texts are valid: native code that reads them
+    does not look."""
+    try:
+        batch.validate(full=True)
+    except (pa.ArrowException, UnicodeError) as error:
+        raise StageError(
+            f"{source.name} is damaged in {place}: {error}\n  Write the file again."
+        ) from error
 
 
 def _rows_per_chunk(num_bytes: int, num_rows: int) -> int:
@@ -103,7 +119,7 @@ def arrow_errors(source: SourceFile, kind: str) -> Generator[None]:
         yield
     except FileNotFoundError:
         raise
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, UnicodeError, OSError) as error:
         raise StageError(
             f"{source.name} cannot be read as {kind}: {error}\n"
             "  It may be truncated or of another type: write it again, or set ds_type."
