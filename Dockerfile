@@ -40,7 +40,7 @@ RUN apt-get update \
     && useradd --uid 10001 --user-group --home-dir /var/lib/penstock --create-home penstock \
     && install --directory --owner penstock --group penstock /data
 COPY --from=build /opt/penstock /opt/penstock
-COPY prefect.yaml deploy/setup.sh deploy/worker.py /usr/share/penstock/
+COPY prefect.yaml deploy/setup.sh deploy/worker.py deploy/job_variables.py /usr/share/penstock/
 COPY flows /usr/share/penstock/flows
 COPY configs /usr/share/penstock/configs
 ENV PATH=/opt/penstock/bin:$PATH \

@@ -3,6 +3,7 @@
 Told to end, Prefect's worker leaves at once; its runs are killed, training in the middle of a step,
 and stay `Running` for ever. This process, when it is told to end, holds the worker still, tells
 each of its runs to end, waits until they have, and only then ends the worker. Linux only.
+Flow runs may not bring job variables that say what is executed (job_variables.py).
 """
 
 import contextlib
@@ -36,6 +37,8 @@ def main(command: list[str]) -> int:
     """Run a worker. 0 once it has ended because it was told to, else the worker's exit code."""
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "orphans cannot be adopted")
+    if Path(command[0]).name == "prefect":
+        command = [sys.executable, str(Path(__file__).with_name("job_variables.py")), *command[1:]]
     worker = subprocess.Popen(command)
     told = False
 

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from penstock.core import env
 
-# Prefect reads these at import: no telemetry, a long timeout for the start of the embedded server,
+# Prefect reads these at import: no telemetry, a long timeout for the start of a temporary server,
 # and retries while the server is unreachable, or returns 500 because its database is.
 env.default(
     {
@@ -57,7 +57,8 @@ from prefect_artifacts import (
     show_stage_result,
     show_training,
 )
-from prefect_server import no_temporary_server, require_server
+from prefect_server import require_server
+from temporary_server import temporary_server
 
 # Workers of a cluster cannot import scripts that are loaded by path, so they are pickled by value.
 for script in (
@@ -188,13 +189,8 @@ def run_from_command_line(which: Flow[..., Any], script: str) -> int:
     """Run a flow with the arguments of the script; returns the exit code."""
     try:
         arguments = parse_argv(sys.argv[1:], script)
-        require_server()
-        try:
+        with nullcontext() if require_server() else temporary_server():
             ended = which(*arguments, return_state=True)
-        except RuntimeError as error:
-            if "ephemeral" not in str(error):
-                raise
-            raise no_temporary_server(error) from error
         if ended.is_cancelled():
             raise Interrupted(ended.message or "", signal.SIGTERM)
         ended.result()

@@ -143,7 +143,7 @@ def test_what_a_pod_mounts_and_whom_a_service_selects_is_there():
 def test_hosts_and_pools_that_one_part_names_are_those_of_another():
     services = set(named("Service"))
     text = " ".join((DEPLOY / "kubernetes" / name).read_text() for name in FILES)
-    assert set(re.findall(r"http://([\w-]+):4200", text)) <= services
+    assert set(re.findall(r"http://([\w-]+):4200", text)) <= {*services, "localhost"}
     assert set(re.findall(r"_HOST\n +value: (\S+)", text)) <= services
     deployments = yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
     [pool] = {each["work_pool"]["name"] for each in deployments}
@@ -161,6 +161,29 @@ def test_hosts_and_pools_that_one_part_names_are_those_of_another():
     commands = [command[command.index("prefect") :] for command in started if "prefect" in command]
     assert len(commands) == 4
     assert [fault for command in commands if (fault := fault_of(command))] == []
+
+
+def test_whoever_starts_or_speaks_to_a_server_has_its_password_and_pages_of_others_are_not_named():
+    services = COMPOSE["services"]
+    environments = {name: each.get("environment", {}) for name, each in services.items()}
+    for name, pod in PODS.items():
+        for container in pod["spec"]["containers"]:
+            if isinstance(container["env"], list):
+                environments[name] = {each["name"]: each for each in container["env"]}
+    servers = [each for each in environments.values() if "PREFECT_SERVER_UI_API_URL" in each]
+    clients = [each for each in environments.values() if "PREFECT_API_URL" in each]
+    assert (len(servers), len(clients)) == (2, 4)
+    passwords = [each["PREFECT_SERVER_API_AUTH_STRING"] for each in servers]
+    passwords += [each["PREFECT_API_AUTH_STRING"] for each in clients]
+    for password in passwords:
+        if isinstance(password, dict):
+            assert password["valueFrom"]["secretKeyRef"] == {"name": "penstock-api", "key": "auth"}
+        else:
+            assert password.startswith("${PREFECT_API_AUTH_STRING:?")
+    for each in servers:
+        assert "*" not in str(each["PREFECT_SERVER_CORS_ALLOWED_ORIGINS"])
+    unit = (DEPLOY / "systemd" / "penstock-server.service").read_text()
+    assert "${PREFECT_SERVER_API_AUTH_STRING:?" in unit
 
 
 def test_scripts_and_units_start_what_there_is():

@@ -15,9 +15,11 @@ from packaging.version import Version
 
 from penstock import __version__
 from penstock.cli.console import Console, table
+from penstock.cli.flow.prefect import prefect_api_url
 from penstock.core import env
 from penstock.core.errors import CapabilityError
 from penstock.core.machine import gpu_stack
+from penstock.core.remote.prefect_password import WITHOUT_PASSWORD, answers_without_password
 from penstock.costs.device_speed import remember, slow_bfloat16
 
 Standing = Literal["ok", "absent", "wrong"]
@@ -72,7 +74,7 @@ OPTIONAL = {
 def run_checks(console: Console, more: Sequence[DoctorCheck] = ()) -> dict[str, Any]:
     """Print all results. Raises CapabilityError if one of them keeps Penstock from working."""
     findings = [*_check_system(), *check_required(), *check_optional()]
-    findings += [*_check_torch(), *_run_probes(), *more]
+    findings += [*_check_torch(), *_run_probes(), *check_prefect_password(prefect_api_url()), *more]
     rows = [("what", "standing", "seen", "what to do")]
     rows += [(f.what, f.standing, f.seen, f.mend) for f in findings]
     console.result(table(rows))
@@ -209,6 +211,16 @@ def _run_python(code: str) -> "subprocess.CompletedProcess[str]":
 def _failed(what: str, done: "subprocess.CompletedProcess[str]", fix: str) -> DoctorCheck:
     last = (done.stderr.strip().splitlines() or ["failed"])[-1]
     return DoctorCheck(what, "wrong", last[:100], fix)
+
+
+def check_prefect_password(api_url: str) -> list[DoctorCheck]:
+    """Whether the Prefect server of this environment, if there is one, asks for a password."""
+    if not api_url:
+        return []
+    what = "prefect's password"
+    if answers_without_password(api_url):
+        return [DoctorCheck(what, "absent", api_url, f"it {WITHOUT_PASSWORD}")]
+    return [DoctorCheck(what, "ok", api_url)]
 
 
 def _run_probes() -> list[DoctorCheck]:

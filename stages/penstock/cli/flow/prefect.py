@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from penstock.config.loading.cli_overrides import Override
 from penstock.config.loading.load import load
 from penstock.core.errors import CapabilityError, StageError
 from penstock.core.files import atomic_write
+from penstock.core.process.die_with_parent import end_with_parent
+from penstock.core.remote.prefect_password import WITHOUT_PASSWORD, answers_without_password
 
 PREFECT_FILE = "prefect.yaml"
 
@@ -41,7 +44,9 @@ def run_flow(
     sys.stdout.flush()
     if not console.as_json:
         os.execv(sys.executable, words)
-    done = subprocess.run(words, stdout=sys.stderr, check=False)
+    done = subprocess.run(
+        words, stdout=sys.stderr, preexec_fn=partial(end_with_parent, os.getpid()), check=False
+    )
     if done.returncode:
         raise StageError(f"the flow failed with exit status {done.returncode}; see its log above.")
     return {"flow": script.stem}
@@ -61,6 +66,8 @@ def deploy(pool: str, console: Console, *, write_only: bool) -> dict[str, object
             part.write_text(prefect_yaml(Path.cwd(), pool), encoding="utf-8")
         console.say(f"wrote {file}: edit schedules and parameters there")
     if not write_only:
+        if answers_without_password(url := prefect_api_url()):
+            console.say(f"warning: Prefect's server at {url} {WITHOUT_PASSWORD}")
         if _prefect("work-pool", "inspect", pool, check=False).returncode:
             _prefect("work-pool", "create", pool, "--type", "process")
             console.say(f"created the work pool {pool}")
@@ -83,6 +90,20 @@ def prefect_yaml(folder: Path, pool: str) -> str:
         .replace('"{{ $PENSTOCK_HOME }}"', f'"{folder}"')
         .replace("name: penstock\n      job_variables", f"name: {pool}\n      job_variables")
     )
+
+
+def prefect_api_url() -> str:
+    """`PREFECT_API_URL` of the environment or of Prefect's profile; empty if there is none."""
+    done = subprocess.run(
+        [
+            *(sys.executable, "-c"),
+            "from prefect.settings import PREFECT_API_URL as url; print(url.value() or '')",
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.stdout.strip()
 
 
 def _require_prefect() -> None:
