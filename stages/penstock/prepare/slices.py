@@ -24,10 +24,10 @@ from penstock.prepare.readers.image_pins import digest_images
 from penstock.prepare.readers.registry import count_records
 from penstock.prepare.settings import DatasetSettings, PrepareSettings
 
-FORMAT = 5
+FORMAT = 6
 """Increase it if the same records and settings must give other samples. 5: a conversation has the
 tokens of its whole text, and a turn ends with one stop token; a text that begins with BOS gets no
-second one."""
+second one. 6: tokenized records have the loss weights of their column."""
 
 MEDIA_FORMAT = 2
 """Increase it if the same records with media, or with tokens that stand for them, must give other

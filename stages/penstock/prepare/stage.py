@@ -41,7 +41,7 @@ class Prepare(Stage):
     """
 
     name: ClassVar[str] = "prepare"
-    version: ClassVar[int] = 4
+    version: ClassVar[int] = 5
     neutral: ClassVar[Mapping[str, Any]] = {"weight_unit": "samples", "split_by": None}
 
     settings: PrepareSettings  # pyright: ignore[reportIncompatibleVariableOverride]
