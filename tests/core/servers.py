@@ -6,6 +6,8 @@ import random
 import re
 import socket
 import threading
+import time
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -20,6 +22,11 @@ class WebServer(http.server.ThreadingHTTPServer):
         self.files: dict[str, bytes] = {}
         self.manners: dict[str, Any] = {"ETag": '"1"'}
         self.url = f"http://127.0.0.1:{self.server_port}"
+        self.requests: list[tuple[str, str, dict[str, str]]] = []
+        self.before: Callable[[WebServer], None] | None = None
+        """Called with the server before each answer."""
+        self.within: Callable[[WebServer, bytes], bytes] | None = None
+        """Called in the middle of each body; returns the body from there on."""
 
 
 class Files(http.server.BaseHTTPRequestHandler):
@@ -33,31 +40,72 @@ class Files(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self._answer(with_body=True)
 
-    def _answer(self, *, with_body):
+    def _answer(self, *, with_body):  # noqa: C901
+        self.server.requests.append((self.command, self.path, dict(self.headers)))
+        if self.server.before:
+            self.server.before(self.server)
         manners, parts = self.server.manners, urlsplit(self.path)
         content = self.server.files.get(parts.path)
         if manners.get("signature") not in (None, parse_qs(parts.query).get("signature", [""])[0]):
             self.send_error(403)
             return
+        if location := manners.get("redirects", {}).get(parts.path):
+            self.send_response(302)
+            self.send_header("Location", location)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        if manners.get("refusals"):
+            status, headers = manners["refusals"].pop(0)
+            self.send_response(status)
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
         if content is None:
             self.send_error(404)
+            return
+        tag = self.headers.get("If-Match")
+        if manners.get("conditions", True) and tag not in (None, manners.get("ETag")):
+            self.send_error(412)
             return
         asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
         start, stop = 0, len(content)
         if asked and manners.get("ranges", True):
-            start = int(asked[1])
+            start = int(asked[1]) + (manners.get("shift", 0) if int(asked[1]) else 0)
             stop = min(len(content), int(asked[2]) + 1) if asked[2] else len(content)
             self.send_response(206)
-            self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{len(content)}")
+            if manners.get("says range", True):
+                self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{len(content)}")
         else:
             self.send_response(200)
         for name in ("ETag", "Last-Modified"):
             if name in manners:
                 self.send_header(name, manners[name])
-        self.send_header("Content-Length", str(stop - start))
+        length = stop - start
+        if self.command == "HEAD" and manners.get("halves HEAD"):
+            length //= 2
+        self.send_header("Content-Length", str(length))
         self.end_headers()
         with contextlib.suppress(ConnectionError):
-            self.wfile.write(content[start:stop] if with_body else b"")
+            self._send(content[start:stop] if with_body else b"")
+
+    def _send(self, body):
+        middle = len(body) // 2
+        pause = self.server.manners.get("seconds for each byte")
+        if pause and len(body) > 1:
+            for byte in body:
+                self.wfile.write(bytes([byte]))
+                time.sleep(pause)
+            return
+        self.wfile.write(body[:middle])
+        if self.server.within:
+            # As a server that reads a file which is written in place.
+            other = self.server.within(self.server, body)
+            self.wfile.write(other[middle:])
+            return
+        self.wfile.write(body[middle:])
 
     def log_message(self, format, *args):
         pass

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from penstock.core.errors import PenstockError
-from penstock.core.remote.errors import StorageError, classify_error, is_transient
+from penstock.core.remote.errors import StorageError, classify_error, is_transient, retry_after
 
 Result = TypeVar("Result")
 
@@ -18,6 +18,9 @@ PLANNING_TRIES = 3
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 10.0
 """Seconds before the first retry, and the maximum; each pause doubles the previous one."""
+
+LONGEST_ASKED = 60.0
+"""Maximum of the seconds that a server's Retry-After is followed."""
 
 
 def backoff_seconds(tries: int, first: float) -> list[float]:
@@ -61,5 +64,6 @@ def retry_until_connected(call: Callable[[], Result], *, tries: int = RUN_TRIES)
             if kind != "cut" or not tries:
                 # The text may contain a signed URL, which a chained traceback would print.
                 raise StorageError(kind, error) from None
-        time.sleep(pause * random.uniform(0.5, 1.5))
+            asked = retry_after(error) or 0.0
+        time.sleep(max(min(asked, LONGEST_ASKED), pause * random.uniform(0.5, 1.5)))
         pause = min(2 * pause, LONGEST_PAUSE)

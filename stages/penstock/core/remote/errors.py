@@ -5,6 +5,10 @@ contain signed URLs: they are redacted, and exceptions are never chained.
 """
 
 import errno
+from contextlib import suppress
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from http import HTTPStatus
 from typing import Any, Literal
 
 from penstock.core import env
@@ -17,6 +21,8 @@ from penstock.core.errors import (
     StageError,
 )
 from penstock.core.os_errors import describe_os_error, is_of_the_machine
+from penstock.core.remote.addresses import PrivateAddressError
+from penstock.core.remote.answers import AnswerError
 from penstock.core.remote.connection_errors import connection_fault, iter_causes
 from penstock.core.remote.urls import PACKAGE_OF, WEB, redact, redact_text, url_scheme
 
@@ -155,10 +161,31 @@ def describe_error(error: BaseException) -> str:
     """Why the connection failed, or the error's type and first words, redacted."""
     if is_of_the_machine(error):
         return describe_os_error(error)
+    for each in iter_causes(error):
+        if isinstance(each, AnswerError):
+            return redact_text(str(each))
     if reason := connection_fault(error):
         return reason
+    for each in iter_causes(error):
+        if (status := http_status(each)) is not None:
+            return f"the server answers {status} {_reason(status)}".strip()
     text = redact_text(str(error.args[-1]) if error.args else "").strip().split("\n")[0][:160]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def retry_after(error: BaseException) -> float | None:
+    """Seconds after which the server wants to be asked again (RFC 9110, 10.2.3), if it says so."""
+    for each in iter_causes(error):
+        headers: Any = getattr(each, "headers", None) or {}
+        response: Any = getattr(each, "response", None)
+        if isinstance(response, dict):
+            headers = response.get("ResponseMetadata", {}).get("HTTPHeaders", {})  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+        text = str(headers.get("Retry-After") or headers.get("retry-after") or "")  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
+        if text.strip().isdecimal():
+            return float(text)
+        with suppress(ValueError, TypeError):
+            return (parsedate_to_datetime(text) - datetime.now(UTC)).total_seconds()
+    return None
 
 
 def to_planning_error(fault: StorageError, url: str) -> PenstockError:
@@ -167,10 +194,15 @@ def to_planning_error(fault: StorageError, url: str) -> PenstockError:
         return access_denied_error(url, fault.error, "read")
     if fault.kind == "absent":
         return ConfigError(f"{redact(url)} does not exist.\n  Check its spelling.")
-    return CapabilityError(
-        f"{redact(url)} cannot be reached ({describe_error(fault.error)}).\n"
-        f"  Check the network{_endpoint(url)}, then run it again."
-    )
+    reason = describe_error(fault.error)
+    if isinstance(fault.error, PrivateAddressError):
+        return CapabilityError(
+            f"{redact(url)} cannot be read: {reason}.\n  Only a URL in the config may lead there."
+        )
+    remedy = f"Check the network{_endpoint(url)}, then run it again."
+    if isinstance(fault.error, AnswerError) or any(map(http_status, iter_causes(fault.error))):
+        remedy = "Run it again later; if it persists, the fault is the server's."
+    return CapabilityError(f"{redact(url)} cannot be reached ({reason}).\n  {remedy}")
 
 
 def to_run_error(fault: StorageError, url: str, doing: Doing) -> PenstockError:
@@ -240,6 +272,10 @@ def _store_family(scheme: str) -> str:
 def _endpoint(url: str) -> str:
     at = env.s3_endpoint() if PACKAGE_OF[url_scheme(url)] == "s3" else None
     return f" and AWS_ENDPOINT_URL ({redact(at)})" if at else ""
+
+
+def _reason(status: int) -> str:
+    return HTTPStatus(status).phrase if status in list(HTTPStatus) else ""
 
 
 def _classify_status(status: int) -> Fault:

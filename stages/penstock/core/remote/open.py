@@ -1,19 +1,21 @@
 """Open local or remote files for reading."""
 
+import hashlib
 import io
-import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import IO, Any, BinaryIO, cast
 
 from penstock.core.errors import StageError
 from penstock.core.process.retry import retry_until_connected
+from penstock.core.remote.answers import ChangedError
 from penstock.core.remote.errors import StorageError, to_run_error
 from penstock.core.remote.path import Info, RemotePath
+from penstock.core.remote.ranges import require_same
 from penstock.core.remote.stream import RemoteStream
 from penstock.core.remote.urls import is_url, local_path
-from penstock.core.remote.version import content_version
+from penstock.core.remote.version import VERSIONS, all_versions, content_version
 
 BUFFER = 256 << 10
 """Buffer size of line readers in bytes."""
@@ -38,36 +40,30 @@ def open_file(location: Path | str, pinned: Mapping[str, Any] | None = None) -> 
             "  Restore it, or run again to plan without it."
         )
     if pinned is not None:
-        _require_unchanged(place, info, pinned)
-    size = info["size"]
-    if size is None or (place.is_web and not _supports_ranges(place, size)):
-        return _download_to_spool(place)
-    return cast(BinaryIO, io.BufferedReader(RemoteStream(place, size), BUFFER))
+        _require_pinned(place, info, pinned)
+    return open_version(place, info)
 
 
-def _supports_ranges(place: RemotePath, size: int) -> bool:
-    """Whether a web server supports range requests."""
-    if size < 2:
-        return True
-
-    def last_byte() -> bool:
-        with place.system.open(place.path, "rb", block_size=1, cache_type="none") as stream:
-            stream.seek(size - 1)
-            return len(stream.read(1)) == 1
-
-    try:
-        return retry_until_connected(last_byte)
-    except StorageError as fault:
-        if isinstance(fault.error, ValueError):
-            return False
-        raise to_run_error(fault, place.url, "read") from None
+def open_version(place: RemotePath, info: Info) -> BinaryIO:
+    """Open the version of a remote file that `info` describes: in ranges, or downloaded whole if
+    the server has no ranges, or reports no version that could tell two of them apart."""
+    is_whole = info["size"] is None or content_version(info) is None
+    if is_whole or (place.is_web and not info["partial"]):
+        return _download_to_spool(place, info)
+    return cast(BinaryIO, io.BufferedReader(RemoteStream(place, info), BUFFER))
 
 
-def _require_unchanged(place: RemotePath, info: Info, pinned: Mapping[str, Any]) -> None:
-    now = content_version(info) or {}
-    known = {name: pinned[name] for name in now if name in pinned}
+def _require_pinned(place: RemotePath, info: Info, pinned: Mapping[str, Any]) -> None:
+    now = all_versions(info)
+    known = {name: pinned[name] for name in VERSIONS if name in pinned}
     same_size = info["size"] is None or info["size"] == pinned["bytes"]
-    if not same_size or any(now[name] != known[name] for name in known):
+    if same_size and known and not now.keys() & known.keys():
+        raise StageError(
+            f"{place.redacted_url} cannot be proved to be unchanged since this run was planned: "
+            f"the server reported its {' and '.join(known)} then, and does not now.\n"
+            "  Run again; what has not changed is reused."
+        )
+    if not same_size or any(now.get(name, known[name]) != known[name] for name in known):
         raise StageError(
             f"{place.redacted_url} has changed since this run was planned: it had "
             f"{pinned['bytes']} bytes and has {info['size']}.\n"
@@ -75,20 +71,55 @@ def _require_unchanged(place: RemotePath, info: Info, pinned: Mapping[str, Any])
         )
 
 
-def _download_to_spool(place: RemotePath) -> BinaryIO:
-    """Download the whole file to a temporary file, for servers without range requests."""
+def _download_to_spool(place: RemotePath, info: Info) -> BinaryIO:
+    """Download the whole file to a temporary file.
+
+    The version after the download must be the one before. If the server reports none, the file is
+    downloaded again, and both must have the same digest.
+    """
     spool = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
-
-    def fetch() -> None:
-        spool.seek(0)
-        spool.truncate()
-        with place.system.open(place.path, "rb", block_size=0) as stream:
-            shutil.copyfileobj(stream, spool, CHUNK)
-
     try:
-        retry_until_connected(fetch)
+        digest = _fetch_whole(place, info, spool)
+        is_same = bool(all_versions(info)) or _fetch_whole(place, info, None) == digest
     except StorageError as fault:
         spool.close()
         raise to_run_error(fault, place.url, "read") from None
+    if not is_same:
+        spool.close()
+        fault = StorageError("exists", ChangedError("two downloads differ"))
+        raise to_run_error(fault, place.url, "read")
     spool.seek(0)
     return cast(BinaryIO, spool)
+
+
+def _fetch_whole(place: RemotePath, info: Info, spool: IO[bytes] | None) -> bytes:
+    """Write the file to `spool`, if it is not None; return its SHA-256."""
+
+    def fetch() -> bytes:
+        digest, length = hashlib.sha256(), 0
+        if spool:
+            spool.seek(0)
+            spool.truncate()
+
+        def write(chunk: bytes) -> None:
+            nonlocal length
+            digest.update(chunk)
+            length += len(chunk)
+            if spool:
+                spool.write(chunk)
+
+        if place.is_web:
+            place.web_file.read_whole(info, write)
+            now = place.web_file.info()
+        else:
+            with place.system.open(place.path, "rb") as stream:
+                while chunk := stream.read(CHUNK):
+                    write(chunk)
+            place.system.invalidate_cache()
+            now = place.system.info(place.path)
+        require_same(now, info)
+        if info["size"] not in (None, length):
+            raise ChangedError(f"it had {info['size']} bytes and {length} arrived")
+        return digest.digest()
+
+    return retry_until_connected(fetch)

@@ -22,6 +22,7 @@ from penstock.core.remote.errors import (
     to_run_error,
 )
 from penstock.core.remote.urls import PACKAGE_OF, WEB, redact, url_join, url_scheme
+from penstock.core.remote.web import WebFile
 
 Info = Mapping[str, Any]
 """File metadata of a store: `size` in bytes, and version fields whose names depend on the store."""
@@ -42,9 +43,11 @@ class RemotePath:
     url: str
     system: Any = field(repr=False, compare=False)
     path: str = field(repr=False)
+    is_trusted: bool = field(default=True, compare=False)
+    """Whether a user wrote the URL. One that comes from data leads to public addresses only."""
 
     @classmethod
-    def from_url(cls, url: str) -> "RemotePath":
+    def from_url(cls, url: str, *, is_trusted: bool = True) -> "RemotePath":
         """The path of that URL, without any request.
 
         Raises ConfigError for an unknown scheme, CapabilityError if its package is not installed.
@@ -59,8 +62,8 @@ class RemotePath:
             if isinstance(fault.error, ImportError):
                 raise missing_package_error(url) from None
             raise to_planning_error(fault, url) from None
-        place = cls(url, system, str(path).rstrip("/"))
-        if place._is_s3:
+        place = cls(url, system, str(path).rstrip("/"), is_trusted)
+        if place.is_s3:
             system.retries = S3_TRIES
         return place
 
@@ -70,7 +73,13 @@ class RemotePath:
         return redact(self.url)
 
     @property
-    def _is_s3(self) -> bool:
+    def web_file(self) -> WebFile:
+        """The requests for a file on a web server."""
+        return WebFile(self.url, self.system, is_trusted=self.is_trusted)
+
+    @property
+    def is_s3(self) -> bool:
+        """Whether it is in S3 or a compatible store."""
         return PACKAGE_OF[url_scheme(self.url)] == "s3"
 
     @property
@@ -87,7 +96,7 @@ class RemotePath:
     def info(self, *, tries: int = RUN_TRIES) -> Info | None:
         """The metadata of this file, or None if it does not exist."""
         try:
-            found: Any = retry_until_connected(lambda: self._request("info"), tries=tries)
+            found: Any = retry_until_connected(self._info, tries=tries)
         except StorageError as fault:
             if fault.kind == "absent":
                 return None
@@ -156,7 +165,7 @@ class RemotePath:
         """Upload a local file atomically. Raises StageError on failure."""
         size = source.stat().st_size
         # By default s3fs would buffer half a gigabyte for each of several files.
-        parts = {"chunksize": S3_PART, "max_concurrency": 4} if self._is_s3 else {}
+        parts = {"chunksize": S3_PART, "max_concurrency": 4} if self.is_s3 else {}
 
         def send() -> None:
             self.system.put_file(str(source), self.path, **parts)
@@ -186,6 +195,9 @@ class RemotePath:
         """Copy within the store, then delete this file."""
         self.copy(target)
         self.delete()
+
+    def _info(self) -> Any:
+        return self.web_file.info() if self.is_web else self._request("info")
 
     def _request(self, method: str, **options: Any) -> Any:
         self.system.invalidate_cache()

@@ -1,35 +1,41 @@
 """Remote file streams: seekable, with range requests, read-ahead and retries.
 
 Sequential reads get increasingly larger blocks, with the next block prefetched. Random access (a
-Parquet reader) downloads little more than was requested. At most three blocks are in memory.
+Parquet reader) downloads little more than was requested. At most three blocks are in memory. What
+arrived before a lost connection is kept.
 """
 
 import io
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from penstock.core.process.retry import retry_until_connected
-from penstock.core.remote.errors import StorageError, to_run_error
-from penstock.core.remote.path import RemotePath
+from penstock.core.remote.answers import LEAST_PROGRESS
+from penstock.core.remote.errors import StorageError, classify_error, to_run_error
+from penstock.core.remote.path import Info, RemotePath
+from penstock.core.remote.ranges import open_ranges
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-SMALLEST_BLOCK, FIRST_BLOCK, LARGEST_BLOCK = 64 << 10, 256 << 10, 8 << 20
+SMALLEST_BLOCK, FIRST_BLOCK, LARGEST_BLOCK = 4 << 10, 256 << 10, 8 << 20
 """Block sizes in bytes: on an unreliable connection, after a seek, and the maximum."""
 
 GROWTH = 4
 
 
 class RemoteStream(io.RawIOBase):
-    """A seekable stream of a remote file. Raises StageError if it cannot be read."""
+    """A seekable stream of one version of a remote file. Raises StageError if it cannot be read, or
+    has another version than the one that `info` describes."""
 
-    def __init__(self, place: RemotePath, size: int) -> None:
+    def __init__(self, place: RemotePath, info: Info) -> None:
         super().__init__()
         self._place = place
-        self._size = size
-        self._file: Any = retry_until_connected(self._open)
+        self._size: int = info["size"]
+        self._ranges = open_ranges(place, info)
+        self._is_verified = True
         self._offset = 0
         self._block = b""
         self._block_start = 0
@@ -68,16 +74,19 @@ class RemoteStream(io.RawIOBase):
         available = memoryview(self._block)[start : start + len(view)]
         view[: len(available)] = available
         self._offset += len(available)
+        if self._offset == self._size:
+            self._verify()
         return len(available)
 
     def close(self) -> None:
-        """Close the connection and drop prefetched blocks."""
-        if not self.closed:
-            if self._fetcher:
-                self._fetcher.shutdown(wait=True, cancel_futures=True)
-            self._block, self._prefetched = b"", None
-            self._file.close()
+        """Drop prefetched blocks; verify what was read since the last verification."""
+        if self.closed:
+            return
+        if self._fetcher:
+            self._fetcher.shutdown(wait=True, cancel_futures=True)
+        self._block, self._prefetched = b"", None
         super().close()
+        self._verify()
 
     def _load_block(self, start: int, wanted: int) -> None:
         """Make the block that contains offset `start` the current block."""
@@ -109,23 +118,32 @@ class RemoteStream(io.RawIOBase):
         """Download `length` bytes from `start`, or to the end of the file, or fewer on an
         unreliable connection."""
         lengths = (max(min(length, SMALLEST_BLOCK), length // GROWTH**n) for n in count())
+        block = bytearray()
 
-        def read() -> bytes:
-            stop = min(start + next(lengths), self._size)
-            self._file.seek(start)
-            block: bytes = self._file.read(stop - start)
-            if len(block) != stop - start:
-                # The stream's state is unknown after an error; a new one starts at the same offset.
-                self._file = self._open()
-                raise ConnectionError(f"{len(block)} of {stop - start} bytes arrived")
-            return block
+        def read() -> None:
+            before = len(block)
+            stop = min(start + before + next(lengths), start + length, self._size)
+            try:
+                self._ranges.read(start + before, stop, block.extend)
+            except Exception as error:
+                # What arrived is proved: the block ends there, and the next try is a first one.
+                if len(block) - before < LEAST_PROGRESS or classify_error(error) != "cut":
+                    raise
 
+        self._is_verified = False
+        self._run(read)
+        return bytes(block)
+
+    def _verify(self) -> None:
+        """Prove that the version has not changed while it was read."""
+        if not self._is_verified:
+            self._run(self._ranges.verify)
+            self._is_verified = True
+
+    def _run(self, call: Callable[[], None]) -> None:
         try:
-            return retry_until_connected(read)
+            retry_until_connected(call)
         except StorageError as fault:
+            # After an error there is nothing to verify: its reader has no data.
+            self._is_verified = True
             raise to_run_error(fault, self._place.url, "read") from None
-
-    def _open(self) -> Any:
-        return self._place.system.open(
-            self._place.path, "rb", block_size=LARGEST_BLOCK, cache_type="none"
-        )

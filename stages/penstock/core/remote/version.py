@@ -5,6 +5,9 @@ from typing import Any
 
 from penstock.core.remote.path import Info
 
+VERSIONS = ("md5", "etag", "generation", "modified")
+"""Names of identifiers in pins."""
+
 
 def content_version(info: Info) -> dict[str, str] | None:
     """An identifier of the current content, or None if the server gives none.
@@ -12,7 +15,13 @@ def content_version(info: Info) -> dict[str, str] | None:
     A content digest if the store has one; else the entity tag, which changes on every write; else
     the modification time, which is used together with the size stored in the pin.
     """
-    for name, found in (
+    return next(({name: value} for name, value in all_versions(info).items()), None)
+
+
+def all_versions(info: Info) -> dict[str, str]:
+    """Every identifier of the current content, the best one first."""
+    versions: dict[str, str] = {}
+    for name, value in (
         ("md5", _text(info.get("md5Hash"))),
         ("md5", _text(_inner(info.get("content_settings"), "content_md5"))),
         ("md5", _text(info.get("Content-MD5"))),
@@ -20,9 +29,9 @@ def content_version(info: Info) -> dict[str, str] | None:
         ("generation", _text(info.get("generation"))),
         ("modified", _text(info.get("LastModified")) or _text(info.get("Last-Modified"))),
     ):
-        if found:
-            return {name: found}
-    return None
+        if value:
+            versions.setdefault(name, value)
+    return versions
 
 
 def is_digest(version: dict[str, str]) -> bool:

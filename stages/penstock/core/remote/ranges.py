@@ -1,0 +1,118 @@
+"""Ranges of one version of a remote file. Every answer is proved to be of that version."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from importlib import import_module
+from typing import Any, Protocol
+
+from penstock.core.remote import answers
+from penstock.core.remote.answers import AnswerError, ChangedError, StalledError
+from penstock.core.remote.path import RemotePath
+from penstock.core.remote.version import all_versions
+
+Write = Callable[[bytes], object]
+
+
+class Ranges(Protocol):
+    """Reads ranges of a file."""
+
+    def read(self, start: int, stop: int, write: Write) -> None:
+        """Pass bytes `start` to `stop` to `write` as they arrive. Raises ChangedError for another
+        version, AnswerError for other bytes, and the errors of the store's library."""
+        ...
+
+    def verify(self) -> None:
+        """Raise ChangedError if what has been read may be of several versions."""
+        ...
+
+
+def open_ranges(place: RemotePath, info: Mapping[str, Any]) -> Ranges:
+    """The ranges of the file in the version that `info` describes."""
+    if place.is_web:
+        return _WebRanges(place, info)
+    if place.is_s3 and info.get("ETag") and hasattr(place.system, "_call_s3"):
+        return _S3Ranges(place, info)
+    return _StoreRanges(place, info)
+
+
+class _WebRanges:
+    """Conditional range requests. A file that is written in place may change within an answer, so
+    the version is compared again after the last one."""
+
+    def __init__(self, place: RemotePath, info: Mapping[str, Any]) -> None:
+        self._web, self._info = place.web_file, info
+
+    def read(self, start: int, stop: int, write: Write) -> None:
+        self._web.read_range(start, stop, self._info, write)
+
+    def verify(self) -> None:
+        require_same(self._web.info(), self._info)
+
+
+class _S3Ranges:
+    """Conditional range requests by s3fs. Objects are replaced atomically."""
+
+    def __init__(self, place: RemotePath, info: Mapping[str, Any]) -> None:
+        self._system, self._info = place.system, info
+        self._bucket, self._key, _ = self._system.split_path(place.path)
+
+    def read(self, start: int, stop: int, write: Write) -> None:
+        call = partial(self._read, start, stop, write)
+        import_module("fsspec.asyn").sync(self._system.loop, call)
+
+    def verify(self) -> None:
+        pass
+
+    async def _read(self, start: int, stop: int, write: Write) -> None:
+        tag = self._info["ETag"]
+        answer = await self._system._call_s3(
+            "get_object",
+            Bucket=self._bucket,
+            Key=self._key,
+            Range=f"bytes={start}-{stop - 1}",
+            IfMatch=tag,
+        )
+        body = answer["Body"]
+        try:
+            if answer.get("ETag") != tag:
+                raise ChangedError(f"its ETag was {tag} and is {answer.get('ETag')}")
+            answers.require_range(answer.get("ContentRange"), start, stop, self._info["size"])
+            received = await answers.receive(body.iter_chunks(1 << 16), write)
+        finally:
+            body.close()
+        if received != stop - start:
+            raise StalledError(f"{received} of {stop - start} bytes arrived")
+
+
+class _StoreRanges:
+    """Ranges by fsspec, with the version compared after each: GCS, Azure and others."""
+
+    def __init__(self, place: RemotePath, info: Mapping[str, Any]) -> None:
+        self._place, self._info = place, info
+
+    def read(self, start: int, stop: int, write: Write) -> None:
+        block: bytes = self._place.system.cat_file(self._place.path, start=start, end=stop)
+        self.verify()
+        if len(block) > stop - start:
+            raise AnswerError(f"{len(block)} bytes arrived where {stop - start} were requested")
+        write(block)
+        if len(block) < stop - start:
+            raise StalledError(f"{len(block)} of {stop - start} bytes arrived")
+
+    def verify(self) -> None:
+        now = self._place.info(tries=1)
+        require_same(now or {}, self._info)
+
+
+def require_same(now: Mapping[str, Any], before: Mapping[str, Any]) -> None:
+    """Raise ChangedError unless size and version are the same."""
+    # A digest is not reported in every kind of answer of some servers.
+    versions, known = all_versions(now), all_versions(before)
+    common = versions.keys() & known.keys()
+    if known and not common:
+        raise ChangedError("the server no longer reports its version")
+    for name in common:
+        if versions[name] != known[name]:
+            raise ChangedError(f"its {name} was {known[name]} and is {versions[name]}")
+    if None not in (now.get("size"), before["size"]) and now.get("size") != before["size"]:
+        raise ChangedError(f"it had {before['size']} bytes and has {now.get('size')}")
