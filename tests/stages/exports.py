@@ -20,5 +20,6 @@ def sealed_export(
         for name, content in sorted(files.items())
     ]
     facts = {"folders": {"hf": "hf"} if folders is None else folders}
-    write_record(path / MANIFEST, {"files": listed, "facts": facts})
-    return Artifact("export", digest_json(listed), path)
+    key = digest_json(listed)
+    write_record(path / MANIFEST, {"key": key, "files": listed, "facts": facts})
+    return Artifact("export", key, path)

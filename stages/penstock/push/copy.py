@@ -17,6 +17,7 @@ import fsspec
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
+from penstock.core.cache.digests import digest_files
 from penstock.core.cache.record import parse_record, with_digest
 from penstock.core.errors import ArtifactError, CapabilityError, PenstockError, StageError
 from penstock.core.files import PART, fsync
@@ -61,11 +62,17 @@ class CopyTarget:
         with self._translate_errors():
             index = self._read_index()
             sizes = self._sizes()
-            send = [
-                file.name
+            same = [
+                file
                 for file in files
-                if index.get(file.name) != file.fact or sizes.get(file.name) != file.num_bytes
+                if index.get(file.name) == file.fact and sizes.get(file.name) == file.num_bytes
             ]
+            if isinstance(self.system, LocalFileSystem):
+                digests = digest_files(Path(self._path_at(file.name)) for file in same)
+                pairs = zip(same, digests, strict=True)
+                same = [file for file, digest in pairs if digest == file.sha256]
+            intact = {file.name for file in same}
+            send = [file.name for file in files if file.name not in intact]
             return send, obsolete_files(sizes, files)
 
     def send(self, files: Sequence[PushFile]) -> None:

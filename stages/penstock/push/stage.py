@@ -5,11 +5,12 @@ differs, nothing changes. A dry run has a different cache key from a push, so th
 reused for a push.
 """
 
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 from urllib.parse import urlsplit
 
 from pydantic import ConfigDict, model_validator
@@ -17,7 +18,14 @@ from pydantic import ConfigDict, model_validator
 from penstock.config.schema.base import Settings
 from penstock.core.cache.record import read_record_fields, write_record
 from penstock.core.cache.stage import Artifact, Facts, Stage, short
+from penstock.core.errors import PenstockError
 from penstock.push.contents import PushFile, list_contents
+
+if TYPE_CHECKING:
+    from penstock.push.copy import CopyTarget
+    from penstock.push.hub import HubTarget
+
+log = logging.getLogger("penstock.push")
 
 PLAN = "plan.json"
 """The differences found by the first attempt; a resumed push reports the same."""
@@ -113,6 +121,29 @@ class Push(Stage):
         if self.settings.url is not None:
             return {**facts, **self._copy(out, self.settings.url, files)}
         return {**facts, **self._commit(out, files)}
+
+    def outside_changes(self) -> list[str]:
+        """Files that the target no longer has as they were sent. A pull request may be merged, or
+        not, by others. A target that cannot be reached is taken to be as it was, and a warning says
+        so."""
+        if self.settings.dry_run or self.settings.create_pr:
+            return []
+        try:
+            send, remove = self._target().difference(list_contents(self.exported))
+        except PenstockError as error:
+            log.warning("push: %s could not be looked at: %s", self.settings.target, error)
+            return []
+        return [f"{name} is not at the target as it was sent" for name in send] + [
+            f"{name} is at the target again" for name in remove
+        ]
+
+    def _target(self) -> "HubTarget | CopyTarget":
+        from penstock.push.copy import CopyTarget
+        from penstock.push.hub import HubTarget
+
+        if self.settings.url is not None:
+            return CopyTarget.open(self.settings.url)
+        return HubTarget.open(self.settings, endpoint=self.endpoint)
 
     def _commit(self, out: Path, files: list[PushFile]) -> dict[str, Any]:
         from penstock.push.hub import HubTarget

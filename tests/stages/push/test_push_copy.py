@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from pathlib import Path
 
 import fsspec
@@ -9,6 +10,7 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 from pydantic import ValidationError
 
+from penstock.core.cache.store import PlannedStage, get_or_build
 from penstock.core.errors import CapabilityError
 from penstock.push.copy import INDEX, CopyTarget
 from penstock.push.stage import Push, PushSettings
@@ -107,6 +109,23 @@ def test_a_file_that_is_not_whole_at_the_target_any_more_is_sent_again(
     there = files_at(url)
     del there[INDEX]
     assert there == {name.removeprefix("hf/"): content for name, content in MODEL.items()}
+
+
+def test_a_finished_push_looks_at_its_target_and_mends_it(exported, tmp_path):
+    url = f"file://{tmp_path}/target"
+    step = PlannedStage.in_root(push(exported, url), str(tmp_path / "artifacts"))
+    assert [get_or_build(step).status for _ in range(2)] == ["ran", "cached"]
+    weights = tmp_path / "target" / "model.safetensors"
+    whole = weights.read_bytes()
+    lines = []
+    for damaged in (b"", bytes([whole[0] ^ 1]) + whole[1:]):
+        time.sleep(0.02)  # a tick of the clock that changes are stamped with
+        weights.write_bytes(damaged)
+        again = get_or_build(step, notify=lines.append)
+        assert (again.status, again.facts["sent"]) == ("ran", ["model.safetensors"])
+        assert weights.read_bytes() == whole
+    assert all("model.safetensors is not at the target as it was sent" in line for line in lines)
+    assert get_or_build(step).status == "cached"
 
 
 def test_superseded_weights_go_and_other_files_stay(exported, url, tmp_path):

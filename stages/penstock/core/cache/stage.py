@@ -107,6 +107,11 @@ class Stage(ABC):
         interruption.
         """
 
+    def outside_changes(self) -> list[str]:
+        """What a complete result left outside of its folder and is no longer there. The stage runs
+        again to restore it."""
+        return []
+
     def files_to_upload(self, out: Path) -> list[list[Path]]:
         """Intermediate files of an incomplete `out` to upload to a remote store, so that another
         machine can resume. Ordered groups of files, each usable only with those before it; files

@@ -231,9 +231,10 @@ def _find_current(
 def _is_current(
     step: PlannedStage, manifest: dict[str, Any], notify: Callable[[str], None] = lambda _: None
 ) -> bool:
-    changed = changed_inputs(step.stage, manifest, digests_of_inputs(step.stage))
+    changed = [*map(str, changed_inputs(step.stage, manifest, digests_of_inputs(step.stage)))]
+    changed = changed or step.stage.outside_changes()
     if changed:
-        notify(f"{step.stage.name} is stale and is built again: {'; '.join(map(str, changed))}")
+        notify(f"{step.stage.name} is stale and is built again: {'; '.join(changed)}")
     return not changed
 
 
