@@ -92,6 +92,7 @@ def resolve_dataset_type(
         where=where,
         objective=run.train.objective,
         token=token,
+        max_record_bytes=run.data.max_record_bytes,
     )
     if found is None:
         return dataset

@@ -288,7 +288,7 @@ def _check_dataset(
     source = pin_dataset(dataset, token)
     typed = resolve_dataset_type(run, at, dataset, notes)
     try:
-        records = read_first(source, typed.ds_type, token)
+        records = read_first(source, typed.ds_type, token, run.data.max_record_bytes)
     except CapabilityError as error:
         raise UnreachableError(str(error)) from error
     if not records:

@@ -43,7 +43,13 @@ class InferredType:
 
 
 def infer_dataset_type(
-    dataset: DatasetConfig, source: Source, *, where: str, objective: str, token: bool | None
+    dataset: DatasetConfig,
+    source: Source,
+    *,
+    where: str,
+    objective: str,
+    token: bool | None,
+    max_record_bytes: int,
 ) -> InferredType | None:
     """Infer the format of a source from its first records; None if it has no records or the hub
     cannot be reached, for which the prepare stage has better errors.
@@ -57,7 +63,7 @@ def infer_dataset_type(
     def infer() -> Any:
         from penstock.prepare.infer_type import infer_format, read_first  # noqa: PLC0415
 
-        records = read_first(source, dataset.ds_type, token)
+        records = read_first(source, dataset.ds_type, token, max_record_bytes)
         if not records:
             raise StageError("it has no records")
         found = infer_format(records, named, objective=objective, where=where)

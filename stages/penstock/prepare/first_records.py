@@ -83,6 +83,7 @@ def image_source(run: RunConfig, source: Source, settings: DatasetSettings) -> I
             ds_type=settings.ds_type,
             streaming=settings.streaming,
             token=run.data.hf_use_auth_token,
+            max_record_bytes=settings.max_record_bytes,
         )
         folder = image_root(pieces[0], settings)
     pinned = pin_tokenizer(run.model.tokenizer_source)

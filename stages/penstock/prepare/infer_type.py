@@ -37,12 +37,14 @@ TEXTS = ("text", "content", "document", "body")
 """Column names for suggestions in errors; they are not used for inference."""
 
 
-def read_first(source: Source, ds_type: str | None, token: bool | None) -> list[dict[str, Any]]:
+def read_first(
+    source: Source, ds_type: str | None, token: bool | None, max_record_bytes: int
+) -> list[dict[str, Any]]:
     """Up to `INFER_RECORDS` records from the start of a source.
 
     Raises as the readers do, and StageError if none of the records can be read.
     """
-    values = list(islice(_iter_source(source, ds_type, token), INFER_RECORDS))
+    values = list(islice(_iter_source(source, ds_type, token, max_record_bytes), INFER_RECORDS))
     records = [value for value in values if not isinstance(value, BadRecord)]
     if values and not records:
         first = next(value for value in values if isinstance(value, BadRecord))
@@ -271,14 +273,18 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def _iter_source(source: Source, ds_type: str | None, token: bool | None) -> Iterator[Value]:
+def _iter_source(
+    source: Source, ds_type: str | None, token: bool | None, max_record_bytes: int
+) -> Iterator[Value]:
     if source.pin["kind"] == "hub":
         # `datasets` takes a second to import.
         from penstock.prepare.readers.hub import first_rows  # noqa: PLC0415
 
         yield from first_rows(source.pin, INFER_RECORDS, token)
         return
-    for piece in split_source(source, ds_type=ds_type, streaming=False, token=token):
+    for piece in split_source(
+        source, ds_type=ds_type, streaming=False, token=token, max_record_bytes=max_record_bytes
+    ):
         yield from _iter_split(piece, token)
 
 

@@ -8,6 +8,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, field_validator, mode
 from penstock.config.schema.base import Settings
 from penstock.config.schema.dataset import (
     KIND_OF_FORMAT,
+    MAX_RECORD_BYTES,
     SCORES,
     FileKind,
     FormatName,
@@ -60,6 +61,9 @@ class DatasetSettings(Settings):
 
     image_folder: str | None = Field(default=None, exclude=True)
     """Not part of any key: images are identified by their content."""
+
+    max_record_bytes: int = Field(default=MAX_RECORD_BYTES, gt=0, exclude=True)
+    """Not part of any key: what is read does not depend on it."""
 
     image_min_pixels: int | None = Field(default=None, gt=0)
     image_max_pixels: int | None = Field(default=None, gt=0)

@@ -194,6 +194,7 @@ def _split_into_slices(
         streaming=its.streaming,
         token=token,
         split=its.document_split,
+        max_record_bytes=its.max_record_bytes,
     )
     if its.preprocess_shards is None:
         return [(piece,) for piece in pieces]

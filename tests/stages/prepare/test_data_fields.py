@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from datasets import load_dataset
 
+from penstock.config.schema.dataset import MAX_RECORD_BYTES
 from penstock.core.cache.stage import Source
 from penstock.core.sources.pin import pin_data
 from penstock.pack.settings import PackSettings
@@ -78,7 +79,10 @@ def test_the_first_records_of_a_slice_are_those_that_are_prepared(
         repo = write_lines(tmp_path / "repo" / f"{name}.jsonl", texts(count, name)).parent
     source = Source({**pin_data("org/data", revision="0" * 40, split=split).pin, "repo": str(repo)})
     rows = load_dataset(str(repo), split=split)
-    assert read_first(source, None, None) == rows.select(range(min(20, len(rows)))).to_list()
+    assert (
+        read_first(source, None, None, MAX_RECORD_BYTES)
+        == rows.select(range(min(20, len(rows)))).to_list()
+    )
 
 
 def test_files_of_unknown_names_are_read_as_ds_type_says(tmp_path):

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, PrivateAttr
 
 from penstock.config.schema.base import ConfigSection
-from penstock.config.schema.dataset import DatasetConfig
+from penstock.config.schema.dataset import MAX_RECORD_BYTES, DatasetConfig
 from penstock.config.schema.pipeline import Root
 
 LastBatch = Literal["drop", "drop_few", "keep"]
@@ -271,6 +271,10 @@ class DataConfig(ConfigSection):
 
     shuffle_before_merging_datasets: bool = True
     """Shuffle each source before mixing."""
+
+    max_record_bytes: int = Field(default=MAX_RECORD_BYTES, gt=0)
+    """Largest size of one record in a file of data: a line, a JSON value, a field of a CSV file, or
+    the members of a record in an archive. A larger one is an error, before memory runs out."""
 
     dataset_num_proc: int | None = Field(default=None, gt=0, le=1024)
     """Maximum number of processes that prepare data; a few megabytes are faster with one. Unset:

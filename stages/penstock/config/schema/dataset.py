@@ -42,6 +42,9 @@ LOSS_WEIGHT_LIMITS = 1e-12, 1e12
 """The smallest and the largest loss weight other than 0: the product of the weights of a message,
 its record and its source is a normal fp32 number."""
 
+MAX_RECORD_BYTES = 256 << 20
+"""Default of `data.max_record_bytes`."""
+
 SCORES = ("field_chosen_score", "field_rejected_score")
 """Columns with the scores of the completions of a pair."""
 

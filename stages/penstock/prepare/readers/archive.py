@@ -88,23 +88,26 @@ class Member:
 def tar_records(file: SourceFile) -> Iterator[Chunk]:
     """The records of a tar file. Raises StageError if it is damaged."""
     with file.open() as stream:
-        yield from group_items(_iter_records(stream, file.name), _parse_records)
+        yield from group_items(_iter_records(stream, file), _parse_records)
 
 
-def _iter_records(stream: BinaryIO, name: str) -> Iterator[tuple[int, list[Member], int]]:
+def _iter_records(stream: BinaryIO, file: SourceFile) -> Iterator[tuple[int, list[Member], int]]:
     """(number of a record from 1, its members, their bytes)."""
-    number, key, held = 1, None, list[Member]()
-    for position, info, content in iter_members(stream, name, _is_content_read):
+    number, key, held, size = 1, None, list[Member](), 0
+    for position, info, content in iter_members(stream, file.name, _is_content_read):
         member = _member(info, content, position)
         if member is None:
             continue
         if held and member.key != key:
-            yield number, held, sum(len(member.content) for member in held)
-            number, held = number + 1, []
+            yield number, held, size
+            number, held, size = number + 1, [], 0
         key = member.key
         held.append(member)
+        size += len(content)
+        if size > file.max_record_bytes:
+            raise file.too_large(f"record {number:,}, up to member {position:,}")
     if held:
-        yield number, held, sum(len(member.content) for member in held)
+        yield number, held, size
 
 
 def _member(info: tarfile.TarInfo, content: bytes = b"", position: int = 0) -> Member | None:

@@ -13,6 +13,7 @@ from typing import Any, BinaryIO, cast
 
 import pyarrow as pa
 
+from penstock.config.schema.dataset import MAX_RECORD_BYTES
 from penstock.core.errors import StageError
 from penstock.core.remote.open import open_file
 from penstock.core.sources.local_files import detect_compression
@@ -30,11 +31,20 @@ class SourceFile:
     pinned: Mapping[str, Any] = field(default_factory=dict)
     data_file: "SourceFile | None" = None
     """The data file (.bin), if this file is a Megatron index (.idx)."""
+    max_record_bytes: int = field(default=MAX_RECORD_BYTES, compare=False)
+    """`data.max_record_bytes`."""
 
     @property
     def compression(self) -> str | None:
         """Compression, from the file name; None if uncompressed."""
         return detect_compression(self.name)
+
+    def too_large(self, place: str) -> StageError:
+        """The error for a record of more than `max_record_bytes`; `place` is what is too large."""
+        return StageError(
+            f"{self.name}: {place} has more than {self.max_record_bytes:,} bytes "
+            "(data.max_record_bytes).\n  Split it, or raise data.max_record_bytes."
+        )
 
     @contextmanager
     def open(self) -> Generator[BinaryIO]:

@@ -33,7 +33,7 @@ def json_document(file: SourceFile) -> Iterator[Chunk]:
     """
     with file.open() as raw:
         stream = io.TextIOWrapper(raw, encoding="utf-8-sig")
-        reader = _JsonReader(stream, file.name)
+        reader = _JsonReader(stream, file)
         is_array = reader.peek() == "["
         if is_array:
             reader.skip()
@@ -74,10 +74,11 @@ def csv_rows(file: SourceFile) -> Iterator[Chunk]:
 
     Raises StageError if it is not CSV.
     """
-    csv.field_size_limit(2**31 - 1)  # the default of 128 KiB is too small for long documents
+    csv.field_size_limit(file.max_record_bytes)
     with file.open() as raw:
         stream = io.TextIOWrapper(raw, encoding="utf-8-sig", newline="")
-        reader = csv.reader(stream, strict=True, delimiter=detect_delimiter(file))
+        lines = _iter_text_lines(stream, file)
+        reader = csv.reader(lines, strict=True, delimiter=detect_delimiter(file))
         try:
             header = next(reader, None)
             if header is None:
@@ -100,6 +101,15 @@ def csv_rows(file: SourceFile) -> Iterator[Chunk]:
             raise StageError(
                 f"{file.name}:{reader.line_num}: not CSV: {error}.\n  Correct it there, in UTF-8."
             ) from error
+
+
+def _iter_text_lines(stream: TextIO, file: SourceFile) -> Iterator[str]:
+    number = 1
+    while line := stream.readline(file.max_record_bytes + 1):
+        if len(line) > file.max_record_bytes:
+            raise file.too_large(f"line {number:,}")
+        yield line
+        number += 1
 
 
 def _is_data(name: str) -> bool:
@@ -161,9 +171,10 @@ def _iter_values(reader: "_JsonReader", is_array: bool) -> Iterator[tuple[int, A
 class _JsonReader:
     """JSON values from a text stream, read a chunk at a time."""
 
-    def __init__(self, stream: TextIO, name: str) -> None:
+    def __init__(self, stream: TextIO, file: SourceFile) -> None:
         self._stream = stream
-        self._name = name
+        self._file = file
+        self._name = file.name
         self._decoder = json.JSONDecoder()
         self._text = ""
         self._at = 0
@@ -216,6 +227,8 @@ class _JsonReader:
 
     def _refill(self) -> bool:
         kept = self._text[self._at :]
+        if len(kept) > self._file.max_record_bytes:
+            raise self._file.too_large(f"the value at line {self.line:,}")
         try:
             more = self._stream.read(max(CHUNK, len(kept)))
         except UnicodeDecodeError as error:

@@ -19,6 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from penstock.config.schema.dataset import MAX_RECORD_BYTES
 from penstock.core.cache.digests import cached_value, digest_files
 from penstock.core.cache.record import digest_json
 from penstock.core.cache.stage import Source
@@ -102,6 +103,7 @@ def split_source(
     streaming: bool,
     token: bool | None,
     split: tuple[str, str] | None = None,
+    max_record_bytes: int = MAX_RECORD_BYTES,
 ) -> list[FileSplit]:
     """Split a source into pieces, in the order of its records.
 
@@ -116,7 +118,10 @@ def split_source(
     if pin["kind"] == "hub":
         return _split_hub(pin, streaming, token)
     entries = zip(pin["files"], source.paths or source.urls, strict=True)
-    files = [SourceFile(str(entry["name"]), location, entry) for entry, location in entries]
+    files = [
+        SourceFile(str(entry["name"]), location, entry, max_record_bytes=max_record_bytes)
+        for entry, location in entries
+    ]
     pieces = [
         piece for file in _attach_megatron_data(files) for piece in _split_file(file, ds_type)
     ]
@@ -273,9 +278,13 @@ def _is_json_lines(file: SourceFile) -> bool:
     """Whether a JSON file contains JSON lines: by its content, or by its name if the first line is
     neither an object nor a list of messages nor the start of a longer value."""
     stem = Path(file.name).stem if file.compression else file.name
+    limit = file.max_record_bytes
     with file.open() as stream:
-        filled = (line.removeprefix(BOM).strip() for line in stream if line.strip())
+        lines = iter(lambda: stream.readline(limit + 1), b"")
+        filled = (line.removeprefix(BOM).strip() for line in lines if line.strip())
         first = next(filled, b"")
+        if len(first) >= limit:  # an array in one line is read piece by piece
+            return stem.lower().endswith((".jsonl", ".ndjson")) and not first.startswith(b"[")
         if first.startswith(b"{") and isinstance(value := parse_line(first), dict):
             return record_list(value) is None or next(filled, b"").startswith(b"{")
         second = next(filled, b"")

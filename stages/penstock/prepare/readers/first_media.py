@@ -34,7 +34,7 @@ def find_first_media(
         from penstock.prepare.infer_type import read_first  # noqa: PLC0415
 
         found: dict[str, set[str]] = {}
-        for record in read_first(source, its.ds_type, token):
+        for record in read_first(source, its.ds_type, token, its.max_record_bytes):
             try:
                 said = parse_record(its, record, columns)
             except BadRecord:

@@ -68,7 +68,13 @@ def with_image_pin(
     """The source, with a digest of the images that it names by path in its pin, if it names any."""
     if source.pin["kind"] != "files" or its.type in NO_CONVERSATION:
         return source
-    pieces = split_source(source, ds_type=its.ds_type, streaming=its.streaming, token=token)
+    pieces = split_source(
+        source,
+        ds_type=its.ds_type,
+        streaming=its.streaming,
+        token=token,
+        max_record_bytes=its.max_record_bytes,
+    )
     digests = [digest_images([piece], its, columns) for piece in pieces]
     if not any(digests):
         return source

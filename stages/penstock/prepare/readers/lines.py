@@ -3,6 +3,7 @@
 A piece of a file is a byte range; it contains the lines that start in the range.
 """
 
+import io
 import json
 import re
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ def json_lines(file: SourceFile, span: Span | None) -> Iterator[Chunk]:
     """Read the objects of a JSON lines file; blank lines are skipped."""
     with file.open() as stream:
         number = 1
-        for lines in _iter_line_batches(stream, span):
+        for lines in _iter_line_batches(stream, file, span):
             places = range(number, number + len(lines))
             number += len(lines)
             if any(map(bytes.isspace, lines)):
@@ -38,7 +39,7 @@ def text_lines(file: SourceFile, span: Span | None) -> Iterator[Chunk]:
     """The lines of a text file, each as `{"text": …}`."""
     with file.open() as stream:
         number = 1
-        for lines in _iter_line_batches(stream, span):
+        for lines in _iter_line_batches(stream, file, span):
             if number == 1 and not (span and span[0]):
                 lines[0] = lines[0].removeprefix(BOM)
             yield Chunk(lines, range(number, number + len(lines)), _parse_texts)
@@ -83,20 +84,27 @@ def line_start(stream: BinaryIO, at: int) -> int:
     return at - 1
 
 
-def _iter_line_batches(stream: BinaryIO, span: Span | None) -> Iterator[list[bytes]]:
+def _iter_line_batches(
+    stream: BinaryIO, file: SourceFile, span: Span | None
+) -> Iterator[list[bytes]]:
     """Yield lists of at most `BATCH` lines, with line ends. The grouping depends on content
-    only."""
+    only. Raises StageError for a line that is too large."""
     at, stop = (line_start(stream, span[0]), span[1]) if span else (0, None)
     if at:
         stream.seek(at)
     while stop is None or at < stop:
         wanted = BATCH_BYTES if stop is None else min(BATCH_BYTES, stop - at)
-        # readlines ends with the line that exceeds its hint; a hint of 0 is none.
-        lines = stream.readlines(wanted - 1) if wanted > 1 else [stream.readline()]
-        read = sum(map(len, lines))
-        if not read:
+        block = stream.read(wanted)
+        if not block:
             return
-        at += read
+        if not block.endswith(b"\n"):
+            block += stream.readline(file.max_record_bytes + 1)
+        lines = io.BytesIO(block).readlines()
+        if len(block) > file.max_record_bytes and (
+            large := next((line for line in lines if len(line) > file.max_record_bytes), None)
+        ):
+            raise file.too_large(f"the line at byte {at + block.index(large) + 1:,}")
+        at += len(block)
         yield from (lines[first : first + BATCH] for first in range(0, len(lines), BATCH))
 
 
