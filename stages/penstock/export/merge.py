@@ -8,7 +8,7 @@ kept.
 import errno
 import math
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -19,16 +19,18 @@ from penstock.core.replace_folder import rename_folder
 from penstock.core.sources.pin import TOKENIZER_FILES
 from penstock.engine.hf.safetensors_reader import SafetensorsFolder
 from penstock.engine.hf.save_model import INDEX
+from penstock.engine.peft.embeddings import TransformersNames
 from penstock.engine.peft.merge_adapter import AdapterMerge
 from penstock.engine.peft.read_adapter import PeftFolder
 from penstock.engine.vision.build import build_outline
 from penstock.engine.vision.stored_names import checkpoint_names
 from penstock.export.license import CARD
-from penstock.export.merge_file import merged_shape, write_file
+from penstock.export.merge_file import write_file
 from penstock.export.merged_card import write_merged_card
 from penstock.models.multimodal import (
     MULTIMODAL,
     TEXT_CONFIG,
+    TIED,
     is_language,
     stored_backbone,
     stored_name,
@@ -56,17 +58,22 @@ def merge_folders(base: Path, adapter: Path, out: Path) -> dict[str, Any]:
     remove(partial)
     partial.mkdir(parents=True)
     try:
-        with (
-            SafetensorsFolder(base) as weights,
-            PeftFolder(adapter, _rename(hf_config, weights)) as folder,
-        ):
-            changes = AdapterMerge(folder, weights, hf_config.get("hidden_size"))
-            files = weights.by_file()
-            for file, names in files.items():
-                write_file(weights, changes, names, file, partial / file.name)
+        with ExitStack() as opened:
+            weights = opened.enter_context(SafetensorsFolder(base))
+            names = TransformersNames(hf_config, weights.names())
+            rename = _rename(hf_config, weights, names)
+            # No native family has such layers, and transformers' model takes a second to build.
+            is_conv1d = _no_layer if native_family(hf_config) else names.is_conv1d
+            folder = opened.enter_context(PeftFolder(adapter, rename, is_conv1d))
+            changes = AdapterMerge(
+                folder, weights, hf_config.get("hidden_size"), lambda: names.embeddings
+            )
+            files = changes.by_file()
+            for file, tensors in files.items():
+                write_file(weights, changes, tensors, file, partial / file.name)
             facts = {
                 "folder": str(out),
-                "tensors": len(weights.names()),
+                "tensors": sum(map(len, files.values())),
                 "changed": len(changes.targets()),
                 "shards": len(files),
             }
@@ -88,14 +95,22 @@ def merge_folders(base: Path, adapter: Path, out: Path) -> dict[str, Any]:
     return facts
 
 
-def _rename(hf_config: Mapping[str, Any], weights: SafetensorsFolder) -> Callable[[str], str]:
+def _no_layer(_: str) -> bool:
+    return False
+
+
+def _rename(
+    hf_config: Mapping[str, Any], weights: SafetensorsFolder, names: TransformersNames
+) -> Callable[[str], str]:
     """The names in the base model's files of PEFT's modules: others, where it is multimodal, or
     where transformers calls the backbone otherwise."""
     if hf_config.get("model_type") not in MULTIMODAL:
         family = native_family(hf_config)
         with suppress(ConfigError, CapabilityError):
-            return family.weight_map(family.read(hf_config)).hf_name if family else str
-        return str
+            if family:
+                return family.weight_map(family.read(hf_config)).hf_name
+        there = {*weights.names(), *(name.rpartition(".")[0] for name in weights.names())}
+        return lambda name: name if name in there else names.stored(name)
     backbone = stored_backbone(weights.names())
     # Adapters of the vision part are rare, and its names cost seconds.
     of_vision = cache(partial(_vision_modules, hf_config, weights))
@@ -133,22 +148,34 @@ def _write_config(
     out: Path, hf_config: dict[str, Any], weights: SafetensorsFolder, changes: AdapterMerge
 ) -> None:
     """Write config.json and the index for the merged files."""
-    for name in changes.targets():
-        replacement = changes.replacement(name)
-        if replacement and name.endswith("embed_tokens.weight"):
+    embeddings, values = changes.embeddings, dict[str, Any]()
+    if changes.unties:
+        values[TIED] = False
+    if embeddings and (name := embeddings.embedding) and name in changes.targets():
+        rows = changes.shape(name)[0]
+        if rows != weights.stored(changes.source(name)).shape[0]:
             # Tokens were added when the adapter was trained.
-            size = {"vocab_size": replacement.shape[0]}
-            text = hf_config.get(TEXT_CONFIG)
-            hf_config = {**hf_config, **({TEXT_CONFIG: {**text, **size}} if text else size)}
-    write_json(out / CONFIG, hf_config)
-    files = weights.by_file()
+            values["vocab_size"] = rows
+    write_json(out / CONFIG, _with_values(hf_config, values))
+    files = changes.by_file()
     if len(files) > 1:
         total = sum(
-            math.prod(merged_shape(name, weights, changes)) * weights.stored(name).dtype.itemsize
-            for name in weights.names()
+            math.prod(changes.shape(name)) * weights.stored(changes.source(name)).dtype.itemsize
+            for names in files.values()
+            for name in names
         )
         weight_map = {name: file.name for file, names in files.items() for name in names}
         write_json(out / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _with_values(hf_config: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with these values of the language model's. transformers reads whether weights are
+    tied at the top level too."""
+    text = hf_config.get(TEXT_CONFIG)
+    if not values or not text:
+        return {**hf_config, **values}
+    top = {key: value for key, value in values.items() if key in hf_config or key == TIED}
+    return {**hf_config, **top, TEXT_CONFIG: {**text, **values}}
 
 
 def _copy_other_files(base: Path, adapter: Path, out: Path) -> None:

@@ -31,9 +31,10 @@ MERGED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class _TensorCopy:
-    """A tensor of the output file."""
+    """A tensor of the output file, and what it is made of."""
 
     name: str
+    source: str
     old: Stored
     new: Stored
 
@@ -60,17 +61,20 @@ def _plan_layout(
     weights: SafetensorsFolder, changes: AdapterMerge, names: list[str], source: Path
 ) -> tuple[bytes, list[_TensorCopy], int]:
     """The header, the offset of each tensor, and the file size."""
-    old = {name: weights.stored(name) for name in names}
-    shapes = {name: merged_shape(name, weights, changes) for name in names}
-    if all(shapes[name] == was.shape for name, was in old.items()):
+    old = {name: weights.stored(changes.source(name)) for name in names}
+    shapes = {name: changes.shape(name) for name in names}
+    sources = {name: changes.source(name) for name in names}
+    if all(shapes[name] == was.shape and sources[name] == name for name, was in old.items()):
         with source.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
             stream.seek(0)
             header = stream.read(8 + length)
-        tensors = [_TensorCopy(name, was, was) for name, was in old.items()]
+        tensors = [_TensorCopy(name, name, was, was) for name, was in old.items()]
         return header, tensors, source.stat().st_size
     layout = file_layout({name: (shapes[name], was.dtype) for name, was in old.items()})
-    tensors = [_TensorCopy(name, was, layout.tensors[name]) for name, was in old.items()]
+    tensors = [
+        _TensorCopy(name, sources[name], was, layout.tensors[name]) for name, was in old.items()
+    ]
     return layout.header, tensors, layout.size
 
 
@@ -126,7 +130,7 @@ def _merge_tensor(
         if whole is not None:
             block = whole[start : start + count]
         else:
-            block = weights.box(one.name, (start, *[0] * len(rest)), (count, *rest))
+            block = weights.box(one.source, (start, *[0] * len(rest)), (count, *rest))
         merged = _merge_block(block, change, start, one, changes)
         place = one.new.start + start * columns * one.new.dtype.itemsize
         put(new, merged, place)
@@ -152,8 +156,3 @@ def _merge_block(
         )
     first = start * (rows // shape[0])
     return change.apply_to(block.reshape(-1, columns), first).view(block.shape)
-
-
-def merged_shape(name: str, weights: SafetensorsFolder, changes: AdapterMerge) -> tuple[int, ...]:
-    """The tensor's shape in the merged model."""
-    return (changes.replacement(name) or weights.stored(name)).shape

@@ -105,7 +105,7 @@ class AdapterStart:
     def _check(self, chosen: Sequence[str]) -> None:
         folder = self._folder
         for target in folder.targets():
-            if folder.replacement(target) and not target.endswith((".bias", "embed_tokens.weight")):
+            if folder.is_replaced(target) and not target.endswith(".bias"):
                 raise CapabilityError(
                     f"lora.init_adapter_path: {folder.folder} brings {target} of its own "
                     "(modules_to_save), which is not trained on.\n"

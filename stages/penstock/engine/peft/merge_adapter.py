@@ -10,12 +10,14 @@ import re
 from collections.abc import Callable
 from difflib import get_close_matches
 from functools import lru_cache, partial
+from pathlib import Path
 
 import torch
 
 from penstock.adapters.weight_delta import BatchedDelta, LoraDelta, WeightDelta
 from penstock.core.errors import CapabilityError
 from penstock.engine.hf.safetensors_reader import SafetensorsFolder, Stored
+from penstock.engine.peft.embeddings import Embeddings
 from penstock.engine.peft.read_adapter import PeftFolder
 
 WRAPPED = ".base_layer"
@@ -33,37 +35,116 @@ class AdapterMerge:
     """The deltas of one adapter for one base model, by base tensor name."""
 
     def __init__(
-        self, folder: PeftFolder, base: SafetensorsFolder, hidden_size: int | None
+        self,
+        folder: PeftFolder,
+        base: SafetensorsFolder,
+        hidden_size: int | None,
+        embeddings: Callable[[], Embeddings | None],
     ) -> None:
-        """`hidden_size` tells whether square expert matrices are transposed.
+        """`hidden_size` tells whether square expert matrices are transposed. `embeddings` gives the
+        base model's, and is called if the adapter may change them.
 
-        Raises CapabilityError for layers that the base model does not have.
+        Raises CapabilityError for layers that the base model does not have, and for embeddings that
+        cannot be merged.
         """
         self.folder, self._base, self._hidden_size = folder, base, hidden_size
         # Read a layer's factors once for all of its experts, whose tensors are neighbours.
         self._products = lru_cache(maxsize=KEPT)(folder.products)
         self._of_experts: dict[str, Callable[[], WeightDelta]] = {}
         self._plain: list[str] = []
+        self._copied: dict[str, str] = {}
+        self.embeddings: Embeddings | None = None
+        self.unties = False
         missing: list[str] = []
         for target in folder.targets():
             if target in base:
                 self._plain.append(target)
             elif not self._spread(target.removesuffix(".weight")):
                 missing.append(target)
+        if missing or any(map(folder.may_be_embedding, self._plain)):
+            self.embeddings = embeddings()
+            missing = self._tie_or_untie(missing)
         if missing:
             raise self._without(missing)
+        self._check_vocabulary()
 
     def targets(self) -> list[str]:
         """The names of the modified tensors."""
         return [*self._plain, *self._of_experts]
 
+    def by_file(self) -> dict[Path, list[str]]:
+        """The names of the merged model's tensors, by the base model's files."""
+        files = self._base.by_file()
+        for target, source in self._copied.items():
+            next(names for names in files.values() if source in names).append(target)
+        return files
+
+    def source(self, target: str) -> str:
+        """The base model's tensor that the merged model's is made of: itself, or the one that it
+        was tied to."""
+        return self._copied.get(target, target)
+
     def replacement(self, target: str) -> Stored | None:
         """The header entry of the tensor that replaces the base model's, or None."""
-        return self.folder.replacement(target)
+        return self.folder.replacement(self._replaced_by(target))
 
     def replacing(self, target: str) -> torch.Tensor:
         """The replacement tensor, as stored."""
-        return self.folder.replacing(target)
+        return self.folder.replacing(self._replaced_by(target))
+
+    def shape(self, target: str) -> tuple[int, ...]:
+        """The tensor's shape in the merged model."""
+        return (self.replacement(target) or self._base.stored(self.source(target))).shape
+
+    def _replaced_by(self, target: str) -> str:
+        """Tied tensors share a copy of the base model's: the other's, if `target` has none."""
+        own, ends = self.folder.replacement(target), self.embeddings
+        if own is None and ends and ends.is_tied and target in (ends.embedding, ends.head):
+            other = ends.head if target == ends.embedding else ends.embedding
+            if other and not self.folder.is_replaced(other):
+                return other
+        return target
+
+    def _tie_or_untie(self, missing: list[str]) -> list[str]:
+        """Merge into tied embeddings as PEFT computes them: an adapter of one of the two leaves the
+        other as it is, so they become two tensors. Returns what is still missing."""
+        folder, ends = self.folder, self.embeddings
+        if not ends or not ends.is_tied or not ends.embedding or not ends.head:
+            return missing
+        pair = (ends.embedding, ends.head)
+        there = [name for name in pair if name in self._base]
+        changed = any(map(folder.is_trained, pair))
+        self.unties = changed and not (folder.ties(*pair) and len(there) == 1)
+        for name in pair:
+            is_new = name not in self._base
+            if is_new and self.unties and there:
+                self._copied[name] = there[0]
+            in_files = not is_new or name in self._copied
+            touched = folder.is_trained(name) or folder.replacement(self._replaced_by(name))
+            if in_files and touched and name not in self._plain:
+                self._plain.append(name)
+        return [name for name in missing if name not in pair]
+
+    def _check_vocabulary(self) -> None:
+        """Reject an embedding and a head of different sizes: no model has them."""
+        ends = self.embeddings
+        if not ends or not ends.embedding or not ends.head:
+            return
+        names = [ends.embedding, ends.head]
+        bias = f"{ends.head.removesuffix('.weight')}.bias"
+        sizes = {
+            name: self.shape(name)[0]
+            for name in (*names, bias)
+            if name in self._base or name in self._copied
+        }
+        first = next(iter(sizes), "")
+        for name, size in sizes.items():
+            if size != sizes[first]:
+                raise CapabilityError(
+                    f"{self.folder.folder} makes {first} {sizes[first]} tokens, and {name} would "
+                    f"have {size}.\n  Save the adapter again with save_embedding_layers=True, from "
+                    "a model whose embeddings were both resized."
+                )
 
     def change_of(self, target: str) -> WeightDelta | None:
         """The LoRA delta for this tensor, or None."""

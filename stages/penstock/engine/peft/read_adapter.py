@@ -20,6 +20,10 @@ from penstock.engine.peft.adapter_config import read_peft_config
 
 WEIGHTS = "adapter_model.safetensors"
 
+PEFT_EMBEDDINGS = ("embed_tokens", "lm_head")
+"""The embedding and the head whose adapters PEFT ties with `ensure_weight_tying`; it leaves those
+of other names apart."""
+
 BIAS = "lora_B.bias"
 PARTS = (*LINEAR, *EMBEDDED, NORMS, f"{NORMS}.weight", BIAS)
 
@@ -27,8 +31,15 @@ PARTS = (*LINEAR, *EMBEDDED, NORMS, f"{NORMS}.weight", BIAS)
 class PeftFolder:
     """A folder with `adapter_config.json` and `adapter_model.safetensors`."""
 
-    def __init__(self, folder: Path, rename: Callable[[str], str] = str) -> None:
-        """`rename` makes the names of layers here of those in the folder.
+    def __init__(
+        self,
+        folder: Path,
+        rename: Callable[[str], str] = str,
+        is_conv1d: Callable[[str], bool] = lambda _: False,
+    ) -> None:
+        """`rename` makes the names of layers here of those in the folder. `is_conv1d` says of a
+        layer here whether it is a Conv1D of transformers, with weights [in, out]: PEFT goes by
+        that, and not by `fan_in_fan_out`.
 
         Raises CapabilityError for any other folder, or for unsupported settings.
         """
@@ -38,10 +49,11 @@ class PeftFolder:
                 f"{folder} has no {WEIGHTS}. Pickled weights (.bin) are not read, since reading "
                 "them can run code.\n  Save the adapter again with safetensors."
             )
-        self.folder, self._rename = folder, rename
+        self.folder, self._rename, self._is_conv1d = folder, rename, is_conv1d
         self._tensors = SafetensorsFolder(folder, single=WEIGHTS)
         self._layers: dict[str, dict[str, str]] = {}
         self._replaced: dict[str, str] = {}
+        self._of_base: dict[str, str] = {}
         for name in self._tensors.names():
             self._sort(name)
 
@@ -65,16 +77,41 @@ class PeftFolder:
         """The modified tensors of the base model."""
         matrices = [f"{module}.weight" for module in self._layers]
         biases = [f"{module}.bias" for module, ends in self._layers.items() if BIAS in ends]
-        return list(dict.fromkeys([*self._replaced, *matrices, *biases]))
+        replaced = [*self._replaced, *self._of_base]
+        return list(dict.fromkeys([*replaced, *matrices, *biases]))
 
     def replacement(self, target: str) -> Stored | None:
         """The header entry of the tensor that replaces the base model's, or None."""
-        name = self._replaced.get(target)
+        name = self._replaced.get(target) or self._of_base.get(target)
         return self._tensors.stored(name) if name else None
 
     def replacing(self, target: str) -> torch.Tensor:
         """The replacement tensor, as stored."""
-        return self._tensors[self._replaced[target]]
+        return self._tensors[self._replaced.get(target) or self._of_base[target]]
+
+    def is_trained(self, target: str) -> bool:
+        """Whether the adapter changes this tensor, beyond a copy of the base model's."""
+        layer, _, leaf = target.rpartition(".")
+        return target in self._replaced or (leaf == "weight" and layer in self._layers)
+
+    def is_replaced(self, target: str) -> bool:
+        """Whether a trained tensor replaces this one."""
+        return target in self._replaced
+
+    def may_be_embedding(self, target: str) -> bool:
+        """Whether the adapter has a whole matrix for this tensor, or factors of an embedding."""
+        stored, layer = self.replacement(target), target.removesuffix(".weight")
+        is_matrix = stored is not None and len(stored.shape) == 2
+        return is_matrix or EMBEDDED[0] in self._layers.get(layer, {})
+
+    def ties(self, embedding: str, head: str) -> bool:
+        """Whether the embedding and the head that is tied to it have one and the same adapter."""
+        config = self.config
+        # A head's magnitudes are of rows, an embedding's of columns.
+        apart = config.get("use_dora") or config.get("alpha_pattern") or config.get("rank_pattern")
+        if apart or not config.get("ensure_weight_tying"):
+            return False
+        return self.is_trained(head) or embedding.endswith(f"{PEFT_EMBEDDINGS[0]}.weight")
 
     def change_of(self, target: str) -> WeightDelta | None:
         """The delta of the base model's tensor, or None. Reads its factors.
@@ -90,7 +127,7 @@ class PeftFolder:
         return WeightDelta(
             self._product(module, ends),
             self._magnitude(module),
-            of_columns=EMBEDDED[0] in ends or bool(self.config.get("fan_in_fan_out")),
+            of_columns=EMBEDDED[0] in ends or self._is_conv1d(module),
         )
 
     def outline(self, module: str) -> tuple[int, int]:
@@ -119,8 +156,26 @@ class PeftFolder:
                 "merged.\n  Merge it with the library that wrote it."
             )
         else:
-            # PEFT saves the base weight of an adapted embedding beside its factors.
-            self._replaced[self._rename(inner.replace(".base_layer.", "."))] = name
+            self._sort_whole(name, inner)
+
+    def _sort_whole(self, name: str, inner: str) -> None:
+        """A whole tensor: a trained one, or a copy of the base model's, which PEFT saves of
+        embeddings (`save_embedding_layers`)."""
+        module, _, leaf = inner.rpartition(".")
+        for wrapped in (".modules_to_save", ".base_layer", ".original_module"):
+            if module.endswith(wrapped):
+                target = self._rename(f"{module.removesuffix(wrapped)}.{leaf}")
+                is_copy = wrapped != ".modules_to_save" and leaf == "weight"
+                (self._of_base if is_copy else self._replaced)[target] = name
+                return
+        trained = self.config.get("modules_to_save") or ()
+        is_trained = leaf == "bias" or any(
+            module == each or module.endswith(f".{each}") for each in trained
+        )
+        if self.config.get("ensure_weight_tying"):
+            names_known = any(each.rpartition(".")[2] in PEFT_EMBEDDINGS for each in trained)
+            is_trained = is_trained or names_known
+        (self._replaced if is_trained else self._of_base)[self._rename(inner)] = name
 
     def _product(self, module: str, ends: Mapping[str, str]) -> LoraDelta:
         is_embedding = EMBEDDED[0] in ends
@@ -137,7 +192,7 @@ class PeftFolder:
                 "embeddings are merged."
             )
         scale = self._scale(module, rank=lora_A.shape[0])
-        if is_embedding or self.config.get("fan_in_fan_out"):
+        if is_embedding or self._is_conv1d(module):
             # Stored transposed: [in, out].
             return LoraDelta(lora_A.T.contiguous(), lora_B.T.contiguous(), scale)
         return LoraDelta(lora_B, lora_A, scale)
