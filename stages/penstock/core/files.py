@@ -46,7 +46,7 @@ def read_json(path: Path) -> Any:
     content = path.read_bytes()
     try:
         return json.loads(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         what = "it is empty" if not content else f"it is not JSON ({error})"
         raise DamagedFileError(
             f"{path} cannot be read: {what}.\n"

@@ -180,12 +180,21 @@ def native_type(hf: HfConfig) -> str | None:
     return SAME_CODE.get(str(model_type), model_type)
 
 
+POSITIVE = ("num_attention_heads", "hidden_size", "vocab_size")
+"""Required fields that others are divided by or that size a tensor."""
+
+
 def config_require(hf: HfConfig, name: str) -> Any:
     """A required field."""
     if hf.get(name) is None:
         raise ConfigError(
             f"the model's config.json has no {name}. "
             "Point model.config_path at a complete config.json of a Hugging Face model."
+        )
+    if hf[name] == 0 and name in POSITIVE:
+        raise ConfigError(
+            f"the model's config.json has {name}: 0.\n"
+            "  Restore its config.json from where the model comes from."
         )
     return hf[name]
 

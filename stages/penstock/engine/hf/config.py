@@ -27,7 +27,7 @@ def read_hf_config(
         file = file / "config.json" if file.is_dir() else file
         try:
             config = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(
                 f"model.config_path: {file} cannot be read as JSON ({error}).\n"
                 "  Name a folder that holds a Hugging Face config.json."
