@@ -311,6 +311,7 @@ OF_SPARSE_ATTENTION = (
     _of("sparse attention", "ring 2 x ulysses 2", ring=2, ulysses=2),
     _of("sparse attention", "ep 2 over ring 2 x tp 2", ring=2, **EP_TP),
     _of("sparse attention", "pp 2 x ulysses 2", pp=2, ulysses=2),
+    _of("sparse attention", "ep 4 over ring 2 x shard 2", ring=2, shard=2, expert_parallel_size=4),
 )
 """The selection is computed on every rank."""
 

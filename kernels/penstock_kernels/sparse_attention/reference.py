@@ -8,6 +8,7 @@ token.
 import torch
 
 from penstock_kernels.attention.segments import VarlenMetadata
+from penstock_kernels.sparse_attention.highest import highest
 from penstock_kernels.sparse_attention.queries import query_chunks, query_ranges
 
 NO_KEY = -1
@@ -36,8 +37,9 @@ def top_k_keys(
     top_k: int,
 ) -> torch.Tensor:
     """For each query, of all tokens or those of `PartialSegments`, the S = min(top_k, longest
-    document) visible tokens with the highest index scores of each
-    token, or all that are visible and then `NO_KEY`: int32 [T, S], in no order. No gradient."""
+    document) visible tokens with the highest index scores of each token, of equal scores the
+    earlier token, or all that are visible and then `NO_KEY`: int32 [T, S], in no order. No
+    gradient."""
     selected = []
     with torch.no_grad():
         for chunk in query_chunks(segments.lengths, query_ranges(segments)):
@@ -55,8 +57,8 @@ def top_k_of_chunk(scores_CM: torch.Tensor, start: int, top_k: int) -> torch.Ten
     queries, keys = scores_CM.shape
     hidden_CM = scores_CM.new_ones((queries, keys), dtype=torch.bool).triu_(start + 1)
     scores_CM = scores_CM.masked_fill(hidden_CM, float("-inf"))
-    score_CK, key_CK = scores_CM.topk(min(top_k, keys), dim=-1, sorted=False)
-    key_CK = key_CK.masked_fill(score_CK == float("-inf"), NO_KEY)
+    key_CK = highest(scores_CM, min(top_k, keys))
+    key_CK = key_CK.masked_fill(scores_CM.gather(1, key_CK) == float("-inf"), NO_KEY)
     missing = top_k - key_CK.shape[1]
     return torch.nn.functional.pad(key_CK, (0, missing), value=NO_KEY) if missing else key_CK
 

@@ -17,6 +17,7 @@ from penstock_kernels.attention.segments import VarlenMetadata
 from penstock_kernels.custom_op import operator
 from penstock_kernels.launch_sizes import cdiv, next_power_of_2
 from penstock_kernels.op import INTERPRETED, needs_cuda, needs_floats
+from penstock_kernels.sparse_attention.highest import highest
 from penstock_kernels.sparse_attention.queries import query_ranges
 from penstock_kernels.sparse_attention.reference import NO_KEY
 
@@ -117,7 +118,8 @@ def _select(
             UPCAST=INTERPRETED,  # bfloat16 products need it in the interpreter
             num_warps=WARPS,
         )
-        best_CS, column_CS = scores_CM.topk(slots, dim=-1, sorted=False)
+        column_CS = highest(scores_CM, slots)
+        best_CS = scores_CM.gather(1, column_CS)
         selected_TS[own] = torch.where(best_CS == float("-inf"), NO_KEY, column_CS + first_T[start])
     return selected_TS
 

@@ -20,6 +20,7 @@ from penstock.models.layers.norm import LayerNorm
 from penstock.models.layers.router import AddAuxLoss
 from penstock_kernels.attention import VarlenMetadata
 from penstock_kernels.sparse_attention import ALONE, index_scores, indexer_loss, select_keys
+from penstock_kernels.sparse_attention.highest import highest
 
 R = TypeVar("R")
 
@@ -203,6 +204,6 @@ class Indexer(nn.Module):
         )
         if visible_BC is not None:
             scores_BC = scores_BC.masked_fill(~visible_BC, float("-inf"))
-        chosen_BS = scores_BC.topk(self.sizes.top_k, dim=-1, sorted=False).indices
+        chosen_BS = highest(scores_BC, self.sizes.top_k)
         mask_BC = torch.zeros_like(scores_BC, dtype=torch.bool).scatter_(1, chosen_BS, True)
         return mask_BC if visible_BC is None else mask_BC & visible_BC

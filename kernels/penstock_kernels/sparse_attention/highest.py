@@ -1,0 +1,21 @@
+"""The highest scores, and of equal ones those of the lowest index."""
+
+import torch
+
+
+def highest(scores_CM: torch.Tensor, count: int) -> torch.Tensor:
+    """The columns of the `count` highest scores of each row, ascending, int64 [C, count].
+
+    `topk` breaks ties by what else is in the row, so that tokens would attend to other keys in
+    another layout. Does not synchronize.
+    """
+    rows, columns = scores_CM.shape
+    least_C1 = scores_CM.topk(count, dim=-1, sorted=False).values.amin(-1, keepdim=True)
+    above_CM, equal_CM = scores_CM > least_C1, scores_CM == least_C1
+    missing_C1 = count - above_CM.sum(-1, keepdim=True)
+    chosen_CM = above_CM | (equal_CM & (equal_CM.cumsum(-1) <= missing_C1))
+    slot_CM = torch.where(chosen_CM, chosen_CM.cumsum(-1) - 1, count)
+    column_CM = torch.arange(columns, device=scores_CM.device).expand(rows, -1)
+    # Zeros, for a row with NaN fills no slot.
+    slots_CS = column_CM.new_zeros((rows, count + 1))
+    return slots_CS.scatter_(1, slot_CM, column_CM)[:, :count]
