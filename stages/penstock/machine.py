@@ -364,7 +364,7 @@ def check_model(run: RunConfig) -> None:
     if family.multimodal and is_quantized:
         require_plain(folder, lambda name: not is_language(name))
     spare = config.get("num_nextn_predict_layers") or 0
-    rename = text_name if family.multimodal else str
+    rename = text_name if family.multimodal else names.config.names.today if names else str
     require_weights(folder, names, shape.num_hidden_layers + spare, rename)
 
 

@@ -1,5 +1,6 @@
 """Names of tensors in published checkpoints whose names transformers does not save."""
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +11,19 @@ from transformers import AutoModelForCausalLM
 
 from penstock.engine.hf.base_model import BaseModelWeights
 from penstock.engine.hf.safetensors_reader import SafetensorsFolder
+from penstock.engine.hf.weight_files import require_weights
 from penstock.models.registry import get_family
 from tests.models.stored import to_hf
-from tests.models.twins import documents, hf_model, ours_with, their_logits
+from tests.models.twins import (
+    FAMILIES,
+    HYBRID,
+    SPARSE,
+    VARIANTS,
+    documents,
+    hf_model,
+    ours_with,
+    their_logits,
+)
 
 MLP = {f"mlp.{part}_proj.weight" for part in ("gate", "up", "down")}
 OLMO_LINEAR = {
@@ -105,9 +116,35 @@ def test_norms_of_olmo_hybrid_are_read_by_their_earlier_names_too(tmp_path):
 
     pair, tensors = saved("olmo_hybrid", tmp_path, earlier)
     hf_config = pair.theirs.config.to_dict()
+    names = pair.weights.config.names
+    require_weights(tmp_path, pair.weights, len(PUBLISHED["olmo_hybrid"]), names.today)
     base = BaseModelWeights(pair.weights, None, hf_config, get_family(hf_config).roles, tmp_path)
     with SafetensorsFolder(tmp_path) as folder:
         assert "model.layers.0.attention_layer_norm.weight" in folder.names()
         reader = base.quantized_reader(folder)
         for name, tensor in tensors.items():
             assert torch.equal(reader.box(name, (0,) * tensor.ndim, tensor.shape), tensor), name
+
+
+# Transformers cuts convolutions of OLMo Hybrid into equal parts, not into those of q, k and v.
+@pytest.mark.parametrize(
+    "family",
+    sorted(
+        family
+        for family in {**FAMILIES, **SPARSE, **HYBRID, **VARIANTS}
+        if not family.startswith("olmo_hybrid")
+    ),
+)
+def test_a_folder_that_transformers_saves_is_complete_and_read_as_it_computes(family, tmp_path):
+    theirs = hf_model(family, tied=False)
+    pair = ours_with(theirs, merge_qkv=True)
+    theirs.save_pretrained(tmp_path)
+    hf_config = json.loads((tmp_path / "config.json").read_text())
+    names = pair.weights.config.names
+    require_weights(tmp_path, pair.weights, theirs.config.num_hidden_layers, names.today)
+    base = BaseModelWeights(pair.weights, None, hf_config, get_family(hf_config).roles, tmp_path)
+    with SafetensorsFolder(tmp_path) as folder:
+        reader = base.quantized_reader(folder)
+        for native, tensor in pair.ours.state_dict().items():
+            for name, rows in to_hf(pair.weights, native, tensor).items():
+                assert torch.equal(reader.box(name, (0,) * rows.ndim, rows.shape), rows), name

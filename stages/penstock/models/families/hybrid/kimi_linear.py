@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from penstock.models.decoder_config import DecoderConfig, ExpertNames, ExpertsConfig
+from penstock.models.decoder_config import DecoderConfig, ExpertNames, ExpertsConfig, TensorNames
 from penstock.models.families.hybrid.fields import ROLES as LINEAR_ROLES
 from penstock.models.families.hybrid.fields import layers_of_kind, unsupported_activation
 from penstock.models.families.latent.fields import (
@@ -40,6 +40,12 @@ UNREAD = ("rope_parameters", "rope_scaling", "rope_theta", "head_dim", "n_routed
 """Fields without effect: there is no RoPE."""
 
 NAMES = ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2", known_to_peft=False)
+TENSORS = TensorNames(
+    earlier=tuple(
+        (f"block_sparse_moe.{part}_proj", f"mlp.{part}_proj") for part in ("gate", "up", "down")
+    )
+)
+"""Transformers writes MLPs of dense layers, too, by the name of the block of experts."""
 DENSE, SPARSE = "dense", "sparse"
 
 
@@ -81,6 +87,7 @@ def read(hf: HfConfig) -> DecoderConfig:
         linear=_delta_attention(hf),
         linear_layers=layers_of_kind(hf, LINEAR, _default_types(hf, len(layers))),
         experts=_experts(hf),
+        names=TENSORS,
     )
 
 
