@@ -3,6 +3,7 @@
 import io
 import random
 import re
+import socket
 import time
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from penstock.core.errors import CapabilityError, PenstockError, StageError
 from penstock.core.process import retry
 from penstock.core.remote import answers
+from penstock.core.remote.addresses import is_public
 from penstock.core.remote.open import open_file
 from penstock.core.remote.path import RemotePath
 from penstock.core.sources.pin import pin_data
@@ -178,6 +180,40 @@ def test_redirects_lead_to_private_addresses_only_from_such(web, url):  # noqa: 
     for name in ("a.txt", "b.txt"):
         with pytest.raises(CapabilityError, match=r"127\.0\.0\.1, a private"):
             RemotePath.from_url(f"{web.url}/{name}", is_trusted=False).info()
+
+
+@pytest.mark.parametrize(
+    ("address", "public"),
+    [
+        ("93.184.215.14", True),
+        ("2606:2800:21f:cb07::1", True),
+        *((address, False) for address in ("127.0.0.1", "10.1.2.3", "169.254.169.254", "0.0.0.0")),
+        *((address, False) for address in ("100.64.0.1", "192.168.0.1", "172.16.9.9", "224.0.0.1")),
+        *((address, False) for address in ("::1", "fe80::1%eth0", "fd00:ec2::254", "::")),
+        *((address, False) for address in ("::ffff:10.0.0.1", "64:ff9b::7f00:1", "2002:7f00:1::")),
+    ],
+)
+def test_addresses_are_public_in_none_of_the_forms_of_private_ones(address, public):
+    assert is_public(address) == public
+
+
+def test_a_name_that_leads_elsewhere_when_it_is_asked_again_is_checked_at_the_connection(
+    web,  # noqa: F811
+    url,
+    monkeypatch,
+):
+    answers_of_dns = ["93.184.215.14", "127.0.0.1", "127.0.0.1"]
+
+    def rebound(_host, port, *_, **__):
+        address = answers_of_dns.pop(0) if len(answers_of_dns) > 1 else answers_of_dns[0]
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port or 0))]
+
+    assert is_public(rebound("rebound.test", 80)[0][4][0])
+    monkeypatch.setattr(socket, "getaddrinfo", rebound)
+    name = url.replace("127.0.0.1", "rebound.test")
+    with pytest.raises(CapabilityError, match="a private"):
+        RemotePath.from_url(name, is_trusted=False).info()
+    assert not web.requests
 
 
 SEED = 20261129

@@ -101,13 +101,19 @@ def test_an_image_of_the_web_is_fetched_with_a_limit(tmp_path, store, monkeypatc
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_address[1]}"
-        assert read_image(ImageRef(f"{url}/a.png"), None, store) == picture(1)
+        for name in (url, url.replace("127.0.0.1", "localhost"), url.replace("127.0.0.1", "[::1]")):
+            with pytest.raises(BadImage, match=r"cannot be (fetched|reached)"):
+                read_image(ImageRef(f"{name}/a.png"), None, store)
+        with pytest.raises(BadImage, match=r"127\.0\.0\.1, a private.*Set allow_private_urls"):
+            read_image(ImageRef(f"{url}/a.png"), None, store)
+        allowed = partial(read_image, root=None, web=store, allow_private=True)
+        assert allowed(ImageRef(f"{url}/a.png")) == picture(1)
         with pytest.raises(BadImage, match=r"missing.png cannot be fetched"):
-            read_image(ImageRef(f"{url}/missing.png"), None, store)
+            allowed(ImageRef(f"{url}/missing.png"))
         small = {"image": replace(IMAGE, max_bytes=10)}
         monkeypatch.setattr("penstock.media.reference.KINDS", small)
-        with pytest.raises(BadImage, match="more than 10 bytes"):
-            read_image(ImageRef(f"{url}/a.png?again"), None, store)
+        with pytest.raises(BadImage, match="bytes; 10 are allowed"):
+            allowed(ImageRef(f"{url}/a.png?again"))
         server.shutdown()
     assert read_image(ImageRef(f"{url}/a.png"), None, store) == picture(1)
 

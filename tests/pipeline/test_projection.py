@@ -356,6 +356,16 @@ def test_a_field_arrives_at_its_stage(field, chats):
     assert changed == ORDER[ORDER.index(first) :]
 
 
+def test_private_addresses_in_data_are_allowed_by_its_field_which_is_in_the_key(chats):
+    written = reading("allow_private_urls", True)(chats)
+    model = {"config_path": "builtin:tiny-qwen3"}
+    run = loads({"model": model, "train": {"output_dir": "o"}, **written})
+    settings = dataset_settings(run, run.data.datasets[0], "train")
+    assert settings.model_dump()["allow_private_urls"] is True
+    usual = settings.model_copy(update={"allow_private_urls": False})
+    assert "allow_private_urls" not in usual.model_dump()  # so that earlier keys stay valid
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [

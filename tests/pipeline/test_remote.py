@@ -10,6 +10,7 @@ import time
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 
 from penstock.cli import train as by_hand
 from penstock.cli.artifacts.commands import find_entries
@@ -259,3 +260,23 @@ def test_training_that_was_stopped_goes_on_on_another_machine(bucket, tmp_path, 
     on("third")
     said = penstock("train", config, "--train.lr", "0.5").err
     assert f"train.output_dir {out.url} holds an unfinished run of another key" in said
+
+
+@pytest.mark.slow
+def test_a_model_in_a_bucket_is_trained_and_exported_with_its_tokenizer(bucket, tmp_path, on):
+    on("here")
+    first = write_run(tmp_path / "first", train={"num_train_epochs": 1})
+    said = penstock("run", first)
+    assert said.code == 0, said.err
+    base = tmp_path / "first" / "out" / "hf"
+    for file in base.resolve().iterdir():
+        (RemotePath.from_url(f"{bucket}/base") / file.name).put(file)
+    config = write_run(tmp_path / "second", train={"num_train_epochs": 1})
+    written = yaml.safe_load(config.read_text())
+    config.write_text(yaml.safe_dump({**written, "model": {"model_path": f"{bucket}/base"}}))
+    said = penstock("run", config)
+    assert said.code == 0, said.err
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "second" / "out" / "hf" / name).read_bytes() == (
+            base / name
+        ).read_bytes()

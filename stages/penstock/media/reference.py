@@ -13,7 +13,7 @@ from urllib.parse import unquote, urlsplit
 from penstock.core import env
 from penstock.core.cache.record import digest_json
 from penstock.core.errors import PenstockError
-from penstock.core.remote.open import open_file
+from penstock.core.remote.open import open_file, open_version
 from penstock.core.remote.path import Info, RemotePath
 from penstock.core.remote.urls import redact
 from penstock.core.remote.version import content_version
@@ -115,16 +115,19 @@ def from_base64(text: str, kind: str = IMAGE.name) -> ImageRef:
         raise BadImage(f"it is not base64 ({error})") from error
 
 
-def read_image(ref: ImageRef, root: Folder | None, web: WebImages) -> bytes:
-    """The encoded image, audio or video. Paths are relative to `root` and lie in it. Raises
+def read_image(
+    ref: ImageRef, root: Folder | None, web: WebImages, *, allow_private: bool = False
+) -> bytes:
+    """The encoded image, audio or video. Paths are relative to `root` and lie in it; URLs lead to
+    public addresses, unless `allow_private`. Raises
     BadImage, and for an object store that cannot be read the errors of `core.remote`."""
     if not ref.frames:
-        return _read_one(ref, root, web)
+        return _read_one(ref, root, web, allow_private)
     limit, left = KINDS[ref.kind].max_bytes, KINDS[ref.kind].max_bytes
     contents: list[bytes] = []
     for number, frame in enumerate(ref.frames, 1):
         try:
-            contents.append(_read_one(frame, root, web))
+            contents.append(_read_one(frame, root, web, allow_private))
         except BadImage as error:
             raise BadImage(f"frame {number}: {error}") from error
         left -= len(contents[-1])
@@ -133,14 +136,14 @@ def read_image(ref: ImageRef, root: Folder | None, web: WebImages) -> bytes:
     return join_frames(contents, ref.fps)
 
 
-def _read_one(ref: ImageRef, root: Folder | None, web: WebImages) -> bytes:
+def _read_one(ref: ImageRef, root: Folder | None, web: WebImages, allow_private: bool) -> bytes:
     location, limit = ref.location, KINDS[ref.kind].max_bytes
     if not location:
         return ref.content
     if location.startswith(DATA_URI):
         return from_base64(location).content
     if location.startswith(WEB):
-        return _fetch(location, limit, web)
+        return _fetch(location, limit, web, allow_private)
     if location.startswith("file://"):
         location = unquote(urlsplit(location).path)
     elif "://" in location:
@@ -202,25 +205,24 @@ def _read_remote(location: str, limit: int, root: str, web: WebImages) -> bytes:
     key = f"{place.redacted_url}#{digest_json(file_version(info))}"
     if known := web.find(key):
         return known
-    content = place.read()
-    if content is None:
-        raise BadImage(f"there is no {place.redacted_url}")
+    with open_version(place, info) as stream:
+        content = stream.read()
     web.remember(key, content)
     return content
 
 
-def _fetch(url: str, limit: int, web: WebImages) -> bytes:
+def _fetch(url: str, limit: int, web: WebImages, allow_private: bool) -> bytes:
     if known := web.find(url):
         return known
     if env.hub_is_offline():
         raise BadImage(f"{redact(url)[:SHOWN]} is on the web, and HF_HUB_OFFLINE is set")
     try:
-        with open_file(url) as stream:
-            content = stream.read(limit + 1)
+        with open_file(url, is_trusted=allow_private, max_bytes=limit) as stream:
+            content = stream.read()
     except (PenstockError, OSError) as error:
-        reason = str(error).partition("\n")[0]
+        reason, _, remedy = str(error).partition("\n")
+        if "a private, link-local or loopback" in remedy + reason:
+            reason += " Set allow_private_urls of the data set if its URLs may lead there."
         raise BadImage(f"{redact(url)[:SHOWN]} cannot be fetched: {reason}") from error
-    if len(content) > limit:
-        raise BadImage(f"it has more than {limit:,} bytes")
     web.remember(url, content)
     return content

@@ -14,7 +14,6 @@ from penstock.core.cache.stage import Source
 from penstock.core.errors import ConfigError
 from penstock.core.sources.pin import pin_tokenizer
 from penstock.core.sources.pin_remote import resolve_folder
-from penstock.media.bounds import MediaBounds
 from penstock.media.cache import MediaCache
 from penstock.media.load import load_processor
 from penstock.media.reference import Folder
@@ -116,7 +115,7 @@ def first_samples(
     try:
         found = encode(values)
     except ImagesFound:
-        found = _with_images(encode, values, images, settings.media_bounds)
+        found = _with_images(encode, values, images, settings)
     faults = list(found.faults.values())
     ids = np.concatenate([np.unique(side.ids) for side in found.sides])
     template = None
@@ -146,7 +145,7 @@ def first_samples(
 
 
 def _with_images(
-    encode: Encoder, values: list[Value], images: ImageSource | None, bounds: MediaBounds
+    encode: Encoder, values: list[Value], images: ImageSource | None, its: DatasetSettings
 ) -> EncodedBatch:
     """Encode records with images, which are decoded and processed, and not kept."""
     if images is None:
@@ -156,10 +155,12 @@ def _with_images(
     with TemporaryDirectory() as place:
 
         def open_cache(kind: str) -> MediaCache | None:
-            processor = load_processor(kind, path, revision, encode.tokenizer, bounds)
+            processor = load_processor(kind, path, revision, encode.tokenizer, its.media_bounds)
             return MediaCache(Path(place), processor) if processor else None
 
-        found, _ = load_slice_images(encode, lambda: [batch], open_cache)
+        found, _ = load_slice_images(
+            encode, lambda: [batch], open_cache, allow_private=its.allow_private_urls
+        )
         return encode.with_images(found or "refused")(values, images.folder)
 
 

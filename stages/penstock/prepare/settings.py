@@ -34,6 +34,7 @@ LATER = (
     "message_roles",
     "drop_system_message",
     "field_weight",
+    "allow_private_urls",
     *(each.name for each in fields(MediaBounds)),
 )
 """Settings that were added later: their defaults are not in keys, so that earlier keys stay
@@ -65,6 +66,7 @@ class DatasetSettings(Settings):
     max_record_bytes: int = Field(default=MAX_RECORD_BYTES, gt=0, exclude=True)
     """Not part of any key: what is read does not depend on it."""
 
+    allow_private_urls: bool = False
     image_min_pixels: int | None = Field(default=None, gt=0)
     image_max_pixels: int | None = Field(default=None, gt=0)
     video_fps: float | None = Field(default=None, gt=0)

@@ -20,14 +20,17 @@ def load_slice_images(
     read: Callable[[], Iterable[Batch]],
     open_cache: Callable[[str], MediaCache | None],
     kinds: Sequence[str] = (),
+    *,
+    allow_private: bool = False,
 ) -> tuple[SliceImages | None, list[str]]:
     """(the media of a slice, names of the files that have them); None if the model takes
     none of their kinds.
 
     All are read first; those that no file has are then decoded, in the order of their first use.
     `open_cache` gives the cache of a kind, None if the model does not take it; that of the first of
-    `kinds` that it takes is asked for also if there are none. Raises StageError if
-    a file is truncated, or media change meanwhile.
+    `kinds` that it takes is asked for also if there are none. With `allow_private`
+    URLs may lead to private addresses. Raises StageError if a file is truncated, or media change
+    meanwhile.
     """
     caches = dict[str, MediaCache | None]()
     found = dict[str, _FoundImages]()
@@ -36,7 +39,7 @@ def load_slice_images(
         if kind not in caches:
             cache = caches[kind] = open_cache(kind)
             if cache is not None:
-                found[kind] = _FoundImages(cache.originals, cache.processor)
+                found[kind] = _FoundImages(cache.originals, cache.processor, allow_private)
 
     for kind in kinds:
         if not found:
@@ -84,6 +87,7 @@ class _FoundImages:
 
     originals: Originals
     processor: ModelProcessor
+    allow_private: bool
     by_place: dict[Located, bytes | BadRecord] = field(default_factory=dict)
     stored: dict[bytes, bytes] = field(default_factory=dict)
     """The digests under which their tensors are stored, in the order of their first use, with those
@@ -103,7 +107,7 @@ class _FoundImages:
 
     def _read_first(self, ref: ImageRef, folder: Folder | None, place: Located) -> None:
         try:
-            content = read_image(ref, folder, self.originals)
+            content = read_image(ref, folder, self.originals, allow_private=self.allow_private)
             self.processor.require_packages(content)
         except BadMedia as error:
             if isinstance(error, MissingPackages):
@@ -127,7 +131,7 @@ class _FoundImages:
             ref, folder = self.paths[digest]
             place = str(ref)
             try:
-                content = read_image(ref, folder, self.originals)
+                content = read_image(ref, folder, self.originals, allow_private=self.allow_private)
             except BadMedia:
                 content = None
         if content is None or image_digest(content) != digest:

@@ -123,7 +123,9 @@ def _tokenize_with_images(
         return MediaCache(config.cache.folder, processor, config.cache.shared, MEDIA_COUNTS)
 
     kinds = [*KINDS] if isinstance(found, ImageTokenFound) else []
-    images, names = load_slice_images(encode, read, open_cache, kinds)
+    images, names = load_slice_images(
+        encode, read, open_cache, kinds, allow_private=item.settings.allow_private_urls
+    )
     tally = tokenize(item, encode.with_images(images or "refused"), target, read)
     tally.media = names
     kinds_read = images.kinds.values() if images else ()

@@ -16,6 +16,7 @@ MESSAGES = ("chat", "sharegpt", *PAIRS)
 
 TYPES_OF_FIELD: Mapping[str, tuple[FormatName, ...]] = {
     "image_folder": WITH_MEDIA,
+    "allow_private_urls": WITH_MEDIA,
     **dict.fromkeys(("image_min_pixels", "image_max_pixels"), WITH_MEDIA),
     **dict.fromkeys(("video_fps", "video_min_frames", "video_max_frames"), WITH_MEDIA),
     "field_messages": MESSAGES,

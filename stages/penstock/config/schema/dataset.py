@@ -126,6 +126,11 @@ class DatasetConfig(ConfigSection):
     """Local folder to which paths of images are relative, and which holds them. Unset: the folder
     of the data file."""
 
+    allow_private_urls: bool = False
+    """Whether URLs of images, audio and videos in the data may lead to private, link-local and
+    loopback addresses, at once or by redirects. Whoever wrote the data can then have servers of
+    your network read, such as the credentials at 169.254.169.254 in a cloud."""
+
     image_min_pixels: int | None = Field(default=None, gt=0)
     """Fewest pixels of an image, height times width: smaller ones are enlarged. In place of
     `shortest_edge` in the size of the model's image processor, for processors that have one in

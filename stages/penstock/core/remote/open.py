@@ -9,7 +9,7 @@ from typing import IO, Any, BinaryIO, cast
 
 from penstock.core.errors import StageError
 from penstock.core.process.retry import retry_until_connected
-from penstock.core.remote.answers import ChangedError
+from penstock.core.remote.answers import AnswerError, ChangedError
 from penstock.core.remote.errors import StorageError, to_run_error
 from penstock.core.remote.path import Info, RemotePath
 from penstock.core.remote.ranges import require_same
@@ -23,16 +23,23 @@ BUFFER = 256 << 10
 CHUNK = 1 << 20
 
 
-def open_file(location: Path | str, pinned: Mapping[str, Any] | None = None) -> BinaryIO:
+def open_file(
+    location: Path | str,
+    pinned: Mapping[str, Any] | None = None,
+    *,
+    is_trusted: bool = True,
+    max_bytes: int | None = None,
+) -> BinaryIO:
     """Open a local path or URL as a seekable read-only binary stream.
 
     `pinned` is the file's entry in its source pin; the stream is rejected if the remote content has
-    changed. Lost connections are resumed at the current offset. Raises StageError for read errors,
-    CapabilityError if access is denied.
+    changed. `is_trusted`: whether a user wrote the URL (see `RemotePath`). A file with more than
+    `max_bytes` is an error. Lost connections are resumed at the current offset. Raises StageError
+    for read errors, CapabilityError if access is denied.
     """
     if isinstance(location, Path) or not is_url(location):
         return Path(local_path(str(location))).open("rb")
-    place = RemotePath.from_url(location)
+    place = RemotePath.from_url(location, is_trusted=is_trusted)
     info = place.info()
     if info is None:
         raise StageError(
@@ -41,15 +48,17 @@ def open_file(location: Path | str, pinned: Mapping[str, Any] | None = None) -> 
         )
     if pinned is not None:
         _require_pinned(place, info, pinned)
-    return open_version(place, info)
+    if max_bytes is not None and (info["size"] or 0) > max_bytes:
+        raise StageError(f"it has {info['size']:,} bytes; {max_bytes:,} are allowed")
+    return open_version(place, info, max_bytes)
 
 
-def open_version(place: RemotePath, info: Info) -> BinaryIO:
+def open_version(place: RemotePath, info: Info, max_bytes: int | None = None) -> BinaryIO:
     """Open the version of a remote file that `info` describes: in ranges, or downloaded whole if
     the server has no ranges, or reports no version that could tell two of them apart."""
     is_whole = info["size"] is None or content_version(info) is None
     if is_whole or (place.is_web and not info["partial"]):
-        return _download_to_spool(place, info)
+        return _download_to_spool(place, info, max_bytes)
     return cast(BinaryIO, io.BufferedReader(RemoteStream(place, info), BUFFER))
 
 
@@ -71,7 +80,7 @@ def _require_pinned(place: RemotePath, info: Info, pinned: Mapping[str, Any]) ->
         )
 
 
-def _download_to_spool(place: RemotePath, info: Info) -> BinaryIO:
+def _download_to_spool(place: RemotePath, info: Info, max_bytes: int | None) -> BinaryIO:
     """Download the whole file to a temporary file.
 
     The version after the download must be the one before. If the server reports none, the file is
@@ -79,8 +88,8 @@ def _download_to_spool(place: RemotePath, info: Info) -> BinaryIO:
     """
     spool = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
     try:
-        digest = _fetch_whole(place, info, spool)
-        is_same = bool(all_versions(info)) or _fetch_whole(place, info, None) == digest
+        digest = _fetch_whole(place, info, spool, max_bytes)
+        is_same = bool(all_versions(info)) or _fetch_whole(place, info, None, max_bytes) == digest
     except StorageError as fault:
         spool.close()
         raise to_run_error(fault, place.url, "read") from None
@@ -92,7 +101,9 @@ def _download_to_spool(place: RemotePath, info: Info) -> BinaryIO:
     return cast(BinaryIO, spool)
 
 
-def _fetch_whole(place: RemotePath, info: Info, spool: IO[bytes] | None) -> bytes:
+def _fetch_whole(
+    place: RemotePath, info: Info, spool: IO[bytes] | None, max_bytes: int | None
+) -> bytes:
     """Write the file to `spool`, if it is not None; return its SHA-256."""
 
     def fetch() -> bytes:
@@ -105,6 +116,8 @@ def _fetch_whole(place: RemotePath, info: Info, spool: IO[bytes] | None) -> byte
             nonlocal length
             digest.update(chunk)
             length += len(chunk)
+            if max_bytes is not None and length > max_bytes:
+                raise AnswerError(f"it has more than {max_bytes:,} bytes")
             if spool:
                 spool.write(chunk)
 

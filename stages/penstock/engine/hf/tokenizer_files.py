@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from penstock.core.cache.stage import Source
 from penstock.core.errors import ArtifactError
 from penstock.core.files import atomic_write, read_json, regular_files, write_json
+from penstock.core.remote.urls import is_url
 from penstock.core.sources.hub import local_folder
 from penstock.core.sources.pin import TOKENIZER_FILES
 from penstock.rows.chat_template import ChatTemplate
@@ -81,7 +82,8 @@ class TokenizerFiles:
         return {**generation_config, "eos_token_id": [end, *ends] if ends else end}
 
     def _load(self) -> PreTrainedTokenizerBase:
-        return load_tokenizer(self.typed, self.source.pin.get("commit"))
+        path = str(local_folder(self.typed, self.source)) if is_url(self.typed) else self.typed
+        return load_tokenizer(path, self.source.pin.get("commit"))
 
     def _files(self) -> dict[str, Path]:
         """File name -> source path."""
@@ -93,7 +95,11 @@ class TokenizerFiles:
             paths = sorted({p for pattern in TOKENIZER_FILES for p in folder.glob(pattern)})
             return {path.relative_to(folder).as_posix(): path for path in paths if path.is_file()}
         names = [entry["name"] for entry in pin["files"]]
-        found = dict(zip(names, self.source.paths, strict=True))
+        paths = self.source.paths
+        if not paths:
+            folder = local_folder(self.typed, self.source)
+            paths = tuple(folder / name for name in names)
+        found = dict(zip(names, paths, strict=True))
         for name, path in found.items():
             if not path.is_file() or ".." in PurePosixPath(name).parts:
                 raise ArtifactError(
