@@ -60,6 +60,8 @@ from penstock_kernels.flash_packages import PACKAGES
 
 if TYPE_CHECKING:
     from penstock.media.bounds import MediaBounds
+    from penstock.models.family import Family
+    from penstock.models.weights import WeightMap
 
 CONFIG_ALONE = ("config.json",)
 
@@ -320,6 +322,7 @@ def check_model(run: RunConfig) -> None:
             "  Write a smaller rank, such as 16, or lora.enable_lora: false to train all weights."
         )
     require_backend(run, family, shape)
+    _require_forms(run, family, family.weight_map(shape))
     require_mtp(run.train, config)
     if not isinstance(family, AutoFamily):
         require_unnormalized_queries(run.train, language_config(config))
@@ -366,6 +369,20 @@ def check_model(run: RunConfig) -> None:
     spare = config.get("num_nextn_predict_layers") or 0
     rename = text_name if family.multimodal else names.config.names.today if names else str
     require_weights(folder, names, shape.num_hidden_layers + spare, rename)
+
+
+def _require_forms(run: RunConfig, family: "Family", names: "WeightMap") -> None:
+    """Refuse `export.quantise` for layers of sizes that the format does not have, and
+    `lora.lora_bias` for a model without biases."""
+    from penstock.engine.quantization.export import quantizer_for
+
+    if run.export.quantise:
+        quantizer_for(run.export.quantise, family, names)
+    bias, has_any = run.lora.lora_bias, any(name.endswith("bias") for name in names.hf_shapes())
+    if run.lora.enable_lora and bias != "none" and not has_any:
+        raise ConfigError(
+            f"lora.lora_bias is {bias}, and this model has no biases.\n  Leave lora_bias out."
+        )
 
 
 def check_media(run: RunConfig, stage: Prepare, *, packs: bool, trains: bool) -> None:

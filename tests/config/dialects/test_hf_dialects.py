@@ -249,6 +249,7 @@ def test_wishes_for_evaluations_are_left_out_where_nothing_is_held_out() -> None
         ({"optim": "paged_adamw_32bit"}, "adamw", "translated"),
         ({"optim": "adamw_8bit"}, "adamw", "approximated"),
         ({"optim": "lion_8bit"}, None, "left out"),
+        ({"optim": "adafactor"}, None, "left out"),
         ({"optim": "rmsprop"}, "torch.optim.RMSprop", "approximated"),
         ({"optim": "adamw_anyprecision"}, "anyprecision_adamw", "translated"),
     ],

@@ -42,7 +42,7 @@ IN_FEW_BITS = (
     *("ao_adamw_8bit", "ao_adamw_4bit", "ao_adamw_fp8"),
 )
 PAGED = ("paged_adamw", "paged_adamw_32bit")
-BY_FULL_NAME = {"adafactor": "Adafactor", "adagrad": "Adagrad", "rmsprop": "RMSprop"}
+BY_FULL_NAME = {"adagrad": "Adagrad", "rmsprop": "RMSprop"}
 OURS = {"sgd": "sgd", "muon": "muon", "adamw_anyprecision": "anyprecision_adamw"}
 
 BETAS = ("adam_beta1", "adam_beta2")
@@ -64,6 +64,11 @@ def optimizer(entry: Entry) -> None:
     elif name in BY_FULL_NAME:
         entry.put("train.optimizer", f"torch.optim.{BY_FULL_NAME[name]}")
         entry.approximated("PyTorch's own, with its own defaults")
+    elif name == "adafactor":
+        entry.leave_out(
+            "the trainer's Adafactor has scale_parameter: false, and PyTorch's scales every step by"
+            " the RMS of the weight: torch.optim.Adafactor needs another lr"
+        )
     else:
         entry.leave_out(f"it takes {', '.join((*ADAMW[:2], *IN_FEW_BITS, *OURS, *BY_FULL_NAME))}")
 
@@ -73,7 +78,7 @@ def of_adam(key: str) -> Rule:
 
     def rule(entry: Entry) -> None:
         name = str(entry.get(key, "adamw_torch"))
-        if name in (*BY_FULL_NAME, "sgd"):
+        if name in (*BY_FULL_NAME, "adafactor", "sgd"):
             entry.no_effect(f"{name} has none")
         elif entry.key in BETAS:
             first, second = entry.get(BETAS[0], 0.9), entry.get(BETAS[1], 0.999)
