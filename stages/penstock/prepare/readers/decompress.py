@@ -5,7 +5,7 @@ import gzip
 import io
 import lzma
 import zlib
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +17,8 @@ from penstock.config.schema.dataset import MAX_RECORD_BYTES
 from penstock.core.errors import StageError
 from penstock.core.remote.open import open_file
 from penstock.core.sources.local_files import detect_compression
+
+BLOCK = 1 << 18
 
 DECOMPRESSION_ERRORS = (EOFError, zlib.error, lzma.LZMAError, pa.ArrowException, OSError)
 """Errors that the decompression libraries raise for damaged files."""
@@ -73,9 +75,9 @@ def _open_decompressed(raw: BinaryIO, compression: str) -> Any:
     if compression == "gzip":
         return gzip.GzipFile(fileobj=raw, mode="rb")
     if compression == "bz2":
-        return bz2.BZ2File(raw)
+        return _StreamsRawIO(raw, bz2.BZ2Decompressor)
     if compression == "xz":
-        return lzma.LZMAFile(raw)
+        return _StreamsRawIO(raw, lzma.LZMADecompressor)
     return pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), compression)
 
 
@@ -85,6 +87,36 @@ def _buffer(stream: Any) -> BinaryIO:
     if isinstance(stream, pa.NativeFile):
         stream = _ArrowRawIO(stream)
     return cast("BinaryIO", io.BufferedReader(stream, buffer_size=1 << 18))
+
+
+class _StreamsRawIO(io.RawIOBase):
+    """Concatenated compressed streams. `BZ2File` and `LZMAFile` ignore a damaged one after the
+    first, with all that follows."""
+
+    def __init__(self, raw: BinaryIO, decompressor: Callable[[], Any]) -> None:
+        self._raw = raw
+        self._new = decompressor
+        self._current = decompressor()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Raises EOFError if a stream is truncated, and as the decompressors."""
+        while True:
+            content = b""
+            if self._current.eof:
+                content = self._current.unused_data.lstrip(b"\0")  # padding of xz
+                while not content and (block := self._raw.read(BLOCK)):
+                    content = block.lstrip(b"\0")
+                if not content:
+                    return 0
+                self._current = self._new()
+            elif self._current.needs_input and not (content := self._raw.read(BLOCK)):
+                raise EOFError("it ends before the end of a compressed stream")
+            if part := self._current.decompress(content, len(buffer)):
+                buffer[: len(part)] = part
+                return len(part)
 
 
 class _ArrowRawIO(io.RawIOBase):
