@@ -280,19 +280,32 @@ def _check_dataset(
 ) -> tuple[DatasetConfig, str]:
     """The data set with its type, and a summary of its first records. `counts` receives the number
     of samples if these are all records."""
+    from penstock.prepare.bad_records import BadRecord
     from penstock.prepare.dataset_type import INFER_RECORDS
     from penstock.prepare.first_records import first_samples, image_source
-    from penstock.prepare.infer_type import read_first
+    from penstock.prepare.infer_type import read_first_values
 
     token, notes = run.data.hf_use_auth_token, list[str]()
     source = pin_dataset(dataset, token)
     typed = resolve_dataset_type(run, at, dataset, notes)
     try:
-        records = read_first(source, typed.ds_type, token, run.data.max_record_bytes)
+        values = read_first_values(source, typed.ds_type, token, run.data.max_record_bytes)
     except CapabilityError as error:
         raise UnreachableError(str(error)) from error
+    records = [value for value in values if not isinstance(value, BadRecord)]
     if not records:
         raise StageError(f"{redact(dataset.path)} has no record that can be read at its beginning.")
+    unread = [
+        f"record {number}: {value.why}"
+        for number, value in enumerate(values, 1)
+        if isinstance(value, BadRecord)
+    ]
+    if unread and not run.data.bad_rows_allowed:
+        raise StageError(
+            f"{redact(dataset.path)}: {len(unread)} of the first {len(values)} records cannot be "
+            f"used: {'; '.join(unread[:3])}.\n"
+            "  Correct them, or set data.bad_rows_allowed to the part that may be left out."
+        )
     columns = ", ".join(records[0])
     inferred = "" if dataset.is_typed else " (inferred from its records)"
     said = f"{redact(dataset.path)}: type: {typed.type}{inferred}; columns {columns}"

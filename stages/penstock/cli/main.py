@@ -28,7 +28,7 @@ from penstock.cli.releases import commands as release_commands
 from penstock.cli.result_commands import evaluate, merge, report
 from penstock.cli.serve import serve
 from penstock.cli.single_command import select_command
-from penstock.cli.usage_errors import raise_usage_error
+from penstock.cli.usage_errors import raise_usage_error, require_hyphens, require_one_value
 from penstock.config.loading.cli_overrides import split_overrides
 from penstock.core import env
 from penstock.core.errors import ConfigError
@@ -77,9 +77,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
+        require_hyphens(arguments)
         rest, overrides[:] = split_overrides(arguments)
         _require_users(rest)
-        asked = select_command(app, next(iter(rest), ""))
+        asked = typer.main.get_command(select_command(app, next(iter(rest), "")))
+        require_one_value(asked, rest)
         sys.exit(asked(args=rest, prog_name="penstock", standalone_mode=False))
     except (ConfigError, typer.TyperException) as error:
         sys.exit(run(Console("--json" in arguments), partial(raise_usage_error, error)))

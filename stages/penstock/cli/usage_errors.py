@@ -1,6 +1,7 @@
 """Errors of the command-line parser, reported like all other errors."""
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from penstock.core.errors import ConfigError
@@ -28,6 +29,46 @@ def raise_usage_error(error: Any) -> None:
     else:
         text = error.format_message().removesuffix(".") + _suggest_words(error)
     raise ConfigError(f"{text}\n  `{command} --help` lists what it takes.") from None
+
+
+DASHES = "\u2010\u2011\u2012\u2013\u2014\u2015\u2212"
+"""Characters that editors and web pages write for hyphens."""
+DASHED = re.compile(rf"-?[{DASHES}][-{DASHES}]*(?P<name>[A-Za-z][\w.-]*)(?:=.*)?", re.DOTALL)
+
+
+def require_hyphens(words: Sequence[str]) -> None:
+    """Raise ConfigError for an option that begins with another dash than a hyphen. A word after an
+    option may be its value."""
+    for before, word in zip(("", *words), words, strict=False):
+        dashed = DASHED.fullmatch(word)
+        if dashed and not before.startswith("-"):
+            hyphens = "-" if len(dashed["name"]) == 1 else "--"
+            raise ConfigError(
+                f"{word} begins with a dash that is no hyphen.\n"
+                f"  Write {hyphens}{word[dashed.start('name') :]}."
+            )
+
+
+def require_one_value(command: Any, words: Sequence[str]) -> None:
+    """Raise ConfigError for an option that is given twice, with two values, and takes one."""
+    at = 0
+    while at < len(words) and words[at] in getattr(command, "commands", {}):
+        command, at = command.commands[words[at]], at + 1
+    named = {
+        name: param
+        for param in command.params
+        for name in param.opts
+        if not (getattr(param, "is_flag", True) or param.multiple)
+    }
+    values: dict[str, str] = {}
+    for index, word in enumerate(words[at:], at):
+        name, is_joined, value = word.partition("=")
+        if name not in named or word == "--":
+            continue
+        value = value if is_joined else words[index + 1] if index + 1 < len(words) else ""
+        before = values.setdefault(named[name].name, value)
+        if before != value:
+            raise ConfigError(f"{name} is given twice, as {before} and as {value}.\n  Write one.")
 
 
 def _suggest_option(option: str, possibilities: list[str]) -> str:

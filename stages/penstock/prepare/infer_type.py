@@ -44,12 +44,19 @@ def read_first(
 
     Raises as the readers do, and StageError if none of the records can be read.
     """
+    values = read_first_values(source, ds_type, token, max_record_bytes)
+    return [value for value in values if not isinstance(value, BadRecord)]
+
+
+def read_first_values(
+    source: Source, ds_type: str | None, token: bool | None, max_record_bytes: int
+) -> list[Value]:
+    """The records of `read_first`, and those that cannot be read. Raises as it does."""
     values = list(islice(_iter_source(source, ds_type, token, max_record_bytes), INFER_RECORDS))
-    records = [value for value in values if not isinstance(value, BadRecord)]
-    if values and not records:
-        first = next(value for value in values if isinstance(value, BadRecord))
+    first = next((value for value in values if isinstance(value, BadRecord)), None)
+    if first and all(isinstance(value, BadRecord) for value in values):
         raise StageError(f"none of the first {len(values)} records can be read: {first.why}")
-    return records
+    return values
 
 
 def infer_from_splits(pieces: Sequence[FileSplit]) -> InferredType | None:

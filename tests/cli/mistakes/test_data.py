@@ -146,6 +146,21 @@ DATA: dict[str, tuple[str | bytes, str, dict[str, Any], str]] = {
         {},
         "write train.objective: preference",
     ),
+    "null for a record": (CHAT * 3 + "null\n" + CHAT, "d.jsonl", {}, "the record is null"),
+    "null in an array": (f"[{CHAT}, null]", "d.json", {}, "the record is null"),
+    "a key twice": (
+        CHAT + CHAT.replace('"content": "Hi"', '"content": "a", "content": "b"'),
+        "d.jsonl",
+        {},
+        "key 'content' is there 2 times",
+    ),
+    "a key twice in an array": (
+        '[{"text": "a"},\n{"text": "b", "text": "c"}]',
+        "d.json",
+        {},
+        "d.json:2",
+    ),
+    "UTF-32": (CHAT.encode("utf-32"), "d.jsonl", {}, "iconv -f UTF-32"),
     "a split of files": (CHAT, "d.jsonl", {"split": "trian"}, "leave split out"),
     "a subset of files": (CHAT, "d.jsonl", {"name": "en"}, "Leave name out"),
 }

@@ -61,6 +61,11 @@ WORDS = {
     "prepare run.yaml --shard -1/2": "--shard is '-1/2', which is no share",
     "flow nope.yaml": r"nope\.yaml does not exist; did you mean run\.yaml\?",
     "recur nope.yaml": r"nope\.yaml does not exist; did you mean run\.yaml\?",
+    "run run.yaml --train.lr 1e-5 --train.lr=2e-5": "train.lr is given twice, as 1e-5 and as 2e-5",
+    "run run.yaml --from pack --from train": "--from is given twice, as pack and as train",
+    "merge a b -o c --out d": "--out is given twice, as c and as d",
+    "run run.yaml \u2014dry-run": r"begins with a dash that is no hyphen",
+    "run run.yaml \u2013train.lr 5": r"begins with a dash that is no hyphen",
     "init recipe-x": "no recipe has the name recipe-x",
 }
 

@@ -1,4 +1,5 @@
-"""Copies of config files, each with one key misspelled, or with a value of another type."""
+"""Copies of config files, each with one key misspelled, with a value of another type, or without
+a key that a run needs."""
 
 import copy
 import random
@@ -6,16 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.config.loading.load import read_document
+from penstock.config.loading.load import loads, read_document
 from penstock.config.translate.apply import detect_dialect, translate
 from penstock.config.translate.drop_invalid import drop_invalid
 from penstock.config.translate.fit_parallel_sizes import Devices
 from penstock.config.translate.other_files import require_known, require_run
 from penstock.config.translate.translation import GAPS, Translation
 from penstock.core.errors import ConfigError
-from tests.config.dialects.published import GPUS, Outcome
+from tests.config.dialects.published import GPUS, Judge, Outcome
 
 USED = ("maps", "translated")
+NEEDED = ("model.model_path", "model.config_path", "data.datasets")
+"""Settings without which there is no run."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,11 @@ def draw(outcomes: list[Outcome], count: int, seed: int) -> list[Change]:
         keys = [key for key in used if "." not in key and values.get(key) is not None]
         if not keys:
             continue
+        if rng.random() < 0.2 and (needed := _needed(outcome, keys)):
+            key = rng.choice(needed)
+            copied = {name: value for name, value in values.items() if name != key}
+            changes.append(Change(outcome.file, key, copied, f"without {key}"))
+            continue
         key = rng.choice(keys)
         at = rng.randrange(1, len(key))
         other = key[:at] + key[at - 1] + key[at:]
@@ -53,24 +61,48 @@ def draw(outcomes: list[Outcome], count: int, seed: int) -> list[Change]:
     return changes
 
 
+def _needed(outcome: Outcome, keys: list[str]) -> list[str]:
+    assert outcome.translation
+    lines = {line.key: line for line in outcome.translation.lines}
+    return [key for key in keys if {*NEEDED} & {*lines[key].names}]
+
+
 def _of_another_type(value: Any, rng: random.Random) -> Any:
     if isinstance(value, bool):
         return rng.choice([{"x": 1}, ["x"], "perhaps"])
     if isinstance(value, int | float):
         return rng.choice([{"x": 1}, ["x"], "seven"])
+    if isinstance(value, str) and value.replace("_", "").isdecimal():
+        return rng.choice([{"x": 1}, ["x"]])
     if isinstance(value, str):
         return rng.choice([{"x": 1}, 5])
     return rng.choice([5, "seven"])
 
 
-def is_told(change: Change) -> bool:
-    """Whether an error or a key that is not translated names the change."""
+def is_told(change: Change, judge: Judge) -> bool:
+    """Whether an error, a key that is not translated, a setting that has to be written, or a check
+    with stand-ins tells of the change."""
     try:
         translation = _translated(change)
     except ConfigError as error:
-        return change.key in str(error) or "no known tool" in str(error)
+        is_unknown = "no known tool" in str(error) or "no training run" in str(error)
+        return change.key in str(error) or is_unknown
+    if change.key not in change.values:
+        return bool({*NEEDED} & translation.placeholders.keys()) or _is_invalid(translation)
     lines = [line for line in translation.lines if line.key.startswith(change.key)]
-    return any(line.kind in (*GAPS, "doubtful") for line in lines)
+    if any(line.kind in (*GAPS, "doubtful") for line in lines):
+        return True
+    names = [name.rpartition(".")[2] for line in lines for name in line.names]
+    reasons = judge.check(Outcome(change.file, translation)).reasons
+    return any(name in reason for name in names for reason in reasons)
+
+
+def _is_invalid(translation: Translation) -> bool:
+    try:
+        loads(translation.settings)
+    except ConfigError:
+        return True
+    return False
 
 
 def _translated(change: Change) -> Translation:

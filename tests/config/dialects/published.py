@@ -5,6 +5,7 @@ stand-ins for models and data, and prints what became of them, as a Markdown tab
 `tests.config.dialects.mirrors` writes them.
 """
 
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -100,6 +101,8 @@ class Verdict:
     reasons: tuple[str, ...] = ()
     """First lines of its faults."""
     is_crash: bool = False
+    needs: str = ""
+    """A package that this machine lacks, if that is the only fault."""
 
 
 class Judge:
@@ -130,15 +133,17 @@ def _verdict(said: Said) -> Verdict:
     if lines and "checks found a fault" in lines[0]:
         lines = lines[1:]
     # Lines that begin with spaces say what to do, or where.
-    return Verdict(said.code, tuple(line for line in lines if line[:1].strip()), is_crash)
+    reasons = tuple(line for line in lines if line[:1].strip())
+    package = re.search(r"requires the (\w+) library", reasons[0]) if len(reasons) == 1 else None
+    return Verdict(said.code, reasons, is_crash, package[1] if package else "")
 
 
 def table(folder: Path, judge: Judge) -> str:
     """The outcomes of all projects in a folder."""
     rows = [
         "| project | training configs | whole | with gaps | pass `check` | keys refused "
-        "| refused by `check` | other files |",
-        "|---|---|---|---|---|---|---|---|",
+        "| refused by `check` | needs a package | other files |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     details: list[str] = []
     for project in sorted(path for path in folder.iterdir() if path.is_dir()):
@@ -151,10 +156,11 @@ def table(folder: Path, judge: Judge) -> str:
         # `penstock run` does not start a file with such keys, whatever the rest is.
         without = [(one, verdict) for one, verdict in judged if not _is_refused(one)]
         passed = [one for one, verdict in without if not verdict.code]
+        lacking = [verdict for _, verdict in without if verdict.needs]
         rows.append(
             f"| {project.name} | {len(done) + len(refused)} | {len(done) - len(gaps)} "
             f"| {len(gaps)} | {len(passed)} | {len(done) - len(without)} "
-            f"| {len(without) - len(passed)} | {len(others)} |"
+            f"| {len(without) - len(passed) - len(lacking)} | {len(lacking)} | {len(others)} |"
         )
         details += ["", f"**{project.name}**", "", *_gaps(gaps)]
         for outcome in (*refused, *(other for other in others if NO_RUN[1] in other.error)):

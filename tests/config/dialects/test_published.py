@@ -209,9 +209,10 @@ def test_translated_files_pass_a_check(stem: str, tmp_path: Path) -> None:
     assert (verdict.code, verdict.reasons) == (0, ())
 
 
-def test_drawn_changed_copies_are_told() -> None:
-    changes = draw([translate_one(file) for file in FILES], 15, seed=20)
-    assert not [f"{change.file.name} {change.what}" for change in changes if not is_told(change)]
+def test_drawn_changed_copies_are_told(tmp_path: Path) -> None:
+    judge, changes = Judge(tmp_path), draw([translate_one(file) for file in FILES], 15, seed=20)
+    silent = [change for change in changes if not is_told(change, judge)]
+    assert not [f"{change.file.name} {change.what}" for change in silent]
 
 
 def test_the_table_counts_files_and_keys(
@@ -225,5 +226,5 @@ def test_the_table_counts_files_and_keys(
             values = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP"}
         (folder / f"{name}.yaml").write_text(json.dumps(values))
     text = table(tmp_path, Judge(tmp_path_factory.mktemp("judge")))
-    assert "| tool | 2 | 1 | 1 | 2 | 0 | 0 | 1 |" in text
+    assert "| tool | 2 | 1 | 1 | 2 | 0 | 0 | 0 | 1 |" in text
     assert "| `lisa_n_layers` | 1 | left out | all layers are trained in every step" in text

@@ -36,7 +36,7 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[Override]]:
 
     An override is `--a.b`, with a dot in its name; its value follows after `=` or as the next
     argument, which may begin with a minus only if it is a number. Arguments after `--` are not
-    parsed. Raises ConfigError naming every override without a value.
+    parsed. Raises ConfigError naming every override without a value, or with two.
     """
     rest: list[str] = []
     found: list[Override] = []
@@ -61,6 +61,11 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[Override]]:
             at += 1
         else:
             faults.append(_no_value(word, words[at] if at < len(words) else None))
+    texts: dict[str, str] = {}
+    for override in found:
+        before = texts.setdefault(override.name, override.text)
+        if before != override.text:
+            faults.append(f"{override.option} is given twice, as {before} and as {override.text}")
     if faults:
         raise ConfigError("\n".join(faults))
     return rest, found

@@ -22,8 +22,14 @@ OTHER_FILES: Mapping[tuple[str, ...], str] = {
         "peft_config",
         "model",
         "!train_dataset",
+        "!learning_rate",
     ): "an export; penstock merge BASE ADAPTER -o OUT merges an adapter",
-    ("quant_config", "model", "!train_dataset"): "inference; penstock chat MODEL answers prompts",
+    (
+        "quant_config",
+        "model",
+        "!train_dataset",
+        "!learning_rate",
+    ): "inference; penstock chat MODEL answers prompts",
     ("infer_backend", "!output_dir"): "inference; penstock chat MODEL answers prompts",
     (
         "quantizer",

@@ -47,6 +47,8 @@ def names_in(value: Any) -> list[str]:
 def put_targets(entry: Entry) -> None:
     """`target_modules` of PEFT; `all` and `all-linear` are all linear layers except the LM head.
     Text is a regular expression, and of names those that the model lacks are passed over."""
+    if not all(isinstance(name, str) for name in listed(entry.value)):
+        raise ValueError("it takes names")
     if isinstance(entry.value, str) and REGEX_SIGNS.search(entry.value):
         entry.put("lora.lora_target_modules", [f"re:{entry.value}"])
     elif entry.value in ("all", "all-linear"):
@@ -189,7 +191,9 @@ def tracks(tracker: str) -> Rule:
 
 def reports(entry: Entry) -> None:
     """`report_to`: one tracker, several, `all` or `none`."""
-    wanted = [str(name) for name in listed(entry.value) if name != "none"]
+    if not all(isinstance(name, str) for name in listed(entry.value)):
+        raise ValueError("it takes names")
+    wanted = [name for name in listed(entry.value) if name != "none"]
     if not wanted:
         entry.put("train.use_wandb", False)
     for name in wanted:

@@ -10,7 +10,15 @@ from penstock.core.errors import StageError
 from penstock.prepare.bad_records import BadRecord
 from penstock.prepare.readers.decompress import SourceFile
 from penstock.prepare.readers.lines import COMMENT
-from penstock.prepare.readers.records import BATCH, BATCH_BYTES, Chunk, Value, as_object
+from penstock.prepare.readers.records import (
+    BATCH,
+    BATCH_BYTES,
+    Chunk,
+    DuplicateKeyError,
+    Value,
+    as_object,
+    unique_keys,
+)
 
 DELIMITERS = (";", "\t", "|")
 """Delimiters tried for CSV files whose header has no comma."""
@@ -175,7 +183,7 @@ class _JsonReader:
         self._stream = stream
         self._file = file
         self._name = file.name
-        self._decoder = json.JSONDecoder()
+        self._decoder = json.JSONDecoder(object_pairs_hook=unique_keys)
         self._text = ""
         self._at = 0
         self.line = 1
@@ -204,6 +212,9 @@ class _JsonReader:
             start = self._at
             try:
                 value, end = self._decoder.raw_decode(self._text, start)
+            except DuplicateKeyError as error:
+                where = f"{self._name}:{self.line}"
+                raise StageError(f"{where}: the record that begins here: {error}.") from error
             except (ValueError, RecursionError) as error:
                 if self._refill():
                     continue

@@ -24,6 +24,8 @@ BINARY_SIGNATURES = {
 
 HTML_PREFIXES = ("<!doctype", "<html", "<?xml")
 
+UTF16_MARKS = codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE
+
 Kind = Literal["json", "csv", "text"]
 
 
@@ -40,13 +42,15 @@ def require_text(file: SourceFile, kind: Kind) -> None:
 
 
 def _require_utf8(name: str, head: bytes) -> None:
-    is_utf16 = head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-    if is_utf16 or head[:2].count(0) or head.count(0) > len(head) // 4:
+    # The mark of UTF-32 begins with that of UTF-16.
+    marks = {"UTF-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE), "UTF-16": UTF16_MARKS}
+    encoding = next((kind for kind, mark in marks.items() if head.startswith(mark)), None)
+    if encoding or head[:2].count(0) or head.count(0) > len(head) // 4:
         raise StageError(
-            f"{name} is {'UTF-16' if is_utf16 else 'UTF-16 or UTF-32 text, or no text'}, and "
+            f"{name} is {encoding or 'UTF-16 or UTF-32 text, or no text'}, and "
             "text is read as UTF-8.\n"
-            f"  Save it as UTF-8, for example: iconv -f UTF-16 -t UTF-8 {name} > utf8_"
-            f"{Path(name).name}"
+            f"  Save it as UTF-8, for example: iconv -f {encoding or 'UTF-16'} -t UTF-8 {name} > "
+            f"utf8_{Path(name).name}"
         )
 
 

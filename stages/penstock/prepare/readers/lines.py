@@ -11,7 +11,15 @@ from typing import BinaryIO
 
 from penstock.prepare.bad_records import BadRecord
 from penstock.prepare.readers.decompress import SourceFile
-from penstock.prepare.readers.records import BATCH, BATCH_BYTES, Chunk, Value, as_object
+from penstock.prepare.readers.records import (
+    BATCH,
+    BATCH_BYTES,
+    Chunk,
+    DuplicateKeyError,
+    Value,
+    as_object,
+    unique_keys,
+)
 
 BOM = b"\xef\xbb\xbf"
 BLOCK = 1 << 20
@@ -49,9 +57,11 @@ def text_lines(file: SourceFile, span: Span | None) -> Iterator[Chunk]:
 def parse_line(line: bytes) -> Value:
     """Parse one JSON line."""
     try:
-        value = json.loads(line)
+        value = json.loads(line, object_pairs_hook=unique_keys)
     except RecursionError:
         return BadRecord("invalid_json", "not JSON: nested too deeply")
+    except DuplicateKeyError as error:
+        return BadRecord("invalid_json", str(error))
     except UnicodeDecodeError as error:
         return BadRecord("invalid_json", utf8_error(error))
     except json.JSONDecodeError as error:

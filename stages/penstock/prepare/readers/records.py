@@ -85,6 +85,20 @@ def unchanged(values: list[Value]) -> list[Value]:
     return values
 
 
+class DuplicateKeyError(ValueError):
+    """A JSON object has a key twice: of its values one would be read and the other not."""
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these pairs, for `object_pairs_hook`. Raises DuplicateKeyError."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in found if names.count(name) > 1)
+        raise DuplicateKeyError(f"key {twice!r} is there {names.count(twice)} times; write it once")
+    return found
+
+
 def as_object(value: Any) -> Value:
     """Return a JSON object, a list of messages as an object with that column, or a BadRecord for
     another value."""

@@ -81,6 +81,8 @@ def sources(name: str) -> Rule:
     """The rule of a list of data sets."""
 
     def rule(entry: Entry) -> None:
+        if entry.key == "datasets" and not all(isinstance(i, dict) for i in listed(entry.value)):
+            raise TypeError("it takes mappings with a path")
         items: list[dict[str, Any]] = [
             item if isinstance(item, dict) else {"path": item} for item in listed(entry.value)
         ]

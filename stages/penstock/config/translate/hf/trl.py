@@ -10,6 +10,7 @@ from penstock.config.translate.dialect import (
     Values,
     decides,
     is_flat,
+    is_on,
     no_effect,
     only,
     truth,
@@ -131,6 +132,13 @@ def _packing_strategy(entry: Entry) -> None:
         entry.explain("samples are one stream, split where a packed sequence is full")
 
 
+def _checkpointing(entry: Entry) -> None:
+    """A boolean, text such as "True", or "unsloth", which recomputes too."""
+    if not (isinstance(entry.value, bool) or str(entry.value).lower() in SWITCHES):
+        raise ValueError(f"it takes true, false or unsloth, not {entry.value}")
+    entry.put("train.enable_gradient_checkpointing", is_on(entry.value))
+
+
 def _targets(entry: Entry) -> None:
     if entry.get(ON):
         shared.put_targets(entry)
@@ -185,6 +193,8 @@ IDLE = {
 }
 
 OF_LABELS = "models are trained to continue text, and not to choose among labels"
+SWITCHES = ("true", "false", "unsloth")
+
 OF_LAYERS = "name layers in lora_target_modules"
 
 UNSUPPORTED = {
@@ -244,7 +254,7 @@ COMPUTED: Mapping[str, Rule] = {
     "use_rslora": where(ON, True, name="lora.use_rslora"),
     "use_dora": where(ON, True, name="lora.use_dora"),
     "lora_target_modules": _targets,
-    "use_gradient_checkpointing": truth("train.enable_gradient_checkpointing"),
+    "use_gradient_checkpointing": _checkpointing,
     **dict.fromkeys(
         ("finetune_language_layers", "finetune_attention_modules", "finetune_mlp_modules"),
         _whole_part,

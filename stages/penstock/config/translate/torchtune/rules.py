@@ -192,7 +192,13 @@ def _precision(entry: Entry) -> None:
     choice("train.precision", kinds)(entry)
 
 
+COMPILED = frozenset({"model", "loss", "optimizer_step", "scale_grads"})
+"""Keys of `compile` as a mapping."""
+
+
 def _compile(entry: Entry) -> None:
+    if not isinstance(entry.value, bool) and not {*dict(entry.value)} <= COMPILED:
+        raise ValueError(f"it takes true, false and a mapping of {', '.join(sorted(COMPILED))}")
     entry.put("train.enable_compile", bool(entry.value))
     if isinstance(entry.value, dict):
         entry.approximated("the whole model is compiled")
