@@ -306,6 +306,7 @@ def test_a_run_leads_to_its_latest_export_and_to_nothing_that_an_older_one_had(t
     )
     (tmp_path / "out").mkdir()
     parts = {"x": ("hf", "adapter"), "y": ("adapter",), "z": ("hf",)}
+    step = None
     for letters, folders in parts.items():
         step = step_of(Export(LettersSettings(letters=letters)), tmp_path / "artifacts")
         outcome = get_or_build(step)
@@ -314,6 +315,7 @@ def test_a_run_leads_to_its_latest_export_and_to_nothing_that_an_older_one_had(t
         link_exported(outcome, run)
         links = {link.name: link.resolve() for link in (tmp_path / "out").iterdir()}
         assert links == {folder: (step.path / folder).resolve() for folder in folders}
+    assert step
     moved = tmp_path.rename(tmp_path.with_name(f"{tmp_path.name}-moved"))
     assert (moved / "out" / "hf").resolve() == moved / step.path.relative_to(tmp_path) / "hf"
     assert find_links(moved / step.path.relative_to(tmp_path)) == [moved / "out" / "hf"]
@@ -378,7 +380,9 @@ def test_a_result_that_is_finished_while_it_is_looked_at_is_seen_whole(tmp_path,
         return real(folder) if len(reads) > 1 else None
 
     monkeypatch.setattr(entries, "read_manifest", late)
-    assert LocalEntry.read(step.path).manifest
+    entry = LocalEntry.read(step.path)
+    assert entry
+    assert entry.manifest
 
 
 def hold(step, folder):

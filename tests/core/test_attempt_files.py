@@ -2,7 +2,6 @@
 
 import os
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 from pydantic import BaseModel
@@ -72,8 +71,11 @@ class Rows(Stage):
     name = "rows"
     version = 1
     settings = NoSettings()
-    inputs: ClassVar = {}
     between = staticmethod(leave)
+
+    @property
+    def inputs(self):
+        return {}
 
     def run(self, out):
         for name in ("rows-0", "rows-1"):

@@ -1,6 +1,7 @@
 """Exact match, judged by greedy decoding written out: one prompt, one token at a time."""
 
 import re
+from functools import partial
 
 import pyarrow as pa
 import pytest
@@ -152,8 +153,8 @@ def rewrite(artifact: Artifact, change) -> Artifact:
 def test_of_preferences_the_chosen_and_the_desirable_answers_are_expected(exported, tmp_path):
     folder, _, _ = exported
     rows = [row(bytes([65 + number]), [1 + number]) for number in range(6)]
-    options = {"limit": 6, "seed": 0, "batch_size": 6}
-    plain = exact_match(folder, prepared(tmp_path / "plain", rows), **options)
+    ask = partial(exact_match, folder, limit=6, seed=0, batch_size=6)
+    plain = ask(prepared(tmp_path / "plain", rows))
 
     def as_pairs(table):
         names = [f"chosen_{n}" if n in ("input_ids", "labels") else n for n in table.column_names]
@@ -164,12 +165,12 @@ def test_of_preferences_the_chosen_and_the_desirable_answers_are_expected(export
         )
 
     pairs = rewrite(prepared(tmp_path / "pairs", rows), as_pairs)
-    assert exact_match(folder, pairs, **options) == plain
+    assert ask(pairs) == plain
     rated = rewrite(
         prepared(tmp_path / "rated", rows),
         lambda t: t.append_column("desirable", pa.array([n == 0 for n in range(len(t))])),
     )
-    report = exact_match(folder, rated, **options)
+    report = ask(rated)
     assert report.samples == (plain.samples[0], plain.samples[3])
 
 

@@ -66,7 +66,7 @@ def test_characters_of_other_trained_roles_and_of_texts_without_a_template():
     plain[1]["detail"] = [span(2, 2)]
     tokenizer = words()
     # Types that need a chat template refuse to be without one.
-    document = Renderer(tokenizer, DatasetSettings(**FIELD)).render(
+    document = Renderer(tokenizer, DatasetSettings.model_validate(FIELD)).render(
         parse({"messages": plain}, **FIELD)
     )
     assert [document.text[s.start : s.stop] for s in document.spans or ()] == ["b"]
