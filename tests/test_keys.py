@@ -47,7 +47,7 @@ PINNED = {
     },
     "sequential rows": {"data": {"sample_packing_method": "sequential", "val_set_size": 0}},
     "tail and workers": {"data": {"dataloader_drop_last": False, "dataloader_num_workers": 2}},
-    "quantized export": {"export": {"merge_lora": True, "quantise": "block_fp8"}},
+    "quantized export": {"export": {"merge_lora": True, "quantise": "fp8"}},
 }
 """What is laid over the reference, section by section."""
 

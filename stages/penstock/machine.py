@@ -374,9 +374,10 @@ def check_model(run: RunConfig) -> None:
 def _require_forms(run: RunConfig, family: "Family", names: "WeightMap") -> None:
     """Refuse `export.quantise` for layers of sizes that the format does not have, and
     `lora.lora_bias` for a model without biases."""
-    from penstock.engine.quantization.export import quantizer_for
-
     if run.export.quantise:
+        # It imports torch, which plans do without.
+        from penstock.engine.quantization.export import quantizer_for
+
         quantizer_for(run.export.quantise, family, names)
     bias, has_any = run.lora.lora_bias, any(name.endswith("bias") for name in names.hf_shapes())
     if run.lora.enable_lora and bias != "none" and not has_any:

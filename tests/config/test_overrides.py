@@ -45,7 +45,6 @@ def overridden(*words: str, **sections: dict[str, Any]) -> Any:
 
 def test_overrides_reach_every_kind_of_place() -> None:
     run = overridden(
-        "--train.lr", "2e-5",
         "--lora.enable_lora=true",
         "--lora.lora_target_modules", "[q_proj, v_proj]",
         "--data.datasets.0.path", "x.jsonl",

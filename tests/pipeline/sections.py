@@ -30,6 +30,12 @@ def section(name, **values):
     return lambda _: {name: values}
 
 
+def biased(**lora):
+    """A model with biases, and adapters."""
+    model = {"foundation": {"attention_bias": True}}
+    return lambda _: {"model": model, "lora": {"enable_lora": True, **lora}}
+
+
 def dropping(**more):
     """A run that drops some of its hidden states."""
     return section("train", dropout={"hidden": 0.1, **more})

@@ -24,6 +24,7 @@ from tests.pipeline.sections import (
     OPTIMIZED,
     adapter,
     beside,
+    biased,
     dataset,
     dropping,
     hub,
@@ -275,7 +276,7 @@ CHANGES = {
     "lora.use_rslora": (section("lora", use_rslora=True), section("lora"), "train"),
     "lora.use_dora": (section("lora", use_dora=True), section("lora"), "train"),
     "lora.lora_plus_ratio": (section("lora", lora_plus_ratio=2), section("lora"), "train"),
-    "lora.lora_bias": (section("lora", lora_bias="all"), section("lora"), "train"),
+    "lora.lora_bias": (biased(lora_bias="all"), biased(), "train"),
     "lora.merge_lora_interval": (section("lora", merge_lora_interval=2), section("lora"), "train"),
     "lora.reset_optimizer_on_merge": (
         section("lora", merge_lora_interval=2, reset_optimizer_on_merge=True),

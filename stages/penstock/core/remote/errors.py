@@ -159,13 +159,13 @@ def http_status(error: BaseException) -> int | None:
 
 def describe_error(error: BaseException) -> str:
     """Why the connection failed, or the error's type and first words, redacted."""
-    if is_of_the_machine(error):
-        return describe_os_error(error)
     for each in iter_causes(error):
         if isinstance(each, AnswerError):
             return redact_text(str(each))
     if reason := connection_fault(error):
         return reason
+    if is_of_the_machine(error):
+        return describe_os_error(error)
     for each in iter_causes(error):
         if (status := http_status(each)) is not None:
             return f"the server answers {status} {_reason(status)}".strip()
