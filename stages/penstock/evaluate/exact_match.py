@@ -87,17 +87,21 @@ def exact_match(
     """
     rows = _sample_rows(prepared.path / "data" / "validation", limit, seed)
     tokenizer = AutoTokenizer.from_pretrained(hf_folder)
-    found = [first_question(ids, labels) for ids, labels in rows]
-    questions = [question for question in found if question is not None]
+    questions = [q for ids, labels in rows if (q := first_question(ids, labels)) is not None]
+    if not questions:
+        raise StageError(
+            f"{prepared.path}: none of {len(rows)} validation rows has a prompt and an answer.\n"
+            "  Plain text is judged by --harness TASKS; or hold out chats or instructions by "
+            "data.test_datasets."
+        )
     part = _compared_part(answer, [_text(tokenizer, q.expected) for q in questions])
     if part:
         questions = [q for q in questions if part.find(_text(tokenizer, q.expected))]
-    if not questions:
-        such = f" that {answer.pattern} matches" if answer else ""
-        raise StageError(
-            f"{prepared.path} has no validation row with a prompt and an answer{such} "
-            f"({len(found)} rows checked).\n  Set data.val_set_size or data.test_datasets."
-        )
+        if not questions:
+            raise StageError(
+                f"none of the expected answers has {part.name}.\n"
+                "  Change --answer, or leave it out."
+            )
     model = _load_model(hf_folder)
     ends = _eos_token_ids(model, tokenizer)
     asking = _GreedyDecoder(model, ends, tokenizer.pad_token_id or 0, room=2 if part else 1)
@@ -108,7 +112,7 @@ def exact_match(
     return Report(
         num_asked=len(questions),
         num_right=sum(sample.right for sample in samples),
-        num_skipped=len(found) - len(questions),
+        num_skipped=len(rows) - len(questions),
         samples=tuple(samples),
         compared=part.name if part else "whole answers",
     )
@@ -131,8 +135,8 @@ class PatternMatch(FinalAnswer):
 
 def last_match(answer: re.Pattern[str], text: str) -> str | None:
     """Last match of the pattern's first group, or of the whole pattern; None without a match."""
-    found = [match[1 if answer.groups else 0] for match in answer.finditer(text)]
-    return found[-1].strip() if found and found[-1] is not None else None
+    matches = [match[1 if answer.groups else 0] for match in answer.finditer(text)]
+    return matches[-1].strip() if matches and matches[-1] is not None else None
 
 
 def _score_completion(
