@@ -75,12 +75,32 @@ def closed(tmp_path_factory):
         server.stop()
 
 
+class Rebound(SimpleHTTPRequestHandler):
+    """Serves a page, and answers as the server at `api` does afterwards: what a browser meets at a
+    name that is bound to loopback once its page was read.
+    """
+
+    def __init__(self, *args, api: str, **kwargs):
+        self.api = api
+        super().__init__(*args, **kwargs)
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["content-length"]))
+        headers = {"host": self.headers["host"], "content-type": "application/json"}
+        url = self.api + self.path.removeprefix("/api")
+        answer = httpx.post(url, content=body, headers=headers)
+        self.send_response(answer.status_code)
+        self.send_header("content-length", str(len(answer.content)))
+        self.end_headers()
+        self.wfile.write(answer.content)
+
+
 @contextmanager
-def page_on_another_port(folder: Path):
-    handler = partial(SimpleHTTPRequestHandler, directory=str(folder))
+def page_on_another_port(folder: Path, api: str):
+    handler = partial(Rebound, directory=str(folder), api=api)
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as site:
         threading.Thread(target=site.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{site.server_port}"
+        yield site.server_port
         site.shutdown()
 
 
@@ -114,17 +134,20 @@ def test_only_the_pages_of_the_server_itself_may_read_its_answers(closed):
     assert allowed("null") is None
 
 
-def visit(server: Prefect, folder: Path) -> str:
-    """What a page of another origin reports of its requests to the server."""
+def visit(server: Prefect, folder: Path, *, rebound: bool = False) -> str:
+    """What a page of another origin reports of its requests to the server, or to its own name that
+    is bound anew to the server.
+    """
     assert CHROMIUM
     folder.mkdir()
-    page = PAGE.replace("API", str(server.api.base_url).rstrip("/"))
-    (folder / "index.html").write_text(page)
+    api = str(server.api.base_url).rstrip("/")
+    (folder / "index.html").write_text(PAGE.replace("API", "/api" if rebound else api))
     command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu"]
+    command += ["--host-resolver-rules=MAP attacker.example 127.0.0.1"]
     command += [f"--user-data-dir={folder / 'profile'}", "--virtual-time-budget=10000"]
-    with page_on_another_port(folder) as address:
+    with page_on_another_port(folder, api) as port:
         done = subprocess.run(
-            [*command, "--dump-dom", address],
+            [*command, "--dump-dom", f"http://attacker.example:{port}"],
             capture_output=True,
             text=True,
             check=True,
@@ -136,6 +159,8 @@ def visit(server: Prefect, folder: Path) -> str:
 @pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
 def test_a_page_of_another_origin_in_a_browser_reads_and_makes_nothing(closed, prefect, tmp_path):
     assert "cors refused; no-cors opaque 0; done" in visit(closed, tmp_path / "closed")
+    rebound = visit(closed, tmp_path / "rebound", rebound=True)
+    assert "cors basic 401; no-cors basic 401; done" in rebound
     assert closed.api.get("/work_pools/of-a-page").status_code == 404
     # The same page with a server that is started without a password.
     assert "cors cors 200; no-cors opaque 0; done" in visit(prefect, tmp_path / "open")
