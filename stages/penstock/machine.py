@@ -300,15 +300,15 @@ def check_weights(run: RunConfig) -> None:
         validate_prequantized(quantization_args(run), declared)
 
 
-def check_model(run: RunConfig) -> None:
+def check_model(run: RunConfig) -> tuple[str, ...]:
     """Refuse a model that is not trained here, and weights in a folder of this machine that are
-    not those its config.json implies: what only the ranks would find out otherwise."""
+    not those its config.json implies: what only the ranks would find out otherwise. A note names
+    tensors that are not used."""
     from penstock.adapters.match_targets import require_adaptable
-    from penstock.engine.hf.weight_files import require_adapter, require_plain, require_weights
+    from penstock.engine.hf.weight_files import require_adapter
     from penstock.engine.validate_backend import require_backend
     from penstock.models.automodel.family import AutoFamily
-    from penstock.models.multimodal import is_language, language_config, text_name
-    from penstock.models.quantization_config import parse_quantization_config
+    from penstock.models.multimodal import language_config
     from penstock.models.registry import get_family
 
     config = resolve_hf_config(run)
@@ -350,25 +350,42 @@ def check_model(run: RunConfig) -> None:
     if adapter and not is_url(adapter) and Path(adapter).is_dir():
         file = Path(adapter) / "adapter_model.safetensors"
         require_adapter(file, shape.hidden_size, shape.num_hidden_layers)
-    path = run.model.model_path
-    if family.multimodal and path is None:
+    if family.multimodal and run.model.model_path is None:
         raise ConfigError(
             f"model.model_path is not set, and the language model alone of a {family.model_type} "
             "is initialized here, not its other parts.\n"
             "  Name a folder or hub id that has the weights of all parts."
         )
+    return _check_base_files(run, config, family, shape.num_hidden_layers)
+
+
+def _check_base_files(
+    run: RunConfig, config: HfConfig, family: "Family", num_layers: int
+) -> tuple[str, ...]:
+    """Refuse weights in a folder of this machine that are not those of this config.json; the note
+    names those that are not used."""
+    from penstock.engine.hf.unused_tensors import describe_unused
+    from penstock.engine.hf.weight_files import require_plain, require_weights
+    from penstock.models.automodel.family import AutoFamily
+    from penstock.models.multimodal import is_language, text_name
+    from penstock.models.quantization_config import parse_quantization_config
+
+    path = run.model.model_path
     if path is None or is_url(path) or not Path(path).expanduser().is_dir():
-        return
+        return ()
     folder = Path(path).expanduser()
-    is_quantized = parse_quantization_config(config) or (folder / "hf_quant_config.json").is_file()
+    is_quantized = parse_quantization_config(config, folder) is not None
     is_converted = is_quantized or isinstance(family, AutoFamily)
     trained = family.trained_config(config, mtp=run.train.mtp_loss_weight > 0)
-    names = None if is_converted else family.weight_map(trained)
+    weights = family.weight_map(trained)
+    names = None if is_converted else weights
     if family.multimodal and is_quantized:
         require_plain(folder, lambda name: not is_language(name))
     spare = config.get("num_nextn_predict_layers") or 0
     rename = text_name if family.multimodal else names.config.names.today if names else str
-    require_weights(folder, names, shape.num_hidden_layers + spare, rename)
+    require_weights(folder, names, num_layers + spare, rename)
+    unused = describe_unused(folder, config, weights)
+    return (unused,) if unused else ()
 
 
 def _require_forms(run: RunConfig, family: "Family", names: "WeightMap") -> None:

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from penstock.engine.hf.base_model import BaseModelWeights
 from penstock.engine.hf.safetensors_reader import SafetensorsFolder
+from penstock.engine.hf.unused_tensors import describe_unused
 from penstock.engine.hf.weight_files import require_weights
 from penstock.models.registry import get_family
 from tests.models.stored import to_hf
@@ -142,6 +143,7 @@ def test_a_folder_that_transformers_saves_is_complete_and_read_as_it_computes(fa
     hf_config = json.loads((tmp_path / "config.json").read_text())
     names = pair.weights.config.names
     require_weights(tmp_path, pair.weights, theirs.config.num_hidden_layers, names.today)
+    assert describe_unused(tmp_path, hf_config, pair.weights) is None
     base = BaseModelWeights(pair.weights, None, hf_config, get_family(hf_config).roles, tmp_path)
     with SafetensorsFolder(tmp_path) as folder:
         reader = base.quantized_reader(folder)

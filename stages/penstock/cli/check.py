@@ -197,8 +197,8 @@ def _validate_model(run: RunConfig) -> tuple[str, tuple[str, ...]]:
         check_model_files(run.model.model_path)
     check_checkpoints(run)
     check_weights(run)
-    check_model(run)
-    return resolve_hf_config(run)["model_type"], check_adapted_layers(run)
+    notes = check_model(run)
+    return resolve_hf_config(run)["model_type"], (*notes, *check_adapted_layers(run))
 
 
 def _load_tokenizer(run: RunConfig) -> tuple[Any, str]:

@@ -65,6 +65,7 @@ from penstock.engine.generation.generator import Generator, build_generator
 from penstock.engine.hf.base_model import BaseModelWeights
 from penstock.engine.hf.load_weights import Readers, load_weights
 from penstock.engine.hf.prediction_layers import describe_prediction_layers
+from penstock.engine.hf.unused_tensors import describe_unused
 from penstock.engine.losses.build import (
     build_preference_loss,
     build_sequence_logprobs,
@@ -196,7 +197,7 @@ def assemble(
     `load_params` by default. With `images` the vision part of a multimodal model is built.
     """
     train = run.train
-    family = checked_family(run, hf_config, weights, notify)
+    family = checked_family(run, hf_config, weights, ranks, notify)
     mesh = Mesh(
         build_parallel_dims(train, ranks.world_size),
         ranks.rank,
@@ -372,10 +373,14 @@ def assemble(
 
 
 def checked_family(
-    run: RunConfig, hf_config: dict[str, Any], weights: Path | None, notify: Notify
+    run: RunConfig,
+    hf_config: dict[str, Any],
+    weights: Path | None,
+    ranks: ProcessInfo,
+    notify: Notify,
 ) -> Family:
     """The model's family. Raises ConfigError or CapabilityError for settings that it cannot
-    honour."""
+    honour, and for weights that are not those of its config."""
     family = get_family(hf_config, run.model.backend, adapters=run.lora.enable_lora)
     if isinstance(family, AutoFamily):
         require_backend(run, family, family.read(hf_config))
@@ -388,6 +393,10 @@ def checked_family(
     carried = None if run.train.mtp_loss_weight else weights
     if carried and (line := describe_prediction_layers(carried, num_layers)):
         notify(line)
+    if weights and ranks.is_main_process:
+        names = family.weight_map(family.trained_config(hf_config, mtp=carried is None))
+        if line := describe_unused(weights, hf_config, names):
+            notify(line)
     return family
 
 

@@ -6,11 +6,38 @@ tensors.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from penstock.core.errors import CapabilityError
+from penstock.core.files import read_json_object
 
 QuantMethod = Literal["bitsandbytes", "modelopt", "fp8", "compressed-tensors", "mxfp4"]
+
+MODELOPT = "hf_quant_config.json"
+"""ModelOpt's own file; its older exports have nothing in config.json."""
+
+STORED: Mapping[QuantMethod, tuple[str, ...]] = {
+    "bitsandbytes": (
+        ".absmax",
+        ".nested_absmax",
+        ".nested_quant_map",
+        ".quant_map",
+        ".quant_state.bitsandbytes__nf4",
+    ),
+    "modelopt": ("_scale", "_scale_2"),
+    "fp8": ("_scale_inv",),
+    "compressed-tensors": (
+        "_packed",
+        "_scale",
+        "_global_scale",
+        "_shape",
+        "_g_idx",
+        "_zero_point",
+    ),
+    "mxfp4": ("_blocks", "_scales"),
+}
+"""What the names of the tensors that a matrix is stored as have after its own."""
 
 FP8_BLOCK_SHAPE = (128, 128)
 
@@ -36,19 +63,17 @@ class QuantizationConfig:
 
 
 def parse_quantization_config(
-    hf: Mapping[str, Any], modelopt_config: Mapping[str, Any] | None = None
+    hf: Mapping[str, Any], folder: Path | None = None
 ) -> QuantizationConfig | None:
-    """The quantization config in a config.json, or None.
-
-    `modelopt_config` is ModelOpt's hf_quant_config.json: older exports have it and nothing in
-    config.json.
+    """The quantization config in a config.json, or in ModelOpt's file in the `folder` of the
+    weights; None without any.
 
     Raises:
         CapabilityError: an unsupported quantization.
     """
     config = hf.get("quantization_config")
-    if config is None and modelopt_config is not None:
-        inner = modelopt_config.get("quantization")
+    if config is None and folder and (folder / MODELOPT).is_file():
+        inner = read_json_object(folder / MODELOPT).get("quantization")
         config = {"quant_method": "modelopt", **(inner if isinstance(inner, Mapping) else {})}
     if not config:
         return None

@@ -18,9 +18,9 @@ from penstock.engine.hf.safetensors_reader import SafetensorsFolder
 from penstock.engine.model_source import QuantizationArgs
 from penstock.engine.quantization import compressed_tensors
 from penstock.engine.quantization.bitsandbytes_nf4 import STATE
-from penstock.engine.quantization.prequantized import MODELOPT, published_in
+from penstock.engine.quantization.prequantized import published_in
 from penstock.engine.quantization.validate_prequantized import validate_prequantized
-from penstock.models.quantization_config import parse_quantization_config
+from penstock.models.quantization_config import MODELOPT, parse_quantization_config
 from penstock_kernels.quant import FORMATS, dequantize, quantize
 from penstock_kernels.quant.levels import NF4
 

@@ -11,7 +11,7 @@ from penstock.core.errors import CapabilityError, ConfigError
 from penstock.core.files import read_json, write_json
 from penstock.engine.checkpoint.model_reader import CheckpointReader
 from penstock.engine.hf.export import write_folders
-from penstock.engine.hf.prediction_layers import prediction_tensors
+from penstock.engine.hf.weight_files import prediction_tensors
 from penstock.engine.model_source import ExportFormat
 from penstock.engine.validate_model import require_mtp
 from penstock.machine import check_model

@@ -55,6 +55,7 @@ class ConvertedWeights:
         self._hf_config = hf_config
         self._shapes = names.hf_shapes()
         self._last: tuple[int, dict[str, torch.Tensor]] | None = None
+        self._copies: list[tuple[str, str]] = []
 
     def stored(self, name: str) -> Stored:
         """Shape and dtype."""
@@ -94,6 +95,26 @@ class ConvertedWeights:
                 "  Name a folder with the complete weights of this model in model.model_path."
             )
 
+    def sources(self) -> set[str]:
+        """The folder's tensors that the model's are made of."""
+        found: set[str] = set()
+        for name in self._shapes:
+            group = self._groups.get(name)
+            if isinstance(group, _Group):
+                found.update(source for source, _ in group.sources)
+            elif group:
+                found.add(group)
+        return found
+
+    def copies(self) -> list[tuple[str, str]]:
+        """The folder's tensors that the model ties to others of the folder, each with the other,
+        which is read."""
+        read = self._groups
+        pairs = [(source, read[name]) for source, name in self._copies]
+        return [
+            (source, other) for source, other in pairs if isinstance(other, str) and other != source
+        ]
+
     @cached_property
     def _model(self) -> Any:
         return _meta_model(self._hf_config)
@@ -113,7 +134,8 @@ class ConvertedWeights:
         renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
         converters = [one for one in transforms if isinstance(one, WeightConverter)]
         by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
-        known = {**dict.fromkeys(self._shapes, True), **self._names.config.outline.tied}
+        tied = self._names.config.outline.tied
+        known = {**dict.fromkeys(self._shapes, True), **tied}
         found: dict[str, _Group | str] = {}
         grouped: dict[str, _Group] = {}
         for source in sorted(self._folder.names(), key=_natural):
@@ -121,7 +143,9 @@ class ConvertedWeights:
                 source, renamings, converters, model.base_model_prefix, known
             )
             if pattern is None:
-                name = self._names.config.outline.tied.get(name, name)
+                if (original := tied.get(name)) and original in self._shapes:
+                    self._copies.append((source, original))
+                    continue
                 # A file may also have the model's own names.
                 name = name if name in self._shapes else source
                 if name in self._shapes:
@@ -129,6 +153,8 @@ class ConvertedWeights:
                 continue
             group = grouped.setdefault(name, _Group(by_pattern[pattern], name))
             group.sources.append((source, pattern))
+        for source, name in self._copies:
+            found.setdefault(name, source)
         for group in grouped.values():
             meta = {
                 source: torch.empty(self._folder.stored(source).shape, device="meta")

@@ -26,7 +26,6 @@ from penstock.engine.hf.export_adapter import Adapters, adapters_in, write_adapt
 from penstock.engine.hf.prediction_layers import (
     copies_of_ends,
     prediction_layers,
-    prediction_tensors,
     trained_in,
     with_copies,
     with_tensors,
@@ -43,6 +42,7 @@ from penstock.engine.hf.save_model import (
 )
 from penstock.engine.hf.state_dict import HFStateDict, in_checkpoint, in_multimodal, in_source
 from penstock.engine.hf.tokenizer_files import TokenizerFiles
+from penstock.engine.hf.weight_files import prediction_tensors
 from penstock.engine.model_source import ExportFormat, ModelSource
 from penstock.engine.quantization.export import Quantizer, quantizer_for
 from penstock.engine.vision.build import build_outline, trained_shapes

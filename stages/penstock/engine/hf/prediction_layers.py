@@ -1,7 +1,6 @@
 """Multi-token prediction: tensors of layers that predict further tokens. An export has those of the
 base model, byte for byte, where they are not trained."""
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ import torch
 
 from penstock.engine.hf.safetensors_reader import SafetensorsFolder
 from penstock.engine.hf.state_dict import HFStateDict, Tensors
+from penstock.engine.hf.weight_files import prediction_tensors
 from penstock.engine.quantization.prequantized import PrequantizedFormat
 from penstock.engine.quantization.quantized_reader import QuantizeOnLoad
 from penstock.models.decoder_config import DecoderConfig
@@ -18,19 +18,8 @@ from penstock.models.hf_config import HfConfig
 from penstock.models.multimodal import TEXT_CONFIG
 from penstock.models.names import HEAD_WEIGHT
 
-LAYER = re.compile(r"model\.layers\.(\d+)\.")
-"""A layer of the decoder, or after its last one (DeepSeek, GLM)."""
-MTP = re.compile(r"(?:model\.)?mtp[._]")
-"""What other families call all that predicts further tokens (Qwen, ERNIE 4.5, MiMo)."""
-
-
 COUNTS = {"num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers"}
 """Fields of config.json that count the layers."""
-
-
-def prediction_tensors(names: Iterable[str], num_layers: int) -> list[str]:
-    """The tensors of a decoder with so many layers that predict further tokens."""
-    return [name for name in names if MTP.match(name) or _number(name) >= num_layers]
 
 
 def trained_in(tensors: Tensors, family: Family, hf_config: HfConfig) -> bool:
@@ -122,11 +111,6 @@ def with_tensors(weights: HFStateDict, others: HFStateDict) -> HFStateDict:
 
     shapes = {**weights.shapes, **others.shapes}
     return HFStateDict(shapes, read, {**weights.dtypes, **others.dtypes})
-
-
-def _number(name: str) -> int:
-    found = LAYER.match(name)
-    return int(found[1]) if found else -1
 
 
 def _quantized(

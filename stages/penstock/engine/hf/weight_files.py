@@ -21,6 +21,11 @@ OF_HIDDEN_STATES = re.compile(
 )
 """Factors that take the hidden states of a layer."""
 
+LAYER = re.compile(r"model\.layers\.(\d+)\.")
+"""A layer of the decoder, or after its last one (DeepSeek, GLM)."""
+MTP = re.compile(r"(?:model\.)?mtp[._]")
+"""What other families call all that predicts further tokens (Qwen, ERNIE 4.5, MiMo)."""
+
 TOGETHER = "Check that model.model_path and model.config_path belong together."
 
 
@@ -86,6 +91,15 @@ def require_plain(folder: Path, names: Callable[[str], bool]) -> None:
                 "copied to exports, which are not quantized.\n"
                 "  Name the model that it was quantized from as model.model_path."
             )
+
+
+def prediction_tensors(names: Iterable[str], num_layers: int) -> list[str]:
+    """The tensors of a decoder with so many layers that predict further tokens."""
+    return [
+        name
+        for name in names
+        if MTP.match(name) or ((layer := LAYER.match(name)) and int(layer[1]) >= num_layers)
+    ]
 
 
 def require_tensors(names: Iterable[str], there: Collection[str]) -> None:

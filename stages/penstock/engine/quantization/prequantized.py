@@ -14,7 +14,6 @@ from typing import Any, Literal
 import torch
 
 from penstock.core.errors import CapabilityError
-from penstock.core.files import read_json_object
 from penstock.engine.hf.safetensors_reader import SafetensorsFolder
 from penstock.engine.quantization.bitsandbytes_nf4 import Nf4, group_in
 from penstock.engine.quantization.mxfp4 import Mxfp4
@@ -169,9 +168,6 @@ def _one(folder: SafetensorsFolder, name: str) -> torch.Tensor:
     return folder[name].reshape(1).float()
 
 
-MODELOPT = "hf_quant_config.json"
-
-
 @dataclass(frozen=True)
 class PrequantizedFormat:
     """How a checkpoint's matrices are already quantized."""
@@ -238,10 +234,7 @@ def published_in(
     Raises:
         CapabilityError: the quantization format is not supported.
     """
-    beside = folder / MODELOPT if folder else None
-    declared = parse_quantization_config(
-        hf_config, read_json_object(beside) if beside and beside.is_file() else None
-    )
+    declared = parse_quantization_config(hf_config, folder)
     if declared is None:
         return None
     if folder and declared.quant_method == "bitsandbytes":
