@@ -20,7 +20,7 @@ RUN --mount=type=cache,target=/var/cache/pip \
         cuda) pip install -c pins.txt torch ;; \
         *) echo "TORCH is $TORCH; it is either cpu or cuda." >&2; exit 2 ;; \
     esac
-COPY pyproject.toml README.md ./
+COPY pyproject.toml README.md LICENSE ./
 # The recipes that the package holds are a link to examples there.
 COPY configs configs
 COPY flows flows
