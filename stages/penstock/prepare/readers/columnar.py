@@ -2,15 +2,22 @@
 
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, cast
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from penstock.core.errors import StageError
+from penstock.prepare.readers.arrow_messages import (
+    check_footer,
+    check_message,
+    iter_record_batches,
+)
 from penstock.prepare.readers.decompress import SourceFile
+from penstock.prepare.readers.expansion import Expansion
+from penstock.prepare.readers.parquet_pages import PageError, read_codecs
 from penstock.prepare.readers.records import BATCH, BATCH_BYTES, Chunk, Value
+from penstock.prepare.readers.row_groups import BATCH_MEMORY, open_parquet, plan_row_group
+from penstock.prepare.readers.row_sizes import ROW_BYTES, batch_sizes
 
 ARROW_FILE = b"ARROW1"
 """Magic bytes of an Arrow file; an Arrow stream has none."""
@@ -18,54 +25,88 @@ ARROW_FILE = b"ARROW1"
 
 def parquet(source: SourceFile, span: tuple[int, int] | None) -> Iterator[Chunk]:
     """The rows of the row groups `span` (all: None)."""
-    with (
-        arrow_errors(source, "parquet"),
-        source.open_arrow() as stream,
-        pq.ParquetFile(stream, **_buffer_options(source)) as file,
-    ):
-        groups = range(*(span or (0, file.metadata.num_row_groups)))
-        row = 1
-        for group in groups:
-            place = f"row group {group + 1:,}"
-            metadata = file.metadata.row_group(group)
-            at_once = _rows_per_chunk(metadata.total_byte_size, metadata.num_rows)
-            for batch in file.iter_batches(batch_size=at_once, row_groups=[group]):
-                _validate(batch, source, place)
-                yield Chunk(batch, range(row, row + batch.num_rows), _to_records)
+    with arrow_errors(source, "parquet"), source.open_arrow() as (stream, raw):
+        file = open_parquet(stream)
+        codecs = read_codecs(raw)
+        expansion, row = Expansion(source.name, stream.size()), 1
+        for group in range(*(span or (0, file.metadata.num_row_groups))):
+            plan = plan_row_group(file, group, raw, codecs[group], source, expansion)
+            reader, after = file, row + plan.num_rows
+            if plan.dictionaries:
+                reader = open_parquet(stream, plan.dictionaries, file.metadata)
+            for batch in reader.iter_batches(batch_size=plan.rows_at_once, row_groups=[group]):
+                yield from _iter_chunks(source, batch, plan.place, row, expansion)
                 row += batch.num_rows
+            if row != after:
+                raise pa.ArrowInvalid(
+                    f"{plan.place} has {plan.num_rows + row - after:,} rows of {plan.num_rows:,}"
+                )
 
 
 def arrow_file(source: SourceFile, span: tuple[int, int] | None) -> Iterator[Chunk]:
     """The rows of the record batches `span` (all: None) of an Arrow IPC file."""
-    with arrow_errors(source, "arrow"), source.open_arrow() as stream:
+    with arrow_errors(source, "arrow"), source.open_arrow() as (stream, raw):
+        expansion = Expansion(source.name, stream.size())
+        blocks = check_footer(raw, expansion)
         file = pa.ipc.open_file(stream)
+
+        def batch(index: int) -> pa.RecordBatch:
+            check_message(raw, blocks[index], expansion)
+            return file.get_batch(index)
+
         indices = range(*(span or (0, file.num_record_batches)))
-        yield from _iter_chunks(source, ((i + 1, file.get_batch(i)) for i in indices))
+        yield from _iter_batches(source, ((i + 1, batch(i)) for i in indices), expansion)
 
 
 def arrow_stream(source: SourceFile) -> Iterator[Chunk]:
     """The rows of an Arrow IPC stream."""
-    with arrow_errors(source, "arrow"), source.open_arrow() as stream:
-        yield from _iter_chunks(source, enumerate(pa.ipc.open_stream(stream), start=1))
+    with arrow_errors(source, "arrow"), source.open_arrow() as (stream, raw):
+        expansion = Expansion(source.name, stream.size())
+        checked = iter_record_batches(raw, expansion)
+        offset = next(checked, None)
+        reader = pa.ipc.open_stream(stream)
+
+        def iter_batches() -> Iterator[pa.RecordBatch]:
+            nonlocal offset
+            while offset is not None:
+                yield reader.read_next_batch()
+                offset = next(checked, None)
+
+        yield from _iter_batches(source, enumerate(iter_batches(), start=1), expansion)
+        if next(reader, None) is not None:
+            raise pa.ArrowInvalid("there are record batches after its end")
 
 
-def _buffer_options(source: SourceFile) -> dict[str, Any]:
-    """Read local columns page by page; remote ones at once, for fewer requests."""
-    is_local = isinstance(source.location, Path)
-    return {"buffer_size": 1 << 20, "pre_buffer": False} if is_local else {}
-
-
-def _iter_chunks(
-    source: SourceFile, batches: Iterable[tuple[int, pa.RecordBatch]]
+def _iter_batches(
+    source: SourceFile, batches: Iterable[tuple[int, pa.RecordBatch]], expansion: Expansion
 ) -> Iterator[Chunk]:
     row = 1
     for number, batch in batches:
-        _validate(batch, source, f"record batch {number:,}")
-        at_once = _rows_per_chunk(batch.nbytes, batch.num_rows)
-        for start in range(0, batch.num_rows, at_once):
-            part = batch.slice(start, at_once)
-            yield Chunk(part, range(row + start, row + start + part.num_rows), _to_records)
+        yield from _iter_chunks(source, batch, f"record batch {number:,}", row, expansion)
         row += batch.num_rows
+
+
+def _iter_chunks(
+    source: SourceFile, batch: pa.RecordBatch, place: str, row: int, expansion: Expansion
+) -> Iterator[Chunk]:
+    """A batch whose first row is `row` as chunks of about `BATCH_BYTES`. Raises StageError for a
+    row that is too large."""
+    expansion.add(batch.num_rows * ROW_BYTES)
+    _validate(batch, source, place)
+    sizes = batch_sizes(batch)
+    if isinstance(sizes, int):
+        largest, total = sizes, sizes * batch.num_rows
+    else:
+        largest, total = int(sizes.max(initial=0)), int(sizes.sum())
+    if largest > source.max_record_bytes:
+        number = row if isinstance(sizes, int) else row + int(sizes.argmax())
+        raise source.too_large(f"row {number:,}")
+    expansion.add(total - batch.num_rows * ROW_BYTES)
+    usual = BATCH_BYTES * batch.num_rows // max(1, total)
+    at_once = max(1, min(BATCH, usual, BATCH_MEMORY // largest))
+    for start in range(0, batch.num_rows, at_once):
+        part = batch.slice(start, at_once)
+        yield Chunk(part, range(row + start, row + start + part.num_rows), _to_records)
 
 
 def _validate(batch: pa.RecordBatch, source: SourceFile, place: str) -> None:
@@ -77,10 +118,6 @@ def _validate(batch: pa.RecordBatch, source: SourceFile, place: str) -> None:
         raise StageError(
             f"{source.name} is damaged in {place}: {error}\n  Write the file again."
         ) from error
-
-
-def _rows_per_chunk(num_bytes: int, num_rows: int) -> int:
-    return max(1, min(BATCH, BATCH_BYTES * num_rows // max(1, num_bytes)))
 
 
 def _to_records(batch: pa.RecordBatch) -> list[Value]:
@@ -119,7 +156,7 @@ def arrow_errors(source: SourceFile, kind: str) -> Generator[None]:
         yield
     except FileNotFoundError:
         raise
-    except (pa.ArrowException, UnicodeError, OSError) as error:
+    except (pa.ArrowException, PageError, UnicodeError, OSError) as error:
         raise StageError(
             f"{source.name} cannot be read as {kind}: {error}\n"
             "  It may be truncated or of another type: write it again, or set ds_type."

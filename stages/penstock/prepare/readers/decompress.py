@@ -17,6 +17,7 @@ from penstock.config.schema.dataset import MAX_RECORD_BYTES
 from penstock.core.errors import StageError
 from penstock.core.remote.open import open_file
 from penstock.core.sources.local_files import detect_compression
+from penstock.prepare.readers.expansion import Expansion
 
 BLOCK = 1 << 18
 
@@ -55,20 +56,37 @@ class SourceFile:
             if self.compression is None:
                 yield _buffer(raw)
                 return
+            expansion = Expansion(self.name, raw.seek(0, io.SEEK_END))
+            raw.seek(0)
             try:
                 with _open_decompressed(raw, self.compression) as stream:
-                    yield _buffer(stream)
+                    yield _buffer(_CountedRawIO(stream, expansion))
             except DECOMPRESSION_ERRORS as error:
                 raise StageError(
                     f"{self.name} cannot be decompressed as {self.compression}: {error}\n"
                     "  It may be truncated or of another type: write it again, or rename it."
                 ) from error
 
-    def open_arrow(self) -> Any:
-        """Open for pyarrow; not memory-mapped, because mapped pages count as used memory."""
-        if isinstance(self.location, Path):
-            return pa.OSFile(str(self.location))
-        return pa.PythonFile(open_file(self.location, self.pinned), mode="r")
+    @contextmanager
+    def open_arrow(self) -> Generator[tuple[pa.NativeFile, BinaryIO]]:
+        """(the file for pyarrow, the same for Python, whose offset is its own if it is local).
+
+        Not memory-mapped, because mapped pages count as used memory.
+        """
+        with open_file(self.location, self.pinned) as raw:
+            if isinstance(self.location, Path):
+                with pa.OSFile(str(self.location)) as stream:
+                    yield stream, raw
+            else:
+                window = cast("BinaryIO", _Window(raw))
+                with pa.PythonFile(window, mode="r") as stream:
+                    yield stream, window
+
+
+def hold(raw: BinaryIO, start: int, stop: int) -> None:
+    """Fetch [start, stop) of a remote file in one request; it is in memory until the next call."""
+    if isinstance(raw, _Window):
+        raw.hold(start, stop)
 
 
 def _open_decompressed(raw: BinaryIO, compression: str) -> Any:
@@ -84,9 +102,7 @@ def _open_decompressed(raw: BinaryIO, compression: str) -> Any:
 def _buffer(stream: Any) -> BinaryIO:
     if isinstance(stream, io.BufferedReader):
         return stream
-    if isinstance(stream, pa.NativeFile):
-        stream = _ArrowRawIO(stream)
-    return cast("BinaryIO", io.BufferedReader(stream, buffer_size=1 << 18))
+    return cast("BinaryIO", io.BufferedReader(stream, buffer_size=BLOCK))
 
 
 class _StreamsRawIO(io.RawIOBase):
@@ -119,16 +135,58 @@ class _StreamsRawIO(io.RawIOBase):
                 return len(part)
 
 
-class _ArrowRawIO(io.RawIOBase):
-    """An Arrow stream as a Python raw stream."""
+class _CountedRawIO(io.RawIOBase):
+    """A decompressed stream, also of Arrow, whose bytes are counted."""
 
-    def __init__(self, stream: Any) -> None:
+    def __init__(self, stream: Any, expansion: Expansion) -> None:
         self._stream = stream
+        self._expansion = expansion
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        got = self._stream.read(len(buffer))
-        buffer[: len(got)] = got
-        return len(got)
+        content = self._stream.read(len(buffer))
+        buffer[: len(content)] = content
+        self._expansion.add(len(content))
+        return len(content)
+
+
+class _Window(io.RawIOBase):
+    """A remote file of which a range is in memory."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self._offset = self._start = 0
+        self._held = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._offset
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        if whence == io.SEEK_END:
+            offset = self._stream.seek(offset, whence)
+        self._offset = offset + (self._offset if whence == io.SEEK_CUR else 0)
+        return self._offset
+
+    def hold(self, start: int, stop: int) -> None:
+        self._held = b""
+        self._stream.seek(start)
+        self._start, self._held = start, self._stream.read(stop - start)
+
+    def readinto(self, buffer: Any) -> int:
+        at = self._offset - self._start
+        if 0 <= at < len(self._held):
+            content = self._held[at : at + len(buffer)]
+        else:
+            self._stream.seek(self._offset)
+            content = self._stream.read(len(buffer))
+        buffer[: len(content)] = content
+        self._offset += len(content)
+        return len(content)

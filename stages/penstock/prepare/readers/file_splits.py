@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from penstock.config.schema.dataset import MAX_RECORD_BYTES
 from penstock.core.cache.digests import cached_value, digest_files
@@ -26,12 +25,15 @@ from penstock.core.cache.stage import Source
 from penstock.core.errors import StageError
 from penstock.core.sources.local_files import detect_file_kind
 from penstock.core.sources.megatron_files import DATA, INDEX, split_range
+from penstock.prepare.readers.arrow_messages import check_footer
 from penstock.prepare.readers.columnar import ARROW_FILE, arrow_errors
 from penstock.prepare.readers.decompress import SourceFile
 from penstock.prepare.readers.documents import detect_delimiter, record_list
+from penstock.prepare.readers.expansion import Expansion
 from penstock.prepare.readers.file_signatures import require_text
 from penstock.prepare.readers.lines import BOM, line_start, parse_line
 from penstock.prepare.readers.megatron import read_index
+from penstock.prepare.readers.row_groups import open_parquet
 
 SLICE_BYTES = 16 << 20
 """Approximate bytes per piece: seconds of work for one process."""
@@ -326,10 +328,9 @@ def _split_csv(file: SourceFile) -> Iterator[SplitSpec]:
 def _split_parquet(file: SourceFile) -> Iterator[SplitSpec]:
     with (
         arrow_errors(file, "parquet"),
-        file.open_arrow() as stream,
-        pq.ParquetFile(stream) as opened,
+        file.open_arrow() as (stream, _),
     ):
-        footer = opened.metadata
+        footer = open_parquet(stream).metadata
         groups = [footer.row_group(index) for index in range(footer.num_row_groups)]
     start, rows, num_bytes, before = 0, 0, 0, 0
     for index, group in enumerate(groups, start=1):
@@ -347,7 +348,8 @@ def _split_arrow(file: SourceFile) -> Iterator[SplitSpec]:
     if is_stream:
         yield _whole_file("arrow_stream", file)
         return
-    with arrow_errors(file, "arrow"), file.open_arrow() as source:
+    with arrow_errors(file, "arrow"), file.open_arrow() as (source, raw):
+        check_footer(raw, Expansion(file.name, source.size()))
         batches = pa.ipc.open_file(source).num_record_batches
     size = file.pinned.get("bytes") or 0
     count = max(1, min(batches, -(-size // SLICE_BYTES)))
