@@ -13,13 +13,16 @@ from penstock.engine.hf.base_model import BaseModelWeights
 from penstock.engine.hf.safetensors_reader import SafetensorsFolder
 from penstock.engine.hf.unused_tensors import describe_unused
 from penstock.engine.hf.weight_files import require_weights
+from penstock.models.multimodal import MULTIMODAL, is_language, text_name
 from penstock.models.registry import get_family
+from tests.models.multimodal import multimodal_model
 from tests.models.stored import to_hf
 from tests.models.twins import (
     FAMILIES,
     HYBRID,
     SPARSE,
     VARIANTS,
+    as_stored,
     documents,
     hf_model,
     ours_with,
@@ -127,26 +130,43 @@ def test_norms_of_olmo_hybrid_are_read_by_their_earlier_names_too(tmp_path):
             assert torch.equal(reader.box(name, (0,) * tensor.ndim, tensor.shape), tensor), name
 
 
-# Transformers cuts convolutions of OLMo Hybrid into equal parts, not into those of q, k and v.
-@pytest.mark.parametrize(
-    "family",
-    sorted(
-        family
-        for family in {**FAMILIES, **SPARSE, **HYBRID, **VARIANTS}
-        if not family.startswith("olmo_hybrid")
-    ),
-)
+def assert_read(folder, weights, num_layers, wanted, rename):
+    """The check accepts the folder, and every tensor, and a box of it, is read as it is wanted."""
+    require_weights(folder, weights, num_layers, rename)
+    hf_config = json.loads((folder / "config.json").read_text())
+    assert describe_unused(folder, hf_config, weights) is None
+    base = BaseModelWeights(weights, None, hf_config, get_family(hf_config).roles, folder)
+    with SafetensorsFolder(folder) as opened:
+        reader = base.quantized_reader(opened)
+        for name, tensor in wanted.items():
+            assert torch.equal(reader.box(name, (0,) * tensor.ndim, tensor.shape), tensor), name
+            start, rows = len(tensor) // 3, len(tensor) // 2
+            rest = (0,) * (tensor.ndim - 1), tensor.shape[1:]
+            box = reader.box(name, (start, *rest[0]), (rows, *rest[1]))
+            assert torch.equal(box, tensor[start : start + rows]), name
+
+
+@pytest.mark.parametrize("family", sorted({**FAMILIES, **SPARSE, **HYBRID, **VARIANTS}))
 def test_a_folder_that_transformers_saves_is_complete_and_read_as_it_computes(family, tmp_path):
     theirs = hf_model(family, tied=False)
     pair = ours_with(theirs, merge_qkv=True)
     theirs.save_pretrained(tmp_path)
-    hf_config = json.loads((tmp_path / "config.json").read_text())
+    wanted = {}
+    for native, tensor in pair.ours.state_dict().items():
+        wanted |= to_hf(pair.weights, native, tensor)
     names = pair.weights.config.names
-    require_weights(tmp_path, pair.weights, theirs.config.num_hidden_layers, names.today)
-    assert describe_unused(tmp_path, hf_config, pair.weights) is None
-    base = BaseModelWeights(pair.weights, None, hf_config, get_family(hf_config).roles, tmp_path)
-    with SafetensorsFolder(tmp_path) as folder:
-        reader = base.quantized_reader(folder)
-        for native, tensor in pair.ours.state_dict().items():
-            for name, rows in to_hf(pair.weights, native, tensor).items():
-                assert torch.equal(reader.box(name, (0,) * rows.ndim, rows.shape), rows), name
+    assert_read(tmp_path, pair.weights, theirs.config.num_hidden_layers, wanted, names.today)
+
+
+@pytest.mark.parametrize("model_type", MULTIMODAL)
+def test_a_language_model_that_transformers_saves_in_a_multimodal_one_is_read(model_type, tmp_path):
+    theirs = multimodal_model(model_type)
+    theirs.save_pretrained(tmp_path)
+    hf_config = json.loads((tmp_path / "config.json").read_text())
+    family = get_family(hf_config)
+    config = family.read(hf_config)
+    stored = as_stored(theirs, theirs.state_dict())
+    named = {text_name(name): tensor for name, tensor in stored.items() if is_language(name)}
+    weights = family.weight_map(config, merge_qkv=True)
+    wanted = {name: named[name] for name in weights.hf_shapes()}
+    assert_read(tmp_path, weights, config.num_hidden_layers, wanted, text_name)

@@ -10,6 +10,7 @@ import torch
 
 from penstock.engine.hf.converted_weights import ConvertedWeights, InitializedWeights
 from penstock.engine.hf.expert_forms import TensorParts, parts_in
+from penstock.engine.hf.row_chunk_reader import RowChunkReader, row_chunks_in
 from penstock.engine.hf.safetensors_reader import SafetensorsFolder
 from penstock.engine.model_source import QuantizationArgs
 from penstock.engine.quantization.mxfp4 import Mxfp4Tensors
@@ -118,6 +119,8 @@ class BaseModelWeights:
                 source = Mxfp4Tensors(inner) if is_stacked else inner
                 if published is None and (parts := parts_in(self.names, inner)):
                     source = TensorParts(inner, parts, self.names)
+                if chunks := row_chunks_in(self.names, inner):
+                    source = RowChunkReader(source, chunks)
         if not self.formats and published is None:
             return source
         return QuantizeOnLoad(source, self.formats, published, device)

@@ -10,6 +10,7 @@ from pathlib import Path
 from penstock.core.errors import CapabilityError
 from penstock.core.safetensors_header import files_by_tensor, read_header, unreadable
 from penstock.engine.hf.expert_parts import find_parts
+from penstock.engine.hf.row_chunks import find_row_chunks
 from penstock.models.state_layer_config import Shape
 from penstock.models.weights import WeightMap
 
@@ -55,8 +56,11 @@ def require_weights(
             raise unreadable(file, f"it lacks {in_file}, which the index places there")
         return headers[file][in_file].shape
 
-    parts = find_parts(names, in_files, stored_shape)
-    shapes = {name: shape for name, shape in names.hf_shapes().items() if name not in parts}
+    other_forms = {
+        **find_parts(names, in_files, stored_shape),
+        **find_row_chunks(names, in_files, stored_shape),
+    }
+    shapes = {name: shape for name, shape in names.hf_shapes().items() if name not in other_forms}
     require_tensors(shapes, in_files)
     for name, shape in shapes.items():
         require_shape(name, stored_shape(name), shape)

@@ -1,0 +1,60 @@
+"""Convolutions of queries, keys and values that files have as equal chunks of one tensor.
+
+Transformers 5 joins the three of OLMo Hybrid's checkpoints and saves `torch.chunk` of the result,
+whatever the rows of each are; it reads any three. No torch: checked before any work.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from penstock.engine.hf.expert_parts import StoredShape
+from penstock.models.weights import WeightMap
+
+JOINED = ".conv1d.weight"
+"""How the names of the model's parameters end."""
+
+
+@dataclass(frozen=True)
+class RowChunk:
+    """Rows of a tensor in files."""
+
+    source: str
+    start: int
+    num_rows: int
+
+
+def find_row_chunks(
+    names: WeightMap, in_files: Collection[str], stored_shape: StoredShape
+) -> Mapping[str, tuple[RowChunk, ...]]:
+    """The chunks whose rows, one after another, are a tensor of the map, for each that files cut
+    elsewhere. `in_files` are the names in the files."""
+    found: dict[str, tuple[RowChunk, ...]] = {}
+    shapes = names.hf_shapes()
+    for native in names.native_names():
+        stored = names.hf_names(native)
+        if not native.endswith(JOINED) or len(stored) == 1 or not {*stored} <= {*in_files}:
+            continue
+        total, *rest = names.native_shape(native)
+        chunk = -(-total // len(stored))
+        chunks = {name: min(chunk, total - at * chunk) for at, name in enumerate(stored)}
+        if {name: stored_shape(name) for name in stored} != {
+            name: (rows, *rest) for name, rows in chunks.items()
+        }:
+            continue
+        start = 0
+        for name in stored:
+            end = start + shapes[name][0]
+            found[name] = tuple(_covering(chunks, start, end))
+            start = end
+    return found
+
+
+def _covering(chunks: Mapping[str, int], start: int, end: int) -> list[RowChunk]:
+    """The rows from `start` to `end` of all chunks, one after another."""
+    found, first = [], 0
+    for source, rows in chunks.items():
+        lowest, highest = max(start, first), min(end, first + rows)
+        if lowest < highest:
+            found.append(RowChunk(source, lowest - first, highest - lowest))
+        first += rows
+    return found
