@@ -12,7 +12,11 @@ import pytest
 
 from penstock.config.loading.load import loads
 from penstock.core.cache.stage import identity, stage_key
+from penstock.identity import LAYER_VERSIONS
+from penstock.models.registry import FAMILIES
 from penstock.plan import plan
+from tests.engine import runs
+from tests.engine.inputs import MODELS, SHAPE
 
 GOLDEN = Path(__file__).parent / "golden" / "identities.json"
 KEYS = Path(__file__).parent / "golden" / "keys.json"
@@ -88,6 +92,27 @@ def test_groups_of_16_do_not_share_a_key_with_groups_of_the_formats_own_size():
     unset, sixteen = ({s.stage.name: s for s in steps_of(over)} for over in (QLORA, written))
     assert stage_key(unset["train"].stage) != stage_key(sixteen["train"].stage)
     assert stage_key(unset["pack"].stage) == stage_key(sixteen["pack"].stage)
+
+
+def test_layers_that_compute_otherwise_since_change_the_keys_of_their_models_alone(tmp_path):
+    """Of equal index scores the earliest tokens are selected, since version 2."""
+    has_indexer = {name: "indexer" in str([*family.roles]) for name, family in FAMILIES.items()}
+    assert LAYER_VERSIONS.keys() == {name for name, has_one in has_indexer.items() if has_one}
+    over = {
+        "train": {"objective": "preference"},
+        "data": {"datasets": [{"path": "dummy", "type": "preference"}], "val_set_size": 0},
+    }
+    for kind, versions in {
+        "latent attention": None,
+        "sparse attention": {"sparse_attention": 2},
+    }.items():
+        model = runs.write_config(tmp_path / kind, **{**SHAPE, **MODELS[kind]})
+        steps = steps_of(
+            {**over, "model": {"config_path": str(model), "tokenizer_path": "builtin:bytes"}}
+        )
+        settings = {s.stage.name: identity(s.stage)["settings"] for s in steps}
+        assert settings["train"].get("layer_versions") == versions
+        assert settings["reference"].get("layer_versions") == versions
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from pydantic import ValidationError
 
 from penstock.config.schema.lora import LoraConfig
 from penstock.config.schema.run import RunConfig
+from penstock.core.cache.stage import Source
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.core.remote.urls import redact
 from penstock.core.sources.hub import local_folder
@@ -21,6 +22,8 @@ from penstock.core.sources.pin import (
 )
 from penstock.engine.model_source import LoraArgs, ModelSource, quantization_args
 from penstock.engine.peft.adapter_config import CONFIG, read_peft_config
+from penstock.identity import LAYER_VERSIONS
+from penstock.models.builtin import SCHEME
 from penstock.models.multimodal import text_name
 from penstock.prepare.chat_template import resolve_chat_template
 
@@ -72,10 +75,11 @@ def resolve_model_source(run: RunConfig) -> ModelSource:
         dropout=lora.lora_dropout,
         bias=lora.lora_bias,
     )
+    config = pin_config(
+        model.config_source, with_code=model.trust_remote_code, revision=model.code_revision
+    )
     return ModelSource(
-        config=pin_config(
-            model.config_source, with_code=model.trust_remote_code, revision=model.code_revision
-        ),
+        config=config,
         config_path=model.config_source,
         weights=pin_model(model.model_path) if model.model_path else None,
         model_path=model.model_path,
@@ -90,7 +94,21 @@ def resolve_model_source(run: RunConfig) -> ModelSource:
         quantizing=quantization_args(run),
         adapter=pin_adapter(lora.init_adapter_path) if lora.init_adapter_path else None,
         adapter_path=lora.init_adapter_path,
+        layer_versions=LAYER_VERSIONS.get(_model_type(model.config_source, config), {}),
     )
+
+
+def _model_type(typed: str, config: Source) -> str:
+    """The model type in a config.json; empty for those that come with the code, and for files that
+    only a run that is not cached reads, and refuses."""
+    if typed.startswith(SCHEME):
+        return ""
+    folder = local_folder(typed, config, ("config.json",))
+    file = folder / "config.json" if folder.is_dir() else folder
+    try:
+        return str(json.loads(file.read_text(encoding="utf-8"))["model_type"])
+    except (OSError, ValueError, RecursionError, LookupError, TypeError):
+        return ""
 
 
 def resolve_init_checkpoint(run: RunConfig) -> RunConfig:

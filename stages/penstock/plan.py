@@ -557,7 +557,7 @@ def reference_step(
     stage = Reference(
         settings=reference_settings(
             run,
-            has_weights=origin.weights is not None,
+            origin,
             # With LoRA a checkpoint has the adapter.
             has_adapter=run.lora.enable_lora and bool(origin.adapter or initial),
         ),
@@ -595,6 +595,7 @@ def train_step(
         isolate_samples=run.data.isolate_samples,
         judging=eval_identity_fields(run.train),
         preference=preference_identity(run),
+        layer_versions=dict(origin.layer_versions),
     )
     stage = Train(
         settings=settings,

@@ -2,10 +2,13 @@
 
 from typing import Any
 
+from pydantic import Field
+
 from penstock.config.schema.base import Settings
 from penstock.config.schema.lora import LoraConfig
 from penstock.config.schema.run import RunConfig
 from penstock.encode.settings import encode_settings
+from penstock.engine.model_source import ModelSource
 from penstock.identity import identity_fields
 
 NUMERICS_FIELDS = ("enable_fp8_training", "fp8")
@@ -30,10 +33,12 @@ class ReferenceSettings(Settings):
     """Settings of the adapter that training starts from; None if it starts from none."""
     encode_dtype: str | None = None
     """Data type of stored features of images; None where images are computed in the step."""
+    layer_versions: dict[str, int] = Field(default_factory=dict)
+    """As in the settings of training."""
 
 
 def reference_settings(
-    run: RunConfig, *, has_weights: bool, has_adapter: bool
+    run: RunConfig, origin: ModelSource, *, has_adapter: bool
 ) -> ReferenceSettings:
     """Build the reference settings of a run; `has_adapter`: it starts from a trained adapter."""
     return ReferenceSettings(
@@ -41,9 +46,10 @@ def reference_settings(
         computes_in=run.train.computes_in,
         numbers=identity_fields(run, "train", NUMERICS_FIELDS),
         quantized=identity_fields(run, "lora", QUANTIZED) if run.lora.enable_qlora else None,
-        seed=None if has_weights else run.train.seed,
+        seed=None if origin.weights else run.train.seed,
         adapter=identity_fields(run, "lora") if has_adapter else None,
         encode_dtype=encode_settings(run).dtype if run.data.encode_images else None,
+        layer_versions=dict(origin.layer_versions),
     )
 
 

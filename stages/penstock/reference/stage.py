@@ -43,7 +43,11 @@ class Reference(Stage):
 
     name: ClassVar[str] = "reference"
     version: ClassVar[int] = 1
-    neutral: ClassVar[Mapping[str, Any]] = {"adapter": None, "encode_dtype": None}
+    neutral: ClassVar[Mapping[str, Any]] = {
+        "adapter": None,
+        "encode_dtype": None,
+        "layer_versions": {},
+    }
     module: ClassVar[str] = MODULE
 
     settings: ReferenceSettings  # pyright: ignore[reportIncompatibleVariableOverride]

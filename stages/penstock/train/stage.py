@@ -59,6 +59,8 @@ class TrainSettings(Settings):
     """Early stopping and best-checkpoint settings, which depend on evaluations."""
     preference: dict[str, Any] | None = None
     """The preference loss settings, if any."""
+    layer_versions: dict[str, int] = Field(default_factory=dict)
+    """Those of the model's layers, where they have any (`identity.LAYER_VERSIONS`)."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ class Train(Stage):
         "judging": None,
         "isolate_samples": True,
         "preference": None,
+        "layer_versions": {},
     }
 
     settings: TrainSettings
