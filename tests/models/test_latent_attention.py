@@ -124,7 +124,7 @@ def test_files_from_before_transformers_5_and_of_kimi_k2_read_as_they_are_comput
                 "scoring_func": "softmax",
                 "norm_topk_prob": True,
             },
-            "norm_topk_prob is true",
+            r"norm_topk_prob is true: .*; write false here \(model.foundation overrides it\)",
         ),
         (
             {"model_type": "glm4_moe_lite", "first_k_dense_replace": 2},

@@ -61,7 +61,11 @@ def _groups(hf: HfConfig) -> tuple[int, int]:
 def _unsupported_routing(hf: HfConfig) -> Iterator[str]:
     yield from unsupported_routing(hf, methods=(GREEDY, GROUPED), scoring="softmax")
     if config_get(hf, "norm_topk_prob", False):
-        yield "norm_topk_prob is true; transformers' DeepSeek V2 does not divide by the sum"
+        yield (
+            "norm_topk_prob is true: the code that DeepSeek published divides the weights of a "
+            "token's experts by their sum, and transformers' has the key without effect; write "
+            "false here (model.foundation overrides it) to train what transformers computes"
+        )
 
 
 DEEPSEEK_V2 = Family("deepseek_v2", "DeepseekV2ForCausalLM", read, ROLES, lora_targets=LORA_TARGETS)
