@@ -260,16 +260,12 @@ def check_adapted_layers(run: RunConfig) -> tuple[str, ...]:
     targets = run.lora.lora_target_modules
     if not run.lora.enable_lora or not isinstance(targets, list):
         return ()
-    from penstock.adapters.match_targets import names_vision, require_layers
+    from penstock.adapters.match_targets import require_layers
     from penstock.models.registry import get_family
 
     config = resolve_hf_config(run)
     family = get_family(config, run.model.backend, adapters=run.lora.enable_lora)
-    names = family.weight_map(family.read(config), merge_qkv=run.model.merge_qkv)
-    if names.multimodal and any(map(names_vision, targets)):
-        from penstock.engine.vision.build import build_outline
-
-        names = replace(names, vision=build_outline(config).shapes)
+    names = _adapted_names(run, config, family)
     skips = run.lora.missing_targets == "skip"
     missing = require_layers(targets, names, skip_missing=skips)
     if not missing:
@@ -304,7 +300,6 @@ def check_model(run: RunConfig) -> tuple[str, ...]:
     """Refuse a model that is not trained here, and weights in a folder of this machine that are
     not those its config.json implies: what only the ranks would find out otherwise. A note names
     tensors that are not used."""
-    from penstock.adapters.match_targets import require_adaptable
     from penstock.engine.hf.weight_files import require_adapter
     from penstock.engine.validate_backend import require_backend
     from penstock.models.automodel.family import AutoFamily
@@ -314,15 +309,12 @@ def check_model(run: RunConfig) -> tuple[str, ...]:
     config = resolve_hf_config(run)
     family = get_family(config, run.model.backend, adapters=run.lora.enable_lora)
     shape = family.read(config)
-    widest = max(shape.hidden_size, shape.intermediate_size)
-    if run.lora.enable_lora and run.lora.lora_rank > widest:
-        raise ConfigError(
-            f"lora.lora_rank is {run.lora.lora_rank}, and the model's layers are at most {widest} "
-            "wide: an adapter of that rank is larger than the layer itself.\n"
-            "  Write a smaller rank, such as 16, or lora.enable_lora: false to train all weights."
-        )
     require_backend(run, family, shape)
-    _require_forms(run, family, family.weight_map(shape))
+    if run.export.quantise:
+        # It imports torch, which plans do without.
+        from penstock.engine.quantization.export import quantizer_for
+
+        quantizer_for(run.export.quantise, family, family.weight_map(shape))
     require_mtp(run.train, config)
     if not isinstance(family, AutoFamily):
         require_unnormalized_queries(run.train, language_config(config))
@@ -345,7 +337,7 @@ def check_model(run: RunConfig) -> tuple[str, ...]:
         require_encodable(run, read_vision(config))
     require_rows_within_positions(run, shape)
     if run.lora.enable_lora:
-        require_adaptable(shape)
+        _require_adapters(run, config, family)
     adapter = run.lora.init_adapter_path
     if adapter and not is_url(adapter) and Path(adapter).is_dir():
         file = Path(adapter) / "adapter_model.safetensors"
@@ -388,19 +380,45 @@ def _check_base_files(
     return (unused,) if unused else ()
 
 
-def _require_forms(run: RunConfig, family: "Family", names: "WeightMap") -> None:
-    """Refuse `export.quantise` for layers of sizes that the format does not have, and
-    `lora.lora_bias` for a model without biases."""
-    if run.export.quantise:
-        # It imports torch, which plans do without.
-        from penstock.engine.quantization.export import quantizer_for
+def _require_adapters(run: RunConfig, config: HfConfig, family: "Family") -> None:
+    """Refuse a rank that is too large, and options that adapters of the targeted layers do not
+    have."""
+    from penstock.adapters.match_targets import linear_layers, match_targets, require_adaptable
+    from penstock.adapters.validate_options import require_options
 
-        quantizer_for(run.export.quantise, family, names)
-    bias, has_any = run.lora.lora_bias, any(name.endswith("bias") for name in names.hf_shapes())
-    if run.lora.enable_lora and bias != "none" and not has_any:
+    shape = family.read(config)
+    widest = max(shape.hidden_size, shape.intermediate_size)
+    if run.lora.lora_rank > widest:
         raise ConfigError(
-            f"lora.lora_bias is {bias}, and this model has no biases.\n  Leave lora_bias out."
+            f"lora.lora_rank is {run.lora.lora_rank}, and the model's layers are at most {widest} "
+            "wide: an adapter of that rank is larger than the layer itself.\n"
+            "  Write a smaller rank, such as 16, or lora.enable_lora: false to train all weights."
         )
+    require_adaptable(shape)
+    lora, targets = run.lora, run.lora.lora_target_modules or family.lora_targets
+    names = _adapted_names(run, config, family)
+    targets = (targets,) if isinstance(targets, str) else targets
+    require_options(
+        [layer.name for layer in match_targets(targets, linear_layers(names))],
+        names,
+        dropout=lora.lora_dropout,
+        normed="dora" if lora.use_dora else "plain",
+        experts=lora.expert_sharing,
+        bias=lora.lora_bias,
+    )
+
+
+def _adapted_names(run: RunConfig, config: HfConfig, family: "Family") -> "WeightMap":
+    """The names of the model's tensors, with those of its vision part if targets name it."""
+    from penstock.adapters.match_targets import names_vision
+
+    targets = run.lora.lora_target_modules
+    names = family.weight_map(family.read(config), merge_qkv=run.model.merge_qkv)
+    if names.multimodal and isinstance(targets, list) and any(map(names_vision, targets)):
+        from penstock.engine.vision.build import build_outline
+
+        names = replace(names, vision=build_outline(config).shapes)
+    return names
 
 
 def check_media(run: RunConfig, stage: Prepare, *, packs: bool, trains: bool) -> None:

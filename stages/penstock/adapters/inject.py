@@ -1,6 +1,6 @@
 """Injects LoRA into a model's layers and MoE experts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -13,15 +13,17 @@ from penstock.adapters.lora import LoraLinear
 from penstock.adapters.lora_embedding import LoraEmbedding
 from penstock.adapters.lora_experts import ExpertSharing, adapt_experts
 from penstock.adapters.lora_stacked import StackedAdapter
+from penstock.adapters.names import is_expert_layer
 from penstock.adapters.peft_format import Bias
 from penstock.adapters.scaling import Scaling, lora_scaling
 from penstock.adapters.targets import (
     checkpoint_layers,
     existing_targets,
-    is_expert_layer,
     select_layers,
     targetable_layers,
+    weight_map,
 )
+from penstock.adapters.validate_options import require_options
 from penstock.core.errors import ConfigError
 from penstock.models.automodel.causal_lm import AutoCausalLM
 from penstock.models.causal_lm import CausalLM
@@ -31,17 +33,6 @@ from penstock.models.layers.dropout import Dropout
 from penstock.models.layers.experts import Matrix
 from penstock.models.layers.moe import MoE
 from penstock.models.vision.tower import VisionTower
-from penstock.models.vision.types import is_vision
-
-SHARING_FIELDS: Mapping[ExpertSharing, str] = {
-    "shared": "moe_shared_lora",
-    "hybrid": "moe_hybrid_shared_lora",
-}
-"""The config field for each form of sharing LoRA parameters between experts."""
-
-NON_EXPERT_TARGETS_HINT = (
-    "lora_target_modules without experts, such as [q_proj, k_proj, v_proj, o_proj]"
-)
 
 
 @dataclass(frozen=True)
@@ -94,9 +85,14 @@ def inject(
     whole = whole_model(model, vision)
     targets = existing_targets(whole, default_targets) if spec.targets is None else spec.targets
     chosen = select_layers(whole, targets, skip_missing=spec.skip_missing)
-    _check_experts(chosen, spec, model)
-    _check_vision(chosen, spec)
-    _check_biases(chosen, spec, whole)
+    require_options(
+        chosen,
+        weight_map(whole),
+        dropout=spec.dropout,
+        normed=spec.normed,
+        experts=spec.experts,
+        bias=spec.bias,
+    )
     named = model.named_parameters()
     biases = [p for name, p in named if p.requires_grad and name.endswith(".bias")]
     model.requires_grad_(False)
@@ -166,75 +162,3 @@ def _wrap_with_lora(
 def _moe_layers(model: CausalLM) -> list[tuple[str, MoE]]:
     named = model.named_modules()
     return [(name, module) for name, module in named if isinstance(module, MoE)]
-
-
-def _check_experts(chosen: Sequence[str], spec: LoraSpec, model: CausalLM) -> None:
-    """Raise ConfigError for options that adapters of experts do not support."""
-    is_expert = [name for name in chosen if is_expert_layer(name)]
-    for field, value, neutral in (
-        ("lora_dropout", f"{spec.dropout:g}" if spec.dropout else "", "0"),
-        ("use_dora", "true" if spec.normed == "dora" else "", "false"),
-    ):
-        if is_expert and value:
-            raise ConfigError(
-                f"lora.{field} is {value}, and lora.lora_target_modules names experts "
-                f"({is_expert[0]} is the first), whose adapters have none.\n"
-                f"  Write {field}: {neutral}, or {NON_EXPERT_TARGETS_HINT}."
-            )
-    if spec.experts != "each" and not is_expert:
-        why = "lora_target_modules names none" if model.config.experts else "the model has none"
-        raise ConfigError(
-            f"lora.{SHARING_FIELDS[spec.experts]} is true, and no expert has an adapter: {why}.\n"
-            f"  Leave {SHARING_FIELDS[spec.experts]} out, or train experts: lora_target_modules "
-            "[gate_proj, up_proj, down_proj]."
-        )
-
-
-def _check_vision(chosen: Sequence[str], spec: LoraSpec) -> None:
-    """Raise ConfigError for options that adapters of a vision part do not support."""
-    named = [name for name in chosen if is_vision(name)]
-    if not named:
-        return
-    why = f"lora.lora_target_modules names layers of the vision part ({named[0]} is the first)"
-    if spec.dropout:
-        raise ConfigError(
-            f"lora.lora_dropout is {spec.dropout:g}, and {why}, whose tokens have no dropout.\n"
-            "  Write lora_dropout: 0, or leave them out."
-        )
-    if spec.bias != "none":
-        raise ConfigError(
-            f"lora.lora_bias is {spec.bias}, and {why}, whose biases are frozen.\n"
-            "  Write lora_bias: none, or leave them out."
-        )
-
-
-def _check_biases(chosen: Sequence[str], spec: LoraSpec, whole: CausalLM) -> None:
-    """Raise ConfigError for trained biases that the PEFT format cannot store."""
-    if spec.bias == "none":
-        return
-    names = [name for name, _ in whole.named_parameters()]
-    is_expert = [name for name in names if name.endswith("_proj_bias")]
-    if is_expert and spec.bias == "all":
-        raise ConfigError(
-            f"lora.lora_bias is all, and experts of this model have biases ({is_expert[0]} is the "
-            "first), which PEFT's format cannot name.\n  Write lora_bias: lora_only."
-        )
-    biased = [name.removesuffix(".bias") for name in names if name.endswith(".bias")]
-    if spec.bias == "lora_only":
-        # Norms and routers have no adapters, and a bias of theirs is not one of an adapted layer.
-        biased = [name for name in biased if isinstance(whole.get_submodule(name), nn.Linear)]
-        biased = [
-            name for name in biased if not set(checkpoint_layers(whole, name)).isdisjoint(chosen)
-        ]
-        partly = [name for name in biased if not set(checkpoint_layers(whole, name)) <= set(chosen)]
-        if partly:
-            raise ConfigError(
-                f"lora.lora_bias is lora_only, and lora.lora_target_modules names only some of the "
-                f"layers that {partly[0]} is, which has one bias.\n"
-                "  Write model.merge_qkv: false, or target all of q_proj, k_proj and v_proj."
-            )
-    if not biased:
-        raise ConfigError(
-            f"lora.lora_bias is {spec.bias}, and none of these layers has a bias in this model."
-            "\n  Leave lora_bias out."
-        )

@@ -34,6 +34,11 @@ def is_of_experts(native: str) -> bool:
     return ".mlp." in native and f".{EXPERTS}." in native
 
 
+def is_expert_layer(name: str) -> bool:
+    """Whether this layer, or native module, belongs to experts."""
+    return name.rpartition(".")[0].endswith((f".{EXPERTS}", f".{EACH}"))
+
+
 class LoraParamName(NamedTuple):
     """A parsed name of a LoRA parameter."""
 

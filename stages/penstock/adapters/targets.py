@@ -11,7 +11,7 @@ from penstock.adapters.match_targets import (
     stacked_layer,
     target_names,
 )
-from penstock.adapters.names import EACH, EMBEDDING
+from penstock.adapters.names import EMBEDDING
 from penstock.models.automodel.causal_lm import AutoCausalLM
 from penstock.models.automodel.weight_map import AutoWeightMap
 from penstock.models.causal_lm import CausalLM
@@ -19,6 +19,7 @@ from penstock.models.decoder import Decoder
 from penstock.models.layers.experts import Experts
 from penstock.models.layers.router import Router
 from penstock.models.names import EMBEDDING_WEIGHT
+from penstock.models.weights import WeightMap
 
 
 def targetable_layers(model: CausalLM) -> dict[str, str]:
@@ -68,9 +69,9 @@ def existing_targets(whole: CausalLM, targets: Iterable[str]) -> list[str]:
     return [target for target in targets if any(matches(target, name) for name in named)]
 
 
-def is_expert_layer(name: str) -> bool:
-    """Whether this layer, or native module, belongs to experts."""
-    return name.rpartition(".")[0].endswith((".experts", f".{EACH}"))
+def weight_map(whole: CausalLM) -> WeightMap:
+    """The names of the model's tensors in checkpoints."""
+    return whole.weight_map if isinstance(whole, Decoder) else AutoWeightMap(whole.config)
 
 
 def select_layers(
@@ -86,8 +87,7 @@ def select_layers(
     layers = targetable_layers(whole)
     routers = [name for name, module in whole.named_modules() if isinstance(module, Router)]
     is_tied = whole.config.tie_word_embeddings
-    is_native = isinstance(whole, Decoder)
-    names = whole.weight_map if is_native else AutoWeightMap(whole.config)
+    names = weight_map(whole)
     called = {hf: target_names(hf, native, names) for hf, native in layers.items()}
     chosen, _ = select_layer_names(
         targets, called, routers, is_tied=is_tied, skip_missing=skip_missing

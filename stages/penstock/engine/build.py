@@ -18,7 +18,6 @@ import torch
 
 from penstock.adapters.init import initial_lora
 from penstock.adapters.inject import LoraSpec, inject
-from penstock.adapters.lora_experts import ExpertSharing
 from penstock.adapters.match_targets import linear_layers, match_targets, require_adaptable
 from penstock.adapters.names import MAGNITUDE, parse_lora_name
 from penstock.adapters.targets import select_layers
@@ -532,7 +531,7 @@ def lora_spec(run: RunConfig, family: Family) -> LoraSpec:
         targets=tuple(targets or family.lora_targets),
         seed=run.train.seed,
         dropout=lora.lora_dropout,
-        experts=expert_lora_sharing(lora),
+        experts=lora.expert_sharing,
         scaling="root" if lora.use_rslora else "rank",
         normed="dora" if lora.use_dora else "plain",
         bias=lora.lora_bias,
@@ -560,13 +559,6 @@ def saves_adapters_only(lora: LoraConfig) -> bool:
     With ReLoRA merging they cannot: only the checkpoint has the merged weights.
     """
     return lora.enable_lora and not lora.merge_lora_interval
-
-
-def expert_lora_sharing(lora: LoraConfig) -> ExpertSharing:
-    """Which LoRA factors experts share."""
-    if lora.moe_shared_lora:
-        return "shared"
-    return "hybrid" if lora.moe_hybrid_shared_lora else "each"
 
 
 def load_params(

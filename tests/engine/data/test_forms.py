@@ -9,10 +9,11 @@ from penstock.config.schema.export import ExportConfig
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.machine import check_model
 from tests.engine import runs
+from tests.engine.inputs import MODELS
 
 
-def check(folder: Path, **sections: Any) -> None:
-    runs.write_config(folder / "model", attention_bias=False)
+def check(folder: Path, model: dict[str, Any] | None = None, **sections: Any) -> None:
+    runs.write_config(folder / "model", **{**runs.TINY, **(model or {})})
     export = ExportConfig(**sections.pop("export", {}))
     run = runs.run_config(folder / "out", folder / "model", **sections)
     check_model(run.model_copy(update={"export": export}))
@@ -24,7 +25,32 @@ def test_layers_that_the_format_of_an_export_does_not_have_are_refused(tmp_path:
         check(tmp_path, export={"quantise": "block_fp8"})
 
 
-def test_biases_of_a_model_that_has_none_are_not_trained(tmp_path: Path) -> None:
-    check(tmp_path, lora={"enable_lora": True})
-    with pytest.raises(ConfigError, match=r"lora\.lora_bias is all, and this model has no biases"):
-        check(tmp_path, lora={"enable_lora": True, "lora_bias": "all"})
+@pytest.mark.parametrize(
+    ("model", "lora", "says"),
+    [
+        ({}, {"lora_bias": "all"}, "lora_bias is all, and none of these layers has a bias"),
+        ({}, {"moe_shared_lora": True}, "moe_shared_lora is true, .* the model has none"),
+        (
+            MODELS["experts"],
+            {"moe_hybrid_shared_lora": True, "lora_target_modules": ["q_proj"]},
+            "moe_hybrid_shared_lora is true, .* lora_target_modules names none",
+        ),
+        (MODELS["experts"], {"use_dora": True}, "use_dora is true, .* names experts"),
+        (MODELS["experts"], {"lora_dropout": 0.1}, r"lora_dropout is 0\.1, .* names experts"),
+        (
+            MODELS["sinks"],
+            {"lora_bias": "all", "lora_target_modules": ["q_proj"]},
+            "Write lora_bias: lora_only",
+        ),
+        (
+            {"attention_bias": True},
+            {"lora_bias": "lora_only", "lora_target_modules": ["q_proj"]},
+            "names only some of the layers that .*qkv_proj is",
+        ),
+    ],
+    ids=str,
+)
+def test_options_that_adapters_of_these_layers_do_not_have_are_refused(tmp_path, model, lora, says):
+    check(tmp_path, model, lora={"enable_lora": True})
+    with pytest.raises(ConfigError, match=f"(?s){says}"):
+        check(tmp_path, model, lora={"enable_lora": True, **lora})

@@ -120,6 +120,13 @@ class LoraConfig(ConfigSection):
     """Adaptive quantization noise: factor of the noise."""
 
     @property
+    def expert_sharing(self) -> Literal["each", "shared", "hybrid"]:
+        """Which LoRA factors the experts of a layer share."""
+        if self.moe_shared_lora:
+            return "shared"
+        return "hybrid" if self.moe_hybrid_shared_lora else "each"
+
+    @property
     def resolved_group_size(self) -> int | None:
         """Group size unless weights are prequantized; None: a scale for each row."""
         return self.quant_group_size or next(iter(GROUPS[self.quant_format]), None)
