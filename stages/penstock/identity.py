@@ -1,7 +1,8 @@
 """The config fields in the cache key of training: those that decide its result.
 
 Whether a field of `model`, `train` or `lora` is in the key is declared with the field
-(`config/schema/cache_key.py`). Runs with equal keyed fields share one result.
+(`config/schema/cache_key.py`), and so is when it has an effect (`config/schema/effect.py`): a value
+without effect is in no key. Runs with equal keyed fields share one result.
 """
 
 from collections.abc import Iterable, Mapping
@@ -9,9 +10,9 @@ from typing import Any
 
 from penstock.config.schema.base import ConfigSection
 from penstock.config.schema.cache_key import cache_key, fields_keyed
+from penstock.config.schema.effect import without_unused
 from penstock.config.schema.lora import LoraConfig
 from penstock.config.schema.model import ModelConfig
-from penstock.config.schema.quantization import GROUPS
 from penstock.config.schema.run import RunConfig
 from penstock.config.schema.train import TrainConfig
 
@@ -36,20 +37,18 @@ def identity_fields(
     """The keyed fields of a section, or those of `names`, as JSON in alphabetical order."""
     kind = KEYED_SECTIONS[section]
     kept = set(fields_keyed(kind, "always", "unless default") if names is None else names)
-    values = getattr(run, section).model_dump(mode="json", include=kept)
-    lora = run.lora
-    if "quant_group_size" in values and lora.quant_group_size == 16 != GROUPS[lora.quant_format][0]:
-        # 16 in a key means unset, also for formats with another default size.
-        values["quant_group_size"] = "16 columns"
-    return {
-        name: cache_key(kind, name).null if values[name] is None else values[name]
-        for name in sorted(values)
-    }
+    used = getattr(without_unused(run), section)
+    values = used.model_dump(mode="json", include=kept)
+    for name in values:
+        if instead := cache_key(kind, name).value:
+            values[name] = getattr(used, instead)
+    return {name: values[name] for name in sorted(values)}
 
 
-def eval_identity_fields(train: TrainConfig) -> dict[str, Any] | None:
+def eval_identity_fields(run: RunConfig) -> dict[str, Any] | None:
     """The evaluation settings, if evaluations decide when a run ends or which checkpoint is its
     result; else None."""
+    train = without_unused(run).train
     if not train.early_stopping.patience and not train.save_best.metric:
         return None
     found = train.model_dump(
@@ -66,7 +65,7 @@ def preference_identity(run: RunConfig) -> dict[str, Any] | None:
     if run.train.objective != "preference":
         return None
     # The pairing for the KL estimate is in the key of the packed rows, which is an input.
-    found = run.preference.model_dump(
+    found = without_unused(run).preference.model_dump(
         mode="json", exclude={"precompute_ref_logps", "kl_pairing", "kl_rotation_size"}
     )
     if found["sft_loss_scope"] == "answer":

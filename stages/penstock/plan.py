@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from penstock.config.schema.dataset import DatasetConfig
+from penstock.config.schema.effect import without_unused
 from penstock.config.schema.pipeline import STAGES, StageName
 from penstock.config.schema.run import (
     RunConfig,
@@ -502,8 +503,7 @@ def _training_steps(
 def pack_step(run: RunConfig, prepared: Artifact, encoded: Artifact | None = None) -> PlannedStage:
     """The pack step: packs tokenized samples into rows; `encoded` has the features of their
     images."""
-    data = run.data
-    method = "sequential" if data.sample_packing_sequentially else data.sample_packing_method
+    data = without_unused(run).data
     sizes: dict[str, Any] = {"row_length": "written"}
     if data.sample_packing_sequence_len is None:
         sizes = {
@@ -512,7 +512,7 @@ def pack_step(run: RunConfig, prepared: Artifact, encoded: Artifact | None = Non
             "rows_per_step": rows_per_step_to_pack(run),
         }
     settings = PackSettings(
-        sample_packing_method=method,
+        sample_packing_method=data.packing_method,
         sample_packing_sequence_len=data.row_length,
         **sizes,
         sample_packing_group_size=data.sample_packing_group_size,
@@ -593,7 +593,7 @@ def train_step(
         rows_per_step=resolve_rows_per_step(run),
         last_batch=run.data.last_batch,
         isolate_samples=run.data.isolate_samples,
-        judging=eval_identity_fields(run.train),
+        judging=eval_identity_fields(run),
         preference=preference_identity(run),
         layer_versions=dict(origin.layer_versions),
     )

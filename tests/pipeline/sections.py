@@ -123,19 +123,20 @@ def adapter(weights):
 
 
 PURE, HALF = {"precision": "bf16"}, {"precision": "fp16_mixed"}
+DECAYING = {"lr_decay_style": "cosine"}
 OPTIMIZED = {
     f"train.{name}": (section("train", **(over or {}), **written), section("train", **(over or {})))
     for name, written, over in (
         ("optimizer_kwargs", {"optimizer_kwargs": {"eps": 1e-6}}, None),
         ("lr_warmup_steps", {"lr_warmup_steps": 3}, None),
-        ("lr_schedule_kwargs.hold_steps", {"lr_schedule_kwargs": {"hold_steps": 1}}, None),
+        ("lr_schedule_kwargs.hold_steps", {"lr_schedule_kwargs": {"hold_steps": 1}}, DECAYING),
         ("layerwise_lr_decay_bound", {"layerwise_lr_decay_bound": 0.5}, None),
         ("vision_lr", {"vision_lr": 1e-6}, None),
         ("projector_lr", {"projector_lr": 1e-3}, None),
         ("precision", PURE, None),
         ("master_weights", {"master_weights": False}, None),
         ("stochastic_rounding", {"stochastic_rounding": True}, PURE),
-        ("grad_accum_dtype", {"grad_accum_dtype": "fp32"}, None),
+        ("grad_accum_dtype", {"grad_accum_dtype": "bf16"}, None),
         ("loss_scale_init", {"loss_scale_init": 8.0}, HALF),
         ("save_optimizer", {"save_optimizer": False}, None),
         ("load_optimizer", {"load_optimizer": False}, {"load_checkpoint_path": "auto"}),

@@ -97,7 +97,11 @@ CHANGES = {
         PLAIN,
         "prepare",
     ),
-    "data.sample_packing_group_size": (section("data", sample_packing_group_size=9), PLAIN, "pack"),
+    "data.sample_packing_group_size": (
+        section("data", sample_packing_method="multipack", sample_packing_group_size=9),
+        section("data", sample_packing_method="multipack"),
+        "pack",
+    ),
     "data.share_prompts": (preferring(share_prompts=False), preferring(), "pack"),
     **{
         f"data.datasets[].{name}": (scored(**{name: "x"}), scored(), "prepare")

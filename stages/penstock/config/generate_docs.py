@@ -15,8 +15,10 @@ from pydantic.fields import FieldInfo
 
 from penstock.config.loading.fault import shown
 from penstock.config.loading.schema_tree import branches, is_section, sections
+from penstock.config.rules.effect import describe
 from penstock.config.schema.base import ConfigSection
 from penstock.config.schema.cache_key import CacheKey, Role
+from penstock.config.schema.effect import TRAINS, conditions_of
 from penstock.config.schema.field_docs import describe_fields
 from penstock.config.schema.run import RunConfig
 from penstock.config.server.config import ServerConfig
@@ -38,6 +40,7 @@ completes and validates a file that begins with `# yaml-language-server: $schema
 
 For `model`, `train` and `lora` it says which settings are in the cache key of training. A run with
 another value of one of these is trained again; with other values of the rest, its result is reused.
+A setting that has an effect "only with" others is in no key without them.
 "by content": the key has the content of the file or model that the setting names, or the sequences
 of a step, and not the value itself.
 """
@@ -79,7 +82,7 @@ def page() -> str:
     for name, section in sections().items():
         about = RunConfig.model_fields[name].description if "." not in name else section.__doc__
         entries = [
-            _entry(f"{name}.{field_name}", field)
+            _entry(f"{name}.{field_name}", section, field)
             for field_name, field in section.model_fields.items()
             if not is_section(field.annotation)
         ]
@@ -118,7 +121,9 @@ def server_page() -> str:
             title, fields = "Checkpoints", [one for one in fields if one[0] not in above]
         else:
             title = (part.__doc__ or "").partition("\n")[0].rstrip(".")
-        parts.append("\n".join([f"## {title}\n", *(_entry(name, field) for name, field in fields)]))
+        parts.append(
+            "\n".join([f"## {title}\n", *(_entry(name, part, field) for name, field in fields)])
+        )
     return "\n".join(parts)
 
 
@@ -167,11 +172,14 @@ def _json(value: dict[str, Any]) -> str:
     return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
 
 
-def _entry(name: str, field: FieldInfo) -> str:
+def _entry(name: str, section: type[ConfigSection], field: FieldInfo) -> str:
     default = "required" if field.is_required() else f"default `{_default(field)}`"
     kind = " or ".join(f"`{_kind(branch)}`" for branch in branches(field.annotation))
     keyed = "".join(IN_KEY[one.role] for one in field.metadata if isinstance(one, CacheKey))
-    return f"### `{name}`\n\n{kind}, {default}{keyed}\n\n{_line(field.description)}\n"
+    conditions = conditions_of(section, name.rpartition(".")[2])
+    words = dict.fromkeys(describe(condition) for condition in conditions if condition != TRAINS)
+    only = "".join(f"; only with {text}" for text in words)
+    return f"### `{name}`\n\n{kind}, {default}{keyed}{only}\n\n{_line(field.description)}\n"
 
 
 IN_KEY: Mapping[Role, str] = {

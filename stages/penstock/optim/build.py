@@ -6,18 +6,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.config.schema.optimizer import OptimConfig
+from penstock.config.schema.optimizer import KWARGS, OptimConfig
 from penstock.core.errors import ConfigError
 from penstock.optim.anyprecision import AnyPrecisionAdamW, StatePrecision
 from penstock.optim.groups import RATE, Grouping, parameter_groups
 from penstock.optim.muon import Directions, Muon, Orthogonalizer, UnshardedDirections
-from penstock.optim.novograd import BETAS, EPS, NovoGrad, Tensors, UnshardedTensors
+from penstock.optim.novograd import NovoGrad, Tensors, UnshardedTensors
 from penstock.optim.optimizer_by_name import named_optimizer
-
-ADAMW_BETAS = (0.9, 0.95)
-"""Betas of Llama and Qwen. torch's default beta2, 0.999, averages over too many steps for short
-runs."""
-ADAMW_EPS = 1e-8
 
 EXACT = StatePrecision()
 """float32 optimizer states, weights in their own dtype."""
@@ -50,7 +45,7 @@ def build_optimizer(
             "no parameter of the model is trainable. "
             "Set lora.enable_lora, or load a model whose parameters are not all frozen."
         )
-    kwargs: dict[str, Any] = dict(optim.optimizer_kwargs)
+    kwargs: dict[str, Any] = {**KWARGS.get(optim.optimizer, {}), **optim.optimizer_kwargs}
     if optim.optimizer == "sgd":
         # Not fused: torch has no fused SGD kernel for sharded parameters (DTensor).
         return torch.optim.SGD(groups, lr=optim.lr, foreach=True, **kwargs)
@@ -60,15 +55,14 @@ def build_optimizer(
         return NovoGrad(
             groups,
             lr=optim.lr,
-            betas=tuple(kwargs.get("betas", BETAS)),
-            eps=kwargs.get("eps", EPS),
-            grad_averaging=kwargs.get("grad_averaging", False),
-            amsgrad=kwargs.get("amsgrad", False),
+            betas=tuple(kwargs["betas"]),
+            eps=kwargs["eps"],
+            grad_averaging=kwargs["grad_averaging"],
+            amsgrad=kwargs["amsgrad"],
             precision=precision,
             tensors=tensors or UnshardedTensors(),
         )
-    beta1, beta2 = kwargs.get("betas", ADAMW_BETAS)
-    adam = {"lr": optim.lr, "betas": (beta1, beta2), "eps": kwargs.get("eps", ADAMW_EPS)}
+    adam = {"lr": optim.lr, "betas": tuple(kwargs["betas"]), "eps": kwargs["eps"]}
     if optim.optimizer == "muon":
         return Muon(
             groups,

@@ -14,9 +14,6 @@ from torch import nn
 
 from penstock.optim.anyprecision import StatePrecision, apply_update
 
-BETAS, EPS = (0.95, 0.98), 1e-8
-"""Defaults of NeMo."""
-
 SQUARES, LARGEST = "grad_sq", "max_grad_sq"
 """States with one number per tensor: the moving average of squared norms, and its maximum."""
 

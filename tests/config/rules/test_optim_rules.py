@@ -95,7 +95,7 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
     (
         {"lr_schedule_kwargs": {"power": 2.0}},
         "lr_schedule_kwargs.power",
-        "write polynomial",
+        "write lr_decay_style: polynomial",
         {"lr_decay_style": "polynomial"},
     ),
     (

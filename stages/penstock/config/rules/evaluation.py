@@ -97,14 +97,6 @@ def _check_eval_interval(run: RunConfig) -> Issues:
 
 def _check_metric_options(run: RunConfig) -> Issues:
     train = run.train
-    if not train.early_stopping.patience:
-        for name in ("metric", "min_delta"):
-            if train.early_stopping.is_non_default(name):
-                yield ConfigIssue(
-                    ("train", "early_stopping", name),
-                    f"patience: 0 disables early stopping; write patience, or leave {name} out",
-                    ("train.early_stopping.patience",),
-                )
     if train.save_best.mode and not train.save_best.metric:
         yield ConfigIssue(
             ("train", "save_best", "mode"),
@@ -135,13 +127,6 @@ def _check_eval_only(run: RunConfig) -> Issues:
 
 def _check_sample_prompts(run: RunConfig) -> Issues:
     train = run.train
-    for name in ("sample_steps", "sample_max_new_tokens"):
-        if not train.sample_prompts and train.is_non_default(name):
-            yield ConfigIssue(
-                ("train", name),
-                f"there are no prompts; write sample_prompts, or leave {name} out",
-                ("train.sample_prompts",),
-            )
     for index, prompt in enumerate(train.sample_prompts):
         if not prompt.strip():
             yield ConfigIssue(("train", "sample_prompts", index), "is empty; write a prompt")

@@ -9,14 +9,6 @@ BLOCKING = "CUDA_LAUNCH_BLOCKING"
 
 def _check_activation_checkpointing(run: RunConfig) -> Issues:
     train = run.train
-    for name in ("recompute_modules", "moe_checkpoint_method"):
-        if getattr(train, name) is not None and not train.enable_gradient_checkpointing:
-            yield ConfigIssue(
-                ("train", name),
-                "nothing is recomputed with enable_gradient_checkpointing: false;"
-                f" set it to true or leave {name} out",
-                ("train.enable_gradient_checkpointing",),
-            )
     modules = train.recompute_modules
     if modules and {"self_attn", "core_attn"} <= set(modules):
         yield ConfigIssue(
@@ -36,17 +28,6 @@ def _check_activation_checkpointing(run: RunConfig) -> Issues:
             "is for the recomputation of experts, which recompute_modules leaves out; write"
             f" recompute_modules: [{', '.join([*modules, 'mlp'])}], or leave one of the two out",
             ("train.recompute_modules",),
-        )
-
-
-def _check_activation_offload(run: RunConfig) -> Issues:
-    train = run.train
-    if train.activation_gpu_limit and not train.enable_activation_offload:
-        yield ConfigIssue(
-            ("train", "activation_gpu_limit"),
-            "all activations stay on the GPU with enable_activation_offload: false; set it to true"
-            " or leave activation_gpu_limit out",
-            ("train.enable_activation_offload",),
         )
 
 
@@ -174,7 +155,6 @@ def _check_profile_steps(run: RunConfig) -> Issues:
 MEMORY_RULES = (
     _check_init_device,
     _check_activation_checkpointing,
-    _check_activation_offload,
     _check_optimizer_offload,
     _check_optimizer_in_backward,
     _check_cuda_launch_blocking,

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
+from penstock.config.rules.effect import iter_effect_notices
 from penstock.config.rules.optimizer import STOCHASTIC
 from penstock.config.schema.dataset import DatasetConfig
-from penstock.config.schema.lr_schedule import ENDING
 from penstock.config.schema.run import RunConfig, has_target, is_explicitly_set
 from penstock.config.schema.train import TrainConfig
 
@@ -51,6 +51,7 @@ def iter_notices(run: RunConfig) -> Iterator[str]:
             f"lora.{asked[0]}: is not used without lora.enable_lora: true, and all weights are"
             " trained; write lora.enable_lora: true, or false to confirm"
         )
+    yield from iter_effect_notices(run)
     yield from _iter_lr_notices(run)
     yield from _iter_test_data_notices(run)
     if has_target(run) and run.pipeline.stages is not None and "push" not in run.stages:
@@ -78,11 +79,6 @@ def _iter_lr_notices(run: RunConfig) -> Iterator[str]:
             " check its decimal places"
         )
     yield from _iter_rounding_notices(train)
-    if train.lr_decay_style not in ENDING and train.is_non_default("lr_min"):
-        yield (
-            f"train.lr_min: lr_decay_style: {train.lr_decay_style} does not decay to it; write"
-            " cosine or linear, or leave lr_min out"
-        )
 
 
 def _iter_rounding_notices(train: TrainConfig) -> Iterator[str]:

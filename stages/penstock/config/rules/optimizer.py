@@ -7,7 +7,7 @@ from typing import Any
 
 from penstock.config.loading.fault import ConfigIssue, shown
 from penstock.config.rules.data import Issues
-from penstock.config.schema.lr_schedule import ENDING, READ_BY
+from penstock.config.schema.lr_schedule import ENDING
 from penstock.config.schema.parallelism import SPLIT_BACKWARD
 from penstock.config.schema.run import RunConfig
 
@@ -19,11 +19,6 @@ ELEMENTWISE = tuple(
     )
 )
 """Element-wise optimizers besides those of `ARGUMENTS`: they work on shards of a tensor."""
-
-MUON_FIELDS = (
-    *("muon_lr", "muon_momentum", "muon_nesterov", "muon_ns_steps", "muon_adjust_lr_fn"),
-    "muon_split_heads",
-)
 
 STOCHASTIC = ("adamw", "anyprecision_adamw", "muon", "novograd")
 """Optimizers with stochastic rounding."""
@@ -112,22 +107,12 @@ def _check_sharded_optimizer(run: RunConfig) -> Issues:
 
 def _check_muon(run: RunConfig) -> Issues:
     train = run.train
-    if train.optimizer == "muon":
-        if not train.lr:
-            yield ConfigIssue(
-                ("train", "lr"),
-                "is 0, and muon_lr follows its schedule as a multiple of it; write an lr above 0",
-                ("train.optimizer",),
-            )
-        return
-    for name in MUON_FIELDS:
-        if train.is_non_default(name):
-            yield ConfigIssue(
-                ("train", name),
-                f"is used by muon only, and the optimizer is {train.optimizer}; write optimizer:"
-                f" muon, or leave {name} out",
-                ("train.optimizer",),
-            )
+    if train.optimizer == "muon" and not train.lr:
+        yield ConfigIssue(
+            ("train", "lr"),
+            "is 0, and muon_lr follows its schedule as a multiple of it; write an lr above 0",
+            ("train.optimizer",),
+        )
 
 
 def _check_qk_clip(run: RunConfig) -> Issues:
@@ -216,34 +201,12 @@ def _check_warmup_length(run: RunConfig) -> Issues:
 def _check_schedule_kwargs(run: RunConfig) -> Issues:
     train = run.train
     more, style = train.lr_schedule_kwargs, train.lr_decay_style
-    for name, styles in READ_BY.items():
-        if style not in styles and more.is_non_default(name):
-            yield ConfigIssue(
-                ("train", "lr_schedule_kwargs", name),
-                f"is not used by lr_decay_style: {style}; write {' or '.join(styles)}, or leave"
-                f" {name} out",
-                ("train.lr_decay_style",),
-            )
-    if style != "constant" and style not in ENDING and train.is_non_default("lr_decay_ratio"):
-        yield ConfigIssue(
-            ("train", "lr_decay_ratio"),
-            f"lr_decay_style: {style} decays until the end of the run; leave lr_decay_ratio out",
-            ("train.lr_decay_style",),
-        )
     if style == "wsd" and more.decay_shape != "cosine" and more.is_non_default("num_cycles"):
         yield ConfigIssue(
             ("train", "lr_schedule_kwargs", "num_cycles"),
             f"is for a cosine, and decay_shape is {more.decay_shape}; write decay_shape: cosine, or"
             " leave num_cycles out",
             ("train.lr_schedule_kwargs.decay_shape",),
-        )
-    warms = train.lr_warmup_steps or (train.lr_warmup_steps is None and train.lr_warmup_ratio)
-    is_shared = more.warmup_style == "plus_one" and style not in ("noam", "inverse_sqrt")
-    if is_shared and not warms:
-        yield ConfigIssue(
-            ("train", "lr_schedule_kwargs", "warmup_style"),
-            "there is no warmup; write lr_warmup_steps or lr_warmup_ratio, or leave it out",
-            ("train.lr_warmup_steps", "train.lr_warmup_ratio"),
         )
     if style == "noam" and (train.lr_start or more.warmup_style != "zero_start"):
         name = "lr_start" if train.lr_start else "warmup_style"
@@ -269,13 +232,6 @@ def _check_precision(run: RunConfig) -> Issues:
             ("train", "master_weights"),
             f"false keeps weights in bfloat16, and this run computes in {train.computes_in}; write"
             " precision: bf16, or leave master_weights out",
-            ("train.precision", "train.enable_mixed_precision"),
-        )
-    if train.computes_in != "float16" and train.is_non_default("loss_scale_init"):
-        yield ConfigIssue(
-            ("train", "loss_scale_init"),
-            f"loss scaling is for float16 only, and this run computes in {train.computes_in}; write"
-            " precision: fp16_mixed, or leave loss_scale_init out",
             ("train.precision", "train.enable_mixed_precision"),
         )
 

@@ -21,9 +21,6 @@ FSDP2_FIELDS: Mapping[str, Any] = {
 }
 """Settings of sharded weights, with the value that has no effect."""
 
-DEEPEP_FIELDS = ("deepep_buffer_size_gb", "deepep_num_sms", "deepep_async_combine")
-"""Settings that only `ep_dispatch: deepep` uses."""
-
 DEEPEP_SIZES = (2, 4, 8)
 """Expert-parallel sizes that DeepEP supports over NVLink."""
 
@@ -180,14 +177,6 @@ def _check_pipeline_stages(run: RunConfig) -> Issues:
 def _check_deepep(run: RunConfig) -> Issues:
     model, train = run.model, run.train
     if model.ep_dispatch != "deepep":
-        for name in DEEPEP_FIELDS:
-            if model.is_non_default(name):
-                yield ConfigIssue(
-                    ("model", name),
-                    f"is {shown(getattr(model, name))}, but ep_dispatch: {model.ep_dispatch} does"
-                    f" not use it; write ep_dispatch: deepep or leave {name} out",
-                    ("model.ep_dispatch",),
-                )
         return
     size = train.expert_parallel_size
     if size not in DEEPEP_SIZES:

@@ -6,28 +6,12 @@ from penstock.config.schema.dataset import SCORES, Kind
 from penstock.config.schema.preference import AVERAGED, USED_BY, PreferenceConfig
 from penstock.config.schema.run import RunConfig
 
-TOKEN_LOSS_FIELDS = ("label_smoothing", "z_loss_coef")
-"""Terms of the token loss, which preference training does not use."""
-
 LISTS = ("datasets", "test_datasets")
 
 
 def required_kind(preference: PreferenceConfig) -> Kind:
     """The kind of samples that the loss needs."""
     return "kto" if preference.loss_type == "kto" else "preference"
-
-
-def _check_objective(run: RunConfig) -> Issues:
-    if run.train.objective == "preference":
-        return
-    for name in PreferenceConfig.model_fields:
-        if run.preference.is_non_default(name):
-            yield ConfigIssue(
-                ("preference", name),
-                f"is not used with train.objective: {run.train.objective}; write train.objective:"
-                f" preference, or leave {name} out",
-                ("train.objective",),
-            )
 
 
 def _check_loss_fields(run: RunConfig) -> Issues:
@@ -53,12 +37,6 @@ def _check_loss_fields(run: RunConfig) -> Issues:
             ("preference", "length_normalize"),
             "loss_type: kto has single completions, not pairs; write mean or none",
             ("preference.loss_type",),
-        )
-    if preference.is_non_default("sft_loss_scope") and not preference.sft_weight:
-        yield ConfigIssue(
-            ("preference", "sft_loss_scope"),
-            "there is no SFT loss without sft_loss_ratio; write that too, or leave it out",
-            ("preference.sft_loss_ratio", "preference.loss_type"),
         )
     is_rotated = preference.kl_pairing == "rotate"
     if preference.kl_rotation_size and preference.loss_type == "kto" and not is_rotated:
@@ -94,18 +72,6 @@ def _check_ref_update(run: RunConfig) -> Issues:
             " leave it out, or write lora.enable_lora: false",
             ("lora.enable_lora",),
         )
-
-
-def _check_token_loss_fields(run: RunConfig) -> Issues:
-    if run.train.objective != "preference":
-        return
-    for name in TOKEN_LOSS_FIELDS:
-        if run.train.is_non_default(name):
-            yield ConfigIssue(
-                ("train", name),
-                "is a term of the token loss, and train.objective is preference; leave it out",
-                ("train.objective",),
-            )
 
 
 def _check_data_types(run: RunConfig) -> Issues:
@@ -185,10 +151,8 @@ def _check_pretrain_eos(run: RunConfig) -> Issues:
 
 
 PREFERENCE_RULES = (
-    _check_objective,
     _check_loss_fields,
     _check_ref_update,
-    _check_token_loss_fields,
     _check_data_types,
     _check_scores,
     _check_pretrain_eos,

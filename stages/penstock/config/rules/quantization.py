@@ -1,28 +1,12 @@
 """Invalid combinations of FP8 and QLoRA settings."""
 
-from penstock.config.loading.fault import ConfigIssue, Steps, shown
+from penstock.config.loading.fault import ConfigIssue, shown
 from penstock.config.rules.data import Issues
-from penstock.config.schema.fp8 import Fp8Config
 from penstock.config.schema.quantization import GROUPS
 from penstock.config.schema.run import RunConfig
 
 SHARDING_AXES = ("tensor_parallel_size", "ulysses_parallel_size", "ringattn_parallel_size")
 """Axes whose ranks hold shards of the operands of a matmul and reduce scales."""
-
-
-def _check_fp8_enabled(run: RunConfig) -> Issues:
-    train = run.train
-    if train.enable_fp8_training:
-        return
-    options: list[Steps] = [("enable_fp8_all_gather",)] if train.enable_fp8_all_gather else []
-    options += [("fp8", name) for name in Fp8Config.model_fields if train.fp8.is_non_default(name)]
-    for path in options:
-        yield ConfigIssue(
-            ("train", *path),
-            "there is no FP8 training with enable_fp8_training: false; write"
-            f" enable_fp8_training: true or leave {path[-1]} out",
-            ("train.enable_fp8_training",),
-        )
 
 
 def _check_fp8_with_qlora(run: RunConfig) -> Issues:
@@ -42,19 +26,6 @@ def _check_fp8_precision(run: RunConfig) -> Issues:
             "float16 does not have the range of FP8 values and their scales; write"
             " precision: bf16_mixed, or leave enable_fp8_training out",
             ("train.precision",),
-        )
-
-
-def _check_hadamard(run: RunConfig) -> Issues:
-    fp8 = run.train.fp8
-    if not run.train.enable_fp8_training or fp8.hadamard:
-        return
-    if fp8.is_non_default("hadamard_block_size"):
-        yield ConfigIssue(
-            ("train", "fp8", "hadamard_block_size"),
-            "is not used with hadamard: false; write hadamard: true or leave"
-            " hadamard_block_size out",
-            ("train.fp8.hadamard",),
         )
 
 
@@ -120,37 +91,11 @@ def _check_fp8_compile(run: RunConfig) -> Issues:
 
 
 FP8_RULES = (
-    _check_fp8_enabled,
     _check_fp8_with_qlora,
     _check_fp8_precision,
-    _check_hadamard,
     _check_fp8_all_gather,
     _check_fp8_compile,
 )
-
-
-QLORA_FIELDS = ("quant_format", "quant_group_size", "exclude_modules", "enable_aqn")
-"""Settings that have an effect only with QLoRA."""
-
-
-def _check_qlora_enabled(run: RunConfig) -> Issues:
-    lora = run.lora
-    if not lora.enable_qlora:
-        for name in QLORA_FIELDS:
-            if lora.is_non_default(name):
-                yield ConfigIssue(
-                    ("lora", name),
-                    "nothing is quantized with enable_qlora: false;"
-                    f" write enable_qlora: true or leave {name} out",
-                    ("lora.enable_qlora",),
-                )
-    if lora.is_non_default("aqn_alpha") and not lora.enable_aqn:
-        yield ConfigIssue(
-            ("lora", "aqn_alpha"),
-            "no noise is added with enable_aqn: false; write enable_aqn: true or leave aqn_alpha"
-            " out",
-            ("lora.enable_aqn",),
-        )
 
 
 def _check_group_size(run: RunConfig) -> Issues:
@@ -178,4 +123,4 @@ def _check_aqn(run: RunConfig) -> Issues:
         )
 
 
-QLORA_RULES = (_check_qlora_enabled, _check_group_size, _check_aqn)
+QLORA_RULES = (_check_group_size, _check_aqn)

@@ -10,6 +10,7 @@ from typing import get_args
 from penstock.config.loading.fault import ConfigIssue
 from penstock.config.rules.checkpoint import CHECKPOINT_RULES
 from penstock.config.rules.data import DATA_RULES, Issues
+from penstock.config.rules.effect import check_effects
 from penstock.config.rules.evaluation import EVALUATION_RULES
 from penstock.config.rules.fields import check_dataset_columns, check_media_bounds
 from penstock.config.rules.memory import MEMORY_RULES
@@ -23,21 +24,6 @@ from penstock.config.schema.model import Part
 from penstock.config.schema.pipeline import DEFAULT_STAGES, STAGES
 from penstock.config.schema.run import RunConfig, has_target, needs_reference
 from penstock.core.remote.urls import is_url
-
-ADAPTER_FIELDS = (
-    "use_rslora",
-    "use_dora",
-    "lora_plus_ratio",
-    "lora_bias",
-    "init_adapter_path",
-    "moe_shared_lora",
-    "moe_hybrid_shared_lora",
-    "save_lora_only",
-    "merge_lora_interval",
-    "reset_optimizer_on_merge",
-)
-"""Settings that have an effect only with LoRA."""
-
 
 ADDED = ("encode", "reference")
 """Stages that are added where a run needs them."""
@@ -131,17 +117,6 @@ def _check_global_batch_size(run: RunConfig) -> Issues:
         )
 
 
-def _check_dropout_options(run: RunConfig) -> Issues:
-    dropout = run.train.dropout
-    for name in ("warmup_steps", "depth_scaling"):
-        if getattr(dropout, name) and not (dropout.hidden or dropout.ffn or dropout.attention):
-            yield ConfigIssue(
-                ("train", "dropout", name),
-                f"there is no dropout; write hidden, attention or ffn, or leave {name} out",
-                ("train.dropout.hidden", "train.dropout.attention", "train.dropout.ffn"),
-            )
-
-
 def _check_attention_dropout(run: RunConfig) -> Issues:
     train, model = run.train, run.model
     hindrances = {
@@ -161,25 +136,8 @@ def _check_attention_dropout(run: RunConfig) -> Issues:
             )
 
 
-def _check_mlflow(run: RunConfig) -> Issues:
-    if run.train.mlflow_tracking_uri is not None and not run.train.use_mlflow:
-        yield ConfigIssue(
-            ("train", "mlflow_tracking_uri"),
-            "is not used with use_mlflow: false; write use_mlflow: true, or leave"
-            " mlflow_tracking_uri out",
-            ("train.use_mlflow",),
-        )
-
-
 def _check_tensorboard_log_dir(run: RunConfig) -> Issues:
     folder = run.train.log_dir
-    if folder is not None and not run.train.use_tensorboard:
-        yield ConfigIssue(
-            ("train", "log_dir"),
-            "is the folder of TensorBoard's event files, and use_tensorboard is false; write"
-            " use_tensorboard: true, or leave log_dir out",
-            ("train.use_tensorboard",),
-        )
     if folder is not None and is_url(folder):
         yield ConfigIssue(
             ("train", "log_dir"),
@@ -199,31 +157,11 @@ def _check_fsdp2_init_device(run: RunConfig) -> Issues:
         )
 
 
-def _check_lora_enabled(run: RunConfig) -> Issues:
-    if run.lora.enable_lora:
-        return
-    for name in ADAPTER_FIELDS:
-        if run.lora.is_non_default(name):
-            yield ConfigIssue(
-                ("lora", name),
-                "there are no adapters with enable_lora: false;"
-                f" write enable_lora: true or leave {name} out",
-                ("lora.enable_lora",),
-            )
-
-
 def _check_relora(run: RunConfig) -> Issues:
     lora = run.lora
     if not lora.enable_lora:
         return
     if not lora.merge_lora_interval:
-        if lora.reset_optimizer_on_merge:
-            yield ConfigIssue(
-                ("lora", "reset_optimizer_on_merge"),
-                "adapters are never merged with merge_lora_interval: 0; write a number of steps, or"
-                " leave reset_optimizer_on_merge out",
-                ("lora.merge_lora_interval",),
-            )
         return
     path, every = ("lora", "merge_lora_interval"), f"every {lora.merge_lora_interval} step(s)"
     if lora.use_dora:
@@ -464,9 +402,7 @@ RULES: tuple[Callable[[RunConfig], Issues], ...] = (
     check_output_dir,
     check_shared_folders,
     _check_global_batch_size,
-    _check_dropout_options,
     _check_attention_dropout,
-    _check_mlflow,
     _check_tensorboard_log_dir,
     _check_fsdp2_init_device,
     *LAYOUT_RULES,
@@ -477,7 +413,7 @@ RULES: tuple[Callable[[RunConfig], Issues], ...] = (
     *EVALUATION_RULES,
     *RELEASE_RULES,
     *PREFERENCE_RULES,
-    _check_lora_enabled,
+    check_effects,
     _check_relora,
     *QLORA_RULES,
     _check_merged_export,

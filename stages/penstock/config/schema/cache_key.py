@@ -22,8 +22,9 @@ class CacheKey:
     """When a field is part of the key."""
 
     role: Role
-    null: Any = None
-    """What the key contains where the field is null."""
+    value: str | None = None
+    """A property of the section whose value the key contains instead of the field's, so that values
+    that mean the same have one key."""
 
 
 Keyed = Annotated[T, CacheKey("always")]

@@ -13,6 +13,7 @@ from penstock.config.schema.cache_key import (
     KeyedUnlessDefault,
     Unkeyed,
 )
+from penstock.config.schema.effect import OnlyWith
 from penstock.config.schema.pipeline import Root
 
 GLOBAL_STEP = "global_step_{step}"
@@ -116,7 +117,10 @@ class CheckpointConfig(ConfigSection):
     `{consumed_samples}`, the number of packed sequences trained on so far. Unset:
     `global_step_{step}`."""
 
-    ckpt_weights: KeyedUnlessDefault[Literal["master", "compute"]] = "master"
+    ckpt_weights: Annotated[
+        KeyedUnlessDefault[Literal["master", "compute"]],
+        OnlyWith("train.rounds_weights", words="mixed precision", unmet="silent"),
+    ] = "master"
     """Weights in a checkpoint: `master`, those that the optimizer updates; `compute`, in the dtype
     that layers compute in, half as large in bfloat16. A run that resumes from the latter reports
     this: its results differ from those of an uninterrupted run."""

@@ -7,6 +7,7 @@ from pydantic import AfterValidator, Field, PrivateAttr
 
 from penstock.config.schema.base import ConfigSection
 from penstock.config.schema.dataset import MAX_RECORD_BYTES, DatasetConfig
+from penstock.config.schema.effect import OnlyWith
 from penstock.config.schema.pipeline import Root
 
 LastBatch = Literal["drop", "drop_few", "keep"]
@@ -204,7 +205,16 @@ class DataConfig(ConfigSection):
     possible; but long enough for 8 samples and 512 tokens in an optimizer step, where an epoch then
     has 30 steps and it takes at most 4096 tokens."""
 
-    sample_packing_group_size: int = Field(default=100_000, gt=0)
+    sample_packing_group_size: Annotated[
+        int,
+        OnlyWith(
+            "data.packing_method",
+            ("multipack", "greedy"),
+            words="sample_packing_method: multipack or greedy",
+            why="samples are packed in their order by {value}, without groups",
+            unmet="notice",
+        ),
+    ] = Field(default=100_000, gt=0)
     """`multipack` and `greedy`: number of samples that are packed together. Larger groups fill
     sequences slightly better; 1 gives each sample a sequence of its own."""
 
@@ -311,9 +321,14 @@ class DataConfig(ConfigSection):
         return "drop" if self.dataloader_drop_last else "keep"
 
     @property
+    def packing_method(self) -> Literal["sequential", "multipack", "greedy", "wrapped"]:
+        """How samples are packed."""
+        return "sequential" if self.sample_packing_sequentially else self.sample_packing_method
+
+    @property
     def splits_samples(self) -> bool:
         """Whether a sample that is longer than a row continues in the next one."""
-        return self.sample_packing_method == "wrapped" and not self.sample_packing_sequentially
+        return self.packing_method == "wrapped"
 
     @property
     def row_length(self) -> int:

@@ -1,11 +1,12 @@
 """When a run ends: epochs, steps, tokens, hours, early stopping."""
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import AfterValidator, Field
 
 from penstock.config.schema.base import ConfigSection
 from penstock.config.schema.cache_key import Keyed, KeyedIfEvaluated, KeyedUnlessDefault
+from penstock.config.schema.effect import TRAINS, OnlyWith
 
 MOST_EPOCHS, MOST_STEPS = 1_000_000, 1_000_000_000
 """Upper limits of the length of a run."""
@@ -20,10 +21,15 @@ def _check_epochs(value: float) -> int | float:
     return int(value) if value == int(value) else value
 
 
+STOPS = OnlyWith(
+    "train.early_stopping.is_on", words="patience", why="patience: 0 disables early stopping"
+)
+
+
 class EarlyStoppingConfig(ConfigSection):
     """Early stopping: end the run when an evaluation metric no longer improves."""
 
-    metric: str = Field(default="eval_loss", min_length=1)
+    metric: Annotated[str, STOPS] = Field(default="eval_loss", min_length=1)
     """The metric: a name in the records of evaluations. Higher is better for accuracies, for
     rewards and log-probs of `chosen` and for margins; lower is better for all others."""
 
@@ -31,15 +37,25 @@ class EarlyStoppingConfig(ConfigSection):
     """Number of evaluations in a row without improvement after which the run ends. 0: no early
     stopping. Needs `eval_steps` or `eval_epochs`."""
 
-    min_delta: float = Field(default=0.0, ge=0)
+    min_delta: Annotated[float, STOPS] = Field(default=0.0, ge=0)
     """Smallest improvement over the best value that counts as an improvement."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether evaluations may end the run."""
+        return self.patience > 0
 
 
 class BudgetConfig(ConfigSection):
     """The length of a run. `max_steps` and `max_tokens` replace `num_train_epochs`; with both, the
     first that is reached ends the run. `max_hours` and `early_stopping` may end it earlier."""
 
-    num_train_epochs: Keyed[Annotated[int | float, AfterValidator(_check_epochs)]] = 1
+    conditions: ClassVar[tuple[OnlyWith, ...]] = (TRAINS,)
+
+    num_train_epochs: Annotated[
+        Keyed[Annotated[int | float, AfterValidator(_check_epochs)]],
+        OnlyWith("train.ends_by_epochs", words="neither max_steps nor max_tokens", unmet="silent"),
+    ] = 1
     """Epochs: passes over the data. Fractions are allowed (0.5: the first half of the order of one
     epoch). Ignored where `max_steps` or `max_tokens` is set."""
 
@@ -60,3 +76,8 @@ class BudgetConfig(ConfigSection):
         default_factory=EarlyStoppingConfig
     )
     """End the run when evaluations no longer improve."""
+
+    @property
+    def ends_by_epochs(self) -> bool:
+        """Whether `num_train_epochs` decides the length of the run."""
+        return self.max_steps is None and self.max_tokens is None

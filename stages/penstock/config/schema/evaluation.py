@@ -6,6 +6,7 @@ from pydantic import AfterValidator, Field
 
 from penstock.config.schema.base import ConfigSection
 from penstock.config.schema.cache_key import KeyedIfEvaluated, KeyedUnlessDefault, Unkeyed
+from penstock.config.schema.effect import OnlyWith
 
 
 def _check_max_batches(value: int | float | None) -> int | float | None:
@@ -24,6 +25,9 @@ def metric_sign(metric: str, mode: Literal["min", "max"] | None = None) -> int:
     more = "accurac" in metric or metric.startswith(("eval_rewards/", "eval_logps/"))
     usual = "max" if more and not metric.endswith("/rejected") else "min"
     return 1 if (mode or usual) == "max" else -1
+
+
+PROMPTED = OnlyWith("train.has_prompts", words="sample_prompts", why="there are no prompts")
 
 
 class EvaluationConfig(ConfigSection):
@@ -63,16 +67,22 @@ class EvaluationConfig(ConfigSection):
     """Sequences that one rank evaluates at once. Unset: `micro_batch_size`."""
 
     eval_only: KeyedUnlessDefault[bool] = False
-    """Evaluate the model that training would start from; train and export nothing."""
+    """Evaluate the model that training would start from; train and export nothing. Settings of the
+    optimizer, the loss and the length of a run are then in no cache key."""
 
     sample_prompts: Unkeyed[list[str]] = Field(default_factory=list[str])
     """Prompts for which the model generates completions during training, with greedy decoding: as a
     user message if the tokenizer has a chat template, else as text to continue. The completions are
     in `samples.jsonl` and in the report."""
 
-    sample_steps: Unkeyed[int] = Field(default=0, ge=0)
+    sample_steps: Annotated[Unkeyed[int], PROMPTED] = Field(default=0, ge=0)
     """Generate completions every `sample_steps` optimizer steps; also after the last step. 0: only
     then."""
 
-    sample_max_new_tokens: Unkeyed[int] = Field(default=64, gt=0)
+    sample_max_new_tokens: Annotated[Unkeyed[int], PROMPTED] = Field(default=64, gt=0)
     """Maximum number of generated tokens of a completion."""
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether completions are generated."""
+        return bool(self.sample_prompts)

@@ -1,17 +1,22 @@
 """FP8 training: FP8 matmuls in the linear layers."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 
 from penstock.config.schema.base import ConfigSection
 from penstock.config.schema.cache_key import KeyedUnlessDefault, Unkeyed
+from penstock.config.schema.effect import OnlyWith
 from penstock.config.schema.quantization import readable
+
+FP8 = OnlyWith("train.enable_fp8_training", why="there is no FP8 training with {name}: {value}")
 
 
 class Fp8Config(ConfigSection):
     """Quantization to FP8. Scales are powers of two and dynamic: computed from the tensor that is
     quantized."""
+
+    conditions: ClassVar[tuple[OnlyWith, ...]] = (FP8,)
 
     recipe: Literal["tensorwise", "rowwise", "blockwise"] = "rowwise"
     """Scaling granularity: `tensorwise`, one scale for a tensor, the fastest; `rowwise`, one for
@@ -36,7 +41,9 @@ class Fp8Config(ConfigSection):
     """Apply a block-diagonal Hadamard transform to activations and weights before quantization,
     which distributes outlier features over their neighbors."""
 
-    hadamard_block_size: Literal[16, 32, 64, 128] = 32
+    hadamard_block_size: Annotated[
+        Literal[16, 32, 64, 128], FP8, OnlyWith("train.fp8.hadamard")
+    ] = 32
     """Number of features that are transformed together."""
 
     exclude_modules: Annotated[list[str], AfterValidator(readable)] = Field(
@@ -64,6 +71,6 @@ class Fp8TrainingConfig(ConfigSection):
     fp8: KeyedUnlessDefault[Fp8Config] = Field(default_factory=Fp8Config)
     """FP8 scaling and formats."""
 
-    enable_fp8_all_gather: Unkeyed[bool] = False
+    enable_fp8_all_gather: Annotated[Unkeyed[bool], FP8] = False
     """`fsdp2` with `enable_fp8_training`: quantize weights before the all-gather, which halves its
     traffic. Results are the same."""

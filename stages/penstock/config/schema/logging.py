@@ -6,6 +6,7 @@ from pydantic import AfterValidator, Field
 
 from penstock.config.schema.base import ConfigSection
 from penstock.config.schema.cache_key import Unkeyed
+from penstock.config.schema.effect import OnlyWith
 from penstock.core.remote.urls import redact
 
 
@@ -73,7 +74,13 @@ class LoggingConfig(ConfigSection):
     use_tensorboard: Unkeyed[bool] = False
     """Log to TensorBoard, in `log_dir`."""
 
-    log_dir: Unkeyed[str | None] = Field(default=None, min_length=1)
+    log_dir: Annotated[
+        Unkeyed[str | None],
+        OnlyWith(
+            "train.use_tensorboard",
+            why="is the folder of TensorBoard's event files, and {name} is {value}",
+        ),
+    ] = Field(default=None, min_length=1)
     """Local folder of TensorBoard's event files; TensorBoard shows runs that share one as one run.
     Unset: `output_dir`/tensorboard. All other logs stay in `output_dir`."""
 
@@ -95,9 +102,9 @@ class LoggingConfig(ConfigSection):
     wandb_log_interval: Unkeyed[int] = Field(default=1, gt=0)
     """Weights & Biases: log every `wandb_log_interval` steps."""
 
-    mlflow_tracking_uri: Unkeyed[Annotated[str | None, AfterValidator(_check_tracking_uri)]] = (
-        Field(default=None, min_length=1)
-    )
+    mlflow_tracking_uri: Annotated[
+        Unkeyed[str | None], AfterValidator(_check_tracking_uri), OnlyWith("train.use_mlflow")
+    ] = Field(default=None, min_length=1)
     """MLflow: URI of the tracking server or store. Unset: MLFLOW_TRACKING_URI, else the file
     mlflow.db in `output_dir`."""
 

@@ -12,7 +12,17 @@ from penstock.config.schema.cache_key import (
     KeyedUnlessDefault,
     Unkeyed,
 )
+from penstock.config.schema.effect import OnlyWith
 from penstock.config.schema.quantization import GROUPS, QuantFormat, readable
+
+LORA = OnlyWith("lora.enable_lora", why="there are no adapters with {name}: {value}")
+QLORA = OnlyWith("lora.enable_qlora", why="nothing is quantized with {name}: {value}")
+NOISE = OnlyWith("lora.enable_aqn", why="no noise is added with {name}: {value}")
+MERGED = OnlyWith(
+    "lora.is_merged_in_training",
+    words="a merge_lora_interval",
+    why="adapters are never merged with merge_lora_interval: 0",
+)
 
 
 class LoraConfig(ConfigSection):
@@ -27,20 +37,20 @@ class LoraConfig(ConfigSection):
     lora_alpha: Keyed[int | float] = Field(default=16, gt=0)
     """LoRA alpha: the output of an adapter is scaled by alpha / rank."""
 
-    use_rslora: KeyedUnlessDefault[bool] = False
+    use_rslora: Annotated[KeyedUnlessDefault[bool], LORA] = False
     """Rank-stabilized LoRA: scale by alpha / sqrt(rank), so that adapters of high rank learn as
     fast as those of low rank."""
 
-    use_dora: KeyedUnlessDefault[bool] = False
+    use_dora: Annotated[KeyedUnlessDefault[bool], LORA] = False
     """DoRA: train the magnitude (norm of each row) of an adapted weight separately from its
     direction."""
 
-    lora_plus_ratio: KeyedUnlessDefault[float] = Field(default=1.0, gt=0)
+    lora_plus_ratio: Annotated[KeyedUnlessDefault[float], LORA] = Field(default=1.0, gt=0)
     """LoRA+: learning rate of the second factors (B) as a multiple of `train.lr`. Metrics show the
     learning rate of the other parameters, among which are the B of an embedding, whose A is
     initialized to zero."""
 
-    lora_bias: KeyedUnlessDefault[Literal["none", "all", "lora_only"]] = "none"
+    lora_bias: Annotated[KeyedUnlessDefault[Literal["none", "all", "lora_only"]], LORA] = "none"
     """Biases that are trained too: `all` of the model, or those of layers with an adapter
     (`lora_only`)."""
 
@@ -67,20 +77,20 @@ class LoraConfig(ConfigSection):
     with `skip` a line in the log, as PEFT passes over them. If none names a layer, it is an error
     either way."""
 
-    init_adapter_path: KeyedByContent[str | None] = None
+    init_adapter_path: Annotated[KeyedByContent[str | None], LORA] = None
     """Adapter to start from: a folder or hub id with `adapter_config.json`. Rank, alpha, targets
     and variant are read from it; if they are written here too, they must agree."""
 
-    moe_shared_lora: KeyedUnlessDefault[bool] = False
+    moe_shared_lora: Annotated[KeyedUnlessDefault[bool], LORA] = False
     """Mixture of experts: all experts of a layer share one adapter for each of their matrices. An
     exported adapter has a copy for each expert."""
 
-    moe_hybrid_shared_lora: KeyedUnlessDefault[bool] = False
+    moe_hybrid_shared_lora: Annotated[KeyedUnlessDefault[bool], LORA] = False
     """Mixture of experts: the experts of a layer share the factors that have the hidden size as a
     dimension: A of the gate and up projections and B of the down projection. The other factors are
     one per expert."""
 
-    save_lora_only: Unkeyed[bool] = False
+    save_lora_only: Annotated[Unkeyed[bool], LORA] = False
     """Export only the adapter, not the merged model."""
 
     enable_qlora: Keyed[bool] = False
@@ -88,35 +98,39 @@ class LoraConfig(ConfigSection):
     of the decoder blocks are quantized, with experts, without routers, layer by layer as they are
     loaded. Prequantized weights are used as they are. Implies `enable_lora: true`."""
 
-    quant_format: Keyed[QuantFormat] = "nvfp4"
+    quant_format: Annotated[Keyed[QuantFormat], QLORA] = "nvfp4"
     """QLoRA: format of the base weights: `nvfp4` (4-bit, a scale for each 16 values), `nf4` (4-bit
     NormalFloat), `block_fp8` (FP8 with 128 x 128 tiles), `int8`, or `int8_int4_experts` (int8 with
     int4 experts). A prequantized checkpoint keeps its own."""
 
-    quant_group_size: Annotated[int | None, CacheKey("always", null=16)] = Field(default=None, gt=0)
+    quant_group_size: Annotated[int | None, CacheKey("always", value="keyed_group_size"), QLORA] = (
+        Field(default=None, gt=0)
+    )
     """QLoRA: group size, the number of columns that share a scale. Unset: 16 for `nvfp4`, 128 for
     `block_fp8`, 64 for `nf4`, 128 for experts of `int8_int4_experts`; the last two take other
     powers of two too."""
 
-    exclude_modules: Keyed[Annotated[list[str] | None, AfterValidator(readable)]] = None
+    exclude_modules: Annotated[
+        Keyed[Annotated[list[str] | None, AfterValidator(readable)]], QLORA
+    ] = None
     """QLoRA: modules that are not quantized, by consecutive parts of their names (`self_attn`,
     `layers.0`) or patterns (`layers.[0-3].*`). Embeddings, LM head, norms and routers never are.
     Unset: those that a prequantized checkpoint lists, else none."""
 
-    merge_lora_interval: Keyed[int] = Field(default=0, ge=0)
+    merge_lora_interval: Annotated[Keyed[int], LORA] = Field(default=0, ge=0)
     """ReLoRA: merge the adapters into the base weights every `merge_lora_interval` steps and
     reinitialize them; 0: never. Checkpoints then contain the base model too, and an export only the
     merged model."""
 
-    reset_optimizer_on_merge: Keyed[bool] = False
+    reset_optimizer_on_merge: Annotated[Keyed[bool], LORA, MERGED] = False
     """ReLoRA: reset the optimizer states of the adapters at each merge. Needs
     `merge_lora_interval`."""
 
-    enable_aqn: Keyed[bool] = False
+    enable_aqn: Annotated[Keyed[bool], QLORA] = False
     """Adaptive quantization noise, for QLoRA: add normally distributed noise of the size of a
     quantization step to quantized weights in training, different in each step."""
 
-    aqn_alpha: Keyed[float] = Field(default=1.0, ge=0)
+    aqn_alpha: Annotated[Keyed[float], NOISE] = Field(default=1.0, ge=0)
     """Adaptive quantization noise: factor of the noise."""
 
     @property
@@ -129,4 +143,21 @@ class LoraConfig(ConfigSection):
     @property
     def resolved_group_size(self) -> int | None:
         """Group size unless weights are prequantized; None: a scale for each row."""
-        return self.quant_group_size or next(iter(GROUPS[self.quant_format]), None)
+        return self.quant_group_size or self.default_group_size
+
+    @property
+    def default_group_size(self) -> int | None:
+        """Group size of the format; None: a scale for each row."""
+        return next(iter(GROUPS[self.quant_format]), None)
+
+    @property
+    def keyed_group_size(self) -> int | str:
+        """In keys 16 means unset, also for formats with another default size."""
+        if self.quant_group_size in (None, self.default_group_size):
+            return 16
+        return "16 columns" if self.quant_group_size == 16 else self.quant_group_size
+
+    @property
+    def is_merged_in_training(self) -> bool:
+        """Whether adapters are merged while training goes on."""
+        return self.merge_lora_interval > 0

@@ -1,43 +1,77 @@
 """Precision, activation checkpointing, offload, compilation and weight initialization."""
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from penstock.config.schema.base import ConfigSection
-from penstock.config.schema.cache_key import Keyed, KeyedUnlessDefault, Unkeyed
+from penstock.config.schema.cache_key import CacheKey, KeyedUnlessDefault, Unkeyed
+from penstock.config.schema.effect import TRAINS, OnlyWith
 
 Precision = Literal["fp32", "bf16_mixed", "bf16", "fp16_mixed"]
+
+
+FP16 = OnlyWith(
+    "train.computes_in",
+    ("float16",),
+    words="precision: fp16_mixed",
+    why="loss scaling is for float16 only, and this run computes in {value}",
+)
+RECOMPUTED = OnlyWith(
+    "train.enable_gradient_checkpointing", why="nothing is recomputed with {name}: {value}"
+)
+OFFLOADED = OnlyWith(
+    "train.enable_activation_offload",
+    why="all activations stay on the GPU with {name}: {value}",
+)
+
+PRECISION_KEYS: Mapping[Precision, Mapping[str, Any]] = {
+    "bf16_mixed": {},
+    "fp32": {"enable_mixed_precision": False},
+    "bf16": {"precision": "bf16"},
+    "fp16_mixed": {"precision": "fp16_mixed"},
+}
+"""The fields that stand for a precision in cache keys, however it was written."""
 
 
 class MemoryConfig(ConfigSection):
     """Precision, memory and speed of a training step."""
 
-    enable_mixed_precision: Keyed[bool] = True
+    enable_mixed_precision: Annotated[bool, CacheKey("always", value="keyed_mixed_precision")] = (
+        True
+    )
     """Mixed precision: compute in bfloat16 with weights and optimizer states in float32.
     `precision` overrides it; false is an error with the mixed values of `precision`."""
 
-    precision: KeyedUnlessDefault[Precision | None] = None
+    precision: Annotated[Precision | None, CacheKey("unless default", value="keyed_precision")] = (
+        None
+    )
     """Dtypes of computation and of weights. `fp32`: both float32. `bf16_mixed`: bfloat16 and
     float32. `bf16`: both bfloat16. `fp16_mixed`: float16 with dynamic loss scaling, and float32.
     Unset: `bf16_mixed`, or `fp32` with `enable_mixed_precision: false`."""
 
-    master_weights: KeyedUnlessDefault[bool | None] = None
+    master_weights: Annotated[
+        bool | None, CacheKey("unless default", value="keyed_master_weights")
+    ] = None
     """Master weights: keep weights in float32 while computing in bfloat16. Unset: from `precision`.
     True turns `bf16` into `bf16_mixed`; false turns `bf16_mixed` into `bf16`."""
 
-    stochastic_rounding: KeyedUnlessDefault[bool] = False
+    stochastic_rounding: Annotated[KeyedUnlessDefault[bool], TRAINS] = False
     """Stochastic rounding of bfloat16 weights and second moments in the optimizer: up or down at
     random with the correct mean, so that small updates are not lost. The random numbers depend on
     `seed`, the step and the position in the weights, never on the parallel layout. For `adamw`,
     `anyprecision_adamw` and `muon`."""
 
-    grad_accum_dtype: KeyedUnlessDefault[Literal["fp32", "bf16"] | None] = None
+    grad_accum_dtype: Annotated[
+        Literal["fp32", "bf16"] | None, CacheKey("unless default", value="keyed_grad_accum"), TRAINS
+    ] = None
     """Dtype in which the gradients of several micro-batches are accumulated. Unset: `fp32`. Under
     `fsdp2` it is `fsdp_reduce_dtype`; if both are set, they must agree."""
 
-    loss_scale_init: KeyedUnlessDefault[float] = Field(default=65536.0, gt=0)
+    loss_scale_init: Annotated[KeyedUnlessDefault[float], FP16, TRAINS] = Field(
+        default=65536.0, gt=0
+    )
     """`fp16_mixed`: initial loss scale. When gradients overflow, the step is skipped and the scale
     halved; it doubles after 2,000 steps without overflow."""
 
@@ -49,15 +83,15 @@ class MemoryConfig(ConfigSection):
     enable_reentrant: Unkeyed[bool] = False
     """Activation checkpointing: use PyTorch's reentrant implementation (`use_reentrant=True`)."""
 
-    recompute_modules: Unkeyed[list[Literal["self_attn", "core_attn", "mlp", "vision"]] | None] = (
-        Field(default=None, min_length=1)
-    )
+    recompute_modules: Annotated[
+        Unkeyed[list[Literal["self_attn", "core_attn", "mlp", "vision"]] | None], RECOMPUTED
+    ] = Field(default=None, min_length=1)
     """Selective activation checkpointing: recompute only these parts of each layer: `self_attn`,
     `mlp`, or `core_attn`, which is attention without its projections (softmax(q k^T) v); and, with
     `vision`, the layers of the vision tower of a model that is trained on images. Unset: whole
     layers, of both."""
 
-    moe_checkpoint_method: Unkeyed[Literal["moe_act"] | None] = None
+    moe_checkpoint_method: Annotated[Unkeyed[Literal["moe_act"] | None], RECOMPUTED] = None
     """Activation checkpointing of MoE layers. `moe_act` stores the tokens that were dispatched to
     experts and their outputs, and recomputes only the gate and up projections and the activation
     (and the shared experts): no token is sent twice; memory grows with the number of experts per
@@ -90,7 +124,7 @@ class MemoryConfig(ConfigSection):
     back before they are used, in parallel with the computation. With activation checkpointing these
     are little more than the input of each layer."""
 
-    activation_gpu_limit: Unkeyed[float] = Field(default=0.0, ge=0)
+    activation_gpu_limit: Annotated[Unkeyed[float], OFFLOADED] = Field(default=0.0, ge=0)
     """Activation offload: gigabytes of activations that stay on the GPU: the newest, which the
     backward pass uses first. 0: all are moved, except those of the two layers that are being
     copied."""
@@ -136,9 +170,28 @@ class MemoryConfig(ConfigSection):
         return found
 
     @property
+    def keyed_mixed_precision(self) -> bool:
+        """`enable_mixed_precision` in keys."""
+        return PRECISION_KEYS[self.resolved_precision].get("enable_mixed_precision", True)
+
+    @property
+    def keyed_precision(self) -> Precision | None:
+        """`precision` in keys."""
+        return PRECISION_KEYS[self.resolved_precision].get("precision")
+
+    @property
+    def keyed_master_weights(self) -> None:
+        """`master_weights` in keys: nothing that the precision does not say."""
+
+    @property
     def computes_in(self) -> Literal["float32", "bfloat16", "float16"]:
         """Compute dtype of the layers, as torch calls it."""
         return COMPUTES_IN[self.resolved_precision]
+
+    @property
+    def rounds_weights(self) -> bool:
+        """Whether layers compute with weights that are rounded from those of the optimizer."""
+        return self.computes_in != self.keeps_in
 
     @property
     def keeps_in(self) -> Literal["float32", "bfloat16"]:

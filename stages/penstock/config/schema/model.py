@@ -1,11 +1,12 @@
 """Which model is trained, and the implementation of its layers."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from penstock.config.schema.base import ConfigSection
 from penstock.config.schema.cache_key import Keyed, KeyedByContent, KeyedUnlessDefault, Unkeyed
+from penstock.config.schema.effect import OnlyWith
 
 Attention = Literal[
     "eager", "sdpa", "native", "flash_attention_2", "flash_attention_3", "flash_attention_4"
@@ -15,6 +16,13 @@ Part = Literal["vision", "projector", "language"]
 Modality = Literal["image", "video", "audio"]
 Projector = Literal["mlp", "linear", "pixel_shuffle"]
 SCALE_FACTOR = 2
+
+
+DEEPEP = OnlyWith("model.ep_dispatch", ("deepep",))
+ROUNDS = OnlyWith("train.computes_in", ("bfloat16", "float16"), unmet="silent")
+"""What keeps a part in fp32 changes nothing where everything is in fp32."""
+
+CASTS = OnlyWith("train.computes_in", ("float32", "float16"), unmet="silent")
 
 
 class EncoderConfig(ConfigSection):
@@ -93,7 +101,7 @@ class ModelConfig(ConfigSection):
     (PyTorch's grouped matmul) or `quack` (an optional package; Hopper and Blackwell). Unset: the
     best one on this machine for the model's experts."""
 
-    router_fp32: KeyedUnlessDefault[bool] = True
+    router_fp32: Annotated[KeyedUnlessDefault[bool], ROUNDS] = True
     """Mixture of experts: store router weights and compute router logits in fp32 even where the
     rest is computed in bf16, so that rounding does not change which experts are chosen."""
 
@@ -101,7 +109,7 @@ class ModelConfig(ConfigSection):
     """Mixture of experts: do not train router weights. Gradients still flow through the routing
     weights to earlier layers."""
 
-    lm_head_fp32: KeyedUnlessDefault[bool] = False
+    lm_head_fp32: Annotated[KeyedUnlessDefault[bool], ROUNDS] = False
     """Compute logits in fp32 even where the rest is computed in bf16, from the hidden states and
     the LM head's weights as they are, so that logits are not rounded before the loss. On a GPU
     these matmuls take many times as long, and need an fp32 copy of the LM head while they run."""
@@ -118,7 +126,7 @@ class ModelConfig(ConfigSection):
     """Compute rotary position embeddings (RoPE) with PyTorch's eager operations even where a fused
     kernel is available."""
 
-    attention_cast_bf16: KeyedUnlessDefault[bool] = False
+    attention_cast_bf16: Annotated[KeyedUnlessDefault[bool], CASTS] = False
     """Cast queries, keys and values to bf16 and compute attention in bf16, even where the rest is
     computed in fp32."""
 
@@ -127,14 +135,14 @@ class ModelConfig(ConfigSection):
     uses NVLink between 2, 4 or 8 GPUs of one node, in bf16. Without the package or such GPUs,
     `deepep` is an error."""
 
-    deepep_buffer_size_gb: Unkeyed[float] = Field(default=2.0, gt=0)
+    deepep_buffer_size_gb: Annotated[Unkeyed[float], DEEPEP] = Field(default=2.0, gt=0)
     """DeepEP: size of the buffer of each GPU, in gigabytes."""
 
-    deepep_num_sms: Unkeyed[int] = Field(default=20, gt=0, multiple_of=2)
+    deepep_num_sms: Annotated[Unkeyed[int], DEEPEP] = Field(default=20, gt=0, multiple_of=2)
     """DeepEP: number of streaming multiprocessors (SMs) reserved for communication; even. Fewer
     leave more for computation that overlaps with it."""
 
-    deepep_async_combine: Unkeyed[bool] = False
+    deepep_async_combine: Annotated[Unkeyed[bool], DEEPEP] = False
     """DeepEP: overlap the transfer of expert outputs (combine) with the computation of the layer's
     shared experts. No effect on models without shared experts."""
 

@@ -1,12 +1,14 @@
 """The optimizer and its learning rate."""
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from penstock.config.schema.base import ConfigSection
-from penstock.config.schema.cache_key import Keyed, KeyedUnlessDefault
-from penstock.config.schema.lr_schedule import DecayStyle, ScheduleConfig
+from penstock.config.schema.cache_key import CacheKey, Keyed, KeyedUnlessDefault
+from penstock.config.schema.effect import TRAINS, OnlyWith
+from penstock.config.schema.lr_schedule import DECAYS, ENDING, DecayStyle, ScheduleConfig
 
 FullName = Annotated[str, Field(pattern=r"^torch(ao)?\.optim\.\w+$")]
 """An optimizer of PyTorch or torchao, by its full name."""
@@ -15,8 +17,32 @@ Argument = bool | int | float | str | list[float | None] | None
 """Values of an optimizer's keyword arguments."""
 
 
+ADAM: Mapping[str, Argument] = {"betas": [0.9, 0.95], "eps": 1e-8}
+"""Betas of Llama and Qwen. PyTorch's default beta2, 0.999, averages over too many steps for short
+runs."""
+
+KWARGS: Mapping[str, Mapping[str, Argument]] = {
+    "adamw": ADAM,
+    "anyprecision_adamw": {**ADAM, "use_kahan_summation": False},
+    "muon": ADAM,
+    "sgd": {"momentum": 0.0, "dampening": 0.0, "nesterov": False},
+    "novograd": {"betas": [0.95, 0.98], "eps": 1e-8, "grad_averaging": False, "amsgrad": False},
+}
+"""The `optimizer_kwargs` of each optimizer with a short name, with their defaults; those of
+`novograd` are NeMo's."""
+
+MUON = OnlyWith("train.optimizer", ("muon",), why="is used by muon only, and the {name} is {value}")
+MATRICES = OnlyWith("lora.enable_lora", (False,), unmet="silent")
+"""A notice says that AdamW trains adapters."""
+
+ENDS = f"lr_decay_style: {', '.join(ENDING[:-1])} or {ENDING[-1]}"
+DECAYED = OnlyWith("train.decays_weights", words="weight_decay above 0", unmet="silent")
+
+
 class OptimConfig(ConfigSection):
     """The optimizer, the learning rate schedule and weight decay."""
+
+    conditions: ClassVar[tuple[OnlyWith, ...]] = (TRAINS,)
 
     optimizer: Keyed[
         Literal["adamw", "anyprecision_adamw", "sgd", "muon", "novograd"] | FullName
@@ -25,12 +51,19 @@ class OptimConfig(ConfigSection):
     `novograd`; or any other of PyTorch's or torchao's by its full name, such as `torch.optim.RAdam`
     or `torchao.optim.AdamW8bit`."""
 
-    optimizer_dtype: Keyed[Literal["fp32", "bf16"]] = "bf16"
+    optimizer_dtype: Annotated[
+        Keyed[Literal["fp32", "bf16"]],
+        OnlyWith(
+            "train.optimizer",
+            ("anyprecision_adamw", "muon", "novograd"),
+            unmet="silent",
+        ),
+    ] = "bf16"
     """Dtype of the optimizer states of `anyprecision_adamw`, `muon` and `novograd`."""
 
-    optimizer_kwargs: KeyedUnlessDefault[dict[str, Argument]] = Field(
-        default_factory=dict[str, Argument]
-    )
+    optimizer_kwargs: Annotated[
+        dict[str, Argument], CacheKey("unless default", value="changed_kwargs")
+    ] = Field(default_factory=dict[str, Argument])
     """Further keyword arguments of the optimizer: `{betas: [0.9, 0.95], eps: 1e-8}` for Adam and
     its variants (and for the parameters that `muon` leaves to AdamW), `use_kahan_summation: true`
     for `anyprecision_adamw`, `{momentum: 0.9, dampening: 0, nesterov: true}` for `sgd`, `{betas:
@@ -47,17 +80,30 @@ class OptimConfig(ConfigSection):
     """Peak learning rate of the projector between vision tower and language model, on the schedule
     of `lr`, where it is trained. Unset: `lr`."""
 
-    lr_min: Keyed[float] = Field(default=1e-7, ge=0)
+    lr_min: Annotated[
+        Keyed[float],
+        DECAYS,
+    ] = Field(default=1e-7, ge=0)
     """Learning rate at the end of the decay."""
 
-    lr_start: Keyed[float] = Field(default=0.0, ge=0)
+    lr_start: Annotated[
+        Keyed[float],
+        OnlyWith(
+            "train.warms_up",
+            words="lr_warmup_steps or lr_warmup_ratio",
+            why="there is no warmup",
+            unmet="notice",
+        ),
+    ] = Field(default=0.0, ge=0)
     """Learning rate of the first warmup step."""
 
     lr_warmup_ratio: Keyed[float] = Field(default=0.0, ge=0, le=1)
     """Warmup as a fraction of all steps, 0 to 1, over which the learning rate rises linearly to its
     peak."""
 
-    lr_warmup_steps: KeyedUnlessDefault[int | None] = Field(default=None, ge=0)
+    lr_warmup_steps: Annotated[
+        int | None, CacheKey("unless default", value="keyed_warmup_steps")
+    ] = Field(default=None, ge=0)
     """Warmup steps; replaces `lr_warmup_ratio`."""
 
     lr_decay_style: Keyed[DecayStyle] = "constant"
@@ -65,7 +111,16 @@ class OptimConfig(ConfigSection):
     `cosine`, `polynomial`, `wsd` (warmup-stable-decay: at the peak until near the end), `square`,
     `sqrt`, `inverse_sqrt`, `noam`, `noam_hold`, `step`, `exponential`."""
 
-    lr_decay_ratio: Keyed[float] = Field(default=1.0, ge=0, le=1)
+    lr_decay_ratio: Annotated[
+        Keyed[float],
+        OnlyWith(
+            "train.lr_decay_style",
+            (*ENDING, "constant"),
+            words=ENDS,
+            why="{name}: {value} decays until the end of the run",
+        ),
+        DECAYS,
+    ] = Field(default=1.0, ge=0, le=1)
     """Fraction of all steps, 0 to 1, after which the decay has reached `lr_min`."""
 
     lr_schedule_kwargs: KeyedUnlessDefault[ScheduleConfig] = Field(default_factory=ScheduleConfig)
@@ -83,11 +138,11 @@ class OptimConfig(ConfigSection):
     PyTorch documents otherwise (`AdamW`; `decoupled_weight_decay: true` in `optimizer_kwargs` of
     `NAdam` and `RAdam`)."""
 
-    no_decay_modules: Keyed[list[str]] = Field(default_factory=list[str])
+    no_decay_modules: Annotated[Keyed[list[str]], DECAYED] = Field(default_factory=list[str])
     """No weight decay for parameters of modules whose name contains one of these, for example
     `[norm]`."""
 
-    no_decay_params: Keyed[list[str]] = Field(default_factory=list[str])
+    no_decay_params: Annotated[Keyed[list[str]], DECAYED] = Field(default_factory=list[str])
     """No weight decay for parameters whose name contains one of these, for example `[bias]`."""
 
     max_grad_norm: Keyed[float] = Field(default=1.0, ge=0)
@@ -98,23 +153,70 @@ class OptimConfig(ConfigSection):
     a head stay below this value; 100 with `optimizer: muon` is MuonClip as in Kimi K2. Unset: no
     limit."""
 
-    muon_lr: Keyed[float] = Field(default=0.02, ge=0)
+    muon_lr: Annotated[Keyed[float], MUON, MATRICES] = Field(default=0.02, ge=0)
     """Muon: peak learning rate of the weight matrices, on the schedule of `lr`."""
 
-    muon_momentum: Keyed[float] = Field(default=0.95, ge=0, lt=1)
+    muon_momentum: Annotated[Keyed[float], MUON, MATRICES] = Field(default=0.95, ge=0, lt=1)
     """Muon: momentum."""
 
-    muon_nesterov: Keyed[bool] = True
+    muon_nesterov: Annotated[Keyed[bool], MUON, MATRICES] = True
     """Muon: Nesterov momentum."""
 
-    muon_ns_steps: Keyed[int] = Field(default=5, gt=0, lt=100)
+    muon_ns_steps: Annotated[Keyed[int], MUON, MATRICES] = Field(default=5, gt=0, lt=100)
     """Muon: Newton-Schulz iterations."""
 
-    muon_adjust_lr_fn: Keyed[Literal["original", "match_rms_adamw"] | None] = None
+    muon_adjust_lr_fn: Annotated[
+        Literal["original", "match_rms_adamw"] | None,
+        CacheKey("always", value="keyed_adjust_lr_fn"),
+        MUON,
+        MATRICES,
+    ] = None
     """Muon: scaling of the learning rate by a matrix's shape [N, K]. `original` (also if unset):
     sqrt(max(1, N/K)). `match_rms_adamw`: 0.2 sqrt(max(N, K)), with which a learning rate and weight
     decay of AdamW can be used: set `muon_lr` to `lr`."""
 
-    muon_split_heads: KeyedUnlessDefault[bool] = False
+    muon_split_heads: Annotated[KeyedUnlessDefault[bool], MUON, MATRICES] = False
     """Muon: each head's queries, keys and values are a matrix, orthogonalized by itself, as in
     GLM-5."""
+
+    @property
+    def warms_up(self) -> bool:
+        """Whether there is a warmup with the settings of all styles; `noam` has its own."""
+        warmup = self.lr_warmup_ratio if self.lr_warmup_steps is None else self.lr_warmup_steps
+        return warmup > 0 and self.lr_decay_style != "noam"
+
+    @property
+    def has_warmup_style(self) -> bool:
+        """Whether `warmup_style` is used: by a warmup, and by `inverse_sqrt`, whose timescale is
+        the warmup's length."""
+        by_timescale = (
+            self.lr_decay_style == "inverse_sqrt" and self.lr_schedule_kwargs.timescale is None
+        )
+        return self.warms_up or by_timescale or self.lr_decay_style == "noam"
+
+    @property
+    def decays(self) -> bool:
+        """Whether the learning rate falls after the warmup."""
+        return self.lr_decay_style != "constant"
+
+    @property
+    def decays_weights(self) -> bool:
+        """Whether weights decay."""
+        return self.weight_decay > 0
+
+    @property
+    def changed_kwargs(self) -> dict[str, Argument]:
+        """The `optimizer_kwargs` that are not the optimizer's defaults."""
+        defaults = KWARGS.get(self.optimizer, {})
+        given = self.optimizer_kwargs.items()
+        return {name: value for name, value in given if (name, value) not in defaults.items()}
+
+    @property
+    def keyed_warmup_steps(self) -> int | None:
+        """`lr_warmup_steps`; none where the ratio says the same."""
+        return None if self.lr_warmup_steps == self.lr_warmup_ratio == 0 else self.lr_warmup_steps
+
+    @property
+    def keyed_adjust_lr_fn(self) -> str | None:
+        """`muon_adjust_lr_fn`; none where it is what is used if unset."""
+        return None if self.muon_adjust_lr_fn == "original" else self.muon_adjust_lr_fn

@@ -1,11 +1,12 @@
 """Preference training: the loss and its coefficients."""
 
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 
 from penstock.config.schema.base import ConfigSection
+from penstock.config.schema.effect import OnlyWith
 
 LossType = Literal[
     "sigmoid",
@@ -72,6 +73,15 @@ def _check_precompute(value: bool) -> bool:
 class PreferenceConfig(ConfigSection):
     """Preference training (`train.objective: preference`). A field that the loss does not use is an
     error."""
+
+    conditions: ClassVar[tuple[OnlyWith, ...]] = (
+        OnlyWith(
+            "train.objective",
+            ("preference",),
+            words="train.objective: preference",
+            why="is not used with train.{name}: {value}",
+        ),
+    )
 
     loss_type: LossType = "sigmoid"
     """Loss. With a reference model: `sigmoid` (DPO), `hinge` (SLiC), `ipo` (IPO), `dpop`
@@ -147,7 +157,14 @@ class PreferenceConfig(ConfigSection):
     Unset: `mean` for `ipo`, `simpo`, `or` and `orpo`, which are defined with it and allow nothing
     else, `none` for others."""
 
-    sft_loss_scope: Literal["answer", "prompt_and_answer"] = "answer"
+    sft_loss_scope: Annotated[
+        Literal["answer", "prompt_and_answer"],
+        OnlyWith(
+            "preference.has_sft_loss",
+            words="sft_loss_ratio",
+            why="there is no SFT loss without sft_loss_ratio",
+        ),
+    ] = "answer"
     """Tokens of the SFT loss: those of completions (`answer`), or those of their prompts too, as in
     TRL's ORPO. Used where `sft_loss_ratio` is not 0."""
 
@@ -169,6 +186,11 @@ class PreferenceConfig(ConfigSection):
         if self.sft_loss_ratio is not None:
             return self.sft_loss_ratio
         return 1.0 if self.loss_type in WITH_SFT else 0.0
+
+    @property
+    def has_sft_loss(self) -> bool:
+        """Whether an SFT loss is added."""
+        return self.sft_weight > 0
 
     @property
     def learns_prompts(self) -> bool:

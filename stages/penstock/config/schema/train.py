@@ -1,6 +1,6 @@
 """The section `train`: objective, loss, batch sizes, dropout and load balancing of experts."""
 
-from typing import Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -8,6 +8,7 @@ from penstock.config.schema.base import ConfigSection
 from penstock.config.schema.cache_key import Keyed, KeyedByContent, KeyedUnlessDefault, Unkeyed
 from penstock.config.schema.checkpoint import CheckpointConfig
 from penstock.config.schema.duration import BudgetConfig
+from penstock.config.schema.effect import TRAINS, OnlyWith
 from penstock.config.schema.evaluation import EvaluationConfig
 from penstock.config.schema.fp8 import Fp8TrainingConfig
 from penstock.config.schema.logging import LoggingConfig
@@ -21,6 +22,8 @@ MOST_ROWS = 10_000_000
 
 class BalanceConfig(ConfigSection):
     """Load balancing of experts: losses of the router. `loss` in the metrics is without them."""
+
+    conditions: ClassVar[tuple[OnlyWith, ...]] = (TRAINS,)
 
     moe_aux_loss_coef: KeyedUnlessDefault[float | None] = Field(default=None, ge=0)
     """Mixture of experts: coefficient of the auxiliary load-balancing loss. Unset: the model's own
@@ -63,9 +66,14 @@ class BatchConfig(ConfigSection):
     """Random seed of shuffling, initial weights and dropout."""
 
 
+DROPS = OnlyWith("train.dropout.is_on", words="hidden, attention or ffn", why="there is no dropout")
+
+
 class DropoutConfig(ConfigSection):
     """Dropout probabilities. The mask depends on `train.seed`, the step and the token, never on the
     parallel layout. Evaluations use no dropout."""
+
+    conditions: ClassVar[tuple[OnlyWith, ...]] = (TRAINS,)
 
     hidden: float = Field(default=0.0, ge=0, lt=1)
     """Residual dropout: on the outputs of each layer's attention and feed-forward network, before
@@ -79,12 +87,24 @@ class DropoutConfig(ConfigSection):
     """Attention dropout: on the attention weights. These must be materialized, so attention is
     `eager`, and its memory grows with the square of a sample's length."""
 
-    warmup_steps: int = Field(default=0, ge=0)
+    warmup_steps: Annotated[int, DROPS] = Field(default=0, ge=0)
     """Optimizer steps over which the probabilities rise linearly from 0 in the first step to their
     values. 0: no warmup."""
 
-    depth_scaling: bool = False
+    depth_scaling: Annotated[bool, DROPS] = False
     """Use less dropout in earlier layers: layer l of L, from 0, uses l / L of the probabilities."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is dropped."""
+        return bool(self.hidden or self.ffn or self.attention)
+
+
+TOKEN_LOSS = OnlyWith(
+    "train.objective",
+    ("sft", "pretrain"),
+    why="is a term of the token loss, and train.{name} is {value}",
+)
 
 
 class LossConfig(ConfigSection):
@@ -102,25 +122,27 @@ class LossConfig(ConfigSection):
     PyTorch operations on the logits of all trained tokens at once, which takes by far the most
     memory. Tokens that are not trained are never passed to the LM head."""
 
-    label_smoothing: KeyedUnlessDefault[float] = Field(default=0.0, ge=0, lt=1)
+    label_smoothing: Annotated[KeyedUnlessDefault[float], TOKEN_LOSS, TRAINS] = Field(
+        default=0.0, ge=0, lt=1
+    )
     """Label smoothing: fraction of the target that is distributed uniformly over the vocabulary.
     `loss` in the metrics includes it."""
 
-    z_loss_coef: KeyedUnlessDefault[float] = Field(default=0.0, ge=0)
+    z_loss_coef: Annotated[KeyedUnlessDefault[float], TOKEN_LOSS, TRAINS] = Field(default=0.0, ge=0)
     """Coefficient of the z-loss, logsumexp(logits)^2 of each token, which keeps logits from
     drifting. 1e-4 is a common value. `loss` in the metrics includes it."""
 
-    indexer_loss_coef: KeyedUnlessDefault[float] = Field(default=0.0, ge=0)
+    indexer_loss_coef: Annotated[KeyedUnlessDefault[float], TRAINS] = Field(default=0.0, ge=0)
     """Sparse attention (DeepSeek V3.2, GLM 5): coefficient of the loss that trains the indexers,
     which changes no other weights: the KL divergence from index scores to the attention weights of
     all heads, over the selected tokens, per token and summed over layers. 0: indexers are frozen.
     `indexer_loss` in the metrics is its mean over layers, which `loss` does not include."""
 
-    indexer_warmup: KeyedUnlessDefault[bool] = False
+    indexer_warmup: Annotated[KeyedUnlessDefault[bool], TRAINS] = False
     """Sparse attention: dense warm-up. Tokens attend to all earlier ones, the indexers' loss is
     over all of these, and only the indexers are trained. Needs `indexer_loss_coef`."""
 
-    mtp_loss_weight: KeyedUnlessDefault[float] = Field(default=0.0, ge=0)
+    mtp_loss_weight: Annotated[KeyedUnlessDefault[float], TRAINS] = Field(default=0.0, ge=0)
     """Multi-token prediction (MTP): weight of the loss of the layers that predict further tokens,
     in models that have such layers (DeepSeek V3 and V3.2, GLM-4.5, GLM 5, Qwen3-Next, Qwen3.5).
     0.3 and 0.1 are DeepSeek-V3's values. 0: they are not trained, and exports have those of the
@@ -153,6 +175,12 @@ class TrainConfig(
             return self.fsdp_gradient_sync
         is_exact = self.fsdp_reduce_dtype == "fp32" and self.keeps_in == "float32"
         return "micro_batch" if is_exact and self.pipeline_parallel_size == 1 else "step"
+
+    @property
+    def keyed_grad_accum(self) -> Literal["bf16"] | None:
+        """`grad_accum_dtype` in keys: null where it is what is used if unset."""
+        is_bf16 = self.grad_accum_dtype == "bf16" and self.data_parallel_mode != "fsdp2"
+        return "bf16" if is_bf16 else None
 
     @property
     def compensates_rounding(self) -> bool:
