@@ -127,15 +127,18 @@ def count_unread(
         if its.type in PAIRS and name not in watched and (not columns or name in columns)
     ]
     reads_functions = its.type in TYPES_WITH_TOOLS and its.field_tools == TOOLS
-    found = Unread()
+    candidates = {*watched, *beside_text, FUNCTIONS}
+    unread = Unread()
     for place, value in enumerate(values):
-        if isinstance(value, Mapping):
-            more = () if _has_text_prompt(value, its) else beside_text
-            if reads_functions and not _is_blank(value.get(TOOLS)):
-                more = (*more, FUNCTIONS)
-            names = (name for name in (*watched, *more) if not _is_blank(value.get(name)))
-            found.add(place, {name: value[name] for name in names})
-    return found
+        if not isinstance(value, dict) or candidates.isdisjoint(value):
+            continue
+        more = () if _has_text_prompt(value, its) else beside_text
+        if reads_functions and not _is_blank(value.get(TOOLS)):
+            more = (*more, FUNCTIONS)
+        names = [name for name in (*watched, *more) if not _is_blank(value.get(name))]
+        if names:
+            unread.add(place, {name: value[name] for name in names})
+    return unread
 
 
 def unread_keys(messages: Sequence[Message], template: str) -> dict[str, Any]:
@@ -146,7 +149,7 @@ def unread_keys(messages: Sequence[Message], template: str) -> dict[str, Any]:
         IN_MESSAGES + name: value
         for message in messages
         for name, value in message.items()
-        if not (name in MESSAGE_KEYS or _is_blank(value) or _reads(template, name))
+        if not (name in MESSAGE_KEYS or _is_blank(value) or reads_key(template, name))
         if (name, message["role"]) != ("name", "tool")
     }
 
@@ -170,7 +173,8 @@ def unread_columns(
 
 
 @lru_cache(maxsize=1024)
-def _reads(template: str, name: str) -> bool:
+def reads_key(template: str, name: str) -> bool:
+    """Whether a chat template reads this key of messages."""
     return re.search(rf"""[.'"]{re.escape(name)}\b""", template) is not None
 
 

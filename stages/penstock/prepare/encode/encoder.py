@@ -279,8 +279,10 @@ class Encoder:
     def _parse_value(self, value: Value) -> Parsed:
         return parse_record(self._its, value, self._columns)
 
-    def _resolve_images(self, said: Parsed, folder: Folder | None) -> Parsed:
-        parts = conversations(said)
+    def _resolve_images(
+        self, said: Parsed, parts: Sequence[Conversation], folder: Folder | None
+    ) -> Parsed:
+        """The record with its media; `parts` are its conversations."""
         media = [kind for each in parts for kind, _ in each.media]
         unplaced = {kind: count for each in parts for kind, count in each.unplaced.items()}
         read = self._images.kinds if self._images else {}
@@ -309,11 +311,14 @@ class Encoder:
     def _parse_record(
         self, place: int, value: Value, found: _ParsedBatch, folder: Folder | None
     ) -> None:
-        said = self._resolve_images(self._parse_value(value), folder)
+        said = self._parse_value(value)
+        parts = conversations(said)
+        if self._images or any(part.media or part.unplaced for part in parts):
+            said = self._resolve_images(said, parts, folder)
         unread: dict[str, Any] = {}
-        for each in conversations(said):
-            self._variables.warn_unread(each.template_kwargs, "column chat_template_kwargs")
-            unread |= unread_keys(each.messages, self._template)
+        for part in parts:
+            self._variables.warn_unread(part.template_kwargs, "column chat_template_kwargs")
+            unread |= unread_keys(part.messages, self._template)
         if unread:
             found.unread_keys.add(place, unread)
         weight = parse_weight(self._its, value)

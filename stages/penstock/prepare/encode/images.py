@@ -28,6 +28,9 @@ Located = tuple[Folder | None, bytes]
 MEDIA_LIKE = re.compile("image|img|audio|video", re.IGNORECASE)
 """Names of tokens that may stand for media, such as `<image>`, `<|image_pad|>` and `[IMG]`."""
 
+SHOWN = "<bytes>"
+"""What transformers shows a template in place of a value that is no JSON."""
+
 CUT = "cutting it to max_seq_len would cut an image"
 
 
@@ -257,3 +260,12 @@ def with_parts(message: Message) -> dict[str, Any]:
     """The message with its text as a part, for templates that read nothing else."""
     content = message.get("content")
     return {**message, "content": [text_part(content)]} if isinstance(content, str) else message
+
+
+def without_digests(message: Message) -> dict[str, Any]:
+    """The message with what transformers shows a template in place of media."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    parts = [{**part, part["type"]: SHOWN} if part["type"] in KINDS else part for part in content]
+    return {**message, "content": parts}

@@ -21,24 +21,24 @@ from functools import partial
 from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from penstock.core.errors import ConfigError
 from penstock.prepare.bad_records import BadRecord
 from penstock.prepare.chat_template import SUFFIX, TEMPLATES, template_names
+from penstock.prepare.encode.compiled_template import Block, compile_template
 from penstock.prepare.encode.document import Document, Span
 from penstock.prepare.encode.find_turns import (
     PROBE,
     TEMPLATE_ERRORS,
-    Block,
     FindAnswers,
     Form,
     TurnFinder,
 )
-from penstock.prepare.encode.images import SliceImages, with_parts
+from penstock.prepare.encode.images import SliceImages, with_parts, without_digests
 from penstock.prepare.encode.turn_ends import Turn, TurnEnds
 from penstock.prepare.formats.conversation import REASONING, Conversation, Message
 from penstock.prepare.settings import DatasetSettings
+from penstock.prepare.unread_columns import reads_key
 
 log = logging.getLogger("penstock.prepare")
 
@@ -299,18 +299,21 @@ class Renderer:
     ) -> tuple[list[str], list[list[Block]]]:
         if not conversations:
             return [], []
-        options: dict[str, Any] = {
-            "return_assistant_tokens_mask": form == "marked",
-            "add_generation_prompt": form == "asking",
-            "tools": tools,
-        }
-        filled = [[_drop_nulls(message) for message in messages] for messages in conversations]
+        shown = [[_drop_nulls(message) for message in messages] for messages in conversations]
+        if self._images:
+            shown = [[without_digests(message) for message in messages] for messages in shown]
         if template in self._parts_only:
-            filled = [[with_parts(message) for message in messages] for messages in filled]
-        rendered: Any = render_jinja_template(
-            filled, chat_template=template, **options, **self._arguments
-        )
-        return rendered
+            shown = [[with_parts(message) for message in messages] for messages in shown]
+        variables = {
+            "tools": tools,
+            "add_generation_prompt": form == "asking",
+            **self._arguments,
+        }
+        compiled = compile_template(template)
+        if form != "marked":
+            return [compiled.render(messages, variables) for messages in shown], []
+        rendered = [compiled.render_marked(messages, variables) for messages in shown]
+        return [text for text, _ in rendered], [blocks for _, blocks in rendered]
 
 
 @dataclass(frozen=True)
@@ -346,19 +349,22 @@ def _require_tool_support(template: str, conversation: Conversation) -> None:
 
 
 def _rename_reasoning(template: str, conversation: Conversation) -> Conversation:
-    """Rename the reasoning field to the one that the template reads. Raises BadRecord if it reads
-    none and would silently ignore reasoning."""
+    """Give reasoning the name that the template reads, and those that transformers adds. Raises
+    BadRecord if the template reads none and would silently ignore reasoning."""
     if not any(name in message for message in conversation.messages for name in REASONING):
         return conversation
-    read = [name for name in REASONING if re.search(rf"""[.'"]{name}\b""", template)]
+    read = [name for name in REASONING if reads_key(template, name)]
     if not read:
         raise BadRecord("template", "the chat template has no place for reasoning")
     messages: list[Message] = []
     for message in conversation.messages:
         has = [name for name in REASONING if name in message]
-        if has and not set(has) & set(read):
-            kept = {name: value for name, value in message.items() if name not in has}
-            message = {**kept, read[0]: message[has[0]]}
+        if has:
+            reasoning = message[has[0]]
+            if not set(has) & set(read):
+                kept = {name: value for name, value in message.items() if name not in has}
+                message = {**kept, read[0]: reasoning}
+            message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
         messages.append(message)
     return replace(conversation, messages=messages)
 

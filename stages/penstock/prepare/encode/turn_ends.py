@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Turn:
     """A message in the rendered text. All places are in characters."""
 

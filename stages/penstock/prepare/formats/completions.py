@@ -12,7 +12,7 @@ from typing import Any
 from penstock.prepare.bad_records import BadRecord, check_text, get_column, json_type_name
 from penstock.prepare.formats.alpaca import question_turns, system_prompt
 from penstock.prepare.formats.conversation import Conversation
-from penstock.prepare.formats.message_keys import MessageKeys, message_keys
+from penstock.prepare.formats.message_keys import message_keys
 from penstock.prepare.formats.messages import (
     Turn,
     build_conversation,
@@ -26,7 +26,7 @@ CONVERSATIONS = ("messages", "conversations")
 """Columns, and members of nested objects, with a whole conversation."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Messages:
     """One or more messages, and their location in the record (`where`)."""
 
@@ -96,30 +96,30 @@ def read_prompt(settings: DatasetSettings, record: Mapping[str, Any]) -> Message
         return None
     if isinstance(record[name], str):
         return Messages(name, question_turns(settings, record, name))
-    return parse_any_messages(name, record[name], "user", message_keys(settings))
+    return parse_any_messages(settings, name, record[name], "user")
 
 
 def read_conversation(settings: DatasetSettings, record: Mapping[str, Any]) -> Messages | None:
     """The conversation in `field_messages`, or in a default column; None without one."""
-    keys = message_keys(settings)
     if name := settings.field_messages:
+        keys = message_keys(settings)
         return Messages(name, parse_messages(name, get_column(record, name), keys))
-    return _find_conversation("", record, keys)
+    return _find_conversation(settings, "", record)
 
 
-def parse_any_messages(where: str, value: Any, speaker: str, keys: MessageKeys) -> Messages:
+def parse_any_messages(settings: DatasetSettings, where: str, value: Any, speaker: str) -> Messages:
     """Parse text (a message with role `speaker`), a message, or a list of messages."""
     if isinstance(value, str):
         if not value.strip():
             raise BadRecord("empty", f"{where} is empty")
         return Messages(where, [text_turn(speaker, check_text(where, value))])
     if isinstance(value, list):
-        return Messages(where, parse_messages(where, value, keys))
+        return Messages(where, parse_messages(where, value, message_keys(settings)))
     if not isinstance(value, dict):
         kind = json_type_name(value)
         raise BadRecord("wrong_type", f"{where} is {kind} where text or messages are meant")
-    return _find_conversation(f"{where}.", value, keys) or Messages(
-        where, [parse_message(where, value, keys)]
+    return _find_conversation(settings, f"{where}.", value) or Messages(
+        where, [parse_message(where, value, message_keys(settings))]
     )
 
 
@@ -156,11 +156,13 @@ def build_completion(
     return build_conversation(settings, record, [*untrained, *answer.turns], system)
 
 
-def _find_conversation(prefix: str, value: Mapping[str, Any], keys: MessageKeys) -> Messages | None:
+def _find_conversation(
+    settings: DatasetSettings, prefix: str, value: Mapping[str, Any]
+) -> Messages | None:
     for name in CONVERSATIONS:
         if value.get(name) is not None:
             where = f"{prefix}{name}"
-            return Messages(where, parse_messages(where, value[name], keys))
+            return Messages(where, parse_messages(where, value[name], message_keys(settings)))
     return None
 
 

@@ -17,7 +17,7 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 """Message fields with reasoning content; chat templates read one of them."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Conversation:
     """Messages in OpenAI's chat format, as passed to the chat template."""
 
@@ -33,15 +33,13 @@ class Conversation:
     """Loss weight of each message; 0, which is not trained, where `roles_to_train` lacks its role,
     or the record excludes it."""
 
-    unplaced: Mapping[str, int] = field(default_factory=dict[str, int])
+    unplaced: Mapping[str, int] = field(default_factory=dict)
     """Number of images and the like of the record for which its messages have no place, by kind."""
 
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the chat template that the record sets (column `chat_template_kwargs`)."""
 
-    ranges: Mapping[int, Sequence[tuple[int, int]]] = field(
-        default_factory=dict[int, Sequence[tuple[int, int]]]
-    )
+    ranges: Mapping[int, Sequence[tuple[int, int]]] = field(default_factory=dict)
     """[start, stop) of the characters that are trained, by index of the message; of other messages
     all are."""
 
@@ -70,8 +68,10 @@ class Conversation:
     @property
     def begins_with_assistant(self) -> bool:
         """Whether the first message after system prompts is the assistant's."""
-        roles = (message["role"] for message in self.messages)
-        return next((role for role in roles if role != "system"), None) == "assistant"
+        for message in self.messages:
+            if message["role"] != "system":
+                return message["role"] == "assistant"
+        return False
 
     @property
     def has_blank_answer(self) -> bool:
@@ -84,7 +84,7 @@ class Conversation:
         return False
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class PreferencePair:
     """Two completions of the same prompt; only the completions are trained."""
 
@@ -94,7 +94,7 @@ class PreferencePair:
     """Chosen score minus rejected score; None without scores."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class RatedCompletion:
     """A prompt and a trained completion that is desirable or not (KTO)."""
 

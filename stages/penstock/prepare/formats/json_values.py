@@ -12,16 +12,26 @@ MAX_DEPTH = 64
 Object = dict[str, Any]
 
 
+Path = tuple["Path", str | int] | tuple[str]
+"""A place in a value: the place of what it is in, and its name or index there. Spelled in errors
+only."""
+
+
 def check_json(where: str, value: Any) -> Any:
     """Return `value`, which must be JSON that can be encoded as UTF-8."""
-    _check(where, value, MAX_DEPTH)
+    _check((where,), value, MAX_DEPTH)
     return value
 
 
 def check_object(where: str, value: Any) -> Object:
     """Return `value`, which must be a JSON object."""
+    return check_json(where, require_object(where, value))
+
+
+def require_object(where: str, value: Any) -> Object:
+    """Return `value`, which must be an object. Its members are not checked."""
     if isinstance(value, dict):
-        return check_json(where, value)
+        return value
     raise BadRecord("wrong_type", f"{where} is {json_type_name(value)} where an object is meant")
 
 
@@ -46,30 +56,39 @@ def to_json_text(where: str, value: Any) -> str:
     return json.dumps(check_json(where, value), ensure_ascii=False, separators=(",", ":"))
 
 
-def _check(where: str, value: Any, levels: int) -> None:
+def _check(where: Path, value: Any, levels: int) -> None:
     if isinstance(value, str):
-        check_text(where, value)
+        if not value.isascii():
+            check_text(_spell(where), value)
     elif isinstance(value, dict | list):
         _check_members(where, value, levels)
     elif isinstance(value, int):
         if not -(2**63) <= value < 2**64:
-            raise BadRecord("bad_value", f"{where} is a number of over 64 bits")
+            raise BadRecord("bad_value", f"{_spell(where)} is a number of over 64 bits")
     elif isinstance(value, float):
         if not math.isfinite(value):
-            raise BadRecord("bad_value", f"{where} is {value}, which JSON does not have")
+            raise BadRecord("bad_value", f"{_spell(where)} is {value}, which JSON does not have")
     elif value is not None:
         raise BadRecord(
-            "wrong_type", f"{where} is {json_type_name(value)}, which JSON does not have"
+            "wrong_type", f"{_spell(where)} is {json_type_name(value)}, which JSON does not have"
         )
 
 
-def _check_members(where: str, value: Object | list[Any], levels: int) -> None:
+def _check_members(where: Path, value: Object | list[Any], levels: int) -> None:
     if not levels:
-        raise BadRecord("bad_value", f"{where} lies over {MAX_DEPTH} levels deep")
+        raise BadRecord("bad_value", f"{_spell(where)} lies over {MAX_DEPTH} levels deep")
     if isinstance(value, list):
         for index, entry in enumerate(value):
-            _check(f"{where}[{index}]", entry, levels - 1)
+            _check((where, index), entry, levels - 1)
         return
     for name, entry in value.items():
-        check_text(f"a name in {where}", name)
-        _check(f"{where}.{name}", entry, levels - 1)
+        if not (isinstance(name, str) and name.isascii()):
+            check_text(f"a name in {_spell(where)}", name)
+        _check((where, name), entry, levels - 1)
+
+
+def _spell(where: Path) -> str:
+    if len(where) == 1:
+        return where[0]
+    inside, name = where
+    return _spell(inside) + (f"[{name}]" if isinstance(name, int) else f".{name}")

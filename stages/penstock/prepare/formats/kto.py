@@ -16,7 +16,6 @@ from penstock.prepare.formats.completions import (
     read_prompt,
 )
 from penstock.prepare.formats.conversation import RatedCompletion
-from penstock.prepare.formats.message_keys import message_keys
 from penstock.prepare.settings import DatasetSettings
 
 GOOD = ("true", "1", "yes", "good", "desirable", "chosen")
@@ -62,7 +61,7 @@ def _split_prompt(
     asked = read_prompt(settings, record) or read_conversation(settings, record)
     if asked and asked.ends_with_assistant and record.get(name) is None:
         return asked.split_last_answer()
-    answer = parse_any_messages(name, get_column(record, name), "assistant", message_keys(settings))
+    answer = parse_any_messages(settings, name, get_column(record, name), "assistant")
     if asked is None and not answer.is_conversation:
         raise missing_prompt(settings, record)
     if asked is None:

@@ -42,7 +42,7 @@ READ_FIELDS = frozenset(("tool_calls", "function_call"))
 """Message fields that are parsed separately, besides role, content and flags."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Turn:
     """A message and its loss weight if its role is trained; 0 if it is excluded."""
 
@@ -151,7 +151,7 @@ def _list_entries(where: str, value: Any) -> list[tuple[int, Any]]:
 
 def parse_message(where: str, value: Any, keys: MessageKeys) -> Turn:
     """Parse one message."""
-    if plain := _parse_plain(value, keys):
+    if plain := _parse_plain(where, value, keys):
         return plain
     if not isinstance(value, dict):
         raise BadRecord(
@@ -189,17 +189,19 @@ def _trained_part(
     )
 
 
-def _parse_plain(value: Any, keys: MessageKeys) -> Turn | None:
-    """A message that is nothing but a role and ASCII text; None for any other."""
+def _parse_plain(where: str, value: Any, keys: MessageKeys) -> Turn | None:
+    """A message that is nothing but a role and text; None for any other."""
     if not isinstance(value, dict) or len(value) != 2 or not keys.flags.keys().isdisjoint(value):
         return None
     role_key, content_key = keys.spellings[0]
     name, content = value.get(role_key), value.get(content_key)
-    if not (isinstance(name, str) and isinstance(content, str) and content.isascii()):
+    if not (isinstance(name, str) and isinstance(content, str)):
         return None
     role = keys.roles.get(name, CALL)
     if role == CALL:
         return None
+    if not content.isascii():
+        check_text(f"{where}.{content_key}", content)
     weight = 1.0 if role in keys.trained_roles else 0.0
     return Turn({"role": role, "content": content}, weight)
 

@@ -26,7 +26,6 @@ from penstock.prepare.formats.completions import (
     read_prompt,
 )
 from penstock.prepare.formats.conversation import PreferencePair
-from penstock.prepare.formats.message_keys import message_keys
 from penstock.prepare.formats.messages import Turn, text_turn
 from penstock.prepare.settings import DatasetSettings
 
@@ -109,7 +108,7 @@ def _score_gap(settings: DatasetSettings, record: Mapping[str, Any]) -> float | 
 
 
 def _parse_side(settings: DatasetSettings, name: str, record: Mapping[str, Any]) -> Messages:
-    return parse_any_messages(name, get_column(record, name), "assistant", message_keys(settings))
+    return parse_any_messages(settings, name, get_column(record, name), "assistant")
 
 
 def _split_prompt(

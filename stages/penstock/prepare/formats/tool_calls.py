@@ -4,7 +4,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from penstock.prepare.bad_records import BadRecord, check_text, json_type_name
-from penstock.prepare.formats.json_values import Object, check_json, check_object, parse_json_text
+from penstock.prepare.formats.json_values import (
+    Object,
+    check_json,
+    check_object,
+    parse_json_text,
+    require_object,
+)
 
 TOOL_LISTS = ("functions", "tools", "function_declarations", "functionDeclarations")
 """Members of an object that hold a list of tools."""
@@ -69,13 +75,17 @@ def parse_inline_calls(where: str, value: Any) -> list[Object]:
 
 def parse_tool_call(where: str, value: Any) -> Object:
     """Build a tool call from a function's name and arguments."""
-    return {"type": "function", "function": _parse_function(where, value)}
+    return _build_call(where, check_object(where, value))
+
+
+def _build_call(where: str, entry: Object) -> Object:
+    return {"type": "function", "function": _parse_function(where, entry)}
 
 
 def _parse_call(where: str, value: Any) -> Object:
     entry = check_object(where, value)
     if entry.get("function") is None:
-        return parse_tool_call(where, entry)
+        return _build_call(where, entry)
     _require_function_type(where, entry)
     kept = {name: part for name, part in entry.items() if part is not None}
     kept["type"] = "function"
@@ -84,7 +94,8 @@ def _parse_call(where: str, value: Any) -> Object:
 
 
 def _parse_function(where: str, value: Any) -> Object:
-    entry = check_object(where, value)
+    """The function of a call, from JSON that is checked."""
+    entry = require_object(where, value)
     kept = {name: part for name, part in entry.items() if part is not None}
     kept["name"] = _parse_name(where, entry)
     kept["arguments"] = _parse_arguments(f"{where}.arguments", entry.get("arguments"))
@@ -94,7 +105,9 @@ def _parse_function(where: str, value: Any) -> Object:
 def _parse_arguments(where: str, value: Any) -> Object:
     if value is None or value == "":
         return {}
-    return check_object(where, parse_json_text(where, value))
+    if isinstance(value, str):
+        return check_object(where, parse_json_text(where, value))
+    return require_object(where, value)
 
 
 def _parse_tool(where: str, value: Any) -> Object:
@@ -108,7 +121,7 @@ def _parse_tool(where: str, value: Any) -> Object:
 
 
 def _parse_definition(where: str, value: Any) -> Object:
-    entry = check_object(where, value)
+    entry = require_object(where, value)
     schemas = [name for name in ("parameters", *PARAMETERS) if entry.get(name) is not None]
     if len(schemas) > 1:
         raise BadRecord("bad_value", f"{where} has both {schemas[0]} and {schemas[1]}")

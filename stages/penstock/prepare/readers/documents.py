@@ -13,11 +13,11 @@ from penstock.prepare.readers.lines import COMMENT
 from penstock.prepare.readers.records import (
     BATCH,
     BATCH_BYTES,
+    JSON,
     Chunk,
     DuplicateKeyError,
     Value,
     as_object,
-    unique_keys,
 )
 
 DELIMITERS = (";", "\t", "|")
@@ -183,7 +183,6 @@ class _JsonReader:
         self._stream = stream
         self._file = file
         self._name = file.name
-        self._decoder = json.JSONDecoder(object_pairs_hook=unique_keys)
         self._text = ""
         self._at = 0
         self.line = 1
@@ -211,7 +210,7 @@ class _JsonReader:
         while True:
             start = self._at
             try:
-                value, end = self._decoder.raw_decode(self._text, start)
+                value, end = JSON.raw_decode(self._text, start)
             except DuplicateKeyError as error:
                 where = f"{self._name}:{self.line}"
                 raise StageError(f"{where}: the record that begins here: {error}.") from error

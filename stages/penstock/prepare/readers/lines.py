@@ -14,11 +14,11 @@ from penstock.prepare.readers.decompress import SourceFile
 from penstock.prepare.readers.records import (
     BATCH,
     BATCH_BYTES,
+    JSON,
     Chunk,
     DuplicateKeyError,
     Value,
     as_object,
-    unique_keys,
 )
 
 BOM = b"\xef\xbb\xbf"
@@ -57,7 +57,7 @@ def text_lines(file: SourceFile, span: Span | None) -> Iterator[Chunk]:
 def parse_line(line: bytes) -> Value:
     """Parse one JSON line."""
     try:
-        value = json.loads(line, object_pairs_hook=unique_keys)
+        value = JSON.decode(line.decode(json.detect_encoding(line), "surrogatepass"))
     except RecursionError:
         return BadRecord("invalid_json", "not JSON: nested too deeply")
     except DuplicateKeyError as error:

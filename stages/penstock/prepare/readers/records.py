@@ -3,6 +3,7 @@
 A record that cannot be parsed is represented by a BadRecord, so that it can be counted.
 """
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -97,6 +98,10 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(name for name in found if names.count(name) > 1)
         raise DuplicateKeyError(f"key {twice!r} is there {names.count(twice)} times; write it once")
     return found
+
+
+JSON = json.JSONDecoder(object_pairs_hook=unique_keys)
+"""Decodes JSON whose objects have each key once."""
 
 
 def as_object(value: Any) -> Value:
