@@ -25,7 +25,7 @@ from penstock.engine.peft.adapter_config import CONFIG, read_peft_config
 from penstock.identity import LAYER_VERSIONS
 from penstock.models.builtin import SCHEME
 from penstock.models.multimodal import text_name
-from penstock.prepare.chat_template import resolve_chat_template
+from penstock.prepare.chat_templates.resolve import resolve_chat_template
 
 ADAPTER_FIELDS = {
     "lora_rank": "r",

@@ -69,7 +69,7 @@ from penstock.pins import (
     pin_sources,
     resolve_dataset_types,
 )
-from penstock.prepare.chat_template import resolve_chat_template
+from penstock.prepare.chat_templates.resolve import resolve_chat_template
 from penstock.prepare.settings import DatasetSettings, MixSettings, PrepareSettings
 from penstock.prepare.stage import SLICES, Prepare
 from penstock.prepare.user_prepared import (

@@ -8,7 +8,7 @@ import pytest
 from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from penstock.prepare.chat_template import TEMPLATES, template_names
+from penstock.prepare.chat_templates.resolve import TEMPLATES, template_names
 from tests.chat_templates.conversations import (
     CHATS,
     Chat,

@@ -46,7 +46,7 @@ from penstock.origins import resolve_init_checkpoint, with_adapter
 from penstock.outputs import find_unwritable, output_folders
 from penstock.pins import DATASET_FIELDS, check_checkpoints, pin_dataset, resolve_dataset_type
 from penstock.plan import dataset_settings, includes_stage, prepare_step, user_prepared_step
-from penstock.prepare.chat_template import describe_template, resolve_chat_template
+from penstock.prepare.chat_templates.resolve import describe_template, resolve_chat_template
 from penstock.prepare.stage import Prepare
 
 if TYPE_CHECKING:

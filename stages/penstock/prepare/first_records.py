@@ -18,6 +18,7 @@ from penstock.media.cache import MediaCache
 from penstock.media.load import load_processor
 from penstock.media.reference import Folder
 from penstock.prepare.bad_records import DROP_REASONS, BadRecord, locate
+from penstock.prepare.chat_templates.suggest import suggest_chat_template
 from penstock.prepare.dataset_type import INFER_RECORDS
 from penstock.prepare.encode.encoder import EncodedBatch, Encoder, NoTemplateError
 from penstock.prepare.encode.images import ImagesFound
@@ -29,7 +30,6 @@ from penstock.prepare.readers.image_pins import image_root
 from penstock.prepare.readers.records import Batch, Value
 from penstock.prepare.settings import DatasetSettings
 from penstock.prepare.slice_images import load_slice_images
-from penstock.prepare.suggest_template import suggest_chat_template
 from penstock.prepare.unread_columns import count_unread, unread_columns
 from penstock.rows.tokenizer import load_stop_token_ids
 

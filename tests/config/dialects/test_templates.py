@@ -13,7 +13,7 @@ from penstock.config.translate.hf.trl import TRL
 from penstock.config.translate.templates import AXOLOTL as AXOLOTL_NAMES
 from penstock.config.translate.templates import LLAMA_FACTORY as FACTORY_NAMES
 from penstock.config.translate.translation import Translation
-from penstock.prepare.chat_template import template_names
+from penstock.prepare.chat_templates.resolve import template_names
 from tests.config.dialects.test_hf_dialects import BASES, GPUS
 
 JINJA = "{% for m in messages %}{{ m.content }}{% endfor %}"

@@ -11,7 +11,7 @@ from penstock.core.errors import ConfigError
 from penstock.core.sources.pin import pin_tokenizer
 from penstock.engine.hf.tokenizer_files import TokenizerFiles
 from penstock.prepare.bad_records import BadRecord
-from penstock.prepare.chat_template import (
+from penstock.prepare.chat_templates.resolve import (
     TEMPLATES,
     describe_template,
     resolve_chat_template,

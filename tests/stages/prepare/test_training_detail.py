@@ -14,7 +14,7 @@ from tests.conftest import ROOT
 from tests.stages.prepare.conversations import ASKED, GOOD, parse, said
 from tests.stages.prepare.encoding import CHATML, encode, trained, unmarked, words
 
-TEMPLATES = ROOT / "stages/penstock/prepare/templates"
+TEMPLATES = ROOT / "stages/penstock/prepare/chat_templates/templates"
 
 FIELD = {"type": "chat", "field_message_training_detail": "detail"}
 

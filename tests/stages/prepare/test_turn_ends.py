@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from penstock.core.errors import ConfigError
 from penstock.core.sources.pin import pin_tokenizer
-from penstock.prepare.chat_template import TEMPLATES
+from penstock.prepare.chat_templates.resolve import TEMPLATES
 from penstock.prepare.encode.encoder import Encoder
 from penstock.prepare.first_records import ImageSource, first_samples
 from penstock.prepare.notices import data_warnings

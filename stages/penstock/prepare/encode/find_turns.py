@@ -13,7 +13,7 @@ from typing import Any, Literal
 from jinja2 import TemplateError
 
 from penstock.prepare.bad_records import BadRecord
-from penstock.prepare.encode.compiled_template import Block
+from penstock.prepare.chat_templates.compiled import Block
 from penstock.prepare.encode.locate_ranges import locate_ranges
 from penstock.prepare.encode.render_per_turn import NEEDS_MARKS, PLACEHOLDER, render_per_turn
 from penstock.prepare.encode.turn_ends import Turn, TurnEnds

@@ -24,8 +24,8 @@ from transformers import PreTrainedTokenizerBase
 
 from penstock.core.errors import ConfigError
 from penstock.prepare.bad_records import BadRecord
-from penstock.prepare.chat_template import SUFFIX, TEMPLATES, template_names
-from penstock.prepare.encode.compiled_template import Block, compile_template
+from penstock.prepare.chat_templates.compiled import Block, compile_template
+from penstock.prepare.chat_templates.resolve import SUFFIX, TEMPLATES, template_names
 from penstock.prepare.encode.document import Document, Span
 from penstock.prepare.encode.find_turns import (
     PROBE,

@@ -6,7 +6,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from penstock.core.errors import StageError
-from penstock.prepare.chat_template import SUFFIX, TEMPLATES, template_names
+from penstock.prepare.chat_templates.resolve import SUFFIX, TEMPLATES, template_names
 from penstock.prepare.encode.encoder import Encoder
 from penstock.prepare.encode.images import ImagesFound
 from penstock.prepare.readers.records import Value
