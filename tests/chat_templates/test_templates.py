@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 from jinja2 import TemplateError
+from jinja2.sandbox import SecurityError
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from penstock.prepare.chat_templates.compiled import compile_template
 from penstock.prepare.chat_templates.resolve import TEMPLATES, template_names
 from tests.chat_templates.conversations import (
     CHATS,
@@ -17,7 +19,7 @@ from tests.chat_templates.conversations import (
     user,
     without_nulls,
 )
-from tests.chat_templates.record import GOLDEN, REFUSED, render
+from tests.chat_templates.record import FAULTS, GOLDEN, REFUSED, render
 
 ENDS = {
     "gpt-oss": "<|return|>",
@@ -79,6 +81,37 @@ def test_a_template_renders_what_the_published_one_does(name):
                 render(template(name), form, golden["tokens"], prompt=p) for p in (False, True)
             ]
             assert found == [text, whole], (name, chat_name)
+
+
+@pytest.mark.parametrize("name", template_names())
+def test_texts_and_blocks_are_those_that_transformers_renders(name):
+    text, tokens = fixed_date(template(name)), recorded(name)["tokens"]
+    compiled = compile_template(text)
+    for chat_name, chat in CHATS.items():
+        tools: Any = chat.tools
+        # transformers gives reasoning further names, as the renderer does before.
+        messages = [
+            {**m, "thinking": m["reasoning_content"]} if "reasoning_content" in m else m
+            for m in chat.messages
+        ]
+        variables = {**tokens, **chat.variables, "tools": tools, "add_generation_prompt": False}
+        options: dict[str, Any] = {"chat_template": text, **variables}
+        try:
+            texts, blocks = render_jinja_template(
+                [messages], return_assistant_tokens_mask=True, **options
+            )
+        except (TemplateError, *FAULTS) as error:
+            with pytest.raises(type(error)):
+                compiled.render_marked(messages, variables)
+            continue
+        assert compiled.render_marked(messages, variables) == (texts[0], blocks[0]), chat_name
+        assert compiled.render(messages, variables) == texts[0], chat_name
+
+
+def test_a_template_changes_nothing_that_it_sees():
+    for change in ("messages.append(1)", "messages[0].update(role='x')", "tools.pop()"):
+        with pytest.raises(SecurityError):
+            compile_template("{{ " + change + " }}").render([user("x")], {"tools": [{}]})
 
 
 @pytest.mark.parametrize("name", template_names())

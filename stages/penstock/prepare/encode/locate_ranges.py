@@ -27,16 +27,19 @@ def locate_ranges(
     """
     if not ranges:
         return []
-    inner = _without_blanks(content, 0, len(content))
-    core = content[slice(*inner)]
-    if text.count(core, *words) != 1:
+    core = content.strip()
+    start, stop = words
+    if text.count(core, start, stop) != 1:
         return _locate_marked(content, ranges, text, words, render)
-    begin = text.index(core, *words)
-    shift = begin - inner[0]
-    whole = begin, begin + len(core)
-    first, last = _with_blanks(content, inner, (0, len(content)), text, whole, words)
-    located = [(max(a + shift, first), min(b + shift, last)) for a, b in ranges]
-    return [(a, b) for a, b in located if a < b]
+    # White space around the content is trained where the template leaves it.
+    begin = text.index(core, start, stop)
+    lead = len(content) - len(content.lstrip())
+    shift = begin - lead
+    first = begin - _common(text[start:begin][::-1], content[:lead][::-1])
+    end = begin + len(core)
+    last = end + _common(text[end:stop], content[lead + len(core) :])
+    found = [(max(a + shift, first), min(b + shift, last)) for a, b in ranges]
+    return [(a, b) for a, b in found if a < b]
 
 
 def _locate_marked(
@@ -58,11 +61,13 @@ def _locate_marked(
     places = [mark.start() - number for number, mark in enumerate(MARKS.finditer(shown))]
     if len(places) != len(marks):
         return None
+    found: list[Range] = []
     pairs = zip(places[::2], places[1::2], strict=True)
-    return [
-        _with_blanks(content, inner, span, text, shown_span, words)
-        for inner, span, shown_span in zip(trimmed, ranges, pairs, strict=True)
-    ]
+    for (begin, end), (a, b), (start, stop) in zip(pairs, ranges, trimmed, strict=True):
+        before = _common(text[words[0] : begin][::-1], content[a:start][::-1])
+        after = _common(text[end : words[1]], content[stop:b])
+        found.append((begin - before, end + after))
+    return found
 
 
 def _without_blanks(content: str, start: int, stop: int) -> Range:
@@ -71,16 +76,6 @@ def _without_blanks(content: str, start: int, stop: int) -> Range:
     if not inside.strip():
         return start, stop
     return start + len(inside) - len(inside.lstrip()), start + len(inside.rstrip())
-
-
-def _with_blanks(
-    content: str, inner: Range, span: Range, text: str, shown: Range, words: Range
-) -> Range:
-    """`shown`, which is where `text` has `inner` of `content`, with the white space around it that
-    is in `span` of `content`, as far as `text` has it in `words`."""
-    before = _common(text[words[0] : shown[0]][::-1], content[span[0] : inner[0]][::-1])
-    after = _common(text[shown[1] : words[1]], content[inner[1] : span[1]])
-    return shown[0] - before, shown[1] + after
 
 
 def _common(one: str, other: str) -> int:
