@@ -83,7 +83,7 @@ from penstock.prepare.user_prepared import (
 from penstock.reference.settings import reference_settings
 from penstock.reference.stage import Reference, no_reference
 from penstock.train.launch.multi_node import DistributedStage, is_worker_node, run_worker_node
-from penstock.train.stage import Train, TrainSettings, claim
+from penstock.train.stage import Train, TrainSettings
 
 ORDER = STAGES
 
@@ -282,10 +282,14 @@ def _execute(
     notify: Callable[[str], None],
     deadline: Deadline,
 ) -> StageResult:
+    cache = resolve_cache(step, run, rebuild)
+
     def claimed(step: PlannedStage) -> None:
         deadline.start()
         if step.stage.name == "train":
-            claim(step, fresh=rebuild.fresh)
+            from penstock.train.claim import claim
+
+            claim(step, notify, fresh=rebuild.fresh, resumes=cache == "reuse")
 
     if isinstance(step.stage, ExternalPrepared):
         if step.stage.name in rebuild.force:
@@ -295,7 +299,6 @@ def _execute(
             )
         outcome = use_external(step, run.pipeline.verify)
     else:
-        cache = resolve_cache(step, run, rebuild)
         if isinstance(step.stage, DistributedStage) and cache != "reuse":
             check_machine(run)
         if is_worker_node(step):

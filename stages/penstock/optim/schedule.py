@@ -79,6 +79,12 @@ def warmup_steps(optim: OptimConfig, total_steps: int) -> int:
     return int(total_steps * optim.lr_warmup_ratio)
 
 
+def depends_on_length(optim: OptimConfig) -> bool:
+    """Whether the learning rate of a step may depend on the number of steps."""
+    by_ratio = optim.lr_warmup_steps is None and optim.lr_warmup_ratio > 0
+    return by_ratio or optim.lr_decay_style in ENDING
+
+
 def _plus_one(optim: OptimConfig) -> int:
     return 1 if optim.lr_schedule_kwargs.warmup_style == "plus_one" else 0
 

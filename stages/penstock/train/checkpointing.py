@@ -90,7 +90,7 @@ class Checkpointer:
         """The newest complete checkpoint of this run. Damaged ones are reported to `warn` and moved
         aside. Raises ArtifactError if all are damaged."""
         self._verified = newest_whole_checkpoint(
-            self.root, self._job.key, self._ranks, self._warn, needs=required_steps
+            self.root, self._job.keys, self._ranks, self._warn, needs=required_steps
         )
         return self._verified
 

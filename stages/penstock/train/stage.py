@@ -17,22 +17,16 @@ from penstock.config.schema.model import ModelConfig
 from penstock.config.schema.run import RunConfig
 from penstock.config.schema.train import TrainConfig
 from penstock.core.cache.data_facts import DATA, write_data_facts
-from penstock.core.cache.diff_identity import differences
-from penstock.core.cache.input_digests import read_attempt
-from penstock.core.cache.manifest import MANIFEST, read_manifest
 from penstock.core.cache.stage import (
     Artifact,
     Facts,
     Input,
     Source,
     Stage,
-    identity,
-    short,
     stage_key,
 )
-from penstock.core.cache.store import PlannedStage
-from penstock.core.errors import ArtifactError, ConfigError, PenstockError
-from penstock.core.files import backup_rename, regular_files
+from penstock.core.errors import ArtifactError, PenstockError
+from penstock.core.files import regular_files
 from penstock.core.os_errors import describe_os_error
 from penstock.core.remote.urls import is_url, redact
 from penstock.core.sources.hub import local_folder
@@ -126,7 +120,7 @@ class Train(Stage):
         write_data_facts(out, self.packed, self.prepared)
         _keep_shown_data(out, self)
         shutil.rmtree(out / LOGS, ignore_errors=True)
-        (out / LOGS).mkdir(parents=True)
+        (out / LOGS).mkdir(parents=True, exist_ok=True)
         ended = start_ranks(job, file) if self.ranks == "torchrun" else _here(job)
         _report(out)
         facts = self.ending(job, ended, self._where(out))
@@ -192,57 +186,15 @@ class Train(Stage):
         return [*own, out / DATA]
 
 
-def claim(step: PlannedStage, *, fresh: bool) -> None:
-    """Reject an output folder with another run, or move that run aside.
-
-    An incomplete run with another key may be taken over if the config names a checkpoint to load.
-    """
-    try:
-        held = _held(step.path)
-    except ArtifactError:
-        if not fresh:
-            raise
-        backup_rename(step.path)
-        return
-    if held is None:
-        return
-    mine = stage_key(step.stage)
-    if held["key"] == mine and not fresh:
-        return
-    if fresh:
-        backup_rename(step.path)
-        return
-    sealed = (step.path / MANIFEST).is_file()
-    if isinstance(step.stage, Train) and step.stage.checkpoint and not sealed:
-        return
-    changed = "\n".join(f"    {each}" for each in differences(identity(step.stage), held)[:12])
-    what = "a finished run" if sealed else "an unfinished run"
-    raise ConfigError(
-        f"train.output_dir {step.where} holds {what} of another key: {short(held['key'])} there, "
-        f"{short(mine)} here. What differs:\n{changed}\n"
-        "  Name another train.output_dir, or add --fresh to move the old one aside."
-    )
-
-
 def require_checkpoint(job: Job) -> None:
     """Raise ArtifactError if a checkpoint to resume from is required and there is none."""
     root = job.output_dir / CHECKPOINTS
-    if job.config.train.require_checkpoint and newest_checkpoint(root, job.key) is None:
+    if job.config.train.require_checkpoint and newest_checkpoint(root, job.keys) is None:
         raise ArtifactError(
             f"train.require_checkpoint is true, and {root} holds no complete checkpoint of this "
             "run.\n  Write train.output_dir as it was, or leave require_checkpoint out to start "
             "fresh."
         )
-
-
-def _held(folder: Path) -> dict[str, Any] | None:
-    record = read_manifest(folder) or read_attempt(folder)
-    if record is None:
-        return None
-    inputs = record["inputs"]
-    flat = {k: v["key"] if isinstance(v, dict) else v for k, v in inputs.items()}
-    fields = {name: record[name] for name in ("stage", "version", "settings", "key")}
-    return {**fields, "inputs": flat}
 
 
 def _here(job: Job) -> LaunchResult:

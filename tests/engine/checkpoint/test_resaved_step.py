@@ -59,7 +59,7 @@ def resumed(root):
     """What a rerun loads; then it saves the step once more."""
     ranks, trained = init_process_group(60), made("copies", merge_qkv=True)
     manager = CheckpointManager(root, trained, ranks)
-    found = newest_whole_checkpoint(root, "this run", ranks, pytest.fail)
+    found = newest_whole_checkpoint(root, ["this run"], ranks, pytest.fail)
     assert found is not None
     state = manager.load(found)
     read = {one.name: one.parameter.tolist() for one in trained.params}

@@ -142,9 +142,10 @@ def _newest_checkpoint(planned: Plan) -> Path:
     if find_cached(step) is not None:
         return step.path / step.artifact.facts["checkpoint"]
     root = step.path / "checkpoints"
-    from penstock.core.cache.stage import stage_key
+    from penstock.train.launch.job import read_earlier_keys
 
-    found = newest_checkpoint(root, stage_key(step.stage))
+    key = step.artifact.key
+    found = newest_checkpoint(root, (key, *read_earlier_keys(step.path, key)))
     if found:
         return found
     others = complete_checkpoints(root)

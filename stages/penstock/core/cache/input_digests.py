@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from penstock.core.cache.manifest import content_digest, read_manifest
-from penstock.core.cache.record import Record, read_record
+from penstock.core.cache.manifest import MANIFEST, content_digest, read_manifest
+from penstock.core.cache.record import Record, read_record, write_record
 from penstock.core.cache.stage import ATTEMPT, Artifact, Stage, identity, short, stage_key
 
 DIGESTS = "input_digests"
@@ -86,6 +86,24 @@ def read_attempt(folder: Path) -> Record | None:
         return read_record(path, UNDIGESTED_ATTEMPT, remedy)
     except (FileNotFoundError, NotADirectoryError):
         return None
+
+
+def recorded_identity(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The identity of the stage that wrote a manifest or an attempt record."""
+    inputs: dict[str, Any] = {
+        name: each["key"] if isinstance(each, Mapping) else each
+        for name, each in record["inputs"].items()
+    }
+    return {**{name: record[name] for name in ("stage", "version", "settings")}, "inputs": inputs}
+
+
+def reopen(folder: Path) -> None:
+    """Make a complete artifact an attempt again."""
+    if manifest := read_manifest(folder):
+        digests = dict(_recorded_digests(manifest))
+        attempt = {**recorded_identity(manifest), "key": manifest["key"], DIGESTS: digests}
+        write_record(folder / ATTEMPT, attempt)
+        (folder / MANIFEST).unlink()
 
 
 def _recorded_digests(record: Mapping[str, Any]) -> dict[str, str]:

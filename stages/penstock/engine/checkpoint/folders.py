@@ -171,21 +171,22 @@ def find_checkpoint(step: int, root: Path) -> Path | None:
     return next((one for one in complete_checkpoints(root) if checkpoint_step(one) == step), None)
 
 
-def newest_checkpoint(root: Path, key: str) -> Path | None:
-    """The newest complete checkpoint under `root` of the run with this key, or one that may be.
+def newest_checkpoint(root: Path, keys: Sequence[str]) -> Path | None:
+    """The newest complete checkpoint under `root` of a run with one of these keys, or one that may
+    be.
 
     A checkpoint too damaged to identify counts as this run's.
     """
     found = reversed(complete_checkpoints(root))
-    return next((folder for folder in found if may_belong_to(key, folder)), None)
+    return next((folder for folder in found if may_belong_to(keys, folder)), None)
 
 
-def may_belong_to(key: str, folder: Path) -> bool:
-    """Whether a complete checkpoint belongs to the run with this key, or is too damaged to
+def may_belong_to(keys: Sequence[str], folder: Path) -> bool:
+    """Whether a complete checkpoint belongs to a run with one of these keys, or is too damaged to
     identify.
     """
     try:
-        return read_state(folder).get("key") == key
+        return read_state(folder).get("key") in keys
     except ArtifactError:
         return True
 

@@ -59,13 +59,14 @@ def find_checkpoint_faults(folder: Path, ranks: ProcessInfo) -> list[str]:
 
 def newest_whole_checkpoint(
     root: Path,
-    key: str,
+    keys: Sequence[str],
     ranks: ProcessInfo,
     warn: Callable[[str], None],
     *,
     needs: Needs = lambda _: (),
 ) -> Path | None:
-    """The newest valid checkpoint under `root` of the run with this key; None if none is complete.
+    """The newest valid checkpoint under `root` of the runs with these keys; None if none is
+    complete.
 
     Its files, and those of the checkpoints that it needs, are verified. Collective. Deletes what
     interrupted saves left, or renames it back; moves newer, damaged checkpoints aside and calls
@@ -83,7 +84,7 @@ def newest_whole_checkpoint(
     chosen: Path | None = None
     for name in ranks.all_gather(names)[0]:
         folder = root / name
-        if not ranks.all_gather(ranks.is_main_process and may_belong_to(key, folder))[0]:
+        if not ranks.all_gather(ranks.is_main_process and may_belong_to(keys, folder))[0]:
             continue
         if faults := find_checkpoint_faults(folder, ranks):
             damaged[name] = faults

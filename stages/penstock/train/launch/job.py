@@ -19,6 +19,7 @@ from penstock.rows.chat_template import ChatTemplate
 JOB = "job.json"
 RESOLVED_CONFIG = "config.yaml"
 OUTCOME = "outcome.json"
+EARLIER_KEYS = "earlier_keys.json"
 RANKS_LOCK = ".ranks.lock"
 CHECKPOINTS = "checkpoints"
 LOGS = "logs"
@@ -72,6 +73,13 @@ class Job:
     """Maximum tokens per packed row, if it was chosen automatically."""
     images: bool = False
     """Whether the rows have images."""
+    earlier_keys: tuple[str, ...] = ()
+    """Keys of the shorter runs whose checkpoints this one resumes from too."""
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Keys of the checkpoints that the run resumes from."""
+        return (self.key, *self.earlier_keys)
 
     def write(self) -> Path:
         """Write the job and the full config to the output folder; return the job file."""
@@ -104,6 +112,7 @@ class Job:
             "scores": str(self.ref_logprobs) if self.ref_logprobs else None,
             "row_length": self.row_length,
             "images": self.images,
+            "earlier_keys": list(self.earlier_keys),
             "chat_template": self.chat_template.model_dump() if self.chat_template else None,
         }
         write_record(path, record)
@@ -135,6 +144,7 @@ class Job:
             ref_logprobs=Path(record["scores"]) if record["scores"] else None,
             row_length=row_length,
             images=record.get("images", False),
+            earlier_keys=tuple(record.get("earlier_keys", ())),
             chat_template=ChatTemplate(**template) if template else None,
         )
 
@@ -166,6 +176,23 @@ def read_outcome(output_dir: Path) -> Record | None:
         return read_record_fields(output_dir / OUTCOME, OUTCOME_FIELDS_WITHOUT_DIGEST, remedy)
     except (FileNotFoundError, NotADirectoryError):
         return None
+
+
+def read_earlier_keys(output_dir: Path, key: str) -> tuple[str, ...]:
+    """Read the keys of the shorter runs that the run with this key goes on from. Raises
+    ArtifactError for a damaged file."""
+    remedy = "Delete it; then only checkpoints of the run's own key are resumed from."
+    try:
+        record = read_record_fields(output_dir / EARLIER_KEYS, (), remedy)
+    except (FileNotFoundError, NotADirectoryError):
+        return ()
+    return tuple(record["earlier"]) if record["key"] == key else ()
+
+
+def write_earlier_keys(output_dir: Path, key: str, shorter: str) -> None:
+    """Record that the run with this key goes on from the one with the key `shorter`."""
+    earlier = [shorter, *read_earlier_keys(output_dir, shorter)]
+    write_record(output_dir / EARLIER_KEYS, {"key": key, "earlier": earlier})
 
 
 def remove_secrets(value: Any) -> Any:
@@ -222,4 +249,5 @@ def build_job(
         chat_template=model_source.chat_template,
         row_length=row_length,
         images=any(facts.get("images", {}).values()),
+        earlier_keys=read_earlier_keys(output_dir, key),
     )

@@ -1,0 +1,59 @@
+"""Whether a run may use its output folder: claimed under the folder's lock, before any work."""
+
+from collections.abc import Callable
+
+from penstock.core.cache.diff_identity import differences
+from penstock.core.cache.input_digests import read_attempt, recorded_identity, reopen
+from penstock.core.cache.manifest import MANIFEST, read_manifest
+from penstock.core.cache.stage import identity, short, stage_key
+from penstock.core.cache.store import PlannedStage
+from penstock.core.errors import ArtifactError, ConfigError
+from penstock.core.files import backup_rename
+from penstock.train.launch.job import write_earlier_keys
+from penstock.train.lengthen import ShorterRun, is_lengthening
+from penstock.train.stage import Train
+
+
+def claim(
+    step: PlannedStage, notify: Callable[[str], None], *, fresh: bool, resumes: bool = True
+) -> None:
+    """Reject an output folder with another run, or move that run aside (`fresh`).
+
+    An unfinished run with another key is taken over if the config names a checkpoint to load, and a
+    shorter run if this one `resumes` and goes on from it.
+    """
+    try:
+        held = read_manifest(step.path) or read_attempt(step.path)
+    except ArtifactError:
+        if not fresh:
+            raise
+        backup_rename(step.path)
+        return
+    if held is None:
+        return
+    mine = stage_key(step.stage)
+    if held["key"] == mine and not fresh:
+        return
+    if fresh:
+        backup_rename(step.path)
+        return
+    sealed = (step.path / MANIFEST).is_file()
+    if isinstance(step.stage, Train) and step.stage.checkpoint and not sealed:
+        return
+    changed = differences(identity(step.stage), recorded_identity(held))
+    lines = "\n".join(f"    {each}" for each in changed[:12])
+    what = "a finished run" if sealed else "an unfinished run"
+    other = "\n  Name another train.output_dir, or add --fresh to move the old one aside."
+    if resumes and isinstance(step.stage, Train) and is_lengthening(changed):
+        run = ShorterRun(step, held, step.stage)
+        refusal = run.refusal()
+        if refusal is None:
+            notify(f"train: {what} is lengthened, from {run.newest}; what differs:\n{lines}")
+            write_earlier_keys(step.path, mine, held["key"])
+            reopen(step.path)
+            return
+        other = f"\n  It cannot be lengthened: {refusal}{other}"
+    raise ConfigError(
+        f"train.output_dir {step.where} holds {what} of another key: {short(held['key'])} there, "
+        f"{short(mine)} here. What differs:\n{lines}{other}"
+    )
