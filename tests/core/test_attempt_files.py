@@ -85,9 +85,20 @@ class Rows(Stage):
         return {}
 
 
-@pytest.mark.parametrize("damage", [flip, truncate])
+def damage_note(rows: Path) -> None:
+    flip(rows.with_name(f".{rows.name}.finished.part"))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (flip, "/rows-0 was changed after it was written"),
+        (truncate, "/rows-0 was changed after it was written"),
+        (damage_note, r"/\.rows-0\.finished\.part (is damaged|cannot be read)"),
+    ],
+)
 def test_damage_between_a_files_end_and_the_manifest_is_noticed_and_mended_by_a_rerun(
-    damage, tmp_path, monkeypatch
+    damage, message, tmp_path, monkeypatch
 ):
     step = PlannedStage.in_root(Rows(NoSettings()), str(tmp_path))
 
@@ -96,7 +107,7 @@ def test_damage_between_a_files_end_and_the_manifest_is_noticed_and_mended_by_a_
             damage(out / "rows-0")
 
     monkeypatch.setattr(Rows, "between", staticmethod(damage_first))
-    with pytest.raises(StageError, match="rows-0 was changed after it was written"):
+    with pytest.raises(StageError, match=message):
         get_or_build(step)
     monkeypatch.setattr(Rows, "between", staticmethod(leave))
     result = get_or_build(step)

@@ -32,14 +32,18 @@ def take_over(target: Path) -> bool:
     """Whether an earlier attempt finished the file and it is unchanged since; removes it if not."""
     if not target.exists():
         return False
-    is_intact = digest_files([target]) == [_noted_digest(target)]
+    try:
+        is_intact = digest_files([target]) == [_noted_digest(target)]
+    except (OSError, ArtifactError):
+        is_intact = False
     if not is_intact:
         remove(target)
     return is_intact
 
 
 def require_unchanged(digests: Iterable[tuple[Path, str]]) -> None:
-    """Raise ArtifactError if a file's digest, as it is now, differs from its note."""
+    """Raise ArtifactError if a file's digest, as it is now, differs from its note, or the note is
+    damaged."""
     for path, digest in digests:
         if _note(path).exists() and _noted_digest(path) != digest:
             raise ArtifactError(
@@ -48,11 +52,10 @@ def require_unchanged(digests: Iterable[tuple[Path, str]]) -> None:
             )
 
 
-def _noted_digest(target: Path) -> str | None:
-    try:
-        return read_record(_note(target), (), "It is written again.")["sha256"]
-    except (OSError, ArtifactError, KeyError):
-        return None
+def _noted_digest(target: Path) -> str:
+    """Raises ArtifactError for a damaged note, FileNotFoundError if there is none."""
+    remedy = f"Run again: {target.name} is written again. If this repeats, check the disk."
+    return read_record(_note(target), (), remedy).get("sha256", "")
 
 
 def _note(target: Path) -> Path:

@@ -215,7 +215,7 @@ def _cached_digest(database: sqlite3.Connection, stat: _Stat) -> str | None:
         return None
     row = _Row(*values[:-1])
     is_valid = row == _Row.of(stat, row.sha256) and row.with_checksum == tuple(values)
-    # A row may predate the rule, or the file system's kind may be known only now.
+    # Device numbers are reused: another file system, without a reliable ctime, may be there now.
     return row.sha256 if is_valid and stat.granularity_ns is not None else None
 
 
