@@ -34,16 +34,16 @@ def main(argv: Sequence[str]) -> int:
     """Serve until asked to stop; return the exit status."""
     env.default({"TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_TELEMETRY": "1"})
     try:
-        rest, overrides = split_overrides(argv)
-        asked = _parser().parse_args(rest)
-        given = [
+        arguments, overrides = split_overrides(argv)
+        args = _parser().parse_args(arguments)
+        options = [
             Override(f"server.{name}", value)
             for name in FIELDS
-            if (value := getattr(asked, name)) is not None
+            if (value := getattr(args, name)) is not None
         ]
         require_packages()
-        config = load_server(asked.config, [*given, *overrides], _say)
-        serve(prepare(config, asked.mode, asked.worker_address), _say)
+        config = load_server(args.config, [*options, *overrides], _say)
+        serve(prepare(config, args.mode, args.worker_address), _say)
     except PenstockError as error:
         _say(str(error))
         return error.exit_code

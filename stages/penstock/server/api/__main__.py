@@ -52,14 +52,14 @@ async def serve(job: ServerJob, keys: tuple[str, ...]) -> None:
         )
     for handler in logging.getLogger().handlers:
         handler.addFilter(LogLimit())
-    asked = job.config.max_connections
-    max_connections, backlog = max_open_connections(asked)
-    if max_connections < asked:
+    limit = job.config.max_connections
+    max_connections, backlog = max_open_connections(limit)
+    if max_connections < limit:
         LOG.warning(
             "%d connections may be open, and max_connections is %d: raise the limit of open files"
             " (ulimit -n)",
             max_connections,
-            asked,
+            limit,
         )
     settings = replace(
         read_settings(job.config, keys),

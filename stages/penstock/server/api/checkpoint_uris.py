@@ -34,22 +34,22 @@ TRAINED = ":train:"
 
 def read_path(written: str) -> str:
     """`<model>/weights/<name>` of a checkpoint path. Raises ApiError if it is invalid."""
-    found = _PATH.fullmatch(written)
-    if not found:
+    match = _PATH.fullmatch(written)
+    if not match:
         raise ApiError(
             f"{written[:200]!r} is no path of a checkpoint: it is"
             " tinker://<model>/weights/<name> or tinker://<model>/sampler_weights/<name>"
         )
-    return "/".join(found.groups())
+    return "/".join(match.groups())
 
 
 def read_checkpoint(written: str, model: str, room: str = "weights") -> str:
     """`weights/<name>` of a checkpoint of a model: a path, a name alone (in the folder `room`), or
     `weights/<model>/<name>` (xorl). Raises ApiError for a checkpoint of another model."""
-    found = _ID.fullmatch(written)
-    if not found or found[2] not in (None, model):
+    match = _ID.fullmatch(written)
+    if not match or match[2] not in (None, model):
         raise ApiError(f"{written[:200]!r} names no checkpoint of {model}: it is weights/<name>")
-    return f"{found[1] or room}/{found[3]}"
+    return f"{match[1] or room}/{match[3]}"
 
 
 def write_path(model: str, name: str) -> str:

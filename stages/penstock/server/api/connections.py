@@ -87,8 +87,12 @@ class Connections:
         self._by_owner[NOBODY] += 1
         if len(self._open) <= self.limit:
             return
-        unknown = (each for each in self._open if each.owner == NOBODY and each is not client)
-        self._evict(next(unknown, None) or self._idle_of_largest() or client)
+        unidentified = (
+            connection
+            for connection in self._open
+            if connection.owner == NOBODY and connection is not client
+        )
+        self._evict(next(unidentified, None) or self._idle_of_largest() or client)
 
     def identify(self, client: Client, owner: str) -> None:
         """Register a request of this owner on the connection.
@@ -100,12 +104,12 @@ class Connections:
             return
         if client.owner != owner:
             self._move(client, owner)
-        known = len(self._open) - self._by_owner[NOBODY]
-        if known <= self.limit - self._reserved:
+        identified = len(self._open) - self._by_owner[NOBODY]
+        if identified <= self.limit - self._reserved:
             return
         victim = self._idle_of_largest(but=client)
         if victim is None and (largest := self._largest()) != owner:
-            victim = next(each for each in self._open if each.owner == largest)
+            victim = next(connection for connection in self._open if connection.owner == largest)
         if victim is None:
             raise ApiError(
                 f"{self._by_owner[owner]} connections of yours are open, and"
@@ -142,12 +146,16 @@ class Connections:
     def _idle_of_largest(self, but: Client | None = None) -> Client | None:
         """The oldest idle connection of the owner with the most connections."""
         largest = self._largest()
-        own = (each for each in self._open if each.owner == largest and each is not but)
-        return next((each for each in own if each.phase == "idle"), None)
+        own = (
+            connection
+            for connection in self._open
+            if connection.owner == largest and connection is not but
+        )
+        return next((connection for connection in own if connection.phase == "idle"), None)
 
     def _largest(self) -> str | None:
-        known = (item for item in self._by_owner.most_common(2) if item[0] != NOBODY)
-        return next((owner for owner, _ in known), None)
+        owners = (item for item in self._by_owner.most_common(2) if item[0] != NOBODY)
+        return next((owner for owner, _ in owners), None)
 
     def _move(self, client: Client, owner: str) -> None:
         self._count(client.owner, -1)

@@ -151,9 +151,9 @@ class Futures:
         have failed permanently, and the errors of `SchedulerClient.submit`.
         """
         retry_key = (owner, result_format.kind, idempotency) if idempotency else None
-        known = self._futures.get(self._by_retry_key.get(retry_key, "")) if retry_key else None
-        if known and not _is_retryable(known.response):
-            return known
+        earlier = self._futures.get(self._by_retry_key.get(retry_key, "")) if retry_key else None
+        if earlier and not _is_retryable(earlier.response):
+            return earlier
         status = self._scheduler.status
         if status and status.workers == "failed":
             raise ApiError(
@@ -255,7 +255,7 @@ class Futures:
             if not self._evict_oldest(owner, newest):
                 return
         while sum(map(len, self._done.values())) > MAX_KEPT:
-            owner = max(self._done, key=lambda each: len(self._done[each]))
+            owner = max(self._done, key=lambda owner_name: len(self._done[owner_name]))
             if not self._evict_oldest(owner, newest):
                 return
 
@@ -328,8 +328,10 @@ def _result_num_bytes(end: AnyResponse) -> int:
         case ForwardBackwardResult(outputs=outputs):
             return sum(len(array.data) for output in outputs for array in output.values())
         case SampleResult() as sampled:
-            told = [sampled, *sampled.sequences]
-            arrays = (getattr(one, name) for one in told for name in one.__struct_fields__)
+            structs = [sampled, *sampled.sequences]
+            arrays = (
+                getattr(struct, name) for struct in structs for name in struct.__struct_fields__
+            )
             return sum(len(array.data) for array in arrays if isinstance(array, Array))
         case _:
             return 0

@@ -145,15 +145,15 @@ def get_connection(request: Request) -> Client | None:
     return request.scope.get("extensions", {}).get(EXTENSION)
 
 
-def max_open_connections(asked: int) -> tuple[int, int]:
-    """Number of open connections that the file descriptor limit allows, at most `asked`, and the
+def max_open_connections(limit: int) -> tuple[int, int]:
+    """Number of open connections that the file descriptor limit allows, at most `limit`, and the
     listen backlog. The descriptor limit is raised as far as permitted."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = asked + FILES + ROUNDS * BACKLOG
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        soft = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+    needed = limit + FILES + ROUNDS * BACKLOG
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(hard, needed)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return asked, BACKLOG
-    left = soft - FILES - ROUNDS * SMALL_BACKLOG
-    return max(4, min(asked, left)), SMALL_BACKLOG
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return limit, BACKLOG
+    available = soft - FILES - ROUNDS * SMALL_BACKLOG
+    return max(4, min(limit, available)), SMALL_BACKLOG

@@ -42,14 +42,14 @@ class Metrics:
         self._requests.labels(route, method, str(status)).inc()
         self._seconds.labels(route).observe(seconds)
 
-    def write(self, *, pending: int, kept: int, status: Status | None) -> bytes:
+    def write(self, *, pending: int, completed: int, status: Status | None) -> bytes:
         """Render in the Prometheus text format. `status` None: the scheduler is not available."""
         self._pending.set(pending)
-        self._kept.set(kept)
+        self._kept.set(completed)
         self._engine.set(status is not None)
         self._queued.set(status.queued if status else 0)
         self._workers.set(status is not None and status.workers == "ready")
         return generate_latest(self._registry)
 
-    def _gauge(self, name: str, what: str) -> Gauge:
-        return Gauge(name, what, registry=self._registry)
+    def _gauge(self, name: str, description: str) -> Gauge:
+        return Gauge(name, description, registry=self._registry)

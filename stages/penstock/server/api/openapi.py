@@ -42,35 +42,35 @@ KEYS = {
 """The two ways to send an API key."""
 
 
-def body_schema(schema: str, *others: str) -> dict[str, Any]:
+def body_schema(schema: str, *media_types: str) -> dict[str, Any]:
     """The request body of a route that decodes it itself: JSON of this schema, or bytes of the
     media types `others`."""
     binary = {"schema": {"type": "string", "format": "binary"}}
-    content = {JSON: {"schema": {"$ref": SCHEMAS + schema}}} | dict.fromkeys(others, binary)
+    content = {JSON: {"schema": {"$ref": SCHEMAS + schema}}} | dict.fromkeys(media_types, binary)
     return {"requestBody": {"required": True, "content": content}}
 
 
 def document(app: FastAPI) -> dict[str, Any]:
     """The document, built once."""
     if app.openapi_schema is None:
-        told = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        schemas = told["components"]["schemas"]
+        schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        schemas = schema["components"]["schemas"]
         for model in (ErrorResponse, ForwardBackwardBody, ForwardBody, AsampleBody):
             _add(schemas, model)
-        told["components"]["securitySchemes"] = KEYS
-        told["security"] = [{name: []} for name in KEYS]
+        schema["components"]["securitySchemes"] = KEYS
+        schema["security"] = [{name: []} for name in KEYS]
         body = {"schema": {"$ref": f"{SCHEMAS}{ErrorResponse.__name__}"}}
-        for methods in told["paths"].values():
+        for methods in schema["paths"].values():
             for operation in methods.values():
                 answers = operation["responses"]
                 if "health" in operation["tags"]:
                     operation["security"] = []
                 # FastAPI's schema of validation errors is not the one used here.
                 answers.pop("422", None)
-                for status, what in ERRORS.items():
-                    error = {"description": what, "content": {JSON: body}}
+                for status, description in ERRORS.items():
+                    error = {"description": description, "content": {JSON: body}}
                     answers.setdefault(str(status), error)
-        app.openapi_schema = told
+        app.openapi_schema = schema
     return app.openapi_schema
 
 

@@ -102,7 +102,7 @@ class SchedulerClient:
         request = Request(id=secrets.token_hex(16), owner=owner, operation=operation)
         response = await self.submit(request)
         try:
-            found = await asyncio.wait_for(response, seconds)
+            reply = await asyncio.wait_for(response, seconds)
         except TimeoutError:
             await self.cancel(request.id)
             raise ApiError(
@@ -111,9 +111,9 @@ class SchedulerClient:
                 code="unavailable",
                 category="server",
             ) from None
-        if isinstance(found, Failure):
-            raise to_api_error(found)
-        return found.result
+        if isinstance(reply, Failure):
+            raise to_api_error(reply)
+        return reply.result
 
     async def cancel(self, name: str) -> None:
         """Cancel the request unless it has started."""
@@ -155,11 +155,11 @@ class SchedulerClient:
 
     async def _greet(self) -> None:
         """Send hello messages until the scheduler sends its status: it may not be running yet."""
-        at = 0.0
+        sent_at = 0.0
         while True:
-            waits = self.status is None and time.monotonic() - at >= HELLO_SECONDS
+            waits = self.status is None and time.monotonic() - sent_at >= HELLO_SECONDS
             if waits or self._greeted != self._instance:
-                at, name = time.monotonic(), self._instance
+                sent_at, name = time.monotonic(), self._instance
                 await self._channel.send(Hello(instance=name))
                 self._greeted = name
             await asyncio.sleep(HELLO_SECONDS / 20)

@@ -82,9 +82,11 @@ class SessionHeartbeats:
 
     async def _gone(self, owner: str, sessions: tuple[str, ...]) -> tuple[str, ...]:
         """The sessions that do not exist."""
-        told = await self._scheduler.call(owner, Heartbeat(sessions=sessions), self._answer_timeout)
-        assert isinstance(told, HeartbeatResult)
-        return told.sessions
+        result = await self._scheduler.call(
+            owner, Heartbeat(sessions=sessions), self._answer_timeout
+        )
+        assert isinstance(result, HeartbeatResult)
+        return result.sessions
 
     async def _forward(self) -> None:
         while True:
@@ -93,7 +95,9 @@ class SessionHeartbeats:
             for owner, sessions in untold.items():
                 await self._send_heartbeats(owner, sessions)
             oldest = self._clock() - KEPT_SECONDS
-            self._heard = {name: at for name, at in self._heard.items() if at > oldest}
+            self._heard = {
+                name: heard_at for name, heard_at in self._heard.items() if heard_at > oldest
+            }
 
     async def _send_heartbeats(self, owner: str, sessions: set[str]) -> None:
         try:

@@ -40,9 +40,9 @@ class ProcessorExpander:
         """Process a file. Raises BadMedia if it cannot be used or is of another format."""
         if format not in FORMATS:
             raise BadMedia(f"its format is {format[:50]!r}; it may be {' or '.join(FORMATS)}")
-        found = read_header(content).format
-        if found not in FORMATS[format]:
-            raise BadMedia(f"its format is {format}, and the file is {found}")
+        actual = read_header(content).format
+        if actual not in FORMATS[format]:
+            raise BadMedia(f"its format is {format}, and the file is {actual}")
         try:
             tensors = self.processor.process(decode(content), several=several)
         except (BadMedia, MemoryError):

@@ -276,14 +276,14 @@ def _image_processor(config: ServerConfig, config_path: str, tokenizer: str) -> 
 def _weights(typed: str) -> Path | None:
     if typed.startswith("builtin:"):
         return None
-    here = Path(typed).expanduser()
-    if is_url(typed) or not here.exists():
+    path = Path(typed).expanduser()
+    if is_url(typed) or not path.exists():
         return local_folder(typed, pin_model(typed)).resolve()
     # Weights are not part of a cache key here, so they need not be read before the workers read
     # them.
-    if not any(here.glob("*.safetensors")):
+    if not any(path.glob("*.safetensors")):
         raise ConfigError(
             f"model_path {typed} holds no *.safetensors.\n"
             "  Weights in other formats (.bin, .pt) are not read; save the model as safetensors."
         )
-    return here.resolve()
+    return path.resolve()

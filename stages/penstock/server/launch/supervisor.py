@@ -45,23 +45,23 @@ STOPPING = (signal.SIGINT, signal.SIGTERM)
 def managed_processes(prepared: LaunchPlan, say: Callable[[str], None]) -> list[ManagedProcess]:
     """The processes that this launcher starts, in stop order."""
     job, config, secrets = prepared.job, prepared.job.config, prepared.secrets
-    found: list[ManagedProcess] = []
+    processes: list[ManagedProcess] = []
     if prepared.serves:
         for name, package in (("api", "api"), ("engine", "scheduler")):
             module = f"penstock.server.{package}"
-            words = [str(os.getpid()), name, module, str(prepared.file)]
-            command = [sys.executable, "-m", "penstock.server.launch.child_main", *words]
+            arguments = [str(os.getpid()), name, module, str(prepared.file)]
+            command = [sys.executable, "-m", "penstock.server.launch.child_main", *arguments]
             environment = {"PYTHONSAFEPATH": "1", **secrets[name]}
-            made = ManagedProcess(name, command, environment, say)
+            process = ManagedProcess(name, command, environment, say)
             if name == "engine":
-                made.stop_seconds = config.stop_timeout + ENGINE_MARGIN_SECONDS
-            found.append(made)
+                process.stop_seconds = config.stop_timeout + ENGINE_MARGIN_SECONDS
+            processes.append(process)
     if job.mode != "connect":
-        words = [*torchrun_words(config, job.folder), "-m", "penstock.server.worker"]
-        found.append(
+        arguments = [*torchrun_words(config, job.folder), "-m", "penstock.server.worker"]
+        processes.append(
             ManagedProcess(
                 "workers",
-                [sys.executable, "-m", *words, str(prepared.file)],
+                [sys.executable, "-m", *arguments, str(prepared.file)],
                 {**workers_environment(config), **secrets["workers"]},
                 say,
                 most_deaths=config.max_restarts,
@@ -70,7 +70,7 @@ def managed_processes(prepared: LaunchPlan, say: Callable[[str], None]) -> list[
                 together=_build_multi_node(prepared),
             )
         )
-    return found
+    return processes
 
 
 def _build_multi_node(prepared: LaunchPlan) -> MultiNode:
@@ -165,7 +165,7 @@ class Launcher:
         """After a clean exit of the scheduler, the workers exit themselves, and torchrun would
         treat a signal as a failure. A scheduler on another machine may still be saving."""
         seconds = 0.0
-        if self.is_ready and any(each.name == "engine" and each.ended_well for each in serving):
+        if self.is_ready and any(child.name == "engine" and child.ended_well for child in serving):
             seconds = LEAVING_SECONDS
         elif any(isinstance(child.together, OtherNode) for child in workers):
             seconds = max(child.stop_seconds for child in workers)

@@ -29,16 +29,16 @@ def torchrun_words(config: ServerConfig, folder: Path) -> list[str]:
     """
     count = num_local_workers(config)
     common = ["--nproc-per-node", str(count)]
-    where = ["--nnodes", str(config.nnodes), "--rdzv-backend", RDZV_BACKEND]
+    endpoint = ["--nnodes", str(config.nnodes), "--rdzv-backend", RDZV_BACKEND]
     if config.nnodes > 1:
         # Static node ranks, so that rank 0 runs beside the scheduler.
-        where += [
+        endpoint += [
             *("--node-rank", str(config.node_rank)),
             *("--rdzv-endpoint", f"{in_url(str(config.master_addr))}:{config.master_port}"),
             *("--rdzv-conf", f"rank={config.node_rank}"),
         ]
     agent = ["penstock.engine.launch.torchrun_agent", str(os.getpid()), str(folder / DEATHS)]
-    return [*agent, str(config.stop_timeout), *where, *common]
+    return [*agent, str(config.stop_timeout), *endpoint, *common]
 
 
 def workers_environment(config: ServerConfig) -> dict[str, str]:

@@ -279,8 +279,8 @@ def _split(message: bytes | bytearray | memoryview) -> list[Any]:
     sent at once."""
     view = memoryview(message)
     count = max(1, math.ceil(len(view) / FRAME_BYTES))
-    each = math.ceil(len(view) / count)
-    return [view[at * each : (at + 1) * each] for at in range(count)]
+    frame_bytes = math.ceil(len(view) / count)
+    return [view[index * frame_bytes : (index + 1) * frame_bytes] for index in range(count)]
 
 
 def _join(frames: list[zmq.Frame], num_bytes: int) -> memoryview:
@@ -288,10 +288,10 @@ def _join(frames: list[zmq.Frame], num_bytes: int) -> memoryview:
     if len(frames) == 1:
         return frames[0].buffer
     message = memoryview(bytearray(num_bytes))
-    at = 0
+    offset = 0
     for index, frame in enumerate(frames):
-        message[at : at + len(frame.buffer)] = frame.buffer
-        at += len(frame.buffer)
+        message[offset : offset + len(frame.buffer)] = frame.buffer
+        offset += len(frame.buffer)
         frames[index] = None  # pyright: ignore[reportArgumentType, reportCallIssue]
     return message
 

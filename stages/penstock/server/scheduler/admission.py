@@ -98,10 +98,10 @@ class Admission:
             return None
         # A known sequence number may already have an outcome; otherwise it is used up, whatever the
         # request is.
-        found = self._queue.put(task)
-        if not isinstance(found, Task):
-            return found
-        if found is task:
+        queued = self._queue.put(task)
+        if not isinstance(queued, Task):
+            return queued
+        if queued is task:
             try:
                 self.check(task)
             except RequestError as error:
@@ -140,8 +140,8 @@ class Admission:
         """Whether this very model exists and has received no request. Raises RequestError if
         another owner has the name."""
         record = self._models.get(operation.model)
-        taken = record is not None and (record.owner != owner or record.is_open)
-        if not taken and operation.model not in self._being_created:
+        name_is_taken = record is not None and (record.owner != owner or record.is_open)
+        if not name_is_taken and operation.model not in self._being_created:
             return False
         is_same = self.untouched.get(operation.model) == operation
         if record is not None and record.owner == owner and record.is_open and is_same:
@@ -156,7 +156,7 @@ class Admission:
         one model."""
         creating = {model: task.owner for model, task in self._being_created.items()}
         owners = list(
-            (creating | {each.model: each.owner for each in self._models.open()}).values()
+            (creating | {model.model: model.owner for model in self._models.open()}).values()
         )
         served, settings = self._served(), self._settings
         if owners and served is not None and served.trains == "all weights":

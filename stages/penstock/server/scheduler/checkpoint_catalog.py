@@ -65,15 +65,15 @@ class CheckpointCatalog:
 
     def newest(self, record: ModelRecord) -> ResumePoint | None:
         """The newest checkpoint of a model's current configuration."""
-        found = [
+        candidates = [
             (checkpoint.time, name)
             for name, checkpoint in record.checkpoints.items()
             if name.startswith("weights/") and checkpoint.lora == record.lora
             if self._exists(parse_checkpoint_name(record.model, name))
         ]
-        if not found:
+        if not candidates:
             return None
-        saved, name = max(found)
+        saved, name = max(candidates)
         return ResumePoint(path=f"{record.model}/{name}", optimizer=True, time=saved)
 
     def _exists(self, ref: CheckpointRef) -> bool:
@@ -85,11 +85,11 @@ class CheckpointCatalog:
 
     def list_for_model(self, record: ModelRecord) -> list[Checkpoint]:
         """All checkpoints of one model, by time."""
-        found = [
+        checkpoints = [
             to_checkpoint_info(record.model, name, checkpoint)
             for name, checkpoint in record.checkpoints.items()
         ]
-        return sorted(found, key=lambda checkpoint: checkpoint.time)
+        return sorted(checkpoints, key=lambda checkpoint: checkpoint.time)
 
     def delete(self, record: ModelRecord, relative_name: str) -> Path:
         """Remove a checkpoint from the catalog; returns its new path, to be deleted.
@@ -134,9 +134,9 @@ class CheckpointCatalog:
 
     def model_info(self, record: ModelRecord) -> ModelInfo:
         """A model as reported to clients."""
-        found = self.list_for_model(record)
-        of_training = [each for each in found if each.kind == "training"]
-        of_samplers = [each for each in found if each.kind == "sampler"]
+        checkpoints = self.list_for_model(record)
+        of_training = [checkpoint for checkpoint in checkpoints if checkpoint.kind == "training"]
+        of_samplers = [checkpoint for checkpoint in checkpoints if checkpoint.kind == "sampler"]
         return ModelInfo(
             model=record.model,
             session=record.session,
@@ -172,23 +172,23 @@ class CheckpointCatalog:
     def _drop(self, record: ModelRecord, ref: CheckpointRef) -> None:
         del record.checkpoints[ref.relative_name]
         self._store.save_model(record)
-        for other in self._store.models.values():
-            if other.start is not None and other.start.path == str(ref) and not other.is_unsaved:
+        for model in self._store.models.values():
+            if model.start is not None and model.start.path == str(ref) and not model.is_unsaved:
                 # Its state now only exists in the workers.
-                other.is_unsaved = True
-                self._store.save_model(other)
+                model.is_unsaved = True
+                self._store.save_model(model)
 
     def _agree(self) -> None:
         """Add checkpoints that a dead process has saved; drop records of deleted ones."""
-        there = set(self._storage.list_checkpoints())
+        stored = set(self._storage.list_checkpoints())
         for record in list(self._store.models.values()):
-            known = {
+            recorded = {
                 parse_checkpoint_name(record.model, relative_name)
                 for relative_name in record.checkpoints
             }
-            for ref in known - there:
+            for ref in recorded - stored:
                 self._drop(record, ref)
-            for ref in sorted(ref for ref in there - known if ref.model == record.model):
+            for ref in sorted(ref for ref in stored - recorded if ref.model == record.model):
                 record.checkpoints[ref.relative_name] = CheckpointRecord(
                     time=self._storage.folder(ref).stat().st_mtime,
                     size=self._storage.size(ref),

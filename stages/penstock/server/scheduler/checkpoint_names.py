@@ -76,11 +76,11 @@ def sampler_name(session: str, number: int) -> str:
     return f"{session}{SAMPLER}{number}"
 
 
-def _checked(pattern: re.Pattern[str], name: str, what: str, marks: str) -> str:
+def _checked(pattern: re.Pattern[str], name: str, kind: str, marks: str) -> str:
     if not pattern.fullmatch(name):
         raise RequestError(
             "invalid",
-            f"{name[:200]!r} is no name of {what}, which starts with an ASCII letter or digit,"
+            f"{name[:200]!r} is no name of {kind}, which starts with an ASCII letter or digit,"
             f" followed by those or {marks}, 128 characters at most",
         )
     return name

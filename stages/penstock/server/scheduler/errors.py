@@ -39,13 +39,13 @@ class OperationTimeoutError(WorkersLostError):
     """The workers were restarted because the request timed out; a retry would time out, too."""
 
 
-def not_found(what: str) -> RequestError:
+def not_found(name: str) -> RequestError:
     """The object does not exist or belongs to another owner; the message does not say which."""
-    return RequestError("not_found", f"there is no {what} of yours")
+    return RequestError("not_found", f"there is no {name} of yours")
 
 
 def internal_error(error: Exception) -> RequestError:
     """The error for an unexpected exception; the details are logged."""
     LOG.error("a request failed with an unexpected error", exc_info=error)
-    what = f": {error}" if isinstance(error, OSError) else ""
-    return RequestError("internal", f"the scheduler failed{what}; its log has the details")
+    reason = f": {error}" if isinstance(error, OSError) else ""
+    return RequestError("internal", f"the scheduler failed{reason}; its log has the details")

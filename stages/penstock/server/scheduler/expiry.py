@@ -89,7 +89,7 @@ class Expiry:
         )
 
     def _open_models(self, session: SessionRecord) -> list[ModelRecord]:
-        return [each for each in self._sessions.models(session.session) if each.is_open]
+        return [model for model in self._sessions.models(session.session) if model.is_open]
 
     def _unload_expired(self) -> None:
         expired = [record for record in self._models.open() if self.is_expired(record.model)]

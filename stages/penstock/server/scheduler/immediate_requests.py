@@ -119,8 +119,8 @@ class ImmediateRequests:
     ) -> Result:
         match operation:
             case CreateSession():
-                made = self._sessions.create(operation, owner)
-                return CreateSessionResult(session=made.session, notice=self._notice())
+                session = self._sessions.create(operation, owner)
+                return CreateSessionResult(session=session.session, notice=self._notice())
             case Heartbeat():
                 return HeartbeatResult(
                     sessions=self._sessions.record_heartbeats(operation.sessions, owner)
@@ -138,9 +138,9 @@ class ImmediateRequests:
                 return SessionResult(
                     session=record.session,
                     models=tuple(
-                        each.model
-                        for each in self._sessions.models(record.session)
-                        if each.owner == owner
+                        model.model
+                        for model in self._sessions.models(record.session)
+                        if model.owner == owner
                     ),
                     samplers=tuple(
                         sampler_name(record.session, int(number)) for number in samplers
@@ -150,9 +150,9 @@ class ImmediateRequests:
 
     def _sampler(self, operation: CreateSampler | GetSampler, owner: str) -> Result:
         if isinstance(operation, GetSampler):
-            found = self._sessions.sampler(operation.sampler, owner)
+            record = self._sessions.sampler(operation.sampler, owner)
             return SamplerResult(
-                sampler=operation.sampler, base_model=found.base_model, path=found.path
+                sampler=operation.sampler, base_model=record.base_model, path=record.path
             )
         session = self._sessions.find(operation.session, owner)
         self._sessions.touch(operation.session)
@@ -192,7 +192,7 @@ class ImmediateRequests:
         own = self._models.list_for_owner(owner)
         page = own[operation.offset : operation.offset + min(operation.limit, MAX_PAGE)]
         return ListModelsResult(
-            models=tuple(self._checkpoints.model_info(each) for each in page), total=len(own)
+            models=tuple(self._checkpoints.model_info(model) for model in page), total=len(own)
         )
 
     def _checkpoint(
@@ -206,11 +206,13 @@ class ImmediateRequests:
                     records = [self._models.find(operation.model, owner)]
                 else:
                     records = self._models.list_for_owner(owner)
-                found = [
-                    each for record in records for each in self._checkpoints.list_for_model(record)
+                checkpoints = [
+                    checkpoint
+                    for record in records
+                    for checkpoint in self._checkpoints.list_for_model(record)
                 ]
-                found.sort(key=lambda checkpoint: checkpoint.time)
-                return ListCheckpointsResult(checkpoints=tuple(found))
+                checkpoints.sort(key=lambda checkpoint: checkpoint.time)
+                return ListCheckpointsResult(checkpoints=tuple(checkpoints))
             case DeleteCheckpoint():
                 record = self._models.find(operation.model, owner)
                 self._discard([self._checkpoints.delete(record, operation.name)])

@@ -53,12 +53,12 @@ class InferenceEndpoints:
         task.add_done_callback(self._adding.pop)
 
     def _require_room(self, new: Endpoint, owner: str) -> None:
-        others = sum(each.owner == owner for each in self._others(owner, new.host, new.port))
-        others += sum(each == owner for each in self._adding.values())
-        if others >= MAX_OWNER_ENDPOINTS:
+        count = sum(endpoint.owner == owner for endpoint in self._others(owner, new.host, new.port))
+        count += sum(adding_owner == owner for adding_owner in self._adding.values())
+        if count >= MAX_OWNER_ENDPOINTS:
             raise RequestError(
                 "busy",
-                f"{others} inference endpoints of yours are known, and {MAX_OWNER_ENDPOINTS} may"
+                f"{count} inference endpoints of yours are known, and {MAX_OWNER_ENDPOINTS} may"
                 " be.\n  Remove one that is not needed.",
             )
 
@@ -103,19 +103,23 @@ class InferenceEndpoints:
     def run(self, operation: RemoveEndpoint | ListEndpoints, owner: str) -> EndpointsResult:
         """The remaining or registered endpoints. Raises RequestError for an unknown one."""
         if isinstance(operation, RemoveEndpoint):
-            others = self._others(owner, operation.host, operation.port)
-            if len(others) == len(self._store.endpoints):
+            remaining = self._others(owner, operation.host, operation.port)
+            if len(remaining) == len(self._store.endpoints):
                 raise not_found(f"inference endpoint {operation.host[:200]}:{operation.port}")
-            self._store.save_endpoints(others)
+            self._store.save_endpoints(remaining)
         return self._all(owner)
 
     def _all(self, owner: str) -> EndpointsResult:
-        own = (each for each in self._store.endpoints if each.owner == owner)
+        own = (endpoint for endpoint in self._store.endpoints if endpoint.owner == owner)
         return EndpointsResult(endpoints=tuple(map(_endpoint, own)))
 
     def _others(self, owner: str, host: str, port: int) -> tuple[EndpointRecord, ...]:
-        one, known = (owner, host, port), self._store.endpoints
-        return tuple(each for each in known if (each.owner, each.host, each.port) != one)
+        excluded, endpoints = (owner, host, port), self._store.endpoints
+        return tuple(
+            endpoint
+            for endpoint in endpoints
+            if (endpoint.owner, endpoint.host, endpoint.port) != excluded
+        )
 
 
 def list_endpoints(
@@ -133,14 +137,14 @@ def target_endpoints(
     store: StateStore, owner: str, pools: Collection[str], allowed_hosts: Collection[str]
 ) -> tuple[tuple[Endpoint, Secret | None], ...]:
     """The same. Raises RequestError if there are none, or if one is no longer allowed."""
-    found = list_endpoints(store, owner, pools)
-    if not found:
-        where = f" in {', '.join(pools)[:200]}" if pools else ""
-        raise RequestError("invalid", f"there are no inference endpoints{where}; add one first")
-    for endpoint, _ in found:
+    targets = list_endpoints(store, owner, pools)
+    if not targets:
+        suffix = f" in {', '.join(pools)[:200]}" if pools else ""
+        raise RequestError("invalid", f"there are no inference endpoints{suffix}; add one first")
+    for endpoint, _ in targets:
         if (fault := why_not_allowed(endpoint, allowed_hosts)) is not None:
             raise RequestError("invalid", fault)
-    return found
+    return targets
 
 
 def resume_inference_servers(
@@ -168,12 +172,12 @@ def _endpoint(record: EndpointRecord) -> Endpoint:
 
 async def _sizes(server: InferenceServer) -> EngineParallelism | None:
     """The server's parallelism, if it responds within ASK_SECONDS."""
-    asked: Future[EngineParallelism | None] = run_in_background(
+    future: Future[EngineParallelism | None] = run_in_background(
         lambda: server.sizes(PARALLELISM_SECONDS)
     )
     try:
         async with asyncio.timeout(PARALLELISM_SECONDS):
-            return await asyncio.wrap_future(asked)
+            return await asyncio.wrap_future(future)
     except TimeoutError:
         return None
     except SyncError as error:

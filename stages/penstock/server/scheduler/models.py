@@ -58,8 +58,8 @@ class Models:
 
     def open(self) -> list[ModelRecord]:
         """Models that are or will be loaded, most recently requested first."""
-        found = [record for record in self._store.models.values() if record.is_open]
-        return sorted(found, key=lambda record: -record.last_request)
+        records = [record for record in self._store.models.values() if record.is_open]
+        return sorted(records, key=lambda record: -record.last_request)
 
     def get_state(self, record: ModelRecord) -> LoadedModelState:
         """The in-memory state of a model."""
@@ -71,8 +71,8 @@ class Models:
 
     def list_for_owner(self, owner: str) -> list[ModelRecord]:
         """The owner's models, newest first."""
-        found = [record for record in self._store.models.values() if record.owner == owner]
-        return sorted(found, key=lambda record: -record.created)
+        records = [record for record in self._store.models.values() if record.owner == owner]
+        return sorted(records, key=lambda record: -record.created)
 
     def check_not_corrupted(self, record: ModelRecord) -> None:
         """Raises RequestError, once, if state that the client has seen was lost."""
@@ -152,5 +152,5 @@ class Models:
 
 
 def _describe_position(record: ModelRecord) -> str:
-    at = record.start.path if record.start else "its beginning"
-    return f"step {record.step} ({at})"
+    position = record.start.path if record.start else "its beginning"
+    return f"step {record.step} ({position})"

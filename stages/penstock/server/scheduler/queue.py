@@ -130,15 +130,15 @@ class ModelQueue:
         if seq in self._outcomes:
             self._check_type(task, self._outcomes[seq].kind)
             return self._outcomes[seq].outcome
-        known = self._numbered.get(seq)
-        if known is None and self.running is not None and self.running.seq == seq:
-            known = self.running
-        if known is not None:
-            self._check_type(task, type(known.operation))
-            if known.outcome is not None:
-                return known.outcome
-            known.request_ids += task.request_ids
-            return known
+        queued = self._numbered.get(seq)
+        if queued is None and self.running is not None and self.running.seq == seq:
+            queued = self.running
+        if queued is not None:
+            self._check_type(task, type(queued.operation))
+            if queued.outcome is not None:
+                return queued.outcome
+            queued.request_ids += task.request_ids
+            return queued
         if seq < self._next and (self._outcomes or self._next > FIRST):
             raise RequestError(
                 "gone",
@@ -240,13 +240,13 @@ class ModelQueue:
         ]
         return QueueState(next=self._next, ended=tuple(ended))
 
-    def restore(self, left: QueueState) -> None:
+    def restore(self, state: QueueState) -> None:
         """Restore the state left by another process; requests waiting there may be lost."""
-        for each in left.ended:
+        for ended in state.ended:
             # Another version may have had other request types.
-            if each.kind in _KINDS:
-                self._store_outcome(each.seq, _KINDS[each.kind], to_outcome(each.end))
-        self._next, self._is_next_known = left.next, False
+            if ended.kind in _KINDS:
+                self._store_outcome(ended.seq, _KINDS[ended.kind], to_outcome(ended.end))
+        self._next, self._is_next_known = state.next, False
 
     def _remove(self, task: Task) -> None:
         self.stalled_since = None
@@ -322,7 +322,7 @@ class RequestQueue:
             return 0
         running = [lane.running] if lane.running else []
         return sum(
-            not each.is_internal and each.outcome is None for each in [*lane.waiting(), *running]
+            not task.is_internal and task.outcome is None for task in [*lane.waiting(), *running]
         )
 
     def put(self, task: Task) -> Task | Outcome:
@@ -342,7 +342,9 @@ class RequestQueue:
         """Start the next request that `may` accepts."""
         for lane in self._model_queues.values():
             lane.skip()
-        ready = [found for lane in self._model_queues.values() if (found := lane.candidate())]
+        ready = [
+            candidate for lane in self._model_queues.values() if (candidate := lane.candidate())
+        ]
         ready += self._sampling_tasks[:1]
         first = min(filter(may, ready), key=lambda task: task.arrival, default=None)
         if first is not None:
@@ -354,10 +356,12 @@ class RequestQueue:
 
         Only if no other request has waited longer.
         """
-        others = [
-            found.arrival for lane in self._model_queues.values() if (found := lane.candidate())
+        arrivals = [
+            candidate.arrival
+            for lane in self._model_queues.values()
+            if (candidate := lane.candidate())
         ]
-        before = min(others, default=self._num_arrivals + 1)
+        before = min(arrivals, default=self._num_arrivals + 1)
         early = (task for task in self._sampling_tasks if task.arrival < before)
         alike = list(itertools.islice(filter(is_alike, early), most))
         for task in alike:
@@ -427,11 +431,11 @@ class RequestQueue:
     def left(self) -> dict[str, QueueState]:
         """State of each model's queue for the next process."""
         subfolder = MAX_SHUTDOWN_STATE_BYTES // max(1, len(self._model_queues))
-        return {model: its.left(subfolder) for model, its in self._model_queues.items()}
+        return {model: lane.left(subfolder) for model, lane in self._model_queues.items()}
 
-    def restore(self, model: str, left: QueueState) -> None:
+    def restore(self, model: str, state: QueueState) -> None:
         """Restore the state of this model's queue."""
-        self._model_queue(model).restore(left)
+        self._model_queue(model).restore(state)
 
     def forget(self, model: str) -> None:
         """Drop this model's queue once its requests have ended."""

@@ -60,8 +60,8 @@ class SamplingRequests:
             except RequestError as error:
                 ended[index] = error
         for adapter, members in groups.items():
-            found = await self._generate([operations[index][0] for index in members], adapter)
-            for index, drawn in zip(members, found, strict=True):
+            samples = await self._generate([operations[index][0] for index in members], adapter)
+            for index, drawn in zip(members, samples, strict=True):
                 ended[index] = drawn
         return [drawn for drawn in ended if drawn is not None]
 

@@ -109,14 +109,14 @@ class CheckpointSaver:
         now = datetime.now(UTC)
         stamp = f"checkpoint-{now:%Y%m%dT%H%M%S}"
         names = [stamp, *(f"{stamp}-{number}" for number in range(2, 10_000))]
-        refs = (CheckpointRef(record.model, subfolder, each) for each in names)
+        refs = (CheckpointRef(record.model, subfolder, name) for name in names)
         return next(ref for ref in refs if not self._is_taken(record, ref))
 
-    async def _prepare_temp_folder(self, ref: CheckpointRef, needed: int, what: str) -> Path:
+    async def _prepare_temp_folder(self, ref: CheckpointRef, needed: int, purpose: str) -> Path:
         """A new temporary folder for `needed` bytes. Raises StorageLimitError."""
         # Folders being deleted still use space.
         await self._trash.done()
-        await asyncio.to_thread(self._storage.check_space, needed, what)
+        await asyncio.to_thread(self._storage.check_space, needed, purpose)
         temp_folder = self._storage.temp_folder(ref)
         await asyncio.to_thread(discard, temp_folder)
         return temp_folder

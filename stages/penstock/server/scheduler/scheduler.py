@@ -153,12 +153,12 @@ class Scheduler:
             self._send_status_periodically(),
         )
         async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(each) for each in serving]
+            running = [tasks.create_task(coroutine) for coroutine in serving]
             await self._shutdown.run(
                 tasks.create_task(self._run_tasks()), self._save_shutdown_state
             )
-            for each in running:
-                each.cancel()
+            for task in running:
+                task.cancel()
 
     def stop(self) -> None:
         """Request an orderly end of `run`."""
@@ -167,15 +167,15 @@ class Scheduler:
 
     def _resume(self) -> None:
         """Continue from where the previous process stopped or died."""
-        left = self._store.take_shutdown_state()
-        self._admission.untouched.update(left.untouched)
+        state = self._store.take_shutdown_state()
+        self._admission.untouched.update(state.untouched)
         for record in self._models.open():
-            self._queue.restore(record.model, left.lanes.get(record.model, QueueState()))
+            self._queue.restore(record.model, state.lanes.get(record.model, QueueState()))
 
     def _save_shutdown_state(self) -> None:
-        left = ShutdownState(lanes=self._queue.left(), untouched=self._admission.untouched)
+        state = ShutdownState(lanes=self._queue.left(), untouched=self._admission.untouched)
         try:
-            self._store.write_shutdown_state(left)
+            self._store.write_shutdown_state(state)
         except OSError as error:
             LOG.warning("the outcomes cannot be saved for the next process: %s", error)
 
@@ -296,8 +296,8 @@ class Scheduler:
             LOG.warning("%s is retried: %s", type(task.operation).__name__, outcomes[0])
             retries -= 1
             tasks, outcomes = await self._try_tasks(task, tasks)
-        for each, outcome in zip(tasks, outcomes, strict=True):
-            self._finish(each, outcome)
+        for finished, outcome in zip(tasks, outcomes, strict=True):
+            self._finish(finished, outcome)
         if not all(isinstance(outcome, RequestError) for outcome in outcomes):
             self._workers.consecutive_losses = 0
         self._on_change()

@@ -37,10 +37,10 @@ class Sessions:
         Raises RequestError.
         """
         name = model_name(operation.session) if operation.session is not None else uuid.uuid4().hex
-        known = self._store.sessions.get(name)
-        if known is not None and known.owner != owner:
+        session = self._store.sessions.get(name)
+        if session is not None and session.owner != owner:
             raise RequestError("exists", f"the name {name} is taken; choose another")
-        if known is None or known.has_ended:
+        if session is None or session.has_ended:
             check_metadata(operation.tags, operation.user_metadata)
             owners = [record.owner for record in self.open()]
             check_limit("max_sessions", self._max_open, len(owners), "sessions are open")
@@ -50,16 +50,16 @@ class Sessions:
                 owners.count(owner),
                 "sessions of yours are open",
             )
-            known = SessionRecord(
+            session = SessionRecord(
                 session=name,
                 owner=owner,
                 created=time.time(),
                 tags=operation.tags,
                 user_metadata=operation.user_metadata,
             )
-            self._store.save_session(known)
+            self._store.save_session(session)
         self.touch(name)
-        return known
+        return session
 
     def find(self, session: str, owner: str) -> SessionRecord:
         """The owner's session. Raises RequestError if it does not exist, belongs to another owner,
@@ -136,12 +136,12 @@ class Sessions:
         RequestError for a different one of this name, and if the session has ended."""
         name = sampler_name(record.session, number)
         _check_not_ended(record)
-        known = record.samplers.get(str(number))
-        if known is not None and known != sampler:
+        existing = record.samplers.get(str(number))
+        if existing is not None and existing != sampler:
             raise RequestError(
-                "exists", f"sampler {name} exists, of {known.path or 'the base model'}"
+                "exists", f"sampler {name} exists, of {existing.path or 'the base model'}"
             )
-        if known is None:
+        if existing is None:
             record.samplers[str(number)] = sampler
             self._store.save_session(record)
         return name
@@ -159,10 +159,10 @@ class Sessions:
     def sampler(self, name: str, owner: str) -> SamplerRecord:
         """The model of a sampler. Raises RequestError."""
         session, mark, number = name.rpartition(SAMPLER)
-        found = self.find(session, owner).samplers.get(number) if mark else None
-        if found is None:
+        sampler = self.find(session, owner).samplers.get(number) if mark else None
+        if sampler is None:
             raise not_found(f"sampler {name[:200]!r}")
-        return found
+        return sampler
 
 
 def _check_not_ended(record: SessionRecord) -> None:
@@ -172,12 +172,12 @@ def _check_not_ended(record: SessionRecord) -> None:
         )
 
 
-def check_limit(field: str, most: int, there: int, are_open: str) -> None:
+def check_limit(field: str, most: int, count: int, are_open: str) -> None:
     """Raises RequestError if `most`, the server setting `field`, is reached."""
-    if there >= most:
+    if count >= most:
         raise RequestError(
             "busy",
-            f"{there} {are_open}, and {field} is {most}.\n"
+            f"{count} {are_open}, and {field} is {most}.\n"
             "  End one that is not needed, or raise the field in the server's file.",
         )
 

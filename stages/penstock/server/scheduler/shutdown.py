@@ -120,9 +120,9 @@ class GracefulShutdown:
             why = str(error)
         for record in self._training.unsaved():
             if fault := ended.get(record.model, why):
-                told = " ".join(fault.split())
+                reason = " ".join(fault.split())
                 LOG.warning(
-                    "model %s is not saved since step %d: %s", record.model, record.step, told
+                    "model %s is not saved since step %d: %s", record.model, record.step, reason
                 )
         leave()
         try:

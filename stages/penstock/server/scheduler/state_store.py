@@ -242,15 +242,15 @@ class StateStore:
     def read_interrupted_change(self) -> str | None:
         """The model that was being changed when the last process died."""
         try:
-            found = json.loads((self._folder / _RUNNING).read_text())
+            content = json.loads((self._folder / _RUNNING).read_text())
         except (FileNotFoundError, ValueError):
             return None
-        return found.get("model") if isinstance(found, dict) else None
+        return content.get("model") if isinstance(content, dict) else None
 
-    def write_shutdown_state(self, left: ShutdownState) -> None:
+    def write_shutdown_state(self, state: ShutdownState) -> None:
         """Save the shutdown state for the next process."""
         with atomic_write(self._folder / _LEFT) as part:
-            content = msgspec.msgpack.encode(left)
+            content = msgspec.msgpack.encode(state)
             part.write_bytes(_DIGEST_MAGIC + xxhash.xxh3_128_digest(content) + content)
 
     def take_shutdown_state(self) -> ShutdownState:
@@ -260,12 +260,12 @@ class StateStore:
         if not file.exists():
             return ShutdownState()
         try:
-            left = _read_file(file, ShutdownState, _decode_shutdown_state)
+            state = _read_file(file, ShutdownState, _decode_shutdown_state)
         except StateStoreError as error:
             LOG.warning("%s", error)
-            left = ShutdownState()
+            state = ShutdownState()
         remove(file)
-        return left
+        return state
 
     @property
     def _endpoints_file(self) -> Path:
@@ -300,12 +300,12 @@ def _read_file(file: Path, of: type[R], decode: Callable[..., R] = msgspec.json.
 
 def _decode_record(content: bytes, type: type[R]) -> R:
     """Decode a file that may predate digests."""
-    found = msgspec.json.decode(content)
-    if isinstance(found, dict) and _DIGEST in found:
-        digest = found.pop(_DIGEST)
-        if digest != _compute_digest(found):
+    record = msgspec.json.decode(content)
+    if isinstance(record, dict) and _DIGEST in record:
+        digest = record.pop(_DIGEST)
+        if digest != _compute_digest(record):
             raise msgspec.DecodeError("it differs from its digest")
-    return msgspec.convert(found, type=type, str_keys=True)
+    return msgspec.convert(record, type=type, str_keys=True)
 
 
 def _decode_shutdown_state(content: bytes, type: type[R]) -> R:

@@ -51,13 +51,13 @@ class Storage:
         """Bytes of its files."""
         return folder_num_bytes(self.folder(ref))
 
-    def check_space(self, needed: int, what: str) -> None:
+    def check_space(self, needed: int, purpose: str) -> None:
         """Raises StorageLimitError if `needed` more bytes would exceed the limit or fill
         the disk."""
         used = folder_num_bytes(self.root)
         if used + needed > self.limit:
             raise StorageLimitError(
-                f"{what} takes about {format_bytes(needed)}, and output_dir holds"
+                f"{purpose} takes about {format_bytes(needed)}, and output_dir holds"
                 f" {format_bytes(used)}: together more than storage_limit"
                 f" ({format_bytes(self.limit)}).\n"
                 "  Delete checkpoints, or raise storage_limit."
@@ -65,7 +65,7 @@ class Storage:
         free = shutil.disk_usage(self.root).free
         if needed > free:
             raise StorageLimitError(
-                f"{what} takes about {format_bytes(needed)}, and the disk of output_dir has"
+                f"{purpose} takes about {format_bytes(needed)}, and the disk of output_dir has"
                 f" {format_bytes(free)} left.\n  Delete checkpoints, or make room on the disk."
             )
 
@@ -105,7 +105,7 @@ class Storage:
 
     def list_checkpoints(self) -> list[CheckpointRef]:
         """All existing checkpoints, by name."""
-        found = [
+        refs = [
             CheckpointRef(folder.parent.name, subfolder, folder.name)
             for subfolder in SUBFOLDERS
             if not (self.root / subfolder).is_symlink()
@@ -113,7 +113,7 @@ class Storage:
             if CHECKPOINT.fullmatch(folder.name) and MODEL.fullmatch(folder.parent.name)
             if not folder.is_symlink() and not folder.parent.is_symlink() and folder.is_dir()
         ]
-        return sorted(found)
+        return sorted(refs)
 
 
 class TrashCollector:
@@ -143,13 +143,13 @@ def folder_num_bytes(folder: Path) -> int:
         with os.scandir(folder) as entries:
             for entry in entries:
                 try:
-                    found = entry.stat(follow_symlinks=False)
+                    status = entry.stat(follow_symlinks=False)
                 except FileNotFoundError:
                     continue
-                if stat.S_ISDIR(found.st_mode):
+                if stat.S_ISDIR(status.st_mode):
                     total += folder_num_bytes(Path(entry.path))
-                elif stat.S_ISREG(found.st_mode):
-                    total += found.st_size
+                elif stat.S_ISREG(status.st_mode):
+                    total += status.st_size
     except (FileNotFoundError, NotADirectoryError):
         return total
     return total

@@ -142,59 +142,59 @@ class TrainingRequests:
 
     async def create(self, operation: CreateModel, record: ModelRecord, owner: str) -> Result:
         """Create a model. `record` is saved on success. Raises RequestError."""
-        found = None if operation.path is None else self._checkpoints.read(operation.path, owner)
+        start = None if operation.path is None else self._checkpoints.read(operation.path, owner)
         served = self._served()
         record.base_model = served.base_model
-        record.lora = self._lora(operation.lora, found, served)
-        if found is not None:
-            self._check_fits(record, *found)
+        record.lora = self._lora(operation.lora, start, served)
+        if start is not None:
+            self._check_fits(record, *start)
         instance = self._instance()
         sizes: CheckpointSizes = await self._workers.run(
             CreateModelCommand(
                 model=record.model, lora=record.lora, optimizer_config=record.optimizer_config
             )
         )
-        known = self._store.models.get(record.model)
-        if known is not None:
-            record.checkpoints = known.checkpoints
+        previous = self._store.models.get(record.model)
+        if previous is not None:
+            record.checkpoints = previous.checkpoints
         try:
-            if found is not None:
-                record.start = await self._load(record, *found, optimizer=operation.optimizer)
-                record.step = found[1].step if operation.optimizer else 0
+            if start is not None:
+                record.start = await self._load(record, *start, optimizer=operation.optimizer)
+                record.step = start[1].step if operation.optimizer else 0
             self._models.mark_loaded(record, instance, sizes)
             if not self._settings.skip_initial_checkpoint:
                 await self._saver.training(record, INITIAL, overwrite=True)
         except (RequestError, OSError) as error:
-            await self._undo_create(record, known, error)
+            await self._undo_create(record, previous, error)
             raise
         return CreateModelResult(model=record.model)
 
     async def _undo_create(
-        self, record: ModelRecord, known: ModelRecord | None, error: Exception
+        self, record: ModelRecord, previous: ModelRecord | None, error: Exception
     ) -> None:
         """Undo a partial creation."""
         if self._store.models.get(record.model) is record:
-            if known is None and not record.checkpoints:
+            if previous is None and not record.checkpoints:
                 self._store.delete_model(record.model)
             else:
                 self._models.mark_unloaded(record, "it could not be created")
         if not isinstance(error, WorkersLostError):
             try:
                 await self._workers.run(UnloadModelCommand(model=record.model))
-            except RequestError as another:
-                LOG.warning("model %s is not unloaded: %s", record.model, another)
+            except RequestError as unload_error:
+                LOG.warning("model %s is not unloaded: %s", record.model, unload_error)
 
     def _lora(
         self,
-        asked: LoraConfig | None,
-        found: tuple[CheckpointRef, CheckpointRecord] | None,
+        requested: LoraConfig | None,
+        start: tuple[CheckpointRef, CheckpointRecord] | None,
         served: ServedModel,
     ) -> LoraConfig | None:
         """The LoRA config of a new model, as requested, or that of its checkpoint."""
         if served.trains == "all weights":
             return None
-        checkpoint = found[1].lora if found else None
-        lora = asked or checkpoint or LoraConfig(rank=served.max_rank)
+        checkpoint = start[1].lora if start else None
+        lora = requested or checkpoint or LoraConfig(rank=served.max_rank)
         if checkpoint is None or checkpoint.alpha is None:
             return lora
         if lora.alpha not in (None, checkpoint.alpha):
@@ -217,11 +217,11 @@ class TrainingRequests:
             raise RequestError(
                 "invalid", f"{ref} is of {checkpoint.base_model}, and here is {record.base_model}"
             )
-        ours, theirs = record.lora, checkpoint.lora
-        if (ours and ours.rank) != (theirs and theirs.rank):
+        own, stored = record.lora, checkpoint.lora
+        if (own and own.rank) != (stored and stored.rank):
             raise RequestError(
                 "invalid",
-                f"{ref} is {_rank(theirs)}, and model {record.model} {_rank(ours)}.\n"
+                f"{ref} is {_rank(stored)}, and model {record.model} {_rank(own)}.\n"
                 "  Create a model of that kind from it.",
             )
 

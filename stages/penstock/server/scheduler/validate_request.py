@@ -86,72 +86,72 @@ def check(operation: ModelOperation | Sample, served: ServedModel) -> None:
 def _check_pass(operation: ForwardBackward, served: ServedModel) -> None:
     if not operation.data:
         raise _invalid("the pass has no samples")
-    known = PARAMS[operation.loss]
+    accepted = PARAMS[operation.loss]
     for name, value in operation.params.items():
-        if name not in known:
+        if name not in accepted:
             raise _invalid(
                 f"{operation.loss} takes no {name[:100]};"
-                f" it takes {', '.join(known) or 'no numbers'}"
+                f" it takes {', '.join(accepted) or 'no numbers'}"
             )
         if not math.isfinite(value):
             raise _invalid(f"{name} of {operation.loss} is {value}, which is not finite")
     for index, datum in enumerate(operation.data):
-        what = f"sample {index}"
+        loc = f"sample {index}"
         if not all(0 <= number < len(operation.images) for number in datum.images):
-            raise _invalid(f"{what} has images that are not among those of the pass")
+            raise _invalid(f"{loc} has images that are not among those of the pass")
         images = [operation.images[number] for number in datum.images]
-        _check_datum(datum, images, operation.loss, served, what)
+        _check_datum(datum, images, operation.loss, served, loc)
 
 
 def _check_datum(
-    datum: Datum, images: Sequence[Image], loss: Loss, served: ServedModel, what: str
+    datum: Datum, images: Sequence[Image], loss: Loss, served: ServedModel, loc: str
 ) -> None:
-    tokens = _check_tokens(datum.tokens, served, f"tokens of {what}")
-    _check_images(tokens, images, served, what)
+    tokens = _check_tokens(datum.tokens, served, f"tokens of {loc}")
+    _check_images(tokens, images, served, loc)
     required = (TARGETS, *REQUIRED[loss])
     missing = [name for name in required if name not in datum.inputs]
     if missing:
-        raise _invalid(f"{what} has no {', '.join(missing)}, which {loss} takes")
-    known = {*required, *OPTIONAL[loss]}
+        raise _invalid(f"{loc} has no {', '.join(missing)}, which {loss} takes")
+    accepted = {*required, *OPTIONAL[loss]}
     shape = datum.inputs[TARGETS].shape
     if len(shape) != 2 or loss not in SEVERAL_TARGETS or not shape[1]:
         shape = tokens.shape
     if len(shape) == 2 and shape[1] > MAX_TARGETS:
-        raise _invalid(f"{what} has {shape[1]} targets of each token; {MAX_TARGETS} may be")
+        raise _invalid(f"{loc} has {shape[1]} targets of each token; {MAX_TARGETS} may be")
     arrays: dict[str, Numbers] = {}
     for name, array in datum.inputs.items():
-        if name not in known:
+        if name not in accepted:
             raise _invalid(
-                f"{what} has {name[:100]}, which {loss} does not take;"
-                f" it takes {', '.join(sorted(known))}"
+                f"{loc} has {name[:100]}, which {loss} does not take;"
+                f" it takes {', '.join(sorted(accepted))}"
             )
-        numbers = _read_array(array, f"{name} of {what}")
+        numbers = _read_array(array, f"{name} of {loc}")
         if numbers.shape != shape or len(numbers) != len(tokens):
-            each = "each token" if len(shape) == 1 else "each target of each token"
+            unit = "each token" if len(shape) == 1 else "each target of each token"
             raise _invalid(
-                f"{name} of {what} has shape {list(numbers.shape)}, and its tokens {len(tokens)}:"
-                f" it has one number for {each}"
+                f"{name} of {loc} has shape {list(numbers.shape)}, and its tokens {len(tokens)}:"
+                f" it has one number for {unit}"
             )
         arrays[name] = numbers
-    _check_token_range(arrays.pop(TARGETS), served, f"{TARGETS} of {what}")
-    _check_finite(arrays, what)
+    _check_token_range(arrays.pop(TARGETS), served, f"{TARGETS} of {loc}")
+    _check_finite(arrays, loc)
 
 
-def _check_images(tokens: Numbers, images: Sequence[Image], served: ServedModel, what: str) -> None:
+def _check_images(tokens: Numbers, images: Sequence[Image], served: ServedModel, loc: str) -> None:
     """Raises RequestError unless there is an image token for each feature of the images."""
     if served.image_token_id is None:
         if images:
-            raise _invalid(f"{what} has images, and a {served.arch} takes text alone here")
+            raise _invalid(f"{loc} has images, and a {served.arch} takes text alone here")
         return
     count = int(np.count_nonzero(tokens == served.image_token_id))
     if count != (features := sum(image.num_tokens for image in images)):
         raise _invalid(
-            f"{what} has {count} image tokens ({served.image_token_id}) for {features} features of"
+            f"{loc} has {count} image tokens ({served.image_token_id}) for {features} features of"
             f" {len(images)} images: send images as chunks of their own, and no image token as text"
         )
 
 
-def _check_finite(arrays: dict[str, Numbers], what: str) -> None:
+def _check_finite(arrays: dict[str, Numbers], loc: str) -> None:
     """Values of masked tokens (factor 0) need not be finite."""
     factors = [arrays[name] for name in FACTORS if name in arrays]
     for name, numbers in arrays.items():
@@ -160,8 +160,10 @@ def _check_finite(arrays: dict[str, Numbers], what: str) -> None:
             for factor in factors:
                 finite |= factor == 0
         if not finite.all():
-            at = int(np.argmin(finite))
-            raise _invalid(f"{name} of {what} is {numbers.flat[at]} at {at}, which is not finite")
+            index = int(np.argmin(finite))
+            raise _invalid(
+                f"{name} of {loc} is {numbers.flat[index]} at {index}, which is not finite"
+            )
 
 
 def _check_sample(operation: Sample, served: ServedModel) -> None:
@@ -250,42 +252,42 @@ def _check_adam(adam: AdamParams) -> None:
             raise _invalid(f"{name} is {value}; it is 0 or above, and below 1")
 
 
-def _check_tokens(array: Array, served: ServedModel, what: str) -> Numbers:
-    numbers = _read_array(array, what)
+def _check_tokens(array: Array, served: ServedModel, loc: str) -> Numbers:
+    numbers = _read_array(array, loc)
     if numbers.ndim != 1 or not len(numbers):
-        raise _invalid(f"{what}: their shape is {list(numbers.shape)}; it is [T], and T at least 1")
-    _check_token_range(numbers, served, what)
+        raise _invalid(f"{loc}: their shape is {list(numbers.shape)}; it is [T], and T at least 1")
+    _check_token_range(numbers, served, loc)
     return numbers
 
 
-def _check_token_range(numbers: Numbers, served: ServedModel, what: str) -> None:
+def _check_token_range(numbers: Numbers, served: ServedModel, loc: str) -> None:
     if not np.issubdtype(numbers.dtype, np.integer):
-        raise _invalid(f"{what}: they are {numbers.dtype}, and tokens are whole numbers")
+        raise _invalid(f"{loc}: they are {numbers.dtype}, and tokens are whole numbers")
     top = served.vocab_size
     outside = (numbers < 0) if top is None else (numbers < 0) | (numbers >= top)
     if outside.any():
-        at = int(np.argmax(outside))
+        index = int(np.argmax(outside))
         limit = "" if top is None else f", and below {top}"
         raise _invalid(
-            f"{what}: {numbers.flat[at]} at {at} is no token; tokens are 0 or above{limit}"
+            f"{loc}: {numbers.flat[index]} at {index} is no token; tokens are 0 or above{limit}"
         )
 
 
-def _read_array(array: Array, what: str) -> Numbers:
+def _read_array(array: Array, loc: str) -> Numbers:
     try:
         numbers = array.numpy()
     except ValueError as error:
-        raise _invalid(f"{what}: the numbers do not fill their shape: {error}") from None
+        raise _invalid(f"{loc}: the numbers do not fill their shape: {error}") from None
     if numbers.shape != array.shape:
-        raise _invalid(f"{what}: {list(array.shape)} is no shape")
+        raise _invalid(f"{loc}: {list(array.shape)} is no shape")
     return numbers
 
 
 def check_base(name: str | None, names: Iterable[str]) -> None:
     """Raises RequestError if the base model has another name."""
-    known = list(names)
-    if name is not None and name not in known:
-        raise _invalid(f"the base model is {known[0]} here; {name[:200]!r} is not served")
+    served = list(names)
+    if name is not None and name not in served:
+        raise _invalid(f"the base model is {served[0]} here; {name[:200]!r} is not served")
 
 
 def check_ttl(ttl_seconds: float | None) -> None:

@@ -139,8 +139,8 @@ class WorkerClient:
             async with asyncio.timeout(limit):
                 return (await future).result
         except TimeoutError:
-            what = type(order).__name__
-            self._give_up(f"{what} took more than operation_timeout ({limit:g} s)")
+            operation = type(order).__name__
+            self._give_up(f"{operation} took more than operation_timeout ({limit:g} s)")
             raise OperationTimeoutError(self.reason) from None
         finally:
             self._waiting = None

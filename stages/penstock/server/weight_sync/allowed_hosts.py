@@ -45,19 +45,21 @@ def require_allowed(endpoint: Endpoint, allowed: Collection[str]) -> None:
 
 def address_towards(endpoints: Collection[Endpoint]) -> str:
     """The local address that these endpoints can reach. Raises SyncError if there is no route."""
-    found = {_own_address(endpoint) for endpoint in endpoints}
-    outward = sorted(address for address in found if not ipaddress.ip_address(address).is_loopback)
-    return outward[0] if outward else min(found)
+    addresses = {_own_address(endpoint) for endpoint in endpoints}
+    outward = sorted(
+        address for address in addresses if not ipaddress.ip_address(address).is_loopback
+    )
+    return outward[0] if outward else min(addresses)
 
 
 def _own_address(endpoint: Endpoint) -> str:
     try:
-        [family, _, _, _, there] = socket.getaddrinfo(
+        [family, _, _, _, address] = socket.getaddrinfo(
             endpoint.host, endpoint.port, type=socket.SOCK_DGRAM
         )[0]
         with socket.socket(family, socket.SOCK_DGRAM) as asking:
             # Connecting a datagram socket sends nothing.
-            asking.connect(there)
+            asking.connect(address)
             return str(asking.getsockname()[0])
     except OSError as error:
         raise refused(f"there is no way to it: {error}", endpoint) from error

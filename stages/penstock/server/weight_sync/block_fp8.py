@@ -42,8 +42,8 @@ def wants_fp8(quantization: Quantization | None) -> bool:
                 "  Leave it out."
             )
         if value not in SUPPORTED[name] or isinstance(value, bool):
-            ways = " or ".join(map(repr, SUPPORTED[name]))
-            raise refused(f"quantization.{name} is {value!r}, and weights are sent as {ways}.")
+            supported = " or ".join(map(repr, SUPPORTED[name]))
+            raise refused(f"quantization.{name} is {value!r}, and weights are sent as {supported}.")
     if "quant_method" not in quantization:
         raise refused("quantization says no quant_method; 'fp8' is sent.")
     return True
@@ -76,14 +76,14 @@ def scales_shape(shape: tuple[int, ...]) -> tuple[int, int]:
 def tiles(name: str, weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """FP8 e4m3 values [N, K] and fp32 scales of each tile. Raises SyncError for non-finite
     values."""
-    kept = FORMATS["block_fp8"]
+    storage = FORMATS["block_fp8"]
     rows, columns = weight_NK.shape
     codes = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=weight_NK.device)
     scales = torch.empty(scales_shape((rows, columns)), device=weight_NK.device)
-    step = max(STRETCH // (4 * columns) // kept.tile_rows, 1) * kept.tile_rows
+    step = max(STRETCH // (4 * columns) // storage.tile_rows, 1) * storage.tile_rows
     for first in range(0, rows, step):
         try:
-            made = quantize(weight_NK[first : first + step], kept)
+            quantized = quantize(weight_NK[first : first + step], storage)
         except ValueError as error:
             raise SyncError(
                 f"{name}: {error}.\n  The model has diverged; load an earlier checkpoint.",
@@ -91,8 +91,8 @@ def tiles(name: str, weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
                 category="user",
                 code="not_finite",
             ) from error
-        codes[first : first + step] = made.codes.view(torch.float8_e4m3fn)
-        of_tiles = tile_scales(made)
-        at = first // kept.tile_rows
-        scales[at : at + len(of_tiles)] = of_tiles
+        codes[first : first + step] = quantized.codes.view(torch.float8_e4m3fn)
+        of_tiles = tile_scales(quantized)
+        tile = first // storage.tile_rows
+        scales[tile : tile + len(of_tiles)] = of_tiles
     return codes, scales

@@ -53,16 +53,16 @@ class BucketPlan:
     def buckets(self, max_bytes: int) -> list[list[str]]:
         """All weights in model order, in buckets of at most `max_bytes` bytes, or of one larger
         weight."""
-        found: list[list[str]] = []
-        left = 0
+        buckets: list[list[str]] = []
+        free_bytes = 0
         for name in self.weights.shapes:
-            size = sum(one.nbytes for one in self.tensor_specs(name))
-            if not found or size > left:
-                found.append([])
-                left = max_bytes
-            found[-1].append(name)
-            left -= size
-        return found
+            size = sum(spec.nbytes for spec in self.tensor_specs(name))
+            if not buckets or size > free_bytes:
+                buckets.append([])
+                free_bytes = max_bytes
+            buckets[-1].append(name)
+            free_bytes -= size
+        return buckets
 
     def tensors(self, names: Sequence[str]) -> list[torch.Tensor]:
         """The tensors of `tensor_specs` for these weights, concatenated."""
@@ -70,14 +70,14 @@ class BucketPlan:
 
     def _batches(self, names: Collection[str]) -> Iterator[list[str]]:
         batch: list[str] = []
-        left = GATHER_BYTES
+        free_bytes = GATHER_BYTES
         for name in names:
             size = 4 * torch.Size(self.weights.shapes[name]).numel()
-            if batch and size > left:
+            if batch and size > free_bytes:
                 yield batch
-                batch, left = [], GATHER_BYTES
+                batch, free_bytes = [], GATHER_BYTES
             batch.append(name)
-            left -= size
+            free_bytes -= size
         if batch:
             yield batch
 

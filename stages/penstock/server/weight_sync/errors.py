@@ -24,8 +24,10 @@ class SyncError(PenstockError):
         code: Code = "unavailable",
     ) -> None:
         """`endpoint` None: not specific to one endpoint."""
-        where = f"{named(endpoint)} at the step {step!r}" if endpoint else f"at the step {step!r}"
-        super().__init__(f"weights were not sent: {where}: {fault}")
+        step_name = (
+            f"{named(endpoint)} at the step {step!r}" if endpoint else f"at the step {step!r}"
+        )
+        super().__init__(f"weights were not sent: {step_name}: {fault}")
         self.fault, self.step, self.endpoint = fault, step, endpoint
         self.category: Category = category
         self.code: Code = code

@@ -162,14 +162,14 @@ class _WeightSync:
             self._recover(group)
             raise
         specs = [
-            one
+            spec
             for names in buckets
             for name in names
-            for one in self._bucket_plan.tensor_specs(name)
+            for spec in self._bucket_plan.tensor_specs(name)
         ]
         return SyncWeightsResult(
             num_parameters=len(specs),
-            total_bytes=sum(one.nbytes for one in specs),
+            total_bytes=sum(spec.nbytes for spec in specs),
             num_buckets=len(buckets),
             seconds=time.monotonic() - started,
             endpoints=self._order.endpoints,
@@ -248,11 +248,11 @@ class _WeightSync:
     ) -> None:
         command = self._order
         tensors = self._bucket_plan.tensors(names)
-        specs = [one for name in names for one in self._bucket_plan.tensor_specs(name)]
+        specs = [spec for name in names for spec in self._bucket_plan.tensor_specs(name)]
         body: dict[str, Any] = {
-            "names": [one.name for one in specs],
-            "dtypes": [str(one.dtype).removeprefix("torch.") for one in specs],
-            "shapes": [list(one.shape) for one in specs],
+            "names": [spec.name for spec in specs],
+            "dtypes": [str(spec.dtype).removeprefix("torch.") for spec in specs],
+            "shapes": [list(spec.shape) for spec in specs],
             "group_name": command.group_name,
             "flush_cache": flush,
         }
@@ -317,23 +317,26 @@ class _WeightSync:
     def _await(
         self,
         calls: Sequence[Future[None]],
-        ours: Future[None] | None,
+        sending: Future[None] | None,
         *,
         step: Step,
         seconds: float,
     ) -> None:
         """Wait for the servers, in order, and for our own part, until one fails. A server's own
         error takes precedence over errors here or at other servers."""
-        everything = [*calls, *([ours] if ours else [])]
+        everything = [*calls, *([sending] if sending else [])]
         done, _ = wait(everything, timeout=seconds + self._limits.word, return_when=FIRST_EXCEPTION)
-        broke = ours.exception() if ours in done and ours else None
+        broke = sending.exception() if sending in done and sending else None
         if broke or _errors(calls):
             wait(calls, timeout=self._limits.word)
         faults = _errors(calls)
         early = _errors([call for call in calls if call in done])
         timed_out = any(map(_is_late, faults))
         # Blame a dead server first, then the first one to fail; later failures are consequences.
-        blamed = [*filter(_is_unreachable, faults), *(one for one in early if not _is_late(one))]
+        blamed = [
+            *filter(_is_unreachable, faults),
+            *(error for error in early if not _is_late(error)),
+        ]
         if blamed or (faults and not timed_out):
             raise (blamed or faults)[0]
         if broke and not timed_out:
@@ -343,11 +346,11 @@ class _WeightSync:
             for server, call in zip(self._servers, calls, strict=True)
             if not call.done() or _is_late(call.exception())
         ]
-        if late or (ours and not ours.done()):
+        if late or (sending and not sending.done()):
             # Servers that wait for a hung server hang, too.
-            whose = f" from {', '.join(map(named, late))}" if late else ""
+            late_names = f" from {', '.join(map(named, late))}" if late else ""
             raise SyncError(
-                f"no end within {seconds:g} s{whose}",
+                f"no end within {seconds:g} s{late_names}",
                 step=step,
                 endpoint=late[0] if len(late) == 1 else None,
             )
@@ -357,12 +360,12 @@ def _validate(command: WeightSyncCommand, allowed: Collection[str]) -> None:
     """Raises SyncError for a command that is invalid before any request is sent."""
     if not command.endpoints:
         raise refused("there is no endpoint; add one first")
-    places = [(endpoint.host, endpoint.port) for endpoint in command.endpoints]
+    addresses = [(endpoint.host, endpoint.port) for endpoint in command.endpoints]
     for endpoint in command.endpoints:
         require_allowed(endpoint, allowed)
         if endpoint.world_size < 1:
             raise refused(f"its world_size is {endpoint.world_size}", endpoint)
-        if places.count((endpoint.host, endpoint.port)) > 1:
+        if addresses.count((endpoint.host, endpoint.port)) > 1:
             raise refused("it is listed twice", endpoint)
     if command.flush_cache and command.pause_mode == "in_place":
         raise refused(

@@ -137,27 +137,27 @@ class InferenceServer:
         """
         for path in PARALLELISM_ROUTES:
             try:
-                found = _parse_parallelism(self._request("GET", path, None, seconds))
+                parallelism = _parse_parallelism(self._request("GET", path, None, seconds))
             except HttpStatusError as error:
                 if error.status in UNAUTHORIZED and self.key is None:
                     raise self._to_sync_error("health", path, error) from error
                 continue
             except NO_RESPONSE:
                 return None
-            if found is not None:
-                return found
+            if parallelism is not None:
+                return parallelism
         return None
 
     def post(
         self, path: str, body: Mapping[str, Any], *, step: Step, seconds: float, tries: int = 1
     ) -> None:
         """Raises SyncError unless the request succeeds."""
-        for left in reversed(range(tries)):
+        for tries_left in reversed(range(tries)):
             try:
                 self._request("POST", path, body, seconds)
             except (*NO_RESPONSE, HttpStatusError) as error:
                 # A timeout is not a "not yet" response.
-                if not left or is_absent(error) or isinstance(error, TimeoutError):
+                if not tries_left or is_absent(error) or isinstance(error, TimeoutError):
                     raise self._to_sync_error(step, path, error) from error
                 time.sleep(0.2)
             else:

@@ -49,7 +49,7 @@ class BatchDispatcher:
         offsets = [0, *accumulate(len(sample.tokens) for sample in samples)]
         collated = collate(
             [
-                [_row(number, [samples[each] for each in row])] if row else []
+                [_row(number, [samples[index] for index in row])] if row else []
                 for number, row in enumerate(own_rows)
             ],
             pad_to_multiple_of=micro_batch_padding(self.run.data, self.run.train),
@@ -59,7 +59,10 @@ class BatchDispatcher:
         num_targets = max((sample.num_targets for sample in samples), default=1)
         return [
             _build_loss_batch(
-                batch, [samples[each] for each in row], [offsets[each] for each in row], num_targets
+                batch,
+                [samples[index] for index in row],
+                [offsets[index] for index in row],
+                num_targets,
             )
             for batch, row in zip(collated.micro_batches(), own_rows, strict=True)
         ]
@@ -114,14 +117,16 @@ def _build_loss_batch(
         )
         batch = replace(batch, labels_T=labels_TK)
     counts = [len(sample.tokens) for sample in samples]
-    which = [np.full(count, number) for number, count in enumerate(counts)]
-    where = [np.arange(place, place + count) for place, count in zip(offsets, counts, strict=True)]
+    sample_ids = [np.full(count, number) for number, count in enumerate(counts)]
+    positions = [
+        np.arange(offset, offset + count) for offset, count in zip(offsets, counts, strict=True)
+    ]
     return LossBatch(
         batch,
         LossInputs(**loss_inputs),
-        _concatenate(which, size, 1, np.int64(len(samples))),
+        _concatenate(sample_ids, size, 1, np.int64(len(samples))),
         len(samples),
-        _concatenate(where, size, 1, np.int64(NO_POSITION)),
+        _concatenate(positions, size, 1, np.int64(NO_POSITION)),
     )
 
 
@@ -131,9 +136,9 @@ def _concatenate(
     """Per-token inputs of samples, [T], or per-target, [T, K], concatenated; `rest` where there is
     none."""
     whole_TK = np.full((size, num_targets), fill)
-    at = 0
+    row = 0
     for part in parts:
         columns = part if part.ndim > 1 else part[:, None]
-        whole_TK[at : at + len(part), : columns.shape[1]] = columns
-        at += len(part)
+        whole_TK[row : row + len(part), : columns.shape[1]] = columns
+        row += len(part)
     return torch.from_numpy(whole_TK if num_targets > 1 else whole_TK[:, 0])

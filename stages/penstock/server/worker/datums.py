@@ -59,14 +59,14 @@ class Sample:
 def build_client_loss(command: ForwardBackwardCommand) -> PolicyLoss:
     """The loss with default parameters filled in. Raises CommandError for an unknown parameter or
     an invalid value."""
-    known = PARAMS[command.loss]
-    if strange := sorted(command.params.keys() - known.keys()):
+    takes = PARAMS[command.loss]
+    if strange := sorted(command.params.keys() - takes.keys()):
         raise CommandError(
             "invalid",
-            f"{command.loss} takes no {strange[0]}; it takes {', '.join(known) or 'no numbers'}.\n"
+            f"{command.loss} takes no {strange[0]}; it takes {', '.join(takes) or 'no numbers'}.\n"
             "  Leave it out.",
         )
-    params = {**known, **command.params}
+    params = {**takes, **command.params}
     low, high = (params.get(name, 0.0) for name in CLIPS)
     if low > high:
         raise CommandError(
@@ -102,20 +102,20 @@ def _sample(
 ) -> Sample:
     tokens = datum.tokens.numpy()
     count = len(tokens)
-    given = dict(datum.inputs)
+    inputs = dict(datum.inputs)
     takes = (TARGETS, *REQUIRED[loss.name], *OPTIONAL[loss.name])
     for name in (TARGETS, *REQUIRED[loss.name]):
-        if name not in given:
+        if name not in inputs:
             raise _invalid_sample(number, f"has no {name}, which {loss.name} is computed from")
-    shape = _shape(number, given[TARGETS], count, loss)
-    for name, array in given.items():
+    shape = _shape(number, inputs[TARGETS], count, loss)
+    for name, array in inputs.items():
         if name not in takes:
             raise _invalid_sample(number, f"has {name}, and {loss.name} takes {', '.join(takes)}")
         if array.shape != shape:
             raise _invalid_sample(
                 number, f"has {TARGETS} of shape {shape}, and {name} of shape {array.shape}"
             )
-    targets = given.pop(TARGETS).numpy()
+    targets = inputs.pop(TARGETS).numpy()
     for name, ids in (("tokens", tokens), (TARGETS, targets[targets != IGNORED])):
         if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
             wrong = int(ids.min() if ids.min() < 0 else ids.max())
@@ -123,7 +123,7 @@ def _sample(
                 number, f"has {wrong} in {name}, and the vocabulary is {vocab_size}"
             )
     targets = targets.astype(np.int32)
-    numbers = {name: array.numpy().astype(np.float32) for name, array in given.items()}
+    numbers = {name: array.numpy().astype(np.float32) for name, array in inputs.items()}
     factors = np.ones(shape, np.float32)
     for name in FACTORS:
         factors = factors * numbers.get(name, np.float32(1))
@@ -162,37 +162,39 @@ def build_outputs(
     """For each sample its token logprobs and, for per-token losses, its losses, in the shape of its
     targets; and the sum of all losses. `logp` are those of all tokens, concatenated over samples,
     [T of all] or, in a pass with several targets, [T of all, K]; fp32 on the CPU."""
-    found: list[dict[str, Numbers]] = []
+    samples_outputs: list[dict[str, Numbers]] = []
     total = 0.0
-    at = 0
+    start = 0
     for sample in samples:
-        mine_T = logp[at : at + len(sample.tokens)]
-        at += len(sample.tokens)
+        sample_logp_T = logp[start : start + len(sample.tokens)]
+        start += len(sample.tokens)
         if logp.dim() > 1:
             # Other samples of the pass may have more targets.
-            mine_T = mine_T[:, : sample.num_targets]
-        mine_T = mine_T.reshape(sample.targets.shape)
+            sample_logp_T = sample_logp_T[:, : sample.num_targets]
+        sample_logp_T = sample_logp_T.reshape(sample.targets.shape)
         loss_inputs = LossInputs(
-            **{name: torch.from_numpy(its) for name, its in sample.loss_inputs.items()}
+            **{name: torch.from_numpy(numbers) for name, numbers in sample.loss_inputs.items()}
         )
-        outputs: dict[str, Numbers] = {"logprobs": mine_T.numpy()}
-        losses_T = loss.of_tokens(mine_T, loss_inputs)
+        outputs: dict[str, Numbers] = {"logprobs": sample_logp_T.numpy()}
+        losses_T = loss.of_tokens(sample_logp_T, loss_inputs)
         if losses_T is None:
-            total += loss.of_sample(mine_T, loss_inputs).item() if len(mine_T) else 0.0
+            total += (
+                loss.of_sample(sample_logp_T, loss_inputs).item() if len(sample_logp_T) else 0.0
+            )
         else:
             outputs["elementwise_loss"] = losses_T.numpy()
             total += losses_T.double().sum().item()
-        found.append(outputs)
-    return found, total
+        samples_outputs.append(outputs)
+    return samples_outputs, total
 
 
 def router_metrics(metrics: Mapping[str, object]) -> dict[str, float]:
     """Router metrics as one number per name."""
     routers = metrics.get("routers")
-    found: dict[str, float] = {}
+    means: dict[str, float] = {}
     if isinstance(routers, Mapping):
         layers = routers["layers"]
         for name in ("entropy", "imbalance", "most", "least"):
             for layer, value in zip(layers, routers[name], strict=True):
-                found[f"routers/{layer}/{name}:mean"] = float(value)
-    return found
+                means[f"routers/{layer}/{name}:mean"] = float(value)
+    return means

@@ -71,8 +71,8 @@ class GenerationHandler:
         """
         prompts = [self._prompt(command, number) for number in range(len(command.prompts))]
         self._activate_weights(Path(command.adapter) if command.adapter else None)
-        found = self.models.substrate.built.generator.generate(prompts, self.decode)
-        return GenerateResult(results=tuple(map(_to_sample_result, found)))
+        outputs = self.models.substrate.built.generator.generate(prompts, self.decode)
+        return GenerateResult(results=tuple(map(_to_sample_result, outputs)))
 
     def _prompt(self, command: GenerateCommand, number: int) -> Prompt:
         params = command.settings[number]
@@ -143,11 +143,11 @@ class GenerationHandler:
                 f"{folder.name} cannot be sampled from, as rank {substrate.ranks.rank} met "
                 f"{type(error).__name__}: {error}\n  Try again; the log of the workers says more."
             )
-        told = substrate.ranks.all_gather((time, fault))
-        for _, fault in told:
+        gathered = substrate.ranks.all_gather((time, fault))
+        for _, fault in gathered:
             if fault:
                 raise ArtifactError(fault)
-        return told[0][0], loaded
+        return gathered[0][0], loaded
 
     def _require_compatible(self, name: str, metadata: Mapping[str, Any]) -> None:
         """Raise ArtifactError for a checkpoint of a server with another training configuration."""
@@ -190,27 +190,27 @@ class GenerationHandler:
         rank, layers = int(metadata["rank"]), list(metadata["layers"])
         initial = AdapterStart(folder, layers, substrate.names)
         weights: list[torch.Tensor] = []
-        for one in substrate.trainable:
-            here = torch.zeros_like(local(one.parameter.detach()))
-            for piece in one.shards:
+        for trainable in substrate.trainable:
+            local_weight = torch.zeros_like(local(trainable.parameter.detach()))
+            for piece in trainable.shards:
                 factor = parse_lora_name(piece.tensor)
                 assert factor is not None, f"{piece.tensor} is no part of an adapter"
                 if factor.hf_module not in layers:
                     continue
                 shape = list(piece.full_shape)
                 shape[rank_dim(factor, len(shape))] = rank
-                whole = padded(piece.tensor, initial(piece.tensor, tuple(shape)), piece.full_shape)
-                copy_shard(whole, piece, piece.view(here))
-            weights.append(here)
+                full = padded(piece.tensor, initial(piece.tensor, tuple(shape)), piece.full_shape)
+                copy_shard(full, piece, piece.view(local_weight))
+            weights.append(local_weight)
         return LoadedAdapter(weights, lora_scaling(rank, metadata["alpha"], "rank"))
 
 
-def _to_sample_result(found: GenerationOutput) -> SampleResult:
+def _to_sample_result(output: GenerationOutput) -> SampleResult:
     """As a message."""
-    log_probs_T = found.log_probs_T
-    tokens, log_probs = _to_arrays(found.top_k_logprobs)
+    log_probs_T = output.log_probs_T
+    tokens, log_probs = _to_arrays(output.top_k_logprobs)
     return SampleResult(
-        sequences=tuple(map(_to_sequence, found.completions)),
+        sequences=tuple(map(_to_sequence, output.completions)),
         prompt_logprobs=None if log_probs_T is None else Array.of(log_probs_T.numpy(), "float32"),
         topk_prompt_tokens=tokens,
         topk_prompt_logprobs=log_probs,

@@ -83,13 +83,13 @@ class CommandHandlers:
             self.models.zero_grad()
 
     def _create_model(self, command: CreateModelCommand) -> CheckpointSizes:
-        asked, optimizer = command.optimizer_config, dict[str, Any]()
-        if asked.kind is not None:
-            optimizer["optimizer"] = asked.kind
-        if asked.dtype is not None:
-            optimizer["optimizer_dtype"] = asked.dtype
-        if asked.kind is not None or asked.kwargs:
-            optimizer["optimizer_kwargs"] = dict(asked.kwargs)
+        config, optimizer = command.optimizer_config, dict[str, Any]()
+        if config.kind is not None:
+            optimizer["optimizer"] = config.kind
+        if config.dtype is not None:
+            optimizer["optimizer_dtype"] = config.dtype
+        if config.kind is not None or config.kwargs:
+            optimizer["optimizer_kwargs"] = dict(config.kwargs)
         self.models.open(command.model, self._build_lora_spec(command.lora), optimizer)
         try:
             if self.init_checkpoint:
@@ -103,8 +103,8 @@ class CommandHandlers:
     def _build_lora_spec(self, lora: LoraConfig | None) -> LoraSpec | None:
         """The requested LoRA config, completed from the server config."""
         substrate = self.models.substrate
-        said = substrate.run.lora
-        if not said.enable_lora:
+        run_lora = substrate.run.lora
+        if not run_lora.enable_lora:
             if lora is not None:
                 raise CommandError(
                     "invalid",
@@ -112,20 +112,20 @@ class CommandHandlers:
                     "weights.\n  Create the model without lora_config, or serve with enable_lora.",
                 )
             return None
-        lora = lora or LoraConfig(rank=said.lora_rank)
+        lora = lora or LoraConfig(rank=run_lora.lora_rank)
         available_kinds = self.models.kinds
-        asked = {kind: getattr(lora, f"train_{kind}") for kind in KINDS}
-        if asked["unembed"] and substrate.has_tied_head:
+        requested = {kind: getattr(lora, f"train_{kind}") for kind in KINDS}
+        if requested["unembed"] and substrate.has_tied_head:
             # The SDK's default is True; Served.notice says how that is handled.
-            asked["unembed"] = None
+            requested["unembed"] = None
         return LoraSpec(
             rank=lora.rank,
-            alpha=said.lora_alpha if lora.alpha is None else lora.alpha,
+            alpha=run_lora.lora_alpha if lora.alpha is None else lora.alpha,
             seed=substrate.run.train.seed if lora.seed is None else lora.seed,
             kinds=frozenset(
                 kind
                 for kind in KINDS
-                if (kind in available_kinds if asked[kind] is None else asked[kind])
+                if (kind in available_kinds if requested[kind] is None else requested[kind])
             ),
         )
 
@@ -153,13 +153,14 @@ class CommandHandlers:
         if command.forward_only:
             logp = self.losses.forward(batches, num_tokens)
         else:
-            logp, told = self.losses.forward_backward(batches, loss, num_tokens)
+            logp, metrics = self.losses.forward_backward(batches, loss, num_tokens)
             self.models.accumulate_grads(resident, num_trained, command.loss_reduction)
-            extra_metrics = router_metrics(told) | self.models.grad_norms(resident)
+            extra_metrics = router_metrics(metrics) | self.models.grad_norms(resident)
         outputs, total = build_outputs(samples, loss, logp.cpu())
         return ForwardBackwardResult(
             outputs=tuple(
-                {name: Array.of(its, "float32") for name, its in each.items()} for each in outputs
+                {name: Array.of(numbers, "float32") for name, numbers in output.items()}
+                for output in outputs
             ),
             metrics={
                 "loss:sum": total,

@@ -130,17 +130,17 @@ def run_command(command: Command, handlers: CommandHandler, broadcast: ControlBr
         # No agreement: other ranks may be blocked elsewhere until this rank exits.
         log.exception("%s failed", type(command.operation).__name__)
         why = f"{type(error).__name__}: {error}"
-        told = (
+        message = (
             f"the workers failed: {why}\n  They are restarted, with every model as it was saved "
             "last."
         )
         return Outcome(
-            _to_failure(command.id, _RankError(told, "internal"), needs_restart=True), why
+            _to_failure(command.id, _RankError(message, "internal"), needs_restart=True), why
         )
-    found = broadcast.all_gather_errors(
+    frames = broadcast.all_gather_errors(
         None if rank_error is None else _RANK_ERROR.encode(rank_error)
     )
-    failures = [_RANK_ERROR.decode(frame) for frame in found if frame is not None]
+    failures = [_RANK_ERROR.decode(frame) for frame in frames if frame is not None]
     if failures:
         return Outcome(_to_failure(command.id, failures[0]))
     assert result is not None

@@ -80,12 +80,12 @@ def stop_token_ids(substrate: SharedBase, tokenizer: PreTrainedTokenizerBase) ->
     """End-of-sequence tokens: from the tokenizer, config.json, and generation_config.json, if there
     is one."""
     file = substrate.weights / "generation_config.json" if substrate.weights else None
-    said = [substrate.hf_config, read_json_object(file) if file and file.is_file() else {}]
-    found: list[Any] = [tokenizer.eos_token_id]
-    for each in said:
-        ends = each.get("eos_token_id")
-        found += ends if isinstance(ends, list) else [ends]
-    return tuple(sorted({end for end in found if isinstance(end, int)}))
+    configs = [substrate.hf_config, read_json_object(file) if file and file.is_file() else {}]
+    token_ids: list[Any] = [tokenizer.eos_token_id]
+    for config in configs:
+        ends = config.get("eos_token_id")
+        token_ids += ends if isinstance(ends, list) else [ends]
+    return tuple(sorted({end for end in token_ids if isinstance(end, int)}))
 
 
 def _decoded(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:

@@ -48,16 +48,16 @@ def self_test(handlers: CommandHandlers) -> None:
     opened = handlers.do(CreateModelCommand(model=NAME, lora=None))
     assert isinstance(opened, CheckpointSizes)
     try:
-        found = [
+        results = [
             handlers.do(rows),
             handlers.do(OptimStep(model=NAME, adam=AdamParams())),
         ]
-        found.append(handlers.do(rows))
+        results.append(handlers.do(rows))
     finally:
         handlers.do(UnloadModelCommand(model=NAME))
-    for told in found:
-        assert isinstance(told, ForwardBackwardResult | OptimStepResult)
-        for name, value in told.metrics.items():
+    for result in results:
+        assert isinstance(result, ForwardBackwardResult | OptimStepResult)
+        for name, value in result.metrics.items():
             if not math.isfinite(value):
                 raise StageError(
                     f"the self test found {name} to be {value}.\n"

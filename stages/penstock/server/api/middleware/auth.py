@@ -33,20 +33,20 @@ class ApiKeys:
         if not self._digests:
             self._require_loopback_host(headers.get("host", ""))
             return NOBODY
-        given = headers.get("x-api-key") or _bearer(headers.get("authorization", ""))
-        digest = hashlib.sha256(given.encode()).digest()
-        found = ""
+        key = headers.get("x-api-key") or _bearer(headers.get("authorization", ""))
+        digest = hashlib.sha256(key.encode()).digest()
+        matching_owner = ""
         # Compare with all keys in constant time, so that timing reveals nothing.
-        for known, owner in self._digests.items():
-            if hmac.compare_digest(known, digest):
-                found = owner
-        if not found:
+        for key_digest, owner in self._digests.items():
+            if hmac.compare_digest(key_digest, digest):
+                matching_owner = owner
+        if not matching_owner:
             raise ApiError(
                 "the key is missing or unknown: send one of the server's keys as X-API-Key, or as"
                 " Authorization: Bearer",
                 status=401,
             )
-        return found
+        return matching_owner
 
     @staticmethod
     def _require_loopback_host(host: str) -> None:
@@ -60,5 +60,5 @@ class ApiKeys:
 
 
 def _bearer(header: str) -> str:
-    scheme, _, rest = header.partition(" ")
-    return rest.strip() if scheme.lower() == "bearer" else ""
+    scheme, _, token = header.partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else ""

@@ -152,21 +152,21 @@ class BoundedRequest(Request):
     async def json(self) -> Any:
         """A small body as JSON. Raises ApiError as `body`, `parsed_json` and `require_few_keys`."""
         self.parsed = parsed_json(await self.body(), MAX_SMALL_VALUES, MAX_SMALL_VALUES)
-        left: list[Any] = [self.parsed]
-        while left:
-            value = left.pop()
+        stack: list[Any] = [self.parsed]
+        while stack:
+            value = stack.pop()
             if isinstance(value, dict):
-                found = cast("dict[str, Any]", value)
-                require_few_keys(found)
-                left += found.values()
+                mapping = cast("dict[str, Any]", value)
+                require_few_keys(mapping)
+                stack += mapping.values()
             elif isinstance(value, list):
-                left += cast("list[Any]", value)
+                stack += cast("list[Any]", value)
         return self.parsed
 
     async def parts(self, limit: int) -> Sequence[bytes]:
         """The body as sent, of at most `limit` bytes, in chunks. Raises ApiError as `body`."""
-        said = self.headers.get("content-length", "")
-        if said.isdecimal() and (len(said) > 18 or int(said) > limit):
+        content_length = self.headers.get("content-length", "")
+        if content_length.isdecimal() and (len(content_length) > 18 or int(content_length) > limit):
             raise body_too_large(limit)
         parts: list[bytes] = []
         length = 0
@@ -255,10 +255,10 @@ def parsed_json(body: bytes, max_values: int, max_containers: int) -> Any:
         raise ApiError(f"the body is no JSON: {error}") from error
 
 
-def require_few_keys(found: Mapping[str, Any]) -> None:
+def require_few_keys(mapping: Mapping[str, Any]) -> None:
     """Raise ApiError for a JSON object with more than MAX_KEYS keys."""
-    if len(found) > MAX_KEYS:
-        raise ApiError(f"an object of the body has {len(found)} keys; {MAX_KEYS} may be")
+    if len(mapping) > MAX_KEYS:
+        raise ApiError(f"an object of the body has {len(mapping)} keys; {MAX_KEYS} may be")
 
 
 def body_too_large(limit: int) -> ApiError:

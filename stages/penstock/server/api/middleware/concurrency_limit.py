@@ -32,18 +32,18 @@ class ConcurrencyLimit:
         if self._given < AT_ONCE:
             self._given += 1
             return
-        turn: asyncio.Future[None] = loop.create_future()
-        self._waiting.append(turn)
-        await turn
+        waiter: asyncio.Future[None] = loop.create_future()
+        self._waiting.append(waiter)
+        await waiter
 
     def _give(self) -> None:
         """Release the next few requests after the loop has polled its sockets."""
         self._given = 0
         while self._waiting and self._given < AT_ONCE:
-            turn = self._waiting.popleft()
+            waiter = self._waiting.popleft()
             # Skip requests that were cancelled while waiting.
-            if not turn.done():
-                turn.set_result(None)
+            if not waiter.done():
+                waiter.set_result(None)
                 self._given += 1
         if self._given:
             asyncio.get_running_loop().call_soon(self._give)

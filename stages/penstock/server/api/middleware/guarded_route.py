@@ -94,8 +94,8 @@ def guarded_router(tag: str) -> APIRouter:
 def _query_names(dependant: Dependant) -> Iterator[str]:
     """The query parameters of a route and its dependencies."""
     yield from (field.alias for field in dependant.query_params)
-    for other in dependant.dependencies:
-        yield from _query_names(other)
+    for dependency in dependant.dependencies:
+        yield from _query_names(dependency)
 
 
 async def _skip_sequence_number(service: AppState, request: BoundedRequest) -> None:

@@ -25,15 +25,15 @@ class RateLimit:
         if not self._per_minute:
             return
         now = self._clock()
-        left, then = self._buckets.pop(owner, (float(self._per_minute), now))
-        left = min(self._per_minute, left + (now - then) * self._per_minute / 60)
-        if left < 1:
-            self._buckets[owner] = (left, now)
+        tokens, then = self._buckets.pop(owner, (float(self._per_minute), now))
+        tokens = min(self._per_minute, tokens + (now - then) * self._per_minute / 60)
+        if tokens < 1:
+            self._buckets[owner] = (tokens, now)
             raise ApiError(
                 f"over {self._per_minute} requests within a minute; come again later",
                 code="busy",
-                retry_after=(1 - left) * 60 / self._per_minute,
+                retry_after=(1 - tokens) * 60 / self._per_minute,
             )
-        self._buckets[owner] = (left - 1, now)
+        self._buckets[owner] = (tokens - 1, now)
         if len(self._buckets) > MAX_OWNERS:
             self._buckets.pop(next(iter(self._buckets)))

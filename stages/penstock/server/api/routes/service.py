@@ -83,7 +83,9 @@ async def metrics(context: Context) -> Response:
     """Prometheus metrics."""
     service = context.service
     text = service.metrics.write(
-        pending=service.futures.pending, kept=len(service.futures), status=service.scheduler.status
+        pending=service.futures.pending,
+        completed=len(service.futures),
+        status=service.scheduler.status,
     )
     return Response(text, media_type=CONTENT_TYPE)
 

@@ -111,11 +111,13 @@ async def kill_session(body: KillSessionBody, context: Context) -> KillSessionRe
     await context.call(operation, results.Done, by_workers=True)
     path = None
     if body.save_checkpoint:
-        kept = await context.call(
+        listed = await context.call(
             requests.ListCheckpoints(model=body.model_id), results.ListCheckpointsResult
         )
-        training = [one for one in kept.checkpoints if one.kind == "training"]
-        last = max(training, key=lambda one: one.time, default=None)
+        training = [
+            checkpoint for checkpoint in listed.checkpoints if checkpoint.kind == "training"
+        ]
+        last = max(training, key=lambda checkpoint: checkpoint.time, default=None)
         path = last and write_path(last.model, last.name)
     return KillSessionResponse(
         success=True, message=f"{body.model_id} is unloaded", checkpoint_path=path

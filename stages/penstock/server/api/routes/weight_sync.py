@@ -33,8 +33,12 @@ async def add_inference_endpoint(
         is_sized="world_size" in body.model_fields_set,
         api_key=None if body.api_key is None else types.Secret(text=body.api_key),
     )
-    known = (await context.call(operation, results.EndpointsResult)).endpoints
-    added = next(each for each in known if (each.host, each.port) == (body.host, body.port))
+    endpoints = (await context.call(operation, results.EndpointsResult)).endpoints
+    added = next(
+        endpoint
+        for endpoint in endpoints
+        if (endpoint.host, endpoint.port) == (body.host, body.port)
+    )
     is_synced, message = False, None
     if body.sync_weights:
         sync = SyncBody(

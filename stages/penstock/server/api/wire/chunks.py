@@ -91,13 +91,13 @@ class ChunkDecoder:
     _num_bytes: int = 0
     _num_tokens: int = 0
 
-    def from_proto(self, chunks: Sequence[pb.Chunk], what: str) -> ModelInput:
+    def from_proto(self, chunks: Sequence[pb.Chunk], loc: str) -> ModelInput:
         """The model input of an SDK sample. Raises ApiError naming the chunk."""
         kinds = [str(chunk.WhichOneof("chunk")) for chunk in chunks]
-        model_input = _ModelInput(self, what, several=kinds.count(IMAGE) > 1)
+        model_input = _ModelInput(self, loc, several=kinds.count(IMAGE) > 1)
         for chunk, kind in zip(chunks, kinds, strict=True):
             if kind == TEXT:
-                model_input.add_tokens(tokens_from_bytes(chunk.encoded_text.tokens, what))
+                model_input.add_tokens(tokens_from_bytes(chunk.encoded_text.tokens, loc))
                 continue
             model_input.require_image(kind)
             image = chunk.image
@@ -107,26 +107,24 @@ class ChunkDecoder:
             model_input.add_image(image.data, image.format, expected)
         return model_input.decoded()
 
-    def from_json(self, chunks: Any, what: str) -> ModelInput:
+    def from_json(self, chunks: Any, loc: str) -> ModelInput:
         """The same of chunks in JSON."""
         if not isinstance(chunks, list) or not all(isinstance(chunk, dict) for chunk in chunks):
-            raise ApiError(f"the chunks of {what} are no list of chunks")
+            raise ApiError(f"the chunks of {loc} are no list of chunks")
         kinds = [str(chunk.get("type", TEXT)) for chunk in chunks]
-        model_input = _ModelInput(self, what, several=kinds.count(IMAGE) > 1)
+        model_input = _ModelInput(self, loc, several=kinds.count(IMAGE) > 1)
         for chunk, kind in zip(chunks, kinds, strict=True):
             if kind == TEXT:
                 if not isinstance(chunk.get("tokens"), list):
                     raise ApiError(f"{model_input.here} has no list of tokens")
-                numbers = to_integers(from_list(chunk["tokens"], what), what)
-                model_input.add_tokens(flatten(numbers, what))
+                numbers = to_integers(from_list(chunk["tokens"], loc), loc)
+                model_input.add_tokens(flatten(numbers, loc))
                 continue
             model_input.require_image(kind)
             model_input.add_image(*_image_from_json(chunk, model_input.here))
         return model_input.decoded()
 
-    def expand(
-        self, content: bytes, format: str, where: str, *, several: bool
-    ) -> tuple[int, Tokens]:
+    def expand(self, content: bytes, format: str, loc: str, *, several: bool) -> tuple[int, Tokens]:
         """Index and tokens of an image, which is processed once, or once alone and once among
         several where these differ. Raises ApiError."""
         assert self.expander is not None
@@ -141,7 +139,7 @@ class ChunkDecoder:
             try:
                 image, tokens = self.expander.expand(content, format, digest, several=several)
             except BadMedia as error:
-                raise ApiError(f"{where} cannot be used: {error}") from None
+                raise ApiError(f"{loc} cannot be used: {error}") from None
             self._num_bytes += image.num_bytes
             _require_bytes(self._num_bytes)
             self._known[digest] = len(self.images), tokens
@@ -157,9 +155,9 @@ class ChunkDecoder:
     def each_image(self, indices: Sequence[int]) -> tuple[Image, ...]:
         """The images of a prompt, one as often as it occurs. Raises ApiError if these copies are
         too many."""
-        found = tuple(self.images[index] for index in indices)
-        _require_bytes(sum(image.num_bytes for image in found))
-        return found
+        images = tuple(self.images[index] for index in indices)
+        _require_bytes(sum(image.num_bytes for image in images))
+        return images
 
 
 def _require_bytes(count: int) -> None:
@@ -173,9 +171,9 @@ def _require_bytes(count: int) -> None:
 class _ModelInput:
     """A model input being decoded."""
 
-    def __init__(self, decoder: ChunkDecoder, what: str, *, several: bool) -> None:
+    def __init__(self, decoder: ChunkDecoder, loc: str, *, several: bool) -> None:
         """`several`: whether it has several images."""
-        self._decoder, self._what, self._several = decoder, what, several
+        self._decoder, self._what, self._several = decoder, loc, several
         self._tokens: list[Tokens] = []
         self._images: list[int] = []
 
@@ -190,10 +188,10 @@ class _ModelInput:
     def require_image(self, kind: str) -> None:
         """Raise ApiError for a chunk that is neither text nor an image, or an image where none are
         taken."""
-        taken = self._decoder.expander is not None
-        if taken and kind == IMAGE:
+        accepted = self._decoder.expander is not None
+        if accepted and kind == IMAGE:
             return
-        why = WHY_NOT.get(kind, "text and images are read here") if taken else ONLY_TEXT
+        why = WHY_NOT.get(kind, "text and images are read here") if accepted else ONLY_TEXT
         raise ApiError(f"{self._what} has a chunk of {kind[:50]!r}: {why}")
 
     def add_image(self, content: bytes, format: str, expected: int | None) -> None:
@@ -212,23 +210,23 @@ class _ModelInput:
         return ModelInput(tokens, tuple(self._images))
 
 
-def flatten(numbers: Tokens, what: str) -> Tokens:
+def flatten(numbers: Tokens, loc: str) -> Tokens:
     """[T], also of [1, T]."""
-    return per_token(numbers, numbers.size, what) if numbers.size else numbers.reshape(0)
+    return per_token(numbers, numbers.size, loc) if numbers.size else numbers.reshape(0)
 
 
-def _image_from_json(chunk: Mapping[str, Any], where: str) -> tuple[bytes, str, int | None]:
+def _image_from_json(chunk: Mapping[str, Any], loc: str) -> tuple[bytes, str, int | None]:
     """Content, format and expected tokens of an image chunk."""
     if strange := sorted(map(str, chunk.keys() - IMAGE_FIELDS)):
-        raise ApiError(f"{where} has {strange[0][:100]}, which an image does not have")
+        raise ApiError(f"{loc} has {strange[0][:100]}, which an image does not have")
     data, format, expected = (chunk.get(name) for name in ("data", "format", "expected_tokens"))
     if not isinstance(data, str) or len(data) > MAX_BASE64:
-        raise ApiError(f"{where} is an image, and its data is no text of base64 of a file")
+        raise ApiError(f"{loc} is an image, and its data is no text of base64 of a file")
     if not isinstance(format, str):
-        raise ApiError(f"{where} is an image, and has no format: png or jpeg")
+        raise ApiError(f"{loc} is an image, and has no format: png or jpeg")
     if isinstance(expected, bool) or not isinstance(expected, int | None):
-        raise ApiError(f"the expected_tokens of {where} is no whole number")
+        raise ApiError(f"the expected_tokens of {loc} is no whole number")
     try:
         return b64decode(data, validate=True), format, expected
     except (binascii.Error, ValueError):
-        raise ApiError(f"{where} is an image, and its data is no base64") from None
+        raise ApiError(f"{loc} is an image, and its data is no base64") from None

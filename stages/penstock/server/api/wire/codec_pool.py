@@ -266,16 +266,16 @@ class _Codec:
         assert stdout is not None
         length = int.from_bytes(await stdout.readexactly(LENGTH), "little")
         # np.empty allocates pages when they are written, not at once.
-        found = np.empty(length, np.uint8).data
-        at = 0
-        while at < length:
-            piece = await stdout.read(min(CHUNK_BYTES, length - at))
+        part = np.empty(length, np.uint8).data
+        filled = 0
+        while filled < length:
+            piece = await stdout.read(min(CHUNK_BYTES, length - filled))
             if not piece:
                 raise asyncio.IncompleteReadError(b"", length)
-            found[at : at + len(piece)] = piece
-            at += len(piece)
-        return found
+            part[filled : filled + len(piece)] = piece
+            filled += len(piece)
+        return part
 
 
-def _limit_exceeded(what: str) -> ApiError:
-    return ApiError(f"the samples take more than {what} to decode; send less at once", status=413)
+def _limit_exceeded(limit: str) -> ApiError:
+    return ApiError(f"the samples take more than {limit} to decode; send less at once", status=413)

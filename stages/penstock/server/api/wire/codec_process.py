@@ -90,8 +90,8 @@ def _read_part(source: BinaryIO) -> bytes | None:
     if len(header) < LENGTH:
         return None
     length = int.from_bytes(header, "little")
-    found = source.read(length)
-    return found if len(found) == length else None
+    part = source.read(length)
+    return part if len(part) == length else None
 
 
 if __name__ == "__main__":

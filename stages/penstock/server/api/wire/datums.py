@@ -77,14 +77,14 @@ def count_values_in_proto(data: Sequence[pb.Datum], loss: Loss) -> int:
     """
     total = 0
     for index, datum in enumerate(data):
-        what = f"sample {index}"
-        _check_names(datum.loss_fn_inputs, loss, what)
+        loc = f"sample {index}"
+        _check_names(datum.loss_fn_inputs, loss, loc)
         total += sum(len(chunk.encoded_text.tokens) // 4 for chunk in datum.model_input)
         shapes = {
-            name: shape_from_proto(tensor, f"{name} of {what}")
+            name: shape_from_proto(tensor, f"{name} of {loc}")
             for name, tensor in datum.loss_fn_inputs.items()
         }
-        total = _add_values(total, shapes, loss, what)
+        total = _add_values(total, shapes, loss, loc)
     return total
 
 
@@ -94,9 +94,9 @@ def count_values_in_json(
     """The same for JSON samples. Raises ApiError as above, except for unknown inputs."""
     total = 0
     for index, (written, inputs) in enumerate(data):
-        what = f"sample {index}"
+        loc = f"sample {index}"
         shapes = {
-            name: shape_from_json(tensor, f"{name} of {what}")
+            name: shape_from_json(tensor, f"{name} of {loc}")
             for name, tensor in (*written.items(), *inputs.items())
             if name not in ("chunks", "type")
         }
@@ -104,11 +104,11 @@ def count_values_in_json(
         for chunk in chunks if isinstance(chunks, list) else ():
             tokens = chunk.get("tokens") if isinstance(chunk, Mapping) else None
             total += len(tokens) if isinstance(tokens, list) else 0
-        total = _add_values(total, shapes, loss, what)
+        total = _add_values(total, shapes, loss, loc)
     return total
 
 
-def _add_values(total: int, shapes: Mapping[str, tuple[int, ...]], loss: Loss, what: str) -> int:
+def _add_values(total: int, shapes: Mapping[str, tuple[int, ...]], loss: Loss, loc: str) -> int:
     """Add the number of values of one more sample."""
     targets = shapes.get(TARGETS, ())
     if (
@@ -117,7 +117,7 @@ def _add_values(total: int, shapes: Mapping[str, tuple[int, ...]], loss: Loss, w
         and targets[0] > 1
         and targets[1] > MAX_TARGETS
     ):
-        raise ApiError(f"{what} has {targets[1]} targets of each token; {MAX_TARGETS} may be")
+        raise ApiError(f"{loc} has {targets[1]} targets of each token; {MAX_TARGETS} may be")
     total += sum(math.prod(shape) for shape in shapes.values())
     if total > MAX_NUMBERS:
         raise ApiError(
@@ -126,14 +126,14 @@ def _add_values(total: int, shapes: Mapping[str, tuple[int, ...]], loss: Loss, w
     return total
 
 
-def _datum_from_proto(datum: pb.Datum, loss: Loss, chunks: ChunkDecoder, what: str) -> Datum:
-    _check_names(datum.loss_fn_inputs, loss, what)
-    model_input = chunks.from_proto(datum.model_input, f"the model_input of {what}")
-    given = {
-        name: from_proto(tensor, f"{name} of {what}")
+def _datum_from_proto(datum: pb.Datum, loss: Loss, chunks: ChunkDecoder, loc: str) -> Datum:
+    _check_names(datum.loss_fn_inputs, loss, loc)
+    model_input = chunks.from_proto(datum.model_input, f"the model_input of {loc}")
+    arrays = {
+        name: from_proto(tensor, f"{name} of {loc}")
         for name, tensor in datum.loss_fn_inputs.items()
     }
-    return _build_datum(model_input, given, loss, what)
+    return _build_datum(model_input, arrays, loss, loc)
 
 
 def _datum_from_json(
@@ -141,117 +141,115 @@ def _datum_from_json(
     inputs: Mapping[str, Any],
     loss: Loss,
     chunks: ChunkDecoder,
-    what: str,
+    loc: str,
 ) -> Datum:
     if "labels" in inputs:
         if len(inputs) > 1:
-            others = ", ".join(sorted(name[:100] for name in inputs if name != "labels")[:5])
+            extra = ", ".join(sorted(name[:100] for name in inputs if name != "labels")[:5])
             raise ApiError(
-                f"{what} has labels and {others}: of labels alone is it plain where they belong;"
+                f"{loc} has labels and {extra}: of labels alone is it plain where they belong;"
                 " send target_tokens beside them, one for each token"
             )
-        _check_names((TARGETS,), loss, what)
-        model_input, name = _read_model_input(written, chunks, what), f"labels of {what}"
+        _check_names((TARGETS,), loss, loc)
+        model_input, name = _read_model_input(written, chunks, loc), f"labels of {loc}"
         labels = to_integers(
             per_token(_read_numbers(inputs["labels"], name), len(model_input.tokens), name), name
         )
         # The last token has no target.
-        return _build_datum(model_input, {TARGETS: np.append(labels[1:], IGNORED)}, loss, what)
-    _check_names(inputs, loss, what)
-    given = {name: _read_numbers(value, f"{name} of {what}") for name, value in inputs.items()}
-    return _build_datum(_read_model_input(written, chunks, what), given, loss, what)
+        return _build_datum(model_input, {TARGETS: np.append(labels[1:], IGNORED)}, loss, loc)
+    _check_names(inputs, loss, loc)
+    arrays = {name: _read_numbers(value, f"{name} of {loc}") for name, value in inputs.items()}
+    return _build_datum(_read_model_input(written, chunks, loc), arrays, loss, loc)
 
 
-def _read_model_input(written: Mapping[str, Any], chunks: ChunkDecoder, what: str) -> ModelInput:
+def _read_model_input(written: Mapping[str, Any], chunks: ChunkDecoder, loc: str) -> ModelInput:
     if "chunks" in written:
         if set(written) - {"chunks", "type"}:
-            raise ApiError(f"the model_input of {what} has chunks and other things; send chunks")
-        return chunks.from_json(written["chunks"], f"the model_input of {what}")
+            raise ApiError(f"the model_input of {loc} has chunks and other things; send chunks")
+        return chunks.from_json(written["chunks"], f"the model_input of {loc}")
     if "input_ids" not in written:
-        raise ApiError(f"the model_input of {what} has neither input_ids nor chunks")
-    name = f"input_ids of {what}"
+        raise ApiError(f"the model_input of {loc} has neither input_ids nor chunks")
+    name = f"input_ids of {loc}"
     tokens = flatten(to_integers(_read_numbers(written["input_ids"], name), name), name)
-    _check_model_inputs(written, len(tokens), what)
+    _check_model_inputs(written, len(tokens), loc)
     return ModelInput(tokens, ())
 
 
-def _read_numbers(value: Any, what: str) -> Numbers:
+def _read_numbers(value: Any, loc: str) -> Numbers:
     if isinstance(value, list):
-        return from_list(value, what)
+        return from_list(value, loc)
     if isinstance(value, Mapping):
-        return from_json(value, what)
-    raise ApiError(f"{what} is no tensor and no list of numbers")
+        return from_json(value, loc)
+    raise ApiError(f"{loc} is no tensor and no list of numbers")
 
 
-def _check_model_inputs(written: Mapping[str, Any], length: int, what: str) -> None:
+def _check_model_inputs(written: Mapping[str, Any], length: int, loc: str) -> None:
     """Optional model inputs are accepted if they have no effect."""
     plain = {"attention_mask": np.ones(length), "position_ids": np.arange(length)}
     for name in written.keys() - {"input_ids"}:
         if name not in plain:
-            raise ApiError(f"the model_input of {what} has {name[:100]}, which is not read here")
-        numbers = _read_numbers(written[name], f"{name} of {what}")
-        if not np.array_equal(per_token(numbers, length, f"{name} of {what}"), plain[name]):
+            raise ApiError(f"the model_input of {loc} has {name[:100]}, which is not read here")
+        numbers = _read_numbers(written[name], f"{name} of {loc}")
+        if not np.array_equal(per_token(numbers, length, f"{name} of {loc}"), plain[name]):
             raise ApiError(
-                f"{name} of {what} is not that of one text without padding; send each text as a"
+                f"{name} of {loc} is not that of one text without padding; send each text as a"
                 " sample of its own"
             )
 
 
-def _check_names(given: Collection[str], loss: Loss, what: str) -> None:
+def _check_names(names: Collection[str], loss: Loss, loc: str) -> None:
     """Checked before decoding, so that unsupported inputs cost nothing."""
     required = (TARGETS, *REQUIRED[loss])
-    missing = [name for name in required if name not in given]
+    missing = [name for name in required if name not in names]
     if missing:
-        raise ApiError(f"{what} has no {', '.join(missing)}, which {loss} takes")
-    known = {*required, *OPTIONAL[loss], *((RATIO_MASK,) if loss == "gspo" else ())}
-    strange = sorted(name for name in given if name not in known)
+        raise ApiError(f"{loc} has no {', '.join(missing)}, which {loss} takes")
+    accepted = {*required, *OPTIONAL[loss], *((RATIO_MASK,) if loss == "gspo" else ())}
+    strange = sorted(name for name in names if name not in accepted)
     if strange:
         raise ApiError(
-            f"{what} has {', '.join(name[:100] for name in strange[:5])}, which {loss} does not"
-            f" take; it takes {', '.join(sorted(known))}"
+            f"{loc} has {', '.join(name[:100] for name in strange[:5])}, which {loss} does not"
+            f" take; it takes {', '.join(sorted(accepted))}"
         )
 
 
-def _build_datum(model_input: ModelInput, given: LossInputArrays, loss: Loss, what: str) -> Datum:
+def _build_datum(model_input: ModelInput, arrays: LossInputArrays, loss: Loss, loc: str) -> Datum:
     tokens = model_input.tokens
     if not len(tokens):
-        raise ApiError(f"{what} has no tokens")
-    targets = _read_targets(given[TARGETS], len(tokens), loss, f"{TARGETS} of {what}")
-    others = {
-        name: per_target(numbers, targets.shape, f"{name} of {what}")
-        for name, numbers in given.items()
+        raise ApiError(f"{loc} has no tokens")
+    targets = _read_targets(arrays[TARGETS], len(tokens), loss, f"{TARGETS} of {loc}")
+    factors = {
+        name: per_target(numbers, targets.shape, f"{name} of {loc}")
+        for name, numbers in arrays.items()
         if name != TARGETS
     }
     if np.any(is_ignored := targets == IGNORED):
-        others["weights"] = np.where(is_ignored, 0, others.get("weights", 1))
+        factors["weights"] = np.where(is_ignored, 0, factors.get("weights", 1))
         targets = np.where(is_ignored, 0, targets)
-    if RATIO_MASK in others:
-        _apply_ratio_mask(others, what)
-    inputs = {name: Array.of(numbers, "float32") for name, numbers in others.items()}
-    inputs[TARGETS] = token_array(targets, f"{TARGETS} of {what}", "int64")
-    tokens_T = token_array(tokens, f"model_input of {what}")
+    if RATIO_MASK in factors:
+        _apply_ratio_mask(factors, loc)
+    inputs = {name: Array.of(numbers, "float32") for name, numbers in factors.items()}
+    inputs[TARGETS] = token_array(targets, f"{TARGETS} of {loc}", "int64")
+    tokens_T = token_array(tokens, f"model_input of {loc}")
     return Datum(tokens=tokens_T, inputs=inputs, images=model_input.images)
 
 
-def _apply_ratio_mask(others: LossInputArrays, what: str) -> None:
+def _apply_ratio_mask(factors: LossInputArrays, loc: str) -> None:
     """Set the mask to the tokens of the sequence importance ratio.
 
     Raises ApiError if other tokens have a nonzero advantage, or if tokens of the ratio have zero
     weight or mask.
     """
-    is_of_ratio = others.pop(RATIO_MASK) != 0
-    if any(np.any(others[name][is_of_ratio] == 0) for name in FACTORS if name in others):
-        raise ApiError(
-            f"{what} has no target, or weights or mask of 0, where its {RATIO_MASK} is 1"
-        )
-    if np.any(others["advantages"][~is_of_ratio] != 0):
-        raise ApiError(f"{what} has advantages where its {RATIO_MASK} is 0; send 0 there")
-    others["mask"] = is_of_ratio * others.get("mask", 1)
+    is_of_ratio = factors.pop(RATIO_MASK) != 0
+    if any(np.any(factors[name][is_of_ratio] == 0) for name in FACTORS if name in factors):
+        raise ApiError(f"{loc} has no target, or weights or mask of 0, where its {RATIO_MASK} is 1")
+    if np.any(factors["advantages"][~is_of_ratio] != 0):
+        raise ApiError(f"{loc} has advantages where its {RATIO_MASK} is 0; send 0 there")
+    factors["mask"] = is_of_ratio * factors.get("mask", 1)
 
 
-def _read_targets(numbers: Numbers, length: int, loss: Loss, what: str) -> Tokens:
+def _read_targets(numbers: Numbers, length: int, loss: Loss, loc: str) -> Tokens:
     """int64 [T], or [T, K] for a loss with several targets per token."""
     several = loss in SEVERAL_TARGETS and numbers.ndim == 2 and len(numbers) == length
     return to_integers(
-        numbers if several and numbers.size else per_token(numbers, length, what), what
+        numbers if several and numbers.size else per_token(numbers, length, loc), loc
     )

@@ -47,15 +47,15 @@ def parse_optimizer(body: OptimizerBody | None) -> OptimizerConfig:
 
 
 def parse_metadata(
-    given: Mapping[str, Any] | None, optimizer: OptimizerBody | None
+    client_metadata: Mapping[str, Any] | None, optimizer: OptimizerBody | None
 ) -> dict[str, str]:
     """Metadata stored with a model: the client's metadata, with non-strings as JSON, and the
     default Adam parameters of steps that set none."""
-    told = {
+    metadata = {
         name: value if isinstance(value, str) else json.dumps(value)
-        for name, value in (given or {}).items()
+        for name, value in (client_metadata or {}).items()
     }
-    if len(user_metadata(told)) < len(told):
+    if len(user_metadata(metadata)) < len(metadata):
         raise ApiError(
             f"no name in user_metadata may begin with {STEP!r} or be {DISPLAY_NAME!r}: these"
             " store optimizer_config and display_name"
@@ -70,8 +70,10 @@ def parse_metadata(
             "eps": optimizer.eps,
             "weight_decay": optimizer.weight_decay,
         }
-    kept = {STEP + name: repr(number) for name, number in numbers.items() if number is not None}
-    return told | kept
+    step_params = {
+        STEP + name: repr(number) for name, number in numbers.items() if number is not None
+    }
+    return metadata | step_params
 
 
 def user_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
@@ -85,17 +87,17 @@ def user_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
 
 def parse_adam_params(step: StepBody, metadata: Mapping[str, str]) -> AdamParams:
     """The Adam parameters of a step: its own, then the model's, then Adam's defaults."""
-    kept = {
+    stored = {
         name: float(text)
         for name in AdamBody.model_fields
         if (text := metadata.get(STEP + name)) is not None
     }
-    given = step.adam_params.model_dump() if step.adam_params else kept
+    params = step.adam_params.model_dump() if step.adam_params else stored
     if step.learning_rate is not None:
-        given["learning_rate"] = step.learning_rate
+        params["learning_rate"] = step.learning_rate
     if step.gradient_clip is not None:
-        given["grad_clip_norm"] = step.gradient_clip
-    return AdamParams(**given)
+        params["grad_clip_norm"] = step.gradient_clip
+    return AdamParams(**params)
 
 
 def parse_sampling_params(body: SamplingBody) -> SamplingParams:

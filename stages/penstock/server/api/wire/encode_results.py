@@ -150,7 +150,9 @@ def _step_metrics(result: OptimStepResult, shape: ResultFormat) -> dict[str, flo
 
 def _encode_samples(result: SampleResult, shape: ResultFormat) -> dict[str, Any]:
     """Samples; null for a prompt token without logprob."""
-    encoded: dict[str, Any] = {"sequences": [_encode_sequence(one) for one in result.sequences]}
+    encoded: dict[str, Any] = {
+        "sequences": [_encode_sequence(sequence) for sequence in result.sequences]
+    }
     if result.prompt_logprobs is not None:
         numbers = last_logprobs(result.prompt_logprobs, shape).tolist()
         encoded["prompt_logprobs"] = [None if n != n else n for n in numbers]
@@ -160,14 +162,16 @@ def _encode_samples(result: SampleResult, shape: ResultFormat) -> dict[str, Any]
     return encoded
 
 
-def _encode_sequence(one: SampledSequence) -> dict[str, Any]:
+def _encode_sequence(sequence: SampledSequence) -> dict[str, Any]:
     encoded: dict[str, Any] = {
-        "stop_reason": one.stop_reason,
-        "tokens": one.tokens.numpy().tolist(),
-        "logprobs": one.logprobs.numpy().tolist(),
+        "stop_reason": sequence.stop_reason,
+        "tokens": sequence.tokens.numpy().tolist(),
+        "logprobs": sequence.logprobs.numpy().tolist(),
     }
-    if one.topk_tokens is not None and one.topk_logprobs is not None:
-        encoded["topk_logprobs"] = _encode_topk(one.topk_tokens, one.topk_logprobs.numpy())
+    if sequence.topk_tokens is not None and sequence.topk_logprobs is not None:
+        encoded["topk_logprobs"] = _encode_topk(
+            sequence.topk_tokens, sequence.topk_logprobs.numpy()
+        )
     return encoded
 
 

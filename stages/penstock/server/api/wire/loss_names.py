@@ -63,12 +63,12 @@ def resolve_loss(name: str, params: Mapping[str, Any]) -> LossSpec:
         raise ApiError(
             f"there is no loss {name[:100]!r} here; there are {', '.join(sorted(PARAMS))}"
         )
-    known = PARAMS[loss]
-    strange = sorted(key for key in params if key not in known)
+    accepted = PARAMS[loss]
+    strange = sorted(key for key in params if key not in accepted)
     if strange:
         raise ApiError(
             f"{name} takes no {', '.join(key[:100] for key in strange[:5])};"
-            f" it takes {', '.join(known) or 'no numbers'}"
+            f" it takes {', '.join(accepted) or 'no numbers'}"
         )
     return LossSpec(loss, {key: _number(key, value) for key, value in params.items()})
 
@@ -78,25 +78,25 @@ def resolve_xorl_loss(name: str, params: Mapping[str, Any]) -> LossSpec:
     foreign = XORL.get(name)
     if foreign is None:
         return resolve_loss(name, params)
-    left = dict(params)
+    remaining = dict(params)
     for key, fine in (foreign.neutral or {}).items():
-        if (given := left.pop(key, None)) is not None and given not in fine:
-            raise ApiError(f"{name} with {key} {str(given)[:50]!r} is not computed here")
-    for there, here in (foreign.renamed or {}).items():
-        if (given := left.pop(there, None)) is not None:
-            left[here] = given
-    _clip(foreign, left)
-    return resolve_loss(foreign.loss, left)
+        if (value := remaining.pop(key, None)) is not None and value not in fine:
+            raise ApiError(f"{name} with {key} {str(value)[:50]!r} is not computed here")
+    for foreign_name, native_name in (foreign.renamed or {}).items():
+        if (value := remaining.pop(foreign_name, None)) is not None:
+            remaining[native_name] = value
+    _clip(foreign, remaining)
+    return resolve_loss(foreign.loss, remaining)
 
 
 def _clip(foreign: _XorlLoss, params: dict[str, Any]) -> None:
     """Convert distances from 1 to thresholds; uses the loss's defaults if none are given."""
     if foreign.clip is None:
         return
-    given = [params.pop(key, None) for key in ("eps_clip", "eps_clip_low", "eps_clip_high")]
-    both, low, high = (None if x is None else _number("eps_clip", x) for x in given)
-    below = next(x for x in (low, both, foreign.clip[0]) if x is not None)
-    above = next(x for x in (high, both, foreign.clip[1]) if x is not None)
+    bounds = [params.pop(key, None) for key in ("eps_clip", "eps_clip_low", "eps_clip_high")]
+    symmetric, low, high = (None if x is None else _number("eps_clip", x) for x in bounds)
+    below = next(x for x in (low, symmetric, foreign.clip[0]) if x is not None)
+    above = next(x for x in (high, symmetric, foreign.clip[1]) if x is not None)
     params.setdefault("clip_low_threshold", 1.0 - below)
     params.setdefault("clip_high_threshold", 1.0 + above)
 

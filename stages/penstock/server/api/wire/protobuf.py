@@ -105,17 +105,19 @@ def _add_record(message: pb.ForwardBackwardOutput, outputs: Sequence[dict[str, A
 
 def _encode_samples(result: SampleResult, shape: ResultFormat) -> pb.SampleResponse:
     message = pb.SampleResponse()
-    for one in result.sequences:
+    for sampled in result.sequences:
         sequence = message.sequences.add(
             stop_reason=(
-                pb.STOP_REASON_STOP if one.stop_reason == "stop" else pb.STOP_REASON_LENGTH
+                pb.STOP_REASON_STOP if sampled.stop_reason == "stop" else pb.STOP_REASON_LENGTH
             ),
-            tokens=_to_bytes(one.tokens, "<i4"),
-            logprobs=_to_bytes(one.logprobs, "<f4"),
+            tokens=_to_bytes(sampled.tokens, "<i4"),
+            logprobs=_to_bytes(sampled.logprobs, "<f4"),
         )
-        if one.topk_tokens is not None and one.topk_logprobs is not None:
-            numbers = one.topk_logprobs.numpy().astype(np.float32)
-            sequence.topk_sampled_logprobs.CopyFrom(_encode_topk(one.topk_tokens.numpy(), numbers))
+        if sampled.topk_tokens is not None and sampled.topk_logprobs is not None:
+            numbers = sampled.topk_logprobs.numpy().astype(np.float32)
+            sequence.topk_sampled_logprobs.CopyFrom(
+                _encode_topk(sampled.topk_tokens.numpy(), numbers)
+            )
     if result.prompt_logprobs is not None:
         message.prompt_logprobs = (
             last_logprobs(result.prompt_logprobs, shape).astype("<f4").tobytes()

@@ -150,11 +150,13 @@ class BodyDecoder:
         self.model_and_seq = _find_model_and_seq(parsed)
         match job.call:
             case "forward_backward":
-                said = _validated(ForwardBackwardBody, parsed)
-                return self._decode_json_pass(said, said.forward_backward_input, forward_only=False)
+                request = _validated(ForwardBackwardBody, parsed)
+                return self._decode_json_pass(
+                    request, request.forward_backward_input, forward_only=False
+                )
             case "forward":
-                said = _validated(ForwardBody, parsed)
-                return self._decode_json_pass(said, said.forward_input, forward_only=True)
+                request = _validated(ForwardBody, parsed)
+                return self._decode_json_pass(request, request.forward_input, forward_only=True)
             case "asample":
                 return _decode_sample(_validated(AsampleBody, parsed), self._chunks)
 
@@ -182,11 +184,11 @@ class BodyDecoder:
         return decoded, parse_forward_backward(message, chosen, self._chunks)
 
     def _decode_json_pass(
-        self, said: ForwardBackwardBody | ForwardBody, body: SamplesBody, *, forward_only: bool
+        self, request: ForwardBackwardBody | ForwardBody, body: SamplesBody, *, forward_only: bool
     ) -> tuple[DecodedBody, requests.ForwardBackward]:
         """A forward-backward pass in JSON. xorl clients use their own model and loss names, and sum
         gradients, which the optimizer step divides by the number of tokens."""
-        is_sdk = uri_scheme(said.model_id) == "tinker"
+        is_sdk = uri_scheme(request.model_id) == "tinker"
         params = body.loss_fn_params or {}
         chosen = (
             resolve_loss(body.loss_fn, params)
@@ -198,7 +200,7 @@ class BodyDecoder:
         self._require_numbers(count_values_in_json(data, chosen.loss))
         samples = datums_from_json(data, chosen.loss, self._chunks)
         operation = requests.ForwardBackward(
-            model=said.model_id,
+            model=request.model_id,
             data=samples,
             images=tuple(self._chunks.images),
             loss=chosen.loss,
@@ -206,7 +208,7 @@ class BodyDecoder:
             forward_only=forward_only,
             loss_reduction="sum" if is_sdk else "token",
         )
-        decoded = DecodedBody(seq=said.seq_id, forward_only=forward_only, model=said.model_id)
+        decoded = DecodedBody(seq=request.seq_id, forward_only=forward_only, model=request.model_id)
         return decoded, operation
 
     def _require_samples(self, count: int) -> None:
@@ -281,15 +283,17 @@ def _require_few_keys(parsed: Any) -> None:
     inner = (value for value in parsed.values() if isinstance(value, dict))
     outer: list[Mapping[str, Any]] = [parsed, *inner]
     samples = (value.get("data") for value in outer)
-    lists = (found for found in samples if isinstance(found, list))
-    outer += [sample for found in lists for sample in found if isinstance(sample, dict)]
-    for found in outer:
-        require_few_keys(found)
+    lists = (samples_list for samples_list in samples if isinstance(samples_list, list))
+    outer += [
+        sample for samples_list in lists for sample in samples_list if isinstance(sample, dict)
+    ]
+    for mapping in outer:
+        require_few_keys(mapping)
 
 
 def _decode_sample(body: AsampleBody, chunks: ChunkDecoder) -> tuple[DecodedBody, requests.Sample]:
-    given = (body.sampling_session_id, body.model_path, body.base_model)
-    if sum(source is not None for source in given) != 1:
+    sources = (body.sampling_session_id, body.model_path, body.base_model)
+    if sum(source is not None for source in sources) != 1:
         raise ApiError("send sampling_session_id, model_path or base_model, one of them")
     tokens, images = chunks.from_json(body.prompt.chunks, "the prompt")
     if not len(tokens):

@@ -93,7 +93,7 @@ class ChunkedResponse(Response):
             }
         )
         body = memoryview(self.body)
-        for at in range(0, max(1, len(body)), CHUNK_BYTES):
-            piece = bytes(body[at : at + CHUNK_BYTES])
-            is_last = at + CHUNK_BYTES >= len(body)
+        for start in range(0, max(1, len(body)), CHUNK_BYTES):
+            piece = bytes(body[start : start + CHUNK_BYTES])
+            is_last = start + CHUNK_BYTES >= len(body)
             await send({"type": "http.response.body", "body": piece, "more_body": not is_last})
