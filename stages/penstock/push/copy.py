@@ -75,14 +75,19 @@ class CopyTarget:
             send = [file.name for file in files if file.name not in intact]
             return send, obsolete_files(sizes, files)
 
-    def send(self, files: Sequence[PushFile]) -> None:
-        """Write the files that differ, each atomically, then the index.
+    def prepare(self) -> None:
+        """Folders are made with the files in them."""
+
+    def send(self, files: Sequence[PushFile], *, title: str) -> dict[str, Any]:
+        """Write the files that differ, each atomically, then the index. Copies have no title, and
+        give no facts.
 
         Raises CapabilityError if the target is not writable, StageError on failure.
         """
+        del title
         send, remove = self.difference(files)
         if not send and not remove:
-            return
+            return {}
         with self._translate_errors():
             by_name = {file.name: file for file in files}
             changing = {*send, *remove}
@@ -94,6 +99,7 @@ class CopyTarget:
                 self._upload(by_name[name])
                 index[name] = by_name[name].fact
                 self._write_index(index)
+        return {}
 
     def _path_at(self, name: str) -> str:
         return posixpath.join(self.root, name)

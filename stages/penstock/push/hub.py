@@ -9,7 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
-from huggingface_hub.errors import EntryNotFoundError
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 from huggingface_hub.hf_api import RepoFile
 
 from penstock.core.errors import StageError
@@ -20,27 +24,31 @@ from penstock.push.stage import PushSettings
 
 @dataclass(frozen=True)
 class HubTarget:
-    """A Hub model repository at one revision, with write permission."""
+    """A Hub model repository at one revision."""
 
     hub: HubRepo
     settings: PushSettings
 
     @classmethod
     def open(cls, settings: PushSettings, *, endpoint: str | None = None) -> "HubTarget":
-        """Open or create the repository and its branch.
-
-        Raises CapabilityError without a token or write permission, or offline.
-        """
+        """The repository, which need not exist. Raises CapabilityError without a token."""
         hub = HubRepo.with_token(settings.repo_id or "", "push.repo_id", endpoint=endpoint)
-        target = cls(hub, settings)
-        with hub.translate_errors("open"):
-            target.api.create_repo(target._repo, private=settings.private, exist_ok=True)
-            if settings.revision and not settings.revision.startswith("refs/"):
-                target.api.create_branch(target._repo, branch=settings.revision, exist_ok=True)
-        return target
+        return cls(hub, settings)
+
+    def prepare(self) -> None:
+        """Create the repository and its branch unless they exist.
+
+        Raises CapabilityError without write permission, or offline.
+        """
+        revision = self.settings.revision
+        with self.hub.translate_errors("open"):
+            self.api.create_repo(self._repo, private=self.settings.private, exist_ok=True)
+            if revision and not revision.startswith("refs/"):
+                self.api.create_branch(self._repo, branch=revision, exist_ok=True)
 
     def difference(self, files: Sequence[PushFile]) -> tuple[list[str], list[str]]:
-        """Names of files that are missing or differ in the repository, and names to delete."""
+        """Names of files that are missing or differ in the repository, and names to delete; without
+        a repository, all and none."""
         with self.hub.translate_errors("read"):
             return self._difference(files, self._revision)
 
@@ -102,8 +110,8 @@ class HubTarget:
     def _tree(self, revision: str) -> dict[str, RepoFile]:
         try:
             found = list(self.api.list_repo_tree(self._repo, recursive=True, revision=revision))
-        except EntryNotFoundError:  # A repository without commits has no tree.
-            return {}
+        except (EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError):
+            return {}  # A repository without commits has no tree.
         return {entry.path: entry for entry in found if isinstance(entry, RepoFile)}
 
     def _open_pull_request(self, title: str) -> Any:

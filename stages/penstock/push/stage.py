@@ -118,9 +118,11 @@ class Push(Stage):
         }
         if self.settings.dry_run:
             return facts
-        if self.settings.url is not None:
-            return {**facts, **self._copy(out, self.settings.url, files)}
-        return {**facts, **self._commit(out, files)}
+        target = self._target()
+        target.prepare()
+        plan = _load_or_write_plan(out, target.difference(files), files)
+        receipt = target.send(files, title=f"Upload export {short(self.exported.key)}")
+        return {**facts, **plan, **receipt}
 
     def outside_changes(self) -> list[str]:
         """Files that the target no longer has as they were sent. A pull request may be merged, or
@@ -144,21 +146,6 @@ class Push(Stage):
         if self.settings.url is not None:
             return CopyTarget.open(self.settings.url)
         return HubTarget.open(self.settings, endpoint=self.endpoint)
-
-    def _commit(self, out: Path, files: list[PushFile]) -> dict[str, Any]:
-        from penstock.push.hub import HubTarget
-
-        target = HubTarget.open(self.settings, endpoint=self.endpoint)
-        plan = _load_or_write_plan(out, target.difference(files), files)
-        return {**plan, **target.send(files, title=f"Upload export {short(self.exported.key)}")}
-
-    def _copy(self, out: Path, url: str, files: list[PushFile]) -> dict[str, Any]:
-        from penstock.push.copy import CopyTarget
-
-        target = CopyTarget.open(url)
-        plan = _load_or_write_plan(out, target.difference(files), files)
-        target.send(files)
-        return plan
 
 
 def push_prepared(prepared: Artifact, repo: str) -> dict[str, Any]:

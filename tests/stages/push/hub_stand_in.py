@@ -123,7 +123,7 @@ class _Handler(BaseHTTPRequestHandler):
         if found:
             return self._file(rest)
         _, found, rest = path.partition(f"/api/{hub.kind}s/{hub.repo}")
-        if not found:
+        if not found or not hub.branches:
             return self._respond({"error": "no such repository"}, 404, error="RepoNotFound")
         verb, _, rest = rest.lstrip("/").partition("/")
         return getattr(self, "_" + (verb.replace("-", "_") or "revision"))(rest or "main", body)

@@ -215,3 +215,21 @@ def test_an_export_that_changed_is_not_sent(hub, exported, tmp_path):
     with pytest.raises(ArtifactError, match="has changed since it was exported"):
         push(exported).run(tmp_path / "out")
     assert hub.requests == []
+
+
+def test_looking_at_a_repository_that_was_deleted_makes_none_and_a_push_does(
+    hub, exported, tmp_path
+):
+    step = push(exported)
+    step.run(tmp_path / "first")
+    assert step.outside_changes() == []
+    hub.branches.clear()
+    hub.created.clear()
+    changes = step.outside_changes()
+    assert [line.partition(" ")[0] for line in changes] == sorted(
+        name.removeprefix("hf/") for name in MODEL
+    )
+    assert not hub.created
+    step.run(tmp_path / "second")
+    assert len(hub.created) == 1
+    assert set(hub.tree()) == {name.removeprefix("hf/") for name in MODEL}
