@@ -636,6 +636,7 @@ def export_step(run: RunConfig, trained: Artifact, origin: ModelSource) -> Plann
         ),
         trained=trained,
         origin=origin,
+        verify=export.verify,
     )
     return PlannedStage.in_root(stage, run.pipeline.artifacts_path)
 

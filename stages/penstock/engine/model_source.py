@@ -11,6 +11,7 @@ from penstock.rows.chat_template import ChatTemplate
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 SchemeName = Literal["fp8", "block_fp8", "int8", "int4", "nvfp4"]
 MTPExport = Literal["keep", "drop"]
+Verify = Literal["load", "logits", "off"]
 
 
 @dataclass(frozen=True)
@@ -100,3 +101,5 @@ class ExportFormat:
     """The quantization format of linear layers; None: unquantized."""
     mtp: MTPExport = "keep"
     """What becomes of layers that predict further tokens."""
+    verify: Verify = "off"
+    """How the written folders are verified."""

@@ -19,6 +19,7 @@ from penstock.core.replace_folder import rename_folder
 from penstock.core.sources.pin import TOKENIZER_FILES
 from penstock.engine.hf.safetensors_reader import SafetensorsFolder
 from penstock.engine.hf.save_model import INDEX
+from penstock.engine.hf.verify_folder import noting_unverified, verify_model
 from penstock.engine.peft.embeddings import TransformersNames
 from penstock.engine.peft.merge_adapter import AdapterMerge
 from penstock.engine.peft.read_adapter import PeftFolder
@@ -80,6 +81,8 @@ def merge_folders(base: Path, adapter: Path, out: Path) -> dict[str, Any]:
             _write_config(partial, hf_config, weights, changes)
         _copy_other_files(base, adapter, partial)
         write_merged_card(partial, base, adapter, folder.config, facts)
+        with noting_unverified(partial):
+            verify_model(partial, base)
     except OSError as error:
         remove(partial)
         if error.errno == errno.ENOSPC:

@@ -10,7 +10,14 @@ from pydantic import Field
 from penstock.config.schema.base import Settings
 from penstock.core.cache.stage import Artifact, Facts, Input, Source, Stage, stage_key
 from penstock.core.errors import ArtifactError
-from penstock.engine.model_source import DType, ExportFormat, ModelSource, MTPExport, SchemeName
+from penstock.engine.model_source import (
+    DType,
+    ExportFormat,
+    ModelSource,
+    MTPExport,
+    SchemeName,
+    Verify,
+)
 
 
 class ExportSettings(Settings):
@@ -52,6 +59,8 @@ class Export(Stage):
     trained: Artifact
     origin: ModelSource
     """Only its sources are part of the identity; the key of `trained` covers the rest."""
+    verify: Verify = "load"
+    """Not part of the identity: how the folders are verified."""
 
     def folder_names(self, *, has_adapter: bool) -> list[str]:
         """The folders that a push sends, of a run that trains an adapter or all weights."""
@@ -77,7 +86,8 @@ class Export(Stage):
     def run(self, out: Path) -> Facts:
         """Write the folders; weight files completed by an earlier attempt are kept.
 
-        Raises ArtifactError if the checkpoint is incomplete or belongs to another model.
+        Raises ArtifactError if the checkpoint is incomplete or belongs to another model, StageError
+        if a folder does not load in transformers or PEFT.
         """
         from penstock.engine.hf.export import write_folders
         from penstock.engine.hf.save_model import bytes_in
@@ -90,6 +100,7 @@ class Export(Stage):
             settings.merge_lora,
             settings.quantise,
             settings.mtp,
+            self.verify,
         )
         facts = write_folders(self._checkpoint(), self.origin, form, out)
         if settings.model_card:

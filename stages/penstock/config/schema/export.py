@@ -117,6 +117,12 @@ class ExportConfig(ConfigSection):
     as the base model has them; `drop` leaves them out and says in config.json that there are none.
     """
 
+    verify: Literal["load", "logits", "off"] = "load"
+    """What is checked before the export is complete. `load`: transformers loads `hf/` and PEFT
+    `adapter/` (tensor names, shapes and dtypes, config, tokenizer; no weights are read). `logits`:
+    also that transformers computes the logits of the trained weights. What does not load is an
+    error; what this machine cannot load is a warning."""
+
     @property
     def max_shard_bytes(self) -> int:
         """`max_shard_size` in bytes."""

@@ -42,6 +42,13 @@ from penstock.engine.hf.save_model import (
 )
 from penstock.engine.hf.state_dict import HFStateDict, in_checkpoint, in_multimodal, in_source
 from penstock.engine.hf.tokenizer_files import TokenizerFiles
+from penstock.engine.hf.verify_folder import (
+    NotVerifiedError,
+    noting_unverified,
+    verify_adapter,
+    verify_model,
+)
+from penstock.engine.hf.verify_logits import verify_logits
 from penstock.engine.hf.weight_files import prediction_tensors
 from penstock.engine.model_source import ExportFormat, ModelSource
 from penstock.engine.quantization.export import Quantizer, quantizer_for
@@ -130,6 +137,9 @@ def _with_adapters(
         revision=origin.weights.pin.get("commit") if origin.weights else None,
         dtype=None if form.dtype == "auto" else DTYPES[form.dtype],
     )
+    if form.verify != "off":
+        with noting_unverified(out / "adapter"):
+            verify_adapter(out / "adapter", model.hf_config)
     if origin.model_path is None:
         found["base"] = _model(form, origin, base, model, out / "base", extras)
     return found
@@ -153,14 +163,23 @@ def _model(
             whole = _with_prediction_layers(whole, origin, model, opened)
             further = prediction_tensors(whole.shapes, num_layers)
             quantizer = quantizer and quantizer.leaving_out(further)
-        return write_hf_folder(
+        facts = write_hf_folder(
             whole,
             out,
             extras,
-            dtype=_dtype(form, origin, extras.hf_config),
+            dtype=(dtype := _dtype(form, origin, extras.hf_config)),
             max_shard_size=form.max_shard_bytes,
             quantizer=quantizer,
         )
+    if form.verify != "off":
+        with noting_unverified(out):
+            verify_model(out, _folder(origin), runs_code=origin.runs_code)
+    if form.verify == "logits":
+        with noting_unverified(out):
+            if quantizer:
+                raise NotVerifiedError("the logits of a quantized model are not those of training")
+            verify_logits(weights, model.names, out, dtype, runs_code=origin.runs_code)
+    return facts
 
 
 def as_in_files(weights: HFStateDict, model: BaseModelWeights, opened: ExitStack) -> HFStateDict:

@@ -106,6 +106,22 @@ def language_config(config: Any) -> Any:
     return text if is_part else config
 
 
+def model_class(config: Any) -> Any:
+    """The class of `build_model`. Raises KeyError if transformers has none."""
+    from transformers import (  # noqa: PLC0415
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    )
+
+    if own_class := _MODEL_CLASSES.get(type(config)):
+        return own_class
+    of_type: Any = (
+        MODEL_FOR_MULTIMODAL_LM_MAPPING if is_multimodal(config) else MODEL_FOR_CAUSAL_LM_MAPPING
+    )
+    found = of_type[type(config)]
+    return found[0] if isinstance(found, tuple) else found
+
+
 def build_meta(config: Any, attention: AttentionImpl) -> Any:
     """The model of a config, on the meta device in fp32, in training mode."""
     with torch.device("meta"):
