@@ -74,21 +74,21 @@ def on_ranks(
 def kill_on_ranks(
     world: int, fn: Callable[..., Any], *args: Any, victims: Collection[int], after: float
 ) -> bool:
-    """Start `fn(*args)` as `on_ranks` does, and SIGKILL these ranks so many seconds later; the
-    others a moment after them. Whether any of the victims was still at work."""
+    """Start `fn(*args)` as `on_ranks` does, and SIGKILL these ranks so many seconds later, unless
+    they are dead before; the others a moment after them. Whether any of the victims was killed."""
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = _start(world, fn, args, folder, 90, "plain")
         wait([pipes[min(victims)]], timeout=after)
-        struck = [rank for rank in victims if processes[rank].is_alive()]
-        for rank in struck:
+        for rank in victims:
             processes[rank].kill()
-        others = [process for rank, process in enumerate(processes) if rank not in victims]
-        for process in others:
-            process.join(0.3 if struck else 60)
-            process.kill()
-        for process in processes:
-            process.join(5)
-        return bool(struck)
+        for rank in victims:
+            processes[rank].join(5)
+        struck = any(processes[rank].exitcode == -signal.SIGKILL for rank in victims)
+        for rank in set(range(world)) - set(victims):
+            processes[rank].join(0.3 if struck else 60)
+            processes[rank].kill()
+            processes[rank].join(5)
+        return struck
 
 
 def _start(

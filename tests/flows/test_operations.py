@@ -1,12 +1,18 @@
 """Runs that are killed, stopped, left by their worker, their server or their machine."""
 
 import os
+import random
 import re
 import signal
+import subprocess
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import yaml
 
+from penstock.core.files import remove
 from tests.conftest import ROOT
 from tests.flows.runs import (
     GONE_SECONDS,
@@ -21,6 +27,7 @@ from tests.flows.runs import (
     steps_in,
 )
 from tests.flows.server import FLOW, PREFECT, Prefect
+from tests.pipeline.kills.killing import damage, descendants, is_alive, unfinished
 from tests.pipeline.runs import penstock, sealed, statuses, write_chats, write_run
 from tests.waiting import soon
 
@@ -133,6 +140,53 @@ def test_flow_worker_and_server_are_killed_in_every_stage_and_nothing_is_lost_or
         assert results[0] == results[1] == results[2]
     finally:
         here.stop()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
+def test_a_flow_killed_at_random_and_its_damaged_files_leave_the_same_bytes(prefect, tmp_path):
+    seed, kills = (
+        int(os.environ.get(f"PENSTOCK_{name}", "10")) for name in ("KILLS_SEED", "KILLS")
+    )
+    write_chats(tmp_path / "chats.jsonl", 400)
+    sections = {
+        "data": {"datasets": [{"path": str(tmp_path / "chats.jsonl"), "type": "chat"}]},
+        "export": {"model_card": False},  # it tells of the commit that trained
+    }
+    folder = tmp_path / "wild"
+    config, rng, count = write_run(folder, **sections), random.Random(seed), Counter[str]()
+    penstock("run", write_run(tmp_path / "calm", **sections))
+    roots = [folder / name for name in ("prepared", "artifacts", "out")]
+    while count["kills"] < kills:
+        damaged: list[Path] = []
+        for root in roots:
+            remove(root)
+        for _ in range(rng.randint(1, 3)):
+            flow = prefect.spawn([*FLOW, str(config)], "killed")
+            with suppress(subprocess.TimeoutExpired):
+                flow.wait(rng.uniform(0, 25))
+            if flow.poll() is not None:
+                continue
+            below = descendants(flow.pid)
+            victim = rng.choice([flow.pid, *below])
+            with suppress(ProcessLookupError):
+                os.kill(victim, signal.SIGKILL)
+            count["kills"] += 1
+            count["of the flow itself"] += victim == flow.pid
+            flow.wait(200)
+            soon(lambda below=below: not any(map(is_alive, below)), GONE_SECONDS)
+            if rng.random() < 0.5 and (path := damage(rng, unfinished(*roots))):
+                damaged.append(path)
+        again = prefect.spawn([*FLOW, str(config)], "again")
+        if again.wait(300) == 0:
+            assert sealed(folder) == sealed(tmp_path / "calm"), damaged
+            count["reruns to equal bytes"] += 1
+        else:
+            told = (prefect.home / "again.log").read_text()
+            assert any(path.name in told for path in damaged), (damaged, told[-3000:])
+            count["errors that name the damaged file"] += 1
+        count["damages"] += len(damaged)
+    print(f"flow: seed {seed}, {dict(count)}")
 
 
 @pytest.mark.exhaustive

@@ -1,5 +1,5 @@
-"""SIGKILL at random moments of every stage, of any of its processes, and damage to checkpoints at
-random places: what is run again ends with the bytes of a run that nothing happened to.
+"""SIGKILL at random moments of every stage, of any of its processes, and damage at random places to
+what it leaves: what is run again ends with the bytes of a run that nothing happened to.
 
 Moments, victims and damages follow from a seed. Counts are printed: `-s` shows them.
 """
@@ -7,7 +7,6 @@ Moments, victims and damages follow from a seed. Counts are printed: `-s` shows 
 import os
 import random
 import shutil
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -15,99 +14,47 @@ import pytest
 
 from penstock.config.loading.load import load
 from penstock.core.cache.folder_digests import DIGESTS
+from penstock.core.files import remove
 from penstock.engine.checkpoint.folders import complete_checkpoints
 from penstock.plan import RebuildOptions, execute_stage, plan
 from penstock.reference import rank as reference_ranks
 from penstock.rows.ref_logprobs import FILES
 from penstock.train.metrics.jsonl import read_metrics
-from tests.cli.command import Said, penstock_alone
+from tests.cli.command import penstock_alone
 from tests.damaging import flip_bit
 from tests.engine import runs as engine_runs
-from tests.pipeline.runs import sealed, write_run
+from tests.pipeline.kills.killing import Scene, soak, unfinished
+from tests.pipeline.media import test_encode as images
+from tests.pipeline.runs import sealed, write_chats, write_run
 from tests.pipeline.test_preference_chain import write_pairs, write_preferences
-from tests.ranks import kill_on_ranks, on_ranks
+from tests.pipeline.test_recurring import Story, recurring_run
+from tests.ranks import on_ranks
+from tests.stages.compose.test_composing import SCRATCH
 
-pytestmark = [pytest.mark.exhaustive, pytest.mark.dist, pytest.mark.timeout(7200)]
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(7200)]
 
 SEED = int(os.environ.get("PENSTOCK_KILLS_SEED", "1"))
-KILLS = int(os.environ.get("PENSTOCK_KILLS", "60"))
-"""Of each stage."""
+KILLS = int(os.environ.get("PENSTOCK_KILLS", "30"))
+"""Of each scene."""
 DAMAGES = int(os.environ.get("PENSTOCK_DAMAGES", "160"))
 STEPS = 6
+
+
+def check(scene: Scene) -> None:
+    assert soak(scene, KILLS, SEED)["kills"] >= KILLS
 
 
 def files_below(root: Path) -> dict[str, bytes]:
     return {
         path.relative_to(root).as_posix(): path.read_bytes()
         for path in sorted(root.rglob("*"))
-        if path.is_file()
+        if path.is_file() and not path.name.endswith(".lock")
     }
 
 
-def kill_and_run_again(rng, name, world, fn, args, content, clear):
-    """Kill `fn` KILLS times, in rounds of one to three kills and a run to the end, which has to
-    leave the same content; how many kills hit a process at work."""
-
-    def to_the_end():
-        for said in on_ranks(world, fn, *args, timeout=600):
-            # A command says how it ended; a run that did not raises.
-            assert not isinstance(said, Said) or said.code == 0, said.err
-
-    clear()
-    to_the_end()
-    clear()
-    started = time.monotonic()
-    to_the_end()
-    lasts, whole = time.monotonic() - started, content()
-    assert whole
-    count: Counter[str] = Counter()
-    while count["kills"] < KILLS:
-        clear()
-        for _ in range(rng.randint(1, 3)):
-            victims = rng.choice([[rank] for rank in range(world)] + [list(range(world))])
-            after = rng.uniform(0, lasts)
-            count["kills"] += kill_on_ranks(world, fn, *args, victims=victims, after=after)
-        to_the_end()
-        assert content() == whole, (name, count)
-        count["reruns to equal bytes"] += 1
-    print(f"{name}: seed {SEED}, {dict(count)}, undisturbed {lasts:.1f} s")
-
-
-@pytest.fixture(scope="module")
-def chain(tmp_path_factory):
-    """A finished run whose stages are undone one at a time."""
-    folder = tmp_path_factory.mktemp("kills")
-    config = write_run(folder, push={"url": f"file://{folder}/target"})
-    [said] = on_ranks(1, penstock_alone, "run", config, "--json", timeout=600)
-    assert said.code == 0, said.err
-    return folder, config
-
-
-STAGES = {
-    "pack": ("prepared",),
-    "export": ("artifacts/export", "out/hf"),
-    "push": ("artifacts/push", "target"),
-}
-
-
-@pytest.mark.parametrize("stage", list(STAGES))
-def test_a_stage_that_is_killed_at_random_ends_with_the_same_bytes(stage, chain):
-    folder, config = chain
-
-    def clear():
-        for name in STAGES[stage]:
-            path = folder / name
-            if path.is_symlink():
-                path.unlink()
-            shutil.rmtree(path, ignore_errors=True)
-
-    def content():
-        target = folder / "target"
-        return sealed(folder), files_below(target) if stage == "push" else {}
-
-    rng = random.Random(f"{SEED} {stage}")
-    args = (stage, config, "--json")
-    kill_and_run_again(rng, stage, 1, penstock_alone, args, content, clear)
+def remove_all(*folders: Path) -> None:
+    for path in folders:
+        remove(path)
 
 
 def bring_here(config, stage):
@@ -119,41 +66,153 @@ def bring_here(config, stage):
         execute_stage(step, planned.run, RebuildOptions(), lambda _: None)
 
 
-def remove_all(*folders):
-    for path in folders:
-        shutil.rmtree(path, ignore_errors=True)
+def run_here(config):
+    bring_here(config, "push")
 
 
-def test_a_reference_model_that_is_killed_at_random_ends_with_the_same_scores(tmp_path):
+@pytest.fixture(scope="module")
+def chain(tmp_path_factory):
+    """A finished run whose stages are undone one at a time."""
+    folder = tmp_path_factory.mktemp("kills")
+    datasets = []
+    for number in range(3):
+        path = write_chats(folder / f"chats-{number}.jsonl", 30, salt=f" ({number})")
+        datasets.append({"path": str(path), "type": "chat"})
+    data = {"datasets": datasets, "num_dataset_shards_to_save": 3}
+    train = {"max_steps": STEPS, "save_steps": 1}
+    push = {"url": f"file://{folder}/target"}
+    config = write_run(folder, data=data, train=train, push=push)
+    on_ranks(1, run_here, config, timeout=600)
+    return folder, config
+
+
+STAGES = {
+    "prepare": ["prepared"],
+    "pack": ["prepared/pack"],
+    "train": ["out"],
+    "export": ["artifacts/export", "out/hf"],
+    "push": ["artifacts/push", "target"],
+}
+
+
+def scene_of(stage: str, folder: Path, config: Path) -> Scene:
+    roots = [folder / name for name in STAGES[stage]]
+
+    def content():
+        return sealed(folder), files_below(folder / "target") if stage == "push" else {}
+
+    return Scene(
+        f"{stage} on 1 rank" if stage == "train" else stage,
+        folder,
+        bring_here,
+        (config, stage),
+        lambda: remove_all(*roots),
+        content,
+        lambda: unfinished(*roots),
+    )
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stage_ends_with_the_same_bytes(stage, chain):
+    check(scene_of(stage, *chain))
+
+
+@pytest.mark.slow
+def test_ten_kills_of_prepare_end_with_the_same_bytes(tmp_path):
+    scene = scene_of("prepare", tmp_path, write_run(tmp_path))
+    assert soak(scene, 10, SEED)["kills"] >= 10
+
+
+@pytest.mark.exhaustive
+def test_a_lengthened_run_ends_with_the_same_bytes(chain, tmp_path):
+    folder, config = tmp_path / "longer", tmp_path / "longer/run.yaml"
+    shutil.copytree(chain[0], folder, symlinks=True)
+    words = chain[1].read_text().replace(str(chain[0]), str(folder))
+    config.write_text(words)
+    remove(folder / "out/hf")
+    on_ranks(1, bring_here, config, "train", timeout=600)
+    shutil.copytree(folder / "out", folder / "finished", symlinks=True)
+    config.write_text(words.replace(f"max_steps: {STEPS}", f"max_steps: {STEPS + 4}"))
+
+    def clear():
+        remove(folder / "out")
+        shutil.copytree(folder / "finished", folder / "out", symlinks=True)
+
+    check(
+        Scene(
+            *("lengthen", folder, bring_here, (config, "train"), clear),
+            lambda: sealed(folder),
+            lambda: unfinished(folder / "out"),
+        )
+    )
+
+
+@pytest.mark.exhaustive
+def test_a_reference_model_ends_with_the_same_scores(tmp_path):
     write_pairs(tmp_path / "pairs.jsonl", 400)
     config = write_preferences(tmp_path, data={"sample_packing_sequence_len": 128})
+    roots = [tmp_path / "prepared/reference", tmp_path / "prepared/scores"]
     at_once = set()
 
     def clear():
-        at_once.add(len(list((tmp_path / "prepared/scores").glob(f"*/{FILES}"))))
-        remove_all(tmp_path / "prepared/reference", tmp_path / "prepared/scores")
+        at_once.add(len(list(roots[1].glob(f"*/{FILES}"))))
+        remove_all(*roots)
 
-    rng = random.Random(f"{SEED} reference")
-    args = (config, "reference")
-    kill_and_run_again(rng, "reference", 1, bring_here, args, lambda: sealed(tmp_path), clear)
+    check(
+        Scene(
+            *("reference", tmp_path, bring_here, (config, "reference"), clear),
+            lambda: sealed(tmp_path),
+            lambda: unfinished(*roots),
+        )
+    )
     assert max(at_once) > 2, "scores were kept all at once, so that no kill fell between"
 
 
-def test_an_evaluation_that_is_killed_at_random_ends_with_the_same_figures(tmp_path):
+@pytest.mark.exhaustive
+def test_features_of_images_end_with_the_same_bytes(tmp_path):
+    config = write_run(tmp_path, **images.sections_of(tmp_path, conversations=images.MANY))
+    on_ranks(1, bring_here, config, "prepare", timeout=600)
+    roots = [tmp_path / "prepared" / name for name in ("encode", "features")]
+    check(
+        Scene(
+            *("encode", tmp_path, bring_here, (config, "encode"), lambda: remove_all(*roots)),
+            lambda: sealed(tmp_path),
+            lambda: unfinished(*roots),
+        )
+    )
+
+
+def compose_here(config):
+    plan(load(config))
+
+
+@pytest.mark.exhaustive
+def test_a_composed_model_ends_with_the_same_bytes(tmp_path):
+    config = write_run(tmp_path, model=SCRATCH)
+    root = tmp_path / "artifacts/compose"
+    check(
+        Scene(
+            *("compose", tmp_path, compose_here, (config,), lambda: remove(root)),
+            lambda: files_below(next(root.glob("[0-9a-f]*/hf"))),
+            lambda: unfinished(root),
+        )
+    )
+
+
+@pytest.mark.exhaustive
+def test_an_evaluation_ends_with_the_same_figures(tmp_path):
     train = {"eval_only": True, "save_steps": 0}
     config = write_run(tmp_path, train=train, data={"val_set_size": 32})
-    rng = random.Random(f"{SEED} evaluation")
-    found = []
-
-    def content():
-        found.append(sealed(tmp_path))
-        return found[-1]
-
-    kill_and_run_again(
-        *(rng, "evaluation", 1, bring_here, (config, "train"), content),
-        lambda: remove_all(tmp_path / "out"),
+    out = tmp_path / "out"
+    check(
+        Scene(
+            *("evaluation", tmp_path, bring_here, (config, "train"), lambda: remove(out)),
+            lambda: sealed(tmp_path),
+            lambda: unfinished(out),
+        )
     )
-    assert found[0]["out/manifest.json"]["facts"]["eval_loss"] > 0
+    assert sealed(tmp_path)["out/manifest.json"]["facts"]["eval_loss"] > 0
 
 
 def evaluate(config, told):
@@ -163,16 +222,65 @@ def evaluate(config, told):
     return said
 
 
-def test_answers_that_are_killed_at_random_are_the_same_when_they_are_asked_for_again(chain):
+@pytest.mark.exhaustive
+def test_answers_are_the_same_when_they_are_asked_for_again(chain):
     folder, config = chain
     told = folder / "told.json"
     before = files_below(folder / "artifacts")
-    rng = random.Random(f"{SEED} eval")
-    kill_and_run_again(
-        *(rng, "eval", 1, evaluate, (config, told), told.read_text),
-        lambda: told.unlink(missing_ok=True),
+    check(
+        Scene(
+            *("eval", folder, evaluate, (config, told)),
+            lambda: told.unlink(missing_ok=True),
+            lambda: (told.read_text(), files_below(folder / "artifacts") == before),
+            list,
+        )
     )
-    assert files_below(folder / "artifacts") == before
+
+
+@pytest.mark.exhaustive
+def test_pruning_leaves_the_same_results(chain, tmp_path):
+    folder, template = tmp_path / "pruned", tmp_path / "template"
+    shutil.copytree(chain[0], template, symlinks=True)
+    for number in range(3):
+        old = template / f"prepared/pack/{number:016x}"
+        shutil.copytree(next((template / "prepared/pack").glob("[0-9a-f]*")), old)
+
+    def clear():
+        remove(folder)
+        shutil.copytree(template, folder, symlinks=True)
+
+    words = ("artifacts", "prune", "--root", folder, "--keep-last", 1, "--unreferenced")
+    check(
+        Scene(
+            *("prune", folder, penstock_alone, words, clear),
+            lambda: files_below(folder),
+            lambda: unfinished(*(folder / name for name in ("prepared/pack", "artifacts"))),
+        )
+    )
+
+
+def tick_here(config):
+    return Story(config).tick()["verdict"]
+
+
+@pytest.mark.exhaustive
+def test_a_recurring_run_releases_the_same(tmp_path):
+    config = recurring_run(tmp_path)
+    made = [tmp_path / name for name in ("prepared", "artifacts", "out")]
+    releases = tmp_path / "artifacts/releases"
+
+    def content():
+        files = files_below(releases).items()
+        weights = {name: data for name, data in files if name.endswith(".safetensors")}
+        return sealed(tmp_path), weights, (releases / "bot/latest").readlink()
+
+    check(
+        Scene(
+            *("recur", tmp_path, tick_here, (config,), lambda: remove_all(*made)),
+            content,
+            lambda: unfinished(*made),
+        )
+    )
 
 
 @pytest.fixture(scope="module")
@@ -189,20 +297,27 @@ def job(folder, out, mode, **train):
     return engine_runs.job_of(run, folder / "packed")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("behind", [False, True], ids=["at once", "behind"])
-def test_training_whose_ranks_are_killed_at_random_ends_with_the_same_bytes(folder, behind):
+def test_training_on_two_ranks_ends_with_the_same_bytes(folder, behind):
     its = job(folder, f"killed {behind}", "fsdp2", save_async=behind)
 
     def clear():
-        shutil.rmtree(its.output_dir, ignore_errors=True)
+        remove(its.output_dir)
         its.output_dir.mkdir()
 
-    def content():
-        return files_below(its.output_dir / "checkpoints" / f"global_step_{STEPS}")
-
-    rng = random.Random(f"{SEED} train {behind}")
-    name = f"train on 2 ranks, save_async {behind}"
-    kill_and_run_again(rng, name, 2, engine_runs.train_here, (its,), content, clear)
+    check(
+        Scene(
+            f"train on 2 ranks, save_async {behind}",
+            its.output_dir,
+            engine_runs.train_here,
+            (its,),
+            clear,
+            lambda: files_below(its.output_dir / "checkpoints" / f"global_step_{STEPS}"),
+            lambda: unfinished(its.output_dir),
+            world=2,
+        )
+    )
 
 
 def damage(rng, folder):
@@ -231,7 +346,7 @@ def damaged_and_resumed(its, whole):
     rng, count = random.Random(f"{SEED} damage"), Counter[str]()
     end = files_below(whole.output_dir / "checkpoints" / f"global_step_{STEPS}")
     while count["damages"] < DAMAGES:
-        shutil.rmtree(its.output_dir, ignore_errors=True)
+        remove(its.output_dir)
         shutil.copytree(whole.output_dir, its.output_dir)
         root = its.output_dir / "checkpoints"
         done = {}
@@ -250,6 +365,7 @@ def damaged_and_resumed(its, whole):
     return dict(sorted(count.items()))
 
 
+@pytest.mark.exhaustive
 def test_random_damage_to_checkpoints_is_found_and_the_run_ends_with_the_same_bytes(folder):
     whole, its = job(folder, "whole", "none"), job(folder, "damaged", "none")
     on_ranks(1, engine_runs.train_here, whole, timeout=600)
