@@ -2,13 +2,15 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from penstock.api.status import stage_statuses
 from penstock.config.loading.load import load
 from penstock.core.cache.manifest import MANIFEST
 from penstock.core.errors import PenstockError
-from penstock.plan import RebuildOptions, execute_stage, plan
+from penstock.plan import Plan, RebuildOptions, execute_stage, plan
 from penstock.train.metrics.jsonl import read_metrics
 from tests.pipeline.runs import sealed, write_run
 from tests.ranks import on_ranks
@@ -19,16 +21,24 @@ DATA = {"val_set_size": 8, "sample_packing_sequence_len": 64}
 TRAIN = {"max_steps": 3, "save_steps": 0, "save_hf_weights": False, "eval_steps": 0}
 
 
-def trained(folder: Path, data: dict | None = None, **train: object) -> tuple[str, str]:
-    """The status of the train stage, or its error, and what was said of it."""
-    folder.mkdir(exist_ok=True)
+def planned_run(folder: Path, data: dict | None = None, **train: object) -> Plan:
     shared = folder.parent / "prepared"
     config = write_run(
         folder,
         train={**TRAIN, **train},
         data={"dataset_prepared_path": str(shared), **DATA, **(data or {})},
     )
-    planned, heard = plan(load(config), ("train",), ranks="this_process"), []
+    return plan(load(config), ("train",), ranks="this_process")
+
+
+def foreseen(folder: Path, **train: Any) -> str:
+    """What a plan says of the train stage."""
+    return "\n".join(stage_statuses(planned_run(folder, **train))[-1].reasons)
+
+
+def trained(folder: Path, **train: Any) -> tuple[str, str]:
+    """The status of the train stage, or its error, and what was said of it."""
+    planned, heard = planned_run(folder, **train), []
     status = ""
     try:
         for step in planned.steps:
@@ -72,7 +82,11 @@ def losses(folder: Path) -> list[tuple[int, float]]:
 
 
 def lengthened(folder: Path, lengths: list[dict]) -> None:
-    statuses = [trained(folder / "grows", **train)[0] for train in lengths]
+    statuses = []
+    for train in lengths:
+        said = foreseen(folder / "grows", **train)
+        assert ("train: it goes on from" in said) == bool(statuses), said
+        statuses.append(trained(folder / "grows", **train)[0])
     assert statuses == ["ran"] + ["resumed"] * (len(lengths) - 1), statuses
     assert trained(folder / "grows", **lengths[-1])[0] == "cached"
     assert trained(folder / "whole", **lengths[-1])[0] == "ran"
@@ -134,6 +148,10 @@ REFUSED = {
 }
 
 
+UNPACKED = ("other data", "epochs that are drawn together")
+"""Their rows are not packed yet when the run is planned."""
+
+
 def refused(folder: Path) -> None:
     for name, (shorter, longer, message) in REFUSED.items():
         here = folder / name
@@ -142,6 +160,7 @@ def refused(folder: Path) -> None:
         before = result(here)
         if name == "no checkpoint":
             without_checkpoint(here / "out")
+        assert "it cannot be lengthened: " in foreseen(here, **longer) or name in UNPACKED
         status, _ = trained(here, **longer)
         assert "holds a finished run of another key" in status, name
         assert "It cannot be lengthened: " in status, status

@@ -12,6 +12,7 @@ from penstock.core.cache.store import PlannedStage, find_complete
 from penstock.core.errors import ArtifactError
 from penstock.plan import Plan
 from penstock.prepare.user_prepared import ExternalPrepared
+from penstock.train.stage import Train
 
 Standing = Literal["cached", "skipped", "partial", "stale", "missing"]
 
@@ -29,6 +30,8 @@ class StageStatus:
     changed: tuple[Difference, ...] = ()
     stale_inputs: tuple[ChangedInput, ...] = ()
     """Inputs whose content has changed since the result was built."""
+    lengthens: str | None = None
+    """Whether a run goes on from the shorter one in its folder."""
 
     @property
     def reasons(self) -> list[str]:
@@ -37,6 +40,8 @@ class StageStatus:
         if self.nearest:
             lines.append(f"{self.stage}: nearest earlier result is {self.nearest}")
             lines += [f"    {difference}" for difference in self.changed]
+        if self.lengthens:
+            lines.append(f"{self.stage}: {self.lengthens}")
         return lines
 
 
@@ -68,7 +73,22 @@ def stage_status(step: PlannedStage, present: dict[str, str] | None = None) -> S
     near = _nearest_result(step)
     if near is None:
         return StageStatus(name, key, "missing", step.where)
-    return StageStatus(name, key, "missing", step.where, near[0], tuple(near[1]))
+    changed = tuple(near[1])
+    return StageStatus(
+        name, key, "missing", step.where, near[0], changed, lengthens=_lengthens(step)
+    )
+
+
+def _lengthens(step: PlannedStage) -> str | None:
+    stage, record = step.stage, read_manifest(step.path)
+    if not isinstance(stage, Train) or not record or read_manifest(stage.packed.path) is None:
+        return None
+    from penstock.train.lengthen import find_shorter
+
+    if not (run := find_shorter(step, record)):
+        return None
+    refusal = run.refusal()
+    return f"it cannot be lengthened: {refusal}" if refusal else f"it goes on from {run.newest}"
 
 
 def _nearest_result(step: PlannedStage) -> tuple[Path, list[Difference]] | None:

@@ -10,7 +10,7 @@ from penstock.core.cache.store import PlannedStage
 from penstock.core.errors import ArtifactError, ConfigError
 from penstock.core.files import backup_rename
 from penstock.train.launch.job import write_earlier_keys
-from penstock.train.lengthen import ShorterRun, is_lengthening
+from penstock.train.lengthen import find_shorter
 from penstock.train.stage import Train
 
 
@@ -44,8 +44,7 @@ def claim(
     lines = "\n".join(f"    {each}" for each in changed[:12])
     what = "a finished run" if sealed else "an unfinished run"
     other = "\n  Name another train.output_dir, or add --fresh to move the old one aside."
-    if resumes and isinstance(step.stage, Train) and is_lengthening(changed):
-        run = ShorterRun(step, held, step.stage)
+    if resumes and (run := find_shorter(step, held)):
         refusal = run.refusal()
         if refusal is None:
             notify(f"train: {what} is lengthened, from {run.newest}; what differs:\n{lines}")

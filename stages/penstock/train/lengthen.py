@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from penstock.config.schema.train import TrainConfig
-from penstock.core.cache.diff_identity import Difference
+from penstock.core.cache.diff_identity import Difference, differences
 from penstock.core.cache.input_digests import (
     changed_inputs,
     digests_of_inputs,
@@ -60,6 +60,16 @@ def is_lengthening(changed: Sequence[Difference]) -> bool:
         if each.field != "inputs.packed"
     }
     return bool(names) and names <= LENGTH | SCHEDULE
+
+
+def find_shorter(step: PlannedStage, record: Mapping[str, Any]) -> "ShorterRun | None":
+    """The run with this manifest or attempt record in the step's folder, if it differs from the
+    step in length or schedule."""
+    stage = step.stage
+    if not isinstance(stage, Train):
+        return None
+    changed = differences(identity(stage), recorded_identity(record))
+    return ShorterRun(step, record, stage) if is_lengthening(changed) else None
 
 
 @dataclass(frozen=True)
