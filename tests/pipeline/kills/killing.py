@@ -93,7 +93,8 @@ def dying(event: int, victims: list[int], root: Path, fn: Callable[..., Any], *a
             return
         if name == "open" and not values[2] & (os.O_WRONLY | os.O_RDWR):
             return
-        if str(values[0]).startswith(str(root)):
+        is_below_folder = name in ("os.remove", "os.rmdir") and values[1] != -1  # as rmtree does
+        if is_below_folder or str(values[0]).startswith(str(root)):
             count += 1
             if is_victim and count == event:
                 os.kill(os.getpid(), signal.SIGKILL)
