@@ -1,248 +1,203 @@
-"""Every prequantized format trains, resumes and merges: over adapters with its codes, over adapters
-with dequantized weights, and as a whole.
+"""Training adapters beside weights that were published quantized, and what is exported then."""
 
-The judges are the same run over the dequantized weights, and PEFT's adapter on these.
-"""
-
-import itertools
-import json
-from pathlib import Path
-from typing import Any
+import re
 
 import numpy as np
 import pytest
 import torch
-from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
-from penstock.core.errors import CapabilityError
+from penstock.core.errors import ConfigError
+from penstock.core.files import read_json, write_json
+from penstock.engine.distributed.validate_layout import ModelDims, layout_errors
 from penstock.engine.hf.export import write_folders
+from penstock.engine.hf.safetensors_reader import SafetensorsFolder
+from penstock.engine.hf.save_model import write_weights
+from penstock.engine.hf.state_dict import in_source
 from penstock.engine.model_source import ExportFormat
-from penstock.engine.quantization import compressed_tensors
-from penstock.machine import check_model, check_weights
+from penstock.engine.quantization.export import quantizer_for
+from penstock.engine.quantization.prequantized import published_in
+from penstock.engine.quantization.quantized_reader import RandomInitTensors
+from penstock.machine import why_cannot_train
+from penstock.models.registry import get_family
 from penstock.origins import resolve_model_source
-from penstock_kernels.quant import dequantize, get_format, quantize
+from penstock_kernels.quant import dequantize
 from tests.engine import runs
-from tests.engine.loops import loop_of, parameters_of, save, step
-from tests.engine.peft.test_prequantized import LAYER, NAME, NF4_SAID, nf4_tensors, nvfp4_tensors
+from tests.engine.loops import each, loop_of, parameters_of, save, step
+from tests.ranks import on_ranks
 
-SIZES = {
+pytestmark = pytest.mark.dist
+
+TINY = {
+    **runs.TINY,
     "hidden_size": 128,
     "intermediate_size": 256,
+    "head_dim": 64,
     "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 32,
-    "tie_word_embeddings": False,
+    "dtype": "float32",
 }
-Published = tuple[dict[str, torch.Tensor], torch.Tensor]
-"""The tensors of a matrix by the ends of their names after the layer's, and what they stand for."""
+ADAPTERS = {"enable_lora": True, "lora_rank": 4, "lora_target_modules": ["q_proj", "up_proj"]}
 
 
-def of_scheme(scheme: Any, weight: torch.Tensor) -> Published:
-    kept = compressed_tensors.format_for(scheme, {"weight": tuple(weight.shape)})
-    made = quantize(weight, kept)
-    tensors = compressed_tensors.of_rows("", made)
-    tensors |= compressed_tensors.of_whole("", tuple(weight.shape), made)
-    return tensors, dequantize(made, torch.float32)
+def publish(folder, scheme, max_shard_size="5GB", **changes):
+    """A model that compressed-tensors' users would publish, and FP8 as its own publishers do."""
+    config = {**TINY, **changes}
+    family = get_family(config)
+    names = family.weight_map(family.read(config))
+    quantizer, folder = quantizer_for(scheme, family, names), folder / scheme
+    folder.mkdir()
+    source, how = in_source(RandomInitTensors(names, 3), names), {"quantizer": quantizer}
+    write_weights(source, folder, dtype=torch.float32, max_shard_size=max_shard_size, **how)
+    said = quantizer.config
+    if scheme == "block_fp8":
+        for file in folder.glob("*.safetensors"):
+            tensors = load_file(file)
+            inverse = {n.replace("_scale", "_scale_inv"): t for n, t in tensors.items()}
+            save_file(inverse, file, {"format": "pt"})
+        for index in folder.glob("*.index.json"):
+            index.write_text(index.read_text().replace("_scale", "_scale_inv"))
+        said = {"quant_method": "fp8", "modules_to_not_convert": ["lm_head"]}
+    write_json(folder / "config.json", {**config, "quantization_config": said})
+    return folder
 
 
-def scheme_config(scheme: Any) -> dict[str, Any]:
-    kept = get_format("int4", 128) if scheme == "int4" else get_format(scheme, None)
-    return compressed_tensors.quantization_config(scheme, kept, ["lm_head"])
+def dequantized(folder, out):
+    """The same model in floats; also which of its tensors were codes."""
+    config = read_json(folder / "config.json")
+    published = published_in(config, folder)
+    assert published is not None
+    tensors, codes = {}, {}
+    family = get_family(config)
+    with SafetensorsFolder(folder) as opened:
+        for name in family.weight_map(family.read(config)).hf_shapes():
+            if published.is_quantized(opened, name):
+                whole = published.rows(opened, name, 0, published.shape(opened, name)[0])
+                tensors[name], codes[name] = dequantize(whole, torch.float32), whole.codes.numpy()
+            else:
+                tensors[name] = opened[name]
+    out.mkdir()
+    save_file(tensors, out / "model.safetensors")
+    del config["quantization_config"]
+    write_json(out / "config.json", config)
+    return tensors, codes
 
 
-def of_tensors(published: Published) -> Published:
-    tensors, wanted = published
-    ends = {name.removeprefix(LAYER): one for name, one in tensors.items()}
-    return {end: one for end, one in ends.items() if end.startswith((".", "_"))}, wanted
+def run_of(out, model, merge_qkv=True, **lora):
+    named = {"model_path": str(model), "tokenizer_path": "builtin:bytes"}
+    settings = {**named, "merge_qkv": merge_qkv}
+    lora = {**ADAPTERS, **lora} if lora.get("enable_lora", True) else {}
+    return runs.run_config(out, model, model=settings, lora=lora, data_parallel_mode="none")
 
 
-def nf4_of_floats(weight: torch.Tensor) -> Published:
-    """bitsandbytes' tensors with scales that are floats."""
-    made = quantize(weight, get_format("nf4", 64))
-    state = {"quant_type": "nf4", "blocksize": 64, "dtype": "float32", "shape": [*weight.shape]}
-    low, high = made.codes & 15, made.codes >> 4
-    return {
-        # The first of two codes is in the high bits.
-        ".weight": (low << 4 | high).reshape(-1, 1),
-        ".weight.absmax": made.scales.flatten(),
-        ".weight.quant_map": torch.tensor(made.format.levels),
-        ".weight.quant_state.bitsandbytes__nf4": torch.tensor(
-            list(json.dumps(state).encode()), dtype=torch.uint8
-        ),
-    }, dequantize(made, torch.float32)
-
-
-def nf4_nested(weight: torch.Tensor) -> Published:
-    tensors, wanted = of_tensors(nf4_tensors(*weight.shape))
-    # Scales of about those of a layer.
-    state = json.loads(tensors[end := ".weight.quant_state.bitsandbytes__nf4"].numpy().tobytes())
-    state["nested_offset"] *= 0.05
-    tensors[".weight.nested_absmax"] *= 0.05
-    tensors[end] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
-    return tensors, wanted * 0.05
-
-
-def tiles(weight: torch.Tensor) -> Published:
-    rows, columns = (-(-size // 128) for size in weight.shape)
-    scales = torch.rand(rows, columns) * 1e-4 + 1e-4
-    codes = (weight * 2000).to(torch.float8_e4m3fn)
-    grid = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
-    wanted = codes.float() * grid[: weight.shape[0], : weight.shape[1]]
-    return {".weight": codes, ".weight_scale_inv": scales}, wanted
-
-
-def one_scale(weight: torch.Tensor) -> Published:
-    codes = (weight * 2000).to(torch.float8_e4m3fn)
-    scale = torch.tensor(0.0005)
-    return {".weight": codes, ".weight_scale": scale}, codes.float() * scale
-
-
-KINDS: dict[str, Any] = {
-    **{
-        f"compressed-tensors {scheme}": (
-            scheme_config(scheme),
-            lambda weight, scheme=scheme: of_scheme(scheme, weight),
-        )
-        for scheme in compressed_tensors.SCHEMES
-    },
-    "bitsandbytes nf4": (NF4_SAID, nf4_of_floats),
-    "bitsandbytes nf4, nested": (NF4_SAID, nf4_nested),
-    "fp8 in tiles": ({"quant_method": "fp8", "weight_block_size": [128, 128]}, tiles),
-    "modelopt fp8": ({"quant_method": "modelopt", "quant_algo": "FP8"}, one_scale),
-    "modelopt nvfp4": (
-        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
-        lambda weight: of_tensors(nvfp4_tensors(weight)),
-    ),
-}
-MODES: dict[str, dict[str, Any]] = {
-    "qlora": {"enable_lora": True, "enable_qlora": True, "lora_rank": 4},
-    "lora": {"enable_lora": True, "lora_rank": 4},
-    "full": {},
-}
-CASES = list(itertools.product(KINDS, MODES))
-DRAWN = {("bitsandbytes nf4", "qlora"), ("bitsandbytes nf4", "full"), ("modelopt nvfp4", "lora")}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Rows, and a model of unquantized weights."""
-    at = tmp_path_factory.mktemp("prequantized")
-    runs.write_rows(at / "packed", 12)
-    runs.write_model(at / "plain", **SIZES)
-    return at
-
-
-def publish(folder: Path, kind: str) -> None:
-    """Write the model quantized and, for a judge, what its tensors stand for."""
-    config, made_of = KINDS[kind]
-    stored, plain = {}, load_file(folder / "plain/model.safetensors")
-    for name in [name for name in plain if "_proj." in name]:
-        tensors, wanted = made_of(plain[name])
-        layer = name.removesuffix(".weight")
-        stored |= {layer + end: tensor.contiguous() for end, tensor in tensors.items()}
-        plain[name] = wanted.contiguous()
-    written = json.loads((folder / "plain/config.json").read_text())
-    others = {name: tensor for name, tensor in plain.items() if "_proj." not in name}
-    for to, tensors, values in (
-        ("quantized", {**others, **stored}, {**written, "quantization_config": config}),
-        ("judge", plain, written),
-    ):
-        (folder / kind / to).mkdir(parents=True, exist_ok=True)
-        save_file(tensors, folder / kind / to / "model.safetensors", {"format": "pt"})
-        (folder / kind / to / "config.json").write_text(json.dumps(values))
-
-
-def job_of(folder: Path, kind: str, base: str, mode: str, out: str) -> Any:
-    lora = dict(MODES[mode])
-    if base == "judge":
-        lora.pop("enable_qlora", None)
-    at = folder / kind / base
-    run = runs.run_config(
-        folder / kind / out,
-        at,
-        model={"model_path": str(at), "tokenizer_path": "builtin:bytes"},
-        lora=lora,
-        data_parallel_mode="none",
-    )
-    check_weights(run)
-    assert all("input_scale" in note for note in check_model(run))
-    return runs.job_of(run, folder / "packed")
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize(
-    ("kind", "mode"),
-    [
-        pytest.param(
-            *case, marks=() if case in DRAWN else pytest.mark.exhaustive, id="-".join(case)
-        )
-        for case in CASES
-    ],
-)
-@pytest.mark.filterwarnings("ignore")
-def test_a_run_over_codes_is_the_run_over_what_they_stand_for(
-    kind: str, mode: str, folder: Path
-) -> None:
-    publish(folder, kind)
-    job = job_of(folder, kind, "quantized", mode, f"{mode}, out")
+def steps(job):
     loop = loop_of(job)
-    losses = [step(loop)["loss"]]
+    begun = parameters_of(loop)
+    records = [step(loop), step(loop)]
     save(loop)
-    losses.append(step(loop)["loss"])
-    again = loop_of(job)
-    again._resume()
-    assert again.at.step == 1
-    assert step(again)["loss"] == losses[1]
-    resumed, ended = parameters_of(again), parameters_of(loop)
-    assert resumed.keys() == ended.keys()
-    assert all(np.array_equal(resumed[name], value) for name, value in ended.items())
+    return begun, parameters_of(loop), [record["loss"] for record in records]
 
-    judged = loop_of(job_of(folder, kind, "judge", mode, f"{mode}, judge"))
-    assert losses == pytest.approx([step(judged)["loss"] for _ in range(2)], rel=2e-6)
 
-    save(again)
-    last = job.output_dir / "checkpoints/global_step_2"
-    out = folder / kind / f"{mode}, exported"
-    write_folders(last, resolve_model_source(job.config), ExportFormat(verify="logits"), out)
-    ids = torch.arange(40)[None] * 7 % runs.VOCAB
-    merged = AutoModelForCausalLM.from_pretrained(out / "hf", dtype=torch.float32)
-    logits = merged.eval()(ids).logits
-    if mode == "full":
-        assert not merged.config.to_dict().get("quantization_config")
-        return
-    base = AutoModelForCausalLM.from_pretrained(folder / kind / "judge", dtype=torch.float32)
-    adapted = PeftModel.from_pretrained(base, str(out / "adapter")).eval()
-    # The export has the dtype of quantized models.
-    torch.testing.assert_close(logits, adapted(ids).logits, rtol=0, atol=0.03)
+def test_adapters_learn_beside_published_codes_as_beside_the_floats_they_stand_for(tmp_path):
+    runs.write_rows(tmp_path / "packed", 8)
+    jobs, floats = {}, {}
+    for scheme in ("nvfp4", "block_fp8"):
+        model, plain = publish(tmp_path, scheme), tmp_path / f"{scheme} floats"
+        floats[scheme] = dequantized(model, plain)
+        for kind, at, lora in (("codes", model, {"enable_qlora": True}), ("floats", plain, {})):
+            run = run_of(tmp_path / f"{scheme} {kind} out", at, **lora)
+            assert why_cannot_train(run) is None
+            jobs[f"{scheme} {kind}"] = runs.job_of(run, tmp_path / "packed")
+    [found] = on_ranks(1, each, steps, jobs)
+    for scheme, (tensors, codes) in floats.items():
+        begun, ended, losses = found[f"{scheme} codes"]
+        assert len(codes) == 7
+        for name, stored in codes.items():
+            # As published, to the bit, before and after.
+            assert np.array_equal(begun[f"{name}.codes"], stored)
+            assert np.array_equal(ended[f"{name}.codes"], stored)
+            assert name not in begun
+        _, plain, wanted = found[f"{scheme} floats"]
+        assert losses == pytest.approx(wanted, rel=1e-6)
+        factors = [name for name in ended if "lora_" in name]
+        assert len(factors) == 4
+        for name in factors:
+            np.testing.assert_allclose(ended[name], plain[name], rtol=1e-3, atol=1e-6)
+        job = jobs[f"{scheme} codes"]
+        out = job.output_dir / "exported"
+        saved = job.output_dir / "checkpoints" / "global_step_2"
+        write_folders(saved, resolve_model_source(job.config), ExportFormat(), out)
+        # What is merged is floats, and says so.
+        assert "quantization_config" not in read_json(out / "hf/config.json")
+        merged = load_file(out / "hf/model.safetensors")
+        assert set(merged) == set(tensors)
+        for name, tensor in tensors.items():
+            is_adapted = name.removesuffix(".weight").endswith(("q_proj", "up_proj"))
+            assert torch.equal(merged[name], tensor) != is_adapted
+
+
+def test_runs_that_would_not_use_published_codes_are_refused_before_any_work(tmp_path):
+    model = publish(tmp_path, "block_fp8")
+    refusal = why_cannot_train(
+        run_of(tmp_path / "out", model, enable_qlora=True, quant_format="nf4")
+    )
+    assert isinstance(refusal, ConfigError)
+    assert re.search("(?s)quant_format is nf4, .* block_fp8", str(refusal))
+
+
+MOE = {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "norm_topk_prob": True,
+}
 
 
 @pytest.mark.parametrize(
-    "said",
+    ("changes", "merge_qkv", "max_shard_size"),
     [
-        {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
-        {"quant_method": "bitsandbytes", "load_in_8bit": True},
-        *({"quant_method": name, "bits": 4} for name in ("gptq", "awq", "hqq", "torchao", "aqlm")),
+        ({"tie_word_embeddings": True}, True, "100KB"),
+        ({"tie_word_embeddings": False}, False, "5GB"),
+        (MOE, True, "300KB"),
     ],
-    ids=lambda said: said["quant_method"],
+    ids=["tied, fused, in shards", "untied, apart, in one file", "experts"],
 )
-@pytest.mark.parametrize("mode", MODES)
-def test_formats_that_are_not_read_are_refused_before_work(
-    said: dict[str, Any], mode: str, tmp_path: Path
-) -> None:
-    runs.write_config(tmp_path / "model", quantization_config=said)
-    model = {"model_path": str(tmp_path / "model")}
-    run = runs.run_config(tmp_path / "out", tmp_path / "model", model=model, lora=MODES[mode])
-    with pytest.raises(CapabilityError, match=r"(?s)quantization_config .*model\.model_path"):
-        check_weights(run)
+def test_weights_and_adapters_learn_from_fp8_tiles_as_from_the_floats_they_stand_for(
+    changes, merge_qkv, max_shard_size, tmp_path
+):
+    runs.write_rows(tmp_path / "packed", 8)
+    model = publish(tmp_path, "block_fp8", max_shard_size, **changes)
+    assert (model / "model.safetensors.index.json").is_file() == (max_shard_size != "5GB")
+    plain = tmp_path / "plain"
+    dequantized(model, plain)
+    jobs = {}
+    for name, at in (("published", model), ("floats", plain)):
+        codes = {"enable_qlora": name == "published"}
+        for kind, lora in (("weights", {"enable_lora": False}), ("adapters", {}), ("codes", codes)):
+            run = run_of(tmp_path / f"{name} {kind}", at, merge_qkv=merge_qkv, **lora)
+            assert why_cannot_train(run) is None
+            jobs[f"{name} {kind}"] = runs.job_of(run, tmp_path / "packed")
+    [found] = on_ranks(1, each, steps, jobs)
+    assert found["published codes"][2] == pytest.approx(found["floats codes"][2], rel=1e-6)
+    for kind in ("weights", "adapters"):
+        begun, ended, losses = found[f"published {kind}"]
+        same, wanted, theirs = found[f"floats {kind}"]
+        for name, value in same.items():
+            assert np.array_equal(begun[name], value), name
+        assert losses == theirs
+        for name, value in wanted.items():
+            assert np.array_equal(ended[name], value), name
 
 
-def test_every_format_that_is_read_has_a_run() -> None:
-    from penstock.models.quantization_config import STORED
-
-    # gpt-oss, in tests/engine/peft/test_mxfp4.py.
-    methods = {config["quant_method"] for config, _ in KINDS.values()} | {"mxfp4"}
-    assert methods == set(STORED)
-    assert NAME.startswith(LAYER)
+@pytest.mark.parametrize(("scheme", "says"), [("block_fp8", True), ("nvfp4", False)])
+def test_columns_are_cut_between_the_groups_that_are_published(scheme, says, tmp_path):
+    model = publish(tmp_path, scheme)
+    run = run_of(tmp_path / "out", model, enable_qlora=True)
+    run = run.model_copy(update={"train": run.train.model_copy(update={"tensor_parallel_size": 4})})
+    fault = "cuts the 256 columns of down_proj within groups of 128 .*as published, block_fp8"
+    told = [
+        misfit.reason
+        for misfit in layout_errors(run, 4, ModelDims.of(read_json(model / "config.json")))
+    ]
+    assert any(re.search(fault, text) for text in told) == says
