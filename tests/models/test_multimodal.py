@@ -12,7 +12,6 @@ from penstock.models.multimodal import (
     MULTIMODAL,
     TEXT_TYPES,
     is_language,
-    module_name,
     stored_backbone,
     stored_name,
     text_name,
@@ -46,11 +45,9 @@ def test_logits_on_text_and_all_names_are_those_of_transformers(model_type):
     for name in weights.hf_shapes():
         assert stored_name(name, backbone) in stored
         assert text_name(stored_name(name, backbone)) == name
-        # Llama 4's class has its modules elsewhere; only adapters name modules, and it has none.
-        # It has the experts of a layer in one parameter.
-        is_same = model_type != "llama4" and ".experts." not in name
-        module = module_name(name, family.multimodal)
-        assert not is_same or module in theirs.state_dict()
+        module = stored_name(name, family.multimodal)
+        # The class has the experts of a layer in one parameter.
+        assert ".experts." in name or module in theirs.state_dict()
         assert text_name(module) == name
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
     assert named.keys() - tied == weights.hf_shapes().keys()

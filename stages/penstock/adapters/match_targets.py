@@ -146,8 +146,7 @@ def require_adaptable(config: DecoderConfig) -> None:
     if not config.is_adaptable:
         raise CapabilityError(
             "lora.enable_lora is true, and layers of this model cannot have adapters: its "
-            "checkpoints call the backbone otherwise, or its experts scale their inputs.\n"
-            "  Write lora.enable_lora: false."
+            "checkpoints call the backbone otherwise.\n  Write lora.enable_lora: false."
         )
 
 

@@ -26,7 +26,7 @@ from penstock.engine.hf.config import read_hf_config
 from penstock.engine.hf.safetensors_reader import SafetensorsFolder
 from penstock.engine.hf.save_model import INDEX, declared_dtype, save_tensors
 from penstock.models.initialize import initialize
-from penstock.models.multimodal import MULTIMODAL, module_name
+from penstock.models.multimodal import MULTIMODAL, stored_name
 from penstock.models.names import EMBEDDING_WEIGHT, HEAD_WEIGHT
 from penstock.models.registry import get_family, native_family
 
@@ -168,7 +168,7 @@ def _text_tensors(
     backbone = MULTIMODAL[hf_config["model_type"]].backbone
 
     def placed(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
-        return module_name(name, backbone), _grown(name, tensor, rows)
+        return stored_name(name, backbone), _grown(name, tensor, rows)
 
     if text.weights:
         with SafetensorsFolder(text.weights) as folder:

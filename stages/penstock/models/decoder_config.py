@@ -568,11 +568,9 @@ class DecoderConfig:
 
     @property
     def is_adaptable(self) -> bool:
-        """Whether layers can have adapters: transformers names the backbone as the model does, and
-        experts do not scale their inputs."""
-        scales_inputs = self.experts is not None and self.experts.scales_inputs
+        """Whether layers can have adapters: transformers names the backbone as the model does."""
         backbone = self.names.module_backbone or self.names.backbone
-        return backbone == TensorNames().backbone and not scales_inputs
+        return backbone == TensorNames().backbone
 
     @property
     def score_scale(self) -> float:

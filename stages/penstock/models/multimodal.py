@@ -3,7 +3,7 @@ tensors.
 
 Published files call the backbone of the language model `model.language_model`,
 `model.text_model`, `language_model.model` or `model`. Here it is always `model`, as in a text
-model, and in transformers' class it is `model.language_model` or `model.text_model`. No torch.
+model, and in transformers' class it is one of the first three. No torch.
 """
 
 import re
@@ -19,7 +19,7 @@ MODULE_BACKBONE = "model.language_model."
 TEXT_BACKBONE = "model.text_model."
 STORED_BACKBONE = re.compile(r"(?:model\.(?:language|text)_model|language_model\.model)\.")
 STORED_MODEL = "language_model.model."
-STORED_HEAD = "language_model.lm_head."
+STORED_HEAD = "language_model.lm_head"
 LANGUAGE = ("model.embed_tokens.", "model.layers.", "model.norm.", "lm_head.")
 """Beginnings of the names of a language model's tensors."""
 
@@ -50,7 +50,7 @@ MULTIMODAL: Mapping[str, Multimodal] = {
     "glm4v_moe": Multimodal("Glm4vMoeForConditionalGeneration", "glm4v_moe_text"),
     "idefics3": Multimodal("Idefics3ForConditionalGeneration", "llama", backbone=TEXT_BACKBONE),
     "internvl": Multimodal("InternVLForConditionalGeneration", "qwen2", tied=True),
-    "llama4": Multimodal("Llama4ForConditionalGeneration", "llama4_text"),
+    "llama4": Multimodal("Llama4ForConditionalGeneration", "llama4_text", backbone=STORED_MODEL),
     "llava": Multimodal("LlavaForConditionalGeneration", "llama"),
     "llava_next": Multimodal("LlavaNextForConditionalGeneration", "llama"),
     "llava_onevision": Multimodal("LlavaOnevisionForConditionalGeneration", "qwen2"),
@@ -170,16 +170,9 @@ def is_language(stored: str) -> bool:
     return text_name(stored).startswith(LANGUAGE)
 
 
-def module_name(name: str, backbone: str = MODULE_BACKBONE) -> str:
-    """The name of a text model's module or parameter in transformers' multimodal class, which has
-    this `backbone`."""
-    inner = name.removeprefix(BACKBONE)
-    return name if inner == name else backbone + inner
-
-
-def stored_name(name: str, backbone: str) -> str:
-    """The name of a text model's tensor in files that call the backbone so, such as
-    `model.language_model.`."""
+def stored_name(name: str, backbone: str = MODULE_BACKBONE) -> str:
+    """The name of a text model's tensor or module in files, or in a multimodal class, that call the
+    backbone so."""
     if name.startswith(BACKBONE):
         return backbone + name.removeprefix(BACKBONE)
     return f"language_model.{name}" if backbone.startswith("language_model.") else name

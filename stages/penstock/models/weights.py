@@ -15,7 +15,7 @@ from functools import cached_property
 
 from penstock.models.decoder_config import DecoderConfig, ExpertsConfig
 from penstock.models.mtp_config import MTPNames
-from penstock.models.multimodal import BACKBONE, is_language, module_name, text_name
+from penstock.models.multimodal import BACKBONE, is_language, stored_name, text_name
 from penstock.models.names import (
     EMBEDDING_WEIGHT,
     HEAD_WEIGHT,
@@ -145,7 +145,7 @@ class WeightMap:
         """Transformers' name of a checkpoint's module or parameter, by which PEFT knows it."""
         names = self.config.names
         if self.multimodal:
-            return module_name(hf_name, self.multimodal) if is_language(f"{hf_name}.") else hf_name
+            return stored_name(hf_name, self.multimodal) if is_language(f"{hf_name}.") else hf_name
         return _with_backbone(hf_name, names.backbone, names.module_backbone or names.backbone)
 
     def hf_name(self, module_name: str) -> str:

@@ -20,7 +20,7 @@ from penstock.engine.model_source import ExportFormat, QuantizationArgs
 from penstock.export.card_text import adapter_snippet, model_snippet
 from penstock.export.merge import merge_folders
 from penstock.machine import check_model
-from penstock.models.multimodal import MULTIMODAL, is_language, module_name
+from penstock.models.multimodal import MULTIMODAL, is_language, stored_name
 from penstock.models.registry import get_family
 from penstock.origins import resolve_model_source, with_adapter
 from penstock.rows.tokenizer import load_tokenizer
@@ -142,7 +142,8 @@ def trained_and_exported(tmp_path, kinds, lora=None):
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 @pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match")
 @pytest.mark.parametrize(
-    "model_type", ["ernie4_5_vl_moe", "glm4v", "glm4v_moe", "qwen3_5_moe", "qwen3_vl_moe"]
+    "model_type",
+    ["ernie4_5_vl_moe", "glm4v", "glm4v_moe", "llama4", "qwen3_5_moe", "qwen3_vl_moe"],
 )
 def test_language_models_with_experts_are_trained_and_exported_so_too(tmp_path, model_type):
     lora = (
@@ -194,7 +195,7 @@ def test_it_is_trained_as_transformers_computes_it_and_all_else_is_exported_as_i
     for name, value in begun.items():
         stored_as = name
         if parse_lora_name(name):
-            stored_as = PREFIX + module_name(peft_name(name).removeprefix(PREFIX))
+            stored_as = PREFIX + stored_name(peft_name(name).removeprefix(PREFIX))
         assert np.array_equal(value, wanted[stored_as].numpy()), name
 
 

@@ -110,6 +110,8 @@ def _experts(hf: HfConfig) -> ExpertsConfig | None:
         norm_topk_prob=False,
         scales_inputs=True,
         transposed=True,
+        # PEFT swaps the factors of these stacks: the class does not say that it transposes them.
+        adaptable=False,
         names=EXPERT_NAMES,
     )
 
