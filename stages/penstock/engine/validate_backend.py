@@ -106,9 +106,10 @@ def _faults(run: RunConfig, family: AutoFamily, config: DecoderConfig) -> Iterat
     yield from _balancing_faults(run, family)
     traits = family.outline.traits
     for name in ("attn_implementation", "attention_cast_bf16"):
-        if traits.attention != "varlen" and run.model.is_non_default(name):
+        value = getattr(run.model, name)
+        if traits.attention not in ("varlen", value) and run.model.is_non_default(name):
             yield (
-                f"model.{name}: {_shown(getattr(run.model, name))} (this model needs transformers' "
+                f"model.{name}: {_shown(value)} (this model needs transformers' "
                 f"{traits.attention} attention); leave it out"
             )
     longest = run.data.sample_packing_sequence_len or 0

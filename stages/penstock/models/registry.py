@@ -181,7 +181,7 @@ def get_family(hf_config: HfConfig, backend: Backend = "auto", *, adapters: bool
     if refusal is not None:
         return _fallback(hf_config, refusal)
     if backend != "native":
-        _require_unquantized(hf_config)
+        _require_readable(hf_config)
         return auto_family(hf_config)
     if model_type in MULTIMODAL:
         text_type = language_config(hf_config)["model_type"]
@@ -231,17 +231,18 @@ def _fallback(hf_config: HfConfig, refusal: NotNativeError) -> Family:
     """The family of the transformers backend. Raises `refusal` if transformers cannot build the
     model either."""
     try:
-        _require_unquantized(hf_config)
+        _require_readable(hf_config)
         return replace(auto_family(hf_config), not_native=refusal.reasons)
     except Exception as error:
         raise refusal from error
 
 
-def _require_unquantized(hf_config: HfConfig) -> None:
-    if declared := parse_quantization_config(hf_config):
+def _require_readable(hf_config: HfConfig) -> None:
+    declared = parse_quantization_config(hf_config)
+    if declared and declared.quant_method == "mxfp4":
         raise CapabilityError(
-            f"the model is published in {declared.format} ({declared.quant_method}), and the "
-            "transformers backend reads unquantized weights.\n"
+            "the model is published in mxfp4, and the transformers backend reads weights that are "
+            "quantized matrix by matrix.\n"
             "  Name the model that it was quantized from as model.model_path."
         )
 

@@ -78,7 +78,7 @@ FAMILIES = (
     (r"Trinity", "afmoe"),
     (r"AFM-", "arcee"),
     (r"Apertus", "apertus"),
-    (r"gpt2", "gpt2"),
+    (r"gpt2|Cerebras-GPT", "gpt2"),
     (r"dbrx", "dbrx"),
     (r"DeepSeek-V4", "deepseek_v4"),
     (r"DeepSeek-V3", "deepseek_v3"),
@@ -87,7 +87,7 @@ FAMILIES = (
     (r"falcon-7b", "falcon"),
     (r"gpt-j", "gptj"),
     (r"mpt-", "mpt"),
-    (r"pythia|neox|RedPajama|Cerebras-GPT", "gpt_neox"),
+    (r"pythia|neox|RedPajama", "gpt_neox"),
     (r"stablelm", "stablelm"),
     (r"starcoder2|starchat2", "starcoder2"),
     (r"command-r7b", "cohere2"),
@@ -128,6 +128,7 @@ CHANGES: tuple[tuple[str, dict[str, Any]], ...] = (
     (r"LFM2(\.5)?-[\d.]+[BM]($|-[BI])", {"layer_types": ["conv", "full_attention"] * 16}),
     (r"gemma-4-\d", {"text_config": {"hidden_size_per_layer_input": 0}}),
     (r"Mistral-Small-4", {"text_config": {"model_type": "mistral4"}}),
+    (r"ERNIE-4\.5-300B", {"num_attention_heads": 64, "num_key_value_heads": 8}),
 )
 """What their configs have, where the default of the type has another value."""
 

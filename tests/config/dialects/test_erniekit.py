@@ -316,3 +316,18 @@ def test_an_evaluation_has_as_many_rows_as_their_batches() -> None:
     train = loads(found.settings).train
     assert (train.eval_max_batches, train.eval_rows_per_batch) == (5, 12)
     assert line_of(found, "max_evaluate_steps").kind == "translated"
+
+
+def test_a_file_without_training_data_trains_on_none_and_may_evaluate(tmp_path: Path) -> None:
+    values = {"model_name_or_path": "m", "fine_tuning": "LoRA", "do_eval": True}
+    values |= {"eval_dataset_path": "e.jsonl", "output_dir": "out"}
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump({**values, "do_train": True}))
+    found = load_translation(file, None, Devices(1))
+    assert "data.datasets" in found.placeholders
+    file.write_text(yaml.safe_dump({**values, "do_train": False}))
+    found = load_translation(file, None, Devices(1))
+    assert loads(found.settings).train.eval_only
+    line = line_of(found, "eval_dataset_path")
+    assert line.kind == "approximated"
+    assert "stand for those of training" in line.why

@@ -239,6 +239,24 @@ def test_a_setting_that_the_backend_cannot_honour_is_refused(folder, field):
         require_backend(changed, family, config)
 
 
+def test_attention_that_the_model_has_may_be_asked_for_and_no_other(folder):
+    tiny_models.write_model(folder / "asked", "gpt2")
+    family = auto_family(json.loads((folder / "asked" / "config.json").read_text()))
+    traits = dataclasses.replace(family.outline.traits, attention="sdpa")
+    outline = dataclasses.replace(family.outline, traits=traits)
+    other = dataclasses.replace(family, outline=outline)
+    for name in ("sdpa", "eager"):
+        model = {"backend": "transformers", "attn_implementation": name}
+        run = runs.run_config(folder / "out", folder / "asked", model=model)
+        config = family.read(json.loads((folder / "asked" / "config.json").read_text()))
+        require_backend(run, family, config)
+        if name == "sdpa":
+            require_backend(run, other, config)
+        else:
+            with pytest.raises(CapabilityError, match="needs transformers' sdpa attention"):
+                require_backend(run, other, config)
+
+
 def test_auto_takes_our_decoder_where_there_is_one_and_native_refuses_the_rest():
     values = runs.TINY
     assert get_family(values) is FAMILIES["qwen3"]

@@ -13,6 +13,7 @@ from penstock.engine.hf.expert_forms import TensorParts, parts_in
 from penstock.engine.hf.row_chunk_reader import RowChunkReader, row_chunks_in
 from penstock.engine.hf.safetensors_reader import SafetensorsFolder
 from penstock.engine.model_source import QuantizationArgs
+from penstock.engine.quantization.dequantized_folder import DequantizedFolder
 from penstock.engine.quantization.mxfp4 import Mxfp4Tensors
 from penstock.engine.quantization.prequantized import PrequantizedFormat, published_in
 from penstock.engine.quantization.quantized_reader import (
@@ -107,9 +108,12 @@ class BaseModelWeights:
         """
         published = self.published
         source: TensorReader = inner
+        folder: SafetensorsFolder | None = None
         if isinstance(inner, SafetensorsFolder):
             if isinstance(self.names, AutoWeightMap):
-                source = ConvertedWeights(inner, self.hf_config, self.names)
+                floats = DequantizedFolder(inner, published) if published else inner
+                source = ConvertedWeights(floats, self.hf_config, self.names)
+                folder = source.renamed(inner) if published else None
             else:
                 if self.names.multimodal:
                     inner = self.here(inner)
@@ -121,6 +125,7 @@ class BaseModelWeights:
                     source = TensorParts(inner, parts, self.names)
                 if chunks := row_chunks_in(self.names, inner):
                     source = RowChunkReader(source, chunks)
+                folder = inner
         if not self.formats and published is None:
             return source
-        return QuantizeOnLoad(source, self.formats, published, device)
+        return QuantizeOnLoad(source, self.formats, published, device, folder)

@@ -16,8 +16,12 @@ import torch
 from penstock.core.errors import CapabilityError
 from penstock.engine.hf.safetensors_reader import SafetensorsFolder, Stored
 from penstock.engine.hf.state_dict import HFStateDict
+from penstock.engine.quantization.dequantized_folder import DequantizedFolder, split_component
 from penstock.models.automodel.build import build_config, build_meta
 from penstock.models.automodel.weight_map import AutoWeightMap
+
+UNNAMED = "(in files) "
+"""Begins the names of tensors that the model has in another form."""
 
 
 @dataclass
@@ -49,7 +53,10 @@ class ConvertedWeights:
     """
 
     def __init__(
-        self, folder: SafetensorsFolder, hf_config: Mapping[str, Any], names: AutoWeightMap
+        self,
+        folder: SafetensorsFolder | DequantizedFolder,
+        hf_config: Mapping[str, Any],
+        names: AutoWeightMap,
     ) -> None:
         self._folder, self._names = folder, names
         self._hf_config = hf_config
@@ -114,6 +121,21 @@ class ConvertedWeights:
         return [
             (source, other) for source, other in pairs if isinstance(other, str) and other != source
         ]
+
+    def renamed(self, folder: SafetensorsFolder) -> SafetensorsFolder:
+        """The folder's tensors, with the model's names for those that are only renamed and for
+        their components."""
+        names = {
+            group: name
+            for name, group in self._groups.items()
+            if isinstance(group, str) and not _changes_form(self._names, name)
+        }
+
+        def rename(stored: str) -> str:
+            weight, rest = split_component(stored)
+            return names[weight] + rest if weight in names else f"{UNNAMED}{stored}"
+
+        return folder.renamed(rename)
 
     @cached_property
     def _model(self) -> Any:

@@ -68,7 +68,7 @@ def prediction_layers(
 ) -> HFStateDict:
     """These tensors as the folder has them; quantized matrices are dequantized, as exports are."""
     matrices = _quantized(folder, names, published)
-    reader = QuantizeOnLoad(folder, {}, published, torch.device("cpu"))
+    reader = QuantizeOnLoad(folder, {}, published, torch.device("cpu"), folder)
     plain = [name for name in names if not name.startswith(tuple(f"{one}_" for one in matrices))]
     shapes = {name: reader.stored(name).shape for name in sorted({*plain, *matrices})}
 

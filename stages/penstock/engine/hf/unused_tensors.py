@@ -74,10 +74,17 @@ class _Files:
         if isinstance(names, AutoWeightMap):
             from penstock.engine.hf.converted_weights import ConvertedWeights  # noqa: PLC0415
             from penstock.engine.hf.safetensors_reader import SafetensorsFolder  # noqa: PLC0415
+            from penstock.engine.quantization.dequantized_folder import (  # noqa: PLC0415
+                DequantizedFolder,
+            )
+            from penstock.engine.quantization.prequantized import published_in  # noqa: PLC0415
 
+            published = published_in(hf_config, self.folder)
             with SafetensorsFolder(self.folder) as folder:
-                converted = ConvertedWeights(folder, hf_config, names)
+                floats = DequantizedFolder(folder, published) if published else folder
+                converted = ConvertedWeights(floats, hf_config, names)
                 sources, copies = converted.sources(), converted.copies()
+                sources |= {*folder.names()} - {*floats.names()}
             self._require_equal(copies)
             return {*sources, *further, *(copy for copy, _ in copies)}
         rename = text_name if names.multimodal else names.config.names.today

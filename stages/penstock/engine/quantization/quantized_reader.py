@@ -15,7 +15,6 @@ import torch
 from penstock.core.errors import CapabilityError
 from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.engine.hf.safetensors_reader import SafetensorsFolder, Stored
-from penstock.engine.quantization.mxfp4 import Mxfp4Tensors
 from penstock.engine.quantization.prequantized import PrequantizedFormat
 from penstock.engine.quantization.select_layers import Formats
 from penstock.models.initialize import initialize
@@ -103,8 +102,8 @@ class _Kept:
 class QuantizeOnLoad:
     """`inner` with the matrices that `formats` name quantized.
 
-    `published` is the format of matrices that are already quantized. Rows are quantized on
-    `device`.
+    `published` is the format of matrices that are already quantized in `folder`, which has them
+    under the same names. Rows are quantized on `device`.
     """
 
     def __init__(
@@ -113,9 +112,10 @@ class QuantizeOnLoad:
         formats: Formats,
         published: PrequantizedFormat | None,
         device: torch.device,
+        folder: SafetensorsFolder | None = None,
     ) -> None:
         self._inner, self._formats, self._published = inner, formats, published
-        self._folder = inner.folder if isinstance(inner, Mxfp4Tensors) else inner
+        self._folder = folder
         self._device = device
         self._largest: dict[str, torch.Tensor] = {}
         self._kept = _Kept("", {})
@@ -146,8 +146,10 @@ class QuantizeOnLoad:
     def order(self, name: str) -> tuple[str, int]:
         """The order of the source tensors."""
         base, _ = split_name(name)
-        at = self._of_others()[0].codes_tensor_name(base) if self._is_published(base) else base
-        return self._inner.order(at)
+        if not self._is_published(base):
+            return self._inner.order(base)
+        published, folder = self._of_others()
+        return folder.order(published.codes_tensor_name(base))
 
     def require(self, names: Iterable[str]) -> None:
         """Raise CapabilityError unless every name, or its source, exists."""
@@ -171,15 +173,11 @@ class QuantizeOnLoad:
 
     def _is_published(self, name: str) -> bool:
         published, folder = self._published, self._folder
-        return (
-            published is not None
-            and isinstance(folder, SafetensorsFolder)
-            and published.is_quantized(folder, name)
-        )
+        return bool(published and folder and published.is_quantized(folder, name))
 
     def _of_others(self) -> tuple[PrequantizedFormat, SafetensorsFolder]:
-        assert self._published is not None
-        assert isinstance(self._folder, SafetensorsFolder)
+        assert self._published
+        assert self._folder
         return self._published, self._folder
 
     def _is_quantized(self, name: str) -> bool:

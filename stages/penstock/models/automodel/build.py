@@ -30,6 +30,8 @@ def build_config(hf_config: Mapping[str, Any]) -> Any:
 
     # As from a file: JSON has no infinity.
     values = PreTrainedConfig._decode_special_floats(dict(hf_config))
+    # Weights are dequantized, or quantized by our layers.
+    values.pop("quantization_config", None)
     if CODE in hf_config:
         return _config_of_code(hf_config, values)
     kind = values.pop("model_type", None)

@@ -31,7 +31,10 @@ POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "context_l
 UNLIMITED = 1 << 20
 """The longest document of a model whose config names no number of positions."""
 
-NO_EFFECT = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version")
+NO_EFFECT = (
+    *("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version"),
+    "quantization_config",
+)
 """Fields of config.json that do not change the outline."""
 
 

@@ -186,6 +186,9 @@ EQUAL = (
 )
 """Pairs of sizes of which the first stays equal to the second."""
 
+ROTATED = "partial_rotary_factor"
+"""The share of a head that is rotated."""
+
 SHARING = "num_kv_shared_layers"
 """The number of last layers that use keys and values of earlier ones."""
 
@@ -249,7 +252,8 @@ def _small_size(name: str, value: int, layers: int) -> int:
 def _shrink_rope(
     rope: Mapping[str, Any], values: Mapping[str, Any], small: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Rotary parameters, of one kind or by kind, whose sections of axes (M-RoPE) fit a head."""
+    """Rotary parameters, of one kind or by kind, whose sections of axes (M-RoPE) and share of a
+    head fit the small sizes."""
     found = {
         name: _shrink_rope(one, values, small) if isinstance(one, Mapping) else one
         for name, one in rope.items()
@@ -261,6 +265,9 @@ def _shrink_rope(
         for axis in range(total - sum(sizes)):
             sizes[axis] += 1
         found["mrope_section"] = sizes
+    rotated, width = values.get("qk_rope_head_dim"), values.get("head_dim")
+    if rotated and width and rope.get(ROTATED) == rotated / width:
+        found[ROTATED] = small["qk_rope_head_dim"] / small["head_dim"]
     return found
 
 
@@ -277,11 +284,11 @@ def _keep_relations(values: Mapping[str, Any], small: dict[str, Any]) -> None:
     def have(*names: str) -> bool:
         return all(_is_size(values.get(name)) for name in names)
 
+    if have("qk_head_dim", "qk_nope_head_dim", "qk_rope_head_dim"):
+        small["qk_head_dim"] = small["qk_nope_head_dim"] + small["qk_rope_head_dim"]
     for name, other in EQUAL:
         if have(name, other) and values[name] == values[other]:
             small[name] = small[other]
-    if have("qk_head_dim", "qk_nope_head_dim", "qk_rope_head_dim"):
-        small["qk_head_dim"] = small["qk_nope_head_dim"] + small["qk_rope_head_dim"]
     if have("mamba_d_ssm", "mamba_n_heads", "mamba_d_head"):
         small["mamba_d_ssm"] = small["mamba_n_heads"] * small["mamba_d_head"]
     if have("expand", "num_heads", "head_dim"):

@@ -185,9 +185,11 @@ def data_is_there(draft: Draft) -> None:
     uses the data there."""
     if draft.has(TRAIN):
         return
-    if draft.has(TEST):
+    if draft.has(TEST) and draft.value("train.eval_only"):
         draft.put(TRAIN, [dict(source) for source in draft.value(TEST)])
-    elif not {"stage", "do_train", "learning_rate"} & draft.written.keys():
+        why = "do_train is false, so the sources that are evaluated stand for those of training too"
+        draft.set_line("eval_dataset_path", "approximated", why)
+    elif not {"stage", "do_train", "learning_rate", "eval_dataset_path"} & draft.written.keys():
         draft.put("pipeline.stages", ["export"])
         draft.put("data.skip_prepare_dataset", True)
         draft.put(TRAIN, [{"path": "dummy"}])

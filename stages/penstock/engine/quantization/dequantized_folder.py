@@ -1,0 +1,76 @@
+"""A folder of published weights as if they were not quantized.
+
+transformers' conversions (`engine/hf/converted_weights.py`) take tensors by the names of
+unquantized files: a quantized matrix has its own name and shape here, and its scales have none.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+
+import torch
+
+from penstock.engine.hf.safetensors_reader import SafetensorsFolder, Stored
+from penstock.engine.quantization.prequantized import PrequantizedFormat
+from penstock_kernels.quant import dequantize
+
+COMPONENT = re.compile(r"(?P<weight>.+\.weight)(?P<rest>[._].+)$")
+"""A tensor of a quantized matrix beside, or in place of, the one with the weight's name."""
+
+
+def split_component(stored: str) -> tuple[str, str]:
+    """The name of the weight that a tensor may be a component of, and the rest of the tensor's."""
+    component = COMPONENT.match(stored)
+    return (component["weight"], component["rest"]) if component else (stored, "")
+
+
+class DequantizedFolder:
+    """The tensors of a folder by the names of unquantized files; quantized matrices are float32."""
+
+    def __init__(self, folder: SafetensorsFolder, published: PrequantizedFormat) -> None:
+        self.folder, self._published = folder, published
+
+    @cached_property
+    def quantized(self) -> Mapping[str, tuple[int, int]]:
+        """The shapes of the quantized matrices. Raises CapabilityError for malformed ones."""
+        published, folder = self._published, self.folder
+        weights = dict.fromkeys(split_component(name)[0] for name in folder.names())
+        return {
+            name: published.shape(folder, name)
+            for name in weights
+            if published.is_quantized(folder, name)
+        }
+
+    def names(self) -> list[str]:
+        """The names of all tensors, without components of quantized matrices."""
+        plain = (n for n in self.folder.names() if split_component(n)[0] not in self.quantized)
+        return [*plain, *self.quantized]
+
+    def stored(self, name: str) -> Stored:
+        """Shape, dtype and position of a tensor."""
+        if name not in self.quantized:
+            return self.folder.stored(name)
+        first = self.folder.stored(self._published.codes_tensor_name(name)).start
+        return Stored(self.quantized[name], torch.float32, first)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """The full tensor, on the CPU."""
+        shape = self.stored(name).shape
+        return self.box(name, (0,) * len(shape), shape)
+
+    def box(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+        """A box of a tensor, on the CPU."""
+        if name not in self.quantized:
+            return self.folder.box(name, offsets, sizes)
+        (first, left), (count, width) = offsets, sizes
+        rows = self._published.rows(self.folder, name, first, first + count)
+        return dequantize(rows, torch.float32)[:, left : left + width]
+
+    def order(self, name: str) -> tuple[str, int]:
+        """A sort key: the order of tensors in the files."""
+        quantized = name in self.quantized
+        return self.folder.order(self._published.codes_tensor_name(name) if quantized else name)
+
+    def require(self, names: Iterable[str]) -> None:
+        """Raise CapabilityError unless every name exists."""
+        self.folder.require(name for name in names if name not in self.quantized)
