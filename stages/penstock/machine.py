@@ -397,6 +397,11 @@ def _require_adapters(run: RunConfig, config: HfConfig, family: "Family") -> Non
     require_adaptable(shape)
     lora, targets = run.lora, run.lora.lora_target_modules or family.lora_targets
     names = _adapted_names(run, config, family)
+    if lora.enable_qlora:
+        from penstock.engine.quantization.prequantized import published_in
+        from penstock.engine.quantization.select_layers import select_formats
+
+        select_formats(quantization_args(run), published_in(config), names, family.roles)
     targets = (targets,) if isinstance(targets, str) else targets
     require_options(
         [layer.name for layer in match_targets(targets, linear_layers(names))],

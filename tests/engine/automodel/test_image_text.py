@@ -127,7 +127,7 @@ LAYOUTS = {
 }
 
 
-FURTHER = ("idefics3", "qwen2_audio", "qwen2_5_omni_thinker+audio")
+FURTHER = ("mllama", "idefics3", "qwen2_audio", "qwen2_5_omni_thinker+audio")
 
 
 def _gradients(jobs: dict[str, Job]):

@@ -117,7 +117,6 @@ NOT_BUILT: Mapping[str, str] = {
     "minicpmv4_6": _STRIP,
     "minicpmv4_7": _STRIP,
     "mistral4": "it is a text model",
-    "mllama": "its layers of cross-attention are not called without images",
     "muse_spark": "tables of its audio part, which are not made small: no tiny model to examine",
     "perception_lm": _TIMM,
     "pi0": "it predicts actions of robots, not tokens",

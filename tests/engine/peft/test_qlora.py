@@ -31,6 +31,10 @@ FORMS = {
     "few bits": FORMATS["int8"],
 }
 LORA = {"enable_lora": True, "lora_rank": 4}
+STACKED = ("sinks", "llama 4")
+"""Models with one tensor [experts, in, out] for all experts of a layer."""
+MORE = {"llama 4": {"no_rope_layers": [1, 0], "moe_layers": [1]}}
+"""What fits the number of layers here."""
 OF_FORM = {
     **{name: {"quant_format": name} for name in FORMS},
     "nvfp4": {},
@@ -57,8 +61,10 @@ def rounded(name, tensor, form):
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("qlora")
     runs.write_rows(folder / "packed", 24)
-    for kind in ("untied", "experts", "sinks"):
-        config = transformers.AutoConfig.for_model(**{**runs.TINY, **MODELS[kind]})
+    for kind in ("untied", "experts", "granitemoe", *STACKED):
+        config = transformers.AutoConfig.for_model(
+            **{**runs.TINY, **MODELS[kind], **MORE.get(kind, {})}
+        )
         config.dtype = torch.float32
         torch.manual_seed(0)
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / kind)
@@ -145,6 +151,46 @@ def test_what_is_exported_is_what_was_trained(folder):
         torch.testing.assert_close(files["codes"][name], tensor, rtol=1e-5, atol=1e-6)
 
 
+def of_stacks(weights):
+    """What the codes of NF4 stand for, where a stack of experts is quantized along its inputs."""
+    found = {}
+    for name, tensor in weights.items():
+        rows = tensor.mT.flatten(0, 1) if tensor.dim() == 3 else tensor
+        is_matrix = rows.dim() == 2 and ".layers." in name and "router" not in name
+        value = quantize(rows, FORMS["nf4 of groups"]) if is_matrix else None
+        rows = rows if value is None else dequantize(value, torch.float32)
+        whole = rows.unflatten(0, (len(tensor), -1)).mT if tensor.dim() == 3 else rows
+        found[name] = whole.contiguous()
+    return found
+
+
+@pytest.mark.parametrize("kind", STACKED)
+def test_stacks_of_experts_are_quantized_as_their_matrices_are(folder, kind):
+    floats = f"{kind} floats"
+    (folder / floats).mkdir()
+    weights = of_stacks(load_file(folder / kind / "model.safetensors"))
+    save_file(weights, folder / floats / "model.safetensors", {"format": "pt"})
+    (folder / floats / "config.json").write_bytes((folder / kind / "config.json").read_bytes())
+    targets = {"lora_target_modules": ["q_proj", "v_proj"]}
+    settings = {"enable_qlora": True, **OF_FORM["nf4 of groups"], **targets}
+    jobs = {
+        "codes": job_of(folder, kind, f"{kind} codes", settings),
+        "weights": job_of(folder, floats, f"{kind} weights", targets),
+    }
+    [found] = on_ranks(1, each, trained, jobs)
+    (losses, factors, held, _), wanted = found["codes"], found["weights"]
+    assert losses == pytest.approx(wanted[0], rel=1e-6)
+    for name, factor in factors.items():
+        np.testing.assert_allclose(factor, wanted[1][name], rtol=1e-5, atol=1e-6)
+    assert any(".experts." in name for name in held)
+    out = jobs["codes"].output_dir / "exported"
+    saved = jobs["codes"].output_dir / "checkpoints" / "global_step_3"
+    write_folders(saved, resolve_model_source(jobs["codes"].config), ExportFormat(), out)
+    exported = load_file(out / "hf" / "model.safetensors")
+    for name in (name for name in weights if ".experts." in name):
+        torch.testing.assert_close(exported[name], weights[name], rtol=1e-5, atol=1e-6)
+
+
 def test_modules_that_are_excluded_stay_as_they_are(folder):
     left_out = {
         "attention": ["self_attn"],
@@ -211,7 +257,7 @@ def test_noise_is_that_of_a_step_and_of_training_alone(folder):
         ("untied", {"exclude_modules": ["self_atn"]}, "'self_atn' names no module.*self_attn"),
         ("untied", {"exclude_modules": ["q_proj"]}, "merge_qkv: false, or leave all three out"),
         ("experts", {"exclude_modules": ["experts.3"]}, "experts of a layer are kept alike"),
-        ("sinks", {}, r"exclude_modules: \[experts\]"),
+        ("granitemoe", {}, r"exclude_modules: \[experts\]"),
     ],
 )
 def test_what_cannot_be_quantized_is_refused(kind, lora, said, folder):

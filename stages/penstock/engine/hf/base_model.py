@@ -125,7 +125,7 @@ class BaseModelWeights:
                     source = TensorParts(inner, parts, self.names)
                 if chunks := row_chunks_in(self.names, inner):
                     source = RowChunkReader(source, chunks)
-                folder = inner
+                folder = None if chunks else inner
         if not self.formats and published is None:
             return source
         return QuantizeOnLoad(source, self.formats, published, device, folder)

@@ -127,7 +127,8 @@ class QuantizeOnLoad:
             rows, columns = self._shape(base)
             return Stored((rows, self._formats[base].widths(columns)[leaf]), torch.uint8, 0)
         if self._is_quantized(base):
-            return Stored(self._shape(base), torch.float32, 0)
+            shape = self._stack(base) or self._shape(base)
+            return Stored(shape, torch.float32, 0)
         return self._inner.stored(name)
 
     def box(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
@@ -135,6 +136,8 @@ class QuantizeOnLoad:
         base, leaf = split_name(name)
         if not leaf and not self._is_quantized(base):
             return self._inner.box(name, offsets, sizes)
+        if not leaf and (stack := self._stack(base)):
+            return self._box_of_stack(base, stack, offsets, sizes)
         (first, left), (count, width) = offsets, sizes
         found: list[torch.Tensor] = []
         for block in self._blocks(base, first, first + count):
@@ -142,6 +145,30 @@ class QuantizeOnLoad:
             low, high = max(first, block.start), min(first + count, block.stop)
             found.append(rows[low - block.start : high - block.start, left : left + width])
         return found[0] if len(found) == 1 else torch.cat(found)
+
+    def _stack(self, name: str) -> tuple[int, int, int] | None:
+        """The shape [E, K, N] of the matrices of all experts, which are quantized as the rows of
+        the matrix [E N, K]; None for another tensor."""
+        shape = () if self._is_published(name) else self._inner.stored(name).shape
+        return (shape[0], shape[1], shape[2]) if len(shape) == 3 else None
+
+    def _box_of_stack(
+        self,
+        name: str,
+        shape: tuple[int, int, int],
+        offsets: Sequence[int],
+        sizes: Sequence[int],
+    ) -> torch.Tensor:
+        """A box of a stack [E, K, N], dequantized."""
+        rows = shape[2]
+        (expert, left, top), (experts, width, count) = offsets, sizes
+        found: list[torch.Tensor] = []
+        for number in range(expert, expert + experts):
+            first = number * rows + top
+            blocks = self._blocks(name, first, first + count)
+            matrix_NK = torch.cat([self._tensor(name, "", block) for block in blocks])
+            found.append(matrix_NK[first - blocks[0].start :][:count])
+        return torch.stack(found)[:, :, left : left + width].mT.contiguous()
 
     def order(self, name: str) -> tuple[str, int]:
         """The order of the source tensors."""
@@ -190,6 +217,9 @@ class QuantizeOnLoad:
         if self._is_published(name):
             published, folder = self._of_others()
             return published.shape(folder, name)
+        if stack := self._stack(name):
+            experts, columns, rows = stack
+            return experts * rows, columns
         return self._inner.stored(name).shape
 
     def _format(self, name: str) -> Format:
@@ -248,6 +278,18 @@ class QuantizeOnLoad:
         return self._largest[name]
 
     def _rows(self, name: str, block: range) -> torch.Tensor:
+        if stack := self._stack(name):
+            return self._rows_of_stack(name, stack, block).to(self._device)
         columns = self._shape(name)[1]
         rows = self._inner.box(name, (block.start, 0), (len(block), columns))
         return rows.to(self._device)
+
+    def _rows_of_stack(self, name: str, shape: tuple[int, int, int], block: range) -> torch.Tensor:
+        _, columns, rows = shape
+        found: list[torch.Tensor] = []
+        for expert in range(block.start // rows, -(-block.stop // rows)):
+            first = max(block.start - expert * rows, 0)
+            end = min(block.stop - expert * rows, rows)
+            part = self._inner.box(name, (expert, 0, first), (1, columns, end - first))
+            found.append(part[0].mT)
+        return torch.cat(found)

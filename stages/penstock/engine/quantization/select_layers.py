@@ -67,11 +67,10 @@ def select_formats(
         if len(kept) < len(parts):
             raise CapabilityError(_in_part(native, next(p for p in parts if p not in kept)))
         is_stack = bool(names.config.experts and names.config.experts.is_stacked)
-        keeps_stack = published is not None and published.is_stacked
-        if role is ParallelStyle.EXPERTS and is_stack and not keeps_stack:
+        if role is ParallelStyle.EXPERTS and is_stack and not names.is_transposed(native):
             raise CapabilityError(
-                f"lora.enable_qlora: {parts[0]} holds all experts of a layer, which no format here "
-                "takes.\n"
+                f"lora.enable_qlora: {parts[0]} holds all experts of a layer as [out, in], which "
+                "no format here takes.\n"
                 "  Write exclude_modules: [experts] to quantize the rest."
             )
         found |= dict.fromkeys(kept, of_experts if role is ParallelStyle.EXPERTS else linear)

@@ -12,6 +12,7 @@ from penstock.config.schema.run import RunConfig
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.engine.vision.freeze import frozen_parts
 from penstock.models.automodel.causal_lm import AutoCausalLM
+from penstock.models.automodel.media.cross_attention import layers_of_images
 from penstock.models.automodel.outline import AutoModelConfig, MediaTraits
 from penstock.models.decoder_config import DecoderConfig
 from penstock.models.vision.features import SECONDS
@@ -127,5 +128,9 @@ def _require_kind(kind: str, traits: MediaTraits, what: str) -> None:
 def freeze_image_text(run: RunConfig, model: AutoCausalLM, *, images: bool) -> None:
     """Freeze the parts of an image-text model that `model.freeze` names, and without images all
     but the language model, in place."""
-    if model.config.outline.media is not None:
-        model.freeze(frozen_parts(run) if images else ("vision", "projector"))
+    if model.config.outline.media is None:
+        return
+    model.has_images = images
+    model.freeze(frozen_parts(run) if images else ("vision", "projector"))
+    for layer in () if images else layers_of_images(model):
+        layer.requires_grad_(False)

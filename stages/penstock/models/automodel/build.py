@@ -9,6 +9,7 @@ import torch
 
 from penstock.core.errors import CapabilityError
 from penstock.models.automodel.attention import NAME, register
+from penstock.models.automodel.media.cross_attention import is_cross_attended, keep_apart
 from penstock.models.automodel.outline import AttentionImpl
 from penstock.models.automodel.remote_code import AUTO_MAP, CODE, CONFIG, MODEL, load_class
 
@@ -151,6 +152,8 @@ def build_model(config: Any, attention: AttentionImpl) -> Any:
             f"transformers cannot build {what} model of type {config.model_type}: "
             f"{(str(error).strip() or type(error).__name__).splitlines()[0]}"
         ) from error
+    if is_whole and is_cross_attended(config):
+        keep_apart(model)
     return model.train()
 
 

@@ -22,6 +22,7 @@ from penstock.models.automodel.complete_gradients import (
     complete_part_gradients,
 )
 from penstock.models.automodel.inputs import accepted, packed_inputs
+from penstock.models.automodel.media.cross_attention import blank_image, is_cross_attended
 from penstock.models.automodel.media.inputs import media_inputs
 from penstock.models.automodel.normalize import normalize
 from penstock.models.automodel.outline import AutoModelConfig, Head, Part
@@ -84,6 +85,8 @@ class AutoCausalLM(nn.Module):
             self.register_buffer(name, buffer, persistent=False)
         self._base = [model.base_model]
         self._dropout_seed: int | None = None
+        self.has_images = False
+        """Whether any document of the run has images."""
         self.run_layer: CallHook = call
         self.blocks = [self.get_submodule(name) for name in config.outline.layers]
         for name in config.outline.routers:
@@ -184,6 +187,9 @@ class AutoCausalLM(nn.Module):
         if traits is None:
             return {}
         tensors = images.tensors if images else None
+        if tensors is None and self.has_images and is_cross_attended(self._hf[0].config):
+            # Ranks call the same layers.
+            tensors = blank_image(self._hf[0].config, ids_BL)
         return media_inputs(self._called, ids_BL, here_BL, traits.token_ids, tensors)
 
     @property

@@ -176,6 +176,7 @@ LAYER_COUNTS = (
     "num_encoder_layers",
     "num_decoder_layers",
     "num_blocks",
+    "num_global_layers",
     "depth",
 )
 KEY_VALUE_HEADS = ("num_key_value_heads", "swa_num_key_value_heads", "num_kv_heads")
@@ -185,6 +186,9 @@ EQUAL = (
     ("head_dim", "qk_head_dim"),
 )
 """Pairs of sizes of which the first stays equal to the second."""
+
+CROSS_ATTENDING = "cross_attention_layers"
+"""The layers that attend to images."""
 
 ROTATED = "partial_rotary_factor"
 """The share of a head that is rotated."""
@@ -221,6 +225,8 @@ def _shrink(values: Mapping[str, Any]) -> dict[str, Any]:
             }
         elif _is_per_layer(value, count):
             small[name] = [value[layer] for layer in layers]
+        elif name == CROSS_ATTENDING and value:
+            small[name] = [len(layers) - 1]
         elif name == SHARING and value:
             small[name] = len(layers) // 2
         elif isinstance(value, Mapping) and name.endswith("_config"):

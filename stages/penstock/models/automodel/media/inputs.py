@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.models.automodel.media.cross_attention import cross_attended, is_cross_attended
+
 Tensors = Mapping[str, torch.Tensor]
 
 IMAGE_TYPES = ("token_type_ids", "moe_mm_token_type_ids")
@@ -76,12 +78,13 @@ def media_inputs(
     if media is None:
         return found
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    return found | with_each_counted(
-        {
-            name: value.to(dtype) if value.is_floating_point() else value
-            for name, value in media.items()
-        }
-    )
+    media = {
+        name: value.to(dtype) if value.is_floating_point() else value
+        for name, value in media.items()
+    }
+    if is_cross_attended(getattr(model, "config", None)):
+        return found | cross_attended(ids_BL, token_ids["image"], media)
+    return found | with_each_counted(media)
 
 
 def join_media(media: Iterable[Tensors]) -> dict[str, torch.Tensor]:

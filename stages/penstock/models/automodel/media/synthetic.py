@@ -13,6 +13,12 @@ from typing import Any, Literal
 import torch
 
 from penstock.core.errors import CapabilityError
+from penstock.models.automodel.media.cross_attention import (
+    PIXELS,
+    RATIOS,
+    TILES,
+    is_cross_attended,
+)
 from penstock.models.automodel.media.synthetic_audio import Form, Tensors, audio_forms, noise
 from penstock.models.automodel.media.tiny_images import PATCHES
 
@@ -43,6 +49,8 @@ def find_maker(model: Any, kind: Kind = "image") -> MediaMaker:
 
     Raises CapabilityError with the reason if there is no form of which it makes features.
     """
+    if kind == "image" and is_cross_attended(model.config):
+        return MediaMaker(kind, "tiles", partial(_attended_tiles, model.config.vision_config), _one)
     count = _LengthCounter(model) if _has_only_lengths(model, kind) else _Counter(model, kind)
     if isinstance(count, _Counter) and _features(model, kind) is None:
         raise CapabilityError(f"it has no get_{kind}_features")
@@ -57,6 +65,26 @@ def find_maker(model: Any, kind: Kind = "image") -> MediaMaker:
             why = f"{form}: {(str(error).splitlines() or [type(error).__name__])[0]}"
     what = "images were" if kind == "image" else "audio was"
     raise CapabilityError(f"no {what} found that it takes ({why})")
+
+
+def _attended_tiles(vision: Any, number: int) -> Tensors:
+    """An image of one tile, or of two side by side, padded to as many as an image may have."""
+    tiles, count = torch.zeros(1, 1, vision.max_num_tiles, dtype=torch.int64), 1 + number % 2
+    tiles[..., :count] = 1
+    side = vision.image_size
+    pixels = noise(number, *tiles.shape, vision.num_channels, side, side)
+    ratio = vision.supported_aspect_ratios.index([1, count]) + 1
+    return {
+        PIXELS: pixels * tiles[..., None, None, None],
+        RATIOS: torch.full((1, 1), ratio),
+        TILES: tiles,
+    }
+
+
+def _one(tensors: Tensors) -> int:
+    """The image token alone."""
+    del tensors
+    return 1
 
 
 @dataclass(frozen=True)

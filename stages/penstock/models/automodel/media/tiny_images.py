@@ -44,6 +44,8 @@ come first."""
 
 MERGED = "out_hidden_size"
 
+INTERMEDIATE = "intermediate_layers_indices"
+
 SIDES = ("image_size", "max_image_size", "max_img_size")
 INDICES = ("indexes", "indices", "indexs", "target_layers", "summary_idxs")
 TOKENS = ("token_id", "token_index", "_start_id", "_end_id", "_newline_id", "patch_id")
@@ -65,6 +67,9 @@ def shrink_images(values: Mapping[str, Any], small: dict[str, Any], layers: int)
             small[name] = [64] * len(value)
         elif name == "projector_patch_to_query_dict" and value:
             small[name] = {str(PATCHES**2): 4}
+    if small.get(INTERMEDIATE):
+        # Their features are side by side with those of the last layer.
+        small["vision_output_dim"] = small["hidden_size"] * (1 + len(small[INTERMEDIATE]))
     _shrink_sides(values, small)
     _fit_merged(values, small)
     _fit_pinpoints(small)
