@@ -7,7 +7,7 @@ from jinja2 import TemplateSyntaxError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
 from penstock.core.errors import ConfigError
 
@@ -38,16 +38,22 @@ class _GenerationBlocks(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-_ENVIRONMENT = ImmutableSandboxedEnvironment(
+ENVIRONMENT = ImmutableSandboxedEnvironment(
     trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols]
 )
+"""As transformers'."""
 
 
 def template_variables(text: str, where: str) -> set[str]:
     """The variables that a template reads. Raises ConfigError with the line if it is no Jinja."""
     try:
-        _ENVIRONMENT.compile(text)
-        return find_undeclared_variables(_ENVIRONMENT.parse(text))
+        ENVIRONMENT.compile(text)
+        return find_undeclared_variables(ENVIRONMENT.parse(text))
+    except (RecursionError, MemoryError, OverflowError, SecurityError) as error:
+        raise ConfigError(
+            f"The chat template cannot be read: {where}: {error or type(error).__name__}\n"
+            "  Correct it there, or name another in data.chat_template."
+        ) from error
     except TemplateSyntaxError as error:
         lines = text.splitlines()
         shown = lines[error.lineno - 1].strip()[:80] if error.lineno <= len(lines) else ""

@@ -16,8 +16,24 @@ from transformers.utils import cached_file
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.core.sources.pin import GENERATION_CONFIG
 from penstock.rows.byte_vocabulary import END_OF_TEXT, TURN_END, byte_library_tokenizer
+from penstock.rows.probe import (
+    MAX_TEMPLATE,
+    require_bounded_template,
+    require_bounded_tokenizer,
+)
 
 VOCABULARY = "tokenizer.json"
+
+MAX_BYTES = {
+    VOCABULARY: 512 << 20,
+    "tokenizer_config.json": 64 << 20,
+    "special_tokens_map.json": 64 << 20,
+    "added_tokens.json": 64 << 20,
+    "chat_template.jinja": 4 * MAX_TEMPLATE,
+    "chat_template.json": 4 * MAX_TEMPLATE,
+    GENERATION_CONFIG: 4 << 20,
+}
+"""Of the files of a tokenizer; the largest that are published have some 40 MB."""
 
 MODEL_PACKAGES = re.compile("sentencepiece|tiktoken", re.IGNORECASE)
 """Packages named by transformers' errors about a tokenizer.model that it cannot read."""
@@ -65,6 +81,8 @@ def load_tokenizer(path: str, revision: str | None = None) -> PreTrainedTokenize
         return byte_tokenizer()
     folder = Path(path).expanduser()
     is_here = folder.exists()
+    if is_here:
+        _require_sizes(folder)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             str(folder) if is_here else path,
@@ -97,6 +115,10 @@ def load_tokenizer(path: str, revision: str | None = None) -> PreTrainedTokenize
             f"  Set model.tokenizer_path to a folder with a {VOCABULARY} of the same vocabulary, "
             "or prepare data of type: tokenized with it."
         )
+    require_bounded_tokenizer(tokenizer.backend_tokenizer, path)
+    templates = tokenizer.chat_template or ""
+    for text in templates.values() if isinstance(templates, dict) else [templates]:
+        require_bounded_template(text, f"the tokenizer of {path}")
     _require_known_end(tokenizer, path, revision)
     return tokenizer
 
@@ -132,6 +154,21 @@ def load_stop_token_ids(path: str, revision: str | None = None) -> tuple[int, ..
             f"{_first_line(error)}\n"
             "  Write a token id or a list of them, or leave it out."
         ) from error
+
+
+def _require_sizes(folder: Path) -> None:
+    """Raise ConfigError for a file that transformers would read whole, and is no tokenizer's."""
+    for name, limit in MAX_BYTES.items():
+        file = folder / name
+        if not file.exists():
+            continue
+        if not file.is_file():
+            raise ConfigError(f"{file} is a folder, a device or a pipe.\n  Write the file there.")
+        if (size := file.stat().st_size) > limit:
+            raise ConfigError(
+                f"{file} has {size:,} bytes; {limit:,} are allowed.\n"
+                "  Restore it from where the model comes from."
+            )
 
 
 def _require_known_end(tokenizer: PreTrainedTokenizerBase, path: str, revision: str | None) -> None:

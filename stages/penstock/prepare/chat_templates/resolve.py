@@ -9,6 +9,7 @@ from penstock.config.schema.data import TOKENIZER_TEMPLATE, DataConfig, is_inlin
 from penstock.core.errors import ConfigError
 from penstock.core.remote.urls import is_url, redact
 from penstock.rows.chat_template import ChatTemplate
+from penstock.rows.probe import MAX_TEMPLATE, require_bounded_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -44,14 +45,17 @@ def resolve_chat_template(data: DataConfig) -> ChatTemplate | None:
     if value == TOKENIZER_TEMPLATE:
         return ChatTemplate(kwargs=kwargs) if data.chat_template_kwargs else None
     if is_inline_template(value):
-        text, where = value, "data.chat_template"
+        text, where, is_included = value, "data.chat_template", False
     else:
         name = FAMILIES.get(value, value)
         path = TEMPLATES / f"{name}{SUFFIX}" if name in template_names() else Path(value)
         text, where = _read(value, path), redact(value)
+        is_included = path.parent == TEMPLATES
     # jinja2 takes a tenth of a second to import, and most runs need no template at planning.
     from penstock.rows.template_syntax import template_variables  # noqa: PLC0415
 
+    if not is_included:
+        require_bounded_template(text, where)
     template_variables(text, where)
     return ChatTemplate(text=text, kwargs=kwargs, where=where)
 
@@ -88,7 +92,8 @@ def _read(value: str, path: Path) -> str:
             "  Download it, and write its path."
         )
     try:
-        return path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8") as file:
+            return file.read(MAX_TEMPLATE + 1)
     except (FileNotFoundError, NotADirectoryError):
         raise _unknown(value) from None
     except (OSError, UnicodeDecodeError) as error:

@@ -7,7 +7,8 @@ The backend is not part of the cache key.
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import chain, pairwise
@@ -17,7 +18,7 @@ import numpy as np
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
-from penstock.core.errors import CapabilityError
+from penstock.core.errors import CapabilityError, PenstockError, StageError
 from penstock.prepare.encode.ragged import Ids, Offsets, to_offsets
 
 log = logging.getLogger("penstock.prepare")
@@ -79,11 +80,14 @@ class _Fastokens:
 class _HFTokenizers:
     """The package `tokenizers`, the backend of transformers' fast tokenizers."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, name: str = "") -> None:
         self._tokenizer = tokenizer
+        self._name = name
 
     def encode(self, texts: Sequence[str]) -> tuple[Ids, Offsets]:
-        found = [e.ids for e in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+        with _tokenizer_errors(self._name):
+            encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        found = [encoding.ids for encoding in encodings]
         offsets = to_offsets([len(ids) for ids in found])
         return np.fromiter(chain.from_iterable(found), np.int32, offsets[-1]), offsets
 
@@ -94,6 +98,7 @@ class TextEncoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raises CapabilityError for a tokenizer whose Python class changes texts."""
         self._tokenizer = tokenizer
+        self._name: str = tokenizer.name_or_path or type(tokenizer).__name__
         its_json, self.definition = tokenizer_definition(tokenizer)
         self._splits_special: bool = bool(getattr(tokenizer, "split_special_tokens", False))
         self._tokenizers_library = Tokenizer.from_str(its_json)
@@ -102,14 +107,15 @@ class TextEncoder:
         self._trims_offsets = '"ByteLevel"' in json.dumps(
             [self.definition["pre_tokenizer"], self.definition["post_processor"]]
         )
-        self._backend: Backend = _HFTokenizers(self._tokenizers_library)
+        self._backend: Backend = _HFTokenizers(self._tokenizers_library, self._name)
         self.fallback_reason = ""
         """Why fastokens is not used; empty if it is."""
         hard = [*HARD_TEXTS, *_special_token_texts(tokenizer)]
         if self._find_mismatches(hard):
             raise CapabilityError(
-                f"The tokenizer {type(tokenizer).__name__} changes texts in Python code, which "
-                "the prepare stage does not run.\n"
+                f"The tokenizer {self._name} ({type(tokenizer).__name__}) gives other ids than its "
+                "tokenizer.json: its Python code changes texts, which the prepare stage does not "
+                "run, or its vocabulary is damaged.\n"
                 "  Use data of type tokenized, or a tokenizer defined by its tokenizer.json alone."
             )
         self._try_fastokens(its_json, hard)
@@ -168,15 +174,16 @@ class TextEncoder:
         return None
 
     def _fall_back(self, why: str) -> None:
-        self._backend = _HFTokenizers(self._tokenizers_library)
+        self._backend = _HFTokenizers(self._tokenizers_library, self._name)
         self.fallback_reason = f"Encoding with tokenizers, not fastokens: {why}."
         log.warning(self.fallback_reason)
 
     def _find_mismatches(self, texts: list[str]) -> list[str]:
         """The texts for which the backend's token ids differ from those of transformers."""
-        judge: Any = self._tokenizer(
-            texts, add_special_tokens=False, return_attention_mask=False, verbose=False
-        )
+        with _tokenizer_errors(self._name):
+            judge: Any = self._tokenizer(
+                texts, add_special_tokens=False, return_attention_mask=False, verbose=False
+            )
         ids, offsets = self._backend.encode(texts)
         found = [ids[a:b].tolist() for a, b in pairwise(offsets)]
         return [
@@ -184,6 +191,21 @@ class TextEncoder:
             for text, mine, its in zip(texts, found, judge["input_ids"], strict=True)
             if mine != its
         ]
+
+
+@contextmanager
+def _tokenizer_errors(name: str) -> Generator[None]:
+    """Raise StageError for what the package tokenizers raises, also for a panic in Rust, which is
+    no Exception."""
+    try:
+        yield
+    except (PenstockError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise StageError(
+            f"The tokenizer {name} cannot encode a text: {str(error).partition(chr(10))[0]}\n"
+            "  Correct its tokenizer.json, or set model.tokenizer_path to another one."
+        ) from error
 
 
 def special_token_affixes(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
