@@ -162,3 +162,17 @@ def test_a_copy_here_is_fetched_again_where_it_is_not_what_lies_behind_the_url(t
     (local_cache_dir(url) / "0001" / MANIFEST).unlink()
     assert (shelf.folder(1) / "sub/a.txt").read_text() == "one"
     assert read_json(shelf.folder(1) / MANIFEST) == shelf.manifest(1)
+
+
+def test_a_torn_line_of_decisions_stays_by_itself_and_a_damaged_one_is_named(tmp_path, caplog):
+    shelf = open_release_store(str(tmp_path))
+    file = tmp_path / "decisions.jsonl"
+    for number in range(2):
+        shelf.append_decision({"line": number})
+    file.write_bytes(file.read_bytes()[:-4])
+    assert shelf.decisions() == [{"line": 0}]
+    shelf.append_decision({"line": 2})
+    caplog.clear()
+    assert shelf.decisions() == [{"line": 0}, {"line": 2}]
+    [warning] = caplog.messages
+    assert f"{file}, line 2 is damaged" in warning

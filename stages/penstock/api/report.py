@@ -11,6 +11,7 @@ from typing import Any
 from penstock.api.tables import html_table
 from penstock.core.cache.store import StageResult
 from penstock.train.launch.job import METRICS, REPORT
+from penstock.train.metrics.jsonl import read_metrics
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Report:
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
         """The records of `metrics.jsonl`, one per logged step or evaluation, in order."""
-        return read_metrics(self.folder / METRICS) if self.folder else []
+        return list(read_metrics(self.folder / METRICS)) if self.folder else []
 
     def __repr__(self) -> str:
         numbers = ", ".join(f"{name}={value}" for name, value in self._numbers())
@@ -81,12 +82,3 @@ def first_loss(metrics: Path) -> float | None:
         losses = (row.get("loss") for row in map(json.loads, lines))
         return next((loss for loss in losses if loss is not None), None)
     return None
-
-
-def read_metrics(file: Path) -> list[dict[str, Any]]:
-    """The records of a `metrics.jsonl`; empty if the file does not exist. An incomplete last line
-    is skipped."""
-    if not file.is_file():
-        return []
-    *lines, _unfinished = file.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines]

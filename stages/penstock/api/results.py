@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from penstock.api.report import exported_model, read_metrics
+from penstock.api.report import exported_model
 from penstock.api.tables import html_table, outcome_rows, table
 from penstock.core.cache.store import StageResult
 from penstock.core.errors import ConfigError
 from penstock.train.launch.job import METRICS, REPORT
+from penstock.train.metrics.jsonl import read_metrics
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -86,7 +87,7 @@ class Training(Result):
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """The records of `metrics.jsonl`, one per logged step or evaluation, in order."""
-        return read_metrics(self.path / METRICS)
+        return list(read_metrics(self.path / METRICS))
 
 
 @dataclass(frozen=True, repr=False)

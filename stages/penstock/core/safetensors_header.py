@@ -59,7 +59,14 @@ def files_by_tensor(folder: Path, single: str = SINGLE) -> dict[str, Path]:
             weight_map = json.loads(index.read_bytes())["weight_map"]
             # Keep only the file name: an index must not point outside its folder.
             return {name: folder / Path(file).name for name, file in weight_map.items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            RecursionError,
+        ) as error:
             raise unreadable(index, "it has no weight_map of tensors and files") from error
     if not (folder / single).is_file():
         raise CapabilityError(
@@ -87,7 +94,7 @@ def read_header(file: Path) -> Mapping[str, Entry]:
             f"{file} is not there, and {INDEX} places tensors in it.\n"
             "  Fetch it again, or name another model.model_path."
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise unreadable(file, str(error)) from error
     if not isinstance(header, dict):
         raise unreadable(file, "its header is not a table")

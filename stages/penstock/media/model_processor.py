@@ -139,7 +139,7 @@ class ProcessorFiles:
         found = self._find(name)
         try:
             value = json.loads(Path(found).read_bytes()) if found else {}
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{name} of {self.where} is not JSON: {error}") from error
         return value if isinstance(value, dict) else {}
 

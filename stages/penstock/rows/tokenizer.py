@@ -148,7 +148,7 @@ def load_stop_token_ids(path: str, revision: str | None = None) -> tuple[int, ..
         return tuple(map(index, named if isinstance(named, list) else [named]))
     except KeyError:
         return ()
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OSError, RecursionError) as error:
         raise ConfigError(
             f"{GENERATION_CONFIG} of {path} has no eos_token_id that can be used: "
             f"{_first_line(error)}\n"

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.config.schema.data import DataConfig
 from penstock.core.errors import ConfigError, StageError
-from penstock.prepare.chat_template import resolve_chat_template
+from penstock.prepare.chat_templates.resolve import resolve_chat_template
 from penstock.prepare.encode.backends import BackendMismatch, TextEncoder
 from penstock.rows.probe import MAX_TEMPLATE
 from penstock.rows.tokenizer import load_tokenizer

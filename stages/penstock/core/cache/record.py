@@ -71,7 +71,7 @@ def parse_record(content: bytes, where: str, undigested: Collection[str], remedy
     """
     try:
         value = json.loads(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ArtifactError(f"{where} cannot be read: it is not JSON.\n  {remedy}") from error
     if not isinstance(value, dict):
         raise ArtifactError(f"{where} is damaged: it is not a JSON object.\n  {remedy}")

@@ -8,11 +8,12 @@ writer at a time, so each number is used once.
 """
 
 import json
+import logging
 import os
 import re
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
@@ -25,6 +26,8 @@ from penstock.core.cache.record import parse_record, write_record
 from penstock.core.errors import ArtifactError
 from penstock.core.files import PART, fsync, link, remove
 from penstock.core.remote.path import require_relative
+
+log = logging.getLogger("penstock.releases")
 
 LATEST = "latest"
 WITHDRAWN = "withdrawn.json"
@@ -198,26 +201,44 @@ class LocalReleaseStore(ReleaseStore):
         self._folder.mkdir(parents=True, exist_ok=True)
         line = json.dumps(decision, sort_keys=True, ensure_ascii=False) + "\n"
         file = self._folder / f"{DECISIONS}.jsonl"
-        descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        descriptor = os.open(file, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         try:
+            size = os.fstat(descriptor).st_size
+            if size and os.pread(descriptor, 1, size - 1) != b"\n":
+                line = f"\n{line}"  # A line that a power failure truncated stays by itself.
             os.write(descriptor, line.encode())
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
 
     def decisions(self) -> list[Record]:
-        """All readable lines."""
-        found: list[Record] = []
-        with suppress(FileNotFoundError):
-            text = (self._folder / f"{DECISIONS}.jsonl").read_text(encoding="utf-8")
-            for line in text.splitlines():
-                with suppress(ValueError):  # A line that a power failure truncated.
-                    found.append(json.loads(line))
-        return found
+        """All readable lines; others are reported."""
+        path = self._folder / f"{DECISIONS}.jsonl"
+        try:
+            lines = path.read_bytes().split(b"\n")
+        except FileNotFoundError:
+            return []
+        numbered = ((line, f"{path}, line {n}") for n, line in enumerate(lines, 1) if line)
+        return parse_decisions(numbered)
 
     def _withdrawn(self) -> list[int]:
         path = self._folder / WITHDRAWN
         return parse_withdrawn(path.read_bytes() if path.is_file() else None, str(path))
+
+
+def parse_decisions(contents: Iterable[tuple[bytes, str]]) -> list[Record]:
+    """The records in (content, name); a warning names those that are not JSON objects, such as a
+    line that a power failure truncated."""
+    records: list[Record] = []
+    for content, name in contents:
+        record = None
+        with suppress(ValueError, RecursionError):
+            record = json.loads(content)
+        if isinstance(record, dict):
+            records.append(cast("Record", record))
+        else:
+            log.warning("%s is damaged, and is not read: it is not a JSON object.", name)
+    return records
 
 
 def parse_withdrawn(content: bytes | None, where: str) -> list[int]:
@@ -227,7 +248,7 @@ def parse_withdrawn(content: bytes | None, where: str) -> list[int]:
     """
     if content is None:
         return []
-    with suppress(ValueError):
+    with suppress(ValueError, RecursionError):
         if isinstance(numbers := json.loads(content), list):
             return cast("list[int]", numbers)
     remedy = "Delete it, and withdraw releases again with penstock releases rollback."

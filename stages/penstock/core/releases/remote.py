@@ -26,6 +26,7 @@ from penstock.core.releases.local import (
     Record,
     ReleaseStore,
     missing_release,
+    parse_decisions,
     parse_withdrawn,
     release_folder_name,
 )
@@ -160,12 +161,8 @@ class RemoteReleaseStore(ReleaseStore):
     def decisions(self) -> list[Record]:
         """Every record, one object each."""
         folder = self._root / DECISIONS
-        contents = ((folder / name).read() for name in folder.files())
-        found: list[Record] = []
-        for content in contents:
-            with suppress(ValueError):  # As in a local store, a damaged record is skipped.
-                found.append(json.loads(content or b""))
-        return found
+        files = [folder / name for name in folder.files()]
+        return parse_decisions((file.read() or b"", file.redacted_url) for file in files)
 
     def _withdrawn(self) -> list[int]:
         return parse_withdrawn((self._root / WITHDRAWN).read(), f"{self.where}/{WITHDRAWN}")

@@ -177,7 +177,7 @@ def _parse(content: bytes) -> dict[str, Any]:
     """Parse a lease. A damaged lease is reported as such, so that its term is waited for."""
     try:
         record = json.loads(content)
-    except ValueError:
+    except (ValueError, RecursionError):
         record = None
     return cast("dict[str, Any]", record) if isinstance(record, dict) else {"damaged": True}
 

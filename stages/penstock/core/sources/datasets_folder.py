@@ -92,7 +92,7 @@ def read_saved_folder(folder: Path) -> SavedFolder | None:
 def _read_metadata(file: Path, path: str) -> dict[str, Any]:
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"{file} cannot be read: {error}.\n  {path} may be half written: save it again."
         ) from error

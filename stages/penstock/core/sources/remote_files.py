@@ -192,7 +192,7 @@ def _saved_files(place: RemotePath, files: dict[str, Info], split: str | None) -
 def _read_metadata(place: RemotePath) -> dict[str, Any]:
     try:
         return cast("dict[str, Any]", json.loads(place.read() or b""))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(
             f"{place.redacted_url} cannot be read as JSON.\n  Save the data set again."
         ) from error

@@ -396,7 +396,7 @@ def sampler_in(folder: Path) -> Mapping[str, Any]:
         raise ArtifactError(f"{folder.name} is nothing to sample from.\n  Save it again.")
     try:
         said = json.loads(read_file(folder, SAMPLER))
-    except (ArtifactError, ValueError) as error:
+    except (ArtifactError, ValueError, RecursionError) as error:
         raise _damaged(folder, [str(error)]) from error
     if "digests" in said and not (folder / DIGESTS).is_file():
         raise _damaged(folder, [f"{DIGESTS} is missing"])

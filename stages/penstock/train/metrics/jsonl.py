@@ -73,7 +73,7 @@ def parse_line(line: bytes, path: Path, number: int) -> dict[str, Any]:
     """Parse line `number` of `path`; see `read_metrics`."""
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         record = None
     if not isinstance(record, dict):
         raise DamagedFileError(
