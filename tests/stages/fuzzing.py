@@ -162,6 +162,7 @@ def _judge_rows(path: Path) -> Any:
         with tarfile.open(fileobj=io.BytesIO(content)) as archive:
             return [json.loads(archive.extractfile(info).read()) for info in archive]  # pyright: ignore[reportOptionalMemberAccess]
     if path.suffix == ".csv":
+        csv.field_size_limit(1 << 30)
         rows = csv.DictReader(io.StringIO(content.decode("utf-8-sig"), newline=""), strict=True)
         return list(rows)
     if path.suffix == ".txt":
