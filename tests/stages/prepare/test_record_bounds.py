@@ -4,12 +4,16 @@ import gzip
 import io
 import json
 import tarfile
+import time
 
 import pytest
 
 from penstock.config.loading.load import loads
 from penstock.core.errors import StageError
 from penstock.plan import dataset_settings
+from penstock.prepare.readers.decompress import SourceFile
+from penstock.prepare.readers.documents import csv_rows
+from penstock.prepare.readers.lines import parse_line
 from tests.stages.prepared import prepare, run, table_of
 
 LONG = "word " * 600_000
@@ -71,3 +75,18 @@ def test_the_bound_that_is_written_arrives_and_is_in_no_key():
     settings = dataset_settings(run, run.data.datasets[0], "train")
     assert settings.max_record_bytes == 4321
     assert "max_record_bytes" not in settings.model_dump()
+
+
+def test_a_table_of_very_many_columns_is_read_in_seconds(tmp_path):
+    path = tmp_path / "data.csv"
+    names = [f"c{number}" for number in range(100_000)]
+    path.write_text(f"{','.join(names)}\n{',1' * 99_999}\n")
+    start = time.monotonic()
+    [chunk] = csv_rows(SourceFile(path.name, path))
+    assert list(chunk.values()[0]) == names
+    path.write_text(f"{','.join([*names, 'c99999'])}\n")
+    with pytest.raises(StageError, match=r"two columns named 'c99999'"):
+        list(csv_rows(SourceFile(path.name, path)))
+    twice = b"{" + b", ".join(b'"%s": 1' % name.encode() for name in [*names, "c99999"]) + b"}"
+    assert "key 'c99999' is there 2 times" in parse_line(twice).why
+    assert time.monotonic() - start < 10

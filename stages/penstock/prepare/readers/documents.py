@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, TextIO
 
@@ -91,9 +92,8 @@ def csv_rows(file: SourceFile) -> Iterator[Chunk]:
             header = next(reader, None)
             if header is None:
                 return
-            if twice := next(
-                (name for name in filter(None, header) if header.count(name) > 1), None
-            ):
+            names = Counter(filter(None, header))
+            if twice := next((name for name, count in names.items() if count > 1), None):
                 raise StageError(
                     f"{file.name} has two columns named {twice!r}.\n"
                     "  Rename one of them in its first line."

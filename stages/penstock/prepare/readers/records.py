@@ -4,6 +4,7 @@ A record that cannot be parsed is represented by a BadRecord, so that it can be 
 """
 
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -94,9 +95,9 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """The object of these pairs, for `object_pairs_hook`. Raises DuplicateKeyError."""
     found = dict(pairs)
     if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in found if names.count(name) > 1)
-        raise DuplicateKeyError(f"key {twice!r} is there {names.count(twice)} times; write it once")
+        names = Counter(name for name, _ in pairs)
+        twice = next(name for name in found if names[name] > 1)
+        raise DuplicateKeyError(f"key {twice!r} is there {names[twice]} times; write it once")
     return found
 
 
