@@ -2,6 +2,7 @@
 weights of a model are read."""
 
 import logging
+import sys
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -52,10 +53,10 @@ def verify_model(folder: Path, base: Path | None = None, *, runs_code: bool = Fa
             copied = _copied_from(base, files)
     except (PenstockError, OSError) as error:
         raise _unloadable(folder, str(error)) from error
-    config = _config(hf_config)
+    config, class_ = _config(hf_config)
     with quiet_transformers():
         try:
-            _, report = model_class(config).from_pretrained(
+            _, report = class_.from_pretrained(
                 None,
                 config=config,
                 state_dict=tensors,
@@ -67,7 +68,7 @@ def verify_model(folder: Path, base: Path | None = None, *, runs_code: bool = Fa
             if "accelerate" in str(error):
                 raise NotVerifiedError("accelerate is not installed") from error
             raise _unloadable(folder, _reason(error)) from error
-    layers = config.get_text_config(decoder=True).num_hidden_layers
+    layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", sys.maxsize)
     unexpected = {*report["unexpected_keys"]} - copied - {*prediction_tensors(tensors, layers)}
     _require_loaded(folder, report["missing_keys"], unexpected, report["mismatched_keys"])
     _require_dtypes(folder, hf_config, tensors, copied)
@@ -85,12 +86,12 @@ def verify_adapter(folder: Path, hf_config: Mapping[str, Any]) -> None:
         from peft import PeftModel  # noqa: PLC0415 - an optional package
     except ImportError as error:
         raise NotVerifiedError("peft is not installed") from error
-    config = _config(hf_config)
+    config, class_ = _config(hf_config)
     where: dict[str, Any] = {"low_cpu_mem_usage": True, "torch_device": "cpu"}
     with quiet_transformers(), warnings.catch_warnings(record=True) as noticed:
         warnings.simplefilter("always")
         with torch.device("meta"):
-            model = model_class(config)._from_config(config)
+            model = class_._from_config(config)
         try:
             adapted = PeftModel.from_pretrained(model, str(folder), **where)
             # The result of loading is of this method alone.
@@ -130,11 +131,12 @@ def quiet_transformers() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def _config(hf_config: Mapping[str, Any]) -> Any:
-    """transformers' config of the unquantized model."""
+def _config(hf_config: Mapping[str, Any]) -> tuple[Any, Any]:
+    """transformers' config of the unquantized model, and the model's class."""
     plain = {key: value for key, value in hf_config.items() if key != "quantization_config"}
     try:
-        return build_config(plain)
+        config = build_config(plain)
+        return config, model_class(config)
     except CapabilityError as error:
         raise NotVerifiedError(str(error).partition("\n")[0]) from error
 

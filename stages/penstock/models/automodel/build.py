@@ -110,7 +110,7 @@ def language_config(config: Any) -> Any:
 
 
 def model_class(config: Any) -> Any:
-    """The class of `build_model`. Raises KeyError if transformers has none."""
+    """The class of `build_model`. Raises CapabilityError if transformers has none."""
     from transformers import (  # noqa: PLC0415
         MODEL_FOR_CAUSAL_LM_MAPPING,
         MODEL_FOR_MULTIMODAL_LM_MAPPING,
@@ -121,6 +121,8 @@ def model_class(config: Any) -> Any:
     of_type: Any = (
         MODEL_FOR_MULTIMODAL_LM_MAPPING if is_multimodal(config) else MODEL_FOR_CAUSAL_LM_MAPPING
     )
+    if type(config) not in of_type:
+        raise CapabilityError(f"transformers has no language model of type {config.model_type}")
     found = of_type[type(config)]
     return found[0] if isinstance(found, tuple) else found
 
