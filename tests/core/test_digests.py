@@ -8,9 +8,11 @@ import pytest
 
 from penstock.core.cache import digests
 from penstock.core.cache.digests import (
-    cache_digests,
+    WrittenDigest,
+    cache_written,
     cached_value,
     digest_files,
+    digest_written,
     keep_cached_across_links,
 )
 
@@ -48,10 +50,34 @@ def test_a_file_that_was_written_or_replaced_is_read_again(file, tmp_path, read)
     assert digest_files([file]) == sha(b"six")
 
 
-def test_what_was_computed_elsewhere_is_not_read(file, read):
-    cache_digests([(file, "f" * 64)])
+def remember(file, digest):
+    """Cache that digest for a file, as if it had been written just now."""
+    cache_written(file, WrittenDigest(digest, digest_written(file).mtime_ns))
+
+
+def test_what_was_digested_when_it_was_written_is_not_read(file, read):
+    remember(file, "f" * 64)
+    read.clear()
     assert digest_files([file]) == ["f" * 64]
     assert read == []
+
+
+def test_a_write_in_the_tick_in_which_a_written_file_was_renamed_is_seen(file, monkeypatch):
+    written = digest_written(file)
+    renamed = file.rename(file.with_name("b"))
+    cache_written(renamed, written)
+    stat, real = digests._Stat.of(renamed), digests._Stat.of
+    renamed.write_bytes(b"two")
+    # As on a kernel whose clock has not ticked since.
+    same_tick = classmethod(lambda _, path: real(path)._replace(ctime_ns=stat.ctime_ns))
+    monkeypatch.setattr(digests._Stat, "of", same_tick)
+    assert digest_files([renamed]) == sha(b"two")
+    # Nor is a digest cached of a file that was written after it was digested.
+    monkeypatch.setattr(digests._Stat, "of", real)
+    written = digest_written(renamed)
+    renamed.write_bytes(b"six")
+    cache_written(renamed, written)
+    assert digest_files([renamed]) == sha(b"six")
 
 
 def test_what_follows_from_content_is_computed_once_and_without_a_memory_each_time(
@@ -67,7 +93,7 @@ def test_what_follows_from_content_is_computed_once_and_without_a_memory_each_ti
     assert [cached_value("k", lambda: times.append(1) or 5) for _ in range(2)] == [5, 5]
     (tmp_path / "a").write_bytes(b"one")
     assert digest_files([tmp_path / "a"]) == sha(b"one")
-    cache_digests([(tmp_path / "a", "f" * 64)])
+    remember(tmp_path / "a", "f" * 64)
     assert digest_files([tmp_path / "a"]) == sha(b"one")
 
 
@@ -81,13 +107,38 @@ def test_a_file_whose_times_were_set_back_is_read_again(file, read):
     assert read == ["a", "a"]
 
 
-@pytest.mark.parametrize("kind", ["vfat", "fuse.sshfs", "9p"])
+@pytest.mark.parametrize("kind", ["vfat", "fuse.sshfs", "9p", "squashfs"])
 def test_nothing_is_remembered_on_a_file_system_without_a_change_time_of_its_own(
     kind, file, read, monkeypatch
 ):
     monkeypatch.setattr(digests, "file_system_type", lambda _: kind)
-    cache_digests([(file, "f" * 64)])
+    remember(file, "f" * 64)
+    read.clear()
     assert [digest_files([file]) for _ in range(2)] == [sha(b"one")] * 2
+    assert read == ["a", "a"]
+
+
+def test_where_a_server_sets_change_times_a_file_is_remembered_though_its_clock_is_another(
+    file, read, monkeypatch
+):
+    monkeypatch.setattr(digests, "file_system_type", lambda _: "nfs4")
+    real = digests._Stat.of
+
+    def with_clock(ahead_ns):
+        def of(_, path):
+            stat = real(path)
+            return stat._replace(ctime_ns=stat.ctime_ns + ahead_ns)
+
+        monkeypatch.setattr(digests._Stat, "of", classmethod(of))
+
+    for number, ahead in enumerate((-3_600_000_000_000, 3_600_000_000_000)):
+        with_clock(ahead)
+        content = b"%03d" % number
+        file.write_bytes(content)  # just now, which only the server's clock could tell
+        began = time.monotonic()
+        assert digest_files([file]) == sha(content)
+        assert time.monotonic() - began >= digests.MIN_AGE_NS / 1e9
+        assert digest_files([file]) == sha(content)
     assert read == ["a", "a"]
 
 

@@ -9,7 +9,7 @@ from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
 
-from penstock.core.cache.digests import cache_digests, digest_files, sha256_file
+from penstock.core.cache.digests import cache_written, digest_files, digest_written
 from penstock.core.cache.record import read_record, write_record
 from penstock.core.errors import ArtifactError
 from penstock.core.files import PART, atomic_write, remove
@@ -23,9 +23,9 @@ def finished_write(target: Path) -> Generator[Path]:
     remove(_note(target))
     with atomic_write(target) as part:
         yield part
-        digest = sha256_file(part)
-    cache_digests([(target, digest)])
-    write_record(_note(target), {"sha256": digest})
+        written = digest_written(part)
+    cache_written(target, written)
+    write_record(_note(target), {"sha256": written.sha256})
 
 
 def take_over(target: Path) -> bool:

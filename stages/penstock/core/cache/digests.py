@@ -4,8 +4,9 @@ A cache row is keyed by (device, inode) and is valid for one size, modification 
 (ctime). A modification time can be set, by `cp -p`, `touch` and `tar`; the kernel alone sets the
 ctime, at every write, link and rename. As in git's index, a file that changed within the
 granularity of the file system's clock before it was read is not cached: a later write could leave
-the same times. Values derived from content alone are cached under the content digest. Losing the
-cache costs one read of each file. A damaged row or database counts as a cache miss.
+the same times. A file that this program has written is cached at once, with a modification time
+that no later write gives it. Values derived from content alone are cached under the content digest.
+Losing the cache costs one read of each file. A damaged row or database counts as a cache miss.
 
 `docs/guide/integrity.md` states which bytes are proved when.
 """
@@ -30,9 +31,18 @@ MIN_AGE_NS = 100_000_000
 COARSE_MIN_AGE_NS = 2_000_000_000
 """The same where times are whole seconds (HFS+, ext3, some network file systems)."""
 
-WITHOUT_CTIME = frozenset({"msdos", "vfat", "exfat", "ntfs", "cifs", "smb3", "smbfs", "9p"})
-"""File systems without a change time of their own, or with one that a client makes up. Nor is that
-of file systems in user space (fuse) reliable: object stores give the modification time."""
+WITHOUT_CTIME = frozenset(
+    {
+        *("msdos", "vfat", "exfat", "ntfs", "ntfs3", "cifs", "smb3", "smbfs", "9p", "vboxsf"),
+        *("squashfs", "erofs", "iso9660", "udf", "cramfs", "romfs"),
+    }
+)
+"""File systems without a change time of their own, or with one that a client or the program that
+made the image makes up. Nor is that of file systems in user space (fuse) reliable: object stores
+give the modification time."""
+
+BY_SERVER = frozenset({"nfs", "nfs4", "lustre", "ceph", "gpfs", "beegfs", "afs", "wekafs", "gfs2"})
+"""File systems whose change times are of another machine's clock."""
 
 MAX_READERS = 8
 """Maximum number of files read concurrently; never more than the number of processors."""
@@ -64,15 +74,35 @@ def digest_files(paths: Iterable[Path], *, reread: bool = False) -> list[str]:
         return _read_all(paths)
 
 
-def cache_digests(known: Iterable[tuple[Path, str]]) -> None:
-    """Cache digests of files that the caller has read and that are no longer written."""
-    rows: list[_Row] = []
-    for path, digest in known:
-        stat = _Stat.of(path)
-        if stat.granularity_ns == MIN_AGE_NS:
-            rows.append(_Row.of(stat, digest))
-    with suppress(sqlite3.Error), closing(_open_database()) as database:
-        _store_rows(database, rows)
+def is_remembered(path: Path) -> bool:
+    """Whether the file system has change times by which the digest of a file can be cached."""
+    return _Stat.of(path).granularity_ns is not None
+
+
+class WrittenDigest(NamedTuple):
+    """The SHA-256 of a file that was just written, and its modification time."""
+
+    sha256: str
+    mtime_ns: int
+
+
+def digest_written(part: Path) -> WrittenDigest:
+    """Digest a file that the caller has just written, so that `cache_written` can cache the digest.
+
+    The modification time is set back: a later write within the same tick of the clock sets another.
+    """
+    stat = part.stat()
+    mtime_ns = stat.st_mtime_ns - 1000
+    os.utime(part, ns=(stat.st_atime_ns, mtime_ns))
+    return WrittenDigest(sha256_file(part), mtime_ns)
+
+
+def cache_written(path: Path, written: WrittenDigest) -> None:
+    """Cache the digest of a file that was renamed to `path` after it was digested."""
+    stat = _Stat.of(path)
+    if stat.granularity_ns == MIN_AGE_NS and stat.mtime_ns == written.mtime_ns:
+        with suppress(sqlite3.Error), closing(_open_database()) as database:
+            _store_rows(database, [_Row.of(stat, written.sha256)])
 
 
 @contextmanager
@@ -137,7 +167,12 @@ class _Stat(NamedTuple):
 
     @classmethod
     def of(cls, path: Path) -> "_Stat":
-        stat = path.stat()
+        # Opening a file has a network file system ask its server for the current times.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            stat = os.fstat(descriptor)
+        finally:
+            os.close(descriptor)
         # SQLite integers are signed; some file systems use larger inode numbers.
         device, inode = stat.st_dev & _SIGNED, stat.st_ino & _SIGNED
         return cls(device, inode, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
@@ -148,12 +183,24 @@ class _Stat(NamedTuple):
         kind = file_system_type(self.device)
         if not self.ctime_ns or kind in WITHOUT_CTIME or kind.startswith("fuse"):
             return None
-        return COARSE_MIN_AGE_NS if self.ctime_ns % 1_000_000_000 == 0 else MIN_AGE_NS
+        is_coarse = self.ctime_ns % 1_000_000_000 == 0
+        if is_coarse and kind == "overlay":  # of an image below, which may have made its times up
+            return None
+        return COARSE_MIN_AGE_NS if is_coarse else MIN_AGE_NS
+
+    @property
+    def unsettled_ns(self) -> int:
+        """Nanoseconds from this stat on in which a write could leave the ctime as it is, by a clock
+        that may not be this machine's."""
+        is_of_server = file_system_type(self.device) in BY_SERVER
+        return (self.granularity_ns or 0) if is_of_server else 0
 
     def is_settled(self, now_ns: int) -> bool:
-        """Whether every later write changes the ctime."""
+        """Whether every write from `now_ns` on changes the ctime."""
         granularity_ns = self.granularity_ns
-        return granularity_ns is not None and now_ns - self.ctime_ns > granularity_ns
+        if granularity_ns is None:
+            return False
+        return bool(self.unsettled_ns) or now_ns - self.ctime_ns > granularity_ns
 
 
 _SIGNED = (1 << 63) - 1
@@ -186,6 +233,7 @@ def _digest_with_cache(
     stats = [_Stat.of(path) for path in paths]
     digests = [None if reread else _cached_digest(database, stat) for stat in stats]
     missing = [number for number, digest in enumerate(digests) if digest is None]
+    time.sleep(max((stats[number].unsettled_ns for number in missing), default=0) / 1e9)
     # Take the time before reading: a write during the read may leave the same file times.
     now = time.time_ns()
     rows: list[_Row] = []

@@ -19,7 +19,7 @@ from uuid import uuid4
 
 from filelock import FileLock, Timeout
 
-from penstock.core.cache.digests import cache_digests, digest_files, sha256_file
+from penstock.core.cache.digests import cache_written, digest_files, digest_written
 from penstock.core.cache.record import FORMAT, read_record_fields, write_record
 from penstock.core.errors import ArtifactError, StageError
 from penstock.core.files import PART, remove
@@ -150,12 +150,12 @@ def _write(target: Path, write: Callable[[Path], Mapping[str, Any]]) -> None:
     part = target.with_name(f"{target.name}.{platform.node()}-{os.getpid()}-{uuid4().hex}{PART}")
     try:
         fields = write(part)
-        digest, stat = sha256_file(part), part.stat()
+        written, num_bytes = digest_written(part), part.stat().st_size
         part.replace(target)
-        cache_digests([(target, digest)])
+        cache_written(target, written)
     finally:
         part.unlink(missing_ok=True)
-    file = {"bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns, "sha256": digest}
+    file = {"bytes": num_bytes, "mtime_ns": written.mtime_ns, "sha256": written.sha256}
     write_record(target.with_suffix(".json"), {"format": FORMAT, "file": file, **fields})
 
 
