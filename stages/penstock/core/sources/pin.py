@@ -21,7 +21,7 @@ from penstock.core.errors import (
     DamagedFileError,
     UnreachableError,
 )
-from penstock.core.files import read_json_object, regular_files
+from penstock.core.files import read_json_object
 from penstock.core.process.retry import PLANNING_TRIES
 from penstock.core.remote.connection_errors import connection_fault
 from penstock.core.remote.path import RemotePath
@@ -66,6 +66,9 @@ TOKENIZER_FILES = (
     "vocab.*",
     "*.model",
     "*.tiktoken",
+    "tokenizer.*.json",
+    "tokenizer.model.*",
+    "tekken.json",
     *PROCESSOR_FILES,
 )
 GENERATION_CONFIG = "generation_config.json"
@@ -164,12 +167,17 @@ def pin_tokenizer(path: str, revision: str | None = None) -> Source:
             f"{redact(path)} holds no tokenizer (tokenizer.json, tokenizer_config.json, *.model).\n"
             "  Set model.tokenizer_path to a folder that does, to a hub id, or to builtin:bytes."
         )
-    if not _has_tokenizer_class(folder) and (folder / "config.json").is_file():
-        files.append(folder / "config.json")
+    more: dict[str, Any] = {}
+    if (folder / "config.json").is_file():
+        if _read_entry(folder / "tokenizer_config.json", "tokenizer_class"):
+            # For some types of model, transformers takes another class than the one named here.
+            more = {"model_type": _read_entry(folder / "config.json", "model_type")}
+        else:
+            files.append(folder / "config.json")
     if (folder / GENERATION_CONFIG).is_file():
         files.append(folder / GENERATION_CONFIG)
     found = LocalFiles(folder.name, folder, tuple(sorted(files)))
-    return Source({"kind": "files", "files": _digest_files(found)}, found.paths)
+    return Source({"kind": "files", **more, "files": _digest_files(found)}, found.paths)
 
 
 def has_processor_files(tokenizer: Source) -> bool:
@@ -321,7 +329,8 @@ def pin_checkpoint(path: str, field: str = "train.load_checkpoint_path") -> Sour
         source = pin_remote_files(path, ("*", "*/*", "*/*/*"), "is empty")
     else:
         folder = Path(path).expanduser()
-        found = LocalFiles(folder.name, folder, tuple(regular_files(folder)))
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        found = LocalFiles(folder.name, folder, tuple(files))
         source = Source({"kind": "files", "files": _digest_files(found)}, found.paths)
     if not any(file["name"] == "COMPLETE" for file in source.pin["files"]):
         raise incomplete_checkpoint(path, field)
@@ -423,11 +432,12 @@ def _glob_files(folder: Path, patterns: Sequence[str]) -> list[Path]:
     return sorted({file for pattern in patterns for file in folder.glob(pattern) if file.is_file()})
 
 
-def _has_tokenizer_class(folder: Path) -> bool:
+def _read_entry(file: Path, name: str) -> Any:
+    """An entry of a JSON object, None without one."""
     try:
-        return bool(read_json_object(folder / "tokenizer_config.json").get("tokenizer_class"))
+        return read_json_object(file).get(name)
     except (OSError, ValueError, AttributeError):
-        return False
+        return None
 
 
 def _digest_files(found: LocalFiles) -> list[dict[str, Any]]:
