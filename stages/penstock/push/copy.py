@@ -7,7 +7,7 @@ entry is removed before its file is written and restored once the file is comple
 import json
 import os
 import posixpath
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,8 @@ from penstock.core.cache.record import parse_record, with_digest
 from penstock.core.errors import ArtifactError, CapabilityError, PenstockError, StageError
 from penstock.core.files import PART, fsync
 from penstock.core.os_errors import describe_os_error
+from penstock.core.remote.path import Info
+from penstock.core.remote.version import content_version
 from penstock.push.contents import PushFile, obsolete_files
 
 INDEX = "penstock-push.json"
@@ -35,6 +37,21 @@ _CHUNK = 8 << 20
 
 # Writes to these stores are atomic, and renaming a file would copy it.
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "oci", "r2"}
+
+
+def _version(info: Info) -> dict[str, Any]:
+    """What an index entry has of the store's version of a file; nothing where there is none."""
+    version = content_version(info)
+    return {"version": version} if version else {}
+
+
+def _is_as_sent(file: PushFile, entry: Mapping[str, Any], info: Info) -> bool:
+    """Whether the target has the file with the size and version that it got. Indexes of earlier
+    releases have no versions."""
+    fact = {name: value for name, value in entry.items() if name != "version"}
+    version = entry.get("version")
+    is_same_version = version is None or version == content_version(info)
+    return fact == file.fact and info.get("size") == file.num_bytes and is_same_version
 
 
 @dataclass(frozen=True)
@@ -61,11 +78,12 @@ class CopyTarget:
         """Names of files that are missing or differ at the target, and names to delete."""
         with self._translate_errors():
             index = self._read_index()
-            sizes = self._sizes()
+            there = self._files()
             same = [
                 file
                 for file in files
-                if index.get(file.name) == file.fact and sizes.get(file.name) == file.num_bytes
+                if file.name in index
+                and _is_as_sent(file, index[file.name], there.get(file.name, {}))
             ]
             if isinstance(self.system, LocalFileSystem):
                 digests = digest_files(Path(self._path_at(file.name)) for file in same)
@@ -73,7 +91,7 @@ class CopyTarget:
                 same = [file for file, digest in pairs if digest == file.sha256]
             intact = {file.name for file in same}
             send = [file.name for file in files if file.name not in intact]
-            return send, obsolete_files(sizes, files)
+            return send, obsolete_files(there, files)
 
     def prepare(self) -> None:
         """Folders are made with the files in them."""
@@ -97,15 +115,16 @@ class CopyTarget:
                 self.system.rm_file(self._path_at(name))
             for name in send:
                 self._upload(by_name[name])
-                index[name] = by_name[name].fact
+                info: Info = self.system.info(self._path_at(name))
+                index[name] = {**by_name[name].fact, **_version(info)}
                 self._write_index(index)
         return {}
 
     def _path_at(self, name: str) -> str:
         return posixpath.join(self.root, name)
 
-    def _sizes(self) -> dict[str, int]:
-        """Every file below the root by relative name, with its size in bytes."""
+    def _files(self) -> dict[str, Info]:
+        """The metadata of every file below the root, by relative name."""
         self.system.invalidate_cache()
         try:
             found: Any = self.system.find(self.root, detail=True)
@@ -113,9 +132,7 @@ class CopyTarget:
             return {}
         below = self.root + "/"
         return {
-            path.removeprefix(below): int(info["size"] or 0)
-            for path, info in found.items()
-            if path.startswith(below)
+            path.removeprefix(below): info for path, info in found.items() if path.startswith(below)
         }
 
     def _upload(self, file: PushFile) -> None:

@@ -132,6 +132,8 @@ class Push(Stage):
             return []
         try:
             send, remove = self._target().difference(list_contents(self.exported))
+        except FileNotFoundError:  # The export is built again first.
+            return []
         except PenstockError as error:
             log.warning("push: %s could not be looked at: %s", self.settings.target, error)
             return []
