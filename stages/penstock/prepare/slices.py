@@ -66,6 +66,8 @@ class Slice:
     """Index of the first record that is used, in all pieces together."""
     step: int = 1
     """Stride: every `step`th record is used."""
+    images: str | None = None
+    """Digest of the images that its records name by path."""
 
     @property
     def file(self) -> str:
@@ -157,7 +159,8 @@ def _build_slice(
             **({"media": MEDIA_FORMAT} if takes_media else {}),
         }
     )
-    return Slice(short(key), short(key), role, dataset, label, its, columns, pieces, first, step)
+    name = short(key)
+    return Slice(name, name, role, dataset, label, its, columns, pieces, first, step, images)
 
 
 def _record_stride(its: DatasetSettings, held: str) -> tuple[int, int]:

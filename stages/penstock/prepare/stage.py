@@ -1,6 +1,6 @@
 """The prepare stage: data sets to tokenized samples."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -9,7 +9,7 @@ from penstock.core.cache.stage import Facts, Source, Stage
 from penstock.core.errors import StageError
 from penstock.core.files import write_json
 from penstock.core.remote.shared_files import SharedCache
-from penstock.prepare.settings import PrepareSettings
+from penstock.prepare.settings import DatasetSettings, PrepareSettings
 
 SLICES = "slices"
 """Subfolder of the root with the slices that all runs share."""
@@ -88,6 +88,7 @@ class Prepare(Stage):
         than the settings allow.
         """
         from penstock.prepare.plan import build_plan, check_sources, summarize_plan
+        from penstock.prepare.readers.image_pins import require_unchanged_source
         from penstock.prepare.select.select import select
         from penstock.prepare.split import publish_splits
         from penstock.prepare.workers import tokenize_missing
@@ -106,7 +107,16 @@ class Prepare(Stage):
         publish_splits(finished, selection, self.settings, out)
         plan = build_plan(finished, selection, self.settings)
         write_json(out / PLAN, plan)
+        for source, its in self._datasets():
+            require_unchanged_source(source, its, self.settings.select_columns, self.hub_token)
         return summarize_plan(plan)
+
+    def _datasets(self) -> Iterator[tuple[Source, DatasetSettings]]:
+        """Each source with the settings of its data set."""
+        its = self.settings
+        yield from zip(self.sources, its.datasets, strict=True)
+        yield from zip(self.test_sources, its.test_datasets, strict=True)
+        yield from zip(self.decontaminate_sources, its.decontaminate_datasets, strict=True)
 
     def prepare_share(self, out: Path, index: int, count: int) -> SliceProgress:
         """Tokenize the missing slices of share `index` (from 0) of `count`.
@@ -153,8 +163,7 @@ class Prepare(Stage):
                 folder, SharedCache(self.slices_url, folder) if self.slices_url else None
             ),
             tokenizer=self.tokenizer_path,
-            revision=self.tokenizer.pin.get("commit"),
-            tokenizer_key=self.tokenizer.key,
+            pinned=self.tokenizer,
             token=self.hub_token,
         )
         return self.slices(), config

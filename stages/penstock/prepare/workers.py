@@ -13,10 +13,12 @@ from typing import Any, Literal
 from transformers import PreTrainedTokenizerBase
 
 from penstock.core import env
+from penstock.core.cache.stage import Source
 from penstock.core.errors import CapabilityError, StageError
 from penstock.core.process.allowed_env import Purpose
 from penstock.core.process.die_with_parent import end_with_parent
 from penstock.core.process.main_module import without_main_module
+from penstock.core.sources.unchanged import pinned_files, require_unchanged
 from penstock.media.bounds import MediaBounds
 from penstock.media.cache import MediaCache, MediaCounts
 from penstock.media.kinds import KINDS
@@ -30,7 +32,8 @@ from penstock.prepare.process_warnings import (
     collect_warnings,
     log_process_warnings,
 )
-from penstock.prepare.readers.file_splits import require_unchanged
+from penstock.prepare.readers.file_splits import require_unchanged_pieces
+from penstock.prepare.readers.image_pins import require_unchanged_images
 from penstock.prepare.readers.read_slice import read_records
 from penstock.prepare.settings import DatasetSettings
 from penstock.prepare.slice_cache import SliceCache, SliceStatus
@@ -53,11 +56,15 @@ class WorkerConfig:
     cache: SliceCache
     tokenizer: str
     """Path or hub id, as the user wrote it."""
-    revision: str | None
-    tokenizer_key: str
-    """Digest of its content."""
+    pinned: Source
+    """The tokenizer's content."""
     token: bool | None
     """Whether the Hugging Face login is used; None: if there is one."""
+
+    @property
+    def tokenizer_id(self) -> tuple[str, str | None, str]:
+        """Path, revision and digest of the tokenizer."""
+        return self.tokenizer, self.pinned.pin.get("commit"), self.pinned.key
 
 
 def tokenize_missing(slices: Sequence[Slice], config: WorkerConfig, num_proc: int) -> int:
@@ -84,15 +91,17 @@ def tokenize_one(
     """Tokenize a slice in this process, unless it is cached or another run is tokenizing it."""
 
     def write(target: Path) -> Tally:
-        named = (config.tokenizer, config.revision, config.tokenizer_key)
         its: Any = item.settings  # frozen, so hashable, which its type does not say
-        encode = _build_encoder(its, item.columns, *named)
+        encode = _build_encoder(its, item.columns, *config.tokenizer_id)
         read = partial(read_records, item, config.token)
         try:
             tally = tokenize(item, encode, target, read)
         except ImagesFound as found:
             tally = _tokenize_with_images(item, encode, target, read, config, found)
-        require_unchanged(piece.file for piece in item.pieces)
+        require_unchanged_pieces(item.pieces)
+        if item.images:
+            require_unchanged_images(item.pieces, item.settings, item.columns, item.images)
+        require_unchanged(pinned_files([config.pinned]))
         return tally
 
     return config.cache.get_or_tokenize(item, write, when_busy)
@@ -108,12 +117,11 @@ def _tokenize_with_images(
 ) -> Tally:
     """Tokenize a slice with media; records with those that the model does not take are
     dropped."""
-    named = (config.tokenizer, config.revision, config.tokenizer_key)
 
     def open_cache(kind: str) -> MediaCache | None:
         try:
             bounds = item.settings.media_bounds
-            processor = _load_processor_once(kind, encode.tokenizer, *named, bounds)
+            processor = _load_processor_once(kind, encode.tokenizer, *config.tokenizer_id, bounds)
         except CapabilityError:
             if not isinstance(found, ImageTokenFound):
                 raise

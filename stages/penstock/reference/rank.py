@@ -44,6 +44,8 @@ def reference(
             notify(line)
     if job.init_checkpoint:
         Checkpointer(job, built, ranks, notify).load_weights(job.init_checkpoint)
+    if ranks.local_rank == 0:
+        job.require_unchanged_sources()
     held: list[SampleLogprobs] = []
     count, written = 0, time.monotonic()
     for scored in LogprobScorer(job.config, built, ranks).iter_chunks(

@@ -49,6 +49,7 @@ class Reference(Stage):
         "layer_versions": {},
     }
     module: ClassVar[str] = MODULE
+    verifies_sources: ClassVar[bool] = True
 
     settings: ReferenceSettings  # pyright: ignore[reportIncompatibleVariableOverride]
     packed: Artifact
@@ -115,12 +116,9 @@ class Reference(Stage):
     def job(self, output_dir: Path) -> Job:
         """Build the job of the ranks on this machine."""
         run = reference_run(self.run_config, has_adapter=self.settings.adapter is not None)
-        job = build_job(stage_key(self), run, self.packed, self.origin, output_dir)
-        return replace(
-            job,
-            ref_logprobs=self.shared_folder.resolve(),
-            init_checkpoint=self._initial_checkpoint(),
-        )
+        initial = self._initial_checkpoint()
+        job = build_job(stage_key(self), run, self.packed, self.origin, output_dir, self.initial)
+        return replace(job, ref_logprobs=self.shared_folder.resolve(), init_checkpoint=initial)
 
     def _initial_checkpoint(self) -> Path | None:
         typed = self.run_config.train.init_checkpoint_path

@@ -65,6 +65,7 @@ class Train(Stage):
     name: ClassVar[str] = "train"
     module: ClassVar[str] = "penstock.train"
     version: ClassVar[int] = 2
+    verifies_sources: ClassVar[bool] = True
     neutral: ClassVar[Mapping[str, Any]] = {
         **dict(key_defaults(ModelConfig, "model")),
         **dict(key_defaults(TrainConfig, "train")),
@@ -164,10 +165,14 @@ class Train(Stage):
     def job(self, output_dir: Path) -> Job:
         """The job of this machine's ranks."""
         initial, typed = self.initial, self.run_config.train.init_checkpoint_path
-        job = build_job(stage_key(self), self._config_here(), self.packed, self.origin, output_dir)
+        here = local_folder(typed, initial).resolve() if initial and typed else None
+        job = build_job(
+            *(stage_key(self), self._config_here(), self.packed, self.origin, output_dir),
+            *(self.checkpoint, initial),
+        )
         return replace(
             job,
-            init_checkpoint=local_folder(typed, initial).resolve() if initial and typed else None,
+            init_checkpoint=here,
             ref_logprobs=self.reference.path.resolve() if self.reference else None,
         )
 

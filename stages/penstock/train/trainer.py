@@ -112,6 +112,8 @@ class Trainer:
     def run(self) -> dict[str, Any] | None:
         """Train to the end and return the facts, or None if asked to stop earlier."""
         due = self._resume()
+        if self.ranks.local_rank == 0:
+            self.job.require_unchanged_sources()
         self._open()
         if self.train.gc_steps:
             gc.disable()

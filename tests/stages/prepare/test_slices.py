@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.core.cache import digests
 from penstock.core.cache.noted_files import prunable
 from penstock.core.cache.store import PlannedStage, get_or_build
 from penstock.core.errors import StageError
@@ -385,3 +386,31 @@ def test_a_source_of_weight_zero_is_not_tokenized(tmp_path, monkeypatch):
     run(prepare(*((path, TEXT) for path in paths), mix=mix), tmp_path / "out")
     assert sum(counted.times.values()) == 1
     assert said(table_of(tmp_path / "out")) == [record["text"] for record in texts(9, "b")]
+
+
+def test_where_no_digest_is_remembered_a_slice_reads_its_own_lines_again_and_not_the_file(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(file_splits, "SLICE_BYTES", 300)
+    monkeypatch.setattr(digests, "file_system_type", lambda _: "fuse.s3fs")
+    path = write_lines(tmp_path / "a.jsonl", texts(60))
+    reads, real = [], digests.sha256_file
+    monkeypatch.setattr(digests, "sha256_file", lambda path: reads.append(path) or real(path))
+    stage = prepare((path, TEXT), slices=tmp_path / "slices")
+    assert len(planned(stage)) > 8
+    run(stage, tmp_path / "out")
+    assert reads.count(path) <= 2
+    monkeypatch.setattr(workers, "tokenize", changing(path, workers.tokenize))
+    with pytest.raises(StageError, match=r"a\.jsonl has changed since this run started"):
+        run(replace(stage, slices_path=tmp_path / "others"), tmp_path / "other")
+
+
+def changing(path, tokenize):
+    """`tokenize`, while another program writes to the last line of the file."""
+
+    def tokenized(*arguments):
+        done = tokenize(*arguments)
+        path.write_bytes(path.read_bytes()[:-4] + b'x"}\n')
+        return done
+
+    return tokenized

@@ -92,6 +92,10 @@ class Stage(ABC):
     version: ClassVar[int]
     neutral: ClassVar[Mapping[str, Any]] = {}
 
+    verifies_sources: ClassVar[bool] = False
+    """Whether `run` itself verifies its sources, once they are loaded; they may change later. Those
+    of other stages must be unchanged until the end."""
+
     settings: BaseModel
 
     @property

@@ -8,7 +8,7 @@ manifest, and reuses the result. The kernel releases the lock when its holder di
 import platform
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from penstock.core.cache.input_digests import (
     digests_of_inputs,
     read_attempt,
 )
-from penstock.core.cache.manifest import MANIFEST, read_manifest, remedy_for
+from penstock.core.cache.manifest import MANIFEST, content_digest, read_manifest, remedy_for
 from penstock.core.cache.record import FORMAT, write_record
 from penstock.core.cache.stage import (
     ATTEMPT,
@@ -57,6 +57,8 @@ from penstock.core.remote.reconcile import has_record, sync_mirror
 from penstock.core.remote.upload_while_running import BackgroundUploader
 from penstock.core.remote.urls import is_url, redact, redact_text, url_join
 from penstock.core.replace_folder import replace_folder
+from penstock.core.sources.unchanged import pinned_files
+from penstock.core.sources.unchanged import require_unchanged as require_unchanged_sources
 from penstock.version import __version__
 
 MAX_CONCURRENT_FLUSHES = 16
@@ -242,7 +244,7 @@ def _build_or_rebuild(step: PlannedStage, started: float, request: _Request) -> 
     """Build or resume. An existing complete result is replaced once the new one is complete."""
     if request.cache != "reuse" or (step.path / MANIFEST).is_file():
         return _rebuild(step, started, request)
-    return _build(step, started, request.notify)
+    return _build(step, started, request)
 
 
 def _get_or_build_remote(
@@ -408,7 +410,7 @@ def _rebuild(step: PlannedStage, started: float, request: _Request) -> StageResu
         remove(step.path)
     restores_previous = request.cache != "reuse" and (aside / MANIFEST).is_file()
     try:
-        return _build(step, started, request.notify, restores_previous=restores_previous)
+        return _build(step, started, request, restores_previous=restores_previous)
     except Interrupted:
         raise
     except Exception:
@@ -422,7 +424,7 @@ def _rebuild(step: PlannedStage, started: float, request: _Request) -> StageResu
 def _build(
     step: PlannedStage,
     started: float,
-    notify: Callable[[str], None],
+    request: _Request,
     *,
     restores_previous: bool = False,
 ) -> StageResult:
@@ -430,10 +432,12 @@ def _build(
     began = time.monotonic()
     try:
         digests = digests_of_inputs(stage)
-        resumed = _find_attempt_to_resume(step, digests, notify)
+        resumed = _find_attempt_to_resume(step, digests, request.notify)
         out.mkdir(parents=True, exist_ok=True)
         write_record(out / ATTEMPT, attempt_record(stage, digests))
+        _require_unchanged_inputs(stage, digests, request.verify)
         facts = dict(stage.run(out))
+        _require_unchanged_inputs(stage, digests, request.verify)
         manifest = _seal(step, facts, digests, time.monotonic() - began)
         remove(out.with_name(f"{out.name}{REPLACED}"))
     except Interrupted:
@@ -442,6 +446,27 @@ def _build(
         seconds = time.monotonic() - began
         raise _failure(step, error, seconds, restores_previous=restores_previous) from error
     return _stage_result(step, "resumed" if resumed else "ran", started, manifest["facts"])
+
+
+def _require_unchanged_inputs(stage: Stage, digests: Mapping[str, str], verify: Verify) -> None:
+    """Raise StageError or ArtifactError if sources are no longer what they were when they were
+    pinned, or artifacts have other files than their manifest or another manifest than before.
+
+    Artifacts may be gone: their files are memory-mapped.
+    """
+    if not stage.verifies_sources:
+        sources = [each for each in stage.inputs.values() if isinstance(each, Source)]
+        require_unchanged_sources(pinned_files(sources))
+    for name, digest in digests.items():
+        artifact = stage.inputs[name]
+        assert isinstance(artifact, Artifact)
+        if manifest := read_manifest(artifact.path):
+            require_content(artifact.path, manifest, "off" if verify == "off" else "changed")
+            if content_digest(manifest) != digest:
+                raise StageError(
+                    f"{artifact.path}, the {name} input, was built again with other content while "
+                    "it was read.\n  Run again."
+                )
 
 
 def _find_attempt_to_resume(

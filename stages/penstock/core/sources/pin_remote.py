@@ -123,14 +123,31 @@ def download_source(source: Source) -> Path:
     return folder
 
 
+def downloaded_files(source: Source) -> list[tuple[Path, str]]:
+    """The downloaded files of the URLs that `source` pins, with their SHA-256; none if they are
+    not downloaded."""
+    folder = env.cache_home() / DOWNLOAD_FOLDER / short(source.key)
+    return _recorded_files(folder) or []
+
+
 def _is_as_downloaded(folder: Path) -> bool:
     """Whether the folder's files have the digests that they had when they were downloaded."""
+    files = _recorded_files(folder)
+    try:
+        return files is not None and digest_files(path for path, _ in files) == [
+            sha256 for _, sha256 in files
+        ]
+    except OSError:
+        return False
+
+
+def _recorded_files(folder: Path) -> list[tuple[Path, str]] | None:
+    """The files of a downloaded folder with their SHA-256, or None without a usable record."""
     try:
         files = read_record(_download_record(folder), (), "It is downloaded again.")["files"]
-        digests = digest_files([folder / file["name"] for file in files])
+        return [(folder / file["name"], file["sha256"]) for file in files]
     except (OSError, ArtifactError, KeyError, TypeError):
-        return False
-    return digests == [file["sha256"] for file in files]
+        return None
 
 
 def _download_record(folder: Path) -> Path:

@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from penstock.config.schema.dataset import MAX_RECORD_BYTES
-from penstock.core.cache.digests import cached_value, digest_files
+from penstock.core.cache.digests import cached_value, digest_files, is_remembered
 from penstock.core.cache.record import digest_json
 from penstock.core.cache.stage import Source
 from penstock.core.errors import StageError
@@ -170,14 +170,34 @@ def _select_documents(
 
 
 def require_unchanged(files: Iterable[SourceFile | None]) -> None:
-    """Raise StageError if a local file is no longer what it was when it was pinned."""
+    """Raise StageError if a local file, or its data file, is no longer what it was when it was
+    pinned."""
     for file in {file.name: file for file in files if file}.values():
         digest = file.pinned.get("sha256")
         if isinstance(file.location, Path) and digest and digest_files([file.location]) != [digest]:
-            raise StageError(
-                f"{file.name} has changed since this run started.\n"
-                "  Run again when no process writes to it."
-            )
+            raise _changed(file)
+        require_unchanged([file.data_file])
+
+
+def require_unchanged_pieces(pieces: Iterable[FileSplit]) -> None:
+    """Raise StageError if the files of the pieces have changed. Where digests of files are not
+    remembered, only the lines of the pieces are read."""
+    files: list[SourceFile | None] = []
+    for piece in pieces:
+        file, lines = piece.file, piece.content.get("lines_sha256")
+        if file and lines and piece.span and not is_remembered(Path(file.location)):
+            if _digest_and_count_lines(Path(file.location), *piece.span)[0] != lines:
+                raise _changed(file)
+        else:
+            files.append(file)
+    require_unchanged(files)
+
+
+def _changed(file: SourceFile) -> StageError:
+    return StageError(
+        f"{file.name} has changed since this run started.\n"
+        "  Run again when no process writes to it."
+    )
 
 
 def _split_file(file: SourceFile, ds_type: str | None) -> list[FileSplit]:

@@ -16,10 +16,12 @@ import pyarrow as pa
 from penstock.core.cache.digests import cached_value, digest_files
 from penstock.core.cache.record import digest_json
 from penstock.core.cache.stage import Source
+from penstock.core.errors import StageError
 from penstock.core.process.retry import PLANNING_TRIES
 from penstock.core.remote.path import RemotePath
 from penstock.core.remote.urls import WEB, split_parent, url_scheme
 from penstock.core.remote.version import is_digest
+from penstock.core.sources.local_files import permission_error
 from penstock.media.kinds import KINDS
 from penstock.media.kinds import WORDS as MEDIA_WORDS
 from penstock.media.reference import Folder, file_version, image_path, name_below
@@ -68,17 +70,54 @@ def with_image_pin(
     """The source, with a digest of the images that it names by path in its pin, if it names any."""
     if source.pin["kind"] != "files" or its.type in NO_CONVERSATION:
         return source
-    pieces = split_source(
+    digests = [digest_images([piece], its, columns) for piece in _pieces(source, its, token)]
+    if not any(digests):
+        return source
+    return replace(source, pin={**source.pin, "images": digest_json(digests)})
+
+
+def require_unchanged_source(
+    source: Source, its: DatasetSettings, columns: tuple[str, ...] | None, token: bool | None
+) -> None:
+    """Raise StageError if the images of a source are no longer what they were when it was
+    pinned."""
+    if "images" in source.pin and with_image_pin(source, its, columns, token).pin != source.pin:
+        raise _changed(_pieces(source, its, token), its, columns)
+
+
+def require_unchanged_images(
+    pieces: Sequence[FileSplit], its: DatasetSettings, columns: tuple[str, ...] | None, digest: str
+) -> None:
+    """Raise StageError if the images of these pieces no longer have the digest."""
+    if digest_images(pieces, its, columns) != digest:
+        raise _changed(pieces, its, columns)
+
+
+def _changed(
+    pieces: Sequence[FileSplit], its: DatasetSettings, columns: tuple[str, ...] | None
+) -> StageError:
+    """The error for images that have changed; which they are is known by their times alone."""
+    changed: list[tuple[int, str]] = []
+    for piece in pieces:
+        if isinstance(root := image_root(piece, its), Path):
+            paths = [image_path(name, root) for name in _named_paths(piece, its, columns)]
+            stats = [(path, path.stat()) for path in paths if path and path.is_file()]
+            changed += [(stat.st_ctime_ns, str(path)) for path, stat in stats]
+    latest = f"; the last change is of {max(changed)[1]}" if changed else ""
+    return StageError(
+        f"Files that the records of {pieces[0].name} name have changed since this run started"
+        f"{latest}.\n  Run again when no process writes to them."
+    )
+
+
+def _pieces(source: Source, its: DatasetSettings, token: bool | None) -> list[FileSplit]:
+    return split_source(
         source,
         ds_type=its.ds_type,
         streaming=its.streaming,
         token=token,
         max_record_bytes=its.max_record_bytes,
     )
-    digests = [digest_images([piece], its, columns) for piece in pieces]
-    if not any(digests):
-        return source
-    return replace(source, pin={**source.pin, "images": digest_json(digests)})
 
 
 def digest_images(
@@ -101,7 +140,10 @@ def digest_images(
 def _digests_of_local(names: Sequence[str], root: Folder) -> list[str | None]:
     paths = [image_path(name, Path(root)) for name in names]
     there = [path for path in paths if path is not None and path.is_file()]
-    digests = dict(zip(there, digest_files(there), strict=True))
+    try:
+        digests = dict(zip(there, digest_files(there), strict=True))
+    except PermissionError as error:
+        raise permission_error(Path(str(error.filename))) from error
     return [digests.get(path) if path else None for path in paths]
 
 

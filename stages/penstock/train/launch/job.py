@@ -8,11 +8,12 @@ from typing import Any
 from penstock.config.loading import yaml12
 from penstock.config.schema.run import RunConfig
 from penstock.core.cache.record import Record, read_record_fields, write_record
-from penstock.core.cache.stage import Artifact
+from penstock.core.cache.stage import Artifact, Source
 from penstock.core.files import atomic_write
 from penstock.core.remote.urls import redact
 from penstock.core.sources.hub import MODEL_FILES, local_folder
 from penstock.core.sources.pin_remote import resolve_folder
+from penstock.core.sources.unchanged import PinnedFile, pinned_files, require_unchanged
 from penstock.engine.model_source import ModelSource
 from penstock.rows.chat_template import ChatTemplate
 
@@ -75,11 +76,17 @@ class Job:
     """Whether the rows have images."""
     earlier_keys: tuple[str, ...] = ()
     """Keys of the shorter runs whose checkpoints this one resumes from too."""
+    sources: tuple[PinnedFile, ...] = ()
+    """The files of model, adapter and checkpoints on this machine."""
 
     @property
     def keys(self) -> tuple[str, ...]:
         """Keys of the checkpoints that the run resumes from."""
         return (self.key, *self.earlier_keys)
+
+    def require_unchanged_sources(self) -> None:
+        """Raise StageError if the files that were loaded are not those that were pinned."""
+        require_unchanged(self.sources)
 
     def write(self) -> Path:
         """Write the job and the full config to the output folder; return the job file."""
@@ -113,6 +120,7 @@ class Job:
             "row_length": self.row_length,
             "images": self.images,
             "earlier_keys": list(self.earlier_keys),
+            "sources": [[str(path), digest] for path, digest in self.sources],
             "chat_template": self.chat_template.model_dump() if self.chat_template else None,
         }
         write_record(path, record)
@@ -145,6 +153,7 @@ class Job:
             row_length=row_length,
             images=record.get("images", False),
             earlier_keys=tuple(record.get("earlier_keys", ())),
+            sources=tuple((Path(path), digest) for path, digest in record.get("sources", ())),
             chat_template=ChatTemplate(**template) if template else None,
         )
 
@@ -211,10 +220,15 @@ def remove_secrets(value: Any) -> Any:
 
 
 def build_job(
-    key: str, config: RunConfig, packed: Artifact, model_source: ModelSource, output_dir: Path
+    key: str,
+    config: RunConfig,
+    packed: Artifact,
+    model_source: ModelSource,
+    output_dir: Path,
+    *checkpoints: Source | None,
 ) -> Job:
     """Build the job of a new start of ranks that read `packed` and initialize from the model
-    `origin`."""
+    `origin`, or from `checkpoints`."""
     config_path = model_source.config_path
     if model_source.config.pin["kind"] != "builtin":
         files = (*MODEL_FILES, "*.py") if model_source.runs_code else MODEL_FILES
@@ -225,6 +239,7 @@ def build_job(
     adapter = None
     if model_source.adapter_path and model_source.adapter:
         adapter = local_folder(model_source.adapter_path, model_source.adapter).resolve()
+    sources = (model_source.config, model_source.weights, model_source.adapter, *checkpoints)
     facts = packed.facts
     row_length = None
     if config.data.sample_packing_sequence_len is None:
@@ -250,4 +265,5 @@ def build_job(
         row_length=row_length,
         images=any(facts.get("images", {}).values()),
         earlier_keys=read_earlier_keys(output_dir, key),
+        sources=tuple(pinned_files(source for source in sources if source)),
     )
