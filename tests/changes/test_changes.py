@@ -363,10 +363,9 @@ def test_every_change_between_plan_and_run_is_noticed(text, tmp_path, capsys):
         content = content_of(step_of(target.config, "prepare"))
         check(target, kind, prepare_elsewhere(target.config, tmp_path / str(number)), content)
         counts["prepare"] += 1
-    for stage, read in (("pack", "prepare"), ("export", "train"), ("export", "weights")):
+    for stage, read in (("pack", "prepare/"), ("export", "train/"), ("export", "model/model-")):
         for target in text.targets:
-            is_input = target.path.name.startswith("model-") and target.stage == "train"
-            if target.stage != read and not (read == "weights" and is_input):
+            if not target.name.startswith(read):
                 continue
             if target.path.name == MANIFEST or not target.path.stat().st_size:
                 continue

@@ -18,7 +18,7 @@ from penstock.plan import plan
 from penstock.push.copy import CopyTarget
 from penstock.push.stage import Push, PushSettings
 from penstock.rows.tokenizer import byte_tokenizer
-from tests.changes.kinds import CHANGES, NEUTRAL, undone
+from tests.changes.kinds import CHANGES, NEUTRAL, undone, without_override
 from tests.changes.worlds import SEED
 from tests.core.servers import web  # noqa: F401
 from tests.core.toy import Letters, step_of
@@ -217,7 +217,7 @@ def test_a_changed_file_of_the_hubs_cache_is_named(tmp_path, monkeypatch):
         blob = (snapshot / name).resolve()
         for kind in CHANGES.keys() - {"remove"}:  # fetched again
             step = step_of(Letters(read=pin_model("org/tiny")), tmp_path / f"{name} {kind}")
-            with undone(blob):
+            with undone(blob), without_override():
                 CHANGES[kind](blob, random.Random(SEED))
                 with pytest.raises(PenstockError, match=name):
                     get_or_build(step)

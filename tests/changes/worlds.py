@@ -278,9 +278,13 @@ def step_of(config: Path, stage: str) -> PlannedStage:
 
 
 def build(config: Path) -> None:
-    """Run all stages, on one warm rank."""
+    """Run all stages, on one warm rank. Files that results share become files of their own."""
     [statuses] = on_ranks(1, bring, config)
     assert set(statuses) == {"ran"}, statuses
+    for file in config.parent.rglob("*"):
+        if file.is_file() and file.stat().st_nlink > 1:
+            other = shutil.copy2(file, file.with_name(f"{file.name}.own"))
+            Path(other).replace(file)
 
 
 def _name(file: Path, folder: Path) -> str:
@@ -318,6 +322,8 @@ class World:
         if is_neutral:
             assert said == whole, case
             return "not noticed"
+        if target.stage == "compose" and kind == "remove" and said == whole:
+            return "built again"  # when the run is planned
         if said.error:
             named = (target.path.name, str(target.path.parent), "model.model_path")
             assert any(name in said.error for name in named), f"{case}: {said.error}"

@@ -20,7 +20,7 @@ from penstock.core.cache.manifest import MANIFEST, read_manifest
 from penstock.core.cache.record import digest_json
 from penstock.core.cache.stage import short
 from penstock.core.errors import ArtifactError
-from penstock.core.files import link, read_json
+from penstock.core.files import link, read_json, regular_files
 from penstock.prepare.select.filter_state import Mask
 from penstock.prepare.select.select import Selection
 from penstock.prepare.settings import PrepareSettings
@@ -97,13 +97,16 @@ def plan_files(
 def publish_splits(
     finished: Sequence[TokenizedSlice], selection: Selection, settings: PrepareSettings, out: Path
 ) -> None:
-    """Write the files of both splits to `out/data`, except those that an earlier attempt wrote."""
+    """Write the files of both splits to `out/data`, except those that an earlier attempt wrote; its
+    other files are deleted."""
+    published: set[Path] = set()
     whole: list[tuple[Path, Path]] = []
     partial: list[tuple[DataFile, Path]] = []
     for split, files in plan_files(finished, selection, settings).items():
         for file in files:
             target = out / file_path(split, file)
             target.parent.mkdir(parents=True, exist_ok=True)
+            published.add(target)
             if file.is_slice:
                 whole.append((file.shares[0].entry[1], target))
             elif not take_over(target):
@@ -125,6 +128,10 @@ def publish_splits(
                 is_weighted=any(share.entry[2].weighted for share in file.shares),
             )
             _write(file, schema, target)
+    published |= {target for _, target in links}
+    for path in regular_files(out):
+        if path.suffix == ".arrow" and path not in published:
+            path.unlink()
 
 
 def _media_links(

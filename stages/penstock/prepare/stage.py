@@ -102,13 +102,13 @@ class Prepare(Stage):
                 f"{len(slices) - len(finished)} of {len(slices)} slices were deleted from "
                 f"{config.cache.folder} during this run.\n  Run again to tokenize them again."
             )
+        for source, its in self._datasets():
+            require_unchanged_source(source, its, self.settings.select_columns, self.hub_token)
         check_sources(finished, self.settings)
         selection = select(finished, self.settings, workers=self.num_proc, token=self.hub_token)
         publish_splits(finished, selection, self.settings, out)
         plan = build_plan(finished, selection, self.settings)
         write_json(out / PLAN, plan)
-        for source, its in self._datasets():
-            require_unchanged_source(source, its, self.settings.select_columns, self.hub_token)
         return summarize_plan(plan)
 
     def _datasets(self) -> Iterator[tuple[Source, DatasetSettings]]:

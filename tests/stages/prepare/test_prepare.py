@@ -187,3 +187,15 @@ def test_the_built_in_arithmetic_is_right_and_asks_nothing_twice():
 def test_the_key_of_a_reference_run_does_not_move(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", texts(3))
     assert stage_key(prepare((path, TEXT), val_set_size=1))[:16] == "85d7a0cbe7dcfab9"
+
+
+def test_a_file_that_an_attempt_with_other_slices_left_is_no_part_of_the_result(tmp_path):
+    path, left = (
+        write_lines(tmp_path / "a.jsonl", texts(3)),
+        tmp_path / "out/data/train/slice.arrow",
+    )
+    left.parent.mkdir(parents=True)
+    left.write_bytes(b"of other records")
+    run(prepare((path, {"type": "text"})), tmp_path / "out")
+    assert not left.exists()
+    assert table_of(tmp_path / "out").num_rows == 3
