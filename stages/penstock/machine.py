@@ -6,6 +6,7 @@ Modules about models are imported only where a check needs them: most cached run
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -274,6 +275,33 @@ def check_adapted_layers(run: RunConfig) -> tuple[str, ...]:
         f"lora.lora_target_modules: {', '.join(missing)} "
         f"name{'' if missing[1:] else 's'} no layer of this model (lora.missing_targets: skip)",
     )
+
+
+def unmatched_no_decay(run: RunConfig) -> tuple[str, ...]:
+    """Notes that name entries of `no_decay_modules` and `no_decay_params` that are in no name of a
+    parameter of this model."""
+    train = run.train
+    patterns = {
+        "no_decay_modules": train.no_decay_modules,
+        "no_decay_params": train.no_decay_params,
+    }
+    if run.lora.enable_lora or not train.decays_weights or not any(patterns.values()):
+        return ()
+    from penstock.models.registry import get_family
+
+    config = resolve_hf_config(run)
+    family = get_family(config, run.model.backend)
+    names = family.weight_map(family.read(config), merge_qkv=run.model.merge_qkv).native_names()
+    modules = [name.rpartition(".")[0] for name in names]
+    parts = {part for name in names for part in name.split(".") if not part.isdecimal()}
+    notes: list[str] = []
+    for field, within in (("no_decay_modules", modules), ("no_decay_params", names)):
+        for pattern in getattr(train, field):
+            if not any(pattern in name for name in within):
+                near = get_close_matches(pattern, parts, 1)
+                meant = f"; did you mean {near[0]}?" if near else ""
+                notes.append(f"train.{field}: {pattern} is in no name of this model{meant}")
+    return tuple(notes)
 
 
 def is_installed(package: str) -> bool:

@@ -52,6 +52,7 @@ from penstock.machine import (
     check_model,
     resolve_rows_per_step,
     rows_per_step_to_pack,
+    unmatched_no_decay,
     why_cannot_train,
     with_prompts_apart,
     world_size,
@@ -175,6 +176,7 @@ def plan(
             if not lists_push and (refusal := why_cannot_train(run)):
                 raise refusal
             check_model(run)
+            notes += unmatched_no_decay(run)
             if run.lora.missing_targets == "skip":
                 notes += check_adapted_layers(run)
         if includes_stage(wanted, "export"):

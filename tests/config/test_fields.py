@@ -171,3 +171,13 @@ def test_short_names_of_precisions_mean_the_long_ones(spelling: str, dtype: str)
 @pytest.mark.parametrize("nothing", [None, 0, 0.0])
 def test_validation_size_of_nothing_is_no_validation(nothing: float | None) -> None:
     assert loads(smallest(data={"val_set_size": nothing})).data.val_set_size is None
+
+
+def test_every_documented_default_that_is_not_taken_has_its_reason_in_the_guide() -> None:
+    page = (HERE.parents[1] / "docs" / "guide" / "config.md").read_text()
+    table = page.partition("**Nine of xorl's defaults")[2].partition("\n\n**")[0]
+    told = {line.split("`")[1] for line in table.splitlines() if line.startswith("| `")}
+    no_value = {"model.config_path", "model.tokenizer_path", "data.dataset_num_proc"}
+    differing = {f"{place}.{name}" for place, name in RESOLVED} - no_value
+    assert told == differing - {"data.datasets[].type"}
+    assert len(told) == 9

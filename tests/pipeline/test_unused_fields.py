@@ -15,6 +15,7 @@ from penstock.core.cache.record import digest_json
 from penstock.core.errors import ConfigError
 from penstock.engine.optim.build import build_state_precision
 from penstock.identity import eval_identity_fields, identity_fields, preference_identity
+from penstock.machine import unmatched_no_decay
 from penstock.optim.build import build_optimizer
 from penstock.optim.groups import Grouping, set_lr
 from penstock.optim.schedule import lr_at
@@ -256,3 +257,15 @@ def test_what_keeps_parts_in_one_precision_changes_no_bit_where_all_is_in_it(tmp
             for number, one in enumerate(({}, model))
         ]
         assert digests[0] == digests[1]
+
+
+@pytest.mark.parametrize("backend", ["native", "transformers"])
+def test_a_name_without_weight_decay_that_is_no_parameters_is_told(backend: str) -> None:
+    exempt = {"no_decay_modules": ["norm", "nrom"], "no_decay_params": ["bias", "embed_tokens"]}
+    model = {"config_path": "builtin:tiny-qwen3", "backend": backend}
+    run = loads(smallest(model=model, train={"weight_decay": 0.1, **exempt}))
+    assert unmatched_no_decay(run) == (
+        "train.no_decay_modules: nrom is in no name of this model; did you mean norm?",
+        "train.no_decay_params: bias is in no name of this model",
+    )
+    assert unmatched_no_decay(loads(smallest(train=exempt))) == ()

@@ -39,6 +39,7 @@ from penstock.machine import (
     require_push,
     resolve_hf_config,
     resolve_text_config,
+    unmatched_no_decay,
     with_prompts_apart,
     world_size,
 )
@@ -198,7 +199,11 @@ def _validate_model(run: RunConfig) -> tuple[str, tuple[str, ...]]:
     check_checkpoints(run)
     check_weights(run)
     notes = check_model(run)
-    return resolve_hf_config(run)["model_type"], (*notes, *check_adapted_layers(run))
+    return resolve_hf_config(run)["model_type"], (
+        *notes,
+        *check_adapted_layers(run),
+        *unmatched_no_decay(run),
+    )
 
 
 def _load_tokenizer(run: RunConfig) -> tuple[Any, str]:

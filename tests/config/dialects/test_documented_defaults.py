@@ -221,6 +221,16 @@ def test_a_servers_default_may_be_written_wherever_it_may_be_left_out(context: s
         assert found.run == expected.run, given
 
 
+def test_a_servers_notice_names_the_settings_of_its_file(tmp_path: Path) -> None:
+    file, told = tmp_path / "server.yaml", list[str]()
+    file.write_text("model_path: builtin:tiny-qwen3\nlora_rank: 8\n")
+    load_server(file, notify=told.append)
+    assert told == [
+        "lora_rank: is not used without enable_lora: true, and all weights are trained; write"
+        " enable_lora: true, or false to confirm"
+    ]
+
+
 def test_a_server_tells_of_a_default_that_it_cannot_use_under_its_own_name(tmp_path: Path) -> None:
     file, told = tmp_path / "server.yaml", list[str]()
     file.write_text(

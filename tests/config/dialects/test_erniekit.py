@@ -331,3 +331,18 @@ def test_a_file_without_training_data_trains_on_none_and_may_evaluate(tmp_path: 
     line = line_of(found, "eval_dataset_path")
     assert line.kind == "approximated"
     assert "stand for those of training" in line.why
+
+
+def test_a_file_that_neither_trains_nor_evaluates_is_refused() -> None:
+    line = line_of(translated(do_train=False), "do_train")
+    assert line.kind == "refused"
+    assert "write do_train: true" in line.why
+    evaluated = translated(do_train=False, do_eval=True, eval_dataset_path="e.jsonl")
+    assert loads(evaluated.settings).train.eval_only
+
+
+def test_what_the_text_and_the_program_say_of_dropouts_warmup_is_doubtful() -> None:
+    found = translated(hidden_dropout_prob=0.1, dropout_warmup_steps=10)
+    assert line_of(found, "dropout_warmup_steps").kind == "doubtful"
+    dropout = loads(found.settings).train.dropout
+    assert (dropout.hidden, dropout.warmup_steps) == (0.1, 10)

@@ -487,3 +487,22 @@ def test_a_data_prefix_is_split_as_there_unless_it_says_otherwise() -> None:
     for wrong in ([0.3, "a", "b"], [0.3, "a", 0.7]):
         assert line_of(indexed(wrong), "data.data_prefix").kind in GAPS
     assert line_of(indexed("a", splits_string="x"), "data.splits_string").kind in GAPS
+
+
+@pytest.mark.parametrize(
+    ("masters", "kind", "rounds"), [(True, "approximated", False), (False, "maps", True)]
+)
+def test_rounding_at_random_by_hand_is_used_or_reported(
+    masters: bool, kind: str, rounds: bool
+) -> None:
+    found = translated(
+        {
+            "precision.type": "manual",
+            "precision.xla_downcast_bf16": "1",
+            "precision.master_weights": masters,
+            "precision.neuron_rt_stochastic_rounding_en": "1",
+        }
+    )
+    line = line_of(found, "precision.neuron_rt_stochastic_rounding_en")
+    assert (line.kind in (kind, "translated"), bool(line.why)) == (True, masters)
+    assert loads(found.settings).train.stochastic_rounding == rounds

@@ -294,7 +294,7 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
     (
         {"model": {"encoders": {"audio": {"model_path": "x"}}}},
         "model.encoders.audio",
-        "no text model is trained behind a new encoder of audio",
+        "no architecture joins a new encoder of audio to a text model",
         {"model": {"encoders": {}}},
     ),
     (

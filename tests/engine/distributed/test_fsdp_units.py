@@ -26,17 +26,23 @@ def decoder(**changes: Any) -> Decoder:
 )
 def test_an_untied_embedding_and_the_head_with_its_norm_are_units() -> None:
     model = decoder(tie_word_embeddings=False)
-    found = edge_units(model, shard_units(model, []))
+    found = edge_units(model)
     assert found == (model.model.embed_tokens, [model.model.norm, model.lm_head])
 
 
-@pytest.mark.parametrize("case", ["tied", "a unit already", "an earlier PyTorch"])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("name", ["Embedding", "embed_tokens", "lm_head", "norm"])
+def test_edges_that_are_named_are_not_units_twice(name: str, tied: bool) -> None:
+    model = decoder(tie_word_embeddings=tied)
+    assert shard_units(model, [name]) == shard_units(model, [])
+
+
+@pytest.mark.parametrize("case", ["tied", "an earlier PyTorch"])
 def test_otherwise_they_stay_in_the_root_unit(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = decoder(tie_word_embeddings=case == "tied")
     if case == "an earlier PyTorch":
         monkeypatch.setattr(data_parallel, "HEAD_MAY_BE_SKIPPED", Version("99"))
-    units = shard_units(model, ["lm_head"] if case == "a unit already" else [])
-    assert edge_units(model, units) == (None, [])
+    assert edge_units(model) == (None, [])
 
 
 def test_a_head_of_the_class_that_fsdp_makes_is_a_product_and_one_with_its_own_forward_is_not() -> (

@@ -178,6 +178,7 @@ SHARDED = {
     "one by one": {"enable_forward_prefetch": False},
     "parts by name": {"model": {"basic_modules": ["mlp"]}},
     "parts by class": {"model": {"basic_modules": ["FeedForward"]}},
+    "a tied embedding": {"model": {"basic_modules": ["Embedding"]}},
 }
 
 

@@ -57,7 +57,9 @@ def _check_encoders(run: RunConfig) -> Issues:
         path = ("model", "encoders", kind)
         if kind != "image":
             yield ConfigIssue(
-                path, f"no text model is trained behind a new encoder of {kind}; leave {kind} out"
+                path,
+                f"no architecture joins a new encoder of {kind} to a text model; leave {kind} out,"
+                f" and write a model that has one as model_path (penstock models lists them)",
             )
         elif encoder.model_path is None and encoder.config_path is None:
             yield ConfigIssue(

@@ -152,7 +152,8 @@ class ModelConfig(ConfigSection):
 
     basic_modules: Unkeyed[list[str]] = Field(default_factory=list[str])
     """Names of further module classes that FSDP shards as separate units, besides the decoder
-    layers."""
+    layers. The embedding, and the final norm with the LM head, are units of their own anyway,
+    unless both share their weights."""
 
     foundation: Keyed[dict[str, Any]] = Field(default_factory=dict[str, Any])
     """Overrides of entries of the model's config.json, for example `{num_hidden_layers: 4}`."""
@@ -170,7 +171,9 @@ class ModelConfig(ConfigSection):
     google/siglip-base-patch16-224}}` trains a vision-language model (LLaVA, or Idefics3 with a
     pixel shuffle) of the model in `model_path` and that vision tower. It is composed once, when the
     first run with it is planned, and shared by all runs with the same parts and `train.seed`;
-    `foundation` applies to the text model. `audio` and `video` are errors."""
+    `foundation` applies to the text model. `audio` and `video` are errors: no architecture joins a
+    new one of these to a text model; models that have them (`penstock models`) are trained as they
+    are, by their name in `model_path`."""
 
     @property
     def config_source(self) -> str:

@@ -194,14 +194,18 @@ def _here(fault: ConfigIssue) -> ConfigIssue:
     name = next((HERE[part] for part in parts if part in HERE), None)
     reads = tuple(HERE.get(each, each) for each in fault.reads)
     if name is None:
-        return replace(fault, reads=reads)
+        return replace(fault, text=_in_names_here(fault.text), reads=reads)
     told = f" (of a run: {'.'.join(steps)})" if name != steps[-1] else ""
-    return ConfigIssue((name,), fault.text + told, reads)
+    return ConfigIssue((name,), _in_names_here(fault.text) + told, reads)
 
 
 def _notice_here(notice: str) -> str:
     name, colon, text = notice.partition(":")
-    return f"{HERE.get(name, name)}{colon}{text}"
+    return f"{HERE.get(name, name)}{colon}{_in_names_here(text)}"
+
+
+def _in_names_here(text: str) -> str:
+    return re.sub(r"\b[a-z]+\.[a-z]\w+", lambda name: HERE.get(name[0], name[0]), text)
 
 
 def _run_values(config: ServerConfig) -> dict[str, Any]:

@@ -203,7 +203,7 @@ def shard_parts(
     for part in parts:
         units = shard_units(part, basic_modules)
         exact = part.fp32_modules()
-        embedding, head = edge_units(part, units)
+        embedding, head = edge_units(part)
         shard(
             part,
             units,
@@ -267,9 +267,11 @@ def gradient_sync(
 def shard_units(model: CausalLM, basic_modules: list[str]) -> list[nn.Module]:
     """The FSDP units: modules that `basic_modules` names inside layers, then the layers.
 
-    A name is the last part of a module's name (`mlp`) or its class (`FeedForward`). Raises
-    CapabilityError for a name without a match, also in other parts of the model.
+    A name is the last part of a module's name (`mlp`) or its class (`FeedForward`). `edge_units`
+    decides about the embedding, the final norm and the head. Raises CapabilityError for a name
+    without a match, also in other parts of the model.
     """
+    edges = {module for module in model.edges if module is not None}
     units: list[nn.Module] = []
     for wanted in basic_modules:
         found = _called(wanted, model)
@@ -279,29 +281,21 @@ def shard_units(model: CausalLM, basic_modules: list[str]) -> list[nn.Module]:
             raise CapabilityError(
                 f"model.basic_modules names {wanted}, and no module is called so."
             )
-        units += found
+        units += [module for module in found if module not in edges]
     tower = model.vision.blocks if isinstance(model, Decoder) and model.vision else []
     return [*units, *(layer for layer in (*tower, *model.blocks) if layer not in units)]
 
 
-def edge_units(
-    model: CausalLM, units: Sequence[nn.Module]
-) -> tuple[nn.Module | None, list[nn.Module]]:
-    """The embedding, and the final norm with the head: FSDP units beside `units`, if not tied and
-    called once.
+def edge_units(model: CausalLM) -> tuple[nn.Module | None, list[nn.Module]]:
+    """The embedding, and the final norm with the head: FSDP units of their own, if not tied and
+    called once; otherwise they are in the root unit.
 
     A loss that computes logits in chunks reads the head's weight without calling the head, for
     which its unit needs PyTorch 2.13: in an earlier version both stay in the root unit.
     """
     embedding, norm, head = model.edges
-    edges = [module for module in (embedding, norm, head) if module is not None]
     called_again = isinstance(model, Decoder) and model.config.num_mtp_layers
-    if (
-        model.is_tied
-        or called_again
-        or Version(torch.__version__) < HEAD_MAY_BE_SKIPPED
-        or {*edges} & {*units}
-    ):
+    if model.is_tied or called_again or Version(torch.__version__) < HEAD_MAY_BE_SKIPPED:
         return None, []
     return embedding, [module for module in (norm, head) if module is not None]
 

@@ -98,7 +98,10 @@ def _do_train(entry: Entry) -> None:
     elif entry.get("do_eval"):
         entry.put("train.eval_only", True)
     else:
-        entry.approximated("neither trains nor evaluates there; here it trains")
+        entry.refuse(
+            "the file neither trains nor evaluates; write do_train: true, or do_eval: true with"
+            " eval_dataset_path"
+        )
 
 
 def _eval_batches(entry: Entry) -> None:

@@ -195,7 +195,10 @@ def _dropout(entry: Entry) -> None:
 def _dropout_warmup(entry: Entry) -> None:
     if any(map(entry.get, DROPPED)):
         entry.put("train.dropout.warmup_steps", entry.value)
-        entry.explain("rises over these steps and stays, as in their program; their text: it ends")
+        entry.doubtful(
+            "dropout rises over these steps and stays, as in their program; their text says that it"
+            " ends then, and that 0 is no dropout: leave the probabilities out for that"
+        )
     else:
         entry.no_effect("nothing is dropped")
 

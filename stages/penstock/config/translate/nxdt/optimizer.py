@@ -64,6 +64,12 @@ WARMUP_STYLE = f"{MORE}.warmup_style"
 FALLS_TO_ZERO = "LinearAnnealingWithWarmUp"
 
 
+FLOAT32_STATES = (
+    "Trainium rounds at random wherever it casts to bfloat16; here weights and states are kept in"
+    " float32, and nothing that lasts is rounded"
+)
+
+
 def _optimizer(entry: Entry) -> None:
     name = entry.value
     if name in BY_FULL_NAME:
@@ -206,10 +212,7 @@ def _precision(entry: Entry) -> None:
                 " decides for each operation"
             )
         elif kind.endswith("SR"):
-            entry.approximated(
-                "Trainium rounds at random wherever it casts to bfloat16; here weights and states"
-                " are kept in float32, and nothing that lasts is rounded"
-            )
+            entry.approximated(FLOAT32_STATES)
     elif kind == "bf16SR":
         entry.put("train.precision", "bf16")
         entry.put("train.stochastic_rounding", True)
@@ -236,9 +239,8 @@ ROUNDING = "precision.neuron_rt_stochastic_rounding_en"
 
 
 def _by_hand(entry: Entry) -> None:
-    in_bf16 = any(_is_on(entry.get(name)) for name in BITS)
     has_masters = bool(entry.get("precision.master_weights"))
-    if not in_bf16:
+    if not _computes_in_bf16(entry):
         entry.put("train.precision", "fp32")
         return
     entry.put("train.precision", "bf16_mixed" if has_masters else "bf16")
@@ -246,8 +248,10 @@ def _by_hand(entry: Entry) -> None:
         entry.put("train.grad_accum_dtype", "fp32")
     else:
         _accumulate_in_bf16(entry)
-    if not has_masters and _is_on(entry.get(ROUNDING)):
-        entry.put("train.stochastic_rounding", True)
+
+
+def _computes_in_bf16(entry: Entry) -> bool:
+    return any(_is_on(entry.get(name)) for name in BITS)
 
 
 def _is_on(value: Any) -> bool:
@@ -264,6 +268,17 @@ def _of_manual(*names: str) -> Rule:
             entry.decides(*names)
 
     return rule
+
+
+def _rounding(entry: Entry) -> None:
+    if entry.get("precision.type") != "manual":
+        entry.no_effect("read with precision.type: manual alone")
+    elif not _is_on(entry.value) or not _computes_in_bf16(entry):
+        entry.no_effect("nothing is rounded at random")
+    elif entry.get("precision.master_weights"):
+        entry.approximated(FLOAT32_STATES)
+    else:
+        entry.put("train.stochastic_rounding", True)
 
 
 def settle_states(draft: Draft) -> None:
@@ -313,7 +328,7 @@ COMPUTED: Mapping[str, Rule] = {
     "precision.master_weights": _of_manual("train.precision"),
     "precision.fp32_grad_acc": _of_manual("train.grad_accum_dtype", "train.fsdp_reduce_dtype"),
     **dict.fromkeys(BITS, _of_manual("train.precision")),
-    ROUNDING: _of_manual("train.stochastic_rounding"),
+    ROUNDING: _rounding,
     "precision.fp32_grads_cc": no_effect("read by nothing, there either"),
 }
 
