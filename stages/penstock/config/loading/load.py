@@ -25,7 +25,7 @@ from penstock.config.schema.run import RunConfig
 from penstock.core.errors import ConfigError
 
 SUFFIXES = (".yaml", ".yml", ".json")
-LARGEST = 16 << 20
+LARGEST = 1 << 20
 """Maximum size of a config, in bytes."""
 
 DATA = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
