@@ -413,6 +413,9 @@ def _require_adapters(run: RunConfig, config: HfConfig, family: "Family") -> Non
     have."""
     from penstock.adapters.match_targets import linear_layers, match_targets, require_adaptable
     from penstock.adapters.validate_options import require_options
+    from penstock.engine.distributed.pipeline_stages import require_trained_stages
+    from penstock.models.flops import layer_flops
+    from penstock.models.quantization_config import parse_quantization_config
 
     shape = family.read(config)
     widest = max(shape.hidden_size, shape.intermediate_size)
@@ -431,14 +434,26 @@ def _require_adapters(run: RunConfig, config: HfConfig, family: "Family") -> Non
 
         select_formats(quantization_args(run), published_in(config), names, family.roles)
     targets = (targets,) if isinstance(targets, str) else targets
+    chosen = match_targets(targets, linear_layers(names))
+    if run.train.pipeline_parallel_size > 1:
+        require_trained_stages(
+            run.train,
+            layer_flops(shape, run.data.row_length),
+            [layer.native for layer in chosen],
+        )
     require_options(
-        [layer.name for layer in match_targets(targets, linear_layers(names))],
+        [layer.name for layer in chosen],
         names,
         dropout=lora.lora_dropout,
         normed="dora" if lora.use_dora else "plain",
         experts=lora.expert_sharing,
         bias=lora.lora_bias,
     )
+    if lora.enable_qlora and parse_quantization_config(config) is None:
+        # It imports torch, which plans do without.
+        from penstock.engine.quantization.select_layers import require_formats
+
+        require_formats(quantization_args(run), names, family.roles, run.train.tensor_parallel_size)
 
 
 def _adapted_names(run: RunConfig, config: HfConfig, family: "Family") -> "WeightMap":

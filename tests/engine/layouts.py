@@ -388,6 +388,7 @@ OF_HYBRIDS = (
     _of("dense mamba", "ulysses 2 x tp 2", ulysses=2, tp=2, **SPLIT),
     _of("mamba", "pp 2 x ring 2", pp=2, ring=2),
     _of("dense mamba", "tp 2, normed adapters", tp=2, lora="normed"),
+    _of("dense mamba", "tp 2, dropout", tp=2, lora="of all", drops=RATE),
     _of("dense mamba", "shard 2, merged adapters", shard=2, lora="merged"),
     _of("dense mamba", "pp 2", pp=2),
     _of("layers of one part", "tp 2, sequence parallel", tp=2, **SPLIT),

@@ -9,7 +9,7 @@ from penstock.config.schema.export import ExportConfig
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.machine import check_model
 from tests.engine import runs
-from tests.engine.inputs import MODELS
+from tests.engine.inputs import MODELS, SHAPE
 
 
 def check(folder: Path, model: dict[str, Any] | None = None, **sections: Any) -> None:
@@ -47,10 +47,31 @@ def test_layers_that_the_format_of_an_export_does_not_have_are_refused(tmp_path:
             {"lora_bias": "lora_only", "lora_target_modules": ["q_proj"]},
             "names only some of the layers that .*qkv_proj is",
         ),
+        (MODELS["sinks"], {"enable_qlora": True}, "gate_up_proj holds all experts"),
     ],
     ids=str,
 )
 def test_options_that_adapters_of_these_layers_do_not_have_are_refused(tmp_path, model, lora, says):
     check(tmp_path, model, lora={"enable_lora": True})
-    with pytest.raises(ConfigError, match=f"(?s){says}"):
+    with pytest.raises((CapabilityError, ConfigError), match=f"(?s){says}"):
         check(tmp_path, model, lora={"enable_lora": True, **lora})
+
+
+def test_ranks_that_would_cut_groups_of_a_scale_in_dense_layers_among_experts_are_refused(tmp_path):
+    qlora: dict[str, Any] = {"lora": {"enable_lora": True, "enable_qlora": True}}
+    model = {**SHAPE, **MODELS["cohere2_moe"]}
+    check(tmp_path, model, **qlora)
+    with pytest.raises(CapabilityError, match=r"(?s)cuts the 40 columns of .*\.down_proj within"):
+        check(tmp_path, model, tensor_parallel_size=2, **qlora)
+
+
+@pytest.mark.parametrize(
+    ("targets", "split"), [(["q_proj"], [0, 4]), (["layers.[01].*.q_proj"], [0, 2])], ids=str
+)
+def test_a_rank_without_an_adapter_is_refused(tmp_path, targets, split):
+    model = {"num_hidden_layers": 4, "tie_word_embeddings": False}
+    layout = {"pipeline_parallel_size": 2, "pipeline_parallel_split": split}
+    lora = {"enable_lora": True, "lora_target_modules": targets}
+    with pytest.raises(ConfigError, match=r"(?s)names no layer of rank 1 .* nothing would be tr"):
+        check(tmp_path, model, lora=lora, **layout)
+    check(tmp_path, model, lora={**lora, "lora_target_modules": [*targets, "lm_head"]}, **layout)

@@ -56,6 +56,7 @@ OFTEN = {
     "linear attention, ep 2 over ring 2",
     "channel linear attention, ep 2 over tp 2",
     "mamba, ep 2 over tp 2",
+    "dense mamba, tp 2, dropout",
     "experts without a gate, adapters, ep 2 over shard 2",
     # Of four.
     "pp 2 x ring 2",

@@ -203,3 +203,26 @@ def stages_of_rank(train: TrainConfig, index: int) -> list[int]:
         virtual_stages(train),
         index,
     )
+
+
+def require_trained_stages(
+    train: TrainConfig, costs: Sequence[int], trained: Sequence[str]
+) -> None:
+    """Raise ConfigError if a rank would hold none of the `trained` modules, by their names in the
+    model, with which the layers have these costs."""
+    stages = layers_of_stages(train, costs)
+    of_layer = {name.split(".")[2] for name in trained if name.startswith("model.layers.")}
+    ends = {"model.embed_tokens": 0, "lm_head": len(stages) - 1}
+    for index in range(train.pipeline_parallel_size):
+        here = stages_of_rank(train, index)
+        layers = [number for stage in here for number in stages[stage]]
+        of_ends = any(name in trained and stage in here for name, stage in ends.items())
+        if of_ends or any(str(number) in of_layer for number in layers):
+            continue
+        raise ConfigError(
+            f"lora.lora_target_modules names no layer of rank {index} of train."
+            f"pipeline_parallel_size {train.pipeline_parallel_size}, which holds "
+            f"{'layers ' + ', '.join(map(str, layers)) if layers else 'no layers'}: nothing would "
+            "be trained there.\n"
+            "  Write a pipeline_parallel_split, or targets, that give every rank an adapter."
+        )

@@ -173,10 +173,9 @@ def _resize(
             for layer, count in layers.items()
         }
     if module.in_features != columns:
-        for layer, dropout in module.lora_dropout.items():
+        for dropout in module.lora_dropout.values():
             assert isinstance(dropout, Dropout)
-            parent = weight.rsplit(".", 2)[0]
-            dropout.first_feature = plan.span(f"{parent}.{layer}", columns).first
+            dropout.first_feature = plan.span(dropout.site, columns).first
         module.sum_squares = partial(_all_reduce_squares, group=group)
 
 

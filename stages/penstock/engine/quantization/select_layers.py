@@ -77,6 +77,29 @@ def select_formats(
     return found
 
 
+def require_formats(
+    quantizing: QuantizationArgs | None, names: WeightMap, roles: Roles, tensor_parallel_size: int
+) -> None:
+    """Raise ConfigError or CapabilityError as `select_formats`, and for columns that so many ranks
+    would cut within groups that share a scale."""
+    formats, shapes = select_formats(quantizing, None, names, roles), names.hf_shapes()
+    for native, role in matrices(names, roles):
+        if role is not ParallelStyle.ROWWISE:
+            continue
+        for tensor in names.hf_names(native):
+            group = formats[tensor].group if tensor in formats else None
+            columns, size = shapes[tensor][1], tensor_parallel_size
+            cuts = [index * columns // size for index in range(size)]
+            if group and any(cut % group for cut in cuts):
+                layer = tensor.removesuffix(".weight")
+                raise CapabilityError(
+                    f"train.tensor_parallel_size is {tensor_parallel_size}, and cuts the {columns} "
+                    f"columns of {layer} within groups of {group} that share a scale "
+                    f"({formats[tensor].name}).\n"
+                    "  Write a smaller tensor_parallel_size, or another lora.quant_format."
+                )
+
+
 def quant_formats_by_param(formats: Formats, names: WeightMap) -> dict[str, Format]:
     """The same formats by model parameter name."""
     firsts = {native: names.hf_names(native)[0] for native in names.native_names()}
