@@ -3,7 +3,7 @@
 Rows hold documents of one token, of prime lengths, and longer than any rank's share.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -503,13 +503,19 @@ def write_inputs(folder: Path, num_rows: int) -> None:
         runs.write_model(folder / name, noise=0.1, **{**SHAPE, **changes})
 
 
-def write_rows(folder: Path, num_rows: int, *, is_weighted: bool = False) -> None:
+def write_rows(
+    folder: Path,
+    num_rows: int,
+    *,
+    is_weighted: bool = False,
+    documents: Sequence[Sequence[int]] = DOCUMENTS,
+) -> None:
     """Rows of these documents in turn, most of whose tokens are trained; with loss weights, those
     of a row are far larger than those of the next."""
     rng = np.random.default_rng(0)
     rows: dict[str, list[Any]] = {"input_ids": [], "labels": [], "lengths": []}
     for number in range(num_rows):
-        lengths = DOCUMENTS[number % len(DOCUMENTS)]
+        lengths = documents[number % len(documents)]
         ids = rng.integers(0, runs.VOCAB, size=sum(lengths))
         labels = np.where(rng.random(len(ids)) < 0.8, np.roll(ids, -1), -100)
         labels[np.cumsum(lengths) - 1] = -100

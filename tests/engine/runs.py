@@ -95,7 +95,8 @@ def write_model(folder: Path, *, seed: int = 0, noise: float = 0.05, **changes: 
 
 def run_config(out: Path, model: Path, /, **train: Any) -> RunConfig:
     """A config in full precision with a global batch of 4 rows."""
-    sections = {name: train.pop(name, {}) for name in ("model", "data", "lora", "preference")}
+    names = ("model", "data", "lora", "preference", "launch")
+    sections = {name: train.pop(name, {}) for name in names}
     settings = {
         "output_dir": str(out),
         "enable_mixed_precision": False,
@@ -119,6 +120,7 @@ def run_config(out: Path, model: Path, /, **train: Any) -> RunConfig:
             "train": settings,
             "lora": sections["lora"],
             "preference": sections["preference"],
+            "launch": sections["launch"],
         }
     )
 

@@ -82,7 +82,7 @@ def trace_here(job: Job) -> Trace | None:
 def steps_of(job: Job) -> int:
     """Enough that what each updates is computed with: the first factor of an adapter moves in the
     second step, and everything else in the first."""
-    return 3 if job.config.lora.enable_lora else 2
+    return job.config.train.max_steps or (3 if job.config.lora.enable_lora else 2)
 
 
 def _dequantized(job: Job, weights: loops.Arrays) -> loops.Arrays:
@@ -195,7 +195,7 @@ def _worst(got: loops.Arrays, want: loops.Arrays) -> float:
         difference, size = np.linalg.norm(got[name] - array), np.linalg.norm(array)
         # The first factor of an adapter gets no gradient before its second one has moved.
         found.append(float(difference / size) if size else float(difference))
-    return max(found)
+    return max(found, default=0.0)
 
 
 def exported(job: Job) -> Mapping[str, bytes]:

@@ -1,0 +1,127 @@
+"""Layouts drawn at random that `penstock check` accepts compute what one process does."""
+
+import os
+import random
+import secrets
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from penstock.core.errors import CapabilityError, ConfigError
+from penstock.train.launch.job import Job
+from tests.engine.drawing import (
+    WORLDS,
+    Drawn,
+    drawn,
+    link_rows,
+    refusal,
+    write_drawn_rows,
+    write_model,
+)
+from tests.engine.loops import each
+from tests.engine.traces import Errors, Trace, errors, trace_here
+from tests.ranks import on_ranks
+
+SEED = int(os.environ.get("LAYOUT_SEED") or secrets.randbelow(10**9))
+"""Of all draws; a failure names it, and with this variable in the environment it is drawn again."""
+
+LIMITS = Errors(loss=1e-6, norm=1e-5, gradients=1e-5, weights=1e-5)
+
+HALF_ULP = 3e-8
+ROUNDINGS = 8
+"""How often a layout may round, in roundings of the weights and by what these do to the result."""
+
+TOGETHER = 6
+"""Draws that share a start of the ranks."""
+GROUPS = 34
+
+
+def accepted(folder: Path, name: str) -> tuple[Drawn, Job]:
+    """The first draw of this name that `penstock check` accepts."""
+    rng = random.Random(f"{SEED}: {name}")
+    while True:
+        draw = drawn(rng)
+        write_model(folder, draw.layout.kind)
+        try:
+            job = draw.job(folder, name)
+        except (ConfigError, CapabilityError):
+            continue
+        if refusal(job) is None:
+            return draw, job
+
+
+def routed_alike(got: Trace, want: Trace) -> tuple[Trace, Trace]:
+    """Both traces, up to the step in which rounding of weights has sent a token to another
+    expert."""
+    counts = [[told.get("routers", {}).get("counts") for told in t.told] for t in (got, want)]
+    same = [here == there for here, there in zip(*counts, strict=True)]
+    if all(same):
+        return got, want
+    steps = same.index(False)
+    assert steps, "tokens go to other experts before any weight differs"
+
+    def first(trace: Trace) -> Trace:
+        losses, norms, gradients = (
+            of_steps[:steps] for of_steps in (trace.losses, trace.norms, trace.gradients)
+        )
+        told = trace.told[:steps]
+        return replace(
+            trace,
+            losses=losses,
+            norms=norms,
+            gradients=gradients,
+            weights={},
+            told=told,
+            rounded={},
+        )
+
+    return first(got), first(want)
+
+
+def errors_of_rounding(draw: Drawn, want: Trace, folder: Path, name: str) -> Errors:
+    """How far one process goes if each weight moves by half of its last place."""
+    moved = folder / f"{name}, moved"
+    write_model(moved, draw.layout.kind)
+    link_rows(folder, moved)
+    [file] = (moved / draw.layout.kind).glob("*.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    tensors = load_file(file)
+    for tensor in tensors.values():
+        tensor.mul_(1 + HALF_ULP * torch.randn(tensor.shape, generator=generator))
+    save_file(tensors, file, {"format": "pt"})
+    [trace] = on_ranks(1, trace_here, draw.job_alone(moved, name), timeout=120)
+    return errors(*routed_alike(trace, want))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("drawn")
+    write_drawn_rows(folder)
+    return folder
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "group",
+    [0, *(pytest.param(at, marks=pytest.mark.exhaustive) for at in range(1, GROUPS))],
+)
+def test_what_check_accepts_computes_what_one_process_does(group, folder):
+    names = [f"draw {number}" for number in range(group * TOGETHER, (group + 1) * TOGETHER)]
+    draws = {name: accepted(folder, name) for name in names}
+    print(f"LAYOUT_SEED={SEED}", *(f"{name}: {draws[name][0]}" for name in names), sep="\n")
+    alone = {name: draw.job_alone(folder, f"{name}, alone") for name, (draw, _) in draws.items()}
+    [wanted] = on_ranks(1, each, trace_here, alone, timeout=300)
+    for world in WORLDS:
+        jobs = {name: job for name, (draw, job) in draws.items() if draw.layout.world == world}
+        traces = on_ranks(world, each, trace_here, jobs, timeout=300)[0] if jobs else {}
+        for name, trace in traces.items():
+            far = errors(*routed_alike(trace, wanted[name]))
+            if not far.within(LIMITS):
+                by_rounding = errors_of_rounding(draws[name][0], wanted[name], folder, name)
+                limits = [ROUNDINGS * error for error in by_rounding]
+                limits = Errors(*map(max, LIMITS, limits))
+                assert far.within(limits), f"{name}: {far}; by rounding {by_rounding}"
