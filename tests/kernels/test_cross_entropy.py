@@ -221,6 +221,29 @@ def test_every_backend_reads_and_turns_logits_as_fp64_does_and_kernels_as_the_cp
                     torch.testing.assert_close(one.cpu(), other, rtol=rtol, atol=2e-4)
 
 
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_weighted_losses_and_their_gradients_from_triton_are_those_of_the_cpu(dtype):
+    for seed in range(6):
+        case = any_case(seed, dtype)
+        rows, matrices = (torch.cat(sides, 1) for sides in (case.rows, case.matrices))
+        # The largest are 10^4 times the smallest, and some tokens do not count.
+        weights = torch.logspace(-3, 1, len(case.labels), device=DEVICE)
+        weights[::5] = 0
+        logits = rows @ matrices.t()
+        stats = tally.backend("triton")(logits, case.labels, case.terms)
+        total = (losses(stats, len(matrices), case.terms) * weights).sum()
+        factors = slopes(stats.log_sum, stats.log_sum, len(matrices), case.terms, weights)
+        slope_.backend("triton")(logits, case.labels, stats.log_sum, factors, case.terms)
+        sides = [side.cpu().requires_grad_() for side in (rows, matrices)]
+        of_cpu = {"weights_S": weights.cpu(), "terms": case.terms}
+        want = linear_cross_entropy([(sides[0], sides[1])], case.labels.cpu(), **of_cpu)
+        check_close(total.cpu(), want, dtype, what=f"case {seed}")
+        gradients = logits @ matrices, logits.t() @ rows
+        for mine, theirs in zip(gradients, torch.autograd.grad(want, sides), strict=True):
+            check_close(mine.cpu(), theirs, dtype, what=f"case {seed}: {case.terms}")
+
+
 @pytest.mark.parametrize(
     "backend",
     [
