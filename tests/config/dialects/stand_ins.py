@@ -128,6 +128,7 @@ CHANGES: tuple[tuple[str, dict[str, Any]], ...] = (
     (r"LFM2(\.5)?-[\d.]+[BM]($|-[BI])", {"layer_types": ["conv", "full_attention"] * 16}),
     (r"gemma-4-\d", {"text_config": {"hidden_size_per_layer_input": 0}}),
     (r"Mistral-Small-4", {"text_config": {"model_type": "mistral4"}}),
+    (r"Cerebras-GPT", {"n_positions": 2048}),
     (r"ERNIE-4\.5-300B", {"num_attention_heads": 64, "num_key_value_heads": 8}),
 )
 """What their configs have, where the default of the type has another value."""
