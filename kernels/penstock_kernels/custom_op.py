@@ -47,13 +47,13 @@ def operator(
     return getattr(torch.ops.penstock, name).default
 
 
-def fake_like(*places: int) -> Callable[..., Any]:
+def fake_like(*indices: int) -> Callable[..., Any]:
     """A fake implementation whose results are contiguous, of the shapes and dtypes of the arguments
     at these places: one tensor, or several.
     """
 
-    def fake(*given: Any) -> Any:
-        first, *others = (given[place].new_empty(given[place].shape) for place in places)
-        return (first, *others) if others else first
+    def fake(*args: Any) -> Any:
+        first, *further = (args[index].new_empty(args[index].shape) for index in indices)
+        return (first, *further) if further else first
 
     return fake

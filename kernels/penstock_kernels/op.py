@@ -65,8 +65,8 @@ class Op(Generic[P, R]):
 
     def __post_init__(self) -> None:
         """Find the available implementations."""
-        found = tuple(backend for backend in self.fast.values() if backend.is_auto_selectable)
-        object.__setattr__(self, "available", found)
+        available = tuple(backend for backend in self.fast.values() if backend.is_auto_selectable)
+        object.__setattr__(self, "available", available)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the first fast backend that supports the inputs, else the reference."""
@@ -77,7 +77,7 @@ class Op(Generic[P, R]):
 
     def is_fast(self, *args: P.args, **kwargs: P.kwargs) -> bool:
         """Whether a call with these inputs would run a fast backend."""
-        reasons = (one.unsupported_reason(*args, **kwargs) for one in self.available)
+        reasons = (backend.unsupported_reason(*args, **kwargs) for backend in self.available)
         return any(reason is None for reason in reasons)
 
     @property
@@ -130,8 +130,8 @@ def needs_cuda(*tensors: torch.Tensor) -> str | None:
         return f"its tensors are on {', '.join(kinds)}, and it needs cuda"
     current = torch.cuda.current_device()
     if any(device.index != current for device in devices):
-        found = ", ".join(sorted(map(str, devices)))
-        return f"its tensors are on {found}, and cuda:{current} is the current device"
+        names = ", ".join(sorted(map(str, devices)))
+        return f"its tensors are on {names}, and cuda:{current} is the current device"
     return None
 
 

@@ -27,10 +27,10 @@ def philox(counter: Sequence[torch.Tensor], key: int) -> tuple[torch.Tensor, ...
     return c0, c1, c2, c3
 
 
-def _product(word: torch.Tensor, by: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _product(uint32: torch.Tensor, by: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The high and the low word of a product of two words, the second at least 2^31.
 
     Computed with 2^32 minus the second word, so that the product fits a signed 64-bit integer.
     """
-    less = word * (by - 2**32)
-    return (less >> 32) + word, less & WORD
+    less = uint32 * (by - 2**32)
+    return (less >> 32) + uint32, less & WORD

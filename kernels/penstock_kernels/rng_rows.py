@@ -47,11 +47,11 @@ def require_rows(shape: Sequence[int], runs: Sequence[RowKeys], first_column: in
 
 def blocks(runs: Sequence[RowKeys], columns: int) -> Iterator[tuple[slice, RowKeys]]:
     """The rows of all runs, a block at a time, with their runs."""
-    each = max(AT_ONCE // max(columns, 1), 1)
+    block_rows = max(AT_ONCE // max(columns, 1), 1)
     start = 0
     for run in runs:
-        for row in range(0, run.rows, each):
-            rows = min(each, run.rows - row)
+        for row in range(0, run.rows, block_rows):
+            rows = min(block_rows, run.rows - row)
             yield (
                 slice(start + row, start + row + rows),
                 RowKeys(rows, run.key, run.first_row + row),
@@ -79,13 +79,15 @@ def side_by_side(four: Sequence[torch.Tensor], first_column: int, columns: int) 
     return torch.stack(tuple(four), -1).flatten(1).narrow(1, first_column % 4, columns)
 
 
-def copy_tables(each: Sequence[Sequence[RowKeys]], device: torch.device) -> list[torch.Tensor]:
+def copy_tables(
+    runs_of_tensors: Sequence[Sequence[RowKeys]], device: torch.device
+) -> list[torch.Tensor]:
     """Tables of the runs for kernels, each int64 [3, runs]: the end of a run's rows, its key, and
     the offset of its rows in their tensor. One copy to the device for all.
     """
-    numbers = [number for runs in each for row in _table(runs) for number in row]
+    numbers = [number for runs in runs_of_tensors for row in _table(runs) for number in row]
     copied = to_device(torch.tensor(numbers), device)
-    tables = copied.split([3 * len(runs) for runs in each])
+    tables = copied.split([3 * len(runs) for runs in runs_of_tensors])
     return [part.view(3, -1) for part in tables]
 
 

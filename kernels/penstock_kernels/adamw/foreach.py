@@ -24,61 +24,67 @@ class StepTensors(NamedTuple):
 
 
 def adamw_foreach_(
-    each: Sequence[StepTensors], settings: Settings, step: Callable[..., None], small: int = SMALL
+    states: Sequence[StepTensors],
+    settings: Settings,
+    step: Callable[..., None],
+    concat_below: int = SMALL,
 ) -> None:
     """Apply `step` (an `adamw_`) to every weight, without stochastic rounding.
 
-    Weights of at most `small` elements, of the same dtypes, are concatenated for it. Results equal
-    those of separate calls.
+    Weights of at most `concat_below` elements, of the same dtypes, are concatenated for it. Results
+    equal those of separate calls.
 
     Raises:
         ValueError: as `step` does.
     """
-    alike: dict[tuple[object, ...], list[StepTensors]] = {}
-    for one in each:
-        if not one.weight.numel():
-            continue
-        if one.weight.numel() > small:
-            _alone(one, settings, step)
-            continue
-        key = tuple(None if part is None else (part.dtype, part.device) for part in one)
-        alike.setdefault(key, []).append(one)
-    for ones in alike.values():
-        for some in _batches(ones):
-            if len(some) == 1:
-                _alone(some[0], settings, step)
+    small: dict[tuple[object, ...], list[StepTensors]] = {}
+    for state in states:
+        if state.weight.numel() > concat_below:
+            step_one(state, settings, step)
+        elif state.weight.numel():
+            key = tuple(
+                tensor if tensor is None else (tensor.dtype, tensor.device) for tensor in state
+            )
+            small.setdefault(key, []).append(state)
+    for group in small.values():
+        for bucket in split_buckets(group):
+            if len(bucket) == 1:
+                step_one(bucket[0], settings, step)
             else:
-                _side_by_side(some, settings, step)
+                step_concatenated(bucket, settings, step)
 
 
-def _alone(one: StepTensors, settings: Settings, step: Callable[..., None]) -> None:
-    columns = one.weight.shape[-1] if one.weight.ndim else 1
-    weight, gradient, first, second = (part.view(-1, columns) for part in one[:4])
-    lost = None if one.lost is None else one.lost.view(-1, columns)
-    step(weight, gradient, first, second, settings, lost=lost)
+def step_one(state: StepTensors, settings: Settings, step: Callable[..., None]) -> None:
+    """Step one weight as the matrix of its last dimension."""
+    columns = state.weight.shape[-1] if state.weight.ndim else 1
+    *tensors, lost = (tensor if tensor is None else tensor.view(-1, columns) for tensor in state)
+    step(*tensors, settings, lost=lost)
 
 
-def _side_by_side(
-    some: Sequence[StepTensors], settings: Settings, step: Callable[..., None]
+def step_concatenated(
+    bucket: Sequence[StepTensors], settings: Settings, step: Callable[..., None]
 ) -> None:
-    columns = [[part for part in parts if part is not None] for parts in zip(*some, strict=True)]
-    flat = [torch.cat([part.view(-1) for part in parts])[None] for parts in columns if parts]
-    step(*flat[:4], settings, lost=flat[4] if columns[4] else None)
-    sizes = [one.weight.numel() for one in some]
-    written = [parts for at, parts in enumerate(columns) if parts and at != 1]
-    made = [one for at, one in enumerate(flat) if at != 1]
-    for parts, one in zip(written, made, strict=True):
-        pieces = one.view(-1).split(sizes)
-        torch._foreach_copy_([part.view(-1) for part in parts], list(pieces))
+    """Step a bucket's weights in one call."""
+    # One launch for the bucket: a launch costs more than copying 64 K elements twice.
+    tensors = {
+        name: [tensor.view(-1) for state in bucket if (tensor := getattr(state, name)) is not None]
+        for name in StepTensors._fields
+    }
+    flat = {name: torch.cat(parts)[None] for name, parts in tensors.items() if parts}
+    step(*(flat[name] for name in StepTensors._fields[:4]), settings, lost=flat.get("lost"))
+    sizes = [state.weight.numel() for state in bucket]
+    for name in flat.keys() - {"gradient"}:  # which the step only reads
+        torch._foreach_copy_(tensors[name], list(flat[name].view(-1).split(sizes)))
 
 
-def _batches(ones: Sequence[StepTensors]) -> list[list[StepTensors]]:
-    found: list[list[StepTensors]] = []
-    room = 0
-    for one in ones:
-        if one.weight.numel() > room:
-            found.append([])
-            room = MAX_CONCATENATED
-        found[-1].append(one)
-        room -= one.weight.numel()
-    return found
+def split_buckets(states: Sequence[StepTensors]) -> list[list[StepTensors]]:
+    """Consecutive weights, at most MAX_CONCATENATED elements together."""
+    buckets: list[list[StepTensors]] = []
+    free = 0
+    for state in states:
+        if state.weight.numel() > free:
+            buckets.append([])
+            free = MAX_CONCATENATED
+        buckets[-1].append(state)
+        free -= state.weight.numel()
+    return buckets

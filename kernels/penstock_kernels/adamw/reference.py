@@ -50,29 +50,29 @@ def adamw_(
     rows = math.prod(weight.shape[:-1])
     # Views, so that writes change the originals.
     weight_RK, gradient_RK, first_RK, second_RK = (
-        one.view(rows, columns) for one in (weight, gradient, first, second)
+        tensor.view(rows, columns) for tensor in (weight, gradient, first, second)
     )
     lost_RK = None if lost is None else lost.view(rows, columns)
-    for here, run in blocks([RowKeys(rows, 0)] if runs is None else runs, columns):
+    for rows_slice, run in blocks([RowKeys(rows, 0)] if runs is None else runs, columns):
         drawn = None
         if runs is not None:
             drawn = random_words(run, first_column, columns, weight.device)
-        g = gradient_RK[here].float()
-        m = first_RK[here].float()
+        g = gradient_RK[rows_slice].float()
+        m = first_RK[rows_slice].float()
         m = m + (g - m) * (1 - settings.beta1)
-        v = second_RK[here].float() * settings.beta2 + g * g * (1 - settings.beta2)
+        v = second_RK[rows_slice].float() * settings.beta2 + g * g * (1 - settings.beta2)
         update = m / (v.sqrt() / settings.bias_correction2_sqrt + settings.eps)
-        w = weight_RK[here].float()
+        w = weight_RK[rows_slice].float()
         if lost_RK is not None:
-            w = w + lost_RK[here].float()
+            w = w + lost_RK[rows_slice].float()
         w = w * settings.decay_factor - update * settings.step_size
-        first_RK[here] = m
-        second_RK[here] = _as(second.dtype, v, None if drawn is None else drawn >> 16)
+        first_RK[rows_slice] = m
+        second_RK[rows_slice] = _as(second.dtype, v, None if drawn is None else drawn >> 16)
         if lost_RK is None:
-            weight_RK[here] = _as(weight.dtype, w, None if drawn is None else drawn & LOW)
+            weight_RK[rows_slice] = _as(weight.dtype, w, None if drawn is None else drawn & LOW)
         else:
-            weight_RK[here] = w
-            lost_RK[here] = w - weight_RK[here].float()
+            weight_RK[rows_slice] = w
+            lost_RK[rows_slice] = w - weight_RK[rows_slice].float()
 
 
 def _as(dtype: torch.dtype, x: torch.Tensor, drawn: torch.Tensor | None) -> torch.Tensor:

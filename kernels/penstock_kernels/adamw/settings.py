@@ -54,7 +54,10 @@ def require_step(
     """
     if weight.ndim < 2:
         raise ValueError(f"the weight is {tuple(weight.shape)}; it must have rows and columns")
-    for tensor in (weight, *(one for one in tensors if one is not None)):
+    for tensor in (
+        weight,
+        *(tensor_or_none for tensor_or_none in tensors if tensor_or_none is not None),
+    ):
         if tensor.shape != weight.shape:
             raise ValueError(f"{tuple(tensor.shape)} beside a weight of {tuple(weight.shape)}")
         if tensor.dtype not in DTYPES:

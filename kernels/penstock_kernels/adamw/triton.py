@@ -22,11 +22,11 @@ from penstock_kernels.stochastic_rounding.draws import (
 
 
 @triton.jit
-def _store(at, x, inside):
+def _store(ptrs, x, inside):
     """x, of which bfloat16 holds every number where it is put as that."""
-    if at.dtype.element_ty == tl.bfloat16:
+    if ptrs.dtype.element_ty == tl.bfloat16:
         x = as_bfloat16(x)
-    tl.store(at, x, mask=inside)
+    tl.store(ptrs, x, mask=inside)
 
 
 @triton.jit(
@@ -50,7 +50,7 @@ def _step(
     beta2,
     forgets2,
     eps,
-    kept,
+    decay,
     size,
     root,
     ROWS: tl.constexpr,
@@ -62,38 +62,38 @@ def _step(
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     column = tl.program_id(1) * ACROSS - SHIFT + tl.arange(0, ACROSS)
     inside = (row < R)[:, None] & ((column >= 0) & (column < K))[None, :]
-    at = row[:, None] * K + column[None, :]
-    g = tl.load(gradient_ptr + at, mask=inside, other=0).to(tl.float32)
-    m = tl.load(first_ptr + at, mask=inside, other=0).to(tl.float32)
-    v = tl.load(second_ptr + at, mask=inside, other=0).to(tl.float32)
-    w = tl.load(weight_ptr + at, mask=inside, other=0).to(tl.float32)
+    offs = row[:, None] * K + column[None, :]
+    g = tl.load(gradient_ptr + offs, mask=inside, other=0).to(tl.float32)
+    m = tl.load(first_ptr + offs, mask=inside, other=0).to(tl.float32)
+    v = tl.load(second_ptr + offs, mask=inside, other=0).to(tl.float32)
+    w = tl.load(weight_ptr + offs, mask=inside, other=0).to(tl.float32)
     m = m + (g - m) * forgets1
     v = v * beta2 + g * g * forgets2
     update = tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), root) + eps)
     if lost_ptr is not None:
-        w += tl.load(lost_ptr + at, mask=inside, other=0).to(tl.float32)
-    w = w * kept - update * size
+        w += tl.load(lost_ptr + offs, mask=inside, other=0).to(tl.float32)
+    w = w * decay - update * size
     if RUNS:
         drawn = random_words(row, runs_ptr, num_runs, first_column, ROWS, ACROSS, RUNS)
     if first_ptr.dtype.element_ty == tl.bfloat16:
         m = round_to_nearest(m)
-    _store(first_ptr + at, m, inside)
+    _store(first_ptr + offs, m, inside)
     if second_ptr.dtype.element_ty == tl.bfloat16:
         v = round_stochastically(v, drawn >> 16) if RUNS else round_to_nearest(v)
-    _store(second_ptr + at, v, inside)
-    here = w
+    _store(second_ptr + offs, v, inside)
+    stored = w
     if weight_ptr.dtype.element_ty == tl.bfloat16:
-        here = (
+        stored = (
             round_stochastically(w, drawn & LOW)
             if RUNS and lost_ptr is None
             else round_to_nearest(w)
         )
-    _store(weight_ptr + at, here, inside)
+    _store(weight_ptr + offs, stored, inside)
     if lost_ptr is not None:
-        rest = w - here
+        remainder = w - stored
         if lost_ptr.dtype.element_ty == tl.bfloat16:
-            rest = round_to_nearest(rest)
-        _store(lost_ptr + at, rest, inside)
+            remainder = round_to_nearest(remainder)
+        _store(lost_ptr + offs, remainder, inside)
 
 
 def adamw_(

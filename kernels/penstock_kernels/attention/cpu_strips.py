@@ -190,9 +190,9 @@ class _Strips(torch.autograd.Function):
         y_PnRH = torch.empty_like(q_PnRH)
         walk = _Walk(q_PnRH.float() * scale, k_PWH.float(), lay, q_PnRH.dtype)
         for strip in walk.strips():
-            seen = walk.rounded(walk.probabilities(strip), strip)
-            at = strip.pairs, strip.number
-            y_PnRH[at] = torch.bmm(seen, v_PWH[strip.pairs, : strip.end])
+            weights = walk.rounded(walk.probabilities(strip), strip)
+            index = strip.pairs, strip.number
+            y_PnRH[index] = torch.bmm(weights, v_PWH[strip.pairs, : strip.end])
         return lay.rows_to_tokens(y_PnRH)
 
     @staticmethod
@@ -208,18 +208,18 @@ class _Strips(torch.autograd.Function):
         walk = _Walk(q_PnRH.float() * ctx.scale, k_PWH.float(), lay, q_PnRH.dtype)
         slopes = walk.scratch(torch.float32)
         for strip in walk.strips():
-            at, keys = (strip.pairs, strip.number), (strip.pairs, slice(strip.end))
+            index, keys = (strip.pairs, strip.number), (strip.pairs, slice(strip.end))
             probabilities = walk.probabilities(strip)
-            seen = walk.rounded(probabilities, strip)
-            dv_PWH[keys].add_(torch.bmm(seen.mT, dy_PnRH[at]))
+            weights = walk.rounded(probabilities, strip)
+            dv_PWH[keys].add_(torch.bmm(weights.mT, dy_PnRH[index]))
             slope = slopes.rows(strip)
-            torch.bmm(precise_dy_PnRH[at], precise_v_PWH[keys].mT, out=slope)
+            torch.bmm(precise_dy_PnRH[index], precise_v_PWH[keys].mT, out=slope)
             torch.ops.aten._softmax_backward_data.out(
                 slope, probabilities, -1, slope.dtype, grad_input=slope
             )
-            seen = walk.rounded(slope, strip)
-            dq_PnRH[at] = torch.bmm(seen, k_PWH[keys])
-            dk_PWH[keys].add_(torch.bmm(seen.mT, q_PnRH[at]))
+            weights = walk.rounded(slope, strip)
+            dq_PnRH[index] = torch.bmm(weights, k_PWH[keys])
+            dk_PWH[keys].add_(torch.bmm(weights.mT, q_PnRH[index]))
         dq_SNH = lay.rows_to_tokens(dq_PnRH.mul_(ctx.scale))
         dk_SKH = lay.keys_to_tokens(dk_PWH.mul_(ctx.scale))
         dv_SKH = lay.keys_to_tokens(dv_PWH)

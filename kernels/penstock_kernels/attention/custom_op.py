@@ -95,8 +95,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.T
 
 def _gradients(ctx: Any, dy_TNH: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
     q_TNH, k_TKH, v_TKH, sinks_N, *documents, y_TNH, lse_TN = ctx.saved_tensors
-    given = q_TNH, k_TKH, v_TKH, y_TNH, lse_TN, *documents
-    dq_TNH, dk_TKH, dv_TKH = _operator_backward(dy_TNH, *given, ctx.scale, ctx.window)
+    inputs = q_TNH, k_TKH, v_TKH, y_TNH, lse_TN, *documents
+    dq_TNH, dk_TKH, dv_TKH = _operator_backward(dy_TNH, *inputs, ctx.scale, ctx.window)
     dsinks_N = None
     if sinks_N is not None and ctx.needs_input_grad[3]:
         dsinks_N = gradient_of_sinks(dy_TNH, y_TNH, lse_TN, sinks_N)

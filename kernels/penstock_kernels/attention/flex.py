@@ -80,8 +80,8 @@ def _compiled() -> Callable[..., Any]:
 def capped(soft_cap: float) -> Callable[..., torch.Tensor]:
     """What is made of a score, as flex_attention asks for it."""
 
-    def within(score: torch.Tensor, *at: torch.Tensor) -> torch.Tensor:
-        del at
+    def within(score: torch.Tensor, *indices: torch.Tensor) -> torch.Tensor:
+        del indices
         return (score / soft_cap).tanh() * soft_cap
 
     return within
@@ -113,11 +113,11 @@ def _blocks(segments: VarlenMetadata, window: int | None) -> "BlockMask":
     ) -> torch.Tensor:
         del batch, head
         within = key <= query if end_T is None else key < end_T[query]
-        seen = (document_T[query] == document_T[key]) & within
+        visible = (document_T[query] == document_T[key]) & within
         if window is not None:
             back = query - key if depth_T is None else depth_T[query] - depth_T[key]
-            seen = seen & (back < window)
-        return seen if start_T is None else seen & (query < start_T[key])
+            visible = visible & (back < window)
+        return visible if start_T is None else visible & (query < start_T[key])
 
     document_nB = _in_blocks(document_T)
     first_n, last_n = document_nB.amin(1), document_nB.amax(1)

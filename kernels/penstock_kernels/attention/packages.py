@@ -64,18 +64,18 @@ def unsupported_reason(
     return None
 
 
-def flash_attention_2(*given: Any, **settings: Any) -> torch.Tensor:
+def flash_attention_2(*args: Any, **settings: Any) -> torch.Tensor:
     """Same as the reference, except for sinks."""
     from flash_attn import flash_attn_varlen_func  # noqa: PLC0415
 
-    return _without_sinks(flash_attn_varlen_func, *given, **settings)
+    return _without_sinks(flash_attn_varlen_func, *args, **settings)
 
 
-def flash_attention_3(*given: Any, **settings: Any) -> torch.Tensor:
+def flash_attention_3(*args: Any, **settings: Any) -> torch.Tensor:
     """Same as the reference, except for sinks."""
     from flash_attn_interface import flash_attn_varlen_func  # noqa: PLC0415
 
-    return _without_sinks(flash_attn_varlen_func, *given, **settings)
+    return _without_sinks(flash_attn_varlen_func, *args, **settings)
 
 
 def _without_sinks(

@@ -80,10 +80,10 @@ def _forward(
         for block, inputs_LC in taps.blocks(x_TC, tokens, state_WC):
             found_LC = taps.sums(inputs_LC)
             y_TC[block] = torch.nn.functional.silu(found_LC, inplace=True) if silu else found_LC
-        kept = min(taps.before, tokens.stop - tokens.start)
-        if state_WC is not None and kept < taps.before:
-            final_BWC[document, : taps.before - kept] = state_WC[kept:]
-        final_BWC[document, taps.before - kept :] = x_TC[tokens.stop - kept : tokens.stop]
+        tail = min(taps.before, tokens.stop - tokens.start)
+        if state_WC is not None and tail < taps.before:
+            final_BWC[document, : taps.before - tail] = state_WC[tail:]
+        final_BWC[document, taps.before - tail :] = x_TC[tokens.stop - tail : tokens.stop]
     return y_TC, final_BWC
 
 
@@ -186,9 +186,13 @@ def back(gradients_of: Any) -> Any:
         saved = ctx.saved_tensors
         if dy_TC is None:
             dy_TC = torch.zeros_like(saved[0])
-        found = gradients_of(dy_TC, dfinal_BWC, *saved, ctx.silu)
-        wanted = ctx.needs_input_grad
-        return *(x if wants else None for x, wants in zip(found, wanted, strict=False)), None, None
+        gradients = gradients_of(dy_TC, dfinal_BWC, *saved, ctx.silu)
+        needs_grad = ctx.needs_input_grad
+        return (
+            *(x if wants else None for x, wants in zip(gradients, needs_grad, strict=False)),
+            None,
+            None,
+        )
 
     return run
 
@@ -207,5 +211,5 @@ def causal_conv1d(
     initial_state_BWC: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Same as the reference, except for the last bits of sums."""
-    given = x_TC, weight_CW, bias_C, initial_state_BWC
-    return _conv_of(*given, segments.cu_seqlens, activation == "silu")
+    inputs = x_TC, weight_CW, bias_C, initial_state_BWC
+    return _conv_of(*inputs, segments.cu_seqlens, activation == "silu")

@@ -27,13 +27,13 @@ def _documents(cu_seqlens_ptr, token, num_documents):
     """The document of each token, by bisection, its first token, and the one past its last."""
     low = tl.zeros_like(token)
     high = low + num_documents
-    left = num_documents
-    while left > 1:
+    remaining = num_documents
+    while remaining > 1:
         middle = (low + high) // 2
         is_later = tl.load(cu_seqlens_ptr + middle) <= token
         low = tl.where(is_later, middle, low)
         high = tl.where(is_later, high, middle)
-        left = (left + 1) // 2
+        remaining = (remaining + 1) // 2
     return low, tl.load(cu_seqlens_ptr + low), tl.load(cu_seqlens_ptr + low + 1)
 
 
@@ -41,13 +41,13 @@ def _documents(cu_seqlens_ptr, token, num_documents):
 def _inputs(x_ptr, initial_ptr, document, start, position, column, inside, C, WIDTH: tl.constexpr):
     """Inputs [rows, BLOCK] at positions in documents, also those before a document's first."""
     row = (start + position).to(tl.int64)
-    found = tl.load(x_ptr + row * C + column, mask=inside & (position >= 0), other=0)
-    found = found.to(tl.float32)
+    x = tl.load(x_ptr + row * C + column, mask=inside & (position >= 0), other=0)
+    x = x.to(tl.float32)
     if initial_ptr is not None:
         row = document.to(tl.int64) * (WIDTH - 1) + WIDTH - 1 + position
         is_before = inside & (position < 0) & (position > -WIDTH)
-        found += tl.load(initial_ptr + row * C + column, mask=is_before, other=0).to(tl.float32)
-    return found
+        x += tl.load(initial_ptr + row * C + column, mask=is_before, other=0).to(tl.float32)
+    return x
 
 
 @triton.jit
@@ -202,8 +202,8 @@ def _backward(
                 SILU,
                 WIDTH,
             )
-            at = weight_ptr + column * WIDTH + WIDTH - 1 - ago
-            dx += slopes * tl.load(at, mask=column < C, other=0).to(tl.float32)
+            weight_ptrs = weight_ptr + column * WIDTH + WIDTH - 1 - ago
+            dx += slopes * tl.load(weight_ptrs, mask=column < C, other=0).to(tl.float32)
             if ago == 0:
                 dbias += tl.sum(slopes, axis=0)[None, :]
                 for earlier in tl.static_range(WIDTH):
@@ -259,7 +259,7 @@ def _states(
     length = tl.load(cu_seqlens_ptr + document + 1) - start
     of = document.to(tl.int64) * (WIDTH - 1)
     if BACKWARD:
-        found = tl.zeros([4, BLOCK], tl.float32)
+        state = tl.zeros([4, BLOCK], tl.float32)
         for ago in tl.static_range(1, WIDTH):
             position = row - (WIDTH - 1) + ago
             slopes = _slopes(
@@ -277,17 +277,17 @@ def _states(
                 SILU,
                 WIDTH,
             )
-            at = weight_ptr + column * WIDTH + WIDTH - 1 - ago
-            found += slopes * tl.load(at, mask=column < C, other=0).to(tl.float32)
+            weight_ptrs = weight_ptr + column * WIDTH + WIDTH - 1 - ago
+            state += slopes * tl.load(weight_ptrs, mask=column < C, other=0).to(tl.float32)
         if dfinal_ptr is not None:
             # Of states that a short document keeps.
-            kept = row - length
-            at = dfinal_ptr + (of + kept) * C + column
-            found += tl.load(at, mask=inside & (kept >= 0), other=0).to(tl.float32)
+            final_row = row - length
+            weight_ptrs = dfinal_ptr + (of + final_row) * C + column
+            state += tl.load(weight_ptrs, mask=inside & (final_row >= 0), other=0).to(tl.float32)
     else:
         position = length - (WIDTH - 1) + row
-        found = _inputs(x_ptr, initial_ptr, document, start, position, column, inside, C, WIDTH)
-    tl.store(states_ptr + (of + row) * C + column, found, mask=inside)
+        state = _inputs(x_ptr, initial_ptr, document, start, position, column, inside, C, WIDTH)
+    tl.store(states_ptr + (of + row) * C + column, state, mask=inside)
 
 
 def _run(
@@ -304,12 +304,12 @@ def _run(
     (T, C), width, documents = x.shape, weight.shape[1], len(cu_seqlens) - 1
     y, final = x.new_empty(x.shape), x.new_empty(documents, width - 1, C)
     blocks, kind = cdiv(C, TILE["BLOCK"]), {"SILU": silu, "WIDTH": width}
-    given = x, weight, bias, initial
+    inputs = x, weight, bias, initial
     _forward[(cdiv(T, TILE["ROWS"]), blocks)](
-        *given, cu_seqlens, y, T, C, documents, **kind, **TILE
+        *inputs, cu_seqlens, y, T, C, documents, **kind, **TILE
     )
     _states[(documents, blocks)](
-        *(None, *given, None, cu_seqlens, final, C), BACKWARD=False, **kind, BLOCK=TILE["BLOCK"]
+        *(None, *inputs, None, cu_seqlens, final, C), BACKWARD=False, **kind, BLOCK=TILE["BLOCK"]
     )
     return y, final
 
@@ -347,15 +347,15 @@ def _gradients(
     dweight = x.new_empty(parts, width, C, dtype=torch.float32)
     dbias = None if bias is None else x.new_empty(parts, C, dtype=torch.float32)
     kind = {"SILU": silu, "WIDTH": width}
-    given = dy, x, weight, bias, initial, dfinal, cu_seqlens
+    inputs = dy, x, weight, bias, initial, dfinal, cu_seqlens
     _backward[(parts, blocks)](
-        *given, dx, dweight, dbias, T, C, documents, rows_each, **kind, **TILE
+        *inputs, dx, dweight, dbias, T, C, documents, rows_each, **kind, **TILE
     )
     dinitial = x.new_empty(0)
     if initial is not None:
         dinitial = initial.new_empty(initial.shape)
         _states[(documents, blocks)](
-            *given, dinitial, C, BACKWARD=True, **kind, BLOCK=TILE["BLOCK"]
+            *inputs, dinitial, C, BACKWARD=True, **kind, BLOCK=TILE["BLOCK"]
         )
     return (
         dx,
@@ -395,5 +395,5 @@ def causal_conv1d(
     initial_state_BWC: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Same as the reference."""
-    given = x_TC, weight_CW, bias_C, initial_state_BWC
-    return _conv_of(*given, segments.cu_seqlens, activation == "silu")
+    inputs = x_TC, weight_CW, bias_C, initial_state_BWC
+    return _conv_of(*inputs, segments.cu_seqlens, activation == "silu")

@@ -19,10 +19,10 @@ def _read(both_ptr, n, BLOCK: tl.constexpr):
     """Gate and up, unclamped. They are interleaved and read as whole vectors, which each thread
     splits.
     """
-    at = tl.program_id(0).to(tl.int64) * (2 * BLOCK) + tl.arange(0, 2 * BLOCK)
+    offs = tl.program_id(0).to(tl.int64) * (2 * BLOCK) + tl.arange(0, 2 * BLOCK)
     # Not `at < 2 * n`: n is int32, and its double overflows.
-    both = tl.load(both_ptr + at, mask=at // 2 < n, other=0).to(tl.float32)
-    return tl.split(both.reshape(BLOCK, 2))
+    gate_up = tl.load(both_ptr + offs, mask=offs // 2 < n, other=0).to(tl.float32)
+    return tl.split(gate_up.reshape(BLOCK, 2))
 
 
 @triton.jit
@@ -30,15 +30,15 @@ def _forward(both_ptr, y_ptr, alpha, limit, n, BLOCK: tl.constexpr):
     gate, up = _read(both_ptr, n, BLOCK)
     gate = tl.minimum(gate, limit)
     up = tl.minimum(tl.maximum(up, -limit), limit)
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(y_ptr + at, (up + 1) * gate * tl.sigmoid(alpha * gate), mask=at < n)
+    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y_ptr + offs, (up + 1) * gate * tl.sigmoid(alpha * gate), mask=offs < n)
 
 
 @triton.jit
 def _backward(both_ptr, dy_ptr, dboth_ptr, alpha, limit, n, BLOCK: tl.constexpr):
     gate, up = _read(both_ptr, n, BLOCK)
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    dy = tl.load(dy_ptr + at, mask=at < n, other=0).to(tl.float32)
+    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    dy = tl.load(dy_ptr + offs, mask=offs < n, other=0).to(tl.float32)
     # At the limits gradients pass, as in torch.clamp.
     gate_passes = gate <= limit
     up_passes = (up >= -limit) & (up <= limit)
@@ -53,23 +53,23 @@ def _backward(both_ptr, dy_ptr, dboth_ptr, alpha, limit, n, BLOCK: tl.constexpr)
     tl.store(dboth_ptr + both_at, tl.interleave(dgate, dup), mask=both_at // 2 < n)
 
 
-def _clamped_gate(both: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
-    y = _clamped_gate_fake(both, alpha, limit)
+def _clamped_gate(gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    y = _clamped_gate_fake(gate_up, alpha, limit)
     if n := y.numel():
-        _forward[(cdiv(n, BLOCK),)](both.contiguous(), y, alpha, limit, n, BLOCK=BLOCK)
+        _forward[(cdiv(n, BLOCK),)](gate_up.contiguous(), y, alpha, limit, n, BLOCK=BLOCK)
     return y
 
 
-def _clamped_gate_fake(both: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+def _clamped_gate_fake(gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
     del alpha, limit
-    return both.new_empty((*both.shape[:-1], both.shape[-1] // 2))
+    return gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
 
 
-def _gradient(both: torch.Tensor, dy: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
-    dboth = both.new_empty(both.shape)
+def _gradient(gate_up: torch.Tensor, dy: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    dboth = gate_up.new_empty(gate_up.shape)
     if n := dy.numel():
         _backward[(cdiv(n, BLOCK),)](
-            both.contiguous(), dy.contiguous(), dboth, alpha, limit, n, BLOCK=BLOCK
+            gate_up.contiguous(), dy.contiguous(), dboth, alpha, limit, n, BLOCK=BLOCK
         )
     return dboth
 
@@ -79,13 +79,13 @@ _gradient_of = operator("clamped_gate_gradient", _gradient, fake=fake_like(0))
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     del output
-    both, ctx.alpha, ctx.limit = inputs
-    ctx.save_for_backward(both)
+    gate_up, ctx.alpha, ctx.limit = inputs
+    ctx.save_for_backward(gate_up)
 
 
 def _back(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    (both,) = ctx.saved_tensors
-    return _gradient_of(both, dy, ctx.alpha, ctx.limit), None, None
+    (gate_up,) = ctx.saved_tensors
+    return _gradient_of(gate_up, dy, ctx.alpha, ctx.limit), None, None
 
 
 _clamped_gate_of = operator(

@@ -24,11 +24,11 @@ def softmax_stats(
     logits_CV: torch.Tensor, labels_C: torch.Tensor, terms: LossOptions
 ) -> SoftmaxStats:
     """Same as the reference."""
-    found = _unfilled(logits_CV, terms)
+    stats = _unfilled(logits_CV, terms)
     for rows, y_RV in _blocks(logits_CV):
         _read(y_RV, logits_CV[rows], terms)
-        _to_shares(y_RV, labels_C[rows], found, rows)
-    return found
+        _to_shares(y_RV, labels_C[rows], stats, rows)
+    return stats
 
 
 def logits_to_grad_(
@@ -51,15 +51,15 @@ def fused_loss_grad_(
     logits_CV: torch.Tensor, labels_C: torch.Tensor, entries: int, terms: LossOptions
 ) -> SoftmaxStats:
     """Both passes at once, with one softmax."""
-    found = _unfilled(logits_CV, terms)
+    stats = _unfilled(logits_CV, terms)
     for rows, y_RV in _blocks(logits_CV):
         bend_RV = _read(y_RV, logits_CV[rows], terms)
-        _to_shares(y_RV, labels_C[rows], found, rows)
-        log_sum_R = found.log_sum[rows]
+        _to_shares(y_RV, labels_C[rows], stats, rows)
+        log_sum_R = stats.log_sum[rows]
         rises = slopes(log_sum_R, log_sum_R, entries, terms)
         _to_slopes(y_RV, bend_RV, labels_C[rows], rises)
         logits_CV[rows].copy_(y_RV)
-    return found
+    return stats
 
 
 def _read(y_RV: torch.Tensor, logits_RV: torch.Tensor, terms: LossOptions) -> torch.Tensor | None:
@@ -73,17 +73,17 @@ def _read(y_RV: torch.Tensor, logits_RV: torch.Tensor, terms: LossOptions) -> to
     return bend_RV
 
 
-def _to_shares(y_RV: torch.Tensor, label_R: torch.Tensor, found: SoftmaxStats, rows: slice) -> None:
+def _to_shares(y_RV: torch.Tensor, label_R: torch.Tensor, stats: SoftmaxStats, rows: slice) -> None:
     """Replace logits by softmax probabilities, and fill in the statistics."""
     target_R = y_RV.gather(1, label_R.clamp(min=0)[:, None]).squeeze(1)
-    found.target[rows] = target_R.masked_fill_(label_R < 0, 0)
-    if found.total is not None:
-        torch.sum(y_RV, 1, out=found.total[rows])
+    stats.target[rows] = target_R.masked_fill_(label_R < 0, 0)
+    if stats.total is not None:
+        torch.sum(y_RV, 1, out=stats.total[rows])
     largest_R = y_RV.amax(1)
     # Torch has one fused pass for it, with exponentials twice as fast as those of `exp`; and the
     # largest share, that of an exponential of 1, tells by what all were divided.
     torch.softmax(y_RV, 1, out=y_RV)
-    torch.sub(largest_R, y_RV.amax(1).log_(), out=found.log_sum[rows])
+    torch.sub(largest_R, y_RV.amax(1).log_(), out=stats.log_sum[rows])
 
 
 def _to_slopes(
@@ -116,10 +116,10 @@ def _blocks(logits_CV: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
     """The next rows, and a buffer for them; its contents may be overwritten."""
     count, width = logits_CV.shape
     # Softmax is parallelized over rows.
-    each = torch.get_num_threads() * max(1, EACH // max(1, width))
-    scratch_RV = _precise(logits_CV, min(each, count), width)
-    for start in range(0, count, each):
-        stop = min(start + each, count)
+    block_rows = torch.get_num_threads() * max(1, EACH // max(1, width))
+    scratch_RV = _precise(logits_CV, min(block_rows, count), width)
+    for start in range(0, count, block_rows):
+        stop = min(start + block_rows, count)
         yield slice(start, stop), scratch_RV[: stop - start]
 
 

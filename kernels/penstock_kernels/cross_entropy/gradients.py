@@ -43,9 +43,9 @@ def largest(upstream: torch.Tensor) -> Scale:
     """
     if not upstream.numel():
         return 1.0
-    found = upstream.abs().amax()
-    found = found.where(found > 0, 1.0)
-    return found.item() if upstream.device.type == "cpu" else found
+    amax = upstream.abs().amax()
+    amax = amax.where(amax > 0, 1.0)
+    return amax.item() if upstream.device.type == "cpu" else amax
 
 
 class WeightGradient:
@@ -99,8 +99,8 @@ class WeightGradient:
         start = 0
         for rows_RK in (rows for tile in self._tiles for rows in tile.split(self._each)):
             stop = start + len(rows_RK)
-            made = made_RK[: len(rows_RK)]
-            part_RK = scaled_product_(made, slope_CV[:, start:stop].t(), x_CK, self._scale)
+            part_out = made_RK[: len(rows_RK)]
+            part_RK = scaled_product_(part_out, slope_CV[:, start:stop].t(), x_CK, self._scale)
             if self._is_empty:
                 rows_RK.copy_(part_RK)
             else:
@@ -122,14 +122,14 @@ class WeightGradient:
         return rounded_VK
 
 
-def scale_(found: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
-    """Multiply `found` in place, and return it. `by` is a scalar, and is not rounded first."""
-    precise = torch.promote_types(found.dtype, torch.float32)
+def scale_(gradient: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    """Multiply `gradient` in place, and return it. `by` is a scalar, and is not rounded first."""
+    precise = torch.promote_types(gradient.dtype, torch.float32)
     # With a dimension: scalars are cast to the dtype of what they multiply.
     by_1 = by.to(precise).reshape(1)
-    if found.device.type != "cpu":
-        return torch.mul(found, by_1, out=found)
-    each = max(1, SCALED // max(1, found[:1].numel() * precise.itemsize))
-    for rows in found.split(each):
+    if gradient.device.type != "cpu":
+        return torch.mul(gradient, by_1, out=gradient)
+    block_rows = max(1, SCALED // max(1, gradient[:1].numel() * precise.itemsize))
+    for rows in gradient.split(block_rows):
         torch.mul(rows, by_1, out=rows)
-    return found
+    return gradient

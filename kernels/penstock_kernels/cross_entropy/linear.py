@@ -159,11 +159,11 @@ class _Work:
         labels_C = self.labels[rows]
         if self.divided is None and self.weights is None:
             return self.made_by.turn_(logits_CV, labels_C, self.entries, self.terms)
-        own, whole = self.tally(logits_CV, rows)
+        own, merged = self.tally(logits_CV, rows)
         weights_C = None if self.weights is None else self.weights[rows]
-        rises = slopes(own.log_sum, whole.log_sum, self.entries, self.terms, weights_C)
+        rises = slopes(own.log_sum, merged.log_sum, self.entries, self.terms, weights_C)
         self.made_by.slope_(logits_CV, labels_C, own.log_sum, rises, self.terms)
-        return whole
+        return merged
 
     def chunks(self, sides: Sides) -> Iterator[tuple[slice, torch.Tensor]]:
         """Logits of one chunk after another, in the same memory."""
@@ -173,10 +173,10 @@ class _Work:
         # CPU would copy rows that are apart.
         is_cpu = sides.rows[0].device.type == "cpu"
         apart = width if is_cpu else -(-width // ALIGNED) * ALIGNED
-        kept = sides.rows[0].new_empty(min(count, self.chunk), apart)[:, :width]
+        buffer = sides.rows[0].new_empty(min(count, self.chunk), apart)[:, :width]
         for start in range(0, count, self.chunk):
             rows = slice(start, min(start + self.chunk, count))
-            yield rows, sides.multiplied(rows, kept[: rows.stop - start])
+            yield rows, sides.multiplied(rows, buffer[: rows.stop - start])
 
 
 class _Summed(torch.autograd.Function):
@@ -184,34 +184,44 @@ class _Summed(torch.autograd.Function):
     def forward(ctx: Any, work: _Work, scale: float, *sides: torch.Tensor) -> torch.Tensor:
         gradients = SideGradients(ctx.needs_input_grad[2:], sides, work.num_chunks, scale)
         with torch.autocast(sides[0].device.type, enabled=False):
-            wanted = any(ctx.needs_input_grad)
-            total = _total(work, computed(sides), gradients if wanted else None)
+            needs_grad = any(ctx.needs_input_grad)
+            total = _total(work, computed(sides), gradients if needs_grad else None)
         ctx.save_for_backward(*gradients.take())
         ctx.scaled_by = None
         return total * scale
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        found = ctx.saved_tensors
+        gradients = ctx.saved_tensors
         if ctx.scaled_by is None:
             ctx.scaled_by = grads[0]
             # Bypasses autograd's version counter: a second backward handles scaled ones.
             return (
                 None,
                 None,
-                *(one if one is None else scale_(one.data, grads[0]) for one in found),
+                *(
+                    gradient if gradient is None else scale_(gradient.data, grads[0])
+                    for gradient in gradients
+                ),
             )
         # Some pipeline schedules run one backward pass for each operand.
         again = grads[0] / ctx.scaled_by
-        return None, None, *(one if one is None else scale_(one.clone(), again) for one in found)
+        return (
+            None,
+            None,
+            *(
+                gradient if gradient is None else scale_(gradient.clone(), again)
+                for gradient in gradients
+            ),
+        )
 
 
 def _total(work: _Work, sides: Sides, gradients: SideGradients | None) -> torch.Tensor:
     """The summed loss, and the requested gradients. No logits outlive it."""
     total = sides.rows[0].new_zeros((), dtype=precise(sides.rows[0]))
     for rows, logits_CV in work.chunks(sides):
-        whole = work.turn_(logits_CV, rows) if gradients else work.tally(logits_CV, rows)[1]
-        losses_C = losses(whole, work.entries, work.terms)
+        stats = work.turn_(logits_CV, rows) if gradients else work.tally(logits_CV, rows)[1]
+        losses_C = losses(stats, work.entries, work.terms)
         total += (losses_C if work.weights is None else losses_C * work.weights[rows]).sum()
         if gradients:
             gradients.add(rows, logits_CV, sides)
@@ -225,20 +235,20 @@ class _Each(torch.autograd.Function):
         own_S, whole_S = (found_S.new_empty(len(found_S)) for _ in range(2))
         with torch.autocast(found_S.device.type, enabled=False):
             for rows, logits_CV in work.chunks(computed(sides)):
-                own, whole = work.tally(logits_CV, rows)
-                found_S[rows] = losses(whole, work.entries, work.terms)
-                own_S[rows], whole_S[rows] = own.log_sum, whole.log_sum
+                own, merged = work.tally(logits_CV, rows)
+                found_S[rows] = losses(merged, work.entries, work.terms)
+                own_S[rows], whole_S[rows] = own.log_sum, merged.log_sum
         ctx.work = work
         ctx.save_for_backward(own_S, whole_S, *sides)
         return found_S
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        work, (own_S, whole_S, *given) = ctx.work, ctx.saved_tensors
-        rounds = given[0].dtype != precise(given[0])
+        work, (own_S, whole_S, *sides) = ctx.work, ctx.saved_tensors
+        rounds = sides[0].dtype != precise(sides[0])
         scale = largest(grads[0]) if rounds else 1.0
-        gradients = SideGradients(ctx.needs_input_grad[1:], given, work.num_chunks, scale)
-        _go_back(work, computed(given), own_S, whole_S, grads[0] / scale, gradients)
+        gradients = SideGradients(ctx.needs_input_grad[1:], sides, work.num_chunks, scale)
+        _go_back(work, computed(sides), own_S, whole_S, grads[0] / scale, gradients)
         return None, *gradients.take()
 
 
@@ -271,9 +281,9 @@ class _OfLogits(torch.autograd.Function):
         ctx.made_by, ctx.terms = IMPLEMENTATIONS[passes], terms
         ctx.entries = divided.size if divided else logits_CV.shape[1]
         own = tally_by(ctx.made_by.tally, logits_CV, labels_C, terms)
-        whole = divided.merge(own) if divided else own
-        ctx.save_for_backward(logits_CV, labels_C, own.log_sum, whole.log_sum)
-        return losses(whole, ctx.entries, terms)
+        merged = divided.merge(own) if divided else own
+        ctx.save_for_backward(logits_CV, labels_C, own.log_sum, merged.log_sum)
+        return losses(merged, ctx.entries, terms)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -339,5 +349,5 @@ def _here(labels: torch.Tensor, divided: VocabShard | None, width: int) -> torch
     """Indices of the labels in the local vocabulary, else -1."""
     if divided is None:
         return labels
-    at = labels - divided.first
-    return at.masked_fill((at < 0) | (at >= width), -1)
+    local = labels - divided.first
+    return local.masked_fill((local < 0) | (local >= width), -1)

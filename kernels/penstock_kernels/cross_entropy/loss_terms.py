@@ -83,10 +83,10 @@ def losses(tally: SoftmaxStats, vocab_size: int, terms: LossOptions) -> torch.Te
     """The loss of each token, [C]; of each of its labels, [C, K], where it has several."""
     if tally.target.dim() > 1:
         return tally.log_sum[:, None] - tally.target
-    found = tally.log_sum - (1 - terms.smoothing) * tally.target
+    loss = tally.log_sum - (1 - terms.smoothing) * tally.target
     if tally.total is not None:
-        found = found - terms.smoothing / vocab_size * tally.total
-    return found + terms.z * tally.log_sum.square() if terms.z else found
+        loss = loss - terms.smoothing / vocab_size * tally.total
+    return loss + terms.z * tally.log_sum.square() if terms.z else loss
 
 
 def slopes(

@@ -56,8 +56,8 @@ def _unsupported_slope(
     return _unsupported_tally(logits_CV, labels_C, terms)
 
 
-def _off_cpu(logits_CV: torch.Tensor, labels_C: torch.Tensor, *rest: object) -> str | None:
-    del rest
+def _off_cpu(logits_CV: torch.Tensor, labels_C: torch.Tensor, *args: object) -> str | None:
+    del args
     if logits_CV.device.type != "cpu":
         return f"its tensors are on {logits_CV.device.type}, and it needs the cpu"
     return _misfit(logits_CV, labels_C)
@@ -85,10 +85,10 @@ def two_pass(tally: TallyOf, slope_: SlopeOf) -> TurnOf:
     def turn_(
         logits_CV: torch.Tensor, labels_C: torch.Tensor, entries: int, terms: LossOptions
     ) -> SoftmaxStats:
-        found = tally(logits_CV, labels_C, terms)
-        rises = slopes(found.log_sum, found.log_sum, entries, terms)
-        slope_(logits_CV, labels_C, found.log_sum, rises, terms)
-        return found
+        stats = tally(logits_CV, labels_C, terms)
+        rises = slopes(stats.log_sum, stats.log_sum, entries, terms)
+        slope_(logits_CV, labels_C, stats.log_sum, rises, terms)
+        return stats
 
     return turn_
 

@@ -20,9 +20,9 @@ def tally_by(
     """
     if labels.dim() == 1:
         return tally(logits_CV, labels, terms)
-    found = tally(logits_CV, _nowhere(labels), terms)
+    stats = tally(logits_CV, _nowhere(labels), terms)
     own_CK = capped(logits_CV.gather(1, labels.clamp(min=0)), terms)
-    return found._replace(target=own_CK.masked_fill(labels < 0, 0))
+    return stats._replace(target=own_CK.masked_fill(labels < 0, 0))
 
 
 def slope_by_(

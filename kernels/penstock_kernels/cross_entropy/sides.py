@@ -23,9 +23,9 @@ class Sides(NamedTuple):
 
     def multiplied(self, rows: slice, out_CV: torch.Tensor) -> torch.Tensor:
         """The sum of the products of these rows, in out."""
-        first, *others = zip(self.rows, self.matrices, strict=True)
+        first, *further = zip(self.rows, self.matrices, strict=True)
         torch.mm(first[0][rows], first[1].t(), out=out_CV)
-        for x_SK, matrix_VK in others:
+        for x_SK, matrix_VK in further:
             torch.addmm(out_CV, x_SK[rows], matrix_VK.t(), out=out_CV)
         return out_CV
 
@@ -35,7 +35,7 @@ class SideGradients:
 
     def __init__(
         self,
-        wanted: Sequence[bool],
+        needs_grad: Sequence[bool],
         sides: Sequence[torch.Tensor],
         num_chunks: int,
         scale: Scale,
@@ -48,11 +48,11 @@ class SideGradients:
         self._dtypes = [x_SK.dtype for x_SK in sides[::2]]
         self._rows = [
             torch.empty_like(x_SK, dtype=dtype) if wants else None
-            for x_SK, wants in zip(sides[::2], wanted[::2], strict=True)
+            for x_SK, wants in zip(sides[::2], needs_grad[::2], strict=True)
         ]
         self._matrices = [
             WeightGradient(matrix_VK, dtype, num_chunks, scale) if wants else None
-            for matrix_VK, wants in zip(sides[1::2], wanted[1::2], strict=True)
+            for matrix_VK, wants in zip(sides[1::2], needs_grad[1::2], strict=True)
         ]
 
     def add(self, rows: slice, slope_CV: torch.Tensor, sides: Sides) -> None:
@@ -60,17 +60,17 @@ class SideGradients:
         for found_SK, matrix_VK in zip(self._rows, sides.matrices, strict=True):
             if found_SK is not None:
                 scaled_product_(found_SK[rows], slope_CV, matrix_VK, self._scale)
-        for found, x_SK in zip(self._matrices, sides.rows, strict=True):
-            if found is not None:
-                found.add(slope_CV, x_SK[rows])
+        for gradient, x_SK in zip(self._matrices, sides.rows, strict=True):
+            if gradient is not None:
+                gradient.add(slope_CV, x_SK[rows])
 
     def take(self) -> list[torch.Tensor | None]:
         """Gradients of rows and matrix of one product after another, in their dtypes. Call once."""
-        taken: list[torch.Tensor | None] = []
-        for found_SK, dtype, found in zip(self._rows, self._dtypes, self._matrices, strict=True):
-            taken.append(None if found_SK is None else found_SK.to(dtype))
-            taken.append(None if found is None else found.take())
-        return taken
+        gradients: list[torch.Tensor | None] = []
+        for found_SK, dtype, matrix in zip(self._rows, self._dtypes, self._matrices, strict=True):
+            gradients.append(None if found_SK is None else found_SK.to(dtype))
+            gradients.append(None if matrix is None else matrix.take())
+        return gradients
 
 
 def seen_by_autograd(products: Sequence[Product]) -> list[torch.Tensor]:

@@ -85,14 +85,14 @@ def _tally(
         sums = sums * tl.exp2(largest - now) + tl.sum(tl.exp2(y - now[:, None]), axis=1)
         largest = now
     most = tl.max(largest, axis=0)
-    whole = tl.sum(sums * tl.exp2(largest - most), axis=0)
-    tl.store(log_sum_ptr + row, (most + tl.log2(whole)) / LOG2_E)
+    total = tl.sum(sums * tl.exp2(largest - most), axis=0)
+    tl.store(log_sum_ptr + row, (most + tl.log2(total)) / LOG2_E)
     label = tl.load(labels_ptr + row)
-    here = (label >= 0) & (label < V)
-    target = tl.load(logits_ptr + label, mask=here, other=0).to(tl.float32)
+    has_label = (label >= 0) & (label < V)
+    target = tl.load(logits_ptr + label, mask=has_label, other=0).to(tl.float32)
     if CAPPED:
         target = _capped(target, cap)
-    tl.store(target_ptr + row, tl.where(here, target, 0.0))
+    tl.store(target_ptr + row, tl.where(has_label, target, 0.0))
     if SMOOTHED:
         tl.store(total_ptr + row, tl.sum(totals, axis=0))
 
@@ -113,20 +113,20 @@ def _slope(
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < V
+    offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = offs < V
     logits_ptr += row * stride
-    y = tl.load(logits_ptr + at, mask=inside, other=float("-inf")).to(tl.float32)
+    y = tl.load(logits_ptr + offs, mask=inside, other=float("-inf")).to(tl.float32)
     if CAPPED:
         y = _capped(y, cap)
-    found = tl.exp(y - tl.load(log_sum_ptr + row)) * tl.load(share_ptr + row)
+    grad = tl.exp(y - tl.load(log_sum_ptr + row)) * tl.load(share_ptr + row)
     if SMOOTHED:
-        found -= tl.load(floor_ptr + row)
-    found = tl.where(at == tl.load(labels_ptr + row), found - tl.load(hit_ptr + row), found)
+        grad -= tl.load(floor_ptr + row)
+    grad = tl.where(offs == tl.load(labels_ptr + row), grad - tl.load(hit_ptr + row), grad)
     if CAPPED:
         bent = y / cap
-        found *= 1 - bent * bent
-    tl.store(logits_ptr + at, found, mask=inside)
+        grad *= 1 - bent * bent
+    tl.store(logits_ptr + offs, grad, mask=inside)
 
 
 def tally(logits_CV: torch.Tensor, labels_C: torch.Tensor, terms: LossOptions) -> SoftmaxStats:

@@ -19,12 +19,12 @@ def dropping(name: str, drop: Drop) -> Callable[..., torch.Tensor]:
 
     def run(
         x: torch.Tensor,
-        places: torch.Tensor,
+        positions: torch.Tensor,
         rate: torch.Tensor,
         key: torch.Tensor,
         first_feature: int,
     ) -> torch.Tensor:
-        return drop(x, places, rate.item(), int(key.item()) % 2**64, first_feature).contiguous()
+        return drop(x, positions, rate.item(), int(key.item()) % 2**64, first_feature).contiguous()
 
     def back(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return dropped(dy, *ctx.saved_tensors, ctx.first_feature), None, None, None, None
@@ -63,5 +63,5 @@ def on_host(rate: float, key: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     del output
-    _, places, rate, key, ctx.first_feature = inputs
-    ctx.save_for_backward(places, rate, key)
+    _, positions, rate, key, ctx.first_feature = inputs
+    ctx.save_for_backward(positions, rate, key)

@@ -19,8 +19,8 @@ def keep_mask(
     end_group = -(-(first_feature + features) // 4)
     groups_G = torch.arange(first_group, end_group, device=places_T.device)
     low_T1, high_T1 = places_T[:, None] & WORD, (places_T[:, None] >> 32) & WORD
-    words = philox((groups_G, low_T1, high_T1, torch.zeros_like(low_T1)), key)
-    words_TF = torch.stack(words, dim=-1).flatten(1)
+    random_words = philox((groups_G, low_T1, high_T1, torch.zeros_like(low_T1)), key)
+    words_TF = torch.stack(random_words, dim=-1).flatten(1)
     return words_TF.narrow(1, first_feature - 4 * first_group, features) >= keep_threshold(rate)
 
 

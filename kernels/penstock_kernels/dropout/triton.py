@@ -18,8 +18,8 @@ def _drop(
     x_ptr, places_ptr, y_ptr, F, first, least, scale, key_low, key_high, GROUPS: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
-    place = tl.load(places_ptr + row)
-    low, high = place.to(tl.uint32), (place >> 32).to(tl.uint32)
+    position = tl.load(places_ptr + row)
+    low, high = position.to(tl.uint32), (position >> 32).to(tl.uint32)
     # Words are passed as signed integers, so that all launches have the same types.
     key_low = key_low.to(tl.uint32, bitcast=True).to(tl.uint64)
     key_high = key_high.to(tl.uint32, bitcast=True).to(tl.uint64)
@@ -28,12 +28,12 @@ def _drop(
     zero = group * 0
     w0, w1, w2, w3 = tl.philox((key_high << 32) | key_low, group, zero + low, zero + high, zero)
     # Features of a group are contiguous.
-    word = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
-    at = first_group * 4 + tl.arange(0, 4 * GROUPS) - first
-    inside = (at >= 0) & (at < F)
-    x = tl.load(x_ptr + row * F + at, mask=inside, other=0).to(tl.float32)
-    stays = word >= least.to(tl.uint32, bitcast=True)
-    tl.store(y_ptr + row * F + at, tl.where(stays, x * scale, 0.0), mask=inside)
+    random = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
+    offs = first_group * 4 + tl.arange(0, 4 * GROUPS) - first
+    inside = (offs >= 0) & (offs < F)
+    x = tl.load(x_ptr + row * F + offs, mask=inside, other=0).to(tl.float32)
+    stays = random >= least.to(tl.uint32, bitcast=True)
+    tl.store(y_ptr + row * F + offs, tl.where(stays, x * scale, 0.0), mask=inside)
 
 
 def drop(
@@ -60,5 +60,5 @@ def drop(
     return y_TF
 
 
-def _signed(word: int) -> int:
-    return word - 2**32 if word >= 2**31 else word
+def _signed(uint32: int) -> int:
+    return uint32 - 2**32 if uint32 >= 2**31 else uint32

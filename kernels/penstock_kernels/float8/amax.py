@@ -34,12 +34,12 @@ def largest_of_part(
     if sharing == "tensor":
         return amax(x_RC, sharing)
     above = first_row % BLOCK if sharing == "tiles" else 0
-    found = amax(F.pad(x_RC, (0, 0, above, 0)), sharing)
-    whole = found.new_zeros(shape_of_scales(sharing, rows, x_RC.shape[1]))
+    part = amax(F.pad(x_RC, (0, 0, above, 0)), sharing)
+    full = part.new_zeros(shape_of_scales(sharing, rows, x_RC.shape[1]))
     if len(x_RC):
         first = first_row // BLOCK if sharing == "tiles" else first_row
-        whole[first : first + len(found)] = found
-    return whole
+        full[first : first + len(part)] = part
+    return full
 
 
 def _of_groups(x_RC: torch.Tensor) -> torch.Tensor:

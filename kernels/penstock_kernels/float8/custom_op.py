@@ -39,19 +39,19 @@ def _gradients(
     wants_x: bool,
     wants_weight: bool,
 ) -> list[torch.Tensor]:
-    made = gradients(
-        dy, x, weight, scales, _scheme(scheme, block), ALONE, wanted=(wants_x, wants_weight)
+    results = gradients(
+        dy, x, weight, scales, _scheme(scheme, block), ALONE, needs_grad=(wants_x, wants_weight)
     )
-    return [each.contiguous() for each in made if each is not None]
+    return [gradient.contiguous() for gradient in results if gradient is not None]
 
 
 def _gradients_fake(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *others: Any
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *args: Any
 ) -> list[torch.Tensor]:
     del dy
-    *_, wants_x, wants_weight = others
-    both = ((x, wants_x), (weight, wants_weight))
-    return [each.new_empty(each.shape) for each, is_wanted in both if is_wanted]
+    *_, wants_x, wants_weight = args
+    sides = ((x, wants_x), (weight, wants_weight))
+    return [operand.new_empty(operand.shape) for operand, is_wanted in sides if is_wanted]
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -61,9 +61,9 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _back(ctx: Any, dy: torch.Tensor, dscales: Any) -> tuple[torch.Tensor | None, ...]:
     del dscales
-    wanted = ctx.needs_input_grad[:2]
-    made = iter(_gradients_of(dy, *ctx.saved_tensors, ctx.scheme, ctx.block, *wanted))
-    return *(next(made) if is_wanted else None for is_wanted in wanted), None, None
+    needs_grad = ctx.needs_input_grad[:2]
+    results = iter(_gradients_of(dy, *ctx.saved_tensors, ctx.scheme, ctx.block, *needs_grad))
+    return *(next(results) if is_wanted else None for is_wanted in needs_grad), None, None
 
 
 _gradients_of = operator("float8_linear_gradients", _gradients, fake=_gradients_fake)
@@ -74,9 +74,9 @@ def float8_linear(
     x_TK: torch.Tensor, weight_NK: torch.Tensor, scheme: Float8Recipe
 ) -> torch.Tensor:
     """x W^T, [T, N], with its gradients."""
-    words = [scheme.recipe, scheme.gradients, scheme.input_gradient, scheme.weight_gradient]
-    return _linear_of(x_TK, weight_NK, " ".join(words), scheme.block or 0)[0]
+    fields = [scheme.recipe, scheme.gradients, scheme.input_gradient, scheme.weight_gradient]
+    return _linear_of(x_TK, weight_NK, " ".join(fields), scheme.block or 0)[0]
 
 
-def _scheme(words: str, block: int) -> Float8Recipe:
-    return Float8Recipe(*words.split(), block=block or None)
+def _scheme(fields: str, block: int) -> Float8Recipe:
+    return Float8Recipe(*fields.split(), block=block or None)

@@ -12,8 +12,8 @@ import torch
 
 def hadamard(size: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """Sylvester's matrix [B, B] of 1 and -1: symmetric, and B times its own inverse."""
-    place = torch.arange(size, device=device)
-    shared = place[:, None] & place
+    index = torch.arange(size, device=device)
+    shared = index[:, None] & index
     odd = torch.zeros_like(shared)
     while size > 1:
         odd ^= shared & 1

@@ -65,9 +65,9 @@ class _Linear(torch.autograd.Function):
         y_TN, x, weight = outputs(x_TK, weight_NK, scheme, agreement)
         # Per-tensor codes serve both directions; other recipes quantize again.
         ctx.keeps_codes = x.sharing == "tensor" and scheme.weight_gradient == "quantized"
-        kept = (x.codes, x.scales) if ctx.keeps_codes else (x_TK, None)
+        saved = (x.codes, x.scales) if ctx.keeps_codes else (x_TK, None)
         learns = ctx.needs_input_grad[1]
-        ctx.save_for_backward(weight_NK, weight.scales, *(kept if learns else (None, None)))
+        ctx.save_for_backward(weight_NK, weight.scales, *(saved if learns else (None, None)))
         return y_TN
 
     @staticmethod
@@ -75,6 +75,8 @@ class _Linear(torch.autograd.Function):
         weight_NK, scales, x, x_scales = ctx.saved_tensors
         if x is not None and ctx.keeps_codes:
             x = Float8Matrix(x, x_scales, "tensor")
-        wanted = ctx.needs_input_grad[:2]
-        made = gradients(dy_TN, x, weight_NK, scales, ctx.scheme, ctx.agreement, wanted=wanted)
-        return *made, None, None
+        needs_grad = ctx.needs_input_grad[:2]
+        results = gradients(
+            dy_TN, x, weight_NK, scales, ctx.scheme, ctx.agreement, needs_grad=needs_grad
+        )
+        return *results, None, None

@@ -76,11 +76,11 @@ def coded(
     Groups and tiles never span shards.
     """
     reaches = {"tensor": (rows, columns), "rows": (columns,)}.get(sharing, ())
-    asked = [agree for agree in reaches if agree]
-    if not asked:
+    sharers = [agree for agree in reaches if agree]
+    if not sharers:
         return quantize(x_RC, kind, sharing)
     largest = amax(x_RC, sharing)
-    for agree in asked:
+    for agree in sharers:
         largest = agree(largest)
     return quantize(x_RC, kind, sharing, compute_scales(largest, kind))
 
@@ -115,8 +115,8 @@ def outputs(
     if isinstance(weight_NK, Float8WeightShard):
         weight = weight_NK.coded
     else:
-        whole = seen(weight_NK.to(x_TK.dtype), scheme.block)
-        weight = coded(whole, "e4m3", scheme.of_weights, agreement.outputs, agreement.inputs)
+        full = seen(weight_NK.to(x_TK.dtype), scheme.block)
+        weight = coded(full, "e4m3", scheme.of_weights, agreement.outputs, agreement.inputs)
     return multiply(x, weight, x_TK.dtype, "fast"), x, weight
 
 
@@ -128,7 +128,7 @@ def gradients(
     scheme: Float8Recipe,
     agreement: AmaxReduceGroups,
     *,
-    wanted: tuple[bool, bool],
+    needs_grad: tuple[bool, bool],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Gradients of x [T, K] and of W [N, K], or of one of them.
 
@@ -137,12 +137,12 @@ def gradients(
     """
     dx = dweight = dy = None
     rounds = (scheme.input_gradient == "quantized", scheme.weight_gradient == "quantized")
-    if scheme.of_rows == "tensor" and any(map(all, zip(wanted, rounds, strict=True))):
+    if scheme.of_rows == "tensor" and any(map(all, zip(needs_grad, rounds, strict=True))):
         # Used for both gradients.
         dy = coded(dy_TN, scheme.gradients, "tensor", agreement.tokens, agreement.outputs)
-    if wanted[0]:
+    if needs_grad[0]:
         dx = _input_gradient(dy_TN, dy, weight_NK, weight_scales, scheme, agreement)
-    if wanted[1]:
+    if needs_grad[1]:
         assert x is not None
         dweight = _weight_gradient(dy_TN, dy, x, scheme, agreement).to(weight_NK.dtype)
     return dx, dweight
@@ -157,19 +157,19 @@ def _input_gradient(
     agreement: AmaxReduceGroups,
 ) -> torch.Tensor:
     dtype, sharing = dy_TN.dtype, scheme.of_weights
-    whole = None
+    full = None
     if not isinstance(weight_NK, Float8WeightShard):
-        whole = seen(weight_NK.to(dtype), scheme.block)
+        full = seen(weight_NK.to(dtype), scheme.block)
     is_quantized = scheme.input_gradient == "quantized"
     if is_quantized and sharing == "rows":
         # An all-gathered FP8 weight is scaled along its other dimension: it would be rounded twice.
-        assert whole is not None, "rows of a gathered weight have no scales for their columns"
-        across = coded(whole.mT, "e4m3", sharing, agreement.inputs, agreement.outputs)
+        assert full is not None, "rows of a gathered weight have no scales for their columns"
+        across = coded(full.mT, "e4m3", sharing, agreement.inputs, agreement.outputs)
     else:
         weight = (
             weight_NK.coded
             if isinstance(weight_NK, Float8WeightShard)
-            else quantize(whole, "e4m3", sharing, scales)
+            else quantize(full, "e4m3", sharing, scales)
         )
         if not is_quantized:
             return turned(dy_TN @ weight.numbers(dtype), scheme.block)
@@ -190,8 +190,8 @@ def _weight_gradient(
         return dy_TN.mT @ x
     if dy is not None:
         if isinstance(x, torch.Tensor):
-            whole = turned(x, scheme.block)
-            x = coded(whole, "e4m3", "tensor", agreement.tokens, agreement.inputs)
+            full = turned(x, scheme.block)
+            x = coded(full, "e4m3", "tensor", agreement.tokens, agreement.inputs)
         return seen(multiply(transposed(dy), transposed(x), dy_TN.dtype), scheme.block)
     assert isinstance(x, torch.Tensor)
     tokens, sharing = agreement.tokens, scheme.of_rows

@@ -25,7 +25,7 @@ def multiply(
     """Same as the reference, except for the order of sums."""
     if a_MK.sharing == "groups":
         return _multiply_blocks(a_MK, b_NK, dtype)
-    a, b = (_whole(each.codes) for each in (a_MK, b_NK))
+    a, b = (_whole(matrix.codes) for matrix in (a_MK, b_NK))
     return torch._scaled_mm(
         a,
         b.t(),

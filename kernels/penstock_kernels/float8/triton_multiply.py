@@ -129,8 +129,8 @@ def _run(
     return y
 
 
-def _fake(a: torch.Tensor, b: torch.Tensor, *others: Any) -> torch.Tensor:
-    *_, dtype = others
+def _fake(a: torch.Tensor, b: torch.Tensor, *args: Any) -> torch.Tensor:
+    *_, dtype = args
     return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
 
 
@@ -143,9 +143,9 @@ def multiply(
     """Same as the reference, except for the order of sums."""
     del sums
     named = {"a": a_MK, "b": b_NK}
-    tiles = "".join(name for name, each in named.items() if each.sharing == "tiles")
-    codes = (each.codes.view(torch.uint8) for each in (a_MK, b_NK))
-    scales = (each.scales.contiguous() for each in (a_MK, b_NK))
+    tiles = "".join(name for name, matrix in named.items() if matrix.sharing == "tiles")
+    codes = (matrix.codes.view(torch.uint8) for matrix in (a_MK, b_NK))
+    scales = (matrix.scales.contiguous() for matrix in (a_MK, b_NK))
     return _product(*codes, *scales, _kind(a_MK), _kind(b_NK), tiles, dtype)
 
 
@@ -156,10 +156,10 @@ def unsupported_reason(
     del sums
     if a_MK.codes.shape[1] != b_NK.codes.shape[1]:
         return f"the matrices are {tuple(a_MK.codes.shape)} and {tuple(b_NK.codes.shape)}"
-    for each in (a_MK, b_NK):
-        if each.sharing not in ("groups", "tiles"):
-            return f"scales of {each.sharing} reach beyond {BLOCK} columns"
-        if not each.codes.is_contiguous():
+    for matrix in (a_MK, b_NK):
+        if matrix.sharing not in ("groups", "tiles"):
+            return f"scales of {matrix.sharing} reach beyond {BLOCK} columns"
+        if not matrix.codes.is_contiguous():
             return "codes do not lie row by row"
     if dtype not in (torch.float32, torch.bfloat16):
         return f"it gives no {dtype}"

@@ -66,8 +66,8 @@ def _quantize(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = (row < R)[:, None] & (column < C)[None, :]
-    at = row[:, None] * row_stride + column[None, :] * column_stride
-    x = tl.load(x_ptr + at, mask=inside, other=0).to(tl.float32)
+    offs = row[:, None] * row_stride + column[None, :] * column_stride
+    x = tl.load(x_ptr + offs, mask=inside, other=0).to(tl.float32)
     across = tl.num_programs(1)
     exponent: tl.constexpr = 8 if KIND == "e4m3" else 15
     first_columns = tl.program_id(1) == 0
@@ -85,20 +85,20 @@ def _quantize(
             tl.store(scales_ptr + row, of_rows, mask=(row < R) & first_columns)
         scale = of_rows[:, None]
     elif SHARING == "groups":
-        places = scales_ptr + row * across + tl.program_id(1)
+        scale_ptrs = scales_ptr + row * across + tl.program_id(1)
         if GIVEN:
-            scale = tl.load(places, mask=row < R, other=1)[:, None]
+            scale = tl.load(scale_ptrs, mask=row < R, other=1)[:, None]
         else:
             of_rows = _scale_of(tl.max(magnitude(x), axis=1), exponent)
-            tl.store(places, of_rows, mask=row < R)
+            tl.store(scale_ptrs, of_rows, mask=row < R)
             scale = of_rows[:, None]
     else:
-        place = scales_ptr + tl.program_id(0) * across + tl.program_id(1)
+        scale_ptr = scales_ptr + tl.program_id(0) * across + tl.program_id(1)
         if GIVEN:
-            scale = tl.load(place)
+            scale = tl.load(scale_ptr)
         else:
             scale = _scale_of(tl.max(tl.max(magnitude(x), axis=1), axis=0), exponent)
-            tl.store(place, scale)
+            tl.store(scale_ptr, scale)
     scaled = x / scale
     most = E4M3_MOST if KIND == "e4m3" else E5M2_MOST
     scaled = tl.minimum(tl.maximum(scaled, -most), most)
@@ -133,44 +133,44 @@ def _run(
     x: torch.Tensor, kind: str, sharing: str, scales: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     R, C = x.shape
-    given = scales is not None
-    found = x.new_empty(shape_of_scales(sharing, R, C), dtype=torch.float32)
+    has_scales = scales is not None
+    out_scales = x.new_empty(shape_of_scales(sharing, R, C), dtype=torch.float32)
     largest = None
     if scales is not None:
-        found.copy_(scales)
+        out_scales.copy_(scales)
     elif sharing in ("tensor", "rows"):
         largest = amax(x, sharing)
         if not x.numel():
-            found.copy_(compute_scales(largest, kind))
+            out_scales.copy_(compute_scales(largest, kind))
     codes = x.new_empty((R, C), dtype=torch.uint8)
     if codes.numel():
         rows = BLOCK if sharing == "tiles" else ROWS
         _quantize[(cdiv(R, rows), cdiv(C, BLOCK))](
             x,
             codes,
-            found,
+            out_scales,
             largest,
             R,
             C,
             *x.stride(),
             SHARING=sharing,
             KIND=kind,
-            GIVEN=given,
+            GIVEN=has_scales,
             ROWS=rows,
             BLOCK=BLOCK,
             HARDWARE=has_float8(x.device),
             num_warps=8 if sharing == "tiles" else 4,
         )
-    return codes, found
+    return codes, out_scales
 
 
 def _transposed(codes: torch.Tensor) -> torch.Tensor:
     R, C = codes.shape
-    found = codes.new_empty((C, R))
+    transposed = codes.new_empty((C, R))
     if codes.numel():
         grid = (cdiv(R, TRANSPOSED), cdiv(C, TRANSPOSED))
-        _transpose[grid](codes, found, R, C, TILE=TRANSPOSED, num_warps=8)
-    return found
+        _transpose[grid](codes, transposed, R, C, TILE=TRANSPOSED, num_warps=8)
+    return transposed
 
 
 def _transposed_fake(codes: torch.Tensor) -> torch.Tensor:
@@ -208,8 +208,8 @@ def quantize(
     x_RC: torch.Tensor, kind: Kind, sharing: Sharing, scales: torch.Tensor | None = None
 ) -> Float8Matrix:
     """Bitwise identical to the reference, of finite numbers; others leave the same scales."""
-    codes, found = _quantized(x_RC, kind, sharing, scales)
-    return Float8Matrix(codes.view(DTYPES[kind]), found, sharing)
+    codes, out_scales = _quantized(x_RC, kind, sharing, scales)
+    return Float8Matrix(codes.view(DTYPES[kind]), out_scales, sharing)
 
 
 def unsupported_reason(
@@ -219,7 +219,7 @@ def unsupported_reason(
     del kind
     if x_RC.dim() != 2:
         return f"it rounds matrices, and this is {tuple(x_RC.shape)}"
-    wanted = shape_of_scales(sharing, *x_RC.shape)
-    if scales is not None and tuple(scales.shape) != wanted:
-        return f"scales of {sharing} are {wanted}, and these are {tuple(scales.shape)}"
+    expected = shape_of_scales(sharing, *x_RC.shape)
+    if scales is not None and tuple(scales.shape) != expected:
+        return f"scales of {sharing} are {expected}, and these are {tuple(scales.shape)}"
     return needs_floats(x_RC) or needs_cuda(x_RC)

@@ -29,11 +29,11 @@ class Float8WeightShard(torch.Tensor):
     ) -> "Float8WeightShard":
         """`dtype`: of the weight, and so of its gradient."""
         codes = coded.codes
-        made = torch.Tensor._make_wrapper_subclass(
+        wrapper = torch.Tensor._make_wrapper_subclass(
             cls, codes.shape, dtype=dtype, device=codes.device
         )
-        made.coded, made.block = coded, block
-        return made
+        wrapper.coded, wrapper.block = coded, block
+        return wrapper
 
     def numbers(self) -> torch.Tensor:
         """The weight."""

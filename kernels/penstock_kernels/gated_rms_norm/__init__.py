@@ -23,7 +23,7 @@ def _misfit(
     groups: int = 1,
 ) -> str | None:
     del norm_first
-    x, gate, weight = (tuple(one.shape) for one in (x_TD, gate_TD, weight_D))
+    x, gate, weight = (tuple(tensor.shape) for tensor in (x_TD, gate_TD, weight_D))
     if not x or x != gate or weight != x[-1:] or not x[-1]:
         return f"x is {x}, its gate is {gate} and its weight is {weight}"
     if groups < 1 or x[-1] % groups:
@@ -44,8 +44,8 @@ def _unsupported_on_triton(
     norm_first: bool = True,
     groups: int = 1,
 ) -> str | None:
-    how = eps, activation, norm_first, groups
-    misfit = _misfit(x_TD, gate_TD, weight_D, *how)
+    options = eps, activation, norm_first, groups
+    misfit = _misfit(x_TD, gate_TD, weight_D, *options)
     if reason := needs_cuda(x_TD, gate_TD, weight_D) or misfit:
         return reason
     if x_TD.shape[-1] // groups > WIDEST:

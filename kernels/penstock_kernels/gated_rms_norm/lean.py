@@ -45,7 +45,7 @@ class _GatedRMSNorm(torch.autograd.Function):
         dweight_D = None
         if ctx.needs_input_grad[2]:
             dweight_D = (slope * normed).flatten(0, -2).sum(0).to(weight_D.dtype)
-        parts, slopes = (one.unflatten(-1, (groups, -1)) for one in (normed, slope * weight))
+        parts, slopes = (tensor.unflatten(-1, (groups, -1)) for tensor in (normed, slope * weight))
         mean = (parts * slopes).mean(-1, keepdim=True)
         dx = slopes.addcmul_(parts, mean, value=-1).mul_(scale).flatten(-2)
         if not norm_first:

@@ -38,12 +38,12 @@ def _forward(
     BLOCK: tl.constexpr,
 ):
     token, group = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
-    at = tl.arange(0, BLOCK)[None, :]
-    inside = (token < tokens)[:, None] & (at < D)
+    offs = tl.arange(0, BLOCK)[None, :]
+    inside = (token < tokens)[:, None] & (offs < D)
     row = token.to(tl.int64) * groups + group
-    here = row[:, None] * D + at
-    x = tl.load(x_ptr + here, mask=inside, other=0).to(tl.float32)
-    gate = tl.load(gate_ptr + here, mask=inside, other=0).to(tl.float32)
+    row_offs = row[:, None] * D + offs
+    x = tl.load(x_ptr + row_offs, mask=inside, other=0).to(tl.float32)
+    gate = tl.load(gate_ptr + row_offs, mask=inside, other=0).to(tl.float32)
     share = tl.sigmoid(gate)
     gated = gate * share if SILU else share
     if not NORM_FIRST:
@@ -51,13 +51,13 @@ def _forward(
     mean = tl.sum(x * x, axis=1) / D + eps
     scale = 1 / tl.sqrt(tl.where(token < tokens, mean, 1.0))
     tl.store(scale_ptr + row, scale, mask=token < tokens)
-    weight = tl.load(weight_ptr + group * D + at, mask=at < D, other=0)
+    weight = tl.load(weight_ptr + group * D + offs, mask=offs < D, other=0)
     # Rounded to y's dtype before the weight, as the reference does.
     y = (x * scale[:, None]).to(y_ptr.dtype.element_ty).to(tl.float32)
     y *= weight.to(y_ptr.dtype.element_ty).to(tl.float32)
     if NORM_FIRST:
         y *= gated
-    tl.store(y_ptr + here, y, mask=inside)
+    tl.store(y_ptr + row_offs, y, mask=inside)
 
 
 @triton.jit(do_not_specialize=["tokens", "tokens_each"])
@@ -80,19 +80,19 @@ def _backward(
     BLOCK: tl.constexpr,
 ):
     part, group = tl.program_id(0), tl.program_id(1)
-    at = tl.arange(0, BLOCK)[None, :]
-    weight = tl.load(weight_ptr + group * D + at, mask=at < D, other=0)
+    offs = tl.arange(0, BLOCK)[None, :]
+    weight = tl.load(weight_ptr + group * D + offs, mask=offs < D, other=0)
     weight = weight.to(dx_ptr.dtype.element_ty).to(tl.float32)
     dweight = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
     end = tl.minimum((part + 1) * tokens_each, tokens)
     for first in range(part * tokens_each, end, ROWS):
         token = first + tl.arange(0, ROWS)
-        inside = (token < end)[:, None] & (at < D)
+        inside = (token < end)[:, None] & (offs < D)
         row = token.to(tl.int64) * groups + group
-        here = row[:, None] * D + at
-        x = tl.load(x_ptr + here, mask=inside, other=0).to(tl.float32)
-        gate = tl.load(gate_ptr + here, mask=inside, other=0).to(tl.float32)
-        dy = tl.load(dy_ptr + here, mask=inside, other=0).to(tl.float32)
+        row_offs = row[:, None] * D + offs
+        x = tl.load(x_ptr + row_offs, mask=inside, other=0).to(tl.float32)
+        gate = tl.load(gate_ptr + row_offs, mask=inside, other=0).to(tl.float32)
+        dy = tl.load(dy_ptr + row_offs, mask=inside, other=0).to(tl.float32)
         scale = tl.load(scale_ptr + row, mask=token < end, other=0)[:, None]
         share = tl.sigmoid(gate)
         gated = gate * share if SILU else share
@@ -110,8 +110,8 @@ def _backward(
         if not NORM_FIRST:
             dgate = dx * x * rise
             dx *= gated
-        tl.store(dx_ptr + here, dx, mask=inside)
-        tl.store(dgate_ptr + here, dgate, mask=inside)
+        tl.store(dx_ptr + row_offs, dx, mask=inside)
+        tl.store(dgate_ptr + row_offs, dgate, mask=inside)
     tl.store(
         dweight_ptr + (part.to(tl.int64) * groups + group) * D + tl.arange(0, BLOCK),
         tl.sum(dweight, axis=0),
@@ -134,13 +134,13 @@ def _run(
     y = x.new_empty(x.shape)
     scale = x.new_empty(tokens * groups, dtype=torch.float32)
     if tokens:
-        how = tile(D)
-        _forward[(cdiv(tokens, how["ROWS"]), groups)](
+        launch = tile(D)
+        _forward[(cdiv(tokens, launch["ROWS"]), groups)](
             *(x.contiguous(), gate.contiguous(), weight.contiguous(), y, scale),
             *(tokens, groups, D, eps),
             NORM_FIRST=norm_first,
             SILU=silu,
-            **how,
+            **launch,
         )
     return y, scale
 
@@ -175,8 +175,8 @@ def _gradients(
     dx, dgate = x.new_empty(x.shape), gate.new_empty(gate.shape)
     if not tokens:
         return dx, dgate, weight.new_zeros(weight.shape)
-    how = tile(D)
-    tokens_each = cdiv(cdiv(tokens, MOST_PARTIALS), how["ROWS"]) * how["ROWS"]
+    launch = tile(D)
+    tokens_each = cdiv(cdiv(tokens, MOST_PARTIALS), launch["ROWS"]) * launch["ROWS"]
     parts = cdiv(tokens, tokens_each)
     dweight = x.new_empty(parts, groups * D, dtype=torch.float32)
     _backward[(parts, groups)](
@@ -184,7 +184,7 @@ def _gradients(
         *(dx, dgate, dweight, tokens, tokens_each, groups, D),
         NORM_FIRST=norm_first,
         SILU=silu,
-        **how,
+        **launch,
     )
     return dx, dgate, dweight.sum(0).to(weight.dtype)
 
@@ -200,7 +200,7 @@ def _gradients_fake(
     groups: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     del dy, scale, silu, norm_first, groups
-    dx, dgate, dweight = (one.new_empty(one.shape) for one in (x, gate, weight))
+    dx, dgate, dweight = (tensor.new_empty(tensor.shape) for tensor in (x, gate, weight))
     return dx, dgate, dweight
 
 
@@ -217,10 +217,12 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _back(ctx: Any, dy: torch.Tensor, dscale: None) -> tuple[torch.Tensor | None, ...]:
     del dscale
     x, gate, weight, scale = ctx.saved_tensors
-    how = ctx.silu, ctx.norm_first, ctx.groups
-    found = _gradients_of(x, gate, weight, dy, scale, *how)
-    wanted = ctx.needs_input_grad
-    gradients = (one if wants else None for one, wants in zip(found, wanted, strict=False))
+    options = ctx.silu, ctx.norm_first, ctx.groups
+    results = _gradients_of(x, gate, weight, dy, scale, *options)
+    needs_grad = ctx.needs_input_grad
+    gradients = (
+        gradient if wants else None for gradient, wants in zip(results, needs_grad, strict=False)
+    )
     return *gradients, None, None, None, None
 
 

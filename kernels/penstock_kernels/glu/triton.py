@@ -55,12 +55,12 @@ def _forward(
     BLOCK: tl.constexpr,
 ):
     span = (tl.program_id(0) // blocks).to(tl.int64)
-    at = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < length
-    gate = tl.load(gate_ptr + span * gate_stride + at, mask=inside, other=0).to(tl.float32)
-    up = tl.load(up_ptr + span * up_stride + at, mask=inside, other=0).to(tl.float32)
+    offs = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offs < length
+    gate = tl.load(gate_ptr + span * gate_stride + offs, mask=inside, other=0).to(tl.float32)
+    up = tl.load(up_ptr + span * up_stride + offs, mask=inside, other=0).to(tl.float32)
     share, _ = _share(gate, ACTIVATION)
-    tl.store(y_ptr + span * length + at, gate * share * up, mask=inside)
+    tl.store(y_ptr + span * length + offs, gate * share * up, mask=inside)
 
 
 @triton.jit
@@ -79,15 +79,15 @@ def _backward(
     BLOCK: tl.constexpr,
 ):
     span = (tl.program_id(0) // blocks).to(tl.int64)
-    at = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < length
-    here = span * grad_stride + at
-    gate = tl.load(gate_ptr + span * gate_stride + at, mask=inside, other=0).to(tl.float32)
-    up = tl.load(up_ptr + span * up_stride + at, mask=inside, other=0).to(tl.float32)
-    dy = tl.load(dy_ptr + span * length + at, mask=inside, other=0).to(tl.float32)
+    offs = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offs < length
+    grad_offs = span * grad_stride + offs
+    gate = tl.load(gate_ptr + span * gate_stride + offs, mask=inside, other=0).to(tl.float32)
+    up = tl.load(up_ptr + span * up_stride + offs, mask=inside, other=0).to(tl.float32)
+    dy = tl.load(dy_ptr + span * length + offs, mask=inside, other=0).to(tl.float32)
     share, slope = _share(gate, ACTIVATION)
-    tl.store(dgate_ptr + here, dy * up * (share + gate * slope), mask=inside)
-    tl.store(dup_ptr + here, dy * gate * share, mask=inside)
+    tl.store(dgate_ptr + grad_offs, dy * up * (share + gate * slope), mask=inside)
+    tl.store(dup_ptr + grad_offs, dy * gate * share, mask=inside)
 
 
 def _glu(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
@@ -176,21 +176,21 @@ def glu(gate_TF: torch.Tensor, up_TF: torch.Tensor, activation: str) -> torch.Te
     return _glu_of(gate_TF, up_TF, activation)
 
 
-def _packed(both: torch.Tensor, activation: str) -> torch.Tensor:
-    gate, up = both.contiguous().chunk(2, dim=-1)
+def _packed(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+    gate, up = gate_up.contiguous().chunk(2, dim=-1)
     return _glu(gate, up, activation)
 
 
-def _packed_fake(both: torch.Tensor, activation: str) -> torch.Tensor:
+def _packed_fake(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     del activation
-    return both.new_empty(*both.shape[:-1], both.shape[-1] // 2)
+    return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
 
 
-def _packed_gradients(both: torch.Tensor, dy: torch.Tensor, activation: str) -> torch.Tensor:
+def _packed_gradients(gate_up: torch.Tensor, dy: torch.Tensor, activation: str) -> torch.Tensor:
     """One tensor for both halves: those of two tensors would be copied together."""
-    dboth, width = both.new_empty(both.shape), both.shape[-1] // 2
+    dboth, width = gate_up.new_empty(gate_up.shape), gate_up.shape[-1] // 2
     if dboth.numel():
-        halves = both.contiguous().chunk(2, dim=-1)
+        halves = gate_up.contiguous().chunk(2, dim=-1)
         gates, ups = (Spans(half, width, 2 * width) for half in halves)
         dgate, dup = dboth.chunk(2, dim=-1)
         _write_gradients(gates, ups, dy, dgate, dup, 2 * width, activation)
@@ -202,13 +202,13 @@ _packed_gradients_of = operator("packed_glu_gradients", _packed_gradients, fake=
 
 def _keep_packed(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     del output
-    both, ctx.activation = inputs
-    ctx.save_for_backward(both)
+    gate_up, ctx.activation = inputs
+    ctx.save_for_backward(gate_up)
 
 
 def _back_packed(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    [both] = ctx.saved_tensors
-    return _packed_gradients_of(both, dy, ctx.activation), None
+    [gate_up] = ctx.saved_tensors
+    return _packed_gradients_of(gate_up, dy, ctx.activation), None
 
 
 _packed_of = operator(

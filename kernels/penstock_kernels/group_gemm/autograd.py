@@ -32,22 +32,22 @@ def operators(name: str, by_rows: Product, of_groups: Product) -> Products:
         x_TK, weight_GNK, counts_G = ctx.saved_tensors
         dx_TK = dweight_GNK = None
         if weight_GNK is not None:
-            dx_TK = made.by_rows(dy_TN, weight_GNK.mT, counts_G)
+            dx_TK = products.by_rows(dy_TN, weight_GNK.mT, counts_G)
         if x_TK is not None:
             # In the weight's own memory layout, so that accumulating into `grad` needs no copy.
             if ctx.weight_is_transposed:
-                dweight_GNK = made.of_groups(x_TK, dy_TN, counts_G).mT
+                dweight_GNK = products.of_groups(x_TK, dy_TN, counts_G).mT
             else:
-                dweight_GNK = made.of_groups(dy_TN, x_TK, counts_G)
+                dweight_GNK = products.of_groups(dy_TN, x_TK, counts_G)
         return dx_TK, dweight_GNK, None
 
-    made = Products(
+    products = Products(
         operator(
             f"group_gemm_by_rows_{name}", by_rows, fake=_by_rows_fake, keep=_keep, backward=back
         ),
         operator(f"group_gemm_of_groups_{name}", of_groups, fake=_of_groups_fake),
     )
-    return made
+    return products
 
 
 def _by_rows_fake(

@@ -66,11 +66,13 @@ def others(first: Tiles, itemsize: int, shared_memory: int) -> list[Tiles]:
     the same order.
     """
     if first.rows < _SQUARE.rows:
-        found = [first._replace(columns=64), first._replace(stages=3)]
+        candidates = [first._replace(columns=64), first._replace(stages=3)]
     else:
-        found = [_WIDE, _WIDE._replace(stages=3), _SQUARE, _SQUARE._replace(warps=8, stages=3)]
+        candidates = [_WIDE, _WIDE._replace(stages=3), _SQUARE, _SQUARE._replace(warps=8, stages=3)]
     return [
-        tiles for tiles in found if tiles != first and tiles.num_bytes(itemsize) < shared_memory
+        tiles
+        for tiles in candidates
+        if tiles != first and tiles.num_bytes(itemsize) < shared_memory
     ]
 
 
@@ -87,5 +89,7 @@ def of_groups(x_TK: torch.Tensor) -> Tiles:
 
 def largest(itemsize: int, shared_memory: int) -> Tiles:
     """The largest tiles that fit."""
-    fitting = (one for one in (_WIDE, _SQUARE) if one.num_bytes(itemsize) < shared_memory)
+    fitting = (
+        candidate for candidate in (_WIDE, _SQUARE) if candidate.num_bytes(itemsize) < shared_memory
+    )
     return next(fitting, _LEAN)

@@ -37,10 +37,10 @@ def _plan(counts_ptr, bounds_ptr, G, T, ROWS: tl.constexpr, GROUPS: tl.constexpr
     start = tl.minimum(total - count, T)
     end = tl.where(group < G, tl.minimum(total, T), T)
     num_tiles = tl.where(group <= G, (end - start + ROWS - 1) // ROWS, 0)
-    known = group <= G
-    tl.store(bounds_ptr + group, start, mask=known)
-    tl.store(bounds_ptr + (G + 1) + group, end, mask=known)
-    tl.store(bounds_ptr + 2 * (G + 1) + group, tl.cumsum(num_tiles, axis=0), mask=known)
+    inside = group <= G
+    tl.store(bounds_ptr + group, start, mask=inside)
+    tl.store(bounds_ptr + (G + 1) + group, end, mask=inside)
+    tl.store(bounds_ptr + 2 * (G + 1) + group, tl.cumsum(num_tiles, axis=0), mask=inside)
 
 
 @triton.jit
@@ -77,8 +77,8 @@ def _by_rows(
 ):
     """One tile of y. `WEIGHT` is the weight's contiguous dimension: contracted or output."""
     row_tile, column_tile = _place(tl.program_id(0), most_tiles, tl.cdiv(N, COLUMNS), BAND)
-    each = tl.arange(0, GROUPS)
-    tile_ends = tl.load(bounds_ptr + 2 * (G + 1) + each, mask=each <= G, other=2147483647)
+    groups = tl.arange(0, GROUPS)
+    tile_ends = tl.load(bounds_ptr + 2 * (G + 1) + groups, mask=groups <= G, other=2147483647)
     group = tl.sum((tile_ends <= row_tile).to(tl.int32), axis=0)
     if group <= G:
         before = tl.load(bounds_ptr + 2 * (G + 1) + group - 1, mask=group > 0, other=0)
@@ -104,10 +104,10 @@ def _by_rows(
                 else:
                     b = weight.load([group, depth, column]).reshape(DEPTH, COLUMNS)
             else:
-                at = depth + tl.arange(0, DEPTH)
-                a = tl.load(x_rows + at[None, :], mask=(at < K)[None, :], other=0)
-                inside = (at < K)[:, None] & (columns < N)[None, :]
-                b = tl.load(matrix_columns + at[:, None] * weight_stride_k, mask=inside, other=0)
+                offs = depth + tl.arange(0, DEPTH)
+                a = tl.load(x_rows + offs[None, :], mask=(offs < K)[None, :], other=0)
+                inside = (offs < K)[:, None] & (columns < N)[None, :]
+                b = tl.load(matrix_columns + offs[:, None] * weight_stride_k, mask=inside, other=0)
             if UPCAST:
                 a, b = a.to(tl.float32), b.to(tl.float32)
             acc = tl.dot(a, b, acc, input_precision="ieee")
@@ -142,31 +142,33 @@ def _of_groups(
     rows, columns = row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
     start = tl.load(ends_ptr + group - 1, mask=group > 0, other=0)
     end = tl.minimum(tl.load(ends_ptr + group), T)
-    whole = start + (end - start) // DEPTH * DEPTH
+    full_end = start + (end - start) // DEPTH * DEPTH
     acc = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
-    for at in range(start, whole, DEPTH):
+    for token in range(start, full_end, DEPTH):
         if COPY == "descriptors":
-            left, right = a.load([at, row]), b.load([at, column])
+            a_tile, b_tile = a.load([token, row]), b.load([token, column])
         else:
-            tokens = (at + tl.arange(0, DEPTH)).to(tl.int64)[:, None]
-            left = tl.load(a_ptr + tokens * M + rows[None, :], mask=(rows < M)[None, :], other=0)
-            right = tl.load(
+            tokens = (token + tl.arange(0, DEPTH)).to(tl.int64)[:, None]
+            a_tile = tl.load(a_ptr + tokens * M + rows[None, :], mask=(rows < M)[None, :], other=0)
+            b_tile = tl.load(
                 b_ptr + tokens * N + columns[None, :], mask=(columns < N)[None, :], other=0
             )
         if UPCAST:
-            left, right = left.to(tl.float32), right.to(tl.float32)
-        acc = tl.dot(left.T, right, acc, input_precision="ieee")
-    if whole < end:
+            a_tile, b_tile = a_tile.to(tl.float32), b_tile.to(tl.float32)
+        acc = tl.dot(a_tile.T, b_tile, acc, input_precision="ieee")
+    if full_end < end:
         # Rows of the next group are contracted here, and would be added: only here are rows masked.
-        tokens = (whole + tl.arange(0, DEPTH)).to(tl.int64)[:, None]
-        mine = tokens < end
-        left = tl.load(a_ptr + tokens * M + rows[None, :], mask=mine & (rows < M)[None, :], other=0)
-        right = tl.load(
-            b_ptr + tokens * N + columns[None, :], mask=mine & (columns < N)[None, :], other=0
+        tokens = (full_end + tl.arange(0, DEPTH)).to(tl.int64)[:, None]
+        is_own = tokens < end
+        a_tile = tl.load(
+            a_ptr + tokens * M + rows[None, :], mask=is_own & (rows < M)[None, :], other=0
+        )
+        b_tile = tl.load(
+            b_ptr + tokens * N + columns[None, :], mask=is_own & (columns < N)[None, :], other=0
         )
         if UPCAST:
-            left, right = left.to(tl.float32), right.to(tl.float32)
-        acc = tl.dot(left.T, right, acc, input_precision="ieee")
+            a_tile, b_tile = a_tile.to(tl.float32), b_tile.to(tl.float32)
+        acc = tl.dot(a_tile.T, b_tile, acc, input_precision="ieee")
     y_at = y_ptr + group.to(tl.int64) * M * N + rows.to(tl.int64)[:, None] * N + columns[None, :]
     inside = (rows < M)[:, None] & (columns < N)[None, :]
     tl.store(y_at, acc.to(y_ptr.dtype.element_ty), mask=inside)

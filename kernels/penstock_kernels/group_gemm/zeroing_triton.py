@@ -38,8 +38,8 @@ def _zero_rows(
         first = tl.program_id(1) * EACH
         for column in range(first, tl.minimum(first + EACH, W), COLUMNS):
             columns = column + tl.arange(0, COLUMNS)
-            at = y_ptr + rows[:, None] * W + columns[None, :]
-            tl.store(at, 0.0, mask=chosen[:, None] & (columns < W)[None, :])
+            ptrs = y_ptr + rows[:, None] * W + columns[None, :]
+            tl.store(ptrs, 0.0, mask=chosen[:, None] & (columns < W)[None, :])
 
 
 def zero_tail(y_TN: torch.Tensor, ends_G: torch.Tensor) -> torch.Tensor:

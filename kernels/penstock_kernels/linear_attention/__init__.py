@@ -59,8 +59,8 @@ def _unsupported_on_cpu(
 ) -> str | None:
     if q_TGK.device.type != "cpu":
         return f"its tensors are on {q_TGK.device.type}, and it needs cpu"
-    given = q_TGK, k_TGK, v_TNV, log_decay_TN, beta_TN, segments, scale, initial_state_BNKV
-    return _misfit(*given)
+    args = q_TGK, k_TGK, v_TNV, log_decay_TN, beta_TN, segments, scale, initial_state_BNKV
+    return _misfit(*args)
 
 
 def _unsupported_on_triton(
@@ -73,9 +73,9 @@ def _unsupported_on_triton(
     scale: float,
     initial_state_BNKV: torch.Tensor | None = None,
 ) -> str | None:
-    given = q_TGK, k_TGK, v_TNV, log_decay_TN, beta_TN, segments, scale, initial_state_BNKV
-    tensors = [x for x in given if isinstance(x, torch.Tensor)]
-    if reason := needs_cuda(*tensors) or _misfit(*given) or needs_floats(*tensors):
+    args = q_TGK, k_TGK, v_TNV, log_decay_TN, beta_TN, segments, scale, initial_state_BNKV
+    tensors = [x for x in args if isinstance(x, torch.Tensor)]
+    if reason := needs_cuda(*tensors) or _misfit(*args) or needs_floats(*tensors):
         return reason
     if not q_TGK.dtype == k_TGK.dtype == v_TNV.dtype:
         return f"q is {q_TGK.dtype}, k is {k_TGK.dtype} and v is {v_TNV.dtype}"
@@ -94,8 +94,8 @@ def _unsupported_by_fla(
     scale: float,
     initial_state_BNKV: torch.Tensor | None = None,
 ) -> str | None:
-    given = q_TGK, k_TGK, v_TNV, log_decay_TN, beta_TN, segments, scale, initial_state_BNKV
-    return _misfit(*given) or _packages.unsupported_reason(q_TGK, log_decay_TN, beta_TN)
+    args = q_TGK, k_TGK, v_TNV, log_decay_TN, beta_TN, segments, scale, initial_state_BNKV
+    return _misfit(*args) or _packages.unsupported_reason(q_TGK, log_decay_TN, beta_TN)
 
 
 _FAST: Mapping[str, KernelImpl[..., tuple[torch.Tensor, torch.Tensor]]] = {}

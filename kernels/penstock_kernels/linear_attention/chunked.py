@@ -47,26 +47,26 @@ class _Packed:
         """Numbers, and chunks."""
         for document, (start, end) in enumerate(pairwise(self.bounds)):
             starts = range(start, end, CHUNK)
-            yield document, [slice(at, min(at + CHUNK, end)) for at in starts]
+            yield document, [slice(first, min(first + CHUNK, end)) for first in starts]
 
     def read(self, x: torch.Tensor, tokens: slice) -> torch.Tensor:
         """A chunk of a tensor [T, heads, ...] as [N, C, ...]; a key head is repeated for its value
         heads. Decays by channel halve chunks, so zeros fill them up to a power of 2."""
-        found = x[tokens].transpose(0, 1).to(self.wide)
+        chunk = x[tokens].transpose(0, 1).to(self.wide)
         if x.shape[1] < self.num_heads:
-            found = found.repeat_interleave(self.num_heads // x.shape[1], dim=0)
+            chunk = chunk.repeat_interleave(self.num_heads // x.shape[1], dim=0)
         length = tokens.stop - tokens.start
         if self.log_decay.ndim == 3 and (missing := next_power_of_2(length) - length):
-            found = F.pad(found, (*[0, 0] * (found.ndim - 2), 0, missing))
-        return found
+            chunk = F.pad(chunk, (*[0, 0] * (chunk.ndim - 2), 0, missing))
+        return chunk
 
-    def write(self, x: torch.Tensor, tokens: slice, found: torch.Tensor | None) -> None:
+    def write(self, x: torch.Tensor, tokens: slice, chunk: torch.Tensor | None) -> None:
         """[N, C, ...] into x, [T, heads, ...], summed over the value heads of a key head."""
-        if found is None:
+        if chunk is None:
             return
         if x.shape[1] < self.num_heads:
-            found = found.unflatten(0, (x.shape[1], -1)).sum(1)
-        x[tokens] = found[:, : tokens.stop - tokens.start].transpose(0, 1)
+            chunk = chunk.unflatten(0, (x.shape[1], -1)).sum(1)
+        x[tokens] = chunk[:, : tokens.stop - tokens.start].transpose(0, 1)
 
     def chunk(self, tokens: slice) -> Chunk:
         """The inputs of a chunk."""
@@ -143,14 +143,14 @@ def _backward(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients; those of absent inputs are empty."""
-    given = q_TGK, k_TGK, v_TNV, log_decay_TN, beta_TN
-    packed = _Packed(*given, cu_seqlens, scale)
-    gradients = _empty_gradients(v_TNV, *given, initial_state_BNKV)
+    inputs = q_TGK, k_TGK, v_TNV, log_decay_TN, beta_TN
+    packed = _Packed(*inputs, cu_seqlens, scale)
+    gradients = _empty_gradients(v_TNV, *inputs, initial_state_BNKV)
     *by_token, dinitial_BNKV = gradients
     with torch.autocast("cpu", enabled=False):
         for document, chunks in packed.documents():
             state = _state(initial_state_BNKV, document, packed.wide)
-            parts = [chunks[at : at + KEPT] for at in range(0, len(chunks), KEPT)]
+            parts = [chunks[first : first + KEPT] for first in range(0, len(chunks), KEPT)]
             befores = [state]
             for part in parts[:-1]:
                 befores.append(_passed(packed, part, deltas_TNV, befores[-1])[1])
@@ -162,9 +162,9 @@ def _backward(
                     wants_state = tokens is not chunks[0] or initial_state_BNKV is not None
                     slopes = backward(*passed.pop(), dy_NCV, dstate, wants_state)
                     slopes.q.mul_(scale)
-                    found = slopes.q, slopes.k, slopes.v, slopes.log_decay, slopes.beta
-                    for gradient, one in zip(by_token, found, strict=True):
-                        packed.write(gradient, tokens, one)
+                    chunk_gradients = slopes.q, slopes.k, slopes.v, slopes.log_decay, slopes.beta
+                    for gradient, chunk_gradient in zip(by_token, chunk_gradients, strict=True):
+                        packed.write(gradient, tokens, chunk_gradient)
                     dstate = slopes.state
             if initial_state_BNKV is not None and dstate is not None:
                 dinitial_BNKV[document] = dstate
@@ -192,10 +192,10 @@ def _passed(
 
 
 def _empty_gradients(
-    v_TNV: torch.Tensor, *given: torch.Tensor | None
+    v_TNV: torch.Tensor, *inputs: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     q, k, v, log_decay, beta, initial = (
-        v_TNV.new_empty(0) if x is None else x.new_empty(x.shape) for x in given
+        v_TNV.new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs
     )
     return q, k, v, log_decay, beta, initial
 
@@ -214,8 +214,8 @@ def _backward_fake(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     del dy_TNV, dfinal_BNKV, deltas_TNV, cu_seqlens, scale
-    given = q_TGK, k_TGK, v_TNV, log_decay_TN, beta_TN, initial_state_BNKV
-    return _empty_gradients(v_TNV, *given)
+    inputs = q_TGK, k_TGK, v_TNV, log_decay_TN, beta_TN, initial_state_BNKV
+    return _empty_gradients(v_TNV, *inputs)
 
 
 _gradients_of = operator("linear_attention_chunked_gradients", _backward, fake=_backward_fake)
@@ -235,9 +235,13 @@ def _back(
     saved = ctx.saved_tensors
     if dy_TNV is None:
         dy_TNV = torch.zeros_like(saved[3])
-    found = _gradients_of(dy_TNV, dfinal_BNKV, *saved, ctx.scale)
-    wanted = ctx.needs_input_grad
-    return *(x if wants else None for x, wants in zip(found, wanted, strict=False)), None, None
+    results = _gradients_of(dy_TNV, dfinal_BNKV, *saved, ctx.scale)
+    needs_grad = ctx.needs_input_grad
+    return (
+        *(x if wants else None for x, wants in zip(results, needs_grad, strict=False)),
+        None,
+        None,
+    )
 
 
 _chunked_of = operator(
@@ -256,6 +260,6 @@ def chunked(
     initial_state_BNKV: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Same as the reference. Computed in fp32, or fp64 for inputs of that dtype."""
-    given = q_TGK, k_TGK, v_TNV, log_decay_TN, beta_TN, initial_state_BNKV
-    y_TNV, final_BNKV, _ = _chunked_of(*given, segments.cu_seqlens, scale)
+    inputs = q_TGK, k_TGK, v_TNV, log_decay_TN, beta_TN, initial_state_BNKV
+    y_TNV, final_BNKV, _ = _chunked_of(*inputs, segments.cu_seqlens, scale)
     return y_TNV, final_BNKV

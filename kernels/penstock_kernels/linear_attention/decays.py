@@ -94,23 +94,23 @@ class ChannelDecays:
     def _halves(self) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
         """By the size of a half: decays from the border to the later half's tokens, and from the
         earlier half's tokens to the border, each [H, blocks, half, K]."""
-        found, half = [], self.sums.shape[1] // 2
+        halves, half = [], self.sums.shape[1] // 2
         while half:
             early, late = _early_and_late(self.sums, half)
             border = early[:, :, -1:]
-            found.append((half, (late - border).exp_(), (border - early).exp_()))
+            halves.append((half, (late - border).exp_(), (border - early).exp_()))
             half //= 2
-        return found
+        return halves
 
     def products(self, left_HRCK: torch.Tensor, right_HCK: torch.Tensor) -> torch.Tensor:
         """[H, R, C, C] of a row's product with each column no later than it, decayed between."""
-        found = torch.diag_embed((left_HRCK * right_HCK.unsqueeze(1)).sum(-1))
+        products = torch.diag_embed((left_HRCK * right_HCK.unsqueeze(1)).sum(-1))
         for half, to_late, to_border in self._halves:
             early = _early_and_late(right_HCK, half)[0] * to_border
-            for side in range(left_HRCK.shape[1]):
-                late = _early_and_late(left_HRCK[:, side], half)[1] * to_late
-                _below_border(found[:, side], half).copy_(late @ early.mT)
-        return found
+            for strip in range(left_HRCK.shape[1]):
+                late = _early_and_late(left_HRCK[:, strip], half)[1] * to_late
+                _below_border(products[:, strip], half).copy_(late @ early.mT)
+        return products
 
     def add_gradients_(
         self,
@@ -127,10 +127,10 @@ class ChannelDecays:
         for half, to_late, to_border in self._halves:
             early = _early_and_late(right_HCK, half)[0] * to_border
             dearly = _early_and_late(dright_HCK, half)[0]
-            for side in range(left_HRCK.shape[1]):
-                slopes = _below_border(dproducts_HRCC[:, side], half)
-                late = _early_and_late(left_HRCK[:, side], half)[1] * to_late
-                dlate = _early_and_late(dleft_HRCK[:, side], half)[1]
+            for strip in range(left_HRCK.shape[1]):
+                slopes = _below_border(dproducts_HRCC[:, strip], half)
+                late = _early_and_late(left_HRCK[:, strip], half)[1] * to_late
+                dlate = _early_and_late(dleft_HRCK[:, strip], half)[1]
                 dlate.addcmul_(slopes @ early, to_late)
                 dearly.addcmul_(slopes.mT @ late, to_border)
 

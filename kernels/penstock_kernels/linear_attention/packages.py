@@ -50,9 +50,9 @@ def fla(
     assert beta_TN is not None, "refused"
     of_each = v_TNV.shape[1] // q_TGK.shape[1]
     q_TNK, k_TNK = (x.repeat_interleave(of_each, dim=1) for x in (q_TGK, k_TGK))
-    given: list[Any] = [x.unsqueeze(0) for x in (q_TNK, k_TNK, v_TNV, log_decay_TN, beta_TN)]
+    inputs: list[Any] = [x.unsqueeze(0) for x in (q_TNK, k_TNK, v_TNV, log_decay_TN, beta_TN)]
     y_1TNV, final_BNKV = chunk_gated_delta_rule(
-        *given,
+        *inputs,
         scale=scale,
         initial_state=initial_state_BNKV,
         output_final_state=True,

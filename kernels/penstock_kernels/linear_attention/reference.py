@@ -77,10 +77,10 @@ def recurrent(
     outputs, states, start = [], [], 0
     for document, length in enumerate(segments.lengths):
         state = initial_state_BNKV[document : document + 1].to(wide)
-        for at in range(start, start + length):
-            one = slice(at, at + 1)
-            beta = None if beta_TN is None else beta_TN[one]
-            token = q_TGK[one], k_TGK[one], v_TNV[one], log_decay_TN[one], beta
+        for position in range(start, start + length):
+            step = slice(position, position + 1)
+            beta = None if beta_TN is None else beta_TN[step]
+            token = q_TGK[step], k_TGK[step], v_TNV[step], log_decay_TN[step], beta
             y_1NV, state = decode_step(*token, state, scale)
             outputs.append(y_1NV)
         states.append(state)

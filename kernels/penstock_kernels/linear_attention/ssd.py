@@ -33,8 +33,8 @@ def ssd(
         Outputs [T, N, P], and each document's last state, [B, N, S, P].
     """
     scaled_TNP = (x_TNP * dt_TN.unsqueeze(-1)).to(x_TNP.dtype)
-    given: tuple[Any, ...] = (C_TGS, B_TGS, scaled_TNP, dt_TN * A_N, None, segments, 1.0)
-    y_TNP, state_BNSP = linear_attention(*given, initial_state_BNSP)
+    inputs: tuple[Any, ...] = (C_TGS, B_TGS, scaled_TNP, dt_TN * A_N, None, segments, 1.0)
+    y_TNP, state_BNSP = linear_attention(*inputs, initial_state_BNSP)
     if D_N is not None:
         y_TNP = (y_TNP + x_TNP * D_N.unsqueeze(-1)).to(x_TNP.dtype)
     return y_TNP, state_BNSP

@@ -74,7 +74,7 @@ def _run(
     chunks, firsts, num_chunks = _planned(cu_seqlens, T)
     y, deltas, sums, scores, solution = _kept(k, v, log_decay, beta)
     final = v.new_empty(len(firsts) - 1, N, K, V, dtype=torch.float32)
-    how, sizes = {"CHANNELS": log_decay.ndim == 3, "UPCAST": INTERPRETED}, (G, N, K)
+    flags, sizes = {"CHANNELS": log_decay.ndim == 3, "UPCAST": INTERPRETED}, (G, N, K)
     small = tile(K, V, k.element_size())
     width = K if log_decay.ndim == 3 else 1
     block = min(SUMMED, next_power_of_2(width))
@@ -84,7 +84,7 @@ def _run(
     forward.make_products[(num_chunks, N)](
         *(q, k, sums, beta, chunks, scores, solution, scale, *sizes),
         BLOCK=small["BLOCK_K"],
-        **how,
+        **flags,
         **{"num_warps": PRODUCT_WARPS, "num_stages": 1},
     )
     states = v.new_empty(num_chunks, N, K, V)
@@ -94,11 +94,11 @@ def _run(
         *sizes,
         V,
         SOLVED=False,
-        **how,
+        **flags,
         **scan,
     )
     forward.read_states[(num_chunks, N, cdiv(V, small["BLOCK_V"]))](
-        *(q, v, sums, beta, deltas, scores, chunks, states, y, scale), *sizes, V, **how, **small
+        *(q, v, sums, beta, deltas, scores, chunks, states, y, scale), *sizes, V, **flags, **small
     )
     return y, final, deltas, sums, scores, solution
 
@@ -158,13 +158,13 @@ def _gradients(
     chunks, firsts, num_chunks = _planned(cu_seqlens, T)
     documents, small, scan = len(firsts) - 1, tile(K, V, k.element_size()), tile_of_scan(K, V)
     blocks_k, blocks_v = cdiv(K, small["BLOCK_K"]), cdiv(V, scan["BLOCK_V"])
-    how = {"CHANNELS": by_channel, "UPCAST": INTERPRETED}
+    flags = {"CHANNELS": by_channel, "UPCAST": INTERPRETED}
     states, dstates = v.new_empty(num_chunks, N, K, V), v.new_empty(num_chunks, N, K, V)
     forward.scan_states[(documents, N, blocks_v)](
         *(k, v, sums, beta, None, deltas, initial, chunks, firsts, states, None),
         *(G, N, K, V),
         SOLVED=True,
-        **how,
+        **flags,
         **scan,
     )
     dv, dinitial = v.new_empty(v.shape), v.new_empty(0)
@@ -176,7 +176,7 @@ def _gradients(
         *(dstates, dv, dbeta, None if initial is None else dinitial),
         scale,
         *(T, G, N, K, V),
-        **how,
+        **flags,
         **scan,
     )
     dq, dk = (k.new_empty(T, N, K, dtype=torch.float32 if N > G else None) for _ in range(2))
@@ -186,7 +186,7 @@ def _gradients(
         *(q, k, v, dy, dv, sums, beta, deltas, chunks, states, dstates, dq, dk, dlog_decay),
         scale,
         *(T, G, N, K, V),
-        **how,
+        **flags,
         **{**small, "num_warps": GRADIENT_WARPS},
     )
     if N > G:
@@ -237,9 +237,13 @@ def _back(
     saved = ctx.saved_tensors
     if dy is None:
         dy = torch.zeros_like(saved[6])
-    found = _gradients_of(dy, dfinal, *saved, ctx.scale)
-    wanted = ctx.needs_input_grad
-    return *(x if wants else None for x, wants in zip(found, wanted, strict=False)), None, None
+    results = _gradients_of(dy, dfinal, *saved, ctx.scale)
+    needs_grad = ctx.needs_input_grad
+    return (
+        *(x if wants else None for x, wants in zip(results, needs_grad, strict=False)),
+        None,
+        None,
+    )
 
 
 _attention_of = operator("linear_attention", _run, fake=_run_fake, keep=_keep, backward=_back)
@@ -256,6 +260,6 @@ def linear_attention(
     initial_state_BNKV: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Same as the reference. States are in fp32; products are of operands in the dtype of k."""
-    given = q_TGK, k_TGK, v_TNV, log_decay_TN, beta_TN, initial_state_BNKV
-    y_TNV, final_BNKV, *_ = _attention_of(*given, segments.cu_seqlens, scale)
+    inputs = q_TGK, k_TGK, v_TNV, log_decay_TN, beta_TN, initial_state_BNKV
+    y_TNV, final_BNKV, *_ = _attention_of(*inputs, segments.cu_seqlens, scale)
     return y_TNV, final_BNKV

@@ -66,8 +66,8 @@ def scan_gradients(
     for passed in range(0, count):
         chunk = first + count - 1 - passed
         start, length = tl.load(chunks_ptr + chunk * 2), tl.load(chunks_ptr + chunk * 2 + 1)
-        at = dstates_ptr + (tl.cast(chunk, tl.int64) * N + head) * K * V + in_state
-        tl.store(at, dstate, mask=inside)
+        ptrs = dstates_ptr + (tl.cast(chunk, tl.int64) * N + head) * K * V + in_state
+        tl.store(ptrs, dstate, mask=inside)
         dy = load_rows(dy_ptr, start, length, head, N, V, first_v, BLOCK_V)
         q = load_rows(q_ptr, start, length, key_head, G, K, 0, BLOCK_K).to(tl.float32)
         k = load_rows(k_ptr, start, length, key_head, G, K, 0, BLOCK_K).to(tl.float32)
@@ -135,9 +135,9 @@ def _from_states(
     for first_v in range(0, V, BLOCK_V):
         column = first_v + tl.arange(0, BLOCK_V)[None, :]
         inside = (channel < K) & (column < V) & (length > 0)
-        at = (chunk * N + head) * K * V + channel * V + column
-        state = tl.load(states_ptr + at, mask=inside, other=0).to(tl.float32)
-        dstate = tl.load(dstates_ptr + at, mask=inside, other=0).to(tl.float32)
+        offs = (chunk * N + head) * K * V + channel * V + column
+        state = tl.load(states_ptr + offs, mask=inside, other=0).to(tl.float32)
+        dstate = tl.load(dstates_ptr + offs, mask=inside, other=0).to(tl.float32)
         dtotal += tl.sum(state * dstate, axis=1)[:, None]
         dy = load_rows(dy_ptr, start, length, head, N, V, first_v, BLOCK_V)
         if beta_ptr is None:
@@ -187,7 +187,7 @@ def make_gradients(
     block = tl.program_id(2)
     first, key_head = block * BLOCK_K, head // (N // G)
     start, length = tl.load(chunks_ptr + chunk * 2), tl.load(chunks_ptr + chunk * 2 + 1)
-    row, other = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+    row, source = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
     dq, dk_row, dk, dscores, dproducts, dtotal = _from_states(
         v_ptr,
         dy_ptr,
@@ -217,9 +217,9 @@ def make_gradients(
     dq, dk_row = dq * since_start, dk_row * since_start
     dk *= decay(last - sums)
     dtotal = tl.trans(dtotal) * decay(last) + tl.sum(k * dk, axis=0)[None, :]
-    dproducts = tl.where(row > other, dproducts, 0.0)
+    dproducts = tl.where(row > source, dproducts, 0.0)
     if CHANNELS:
-        diagonal = tl.sum(tl.where(row == other, dscores, 0.0), axis=1)[:, None]
+        diagonal = tl.sum(tl.where(row == source, dscores, 0.0), axis=1)[:, None]
         dq, dk = dq + diagonal * k, dk + diagonal * q
         for level in range(LEVELS):
             is_late, border = halves(row, level)

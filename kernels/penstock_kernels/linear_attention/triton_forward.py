@@ -28,9 +28,9 @@ def plan(cu_seqlens_ptr, chunks_ptr, firsts_ptr, num_documents, num_chunks, BLOC
     document = tl.program_id(0)
     first = 0
     for low in range(0, document, BLOCK):
-        other = low + tl.arange(0, BLOCK)
-        start = tl.load(cu_seqlens_ptr + other, mask=other < document, other=0)
-        end = tl.load(cu_seqlens_ptr + other + 1, mask=other < document, other=0)
+        index = low + tl.arange(0, BLOCK)
+        start = tl.load(cu_seqlens_ptr + index, mask=index < document, other=0)
+        end = tl.load(cu_seqlens_ptr + index + 1, mask=index < document, other=0)
         first += tl.sum((end - start + CHUNK - 1) // CHUNK)
     tl.store(firsts_ptr + document, first)
     start = tl.load(cu_seqlens_ptr + document)
@@ -161,8 +161,8 @@ def scan_states(
         state += tl.load(initial_at, mask=inside, other=0).to(tl.float32)
     for chunk in range(tl.load(firsts_ptr + document), tl.load(firsts_ptr + document + 1)):
         start, length = tl.load(chunks_ptr + chunk * 2), tl.load(chunks_ptr + chunk * 2 + 1)
-        at = states_ptr + (tl.cast(chunk, tl.int64) * N + head) * K * V + in_state
-        tl.store(at, state, mask=inside)
+        ptrs = states_ptr + (tl.cast(chunk, tl.int64) * N + head) * K * V + in_state
+        tl.store(ptrs, state, mask=inside)
         k = load_rows(k_ptr, start, length, key_head, G, K, 0, BLOCK_K).to(tl.float32)
         sums = load_sums(sums_ptr, row, start, length, head, N, K, 0, BLOCK_K, CHANNELS)
         if beta_ptr is None:
@@ -225,7 +225,7 @@ def read_states(
         channel = first + tl.arange(0, BLOCK_K)[:, None]
         q = load_rows(q_ptr, start, length, head // (N // G), G, K, first, BLOCK_K)
         sums = load_sums(sums_ptr, row, start, length, head, N, K, first, BLOCK_K, CHANNELS)
-        at = states_ptr + (chunk * N + head) * K * V + channel * V + column
-        state = tl.load(at, mask=(channel < K) & (column < V) & (length > 0), other=0)
+        ptrs = states_ptr + (chunk * N + head) * K * V + channel * V + column
+        state = tl.load(ptrs, mask=(channel < K) & (column < V) & (length > 0), other=0)
         y += dot(q.to(tl.float32) * scale * decay(sums), state, q_ptr, UPCAST)
     store_rows(y_ptr, y, start, length, head, N, V, first_v, BLOCK_V)

@@ -20,24 +20,24 @@ def load_rows(
 ):  # [CHUNK, BLOCK]
     """Columns from `first` on of a chunk's rows of one head of x [T, heads, width]."""
     row, column = tl.arange(0, CHUNK)[:, None], first + tl.arange(0, BLOCK)[None, :]
-    at = ((start + row).to(tl.int64) * heads + head) * width + column
-    return tl.load(x_ptr + at, mask=(row < length) & (column < width), other=0)
+    offs = ((start + row).to(tl.int64) * heads + head) * width + column
+    return tl.load(x_ptr + offs, mask=(row < length) & (column < width), other=0)
 
 
 @triton.jit
 def store_rows(x_ptr, x, start, length, head, heads, width, first, BLOCK: tl.constexpr):
     """The same, written."""
     row, column = tl.arange(0, CHUNK)[:, None], first + tl.arange(0, BLOCK)[None, :]
-    at = ((start + row).to(tl.int64) * heads + head) * width + column
-    tl.store(x_ptr + at, x, mask=(row < length) & (column < width))
+    offs = ((start + row).to(tl.int64) * heads + head) * width + column
+    tl.store(x_ptr + offs, x, mask=(row < length) & (column < width))
 
 
 @triton.jit
 def load_numbers(x_ptr, start, length, head, heads):
     """A chunk's numbers of one head of x [T, heads], as a column, fp32."""
     row = tl.arange(0, CHUNK)
-    at = (start + row).to(tl.int64) * heads + head
-    return tl.load(x_ptr + at, mask=row < length, other=0).to(tl.float32)[:, None]
+    offs = (start + row).to(tl.int64) * heads + head
+    return tl.load(x_ptr + offs, mask=row < length, other=0).to(tl.float32)[:, None]
 
 
 @triton.jit

@@ -49,9 +49,9 @@ def _max_logits(
     head = tl.program_id(1)
     begin = tl.program_id(0) * QUERIES
     query = begin + tl.arange(0, QUERIES)
-    at = tl.arange(0, WIDTH)
+    offs = tl.arange(0, WIDTH)
     q_row = q_ptr + query[:, None].to(tl.int64) * q_token_stride + head * q_head_stride
-    q = tl.load(q_row + at[None, :], mask=(query < T)[:, None] & (at < H)[None, :], other=0)
+    q = tl.load(q_row + offs[None, :], mask=(query < T)[:, None] & (offs < H)[None, :], other=0)
     # A query past the end sees nothing: its document begins after the last key of any tile.
     document = tl.load(first_ptr + query, mask=query < T, other=T + KEYS + QUERIES)
     lowest = tl.load(first_ptr + begin)
@@ -61,7 +61,7 @@ def _max_logits(
     for start in range(lowest // KEYS * KEYS, tl.minimum(begin + QUERIES, T), KEYS):
         key = start + tl.arange(0, KEYS)
         k_row = k_ptr + key[None, :].to(tl.int64) * k_token_stride + head // GROUPS * k_head_stride
-        k = tl.load(k_row + at[:, None], mask=(key < T)[None, :] & (at < H)[:, None], other=0)
+        k = tl.load(k_row + offs[:, None], mask=(key < T)[None, :] & (offs < H)[:, None], other=0)
         if UPCAST:
             q, k = q.to(tl.float32), k.to(tl.float32)
         # Not TF32: its logits would be off by a thousandth.

@@ -25,12 +25,12 @@ def each_by_shape(
     wide = [matrix.mT if is_tall(matrix) else matrix for matrix in matrices]
     for number, matrix in enumerate(wide):
         alike.setdefault((matrix.shape, matrix.dtype, matrix.device), []).append(number)
-    found = dict[int, torch.Tensor]()
+    results = dict[int, torch.Tensor]()
     for (shape, _, _), numbers in alike.items():
         most = max(1, together // max(1, shape.numel()))
         for start in range(0, len(numbers), most):
             some = numbers[start : start + most]
-            made = compute(torch.stack([wide[number] for number in some]))
-            for number, one in zip(some, made, strict=True):
-                found[number] = one.mT if is_tall(matrices[number]) else one
-    return [found[number] for number in range(len(matrices))]
+            stacked = compute(torch.stack([wide[number] for number in some]))
+            for number, result in zip(some, stacked, strict=True):
+                results[number] = result.mT if is_tall(matrices[number]) else result
+    return [results[number] for number in range(len(matrices))]

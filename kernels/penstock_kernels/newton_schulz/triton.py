@@ -85,23 +85,23 @@ def _symmetric(
     acc = tl.zeros([ROWS, ROWS], dtype=tl.float32)
     for start in range(0, K, DEPTH):
         k = start + depth
-        at = row[:, None] * K + k[None, :]
-        one = tl.load(x_ptr + at, mask=(row < N)[:, None] & (k < K)[None, :], other=0)
-        at = column[None, :] * K + k[:, None]
-        other = tl.load(x_ptr + at, mask=(column < N)[None, :] & (k < K)[:, None], other=0)
+        offs = row[:, None] * K + k[None, :]
+        left = tl.load(x_ptr + offs, mask=(row < N)[:, None] & (k < K)[None, :], other=0)
+        offs = column[None, :] * K + k[:, None]
+        right = tl.load(x_ptr + offs, mask=(column < N)[None, :] & (k < K)[:, None], other=0)
         if UPCAST:
-            acc += tl.dot(one.to(tl.float32), other.to(tl.float32), input_precision="ieee")
+            acc += tl.dot(left.to(tl.float32), right.to(tl.float32), input_precision="ieee")
         else:
-            acc = tl.dot(one, other, acc)
+            acc = tl.dot(left, right, acc)
     acc *= times
-    at = matrix * N * N + row[:, None] * N + column[None, :]
+    offs = matrix * N * N + row[:, None] * N + column[None, :]
     inside = (row < N)[:, None] & (column < N)[None, :]
     if add_ptr is not None:
-        acc += plus * tl.load(add_ptr + at, mask=inside, other=0).to(tl.float32)
+        acc += plus * tl.load(add_ptr + offs, mask=inside, other=0).to(tl.float32)
     if UPCAST:
         acc = to_bf16_grid(acc)
     y = acc.to(tl.bfloat16)
-    tl.store(y_ptr + at, y, mask=inside)
+    tl.store(y_ptr + offs, y, mask=inside)
     if i != j:
         across = matrix * N * N + column[:, None] * N + row[None, :]
         tl.store(y_ptr + across, tl.trans(y), mask=(column < N)[:, None] & (row < N)[None, :])

@@ -40,10 +40,10 @@ def add_noise_(
     # A view, so that writes change the original.
     weight_RK = weight_NK.view(-1, columns)
     spread_RG = (step_size(quantized) * alpha).flatten(0, -2)
-    for here, run in blocks(runs, columns):
+    for rows_slice, run in blocks(runs, columns):
         noise = normals(run, first_column, columns, weight_RK.device)
-        spread = _of_columns(spread_RG[here], quantized.format.group, columns)
-        weight_RK[here] = torch.addcmul(weight_RK[here].float(), noise, spread)
+        spread = _of_columns(spread_RG[rows_slice], quantized.format.group, columns)
+        weight_RK[rows_slice] = torch.addcmul(weight_RK[rows_slice].float(), noise, spread)
     return weight_NK
 
 
@@ -56,8 +56,8 @@ def normals(run: RowKeys, first_column: int, columns: int, device: torch.device)
     float32 like everything else: at least 2^-33, so that no logarithm is infinite and no number is
     beyond 6.8, and at most 1.
     """
-    one, two, three, four = words(run, first_column, columns, PURPOSE, device)
-    drawn = *_two_normals(one, two), *_two_normals(three, four)
+    w0, w1, w2, w3 = words(run, first_column, columns, PURPOSE, device)
+    drawn = *_two_normals(w0, w1), *_two_normals(w2, w3)
     return side_by_side(drawn, first_column, columns)
 
 
@@ -67,8 +67,8 @@ def _two_normals(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tenso
     return size * angle.cos(), size * angle.sin()
 
 
-def _uniform(word: torch.Tensor) -> torch.Tensor:
-    return word.float() * 2**-32 + 2**-33
+def _uniform(uint32: torch.Tensor) -> torch.Tensor:
+    return uint32.float() * 2**-32 + 2**-33
 
 
 def _of_columns(spread_RG: torch.Tensor, group: int | None, columns: int) -> torch.Tensor:

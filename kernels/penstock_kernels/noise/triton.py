@@ -24,8 +24,8 @@ STEP = tl.constexpr(2**-32)
 
 
 @triton.jit
-def _uniform(word):
-    return word.to(tl.float32) * STEP + STEP / 2
+def _uniform(uint32):
+    return uint32.to(tl.float32) * STEP + STEP / 2
 
 
 @triton.jit
@@ -58,8 +58,8 @@ def _add(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = (row < R)[:, None]
     row = row.to(tl.int64)
-    each = tl.arange(0, RUNS)
-    ends = tl.load(runs_ptr + each, mask=each < num_runs, other=R)
+    runs = tl.arange(0, RUNS)
+    ends = tl.load(runs_ptr + runs, mask=runs < num_runs, other=R)
     run = tl.sum((ends[None, :] <= row[:, None]).to(tl.int32), axis=1)
     run = tl.minimum(run, num_runs - 1)
     key = tl.load(runs_ptr + num_runs + run)[:, None]
@@ -86,14 +86,14 @@ def _add(
         spread = spread + tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     else:
         of_row = column // GROUP + tl.arange(0, COLUMNS // GROUP)
-        known = inside & (of_row < num_groups)[None, :]
+        has_group = inside & (of_row < num_groups)[None, :]
         spread_at = spread_ptr + row[:, None] * num_groups + of_row[None, :]
-        spread = tl.load(spread_at, mask=known, other=0)[:, :, None]
+        spread = tl.load(spread_at, mask=has_group, other=0)[:, :, None]
         spread = spread + tl.zeros([ROWS, COLUMNS // GROUP, GROUP], dtype=tl.float32)
         spread = spread.reshape(ROWS, COLUMNS)
-    at = column + tl.arange(0, COLUMNS)
-    inside = inside & ((at >= 0) & (at < K))[None, :]
-    w_at = w_ptr + row[:, None] * stride + at[None, :]
+    offs = column + tl.arange(0, COLUMNS)
+    inside = inside & ((offs >= 0) & (offs < K))[None, :]
+    w_at = w_ptr + row[:, None] * stride + offs[None, :]
     w = tl.load(w_at, mask=inside, other=0).to(tl.float32)
     # Explicit, so that recomputation gives the same numbers whatever a compiler would choose.
     w = tl.fma(noise, spread, w)

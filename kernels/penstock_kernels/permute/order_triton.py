@@ -16,10 +16,10 @@ BLOCK = 1024
 @triton.jit(do_not_specialize=["R"])
 def _keys(choice_ptr, keys_ptr, R, num_experts, BLOCK: tl.constexpr):
     """The expert of each copy; num_experts, which is sorted last, for none."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    choice = tl.load(choice_ptr + at, mask=at < R, other=0)
-    known = (choice >= 0) & (choice < num_experts)
-    tl.store(keys_ptr + at, tl.where(known, choice, num_experts), mask=at < R)
+    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    choice = tl.load(choice_ptr + offs, mask=offs < R, other=0)
+    is_valid = (choice >= 0) & (choice < num_experts)
+    tl.store(keys_ptr + offs, tl.where(is_valid, choice, num_experts), mask=offs < R)
 
 
 @triton.jit
@@ -58,10 +58,10 @@ def _order(
         tl.store(counts_ptr + expert, counts, mask=expert < num_experts)
     else:
         row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        known = tl.load(keys_ptr + row, mask=row < R, other=0) < num_experts
+        is_valid = tl.load(keys_ptr + row, mask=row < R, other=0) < num_experts
         copy = tl.load(copy_of_row_ptr + row, mask=row < R, other=0)
-        tl.store(row_of_copy_ptr + copy, tl.where(known, row, NONE), mask=row < R)
-        tl.store(copy_of_row_ptr + row, tl.where(known, copy, NONE), mask=row < R)
+        tl.store(row_of_copy_ptr + copy, tl.where(is_valid, row, NONE), mask=row < R)
+        tl.store(copy_of_row_ptr + row, tl.where(is_valid, copy, NONE), mask=row < R)
 
 
 def _sorted(

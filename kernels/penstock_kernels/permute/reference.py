@@ -26,5 +26,5 @@ def unpermute(y_RD: torch.Tensor, weights_TK: torch.Tensor | None, order: Order)
 
 def _taken(rows: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     """The rows of those indices, zeros for NO_EXPERT."""
-    taken = rows.index_select(0, numbers.clamp(min=0))
-    return taken.masked_fill((numbers < 0).unsqueeze(-1), 0)
+    selected = rows.index_select(0, numbers.clamp(min=0))
+    return selected.masked_fill((numbers < 0).unsqueeze(-1), 0)

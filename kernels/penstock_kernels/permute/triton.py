@@ -25,11 +25,11 @@ WIDEST = 2048
 def _copy(x_ptr, copy_of_row_ptr, rows_ptr, K, D, BLOCK: tl.constexpr):
     """A row of a token, zeros for rows without a token."""
     row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     copy = tl.load(copy_of_row_ptr + row)
-    known = tl.where(copy >= 0, D, 0)
-    x = tl.load(x_ptr + copy // K * D + at, mask=at < known, other=0)
-    tl.store(rows_ptr + row * D + at, x, mask=at < D)
+    width = tl.where(copy >= 0, D, 0)
+    x = tl.load(x_ptr + copy // K * D + offs, mask=offs < width, other=0)
+    tl.store(rows_ptr + row * D + offs, x, mask=offs < D)
 
 
 @triton.jit
@@ -38,17 +38,17 @@ def _add(
 ):
     """Sum of a token's rows, in fp32 in the order of its choices."""
     token = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], dtype=tl.float32)
     for k in range(0, K):
         row = tl.load(row_of_copy_ptr + token * K + k)
-        known = tl.where(row >= 0, D, 0)
-        values = tl.load(rows_ptr + row * D + at, mask=at < known, other=0)
+        width = tl.where(row >= 0, D, 0)
+        values = tl.load(rows_ptr + row * D + offs, mask=offs < width, other=0)
         values = values.to(tl.float32)
         if WEIGHTED:
             values *= tl.load(weights_ptr + token * K + k).to(tl.float32)
         total += values
-    tl.store(y_ptr + token * D + at, total, mask=at < D)
+    tl.store(y_ptr + token * D + offs, total, mask=offs < D)
 
 
 @triton.jit
@@ -66,15 +66,15 @@ def _weigh(
     """For one row: its gradient, `weight * dy`, and its weight's, `dy . row`."""
     row = tl.program_id(0).to(tl.int64)
     copy = tl.load(copy_of_row_ptr + row)
-    known = tl.where(copy >= 0, D, 0)
+    width = tl.where(copy >= 0, D, 0)
     weight = tl.load(weights_ptr + copy, mask=copy >= 0, other=0).to(tl.float32)
     product = tl.zeros([BLOCK], dtype=tl.float32)
     for column in range(0, D, BLOCK):
-        at = column + tl.arange(0, BLOCK)
-        dy = tl.load(dy_ptr + copy // K * D + at, mask=at < known, other=0).to(tl.float32)
-        values = tl.load(rows_ptr + row * D + at, mask=at < known, other=0).to(tl.float32)
+        offs = column + tl.arange(0, BLOCK)
+        dy = tl.load(dy_ptr + copy // K * D + offs, mask=offs < width, other=0).to(tl.float32)
+        values = tl.load(rows_ptr + row * D + offs, mask=offs < width, other=0).to(tl.float32)
         product += dy * values
-        tl.store(drows_ptr + row * D + at, dy * weight, mask=at < D)
+        tl.store(drows_ptr + row * D + offs, dy * weight, mask=offs < D)
     tl.store(dweights_ptr + copy, tl.sum(product, axis=0), mask=copy >= 0)
 
 

@@ -57,18 +57,18 @@ class Format:
 
     def widths(self, columns: int) -> dict[str, int]:
         """Bytes of a row in each tensor of a Quantized, by name."""
-        found = {
+        bits = {
             "codes": self.row_bytes(columns),
             "scales": self.num_groups(columns) * self.scales_dtype.itemsize,
         }
-        return found | {"global_scales": 4} if self.scales == "e4m3" else found
+        return bits | {"global_scales": 4} if self.scales == "e4m3" else bits
 
 
 _POWERS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 FORMATS: Mapping[str, Format] = {
-    made.name: made
-    for made in (
+    format.name: format
+    for format in (
         Format("nf4", "levels", 64, levels=NF4, groups_allowed=_POWERS),
         Format("nvfp4", "levels", 16, scales="e4m3", levels=E2M1),
         Format("mxfp4", "levels", 32, scales="e8m0", levels=E2M1),
@@ -89,12 +89,12 @@ def get_format(name: str, group: int | None = None) -> Format:
     """
     if name not in FORMATS:
         raise ValueError(f"there is no format {name!r}; there are {', '.join(FORMATS)}")
-    found = FORMATS[name]
-    if group is None or group == found.group:
-        return found
-    if group not in found.groups_allowed:
-        has = "a scale for each row" if found.group is None else f"groups of {found.group}"
-        others = ", ".join(map(str, found.groups_allowed))
-        has = f"groups of {others}" if others else f"{has} and no others"
+    format = FORMATS[name]
+    if group is None or group == format.group:
+        return format
+    if group not in format.groups_allowed:
+        has = "a scale for each row" if format.group is None else f"groups of {format.group}"
+        allowed = ", ".join(map(str, format.groups_allowed))
+        has = f"groups of {allowed}" if allowed else f"{has} and no others"
         raise ValueError(f"{name} cannot have groups of {group} columns; it has {has}")
-    return replace(found, group=group)
+    return replace(format, group=group)

@@ -21,7 +21,7 @@ def pack(codes: torch.Tensor) -> torch.Tensor:
 
 def unpack(packed: torch.Tensor, levels: tuple[float, ...]) -> torch.Tensor:
     """The level that each code stands for, float32 [..., 2 * bytes]."""
-    each = torch.tensor(levels, device=packed.device)
+    table = torch.tensor(levels, device=packed.device)
     # A byte looks up two levels at once.
-    pairs = torch.stack([each.repeat(16), each.repeat_interleave(16)], dim=-1)
+    pairs = torch.stack([table.repeat(16), table.repeat_interleave(16)], dim=-1)
     return F.embedding(packed.int(), pairs).flatten(-2)

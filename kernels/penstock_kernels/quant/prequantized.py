@@ -61,8 +61,8 @@ def bitsandbytes_scales(
     `codes` index 256 levels (`quant_map`), which are multiplied by `scales` (`nested_absmax`), one
     for `group` codes; `offset` is the mean, which was subtracted before.
     """
-    each = levels[codes.flatten().int()]
-    return each * scales.repeat_interleave(group)[: len(each)] + offset
+    values = levels[codes.flatten().int()]
+    return values * scales.repeat_interleave(group)[: len(values)] + offset
 
 
 def nvfp4_of_modelopt(
@@ -70,8 +70,10 @@ def nvfp4_of_modelopt(
 ) -> QuantizedTensor:
     """ModelOpt's NVFP4: codes uint8 [..., N, K/2], e4m3 scales [..., N, K/16], one of a matrix."""
     *outer, rows, half = weight.shape
-    whole = weight_scale_2.float().reshape(*outer, 1, 1).expand(*outer, rows, 1)
-    return QuantizedTensor(FORMATS["nvfp4"], 2 * half, weight, weight_scale, whole.contiguous())
+    global_scales = weight_scale_2.float().reshape(*outer, 1, 1).expand(*outer, rows, 1)
+    return QuantizedTensor(
+        FORMATS["nvfp4"], 2 * half, weight, weight_scale, global_scales.contiguous()
+    )
 
 
 def mxfp4_of_blocks(blocks: torch.Tensor, scales: torch.Tensor) -> QuantizedTensor:

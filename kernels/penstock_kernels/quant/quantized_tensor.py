@@ -36,7 +36,7 @@ class QuantizedTensor:
             ValueError: a tensor is missing, or has another shape or dtype.
         """
         rows = self.codes.shape[:-1]
-        wanted = {
+        expected = {
             "codes": (self.codes, torch.uint8, self.format.row_bytes(self.columns)),
             "scales": (
                 self.scales,
@@ -50,8 +50,8 @@ class QuantizedTensor:
                 f"{self.format.name} {has} global scales, and here it is the other way round"
             )
         if self.global_scales is not None:
-            wanted["global_scales"] = (self.global_scales, torch.float32, 1)
-        for name, (tensor, dtype, width) in wanted.items():
+            expected["global_scales"] = (self.global_scales, torch.float32, 1)
+        for name, (tensor, dtype, width) in expected.items():
             if tensor.dtype != dtype or tensor.shape != (*rows, width):
                 raise ValueError(
                     f"{name} of {self.format.name} with {self.columns} columns are {dtype} "
@@ -66,9 +66,11 @@ class QuantizedTensor:
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
         """Its tensors by name."""
-        found = {"codes": self.codes, "scales": self.scales}
+        tensors = {"codes": self.codes, "scales": self.scales}
         return (
-            found if self.global_scales is None else found | {"global_scales": self.global_scales}
+            tensors
+            if self.global_scales is None
+            else tensors | {"global_scales": self.global_scales}
         )
 
     @property

@@ -50,8 +50,8 @@ def row_maxima(
     Raises:
         ValueError: the given one has another shape, or the format takes none.
     """
-    found = largest(weight_NK, format) if given is None else given
-    if found is None:
+    maxima = largest(weight_NK, format) if given is None else given
+    if maxima is None:
         return None
     *rows, columns = weight_NK.shape
     if format.tile_rows > 1:
@@ -60,19 +60,21 @@ def row_maxima(
         rows.append(1)
     else:
         raise ValueError(f"{format.name} takes no largest magnitudes: each group has its own")
-    wanted, has = tuple(reversed(rows)), tuple(reversed(found.shape))
-    fits = has[:1] == wanted[:1] and len(has) <= len(wanted)
-    if not fits or any(mine not in (1, its) for mine, its in zip(has, wanted, strict=False)):
+    expected, has = tuple(reversed(rows)), tuple(reversed(maxima.shape))
+    fits = has[:1] == expected[:1] and len(has) <= len(expected)
+    if not fits or any(
+        size not in (1, expected_size) for size, expected_size in zip(has, expected, strict=False)
+    ):
         raise ValueError(
             f"{format.name} of {tuple(weight_NK.shape)} takes largest magnitudes {tuple(rows)}, "
-            f"and these are {tuple(found.shape)}; cut what `largest` gives of the whole alike"
+            f"and these are {tuple(maxima.shape)}; cut what `largest` gives of the whole alike"
         )
-    return found.float().expand(rows)
+    return maxima.float().expand(rows)
 
 
 def _largest(weight: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
-    found = torch.linalg.vector_norm(weight, float("inf"), dim=dims, keepdim=True).float()
-    return torch.where(found.isnan(), float("inf"), found)
+    maxima = torch.linalg.vector_norm(weight, float("inf"), dim=dims, keepdim=True).float()
+    return torch.where(maxima.isnan(), float("inf"), maxima)
 
 
 def _of_tiles(weight_NK: torch.Tensor, tall: int, wide: int, above: int) -> torch.Tensor:

@@ -42,28 +42,30 @@ def read(
     """
     wide = rows.to(tl.int64)[:, None]
     if FORMAT == "int8" or FORMAT == "fp8" or FORMAT == "block_fp8":
-        at = column + tl.arange(0, COLUMNS)
-        mask = inside[:, None] & (at < row_bytes)[None, :]
-        code = tl.load(codes_ptr + wide * row_bytes + at[None, :], mask=mask, other=0)
+        offs = column + tl.arange(0, COLUMNS)
+        mask = inside[:, None] & (offs < row_bytes)[None, :]
+        code = tl.load(codes_ptr + wide * row_bytes + offs[None, :], mask=mask, other=0)
         if FORMAT == "int8":
             values = code.to(tl.int8, bitcast=True).to(tl.float32)
         else:
             values = from_e4m3(code)
     else:
-        at = column // 2 + tl.arange(0, COLUMNS // 2)
-        mask = inside[:, None] & (at < row_bytes)[None, :]
-        pair = tl.load(codes_ptr + wide * row_bytes + at[None, :], mask=mask, other=0).to(tl.int32)
+        offs = column // 2 + tl.arange(0, COLUMNS // 2)
+        mask = inside[:, None] & (offs < row_bytes)[None, :]
+        pair = tl.load(codes_ptr + wide * row_bytes + offs[None, :], mask=mask, other=0).to(
+            tl.int32
+        )
         values = tl.interleave(decode_level(pair & 15, FORMAT), decode_level(pair >> 4, FORMAT))
     if GROUP == 0:
         scale = tl.load(scales_ptr + wide, mask=inside[:, None], other=0)
         return values * scale
     else:
         group = column // GROUP + tl.arange(0, COLUMNS // GROUP)
-        known = inside[:, None] & (group < num_groups)[None, :]
-        scale = tl.load(scales_ptr + wide * num_groups + group[None, :], mask=known, other=0)
+        has_group = inside[:, None] & (group < num_groups)[None, :]
+        scale = tl.load(scales_ptr + wide * num_groups + group[None, :], mask=has_group, other=0)
         if FORMAT == "nvfp4":
-            whole = tl.load(global_ptr + wide, mask=inside[:, None], other=0)
-            scale = from_e4m3(scale) * whole
+            global_scale = tl.load(global_ptr + wide, mask=inside[:, None], other=0)
+            scale = from_e4m3(scale) * global_scale
         elif FORMAT == "mxfp4":
             scale = from_e8m0(scale)
         grouped = values.reshape(ROWS, COLUMNS // GROUP, GROUP) * scale[:, :, None]
@@ -105,9 +107,9 @@ def _dequantize(
     )
     if ROUND:
         y = to_bf16_grid(y)
-    at = column + tl.arange(0, COLUMNS)
-    y_at = y_ptr + rows.to(tl.int64)[:, None] * K + at[None, :]
-    tl.store(y_at, y.to(y_ptr.dtype.element_ty), mask=inside[:, None] & (at < K)[None, :])
+    offs = column + tl.arange(0, COLUMNS)
+    y_at = y_ptr + rows.to(tl.int64)[:, None] * K + offs[None, :]
+    tl.store(y_at, y.to(y_ptr.dtype.element_ty), mask=inside[:, None] & (offs < K)[None, :])
 
 
 def tile(columns: int, group: int | None) -> tuple[int, int]:

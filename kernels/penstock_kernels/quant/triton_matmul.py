@@ -62,9 +62,9 @@ def _multiply(
     row = tl.program_id(0) * WEIGHT_ROWS + tl.arange(0, WEIGHT_ROWS)
     acc = tl.zeros([X_ROWS, WEIGHT_ROWS], dtype=tl.float32)
     for column in range(0, K, COLUMNS):
-        at = column + tl.arange(0, COLUMNS)
-        x_at = x_ptr + token[:, None] * K + at[None, :]
-        x = tl.load(x_at, mask=(token < T)[:, None] & (at < K)[None, :], other=0)
+        offs = column + tl.arange(0, COLUMNS)
+        x_at = x_ptr + token[:, None] * K + offs[None, :]
+        x = tl.load(x_at, mask=(token < T)[:, None] & (offs < K)[None, :], other=0)
         weight = read(
             codes_ptr,
             scales_ptr,

@@ -108,10 +108,10 @@ def decode_level(code, LEVELS: tl.constexpr):
     elif LEVELS == "int4":
         return (code - 8).to(tl.float32)
     else:
-        each = tl.arange(0, 16)
+        index = tl.arange(0, 16)
         table = tl.zeros([16], dtype=tl.float32)
         for i in tl.static_range(16):
-            table = tl.where(each == i, NF4[i], table)
+            table = tl.where(index == i, NF4[i], table)
         flat = tl.gather(table, code.reshape(code.numel), 0)
         return flat.reshape(code.shape)
 

@@ -54,8 +54,8 @@ def _by_groups(
     column = tl.program_id(1) * COLUMNS
     inside = (rows < R)[:, None]
     wide = rows.to(tl.int64)[:, None]
-    at = column + tl.arange(0, COLUMNS)
-    x = tl.load(w_ptr + wide * K + at[None, :], mask=inside & (at < K)[None, :], other=0)
+    offs = column + tl.arange(0, COLUMNS)
+    x = tl.load(w_ptr + wide * K + offs[None, :], mask=inside & (offs < K)[None, :], other=0)
     x = x.to(tl.float32).reshape(ROWS, COLUMNS // GROUP, GROUP)
     most = tl.maximum(tl.max(magnitude(x), axis=2), SMALLEST)
     if FORMAT == "nf4":
@@ -76,8 +76,8 @@ def _by_groups(
         scaled = x * tl.div_rn(E2M1_MOST, most)[:, :, None]
         code = e2m1_code(tl.minimum(tl.maximum(scaled, -E2M1_MOST), E2M1_MOST))
     group = column // GROUP + tl.arange(0, COLUMNS // GROUP)
-    known = inside & (group < num_groups)[None, :]
-    tl.store(scales_ptr + wide * num_groups + group[None, :], scale, mask=known)
+    has_group = inside & (group < num_groups)[None, :]
+    tl.store(scales_ptr + wide * num_groups + group[None, :], scale, mask=has_group)
     low, high = tl.split(code.reshape(ROWS, COLUMNS // 2, 2))
     byte = column // 2 + tl.arange(0, COLUMNS // 2)
     codes_at = codes_ptr + wide * row_bytes + byte[None, :]
@@ -101,17 +101,17 @@ def _by_rows(
     """Codes of a byte, given the scales of rows, or of their groups where GROUP is not 0."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS
-    at = column + tl.arange(0, COLUMNS)
-    inside = (rows < R)[:, None] & (at < K)[None, :]
+    offs = column + tl.arange(0, COLUMNS)
+    inside = (rows < R)[:, None] & (offs < K)[None, :]
     wide = rows.to(tl.int64)[:, None]
-    place = wide * K + at[None, :]
-    x = tl.load(w_ptr + place, mask=inside, other=0).to(tl.float32)
+    element = wide * K + offs[None, :]
+    x = tl.load(w_ptr + element, mask=inside, other=0).to(tl.float32)
     if GROUP == 0:
         scaled = tl.div_rn(x, tl.load(scales_ptr + wide, mask=(rows < R)[:, None], other=1))
     else:
         group = column // GROUP + tl.arange(0, COLUMNS // GROUP)
-        known = (rows < R)[:, None] & (group < num_groups)[None, :]
-        scale = tl.load(scales_ptr + wide * num_groups + group[None, :], mask=known, other=1)
+        has_group = (rows < R)[:, None] & (group < num_groups)[None, :]
+        scale = tl.load(scales_ptr + wide * num_groups + group[None, :], mask=has_group, other=1)
         grouped = x.reshape(ROWS, COLUMNS // GROUP, GROUP)
         scaled = tl.div_rn(grouped, scale[:, :, None]).reshape(ROWS, COLUMNS)
     if FORMAT == "int8":
@@ -119,7 +119,7 @@ def _by_rows(
         code = step.to(tl.int8).to(tl.uint8, bitcast=True)
     else:
         code = to_e4m3(tl.minimum(tl.maximum(scaled, -E4M3_MOST), E4M3_MOST))
-    tl.store(codes_ptr + place, code, mask=inside)
+    tl.store(codes_ptr + element, code, mask=inside)
 
 
 @triton.jit
@@ -128,18 +128,18 @@ def _by_tiles(w_ptr, codes_ptr, scales_ptr, N, K, num_groups, TILE: tl.constexpr
     down = tl.cdiv(N, TILE)
     matrix = (tl.program_id(0) // down).to(tl.int64)
     row = tl.program_id(0) % down * TILE + tl.arange(0, TILE)
-    at = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    inside = (row < N)[:, None] & (at < K)[None, :]
+    offs = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = (row < N)[:, None] & (offs < K)[None, :]
     rows = matrix * N + row
-    place = rows[:, None] * K + at[None, :]
-    x = tl.load(w_ptr + place, mask=inside, other=0).to(tl.float32)
+    element = rows[:, None] * K + offs[None, :]
+    x = tl.load(w_ptr + element, mask=inside, other=0).to(tl.float32)
     most = tl.max(tl.max(magnitude(x), axis=1), axis=0)
     scale = tl.maximum(tl.div_rn(most, E4M3_MOST), SMALLEST)
     scaled = tl.div_rn(x, scale)
     scaled = tl.minimum(tl.maximum(scaled, -E4M3_MOST), E4M3_MOST)
-    tl.store(codes_ptr + place, to_e4m3(scaled), mask=inside)
-    each = tl.zeros([TILE], dtype=tl.float32) + scale
-    tl.store(scales_ptr + rows * num_groups + tl.program_id(1), each, mask=row < N)
+    tl.store(codes_ptr + element, to_e4m3(scaled), mask=inside)
+    tile_scales = tl.zeros([TILE], dtype=tl.float32) + scale
+    tl.store(scales_ptr + rows * num_groups + tl.program_id(1), tile_scales, mask=row < N)
 
 
 def quantize(

@@ -42,10 +42,10 @@ def _starts(row, D, SPAN: tl.constexpr, SPAN_STRIDE: tl.constexpr):
 
 
 @triton.jit
-def _factor(weight_ptr, at, D, dtype: tl.constexpr, PLUS_ONE: tl.constexpr):
+def _factor(weight_ptr, offs, D, dtype: tl.constexpr, PLUS_ONE: tl.constexpr):
     """The factor of normalized features in fp32: the weight rounded to `dtype`, or 1 plus it as it
     is."""
-    weight = tl.load(weight_ptr + at, mask=at < D, other=0)
+    weight = tl.load(weight_ptr + offs, mask=offs < D, other=0)
     if PLUS_ONE:
         return weight.to(tl.float32) + 1
     else:
@@ -70,17 +70,17 @@ def _forward(
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    at = tl.arange(0, BLOCK)[None, :]
-    inside = (row < num_rows)[:, None] & (at < D)
-    here = row.to(tl.int64)[:, None] * D + at
+    offs = tl.arange(0, BLOCK)[None, :]
+    inside = (row < num_rows)[:, None] & (offs < D)
+    row_offs = row.to(tl.int64)[:, None] * D + offs
     start = _starts(row, D, SPAN, SPAN_STRIDE)
-    x = tl.load(x_ptr + start[:, None] + at, mask=inside, other=0).to(tl.float32)
+    x = tl.load(x_ptr + start[:, None] + offs, mask=inside, other=0).to(tl.float32)
     if stream_ptr is not None:
-        x += tl.load(stream_ptr + here, mask=inside, other=0).to(tl.float32)
+        x += tl.load(stream_ptr + row_offs, mask=inside, other=0).to(tl.float32)
         # The rounded sum is normalized.
-        kept = x.to(sum_ptr.dtype.element_ty)
-        tl.store(sum_ptr + here, kept, mask=inside)
-        x = kept.to(tl.float32)
+        total = x.to(sum_ptr.dtype.element_ty)
+        tl.store(sum_ptr + row_offs, total, mask=inside)
+        x = total.to(tl.float32)
     mean = tl.sum(x * x, axis=1) / D + eps
     scale = 1 / tl.sqrt(tl.where(row < num_rows, mean, 1.0))
     tl.store(scale_ptr + row, scale, mask=row < num_rows)
@@ -88,8 +88,8 @@ def _forward(
     if not PLUS_ONE:
         # Rounded to y's dtype before the weight, as the reference does.
         normed = normed.to(y_ptr.dtype.element_ty).to(tl.float32)
-    factor = _factor(weight_ptr, at, D, y_ptr.dtype.element_ty, PLUS_ONE)
-    tl.store(y_ptr + here, normed * factor, mask=inside)
+    factor = _factor(weight_ptr, offs, D, y_ptr.dtype.element_ty, PLUS_ONE)
+    tl.store(y_ptr + row_offs, normed * factor, mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_rows", "rows_each"])
@@ -111,25 +111,25 @@ def _backward(
     BLOCK: tl.constexpr,
 ):
     part = tl.program_id(0)
-    at = tl.arange(0, BLOCK)[None, :]
-    weight = _factor(weight_ptr, at, D, dx_ptr.dtype.element_ty, PLUS_ONE)
+    offs = tl.arange(0, BLOCK)[None, :]
+    weight = _factor(weight_ptr, offs, D, dx_ptr.dtype.element_ty, PLUS_ONE)
     dweight = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
     end = tl.minimum((part + 1) * rows_each, num_rows)
     for first in range(part * rows_each, end, ROWS):
         row = first + tl.arange(0, ROWS)
-        inside = (row < end)[:, None] & (at < D)
-        here = row.to(tl.int64)[:, None] * D + at
+        inside = (row < end)[:, None] & (offs < D)
+        row_offs = row.to(tl.int64)[:, None] * D + offs
         start = _starts(row, D, SPAN, SPAN_STRIDE)
-        x = tl.load(x_ptr + start[:, None] + at, mask=inside, other=0).to(tl.float32)
-        dy = tl.load(dy_ptr + here, mask=inside, other=0).to(tl.float32)
+        x = tl.load(x_ptr + start[:, None] + offs, mask=inside, other=0).to(tl.float32)
+        dy = tl.load(dy_ptr + row_offs, mask=inside, other=0).to(tl.float32)
         scale = tl.load(scale_ptr + row, mask=row < end, other=0)[:, None]
         normed = x * scale
         weighted = dy * weight
         mean = tl.sum(weighted * normed, axis=1)[:, None] / D
         dx = (weighted - normed * mean) * scale
         if dsum_ptr is not None:
-            dx += tl.load(dsum_ptr + here, mask=inside, other=0).to(tl.float32)
-        tl.store(dx_ptr + here, dx, mask=inside)
+            dx += tl.load(dsum_ptr + row_offs, mask=inside, other=0).to(tl.float32)
+        tl.store(dx_ptr + row_offs, dx, mask=inside)
         dweight += dy * normed
     if dweight_ptr is not None:
         tl.store(
@@ -142,13 +142,13 @@ def _backward(
 @triton.jit(do_not_specialize=["parts"])
 def _add_partials(partial_ptr, sum_ptr, parts, D, PARTS: tl.constexpr, COLUMNS: tl.constexpr):
     """The sum of partial sums [parts, D], in the dtype of the weight."""
-    at = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    offs = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     acc = tl.zeros([PARTS, COLUMNS], tl.float32)
     for first in range(0, parts, PARTS):
         part = first + tl.arange(0, PARTS)
-        inside = (part < parts)[:, None] & (at < D)[None, :]
-        acc += tl.load(partial_ptr + part[:, None] * D + at[None, :], mask=inside, other=0)
-    tl.store(sum_ptr + at, tl.sum(acc, axis=0), mask=at < D)
+        inside = (part < parts)[:, None] & (offs < D)[None, :]
+        acc += tl.load(partial_ptr + part[:, None] * D + offs[None, :], mask=inside, other=0)
+    tl.store(sum_ptr + offs, tl.sum(acc, axis=0), mask=offs < D)
 
 
 def tile(width: int) -> dict[str, int]:
@@ -178,8 +178,8 @@ def _normalized(
     total = x.new_empty(x.shape if stream is not None else (0,))
     scale = x.new_empty(num_rows, dtype=torch.float32)
     if num_rows:
-        spans, how = to_spans(x), tile(D)
-        _forward[(cdiv(num_rows, how["ROWS"]),)](
+        spans, launch = to_spans(x), tile(D)
+        _forward[(cdiv(num_rows, launch["ROWS"]),)](
             spans.tensor,
             None if stream is None else stream.contiguous(),
             weight.contiguous(),
@@ -191,7 +191,7 @@ def _normalized(
             eps,
             PLUS_ONE=plus_one,
             **_constants(spans, D),
-            **how,
+            **launch,
         )
     return total, y, scale
 
@@ -211,9 +211,9 @@ def _gradients(
     dx = x.new_empty(x.shape)
     if not num_rows:
         return dx, weight.new_zeros(D if wants_weight else 0)
-    spans, how = to_spans(x), tile(D)
-    most = _most_partials(x.device, how["num_warps"])
-    rows_each = cdiv(cdiv(num_rows, most), how["ROWS"]) * how["ROWS"]
+    spans, launch = to_spans(x), tile(D)
+    most = _most_partials(x.device, launch["num_warps"])
+    rows_each = cdiv(cdiv(num_rows, most), launch["ROWS"]) * launch["ROWS"]
     parts = cdiv(num_rows, rows_each)
     partial = x.new_empty(parts, D, dtype=torch.float32) if wants_weight else None
     _backward[(parts,)](
@@ -229,7 +229,7 @@ def _gradients(
         D,
         PLUS_ONE=plus_one,
         **_constants(spans, D),
-        **how,
+        **launch,
     )
     if partial is None:
         return dx, weight.new_empty(0)
@@ -284,9 +284,9 @@ def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _back_norm(ctx: Any, dy: torch.Tensor, dscale: None) -> tuple[torch.Tensor | None, ...]:
     del dscale
     x, weight, scale = ctx.saved_tensors
-    wanted = ctx.needs_input_grad[1]
-    dx, dweight = _gradients_of(x, weight, dy, None, scale, ctx.plus_one, wanted)
-    return dx, dweight if wanted else None, None, None
+    needs_grad = ctx.needs_input_grad[1]
+    dx, dweight = _gradients_of(x, weight, dy, None, scale, ctx.plus_one, needs_grad)
+    return dx, dweight if needs_grad else None, None, None
 
 
 _norm_of = operator("rms_norm", _norm, fake=_norm_fake, keep=_keep_norm, backward=_back_norm)
@@ -319,9 +319,9 @@ def _back_add_norm(
     total, weight, scale = ctx.saved_tensors
     if dy is None:
         return dsum, dsum, None, None, None
-    wanted = ctx.needs_input_grad[2]
-    dx, dweight = _gradients_of(total, weight, dy, dsum, scale, ctx.plus_one, wanted)
-    return dx, dx, dweight if wanted else None, None, None
+    needs_grad = ctx.needs_input_grad[2]
+    dx, dweight = _gradients_of(total, weight, dy, dsum, scale, ctx.plus_one, needs_grad)
+    return dx, dx, dweight if needs_grad else None, None, None
 
 
 _add_norm_of = operator(

@@ -35,7 +35,7 @@ def rope(
     pairs: Pairs = "halves",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Bitwise identical to the reference."""
-    both = torch.cat((q_TNH, k_TKH), dim=1)
-    both = rotate(both, cos_TR.unsqueeze(1), sin_TR.unsqueeze(1), pairs)
+    qk = torch.cat((q_TNH, k_TKH), dim=1)
+    qk = rotate(qk, cos_TR.unsqueeze(1), sin_TR.unsqueeze(1), pairs)
     heads = q_TNH.shape[1]
-    return both[:, :heads], both[:, heads:]
+    return qk[:, :heads], qk[:, heads:]

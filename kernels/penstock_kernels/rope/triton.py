@@ -47,14 +47,14 @@ def _heads(
         x_head = x_ptr + token * token_stride + head * head_stride
         y_head = y_ptr + (token * heads + head) * H
         inside = (head < heads) & (pair < R // 2)[None, :]
-        one = tl.load(x_head + first[None, :], mask=inside, other=0).to(tl.float32)
+        x0 = tl.load(x_head + first[None, :], mask=inside, other=0).to(tl.float32)
         two = tl.load(x_head + second[None, :], mask=inside, other=0).to(tl.float32)
-        tl.store(y_head + first[None, :], one * cos - two * sin, mask=inside)
-        tl.store(y_head + second[None, :], two * cos + one * sin, mask=inside)
+        tl.store(y_head + first[None, :], x0 * cos - two * sin, mask=inside)
+        tl.store(y_head + second[None, :], two * cos + x0 * sin, mask=inside)
         if REST:
-            at = R + tl.arange(0, REST)[None, :]
-            still = (head < heads) & (at < H)
-            tl.store(y_head + at, tl.load(x_head + at, mask=still), mask=still)
+            offs = R + tl.arange(0, REST)[None, :]
+            still = (head < heads) & (offs < H)
+            tl.store(y_head + offs, tl.load(x_head + offs, mask=still), mask=still)
 
 
 @triton.jit
@@ -82,10 +82,10 @@ def _turn(
     token = tl.program_id(0).to(tl.int64)
     pair = tl.arange(0, PAIR)
     # Angles are stored twice; each is read at its pair's first feature.
-    at = pair if PAIRS == "halves" else 2 * pair
+    offs = pair if PAIRS == "halves" else 2 * pair
     inside = pair < R // 2
-    cos = tl.load(cos_ptr + token * R + at, mask=inside, other=0).to(tl.float32)[None, :]
-    sin = tl.load(sin_ptr + token * R + at, mask=inside, other=0).to(tl.float32)[None, :]
+    cos = tl.load(cos_ptr + token * R + offs, mask=inside, other=0).to(tl.float32)[None, :]
+    sin = tl.load(sin_ptr + token * R + offs, mask=inside, other=0).to(tl.float32)[None, :]
     if BACK:
         sin = -sin
     _heads(
@@ -124,8 +124,8 @@ def tile(num_heads: int, width: int, turning: int) -> dict[str, int]:
     """Heads, pairs and unrotated features that a program processes at a time."""
     pairs = next_power_of_2(turning // 2)
     heads = min(next_power_of_2(num_heads), max(1, TILE // pairs))
-    rest = next_power_of_2(width - turning) if turning < width else 0
-    return {"HEADS": heads, "PAIR": pairs, "REST": rest}
+    passed = next_power_of_2(width - turning) if turning < width else 0
+    return {"HEADS": heads, "PAIR": pairs, "REST": passed}
 
 
 def _turned(

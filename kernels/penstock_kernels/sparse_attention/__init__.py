@@ -15,8 +15,8 @@ from penstock_kernels.sparse_attention.reference import latent_sparse_attention 
 from penstock_kernels.sparse_attention.reference import sparse_attention as _reference
 
 
-def _supports_all(*given: object, **named: object) -> None:
-    del given, named
+def _supports_all(*args: object, **kwargs: object) -> None:
+    del args, kwargs
 
 
 __all__ = [

@@ -116,9 +116,9 @@ class _IndexerLoss(torch.autograd.Function):
                     mask_CM = selection_mask(selected_TS[own], first, end - first)
                 weights_CM = _attention_weights(q_TNH[own], k_TNH[keys], mask_CM, scale)
                 weights_CM = sharing.sum_over_ranks(weights_CM) / sharing.ranks
-                mine = sharing.share(end - start)
-                mask_CM, weights_CM = mask_CM[mine], weights_CM[mine]
-                own = slice(row + mine.start, row + mine.stop)
+                share = sharing.share(end - start)
+                mask_CM, weights_CM = mask_CM[share], weights_CM[share]
+                own = slice(row + share.start, row + share.stop)
                 scores_CM = index_scores(q_TJI[own], k_TI[keys], weight_TJ[own])
                 log_CM = scores_CM.masked_fill(~mask_CM, float("-inf")).log_softmax(-1)
                 ratio_CM = weights_CM.clamp_min(SMALLEST).log() - log_CM.masked_fill(~mask_CM, 0)

@@ -209,16 +209,16 @@ def _backward(
     if q_TNR.numel() and not is_in_order:
         add_gradients(slice(None), dkeys_TL)
     elif q_TNR.numel():
-        each = max(1, PARTS_BYTES // (slots * blocks * dkeys_TL.shape[1] * 4))
-        each = min(each, len(q_TNR))
-        parts = dkeys_TL.new_empty((each, slots, blocks, dkeys_TL.shape[1]))
-        for start in range(0, len(q_TNR), each):
-            own = slice(start, start + each)
+        block_tokens = max(1, PARTS_BYTES // (slots * blocks * dkeys_TL.shape[1] * 4))
+        block_tokens = min(block_tokens, len(q_TNR))
+        parts = dkeys_TL.new_empty((block_tokens, slots, blocks, dkeys_TL.shape[1]))
+        for start in range(0, len(q_TNR), block_tokens):
+            own = slice(start, start + block_tokens)
             add_gradients(own, parts)
             _add_in_order(parts, selected_TS[own], dkeys_TL)
     dlatent_TR, dk_TP = (
-        torch.empty_like(part).copy_(found)
-        for part, found in zip((latent_TR, k_TP), dkeys_TL.split((rank, rope), -1), strict=True)
+        torch.empty_like(part).copy_(gradient)
+        for part, gradient in zip((latent_TR, k_TP), dkeys_TL.split((rank, rope), -1), strict=True)
     )
     return dq, dq_rope, dlatent_TR, dk_TP
 

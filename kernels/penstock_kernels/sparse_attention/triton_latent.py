@@ -23,23 +23,23 @@ def _dot(a, b, UPCAST: tl.constexpr):
 @triton.jit
 def _rows(x_ptr, start, inside, width, WIDTH: tl.constexpr):
     """Rows of x that begin at these elements; zeros for those that are not inside."""
-    at = tl.arange(0, WIDTH)
-    mask = inside[:, None] & (at < width)[None, :]
-    return tl.load(x_ptr + start[:, None] + at[None, :], mask=mask, other=0)
+    offs = tl.arange(0, WIDTH)
+    mask = inside[:, None] & (offs < width)[None, :]
+    return tl.load(x_ptr + start[:, None] + offs[None, :], mask=mask, other=0)
 
 
 @triton.jit
 def _store_rows(x_ptr, x, start, inside, width, WIDTH: tl.constexpr):
-    at = tl.arange(0, WIDTH)
-    mask = inside[:, None] & (at < width)[None, :]
-    tl.store(x_ptr + start[:, None] + at[None, :], x, mask=mask)
+    offs = tl.arange(0, WIDTH)
+    mask = inside[:, None] & (offs < width)[None, :]
+    tl.store(x_ptr + start[:, None] + offs[None, :], x, mask=mask)
 
 
 @triton.jit
 def _add_rows(x_ptr, x, start, inside, width, WIDTH: tl.constexpr):
-    at = tl.arange(0, WIDTH)
-    mask = inside[:, None] & (at < width)[None, :]
-    tl.atomic_add(x_ptr + start[:, None] + at[None, :], x, mask=mask, sem="relaxed")
+    offs = tl.arange(0, WIDTH)
+    mask = inside[:, None] & (offs < width)[None, :]
+    tl.atomic_add(x_ptr + start[:, None] + offs[None, :], x, mask=mask, sem="relaxed")
 
 
 @triton.jit
@@ -196,11 +196,11 @@ def add_in_order(
         begin = tl.load(starts_ptr + key) * blocks
         end = tl.load(starts_ptr + key + 1) * blocks
         if begin < end:
-            at = dkeys_ptr + tl.cast(key, tl.int64) * width + column
-            total = tl.load(at, mask=column < width, other=0)
+            ptrs = dkeys_ptr + tl.cast(key, tl.int64) * width + column
+            total = tl.load(ptrs, mask=column < width, other=0)
             for low in range(begin, end, PARTS):
                 part = low + tl.arange(0, PARTS)
                 pair = tl.load(order_ptr + part // blocks, mask=part < end, other=0)
                 row = pair * blocks + part % blocks
                 total += tl.sum(_rows(parts_ptr, row * width, part < end, width, WIDTH), 0)
-            tl.store(at, total, mask=column < width)
+            tl.store(ptrs, total, mask=column < width)

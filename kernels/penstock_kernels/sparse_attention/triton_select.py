@@ -56,24 +56,24 @@ def score(
     sees = (key[None, :] <= query[:, None]) & (key[None, :] >= first[:, None])
     scores = tl.zeros([QUERIES, KEYS], tl.float32)
     if tl.max(sees.to(tl.int32)) > 0:
-        at = tl.arange(0, WIDTH)
-        inside = (at < width)[None, :]
-        where = key.to(tl.int64)[:, None] * width + at[None, :]
-        k = tl.trans(tl.load(k_ptr + where, mask=(key < T)[:, None] & inside, other=0))
+        offs = tl.arange(0, WIDTH)
+        inside = (offs < width)[None, :]
+        element = key.to(tl.int64)[:, None] * width + offs[None, :]
+        k = tl.trans(tl.load(k_ptr + element, mask=(key < T)[:, None] & inside, other=0))
         if UPCAST:
             k = k.to(tl.float32)
         for head in range(0, J):
             head_row = row.to(tl.int64) * J + head
-            where = head_row[:, None] * width + at[None, :]
-            q = tl.load(q_ptr + where, mask=is_query[:, None] & inside, other=0)
+            element = head_row[:, None] * width + offs[None, :]
+            q = tl.load(q_ptr + element, mask=is_query[:, None] & inside, other=0)
             if UPCAST:
                 q = q.to(tl.float32)
             weight = tl.load(weight_ptr + head_row, mask=is_query, other=0).to(tl.float32)
             products = tl.dot(q, k, input_precision="ieee")
             scores += weight[:, None] * tl.maximum(products, 0.0)
-    place = row.to(tl.int64)[:, None] * M + column[None, :]
+    score_offs = row.to(tl.int64)[:, None] * M + column[None, :]
     inside = is_query[:, None] & (column < M)[None, :]
-    tl.store(scores_ptr + place, tl.where(sees, scores, float("-inf")), mask=inside)
+    tl.store(scores_ptr + score_offs, tl.where(sees, scores, float("-inf")), mask=inside)
 
 
 def _select(

@@ -31,9 +31,9 @@ def random_words(
     row, runs_ptr, num_runs, first, ROWS: tl.constexpr, ACROSS: tl.constexpr, RUNS: tl.constexpr
 ):
     """A word of 32 bits for each of ROWS x ACROSS elements, those of the program's columns."""
-    each = tl.arange(0, RUNS)
+    runs = tl.arange(0, RUNS)
     # Missing ends are set beyond all rows.
-    ends = tl.load(runs_ptr + each, mask=each < num_runs, other=0x7FFFFFFFFFFFFFFF)
+    ends = tl.load(runs_ptr + runs, mask=runs < num_runs, other=0x7FFFFFFFFFFFFFFF)
     run = tl.sum((ends[None, :] <= row[:, None]).to(tl.int32), axis=1)
     run = tl.minimum(run, num_runs - 1)
     key = tl.load(runs_ptr + num_runs + run)[:, None]

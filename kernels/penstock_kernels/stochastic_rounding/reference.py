@@ -39,10 +39,10 @@ def stochastic_round(
     y_NK = torch.empty(x_NK.shape, dtype=torch.bfloat16, device=x_NK.device)
     columns = x_NK.shape[-1]
     # Not -1, which an empty tensor could not infer.
-    x_RK, y_RK = (one.flatten(0, -2) for one in (x_NK, y_NK))
-    for here, run in blocks(runs, columns):
+    x_RK, y_RK = (tensor.flatten(0, -2) for tensor in (x_NK, y_NK))
+    for rows_slice, run in blocks(runs, columns):
         drawn = random_words(run, first_column, columns, x_NK.device)
-        y_RK[here] = rounded(x_RK[here], drawn & LOW)
+        y_RK[rows_slice] = rounded(x_RK[rows_slice], drawn & LOW)
     return y_NK
 
 

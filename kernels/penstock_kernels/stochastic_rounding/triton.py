@@ -38,9 +38,9 @@ def _round(
     drawn = random_words(row, runs_ptr, num_runs, first, ROWS, ACROSS, RUNS)
     column = tl.program_id(1) * ACROSS - SHIFT + tl.arange(0, ACROSS)
     inside = (row < R)[:, None] & ((column >= 0) & (column < K))[None, :]
-    at = row[:, None] * K + column[None, :]
-    x = tl.load(x_ptr + at, mask=inside, other=0)
-    tl.store(y_ptr + at, as_bfloat16(round_stochastically(x, drawn & LOW)), mask=inside)
+    offs = row[:, None] * K + column[None, :]
+    x = tl.load(x_ptr + offs, mask=inside, other=0)
+    tl.store(y_ptr + offs, as_bfloat16(round_stochastically(x, drawn & LOW)), mask=inside)
 
 
 def stochastic_round(

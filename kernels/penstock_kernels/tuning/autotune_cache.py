@@ -65,7 +65,7 @@ class AutotuneCache:
             "choice": list(choice),
             "microseconds": microseconds,
         }
-        whole = {
+        book = {
             "format": FORMAT,
             "device": self.device.name,
             "capability": list(self.device.capability),
@@ -73,7 +73,7 @@ class AutotuneCache:
         }
         aside = self.path.with_suffix(f".{os.getpid()}.part")
         try:
-            aside.write_text(json.dumps(whole, indent=1, sort_keys=True) + "\n")
+            aside.write_text(json.dumps(book, indent=1, sort_keys=True) + "\n")
             aside.replace(self.path)
         except OSError as error:
             with suppress(OSError):
@@ -106,14 +106,14 @@ class AutotuneCache:
     def _read(self) -> dict[str, Any]:
         """The kernels in the file; none if it is missing or unreadable."""
         try:
-            whole = json.loads(self.path.read_text())
+            book = json.loads(self.path.read_text())
         except (FileNotFoundError, NotADirectoryError):
             return {}
         except (OSError, ValueError) as error:
             self._warn(f"cannot be read ({error}); what it held is measured again")
             return {}
-        kernels = whole.get("kernels") if isinstance(whole, dict) else None
-        if not isinstance(kernels, dict) or whole.get("format") != FORMAT:
+        kernels = book.get("kernels") if isinstance(book, dict) else None
+        if not isinstance(kernels, dict) or book.get("format") != FORMAT:
             self._warn(f"is not of format {FORMAT}; what it held is measured again")
             return {}
         well_formed = {
@@ -121,7 +121,7 @@ class AutotuneCache:
             for name, kernel in kernels.items()
             if isinstance(kernel, dict)
             and isinstance(kernel.get("choices"), dict)
-            and all(isinstance(one, dict) for one in kernel["choices"].values())
+            and all(isinstance(choice, dict) for choice in kernel["choices"].values())
         }
         if len(well_formed) < len(kernels):
             self._warn("has entries of another form; what they held is measured again")

@@ -21,12 +21,12 @@ MAX_LAUNCHES = 50
 def microseconds(works: Sequence[Callable[[], Any]]) -> list[float]:
     """Of a launch of each; infinity for launches that do not fit on the device. Synchronizes."""
     launches = [_launches(work) for work in works]
-    taken: list[list[float]] = [[] for _ in works]
+    durations: list[list[float]] = [[] for _ in works]
     for _ in range(ROUNDS):
-        for work, count, times in zip(works, launches, taken, strict=True):
+        for work, count, times in zip(works, launches, durations, strict=True):
             if count:
                 times.append(_timed(work, count))
-    return [statistics.median(times) if times else math.inf for times in taken]
+    return [statistics.median(times) if times else math.inf for times in durations]
 
 
 def _launches(work: Callable[[], Any]) -> int:

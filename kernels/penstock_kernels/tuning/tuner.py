@@ -41,40 +41,43 @@ class Autotuner:
         `run` launches a candidate, possibly repeatedly.
         """
         key = question, candidates[0]
-        if (known := self._known.get(key)) is not None:
-            return known
+        if (remembered := self._known.get(key)) is not None:
+            return remembered
         # The rule's choice is part of the key: others are measured against it.
-        asked = question._replace(inputs=f"{question.inputs} {_name(candidates[0])}")
-        found = _among(candidates, self._book.find(asked))
-        if found is None and not may_measure:
+        first_question = question._replace(inputs=f"{question.inputs} {_name(candidates[0])}")
+        candidate = _among(candidates, self._book.find(first_question))
+        if candidate is None and not may_measure:
             return candidates[0]
-        if found is None:
-            found = self._measured(asked, candidates, run)
-        if found is None:
+        if candidate is None:
+            candidate = self._measured(first_question, candidates, run)
+        if candidate is None:
             # Another process measures; its choice is in the file at a later launch.
             return candidates[0]
-        self._known[key] = found
-        return found
+        self._known[key] = candidate
+        return candidate
 
     def _measured(
-        self, asked: AutotuneKey, candidates: Sequence[Candidate], run: Callable[[Candidate], Any]
+        self,
+        first_question: AutotuneKey,
+        candidates: Sequence[Candidate],
+        run: Callable[[Candidate], Any],
     ) -> Candidate | None:
         """The fastest candidate; None if another process is measuring."""
         with self._book.lock() as is_alone:
             # Another process may have measured since the file was read.
-            found = _among(candidates, self._book.find(asked))
-            if found is not None or not is_alone:
-                return found
+            measured = _among(candidates, self._book.find(first_question))
+            if measured is not None or not is_alone:
+                return measured
             works = [lambda candidate=candidate: run(candidate) for candidate in candidates]
             times = self._measure(works)
             best = min(range(len(times)), key=times.__getitem__)
             chosen = candidates[best if times[best] < MIN_IMPROVEMENT * times[0] else 0]
-            taken = {
+            durations = {
                 _name(candidate): round(time, 2)
                 for candidate, time in zip(candidates, times, strict=True)
                 if time < math.inf
             }
-            self._book.add(asked, chosen, taken)
+            self._book.add(first_question, chosen, durations)
             return chosen
 
 
@@ -84,4 +87,7 @@ def _name(candidate: tuple[int, ...]) -> str:
 
 def _among(candidates: Sequence[Candidate], choice: Choice | None) -> Candidate | None:
     """The stored candidate, if it still exists."""
-    return next((one for one in candidates if choice is not None and list(one) == choice), None)
+    return next(
+        (candidate for candidate in candidates if choice is not None and list(candidate) == choice),
+        None,
+    )

@@ -29,8 +29,8 @@ def forward(
     q, k, v = (_cut(part, window) for part in (q_BLNH, k_BLKH, v_BLKH))
     results = [attend(_own(hidden_C2C), q[:, 0], k[:, 0], v[:, 0])]
     if q.shape[1] > 1:
-        rest = attend(hidden_C2C, q[:, 1:].flatten(0, 1), _with_earlier(k), _with_earlier(v))
-        results.append(rest)
+        later = attend(hidden_C2C, q[:, 1:].flatten(0, 1), _with_earlier(k), _with_earlier(v))
+        results.append(later)
     y, lse = (_joined(parts, q_BLNH) for parts in zip(*results, strict=True))
     return y, lse
 
@@ -47,8 +47,8 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of all tokens, from `gradients(hidden, dy, q, k, v, y, lse)` of chunk batches."""
     hidden_C2C = _hidden(window, q_BLNH.device)
-    whole = (dy_BLNH, q_BLNH, k_BLKH, v_BLKH, y_BLNH, lse_BLN)
-    dy, q, k, v, y, lse = (_cut(part, window) for part in whole)
+    tensors = (dy_BLNH, q_BLNH, k_BLKH, v_BLKH, y_BLNH, lse_BLN)
+    dy, q, k, v, y, lse = (_cut(part, window) for part in tensors)
     first = (part[:, 0] for part in (dy, q, k, v, y, lse))
     dq, dk, dv = gradients(_own(hidden_C2C), *first)
     if q.shape[1] == 1:
@@ -81,9 +81,9 @@ def _own(hidden_C2C: torch.Tensor) -> torch.Tensor:
 def _cut(x_BLN: torch.Tensor, window: int) -> torch.Tensor:
     """[B, n, C, ...]. Padding on the right is zeros: no token sees it, and no gradient of its own
     comes to it."""
-    batch, length, *rest = x_BLN.shape
+    batch, length, *dims = x_BLN.shape
     chunk = _chunk(window)
-    padding = x_BLN.new_zeros(batch, -length % chunk, *rest)
+    padding = x_BLN.new_zeros(batch, -length % chunk, *dims)
     return torch.cat((x_BLN, padding), dim=1).unflatten(1, (-1, chunk))
 
 
@@ -105,6 +105,6 @@ def _added(first_BCN: torch.Tensor, pairs_R2CN: torch.Tensor) -> tuple[torch.Ten
 def _joined(parts: tuple[torch.Tensor, ...], q_BLNH: torch.Tensor) -> torch.Tensor:
     """[B, L, ...] of the first chunk, [B, C, ...], and of the others in rows, if there are any."""
     batch, length = q_BLNH.shape[:2]
-    first, *others = parts
-    chunks = [first.unsqueeze(1), *(rest.unflatten(0, (batch, -1)) for rest in others)]
+    first, *later = parts
+    chunks = [first.unsqueeze(1), *(part.unflatten(0, (batch, -1)) for part in later)]
     return torch.cat(chunks, dim=1).flatten(1, 2)[:, :length]

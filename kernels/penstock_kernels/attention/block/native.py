@@ -37,7 +37,7 @@ def block(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Same as the reference, in one call."""
     assert soft_cap is None, "refused"
-    *bounds, causal, left, right = _limits(sees, window)
+    *bounds, causal, window_left, right = _limits(sees, window)
     y_QNH, lse_NQ, *_ = torch.ops.aten._flash_attention_forward(
         q_QNH,
         k_SKH,
@@ -47,7 +47,7 @@ def block(
         causal,
         False,  # debug mask
         scale=scale,
-        window_size_left=left,
+        window_size_left=window_left,
         window_size_right=right,
     )
     return y_QNH, lse_NQ.t()
@@ -67,7 +67,7 @@ def block_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Same as the reference, in one call."""
     assert soft_cap is None, "refused"
-    *bounds, causal, left, right = _limits(sees, window)
+    *bounds, causal, window_left, right = _limits(sees, window)
     # Without dropout the RNG state is never read.
     random_state = torch.zeros(2, dtype=torch.uint64, device=q_QNH.device)
     unused = torch.empty(0, device=q_QNH.device)
@@ -84,7 +84,7 @@ def block_backward(
         random_state,
         unused,
         scale=scale,
-        window_size_left=left,
+        window_size_left=window_left,
         window_size_right=right,
     )
 
@@ -98,8 +98,8 @@ def _limits(
     """
     if isinstance(sees, Rectangle):
         bounds = sees.cu_queries, sees.cu_keys, sees.num_queries, sees.num_keys
-        left = -1 if sees.reach is None else sees.num_keys - sees.num_queries + sees.reach
-        return *bounds, False, left, -1
+        window_left = -1 if sees.reach is None else sees.num_keys - sees.num_queries + sees.reach
+        return *bounds, False, window_left, -1
     bounds = sees.cu_seqlens, sees.cu_seqlens, sees.max_length, sees.max_length
     narrowed = sees.effective_window(window)
     return *bounds, True, -1 if narrowed is None else narrowed - 1, 0

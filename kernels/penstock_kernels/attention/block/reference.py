@@ -69,12 +69,12 @@ def block_backward(
         if soft_cap is not None:
             dscores_NQS *= 1 - (capped_NQS / soft_cap).square()
         dq_QNH[queries] = torch.einsum("nqs,snh->qnh", dscores_NQS, k_SNH).to(dq_QNH.dtype)
-        for whole, dx_SNH in (
+        for gradient, dx_SNH in (
             (dk_SKH, torch.einsum("nqs,qnh->snh", dscores_NQS, q)),
             (dv_SKH, torch.einsum("nqs,qnh->snh", weights_NQS, dy)),
         ):
             of_each_head = dx_SNH.unflatten(1, (k_SKH.shape[1], -1))
-            whole[keys] = of_each_head.sum(2).to(whole.dtype)
+            gradient[keys] = of_each_head.sum(2).to(gradient.dtype)
     return dq_QNH, dk_SKH, dv_SKH
 
 

@@ -89,12 +89,12 @@ def block_backward(
     dy, q, k, v, y = (_computable(part) for part in (dy_QNH, q_QNH, k_SKH, v_SKH, y_QNH))
     if isinstance(sees, Rectangle):
         parts = (part.unsqueeze(0) for part in (dy, q, k, v, y, lse_QN))
-        given = _backward(scale, "all", sees.hidden_keys(q.device), *parts)
-        gradients = tuple(part.squeeze(0) for part in given)
+        batched = _backward(scale, "all", sees.hidden_keys(q.device), *parts)
+        gradients = tuple(gradient.squeeze(0) for gradient in batched)
     else:
         rows = (_rows(part, sees) for part in (q, k, v, y, lse_QN))
-        given = zip(_masks(sees), _rows(dy, sees, padding="zero"), *rows, strict=True)
-        results = [_documents_backward(scale, window, *bucket) for bucket in given]
+        buckets = zip(_masks(sees), _rows(dy, sees, padding="zero"), *rows, strict=True)
+        results = [_documents_backward(scale, window, *bucket) for bucket in buckets]
         gradients = tuple(_tokens(parts, sees) for parts in zip(*results, strict=True))
     dq, dk, dv = (part.to(q_QNH.dtype) for part in gradients)
     return dq, dk, dv
@@ -231,9 +231,9 @@ def _backward(
         padded = F.pad(lse, (0, -lse.shape[2] % CUDA_ROWS), value=float("inf")).contiguous()
         # Without dropout the RNG state is never read.
         state = torch.zeros((), dtype=torch.int64)
-        wanted = [True, True, True, False]
+        output_mask = [True, True, True, False]
         dq, dk, dv, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-            dy, q, k, v, bias, y, padded, state, state, 0.0, wanted, causal, scale=scale
+            dy, q, k, v, bias, y, padded, state, state, 0.0, output_mask, causal, scale=scale
         )
         dk, dv = (part.unflatten(1, (grouped, -1)).sum(2) for part in (dk, dv))
     else:
