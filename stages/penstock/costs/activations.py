@@ -92,18 +92,22 @@ def _counted(sharded: ShardedModel, config: AutoModelConfig, number: int) -> Lay
     saved = config.outline.saved.get("float32" if width == FP32 else "bfloat16")
     if not saved:
         return None
-    each, pair = saved[min(number, len(saved) - 1)]
+    per_token, pair = saved[min(number, len(saved) - 1)]
     document = min(sharded.run.data.row_length, LONG_DOCUMENT)
-    whole = tokens * (each + pair * document)
-    its = (one for one in sharded.model.adapters if one.native.startswith(f"{LAYERS}{number}."))
-    lora = sharded.run.lora.lora_rank * width * tokens * sum(1 for _ in its)
+    saved_bytes = tokens * (per_token + pair * document)
+    layer_adapters = (
+        adapter
+        for adapter in sharded.model.adapters
+        if adapter.native.startswith(f"{LAYERS}{number}.")
+    )
+    lora = sharded.run.lora.lora_rank * width * tokens * sum(1 for _ in layer_adapters)
     gradients = tokens * width * 2 * (config.intermediate_size + config.hidden_size)
-    return Layer(whole + lora, 0.0, 0.0, gradients, tokens * config.hidden_size * width)
+    return Layer(saved_bytes + lora, 0.0, 0.0, gradients, tokens * config.hidden_size * width)
 
 
-def _layer_name(one: TargetLayer) -> str:
+def _layer_name(adapter: TargetLayer) -> str:
     """The last part of a layer's name: the model's where all families have the same layer."""
-    stored, native = (name.rpartition(".")[2] for name in (one.name, one.native))
+    stored, native = (name.rpartition(".")[2] for name in (adapter.name, adapter.native))
     return native if native in PLAIN else stored
 
 
@@ -113,9 +117,11 @@ class _SavedInputs:
     def __init__(self, sharded: ShardedModel, layer: int) -> None:
         self._cut = sharded
         self._all_trainable = not sharded.run.lora.enable_lora
-        its = sharded.model.adapters
-        at = f"model.layers.{layer}."
-        self._adapted = {_layer_name(one) for one in its if one.native.startswith(at)}
+        adapters = sharded.model.adapters
+        prefix = f"model.layers.{layer}."
+        self._adapted = {
+            _layer_name(adapter) for adapter in adapters if adapter.native.startswith(prefix)
+        }
 
     def num_copies(self, *parts: str) -> int:
         """Number of saved copies of an input that these linear layers share."""
@@ -140,20 +146,20 @@ def _attention(sharded: ShardedModel, saved_inputs: _SavedInputs, config: Decode
         # CPU attention computes in fp32 and saves q, k, v in fp32; long documents, which are
         # chunked and save less, are counted like short ones.
         within = FP32
-    kept = row * within * 2 * (heads + keys) + tokens * heads * FP32
+    saved = row * within * 2 * (heads + keys) + tokens * heads * FP32
     projected = row * width * (heads + 2 * keys)
     if config.qk_norm:
-        kept += projected + tokens * FP32 * (heads + keys)
+        saved += projected + tokens * FP32 * (heads + keys)
     if sharded.kind == "cuda" and (sharded.run.model.merge_qkv or config.fused_qkv):
         # v is a view of the fused qkv output, so saving v keeps all of that output.
-        kept += (0 if config.qk_norm else projected) - row * width * keys
+        saved += (0 if config.qk_norm else projected) - row * width * keys
     if config.output_gate:
         # The gate, its sigmoid, and the output that it multiplies, which o_proj reads.
-        kept += row * width * heads * (2 + saved_inputs.num_copies("o_proj"))
+        saved += row * width * heads * (2 + saved_inputs.num_copies("o_proj"))
     if sharded.kind == "cpu" and within != width:
         # o_proj reads (and saves) a cast copy of the attention output.
-        kept += row * width * heads * saved_inputs.num_copies("o_proj")
-    return kept + saved_inputs.lora_a_bytes(*QKV, "o_proj")
+        saved += row * width * heads * saved_inputs.num_copies("o_proj")
+    return saved + saved_inputs.lora_a_bytes(*QKV, "o_proj")
 
 
 def _latent_attention(
@@ -169,24 +175,24 @@ def _latent_attention(
     if sharded.kind == "cpu":
         within = FP32
     # Keys are gathered from the ranks that share a document.
-    whole = tokens * sharded.degrees.ring * sharded.degrees.ulysses
-    selects = latent.indexer is not None and whole > latent.indexer.top_k
+    sequence_tokens = tokens * sharded.degrees.ring * sharded.degrees.ulysses
+    selects = latent.indexer is not None and sequence_tokens > latent.indexer.top_k
     head = 4 * latent.padded_dim * within
     if selects and sharded.kind == "cuda":
         # Queries before and after they are absorbed, and the sums of latent vectors.
         head = (latent.nope_dim + 2 * latent.kv_rank + latent.rope_dim) * width
-    kept = tokens * heads * (head + FP32)
+    saved = tokens * heads * (head + FP32)
     if latent.indexer and selects:
-        kept += tokens * latent.indexer.top_k * INT32
-        kept += (whole - tokens) * (latent.kv_rank + latent.rope_dim) * width
-    kept += tokens * ((latent.kv_rank + latent.rope_dim) * width + FP32)
-    kept += tokens * latent.kv_rank * width * saved_inputs.num_copies("kv_b_proj")
+        saved += tokens * latent.indexer.top_k * INT32
+        saved += (sequence_tokens - tokens) * (latent.kv_rank + latent.rope_dim) * width
+    saved += tokens * ((latent.kv_rank + latent.rope_dim) * width + FP32)
+    saved += tokens * latent.kv_rank * width * saved_inputs.num_copies("kv_b_proj")
     if latent.q_rank is not None:
-        kept += tokens * (latent.q_rank * width + FP32)
-        kept += tokens * latent.q_rank * width * saved_inputs.num_copies("q_b_proj")
+        saved += tokens * (latent.q_rank * width + FP32)
+        saved += tokens * latent.q_rank * width * saved_inputs.num_copies("q_b_proj")
     if within != width or latent.padded_dim != latent.v_dim:
-        kept += tokens * heads * latent.v_dim * width * saved_inputs.num_copies("o_proj")
-    return kept + saved_inputs.lora_a_bytes(*QKV, "q_b_proj", "kv_b_proj", "o_proj")
+        saved += tokens * heads * latent.v_dim * width * saved_inputs.num_copies("o_proj")
+    return saved + saved_inputs.lora_a_bytes(*QKV, "q_b_proj", "kv_b_proj", "o_proj")
 
 
 def _state_layer(
@@ -198,13 +204,13 @@ def _state_layer(
     output, features = linear.output_layer
     saved, inner = linear.saved, linear.inner_layers
     split = saved.computed + features * saved_inputs.num_copies(output)
-    kept = tokens * (split * width + saved.fp32 * FP32) / tensor
+    total = tokens * (split * width + saved.fp32 * FP32) / tensor
     # Ranks that share heads, but not evenly, have some of them twice, or empty ones.
     even = linear.exchanged_by_rank(tensor, 1) / context
-    kept *= linear.exchanged_by_rank(tensor, context) / even
+    total *= linear.exchanged_by_rank(tensor, context) / even
     for layer, inputs in inner.items():
-        kept += tokens * inputs * width * saved_inputs.num_copies(layer)
-    return kept + saved_inputs.lora_a_bytes(*linear.input_layers, *inner, output)
+        total += tokens * inputs * width * saved_inputs.num_copies(layer)
+    return total + saved_inputs.lora_a_bytes(*linear.input_layers, *inner, output)
 
 
 def _network(sharded: ShardedModel, saved_inputs: _SavedInputs, features: float) -> float:
@@ -212,8 +218,8 @@ def _network(sharded: ShardedModel, saved_inputs: _SavedInputs, features: float)
     Without a gate: the up output, and the activated one if down_proj trains."""
     per_feature = 1 + sharded.config.gated * (1 + (sharded.kind == "cpu"))
     per_feature += saved_inputs.num_copies("down_proj")
-    kept = sharded.tokens * features * sharded.compute_bytes * per_feature
-    return kept + saved_inputs.lora_a_bytes(*GATE_UP, "down_proj")
+    saved = sharded.tokens * features * sharded.compute_bytes * per_feature
+    return saved + saved_inputs.lora_a_bytes(*GATE_UP, "down_proj")
 
 
 def _experts(sharded: ShardedModel, experts: ExpertsConfig, saved_inputs: _SavedInputs) -> float:
@@ -224,34 +230,36 @@ def _experts(sharded: ShardedModel, experts: ExpertsConfig, saved_inputs: _Saved
     config, tokens, width = sharded.config, sharded.tokens, sharded.compute_bytes
     rows, features = tokens * experts.experts_per_token, experts.latent_size or config.hidden_size
     row = rows * width * features
-    kept = row * saved_inputs.num_copies("gate_proj", "up_proj")
-    kept += tokens * experts.latent_size * width * saved_inputs.num_copies(experts.names.latent_out)
+    saved = row * saved_inputs.num_copies("gate_proj", "up_proj")
+    saved += (
+        tokens * experts.latent_size * width * saved_inputs.num_copies(experts.names.latent_out)
+    )
     per_feature = 1 + config.gated * (1 + (sharded.kind == "cpu"))
     per_feature += saved_inputs.num_copies("down_proj")
-    kept += (
+    saved += (
         per_feature
         * width
         * (rows * experts.intermediate_size + tokens * experts.shared_intermediate_size)
     )
-    kept += (
+    saved += (
         saved_inputs.lora_a_bytes("gate_proj", "up_proj", "down_proj") * experts.experts_per_token
     )
     if sharded.kind == "cpu":
         # PyTorch weights and sums expert outputs in fp32, and saves the permutation twice.
-        kept += rows * (FP32 * features + 2 * (8 + 1))
+        saved += rows * (FP32 * features + 2 * (8 + 1))
     else:
-        kept += row
-    kept += tokens * FP32 * (2 * experts.num_experts + 4 * experts.experts_per_token)
+        saved += row
+    saved += tokens * FP32 * (2 * experts.num_experts + 4 * experts.experts_per_token)
     if saved_inputs.num_copies("gate") and not sharded.run.model.freeze_router:
-        kept += tokens * config.hidden_size * (FP32 if sharded.run.model.router_fp32 else width)
+        saved += tokens * config.hidden_size * (FP32 if sharded.run.model.router_fp32 else width)
     if experts.shared_intermediate_size:
-        kept += (
+        saved += (
             tokens
             * width
             * config.hidden_size
             * (saved_inputs.num_copies("gate_proj", "up_proj") + experts.shared_gate)
         )
-    return kept
+    return saved
 
 
 def _expert_gradients(sharded: ShardedModel, experts: ExpertsConfig) -> float:

@@ -55,8 +55,8 @@ class Machine:
     def speed(self, width: int) -> float | None:
         """Achieved FLOP/s in layers, for a dtype of `width` bytes."""
         precisions: Mapping[int, Precision] = {1: "fp8", 2: "bf16", 4: "fp32"}
-        found = self.speeds.get(precisions[width])
-        return found * ACHIEVED_SHARE[self.source] if found and self.source else None
+        peak = self.speeds.get(precisions[width])
+        return peak * ACHIEVED_SHARE[self.source] if peak and self.source else None
 
 
 def detect_machine(local_ranks: int) -> Machine:
@@ -71,8 +71,8 @@ def build_cpu_machine(measured: Mapping[str, Any] | None, local_ranks: int) -> M
 
     `measured` are the measured speeds of the whole machine, if any.
     """
-    whole = memory_bytes()
-    memory = whole and whole / local_ranks
+    total_memory = memory_bytes()
+    memory = total_memory and total_memory / local_ranks
     if measured is None:
         return Machine(_cpu(), "cpu", {}, None, memory=memory, ranks_per_node=local_ranks)
     speeds: dict[Precision, float] = {
@@ -103,7 +103,7 @@ def find_machine(name: str, *, local: int = DEVICES_PER_NODE) -> Machine:
         return Machine(name, "cuda", speeds, bandwidth, "measured", memory, link, local)
     assert device
     precisions: tuple[Precision, ...] = ("fp32", "bf16", "fp8")
-    speeds = {one: speed for one in precisions if (speed := device.peak(one))}
+    speeds = {precision: speed for precision in precisions if (speed := device.peak(precision))}
     return Machine(name, "cuda", speeds, device.bandwidth, "tabled", memory, link, local)
 
 
@@ -146,10 +146,10 @@ def has_bfloat16_units() -> bool:
     return flags is None or bool(BFLOAT16_UNITS & set(flags.split()))
 
 
-def remember(found: Mapping[str, Any]) -> str:
+def remember(measurement: Mapping[str, Any]) -> str:
     """Store the measurements of this machine for later estimates; returns the device name."""
-    name = found.get("name") or _cpu()
-    write_json(_file(), {**read_measurements(), name: dict(found)})
+    name = measurement.get("name") or _cpu()
+    write_json(_file(), {**read_measurements(), name: dict(measurement)})
     return name
 
 

@@ -27,34 +27,38 @@ class Disk:
     @property
     def total(self) -> float:
         """Total bytes; with one checkpoint if their number is unknown."""
-        kept = self.checkpoint * (self.checkpoints or 1)
-        return kept + self.exported + (self.prepared or 0) + (self.packed or 0)
+        checkpoints = self.checkpoint * (self.checkpoints or 1)
+        return checkpoints + self.exported + (self.prepared or 0) + (self.packed or 0)
 
 
 def estimate_disk(
     sharded: ShardedModel, data: Data | None, steps: int | None, epochs: float
 ) -> Disk:
     """Estimate disk space, for all ranks together."""
-    whole, vision = _unsharded_tensors(sharded)
-    saved = [tensor for tensor in whole if tensor.is_trainable or not sharded.saves_only_adapters]
+    unsharded, vision = _unsharded_tensors(sharded)
+    saved = [
+        tensor for tensor in unsharded if tensor.is_trainable or not sharded.saves_only_adapters
+    ]
     saved += [tensor for tensor in vision if tensor.is_trainable]
-    whole += vision
+    unsharded += vision
     checkpoint = sum(_tensor_bytes(tensor) for tensor in saved)
     if sharded.run.train.save_optimizer:
         checkpoint += sum(
-            saved_bytes(sharded.run.train, tensor) for tensor in whole if tensor.is_trainable
+            saved_bytes(sharded.run.train, tensor) for tensor in unsharded if tensor.is_trainable
         )
     export = sharded.run.export
     width = WIDTHS.get(export.dtype, 4 if not sharded.run.model.model_path else 2)
-    adapters = sum(_tensor_bytes(tensor) for tensor in whole if tensor.is_trainable)
-    exported = float(sum(tensor.num_elements * width for tensor in whole))
+    adapters = sum(_tensor_bytes(tensor) for tensor in unsharded if tensor.is_trainable)
+    exported = float(sum(tensor.num_elements * width for tensor in unsharded))
     if sharded.run.lora.enable_lora:
         merges = export.merge_lora and not sharded.run.lora.save_lora_only
-        base = sum(tensor.num_elements * width for tensor in whole if not tensor.is_trainable)
+        base = sum(tensor.num_elements * width for tensor in unsharded if not tensor.is_trainable)
         exported = adapters + (base if merges else 0)
     tokens = data.tokens if data else None
-    each = None if tokens is None else float(tokens * BYTES_PER_TOKEN)
-    return Disk(checkpoint, _num_checkpoints(sharded, steps, epochs), exported, each, each)
+    data_bytes = None if tokens is None else float(tokens * BYTES_PER_TOKEN)
+    return Disk(
+        checkpoint, _num_checkpoints(sharded, steps, epochs), exported, data_bytes, data_bytes
+    )
 
 
 def _unsharded_tensors(sharded: ShardedModel) -> tuple[list[Tensor], list[Tensor]]:

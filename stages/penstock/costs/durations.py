@@ -70,11 +70,13 @@ class Step:
     @property
     def total(self) -> float:
         """Total seconds."""
-        return sum(getattr(self, one.name) for one in fields(self))
+        return sum(getattr(self, field.name) for field in fields(self))
 
     def add(self, other: "Step") -> "Step":
         """The sum of both."""
-        return Step(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
+        return Step(
+            *(getattr(self, field.name) + getattr(other, field.name) for field in fields(self))
+        )
 
 
 def estimate_step(sharded: ShardedModel, machine: Machine, work: Work) -> Step | None:
@@ -98,9 +100,9 @@ def estimate_step(sharded: ShardedModel, machine: Machine, work: Work) -> Step |
         products += vision.flops(rows) / first_stage / speed
     num_micro_batches = sharded.micro_batches
     layers = local_layers(sharded, 0)
-    kept = sum(select_layer(sharded, number).whole for number in layers)
+    saved = sum(select_layer(sharded, number).whole for number in layers)
     recompute_factor = 1.5 if sharded.run.train.enable_gradient_checkpointing else 1.0
-    memory = ACTIVATION_PASSES * recompute_factor * kept * num_micro_batches / bandwidth
+    memory = ACTIVATION_PASSES * recompute_factor * saved * num_micro_batches / bandwidth
     if sharded.kind == "cuda":
         # Small layers are bound by kernel launch overhead.
         memory = max(
@@ -129,8 +131,8 @@ def estimate_forward(sharded: ShardedModel, machine: Machine, work: Work) -> Ste
         return None
     num_micro_batches, layers = sharded.micro_batches, local_layers(sharded, 0)
     products = forward_flops(sharded.config, work) / sharded.degrees.world_size / speed
-    kept = sum(select_layer(sharded, number).whole for number in layers)
-    memory = FORWARD_ACTIVATION_PASSES * kept * num_micro_batches / bandwidth
+    saved = sum(select_layer(sharded, number).whole for number in layers)
+    memory = FORWARD_ACTIVATION_PASSES * saved * num_micro_batches / bandwidth
     if sharded.kind == "cuda":
         memory = max(
             memory, LAUNCH_OVERHEAD_SECONDS / 3 * len(layers) * num_micro_batches - products
@@ -189,15 +191,15 @@ def _exposed_data_parallel(
         share = (shards - 1) / shards
         seconds += scatters * share * gradients / _shard_bandwidth(sharded, machine)
         copies = degrees.replicate
-        mine = gradients / shards
+        reduced = gradients / shards
     else:
         seconds = 0.0
-        copies, mine = degrees.num_replicas * degrees.context, gradients
+        copies, reduced = degrees.num_replicas * degrees.context, gradients
     if copies > 1:
         speed = _link_bandwidth(
             machine, copies * (sharded.shards if sharded.is_sharded else 1), inner
         )
-        seconds += 2 * (copies - 1) / copies * mine / speed
+        seconds += 2 * (copies - 1) / copies * reduced / speed
     return max(seconds - compute_seconds, EXPOSED_SHARE * seconds)
 
 
@@ -240,8 +242,8 @@ def _layer_communication(
         # Most of it overlaps with computing the previous block.
         seconds += 0.3 * softmax * times.turns * (degrees.ring - 1) * sent / speed
     if degrees.context > 1 and config.linear:
-        each = config.linear.exchanged_by_rank(degrees.tensor, degrees.context)
-        sent = sharded.tokens * degrees.context * each * width
+        exchanged = config.linear.exchanged_by_rank(degrees.tensor, degrees.context)
+        sent = sharded.tokens * degrees.context * exchanged * width
         share = (degrees.context - 1) / degrees.context
         speed = _link_bandwidth(machine, degrees.context, degrees.tensor)
         recurrent = layers * len(config.linear_layers) / config.num_layers
@@ -273,10 +275,10 @@ def _optimizer_seconds(sharded: ShardedModel, bandwidth: float) -> float:
     twice (for the gradient norm and for the update)."""
     learning = [tensor for tensor in list_tensors(sharded) if tensor.is_trainable]
     states = sum(state_bytes(sharded.run.train, tensor) for tensor in learning)
-    mine = sum(tensor.local_bytes for tensor in learning)
-    read_and_written = 2 * (states + mine) + 2 * mine
+    weights = sum(tensor.local_bytes for tensor in learning)
+    read_and_written = 2 * (states + weights) + 2 * weights
     train = sharded.run.train
     if sharded.kind == "cuda" and (train.enable_fsdp_offload or train.optimizer_offload == "cpu"):
         # Gradients and weights are copied over PCIe, and the CPU updates everything.
-        return 2 * mine / TO_HOST + read_and_written / OF_HOST
+        return 2 * weights / TO_HOST + read_and_written / OF_HOST
     return read_and_written / bandwidth

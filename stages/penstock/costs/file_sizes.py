@@ -101,7 +101,7 @@ def _document_tokens(source: Source) -> list[int]:
     from penstock.prepare.readers.decompress import SourceFile  # noqa: PLC0415
     from penstock.prepare.readers.megatron import read_index  # noqa: PLC0415
 
-    found: list[int] = []
+    lengths: list[int] = []
     for path in source.paths or ():
         if path.suffix != INDEX:
             continue
@@ -110,8 +110,8 @@ def _document_tokens(source: Source) -> list[int]:
             index = read_index(SourceFile(path.name, path, data_file=SourceFile(data.name, data)))
         except (PenstockError, OSError):
             continue
-        found += (index.document_bytes() // index.dtype.itemsize).tolist()
-    return found
+        lengths += (index.document_bytes() // index.dtype.itemsize).tolist()
+    return lengths
 
 
 def _first_records(path: Path) -> _FirstRecords | None:
@@ -127,9 +127,9 @@ def _first_records(path: Path) -> _FirstRecords | None:
             raw = file.read(SAMPLE_BYTES)
     except OSError:
         return None
-    whole = raw if len(raw) < SAMPLE_BYTES else raw[: raw.rfind(b"\n") + 1]
+    lines = raw if len(raw) < SAMPLE_BYTES else raw[: raw.rfind(b"\n") + 1]
     read = {"json": _json_texts, "csv": _csv_texts, "text": _line_texts}[kind]
-    records = list(read(whole.decode("utf-8-sig", "replace")))
+    records = list(read(lines.decode("utf-8-sig", "replace")))
     return _FirstRecords(records[-1][0], [text for _, text in records]) if records else None
 
 
@@ -138,17 +138,17 @@ Texts = Iterator[tuple[int, int]]
 
 
 def _json_texts(text: str) -> Texts:
-    decode, at = json.JSONDecoder().raw_decode, 0
+    decode, position = json.JSONDecoder().raw_decode, 0
     # Skip the opening bracket of an array and separators between records.
     skip = partial(_skip_any, text, " \t\r\n,[")
     size = 0
-    while (start := skip(at)) < len(text):
+    while (start := skip(position)) < len(text):
         try:
             value, end = decode(text, start)
         except ValueError:
             return
-        size += len(text[at:end].encode())
-        at = end
+        size += len(text[position:end].encode())
+        position = end
         yield size, sum(map(_num_bytes, _strings(value)))
 
 
@@ -168,10 +168,10 @@ def _line_texts(text: str) -> Texts:
         yield size, _num_bytes(line.rstrip())
 
 
-def _skip_any(text: str, of: str, at: int) -> int:
-    while at < len(text) and text[at] in of:
-        at += 1
-    return at
+def _skip_any(text: str, of: str, position: int) -> int:
+    while position < len(text) and text[position] in of:
+        position += 1
+    return position
 
 
 def _num_bytes(text: str) -> int:
@@ -184,8 +184,8 @@ def _strings(value: Any) -> Iterator[str]:
     elif isinstance(value, Mapping):
         if MESSAGE_KEYS & value.keys():
             yield MARKERS
-        for each in value.values():
-            yield from _strings(each)
+        for child in value.values():
+            yield from _strings(child)
     elif isinstance(value, list):
-        for each in value:
-            yield from _strings(each)
+        for child in value:
+            yield from _strings(child)

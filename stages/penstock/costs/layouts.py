@@ -61,20 +61,28 @@ class _Candidate:
 
 def find_fastest_layouts(search: LayoutSearch, *, limit: int = 5) -> list[Proposal]:
     """At most `most` layouts that fit in memory, fastest first; empty if none fits."""
-    found: list[_Candidate] = []
+    best: list[_Candidate] = []
     for axes in _parallel_sizes(search):
         # Keep the best micro-batch size, ZeRO stage and recomputation of each set of sizes.
-        if here := list(_candidates(search, axes)):
-            found.append(min(here, key=_order))
-    found.sort(key=_order)
+        if candidates := list(_candidates(search, axes)):
+            best.append(min(candidates, key=_order))
+    best.sort(key=_order)
     return [
         Proposal(
-            {name: value for name, value in one.settings.items() if _is_not_default(name, value)},
+            {
+                name: value
+                for name, value in candidate.settings.items()
+                if _is_not_default(name, value)
+            },
             predict(
-                one.sharded.run, search.model, one.sharded.degrees, search.machine, search.data
+                candidate.sharded.run,
+                search.model,
+                candidate.sharded.degrees,
+                search.machine,
+                search.data,
             ),
         )
-        for one in found[:limit]
+        for candidate in best[:limit]
     ]
 
 

@@ -21,29 +21,29 @@ def measure() -> dict[str, float | str | None]:
     """Median FLOP/s of square matmuls, and bytes per second read and written by a copy."""
     device = rank_device(0)
     size = AXIS_FIELDS[device.type]
-    found: dict[str, float | str | None] = {"name": None, "torch": torch.__version__}
+    measurement: dict[str, float | str | None] = {"name": None, "torch": torch.__version__}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        found |= {"name": properties.name, "memory": float(properties.total_memory)}
+        measurement |= {"name": properties.name, "memory": float(properties.total_memory)}
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         a = torch.randn(size, size, device=device).to(dtype)
-        found[name] = 2.0 * size**3 / _seconds(lambda a=a: a @ a, device)
+        measurement[name] = 2.0 * size**3 / _seconds(lambda a=a: a @ a, device)
     numbers = torch.zeros(COPIED[device.type], dtype=torch.uint8, device=device)
     target = torch.empty_like(numbers)
-    found["bandwidth"] = 2.0 * len(numbers) / _seconds(lambda: target.copy_(numbers), device)
-    return found
+    measurement["bandwidth"] = 2.0 * len(numbers) / _seconds(lambda: target.copy_(numbers), device)
+    return measurement
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    taken: list[float] = []
+    durations: list[float] = []
     for _ in range(ROUNDS + 1):
         started = time.perf_counter()
         work()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        taken.append(time.perf_counter() - started)
+        durations.append(time.perf_counter() - started)
     # Skip the first one (warmup).
-    return sorted(taken[1:])[ROUNDS // 2]
+    return sorted(durations[1:])[ROUNDS // 2]
 
 
 if __name__ == "__main__":

@@ -44,11 +44,11 @@ class Memory:
     @property
     def total(self) -> float:
         """Total bytes."""
-        return sum(getattr(self, one.name) for one in fields(self))
+        return sum(getattr(self, field.name) for field in fields(self))
 
     def __add__(self, other: "Memory") -> "Memory":
         """Add each kind of memory."""
-        names = [one.name for one in fields(self)]
+        names = [field.name for field in fields(self)]
         return Memory(**{name: getattr(self, name) + getattr(other, name) for name in names})
 
 
@@ -83,8 +83,8 @@ def _vision_memory(sharded: ShardedModel) -> Memory:
     blocks = sizes.layers if work.trains_tower else 1
     modules = train.recompute_modules
     is_recomputed = train.enable_gradient_checkpointing and (modules is None or "vision" in modules)
-    kept = 1 if is_recomputed else SAVED_PER_LAYER
-    saved = sizes.width * (blocks * kept + SAVED_PER_LAYER) * work.patches_per_row
+    saved_per_layer = 1 if is_recomputed else SAVED_PER_LAYER
+    saved = sizes.width * (blocks * saved_per_layer + SAVED_PER_LAYER) * work.patches_per_row
     gathered = sizes.tower / sizes.layers + sizes.projector if sharded.is_sharded else 0
     return memory + Memory(
         activations=saved * train.micro_batch_size * compute, buffers=gathered * compute
@@ -117,19 +117,19 @@ class _Rank:
         return max(self._moments(), key=lambda memory: memory.total)
 
     def _moments(self) -> Iterator[Memory]:
-        rest = self._resident() + Memory(programs=program_bytes(self.sharded))
+        resident = self._resident() + Memory(programs=program_bytes(self.sharded))
         flight = self._in_flight()
-        yield rest + self._at_forward_end(flight)
+        yield resident + self._at_forward_end(flight)
         done = 0.0
         if self.sharded.has_edge_units:
-            yield rest + self._at_head_reduction(flight)
+            yield resident + self._at_head_reduction(flight)
             done = 0.0 if self.train.fuse_optimizer_step else self._gradients(ROOT)
-        for at in reversed(range(len(self.layers))):
-            yield from (rest + moment for moment in self._backward(at, done, flight))
+        for index in reversed(range(len(self.layers))):
+            yield from (resident + moment for moment in self._backward(index, done, flight))
             if not self.train.fuse_optimizer_step:
-                done += self._gradients(self.layers[at])
-        yield rest + self._at_root_reduction(done)
-        yield rest + self._at_optimizer_step()
+                done += self._gradients(self.layers[index])
+        yield resident + self._at_root_reduction(done)
+        yield resident + self._at_optimizer_step()
 
     def _resident(self) -> Memory:
         if self.host:
@@ -155,11 +155,11 @@ class _Rank:
             return layer.whole
         if train.recompute_modules is None:
             return layer.entry
-        left = layer.stream
-        left += 0 if "self_attn" in train.recompute_modules else layer.attention
-        left += 0 if "mlp" in train.recompute_modules else layer.network
+        saved = layer.stream
+        saved += 0 if "self_attn" in train.recompute_modules else layer.attention
+        saved += 0 if "mlp" in train.recompute_modules else layer.network
         # The input of each recomputed module is saved.
-        return left + layer.entry * len({*train.recompute_modules} - {"vision"})
+        return saved + layer.entry * len({*train.recompute_modules} - {"vision"})
 
     def _recomputed_bytes(self, layer: Layer) -> float:
         """Additional bytes once the layer is recomputed."""
@@ -184,12 +184,12 @@ class _Rank:
 
     def _saved_activations(self, upto: int, flight: float) -> float:
         """Saved activations of the first `upto` layers, and of other micro-batches in flight."""
-        kept = [self._saved_bytes(self.layer_costs[number]) for number in self.layers]
-        here = sum(kept[:upto]) + (flight - 1) * sum(kept)
+        saved = [self._saved_bytes(self.layer_costs[number]) for number in self.layers]
+        total = sum(saved[:upto]) + (flight - 1) * sum(saved)
         if self.train.enable_activation_offload and self.sharded.kind == "cuda":
-            limit = max(self.train.activation_gpu_limit * 1e9, 2 * max(kept, default=0))
-            return min(here, limit)
-        return here
+            limit = max(self.train.activation_gpu_limit * 1e9, 2 * max(saved, default=0))
+            return min(total, limit)
+        return total
 
     def _held_for_weight_gradients(self) -> float:
         """Activations of micro-batches whose weight gradients a schedule computes later, recomputed
@@ -255,35 +255,35 @@ class _Rank:
         several = self.sharded.is_sharded and self.sharded.micro_batches > 1
         return several and self.train.resolved_gradient_sync == "step"
 
-    def _live_weights(self, at: int) -> float:
-        """Gathered weights in the backward pass of layer index `at`: its own, those not resharded
+    def _live_weights(self, index: int) -> float:
+        """Gathered weights in the backward pass of layer index `index`: its own, those not resharded
         yet or prefetched, and the root's."""
         sharded = self.sharded
         units = [self._gathered_weights(number) for number in self.layers]
         root = self._root_weights()
         if not sharded.is_sharded:
             if self.train.enable_gradient_checkpointing:
-                return root + units[at]
+                return root + units[index]
             # Autocast copies are saved for each micro-batch in flight.
             return self._in_flight() * (root + sum(units))
         if sharded.reshard_after != "nothing":
-            return root + sum(units[: at + 1] if sharded.reshard_after == "backward" else units)
+            return root + sum(units[: index + 1] if sharded.reshard_after == "backward" else units)
         if sharded.degrees.pipeline > 1:
             # PyTorch's stages do not reshard after a backward pass before the last of the step.
             return root + sum(units)
-        neighbour = units[at - 1] if at else 0
+        neighbour = units[index - 1] if index else 0
         if sharded.shards == 1:
             # Nothing is prefetched.
-            return root + units[at]
-        return root + units[at] + neighbour
+            return root + units[index]
+        return root + units[index] + neighbour
 
     def _root_weights(self) -> float:
         """Gathered weights of the embedding and the head in the backward pass of the layers, before
         which a head of its own is resharded."""
         if not self.sharded.has_edge_units:
             return self._gathered_weights(ROOT)
-        kept = {"nothing": [], "backward": [EMBEDDING_UNIT], "step": [EMBEDDING_UNIT, ROOT]}
-        return sum(map(self._gathered_weights, kept[self.sharded.reshard_after]))
+        gathered = {"nothing": [], "backward": [EMBEDDING_UNIT], "step": [EMBEDDING_UNIT, ROOT]}
+        return sum(map(self._gathered_weights, gathered[self.sharded.reshard_after]))
 
     def _gloo_copies(self, unit: int) -> float:
         """Bytes that gloo copies when it reduces gradients on CPUs."""
@@ -315,10 +315,10 @@ class _Rank:
         entries = config.vocab_size / sharded.degrees.tensor
         width = FP32 if sharded.run.model.lm_head_fp32 else sharded.compute_bytes
         # Eager cross-entropy has logits, their fp32 copy, the softmax and its gradient.
-        rows, each = sharded.tokens, 4 * FP32
+        rows, entry_bytes = sharded.tokens, 4 * FP32
         needs_all = isinstance(config, AutoModelConfig) and config.outline.traits.head is None
         if self.train.ce_mode != "eager" and not needs_all:
-            each = width
+            entry_bytes = width
             rows = min(rows, tokens_at_once(int(entries * width), sharded.kind))
         hidden = 3 * sharded.tokens * config.hidden_size * width * (1 + config.num_mtp_layers)
         head = 0.0
@@ -328,7 +328,7 @@ class _Rank:
                 # It is summed in fp32 over the chunks, and then cast.
                 bytes_each += FP32
             head = entries * config.hidden_size * bytes_each
-        return rows * entries * each + hidden, head
+        return rows * entries * entry_bytes + hidden, head
 
     @property
     def _ends(self) -> bool:
@@ -347,10 +347,10 @@ class _Rank:
             + self._gloo_copies(ROOT),
         )
 
-    def _backward(self, at: int, done: float, flight: float) -> Iterator[Memory]:
-        """Moments of the backward pass of layer index `at`: its start, with all saved activations;
+    def _backward(self, index: int, done: float, flight: float) -> Iterator[Memory]:
+        """Moments of the backward pass of layer index `index`: its start, with all saved activations;
         its end, with all its gradients; and the reduce-scatter of these."""
-        unit = self.layers[at]
+        unit = self.layers[index]
         layer = self.layer_costs[unit]
         sharded = self.sharded.is_sharded
         head = 0.0 if self.sharded.has_edge_units else self._loss()[1]
@@ -358,43 +358,49 @@ class _Rank:
         before = (done if self.sharded.micro_batches == 1 else self._accumulated()) + head
         fresh = self._unsharded_gradients(unit)
         own = 0.0 if sharded or self.sharded.micro_batches > 1 else fresh
-        buffers = self._live_weights(at)
-        reducing = self.layers[at + 1 : at + 2] or ([ROOT] if self.sharded.has_edge_units else [])
+        buffers = self._live_weights(index)
+        reducing = self.layers[index + 1 : index + 2] or (
+            [ROOT] if self.sharded.has_edge_units else []
+        )
         if sharded and not self._accumulates_unsharded:
             # The reduce-scatter input is freed only when the next reduce-scatter begins.
             buffers += sum(map(self._reduce_buffer_bytes, reducing))
         split = self._held_for_weight_gradients()
-        left = self._saved_activations(at, flight) + layer.entry + split
+        saved = self._saved_activations(index, flight) + layer.entry + split
         yield Memory(
             gradients=before,
-            activations=self._saved_activations(at + 1, flight)
+            activations=self._saved_activations(index + 1, flight)
             + self._recomputed_bytes(layer)
             + layer.gradients
             + split,
             buffers=buffers,
         )
         yield Memory(
-            gradients=before + own, activations=left, buffers=buffers + (fresh if sharded else 0)
+            gradients=before + own, activations=saved, buffers=buffers + (fresh if sharded else 0)
         )
         if sharded:
             sums = max(fresh, self._gloo_copies(unit) + self._gradients(unit))
             yield Memory(
                 gradients=before,
-                activations=left,
+                activations=saved,
                 buffers=self._root_weights() + self._reduce_buffer_bytes(unit) + sums,
             )
 
     def _at_root_reduction(self, done: float) -> Memory:
         """The gradient reduction of the embedding, and of a head that is not a unit of its own."""
         unit = EMBEDDING_UNIT if self.sharded.has_edge_units else ROOT
-        mine = done + self._gradients(unit)
+        root_gradients = done + self._gradients(unit)
         if not self.sharded.is_sharded:
             # DDP: gradients and all-reduce buckets exist until all buckets are reduced.
-            both = (
-                mine if self.sharded.degrees.num_replicas * self.sharded.degrees.context > 1 else 0
+            reduce_buffer = (
+                root_gradients
+                if self.sharded.degrees.num_replicas * self.sharded.degrees.context > 1
+                else 0
             )
-            return Memory(gradients=mine, buffers=both + self._gathered_weights(ROOT))
-        gradients = mine
+            return Memory(
+                gradients=root_gradients, buffers=reduce_buffer + self._gathered_weights(ROOT)
+            )
+        gradients = root_gradients
         if self._accumulates_unsharded:
             gradients += self._accumulated() - sum(
                 self._reduce_buffer_bytes(u) for u in self.units if u != unit
@@ -413,5 +419,7 @@ class _Rank:
             return Memory()
         gradients = sum(self._gradients(unit) for unit in self.units)
         keeps = self.sharded.is_sharded and self.sharded.reshard_after == "step"
-        kept = self._gathered_weights(ROOT) + self._gathered_weights(EMBEDDING_UNIT) if keeps else 0
-        return Memory(gradients=gradients, buffers=kept)
+        gathered = (
+            self._gathered_weights(ROOT) + self._gathered_weights(EMBEDDING_UNIT) if keeps else 0
+        )
+        return Memory(gradients=gradients, buffers=gathered)

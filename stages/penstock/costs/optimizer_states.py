@@ -14,11 +14,11 @@ QUANTIZED_CHECKPOINT_BYTES = {"int8": 1 + 8 / 128, "int4": 0.5 + 8 / 128}
 
 def saved_bytes(train: TrainConfig, tensor: Tensor) -> float:
     """Bytes of one tensor's optimizer states in a checkpoint."""
-    kept = state_bytes(train, tensor)
+    saved = state_bytes(train, tensor)
     if train.ckpt_quant == "none":
-        return kept
+        return saved
     moments = 2 * WIDTHS["fp32" if train.optimizer == "adamw" else train.optimizer_dtype]
-    return kept + tensor.num_local_elements * (
+    return saved + tensor.num_local_elements * (
         2 * QUANTIZED_CHECKPOINT_BYTES[train.ckpt_quant] - moments
     )
 

@@ -92,12 +92,12 @@ def list_tensors(sharded: ShardedModel, pipeline: int = 0) -> list[Tensor]:
 
 def list_vision_tensors(sharded: ShardedModel) -> list[Tensor]:
     """Tower and projector of the vision part of a rank, each as one; none of a model without."""
-    compute, found = sharded.compute_bytes, list[Tensor]()
+    compute, tensors = sharded.compute_bytes, list[Tensor]()
     for params, learns in sharded.model.vision.parts if sharded.model.vision else ():
         narrow = not learns and sharded.saves_only_adapters
         width = min(sharded.param_bytes, compute) if narrow else sharded.param_bytes
-        found.append(Tensor(ROOT, params, 1, learns, width, compute, sharded.shards))
-    return found
+        tensors.append(Tensor(ROOT, params, 1, learns, width, compute, sharded.shards))
+    return tensors
 
 
 def local_layers(sharded: ShardedModel, pipeline: int) -> list[int]:
@@ -111,11 +111,11 @@ def _local_stages(sharded: ShardedModel, pipeline: int) -> tuple[list[int], bool
         return list(range(config.num_layers)), True, True
     costs = layer_flops(config, run.data.row_length)
     stages = layers_of_stages(run.train, costs, config.num_mtp_layers)
-    mine = stages_of_rank(run.train, pipeline)
+    own_stages = stages_of_rank(run.train, pipeline)
     return (
-        [layer for stage in mine for layer in stages[stage]],
-        0 in mine,
-        len(stages) - 1 in mine,
+        [layer for stage in own_stages for layer in stages[stage]],
+        0 in own_stages,
+        len(stages) - 1 in own_stages,
     )
 
 
@@ -199,16 +199,16 @@ def _local_shape(sharded: ShardedModel, name: str, shape: tuple[int, ...]) -> tu
         blocks = config.linear.row_blocks(last) or {last: rows}
         heads = (min(size, config.linear.split_heads(part)) for part in blocks)
         return sum(
-            -(-its // each) for its, each in zip(blocks.values(), heads, strict=True)
+            -(-rows // ranks) for rows, ranks in zip(blocks.values(), heads, strict=True)
         ), columns
     if ".self_attn." in name and role is not ParallelStyle.PER_HEAD:
         config = config.of_layer(layer)
         queries = config.qkv_features["q_proj"]
         parts = {"qkv_proj": (queries, rows - queries)}
         parts |= dict.fromkeys(("q_proj", "q_norm"), (rows, 0))
-        queries, others = parts.get(module.rpartition(".")[2], (0, rows))
-        each = min(size, config.num_key_value_heads)
-        return -(-queries // size) + -(-others // each), columns
+        queries, keys_values = parts.get(module.rpartition(".")[2], (0, rows))
+        kv_ranks = min(size, config.num_key_value_heads)
+        return -(-queries // size) + -(-keys_values // kv_ranks), columns
     return -(-rows // size), columns
 
 
@@ -241,25 +241,25 @@ def _group_size(sharded: ShardedModel) -> int | None:
 
 def _bytes_per_element(format: str, columns: int, group_size: int | None) -> float:
     """Bytes per element of a quantized row, including scales."""
-    each, group, scale, whole = QUANT_FORMATS[format]
+    code_bytes, group, scale, global_bytes = QUANT_FORMATS[format]
     if group is None:
-        return each + scale / columns
+        return code_bytes + scale / columns
     size = (group_size if format in ("nf4", "int4") else None) or group
     groups = -(-columns // size)
-    codes = groups * size * each if each < 1 else columns
-    return (codes + groups * scale + whole) / columns
+    codes = groups * size * code_bytes if code_bytes < 1 else columns
+    return (codes + groups * scale + global_bytes) / columns
 
 
 def _adapter_tensors(sharded: ShardedModel, layers: list[int], ends: bool) -> Iterator[Tensor]:
     rank = sharded.run.lora.lora_rank
-    for one in sharded.model.adapters:
-        layer = parse_layer_number(one.of)
-        if layer == ROOT and one.name != EMBEDDING and not ends:
+    for adapter in sharded.model.adapters:
+        layer = parse_layer_number(adapter.of)
+        if layer == ROOT and adapter.name != EMBEDDING and not ends:
             continue
         if layer == ROOT or layer in layers:
-            for rows, columns in _adapter_shapes(sharded, one, rank):
-                shards = sharded.expert_shards if one.experts else sharded.shards
-                unit = _unit(sharded, one.native)
+            for rows, columns in _adapter_shapes(sharded, adapter, rank):
+                shards = sharded.expert_shards if adapter.experts else sharded.shards
+                unit = _unit(sharded, adapter.native)
                 yield Tensor(unit, rows, columns, True, 4, sharded.compute_bytes, shards)
 
 

@@ -54,24 +54,24 @@ def read_wav_header(content: bytes) -> WavHeader:
     chunks = _find_chunks(content)
     if b"fmt " not in chunks or b"data" not in chunks or chunks[b"fmt "][1] < 16:
         raise BadAudio("it is a damaged WAV file: it has no format or no samples")
-    at, size = chunks[b"fmt "]
-    tag, channels, rate, _, align, bits = struct.unpack_from("<HHIIHH", content, at)
+    start_of_format, size = chunks[b"fmt "]
+    tag, channels, rate, _, align, bits = struct.unpack_from("<HHIIHH", content, start_of_format)
     if tag == EXTENSIBLE and size >= 26:
-        (tag,) = struct.unpack_from("<H", content, at + 24)
-    known = {PCM: (8, 16, 24, 32), FLOAT: (32, 64)}
-    if bits not in known.get(tag, ()):
+        (tag,) = struct.unpack_from("<H", content, start_of_format + 24)
+    widths = {PCM: (8, 16, 24, 32), FLOAT: (32, 64)}
+    if bits not in widths.get(tag, ()):
         raise OtherFormat(f"it is a WAV file of encoding {tag} with {bits} bits")
     if not channels or not rate or align != channels * bits // 8:
         raise BadAudio("it is a damaged WAV file: its format says nothing")
     start, size = chunks[b"data"]
     if start + size > len(content):
         raise BadAudio(f"it is truncated: {start + size - len(content):,} bytes are missing")
-    found = WavHeader(tag == FLOAT, channels, rate, bits, start, size // align)
-    if not found.frames:
+    header = WavHeader(tag == FLOAT, channels, rate, bits, start, size // align)
+    if not header.frames:
         raise BadAudio("it has no samples")
-    if found.seconds > MAX_SECONDS:
-        raise BadAudio(f"it is {found.seconds:,.0f} s long; {MAX_SECONDS:,} are allowed")
-    return found
+    if header.seconds > MAX_SECONDS:
+        raise BadAudio(f"it is {header.seconds:,.0f} s long; {MAX_SECONDS:,} are allowed")
+    return header
 
 
 def decode_audio(content: bytes, rate: int) -> Samples:
@@ -134,13 +134,13 @@ def _to_float(content: bytes, header: WavHeader, count: int) -> Samples:
 
 def _find_chunks(content: bytes) -> dict[bytes, tuple[int, int]]:
     """(first byte, number of bytes) of the first chunk of each name in a RIFF file."""
-    found: dict[bytes, tuple[int, int]] = {}
-    at = 12
-    while at + 8 <= len(content):
-        name, size = struct.unpack_from("<4sI", content, at)
-        found.setdefault(name, (at + 8, size))
-        at += 8 + size + size % 2
-    return found
+    chunks: dict[bytes, tuple[int, int]] = {}
+    offset = 12
+    while offset + 8 <= len(content):
+        name, size = struct.unpack_from("<4sI", content, offset)
+        chunks.setdefault(name, (offset + 8, size))
+        offset += 8 + size + size % 2
+    return chunks
 
 
 def _name_content(content: bytes) -> str:

@@ -52,8 +52,8 @@ def decode_other(content: bytes, max_seconds: float) -> tuple[Samples, int]:
                 raise BadAudio(f"it is truncated: {missing:,} samples are missing")
             return samples, file.samplerate
     except soundfile.LibsndfileError as error:
-        said = error.error_string.rstrip(".")
-        raise BadAudio(f"it is not audio that can be decoded: {said}") from error
+        reason = error.error_string.rstrip(".")
+        raise BadAudio(f"it is not audio that can be decoded: {reason}") from error
 
 
 def _check_header(file: "SoundFile", max_seconds: float) -> None:
@@ -71,17 +71,17 @@ def _check_header(file: "SoundFile", max_seconds: float) -> None:
 
 
 def _decode(file: "SoundFile") -> Samples:
-    found: list[Any] = [np.empty(0, np.float32)]
+    blocks: list[Any] = [np.empty(0, np.float32)]
     while len(block := file.read(BLOCK, dtype="float32", always_2d=True)):
-        found.append(block[:, 0] if file.channels == 1 else block.mean(axis=1))
-    return np.concatenate(found)
+        blocks.append(block[:, 0] if file.channels == 1 else block.mean(axis=1))
+    return np.concatenate(blocks)
 
 
 def resample(samples: Samples, rate: int, to: int) -> Samples:
     """The samples at another rate: `ceil(len(samples) * to / rate)` of them."""
     import soxr  # noqa: PLC0415 - optional
 
-    found = soxr.resample(samples, rate, to, quality=QUALITY)
+    resampled = soxr.resample(samples, rate, to, quality=QUALITY)
     out = np.zeros(math.ceil(len(samples) * to / rate), np.float32)
-    out[: len(found)] = found[: len(out)]
+    out[: len(resampled)] = resampled[: len(out)]
     return out

@@ -45,7 +45,9 @@ class AudioProcessor(ModelProcessor):
     @property
     def extractor(self) -> Any:
         """The feature extractor."""
-        return next(found for name in EXTRACTORS if (found := getattr(self.processor, name, None)))
+        return next(
+            extractor for name in EXTRACTORS if (extractor := getattr(self.processor, name, None))
+        )
 
     @property
     def rate(self) -> int:
@@ -83,18 +85,18 @@ class AudioProcessor(ModelProcessor):
                 f"{longest / self.rate:.0f} s; split it"
             )
         try:
-            found = self._run(samples)
+            outputs = self._run(samples)
         except (ValueError, RuntimeError) as error:
             raise BadAudio(f"the audio processor refuses it: {first_line(error)}") from error
-        return {name: stored(array) for name, array in to_arrays(found).items()}
+        return {name: stored(array) for name, array in to_arrays(outputs).items()}
 
     def _run(self, samples: Samples) -> Any:
         options = dict(self.options)
         if self.name == VOXTRAL:
             features = self.processor._retrieve_input_features([samples], **options)
             return {"input_features": features}
-        found, _ = self.processor._process_audio([samples], **options)
-        return found
+        outputs, _ = self.processor._process_audio([samples], **options)
+        return outputs
 
     def replacement(self, tensors: Tensors) -> str:
         """The text that takes the place of the audio token of audio with these tensors."""
@@ -138,21 +140,21 @@ def load_audio_processor(path: str, revision: str | None, tokenizer: Any) -> Aud
     merged = processor._merge_kwargs(tokenizer_init_kwargs=tokenizer.init_kwargs)
     options = {**merged["audio_kwargs"], "sampling_rate": extractor.sampling_rate}
     options["return_tensors"] = "pt" if cls.__name__ == VOXTRAL else "np"
-    found = AudioProcessor(processor, options)
-    _require_supported(found)
-    return found
+    audio = AudioProcessor(processor, options)
+    _require_supported(audio)
+    return audio
 
 
-def _require_supported(found: AudioProcessor) -> None:
+def _require_supported(audio: AudioProcessor) -> None:
     """Raise CapabilityError for processors that do not say which text stands for audio."""
     from transformers.processing_utils import ProcessorMixin  # noqa: PLC0415
 
-    cls = type(found.processor)
+    cls = type(audio.processor)
     is_silent = cls.replace_audio_token is ProcessorMixin.replace_audio_token
-    if is_silent and found.name != VOXTRAL:
+    if is_silent and audio.name != VOXTRAL:
         raise CapabilityError(
-            f"Audio cannot be processed apart from its text with {found.name}, which is not "
+            f"Audio cannot be processed apart from its text with {audio.name}, which is not "
             "supported."
         )
-    if getattr(found.processor, "audio_token", None) is None or found.token_id is None:
-        raise CapabilityError(f"{found.name} has no audio token, which is not supported.")
+    if getattr(audio.processor, "audio_token", None) is None or audio.token_id is None:
+        raise CapabilityError(f"{audio.name} has no audio token, which is not supported.")

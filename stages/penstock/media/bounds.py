@@ -42,16 +42,16 @@ class MediaBounds:
     def of_size(self, size: dict[str, int]) -> dict[str, int]:
         """A processor's size `{shortest_edge, longest_edge}`, in pixels, with those of images.
         Raises ConfigError if none is left between."""
-        given = {"shortest_edge": self.image_min_pixels, "longest_edge": self.image_max_pixels}
-        bounded = {**size, **{edge: value for edge, value in given.items() if value is not None}}
+        edges = {"shortest_edge": self.image_min_pixels, "longest_edge": self.image_max_pixels}
+        bounded = {**size, **{edge: value for edge, value in edges.items() if value is not None}}
         least, most = bounded["shortest_edge"], bounded["longest_edge"]
         if least > most:
-            name, other = "image_max_pixels", "image_min_pixels"
+            name, opposite = "image_max_pixels", "image_min_pixels"
             if self.image_max_pixels is None:
-                name, other = other, name
+                name, opposite = opposite, name
             raise ConfigError(
                 f"{name} is {getattr(self, name):,}, and the image processor has from {least:,} to"
-                f" {most:,} pixels then.\n  Write {other} too."
+                f" {most:,} pixels then.\n  Write {opposite} too."
             )
         return bounded
 

@@ -92,10 +92,10 @@ class MediaCache:
     def _images(
         self, digests: Sequence[bytes], read: Callable[[bytes], bytes]
     ) -> Iterator[StoredImage]:
-        known = self._known
-        known.add([*read_notes(sorted(self.folder.glob("*.arrow")))])
+        notes = self._known
+        notes.add([*read_notes(sorted(self.folder.glob("*.arrow")))])
         for digest in digests:
-            yield known.get(digest) or self._process(digest, read(digest))
+            yield notes.get(digest) or self._process(digest, read(digest))
 
     @cached_property
     def _known(self) -> ImageFiles:

@@ -78,8 +78,8 @@ def _open(content: bytes) -> "Image":
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             Image.init()  # registers the formats
-            known = [name for name in FORMATS if name in Image.OPEN]
-            image = Image.open(BytesIO(content), formats=known)
+            formats = [name for name in FORMATS if name in Image.OPEN]
+            image = Image.open(BytesIO(content), formats=formats)
     except Image.DecompressionBombError as error:
         raise BadImage(f"it has too many pixels; {MAX_PIXELS:,} are allowed") from error
     except _decoding_errors() as error:
@@ -120,8 +120,8 @@ def _name_content(content: bytes) -> str:
         return "an HTML page, not an image"
     if head.startswith(b"%pdf"):
         return "a PDF file, not an image"
-    known = ", ".join(name for name in FORMATS if name != "MPO")
-    return f"not an image that can be decoded (known are {known})"
+    formats = ", ".join(name for name in FORMATS if name != "MPO")
+    return f"not an image that can be decoded (known are {formats})"
 
 
 def _first_line(error: Exception) -> str:

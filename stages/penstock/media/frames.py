@@ -19,7 +19,7 @@ class FrameList:
 
 def join_frames(contents: list[bytes], fps: float | None) -> bytes:
     """The frames in one piece."""
-    head = json.dumps({"fps": fps, "sizes": [len(each) for each in contents]})
+    head = json.dumps({"fps": fps, "sizes": [len(content) for content in contents]})
     return b"".join([MAGIC, head.encode(), b"\n", *contents])
 
 

@@ -136,9 +136,9 @@ class ProcessorFiles:
 
     def read(self, name: str) -> dict[str, Any]:
         """The JSON object in a file; empty without it."""
-        found = self._find(name)
+        file = self._find(name)
         try:
-            value = json.loads(Path(found).read_bytes()) if found else {}
+            value = json.loads(Path(file).read_bytes()) if file else {}
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{name} of {self.where} is not JSON: {error}") from error
         return value if isinstance(value, dict) else {}
@@ -147,8 +147,8 @@ class ProcessorFiles:
         from transformers.utils import cached_file  # noqa: PLC0415
 
         quiet = {
-            f"_raise_exceptions_for_{what}": False
-            for what in ("gated_repo", "missing_entries", "connection_errors")
+            f"_raise_exceptions_for_{error}": False
+            for error in ("gated_repo", "missing_entries", "connection_errors")
         }
         return cached_file(self.path, name, revision=self.revision, **quiet)
 
@@ -161,8 +161,8 @@ def processor_class(files: ProcessorFiles) -> Any:
     )
 
     names = [value.get("processor_class") for name in CLASS_FILES if (value := files.read(name))]
-    known = dict(PROCESSOR_MAPPING_NAMES)
-    by_type = known.get(files.read("config.json").get("model_type", ""))
+    classes = dict(PROCESSOR_MAPPING_NAMES)
+    by_type = classes.get(files.read("config.json").get("model_type", ""))
     name = next((name for name in names if name), by_type)
     name = name[0] if isinstance(name, tuple) else name
     if name == "PixtralProcessor":
@@ -189,13 +189,13 @@ def assemble(cls: Any, parts: Mapping[str, Any], tokenizer: Any, files: Processo
 
 def to_arrays(outputs: Any) -> Arrays:
     """Outputs of a processor as arrays. Raises BadMedia for another kind."""
-    found: Arrays = {}
+    arrays: Arrays = {}
     for name, value in dict(outputs).items():
         array = np.asarray(value)
         if array.dtype == object:
             raise BadMedia(f"{name} is no array")
-        found[name] = np.ascontiguousarray(array)
-    return found
+        arrays[name] = np.ascontiguousarray(array)
+    return arrays
 
 
 def first_line(error: Exception) -> str:

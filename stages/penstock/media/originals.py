@@ -102,7 +102,7 @@ def prunable_originals(
         if path.is_file():
             fetched.setdefault(path.read_text(), []).append(path)
     for path in sorted(folder.glob("??/*")):
-        its = [path, *fetched.get(path.name, ())]
+        files = [path, *fetched.get(path.name, ())]
         is_used = path.name in fetched and _is_used(bytes.fromhex(path.name), used)
-        if not is_used and all(each.stat().st_mtime < latest for each in its):
-            yield its
+        if not is_used and all(file.stat().st_mtime < latest for file in files):
+            yield files

@@ -121,9 +121,9 @@ class ImageProcessor(ModelProcessor):
         """The tensors of an RGB image, alone or in a sample with several. Raises BadImage if the
         processor refuses it."""
         try:
-            found = self._process_to_bytes(image, self.table, several) if self.table else None
-            arrays = {} if found else self._run([image], several=several)
-            return found or {name: stored(array) for name, array in arrays.items()}
+            fast = self._process_to_bytes(image, self.table, several) if self.table else None
+            arrays = {} if fast else self._run([image], several=several)
+            return fast or {name: stored(array) for name, array in arrays.items()}
         except (ValueError, ZeroDivisionError) as error:
             raise BadImage(f"the image processor refuses it: {error}") from error
 
@@ -146,11 +146,13 @@ class ImageProcessor(ModelProcessor):
         """The outputs for images of samples with one image each, or each with `several`."""
         if not several:
             return self._call([[image] for image in images] if self.nested else images, **options)
-        each = [self._call([[image, _blank()]], **options) for image in images]
-        return {name: np.concatenate([one[name][:1] for one in each]) for name in each[0]}
+        outputs = [self._call([[image, _blank()]], **options) for image in images]
+        return {
+            name: np.concatenate([output[name][:1] for output in outputs]) for name in outputs[0]
+        }
 
-    def _call(self, given: Sequence[Any], **options: Any) -> Arrays:
-        arrays = to_arrays(self.processor.image_processor(given, **{**self.options, **options}))
+    def _call(self, images: Sequence[Any], **options: Any) -> Arrays:
+        arrays = to_arrays(self.processor.image_processor(images, **{**self.options, **options}))
         if type(self.processor.image_processor).__name__ in CROPS:
             arrays.pop(MASK, None)
         return arrays
@@ -166,9 +168,9 @@ class ImageProcessor(ModelProcessor):
         Raises CapabilityError unless images are processed independently of each other, but for
         zeros with which tensors are padded to the largest ones.
         """
-        for found in (self, replace(self, nested=True)):
-            if found._is_independent():
-                return found
+        for processor in (self, replace(self, nested=True)):
+            if processor._is_independent():
+                return processor
         raise CapabilityError(
             f"The image processor of {self.name} processes an image differently beside others, "
             "which is not supported."
@@ -184,7 +186,9 @@ class ImageProcessor(ModelProcessor):
             together = self._call([images]) if several else self._run(images)
             return all(
                 values.ndim
-                and np.array_equal(concatenate([stored(each[name]) for each in alone]), values)
+                and np.array_equal(
+                    concatenate([stored(outputs[name]) for outputs in alone]), values
+                )
                 for name, values in together.items()
                 if name != NUM_IMAGES
             )
@@ -201,27 +205,27 @@ class ImageProcessor(ModelProcessor):
         rescaled = images.rescale(codes, images.rescale_factor)
         values = images.normalize(rescaled, images.image_mean, images.image_std)
         table = PixelTable(values.reshape(3, 256), getattr(images, "temporal_patch_size", 1))
-        found = replace(self, table=table)
+        fast = replace(self, table=table)
         if hasattr(images, "patchify"):
             in_bytes = copy(images)
             in_bytes.patchify = _byte_patches
-            faster = replace(found, byte_patches=in_bytes)
+            faster = replace(fast, byte_patches=in_bytes)
             if self._gives_the_same(faster):
                 return faster
-        return found if self._gives_the_same(found) else self
+        return fast if self._gives_the_same(fast) else self
 
-    def _gives_the_same(self, found: "ImageProcessor") -> bool:
+    def _gives_the_same(self, fast: "ImageProcessor") -> bool:
         """Whether another one gives the same tensors of two images, bitwise."""
         for image, several in product(_probes(), self._forms):
-            wanted = self._run([image], several=several)
+            expected = self._run([image], several=several)
             try:
-                tensors = found.process(image, several=several)
+                tensors = fast.process(image, several=several)
             except (BadMedia, TypeError):
                 return False
             arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
-            if arrays.keys() != wanted.keys() or any(
+            if arrays.keys() != expected.keys() or any(
                 (arrays[name].dtype, arrays[name].tobytes()) != (value.dtype, value.tobytes())
-                for name, value in wanted.items()
+                for name, value in expected.items()
             ):
                 return False
         return True
@@ -318,15 +322,15 @@ def _require_bounds(images: Any, bounds: MediaBounds) -> None:
         )
 
 
-def _require_supported(found: ImageProcessor) -> None:
+def _require_supported(images: ImageProcessor) -> None:
     """Raise CapabilityError for processors that treat the images of a text as a whole."""
     from transformers.processing_utils import ProcessorMixin  # noqa: PLC0415
 
-    cls = type(found.processor)
+    cls = type(images.processor)
     has_own = cls._process_images is not ProcessorMixin._process_images
     if has_own or cls.replace_image_token is ProcessorMixin.replace_image_token:
         raise CapabilityError(
-            f"Images cannot be processed one by one with {found.name}, which is not supported."
+            f"Images cannot be processed one by one with {images.name}, which is not supported."
         )
-    if getattr(found.processor, "image_token", None) is None or found.token_id is None:
-        raise CapabilityError(f"{found.name} has no image token, which is not supported.")
+    if getattr(images.processor, "image_token", None) is None or images.token_id is None:
+        raise CapabilityError(f"{images.name} has no image token, which is not supported.")

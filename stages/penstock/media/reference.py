@@ -47,7 +47,7 @@ class ImageRef:
     def paths(self) -> list[str]:
         """The files that it names, or its frames do."""
         named = [frame.location for frame in self.frames or (self,)]
-        return [each for each in named if each and not each.startswith((DATA_URI, *WEB))]
+        return [path for path in named if path and not path.startswith((DATA_URI, *WEB))]
 
     @property
     def is_path(self) -> bool:
@@ -123,15 +123,15 @@ def read_image(
     BadImage, and for an object store that cannot be read the errors of `core.remote`."""
     if not ref.frames:
         return _read_one(ref, root, web, allow_private)
-    limit, left = KINDS[ref.kind].max_bytes, KINDS[ref.kind].max_bytes
+    limit, bytes_left = KINDS[ref.kind].max_bytes, KINDS[ref.kind].max_bytes
     contents: list[bytes] = []
     for number, frame in enumerate(ref.frames, 1):
         try:
             contents.append(_read_one(frame, root, web, allow_private))
         except BadImage as error:
             raise BadImage(f"frame {number}: {error}") from error
-        left -= len(contents[-1])
-        if left < 0:
+        bytes_left -= len(contents[-1])
+        if bytes_left < 0:
             raise BadImage(f"its frames have more than {limit:,} bytes")
     return join_frames(contents, ref.fps)
 
@@ -196,24 +196,24 @@ def _read_remote(location: str, limit: int, root: str, web: WebImages) -> bytes:
     name = name_below(location)
     if name is None:
         raise BadImage(f"{location[:SHOWN]} is outside of {redact(root)}")
-    place = RemotePath.from_url(root) / name
-    info = place.info()
+    remote = RemotePath.from_url(root) / name
+    info = remote.info()
     if info is None:
-        raise BadImage(f"there is no {place.redacted_url}")
+        raise BadImage(f"there is no {remote.redacted_url}")
     if info["size"] > limit:
         raise BadImage(f"it has {info['size']:,} bytes; {limit:,} are allowed")
-    key = f"{place.redacted_url}#{digest_json(file_version(info))}"
-    if known := web.find(key):
-        return known
-    with open_version(place, info) as stream:
+    key = f"{remote.redacted_url}#{digest_json(file_version(info))}"
+    if cached := web.find(key):
+        return cached
+    with open_version(remote, info) as stream:
         content = stream.read()
     web.remember(key, content)
     return content
 
 
 def _fetch(url: str, limit: int, web: WebImages, allow_private: bool) -> bytes:
-    if known := web.find(url):
-        return known
+    if cached := web.find(url):
+        return cached
     if env.hub_is_offline():
         raise BadImage(f"{redact(url)[:SHOWN]} is on the web, and HF_HUB_OFFLINE is set")
     try:

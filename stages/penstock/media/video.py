@@ -154,21 +154,21 @@ class FileVideo:
 
     def read(self, indices: Sequence[int]) -> Iterator[Frame]:
         """The frames at these indices. Raises BadVideo."""
-        wanted = Counter(indices)
-        left = len(wanted)
+        counts = Counter(indices)
+        frames_left = len(counts)
         with _stream(self.content, self.container) as (file, stream):
             for number, frame in enumerate(file.decode(stream)):
-                if number in wanted:
+                if number in counts:
                     array = _to_rgb(frame)
                     if array.shape[:2] != (self.header.height, self.header.width):
                         raise BadVideo("its frames have several sizes, which is not supported")
-                    left -= 1
-                    for _ in range(wanted[number]):
+                    frames_left -= 1
+                    for _ in range(counts[number]):
                         yield array
-                if not left:
+                if not frames_left:
                     return
         raise BadVideo(
-            f"it is damaged: {left} of the {len(wanted)} frames that are used are missing"
+            f"it is damaged: {frames_left} of the {len(counts)} frames that are used are missing"
         )
 
 
@@ -217,10 +217,10 @@ def _container(content: bytes) -> str:
     is_movie = content[4:8] in (b"ftyp", b"moov", b"mdat", b"wide")
     if is_movie and content[8:12] not in IMAGE_BRANDS:
         return "mov"
-    known = ", ".join(CONTAINERS.values())
+    containers = ", ".join(CONTAINERS.values())
     if content.startswith((b"GIF8", b"\x89PNG", b"\xff\xd8")) or content[8:12] == b"WEBP":
-        raise BadVideo(f"it is an image, not a video ({known}); give its frames as a list")
-    raise BadVideo(f"it is not a video that can be decoded (known are {known})")
+        raise BadVideo(f"it is an image, not a video ({containers}); give its frames as a list")
+    raise BadVideo(f"it is not a video that can be decoded (known are {containers})")
 
 
 def _first_line(error: Exception) -> str:

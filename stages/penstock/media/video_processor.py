@@ -76,8 +76,8 @@ class VideoProcessor(ModelProcessor):
         """The values of the 256 bytes: rescaled and normalized at once, as in transformers."""
         scale = np.float32(1.0 / self.video.rescale_factor)
         mean, std = (
-            (np.asarray(one, np.float32) * scale)[:, None]
-            for one in (self.video.image_mean, self.video.image_std)
+            (np.asarray(constants, np.float32) * scale)[:, None]
+            for constants in (self.video.image_mean, self.video.image_std)
         )
         return PixelTable((np.arange(256, dtype=np.float32) - mean) / std)
 
@@ -109,8 +109,8 @@ class VideoProcessor(ModelProcessor):
         step = self.video.temporal_patch_size
         padded = len(indices) + -len(indices) % step
         frames = np.empty((padded, 3, *size), np.uint8)
-        for at, frame in enumerate(video.read(indices)):
-            frames[at] = self._resize(frame, size)
+        for position, frame in enumerate(video.read(indices)):
+            frames[position] = self._resize(frame, size)
         frames[len(indices) :] = frames[len(indices) - 1]
         fps = header.fps or DEFAULT_FPS
         sampled_fps = len(indices) / header.frames * fps
@@ -131,25 +131,29 @@ class VideoProcessor(ModelProcessor):
         planes = np.ascontiguousarray(frame.transpose(2, 0, 1))
         if planes.shape[1:] == size:
             return planes
-        found = torch.nn.functional.interpolate(
+        resized = torch.nn.functional.interpolate(
             torch.from_numpy(planes)[None],
             size=size,
             mode="bicubic" if self.video.resample == BICUBIC else "bilinear",
             align_corners=False,
             antialias=True,
         )
-        return found[0].numpy()
+        return resized[0].numpy()
 
     def _patchify(self, frames: Frame) -> tuple[Frame, tuple[int, int, int]]:
         """(bytes of patches [patches, channels, pixels of a channel], grid) of frames [frames,
         channels, height, width]: a token's patches lie together."""
-        its = self.video
+        settings = self.video
         count, channels, height, width = frames.shape
-        grid = count // its.temporal_patch_size, height // its.patch_size, width // its.patch_size
-        rows, columns = (side // its.merge_size for side in grid[1:])
-        sides = its.merge_size, its.patch_size
+        grid = (
+            count // settings.temporal_patch_size,
+            height // settings.patch_size,
+            width // settings.patch_size,
+        )
+        rows, columns = (side // settings.merge_size for side in grid[1:])
+        sides = settings.merge_size, settings.patch_size
         blocks = frames.reshape(
-            grid[0], its.temporal_patch_size, channels, rows, *sides, columns, *sides
+            grid[0], settings.temporal_patch_size, channels, rows, *sides, columns, *sides
         )
         ordered = blocks.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8)
         return ordered.reshape(grid[0] * grid[1] * grid[2], channels, -1), grid
@@ -192,10 +196,10 @@ def load_video_processor(
     processor.video_processor = SimpleNamespace(
         merge_size=settings.merge_size, temporal_patch_size=settings.temporal_patch_size
     )
-    found = VideoProcessor(processor, {}, video=settings, bounds=bounds)
-    if getattr(processor, "video_token", None) is None or found.token_id is None:
-        raise CapabilityError(f"{found.name} has no video token, which is not supported.")
-    return found
+    video = VideoProcessor(processor, {}, video=settings, bounds=bounds)
+    if getattr(processor, "video_token", None) is None or video.token_id is None:
+        raise CapabilityError(f"{video.name} has no video token, which is not supported.")
+    return video
 
 
 def _read_config(files: ProcessorFiles) -> tuple[str | None, Mapping[str, Any]]:

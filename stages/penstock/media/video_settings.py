@@ -90,37 +90,37 @@ def read_video_settings(
             f"{', '.join(KINDS)}."
         )
     values = {**values, **_as_settings(bounds)}
-    known = {one.name for one in fields(VideoSettings)} - {"video_processor_type"}
-    given = {
+    names = {field.name for field in fields(VideoSettings)} - {"video_processor_type"}
+    values_by_name = {
         key: value
         for key, value in values.items()
-        if key in known and (value is not None or key == "fps")
+        if key in names and (value is not None or key == "fps")
     }
     if name == "Qwen2VLVideoProcessor":
-        given["size"] = {**(given.get("size") or KINDS[name].defaults["size"])}
+        values_by_name["size"] = {**(values_by_name.get("size") or KINDS[name].defaults["size"])}
         for edge, own in (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels")):
             if values.get(own) is not None:
-                given["size"][edge] = values[own]
-    found = VideoSettings(name, **{**KINDS[name].defaults, **given})
-    if not (found.size.get("shortest_edge") and found.size.get("longest_edge")):
+                values_by_name["size"][edge] = values[own]
+    video = VideoSettings(name, **{**KINDS[name].defaults, **values_by_name})
+    if not (video.size.get("shortest_edge") and video.size.get("longest_edge")):
         raise CapabilityError(
-            f"size of the video processor is {dict(found.size)}; shortest_edge and longest_edge are"
+            f"size of the video processor is {dict(video.size)}; shortest_edge and longest_edge are"
             " supported."
         )
-    if not (found.do_rescale and found.do_normalize):
+    if not (video.do_rescale and video.do_normalize):
         raise CapabilityError("Video processors without do_rescale and do_normalize are refused.")
-    if found.resample not in (BILINEAR, BICUBIC):
+    if video.resample not in (BILINEAR, BICUBIC):
         raise CapabilityError(
-            f"resample of the video processor is {found.resample}; {BICUBIC} (bicubic) and"
+            f"resample of the video processor is {video.resample}; {BICUBIC} (bicubic) and"
             f" {BILINEAR} (bilinear) are supported."
         )
-    if found.do_sample_frames and found.fps is not None and found.num_frames is not None:
+    if video.do_sample_frames and video.fps is not None and video.num_frames is not None:
         raise ConfigError(
-            f"fps {found.fps} and num_frames {found.num_frames} of the video processor exclude each"
+            f"fps {video.fps} and num_frames {video.num_frames} of the video processor exclude each"
             " other.\n  Leave one of them out of its file."
         )
-    _require_bounds(found, bounds)
-    return found
+    _require_bounds(video, bounds)
+    return video
 
 
 def _as_settings(bounds: MediaBounds) -> dict[str, Any]:
@@ -129,33 +129,33 @@ def _as_settings(bounds: MediaBounds) -> dict[str, Any]:
     return {**own, "do_sample_frames": True, "num_frames": None} if "fps" in own else own
 
 
-def _require_bounds(found: VideoSettings, bounds: MediaBounds) -> None:
+def _require_bounds(video: VideoSettings, bounds: MediaBounds) -> None:
     """Raise ConfigError for numbers of frames that have no effect, or exclude each other."""
     own = [name for name in bounds.of("video") if name != "video_fps"]
-    samples = found.do_sample_frames and found.fps is not None and found.num_frames is None
+    samples = video.do_sample_frames and video.fps is not None and video.num_frames is None
     if own and not samples:
         raise ConfigError(
-            f"{' and '.join(own)}: the video processor {found.video_processor_type} does not "
+            f"{' and '.join(own)}: the video processor {video.video_processor_type} does not "
             "sample frames by their number per second.\n  Write video_fps too."
         )
-    if own and found.min_frames > found.max_frames:
+    if own and video.min_frames > video.max_frames:
         raise ConfigError(
-            f"{' and '.join(own)}: videos have from {found.min_frames} to {found.max_frames} frames"
+            f"{' and '.join(own)}: videos have from {video.min_frames} to {video.max_frames} frames"
             " then.\n  Write both video_min_frames and video_max_frames."
         )
 
 
-def _sample_in_patches(its: VideoSettings, header: VideoHeader) -> list[int]:
+def _sample_in_patches(settings: VideoSettings, header: VideoHeader) -> list[int]:
     """Qwen2-VL: evenly spaced frames, a whole number of temporal patches."""
     import torch  # noqa: PLC0415 - its arange rounds as transformers'
 
-    step, total = its.temporal_patch_size, header.frames
-    if its.num_frames is not None:
-        count = round(its.num_frames / step) * step
-    elif its.fps is not None and header.fps:
-        most = min(its.max_frames, total) // step * step
-        asked = max(total / header.fps * its.fps, its.min_frames)
-        count = math.floor(min(asked, most) / step) * step
+    step, total = settings.temporal_patch_size, header.frames
+    if settings.num_frames is not None:
+        count = round(settings.num_frames / step) * step
+    elif settings.fps is not None and header.fps:
+        most = min(settings.max_frames, total) // step * step
+        count_by_fps = max(total / header.fps * settings.fps, settings.min_frames)
+        count = math.floor(min(count_by_fps, most) / step) * step
     else:
         return [*range(total)]
     if count > total:
@@ -165,43 +165,47 @@ def _sample_in_patches(its: VideoSettings, header: VideoHeader) -> list[int]:
     return torch.arange(0, total, total / count).int().tolist()
 
 
-def _sample_ends(its: VideoSettings, header: VideoHeader) -> list[int]:
+def _sample_ends(settings: VideoSettings, header: VideoHeader) -> list[int]:
     """Qwen3-VL: evenly spaced frames with the first and the last."""
     total = header.frames
-    if its.num_frames is not None:
-        count = its.num_frames
-    elif its.fps is not None and header.fps:
-        asked = int(total / header.fps * its.fps)
-        count = min(max(asked, its.min_frames), its.max_frames, total)
+    if settings.num_frames is not None:
+        count = settings.num_frames
+    elif settings.fps is not None and header.fps:
+        count_by_fps = int(total / header.fps * settings.fps)
+        count = min(max(count_by_fps, settings.min_frames), settings.max_frames, total)
     else:
-        count = min(max(total, its.min_frames), its.max_frames)
+        count = min(max(total, settings.min_frames), settings.max_frames)
     return np.linspace(0, total - 1, count).round().astype(int).tolist()
 
 
-def _size_of_frame(its: VideoSettings, frames: int, height: int, width: int) -> tuple[int, int]:
+def _size_of_frame(
+    settings: VideoSettings, frames: int, height: int, width: int
+) -> tuple[int, int]:
     """Qwen2-VL: `size` is of a frame."""
-    least, most = its.size["shortest_edge"], its.size["longest_edge"]
-    if its.cap_pixels_per_frame:
-        budget = int(its.max_video_tokens * its.factor * its.factor * 0.9)
-        share = budget * its.temporal_patch_size // frames
+    least, most = settings.size["shortest_edge"], settings.size["longest_edge"]
+    if settings.cap_pixels_per_frame:
+        budget = int(settings.max_video_tokens * settings.factor * settings.factor * 0.9)
+        share = budget * settings.temporal_patch_size // frames
         most = max(min(most, share), int(least * 1.05))
-    return _fit((height, width), its.factor, (least, most))
+    return _fit((height, width), settings.factor, (least, most))
 
 
-def _size_of_video(its: VideoSettings, frames: int, height: int, width: int) -> tuple[int, int]:
+def _size_of_video(
+    settings: VideoSettings, frames: int, height: int, width: int
+) -> tuple[int, int]:
     """Qwen3-VL: `size` is of all frames together."""
-    least, most = its.size["shortest_edge"], its.size["longest_edge"]
-    if its.cap_pixels_per_frame:
-        cap = its.max_video_tokens * its.factor * its.factor
+    least, most = settings.size["shortest_edge"], settings.size["longest_edge"]
+    if settings.cap_pixels_per_frame:
+        cap = settings.max_video_tokens * settings.factor * settings.factor
         most = frames * max(min(cap, most // frames), int(least * 1.05))
-    step = its.temporal_patch_size
+    step = settings.temporal_patch_size
     if frames < step:
         raise BadVideo(f"it has {frames} frames, fewer than a temporal patch of {step}")
-    if min(height, width) < its.factor:
-        scale = max(its.factor / height, its.factor / width)
+    if min(height, width) < settings.factor:
+        scale = max(settings.factor / height, settings.factor / width)
         height, width = int(height * scale), int(width * scale)
     patches = round(frames / step) * step
-    return _fit((height, width), its.factor, (least, most), frames, patches)
+    return _fit((height, width), settings.factor, (least, most), frames, patches)
 
 
 def _fit(
