@@ -256,7 +256,7 @@ class _Rank:
         return several and self.train.resolved_gradient_sync == "step"
 
     def _live_weights(self, index: int) -> float:
-        """Gathered weights in the backward pass of layer index `index`: its own, those not resharded
+        """Gathered weights in the backward pass of layer `index`: its own, those not resharded
         yet or prefetched, and the root's."""
         sharded = self.sharded
         units = [self._gathered_weights(number) for number in self.layers]
@@ -348,7 +348,7 @@ class _Rank:
         )
 
     def _backward(self, index: int, done: float, flight: float) -> Iterator[Memory]:
-        """Moments of the backward pass of layer index `index`: its start, with all saved activations;
+        """Moments of the backward pass of layer `index`: its start, with all saved activations;
         its end, with all its gradients; and the reduce-scatter of these."""
         unit = self.layers[index]
         layer = self.layer_costs[unit]
