@@ -9,6 +9,7 @@ from penstock.adapters.match_targets import linear_layers
 from penstock.config.loading.load import loads
 from penstock.core.errors import CapabilityError
 from penstock.engine.build import checked_family
+from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.engine.validate_model import require_prompts_apart, validate_model
 from penstock.machine import check_model, with_prompts_apart
 from penstock.models.decoder import Decoder
@@ -54,7 +55,8 @@ def test_prompts_are_not_shared_unless_that_is_written_which_is_refused(tmp_path
 
 def test_an_indexer_is_frozen_has_no_adapters_and_is_told(tmp_path):
     said: list[str] = []
-    family = checked_family(run_of(tmp_path), MODEL, None, said.append)
+    alone = ProcessInfo(0, 0, 1, torch.device("cpu"))
+    family = checked_family(run_of(tmp_path), MODEL, None, alone, said.append)
     assert any("indexers are frozen; they select 6 tokens" in line for line in said)
     config = family.read(MODEL)
     with torch.device("meta"):
