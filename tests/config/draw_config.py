@@ -41,8 +41,13 @@ ELSEWHERE = (
         "model.encoders",
     ),
     *("data.skip_prepare_dataset", "data.datasets", "data.push_dataset_to_hub", "model.encoders"),
+    *(
+        f"data.datasets.0.{name}"
+        for name in ("image_folder", "image_min_pixels", "image_max_pixels")
+    ),
+    *("train.indexer_loss_coef", "train.optimizer_offload"),
 )
-"""Fields that name things which must be there for a plan to be made."""
+"""Fields of things which must be there for a plan to be made: files, images, GPUs, indexers."""
 
 
 def draw_config(seed: int, num_fields: int = 10) -> dict[str, Any]:
@@ -82,7 +87,7 @@ FIELDS = [
     *(
         (f"data.datasets.0.{name}", f)
         for name, f in DatasetConfig.model_fields.items()
-        if name != "path"
+        if name != "path" and f"data.datasets.0.{name}" not in ELSEWHERE
     ),
 ]
 

@@ -426,7 +426,7 @@ def compile_optimizers() -> None:
     rounded = {"x_ptr": "*fp32", "y_ptr": "*bf16", "runs_ptr": "*i64"}
     compiled(rounding._round, rounded, {**blocks, "RUNS": 4, "SHIFT": 0})
     numbers = dict.fromkeys(
-        ("forgets1", "beta2", "forgets2", "eps", "kept", "size", "root"), "fp32"
+        ("forgets1", "beta2", "forgets2", "eps", "decay", "size", "root"), "fp32"
     )
     several = (
         ("*bf16", "*bf16", "*bf16", 4),

@@ -52,6 +52,14 @@ def sparse(**train):
     return lambda _: {"model": model, "train": train, "lora": {"enable_lora": False}}
 
 
+def on_experts(**lora):
+    """A model with experts, and adapters of these."""
+    model = {"foundation": {"model_type": "glm4_moe"}}
+    targets = ["gate_proj", "up_proj", "down_proj"]
+    lora = {"enable_lora": True, "lora_target_modules": targets, **lora}
+    return lambda _: {"model": model, "lora": lora}
+
+
 def predicting(**train):
     """A model with a layer that predicts further tokens."""
 

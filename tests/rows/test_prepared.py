@@ -15,7 +15,7 @@ JUDGED = [[1, 2, 3], [0, 4], [1, 5]]
 
 
 def prepared(folder, samples, kind, **more):
-    entries = [finished(folder / "slices", samples, kind=kind)]
+    entries = [finished(folder.with_name(f"{folder.name}-slices"), samples, kind=kind)]
     wishes = settings(kind=kind, **more)
     selection = select(entries, wishes)
     publish_splits(entries, selection, wishes, folder)

@@ -47,7 +47,6 @@ def test_layers_that_the_format_of_an_export_does_not_have_are_refused(tmp_path:
             {"lora_bias": "lora_only", "lora_target_modules": ["q_proj"]},
             "names only some of the layers that .*qkv_proj is",
         ),
-        (MODELS["sinks"], {"enable_qlora": True}, "gate_up_proj holds all experts"),
     ],
     ids=str,
 )

@@ -137,7 +137,7 @@ def _config(hf_config: Mapping[str, Any]) -> tuple[Any, Any]:
     try:
         config = build_config(plain)
         return config, model_class(config)
-    except CapabilityError as error:
+    except (CapabilityError, ImportError) as error:
         raise NotVerifiedError(str(error).partition("\n")[0]) from error
 
 
