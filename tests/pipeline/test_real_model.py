@@ -160,7 +160,9 @@ def test_a_real_model_learns_how_gsm8k_is_answered_as_transformers_and_peft_judg
     after = [answer_loss(merged, tokenizer, row) for row in unseen]
     adapter = next((tmp_path / "artifacts").glob("export/*/adapter"))
     adapted = PeftModel.from_pretrained(base, adapter)
-    assert sum(after) < 0.8 * sum(before)
+    assert sum(answer_loss(adapted, tokenizer, row) for row in unseen) < 0.8 * sum(before)
+    # Rounding the merged weights to bfloat16, as the base's are, moves single losses by 0.05.
+    by_peft = adapted.merge_and_unload().bfloat16().float()
     assert after == pytest.approx(
-        [answer_loss(adapted, tokenizer, row) for row in unseen], abs=0.02
+        [answer_loss(by_peft, tokenizer, row) for row in unseen], abs=2e-3
     )
