@@ -65,9 +65,9 @@ def preference_identity(run: RunConfig) -> dict[str, Any] | None:
     if run.train.objective != "preference":
         return None
     # The pairing for the KL estimate is in the key of the packed rows, which is an input.
-    found = without_unused(run).preference.model_dump(
+    preference = without_unused(run).preference.model_dump(
         mode="json", exclude={"precompute_ref_logps", "kl_pairing", "kl_rotation_size"}
     )
-    if found["sft_loss_scope"] == "answer":
-        del found["sft_loss_scope"]
-    return found
+    if preference["sft_loss_scope"] == "answer":
+        del preference["sft_loss_scope"]
+    return preference

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from penstock.core.cache.digests import cached_value
@@ -63,13 +64,13 @@ def require_bounded_template(text: str, where: str) -> None:
 
 def _fault(content: Mapping[str, Any]) -> str:
     """Why the content cannot be used; empty if it can."""
-    asked = json.dumps(content)
-    return cached_value(digest_json([VERSION, "probe", asked]), lambda: _probe(asked))
+    payload = json.dumps(content)
+    return cached_value(digest_json([VERSION, "probe", payload]), lambda: _probe(payload))
 
 
-def _probe(asked: str) -> str:
-    words = [sys.executable, "-m", "penstock.rows.probe"]
-    done = subprocess.run(words, input=asked.encode(), capture_output=True, check=False)
+def _probe(payload: str) -> str:
+    command = [sys.executable, "-m", "penstock.rows.probe"]
+    done = subprocess.run(command, input=payload.encode(), capture_output=True, check=False)
     if done.returncode == -signal.SIGXCPU:
         return f"it takes more than {CPU_SECONDS} seconds"
     if done.returncode:
@@ -81,7 +82,8 @@ def main() -> None:
     """Print why what is given on standard input cannot be used."""
     content = json.loads(sys.stdin.buffer.read())
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_BYTES, ADDRESS_BYTES))
+    with suppress(ValueError, OSError):  # macOS has the limit, and may refuse to set it
+        resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_BYTES, ADDRESS_BYTES))
     if "template" in content:
         _render(content["template"])
     else:

@@ -31,8 +31,8 @@ def claim(
         return
     if held is None:
         return
-    mine = stage_key(step.stage)
-    if held["key"] == mine and not fresh:
+    key = stage_key(step.stage)
+    if held["key"] == key and not fresh:
         return
     if fresh:
         backup_rename(step.path)
@@ -41,18 +41,18 @@ def claim(
     if isinstance(step.stage, Train) and step.stage.checkpoint and not sealed:
         return
     changed = differences(identity(step.stage), recorded_identity(held))
-    lines = "\n".join(f"    {each}" for each in changed[:12])
+    lines = "\n".join(f"    {difference}" for difference in changed[:12])
     what = "a finished run" if sealed else "an unfinished run"
     other = "\n  Name another train.output_dir, or add --fresh to move the old one aside."
     if resumes and (run := find_shorter(step, held)):
         refusal = run.refusal()
         if refusal is None:
             notify(f"train: {what} is lengthened, from {run.newest}; what differs:\n{lines}")
-            write_earlier_keys(step.path, mine, held["key"])
+            write_earlier_keys(step.path, key, held["key"])
             reopen(step.path)
             return
         other = f"\n  It cannot be lengthened: {refusal}{other}"
     raise ConfigError(
         f"train.output_dir {step.where} holds {what} of another key: {short(held['key'])} there, "
-        f"{short(mine)} here. What differs:\n{lines}{other}"
+        f"{short(key)} here. What differs:\n{lines}{other}"
     )

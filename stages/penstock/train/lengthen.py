@@ -55,9 +55,9 @@ INEXACT = {
 def is_lengthening(changed: Sequence[Difference]) -> bool:
     """Whether two runs differ in length or schedule, and at most in their packed rows besides."""
     names = {
-        each.field.removeprefix("settings.train.").partition(".")[0]
-        for each in changed
-        if each.field != "inputs.packed"
+        difference.field.removeprefix("settings.train.").partition(".")[0]
+        for difference in changed
+        if difference.field != "inputs.packed"
     }
     return bool(names) and names <= LENGTH | SCHEDULE
 

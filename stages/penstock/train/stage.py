@@ -165,14 +165,14 @@ class Train(Stage):
     def job(self, output_dir: Path) -> Job:
         """The job of this machine's ranks."""
         initial, typed = self.initial, self.run_config.train.init_checkpoint_path
-        here = local_folder(typed, initial).resolve() if initial and typed else None
+        folder = local_folder(typed, initial).resolve() if initial and typed else None
         job = build_job(
             *(stage_key(self), self._config_here(), self.packed, self.origin, output_dir),
             *(self.checkpoint, initial),
         )
         return replace(
             job,
-            init_checkpoint=here,
+            init_checkpoint=folder,
             ref_logprobs=self.reference.path.resolve() if self.reference else None,
         )
 

@@ -145,9 +145,9 @@ def _newest_checkpoint(planned: Plan) -> Path:
     from penstock.train.launch.job import read_earlier_keys
 
     key = step.artifact.key
-    found = newest_checkpoint(root, (key, *read_earlier_keys(step.path, key)))
-    if found:
-        return found
+    checkpoint = newest_checkpoint(root, (key, *read_earlier_keys(step.path, key)))
+    if checkpoint:
+        return checkpoint
     others = complete_checkpoints(root)
     why = (
         f"{others[-1]} is of a run with other settings"

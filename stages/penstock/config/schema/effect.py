@@ -90,13 +90,13 @@ def _unused_fields(
     run: ConfigSection, section: ConfigSection, path: tuple[str, ...]
 ) -> Iterator[Unused]:
     for name in type(section).model_fields:
-        value, here = getattr(section, name), (*path, name)
+        value, field_path = getattr(section, name), (*path, name)
         if isinstance(value, ConfigSection):
-            yield from _unused_fields(run, value, here)
+            yield from _unused_fields(run, value, field_path)
             continue
         for condition in conditions_of(type(section), name):
             if not condition.holds(run):
-                yield Unused(here, section, condition)
+                yield Unused(field_path, section, condition)
                 break
 
 
@@ -105,9 +105,9 @@ def _with_defaults(
 ) -> Section:
     changed: dict[str, Any] = {}
     for name, field in type(section).model_fields.items():
-        value, here = getattr(section, name), (*path, name)
-        if here in unused:
+        value, field_path = getattr(section, name), (*path, name)
+        if field_path in unused:
             changed[name] = field.get_default(call_default_factory=True)
         elif isinstance(value, ConfigSection):
-            changed[name] = _with_defaults(value, here, unused)
+            changed[name] = _with_defaults(value, field_path, unused)
     return section.model_copy(update=changed)

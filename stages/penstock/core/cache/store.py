@@ -455,7 +455,7 @@ def _require_unchanged_inputs(stage: Stage, digests: Mapping[str, str], verify: 
     Artifacts may be gone: their files are memory-mapped.
     """
     if not stage.verifies_sources:
-        sources = [each for each in stage.inputs.values() if isinstance(each, Source)]
+        sources = [source for source in stage.inputs.values() if isinstance(source, Source)]
         require_unchanged_sources(pinned_files(sources))
     for name, digest in digests.items():
         artifact = stage.inputs[name]

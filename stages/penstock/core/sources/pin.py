@@ -330,8 +330,8 @@ def pin_checkpoint(path: str, field: str = "train.load_checkpoint_path") -> Sour
     else:
         folder = Path(path).expanduser()
         files = sorted(path for path in folder.rglob("*") if path.is_file())
-        found = LocalFiles(folder.name, folder, tuple(files))
-        source = Source({"kind": "files", "files": _digest_files(found)}, found.paths)
+        local = LocalFiles(folder.name, folder, tuple(files))
+        source = Source({"kind": "files", "files": _digest_files(local)}, local.paths)
     if not any(file["name"] == "COMPLETE" for file in source.pin["files"]):
         raise incomplete_checkpoint(path, field)
     return source

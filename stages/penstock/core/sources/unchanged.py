@@ -23,7 +23,7 @@ _DIGEST = re.compile(r"[0-9a-f]{64}|[0-9a-f]{40}")
 
 def pinned_files(sources: Iterable[Source]) -> list[PinnedFile]:
     """The local files of the sources: those that were pinned, or what is downloaded of them."""
-    found: dict[PinnedFile, None] = {}
+    pinned: dict[PinnedFile, None] = {}
     for source in sources:
         if source.pin.get("kind") == "hub":
             files = _files_of_hub(str(source.pin["repo"]), str(source.pin["commit"]))
@@ -35,8 +35,8 @@ def pinned_files(sources: Iterable[Source]) -> list[PinnedFile]:
                 (path.absolute(), str(entry["sha256"]))
                 for path, entry in zip(source.paths, entries, strict=bool(source.paths))
             ]
-        found |= dict.fromkeys(files)
-    return [*found]
+        pinned |= dict.fromkeys(files)
+    return [*pinned]
 
 
 def require_unchanged(files: Sequence[PinnedFile]) -> None:
@@ -66,14 +66,14 @@ def _files_of_hub(repo: str, commit: str) -> list[PinnedFile]:
     if it is large, else git's; a snapshot has links to them."""
     from huggingface_hub.constants import HF_HUB_CACHE  # noqa: PLC0415 - of runs with hub ids alone
 
-    found: list[PinnedFile] = []
+    blobs: list[PinnedFile] = []
     for kind in ("model", "dataset"):
         folder = Path(HF_HUB_CACHE) / f"{kind}s--{repo.replace('/', '--')}"
         for path in sorted((folder / "snapshots" / commit).rglob("*")):
             digest = path.readlink().name if path.is_symlink() else ""
             if path.is_file() and _DIGEST.fullmatch(digest):
-                found.append((path, digest))
-    return found
+                blobs.append((path, digest))
+    return blobs
 
 
 def _git_digest(path: Path) -> str:

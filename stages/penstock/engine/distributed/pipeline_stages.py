@@ -214,9 +214,9 @@ def require_trained_stages(
     of_layer = {name.split(".")[2] for name in trained if name.startswith("model.layers.")}
     ends = {"model.embed_tokens": 0, "lm_head": len(stages) - 1}
     for index in range(train.pipeline_parallel_size):
-        here = stages_of_rank(train, index)
-        layers = [number for stage in here for number in stages[stage]]
-        of_ends = any(name in trained and stage in here for name, stage in ends.items())
+        own_stages = stages_of_rank(train, index)
+        layers = [number for stage in own_stages for number in stages[stage]]
+        of_ends = any(name in trained and stage in own_stages for name, stage in ends.items())
         if of_ends or any(str(number) in of_layer for number in layers):
             continue
         raise ConfigError(

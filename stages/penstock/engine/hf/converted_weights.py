@@ -104,14 +104,14 @@ class ConvertedWeights:
 
     def sources(self) -> set[str]:
         """The folder's tensors that the model's are made of."""
-        found: set[str] = set()
+        sources: set[str] = set()
         for name in self._shapes:
             group = self._groups.get(name)
             if isinstance(group, _Group):
-                found.update(source for source, _ in group.sources)
+                sources.update(source for source, _ in group.sources)
             elif group:
-                found.add(group)
-        return found
+                sources.add(group)
+        return sources
 
     def copies(self) -> list[tuple[str, str]]:
         """The folder's tensors that the model ties to others of the folder, each with the other,
@@ -157,12 +157,12 @@ class ConvertedWeights:
         converters = [one for one in transforms if isinstance(one, WeightConverter)]
         by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
         tied = self._names.config.outline.tied
-        known = {**dict.fromkeys(self._shapes, True), **tied}
+        is_own = {**dict.fromkeys(self._shapes, True), **tied}
         found: dict[str, _Group | str] = {}
         grouped: dict[str, _Group] = {}
         for source in sorted(self._folder.names(), key=_natural):
             name, pattern = rename_source_key(
-                source, renamings, converters, model.base_model_prefix, known
+                source, renamings, converters, model.base_model_prefix, is_own
             )
             if pattern is None:
                 if (original := tied.get(name)) and original in self._shapes:

@@ -41,8 +41,12 @@ class RowChunkReader:
         for chunk in self.chunks[name]:
             lowest = max(offsets[0], first)
             rows = min(offsets[0] + sizes[0], first + chunk.num_rows) - lowest
-            at = chunk.start + lowest - first, *offsets[1:]
-            boxes += [self.inner.box(chunk.source, at, (rows, *sizes[1:]))] if rows > 0 else []
+            offsets_in_chunk = chunk.start + lowest - first, *offsets[1:]
+            boxes += (
+                [self.inner.box(chunk.source, offsets_in_chunk, (rows, *sizes[1:]))]
+                if rows > 0
+                else []
+            )
             first += chunk.num_rows
         return torch.cat(boxes) if boxes else self.inner.box(name, (0,) * len(sizes), sizes)
 

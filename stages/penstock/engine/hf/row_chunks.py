@@ -28,7 +28,7 @@ def find_row_chunks(
 ) -> Mapping[str, tuple[RowChunk, ...]]:
     """The chunks whose rows, one after another, are a tensor of the map, for each that files cut
     elsewhere. `in_files` are the names in the files."""
-    found: dict[str, tuple[RowChunk, ...]] = {}
+    chunks_by_name: dict[str, tuple[RowChunk, ...]] = {}
     shapes = names.hf_shapes()
     for native in names.native_names():
         stored = names.hf_names(native)
@@ -36,7 +36,7 @@ def find_row_chunks(
             continue
         total, *rest = names.native_shape(native)
         chunk = -(-total // len(stored))
-        chunks = {name: min(chunk, total - at * chunk) for at, name in enumerate(stored)}
+        chunks = {name: min(chunk, total - index * chunk) for index, name in enumerate(stored)}
         if {name: stored_shape(name) for name in stored} != {
             name: (rows, *rest) for name, rows in chunks.items()
         }:
@@ -44,17 +44,17 @@ def find_row_chunks(
         start = 0
         for name in stored:
             end = start + shapes[name][0]
-            found[name] = tuple(_covering(chunks, start, end))
+            chunks_by_name[name] = tuple(_covering(chunks, start, end))
             start = end
-    return found
+    return chunks_by_name
 
 
 def _covering(chunks: Mapping[str, int], start: int, end: int) -> list[RowChunk]:
     """The rows from `start` to `end` of all chunks, one after another."""
-    found, first = [], 0
+    parts, first = [], 0
     for source, rows in chunks.items():
         lowest, highest = max(start, first), min(end, first + rows)
         if lowest < highest:
-            found.append(RowChunk(source, lowest - first, highest - lowest))
+            parts.append(RowChunk(source, lowest - first, highest - lowest))
         first += rows
-    return found
+    return parts

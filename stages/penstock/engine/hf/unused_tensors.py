@@ -91,17 +91,17 @@ class _Files:
         # Of two files' tensors with one name here the last is read.
         in_files = {rename(name): name for name in self.indexed if name in stored}
         parts = find_parts(names, in_files, lambda name: self.entries[in_files[name]][1].shape)
-        known = {*names.hf_shapes(), *(part.source for part in parts.values())}
+        used = {*names.hf_shapes(), *(part.source for part in parts.values())}
         if names.config.tie_word_embeddings and HEAD_WEIGHT in in_files:
             head, table = in_files[HEAD_WEIGHT], in_files.get(names.config.names.embedding)
             self._require_equal([(head, table)] if table else [])
-            known.add(HEAD_WEIGHT)
+            used.add(HEAD_WEIGHT)
         declared = parse_quantization_config(hf_config, self.folder)
         suffixes = ("", *STORED[declared.quant_method]) if declared else ("",)
         read = {
             in_files[name]
             for name in in_files
-            if any(name.removesuffix(suffix) in known for suffix in suffixes)
+            if any(name.removesuffix(suffix) in used for suffix in suffixes)
             # Other parts of multimodal models are copied.
             or (names.multimodal and not is_language(in_files[name]))
         }

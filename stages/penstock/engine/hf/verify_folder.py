@@ -147,7 +147,7 @@ def _as_loaded(
     """The tensors on the meta device; those of a quantized matrix as the matrix."""
     # `_global_scale` before `_scale`.
     suffixes = sorted(STORED[published.publisher], key=len)[::-1] if published else ()
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for name in files.names():
         weight = next((name.removesuffix(end) for end in suffixes if name.endswith(end)), name)
         if published and published.is_quantized(files, weight):
@@ -155,8 +155,8 @@ def _as_loaded(
         else:
             weight, stored = name, files.stored(name)
             shape, dtype = stored.shape, stored.dtype
-        found[weight] = torch.empty(shape, dtype=dtype, device="meta")
-    return found
+        tensors[weight] = torch.empty(shape, dtype=dtype, device="meta")
+    return tensors
 
 
 def _copied_from(base: Path | None, files: SafetensorsFolder) -> set[str]:

@@ -162,13 +162,13 @@ class QuantizeOnLoad:
         """A box of a stack [E, K, N], dequantized."""
         rows = shape[2]
         (expert, left, top), (experts, width, count) = offsets, sizes
-        found: list[torch.Tensor] = []
+        parts: list[torch.Tensor] = []
         for number in range(expert, expert + experts):
             first = number * rows + top
             blocks = self._blocks(name, first, first + count)
             matrix_NK = torch.cat([self._tensor(name, "", block) for block in blocks])
-            found.append(matrix_NK[first - blocks[0].start :][:count])
-        return torch.stack(found)[:, :, left : left + width].mT.contiguous()
+            parts.append(matrix_NK[first - blocks[0].start :][:count])
+        return torch.stack(parts)[:, :, left : left + width].mT.contiguous()
 
     def order(self, name: str) -> tuple[str, int]:
         """The order of the source tensors."""
@@ -286,10 +286,10 @@ class QuantizeOnLoad:
 
     def _rows_of_stack(self, name: str, shape: tuple[int, int, int], block: range) -> torch.Tensor:
         _, columns, rows = shape
-        found: list[torch.Tensor] = []
+        parts: list[torch.Tensor] = []
         for expert in range(block.start // rows, -(-block.stop // rows)):
             first = max(block.start - expert * rows, 0)
             end = min(block.stop - expert * rows, rows)
             part = self._inner.box(name, (expert, 0, first), (1, columns, end - first))
-            found.append(part[0].mT)
-        return torch.cat(found)
+            parts.append(part[0].mT)
+        return torch.cat(parts)

@@ -87,9 +87,9 @@ class _HFTokenizers:
     def encode(self, texts: Sequence[str]) -> tuple[Ids, Offsets]:
         with _tokenizer_errors(self._name):
             encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        found = [encoding.ids for encoding in encodings]
-        offsets = to_offsets([len(ids) for ids in found])
-        return np.fromiter(chain.from_iterable(found), np.int32, offsets[-1]), offsets
+        token_ids = [encoding.ids for encoding in encodings]
+        offsets = to_offsets([len(ids) for ids in token_ids])
+        return np.fromiter(chain.from_iterable(token_ids), np.int32, offsets[-1]), offsets
 
 
 class TextEncoder:

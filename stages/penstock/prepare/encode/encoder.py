@@ -311,10 +311,10 @@ class Encoder:
     def _parse_record(
         self, place: int, value: Value, found: _ParsedBatch, folder: Folder | None
     ) -> None:
-        said = self._parse_value(value)
-        parts = conversations(said)
+        turn = self._parse_value(value)
+        parts = conversations(turn)
         if self._images or any(part.media or part.unplaced for part in parts):
-            said = self._resolve_images(said, parts, folder)
+            turn = self._resolve_images(turn, parts, folder)
         unread: dict[str, Any] = {}
         for part in parts:
             self._variables.warn_unread(part.template_kwargs, "column chat_template_kwargs")
@@ -322,31 +322,31 @@ class Encoder:
         if unread:
             found.unread_keys.add(place, unread)
         weight = parse_weight(self._its, value)
-        if isinstance(said, Text):
-            found.sides[0].append(Document(said.text))
-            found.repeated_bos += self._special_tokens.repeats_bos(said.text)
-        elif isinstance(said, TokenizedSample):
-            found.given.append(self._check_vocabulary(said))
-        elif isinstance(said, PreferencePair):
-            both = [self._renderer.render_completion(side) for side in (said.chosen, said.rejected)]
+        if isinstance(turn, Text):
+            found.sides[0].append(Document(turn.text))
+            found.repeated_bos += self._special_tokens.repeats_bos(turn.text)
+        elif isinstance(turn, TokenizedSample):
+            found.given.append(self._check_vocabulary(turn))
+        elif isinstance(turn, PreferencePair):
+            both = [self._renderer.render_completion(side) for side in (turn.chosen, turn.rejected)]
             for side, document in zip(found.sides, both, strict=True):
                 side.append(document)
             found.without_end += any(document.lacks_end for document in both)
-            found.assistant_first += said.chosen.begins_with_assistant
-            if said.score_gap is not None:
-                found.score_gaps.append(said.score_gap)
-        elif isinstance(said, RatedCompletion):
-            document = self._renderer.render_completion(said.conversation)
+            found.assistant_first += turn.chosen.begins_with_assistant
+            if turn.score_gap is not None:
+                found.score_gaps.append(turn.score_gap)
+        elif isinstance(turn, RatedCompletion):
+            document = self._renderer.render_completion(turn.conversation)
             found.sides[0].append(document)
             found.without_end += document.lacks_end
-            found.desirable.append(said.desirable)
-            found.assistant_first += said.conversation.begins_with_assistant
+            found.desirable.append(turn.desirable)
+            found.assistant_first += turn.conversation.begins_with_assistant
         else:
-            document = self._renderer.render(said)
+            document = self._renderer.render(turn)
             found.sides[0].append(document)
             found.without_end += document.lacks_end
-            found.blank_answers += said.has_blank_answer
-            found.assistant_first += said.begins_with_assistant
+            found.blank_answers += turn.has_blank_answer
+            found.assistant_first += turn.begins_with_assistant
         found.weights.append(weight)
 
     def _check_vocabulary(self, given: TokenizedSample) -> LabeledTokens:

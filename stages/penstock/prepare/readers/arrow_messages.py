@@ -78,7 +78,7 @@ def iter_record_batches(raw: BinaryIO, expansion: Expansion) -> Iterator[int]:
 
 def _read_metadata(raw: BinaryIO, offset: int, expansion: Expansion) -> "tuple[_Table, int] | None":
     """(message, offset of its body); None at the end."""
-    at = raw.tell()
+    body_start = raw.tell()
     try:
         raw.seek(offset)
         prefix = raw.read(4)
@@ -91,7 +91,7 @@ def _read_metadata(raw: BinaryIO, offset: int, expansion: Expansion) -> "tuple[_
     except (struct.error, ValueError) as error:
         raise _damaged(expansion, f"the message at byte {offset:,}: {error}") from error
     finally:
-        raw.seek(at)
+        raw.seek(body_start)
 
 
 def _read_table(raw: BinaryIO, length: int) -> "_Table":
@@ -102,13 +102,13 @@ def _read_table(raw: BinaryIO, length: int) -> "_Table":
 
 def _check(raw: BinaryIO, message: "_Table", body: int, expansion: Expansion) -> int:
     """The type of a message. Raises StageError if its body claims too much."""
-    at = raw.tell()
+    offset = raw.tell()
     try:
         kind, num_rows, num_bytes = _claims(raw, message, body, expansion.file_bytes)
     except (struct.error, ValueError) as error:
         raise _damaged(expansion, f"the message before byte {body:,}: {error}") from error
     finally:
-        raw.seek(at)
+        raw.seek(offset)
     expansion.check(num_rows * ROW_BYTES, "rows in a batch")
     expansion.check(num_bytes, "buffers in a batch")
     if num_bytes > MAX_BATCH:

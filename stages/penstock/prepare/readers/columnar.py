@@ -35,11 +35,11 @@ def parquet(source: SourceFile, span: tuple[int, int] | None) -> Iterator[Chunk]
             if plan.dictionaries:
                 reader = open_parquet(stream, plan.dictionaries, file.metadata)
             for batch in reader.iter_batches(batch_size=plan.rows_at_once, row_groups=[group]):
-                yield from _iter_chunks(source, batch, plan.place, row, expansion)
+                yield from _iter_chunks(source, batch, plan.location, row, expansion)
                 row += batch.num_rows
             if row != after:
                 raise pa.ArrowInvalid(
-                    f"{plan.place} has {plan.num_rows + row - after:,} rows of {plan.num_rows:,}"
+                    f"{plan.location} has {plan.num_rows + row - after:,} rows of {plan.num_rows:,}"
                 )
 
 
@@ -87,12 +87,12 @@ def _iter_batches(
 
 
 def _iter_chunks(
-    source: SourceFile, batch: pa.RecordBatch, place: str, row: int, expansion: Expansion
+    source: SourceFile, batch: pa.RecordBatch, location: str, row: int, expansion: Expansion
 ) -> Iterator[Chunk]:
     """A batch whose first row is `row` as chunks of about `BATCH_BYTES`. Raises StageError for a
     row that is too large."""
     expansion.add(batch.num_rows * ROW_BYTES)
-    _validate(batch, source, place)
+    _validate(batch, source, location)
     sizes = batch_sizes(batch)
     if isinstance(sizes, int):
         largest, total = sizes, sizes * batch.num_rows
@@ -109,14 +109,14 @@ def _iter_chunks(
         yield Chunk(part, range(row + start, row + start + part.num_rows), _to_records)
 
 
-def _validate(batch: pa.RecordBatch, source: SourceFile, place: str) -> None:
+def _validate(batch: pa.RecordBatch, source: SourceFile, location: str) -> None:
     """Raise StageError unless all offsets, indices and texts are valid: native code that reads them
     does not look."""
     try:
         batch.validate(full=True)
     except (pa.ArrowException, UnicodeError) as error:
         raise StageError(
-            f"{source.name} is damaged in {place}: {error}\n  Write the file again."
+            f"{source.name} is damaged in {location}: {error}\n  Write the file again."
         ) from error
 
 

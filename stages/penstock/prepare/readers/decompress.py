@@ -181,9 +181,9 @@ class _Window(io.RawIOBase):
         self._start, self._held = start, self._stream.read(stop - start)
 
     def readinto(self, buffer: Any) -> int:
-        at = self._offset - self._start
-        if 0 <= at < len(self._held):
-            content = self._held[at : at + len(buffer)]
+        start = self._offset - self._start
+        if 0 <= start < len(self._held):
+            content = self._held[start : start + len(buffer)]
         else:
             self._stream.seek(self._offset)
             content = self._stream.read(len(buffer))

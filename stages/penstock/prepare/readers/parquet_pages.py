@@ -191,14 +191,14 @@ def chunk_range(chunk: pq.ColumnChunkMetaData) -> tuple[int, int]:
 
 
 def _iter_pages(stream: BinaryIO, chunk: pq.ColumnChunkMetaData) -> Iterator[Page]:
-    at, stop = chunk_range(chunk)
+    offset, stop = chunk_range(chunk)
     seen = 0
-    while seen < chunk.num_values and at < stop:
-        header, length = _read_header(stream, at)
-        page = _page(header, at + length)
+    while seen < chunk.num_values and offset < stop:
+        header, length = _read_header(stream, offset)
+        page = _page(header, offset + length)
         yield page
         seen += 0 if page.kind == DICTIONARY else page.num_values
-        at = page.start + page.num_bytes
+        offset = page.start + page.num_bytes
 
 
 def _read_header(stream: BinaryIO, at: int) -> tuple[Struct, int]:
@@ -292,26 +292,26 @@ def _row_starts(
 def _zeros(content: bytes, width: int, num_values: int) -> _RowStarts | None:
     """Zeros among the first `num_values` levels, which are runs and packed groups of eight."""
     starts: _RowStarts | None = None
-    compact, at = CompactReader(content), 0
-    while at < num_values and compact.at < len(content):
+    compact, position = CompactReader(content), 0
+    while position < num_values and compact.at < len(content):
         header = compact.varint()
-        count = min(header >> 1, num_values - at)
+        count = min(header >> 1, num_values - position)
         if header & 1:
             packed = np.frombuffer(content, np.uint8, offset=compact.at)
             packed = packed[: (header >> 1) * width]
             compact.at += len(packed)
             bits = np.unpackbits(packed, bitorder="little")
-            count = min(len(bits) // width, num_values - at)
+            count = min(len(bits) // width, num_values - position)
             levels = bits[: count * width].reshape(count, width).any(axis=1)
             zeros = np.flatnonzero(~levels)
-            span = (at + int(zeros[0]), at + int(zeros[-1])) if len(zeros) else None
+            span = (position + int(zeros[0]), position + int(zeros[-1])) if len(zeros) else None
             longest = int(np.diff(zeros).max(initial=1))
         else:
             level = content[compact.at : compact.at + (width + 7) // 8]
             compact.at += len(level)
-            span = (at, at + count - 1) if count and not any(level) else None
+            span = (position, position + count - 1) if count and not any(level) else None
             longest = 1
-        at += count
+        position += count
         if span and starts:
             starts.add(*span, longest)
         elif span:

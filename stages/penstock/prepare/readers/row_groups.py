@@ -34,7 +34,7 @@ ROWS_OF_INDICES = 1 << 16
 class RowGroupPlan:
     """How a row group is read."""
 
-    place: str
+    location: str
     num_rows: int
     rows_at_once: int
     dictionaries: list[str]
@@ -70,19 +70,19 @@ def plan_row_group(
     expansion: Expansion,
 ) -> RowGroupPlan:
     """Raises StageError for pages or rows that are larger than allowed."""
-    metadata, place = file.metadata.row_group(group), f"row group {group + 1:,}"
-    expansion.check(metadata.num_rows * ROW_BYTES, f"rows in {place}")
+    metadata, location = file.metadata.row_group(group), f"row group {group + 1:,}"
+    expansion.check(metadata.num_rows * ROW_BYTES, f"rows in {location}")
     ranges = [chunk_range(metadata.column(i)) for i in range(metadata.num_columns)]
     hold(raw, min(start for start, _ in ranges), max(stop for _, stop in ranges))
-    bounds = _Bounds(raw, source, place)
+    bounds = _Bounds(raw, source, location)
     try:
         for column in column_chunks(file, group, raw, codecs):
             column.require_rows(metadata.num_rows)
             bounds.add(column)
-            expansion.check(bounds.expanded, f"pages in {place}")
+            expansion.check(bounds.expanded, f"pages in {location}")
     except PageError as error:
         raise StageError(
-            f"{source.name} is damaged in {place}: {error}\n  Write the file again."
+            f"{source.name} is damaged in {location}: {error}\n  Write the file again."
         ) from error
     rows, most, num_bytes = max(1, metadata.num_rows), BATCH, BATCH_BYTES
     if bounds.dictionaries:
@@ -90,16 +90,16 @@ def plan_row_group(
     usual = num_bytes * rows // max(1, metadata.total_byte_size)
     bounded = int(BATCH_MEMORY / max(1, bounds.row_bytes))
     at_once = max(1, min(most, usual, bounded))
-    return RowGroupPlan(place, metadata.num_rows, at_once, bounds.dictionaries)
+    return RowGroupPlan(location, metadata.num_rows, at_once, bounds.dictionaries)
 
 
 class _Bounds:
     """Upper bounds of the memory of rows, column by column."""
 
-    def __init__(self, raw: BinaryIO, source: SourceFile, place: str) -> None:
+    def __init__(self, raw: BinaryIO, source: SourceFile, location: str) -> None:
         self._raw = raw
         self._source = source
-        self._place = place
+        self._location = location
         self._spare = float(BATCH_MEMORY)
         """Bytes that columns may take with all their rows at once."""
         self.row_bytes = 0.0
@@ -142,4 +142,4 @@ class _Bounds:
         return num_bytes > max(self._source.max_record_bytes, MAX_RECORD_BYTES)
 
     def _too_large(self, what: str) -> StageError:
-        return self._source.too_large(f"{what} in {self._place}")
+        return self._source.too_large(f"{what} in {self._location}")

@@ -69,19 +69,19 @@ def cross_attended(
     counts_B = is_image_BL.sum(1)
     most = max(int(counts_B.max()), 1)
     here_BI = torch.arange(most, device=ids_BL.device) < counts_B[:, None]
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for name in (PIXELS, RATIOS, TILES):
-        each = media[name][:, 0]
-        batch = each.new_zeros(*here_BI.shape, *each.shape[1:])
+        per_image = media[name][:, 0]
+        batch = per_image.new_zeros(*here_BI.shape, *per_image.shape[1:])
         if name == TILES:
             batch[..., 0] = 1  # Without a tile the tower's softmax would have no terms.
         if here_BI.any():
-            batch[here_BI] = each
-        found[name] = batch
+            batch[here_BI] = per_image
+        tensors[name] = batch
     attends_BLI = _spans(is_image_BL, most) & here_BI[:, None]
-    tiles = found[TILES].bool() & here_BI[..., None]
-    found[MASK] = (attends_BLI[..., None] & tiles[:, None]).long()
-    return found
+    tiles = tensors[TILES].bool() & here_BI[..., None]
+    tensors[MASK] = (attends_BLI[..., None] & tiles[:, None]).long()
+    return tensors
 
 
 def _spans(is_image_BL: torch.Tensor, images: int) -> torch.Tensor:
