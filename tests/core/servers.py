@@ -83,13 +83,14 @@ class Files(http.server.BaseHTTPRequestHandler):
         for name in ("ETag", "Last-Modified"):
             if name in manners:
                 self.send_header(name, manners[name])
-        length = stop - start
+        body = content[start:stop] + bytes(manners.get("more", 0))
+        length = len(body)
         if self.command == "HEAD" and manners.get("halves HEAD"):
             length //= 2
         self.send_header("Content-Length", str(length))
         self.end_headers()
         with contextlib.suppress(ConnectionError):
-            self._send(content[start:stop] if with_body else b"")
+            self._send(body if with_body else b"")
 
     def _send(self, body):
         middle = len(body) // 2

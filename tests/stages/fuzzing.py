@@ -49,10 +49,11 @@ def _tensors(path: Path) -> object:
 
     if path.suffix == ".json":
         return {name: file.name for name, file in files_by_tensor(path.parent).items()}
+    header = read_header(path)
     content = path.read_bytes()
     return {
         name: (list(entry.shape), content[entry.start : entry.start + entry.num_bytes])
-        for name, entry in read_header(path).items()
+        for name, entry in header.items()
     }
 
 

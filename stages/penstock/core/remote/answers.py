@@ -51,8 +51,11 @@ def require_range(content_range: str | None, start: int, stop: int, total: int) 
         )
 
 
-async def receive(chunks: AsyncIterator[bytes], write: Callable[[bytes], object]) -> int:
-    """Write the chunks as they arrive; return the number of bytes. Raises StalledError."""
+async def receive(
+    chunks: AsyncIterator[bytes], write: Callable[[bytes], object], limit: int | None = None
+) -> int:
+    """Write the chunks as they arrive; return the number of bytes. Raises StalledError, and
+    AnswerError before more than `limit` bytes are written: a body may never end."""
     clock = asyncio.get_running_loop().time
     length, mark, since = 0, 0, clock()
     while True:
@@ -65,7 +68,9 @@ async def receive(chunks: AsyncIterator[bytes], write: Callable[[bytes], object]
             raise StalledError(
                 f"the server sent {length - mark} bytes in {PROGRESS_SECONDS:g} s"
             ) from None
-        write(chunk)
         length += len(chunk)
+        if limit is not None and length > limit:
+            raise AnswerError(f"more than the {limit} bytes that were requested arrived")
+        write(chunk)
         if length - mark >= LEAST_PROGRESS:
             mark, since = length, clock()

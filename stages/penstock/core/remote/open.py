@@ -118,6 +118,8 @@ def _fetch_whole(
             length += len(chunk)
             if max_bytes is not None and length > max_bytes:
                 raise AnswerError(f"it has more than {max_bytes:,} bytes")
+            if info["size"] is not None and length > info["size"]:
+                raise ChangedError(f"it had {info['size']} bytes and more arrived")
             if spool:
                 spool.write(chunk)
 

@@ -77,7 +77,7 @@ class _S3Ranges:
             if answer.get("ETag") != tag:
                 raise ChangedError(f"its ETag was {tag} and is {answer.get('ETag')}")
             answers.require_range(answer.get("ContentRange"), start, stop, self._info["size"])
-            received = await answers.receive(body.iter_chunks(1 << 16), write)
+            received = await answers.receive(body.iter_chunks(1 << 16), write, stop - start)
         finally:
             body.close()
         if received != stop - start:

@@ -6,7 +6,7 @@ URL that a user wrote may be there, and then also what it redirects to.
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from email.utils import parsedate_to_datetime
 from functools import partial
 from http import HTTPStatus
@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from penstock.core.remote import addresses, answers
 from penstock.core.remote.answers import AnswerError, ChangedError
-from penstock.core.remote.urls import WEB, redact
+from penstock.core.remote.urls import WEB, redact, redact_text
 
 RESPONSE_SECONDS = 60.0
 """From a request to the end of the headers of its answer."""
@@ -134,7 +134,7 @@ class WebFile:
     async def _receive(
         self, answer: Any, length: int | None, write: Callable[[bytes], object]
     ) -> None:
-        received = await answers.receive(answer.content.iter_any(), write)
+        received = await answers.receive(answer.content.iter_any(), write, length)
         if length is not None and received != length:
             raise answers.StalledError(f"{received} of {length} bytes arrived")
 
@@ -171,11 +171,9 @@ class WebFile:
                 if answer.status not in REDIRECTS or "Location" not in answer.headers:
                     yield answer
                     return
-                target = target.join(yarl.URL(answer.headers["Location"]))
+                target = _redirect_target(target, answer.headers["Location"])
             finally:
                 answer.close()
-            if target.scheme not in WEB or not target.host:
-                raise AnswerError(f"it redirects to {redact(str(target))}, which is no web address")
         raise AnswerError(f"it redirects more than {MAX_REDIRECTS} times")
 
     async def _session_for(self, target: Any) -> Any:
@@ -197,6 +195,16 @@ class WebFile:
             "http", get_client=_public_client, client_kwargs=options
         )
         return await guarded.set_session()
+
+
+def _redirect_target(url: Any, location: str) -> Any:
+    """The URL that a redirect leads to. Raises AnswerError unless it is one of the web."""
+    target: Any = None
+    with suppress(ValueError):
+        target = url.join(import_module("yarl").URL(location))
+    if target is None or target.scheme not in WEB or not target.host:
+        raise AnswerError(f"it redirects to {redact_text(location)[:160]}, which is no web address")
+    return target
 
 
 def _version(headers: Mapping[str, str]) -> dict[str, str]:
