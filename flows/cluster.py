@@ -25,7 +25,7 @@ from penstock.core import env
 from penstock.core.cache.stage import Source
 from penstock.core.cache.store import find_cached
 from penstock.core.errors import CapabilityError
-from penstock.plan import Plan
+from penstock.pipeline.plan import Plan
 from penstock.prepare.process_warnings import (
     ProcessWarnings,
     collect_warnings,

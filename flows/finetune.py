@@ -49,7 +49,7 @@ from penstock.core.cache.store import StageResult
 from penstock.core.errors import Interrupted, PenstockError
 from penstock.core.process.retry import backoff_seconds
 from penstock.core.remote.errors import is_transient
-from penstock.plan import Plan, RebuildOptions, StageName, execute_stage, plan
+from penstock.pipeline.plan import Plan, RebuildOptions, StageName, execute_stage, plan
 from prefect_artifacts import (
     build_notify,
     forward_prepare_logs,

@@ -15,7 +15,7 @@ from penstock.core.cache.stage import short, stage_key
 from penstock.core.cache.store import PlannedStage, StageResult, Status
 from penstock.core.errors import Interrupted, PenstockError
 from penstock.core.remote.urls import redact_text
-from penstock.plan import Plan
+from penstock.pipeline.plan import Plan
 from penstock.train.report.format import duration, number
 from prefect_artifacts import ignore_server_errors
 from training_log import Logger

@@ -15,7 +15,7 @@ from penstock.config.loading.cli_overrides import Override, split_overrides
 from penstock.config.schema.run import RunConfig
 from penstock.core.errors import ConfigError
 from penstock.core.remote.urls import redact_text
-from penstock.plan import StageName
+from penstock.pipeline.plan import StageName
 
 FIELD_NAME = r"^[A-Za-z_]\w*(\.[\w-]+)+$"
 """Dotted names of config fields."""

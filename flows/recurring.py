@@ -1,8 +1,8 @@
 """Recurring fine-tuning as a Prefect flow, for a schedule or an event.
 
 `python flows/recurring.py CONFIG [--section.field value]`, or as a deployment (see prefect.yaml and
-docs/guide/recurring.md). A flow run is one tick of `penstock.recurring`; its tasks are the stages,
-and its final state is named after the decision.
+docs/guide/recurring.md). A flow run is one tick of `penstock.pipeline.recurring`; its tasks are the
+stages, and its final state is named after the decision.
 """
 
 import re
@@ -21,9 +21,9 @@ from cluster import build_task_runner, num_shares, prepare_on_cluster
 from parameters import ConfigFile, Overrides, load_run
 from penstock.core.cache.store import StageResult
 from penstock.core.errors import Interrupted
-from penstock.plan import Plan, RebuildOptions, StageName
-from penstock.recurring import Verdict, tick
-from penstock.releasing import open_releases
+from penstock.pipeline.plan import Plan, RebuildOptions, StageName
+from penstock.pipeline.recurring import Verdict, tick
+from penstock.pipeline.releasing import open_releases
 
 # For workers of a cluster, as finetune does.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

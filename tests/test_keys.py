@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from penstock.config.identity import LAYER_VERSIONS
 from penstock.config.loading.load import loads
 from penstock.core.cache.stage import identity, stage_key
-from penstock.identity import LAYER_VERSIONS
 from penstock.models.registry import FAMILIES
-from penstock.plan import plan
+from penstock.pipeline.plan import plan
 from tests.engine import runs
 from tests.engine.inputs import MODELS, SHAPE
 

@@ -15,7 +15,7 @@ from penstock.api.overrides import format_value
 from penstock.cli.run import Request
 from penstock.config.loading.cli_overrides import parse_value, split_overrides
 from penstock.config.schema.run import RunConfig, is_explicitly_set
-from penstock.plan import plan
+from penstock.pipeline.plan import plan
 from penstock.rows.tokenizer import byte_tokenizer
 from penstock.train.launch.job import JOB, build_job
 from penstock.train.stage import Train

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from penstock.costs.device_speed import find_machine
-from penstock.costs.estimate import build_cost_model, predict
-from penstock.dryrun.dry_run import dry_run
-from penstock.dryrun.roles import select_ranks
 from penstock.engine.distributed.parallel_dims import ParallelDims, compute_dims
+from penstock.estimate.costs.device_speed import find_machine
+from penstock.estimate.costs.estimate import build_cost_model, predict
+from penstock.estimate.dryrun.dry_run import dry_run
+from penstock.estimate.dryrun.roles import select_ranks
 from tests.engine import runs
 
 GIB = 2**30

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 from penstock.config.loading.load import load
-from penstock.plan import RebuildOptions, execute_stage, plan
+from penstock.pipeline.plan import RebuildOptions, execute_stage, plan
 from tests.bench.pages import write_section
 from tests.bench.timing import medians
 from tests.flows.server import Prefect

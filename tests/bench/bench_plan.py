@@ -13,11 +13,11 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from penstock.costs.device_speed import build_cpu_machine
-from penstock.costs.durations import estimate_step
-from penstock.costs.estimate import build_cost_model
-from penstock.costs.measure_machine import measure
-from penstock.costs.sharded_model import ShardedModel
+from penstock.estimate.costs.device_speed import build_cpu_machine
+from penstock.estimate.costs.durations import estimate_step
+from penstock.estimate.costs.estimate import build_cost_model
+from penstock.estimate.costs.measure_machine import measure
+from penstock.estimate.costs.sharded_model import ShardedModel
 from penstock.models.flops import Work
 from penstock.rows.reader import PackedRows
 from penstock.train.launch.job import Job

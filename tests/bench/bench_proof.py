@@ -19,7 +19,7 @@ from penstock.core.cache.digests import digest_files
 from penstock.core.cache.folder_digests import FolderDigests, digest_of_file
 from penstock.core.cache.store import fetch_cached
 from penstock.core.cache.verify import Verify
-from penstock.plan import plan
+from penstock.pipeline.plan import plan
 from tests.changes import worlds
 
 FILES, FILE_BYTES, ROUNDS = 8, 128 << 20, 3

@@ -26,7 +26,7 @@ from penstock.core.cache.record import with_digest
 from penstock.core.cache.store import PlannedStage, get_or_build
 from penstock.core.errors import PenstockError
 from penstock.core.files import read_json, write_json
-from penstock.plan import plan
+from penstock.pipeline.plan import plan
 from penstock.prepare import workers
 from tests.changes import worlds
 from tests.changes.kinds import (

@@ -14,7 +14,7 @@ from penstock.core.cache.store import PlannedStage, get_or_build
 from penstock.core.errors import PenstockError
 from penstock.core.remote.path import RemotePath
 from penstock.core.sources.pin import pin_model, pin_tokenizer
-from penstock.plan import plan
+from penstock.pipeline.plan import plan
 from penstock.push.copy import CopyTarget
 from penstock.push.stage import Push, PushSettings
 from penstock.rows.tokenizer import byte_tokenizer

@@ -24,7 +24,7 @@ from penstock.config.loading.load import load
 from penstock.core.cache.manifest import read_manifest
 from penstock.core.cache.store import PlannedStage, fetch_cached
 from penstock.core.errors import PenstockError
-from penstock.plan import RebuildOptions, execute_stage, plan
+from penstock.pipeline.plan import RebuildOptions, execute_stage, plan
 from penstock.rows.tokenizer import byte_tokenizer
 from tests.changes.kinds import CHANGES, NEUTRAL, undone, without_override
 from tests.media.pictures import picture

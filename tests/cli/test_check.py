@@ -8,7 +8,7 @@ import yaml
 
 from penstock.config.loading.load import load
 from penstock.core.cache.stage import stage_key
-from penstock.plan import plan
+from penstock.pipeline.plan import plan
 from tests.cli.command import penstock, small_run
 
 ASKS_THE_MODEL = {"dropout": {"ffn": 0.1}}

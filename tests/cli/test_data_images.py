@@ -13,7 +13,7 @@ from penstock.cli.data.show import SampleSelection, show_samples
 from penstock.config.loading.load import loads
 from penstock.core.cache.store import get_or_build
 from penstock.media.reference import image_digest
-from penstock.plan import plan
+from penstock.pipeline.plan import plan
 from penstock.rows.reader import PackedRows
 from tests.media.pictures import picture
 from tests.media.sounds import write_audio_processor

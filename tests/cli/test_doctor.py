@@ -13,8 +13,8 @@ from penstock.cli.doctor import (
 from penstock.config.loading.load import load
 from penstock.core.machine import linux
 from penstock.core.machine.gpus import gpu_names
-from penstock.costs.device_speed import detect_machine, remember
-from penstock.plan import plan
+from penstock.estimate.costs.device_speed import detect_machine, remember
+from penstock.pipeline.plan import plan
 from tests.cli.command import small_run
 
 GOOD = {

@@ -6,8 +6,8 @@ import pytest
 from penstock.cli.run import Request
 from penstock.core.cache.stage import ATTEMPT, identity, stage_key
 from penstock.core.files import write_json
-from penstock.costs.device_speed import remember
-from penstock.plan import plan
+from penstock.estimate.costs.device_speed import remember
+from penstock.pipeline.plan import plan
 from tests.cli.command import penstock, small_run
 from tests.stages.prepared import write_lines
 

@@ -19,7 +19,7 @@ from tests.cli.command import penstock, small_run
 HEAVY = {"torch", "transformers", "datasets", "prefect", "pyarrow", "numpy", "jinja2"}
 OF_WORK = {
     "penstock.adapters.match_targets",
-    "penstock.costs.device_speed",
+    "penstock.estimate.costs.device_speed",
     "penstock.engine.hf.config",
     "penstock.engine.hf.weight_files",
     "penstock.models.registry",
@@ -48,7 +48,7 @@ def imported_by(code):
 @pytest.mark.parametrize(
     "code",
     [
-        "import penstock.plan",
+        "import penstock.pipeline.plan",
         "import penstock.cli.main, penstock.cli.plan.stages, penstock.cli.artifacts.commands",
         "from penstock.cli.main import main; main(['--help'])",
         "from penstock.cli.main import main; main(['plan', 'CONFIG'])",
@@ -83,7 +83,7 @@ def test_a_finished_run_imports_neither_libraries_nor_what_judges_or_does_work(
     dataset = {"path": str(tmp_path / "rows.jsonl"), "type": type}
     datasets = [{name: value for name, value in dataset.items() if value is not None}]
     config = small_run(tmp_path, data={"datasets": datasets})
-    monkeypatch.setattr("penstock.plan._notices", lambda *_: [])
+    monkeypatch.setattr("penstock.pipeline.plan._notices", lambda *_: [])
     for stage in (Prepare, Pack, Train, Export):
         monkeypatch.setattr(stage, "run", makes_nothing)
         monkeypatch.setattr(stage, "owned_files", lambda _, out: [out / "made"])

@@ -11,7 +11,7 @@ from penstock.config.resolve import resolve
 from penstock.config.schema.run import RunConfig
 from penstock.core.cache.stage import stage_key
 from penstock.core.errors import PenstockError
-from penstock.plan import plan
+from penstock.pipeline.plan import plan
 from penstock.train.launch.job import RESOLVED_CONFIG, Job
 from tests.config.draw_config import draw_config
 from tests.config.values import smallest

@@ -16,7 +16,7 @@ from penstock.core.releases.local import LocalReleaseStore
 from penstock.core.releases.remote import open_release_store
 from penstock.core.remote.local_mirror import local_cache_dir
 from penstock.core.remote.path import RemotePath
-from penstock.releasing import prunable, roll_back
+from penstock.pipeline.releasing import prunable, roll_back
 
 
 @pytest.fixture(params=["folder", "URL"])

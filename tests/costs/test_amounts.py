@@ -11,8 +11,8 @@ from transformers import AutoConfig
 
 from penstock.config.loading.load import loads
 from penstock.core.sources.pin import pin_data
-from penstock.costs.file_sizes import FileSizes, estimate_samples
-from penstock.costs.token_counts import Data, estimate_length, estimate_work
+from penstock.estimate.costs.file_sizes import FileSizes, estimate_samples
+from penstock.estimate.costs.token_counts import Data, estimate_length, estimate_work
 from penstock.models.flops import Work
 from penstock.models.registry import get_family
 from penstock.rows.batches import StepSampler

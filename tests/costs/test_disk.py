@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from penstock.costs.disk import estimate_disk
-from penstock.costs.estimate import build_cost_model
-from penstock.costs.sharded_model import ShardedModel
 from penstock.engine.distributed.parallel_dims import ParallelDims
+from penstock.estimate.costs.disk import estimate_disk
+from penstock.estimate.costs.estimate import build_cost_model
+from penstock.estimate.costs.sharded_model import ShardedModel
 from tests.costs import measured
 from tests.engine import runs
 from tests.engine.loops import each

@@ -9,11 +9,11 @@ from transformers import AutoConfig
 
 from penstock.adapters.inject import LoraSpec, inject
 from penstock.config.loading.load import loads
-from penstock.costs.param_sizes import QUANT_FORMATS, _bytes_per_element, list_tensors
-from penstock.costs.sharded_model import ShardedModel, UnshardedModel
 from penstock.engine.distributed.parallel_dims import ParallelDims
 from penstock.engine.distributed.parallel_model import build_stage_modules
 from penstock.engine.distributed.tensor_sharding import TensorParallelPlan
+from penstock.estimate.costs.param_sizes import QUANT_FORMATS, _bytes_per_element, list_tensors
+from penstock.estimate.costs.sharded_model import ShardedModel, UnshardedModel
 from penstock.models.decoder import Decoder
 from penstock.models.quantization_config import QuantizationConfig
 from penstock.models.registry import get_family

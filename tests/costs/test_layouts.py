@@ -6,14 +6,14 @@ import pytest
 from transformers import AutoConfig
 
 from penstock.config.loading.load import loads
-from penstock.costs.device_speed import find_machine
-from penstock.costs.durations import estimate_forward, estimate_step
-from penstock.costs.estimate import USABLE_MEMORY, build_cost_model, predict
-from penstock.costs.layouts import LayoutSearch, find_fastest_layouts
-from penstock.costs.sharded_model import ShardedModel
-from penstock.costs.token_counts import Data, estimate_work
 from penstock.engine.distributed.parallel_dims import ParallelDims, build_parallel_dims
 from penstock.engine.distributed.validate_layout import ModelDims, layout_errors
+from penstock.estimate.costs.device_speed import find_machine
+from penstock.estimate.costs.durations import estimate_forward, estimate_step
+from penstock.estimate.costs.estimate import USABLE_MEMORY, build_cost_model, predict
+from penstock.estimate.costs.layouts import LayoutSearch, find_fastest_layouts
+from penstock.estimate.costs.sharded_model import ShardedModel
+from penstock.estimate.costs.token_counts import Data, estimate_work
 from penstock.models.flops import Work, forward_flops, step_flops
 from tests.config.values import smallest
 

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from penstock.costs.estimate import build_cost_model
-from penstock.costs.memory import peak_memory
-from penstock.costs.sharded_model import ShardedModel
 from penstock.engine.distributed.parallel_dims import build_parallel_dims
+from penstock.estimate.costs.estimate import build_cost_model
+from penstock.estimate.costs.memory import peak_memory
+from penstock.estimate.costs.sharded_model import ShardedModel
 from tests.costs import measured
 from tests.costs.cases import CASES, QUICK
 from tests.ranks import on_ranks

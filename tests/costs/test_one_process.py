@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from penstock.config.loading.load import loads
-from penstock.costs.device_speed import Machine
-from penstock.costs.one_process import with_one_process_layout
+from penstock.estimate.costs.device_speed import Machine
+from penstock.estimate.costs.one_process import with_one_process_layout
 from tests.cli.command import penstock, small_run
 from tests.config.values import smallest
 

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from penstock.config.loading.load import loads
-from penstock.costs.optimizer_states import state_bytes
-from penstock.costs.param_sizes import Tensor
 from penstock.engine.optim.build import build_state_precision
+from penstock.estimate.costs.optimizer_states import state_bytes
+from penstock.estimate.costs.param_sizes import Tensor
 from penstock.optim.build import build_optimizer
 from penstock.optim.groups import Grouping
 from tests.config.values import smallest

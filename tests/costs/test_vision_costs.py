@@ -4,10 +4,10 @@ import pytest
 import torch
 import transformers
 
-from penstock.costs.device_speed import Machine
-from penstock.costs.estimate import build_cost_model, predict, with_images
-from penstock.costs.token_counts import Data
 from penstock.engine.distributed.parallel_dims import build_parallel_dims
+from penstock.estimate.costs.device_speed import Machine
+from penstock.estimate.costs.estimate import build_cost_model, predict, with_images
+from penstock.estimate.costs.token_counts import Data
 from penstock.models.vision.sizes import read_sizes
 from penstock.models.vision.tower import VisionTower
 from penstock.models.vision.types import VISION_TYPES, read_vision

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from penstock.config.loading.load import load
 from penstock.config.schema.run import RunConfig
-from penstock.costs.device_speed import Machine, find_machine
-from penstock.costs.estimate import Prediction, build_cost_model, predict
 from penstock.engine.distributed.parallel_dims import ParallelDims, compute_dims
-from penstock.machine import world_size
+from penstock.estimate.costs.device_speed import Machine, find_machine
+from penstock.estimate.costs.estimate import Prediction, build_cost_model, predict
+from penstock.estimate.machine import world_size
 from tests.conftest import ROOT
 from tests.docs.architectures import ARCHITECTURES
 

@@ -8,9 +8,9 @@ import pytest
 
 from penstock.cli.init.recipes import summary
 from penstock.config.loading.load import loads
-from penstock.costs.estimate import build_cost_model
 from penstock.engine.distributed.validate_layout import ModelDims, layout_errors
-from penstock.machine import world_size
+from penstock.estimate.costs.estimate import build_cost_model
+from penstock.estimate.machine import world_size
 from tests.cli.command import penstock
 from tests.config.values import smallest
 from tests.conftest import ROOT

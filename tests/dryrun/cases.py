@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from penstock.dryrun.summary import DryRun, RankSummary
+from penstock.estimate.dryrun.summary import DryRun, RankSummary
 from tests.dryrun.layouts import (
     GEMMA3,
     LATENT,

@@ -20,9 +20,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from penstock.core import env
 from penstock.core.files import read_json, write_json
 from penstock.core.machine.device_specs import find_device
-from penstock.dryrun import fake_cuda
-from penstock.dryrun.job import DryRunJob
-from penstock.dryrun.trace import Trace
+from penstock.estimate.dryrun import fake_cuda
+from penstock.estimate.dryrun.job import DryRunJob
+from penstock.estimate.dryrun.trace import Trace
 
 
 def run_paths(path: str, jobs: Sequence[DryRunJob]) -> list[Mapping[str, object]]:
@@ -44,12 +44,12 @@ def run_paths(path: str, jobs: Sequence[DryRunJob]) -> list[Mapping[str, object]
 def take(path: str, job: DryRunJob, trace: Trace) -> None:
     """Build the rank and take the path."""
     # Only now: kernels look for CUDA when they are imported.
-    from penstock.dryrun.rank import BuiltRank, build_rank
-    from penstock.dryrun.rows import synthetic_step
     from penstock.engine.checkpoint.async_staging import StagingBuffers
     from penstock.engine.checkpoint.checkpoint_manager import CheckpointManager
     from penstock.engine.generation.sampling import SamplingParams
     from penstock.engine.generation.sequences import Prompt
+    from penstock.estimate.dryrun.rank import BuiltRank, build_rank
+    from penstock.estimate.dryrun.rows import synthetic_step
     from tests.dryrun.server import server_step
 
     def evaluate(rank: BuiltRank) -> None:

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 
 from penstock.core.machine.device_specs import DEVICES
-from penstock.dryrun import fake_cuda
-from penstock.dryrun.dispatch import DryRunMode
-from penstock.dryrun.process_group import init_fake_process_group
-from penstock.dryrun.roofline import Roofline
-from penstock.dryrun.trace import Collective, Launch, Trace
+from penstock.estimate.dryrun import fake_cuda
+from penstock.estimate.dryrun.dispatch import DryRunMode
+from penstock.estimate.dryrun.process_group import init_fake_process_group
+from penstock.estimate.dryrun.roofline import Roofline
+from penstock.estimate.dryrun.trace import Collective, Launch, Trace
 
 Plant = Callable[[torch.Tensor], object]
 

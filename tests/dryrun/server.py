@@ -5,12 +5,12 @@ from typing import Any, cast
 
 import numpy as np
 
-from penstock.dryrun.rank import BuiltRank
 from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.engine.losses.client_loss import PolicyForwardBackward
 from penstock.engine.multi_lora.model_pool import ModelPool
 from penstock.engine.multi_lora.model_store import ModelStore
 from penstock.engine.multi_lora.shared_base import SharedBase
+from penstock.estimate.dryrun.rank import BuiltRank
 from penstock.server.protocol.requests import OptimStep
 from penstock.server.protocol.types import AdamParams, Array, Datum, LoraConfig
 from penstock.server.protocol.worker_commands import ForwardBackwardCommand

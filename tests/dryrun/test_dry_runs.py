@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from penstock.dryrun.summary import DryRun
+from penstock.estimate.dryrun.summary import DryRun
 from tests.dryrun.cases import CASES, GOLDEN, counts
 from tests.dryrun.layouts import DENSE, MOE, ROW, dry_runs, estimated_memory
 

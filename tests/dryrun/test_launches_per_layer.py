@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from penstock.dryrun.summary import DryRun
-from penstock.dryrun.trace import Launch, records_from_json
+from penstock.estimate.dryrun.summary import DryRun
+from penstock.estimate.dryrun.trace import Launch, records_from_json
 from tests.dryrun.layouts import DENSE, MOE, Case, dry_runs
 
 pytestmark = pytest.mark.slow

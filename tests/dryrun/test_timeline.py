@@ -2,9 +2,16 @@
 
 import pytest
 
-from penstock.dryrun.consistency import mismatched_collectives
-from penstock.dryrun.timeline import Timeline, replay
-from penstock.dryrun.trace import Collective, HostSync, Launch, Record, RecordEvent, WaitEvent
+from penstock.estimate.dryrun.consistency import mismatched_collectives
+from penstock.estimate.dryrun.timeline import Timeline, replay
+from penstock.estimate.dryrun.trace import (
+    Collective,
+    HostSync,
+    Launch,
+    Record,
+    RecordEvent,
+    WaitEvent,
+)
 
 
 def kernel(seconds: float, *, stream: int = 0, host: float = 0.0) -> Launch:

@@ -17,7 +17,7 @@ from filelock import FileLock
 from penstock.config.loading.load import load
 from penstock.core.cache.manifest import MANIFEST
 from penstock.core.cache.store import lock_path
-from penstock.plan import plan
+from penstock.pipeline.plan import plan
 from tests.cli.command import penstock
 from tests.flows.runs import (
     GONE_SECONDS,

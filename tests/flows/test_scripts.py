@@ -19,7 +19,7 @@ from penstock.config.schema.pipeline import STAGES
 from penstock.core.cache.in_use import pinned_keys
 from penstock.core.cache.stage import stage_key
 from penstock.core.cache.store import StageResult
-from penstock.plan import RebuildOptions, plan
+from penstock.pipeline.plan import RebuildOptions, plan
 from penstock.prepare import process_warnings
 from penstock.prepare.stage import SliceProgress
 from tests.conftest import ROOT

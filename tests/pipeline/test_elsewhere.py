@@ -9,7 +9,7 @@ from penstock.core.cache.stage import identity, stage_key
 from penstock.core.errors import ConfigError
 from penstock.core.files import write_json
 from penstock.core.machine import linux
-from penstock.plan import RebuildOptions, StageName, execute_stage, plan
+from penstock.pipeline.plan import RebuildOptions, StageName, execute_stage, plan
 
 
 @pytest.fixture

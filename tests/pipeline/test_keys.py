@@ -9,7 +9,7 @@ import yaml
 
 from penstock.config.loading.load import load
 from penstock.core.cache.stage import stage_key
-from penstock.plan import plan
+from penstock.pipeline.plan import plan
 from penstock.rows.tokenizer import byte_tokenizer
 from tests.pipeline.runs import write_chats, write_run
 

@@ -10,7 +10,7 @@ from penstock.api.status import stage_statuses
 from penstock.config.loading.load import load
 from penstock.core.cache.manifest import MANIFEST
 from penstock.core.errors import PenstockError
-from penstock.plan import Plan, RebuildOptions, execute_stage, plan
+from penstock.pipeline.plan import Plan, RebuildOptions, execute_stage, plan
 from penstock.train.metrics.jsonl import read_metrics
 from tests.pipeline.runs import sealed, write_run
 from tests.ranks import on_ranks

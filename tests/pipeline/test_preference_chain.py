@@ -8,7 +8,7 @@ import pytest
 from penstock.config.loading.load import load
 from penstock.config.schema.pipeline import StageName
 from penstock.core.cache.store import StageResult
-from penstock.plan import RebuildOptions, execute_stage, plan
+from penstock.pipeline.plan import RebuildOptions, execute_stage, plan
 from penstock.reference.stage import SCORES
 from penstock.rows.ref_logprobs import FILES, read_scores
 from penstock.train.metrics.jsonl import read_metrics

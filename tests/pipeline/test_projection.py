@@ -13,7 +13,7 @@ from penstock.config.rules.fields import PAIRS, TYPES_OF_FIELD
 from penstock.core.cache.stage import stage_key
 from penstock.core.errors import ArtifactError, ConfigError
 from penstock.pack.stage import Pack
-from penstock.plan import RebuildOptions, dataset_settings, execute_stage, plan
+from penstock.pipeline.plan import RebuildOptions, dataset_settings, execute_stage, plan
 from penstock.prepare.settings import DatasetSettings
 from penstock.prepare.stage import Prepare
 from penstock.push.stage import Push

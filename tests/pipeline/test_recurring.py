@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from penstock import recurring
 from penstock.config.loading.load import load
 from penstock.core.cache.digests import sha256_file
 from penstock.core.cache.manifest import MANIFEST
@@ -20,9 +19,10 @@ from penstock.core.files import read_json, remove
 from penstock.core.releases.local import LocalReleaseStore
 from penstock.core.remote.local_mirror import local_cache_dir
 from penstock.core.remote.path import RemotePath
-from penstock.plan import RebuildOptions, execute_stage, plan
-from penstock.recurring import LOCK_FILE, tick
-from penstock.releasing import open_releases, roll_back
+from penstock.pipeline import recurring
+from penstock.pipeline.plan import RebuildOptions, execute_stage, plan
+from penstock.pipeline.recurring import LOCK_FILE, tick
+from penstock.pipeline.releasing import open_releases, roll_back
 from tests.cli.command import penstock
 from tests.engine import runs
 from tests.pipeline.runs import write_chats, write_run

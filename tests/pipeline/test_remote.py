@@ -19,7 +19,7 @@ from penstock.core.cache.store import find_cached
 from penstock.core.errors import StageError
 from penstock.core.remote.local_mirror import local_cache_dir
 from penstock.core.remote.path import RemotePath
-from penstock.plan import RebuildOptions, execute_stage, plan, require_upstream
+from penstock.pipeline.plan import RebuildOptions, execute_stage, plan, require_upstream
 from penstock.prepare.stage import Prepare
 from tests.buckets import ACCOUNT
 from tests.cli.command import penstock

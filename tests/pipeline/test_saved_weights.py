@@ -8,7 +8,7 @@ from transformers import Qwen3ForCausalLM
 from penstock.config.loading.load import load
 from penstock.core.cache.manifest import MANIFEST
 from penstock.engine.checkpoint.model_reader import CheckpointReader
-from penstock.plan import RebuildOptions, execute_stage, plan
+from penstock.pipeline.plan import RebuildOptions, execute_stage, plan
 from tests.pipeline.runs import write_chats, write_run
 from tests.ranks import on_ranks
 

@@ -13,7 +13,7 @@ from penstock.config.loading.cli_overrides import Override
 from penstock.config.loading.load import load
 from penstock.core.cache.stage import stage_key
 from penstock.core.errors import ArtifactError, ConfigError, StageError
-from penstock.plan import Plan, RebuildOptions, execute_stage, plan
+from penstock.pipeline.plan import Plan, RebuildOptions, execute_stage, plan
 from tests.pipeline.runs import write_run
 from tests.stages.prepared import table_of
 

@@ -7,7 +7,7 @@ import pytest
 from penstock.config.loading.load import loads
 from penstock.core.cache.stage import stage_key
 from penstock.core.errors import ConfigError
-from penstock.plan import plan
+from penstock.pipeline.plan import plan
 from penstock.train.stage import Train
 from tests.pipeline.runs import write_chats
 from tests.pipeline.sections import saved
@@ -24,7 +24,9 @@ def trained(chats, sections):
 
 def test_weights_to_start_from_stand_in_for_those_of_the_model(tmp_path, monkeypatch):
     """In Hugging Face's format; a checkpoint is taken as it is."""
-    monkeypatch.setattr("penstock.plan.check_model", lambda _: None)  # these weights are none
+    monkeypatch.setattr(
+        "penstock.pipeline.plan.check_model", lambda _: None
+    )  # these weights are none
     chats = str(write_chats(tmp_path / "chats.jsonl"))
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     config = "builtin:tiny-llama"

@@ -8,18 +8,18 @@ import pytest
 import torch
 from torch import nn
 
+from penstock.config.identity import eval_identity_fields, identity_fields, preference_identity
 from penstock.config.loading.load import loads
 from penstock.config.schema.effect import unused_fields, without_unused
 from penstock.config.schema.run import RunConfig
 from penstock.core.cache.record import digest_json
 from penstock.core.errors import ConfigError
 from penstock.engine.optim.build import build_state_precision
-from penstock.identity import eval_identity_fields, identity_fields, preference_identity
-from penstock.machine import unmatched_no_decay
+from penstock.estimate.machine import unmatched_no_decay
 from penstock.optim.build import build_optimizer
 from penstock.optim.groups import Grouping, set_lr
 from penstock.optim.schedule import lr_at
-from penstock.plan import pack_step, prepare_step
+from penstock.pipeline.plan import pack_step, prepare_step
 from tests.config.values import smallest
 from tests.engine.runs import short_job, train_here, write_model, write_rows
 

@@ -2,8 +2,8 @@
 
 from penstock.config.loading.load import load
 from penstock.core.cache.stage import short, stage_key
-from penstock.plan import plan
-from penstock.variants import as_eval_only, train_step_on, with_own_output_dir
+from penstock.pipeline.plan import plan
+from penstock.pipeline.variants import as_eval_only, train_step_on, with_own_output_dir
 from tests.pipeline.test_preference_chain import write_preferences
 
 

@@ -11,8 +11,8 @@ from penstock.core.cache.store import StageResult, fetch_cached, find_cached
 from penstock.core.errors import ConfigError
 from penstock.core.process.retry import backoff_seconds, retry_with_backoff
 from penstock.export.stage import Export
-from penstock.outputs import require_writable
-from penstock.plan import (
+from penstock.pipeline.outputs import require_writable
+from penstock.pipeline.plan import (
     ORDER,
     Plan,
     RebuildOptions,

@@ -24,8 +24,8 @@ from penstock.core.cache.manifest import read_manifest
 from penstock.core.cache.stage import short
 from penstock.core.cache.store import PlannedStage, StageResult, fetch_cached, find_cached
 from penstock.core.errors import PenstockError, StageError
-from penstock.outputs import find_unwritable, output_folders
-from penstock.plan import Plan, RebuildOptions, StageName, plan
+from penstock.pipeline.outputs import find_unwritable, output_folders
+from penstock.pipeline.plan import Plan, RebuildOptions, StageName, plan
 
 if TYPE_CHECKING:
     from peft import PeftModel

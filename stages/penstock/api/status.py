@@ -10,7 +10,7 @@ from penstock.core.cache.manifest import MANIFEST, content_digest, read_manifest
 from penstock.core.cache.stage import identity, short, stage_key
 from penstock.core.cache.store import PlannedStage, find_complete
 from penstock.core.errors import ArtifactError
-from penstock.plan import Plan
+from penstock.pipeline.plan import Plan
 from penstock.prepare.user_prepared import ExternalPrepared
 from penstock.train.stage import Train
 

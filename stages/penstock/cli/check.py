@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from penstock.cli.console import Console
-from penstock.composing import with_composed_model
 from penstock.config.loading import yaml12
 from penstock.config.loading.fault import dotted
 from penstock.config.resolve import resolve
@@ -29,7 +28,7 @@ from penstock.core.remote.urls import redact
 from penstock.core.sources.pin import check_model as check_model_files
 from penstock.core.sources.pin import pin_tokenizer
 from penstock.core.sources.pin_remote import resolve_folder
-from penstock.machine import (
+from penstock.estimate.machine import (
     check_adapted_layers,
     check_machine,
     check_media,
@@ -43,10 +42,21 @@ from penstock.machine import (
     with_prompts_apart,
     world_size,
 )
-from penstock.origins import resolve_init_checkpoint, with_adapter
-from penstock.outputs import find_unwritable, output_folders
-from penstock.pins import DATASET_FIELDS, check_checkpoints, pin_dataset, resolve_dataset_type
-from penstock.plan import dataset_settings, includes_stage, prepare_step, user_prepared_step
+from penstock.pipeline.composing import with_composed_model
+from penstock.pipeline.origins import resolve_init_checkpoint, with_adapter
+from penstock.pipeline.outputs import find_unwritable, output_folders
+from penstock.pipeline.pins import (
+    DATASET_FIELDS,
+    check_checkpoints,
+    pin_dataset,
+    resolve_dataset_type,
+)
+from penstock.pipeline.plan import (
+    dataset_settings,
+    includes_stage,
+    prepare_step,
+    user_prepared_step,
+)
 from penstock.prepare.chat_templates.resolve import describe_template, resolve_chat_template
 from penstock.prepare.stage import Prepare
 

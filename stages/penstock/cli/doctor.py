@@ -20,7 +20,7 @@ from penstock.core import env
 from penstock.core.errors import CapabilityError
 from penstock.core.machine import gpu_stack
 from penstock.core.remote.prefect_password import WITHOUT_PASSWORD, answers_without_password
-from penstock.costs.device_speed import remember, slow_bfloat16
+from penstock.estimate.costs.device_speed import remember, slow_bfloat16
 
 Standing = Literal["ok", "absent", "wrong"]
 
@@ -88,7 +88,7 @@ def run_checks(console: Console, more: Sequence[DoctorCheck] = ()) -> dict[str, 
 def measure_speed() -> list[DoctorCheck]:
     """Measure FLOP/s and memory bandwidth of this machine; stored for `penstock plan`."""
     done = subprocess.run(
-        [sys.executable, "-m", "penstock.costs.measure_machine"],
+        [sys.executable, "-m", "penstock.estimate.costs.measure_machine"],
         capture_output=True,
         text=True,
         check=False,

@@ -15,7 +15,7 @@ from penstock.core.cache.store import PlannedStage, fetch_cached
 from penstock.core.errors import ConfigError, PenstockError, StageError
 from penstock.core.os_errors import describe_os_error
 from penstock.core.remote.artifact_sync import RemoteArtifact
-from penstock.plan import Plan, plan
+from penstock.pipeline.plan import Plan, plan
 from penstock.train.eval.eval_results import write_held_out_results, write_task_scores
 from penstock.train.launch.job import EVAL_RESULTS, JOB, REPORT
 

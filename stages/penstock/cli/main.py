@@ -123,7 +123,7 @@ def _options(
 
 def _print_plan(request: Any, console: Console, name: Any = None) -> dict[str, Any]:
     from penstock.cli.plan.stages import print_plan
-    from penstock.plan import plan
+    from penstock.pipeline.plan import plan
 
     run = request.load()
     if name:

@@ -69,7 +69,7 @@ def check_one(
 ) -> JsonObject:
     """Print how this model can be trained, or why it cannot."""
     from penstock.config.loading.load import loads
-    from penstock.machine import resolve_hf_config
+    from penstock.estimate.machine import resolve_hf_config
     from penstock.models.automodel.family import AutoFamily
     from penstock.models.registry import get_family
 

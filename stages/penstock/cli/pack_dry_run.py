@@ -13,7 +13,7 @@ from penstock.core.cache.store import StageResult
 from penstock.core.errors import ConfigError
 from penstock.pack.compare import compare
 from penstock.pack.stage import Pack
-from penstock.plan import RebuildOptions, plan, require_upstream
+from penstock.pipeline.plan import RebuildOptions, plan, require_upstream
 
 
 def compare_packing(

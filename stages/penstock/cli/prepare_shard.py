@@ -14,7 +14,7 @@ from penstock.core.cache.stage import short, stage_key
 from penstock.core.cache.store import StageResult, find_cached
 from penstock.core.errors import ConfigError, StageError
 from penstock.core.os_errors import describe_os_error
-from penstock.plan import RebuildOptions, plan
+from penstock.pipeline.plan import RebuildOptions, plan
 from penstock.prepare.stage import Prepare
 
 

@@ -6,8 +6,8 @@ from penstock.api.pipeline import build_local_runner
 from penstock.cli.console import Console
 from penstock.cli.run import Request
 from penstock.core.cache.store import StageResult
-from penstock.plan import Plan, RebuildOptions, StageName
-from penstock.recurring import tick
+from penstock.pipeline.plan import Plan, RebuildOptions, StageName
+from penstock.pipeline.recurring import tick
 
 
 def recur(request: Request, console: Console) -> dict[str, Any]:

@@ -80,8 +80,8 @@ def roll_back_release(
     With the number of a later release it rolls forward.
     """
     from penstock.core.releases.local import release_folder_name
-    from penstock.recurring import Decision
-    from penstock.releasing import roll_back
+    from penstock.pipeline.recurring import Decision
+    from penstock.pipeline.releasing import roll_back
 
     store = _open_store(where)
     before, now = roll_back(store, to, console.say)
@@ -105,7 +105,7 @@ def prune_releases(
     Results that only they were made from can be pruned afterwards: penstock artifacts prune.
     """
     from penstock.core.releases.local import release_folder_name
-    from penstock.releasing import prunable
+    from penstock.pipeline.releasing import prunable
 
     store = _open_store(where)
     with store.writing(console.say):
@@ -126,7 +126,7 @@ def _open_store(where: str) -> "ReleaseStore":
     if is_url(where) or Path(where).is_dir():
         return open_release_store(where)
     from penstock.config.loading.load import load
-    from penstock.releasing import open_releases
+    from penstock.pipeline.releasing import open_releases
 
     return open_releases(load(Path(where), overrides))
 

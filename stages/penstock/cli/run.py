@@ -9,7 +9,7 @@ from penstock.cli.console import Console, outcome_table
 from penstock.cli.run_summary import print_summary
 from penstock.config.loading.cli_overrides import Override
 from penstock.config.schema.run import RunConfig
-from penstock.plan import RebuildOptions, StageName, plan
+from penstock.pipeline.plan import RebuildOptions, StageName, plan
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from penstock.config.loading.load import load
 from penstock.core import env
 from penstock.core.cache.store import find_cached
 from penstock.core.errors import ConfigError
-from penstock.plan import RebuildOptions, execute_stage, plan
+from penstock.pipeline.plan import RebuildOptions, execute_stage, plan
 from penstock.train.launch.multi_node import DistributedStage
 from penstock.train.launch.torchrun import config_environment
 

@@ -4,12 +4,12 @@ from typing import Any
 
 from pydantic import Field
 
+from penstock.config.identity import identity_fields
 from penstock.config.schema.base import Settings
 from penstock.config.schema.lora import LoraConfig
 from penstock.config.schema.run import RunConfig
 from penstock.encode.settings import encode_settings
 from penstock.engine.model_source import ModelSource
-from penstock.identity import identity_fields
 
 NUMERICS_FIELDS = ("enable_fp8_training", "fp8")
 """`train` settings that change layer numerics, besides the compute dtype."""

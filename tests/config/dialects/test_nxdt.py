@@ -19,7 +19,7 @@ from penstock.config.translate.interpolation import resolve_references
 from penstock.config.translate.load_foreign import load_translation
 from penstock.config.translate.nxdt.rules import NXDT
 from penstock.config.translate.translation import GAPS, Line, Translation, value_at
-from penstock.machine import check_foundation_entries, check_machine, resolve_hf_config
+from penstock.estimate.machine import check_foundation_entries, check_machine, resolve_hf_config
 from penstock.models.decoder_config import LearnedPositions
 from penstock.models.registry import get_family
 from penstock.optim.schedule import lr_at

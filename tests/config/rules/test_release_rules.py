@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from penstock.config.loading.load import loads
-from penstock.releasing import Figures, is_better, release_location
+from penstock.pipeline.releasing import Figures, is_better, release_location
 from tests.config.values import faults_of, refused_and_mended, smallest
 
 HELD_OUT = {"data": {"val_set_size": 5}}

@@ -14,7 +14,7 @@ from penstock.engine.model_source import ExportFormat
 from penstock.models.automodel.family import auto_family
 from penstock.models.automodel.media.traits import document_logits
 from penstock.models.automodel.outline import ModelOutline
-from penstock.origins import resolve_model_source
+from penstock.pipeline.origins import resolve_model_source
 from penstock.rows.collate import MicroBatch
 from penstock.train.launch.job import CHECKPOINTS, Job
 from tests.engine import loops, runs

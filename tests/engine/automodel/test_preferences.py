@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.machine import with_prompts_apart
+from penstock.estimate.machine import with_prompts_apart
 from penstock.models.automodel.causal_lm import AutoCausalLM
 from penstock.train.launch.job import Job
 from tests.engine import loops, runs

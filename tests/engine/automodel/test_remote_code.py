@@ -12,9 +12,9 @@ from penstock.core.errors import CapabilityError, ConfigError
 from penstock.core.sources.pin import pin_config, pin_model, pin_tokenizer
 from penstock.engine.hf.export import write_folders
 from penstock.engine.model_source import ExportFormat, ModelSource
-from penstock.machine import check_model
+from penstock.estimate.machine import check_model
 from penstock.models.automodel.remote_code import CODE
-from penstock.origins import resolve_model_source
+from penstock.pipeline.origins import resolve_model_source
 from penstock.rows.reader import PackedRows
 from penstock.train.launch.job import CHECKPOINTS
 from tests.engine import runs

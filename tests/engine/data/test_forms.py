@@ -7,7 +7,7 @@ import pytest
 
 from penstock.config.schema.export import ExportConfig
 from penstock.core.errors import CapabilityError, ConfigError
-from penstock.machine import check_model
+from penstock.estimate.machine import check_model
 from tests.engine import runs
 from tests.engine.inputs import MODELS, SHAPE
 

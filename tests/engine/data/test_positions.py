@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from penstock.core.errors import CapabilityError, ConfigError
-from penstock.machine import check_model
+from penstock.estimate.machine import check_model
 from tests.engine import runs
 
 OPT = {"model_type": "opt", "architectures": ["OPTForCausalLM"], "ffn_dim": 48, "dropout": 0.0}

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from penstock.core.errors import CapabilityError
-from penstock.machine import check_model
+from penstock.estimate.machine import check_model
 from tests.engine import runs
 
 BIAS = "model.layers.0.self_attn.q_proj.bias"

@@ -9,7 +9,6 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock import machine
 from penstock.config.loading.load import load, loads
 from penstock.core import env
 from penstock.core.errors import CapabilityError, ConfigError
@@ -20,7 +19,8 @@ from penstock.engine.distributed.validate_layout import (
     layout_errors,
     micro_batch_padding,
 )
-from penstock.machine import check_machine, world_size
+from penstock.estimate import machine
+from penstock.estimate.machine import check_machine, world_size
 from tests.config.values import smallest
 from tests.conftest import ROOT
 from tests.engine.runs import write_config

@@ -8,7 +8,7 @@ from penstock.config.loading.load import loads
 from penstock.core import env
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.engine.validate_model import require_prompts_apart
-from penstock.machine import check_layout, with_prompts_apart
+from penstock.estimate.machine import check_layout, with_prompts_apart
 from tests.config.values import smallest
 from tests.engine import runs
 from tests.engine.inputs import MODELS, SHAPE

@@ -11,7 +11,7 @@ from penstock.core.errors import CapabilityError
 from penstock.engine.build import checked_family
 from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.engine.validate_model import require_prompts_apart, validate_model
-from penstock.machine import check_model, with_prompts_apart
+from penstock.estimate.machine import check_model, with_prompts_apart
 from penstock.models.decoder import Decoder
 from penstock.models.registry import get_family
 from tests.config.values import smallest

@@ -16,7 +16,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from penstock.core.errors import CapabilityError
 from penstock.engine.distributed.ranks import ProcessInfo, destroy_process_group
-from penstock.plan import check_machine
+from penstock.pipeline.plan import check_machine
 from penstock.rows.reader import PackedRows
 from penstock.train.dataloader import Loader, LoaderConfig
 from tests.engine import runs

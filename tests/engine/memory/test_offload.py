@@ -19,7 +19,7 @@ from penstock.engine.activations.offload import (
 )
 from penstock.models.decoder import Decoder
 from penstock.models.registry import get_family
-from penstock.plan import check_machine
+from penstock.pipeline.plan import check_machine
 from penstock_kernels.attention import VarlenMetadata
 from tests.engine import runs
 from tests.engine.loops import calls_of, each, loop_of, step

@@ -16,7 +16,7 @@ from penstock.engine.hf.config import read_hf_config
 from penstock.engine.hf.state_dict import in_checkpoint
 from penstock.engine.moe.balancing_settings import BIAS_FAMILIES, MOE_FAMILIES
 from penstock.models.registry import FAMILIES, LANGUAGE_MODELS, get_family
-from penstock.plan import check_machine
+from penstock.pipeline.plan import check_machine
 from penstock.rows.reader import PackedRows
 from tests.engine import runs
 from tests.engine.loops import each, loop_of, parameters_of, step

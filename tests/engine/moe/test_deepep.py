@@ -9,7 +9,7 @@ import pytest
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.core.machine.gpus import Gpus, any_linked, highest_capability
 from penstock.engine.moe.deepep_requirements import require_nvlink, require_one_machine
-from penstock.machine import check_machine
+from penstock.estimate.machine import check_machine
 from tests.engine import runs
 from tests.engine.loops import before_each_update, decoder_of, each, gradients_of, loop_of, step
 from tests.engine.moe import deep_ep_stand_in

@@ -25,7 +25,7 @@ from penstock.engine.hf.state_dict import in_checkpoint, in_source
 from penstock.models.decoder import Decoder, PipelineStageModules
 from penstock.models.layers.experts import select_expert_ops
 from penstock.models.registry import get_family
-from penstock.plan import check_machine
+from penstock.pipeline.plan import check_machine
 from penstock_kernels.attention import attention
 from penstock_kernels.group_gemm.native import PRODUCTS
 from tests.engine import runs
@@ -252,7 +252,9 @@ def test_kernels_for_gpus_are_refused_before_anything_starts(folder, implementat
 
 def test_quack_without_its_package_is_refused_before_anything_starts(folder, monkeypatch):
     monkeypatch.setattr("penstock.core.env.num_gpus", lambda: 1)
-    monkeypatch.setattr("penstock.machine.version", lambda name: metadata.version(f"no-{name}"))
+    monkeypatch.setattr(
+        "penstock.estimate.machine.version", lambda name: metadata.version(f"no-{name}")
+    )
     made = job(folder, "quack", "qwen3_moe", model={"moe_implementation": "quack"})
     with pytest.raises(
         CapabilityError, match=r"quack-kernels is not installed.*\n.*penstock\[quack"

@@ -16,7 +16,7 @@ from penstock.engine.hf.export import write_folders
 from penstock.engine.model_source import ExportFormat
 from penstock.engine.peft.init_from_adapter import AdapterStart
 from penstock.models.registry import get_family
-from penstock.origins import adapter_notes, resolve_model_source, with_adapter
+from penstock.pipeline.origins import adapter_notes, resolve_model_source, with_adapter
 from tests.engine import runs
 from tests.engine.inputs import write_bases
 from tests.engine.loops import decoder_of, each, loop_of, save, step

@@ -18,9 +18,9 @@ from penstock.engine.hf.prediction_layers import (
 )
 from penstock.engine.hf.safetensors_reader import SafetensorsFolder
 from penstock.engine.model_source import ExportFormat
-from penstock.machine import check_model
+from penstock.estimate.machine import check_model
 from penstock.models.registry import get_family
-from penstock.origins import resolve_model_source
+from penstock.pipeline.origins import resolve_model_source
 from penstock.rows.tokenizer import load_tokenizer
 from tests.engine import runs
 from tests.engine.inputs import MODELS

@@ -17,12 +17,12 @@ from penstock.engine.hf.base_model import BaseModelWeights
 from penstock.engine.hf.export import write_folders
 from penstock.engine.hf.safetensors_reader import SafetensorsFolder
 from penstock.engine.model_source import ExportFormat, QuantizationArgs
+from penstock.estimate.machine import check_model
 from penstock.export.card_text import adapter_snippet, model_snippet
 from penstock.export.merge import merge_folders
-from penstock.machine import check_model
 from penstock.models.multimodal import MULTIMODAL, is_language, stored_name
 from penstock.models.registry import get_family
-from penstock.origins import resolve_model_source, with_adapter
+from penstock.pipeline.origins import resolve_model_source, with_adapter
 from penstock.rows.tokenizer import load_tokenizer
 from tests.engine import runs
 from tests.engine.loops import decoder_of, each, loop_of, parameters_of, save, step

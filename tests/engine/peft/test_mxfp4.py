@@ -16,9 +16,9 @@ from penstock.engine.hf.export import write_folders
 from penstock.engine.hf.safetensors_reader import SafetensorsFolder
 from penstock.engine.model_source import ExportFormat, QuantizationArgs
 from penstock.engine.quantization.mxfp4 import Mxfp4Tensors
-from penstock.machine import check_model, check_weights
+from penstock.estimate.machine import check_model, check_weights
 from penstock.models.registry import get_family
-from penstock.origins import resolve_model_source
+from penstock.pipeline.origins import resolve_model_source
 from penstock_kernels.quant import FORMATS
 from penstock_kernels.quant.levels import E2M1
 from tests.engine import runs

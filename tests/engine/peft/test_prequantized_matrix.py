@@ -20,8 +20,8 @@ from penstock.core.errors import CapabilityError
 from penstock.engine.hf.export import write_folders
 from penstock.engine.model_source import ExportFormat
 from penstock.engine.quantization import compressed_tensors
-from penstock.machine import check_model, check_weights
-from penstock.origins import resolve_model_source
+from penstock.estimate.machine import check_model, check_weights
+from penstock.pipeline.origins import resolve_model_source
 from penstock_kernels.quant import dequantize, get_format, quantize
 from tests.engine import runs
 from tests.engine.loops import loop_of, parameters_of, save, step

@@ -18,9 +18,9 @@ from penstock.engine.model_source import ExportFormat
 from penstock.engine.quantization.export import quantizer_for
 from penstock.engine.quantization.prequantized import published_in
 from penstock.engine.quantization.quantized_reader import RandomInitTensors
-from penstock.machine import why_cannot_train
+from penstock.estimate.machine import why_cannot_train
 from penstock.models.registry import get_family
-from penstock.origins import resolve_model_source
+from penstock.pipeline.origins import resolve_model_source
 from penstock_kernels.quant import dequantize
 from tests.engine import runs
 from tests.engine.loops import each, loop_of, parameters_of, save, step

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.engine.hf.export import write_folders
 from penstock.engine.model_source import ExportFormat
-from penstock.origins import resolve_model_source
+from penstock.pipeline.origins import resolve_model_source
 from penstock_kernels.quant import FORMATS, dequantize, get_format, quantize
 from tests.engine import runs
 from tests.engine.inputs import MODELS

@@ -17,7 +17,7 @@ from penstock.engine.hf.export import write_folders
 from penstock.engine.hf.load_weights import copy_shard
 from penstock.engine.model_source import ExportFormat
 from penstock.engine.quantization import requantize
-from penstock.origins import resolve_model_source
+from penstock.pipeline.origins import resolve_model_source
 from penstock.train.launch.job import Job
 from penstock_kernels.quant import FORMATS, QuantizedTensor, dequantize, quantize
 from tests.engine import runs

@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from penstock.core.errors import CapabilityError
 from penstock.engine.backends.select_attention import choose_attention
-from penstock.machine import check_attention, require_prefix_sharing_attention
+from penstock.estimate.machine import check_attention, require_prefix_sharing_attention
 from penstock.models.registry import get_family
 from penstock_kernels.attention import attention
 from penstock_kernels.flash_packages import PACKAGES

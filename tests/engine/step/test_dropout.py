@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from penstock.core.errors import ConfigError
-from penstock.machine import check_machine
+from penstock.estimate.machine import check_machine
 from penstock.models.layers.dropout import Dropout
 from penstock.train.dataloader import read
 from penstock.train.metrics.jsonl import read_metrics

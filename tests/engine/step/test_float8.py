@@ -18,7 +18,7 @@ from penstock.engine.hf.config import read_hf_config
 from penstock.engine.precision.fp8_convert import largest_over
 from penstock.engine.precision.fp8_layers import float8_layers
 from penstock.models.registry import get_family
-from penstock.plan import check_machine
+from penstock.pipeline.plan import check_machine
 from penstock_kernels.float8 import AmaxReduceGroups, Float8Recipe, linear
 from tests.engine import runs
 from tests.engine.inputs import write_inputs
@@ -397,6 +397,6 @@ def test_what_cannot_be_computed_in_float8_is_refused_before_any_work(folder, mo
         layers_of(folder, recipe="blockwise", tp=2)
     config = job(folder, layout("old", **ALONE)).config
     check_machine(config)
-    monkeypatch.setattr("penstock.machine.detect_gpus", lambda: Gpus(1, (8, 0)))
+    monkeypatch.setattr("penstock.estimate.machine.detect_gpus", lambda: Gpus(1, (8, 0)))
     with pytest.raises(CapabilityError, match=r"compute capability is 8\.0, and 8\.9"):
         check_machine(config)

@@ -17,7 +17,7 @@ from penstock.engine.validate_model import (
 )
 from penstock.models.layers.attention import SelfAttention
 from penstock.models.layers.block import Block
-from penstock.plan import check_machine
+from penstock.pipeline.plan import check_machine
 from penstock_kernels.op import Op
 from tests.engine import runs
 from tests.engine.loops import decoder_of, each, loop_of, step

@@ -14,10 +14,10 @@ from penstock.engine.hf.export import write_folders
 from penstock.engine.hf.weight_files import prediction_tensors
 from penstock.engine.model_source import ExportFormat
 from penstock.engine.validate_model import require_mtp
-from penstock.machine import check_model
+from penstock.estimate.machine import check_model
 from penstock.models.multimodal import is_language, language_config, text_name
 from penstock.models.registry import get_family
-from penstock.origins import resolve_model_source
+from penstock.pipeline.origins import resolve_model_source
 from penstock.rows.tokenizer import load_tokenizer
 from tests.engine import runs
 from tests.engine.inputs import MODELS

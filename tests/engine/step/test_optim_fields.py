@@ -10,7 +10,7 @@ from penstock.core.errors import CapabilityError, ConfigError
 from penstock.engine.checkpoint.checkpoint_manager import CheckpointManager
 from penstock.engine.distributed.param_shards import local
 from penstock.engine.optim.grad_scaler import GROWTH_INTERVAL, GradScaler
-from penstock.machine import check_machine
+from penstock.estimate.machine import check_machine
 from tests.engine import runs
 from tests.engine.loops import each, loop_of, parameters_of, step
 from tests.ranks import on_ranks

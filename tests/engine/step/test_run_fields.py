@@ -17,7 +17,7 @@ from penstock.engine.checkpoint import checkpoint_manager
 from penstock.engine.checkpoint.folders import read_state
 from penstock.engine.checkpoint.model_reader import CheckpointReader
 from penstock.engine.checkpoint.safe_dcp_reader import CheckpointFiles
-from penstock.plan import check_machine
+from penstock.pipeline.plan import check_machine
 from penstock.train.metrics.jsonl import read_metrics
 from penstock.train.rank import run_by_hand
 from tests.engine import runs

@@ -11,7 +11,7 @@ from penstock.engine.hf.export import write_folders
 from penstock.engine.model_source import ExportFormat
 from penstock.engine.vision.build import checked_vision
 from penstock.models.multimodal import is_language, text_name
-from penstock.origins import resolve_model_source
+from penstock.pipeline.origins import resolve_model_source
 from tests.engine import runs
 from tests.engine.holdings import CONFIG
 from tests.engine.loops import loop_of, parameters_of

@@ -11,10 +11,10 @@ from penstock.core.errors import ConfigError
 from penstock.core.files import read_json
 from penstock.engine.hf.export import write_folders
 from penstock.engine.model_source import ExportFormat
+from penstock.estimate.machine import check_adapted_layers
 from penstock.export.merge import merge_folders
-from penstock.machine import check_adapted_layers
 from penstock.models.vision.types import is_vision
-from penstock.origins import resolve_model_source, with_adapter
+from penstock.pipeline.origins import resolve_model_source, with_adapter
 from tests.engine import runs
 from tests.engine.loops import loop_of, parameters_of
 from tests.engine.vision.steps import image_job, loaded, logits, steps, write_model

@@ -10,7 +10,7 @@ from penstock.engine.hf.export import write_folders
 from penstock.engine.hf.safetensors_reader import SafetensorsFolder
 from penstock.engine.model_source import ExportFormat
 from penstock.models.decoder import Decoder
-from penstock.origins import resolve_model_source
+from penstock.pipeline.origins import resolve_model_source
 from tests.engine import runs
 from tests.engine.loops import loop_of
 from tests.engine.vision.steps import (

@@ -4,7 +4,7 @@ import pytest
 
 from penstock.config.loading.load import loads
 from penstock.core.errors import ConfigError
-from penstock.plan import plan
+from penstock.pipeline.plan import plan
 from tests.config.values import smallest
 
 SHARD = "dp_rank_00_tp_rank_00_pp_rank_00"

@@ -13,7 +13,7 @@ from penstock.core.cache.manifest import MANIFEST, read_manifest
 from penstock.core.cache.store import PlannedStage
 from penstock.core.errors import PenstockError
 from penstock.core.files import remove
-from penstock.plan import Plan, RebuildOptions, execute_stage, plan
+from penstock.pipeline.plan import Plan, RebuildOptions, execute_stage, plan
 from tests.corruption import Damage, damaged, damages_of
 from tests.pipeline.runs import penstock, write_run
 

@@ -17,7 +17,7 @@ from penstock.core.cache.folder_digests import DIGESTS
 from penstock.core.files import remove
 from penstock.core.replace_folder import DELETED
 from penstock.engine.checkpoint.folders import complete_checkpoints
-from penstock.plan import RebuildOptions, execute_stage, plan
+from penstock.pipeline.plan import RebuildOptions, execute_stage, plan
 from penstock.reference import rank as reference_ranks
 from penstock.rows.ref_logprobs import FILES
 from penstock.train.metrics.jsonl import read_metrics

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from penstock.config.loading.load import load
 from penstock.core.cache.stage import stage_key
 from penstock.models.vision.features import FEATURES, PIXELS
-from penstock.plan import plan
+from penstock.pipeline.plan import plan
 from penstock.rows.image_files import MEDIA, ImageFiles
 from tests.cli.command import penstock
 from tests.media.pictures import picture

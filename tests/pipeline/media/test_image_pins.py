@@ -10,7 +10,7 @@ import pytest
 from penstock.config.loading.load import loads
 from penstock.core.cache.stage import stage_key
 from penstock.core.errors import ConfigError
-from penstock.plan import plan
+from penstock.pipeline.plan import plan
 from tests.media.pictures import picture
 from tests.media.tiny_processors import write_processor
 from tests.stages.prepare.media.test_images import asking
@@ -53,14 +53,14 @@ def test_images_are_looked_for_in_image_folder_and_keyed_by_content(tmp_path, mo
 def test_data_without_images_and_models_without_a_processor_have_the_keys_they_had(
     tmp_path, model, monkeypatch
 ):
-    monkeypatch.setattr("penstock.plan.check_media", lambda *_, **__: None)
+    monkeypatch.setattr("penstock.pipeline.plan.check_media", lambda *_, **__: None)
     text = write_lines(tmp_path / "a.jsonl", [{"messages": asking()}])
     image = write_lines(tmp_path / "b.jsonl", [{"messages": asking("0.png")}])
     before = key(model, text), key("builtin:bytes", image), key(model, image)
     (tmp_path / "0.png").write_bytes(picture(1))
     after = key(model, text), key("builtin:bytes", image), key(model, image)
     assert [a == b for a, b in zip(before, after, strict=True)] == [True, True, False]
-    monkeypatch.setattr("penstock.plan.has_processor_files", lambda _: False)
+    monkeypatch.setattr("penstock.pipeline.plan.has_processor_files", lambda _: False)
     assert key(model, text) == before[0]
 
 

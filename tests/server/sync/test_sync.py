@@ -13,7 +13,7 @@ from penstock.engine.hf.config import read_hf_config
 from penstock.engine.hf.export import write_folders
 from penstock.engine.model_source import ExportFormat, quantization_args
 from penstock.models.registry import get_family
-from penstock.origins import resolve_model_source
+from penstock.pipeline.origins import resolve_model_source
 from penstock.server.protocol.types import Endpoint, Secret
 from penstock.server.protocol.worker_commands import WeightSyncCommand
 from penstock.server.weight_sync.errors import SyncError

@@ -13,7 +13,6 @@ import torch
 import transformers
 
 from penstock.compose.stage import Compose
-from penstock.composing import compose_step, with_composed_model
 from penstock.config.loading.load import loads
 from penstock.core.cache.in_use import pin_artifacts
 from penstock.core.cache.stage import ATTEMPT, stage_key
@@ -23,8 +22,9 @@ from penstock.export.base_model import read_base_model
 from penstock.export.card import describe_base, front_matter
 from penstock.models.initialize import initialize
 from penstock.models.registry import get_family
-from penstock.origins import resolve_model_source
-from penstock.plan import plan
+from penstock.pipeline.composing import compose_step, with_composed_model
+from penstock.pipeline.origins import resolve_model_source
+from penstock.pipeline.plan import plan
 from tests.cli.command import penstock as said
 from tests.pipeline.runs import penstock, statuses, write_run
 from tests.stages.compose.test_llava import loaded_model, write_encoder, write_text
@@ -170,7 +170,7 @@ def test_the_card_of_a_composed_model_names_its_parts_as_they_were_written(tmp_p
 COMPOSE = """
 import sys
 from pathlib import Path
-from penstock.composing import with_composed_model
+from penstock.pipeline.composing import with_composed_model
 from penstock.config.loading.load import load
 if len(sys.argv) > 2:
     import os, signal, penstock.compose.build as build

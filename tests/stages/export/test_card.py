@@ -25,7 +25,7 @@ from penstock.core.sources.pin import pin_model
 from penstock.export.base_model import read_model_folder
 from penstock.export.license import copy_license_files, detect_license
 from penstock.export.stage import Export
-from penstock.plan import Plan, RebuildOptions, execute_stage, plan
+from penstock.pipeline.plan import Plan, RebuildOptions, execute_stage, plan
 from penstock.push.contents import list_contents
 from penstock.rows.prepared import PLAN
 from penstock.rows.tokenizer import byte_tokenizer

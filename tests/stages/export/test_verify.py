@@ -17,7 +17,7 @@ from penstock.engine.hf import save_model
 from penstock.engine.hf.verify_folder import verify_adapter, verify_model
 from penstock.export.merge import merge_folders
 from penstock.export.stage import Export
-from penstock.plan import export_step
+from penstock.pipeline.plan import export_step
 from tests.models.stored import to_hf
 from tests.models.twins import FAMILIES, HYBRID, SPARSE, VARIANTS, hf_model, ours_with
 from tests.stages.checkpoints import trained_artifact

@@ -18,7 +18,7 @@ from penstock.core.files import write_json
 from penstock.pack import shards, spread
 from penstock.pack.settings import PackSettings
 from penstock.pack.stage import Pack
-from penstock.plan import plan
+from penstock.pipeline.plan import plan
 from penstock.rows.packing.greedy import greedy
 from penstock.rows.prepared import PreparedSamples
 from penstock.rows.reader import PackedRows

@@ -7,7 +7,7 @@ import pytest
 from penstock.config.loading.load import loads
 from penstock.core.cache.stage import stage_key
 from penstock.core.errors import ConfigError
-from penstock.plan import plan
+from penstock.pipeline.plan import plan
 from penstock.prepare.infer_type import infer_format
 from penstock.prepare.stage import Prepare
 from tests.config.values import smallest

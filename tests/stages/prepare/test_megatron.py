@@ -14,7 +14,7 @@ from penstock.core.cache.stage import stage_key
 from penstock.core.errors import ConfigError, StageError
 from penstock.core.sources.megatron_files import split_range
 from penstock.core.sources.pin import pin_data
-from penstock.plan import plan
+from penstock.pipeline.plan import plan
 from penstock.prepare.readers import file_splits
 from penstock.prepare.readers.decompress import SourceFile
 from penstock.prepare.readers.megatron import read_documents

@@ -10,7 +10,7 @@ import pytest
 
 from penstock.config.loading.load import loads
 from penstock.core.errors import StageError
-from penstock.plan import dataset_settings
+from penstock.pipeline.plan import dataset_settings
 from penstock.prepare.bad_records import BadRecord
 from penstock.prepare.readers.decompress import SourceFile
 from penstock.prepare.readers.documents import csv_rows

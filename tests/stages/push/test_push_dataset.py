@@ -16,7 +16,7 @@ from penstock.config.loading.load import loads
 from penstock.core.cache.stage import short
 from penstock.core.cache.store import PlannedStage, get_or_build
 from penstock.core.errors import ArtifactError, CapabilityError, StageError
-from penstock.plan import RebuildOptions, execute_stage, plan
+from penstock.pipeline.plan import RebuildOptions, execute_stage, plan
 from penstock.prepare.stage import Prepare
 from penstock.push.dataset import push_dataset
 from tests.pipeline.runs import write_chats, write_run

@@ -115,7 +115,7 @@ def _add_releases(entries: "list[Entry]") -> "list[Entry]":
     """The results, and the releases beside them that are deeper than the search goes."""
     from penstock.cli.artifacts.entries import LocalEntry
     from penstock.core.cache.manifest import MANIFEST, read_manifest
-    from penstock.releasing import RELEASES
+    from penstock.pipeline.releasing import RELEASES
 
     seen = {entry.where for entry in entries}
     folders = {

@@ -16,8 +16,8 @@ from penstock.core.remote.urls import is_url
 from penstock.core.sources.hub import MODEL_FILES, local_folder
 from penstock.core.sources.pin import pin_model
 from penstock.export.stage import Export
-from penstock.origins import with_adapter
-from penstock.plan import Plan, plan
+from penstock.pipeline.origins import with_adapter
+from penstock.pipeline.plan import Plan, plan
 from penstock.train.launch.job import JOB
 
 if TYPE_CHECKING:

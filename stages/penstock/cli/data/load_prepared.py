@@ -6,7 +6,7 @@ from penstock.cli.console import Console
 from penstock.cli.run import Request
 from penstock.config.schema.run import RunConfig
 from penstock.core.cache.store import PlannedStage, get_or_build
-from penstock.plan import plan, require_upstream
+from penstock.pipeline.plan import plan, require_upstream
 from penstock.prepare.user_prepared import ExternalPrepared, use_external
 
 

@@ -12,7 +12,7 @@ from penstock.core.cache.store import find_local
 from penstock.core.errors import PenstockError
 from penstock.pack.compare import compare
 from penstock.pack.stage import Pack
-from penstock.plan import pack_step
+from penstock.pipeline.plan import pack_step
 from penstock.prepare.bad_records import record_location
 from penstock.prepare.locate_record import Locate, build_locator
 from penstock.prepare.statistics import compute_statistics

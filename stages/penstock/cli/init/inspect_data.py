@@ -10,10 +10,10 @@ from penstock.config.schema.run import RunConfig
 from penstock.core.errors import StageError
 from penstock.core.sources.pin import pin_tokenizer
 from penstock.core.sources.pin_remote import resolve_folder
-from penstock.costs.file_sizes import bytes_per_token
+from penstock.estimate.costs.file_sizes import bytes_per_token
 from penstock.models.builtin import SCHEME
-from penstock.pins import pin_dataset
-from penstock.plan import dataset_settings
+from penstock.pipeline.pins import pin_dataset
+from penstock.pipeline.plan import dataset_settings
 from penstock.prepare.bad_records import BadRecord
 from penstock.prepare.dataset_type import INFER_RECORDS, InferredType
 from penstock.prepare.infer_type import guess_format

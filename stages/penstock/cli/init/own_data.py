@@ -20,13 +20,13 @@ from penstock.config.loading.load import loads
 from penstock.config.schema.data import LONGEST_ROW
 from penstock.config.schema.run import RunConfig
 from penstock.core.errors import ConfigError, PenstockError
-from penstock.costs.device_speed import detect_machine, slow_bfloat16
-from penstock.costs.estimate import build_cost_model
-from penstock.costs.memory import peak_memory
-from penstock.costs.one_process import ROOM, with_one_process_layout
-from penstock.costs.sharded_model import ShardedModel
 from penstock.engine.distributed.parallel_dims import ParallelDims, compute_dims
-from penstock.machine import (
+from penstock.estimate.costs.device_speed import detect_machine, slow_bfloat16
+from penstock.estimate.costs.estimate import build_cost_model
+from penstock.estimate.costs.memory import peak_memory
+from penstock.estimate.costs.one_process import ROOM, with_one_process_layout
+from penstock.estimate.costs.sharded_model import ShardedModel
+from penstock.estimate.machine import (
     expected_rows_per_step,
     resolve_hf_config,
     rows_per_step_to_pack,

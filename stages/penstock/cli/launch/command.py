@@ -13,7 +13,7 @@ from penstock.config.schema.run import RunConfig
 from penstock.core import env
 from penstock.core.errors import ConfigError
 from penstock.core.process.rendezvous_endpoint import PORT
-from penstock.machine import check_layout
+from penstock.estimate.machine import check_layout
 
 Launcher = Literal["torchrun", "slurm", "kubernetes"]
 EndpointSource = Literal["written", "unknown"]

@@ -10,14 +10,14 @@ from penstock.cli.plan.sizing import check_sizing
 from penstock.config.schema.run import RunConfig
 from penstock.core.cache.store import PlannedStage, find_cached
 from penstock.core.errors import ConfigError
-from penstock.costs.device_speed import Machine, detect_machine, find_machine
-from penstock.costs.estimate import Prediction, build_cost_model, predict, with_images
-from penstock.costs.layouts import LayoutSearch, Proposal, find_fastest_layouts
-from penstock.costs.one_process import with_one_process_layout
-from penstock.costs.token_counts import DataFacts, estimate_data, with_row_length
 from penstock.engine.distributed.parallel_dims import ParallelDims, compute_dims, rows_per_step
 from penstock.engine.distributed.validate_layout import ModelDims
-from penstock.machine import resolve_hf_config, world_size
+from penstock.estimate.costs.device_speed import Machine, detect_machine, find_machine
+from penstock.estimate.costs.estimate import Prediction, build_cost_model, predict, with_images
+from penstock.estimate.costs.layouts import LayoutSearch, Proposal, find_fastest_layouts
+from penstock.estimate.costs.one_process import with_one_process_layout
+from penstock.estimate.costs.token_counts import DataFacts, estimate_data, with_row_length
+from penstock.estimate.machine import resolve_hf_config, world_size
 from penstock.train.launch.torchrun import num_local_ranks
 
 NOT_MEASURED = "time not known; penstock doctor --measure measures how fast this machine is"

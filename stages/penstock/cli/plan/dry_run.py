@@ -9,23 +9,23 @@ from typing import Any
 from penstock.cli.console import Console, table
 from penstock.cli.plan.costs import format_bytes, format_ranks, format_seconds
 from penstock.cli.run import Request
-from penstock.composing import with_composed_model
 from penstock.config.loading.cli_overrides import Override, split_overrides
 from penstock.config.schema.run import RunConfig
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.core.machine.gpus import gpu_names
-from penstock.costs.device_speed import DEVICES_PER_NODE, find_machine
-from penstock.costs.estimate import Prediction, build_cost_model, predict
-from penstock.costs.layouts import LayoutSearch, find_fastest_layouts, with_train
-from penstock.costs.token_counts import DataFacts, with_row_length
-from penstock.dryrun.chrome_trace import write_chrome_trace
-from penstock.dryrun.dry_run import dry_run
-from penstock.dryrun.roles import MAX_RANKS, RankChoice, select_ranks
-from penstock.dryrun.summary import DryRun, RankSummary
 from penstock.engine.distributed.parallel_dims import build_parallel_dims, rows_per_step
 from penstock.engine.distributed.validate_layout import ModelDims
-from penstock.machine import resolve_hf_config, with_prompts_apart, world_size
-from penstock.plan import plan
+from penstock.estimate.costs.device_speed import DEVICES_PER_NODE, find_machine
+from penstock.estimate.costs.estimate import Prediction, build_cost_model, predict
+from penstock.estimate.costs.layouts import LayoutSearch, find_fastest_layouts, with_train
+from penstock.estimate.costs.token_counts import DataFacts, with_row_length
+from penstock.estimate.dryrun.chrome_trace import write_chrome_trace
+from penstock.estimate.dryrun.dry_run import dry_run
+from penstock.estimate.dryrun.roles import MAX_RANKS, RankChoice, select_ranks
+from penstock.estimate.dryrun.summary import DryRun, RankSummary
+from penstock.estimate.machine import resolve_hf_config, with_prompts_apart, world_size
+from penstock.pipeline.composing import with_composed_model
+from penstock.pipeline.plan import plan
 
 DEFAULT_DEVICE = "H100"
 """Device of a dry run on a machine without a GPU."""

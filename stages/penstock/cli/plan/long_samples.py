@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from penstock.core.cache.store import find_cached
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.core.remote.urls import redact
-from penstock.costs.file_sizes import estimate_samples
-from penstock.machine import resolve_text_config
-from penstock.plan import Plan
+from penstock.estimate.costs.file_sizes import estimate_samples
+from penstock.estimate.machine import resolve_text_config
+from penstock.pipeline.plan import Plan
 from penstock.prepare.stage import Prepare
 
 

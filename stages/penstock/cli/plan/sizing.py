@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from penstock.cli.packed_sources import packed_sources_table
 from penstock.config.schema.run import RunConfig
-from penstock.costs.token_counts import Data, DataFacts, Length
+from penstock.estimate.costs.token_counts import Data, DataFacts, Length
 from penstock.rows.sizing import Finding, findings, row_length_line, run_size
 
 Known = Literal["counted", "estimated", "not yet"]

@@ -7,8 +7,8 @@ from penstock.cli.console import Console, table
 from penstock.cli.plan.costs import DeviceOptions, costs
 from penstock.cli.plan.long_samples import long_samples
 from penstock.config.schema.run import RunConfig
-from penstock.outputs import find_unwritable, output_folders
-from penstock.plan import plan
+from penstock.pipeline.outputs import find_unwritable, output_folders
+from penstock.pipeline.plan import plan
 
 THIS_MACHINE = DeviceOptions()
 

@@ -3,7 +3,7 @@
 `lr: Keyed[float]` is part of the key, and `output_dir: Unkeyed[str]` is not. A field that changes
 the trained weights is keyed; a field that says where or how fast something runs is not, so changing
 it never trains again. Every field of `model`, `train` and `lora` declares one of these;
-`identity.py` reads them.
+`config/identity.py` reads them.
 """
 
 from collections.abc import Iterator

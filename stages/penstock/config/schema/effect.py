@@ -1,8 +1,8 @@
 """When a field has an effect, declared with its type.
 
 `Annotated[Keyed[float], OnlyWith("train.optimizer", ("muon",))]` has an effect with Muon only.
-Cache keys read this (`identity.py`: a value without effect is in no key), and so do the rules
-(`rules/effect.py`: it is an error or a notice) and the reference page.
+Cache keys read this (`config/identity.py`: a value without effect is in no key), and so do the
+rules (`rules/effect.py`: it is an error or a notice) and the reference page.
 """
 
 from collections.abc import Iterator

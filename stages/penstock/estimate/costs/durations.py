@@ -1,0 +1,284 @@
+"""Step time from FLOPs, memory traffic and communication volume. No torch.
+
+The sum of matmuls at their achieved FLOP/s, memory-bound operations, exposed (not overlapped)
+communication, the pipeline bubble, and the optimizer. An estimate: kernels, clock rates and other
+load change it by up to a third in either direction.
+"""
+
+from dataclasses import dataclass, fields
+
+from penstock.config.schema.parallelism import INTERLEAVED, SPLIT_BACKWARD
+from penstock.engine.distributed.pipeline_stages import virtual_stages
+from penstock.estimate.costs.activations import select_layer
+from penstock.estimate.costs.device_speed import NETWORK_BANDWIDTH, Machine
+from penstock.estimate.costs.optimizer_states import state_bytes
+from penstock.estimate.costs.param_sizes import list_tensors, local_layers
+from penstock.estimate.costs.sharded_model import ShardedModel
+from penstock.models.flops import Part, Work, core_attention_flops, forward_flops, step_flops
+
+ACTIVATION_PASSES = 4
+"""Memory passes over saved activations per step: written and read in the forward pass, read with a
+gradient in the backward pass."""
+
+FORWARD_ACTIVATION_PASSES = 2
+"""Memory passes for a forward pass only."""
+
+LAUNCH_OVERHEAD_SECONDS = 6e-4
+"""Kernel launch overhead of a layer in seconds, forward and backward: 100 kernels of 6
+microseconds."""
+
+TO_HOST, OF_HOST = 25e9, 50e9
+"""Bytes per second from a GPU to host memory, and host memory bandwidth per GPU."""
+
+
+EXPOSED_SHARE = 0.1
+"""Share of communication that is never overlapped: the first and the last units."""
+
+
+@dataclass(frozen=True)
+class CollectiveCounts:
+    """Number of collectives per layer, by parallelism."""
+
+    sums: int
+    """All-reduces (tensor parallelism)."""
+    exchanges: int
+    """All-to-all round trips (Ulysses, states of linear attention, and expert parallelism)."""
+    turns: int
+    """Ring passes of keys and values (ring attention)."""
+
+
+FORWARD = CollectiveCounts(sums=2, exchanges=1, turns=1)
+STEP = CollectiveCounts(sums=4, exchanges=2, turns=3)
+STEP_AGAIN = CollectiveCounts(sums=6, exchanges=3, turns=4)
+"""A training step without and with activation checkpointing."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """Seconds of one optimizer step, or of one forward pass."""
+
+    products: float = 0
+    """Matmuls."""
+    memory: float = 0
+    """Memory-bound operations."""
+    communication: float = 0
+    """Exposed communication."""
+    bubble: float = 0
+    """Pipeline bubble."""
+    optimizer: float = 0
+
+    @property
+    def total(self) -> float:
+        """Total seconds."""
+        return sum(getattr(self, field.name) for field in fields(self))
+
+    def add(self, other: "Step") -> "Step":
+        """The sum of both."""
+        return Step(
+            *(getattr(self, field.name) + getattr(other, field.name) for field in fields(self))
+        )
+
+
+def estimate_step(sharded: ShardedModel, machine: Machine, work: Work) -> Step | None:
+    """Time of one optimizer step over `work`, the total of all ranks; None if the speed of the
+    machine is unknown."""
+    speed, bandwidth = machine.speed(sharded.compute_bytes), machine.bandwidth
+    if not speed or not bandwidth:
+        return None
+    ranks = sharded.degrees.world_size
+    flops = step_flops(sharded.config, work, learning=sharded.model.trainable)
+    products = (flops + _recompute_flops(sharded, work)) / ranks / speed
+    if sharded.run.train.enable_fp8_training and (eight := machine.speed(1)):
+        inner = step_flops(
+            sharded.config, Work(work.tokens, 0, 0, 0), learning=sharded.model.trainable
+        )
+        products += inner / ranks * (1 / eight - 1 / speed)
+    if vision := sharded.model.vision:
+        # Pipeline stages wait for the first one, whose ranks divide the images.
+        rows = sharded.micro_batches * sharded.run.train.micro_batch_size
+        first_stage = sharded.degrees.tensor * sharded.degrees.ring * sharded.degrees.ulysses
+        products += vision.flops(rows) / first_stage / speed
+    num_micro_batches = sharded.micro_batches
+    layers = local_layers(sharded, 0)
+    saved = sum(select_layer(sharded, number).whole for number in layers)
+    recompute_factor = 1.5 if sharded.run.train.enable_gradient_checkpointing else 1.0
+    memory = ACTIVATION_PASSES * recompute_factor * saved * num_micro_batches / bandwidth
+    if sharded.kind == "cuda":
+        # Small layers are bound by kernel launch overhead.
+        memory = max(
+            memory,
+            recompute_factor * LAUNCH_OVERHEAD_SECONDS * len(layers) * num_micro_batches - products,
+        )
+    compute_seconds = products + memory
+    counts = STEP_AGAIN if sharded.run.train.enable_gradient_checkpointing else STEP
+    communication = _exposed_data_parallel(sharded, machine, compute_seconds)
+    communication += _layer_communication(sharded, machine, len(layers), counts) * num_micro_batches
+    bubble = (compute_seconds + communication) * _bubble_share(sharded)
+    step = Step(products, memory, communication, bubble, _optimizer_seconds(sharded, bandwidth))
+    run = sharded.run
+    if run.train.objective == "preference" and run.preference.needs_baseline:
+        looking = estimate_forward(sharded, machine, work)
+        assert looking is not None
+        return step.add(looking)
+    return step
+
+
+def estimate_forward(sharded: ShardedModel, machine: Machine, work: Work) -> Step | None:
+    """Time of one forward pass without gradients over `work`, the total of all ranks; None if the
+    speed of the machine is unknown."""
+    speed, bandwidth = machine.speed(sharded.compute_bytes), machine.bandwidth
+    if not speed or not bandwidth:
+        return None
+    num_micro_batches, layers = sharded.micro_batches, local_layers(sharded, 0)
+    products = forward_flops(sharded.config, work) / sharded.degrees.world_size / speed
+    saved = sum(select_layer(sharded, number).whole for number in layers)
+    memory = FORWARD_ACTIVATION_PASSES * saved * num_micro_batches / bandwidth
+    if sharded.kind == "cuda":
+        memory = max(
+            memory, LAUNCH_OVERHEAD_SECONDS / 3 * len(layers) * num_micro_batches - products
+        )
+    compute_seconds = products + memory
+    gathering = (
+        _all_gather_seconds(sharded, machine, num_micro_batches) if sharded.is_sharded else 0.0
+    )
+    communication = max(gathering - compute_seconds, EXPOSED_SHARE * gathering)
+    communication += (
+        _layer_communication(sharded, machine, len(layers), FORWARD) * num_micro_batches
+    )
+    return Step(
+        products, memory, communication, (compute_seconds + communication) * _bubble_share(sharded)
+    )
+
+
+def _recompute_flops(sharded: ShardedModel, work: Work) -> float:
+    """FLOPs of recomputation (activation checkpointing)."""
+    train = sharded.run.train
+    if not train.enable_gradient_checkpointing:
+        return 0.0
+    names: dict[str, Part] = {"self_attn": "attention", "mlp": "network"}
+    chosen: list[str] = [*(train.recompute_modules or names)]
+    parts: list[Part] = [names[name] for name in chosen if name in names]
+    core = core_attention_flops(sharded.config, work) if "core_attn" in chosen else 0.0
+    return forward_flops(sharded.config, work, parts=parts) + core
+
+
+def _link_bandwidth(machine: Machine, ranks: int, inner: int) -> float:
+    """Bytes per second among `ranks` ranks with a stride of `inner` ranks."""
+    return (
+        machine.link
+        if ranks * inner <= machine.ranks_per_node
+        else min(machine.link, NETWORK_BANDWIDTH)
+    )
+
+
+def _exposed_data_parallel(
+    sharded: ShardedModel, machine: Machine, compute_seconds: float
+) -> float:
+    """Seconds of weight and gradient communication (FSDP, DDP) not overlapped with compute."""
+    degrees, num_micro_batches = sharded.degrees, sharded.micro_batches
+    tensors = list_tensors(sharded)
+    inner = degrees.tensor * degrees.context
+    gradients = sum(t.num_elements * 4 for t in tensors if t.is_trainable)
+    if sharded.is_sharded:
+        shards = sharded.shards
+        times = {"nothing": 2 * num_micro_batches, "backward": num_micro_batches, "step": 1}[
+            sharded.reshard_after
+        ]
+        seconds = _all_gather_seconds(sharded, machine, times)
+        scatters = num_micro_batches
+        if sharded.run.train.resolved_gradient_sync == "step":
+            scatters = 1
+        share = (shards - 1) / shards
+        seconds += scatters * share * gradients / _shard_bandwidth(sharded, machine)
+        copies = degrees.replicate
+        reduced = gradients / shards
+    else:
+        seconds = 0.0
+        copies, reduced = degrees.num_replicas * degrees.context, gradients
+    if copies > 1:
+        speed = _link_bandwidth(
+            machine, copies * (sharded.shards if sharded.is_sharded else 1), inner
+        )
+        seconds += 2 * (copies - 1) / copies * reduced / speed
+    return max(seconds - compute_seconds, EXPOSED_SHARE * seconds)
+
+
+def _all_gather_seconds(sharded: ShardedModel, machine: Machine, times: int) -> float:
+    """Seconds of `times` all-gathers of all weights over the FSDP shards."""
+    weights = sum(tensor.gathered_bytes for tensor in list_tensors(sharded))
+    return (
+        (sharded.shards - 1) / sharded.shards * weights * times / _shard_bandwidth(sharded, machine)
+    )
+
+
+def _shard_bandwidth(sharded: ShardedModel, machine: Machine) -> float:
+    inner = sharded.degrees.tensor * sharded.degrees.context
+    return _link_bandwidth(
+        machine, sharded.shards, 1 if sharded.shards > sharded.degrees.shard else inner
+    )
+
+
+def _layer_communication(
+    sharded: ShardedModel, machine: Machine, layers: int, times: CollectiveCounts
+) -> float:
+    """Seconds of communication within the layers for one micro-batch (TP, Ulysses, ring, EP)."""
+    degrees, config, width = sharded.degrees, sharded.config, sharded.compute_bytes
+    stream = sharded.tokens * config.hidden_size * width
+    seconds = 0.0
+    if degrees.tensor > 1:
+        share = 2 * (degrees.tensor - 1) / degrees.tensor
+        speed = _link_bandwidth(machine, degrees.tensor, 1)
+        seconds += layers * times.sums * share * stream / speed
+    softmax = layers * config.softmax_layers / config.num_layers
+    if degrees.ulysses > 1:
+        heads = config.num_attention_heads + config.num_key_value_heads
+        sent = sharded.tokens * 2 * heads * config.attention_dim * width / degrees.tensor
+        share = (degrees.ulysses - 1) / degrees.ulysses
+        speed = _link_bandwidth(machine, degrees.ulysses, degrees.tensor)
+        seconds += softmax * times.exchanges * share * sent / speed
+    if degrees.ring > 1:
+        sent = sharded.tokens * 2 * config.num_key_value_heads * config.attention_dim * width
+        speed = _link_bandwidth(machine, degrees.ring, degrees.tensor * degrees.ulysses)
+        # Most of it overlaps with computing the previous block.
+        seconds += 0.3 * softmax * times.turns * (degrees.ring - 1) * sent / speed
+    if degrees.context > 1 and config.linear:
+        exchanged = config.linear.exchanged_by_rank(degrees.tensor, degrees.context)
+        sent = sharded.tokens * degrees.context * exchanged * width
+        share = (degrees.context - 1) / degrees.context
+        speed = _link_bandwidth(machine, degrees.context, degrees.tensor)
+        recurrent = layers * len(config.linear_layers) / config.num_layers
+        seconds += recurrent * times.exchanges * share * sent / speed
+    if degrees.expert > 1 and config.experts:
+        sent = stream * config.experts.experts_per_token
+        share = (degrees.expert - 1) / degrees.expert
+        sparse = len(config.experts.layers) / config.num_layers * layers
+        speed = _link_bandwidth(machine, degrees.expert, 1)
+        seconds += sparse * 2 * times.exchanges * share * sent / speed
+    return seconds
+
+
+def _bubble_share(sharded: ShardedModel) -> float:
+    """Pipeline bubble as a fraction of compute and communication time."""
+    size, train = sharded.degrees.pipeline, sharded.run.train
+    if size == 1:
+        return 0.0
+    schedule = train.pipeline_parallel_schedule
+    waits = (size - 1) / sharded.micro_batches
+    if schedule in INTERLEAVED:
+        waits /= virtual_stages(train)
+    # With a split backward pass, weight gradients fill most of the bubble.
+    return waits / 3 if schedule in SPLIT_BACKWARD else waits
+
+
+def _optimizer_seconds(sharded: ShardedModel, bandwidth: float) -> float:
+    """Seconds of the optimizer step: weights and states are read and written, and gradients read
+    twice (for the gradient norm and for the update)."""
+    learning = [tensor for tensor in list_tensors(sharded) if tensor.is_trainable]
+    states = sum(state_bytes(sharded.run.train, tensor) for tensor in learning)
+    weights = sum(tensor.local_bytes for tensor in learning)
+    read_and_written = 2 * (states + weights) + 2 * weights
+    train = sharded.run.train
+    if sharded.kind == "cuda" and (train.enable_fsdp_offload or train.optimizer_offload == "cpu"):
+        # Gradients and weights are copied over PCIe, and the CPU updates everything.
+        return 2 * weights / TO_HOST + read_and_written / OF_HOST
+    return read_and_written / bandwidth

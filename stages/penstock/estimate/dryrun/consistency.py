@@ -1,0 +1,64 @@
+"""Whether ranks issue collectives that match: otherwise they would hang on a real machine."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+from penstock.estimate.dryrun.trace import Collective, Record
+
+_POINT_TO_POINT = ("send", "recv")
+
+
+def mismatched_collectives(traces: Mapping[int, Sequence[Record]]) -> Iterator[str]:
+    """A line for each group whose ranks issue different collectives, and for each pair of ranks
+    whose sends and receives differ; only of the ranks in `traces`."""
+    sequences: dict[tuple[str, tuple[int, ...]], dict[int, list[Collective]]] = defaultdict(dict)
+    messages: dict[tuple[int, int], dict[str, list[Collective]]] = defaultdict(dict)
+    for rank, records in traces.items():
+        for record in records:
+            if not isinstance(record, Collective):
+                continue
+            if record.name not in _POINT_TO_POINT:
+                group = sequences[record.group, record.ranks]
+                group.setdefault(rank, []).append(record)
+            elif record.peer is not None and record.peer in traces:
+                pair = (rank, record.peer) if record.name == "send" else (record.peer, rank)
+                messages[pair].setdefault(record.name, []).append(record)
+    for (_, ranks), found in sequences.items():
+        present = [rank for rank in ranks if rank in traces]
+        first, *others = present
+        for other in others:
+            yield from _difference(first, found.get(first, []), other, found.get(other, []))
+    for (sender, receiver), found in messages.items():
+        sends, receives = found.get("send", []), found.get("recv", [])
+        yield from _difference(sender, sends, receiver, receives, named=False)
+
+
+def _difference(
+    rank: int,
+    mine: Sequence[Collective],
+    other: int,
+    theirs: Sequence[Collective],
+    *,
+    named: bool = True,
+) -> Iterator[str]:
+    """At most one line: the first collective that differs, or what one of them issues alone."""
+    for at, (left, right) in enumerate(zip(mine, theirs, strict=False)):
+        if _identity(left, named=named) != _identity(right, named=named):
+            yield (
+                f"collective {at} of ranks {rank} and {other} differs: {_text(left)} and "
+                f"{_text(right)}"
+            )
+            return
+    if len(mine) != len(theirs):
+        longer, alone = (rank, mine) if len(mine) > len(theirs) else (other, theirs)
+        shorter = other if longer == rank else rank
+        extra = alone[min(len(mine), len(theirs))]
+        yield f"rank {longer} issues {_text(extra)}, and rank {shorter} does not"
+
+
+def _identity(record: Collective, *, named: bool) -> tuple[str, str, int]:
+    return record.name if named else "", record.dtype, record.num_bytes
+
+
+def _text(record: Collective) -> str:
+    return f"{record.name} of {record.num_bytes} bytes {record.dtype} at {record.where}"

@@ -1,0 +1,83 @@
+"""Dry runs of a config: one process for each rank that is run, replayed together."""
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock.config.schema.run import RunConfig
+from penstock.core import env
+from penstock.core.errors import CapabilityError, ConfigError
+from penstock.core.machine.device_specs import DEVICES, find_device
+from penstock.engine.distributed.parallel_dims import ParallelDims
+from penstock.estimate.dryrun.consistency import mismatched_collectives
+from penstock.estimate.dryrun.job import DryRunJob, RankResult
+from penstock.estimate.dryrun.summary import DryRun, RankSummary
+from penstock.estimate.dryrun.timeline import replay
+from penstock.estimate.dryrun.trace import records_from_json
+
+MESSAGE_LINES = 12
+"""Last lines of a process that failed."""
+
+
+def dry_run(
+    run: RunConfig,
+    hf_config: Mapping[str, Any],
+    dims: ParallelDims,
+    ranks: Sequence[int],
+    *,
+    device_name: str,
+    local_ranks: int,
+) -> DryRun:
+    """Run these ranks of a run on a device of this name. `run` has its row length resolved.
+
+    Raises ConfigError for an unknown device, CapabilityError if a rank fails, with what it printed.
+    """
+    if find_device(device_name) is None:
+        raise ConfigError(f"{device_name} is not known; known are {', '.join(sorted(DEVICES))}.")
+    with tempfile.TemporaryDirectory(prefix="penstock-dry-run-") as folder:
+        jobs = [
+            DryRunJob.build(
+                run,
+                hf_config,
+                dims,
+                rank=rank,
+                device=device_name,
+                local_ranks=local_ranks,
+                folder=Path(folder),
+            )
+            for rank in ranks
+        ]
+        results = run_jobs(jobs)
+    return summarize(dims, device_name, results)
+
+
+def summarize(dims: ParallelDims, device_name: str, results: Sequence[RankResult]) -> DryRun:
+    """Replay the ranks together."""
+    device = find_device(device_name)
+    assert device, device_name
+    records = {result.rank: records_from_json(result.records) for result in results}
+    timelines = replay(records)
+    ranks = [RankSummary(r.rank, r, records[r.rank], timelines[r.rank]) for r in results]
+    return DryRun(dims, device_name, device, ranks, tuple(mismatched_collectives(records)))
+
+
+def run_jobs(jobs: Sequence[DryRunJob]) -> list[RankResult]:
+    """Run the jobs in another process; raises CapabilityError if one fails."""
+    paths = [Path(job.output).with_suffix(".job") for job in jobs]
+    for job, path in zip(jobs, paths, strict=True):
+        job.write(path)
+    done = subprocess.run(
+        [sys.executable, "-m", "penstock.estimate.dryrun", *map(str, paths)],
+        check=False,
+        capture_output=True,
+        text=True,
+        # Kernels that are interpreted are not launched.
+        env=env.child_environment({"TRITON_INTERPRET": "0", "PYTHONSAFEPATH": "1"}),
+    )
+    if done.returncode:
+        lines = done.stderr.strip().splitlines()[-MESSAGE_LINES:]
+        raise CapabilityError("the dry run failed:\n" + "\n".join(f"  {line}" for line in lines))
+    return [RankResult.read(Path(job.output)) for job in jobs]

@@ -1,0 +1,69 @@
+"""Triton kernels in a dry run: launches are recorded with their grid, and not made."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from triton.runtime import jit
+
+from penstock.estimate.dryrun.fake_cuda import current_stream
+from penstock.estimate.dryrun.roofline import (
+    ACHIEVED_FLOPS,
+    ACHIEVED_GROUPED_FLOPS,
+    HOST_SECONDS,
+    Roofline,
+)
+from penstock.estimate.dryrun.trace import Launch, Trace, place
+
+GRID_LIMITS = (2**31 - 1, 65_535, 65_535)
+"""Largest grid of CUDA, by axis."""
+
+MATMULS: Mapping[str, Callable[[Mapping[str, Any]], float]] = {
+    "_by_rows": lambda its: 2.0 * its["y_ptr"].numel() * its["K"],
+    "_of_groups": lambda its: 2.0 * its["T"] * its["M"] * its["N"],
+    "_multiply": lambda its: 2.0 * its["y_ptr"].numel() * its["K"],
+    "_symmetric": lambda its: 1.0 * its["y_ptr"].numel() * its["K"],
+}
+"""FLOPs of the kernels that multiply matrices, by what they are given."""
+
+GROUPED = ("_by_rows", "_of_groups")
+"""Grouped GEMM kernels."""
+
+
+def record_triton_launches(trace: Trace, roofline: Roofline, is_paused: Callable[[], bool]) -> None:
+    """Replace `JITFunction.run` for the rest of this process."""
+
+    def run(self: Any, *args: Any, grid: Any = None, warmup: bool = False, **kwargs: Any) -> None:
+        if warmup or is_paused():
+            return
+        name = self.fn.__name__
+        values = dict(zip(self.arg_names, args, strict=False)) | kwargs
+        _check(trace, name, values, grid)
+        tensors = [x for x in values.values() if isinstance(x, torch.Tensor)]
+        flops = MATMULS[name](values) if name in MATMULS else 0.0
+        achieved = ACHIEVED_GROUPED_FLOPS if name in GROUPED else ACHIEVED_FLOPS
+        seconds = roofline.seconds(tensors, flops, achieved)
+        trace.add(
+            Launch(
+                current_stream().number,
+                name,
+                seconds,
+                HOST_SECONDS["triton"],
+                trace.phase,
+                place(),
+                "triton",
+            )
+        )
+
+    jit.JITFunction.run = run
+
+
+def _check(trace: Trace, name: str, values: Mapping[str, Any], grid: Any) -> None:
+    for value in values.values():
+        if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor):
+            trace.fault(f"Triton kernel {name} is given a host tensor")
+    sizes: tuple[int, ...] = tuple(grid(values) if callable(grid) else grid)  # pyright: ignore[reportArgumentType]
+    for size, limit in zip(sizes, GRID_LIMITS, strict=False):
+        if not 0 < size <= limit:
+            trace.fault(f"Triton kernel {name} is launched with grid {sizes}")
