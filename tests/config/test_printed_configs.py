@@ -133,10 +133,10 @@ TOLD = {
     "server/api/wire/decode_params.py": "the body of a request",
     "engine/distributed/validate_layout.py": "which suggestion comes first",
     "engine/distributed/parallel_dims.py": "which suggestion comes first",
-    "machine.py": "which suggestion comes first",
-    "plan.py": "the precision of a CPU without units for bfloat16",
-    "costs/layouts.py": "which suggestion comes first",
-    "costs/one_process.py": "the layout of one process, which no result depends on",
+    "estimate/machine.py": "which suggestion comes first",
+    "pipeline/plan.py": "the precision of a CPU without units for bfloat16",
+    "estimate/costs/layouts.py": "which suggestion comes first",
+    "estimate/costs/one_process.py": "the layout of one process, which no result depends on",
     "prepare/dataset_type.py": "columns that are named, where the type is asked for",
 }
 """The files that tell a written default from an unwritten one, and what for."""

@@ -9,7 +9,7 @@ A token mixer is an `nn.Module` that provides:
   row-parallel; what has no role is on every tensor-parallel rank, with a partial sum of its
   gradient. Its sizes are read from tensors, because a rank has only some of the heads.
 - Its tensors in `weights.WeightMap`, and its FLOPs and saved activations in `flops.py` and
-  `costs/activations.py`.
+  `estimate/costs/activations.py`.
 - `run_core`, a call hook around it without projections (`recompute_modules: [core_attn]`).
 - Where it is softmax attention: `attend`, the function from queries, keys and values to outputs,
   through which context parallelism and the KV cache work.
