@@ -17,10 +17,11 @@ test: $(STAMP)  ## All tests
 fast: $(STAMP)  ## The tests that end within minutes
 	$(BIN)/python -m pytest -m "not slow and not exhaustive"
 
-check: $(STAMP)  ## Format, lint, floors, types, generated files
+check: $(STAMP)  ## Format, lint, floors, budgets, types, generated files
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
+	$(BIN)/python -m tests.budgets
 	$(BIN)/basedpyright
 	$(BIN)/python -m penstock.config.generate_docs --check
 
