@@ -1,4 +1,4 @@
-"""Lines of each area beside its budget, and locals whose names say nothing: `python -m tests.budgets`.
+"""Lines of each area beside its budget, and locals whose names say nothing (`-m tests.budgets`).
 
 An area above its budget in `budgets.toml` is an error. `--write` lowers budgets to what is there.
 """
@@ -63,7 +63,7 @@ def main(write):
     for area, count in sorted(lines.items(), key=lambda item: -item[1]):
         line_budget, vague_budget = budgets["areas"].get(area, [0, 0])
         print(
-            f"{count:7,} of {line_budget:7,} lines {vague[area]:5} of {vague_budget:5} names  {area}"
+            f"{count:7,} of {line_budget:7,} lines {vague[area]:5} of {vague_budget:5} names {area}"
         )
         if count > line_budget:
             above.append(f"{area}: {count:,} lines are over its budget of {line_budget:,}")
