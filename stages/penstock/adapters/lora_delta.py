@@ -67,7 +67,7 @@ def _stacked_deltas(
     products = [LoraDelta(b, a, adapter.scale) for b, a in factors]
     if adapter.is_transposed:
         products = [product.transpose() for product in products]
-    return [(number * each.shape[0], each) for number, each in enumerate(products)]
+    return [(number * product.shape[0], product) for number, product in enumerate(products)]
 
 
 def _expert_deltas(

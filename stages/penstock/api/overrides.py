@@ -31,11 +31,14 @@ def parse_overrides(overrides: Iterable[Overrides], sections: Mapping[str, Any])
     """
     found: list[Override] = []
     words: list[str] = []
-    for each in overrides:
-        if isinstance(each, str):
-            words.append(each)
+    for override in overrides:
+        if isinstance(override, str):
+            words.append(override)
             continue
-        found += [*_parse_words(words), *(_override(name, value) for name, value in each.items())]
+        found += [
+            *_parse_words(words),
+            *(_override(name, value) for name, value in override.items()),
+        ]
         words = []
     found += _parse_words(words)
     for section, fields in sections.items():

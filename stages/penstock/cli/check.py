@@ -353,7 +353,7 @@ def _check_dataset(
 def _check_media(run: RunConfig, results: Sequence[CheckResult]) -> list[CheckResult]:
     """Faults of images and audio that the run cannot take, as planning it would find them;
     `results` are those at its data, without which there are none."""
-    if run.data.skip_prepare_dataset or any(each.status != "ok" for each in results):
+    if run.data.skip_prepare_dataset or any(result.status != "ok" for result in results):
         return []
 
     def find() -> tuple[None, str]:

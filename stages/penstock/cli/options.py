@@ -61,7 +61,7 @@ def add_command(
         _flag("debug", "--debug", "Show tracebacks."),
     ]
     command.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
-    command.__annotations__ = {each.name: each.annotation for each in parameters}
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     command.__name__, command.__doc__ = function.__name__, function.__doc__
     app.command(name, help=summary)(command)
 

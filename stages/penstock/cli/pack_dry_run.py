@@ -38,7 +38,7 @@ def compare_packing(
     stage = step.stage
     assert isinstance(stage, Pack)
     figures = compare(stage.prepared.path, stage.resolved(), planned.run.data.pad_to_multiple_of)
-    methods = [asdict(one) for one in figures]
+    methods = [asdict(figure) for figure in figures]
     console.outcomes.append(
         StageResult(
             stage="pack",
@@ -58,14 +58,14 @@ def packing_table(methods: Sequence[Mapping[str, Any]]) -> str:
     rows = [("split", "method", "rows", "bound", "fill", "padding", "")]
     rows += [
         (
-            one["split"],
-            one["method"],
-            f"{one['rows']:,}",
-            f"{one['bound']:,}",
-            f"{one['fill']:.2%}",
-            f"{one['padding']:.2%}",
-            "as configured" if one["chosen"] else "",
+            method["split"],
+            method["method"],
+            f"{method['rows']:,}",
+            f"{method['bound']:,}",
+            f"{method['fill']:.2%}",
+            f"{method['padding']:.2%}",
+            "as configured" if method["chosen"] else "",
         )
-        for one in methods
+        for method in methods
     ]
     return table(rows)

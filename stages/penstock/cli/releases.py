@@ -28,9 +28,9 @@ Where = Annotated[
 Number = Annotated[int | None, typer.Argument(help="Which one. Default: the latest.")]
 
 
-def list_releases(console: Console, where: Where) -> JsonObject:
+def list_releases(console: Console, location: Where) -> JsonObject:
     """List all releases: number, date, metrics, origin."""
-    store = _open_store(where)
+    store = _open_store(location)
     latest, withdrawn = store.latest(), store.withdrawn
     found = [store.manifest(number) for number in store.numbers()]
     rows = [("", "release", "created", "samples", "evaluation", "from", "export")]
@@ -40,9 +40,9 @@ def list_releases(console: Console, where: Where) -> JsonObject:
     return {"latest": latest, "withdrawn": sorted(withdrawn), "releases": told}
 
 
-def show_release(console: Console, where: Where, number: Number = None) -> JsonObject:
+def show_release(console: Console, location: Where, number: Number = None) -> JsonObject:
     """Print one release: folder, lineage, metrics and decisions."""
-    store = _open_store(where)
+    store = _open_store(location)
     chosen = store.latest() if number is None else number
     if chosen is None:
         raise ConfigError(f"{store.where} holds no releases.\n  penstock recur makes the first.")
@@ -52,11 +52,11 @@ def show_release(console: Console, where: Where, number: Number = None) -> JsonO
     return {"manifest": manifest, "path": str(folder), "decisions": decisions}
 
 
-def verify_releases(console: Console, where: Where) -> JsonObject:
+def verify_releases(console: Console, location: Where) -> JsonObject:
     """Read every file of every release; exit 1 if one is damaged."""
     from penstock.cli.artifacts.entries import LocalEntry
 
-    store = _open_store(where)
+    store = _open_store(location)
     numbers = store.numbers()
     entries = [LocalEntry(store.manifest(n), store.folder(n)) for n in numbers]
     faults = [fault for entry in entries for fault in entry.faults()]
@@ -70,7 +70,7 @@ def verify_releases(console: Console, where: Where) -> JsonObject:
 
 def roll_back_release(
     console: Console,
-    where: Where,
+    location: Where,
     to: Annotated[
         int | None, typer.Option("--to", metavar="NUMBER", help="Default: the one before.")
     ] = None,
@@ -83,7 +83,7 @@ def roll_back_release(
     from penstock.pipeline.recurring import Decision
     from penstock.pipeline.releasing import roll_back
 
-    store = _open_store(where)
+    store = _open_store(location)
     before, now = roll_back(store, to, console.say)
     was = release_folder_name(before) if before else "nothing that is whole"
     line = f"{store.where} points to {release_folder_name(now)}; it pointed to {was}"
@@ -94,7 +94,7 @@ def roll_back_release(
 
 def prune_releases(
     console: Console,
-    where: Where,
+    location: Where,
     keep_last: Annotated[int, typer.Option(min=1, help="Keep this many of the newest releases.")],
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only print what would be deleted.")
@@ -107,7 +107,7 @@ def prune_releases(
     from penstock.core.releases.local import release_folder_name
     from penstock.pipeline.releasing import prunable
 
-    store = _open_store(where)
+    store = _open_store(location)
     with store.writing(console.say):
         doomed = prunable(store, keep_last)
         for number in doomed:
@@ -120,15 +120,15 @@ def prune_releases(
     return {"pruned": doomed}
 
 
-def _open_store(where: str) -> "ReleaseStore":
+def _open_store(location: str) -> "ReleaseStore":
     from penstock.core.releases.remote import open_release_store
 
-    if is_url(where) or Path(where).is_dir():
-        return open_release_store(where)
+    if is_url(location) or Path(location).is_dir():
+        return open_release_store(location)
     from penstock.config.loading.load import load
     from penstock.pipeline.releasing import open_releases
 
-    return open_releases(load(Path(where), overrides))
+    return open_releases(load(Path(location), overrides))
 
 
 def _row(manifest: dict[str, Any], latest: int | None, withdrawn: set[int]) -> tuple[str, ...]:
@@ -165,7 +165,7 @@ def _format_release(
     facts = {k: v for k, v in manifest["facts"].items() if k != "data_files"}
     shown = {**{k: v for k, v in manifest.items() if k != "files"}, "facts": facts}
     text = yaml.safe_dump({"path": str(folder), **shown}, sort_keys=False, allow_unicode=True)
-    lines = [f"{each['time']}  {each['line']}" for each in decisions]
+    lines = [f"{decision['time']}  {decision['line']}" for decision in decisions]
     return "\n".join([text.rstrip(), "", "latest decisions:", *lines])
 
 

@@ -24,7 +24,10 @@ def print_summary(config: Path, overrides: Sequence[Override], console: Console)
     done = {outcome.stage: outcome for outcome in console.outcomes}
     result = run_result(done)
     if result["model"]:
-        typed = [str(config), *(word for one in overrides for word in (one.option, one.text))]
+        typed = [
+            str(config),
+            *(word for override in overrides for word in (override.option, override.text)),
+        ]
         result["next"] = shlex.join(["penstock", "chat", *typed])
         result["commands"] = [result["next"]]
         if is_evaluated(result):

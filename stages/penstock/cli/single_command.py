@@ -7,8 +7,8 @@ import typer
 
 def select_command(app: typer.Typer, name: str) -> typer.Typer:
     """The app with command `name` only, or the whole app if no command has that name."""
-    commands = [one for one in app.registered_commands if _command_name(one) == name]
-    groups = [one for one in app.registered_groups if one.name == name]
+    commands = [command for command in app.registered_commands if _command_name(command) == name]
+    groups = [group for group in app.registered_groups if group.name == name]
     if not commands and not groups:
         return app
     alone = copy(app)

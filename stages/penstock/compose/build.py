@@ -100,7 +100,7 @@ def compose_config(
         "model_type": form.model_type,
         "text_config": {
             **{name: value for name, value in text_config.items() if name not in DROPPED},
-            "vocab_size": max(int(text_config["vocab_size"]), *(one + 1 for one in ids)),
+            "vocab_size": max(int(text_config["vocab_size"]), *(id_ + 1 for id_ in ids)),
         },
         **vision,
         **form.token_entries(tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)),

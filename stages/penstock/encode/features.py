@@ -83,7 +83,7 @@ class Features:
 
     def missing(self) -> list[bytes]:
         """The images that are to be encoded."""
-        return [one for one in self.images.digests() if self._known.get(one) is None]
+        return [digest for digest in self.images.digests() if self._known.get(digest) is None]
 
     def get_or_encode(self) -> list[Path]:
         """The files with the features of all images. Those of one file of images are apart from
@@ -91,8 +91,8 @@ class Features:
         found: dict[Path, None] = {}
         for file in self.files:
             digests = ImageFiles([file]).digests()
-            for at in range(0, len(digests), IMAGES_PER_FILE):
-                some = digests[at : at + IMAGES_PER_FILE]
+            for index in range(0, len(digests), IMAGES_PER_FILE):
+                some = digests[index : index + IMAGES_PER_FILE]
                 target = self.folder / f"{media_name(some)}.arrow"
                 get_or_write(target, lambda part, some=some: self._write(part, some), "wait")
                 found[target] = None
@@ -120,8 +120,8 @@ class Features:
         device = next(self.tower.parameters()).device
         dtype = getattr(torch, self.settings.dtype)
         tensors = {
-            name: torch.from_numpy(np.array(one.numpy())).to(device)
-            for name, one in self.images.inputs([digest])[0].items()
+            name: torch.from_numpy(np.array(input.numpy())).to(device)
+            for name, input in self.images.inputs([digest])[0].items()
         }
         with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
             found = encode_images(self.tower, tensors, projected=self.settings.projected)

@@ -150,7 +150,7 @@ def end_tokens(
         read_json_object(file) if file.is_file() else {},
     ]
     found: list[Any] = [tokenizer.eos_token_id]
-    for each in configs:
-        ends = each.get("eos_token_id")
+    for config in configs:
+        ends = config.get("eos_token_id")
         found += ends if isinstance(ends, list) else [ends]
     return tuple(sorted({end for end in found if isinstance(end, int)}))

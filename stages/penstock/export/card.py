@@ -166,7 +166,7 @@ def _evaluation_metadata(export: Export) -> dict[str, Any]:
     loss = lineage.train["facts"].get("eval_loss")
     if loss is None:
         return {}
-    data = ", ".join(dict.fromkeys(each["label"] for each in lineage.sources))
+    data = ", ".join(dict.fromkeys(source["label"] for source in lineage.sources))
     result = EvalResult(
         task_type="text-generation",
         dataset_type=lineage.datasets[0] if len(lineage.datasets) == 1 else "held-out",
@@ -180,7 +180,7 @@ def _evaluation_metadata(export: Export) -> dict[str, Any]:
 
 def _title(export: Export) -> str:
     start = export.base.name if export.base else f"{export.facts['model_type']} from scratch"
-    labels = [each["label"] for each in export.lineage.sources if each["role"] == "train"]
+    labels = [source["label"] for source in export.lineage.sources if source["role"] == "train"]
     on = f" on {', '.join(dict.fromkeys(labels))}" if labels else ""
     return f"{start.rpartition('/')[2]} fine-tuned{on}" if export.base else f"{start}{on}"
 

@@ -68,7 +68,7 @@ def count(number: int, one: str, many: str | None = None) -> str:
 
 def section(title: str, *paragraphs: str) -> str:
     """A heading and paragraphs; empty without paragraphs."""
-    said = [each for each in paragraphs if each]
+    said = [paragraph for paragraph in paragraphs if paragraph]
     return "\n\n".join([f"## {title}", *said]) if said else ""
 
 

@@ -15,7 +15,7 @@ def data_section(lineage: Lineage) -> str:
     prepared = lineage.prepared
     return section(
         "Data",
-        table(HEADING, [_source(each) for each in lineage.sources]),
+        table(HEADING, [_source(source) for source in lineage.sources]),
         _totals(lineage),
         _dropped(prepared),
     )
@@ -47,7 +47,7 @@ def _license_cell(license_: License | None) -> str:
 def _totals(lineage: Lineage) -> str:
     prepared, packed = lineage.prepared, lineage.packed
     lines: list[str] = []
-    if num_validation := sum(each.get("held_out", 0) for each in lineage.sources):
+    if num_validation := sum(source.get("held_out", 0) for source in lineage.sources):
         lines.append(
             f"{count(num_validation, 'sample')} of the training sources held out for validation."
         )

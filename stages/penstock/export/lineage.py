@@ -63,7 +63,7 @@ class Lineage:
     @property
     def datasets(self) -> list[str]:
         """Hub names of the training data sets, unique and sorted."""
-        pins = [each["pin"] for each in self.sources if each["role"] == "train"]
+        pins = [source["pin"] for source in self.sources if source["role"] == "train"]
         return sorted({pin["repo"] for pin in pins if pin.get("kind") == "hub"})
 
     def _pin(self, source: Record) -> Record:

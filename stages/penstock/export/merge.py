@@ -131,7 +131,7 @@ def _vision_modules(hf_config: Mapping[str, Any], weights: SafetensorsFolder) ->
     if hf_config.get("model_type") not in VISION_TYPES:
         return {}
     names = checkpoint_names(weights.names(), build_outline(hf_config))
-    both = {here: stored for stored, here in names.items()}
+    both = {name: stored for stored, name in names.items()}
     return both | {h.rpartition(".")[0]: s.rpartition(".")[0] for h, s in both.items()}
 
 

@@ -86,11 +86,11 @@ def _write_jobs(
     new: int,
 ) -> Iterator[Callable[[], None]]:
     targets = set(changes.targets())
-    for one in tensors:
-        if one.name not in targets:
-            yield lambda one=one: _copy_tensor(one, old, new)
+    for tensor in tensors:
+        if tensor.name not in targets:
+            yield lambda one=tensor: _copy_tensor(one, old, new)
         else:
-            yield lambda one=one: _merge_tensor(one, weights, changes, new)
+            yield lambda one=tensor: _merge_tensor(one, weights, changes, new)
 
 
 def _copy_tensor(one: _TensorCopy, old: int, new: int) -> None:

@@ -655,12 +655,12 @@ def _rotary_dim(parameters: Mapping[str, Any], head_dim: int) -> int:
 
 def _require_numbers(config: Any) -> None:
     """Raise ConfigError for numeric fields that are not numbers."""
-    for one in fields(config):
-        value = getattr(config, one.name)
+    for config_field in fields(config):
+        value = getattr(config, config_field.name)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        is_absent = value is None and one.type == (float | None)
-        if one.type in (float, float | None) and not (is_number or is_absent):
-            raise _config_error(f"{one.name} is {value!r}, which is not a number")
+        is_absent = value is None and config_field.type == (float | None)
+        if config_field.type in (float, float | None) and not (is_number or is_absent):
+            raise _config_error(f"{config_field.name} is {value!r}, which is not a number")
 
 
 def _config_error(fault: str) -> ConfigError:

@@ -125,11 +125,13 @@ def layer_flops(config: DecoderConfig, length: int) -> list[int]:
     if isinstance(config, AutoModelConfig):
         return [2 * length * config.outline.matmul_params()] * count
     work = Work.from_lengths(config, [length])
-    params = [_mixer_params(config, at) + _network_params(config, at) for at in range(count)]
+    params = [
+        _mixer_params(config, index) + _network_params(config, index) for index in range(count)
+    ]
     indexer = int(_indexer_flops(config, work)) // config.num_layers
     core_macs = _core_macs(config, work)[:count]
     return [
-        2 * (length * each + macs) + indexer for each, macs in zip(params, core_macs, strict=True)
+        2 * (length * param + macs) + indexer for param, macs in zip(params, core_macs, strict=True)
     ]
 
 

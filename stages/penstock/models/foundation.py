@@ -158,7 +158,7 @@ def _resize_per_layer(merged: HfConfig) -> dict[str, Any]:
     sizes of layers with full attention there, and makes the last layer one of them."""
     own = next(iter(merged["per_layer_config"].values()))
     *kinds, _ = merged["layer_types"]
-    full = [str(at) for at, kind in enumerate(kinds) if kind == FULL]
+    full = [str(index) for index, kind in enumerate(kinds) if kind == FULL]
     return dict.fromkeys([*full, str(len(kinds))], own)
 
 
@@ -247,13 +247,13 @@ def _normalize_rope_overrides(entries: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _merge_without_conflict(
-    wanted: dict[str, Any], table_values: Mapping[str, Any], where: str
+    wanted: dict[str, Any], table_values: Mapping[str, Any], location: str
 ) -> None:
     for name, value in table_values.items():
         if name in wanted and wanted[name] != value:
             raise ConfigError(
                 f"model.foundation says {name} twice: {wanted[name]!r} in {ROPE}, and {value!r} in "
-                f"{where}.\n  Write it once, in {ROPE}."
+                f"{location}.\n  Write it once, in {ROPE}."
             )
         wanted[name] = value
 
@@ -312,7 +312,7 @@ def _parse_error(base: HfConfig, entries: Mapping[str, Any], error: Exception) -
     """The error for overrides with which config.json cannot be read; it names those whose removal
     alone would fix it."""
     leaves = list(_iter_leaves(entries))
-    failing = [each for each in leaves if _try_parse(base, _remove_path(entries, each[0]))]
+    failing = [leave for leave in leaves if _try_parse(base, _remove_path(entries, leave[0]))]
     named = ", ".join(
         f"model.foundation.{'.'.join(path)} ({value!r})" for path, value in failing or leaves
     )

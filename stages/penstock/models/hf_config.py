@@ -320,7 +320,7 @@ def sliding(hf: HfConfig, window: int | None, layers: Iterable[int]) -> dict[str
     `layer_types`, or `layers` if there is none. `window` None: full attention."""
     types = config_get(hf, "layer_types", None)
     if types is not None:
-        layers = (at for at, kind in enumerate(types) if kind == SLIDING)
+        layers = (index for index, kind in enumerate(types) if kind == SLIDING)
     elif window is None:
         layers = ()
     chosen = tuple(layers)

@@ -50,7 +50,7 @@ def named_optimizer(optim: OptimConfig) -> Callable[..., torch.optim.Optimizer]:
         )
     for argument, value in kwargs.items():
         if argument in RESERVED_ARGUMENTS or argument not in parameters:
-            own = [one for one in parameters if one not in RESERVED_ARGUMENTS]
+            own = [parameter for parameter in parameters if parameter not in RESERVED_ARGUMENTS]
             near = get_close_matches(argument, own, 1)
             hint = f"Did you mean {near[0]}?" if near else f"It takes {', '.join(own)}."
             raise ConfigError(

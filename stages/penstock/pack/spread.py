@@ -99,7 +99,9 @@ def _in_this_process(shards: Sequence[ShardPlan]) -> list[ShardStats]:
         return []
     first = shards[0]
     form = _build_form(first.prepared, first.split, first.settings)
-    return [write_shard(form, one.bins, one.sizes, one.target, one.begins) for one in shards]
+    return [
+        write_shard(form, shard.bins, shard.sizes, shard.target, shard.begins) for shard in shards
+    ]
 
 
 def _in_processes(

@@ -37,7 +37,8 @@ def output_folders(run: RunConfig, stages: Iterable[str]) -> dict[str, str]:
 def find_unwritable(folders: Mapping[str, str]) -> list[str]:
     """A line for each field whose folder is not writable."""
     refusals = {
-        name: refusal_to_write(local_cache_dir(each).absolute()) for name, each in folders.items()
+        name: refusal_to_write(local_cache_dir(folder).absolute())
+        for name, folder in folders.items()
     }
     return [
         f"{name} {folders[name]} cannot be written to: {reason}"

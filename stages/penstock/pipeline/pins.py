@@ -37,7 +37,7 @@ def pin_sources(run: RunConfig, field: str) -> tuple[Source, ...]:
     outputs."""
     data = run.data
     datasets: list[DatasetConfig] = getattr(data, field)
-    sources = tuple(pin_dataset(each, data.hf_use_auth_token) for each in datasets)
+    sources = tuple(pin_dataset(dataset, data.hf_use_auth_token) for dataset in datasets)
     root = local_cache_dir(data.dataset_prepared_path)
     for index, (each, source) in enumerate(zip(datasets, sources, strict=True)):
         require_not_own_files(f"data.{field}[{index}].path", each, source, root, RESULT_FOLDERS)
@@ -45,10 +45,10 @@ def pin_sources(run: RunConfig, field: str) -> tuple[Source, ...]:
     return sources
 
 
-def _require_image_folder(where: str, folder: str | None) -> None:
+def _require_image_folder(location: str, folder: str | None) -> None:
     if folder is not None and not Path(folder).expanduser().is_dir():
         raise ConfigError(
-            f"{where} is {redact(folder)}, which is no folder of this machine.\n"
+            f"{location} is {redact(folder)}, which is no folder of this machine.\n"
             "  Write the folder to which the paths of images in the data are relative."
         )
 
@@ -73,7 +73,7 @@ def resolve_dataset_types(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
 
 
 def resolve_dataset_type(
-    run: RunConfig, where: str, dataset: DatasetConfig, notes: list[str]
+    run: RunConfig, location: str, dataset: DatasetConfig, notes: list[str]
 ) -> DatasetConfig:
     """The data set with its type; a line is added to `notes` if it was inferred from the first
     records.
@@ -89,14 +89,14 @@ def resolve_dataset_type(
     found = infer_dataset_type(
         dataset,
         pin_dataset(dataset, token),
-        where=where,
+        location=location,
         objective=run.train.objective,
         token=token,
         max_record_bytes=run.data.max_record_bytes,
     )
     if found is None:
         return dataset
-    notes.append(f"{where} ({redact(dataset.path)}) is read as {found}")
+    notes.append(f"{location} ({redact(dataset.path)}) is read as {found}")
     return dataset.model_copy(update=found.settings())
 
 

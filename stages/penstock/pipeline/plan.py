@@ -189,7 +189,7 @@ def plan(
 
 def _check_media(run: RunConfig, steps: Sequence[PlannedStage], wanted: tuple[str, ...]) -> None:
     """Refuse images and audio that the run cannot take, unless what is made of them is there."""
-    stage, *later = (each.stage for each in steps)
+    stage, *later = (step.stage for step in steps)
     made = [step for step in steps if step.stage.name in ("prepare", "pack", "train")]
     if isinstance(stage, Prepare) and find_cached(made[-1]) is None:
         packs, trains = bool(later), includes_stage(wanted, "train")

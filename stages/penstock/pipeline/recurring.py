@@ -330,7 +330,9 @@ class _Tick:
         if self.options.keep_runs is None:
             return
         output = self.run.train.output_dir
-        decided = [each["keys"]["train"] for each in self.store.decisions() if each.get("keys")]
+        decided = [
+            decision["keys"]["train"] for decision in self.store.decisions() if decision.get("keys")
+        ]
         newest_first = list(dict.fromkeys([mine, *reversed(decided)]))
         is_here = RemotePath.from_url(output).names() if is_url(output) else set(newest_first)
         for key in newest_first[self.options.keep_runs :]:

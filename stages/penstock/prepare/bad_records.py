@@ -63,39 +63,43 @@ def get_number(record: Mapping[str, Any], name: str) -> float:
     return check_number(name, get_column(record, name))
 
 
-def check_number(where: str, value: Any) -> float:
+def check_number(location: str, value: Any) -> float:
     """`value`, which must be a finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise BadRecord("wrong_type", f"{where} is {json_type_name(value)} where a number is meant")
+        raise BadRecord(
+            "wrong_type", f"{location} is {json_type_name(value)} where a number is meant"
+        )
     try:
         found = float(value)
     except OverflowError:  # a whole number may have any number of digits
         found = math.inf if value > 0 else -math.inf
     if not math.isfinite(found):
-        raise BadRecord("bad_value", f"{where} is {found}")
+        raise BadRecord("bad_value", f"{location} is {found}")
     return found
 
 
-def check_weight(where: str, value: Any) -> float:
+def check_weight(location: str, value: Any) -> float:
     """`value`, which must be a loss weight."""
-    weight = check_number(where, value)
+    weight = check_number(location, value)
     smallest, largest = LOSS_WEIGHT_LIMITS
     if weight and not smallest <= weight <= largest:
-        why = f"{where} is {weight:g}; a loss weight is 0, or from {smallest:g} to {largest:g}"
+        why = f"{location} is {weight:g}; a loss weight is 0, or from {smallest:g} to {largest:g}"
         raise BadRecord("bad_value", why)
     return weight
 
 
-def check_text(where: str, value: Any) -> str:
+def check_text(location: str, value: Any) -> str:
     """Return `value`, which must be a string that can be encoded as UTF-8."""
     if not isinstance(value, str):
-        raise BadRecord("wrong_type", f"{where} is {json_type_name(value)} where a string is meant")
+        raise BadRecord(
+            "wrong_type", f"{location} is {json_type_name(value)} where a string is meant"
+        )
     if value.isascii():
         return value
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        why = f"{where} is not text: half of a surrogate pair at character {error.start + 1}"
+        why = f"{location} is not text: half of a surrogate pair at character {error.start + 1}"
         raise BadRecord("bad_value", why) from None
     return value
 
@@ -186,8 +190,8 @@ class Tally:
             cause = OTHER
         self.causes[cause] += 1
         if self.causes[cause] <= EXAMPLES_PER_CAUSE and len(self.samples) < MAX_EXAMPLES:
-            where = locate(file, line, record)
-            self.samples.append({**where, "reason": fault.reason, "why": fault.why})
+            location = locate(file, line, record)
+            self.samples.append({**location, "reason": fault.reason, "why": fault.why})
 
     def as_json(self) -> dict[str, Any]:
         """As plain JSON, read by `from_json`."""
@@ -271,7 +275,7 @@ def _format_locations(samples: Sequence[Mapping[str, Any]]) -> str:
     if "record" in samples[0] and len({sample["file"] for sample in samples}) == 1:
         numbers = ", ".join(str(sample.get("record")) for sample in samples)
         return f"{samples[0]['file']}, record{'s' * (len(samples) > 1)} {numbers}"
-    return ", ".join(record_location(each) for each in samples)
+    return ", ".join(record_location(sample) for sample in samples)
 
 
 def record_location(sample: Mapping[str, Any]) -> str:

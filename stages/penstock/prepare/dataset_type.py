@@ -46,7 +46,7 @@ def infer_dataset_type(
     dataset: DatasetConfig,
     source: Source,
     *,
-    where: str,
+    location: str,
     objective: str,
     token: bool | None,
     max_record_bytes: int,
@@ -54,7 +54,7 @@ def infer_dataset_type(
     """Infer the format of a source from its first records; None if it has no records or the hub
     cannot be reached, for which the prepare stage has better errors.
 
-    `where` is the data set's section in the config. Raises ConfigError with the columns if no
+    `location` is the data set's section in the config. Raises ConfigError with the columns if no
     format or several fit.
     """
     named = _named_fields(dataset)
@@ -66,7 +66,7 @@ def infer_dataset_type(
         records = read_first(source, dataset.ds_type, token, max_record_bytes)
         if not records:
             raise StageError("it has no records")
-        found = infer_format(records, named, objective=objective, where=where)
+        found = infer_format(records, named, objective=objective, location=location)
         return [found.type, dict(found.fields), found.columns]
 
     try:

@@ -145,7 +145,7 @@ def first_samples(
 
 
 def _with_images(
-    encode: Encoder, values: list[Value], images: ImageSource | None, its: DatasetSettings
+    encode: Encoder, values: list[Value], images: ImageSource | None, settings: DatasetSettings
 ) -> EncodedBatch:
     """Encode records with images, which are decoded and processed, and not kept."""
     if images is None:
@@ -155,11 +155,13 @@ def _with_images(
     with TemporaryDirectory() as place:
 
         def open_cache(kind: str) -> MediaCache | None:
-            processor = load_processor(kind, path, revision, encode.tokenizer, its.media_bounds)
+            processor = load_processor(
+                kind, path, revision, encode.tokenizer, settings.media_bounds
+            )
             return MediaCache(Path(place), processor) if processor else None
 
         found, _ = load_slice_images(
-            encode, lambda: [batch], open_cache, allow_private=its.allow_private_urls
+            encode, lambda: [batch], open_cache, allow_private=settings.allow_private_urls
         )
         return encode.with_images(found or "refused")(values, images.folder)
 
@@ -173,7 +175,7 @@ def _hint(
     if any(fault.reason == "template" for fault in faults):
         return _template_hint(template)
     try:
-        looks = infer_format(records, {}, objective="", where="")
+        looks = infer_format(records, {}, objective="", location="")
     except ConfigError:
         return ""
     return "" if looks.type == settings.type else f".\n  They look like {looks}"

@@ -66,7 +66,7 @@ def infer_from_splits(pieces: Sequence[FileSplit]) -> InferredType | None:
     )
     records = [value for value in found if not isinstance(value, BadRecord)]
     try:
-        return infer_format(records, {}, objective="", where="")
+        return infer_format(records, {}, objective="", location="")
     except ConfigError:
         return None
 
@@ -76,7 +76,7 @@ def infer_format(
     named: Mapping[str, str],
     *,
     objective: str,
-    where: str,
+    location: str,
 ) -> InferredType:
     """Infer the format of the records. `named` are the `field_` settings that the user has set; of
     several formats, those that `objective` (`train.objective`) can train on are preferred.
@@ -96,11 +96,11 @@ def infer_format(
     if found:
         ways = ", or ".join(f"type: {one.type}" for one in found)
         raise ConfigError(
-            f"{where}.type is not written, and its records fit {len(found)} types; they have "
+            f"{location}.type is not written, and its records fit {len(found)} types; they have "
             f"{have}.\n  Write {ways}."
         )
     raise ConfigError(
-        f"{where}.type is not written, and no type fits its records; they have {have}.\n"
+        f"{location}.type is not written, and no type fits its records; they have {have}.\n"
         f"  {suggest_fields(columns)}"
     )
 
@@ -240,11 +240,11 @@ def _conversation_types(
         return
 
 
-def _messages_type(where: str, value: Any, keys: Sequence[str] = ()) -> FormatName | None:
+def _messages_type(location: str, value: Any, keys: Sequence[str] = ()) -> FormatName | None:
     """Format of a list of messages, "chat" or "sharegpt"; "chat" if they have the `keys` that are
     named; None for any other value."""
     try:
-        found = parse_json_text(where, value) if _looks_like_list(value) else value
+        found = parse_json_text(location, value) if _looks_like_list(value) else value
     except BadRecord:
         return None
     if not isinstance(found, list) or not found or not isinstance(found[0], Mapping):

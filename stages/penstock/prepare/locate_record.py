@@ -99,7 +99,7 @@ def build_image_reader(stage: Stage, out: Path) -> ReadImages:
     cache = stage.slices_path or out.parent.parent / SLICES
     originals = Originals(cache / MEDIA / ORIGINALS)
     settings = (*stage.settings.datasets, *stage.settings.test_datasets)
-    bounds = {its.media_bounds for its in settings}
+    bounds = {setting.media_bounds for setting in settings}
 
     def read(key: str, row: int) -> dict[bytes, bytes]:
         if key not in slices:  # the data, or an image, has changed
@@ -122,7 +122,7 @@ def _read_images(
     batch, place = _find_batch(item, row, token)
     said = parse_record(item.settings, batch.values[place], item.columns)
     found: dict[bytes, bytes] = {}
-    for ref in (ref for each in conversations(said) for _, ref in each.media):
+    for ref in (ref for conversation in conversations(said) for _, ref in conversation.media):
         try:
             named = (one.location for one in ref.frames or (ref,))
             if any(url.startswith(WEB) and originals.find(url) is None for url in named):

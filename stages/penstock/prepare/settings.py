@@ -35,7 +35,7 @@ LATER = (
     "drop_system_message",
     "field_weight",
     "allow_private_urls",
-    *(each.name for each in fields(MediaBounds)),
+    *(field.name for field in fields(MediaBounds)),
 )
 """Settings that were added later: their defaults are not in keys, so that earlier keys stay
 valid."""
@@ -119,7 +119,9 @@ class DatasetSettings(Settings):
     @property
     def media_bounds(self) -> MediaBounds:
         """Bounds on the size of its images and the frames of its videos."""
-        return MediaBounds(**{each.name: getattr(self, each.name) for each in fields(MediaBounds)})
+        return MediaBounds(
+            **{field.name: getattr(self, field.name) for field in fields(MediaBounds)}
+        )
 
     @property
     def is_scored(self) -> bool:

@@ -163,15 +163,15 @@ def _build_slice(
     return Slice(name, name, role, dataset, label, its, columns, pieces, first, step, images)
 
 
-def _record_stride(its: DatasetSettings, held: str) -> tuple[int, int]:
+def _record_stride(settings: DatasetSettings, held: str) -> tuple[int, int]:
     """(first record, stride) of a slice.
 
     Record j is in shard (j + a) mod `shards`; of that shard's records, number k is in part
     (k + b) mod `dataset_shard_num`. a and b are taken from the content digest.
     """
-    pieces, parts = its.shards or 1, its.dataset_shard_num or 1
-    j = ((its.shards_idx or 0) - int(held[:8], 16)) % pieces
-    k = ((its.dataset_shard_idx or 0) - int(held[8:16], 16)) % parts
+    pieces, parts = settings.shards or 1, settings.dataset_shard_num or 1
+    j = ((settings.shards_idx or 0) - int(held[:8], 16)) % pieces
+    k = ((settings.dataset_shard_idx or 0) - int(held[8:16], 16)) % parts
     return j + pieces * k, pieces * parts
 
 
@@ -188,23 +188,23 @@ def _with_unique_keys(slices: list[Slice]) -> list[Slice]:
 
 
 def _split_into_slices(
-    source: Source, its: DatasetSettings, token: bool | None
+    source: Source, settings: DatasetSettings, token: bool | None
 ) -> list[tuple[FileSplit, ...]]:
     """The pieces of each slice: one, or several if `preprocess_shards` sets the slice count."""
     pieces = split_source(
         source,
-        ds_type=its.ds_type,
-        streaming=its.streaming,
+        ds_type=settings.ds_type,
+        streaming=settings.streaming,
         token=token,
-        split=its.document_split,
-        max_record_bytes=its.max_record_bytes,
+        split=settings.document_split,
+        max_record_bytes=settings.max_record_bytes,
     )
-    if its.preprocess_shards is None:
+    if settings.preprocess_shards is None:
         return [(piece,) for piece in pieces]
     counts = [count_records(piece, token) for piece in pieces]
     return [
-        _select_records(pieces, counts, n, its.preprocess_shards)
-        for n in range(its.preprocess_shards)
+        _select_records(pieces, counts, n, settings.preprocess_shards)
+        for n in range(settings.preprocess_shards)
     ]
 
 

@@ -173,11 +173,11 @@ def _split_evenly(shares: Sequence[SlicePart], wanted: int) -> list[DataFile]:
         its: list[SlicePart] = []
         while starts[number + 1] <= low:
             number += 1
-        for at in range(number, len(shares)):
-            if starts[at] >= high:
+        for index in range(number, len(shares)):
+            if starts[index] >= high:
                 break
-            first, last = max(low - starts[at], 0), min(high - starts[at], len(shares[at]))
-            its.append(_sub_part(shares[at], first, last))
+            first, last = max(low - starts[index], 0), min(high - starts[index], len(shares[index]))
+            its.append(_sub_part(shares[index], first, last))
         content = _content_digest(its)
         found.append(DataFile(f"slice-{content}.arrow", content, tuple(its)))
     return found

@@ -70,8 +70,8 @@ def length_histogram(lengths: Indices) -> list[dict[str, int]]:
     place = np.minimum((lengths - 1) // width - first, count)
     samples = np.bincount(place, minlength=count).tolist()
     found = [
-        {"above": at * width, "to": min((at + 1) * width, longest), "samples": number}
-        for at, number in enumerate(samples, start=first)
+        {"above": index * width, "to": min((index + 1) * width, longest), "samples": number}
+        for index, number in enumerate(samples, start=first)
     ]
     found[-1]["to"] = longest
     return found
@@ -99,13 +99,15 @@ def _split_statistics(folder: Path, plan: dict[str, Any], split: str) -> dict[st
             {
                 "label": origin.label,
                 "section": origin.section,
-                "samples": its["rows"],
-                "tokens": its["tokens"],
-                "trained_tokens": its["trained_tokens"],
-                "trained_share": _share(its["trained_tokens"], its["tokens"]),
-                "lengths": describe_lengths(lengths[origins.source_indices == place]),
+                "samples": count["rows"],
+                "tokens": count["tokens"],
+                "trained_tokens": count["trained_tokens"],
+                "trained_share": _share(count["trained_tokens"], count["tokens"]),
+                "lengths": describe_lengths(lengths[origins.source_indices == index]),
             }
-            for place, (origin, its) in enumerate(zip(origins.sources, origins.counts, strict=True))
+            for index, (origin, count) in enumerate(
+                zip(origins.sources, origins.counts, strict=True)
+            )
         ],
     }
 
@@ -118,7 +120,7 @@ def _count_desirable(folder: Path, plan: dict[str, Any], split: str) -> int:
 
 
 def _sums(origins: SplitSources, names: Sequence[str]) -> list[int]:
-    return [sum(its[name] for its in origins.counts) for name in names]
+    return [sum(count[name] for count in origins.counts) for name in names]
 
 
 def _mix_entry(source: dict[str, Any]) -> dict[str, Any]:

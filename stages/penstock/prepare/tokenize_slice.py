@@ -75,14 +75,14 @@ def _count_unread(unread: Unread, batch: Batch, tally: Tally) -> None:
     tally.unread += unread.counts
     for name, (place, value) in unread.examples.items():
         if name not in tally.unread_examples:
-            where = locate(batch.file, batch.line(place), batch.record(place))
-            tally.unread_examples[name] = {**where, "value": value}
+            location = locate(batch.file, batch.line(place), batch.record(place))
+            tally.unread_examples[name] = {**location, "value": value}
 
 
 def _count_batch(samples: EncodedBatch, tally: Tally) -> None:
     lengths = [side.lengths for side in samples.sides]
     tally.rows += len(samples.records)
-    tally.tokens += int(sum(each.sum() for each in lengths))
+    tally.tokens += int(sum(length.sum() for length in lengths))
     tally.trained_tokens += int(sum(side.count_trained().sum() for side in samples.sides))
     tally.lengths += Counter(histogram(np.max(lengths, axis=0)))
     tally.truncated += samples.truncated.samples

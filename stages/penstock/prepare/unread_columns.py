@@ -98,46 +98,46 @@ def excerpt(name: str, value: Any) -> str:
     return text if len(text) <= EXCERPT else text[: EXCERPT - 1] + "…"
 
 
-def watched_columns(its: DatasetSettings, columns: Sequence[str] | None) -> tuple[str, ...]:
+def watched_columns(settings: DatasetSettings, columns: Sequence[str] | None) -> tuple[str, ...]:
     """The columns with well-known names that this data set does not read; with `select_columns`
     (`columns`), only those of them."""
-    parts = () if its.type in SINGLE_COLUMN_TYPES else WATCHED
-    names = (*parts, *(WEIGHT_COLUMNS if its.kind == "sft" else ()))
+    parts = () if settings.type in SINGLE_COLUMN_TYPES else WATCHED
+    names = (*parts, *(WEIGHT_COLUMNS if settings.kind == "sft" else ()))
     named = {
         value
-        for name, value in its.model_dump().items()
+        for name, value in settings.model_dump().items()
         if name.startswith("field_") and not name.startswith("field_message_")
     }
-    read = {*DEFAULT_COLUMNS.get(its.type, ()), *named}
-    if its.type not in TYPES_WITH_TOOLS:
-        read -= {its.field_tools}
-    elif its.field_tools == TOOLS:
+    read = {*DEFAULT_COLUMNS.get(settings.type, ()), *named}
+    if settings.type not in TYPES_WITH_TOOLS:
+        read -= {settings.field_tools}
+    elif settings.field_tools == TOOLS:
         read.add(FUNCTIONS)
     return tuple(name for name in names if name not in read and (not columns or name in columns))
 
 
 def count_unread(
-    values: Iterable[Any], its: DatasetSettings, columns: Sequence[str] | None
+    values: Iterable[Any], settings: DatasetSettings, columns: Sequence[str] | None
 ) -> Unread:
     """The columns that are not read, of records with a non-empty value there."""
-    watched = watched_columns(its, columns)
+    watched = watched_columns(settings, columns)
     beside_text = [
         name
         for name in TEXT_PROMPT_COLUMNS
-        if its.type in PAIRS and name not in watched and (not columns or name in columns)
+        if settings.type in PAIRS and name not in watched and (not columns or name in columns)
     ]
-    reads_functions = its.type in TYPES_WITH_TOOLS and its.field_tools == TOOLS
+    reads_functions = settings.type in TYPES_WITH_TOOLS and settings.field_tools == TOOLS
     candidates = {*watched, *beside_text, FUNCTIONS}
     unread = Unread()
-    for place, value in enumerate(values):
+    for index, value in enumerate(values):
         if not isinstance(value, dict) or candidates.isdisjoint(value):
             continue
-        more = () if _has_text_prompt(value, its) else beside_text
+        more = () if _has_text_prompt(value, settings) else beside_text
         if reads_functions and not _is_blank(value.get(TOOLS)):
             more = (*more, FUNCTIONS)
         names = [name for name in (*watched, *more) if not _is_blank(value.get(name))]
         if names:
-            unread.add(place, {name: value[name] for name in names})
+            unread.add(index, {name: value[name] for name in names})
     return unread
 
 
@@ -178,9 +178,9 @@ def reads_key(template: str, name: str) -> bool:
     return re.search(rf"""[.'"]{re.escape(name)}\b""", template) is not None
 
 
-def _has_text_prompt(record: Mapping[str, Any], its: DatasetSettings) -> bool:
-    prompt = record.get(its.field_prompt)
-    asked = record.get(its.field_instruction) if prompt is None else prompt
+def _has_text_prompt(record: Mapping[str, Any], settings: DatasetSettings) -> bool:
+    prompt = record.get(settings.field_prompt)
+    asked = record.get(settings.field_instruction) if prompt is None else prompt
     return isinstance(asked, str)
 
 

@@ -208,12 +208,16 @@ def _init_worker(parent: int, threads: int, purposes: Collection[Purpose]) -> No
 
 @lru_cache(maxsize=8)
 def _build_encoder(
-    its: DatasetSettings, columns: tuple[str, ...] | None, path: str, revision: str | None, key: str
+    settings: DatasetSettings,
+    columns: tuple[str, ...] | None,
+    path: str,
+    revision: str | None,
+    key: str,
 ) -> Encoder:
     """Cached: one encoder per process and data set."""
     tokenizer = _load_tokenizer_once(path, revision, key)
     stops = load_stop_token_ids(path, revision)
-    return Encoder(its, tokenizer, columns, stop_token_ids=stops)
+    return Encoder(settings, tokenizer, columns, stop_token_ids=stops)
 
 
 @lru_cache(maxsize=4)

@@ -126,7 +126,7 @@ class Reference(Stage):
             return None
         return local_folder(typed, self.initial).resolve()
 
-    def read_facts(self, job: Job, ended: LaunchResult, where: str) -> dict[str, Any]:
+    def read_facts(self, job: Job, ended: LaunchResult, location: str) -> dict[str, Any]:
         """Facts returned by finished ranks. Raises Interrupted if they were asked to stop, and
         StageError with the cause if they failed."""
         outcome = read_launch_outcome(job)
@@ -135,7 +135,7 @@ class Reference(Stage):
         if outcome["facts"] is None:
             raise Interrupted(
                 f"reference was asked to stop; log-probs so far are in {self.shared_folder}.\n"
-                f"  Run the same command again to resume, in {where}.",
+                f"  Run the same command again to resume, in {location}.",
                 signum=outcome["signal"] or signal.SIGTERM,
             )
         return outcome["facts"]

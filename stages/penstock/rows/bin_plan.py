@@ -45,7 +45,7 @@ def join(parts: list[PackingPlan]) -> PackingPlan:
     if len(parts) == 1:
         return parts[0]
     samples = [part.samples for part in parts]
-    starts = np.cumsum([0, *(len(one) for one in samples)])
+    starts = np.cumsum([0, *(len(sample) for sample in samples)])
     ends = [part.ends + start for part, start in zip(parts, starts.tolist(), strict=False)]
     empty = np.empty(0, dtype=np.int64)
     return PackingPlan(np.concatenate([empty, *samples]), np.concatenate([empty, *ends]))

@@ -17,7 +17,7 @@ def byte_library_tokenizer() -> Tokenizer:
     """Build the byte-level tokenizer with ChatML special tokens, as a `tokenizers.Tokenizer`."""
     others = (byte for byte in range(256) if byte not in _PRINTED)
     spelled = {byte: chr(byte) for byte in _PRINTED}
-    spelled.update((byte, chr(256 + place)) for place, byte in enumerate(others))
+    spelled.update((byte, chr(256 + index)) for index, byte in enumerate(others))
     vocabulary = {character: byte for byte, character in spelled.items()}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -24,14 +24,14 @@ def select_samples(row: Row, wanted: Collection[bytes]) -> Row | None:
     """The row with only its `wanted` samples; None if it has none of them."""
     whole = row.branching
     assert whole is not None
-    chosen = [place for place, sample in enumerate(whole.samples) if sample in wanted]
+    chosen = [index for index, sample in enumerate(whole.samples) if sample in wanted]
     if len(chosen) == len(whole.samples):
         return row
     if not chosen:
         return None
     each = len(whole.prompts) // len(whole.samples)
-    documents = [place * each + at for place in chosen for at in range(each)]
-    branches = [place * PER_SAMPLE + at for place in chosen for at in range(PER_SAMPLE)]
+    documents = [place * each + index for place in chosen for index in range(each)]
+    branches = [place * PER_SAMPLE + index for place in chosen for index in range(PER_SAMPLE)]
     ends = np.cumsum(row.lengths)
     tokens = np.concatenate(
         [np.arange(ends[number] - row.lengths[number], ends[number]) for number in documents]

@@ -129,16 +129,16 @@ class ImageBatch:
         """A copy in pinned memory, for asynchronous copies to the GPU."""
         return replace(
             self,
-            tensors={name: each.pin_memory() for name, each in self.tensors.items()},
-            pixels={name: each.pin_memory() for name, each in self.pixels.items()},
+            tensors={name: tensor.pin_memory() for name, tensor in self.tensors.items()},
+            pixels={name: pixel.pin_memory() for name, pixel in self.pixels.items()},
         )
 
     def repeat(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """Tensors of the distinct images as those of each image, in the order of their tokens."""
         if self.order is None:
             return tensors
-        parts = {name: one.split(self.sizes[name]) for name, one in tensors.items()}
-        return {name: torch.cat([each[at] for at in self.order]) for name, each in parts.items()}
+        parts = {name: tensor.split(self.sizes[name]) for name, tensor in tensors.items()}
+        return {name: torch.cat([part[at] for at in self.order]) for name, part in parts.items()}
 
     def take(self, images: range) -> "ImageBatch":
         """Some of the distinct images, which are consecutive."""
@@ -149,16 +149,16 @@ class ImageBatch:
 
         part = slice(images.start, images.stop)
         return ImageBatch(
-            {name: each[slice(*rows(name))] for name, each in self.tensors.items()},
+            {name: tensor[slice(*rows(name))] for name, tensor in self.tensors.items()},
             self.distinct_counts[part],
-            {name: each.rows(*rows(name)) for name, each in self.pixels.items()},
-            sizes={name: each[part] for name, each in self.sizes.items()},
+            {name: pixel.rows(*rows(name)) for name, pixel in self.pixels.items()},
+            sizes={name: size[part] for name, size in self.sizes.items()},
         )
 
     def to_device(self, device: torch.device) -> dict[str, torch.Tensor]:
         """All tensors of the distinct images, on `device`."""
-        found = {name: to_device(each, device) for name, each in self.tensors.items()}
-        return found | {name: each.to_device(device) for name, each in self.pixels.items()}
+        found = {name: to_device(tensor, device) for name, tensor in self.tensors.items()}
+        return found | {name: pixel.to_device(device) for name, pixel in self.pixels.items()}
 
 
 def _distinct(images: Sequence[RowImage]) -> tuple[list[RowImage], tuple[int, ...]]:

@@ -76,7 +76,7 @@ def write_images(
         for image in chain(ahead, images):
             held.append(image)
             count += 1
-            size += sum(each.content.nbytes for each in image.tensors.values())
+            size += sum(tensor.content.nbytes for tensor in image.tensors.values())
             if size >= BATCH_BYTES:
                 writer.write_batch(_to_batch(held, schema, buffers))
                 held, size = [], 0
@@ -134,7 +134,7 @@ class ImageFiles:
                     f"the tensors of image {digest.hex()[:16]} are missing.\n"
                     "  Build the data again with --force prepare."
                 )
-            found.append({each.form.name: each.read(place[1]) for each in opened.inputs})
+            found.append({input.form.name: input.read(place[1]) for input in opened.inputs})
         return found
 
     def _read(self, digest: bytes, number: int, row: int) -> StoredImage:
@@ -143,7 +143,7 @@ class ImageFiles:
         if error is not None:
             return StoredImage(digest, {}, error=error, kind=kind)
         size = batch.column("width")[row].as_py(), batch.column("height")[row].as_py()
-        tensors = {each.form.name: each.read(row) for each in opened.columns}
+        tensors = {column.form.name: column.read(row) for column in opened.columns}
         return StoredImage(digest, tensors, size, kind=kind)
 
     def _open_batch(self, number: int) -> "_Batch":
@@ -158,7 +158,7 @@ class ImageFiles:
     def _add(self, path: Path) -> None:
         try:
             reader = pa.ipc.open_file(pa.memory_map(str(path)))
-            batches = [reader.get_batch(at) for at in range(reader.num_record_batches)]
+            batches = [reader.get_batch(index) for index in range(reader.num_record_batches)]
         except (pa.ArrowException, OSError) as error:
             raise ArtifactError(
                 f"{path} cannot be read as Arrow: {error}\n  Build it again with --force prepare."
@@ -294,8 +294,8 @@ class _Batch:
 
     @classmethod
     def of(cls, batch: pa.RecordBatch, form: _Form) -> "_Batch":
-        columns = tuple(_Tensors.of(each, batch) for each in form.columns)
-        inputs = tuple(each for each in columns if each.form.is_input)
+        columns = tuple(_Tensors.of(column, batch) for column in form.columns)
+        inputs = tuple(column for column in columns if column.form.is_input)
         return cls(batch.column("error"), columns, inputs)
 
 
@@ -341,7 +341,9 @@ def _to_batch(
     ]
     for column in _columns(schema):
         tensors = [column.check(image) for image in images]
-        raw = [np.ascontiguousarray(each.content).reshape(-1).view(np.uint8) for each in tensors]
+        raw = [
+            np.ascontiguousarray(tensor.content).reshape(-1).view(np.uint8) for tensor in tensors
+        ]
         ends = np.cumsum([0, *map(len, raw)], dtype=np.int64)
         used = int(ends[-1])
         if column.name not in buffers or len(buffers[column.name]) < used:
@@ -349,5 +351,5 @@ def _to_batch(
         content = np.concatenate(raw, out=buffers[column.name][:used])
         parts = [None, pa.py_buffer(ends), pa.py_buffer(content)]
         columns.append(pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(raw), parts))
-        columns.append(pa.array([list(each.shape) for each in tensors], pa.list_(pa.int32())))
+        columns.append(pa.array([list(tensor.shape) for tensor in tensors], pa.list_(pa.int32())))
     return pa.RecordBatch.from_arrays(columns, schema=schema)

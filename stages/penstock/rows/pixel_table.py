@@ -43,7 +43,7 @@ class PixelTable:
         first = blocks[:, :, 0]
         codes = first.astype(np.uint8)
         is_exact = np.array_equal(codes, first) and all(
-            np.array_equal(blocks[:, :, at], first) for at in range(1, self.repeats)
+            np.array_equal(blocks[:, :, index], first) for index in range(1, self.repeats)
         )
         return codes if is_exact else None
 
@@ -97,8 +97,8 @@ def stored(values: Array) -> StoredTensor:
 
 def concatenate(tensors: Sequence[StoredTensor]) -> Array:
     """The tensors along their first dimension; in the others padded with zeros to the largest."""
-    shapes = {each.shape[1:] for each in tensors}
-    rows = [each.shape[0] for each in tensors]
+    shapes = {tensor.shape[1:] for tensor in tensors}
+    rows = [tensor.shape[0] for tensor in tensors]
     largest = np.max([*shapes], axis=0).astype(int).tolist()
     out = (np.empty if len(shapes) == 1 else np.zeros)((sum(rows), *largest), tensors[0].dtype)
     start = 0

@@ -35,7 +35,7 @@ RUN_LENGTH = 2000
 MESSAGES = 30
 
 
-def require_bounded_tokenizer(backend: Any, where: str) -> None:
+def require_bounded_tokenizer(backend: Any, location: str) -> None:
     """Raise ConfigError if the normalizer and the pre-tokenizer do not end on difficult texts."""
     parts = {
         name: json.loads(part.__getstate__())
@@ -44,20 +44,20 @@ def require_bounded_tokenizer(backend: Any, where: str) -> None:
     }
     if "pattern" in json.dumps(parts) and (fault := _fault({"tokenizer": parts})):
         raise ConfigError(
-            f"The tokenizer of {where} cannot encode a text of {RUN_LENGTH:,} like characters: "
+            f"The tokenizer of {location} cannot encode a text of {RUN_LENGTH:,} like characters: "
             f"{fault}.\n  Correct the patterns in its tokenizer.json, or set model.tokenizer_path "
             "to another one."
         )
 
 
-def require_bounded_template(text: str, where: str) -> None:
+def require_bounded_template(text: str, location: str) -> None:
     """Raise ConfigError if a chat template is too long, or does not end."""
     fault = f"it has {len(text):,} characters; {MAX_TEMPLATE:,} are allowed"
     if len(text) <= MAX_TEMPLATE:
         fault = _fault({"template": text})
     if fault:
         raise ConfigError(
-            f"The chat template cannot be used: {where}: {fault}.\n"
+            f"The chat template cannot be used: {location}: {fault}.\n"
             "  Correct it there, or name another in data.chat_template."
         )
 

@@ -42,7 +42,7 @@ class RefLogprobs:
         count = 0
         for file in listed_files(folder, FILES):
             samples, scores = read_scores(file)
-            self._at |= {sample: count + place for place, sample in enumerate(samples)}
+            self._at |= {sample: count + index for index, sample in enumerate(samples)}
             parts.append(scores)
             count += len(samples)
         self._scores: Scores = np.concatenate(parts)

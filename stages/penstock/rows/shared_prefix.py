@@ -61,12 +61,12 @@ class PrefixSharing:
     def joined(cls, parts: Sequence["PrefixSharing"]) -> "PrefixSharing":
         """Concatenate the documents of all parts."""
         return cls(
-            prompts=tuple(each for part in parts for each in part.prompts),
-            branches=tuple(each for part in parts for each in part.branches),
-            samples=tuple(each for part in parts for each in part.samples),
+            prompts=tuple(prompt for part in parts for prompt in part.prompts),
+            branches=tuple(branch for part in parts for branch in part.branches),
+            samples=tuple(sample for part in parts for sample in part.samples),
             desirable=tuple(each for part in parts for each in part.desirable),
-            score_gaps=tuple(each for part in parts for each in part.score_gaps),
-            image_counts=tuple(each for part in parts for each in part.image_counts),
+            score_gaps=tuple(score_gap for part in parts for score_gap in part.score_gaps),
+            image_counts=tuple(image_count for part in parts for image_count in part.image_counts),
         )
 
     @property

@@ -20,12 +20,12 @@ class TemplateVariables:
     def __init__(self, names: set[str]) -> None:
         self._names = names
 
-    def warn_unread(self, given: Iterable[str], where: str) -> None:
+    def warn_unread(self, given: Iterable[str], location: str) -> None:
         """Warn once of each variable in `given` that is not read."""
         for name in given:
             if name not in self._names:
                 self._names.add(name)
-                log.warning("%s sets %s, which the chat template does not read.", where, name)
+                log.warning("%s sets %s, which the chat template does not read.", location, name)
 
 
 class _GenerationBlocks(Extension):
@@ -44,20 +44,20 @@ ENVIRONMENT = ImmutableSandboxedEnvironment(
 """As transformers'."""
 
 
-def template_variables(text: str, where: str) -> set[str]:
+def template_variables(text: str, location: str) -> set[str]:
     """The variables that a template reads. Raises ConfigError with the line if it is no Jinja."""
     try:
         ENVIRONMENT.compile(text)
         return find_undeclared_variables(ENVIRONMENT.parse(text))
     except (RecursionError, MemoryError, OverflowError, SecurityError) as error:
         raise ConfigError(
-            f"The chat template cannot be read: {where}: {error or type(error).__name__}\n"
+            f"The chat template cannot be read: {location}: {error or type(error).__name__}\n"
             "  Correct it there, or name another in data.chat_template."
         ) from error
     except TemplateSyntaxError as error:
         lines = text.splitlines()
         shown = lines[error.lineno - 1].strip()[:80] if error.lineno <= len(lines) else ""
         raise ConfigError(
-            f"The chat template cannot be read: {where}, line {error.lineno}: {error.message}\n"
+            f"The chat template cannot be read: {location}, line {error.lineno}: {error.message}\n"
             f"  {shown}\n  Correct it there, or name another in data.chat_template."
         ) from error

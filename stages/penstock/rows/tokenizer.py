@@ -188,7 +188,7 @@ def _require_known_end(tokenizer: PreTrainedTokenizerBase, path: str, revision: 
     # Searching the raw bytes is much faster than parsing the whole vocabulary.
     content = Path(file).read_bytes()
     spellings = {json.dumps(end, ensure_ascii=escapes).encode() for escapes in (True, False)}
-    if any(each in content for each in spellings) or end in map(str, declared.values()):
+    if any(spelling in content for spelling in spellings) or end in map(str, declared.values()):
         return
     others = [str(token) for token in tokenizer.added_tokens_decoder.values() if str(token) != end]
     vocabulary = [token for token in tokenizer.get_vocab() if token != end]

@@ -17,7 +17,7 @@ SHARED = [{"from": "human", "value": "1"}, {"from": "gpt", "value": "2"}]
 
 
 def told(record, objective="sft", **named):
-    found = infer_format([record], named, objective=objective, where="data.datasets.0")
+    found = infer_format([record], named, objective=objective, location="data.datasets.0")
     return found.settings()
 
 
@@ -57,7 +57,7 @@ def test_usual_columns_tell_the_type(record, values):
 
 def test_a_column_that_is_null_at_first_is_seen_in_later_records():
     records = [{"messages": None}, {"messages": TURNS}]
-    assert infer_format(records, {}, objective="sft", where="").type == "chat"
+    assert infer_format(records, {}, objective="sft", location="").type == "chat"
 
 
 def test_written_columns_tell_the_type_too():

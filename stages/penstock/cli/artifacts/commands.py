@@ -97,7 +97,7 @@ def prune_artifacts(
     entries = _add_releases(list(find_entries(root)))
     doomed = choose_prunable(entries, keep_last, age, "chains" if unreferenced else "leaves")
     folders = [Path(each) for each in root or ["."] if not is_url(each)]
-    caches = [cache for each in folders for cache in find_caches(each, SEARCH_DEPTH)]
+    caches = [cache for folder in folders for cache in find_caches(folder, SEARCH_DEPTH)]
     return prune(entries, doomed, sorted(caches), age, console, dry_run=dry_run)
 
 

@@ -199,7 +199,9 @@ def _unused_slices(
         for files in prunable(folder, its, older_than=older_than, going=paths):
             images.difference_update(files)
             yield files
-    digests = {each for file in images if file.is_file() for each in ImageFiles([file]).digests()}
+    digests = {
+        digest for file in images if file.is_file() for digest in ImageFiles([file]).digests()
+    }
     yield from prunable_originals(cache / MEDIA / ORIGINALS, digests, older_than)
 
 

@@ -74,10 +74,10 @@ class SampleView:
 
 def format_origin(shown: SampleView) -> str:
     """Its source, and its file and line."""
-    where = f"{shown.file}:{shown.line}"
+    location = f"{shown.file}:{shown.line}"
     if shown.line is None:
-        where = f"record {shown.record} of slice {shown.slice}"
-    return f"{shown.source} ({shown.section}), {where}"
+        location = f"record {shown.record} of slice {shown.slice}"
+    return f"{shown.source} ({shown.section}), {location}"
 
 
 def format_counts(shown: SampleView, part: Part) -> str:

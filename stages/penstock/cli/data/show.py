@@ -139,15 +139,15 @@ def _samples_from_source(wanted: SampleSelection, origins: SplitSources, run: Ru
         return np.arange(len(origins.source_indices))
     asked = wanted.source
     places = [
-        place
-        for place, each in enumerate(origins.sources)
-        if asked in (each.label, each.section, _source_path(each, run))
+        index
+        for index, source in enumerate(origins.sources)
+        if asked in (source.label, source.section, _source_path(source, run))
     ]
     if not places:
-        names = [each.label for each in origins.sources]
+        names = [source.label for source in origins.sources]
         near = difflib.get_close_matches(asked, names, n=1, cutoff=0.4)
         hint = f" Did you mean {near[0]}?" if near else ""
-        listed = "\n".join(f"    {each.label} ({each.section})" for each in origins.sources)
+        listed = "\n".join(f"    {source.label} ({source.section})" for source in origins.sources)
         raise ConfigError(
             f"--source {asked} gave no sample to {wanted.split}.{hint} Those that did:\n{listed}"
         )
@@ -234,7 +234,7 @@ def _spans(ids: list[int], trained: np.ndarray, decoder: Decoder) -> Iterator[Sp
     if not ids:
         return
     looks = list(zip(trained.tolist(), map(decoder.is_special, ids), strict=True))
-    ends = [at for at in range(1, len(ids)) if looks[at] != looks[at - 1]] + [len(ids)]
+    ends = [index for index in range(1, len(ids)) if looks[index] != looks[index - 1]] + [len(ids)]
     start = 0
     for end, text in zip(ends, decoder.pieces(ids, ends), strict=True):
         yield Span(*looks[start], text, ids[start:end])

@@ -64,7 +64,7 @@ def _compare_packing(prepared: Prepared) -> dict[str, Any]:
         refused = str(error)
     return {
         "row_tokens": settings.sample_packing_sequence_len,
-        "methods": [asdict(one) for one in methods],
+        "methods": [asdict(method) for method in methods],
         "refused": refused,
     }
 
@@ -167,7 +167,7 @@ def _format_dropped(found: Mapping[str, Any]) -> str:
 
 
 def _with_reason(examples: Sequence[Mapping[str, Any]], reason: str) -> list[Mapping[str, Any]]:
-    return [each for each in examples if each["reason"] == reason]
+    return [example for example in examples if example["reason"] == reason]
 
 
 def _add_location(example: Mapping[str, Any], locate: Locate) -> dict[str, Any]:

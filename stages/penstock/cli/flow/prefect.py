@@ -39,7 +39,7 @@ def run_flow(
     _require_prefect()
     load(config, overrides)
     script = flows_folder() / ("recurring.py" if recurring else "finetune.py")
-    settings = [f"{one.option}={one.text}" for one in overrides]
+    settings = [f"{override.option}={override.text}" for override in overrides]
     words = [sys.executable, str(script), str(config), *settings]
     sys.stdout.flush()
     if not console.as_json:

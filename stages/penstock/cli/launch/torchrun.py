@@ -22,7 +22,9 @@ def torchrun_lines(run: RunConfig, request: Request) -> str:
 def shell_args(request: Request, *left_out: str) -> list[str]:
     """The config and its overrides as arguments, without the fields `left_out`."""
     overrides = [
-        f"{one.option}={one.text}" for one in request.overrides if one.name not in left_out
+        f"{override.option}={override.text}"
+        for override in request.overrides
+        if override.name not in left_out
     ]
     return [str(request.file), *overrides]
 

@@ -34,14 +34,14 @@ class DeviceOptions:
 
 
 def costs(
-    run: RunConfig, steps: Sequence[PlannedStage], where: DeviceOptions
+    run: RunConfig, steps: Sequence[PlannedStage], location: DeviceOptions
 ) -> tuple[str, dict[str, Any]]:
     """The costs of a run as text and as plain values; empty for a run that does not train.
 
     Raises ConfigError for unknown devices.
     """
     if all(step.stage.name != "train" for step in steps):
-        if where.devices or where.kind:
+        if location.devices or location.kind:
             raise ConfigError(
                 "--devices and --device-kind are about training, and this run does not train.\n"
                 "  Add train to pipeline.stages, or leave them out."
@@ -53,8 +53,8 @@ def costs(
     hf_config, made = resolve_hf_config(run), DataFacts.read(steps)
     model = build_cost_model(run, hf_config)
     run = with_row_length(run, made, steps, model.config.vocab_size)
-    machine = find_machine(where.kind) if where.kind else detect_machine(num_local_ranks(run))
-    run, layout = with_one_process_layout(run, machine) if where.devices is None else (run, None)
+    machine = find_machine(location.kind) if location.kind else detect_machine(num_local_ranks(run))
+    run, layout = with_one_process_layout(run, machine) if location.devices is None else (run, None)
     data = estimate_data(run, steps, model.config.vocab_size)
     model = with_images(model, run, hf_config, data)
     found = predict(run, model, degrees, machine, data)
@@ -66,13 +66,13 @@ def costs(
     text = f"{_format_costs(found, sizes)}\n{sizing.text}"
     text += f"\n    layout  {layout}" if layout else ""
     plain: dict[str, Any] = {"costs": _costs_as_json(found, sizes), "sizing": sizing.as_json()}
-    if where.devices is None:
+    if location.devices is None:
         return text, plain
     counts, rows = ModelDims.of(hf_config), rows_per_step(run.train, degrees.num_replicas)
-    wanted = LayoutSearch(run, model, counts, machine, where.devices, rows, data)
+    wanted = LayoutSearch(run, model, counts, machine, location.devices, rows, data)
     layouts = find_fastest_layouts(wanted)
     text += "\n" + _format_layouts(layouts, wanted)
-    return text, {**plain, "layouts": [_layout_as_json(one) for one in layouts]}
+    return text, {**plain, "layouts": [_layout_as_json(layout) for layout in layouts]}
 
 
 def _format_costs(found: Prediction, sizes: int) -> str:
@@ -159,11 +159,11 @@ def _format_layouts(layouts: Sequence[Proposal], wanted: LayoutSearch) -> str:
     if not layouts:
         return f"{head} none that fits was found; more devices or smaller rows are needed"
     rows = [("step", "tokens/s", "memory", "settings of train")]
-    for one in layouts:
-        found = one.prediction
+    for layout in layouts:
+        found = layout.prediction
         seconds = found.step.total if found.step else None
         settings = ", ".join(
-            f"{name}: {_format_value(value)}" for name, value in one.settings.items()
+            f"{name}: {_format_value(value)}" for name, value in layout.settings.items()
         )
         rows.append(
             (

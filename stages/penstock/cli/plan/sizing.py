@@ -30,7 +30,7 @@ class Sizing:
         return {
             "known": self.known,
             "row_length": self.row_length,
-            "warnings": [each.as_json() for each in self.findings],
+            "warnings": [finding.as_json() for finding in self.findings],
             **({"sources": self.sources} if self.sources else {}),
         }
 

@@ -14,10 +14,10 @@ THIS_MACHINE = DeviceOptions()
 
 
 def print_plan(
-    run: RunConfig, console: Console, where: DeviceOptions = THIS_MACHINE
+    run: RunConfig, console: Console, location: DeviceOptions = THIS_MACHINE
 ) -> dict[str, Any]:
     """Print the state of each stage and the cost of training; returns the same as plain values."""
-    planned = plan(run, for_this_machine=where.kind is None)
+    planned = plan(run, for_this_machine=location.kind is None)
     for note in planned.notes:
         console.say(note)
     for refusal in find_unwritable(output_folders(run, run.stages)):
@@ -29,7 +29,7 @@ def print_plan(
     rows = [("stage", "key", "standing", "where")]
     rows += [(v.stage, v.key, v.standing, v.where) for v in verdicts]
     lines = [table(rows), *(line for verdict in verdicts for line in verdict.reasons)]
-    told, values = costs(planned.run, planned.steps, where)
+    told, values = costs(planned.run, planned.steps, location)
     console.result("\n".join([*lines, *([told] if told else [])]))
     stages = [_status_as_json(verdict) for verdict in verdicts]
     return {"plan": stages, "warnings": warnings, **values}

@@ -60,7 +60,7 @@ def _sources(inputs: dict[str, Any]) -> dict[str, Any]:
     """The source pins of the prepared data by name. For local files, only their number, because
     there may be many."""
     found: dict[str, Any] = {}
-    for name, each in inputs.items():
-        pin = each["source"]
+    for name, input in inputs.items():
+        pin = input["source"]
         found[name] = {**pin, "files": len(pin["files"])} if "files" in pin else pin
     return found

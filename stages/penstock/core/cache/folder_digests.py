@@ -151,8 +151,8 @@ class FolderDigests:
 
     def _content(self) -> dict[str, Any]:
         files = {
-            name: {"bytes": each.bytes, "digests": list(each.parts)}
-            for name, each in self.files.items()
+            name: {"bytes": file.bytes, "digests": list(file.parts)}
+            for name, file in self.files.items()
         }
         return {"algorithm": ALGORITHM, "part_bytes": self.part_bytes, "files": files}
 

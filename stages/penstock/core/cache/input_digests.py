@@ -111,7 +111,7 @@ def _recorded_digests(record: Mapping[str, Any]) -> dict[str, str]:
         return record[DIGESTS]
     inputs: Mapping[str, Any] = record["inputs"]
     return {
-        name: each["digest"]
-        for name, each in inputs.items()
-        if isinstance(each, Mapping) and "digest" in each
+        name: input["digest"]
+        for name, input in inputs.items()
+        if isinstance(input, Mapping) and "digest" in input
     }

@@ -38,9 +38,9 @@ def read_manifest(folder: Path) -> Record | None:
     return _require_key(record, str(path), remedy_for(folder))
 
 
-def parse_manifest(content: bytes, where: str, remedy: str) -> Record:
-    """Parse and check the manifest `content` read from `where`."""
-    return _require_key(parse_record(content, where, UNDIGESTED, remedy), where, remedy)
+def parse_manifest(content: bytes, location: str, remedy: str) -> Record:
+    """Parse and check the manifest `content` read from `location`."""
+    return _require_key(parse_record(content, location, UNDIGESTED, remedy), location, remedy)
 
 
 def remedy_for(folder: Path) -> str:
@@ -69,12 +69,12 @@ def content_digest(manifest: Mapping[str, Any]) -> str:
     return digest_json(sorted([file["path"], file["sha256"]] for file in manifest["files"]))
 
 
-def _require_key(manifest: Record, where: str, remedy: str) -> Record:
+def _require_key(manifest: Record, location: str, remedy: str) -> Record:
     """Return the manifest if its recorded identity still hashes to its key. The manifest's own
     digest covers the other fields."""
     if DIGEST not in manifest and not _matches_own_key(manifest):
         raise ArtifactError(
-            f"{where} is damaged: its settings and inputs do not match its key.\n  {remedy}"
+            f"{location} is damaged: its settings and inputs do not match its key.\n  {remedy}"
         )
     return manifest
 

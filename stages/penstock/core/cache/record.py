@@ -62,8 +62,8 @@ def read_record_fields(path: Path, undigested: Collection[str], remedy: str) -> 
     return {name: value for name, value in record.items() if name != DIGEST}
 
 
-def parse_record(content: bytes, where: str, undigested: Collection[str], remedy: str) -> Record:
-    """Parse the record `content` read from `where`.
+def parse_record(content: bytes, location: str, undigested: Collection[str], remedy: str) -> Record:
+    """Parse the record `content` read from `location`.
 
     `undigested` are the fields that a record without a digest may have. Raises ArtifactError, with
     `remedy` as the recommended action, if the content is not a JSON object, does not match its
@@ -72,29 +72,29 @@ def parse_record(content: bytes, where: str, undigested: Collection[str], remedy
     try:
         value = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise ArtifactError(f"{where} cannot be read: it is not JSON.\n  {remedy}") from error
+        raise ArtifactError(f"{location} cannot be read: it is not JSON.\n  {remedy}") from error
     if not isinstance(value, dict):
-        raise ArtifactError(f"{where} is damaged: it is not a JSON object.\n  {remedy}")
+        raise ArtifactError(f"{location} is damaged: it is not a JSON object.\n  {remedy}")
     record = cast(Record, value)
     if "format" in record and record["format"] != FORMAT:
-        raise ArtifactError(_unknown_format(record, where, remedy))
+        raise ArtifactError(_unknown_format(record, location, remedy))
     if DIGEST in record:
         is_intact = record[DIGEST] == with_digest(record)[DIGEST]
     else:
         is_intact = record.keys() <= set(undigested)
     if not is_intact:
         raise ArtifactError(
-            f"{where} is damaged: its fields do not match its digest, so it was changed after it "
-            f"was written.\n  {remedy}"
+            f"{location} is damaged: its fields do not match its digest, so it was changed after "
+            f"it was written.\n  {remedy}"
         )
     return record
 
 
-def _unknown_format(record: Record, where: str, remedy: str) -> str:
+def _unknown_format(record: Record, location: str, remedy: str) -> str:
     code = record.get("code")
     writer = cast(Record, code).get("penstock") if isinstance(code, dict) else None
     return (
-        f"{where} has format {record['format']!r}, and penstock {__version__} reads format "
+        f"{location} has format {record['format']!r}, and penstock {__version__} reads format "
         f"{FORMAT}: it was written by {f'penstock {writer}' if writer else 'another version'}, or "
         f"is damaged.\n  Install the version that wrote it, or: {remedy[0].lower()}{remedy[1:]}"
     )

@@ -63,7 +63,7 @@ def check_architectures(
     for major, minor in capabilities:
         number = 10 * major + minor
         # A binary runs on later GPUs of its generation; portable code on all later ones.
-        runs = any(one // 10 == major and one <= number for one in binaries)
+        runs = any(binary // 10 == major and binary <= number for binary in binaries)
         if not runs and not any(one <= number for one in portable):
             return Mismatch(
                 "GPU architecture",

@@ -241,7 +241,7 @@ def parse_decisions(contents: Iterable[tuple[bytes, str]]) -> list[Record]:
     return records
 
 
-def parse_withdrawn(content: bytes | None, where: str) -> list[int]:
+def parse_withdrawn(content: bytes | None, location: str) -> list[int]:
     """Parse `withdrawn.json`, which was a bare list in earlier versions; empty if there is none.
 
     Raises ArtifactError if it is damaged.
@@ -252,7 +252,7 @@ def parse_withdrawn(content: bytes | None, where: str) -> list[int]:
         if isinstance(numbers := json.loads(content), list):
             return cast("list[int]", numbers)
     remedy = "Delete it, and withdraw releases again with penstock releases rollback."
-    return parse_record(content, where, (), remedy)[WITHDRAWN_NUMBERS]
+    return parse_record(content, location, (), remedy)[WITHDRAWN_NUMBERS]
 
 
 def release_folder_name(number: int) -> str:
@@ -260,9 +260,9 @@ def release_folder_name(number: int) -> str:
     return f"{number:04}"
 
 
-def missing_release(where: str, number: int) -> ArtifactError:
+def missing_release(location: str, number: int) -> ArtifactError:
     """The error for a release that is missing or incomplete."""
     return ArtifactError(
-        f"{where} has no readable release {release_folder_name(number)}.\n"
+        f"{location} has no readable release {release_folder_name(number)}.\n"
         "  See penstock releases list."
     )

@@ -91,17 +91,17 @@ class StorageError(Exception):
 
 def classify_error(error: BaseException) -> Fault:
     """Classify an error by its HTTP status or that of its cause, else by its type."""
-    for each in iter_causes(error):
-        if type(each).__name__ in _CREDENTIAL_ERRORS:
+    for cause in iter_causes(error):
+        if type(cause).__name__ in _CREDENTIAL_ERRORS:
             return "denied"
-        if type(each).__name__ in _TRUNCATED_RESPONSES:
+        if type(cause).__name__ in _TRUNCATED_RESPONSES:
             return "cut"
-        status = http_status(each)
+        status = http_status(cause)
         if status is not None:
             return _classify_status(status)
     # fsspec raises FileNotFoundError for a web server that it cannot reach.
-    for each in iter_causes(error.__cause__):
-        if isinstance(error, FileNotFoundError) and _classify_type(each) == "cut":
+    for cause in iter_causes(error.__cause__):
+        if isinstance(error, FileNotFoundError) and _classify_type(cause) == "cut":
             return "cut"
     return _classify_type(error)
 
@@ -127,15 +127,15 @@ def _classify_type(error: BaseException) -> Fault:
 
 def is_transient(error: BaseException) -> bool:
     """Whether a retry with nothing changed may succeed."""
-    for each in iter_causes(error):
-        if isinstance(each, PenstockError):
-            if each.may_pass:
+    for cause in iter_causes(error):
+        if isinstance(cause, PenstockError):
+            if cause.may_pass:
                 return True
-            if isinstance(each, ConfigError | ArtifactError | Interrupted):
+            if isinstance(cause, ConfigError | ArtifactError | Interrupted):
                 return False
-        elif type(each).__name__ == "OfflineModeIsEnabled":
+        elif type(cause).__name__ == "OfflineModeIsEnabled":
             return False
-        elif isinstance(each, Exception) and (kind := classify_error(each)) != "absent":
+        elif isinstance(cause, Exception) and (kind := classify_error(cause)) != "absent":
             return kind == "cut"
     return False
 
@@ -159,15 +159,15 @@ def http_status(error: BaseException) -> int | None:
 
 def describe_error(error: BaseException) -> str:
     """Why the connection failed, or the error's type and first words, redacted."""
-    for each in iter_causes(error):
-        if isinstance(each, AnswerError):
-            return redact_text(str(each))
+    for cause in iter_causes(error):
+        if isinstance(cause, AnswerError):
+            return redact_text(str(cause))
     if reason := connection_fault(error):
         return reason
     if is_of_the_machine(error):
         return describe_os_error(error)
-    for each in iter_causes(error):
-        if (status := http_status(each)) is not None:
+    for cause in iter_causes(error):
+        if (status := http_status(cause)) is not None:
             return f"the server answers {status} {_reason(status)}".strip()
     text = redact_text(str(error.args[-1]) if error.args else "").strip().split("\n")[0][:160]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
@@ -175,9 +175,9 @@ def describe_error(error: BaseException) -> str:
 
 def retry_after(error: BaseException) -> float | None:
     """Seconds after which the server wants to be asked again (RFC 9110, 10.2.3), if it says so."""
-    for each in iter_causes(error):
-        headers: Any = getattr(each, "headers", None) or {}
-        response: Any = getattr(each, "response", None)
+    for cause in iter_causes(error):
+        headers: Any = getattr(cause, "headers", None) or {}
+        response: Any = getattr(cause, "response", None)
         if isinstance(response, dict):
             headers = response.get("ResponseMetadata", {}).get("HTTPHeaders", {})  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
         text = str(headers.get("Retry-After") or headers.get("retry-after") or "")  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]

@@ -16,7 +16,7 @@ def reject_nxd_checkpoint(path: str, field: str) -> None:
     """Raise ConfigError if the folder in `field` is an NxD checkpoint."""
     folder = Path(path).expanduser()
     patterns = ("/".join(["*"] * depth) for depth in range(1, DEPTH + 1))
-    if any(SHARD.fullmatch(file.name) for one in patterns for file in folder.glob(one)):
+    if any(SHARD.fullmatch(file.name) for pattern in patterns for file in folder.glob(pattern)):
         raise ConfigError(
             f"{field} {path} is a checkpoint of NeuronX Distributed (pickled tensors of each rank),"
             " which is not supported.\n"

@@ -155,7 +155,7 @@ def _data_file(place: RemotePath, files: dict[str, Info], name: str) -> list[str
     if name in files:
         return [name]
     if GLOB.search(name):
-        matching = [each for each in files if PurePosixPath(each).match(name)]
+        matching = [file for file in files if PurePosixPath(file).match(name)]
         same_depth = [each for each in matching if each.count("/") == name.count("/")]
         if same_depth:
             return same_depth

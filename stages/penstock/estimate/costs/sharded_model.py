@@ -56,7 +56,7 @@ class UnshardedModel:
         shapes = {name: names.native_shape(name) for name in names.native_names()}
         its = tuple(adapted(run, family, config)) if run.lora.enable_lora else ()
         if isinstance(config, AutoModelConfig):
-            shapes = {decoder_name(name, config.outline): one for name, one in shapes.items()}
+            shapes = {decoder_name(name, config.outline): shape for name, shape in shapes.items()}
             its = tuple(_renamed(one, config.outline) for one in its)
         modules = {name.rpartition(".")[0] for name in shapes} | {one.native for one in its}
         roles = {module: find_parallel_style(module, family.roles) for module in modules}

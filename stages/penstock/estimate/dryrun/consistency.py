@@ -23,13 +23,13 @@ def mismatched_collectives(traces: Mapping[int, Sequence[Record]]) -> Iterator[s
             elif record.peer is not None and record.peer in traces:
                 pair = (rank, record.peer) if record.name == "send" else (record.peer, rank)
                 messages[pair].setdefault(record.name, []).append(record)
-    for (_, ranks), found in sequences.items():
+    for (_, ranks), sequence in sequences.items():
         present = [rank for rank in ranks if rank in traces]
         first, *others = present
         for other in others:
-            yield from _difference(first, found.get(first, []), other, found.get(other, []))
-    for (sender, receiver), found in messages.items():
-        sends, receives = found.get("send", []), found.get("recv", [])
+            yield from _difference(first, sequence.get(first, []), other, sequence.get(other, []))
+    for (sender, receiver), sequence in messages.items():
+        sends, receives = sequence.get("send", []), sequence.get("recv", [])
         yield from _difference(sender, sends, receiver, receives, named=False)
 
 
@@ -42,10 +42,10 @@ def _difference(
     named: bool = True,
 ) -> Iterator[str]:
     """At most one line: the first collective that differs, or what one of them issues alone."""
-    for at, (left, right) in enumerate(zip(mine, theirs, strict=False)):
+    for index, (left, right) in enumerate(zip(mine, theirs, strict=False)):
         if _identity(left, named=named) != _identity(right, named=named):
             yield (
-                f"collective {at} of ranks {rank} and {other} differs: {_text(left)} and "
+                f"collective {index} of ranks {rank} and {other} differs: {_text(left)} and "
                 f"{_text(right)}"
             )
             return

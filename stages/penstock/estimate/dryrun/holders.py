@@ -52,9 +52,9 @@ class Owners:
     def holders(self, peak: Peak) -> dict[Holder, int]:
         """Bytes at the peak by what holds them."""
         number = self.memory.storage_number
-        weights = {number(one.parameter) for one in self.built.engine.model.params}
+        weights = {number(param.parameter) for param in self.built.engine.model.params}
         states = set(map(number, _tensors(self.built.engine.optimizer.state.values())))
-        shapes = {tuple(one.parameter.shape) for one in self.built.engine.model.params}
+        shapes = {tuple(param.parameter.shape) for param in self.built.engine.model.params}
         found: Counter[Holder] = Counter()
         for storage, allocation, num_bytes in peak.live:
             if storage in weights:

@@ -87,7 +87,7 @@ def _take_steps(job: DryRunJob, trace: Trace, rank: BuiltRank) -> RankResult:
             batches,
             1e-4,
             step,
-            [one for one in references if one is not None],
+            [reference for reference in references if reference is not None],
             counts=counts,
             prefetch=following,
         ).next_counts

@@ -149,7 +149,7 @@ def repeated_layers(model: Any, prefix: str = "") -> Iterator[str]:
             continue
         if (
             name
-            and all(uses[id(one)] == 1 for one in layer.parameters())
+            and all(uses[id(parameter)] == 1 for parameter in layer.parameters())
             and layer is not getattr(model, "base_model", None)
         ):
             outer = name
@@ -175,7 +175,7 @@ def stacked_experts(model: nn.Module) -> dict[str, bool]:
 def _final_norm(model: Any, modules: Mapping[int, str]) -> str:
     """The only norm beside the layers."""
     children = model.base_model.children()
-    found = [one for one in children if "norm" in type(one).__name__.lower()]
+    found = [child for child in children if "norm" in type(child).__name__.lower()]
     return modules[id(found[0])] if len(found) == 1 else ""
 
 

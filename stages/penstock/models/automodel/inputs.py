@@ -24,5 +24,5 @@ def packed_inputs(position_ids_T: torch.Tensor, segments: VarlenMetadata) -> dic
 def accepted(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Those of the inputs that the model's forward takes."""
     params = inspect.signature(model.forward).parameters
-    takes_any = any(one.kind is one.VAR_KEYWORD for one in params.values())
+    takes_any = any(param.kind is param.VAR_KEYWORD for param in params.values())
     return {name: value for name, value in inputs.items() if takes_any or name in params}

@@ -138,7 +138,7 @@ class ModelOutline:
                 "transposed": tuple(found["transposed"]),
                 "fp32": tuple(found["fp32"]),
                 "saved": {
-                    dtype: tuple(SavedBytes(*one) for one in layers)
+                    dtype: tuple(SavedBytes(*layer) for layer in layers)
                     for dtype, layers in found["saved"].items()
                 },
                 "media": media

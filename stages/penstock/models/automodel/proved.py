@@ -68,4 +68,4 @@ def audio_types() -> frozenset[str]:
 
 def _proved(file: Path) -> frozenset[str]:
     models = ProvedModels.read(file).models
-    return frozenset(name for name, one in models.items() if not one.reason)
+    return frozenset(name for name, model in models.items() if not model.reason)

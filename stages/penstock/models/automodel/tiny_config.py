@@ -221,7 +221,9 @@ def _shrink(values: Mapping[str, Any]) -> dict[str, Any]:
         if name == PER_LAYER_CONFIG and isinstance(value, Mapping):
             own = {int(layer): its for layer, its in value.items()}
             small[name] = {
-                str(at): _shrink(own[layer]) for at, layer in enumerate(layers) if layer in own
+                str(index): _shrink(own[layer])
+                for index, layer in enumerate(layers)
+                if layer in own
             }
         elif _is_per_layer(value, count):
             small[name] = [value[layer] for layer in layers]

@@ -230,11 +230,14 @@ class _Run:
 
     def _with_gradients(self, logits: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         weights = torch.linspace(-1, 1, logits[0].shape[-1])
-        loss = sum((one.float() * weights).square().sum() for one in logits)
+        loss = sum((logit.float() * weights).square().sum() for logit in logits)
         assert isinstance(loss, torch.Tensor)
-        params = [one for one in self.model.parameters() if one.requires_grad]
+        params = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         gradients = torch.autograd.grad(loss, params, allow_unused=True)
-        return [*(one.detach() for one in logits), *(one for one in gradients if one is not None)]
+        return [
+            *(gradient.detach() for gradient in logits),
+            *(logit for logit in gradients if logit is not None),
+        ]
 
 
 def _logits(

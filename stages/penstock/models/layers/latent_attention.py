@@ -195,7 +195,7 @@ class LatentAttention(nn.Module):
         """Whether selected latent vectors are gathered, for which `kv_b_proj` has to be a matrix:
         it is none where its adapter drops inputs."""
         parts = self.kv_b_proj.modules()
-        if self.training and any(isinstance(one, Dropout) and one.is_enabled for one in parts):
+        if self.training and any(isinstance(part, Dropout) and part.is_enabled for part in parts):
             return False
         keys = latent_TR, k_T1P.squeeze(1)
         return latent_sparse_attention.is_fast(

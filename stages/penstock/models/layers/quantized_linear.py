@@ -83,7 +83,9 @@ class QuantizedMatrix(DequantizableModule):
     def weight(self, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
         """The weight of the current pass, dequantized from these tensors into new memory."""
         named = {
-            name: one for name, one in zip(COMPONENTS, tensors, strict=True) if one is not None
+            name: tensor
+            for name, tensor in zip(COMPONENTS, tensors, strict=True)
+            if tensor is not None
         }
         value = QuantizedTensor.of_bytes(self.format, self.columns, named)
         transform, weight = self._weight_transform(value), dequantize(value, dtype)

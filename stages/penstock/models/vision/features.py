@@ -42,7 +42,7 @@ def encode_images(
 ) -> dict[str, torch.Tensor]:
     """What is stored of images: the features, or the projector's inputs; and their other tensors.
     `tensors` are the arguments of `get_image_features`."""
-    others = {name: one for name, one in tensors.items() if name != PIXELS}
+    others = {name: tensor for name, tensor in tensors.items() if name != PIXELS}
     if not projected:
         return {HIDDEN: _projector_inputs(tower, tensors), **others}
     found = tower.compute(tensors)
@@ -87,7 +87,7 @@ def find_projector(tower: "VisionTower") -> nn.Module:
 
 def dummy_hidden(tower: "VisionTower") -> dict[str, torch.Tensor]:
     """Inputs of the projector for one feature, for micro-batches without images."""
-    [first, *_] = [one for one in find_projector(tower).parameters() if one.dim()]
+    [first, *_] = [parameter for parameter in find_projector(tower).parameters() if parameter.dim()]
     width, per_feature = first.shape[-1], tower.config.merge_size**2
     if tower.config.type.form == "crops":
         joined = tower.hf_model.config.scale_factor**2

@@ -108,7 +108,9 @@ class VisionTower(nn.Module):
         """The repeated layers of the tower, in order."""
         from transformers.modeling_layers import GradientCheckpointingLayer  # noqa: PLC0415
 
-        return [one for one in self.modules() if isinstance(one, GradientCheckpointingLayer)]
+        return [
+            module for module in self.modules() if isinstance(module, GradientCheckpointingLayer)
+        ]
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -132,7 +134,9 @@ class VisionTower(nn.Module):
         """(features [F, D] of images and videos, those that are added after decoder layers)."""
         # FSDP puts what it gathered into this module alone.
         self.hf_model._parameters.update(self._parameters)
-        given = with_each_counted({name: one for name, one in tensors.items() if name != SECONDS})
+        given = with_each_counted(
+            {name: tensor for name, tensor in tensors.items() if name != SECONDS}
+        )
         found = self.hf_model.get_image_features(**given, return_dict=True)
         deepstack = getattr(found, "deepstack_features", None) or ()
         return _flat(found.pooler_output), tuple(map(_flat, deepstack))

@@ -135,7 +135,7 @@ class Encoder:
 
     def __init__(
         self,
-        its: DatasetSettings,
+        settings: DatasetSettings,
         tokenizer: PreTrainedTokenizerBase,
         columns: Sequence[str] | None = None,
         images: SliceImages | Literal["unread", "refused"] = "unread",
@@ -151,30 +151,32 @@ class Encoder:
         supported."""
         self._loss_masker = get_loss_masker(tokenizer)  # cached, and the same for any template
         self._plain_tokenizer = tokenizer
-        if its.chat_template:
-            tokenizer = its.chat_template.apply(tokenizer)
-        if its.type in NEEDS_TEMPLATE and not tokenizer.chat_template:
+        if settings.chat_template:
+            tokenizer = settings.chat_template.apply(tokenizer)
+        if settings.type in NEEDS_TEMPLATE and not tokenizer.chat_template:
             raise NoTemplateError(
                 "The tokenizer has no chat template, which conversations need.\n"
                 "  Name one in data.chat_template (chatml, for example), or set "
                 "model.tokenizer_path to a tokenizer that has one."
             )
-        self._variables = _check_templates(tokenizer, its.chat_template)
-        self._its = its
+        self._variables = _check_templates(tokenizer, settings.chat_template)
+        self._its = settings
         self._columns = columns
         self._vocabulary = len(tokenizer)
         self._tokenizer = tokenizer
         self._images = images if isinstance(images, SliceImages) else None
         self._refuses_images = images == "refused"
         self._stop_token_ids = stop_token_ids
-        self._renderer = Renderer(tokenizer, its, self._images, stop_token_ids)
+        self._renderer = Renderer(tokenizer, settings, self._images, stop_token_ids)
         is_unread = not (self._images or self._refuses_images)
         self._media_like = media_like_tokens(tokenizer) if is_unread else NO_TOKENS
-        self._special_tokens = SpecialTokens(its, tokenizer, has_images=self._images is not None)
+        self._special_tokens = SpecialTokens(
+            settings, tokenizer, has_images=self._images is not None
+        )
         tokens = self._images.token_ids if self._images else []
-        self._truncator = Truncator(its, self._encode, tokens)
+        self._truncator = Truncator(settings, self._encode, tokens)
         self._num_checks = FIRST_BATCH_CHECKS
-        chosen = its.chat_template and its.chat_template.text
+        chosen = settings.chat_template and settings.chat_template.text
         template: Any = chosen or (self._images and self._images.chat_template)
         self._template = str(template or tokenizer.chat_template or "")
 
@@ -213,10 +215,10 @@ class Encoder:
                 said = self._parse_value(value)
             except BadRecord:
                 continue
-            for each in conversations(said):
-                several = each.several
-                yield from ((kind, ref, kind in several) for kind, ref in each.media)
-                yield from ((kind, None, False) for kind in each.unplaced)
+            for conversation in conversations(said):
+                several = conversation.several
+                yield from ((kind, ref, kind in several) for kind, ref in conversation.media)
+                yield from ((kind, None, False) for kind in conversation.unplaced)
 
     def __call__(self, values: Sequence[Value], folder: Folder | None = None) -> EncodedBatch:
         """Encode a batch. `folder`: the one to which paths of images are relative.
@@ -233,7 +235,7 @@ class Encoder:
         gaps = dict(zip(parsed.records, parsed.score_gaps, strict=False))
         cuts = TruncationCounts()
         faults |= self._truncate(sides, parsed, faults, cuts)
-        usable = [place for place in range(len(parsed.records)) if place not in faults]
+        usable = [index for index in range(len(parsed.records)) if index not in faults]
         parsed.faults |= {parsed.records[place]: fault for place, fault in faults.items()}
         records = [parsed.records[place] for place in usable]
         selected = [side.select(usable) for side in sides]
@@ -267,13 +269,13 @@ class Encoder:
 
     def _parse_batch(self, values: Sequence[Value], folder: Folder | None) -> _ParsedBatch:
         found = _ParsedBatch(sides=[[], []] if self._its.kind == "preference" else [[]])
-        for place, value in enumerate(values):
+        for index, value in enumerate(values):
             try:
-                self._parse_record(place, value, found, folder)
+                self._parse_record(index, value, found, folder)
             except BadRecord as fault:
-                found.faults[place] = fault
+                found.faults[index] = fault
             else:
-                found.records.append(place)
+                found.records.append(index)
         return found
 
     def _parse_value(self, value: Value) -> Parsed:
@@ -283,8 +285,8 @@ class Encoder:
         self, said: Parsed, parts: Sequence[Conversation], folder: Folder | None
     ) -> Parsed:
         """The record with its media; `parts` are its conversations."""
-        media = [kind for each in parts for kind, _ in each.media]
-        unplaced = {kind: count for each in parts for kind, count in each.unplaced.items()}
+        media = [kind for part in parts for kind, _ in part.media]
+        unplaced = {kind: count for part in parts for kind, count in part.unplaced.items()}
         read = self._images.kinds if self._images else {}
         if media and self._refuses_images:
             raise no_processor(media[0])
@@ -298,7 +300,7 @@ class Encoder:
                 why = f"it has {count} {its.plural} and no {its.placeholder} in its text"
                 raise BadRecord("bad_value", why)
         if isinstance(said, PreferencePair):
-            chosen, rejected = (self._images.resolve_prompt(each, folder) for each in parts)
+            chosen, rejected = (self._images.resolve_prompt(part, folder) for part in parts)
             if chosen.media != rejected.media:
                 why = "the prompts of its two answers have other media"
                 raise BadRecord("bad_value", why)

@@ -107,7 +107,7 @@ class SliceImages:
     @property
     def processors(self) -> list[ModelProcessor]:
         """The model's processors of all kinds."""
-        return [*(its.processor for its in self.kinds.values()), *self.others]
+        return [*(kind.processor for kind in self.kinds.values()), *self.others]
 
     @property
     def token_ids(self) -> list[int]:
@@ -117,18 +117,20 @@ class SliceImages:
     @property
     def chat_template(self) -> str | None:
         """The chat template of the processor; None without one."""
-        return next(its.processor.chat_template for its in self.kinds.values())
+        return next(kind.processor.chat_template for kind in self.kinds.values())
 
     @cached_property
     def _tokens(self) -> re.Pattern[str]:
-        tokens = {re.escape(its.processor.token) for its in self.kinds.values()}
+        tokens = {re.escape(kind.processor.token) for kind in self.kinds.values()}
         return re.compile("|".join(sorted(tokens)))
 
     def resolve(self, conversation: Conversation, folder: Folder | None) -> Conversation:
         """The conversation with digests as its media. Raises BadRecord for media that cannot be
         used, and for a text that has a token of media."""
         several = conversation.several
-        messages = [self._resolve_message(each, folder, several) for each in conversation.messages]
+        messages = [
+            self._resolve_message(message, folder, several) for message in conversation.messages
+        ]
         return replace(conversation, messages=messages)
 
     def resolve_prompt(self, conversation: Conversation, folder: Folder | None) -> Conversation:
@@ -193,8 +195,8 @@ class SliceImages:
         before = np.concatenate([[0], np.cumsum(is_media)])
         counts = np.diff(before[flat.offsets]).tolist()
         return {
-            at: self._fault(flat[at][0], sum(document.image_tokens))
-            for at, (count, document) in enumerate(zip(counts, documents, strict=True))
+            index: self._fault(flat[index][0], sum(document.image_tokens))
+            for index, (count, document) in enumerate(zip(counts, documents, strict=True))
             if count != sum(document.image_tokens)
         }
 
@@ -218,9 +220,9 @@ class SliceImages:
     def _fault(self, ids: Ids, features: int) -> BadRecord:
         if not features:
             stands = (
-                f"{one.reserved[-1]}, which stands for {one.kind.article}"
-                for one in self.processors
-                if one.token_id in ids
+                f"{processor.reserved[-1]}, which stands for {processor.kind.article}"
+                for processor in self.processors
+                if processor.token_id in ids
             )
             return BadRecord("bad_value", f"its text has {' and '.join(stands)}")
         what, tokens = " and ".join(self.kinds), int(np.isin(ids, self.token_ids).sum())

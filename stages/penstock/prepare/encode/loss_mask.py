@@ -182,7 +182,7 @@ def _mask_spans(
     Token `t` has bytes `bytes_before[t]` to `bytes_before[t + 1]`; spans are relative to the first
     byte of their document.
     """
-    of = np.repeat(np.arange(len(spans)), [len(each) for each in spans])
+    of = np.repeat(np.arange(len(spans)), [len(span) for span in spans])
     borders = np.array([span for each in spans for span in each], dtype=np.int64).reshape(-1, 2)
     borders += bytes_before[offsets[of]][:, None]
     filled = borders[borders[:, 0] < borders[:, 1]]

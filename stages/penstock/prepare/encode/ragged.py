@@ -55,12 +55,14 @@ class TokenSequences:
     def from_list(cls, sequences: Sequence[LabeledTokens]) -> "TokenSequences":
         """Concatenate sequences."""
         nothing = [np.empty(0, dtype=np.int32)]
-        is_weighted = any(each.weights is not None for each in sequences)
+        is_weighted = any(sequence.weights is not None for sequence in sequences)
         return cls(
-            np.concatenate(nothing + [each.ids for each in sequences]),
-            np.concatenate(nothing + [each.labels for each in sequences]),
-            to_offsets([len(each.ids) for each in sequences]),
-            np.concatenate([each.dense_weights() for each in sequences]) if is_weighted else None,
+            np.concatenate(nothing + [sequence.ids for sequence in sequences]),
+            np.concatenate(nothing + [sequence.labels for sequence in sequences]),
+            to_offsets([len(sequence.ids) for sequence in sequences]),
+            np.concatenate([sequence.dense_weights() for sequence in sequences])
+            if is_weighted
+            else None,
         )
 
     @property

@@ -68,21 +68,23 @@ class Renderer:
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        its: DatasetSettings,
+        settings: DatasetSettings,
         images: SliceImages | None = None,
         stop_token_ids: Collection[int] = (),
     ) -> None:
         """`images`: the media of the conversations, whose media are their digests.
         `stop_token_ids`: those of the generation config."""
         self._tokenizer = tokenizer
-        self._its = its
+        self._its = settings
         self._images = images
-        variables = its.chat_template.variables if its.chat_template else {}
+        variables = settings.chat_template.variables if settings.chat_template else {}
         self._names: dict[str, Any] = {**tokenizer.special_tokens_map, **variables}
         self._arguments = self._names
         """Variables of the template for the conversation that is rendered."""
         self._finder = TurnFinder(self._apply_template, TurnEnds(tokenizer, stop_token_ids))
-        self._may_drop = its.truncation_mode == "drop_turns" and its.max_seq_len is not None
+        self._may_drop = (
+            settings.truncation_mode == "drop_turns" and settings.max_seq_len is not None
+        )
         self._templates: dict[str, _Template] = {}
         self._parts_only = set[str]()
         """Templates that show only contents that are lists of parts."""

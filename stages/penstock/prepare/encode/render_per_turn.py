@@ -35,7 +35,7 @@ def render_per_turn(
     than as its text.
     """
     messages = conversation.messages
-    answers = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     text = render(messages[: answers[0]], True)
     spans: dict[int, tuple[int, int, bool]] = {}
     for place, following in zip(answers, [*answers[1:], None], strict=True):

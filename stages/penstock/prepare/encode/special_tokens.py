@@ -17,18 +17,22 @@ class SpecialTokens:
     """Adds special tokens around texts without a chat template, which would write them itself."""
 
     def __init__(
-        self, its: DatasetSettings, tokenizer: PreTrainedTokenizerBase, *, has_images: bool = False
+        self,
+        settings: DatasetSettings,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        has_images: bool = False,
     ) -> None:
         """`has_images`: texts with a chat template get the tokens that transformers' processors add
         unless a text begins with the BOS token."""
         self._affixes = special_token_affixes(tokenizer) if has_images else ([], [])
         self._begin = tokenizer.bos_token
         self._end = tokenizer.eos_token_id
-        self._masks_end = its.trained_ends == "none"
-        is_text = its.type == "text"
-        self._is_plain = is_text or (its.type != "tokenized" and not tokenizer.chat_template)
+        self._masks_end = settings.trained_ends == "none"
+        is_text = settings.type == "text"
+        self._is_plain = is_text or (settings.type != "tokenized" and not tokenizer.chat_template)
         before, after = special_token_affixes(tokenizer) if self._is_plain else ([], [])
-        if self._is_plain and its.add_eos:
+        if self._is_plain and settings.add_eos:
             end = _require_eos(tokenizer)
             after = after if after[-1:] == [end] else [*after, end]
         is_trained = [not (token == self._end and self._masks_end) for token in after]
@@ -70,10 +74,10 @@ class SpecialTokens:
     def _add_affixes(self, flat: TokenSequences, documents: Sequence[Document]) -> TokenSequences:
         before, after = (_to_labeled(ids, [False] * len(ids)) for ids in self._affixes)
         others: dict[int, LabeledTokens] = {}
-        for place, document in enumerate(documents):
+        for index, document in enumerate(documents):
             if self._begin is None or not document.text.startswith(str(self._begin)):
-                whole = TokenSequences.from_list([before, flat[place], after])
-                others[place] = LabeledTokens(whole.ids, whole.labels, whole.weights)
+                whole = TokenSequences.from_list([before, flat[index], after])
+                others[index] = LabeledTokens(whole.ids, whole.labels, whole.weights)
         return flat.replace(others)
 
 

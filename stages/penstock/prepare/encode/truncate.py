@@ -29,7 +29,7 @@ class TruncatedLengths:
 
 
 def truncated_lengths(
-    prompt: int, answers: Sequence[int], its: DatasetSettings
+    prompt: int, answers: Sequence[int], settings: DatasetSettings
 ) -> TruncatedLengths | None:
     """Ranges to keep of a prompt and its answers, given their lengths; None to drop the sample.
 
@@ -38,22 +38,22 @@ def truncated_lengths(
     prompt, and of an answer only if that is not enough; `keep_start`, and `drop_turns` after
     dropping turns, cut the end; `drop` drops the sample.
     """
-    limit = its.max_seq_len
+    limit = settings.max_seq_len
     everything = TruncatedLengths((0, prompt), tuple((0, answer) for answer in answers))
     if limit is None or prompt + max(answers) <= limit:
         return everything
     first, last = 0, prompt
-    if its.max_prompt_len is not None and prompt > its.max_prompt_len:
-        if its.truncation_mode == "keep_start":
-            last = its.max_prompt_len
+    if settings.max_prompt_len is not None and prompt > settings.max_prompt_len:
+        if settings.truncation_mode == "keep_start":
+            last = settings.max_prompt_len
         else:
-            first = prompt - its.max_prompt_len
+            first = prompt - settings.max_prompt_len
     over = (last - first) + max(answers) - limit
     if over <= 0:
         return TruncatedLengths((first, last), everything.answers)
-    if its.truncation_mode == "drop":
+    if settings.truncation_mode == "drop":
         return None
-    if its.truncation_mode == "keep_end":
+    if settings.truncation_mode == "keep_end":
         first = min(first + over, last)
         return TruncatedLengths((first, last), tuple((max(0, n - limit), n) for n in answers))
     last = min(last, first + limit)
@@ -113,10 +113,10 @@ class Truncator:
     """Truncates samples; `encode` encodes shortened documents."""
 
     def __init__(
-        self, its: DatasetSettings, encode: Encode, media_token_ids: Sequence[int] = ()
+        self, settings: DatasetSettings, encode: Encode, media_token_ids: Sequence[int] = ()
     ) -> None:
         """`media_token_ids`: the tokens of media, which are never cut."""
-        self._its = its
+        self._its = settings
         self._encode = encode
         self._media_token_ids = media_token_ids
 

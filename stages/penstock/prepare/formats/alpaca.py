@@ -53,9 +53,9 @@ def _parse_history(value: Any) -> list[Turn]:
         raise BadRecord("wrong_type", f"{HISTORY} is {json_type_name(value)} where a list is meant")
     turns: list[Turn] = []
     for index, entry in enumerate(value):
-        where = f"{HISTORY}[{index}]"
+        location = f"{HISTORY}[{index}]"
         if not isinstance(entry, list) or len(entry) != 2:
-            raise BadRecord("wrong_type", f"{where} is not a list of a question and an answer")
+            raise BadRecord("wrong_type", f"{location} is not a list of a question and an answer")
         for place, role in enumerate(("user", "assistant")):
-            turns.append(text_turn(role, check_text(f"{where}[{place}]", entry[place])))
+            turns.append(text_turn(role, check_text(f"{location}[{place}]", entry[place])))
     return turns

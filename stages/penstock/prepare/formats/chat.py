@@ -25,17 +25,17 @@ def chat(settings: DatasetSettings, record: Mapping[str, Any]) -> Conversation:
     return build_conversation(settings, record, _apply_labels(settings.field_label, labels, turns))
 
 
-def _apply_labels(where: str, value: Any, turns: list[Turn]) -> list[Turn]:
+def _apply_labels(location: str, value: Any, turns: list[Turn]) -> list[Turn]:
     """Mark assistant messages with label 0 as untrained.
 
     Labels are a list, possibly as JSON text; a label column with other values is unrelated.
     """
     is_text = isinstance(value, str) and value.lstrip().startswith("[")
-    parsed = parse_json_text(where, value) if is_text else value
+    parsed = parse_json_text(location, value) if is_text else value
     if not isinstance(parsed, list):
         return turns
     count = sum(turn.is_answer for turn in turns)
-    labels = iter(parse_labels(where, parsed, count, "one for each message of the assistant's"))
+    labels = iter(parse_labels(location, parsed, count, "one for each message of the assistant's"))
     return [
         replace(turn, weight=next(labels) * turn.weight) if turn.is_answer else turn
         for turn in turns

@@ -65,7 +65,7 @@ class Messages:
 
     def split_last_answer(self) -> tuple["Messages", "Messages"]:
         """Split before the final assistant messages."""
-        others = [place for place, turn in enumerate(self.turns) if not turn.is_answer]
+        others = [index for index, turn in enumerate(self.turns) if not turn.is_answer]
         return self.split_at(others[-1] + 1 if others else 0)
 
     def require_prompt(self) -> "Messages":
@@ -107,19 +107,21 @@ def read_conversation(settings: DatasetSettings, record: Mapping[str, Any]) -> M
     return _find_conversation(settings, "", record)
 
 
-def parse_any_messages(settings: DatasetSettings, where: str, value: Any, speaker: str) -> Messages:
+def parse_any_messages(
+    settings: DatasetSettings, location: str, value: Any, speaker: str
+) -> Messages:
     """Parse text (a message with role `speaker`), a message, or a list of messages."""
     if isinstance(value, str):
         if not value.strip():
-            raise BadRecord("empty", f"{where} is empty")
-        return Messages(where, [text_turn(speaker, check_text(where, value))])
+            raise BadRecord("empty", f"{location} is empty")
+        return Messages(location, [text_turn(speaker, check_text(location, value))])
     if isinstance(value, list):
-        return Messages(where, parse_messages(where, value, message_keys(settings)))
+        return Messages(location, parse_messages(location, value, message_keys(settings)))
     if not isinstance(value, dict):
         kind = json_type_name(value)
-        raise BadRecord("wrong_type", f"{where} is {kind} where text or messages are meant")
-    return _find_conversation(settings, f"{where}.", value) or Messages(
-        where, [parse_message(where, value, message_keys(settings))]
+        raise BadRecord("wrong_type", f"{location} is {kind} where text or messages are meant")
+    return _find_conversation(settings, f"{location}.", value) or Messages(
+        location, [parse_message(location, value, message_keys(settings))]
     )
 
 
@@ -161,8 +163,8 @@ def _find_conversation(
 ) -> Messages | None:
     for name in CONVERSATIONS:
         if value.get(name) is not None:
-            where = f"{prefix}{name}"
-            return Messages(where, parse_messages(where, value[name], message_keys(settings)))
+            location = f"{prefix}{name}"
+            return Messages(location, parse_messages(location, value[name], message_keys(settings)))
     return None
 
 

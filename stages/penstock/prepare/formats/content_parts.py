@@ -26,12 +26,12 @@ class Parts(list[Message]):
     """Content that is parts, because it has media."""
 
 
-def merge_parts(where: str, value: Message, role: str, name: str) -> Message:
+def merge_parts(location: str, value: Message, role: str, name: str) -> Message:
     """Merge a content that is a list of parts into text, reasoning and tool call fields."""
     content = value.get(name)
     if not isinstance(content, list) or (role == "tool" and not _is_part_list(content)):
         return value
-    at = f"{where}.{name}"
+    at = f"{location}.{name}"
     by_kind: dict[str, list[Any]] = {TEXT: [], REASON: [], CALL: [], RESULT: [], MEDIA: []}
     parts = Parts()
     for index, part in enumerate(content):
@@ -49,9 +49,11 @@ def merge_parts(where: str, value: Message, role: str, name: str) -> Message:
         if kind in (TEXT, RESULT, MEDIA):
             parts += inside if kind == MEDIA else map(text_part, inside)
     if by_kind[CALL] and value.get("tool_calls"):
-        raise BadRecord("bad_value", f"{where} has both tool_calls and parts of type tool_call")
+        raise BadRecord("bad_value", f"{location} has both tool_calls and parts of type tool_call")
     if by_kind[REASON] and any(value.get(note) for note in REASONING):
-        raise BadRecord("bad_value", f"{where} has its reasoning both in a part and beside content")
+        raise BadRecord(
+            "bad_value", f"{location} has its reasoning both in a part and beside content"
+        )
     text = "".join(by_kind[TEXT] + by_kind[RESULT])
     members: Message = {**value, name: parts if by_kind[MEDIA] else text}
     if by_kind[REASON]:
@@ -78,27 +80,27 @@ def _part_value(part: Message) -> Any:
     return next((part[name] for name in names if part.get(name) is not None), None)
 
 
-def _parse_part(where: str, part: Any) -> tuple[str, list[Any]]:
+def _parse_part(location: str, part: Any) -> tuple[str, list[Any]]:
     """(type of a part, its texts or tool calls)."""
     if not isinstance(part, dict) or "type" not in part:
         raise BadRecord(
-            "wrong_type", f"{where} is {json_type_name(part)} where a part of a message is meant"
+            "wrong_type", f"{location} is {json_type_name(part)} where a part of a message is meant"
         )
     kind = PARTS.get(str(part["type"]))
     if kind is None:
         known = ", ".join(dict.fromkeys(PARTS.values()))
-        why = f"{where} is of type {str(part['type'])[:40]!r}"
+        why = f"{location} is of type {str(part['type'])[:40]!r}"
         raise BadRecord(
             "bad_value", f"{why}; only text and media can be used, in parts of type {known}"
         )
     if kind in KINDS:
-        return MEDIA, [media_part(where, KINDS[kind], part)]
+        return MEDIA, [media_part(location, KINDS[kind], part)]
     inside = _part_value(part)
     if inside is None:
         names = ", ".join(part)
-        raise BadRecord("missing_column", f"{where} has no text and no value; it has {names}")
+        raise BadRecord("missing_column", f"{location} has no text and no value; it has {names}")
     if kind == CALL:
-        return kind, parse_inline_calls(where, inside)
+        return kind, parse_inline_calls(location, inside)
     if kind == RESULT and not isinstance(inside, str):
-        return kind, [to_json_text(where, inside)]
-    return kind, [check_text(where, inside)]
+        return kind, [to_json_text(location, inside)]
+    return kind, [check_text(location, inside)]

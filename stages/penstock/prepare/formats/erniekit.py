@@ -53,8 +53,8 @@ def sft_turns(settings: DatasetSettings, record: Mapping[str, Any]) -> Conversat
         settings,
         record,
         [
-            replace(turn, weight=turn.weight * labels[place // 2]) if turn.is_answer else turn
-            for place, turn in enumerate(turns)
+            replace(turn, weight=turn.weight * labels[index // 2]) if turn.is_answer else turn
+            for index, turn in enumerate(turns)
         ],
         system,
     )
@@ -129,9 +129,9 @@ def _require_no_empty(name: str, texts: Sequence[str]) -> None:
 def _alternate(asked: Sequence[str], said: Sequence[str]) -> list[Turn]:
     """Alternate questions and answers, starting with a question."""
     turns: list[Turn] = []
-    for place, question in enumerate(asked):
+    for index, question in enumerate(asked):
         turns.append(text_turn("user", question))
-        turns += [text_turn("assistant", answer) for answer in said[place : place + 1]]
+        turns += [text_turn("assistant", answer) for answer in said[index : index + 1]]
     return turns
 
 
@@ -147,14 +147,16 @@ def _parse_texts(name: str, value: Any) -> list[str]:
 
 
 def _parse_response(responses: Sequence[Any], index: int) -> Messages:
-    where = f"response[{index}]"
-    texts = _parse_texts(where, responses[index])
+    location = f"response[{index}]"
+    texts = _parse_texts(location, responses[index])
     if len(texts) % 2 == 0:
-        why = f"{where} has {len(texts)} texts; the first and the last are the assistant's"
+        why = f"{location} has {len(texts)} texts; the first and the last are the assistant's"
         raise BadRecord("bad_value", why)
-    _require_no_empty(where, texts)
+    _require_no_empty(location, texts)
     roles = ("assistant", "user")
-    return Messages(where, [text_turn(roles[place % 2], text) for place, text in enumerate(texts)])
+    return Messages(
+        location, [text_turn(roles[index % 2], text) for index, text in enumerate(texts)]
+    )
 
 
 def _preferred_index(ranks: Any) -> int:

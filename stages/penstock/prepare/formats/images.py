@@ -34,14 +34,14 @@ SAMPLED = (
 """Members of a video by which other libraries choose and resize its frames."""
 
 
-def media_part(where: str, kind: MediaKind, part: Mapping[str, Any]) -> Message:
+def media_part(location: str, kind: MediaKind, part: Mapping[str, Any]) -> Message:
     """The part of a message that is an image, audio or video. Raises BadRecord if it cannot be read
     as one."""
     names = (*kind.sources, FPS, *SAMPLED) if kind == VIDEO else kind.sources
     given = [name for name in names if part.get(name) is not None]
     if not given:
         return {"type": kind.name, kind.name: NO_SOURCE}
-    found = _parse(where, kind, {name: part[name] for name in given})
+    found = _parse(location, kind, {name: part[name] for name in given})
     return {"type": kind.name, kind.name: found}
 
 
@@ -106,68 +106,68 @@ def _column_values(kind: MediaKind, record: Mapping[str, Any]) -> list[tuple[str
         if value is None or value in ("", []):
             continue
         several = value if isinstance(value, list) else [value]
-        return [(f"{name}[{at}]", each) for at, each in enumerate(several)]
+        return [(f"{name}[{index}]", each) for index, each in enumerate(several)]
     return []
 
 
-def _parse(where: str, kind: MediaKind, value: Any) -> ImageRef:
+def _parse(location: str, kind: MediaKind, value: Any) -> ImageRef:
     """An image, audio or video: a path, URL or data URI; bytes; or an object with one of its
     sources. A video may be a list of images."""
     if isinstance(value, list) and kind == VIDEO:
-        return _parse_frames(where, value)
+        return _parse_frames(location, value)
     if isinstance(value, bytes):
         return ImageRef(content=value, kind=kind.name)
     if isinstance(value, str):
-        return ImageRef(check_text(where, value), kind=kind.name)
+        return ImageRef(check_text(location, value), kind=kind.name)
     if not isinstance(value, Mapping):
-        what = f"{where} is {json_type_name(value)} where {kind.article} is meant"
+        what = f"{location} is {json_type_name(value)} where {kind.article} is meant"
         raise BadRecord("wrong_type", what)
     if kind == VIDEO and (value.get(FPS) is not None or any(name in value for name in SAMPLED)):
-        return _parse_sampled(where, value)
+        return _parse_sampled(location, value)
     known = (*kind.sources, BASE64[-1])
     given = {name: value[name] for name in known if value.get(name) is not None}
     # Hugging Face's Image and Audio features have the bytes, and the path that they had.
     name = "bytes" if "bytes" in given else next(iter(given), None)
     if name is None:
-        raise BadRecord("missing_column", f"{where} has none of {', '.join(kind.sources)}")
+        raise BadRecord("missing_column", f"{location} has none of {', '.join(kind.sources)}")
     if name in BASE64:
         try:
-            return from_base64(check_text(f"{where}.{name}", given[name]), kind.name)
+            return from_base64(check_text(f"{location}.{name}", given[name]), kind.name)
         except BadMedia as error:
-            raise BadRecord("bad_value", f"{where}.{name}: {error}") from error
+            raise BadRecord("bad_value", f"{location}.{name}: {error}") from error
     if name == "bytes" and isinstance(given[name], str):
-        raise BadRecord("wrong_type", f"{where}.bytes is a string; write it as base64")
-    return _parse(f"{where}.{name}", kind, given[name])
+        raise BadRecord("wrong_type", f"{location}.bytes is a string; write it as base64")
+    return _parse(f"{location}.{name}", kind, given[name])
 
 
-def _parse_frames(where: str, value: list[Any]) -> ImageRef:
+def _parse_frames(location: str, value: list[Any]) -> ImageRef:
     """A video that is a list of images."""
     if not value:
-        raise BadRecord("empty", f"{where} has no frames")
-    frames = [_parse(f"{where}[{at}]", IMAGE, each) for at, each in enumerate(value)]
+        raise BadRecord("empty", f"{location} has no frames")
+    frames = [_parse(f"{location}[{index}]", IMAGE, each) for index, each in enumerate(value)]
     return ImageRef(kind=VIDEO.name, frames=tuple(frames))
 
 
-def _parse_sampled(where: str, value: Mapping[str, Any]) -> ImageRef:
+def _parse_sampled(location: str, value: Mapping[str, Any]) -> ImageRef:
     """A video with members about its frames."""
     if unread := [name for name in SAMPLED if value.get(name) is not None]:
         raise BadRecord(
             "bad_value",
-            f"{where} has {unread[0]}, which is not read: the model's video processor says which "
-            "frames are used, and how large",
+            f"{location} has {unread[0]}, which is not read: the model's video processor says "
+            "which frames are used, and how large",
         )
     fps = value.get(FPS)
-    found = _parse(where, VIDEO, {n: v for n, v in value.items() if n not in (FPS, *SAMPLED)})
+    found = _parse(location, VIDEO, {n: v for n, v in value.items() if n not in (FPS, *SAMPLED)})
     if fps is None:
         return found
     if not found.frames:
         raise BadRecord(
             "bad_value",
-            f"{where} has fps, which is that of a list of frames; of a file, the model's video "
+            f"{location} has fps, which is that of a list of frames; of a file, the model's video "
             "processor says which frames are used",
         )
     if isinstance(fps, bool) or not isinstance(fps, int | float) or not 0 < fps < math.inf:
-        raise BadRecord("bad_value", f"{where}.fps is {fps!r} where a positive number is meant")
+        raise BadRecord("bad_value", f"{location}.fps is {fps!r} where a positive number is meant")
     return replace(found, fps=float(fps))
 
 

@@ -65,20 +65,20 @@ OPENAI = MessageKeys([("role", "content")], OPENAI_ROLES, merges_calls=False)
 SHAREGPT = MessageKeys([("from", "value"), ("role", "content")], ROLES, merges_calls=True)
 
 
-def message_keys(its: DatasetSettings) -> MessageKeys:
+def message_keys(settings: DatasetSettings) -> MessageKeys:
     """The keys of the messages of a data set: those of its type, or as its settings name them.
 
     Where keys or roles are named, roles have ShareGPT's names too.
     """
-    roles = its.message_roles or {}
+    roles = settings.message_roles or {}
     return _message_keys(
-        its.type == "chat",
-        its.field_message_role,
-        its.field_message_content,
+        settings.type == "chat",
+        settings.field_message_role,
+        settings.field_message_content,
         tuple((name, target) for target, names in roles.items() for name in names),
-        its.field_message_training,
-        its.field_message_training_detail,
-        its.roles_to_train,
+        settings.field_message_training,
+        settings.field_message_training_detail,
+        settings.roles_to_train,
     )
 
 

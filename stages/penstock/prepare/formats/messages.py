@@ -116,11 +116,11 @@ def get_text_or_default(record: Mapping[str, Any], name: str | None, usual: str)
     return get_optional_text(record, name or (usual if usual in record else None))
 
 
-def parse_messages(where: str, value: Any, keys: MessageKeys) -> list[Turn]:
+def parse_messages(location: str, value: Any, keys: MessageKeys) -> list[Turn]:
     """Parse a list of messages."""
     turns: list[Turn] = []
-    for index, entry in _list_entries(where, value):
-        turn = parse_message(f"{where}[{index}]", entry, keys)
+    for index, entry in _list_entries(location, value):
+        turn = parse_message(f"{location}[{index}]", entry, keys)
         if keys.merges_calls and turns and _is_continuation(turns[-1], turn):
             turns[-1] = _merge_calls(turns[-1], turn)
         else:
@@ -131,56 +131,56 @@ def parse_messages(where: str, value: Any, keys: MessageKeys) -> list[Turn]:
 _EXAMPLE = '[{"role": "user", "content": "…"}, …]'
 
 
-def _list_entries(where: str, value: Any) -> list[tuple[int, Any]]:
+def _list_entries(location: str, value: Any) -> list[tuple[int, Any]]:
     """Enumerate a list of messages, which may be JSON text."""
     is_blank = isinstance(value, str) and not value.strip()
     if isinstance(value, str) and not is_blank and value.lstrip()[0] not in "[{":
         raise BadRecord(
             "wrong_type",
-            f"{where} is text where a list of messages is meant, such as {_EXAMPLE}",
+            f"{location} is text where a list of messages is meant, such as {_EXAMPLE}",
         )
-    found = [] if is_blank else parse_json_text(where, value)
+    found = [] if is_blank else parse_json_text(location, value)
     if not isinstance(found, list):
         raise BadRecord(
-            "wrong_type", f"{where} is {json_type_name(found)} where a list of messages is meant"
+            "wrong_type", f"{location} is {json_type_name(found)} where a list of messages is meant"
         )
     if not found:
-        raise BadRecord("empty", f"{where} is empty")
+        raise BadRecord("empty", f"{location} is empty")
     return list(enumerate(found))
 
 
-def parse_message(where: str, value: Any, keys: MessageKeys) -> Turn:
+def parse_message(location: str, value: Any, keys: MessageKeys) -> Turn:
     """Parse one message."""
-    if plain := _parse_plain(where, value, keys):
+    if plain := _parse_plain(location, value, keys):
         return plain
     if not isinstance(value, dict):
         raise BadRecord(
-            "wrong_type", f"{where} is {json_type_name(value)} where an object is meant"
+            "wrong_type", f"{location} is {json_type_name(value)} where an object is meant"
         )
     role_key, content_key = keys.of(value)
-    role = _parse_role(where, value, role_key, keys.roles)
+    role = _parse_role(location, value, role_key, keys.roles)
     if role == CALL:
-        return _parse_call_message(where, value, content_key, keys)
-    value = merge_parts(where, value, role, content_key)
+        return _parse_call_message(location, value, content_key, keys)
+    value = merge_parts(location, value, role, content_key)
     message: Message = {"role": role, "content": None}
-    calls = _parse_calls(where, value, role)
+    calls = _parse_calls(location, value, role)
     if calls:
         message["tool_calls"] = calls
-    message["content"] = _parse_content(where, value, role, content_key, may_lack=bool(calls))
+    message["content"] = _parse_content(location, value, role, content_key, may_lack=bool(calls))
     if len(value) > 2:
-        message.update(_parse_other_fields(where, value, keys))
-    return Turn(message, *_trained_part(where, value, keys, role, message["content"]))
+        message.update(_parse_other_fields(location, value, keys))
+    return Turn(message, *_trained_part(location, value, keys, role, message["content"]))
 
 
 def _trained_part(
-    where: str, value: Message, keys: MessageKeys, role: str, content: Any
+    location: str, value: Message, keys: MessageKeys, role: str, content: Any
 ) -> tuple[float, Ranges | None]:
     """(loss weight, trained ranges of the content) of a message."""
-    weight = message_weight(where, value, keys.flags, role, keys.trained_roles)
+    weight = message_weight(location, value, keys.flags, role, keys.trained_roles)
     if keys.detail is None or value.get(keys.detail) is None:
         return weight, None
     return trained_ranges(
-        f"{where}.{keys.detail}",
+        f"{location}.{keys.detail}",
         value[keys.detail],
         content,
         weight,
@@ -189,7 +189,7 @@ def _trained_part(
     )
 
 
-def _parse_plain(where: str, value: Any, keys: MessageKeys) -> Turn | None:
+def _parse_plain(location: str, value: Any, keys: MessageKeys) -> Turn | None:
     """A message that is nothing but a role and text; None for any other."""
     if not isinstance(value, dict) or len(value) != 2 or not keys.flags.keys().isdisjoint(value):
         return None
@@ -201,7 +201,7 @@ def _parse_plain(where: str, value: Any, keys: MessageKeys) -> Turn | None:
     if role == CALL:
         return None
     if not content.isascii():
-        check_text(f"{where}.{content_key}", content)
+        check_text(f"{location}.{content_key}", content)
     weight = 1.0 if role in keys.trained_roles else 0.0
     return Turn({"role": role, "content": content}, weight)
 
@@ -216,25 +216,25 @@ def _normalize_role(name: str) -> str:
     return name.strip().lower().replace("-", "_")
 
 
-def _parse_role(where: str, value: Message, key: str, roles: Mapping[str, str]) -> str:
+def _parse_role(location: str, value: Message, key: str, roles: Mapping[str, str]) -> str:
     if key not in value:
-        raise BadRecord("missing_column", f"{where} has no {key}; it has {', '.join(value)}")
-    name = check_text(f"{where}.{key}", value[key])
+        raise BadRecord("missing_column", f"{location} has no {key}; it has {', '.join(value)}")
+    name = check_text(f"{location}.{key}", value[key])
     role = roles.get(name) or roles.get(_normalize_role(name))
     if role:
         return role
     near = difflib.get_close_matches(name, list(roles), n=1)
     hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(roles)}"
-    raise BadRecord("bad_value", f"{where}.{key} is {name[:40]!r}{hint}")
+    raise BadRecord("bad_value", f"{location}.{key} is {name[:40]!r}{hint}")
 
 
-def _parse_call_message(where: str, value: Message, key: str, keys: MessageKeys) -> Turn:
+def _parse_call_message(location: str, value: Message, key: str, keys: MessageKeys) -> Turn:
     if key not in value:
-        raise BadRecord("missing_column", f"{where} has no {key}; it has {', '.join(value)}")
-    calls = parse_inline_calls(f"{where}.{key}", value[key])
+        raise BadRecord("missing_column", f"{location} has no {key}; it has {', '.join(value)}")
+    calls = parse_inline_calls(f"{location}.{key}", value[key])
     message: Message = {"role": "assistant", "content": None, "tool_calls": calls}
-    message.update(_parse_other_fields(where, value, keys))
-    return Turn(message, *_trained_part(where, value, keys, "assistant", None))
+    message.update(_parse_other_fields(location, value, keys))
+    return Turn(message, *_trained_part(location, value, keys, "assistant", None))
 
 
 def _is_continuation(before: Turn, turn: Turn) -> bool:
@@ -253,25 +253,25 @@ def _merge_calls(before: Turn, turn: Turn) -> Turn:
     return replace(before, message={**before.message, "tool_calls": calls})
 
 
-def _parse_calls(where: str, value: Message, role: str) -> list[Message]:
+def _parse_calls(location: str, value: Message, role: str) -> list[Message]:
     calls, legacy = value.get("tool_calls"), value.get("function_call")
     if not calls and not legacy:
         return []
     if role != "assistant":
         name = "tool_calls" if calls else "function_call"
-        raise BadRecord("bad_value", f"{where} has {name}, but only the assistant calls tools")
+        raise BadRecord("bad_value", f"{location} has {name}, but only the assistant calls tools")
     if calls and legacy:
-        raise BadRecord("bad_value", f"{where} has both tool_calls and function_call")
+        raise BadRecord("bad_value", f"{location} has both tool_calls and function_call")
     if calls:
-        return parse_tool_calls(f"{where}.tool_calls", calls)
-    return [parse_tool_call(f"{where}.function_call", legacy)]
+        return parse_tool_calls(f"{location}.tool_calls", calls)
+    return [parse_tool_call(f"{location}.function_call", legacy)]
 
 
 def _parse_content(
-    where: str, value: Message, role: str, name: str, *, may_lack: bool
+    location: str, value: Message, role: str, name: str, *, may_lack: bool
 ) -> str | Parts | None:
     content = value.get(name)
-    at = f"{where}.{name}"
+    at = f"{location}.{name}"
     if isinstance(content, str):
         return check_text(at, content)
     if isinstance(content, Parts):
@@ -279,13 +279,13 @@ def _parse_content(
     if content is None and may_lack:
         return None
     if name not in value:
-        raise BadRecord("missing_column", f"{where} has no {name}; it has {', '.join(value)}")
+        raise BadRecord("missing_column", f"{location} has no {name}; it has {', '.join(value)}")
     if role == "tool" and content is not None:
         return to_json_text(at, content)
     raise BadRecord("wrong_type", f"{at} is {json_type_name(content)} where a string is meant")
 
 
-def _parse_other_fields(where: str, value: Message, keys: MessageKeys) -> Message:
+def _parse_other_fields(location: str, value: Message, keys: MessageKeys) -> Message:
     role_key, content_key = keys.of(value)
     read = {role_key, content_key, *READ_FIELDS, *keys.flags, keys.detail}
     kept: Message = {}
@@ -296,23 +296,23 @@ def _parse_other_fields(where: str, value: Message, keys: MessageKeys) -> Messag
             if entry:
                 raise BadRecord(
                     "bad_value",
-                    f"{where} has {name}; only text can be trained on, and media that are parts of "
-                    "content",
+                    f"{location} has {name}; only text can be trained on, and media that are parts "
+                    "of content",
                 )
             continue
-        kept[name] = check_json(f"{where}.{name}", entry)
+        kept[name] = check_json(f"{location}.{name}", entry)
     notes = [name for name in REASONING if name in kept]
     for name in notes:
-        check_text(f"{where}.{name}", kept[name])
+        check_text(f"{location}.{name}", kept[name])
     if len({kept[name] for name in notes}) > 1:
-        raise BadRecord("bad_value", f"{where} has {' and '.join(notes)}, which differ")
+        raise BadRecord("bad_value", f"{location} has {' and '.join(notes)}, which differ")
     for name in ("role", "content"):
         if name in kept:
-            raise BadRecord("bad_value", f"{where} has both {name} and {role_key}")
+            raise BadRecord("bad_value", f"{location} has both {name} and {role_key}")
     return kept
 
 
-def parse_labels(where: str, value: Any, count: int, why: str) -> list[bool]:
+def parse_labels(location: str, value: Any, count: int, why: str) -> list[bool]:
     """Parse a list of `count` labels; `why` explains the count in the error.
 
     Raises BadRecord for another length and for entries other than 0 and 1.
@@ -320,11 +320,11 @@ def parse_labels(where: str, value: Any, count: int, why: str) -> list[bool]:
     if not isinstance(value, list) or len(value) != count:
         raise BadRecord(
             "bad_value",
-            f"{where} is {describe_value(value)} where a list of {count} is meant, {why}",
+            f"{location} is {describe_value(value)} where a list of {count} is meant, {why}",
         )
     for index, label in enumerate(value):
         if not isinstance(label, int) or label not in (0, 1):
             raise BadRecord(
-                "bad_value", f"{where}[{index}] is {describe_value(label)} where 0 or 1 is meant"
+                "bad_value", f"{location}[{index}] is {describe_value(label)} where 0 or 1 is meant"
             )
     return [bool(label) for label in value]

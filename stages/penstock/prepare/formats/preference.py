@@ -152,7 +152,7 @@ SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 _TURN = re.compile(rf"(?:\A\s*|\n\n)({'|'.join(SPEAKERS)}):")
 
 
-def parse_dialogue(where: str, value: Any) -> Messages | None:
+def parse_dialogue(location: str, value: Any) -> Messages | None:
     """Parse a dialogue in one text, as in hh-rlhf; None for any other value.
 
     A turn starts with `Human:` or `Assistant:` at the beginning of the text or after an empty line,
@@ -160,10 +160,10 @@ def parse_dialogue(where: str, value: Any) -> Messages | None:
     """
     if not isinstance(value, str):
         return None
-    ahead, *parts = _TURN.split(check_text(where, value))
+    ahead, *parts = _TURN.split(check_text(location, value))
     if ahead or not parts:
         return None
     turns = zip(parts[::2], parts[1::2], strict=True)
     return Messages(
-        where, [text_turn(SPEAKERS[speaker], words.strip()) for speaker, words in turns]
+        location, [text_turn(SPEAKERS[speaker], words.strip()) for speaker, words in turns]
     )

@@ -32,22 +32,22 @@ FORMATS: dict[FormatName, Format] = {
 
 
 def parse_record(
-    its: DatasetSettings, value: Record | BadRecord, columns: Sequence[str] | None
+    settings: DatasetSettings, value: Record | BadRecord, columns: Sequence[str] | None
 ) -> Parsed:
     """Parse a record, of which only `columns` are used if they are given. Raises BadRecord."""
     if isinstance(value, BadRecord):
         raise value
     if columns is not None:
         value = {name: get_column(value, name) for name in columns}
-    return with_template_kwargs(FORMATS[its.type](its, value), value)
+    return with_template_kwargs(FORMATS[settings.type](settings, value), value)
 
 
-def parse_weight(its: DatasetSettings, value: Record | BadRecord) -> float:
+def parse_weight(settings: DatasetSettings, value: Record | BadRecord) -> float:
     """The record's loss weight: 1 if no column is named or its value is null.
 
     Raises BadRecord for a record that weighs 0, of which nothing is trained.
     """
-    name = its.field_weight
+    name = settings.field_weight
     if name is None or isinstance(value, BadRecord):
         return 1.0
     given = get_column(value, name)

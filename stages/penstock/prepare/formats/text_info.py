@@ -34,16 +34,16 @@ def text_info(settings: DatasetSettings, record: Mapping[str, Any]) -> Conversat
         raise BadRecord("empty", f"{TEXTS} is empty")
     parts = _images_before(record, len(texts))
     roles: list[str] = []
-    for at, entry in enumerate(texts):
-        where = f"{TEXTS}[{at}]"
+    for index, entry in enumerate(texts):
+        location = f"{TEXTS}[{index}]"
         if unread := [name for name in UNREAD if entry.get(name)]:
-            raise BadRecord("bad_value", f"{where} has {unread[0]}, which is not read")
+            raise BadRecord("bad_value", f"{location} has {unread[0]}, which is not read")
         role = ROLES.get(str(entry.get("tag")))
         if role is None:
-            raise BadRecord("bad_value", f"{where}.tag is not {' or '.join(ROLES)}")
-        if role == "assistant" and parts[at]:
-            raise BadRecord("bad_value", f"{where} has an image, which no answer can hold")
-        parts[at].append(text_part(check_text(f"{where}.text", entry.get("text"))))
+            raise BadRecord("bad_value", f"{location}.tag is not {' or '.join(ROLES)}")
+        if role == "assistant" and parts[index]:
+            raise BadRecord("bad_value", f"{location} has an image, which no answer can hold")
+        parts[index].append(text_part(check_text(f"{location}.text", entry.get("text"))))
         roles.append(role)
     turns: list[Turn] = []
     for role, group in groupby(range(len(texts)), key=lambda at: roles[at]):
@@ -63,10 +63,10 @@ def _images_before(record: Mapping[str, Any], count: int) -> list[list[Message]]
         if not isinstance(index, int) or not 0 <= index < count:
             why = f"{IMAGES}[{at}].{INDEX} is {describe_value(index)}; there are {count} texts"
             raise BadRecord("bad_value", why)
-        where = f"{IMAGES}[{at}]"
+        location = f"{IMAGES}[{at}]"
         if not isinstance(entry.get("image_url"), str):
-            raise BadRecord("missing_column", f"{where} has no image_url")
-        found[index].append(media_part(where, IMAGE, {"image_url": entry["image_url"]}))
+            raise BadRecord("missing_column", f"{location} has no image_url")
+        found[index].append(media_part(location, IMAGE, {"image_url": entry["image_url"]}))
     return found
 
 

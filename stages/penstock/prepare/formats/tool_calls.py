@@ -19,7 +19,7 @@ PARAMETERS = ("input_schema", "inputSchema")
 """Names of `parameters` in Anthropic's API and in the Model Context Protocol."""
 
 
-def parse_tools(where: str, value: Any) -> list[Object] | None:
+def parse_tools(location: str, value: Any) -> list[Object] | None:
     """Parse a list of tools, a tool, or an object with such a list, possibly as JSON text; None if
     there is none.
 
@@ -28,121 +28,121 @@ def parse_tools(where: str, value: Any) -> list[Object] | None:
     """
     if value is None or value == "":
         return None
-    return list(_iter_tools(where, value)) or None
+    return list(_iter_tools(location, value)) or None
 
 
-def _iter_tools(where: str, value: Any) -> Iterator[Object]:
-    value = parse_json_text(where, value)
+def _iter_tools(location: str, value: Any) -> Iterator[Object]:
+    value = parse_json_text(location, value)
     if isinstance(value, list):
         for index, entry in enumerate(value):
-            at = f"{where}[{index}]"
+            at = f"{location}[{index}]"
             yield from _iter_tools(at, check_object(at, parse_json_text(at, entry)))
         return
     if not isinstance(value, dict):
         raise BadRecord(
-            "wrong_type", f"{where} is {json_type_name(value)} where a list of tools is meant"
+            "wrong_type", f"{location} is {json_type_name(value)} where a list of tools is meant"
         )
     lists = [name for name in TOOL_LISTS if isinstance(value.get(name), list)]
     if not lists:
-        yield _parse_tool(where, value)
+        yield _parse_tool(location, value)
     elif len(value) > 1:
-        raise BadRecord("bad_value", f"{where} has {lists[0]} beside {_others(value, lists[0])}")
+        raise BadRecord("bad_value", f"{location} has {lists[0]} beside {_others(value, lists[0])}")
     else:
-        yield from _iter_tools(f"{where}.{lists[0]}", value[lists[0]])
+        yield from _iter_tools(f"{location}.{lists[0]}", value[lists[0]])
 
 
 def _others(value: Object, name: str) -> str:
     return ", ".join(other for other in value if other != name)
 
 
-def parse_tool_calls(where: str, value: Any) -> list[Object]:
+def parse_tool_calls(location: str, value: Any) -> list[Object]:
     """Parse a list of tool calls, possibly as JSON text."""
-    found = parse_json_text(where, value)
+    found = parse_json_text(location, value)
     if not isinstance(found, list):
         raise BadRecord(
-            "wrong_type", f"{where} is {json_type_name(found)} where a list of calls is meant"
+            "wrong_type", f"{location} is {json_type_name(found)} where a list of calls is meant"
         )
-    return [_parse_call(f"{where}[{index}]", entry) for index, entry in enumerate(found)]
+    return [_parse_call(f"{location}[{index}]", entry) for index, entry in enumerate(found)]
 
 
-def parse_inline_calls(where: str, value: Any) -> list[Object]:
+def parse_inline_calls(location: str, value: Any) -> list[Object]:
     """Parse a message content of one tool call or a list, usually as JSON text."""
-    found = parse_json_text(where, value)
+    found = parse_json_text(location, value)
     if isinstance(found, list) and found:
-        return parse_tool_calls(where, found)
-    return [_parse_call(where, found)]
+        return parse_tool_calls(location, found)
+    return [_parse_call(location, found)]
 
 
-def parse_tool_call(where: str, value: Any) -> Object:
+def parse_tool_call(location: str, value: Any) -> Object:
     """Build a tool call from a function's name and arguments."""
-    return _build_call(where, check_object(where, value))
+    return _build_call(location, check_object(location, value))
 
 
-def _build_call(where: str, entry: Object) -> Object:
-    return {"type": "function", "function": _parse_function(where, entry)}
+def _build_call(location: str, entry: Object) -> Object:
+    return {"type": "function", "function": _parse_function(location, entry)}
 
 
-def _parse_call(where: str, value: Any) -> Object:
-    entry = check_object(where, value)
+def _parse_call(location: str, value: Any) -> Object:
+    entry = check_object(location, value)
     if entry.get("function") is None:
-        return _build_call(where, entry)
-    _require_function_type(where, entry)
+        return _build_call(location, entry)
+    _require_function_type(location, entry)
     kept = {name: part for name, part in entry.items() if part is not None}
     kept["type"] = "function"
-    kept["function"] = _parse_function(f"{where}.function", entry["function"])
+    kept["function"] = _parse_function(f"{location}.function", entry["function"])
     return kept
 
 
-def _parse_function(where: str, value: Any) -> Object:
+def _parse_function(location: str, value: Any) -> Object:
     """The function of a call, from JSON that is checked."""
-    entry = require_object(where, value)
+    entry = require_object(location, value)
     kept = {name: part for name, part in entry.items() if part is not None}
-    kept["name"] = _parse_name(where, entry)
-    kept["arguments"] = _parse_arguments(f"{where}.arguments", entry.get("arguments"))
+    kept["name"] = _parse_name(location, entry)
+    kept["arguments"] = _parse_arguments(f"{location}.arguments", entry.get("arguments"))
     return kept
 
 
-def _parse_arguments(where: str, value: Any) -> Object:
+def _parse_arguments(location: str, value: Any) -> Object:
     if value is None or value == "":
         return {}
     if isinstance(value, str):
-        return check_object(where, parse_json_text(where, value))
-    return require_object(where, value)
+        return check_object(location, parse_json_text(location, value))
+    return require_object(location, value)
 
 
-def _parse_tool(where: str, value: Any) -> Object:
-    entry = check_object(where, value)
+def _parse_tool(location: str, value: Any) -> Object:
+    entry = check_object(location, value)
     if entry.get("function") is None:
         bare = {name: part for name, part in entry.items() if name != "function"}
-        return {"type": "function", "function": _parse_definition(where, bare)}
-    _require_function_type(where, entry)
-    function = _parse_definition(f"{where}.function", entry["function"])
+        return {"type": "function", "function": _parse_definition(location, bare)}
+    _require_function_type(location, entry)
+    function = _parse_definition(f"{location}.function", entry["function"])
     return {**entry, "type": "function", "function": function}
 
 
-def _parse_definition(where: str, value: Any) -> Object:
-    entry = require_object(where, value)
+def _parse_definition(location: str, value: Any) -> Object:
+    entry = require_object(location, value)
     schemas = [name for name in ("parameters", *PARAMETERS) if entry.get(name) is not None]
     if len(schemas) > 1:
-        raise BadRecord("bad_value", f"{where} has both {schemas[0]} and {schemas[1]}")
+        raise BadRecord("bad_value", f"{location} has both {schemas[0]} and {schemas[1]}")
     kept = {"parameters" if name in schemas else name: part for name, part in entry.items()}
-    kept["name"] = _parse_name(where, entry)
+    kept["name"] = _parse_name(location, entry)
     if isinstance(kept.get("parameters"), str):
-        at = f"{where}.parameters"
+        at = f"{location}.parameters"
         kept["parameters"] = check_object(at, parse_json_text(at, kept["parameters"]))
     return kept
 
 
-def _require_function_type(where: str, entry: Object) -> None:
+def _require_function_type(location: str, entry: Object) -> None:
     said = entry.get("type")
     if said not in (None, "function"):
         raise BadRecord(
             "bad_value",
-            f"{where}.type is {check_json(where, said)!r}; only 'function' is known",
+            f"{location}.type is {check_json(location, said)!r}; only 'function' is known",
         )
 
 
-def _parse_name(where: str, entry: Object) -> str:
+def _parse_name(location: str, entry: Object) -> str:
     if entry.get("name") is None:
-        raise BadRecord("missing_column", f"{where} has no name; it has {', '.join(entry)}")
-    return check_text(f"{where}.name", entry["name"])
+        raise BadRecord("missing_column", f"{location} has no name; it has {', '.join(entry)}")
+    return check_text(f"{location}.name", entry["name"])

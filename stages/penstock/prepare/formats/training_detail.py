@@ -20,7 +20,7 @@ MEANT = f"{BEGIN}, {END} and {TRAIN}"
 
 
 def trained_ranges(
-    where: str, value: Any, content: Any, weight: float, *, is_flagged: bool, is_role: bool
+    location: str, value: Any, content: Any, weight: float, *, is_flagged: bool, is_role: bool
 ) -> tuple[float, Ranges | None]:
     """(loss weight, trained ranges; None: all) of a message with `content` and this `value`.
 
@@ -28,30 +28,30 @@ def trained_ranges(
     its role is trained. An empty list excludes the message, unless a flag trains it; a list without
     a trained entry leaves the end of its turn, as in axolotl. Raises BadRecord.
     """
-    entries = parse_json_text(where, value)
+    entries = parse_json_text(location, value)
     if not isinstance(entries, list):
         kind = json_type_name(entries)
         raise BadRecord(
-            "wrong_type", f"{where} is {kind} where a list of entries with {MEANT} is meant"
+            "wrong_type", f"{location} is {kind} where a list of entries with {MEANT} is meant"
         )
     if not entries:
         return (weight if is_flagged else 0.0), None
     if not isinstance(content, str) or not content.strip():
         what = "blank" if isinstance(content, str) else "not text"
         raise BadRecord(
-            "bad_value", f"{where} is about characters of a content that is {what}; leave it out"
+            "bad_value", f"{location} is about characters of a content that is {what}; leave it out"
         )
-    ranges = _parse_entries(where, entries, len(content))
+    ranges = _parse_entries(location, entries, len(content))
     if ranges and not weight:
         why = "a key beside it excludes the message" if is_role else "roles_to_train lacks its role"
-        raise BadRecord("bad_value", f"{where} trains characters, but {why}")
+        raise BadRecord("bad_value", f"{location} trains characters, but {why}")
     return weight, ranges
 
 
-def _parse_entries(where: str, entries: Sequence[Any], length: int) -> Ranges:
+def _parse_entries(location: str, entries: Sequence[Any], length: int) -> Ranges:
     found: list[tuple[int, int, bool, int]] = []
     for index, entry in enumerate(entries):
-        at = f"{where}[{index}]"
+        at = f"{location}[{index}]"
         if not isinstance(entry, dict):
             kind = json_type_name(entry)
             raise BadRecord("wrong_type", f"{at} is {kind} where an object with {MEANT} is meant")
@@ -71,7 +71,7 @@ def _parse_entries(where: str, entries: Sequence[Any], length: int) -> Ranges:
     found.sort()
     for (_, stop, _, one), (start, _, _, other) in pairwise(found):
         if start < stop:
-            raise BadRecord("bad_value", f"{where}[{one}] and [{other}] overlap at {start}")
+            raise BadRecord("bad_value", f"{location}[{one}] and [{other}] overlap at {start}")
     joined: list[tuple[int, int]] = []
     for start, stop, trains, _ in found:
         if trains and joined and joined[-1][1] == start:
@@ -81,16 +81,16 @@ def _parse_entries(where: str, entries: Sequence[Any], length: int) -> Ranges:
     return tuple(joined)
 
 
-def _parse_offset(where: str, entry: Mapping[str, Any], name: str) -> int:
+def _parse_offset(location: str, entry: Mapping[str, Any], name: str) -> int:
     value: Any = entry.get(name)
     # Columnar files and data frames with nulls hold whole numbers as floats.
     is_whole = isinstance(value, float) and value.is_integer()
     if isinstance(value, bool) or not (isinstance(value, int) or is_whole):
         if value is None:
-            raise BadRecord("missing_column", f"{where} has no {name}")
+            raise BadRecord("missing_column", f"{location} has no {name}")
         raise BadRecord(
-            "wrong_type", f"{where}.{name} is {describe_value(value)}, not a whole number"
+            "wrong_type", f"{location}.{name} is {describe_value(value)}, not a whole number"
         )
     if value < 0:
-        raise BadRecord("bad_value", f"{where}.{name} is {value}; offsets count from 0")
+        raise BadRecord("bad_value", f"{location}.{name} is {value}; offsets count from 0")
     return int(value)

@@ -38,7 +38,7 @@ WORDS: Mapping[str, bool] = {"true": True, "false": False}
 
 
 def message_weight(
-    where: str,
+    location: str,
     message: Mapping[str, Any],
     flags: Mapping[str, Flag],
     role: str,
@@ -53,30 +53,30 @@ def message_weight(
     if flags.keys().isdisjoint(message):
         return float(role in trained_roles)
     written = {
-        name: parse_flag(f"{where}.{name}", message[name], flag)
+        name: parse_flag(f"{location}.{name}", message[name], flag)
         for name, flag in flags.items()
         if message.get(name) is not None
     }
     if role not in trained_roles:
         for name, weight in written.items():
             if weight and not flags[name].is_factor:
-                why = f"{where}.{name} is {message[name]}; roles_to_train does not have {role}"
+                why = f"{location}.{name} is {message[name]}; roles_to_train does not have {role}"
                 raise BadRecord("bad_value", why)
         return 0.0
     if len({weight > 0 for weight in written.values()}) > 1:
         values = " and ".join(f"{name}: {message[name]}" for name in written)
-        raise BadRecord("bad_value", f"{where} has {values}, which contradict one another")
+        raise BadRecord("bad_value", f"{location} has {values}, which contradict one another")
     return math.prod(written.values())
 
 
-def parse_flag(where: str, value: Any, flag: Flag) -> float:
+def parse_flag(location: str, value: Any, flag: Flag) -> float:
     """The loss weight that a flag gives its message."""
     if isinstance(value, str):
         value = WORDS.get(value.strip().lower(), value)
     if isinstance(value, bool):
         return float(value == flag.trains)
     if flag.is_factor:
-        return check_weight(where, value)
+        return check_weight(location, value)
     is_number = isinstance(value, int | float) and value in (0, 1)
     if is_number and not flag.is_boolean:
         return float((value == 1) == flag.trains)
@@ -85,4 +85,4 @@ def parse_flag(where: str, value: Any, flag: Flag) -> float:
         why = "write true (not trained) or false, since the number may mean either"
     else:
         why = "write true or false" if flag.is_boolean else "write true, false, 0 or 1"
-    raise BadRecord("bad_value", f"{where} is {text}; {why}")
+    raise BadRecord("bad_value", f"{location} is {text}; {why}")

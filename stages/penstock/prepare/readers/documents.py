@@ -212,8 +212,8 @@ class _JsonReader:
             try:
                 value, end = JSON.raw_decode(self._text, start)
             except DuplicateKeyError as error:
-                where = f"{self._name}:{self.line}"
-                raise StageError(f"{where}: the record that begins here: {error}.") from error
+                location = f"{self._name}:{self.line}"
+                raise StageError(f"{location}: the record that begins here: {error}.") from error
             except (ValueError, RecursionError) as error:
                 if self._refill():
                     continue

@@ -262,7 +262,7 @@ def _line_splitter(reader: Reader) -> Callable[[SourceFile], Iterator[SplitSpec]
 
 def _split_local_lines(reader: Reader, path: Path, size: int) -> Iterator[SplitSpec]:
     with path.open("rb") as stream:
-        bounds = [*(line_start(stream, at) for at in range(0, size, SLICE_BYTES)), size]
+        bounds = [*(line_start(stream, index) for index in range(0, size, SLICE_BYTES)), size]
     spans = [(start, stop) for start, stop in pairwise(bounds) if start < stop]
     with ThreadPoolExecutor(min(THREADS, len(spans))) as pool:
         read = list(pool.map(lambda span: _digest_and_count_lines(path, *span), spans))

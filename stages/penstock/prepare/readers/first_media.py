@@ -16,15 +16,23 @@ VERSION = 3
 
 
 def find_first_media(
-    source: Source, its: DatasetSettings, columns: Sequence[str] | None, token: bool | None
+    source: Source, settings: DatasetSettings, columns: Sequence[str] | None, token: bool | None
 ) -> Mapping[str, list[str]]:
     """The kinds of media in the first records, each with the suffixes of the files that they name,
     such as `.jpg`; empty if the records cannot be read, for which the prepare stage has better
     errors."""
-    if its.type in NO_CONVERSATION:
+    if settings.type in NO_CONVERSATION:
         return {}
     asked = digest_json(
-        [VERSION, "media", source.key, its.type, its.ds_type, its.parsed_by, list(columns or ())]
+        [
+            VERSION,
+            "media",
+            source.key,
+            settings.type,
+            settings.ds_type,
+            settings.parsed_by,
+            list(columns or ()),
+        ]
     )
 
     def find() -> dict[str, list[str]]:
@@ -34,12 +42,14 @@ def find_first_media(
         from penstock.prepare.infer_type import read_first  # noqa: PLC0415
 
         found: dict[str, set[str]] = {}
-        for record in read_first(source, its.ds_type, token, its.max_record_bytes):
+        for record in read_first(source, settings.ds_type, token, settings.max_record_bytes):
             try:
-                said = parse_record(its, record, columns)
+                said = parse_record(settings, record, columns)
             except BadRecord:
                 continue
-            for kind, ref in (one for each in conversations(said) for one in each.media):
+            for kind, ref in (
+                one for conversation in conversations(said) for one in conversation.media
+            ):
                 suffixes = found.setdefault(kind, set())
                 suffixes.update(PurePosixPath(path).suffix.lower() for path in ref.paths)
         return {kind: sorted(suffixes) for kind, suffixes in found.items()}

@@ -49,12 +49,12 @@ BARE = re.compile("|".join(KINDS).encode())
 """The same among the values of a column."""
 
 
-def image_root(piece: FileSplit, its: DatasetSettings) -> Folder | None:
+def image_root(piece: FileSplit, settings: DatasetSettings) -> Folder | None:
     """The folder to which paths of images are relative: `image_folder`, or that of the piece's
     file, if it is no archive, which holds its images, and local or the metadata of an image folder
     in an object store."""
-    if its.image_folder is not None:
-        return Path(its.image_folder).expanduser()
+    if settings.image_folder is not None:
+        return Path(settings.image_folder).expanduser()
     if piece.reader == "tar":
         return None
     location = piece.file.location if piece.file else None
@@ -65,42 +65,50 @@ def image_root(piece: FileSplit, its: DatasetSettings) -> Folder | None:
 
 
 def with_image_pin(
-    source: Source, its: DatasetSettings, columns: tuple[str, ...] | None, token: bool | None
+    source: Source, settings: DatasetSettings, columns: tuple[str, ...] | None, token: bool | None
 ) -> Source:
     """The source, with a digest of the images that it names by path in its pin, if it names any."""
-    if source.pin["kind"] != "files" or its.type in NO_CONVERSATION:
+    if source.pin["kind"] != "files" or settings.type in NO_CONVERSATION:
         return source
-    digests = [digest_images([piece], its, columns) for piece in _pieces(source, its, token)]
+    digests = [
+        digest_images([piece], settings, columns) for piece in _pieces(source, settings, token)
+    ]
     if not any(digests):
         return source
     return replace(source, pin={**source.pin, "images": digest_json(digests)})
 
 
 def require_unchanged_source(
-    source: Source, its: DatasetSettings, columns: tuple[str, ...] | None, token: bool | None
+    source: Source, settings: DatasetSettings, columns: tuple[str, ...] | None, token: bool | None
 ) -> None:
     """Raise StageError if the images of a source are no longer what they were when it was
     pinned."""
-    if "images" in source.pin and with_image_pin(source, its, columns, token).pin != source.pin:
-        raise _changed(_pieces(source, its, token), its, columns)
+    if (
+        "images" in source.pin
+        and with_image_pin(source, settings, columns, token).pin != source.pin
+    ):
+        raise _changed(_pieces(source, settings, token), settings, columns)
 
 
 def require_unchanged_images(
-    pieces: Sequence[FileSplit], its: DatasetSettings, columns: tuple[str, ...] | None, digest: str
+    pieces: Sequence[FileSplit],
+    settings: DatasetSettings,
+    columns: tuple[str, ...] | None,
+    digest: str,
 ) -> None:
     """Raise StageError if the images of these pieces no longer have the digest."""
-    if digest_images(pieces, its, columns) != digest:
-        raise _changed(pieces, its, columns)
+    if digest_images(pieces, settings, columns) != digest:
+        raise _changed(pieces, settings, columns)
 
 
 def _changed(
-    pieces: Sequence[FileSplit], its: DatasetSettings, columns: tuple[str, ...] | None
+    pieces: Sequence[FileSplit], settings: DatasetSettings, columns: tuple[str, ...] | None
 ) -> StageError:
     """The error for images that have changed; which they are is known by their times alone."""
     changed: list[tuple[int, str]] = []
     for piece in pieces:
-        if isinstance(root := image_root(piece, its), Path):
-            paths = [image_path(name, root) for name in _named_paths(piece, its, columns)]
+        if isinstance(root := image_root(piece, settings), Path):
+            paths = [image_path(name, root) for name in _named_paths(piece, settings, columns)]
             stats = [(path, path.stat()) for path in paths if path and path.is_file()]
             changed += [(stat.st_ctime_ns, str(path)) for path, stat in stats]
     latest = f"; the last change is of {max(changed)[1]}" if changed else ""
@@ -110,28 +118,28 @@ def _changed(
     )
 
 
-def _pieces(source: Source, its: DatasetSettings, token: bool | None) -> list[FileSplit]:
+def _pieces(source: Source, settings: DatasetSettings, token: bool | None) -> list[FileSplit]:
     return split_source(
         source,
-        ds_type=its.ds_type,
-        streaming=its.streaming,
+        ds_type=settings.ds_type,
+        streaming=settings.streaming,
         token=token,
-        max_record_bytes=its.max_record_bytes,
+        max_record_bytes=settings.max_record_bytes,
     )
 
 
 def digest_images(
-    pieces: Sequence[FileSplit], its: DatasetSettings, columns: tuple[str, ...] | None
+    pieces: Sequence[FileSplit], settings: DatasetSettings, columns: tuple[str, ...] | None
 ) -> str | None:
     """Digest of the images that these pieces name by path, with the paths as they are written; None
     if there are none."""
-    if its.type in NO_CONVERSATION:
+    if settings.type in NO_CONVERSATION:
         return None
     found: list[tuple[str, Any]] = []
     for piece in pieces:
-        root = image_root(piece, its)
+        root = image_root(piece, settings)
         if root is not None and piece.file is not None:
-            names = _named_paths(piece, its, columns)
+            names = _named_paths(piece, settings, columns)
             versions = _versions_of_remote if isinstance(root, str) else _digests_of_local
             found += zip(names, versions(names, root), strict=True)
     return digest_json(found) if found else None
@@ -164,27 +172,27 @@ def _versions_of_remote(names: Sequence[str], root: Folder) -> list[Any]:
 
 
 def _named_paths(
-    piece: FileSplit, its: DatasetSettings, columns: tuple[str, ...] | None
+    piece: FileSplit, settings: DatasetSettings, columns: tuple[str, ...] | None
 ) -> list[str]:
     """The distinct paths of images in a piece, in order."""
     content = digest_json(
-        [FORMAT, "image paths", piece.as_json(), its.type, its.parsed_by, columns]
+        [FORMAT, "image paths", piece.as_json(), settings.type, settings.parsed_by, columns]
     )
-    return cached_value(content, lambda: list(dict.fromkeys(_iter_paths(piece, its, columns))))
+    return cached_value(content, lambda: list(dict.fromkeys(_iter_paths(piece, settings, columns))))
 
 
 def _iter_paths(
-    piece: FileSplit, its: DatasetSettings, columns: tuple[str, ...] | None
+    piece: FileSplit, settings: DatasetSettings, columns: tuple[str, ...] | None
 ) -> Iterator[str]:
     searched: dict[int, bool] = {}
     for chunk in read_chunks(piece):
         for value in _mentioning(chunk, searched):
             try:
-                said = parse_record(its, value, columns)
+                said = parse_record(settings, value, columns)
             except BadRecord:
                 continue
-            for each in conversations(said):
-                yield from (path for _, ref in each.media for path in ref.paths)
+            for conversation in conversations(said):
+                yield from (path for _, ref in conversation.media for path in ref.paths)
 
 
 def _mentioning(chunk: Chunk, searched: dict[int, bool]) -> list[Value]:
@@ -202,7 +210,7 @@ def _mentions(batch: pa.RecordBatch, searched: dict[int, bool]) -> bool:
     if names & {*WORDS}:
         return True
     pattern = BARE if "type" in names else MENTION
-    for buffer in (each for column in batch.columns for each in column.buffers() if each):
+    for buffer in (buffer for column in batch.columns for buffer in column.buffers() if buffer):
         if buffer.address not in searched:
             searched[buffer.address] = pattern.search(memoryview(buffer)) is not None
         if searched[buffer.address]:
@@ -214,4 +222,4 @@ def _field_names(fields: Iterable[pa.Field]) -> Iterator[str]:
     for field in fields:
         yield field.name
         kind = field.type
-        yield from _field_names(kind.field(at) for at in range(kind.num_fields))
+        yield from _field_names(kind.field(index) for index in range(kind.num_fields))

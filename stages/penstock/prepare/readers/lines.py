@@ -142,20 +142,24 @@ def _explain_json_error(line: bytes, error: json.JSONDecodeError) -> str:
     """Error message for a line that is not JSON; common mistakes are named."""
     text = line.decode(errors="replace").rstrip()
     rest = text[error.pos :].lstrip() if error.msg == "Extra data" else None
-    where = f"at column {error.colno}"
+    location = f"at column {error.colno}"
     if rest == ",":
-        return f"not JSON: a comma {where}, after the record; lines of JSON have none between them"
+        return (
+            f"not JSON: a comma {location}, after the record; lines of JSON have none between them"
+        )
     if rest is not None and rest.startswith("{"):
-        return f"not JSON: a second record {where}; write one to a line"
+        return f"not JSON: a second record {location}; write one to a line"
     # Python 3.13 reports the position of the comma, others that of the bracket.
     trailing = TRAILING_COMMA.match(text, error.pos)
     if trailing and (trailing[1] or text[: error.pos].rstrip().endswith(",")):
         at = trailing.start(2) + 1
         return f"not JSON: a comma before {trailing[2]} at column {at}; take it out"
     if COMMENT.match(text, error.pos):
-        return f"not JSON: a comment {where}, which JSON does not have; take it out"
+        return f"not JSON: a comment {location}, which JSON does not have; take it out"
     if "'" in text[error.pos : error.pos + 1]:
-        return f"not JSON: single quotes {where}; JSON has double ones"
+        return f"not JSON: single quotes {location}; JSON has double ones"
     if error.msg.startswith("Invalid control character"):
-        return f"not JSON: a line break, tab or null byte {where}; within quotes write \\n or \\t"
-    return f"not JSON: {error.msg.removesuffix(' at')} {where}"
+        return (
+            f"not JSON: a line break, tab or null byte {location}; within quotes write \\n or \\t"
+        )
+    return f"not JSON: {error.msg.removesuffix(' at')} {location}"

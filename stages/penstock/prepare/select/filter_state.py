@@ -40,7 +40,7 @@ class FilterState:
 
     def slice_indices(self, role: str) -> list[int]:
         """Indices of the slices of a role, in order."""
-        return [place for place, (item, *_) in enumerate(self.finished) if item.role == role]
+        return [index for index, (item, *_) in enumerate(self.finished) if item.role == role]
 
     def slices_at(self, places: Sequence[int]) -> list[TokenizedSlice]:
         """The slices with these indices."""
@@ -79,7 +79,7 @@ class SamplePool:
 
     def gather(self, arrays: Sequence[Array]) -> Array:
         """Concatenate the pool's samples from arrays of the slices (last dimension: samples)."""
-        parts = [its[..., rows] for its, rows in zip(arrays, self._rows, strict=True)]
+        parts = [array[..., rows] for array, rows in zip(arrays, self._rows, strict=True)]
         return np.concatenate(parts, axis=-1)
 
     def drop(self, samples: Indices, reason: DropReason) -> list[int]:

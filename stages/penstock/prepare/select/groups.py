@@ -23,16 +23,16 @@ def column_hashes(item: Slice, path: Path, column: str, token: bool | None = Non
     )
     wanted, hashes, first = set(rows.tolist()), dict[int, int](), 0
     for batch in read_records(item, token):
-        for place, record in enumerate(batch.values):
-            if first + place not in wanted or isinstance(record, BadRecord):
+        for index, record in enumerate(batch.values):
+            if first + index not in wanted or isinstance(record, BadRecord):
                 continue
             value = record.get(column)
             if value is None:
                 raise StageError(
-                    f"{batch.file}:{batch.line(place)}: the record has no value in {column!r} "
+                    f"{batch.file}:{batch.line(index)}: the record has no value in {column!r} "
                     f"(data.split_by); it has {', '.join(record)}.\n"
                     "  Name a column that every record has."
                 )
-            hashes[first + place] = hash_text(json.dumps(value, sort_keys=True, default=str))
+            hashes[first + index] = hash_text(json.dumps(value, sort_keys=True, default=str))
         first += len(batch.values)
     return np.array([hashes[row] for row in rows.tolist()], dtype=np.uint64)

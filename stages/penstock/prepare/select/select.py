@@ -69,7 +69,7 @@ def select(
     if settings.deduplicate == "near":
         _drop_near_duplicates(state, settings, features)
     held = _split_validation(state, settings, features)
-    parts = tuple(_split_masks(state, held, place) for place in range(len(finished)))
+    parts = tuple(_split_masks(state, held, index) for index in range(len(finished)))
     count = len(settings.datasets)
     num_rows, labels, rows, tokens = [0] * count, [""] * count, [0] * count, [0] * count
     for place in state.slice_indices("train"):
@@ -94,7 +94,7 @@ def _count_validation_in_train(
         for (_, _, tally), part in zip(finished, parts, strict=True)
     ):
         return 0
-    used = [place for place, (item, *_) in enumerate(finished) if item.role != "avoid"]
+    used = [index for index, (item, *_) in enumerate(finished) if item.role != "avoid"]
     digests = features.digests([finished[place] for place in used])
     train = _concat_masked(digests, [parts[place].train for place in used])
     validation = _concat_masked(digests, [parts[place].validation for place in used])
@@ -167,10 +167,10 @@ def _drop_contaminated(state: FilterState, settings: PrepareSettings, features: 
     labels = {item.dataset: item.label for item, _, _ in avoid}
     length = settings.decontaminate_ngram
     flags = features.contaminated(state.slices_at(places), avoid, length)
-    for place, found in zip(places, flags, strict=True):
-        rows = np.flatnonzero(state.keep_masks[place] & (found != CLEAN))
+    for place, flag in zip(places, flags, strict=True):
+        rows = np.flatnonzero(state.keep_masks[place] & (flag != CLEAN))
         for row in state.drop(place, rows, "contaminated"):
-            why = f"it shares {length} tokens in a row with {labels[int(found[row])]}"
+            why = f"it shares {length} tokens in a row with {labels[int(flag[row])]}"
             state.add_example(place, row, "contaminated", why)
 
 

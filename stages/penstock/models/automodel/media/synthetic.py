@@ -98,7 +98,7 @@ class _Counter:
     def __call__(self, tensors: Tensors) -> int:
         features = _features(self.model, self.kind)
         names = inspect.signature(features).parameters
-        takes_any = any(one.kind is one.VAR_KEYWORD for one in names.values())
+        takes_any = any(name.kind is name.VAR_KEYWORD for name in names.values())
         known = {k: v for k, v in tensors.items() if takes_any or k in names}
         found = features(**known, return_dict=True)
         return next(filter(None, map(count_features, _outputs(found))), 0)

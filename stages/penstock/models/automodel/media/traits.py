@@ -48,7 +48,7 @@ def token_ids(config: Any) -> dict[str, int]:
         values = (
             getattr(one, f"{kind}_{name}", None) for one in (config, text) for name in TOKEN_NAMES
         )
-        value = next((one for one in values if isinstance(one, int)), None)
+        value = next((value for value in values if isinstance(value, int)), None)
         if value is not None:
             found[kind] = value
     return found
@@ -149,20 +149,22 @@ def document(model: Any, maker: MediaMaker, media: list[int], seed: int = 0) -> 
     token = token_id(model.config, maker.kind)
     text = text_ids(model, 4 * len(media) + 7, seed)
     parts, found = [text[:3]], list[Tensors]()
-    for at, number in enumerate(media):
+    for index, number in enumerate(media):
         tensors, count = maker.make_one(number)
         found.append(tensors)
-        parts += [torch.full((count,), token), text[3 + 4 * at : 7 + 4 * at]]
+        parts += [torch.full((count,), token), text[3 + 4 * index : 7 + 4 * index]]
     parts.append(text[3 + 4 * len(media) :])
     return Document(torch.cat(parts), found)
 
 
 def document_logits(model: Any, documents: list[Document]) -> list[torch.Tensor]:
     """Logits [L, V] of each document of one padded batch."""
-    lengths = [len(one.ids_L) for one in documents]
+    lengths = [len(document.ids_L) for document in documents]
     here_BL = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
-    ids_BL = here_BL.long().masked_scatter(here_BL, torch.cat([one.ids_L for one in documents]))
-    media = join_media(each for one in documents for each in one.media)
+    ids_BL = here_BL.long().masked_scatter(
+        here_BL, torch.cat([document.ids_L for document in documents])
+    )
+    media = join_media(each for document in documents for each in document.media)
     inputs = {"use_cache": False, "return_dict": True}
     inputs |= media_inputs(model, ids_BL, here_BL, token_ids(model.config), media or None)
     with attention_over(VarlenMetadata.of([1])):
@@ -179,7 +181,7 @@ def check_media(model: Any, kind: Kind) -> None:
     ]
     with torch.no_grad():
         together = document_logits(model, documents)
-        alone = [document_logits(model, [one])[0] for one in documents]
+        alone = [document_logits(model, [document])[0] for document in documents]
         if any(_differ(one, other) for one, other in zip(together, alone, strict=True)):
             raise CapabilityError("a padded batch gives other results than each document alone")
         other = Document(documents[0].ids_L, [maker.make_one(2)[0]])

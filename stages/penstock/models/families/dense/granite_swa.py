@@ -24,7 +24,9 @@ def read(hf: HfConfig) -> DecoderConfig:
     windows = sliding(hf, hf.get("sliding_window", 128), (at for at in layers if at % 4))
     rope = require_full_rotary(rope_parameters(hf))
     thetas: Sequence[float] = config_get(hf, "layer_rope_theta", [rope["rope_theta"]] * len(layers))
-    turning = [(at in windows["sliding_layers"], theta) for at, theta in enumerate(thetas) if theta]
+    turning = [
+        (index in windows["sliding_layers"], theta) for index, theta in enumerate(thetas) if theta
+    ]
     full, local = (
         sorted({theta for is_local, theta in turning if is_local is kind}) for kind in (False, True)
     )
@@ -45,7 +47,7 @@ def read(hf: HfConfig) -> DecoderConfig:
         rms_norm_eps=config_get(hf, "rms_norm_eps", 1e-5),
         rope_parameters=whole,
         sliding_rope_parameters=of_sliding,
-        no_rope_layers=tuple(at for at, theta in enumerate(thetas) if not theta),
+        no_rope_layers=tuple(index for index, theta in enumerate(thetas) if not theta),
         attention_sinks=True,
         tie_word_embeddings=bool(config_get(hf, "tie_word_embeddings", True)),
         **windows,

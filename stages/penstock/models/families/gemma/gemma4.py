@@ -53,9 +53,9 @@ def read(hf: HfConfig) -> DecoderConfig:
 def sliding_layers(hf: HfConfig) -> tuple[int, ...]:
     """Indices of the layers with a window: five of six by default, and never the last."""
     last = config_require(hf, "num_hidden_layers") - 1
-    pattern = [SLIDING if (at + 1) % 6 else FULL for at in range(last)]
+    pattern = [SLIDING if (index + 1) % 6 else FULL for index in range(last)]
     kinds: Sequence[str] = config_get(hf, "layer_types", pattern)[:last]
-    return tuple(at for at, kind in enumerate(kinds) if kind == SLIDING)
+    return tuple(index for index, kind in enumerate(kinds) if kind == SLIDING)
 
 
 def full_attention_heads(hf: HfConfig) -> HeadSizes:
@@ -84,7 +84,9 @@ def _reasons(hf: HfConfig, layers: Sequence[int]) -> Iterator[str]:
     if config_get(hf, "enable_moe_block", False):
         yield "enable_moe_block is true; layers have no experts here"
     by_layer = config_get(hf, "per_layer_config", {})
-    full = {at for at in range(config_require(hf, "num_hidden_layers")) if at not in layers}
+    full = {
+        index for index in range(config_require(hf, "num_hidden_layers")) if index not in layers
+    }
     if by_layer and (
         {int(at) for at in by_layer} != full
         or len({tuple(sorted(own.items())) for own in by_layer.values()}) > 1

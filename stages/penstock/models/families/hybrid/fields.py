@@ -58,7 +58,7 @@ def layers_of_kind(hf: HfConfig, kind: str, types: Sequence[str]) -> tuple[int, 
             f"the model's layer_types (config.json) has {len(types)} entries, and "
             f"num_hidden_layers is {count}. Correct the config.json that model.config_path names."
         )
-    return tuple(at for at, one in enumerate(types[:count]) if one == kind)
+    return tuple(index for index, type_ in enumerate(types[:count]) if type_ == kind)
 
 
 def unsupported_activation(hf: HfConfig, field: str = "hidden_act") -> tuple[str, ...]:

@@ -125,14 +125,14 @@ def _default_types(hf: HfConfig, count: int) -> list[str]:
     """Published files number layers from 1."""
     own = config_get(hf, "linear_attn_config", {})
     if "full_attn_layers" in own and "kda_layers" in own:
-        return [FULL if at + 1 in own["full_attn_layers"] else LINEAR for at in range(count)]
-    return [FULL if at and at % 4 == 0 else LINEAR for at in range(count)]
+        return [FULL if index + 1 in own["full_attn_layers"] else LINEAR for index in range(count)]
+    return [FULL if index and index % 4 == 0 else LINEAR for index in range(count)]
 
 
 def _experts(hf: HfConfig) -> ExpertsConfig | None:
     count = config_require(hf, "num_hidden_layers")
     first = config_get(hf, "first_k_dense_replace", 1)
-    types = [DENSE if at < first else SPARSE for at in range(count)]
+    types = [DENSE if index < first else SPARSE for index in range(count)]
     found = experts(
         hf,
         layers_of_kind({**hf, "layer_types": hf.get("mlp_layer_types")}, SPARSE, types),

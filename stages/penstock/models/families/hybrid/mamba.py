@@ -42,5 +42,7 @@ def mamba_config(hf: HfConfig) -> Mamba2Config:
 def time_step_limit(hf: HfConfig) -> tuple[float, float]:
     """The limits of time steps; transformers writes infinity as `{"__float__": "Infinity"}`."""
     limits = config_get(hf, "time_step_limit", (0.0, math.inf))
-    least, most = (float(one["__float__"] if isinstance(one, dict) else one) for one in limits)
+    least, most = (
+        float(limit["__float__"] if isinstance(limit, dict) else limit) for limit in limits
+    )
     return least, most

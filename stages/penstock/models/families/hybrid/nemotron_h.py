@@ -47,7 +47,7 @@ def read(hf: HfConfig) -> DecoderConfig:
     types = layer_types(hf)
 
     def layers(*kinds: str) -> tuple[int, ...]:
-        return tuple(at for at, kind in enumerate(types) if kind in kinds)
+        return tuple(index for index, kind in enumerate(types) if kind in kinds)
 
     return decoder_config(
         hf,

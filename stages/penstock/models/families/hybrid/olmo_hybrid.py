@@ -57,7 +57,7 @@ def _theta(hf: HfConfig) -> float | None:
 
 
 def _default_types(count: int) -> list[str]:
-    types = [FULL if at % 4 == 3 else LINEAR for at in range(count)]
+    types = [FULL if index % 4 == 3 else LINEAR for index in range(count)]
     return types if FULL in types else [*types[:-1], FULL]
 
 

@@ -174,4 +174,4 @@ def sparse_layers(hf: HfConfig, first: int) -> tuple[int, ...]:
             f"the model's mlp_layer_types (config.json) has {len(types)} entries, and "
             f"num_hidden_layers is {count}. Correct the config.json that model.config_path names."
         )
-    return tuple(at for at, kind in enumerate(types[:count]) if kind == SPARSE)
+    return tuple(index for index, kind in enumerate(types[:count]) if kind == SPARSE)

@@ -109,14 +109,14 @@ def _unsupported_sharing(hf: HfConfig) -> Iterator[str]:
     count = config_require(hf, "num_hidden_layers")
     every = max(1, config_get(hf, "index_topk_freq", 1))
     offset = config_get(hf, "index_skip_topk_offset", 2)
-    found = ["F" if max(at - offset + 1, 0) % every == 0 else "S" for at in range(count)]
+    found = ["F" if max(index - offset + 1, 0) % every == 0 else "S" for index in range(count)]
     types = config_get(hf, "indexer_types", config_get(hf, "index_topk_pattern", found))
     if len(types) < count:
         raise ConfigError(
             f"the model's indexer_types (config.json) has {len(types)} entries, and "
             f"num_hidden_layers is {count}. Correct the config.json that model.config_path names."
         )
-    shared = sum(one in ("shared", "S") for one in types[:count])
+    shared = sum(type_ in ("shared", "S") for type_ in types[:count])
     if shared:
         yield f"{shared} layers take over the selection of an earlier layer (indexer_types)"
 

@@ -38,7 +38,7 @@ def sparse_layers(hf: HfConfig, dense: int) -> tuple[int, ...]:
     count = config_require(hf, "num_hidden_layers")
     pattern = ["dense"] * dense + ["sparse"] * (count - dense)
     kinds = config_get(hf, "mlp_layer_types", pattern)[:count]
-    return tuple(at for at, kind in enumerate(kinds) if kind == "sparse")
+    return tuple(index for index, kind in enumerate(kinds) if kind == "sparse")
 
 
 def _experts(hf: HfConfig) -> ExpertsConfig | None:

@@ -80,7 +80,7 @@ def _layers_without_rope(hf: HfConfig) -> tuple[int, ...]:
 def _chunked_layers(hf: HfConfig, without_rope: tuple[int, ...]) -> tuple[int, ...]:
     layers = range(config_require(hf, "num_hidden_layers"))
     if types := hf.get("layer_types"):
-        return tuple(at for at, kind in enumerate(types) if kind == CHUNKED)
+        return tuple(index for index, kind in enumerate(types) if kind == CHUNKED)
     return tuple(at for at in layers if at not in without_rope)
 
 

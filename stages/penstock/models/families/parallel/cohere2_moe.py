@@ -39,19 +39,19 @@ def _dense_layers(hf: HfConfig) -> tuple[int, ...]:
     kinds = config_get(
         hf, "mlp_layer_types", ["dense"] * config_get(hf, "first_k_dense_replace", 0)
     )
-    return tuple(at for at, kind in enumerate(kinds) if kind == "dense")
+    return tuple(index for index, kind in enumerate(kinds) if kind == "dense")
 
 
 def _sliding_layers(hf: HfConfig) -> tuple[int, ...]:
     """Indices of the layers with a window; patterns count dense and other layers apart."""
     if types := config_get(hf, "layer_types", []):
-        return tuple(at for at, kind in enumerate(types) if kind == SLIDING)
+        return tuple(index for index, kind in enumerate(types) if kind == SLIDING)
     dense = config_get(hf, "first_k_dense_replace", 0)
     first = config_get(hf, "prefix_dense_sliding_window_pattern", 1)
     step = config_get(hf, "sliding_window_pattern", 4)
     rest = range(config_require(hf, "num_hidden_layers") - dense)
     return (
-        *(at for at in range(dense) if (at + 1) % first),
+        *(index for index in range(dense) if (index + 1) % first),
         *(dense + at for at in rest if (at + 1) % step),
     )
 
