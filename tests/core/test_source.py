@@ -150,6 +150,21 @@ def test_folders_without_a_tokenizer_or_a_model_are_refused(folder):
         pin_model(str(folder))
 
 
+@pytest.mark.parametrize("name", ["special_tokens_map.json", "generation_config.json", "a.model"])
+@pytest.mark.parametrize("link", ["nowhere", "/dev/zero"])
+def test_a_file_of_a_model_that_is_none_is_refused_rather_than_left_out(tmp_path, name, link):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / name).symlink_to(link)
+    with pytest.raises(ConfigError, match=f"{name} is a link that leads nowhere, a device"):
+        pin_tokenizer(str(tmp_path))
+
+
+def test_an_error_of_the_disk_names_the_file(tmp_path):
+    (tmp_path / "a.jsonl").symlink_to("/proc/self/mem")
+    with pytest.raises(OSError, match=r"Input/output error: .*a\.jsonl"):
+        pin_data(str(tmp_path / "a.jsonl"))
+
+
 def test_every_built_in_model_brings_the_same_tokenizer():
     assert pin_tokenizer("builtin:tiny-qwen3").key == pin_tokenizer("builtin:bytes").key
     with pytest.raises(ConfigError, match="builtin:tiny-qwen3"):

@@ -1,5 +1,6 @@
 """What is decoded, and what is refused with which words."""
 
+from contextlib import suppress
 from io import BytesIO
 
 import numpy as np
@@ -8,48 +9,22 @@ from PIL import Image
 from transformers.image_utils import load_image
 
 from penstock.media.decode import BadImage, decode, read_header
-from tests.media.pictures import encoded, picture, png_header
+from tests.media.pictures import IMAGES, picture, png_header
+
+pytestmark = pytest.mark.filterwarnings("ignore:Palette images with Transparency")
 
 
-def rotation():
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    return exif
-
-
-def rotated():
-    return picture(1, kind="JPEG", exif=rotation())
-
-
-def palette():
-    return encoded(Image.open(BytesIO(picture(2))).convert("P"), "PNG")
-
-
-def cmyk():
-    return encoded(Image.open(BytesIO(picture(3))).convert("CMYK"), "JPEG")
-
-
-def animated():
-    frames = [Image.open(BytesIO(picture(seed))) for seed in (4, 5)]
-    return encoded(frames[0], "GIF", save_all=True, append_images=frames[1:])
-
-
-def transparent():
-    return encoded(Image.open(BytesIO(picture(6))).convert("RGBA"), "PNG")
-
-
-@pytest.mark.parametrize(
-    "make", [rotated, palette, cmyk, animated, transparent], ids=lambda f: f.__name__
-)
-def test_images_are_decoded_as_transformers_does(make):
-    content = make()
+@pytest.mark.parametrize("kind", IMAGES)
+def test_images_are_decoded_as_transformers_does(kind):
+    content = IMAGES[kind]()
     mine, its = decode(content), load_image(Image.open(BytesIO(content)))
     assert np.array_equal(np.asarray(mine), np.asarray(its))
     assert mine.mode == "RGB"
 
 
 def test_an_image_is_rotated_as_its_exif_data_says():
-    assert (read_header(rotated()).width, decode(rotated()).width) == (60, 40)
+    content = IMAGES["jpeg turned"]()
+    assert (read_header(content).width, decode(content).width) == (60, 40)
 
 
 BAD = {
@@ -76,3 +51,11 @@ def test_a_truncated_image_is_refused_when_it_is_decoded():
     assert read_header(content[:2000]).width == 200
     with pytest.raises(BadImage, match="damaged: image file is truncated"):
         decode(content[: len(content) // 2])
+
+
+@pytest.mark.parametrize("kind", IMAGES)
+def test_a_damaged_image_is_decoded_or_refused_whatever_its_decoder_raises(kind):
+    content = IMAGES[kind]()
+    for start in range(0, len(content), 1 + len(content) // 40):
+        with suppress(BadImage):
+            decode(content[:start] + bytes(8) + content[start + 8 :])

@@ -52,12 +52,14 @@ def test_paths_uris_and_bytes_lead_to_the_same_image(tmp_path, store):
         ("data:image/png,abc", "not in base64"),
         ("data:image/png;base64,a", "not base64"),
         (".", "cannot be read: Is a directory"),
+        ("pipe.png", "cannot be read: It is a device, a pipe or a socket"),
         ("a\0b", "outside of"),
     ],
 )
 def test_a_reference_that_leads_nowhere_says_why(tmp_path, store, location, why):
     (tmp_path / "outside.png").write_bytes(b"secret")
     (tmp_path / "data").mkdir()
+    os.mkfifo(tmp_path / "data/pipe.png")
     with pytest.raises(BadImage, match=why):
         read_image(ImageRef(location), tmp_path / "data", store)
 

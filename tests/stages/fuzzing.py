@@ -9,16 +9,23 @@ import hashlib
 import io
 import json
 import resource
+import signal
 import struct
 import sys
 import tarfile
 import time
+import warnings
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 MEMORY = 8 << 30
 """Address space; allocators reserve much of it."""
+
+
+SECONDS = 20
+"""Of a file."""
 
 
 def digest(content: object) -> str:
@@ -32,15 +39,11 @@ def digest(content: object) -> str:
 
 
 def _rows(path: Path) -> list[Any]:
-    from penstock.core.cache.digests import digest_files
-    from penstock.core.cache.stage import Source
+    from penstock.core.sources.pin import pin_data
     from penstock.prepare.readers.file_splits import split_source
     from penstock.prepare.readers.registry import read_chunks
 
-    [sha256] = digest_files([path])
-    entry = {"name": path.name, "bytes": path.stat().st_size, "sha256": sha256}
-    source = Source({"kind": "files", "label": path.name, "files": [entry]}, (path,))
-    pieces = split_source(source, ds_type=None, streaming=False, token=None)
+    pieces = split_source(pin_data(str(path)), ds_type=None, streaming=False, token=None)
     return [value for piece in pieces for chunk in read_chunks(piece) for value in chunk.values()]
 
 
@@ -89,6 +92,19 @@ def _template(path: Path) -> object:
     return resolve_chat_template(DataConfig.model_validate(value))
 
 
+def _image(path: Path) -> object:
+    from penstock.media.decode import decode
+    from penstock.media.originals import Originals
+    from penstock.media.reference import ImageRef, read_image
+
+    originals = Originals(path.parent / "originals")
+    return _pixels(decode(read_image(ImageRef(path.name), path.parent, originals)))
+
+
+def _pixels(image: Any) -> object:
+    return image.mode, image.size, image.tobytes()
+
+
 READERS: dict[str, Callable[[Path], Any]] = {
     "data": _rows,
     "tensors": _tensors,
@@ -97,19 +113,29 @@ READERS: dict[str, Callable[[Path], Any]] = {
     "stop": _stop_tokens,
     "tokenizer": _tokenizer,
     "template": _template,
+    "image": _image,
 }
 """By the first part of the name of a file's folder."""
+
+
+def _stop(*_: object) -> None:
+    raise TimeoutError(f"it takes more than {SECONDS} s")
 
 
 def main(folder: Path) -> None:
     """Read every file `KIND-NUMBER/NAME`."""
     from penstock.core.errors import PenstockError
+    from penstock.media.kinds import BadMedia
     from penstock.prepare.bad_records import BadRecord
 
+    signal.signal(signal.SIGALRM, _stop)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    for path in sorted(folder.glob("*/*")):
+    if {path.name.partition("-")[0] for path in folder.iterdir()} - {"data", "image"}:
+        import_module("penstock.rows.tokenizer")  # of transformers, whose seconds are not a file's
+    for path in sorted(each for each in folder.glob("*/*") if each.name != "originals"):
         kind = path.parent.name.partition("-")[0]
         start, result = time.monotonic(), ""
+        signal.alarm(SECONDS)
         try:
             values = READERS[kind](path)
             if kind == "data":
@@ -122,8 +148,14 @@ def main(folder: Path) -> None:
             is_named = path.name in str(error) or str(path.parent) in str(error)
             outcome = "refused" if is_named else "unnamed"
             result = "" if is_named else repr(str(error))[:300]
+        except BadMedia:  # its record is named where it is known
+            outcome = "refused"
         except BaseException as error:  # noqa: BLE001
-            outcome, result = "raised", repr(error)[:300].replace("\n", " ")
+            # The command line names the file of an error of the system.
+            is_named = isinstance(error, OSError) and error.filename == str(path)
+            outcome = "refused" if is_named else "raised"
+            result = repr(error)[:300].replace("\n", " ")
+        signal.alarm(0)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
         took = time.monotonic() - start
         name = f"{path.parent.name}/{path.name}"
@@ -141,6 +173,8 @@ def judge(path: Path) -> str | None:
             return digest(_judge_rows(path))
         if kind == "tensors" and path.suffix == ".safetensors":
             return digest(_judge_tensors(path))
+        if kind == "image":
+            return digest(_judge_image(path))
     except Exception:  # noqa: BLE001 - a refusal
         return None
     return None
@@ -184,6 +218,15 @@ def _judge_tensors(path: Path) -> Any:
     }
 
 
+def _judge_image(path: Path) -> Any:
+    from PIL import Image
+    from transformers.image_utils import load_image
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return _pixels(load_image(Image.open(io.BytesIO(path.read_bytes()))))
+
+
 # How files are damaged.
 
 
@@ -208,7 +251,9 @@ DAMAGES: list[Callable[[bytes, Any, int], bytes]] = [
         content[:at] + struct.pack("<q", draw.choice(HUGE)) + content[at + 8 :]
     ),
     lambda content, draw, at: (
-        content[:at] + struct.pack("<i", draw.choice(HUGE[:5])) + content[at + 4 :]
+        content[:at]
+        + struct.pack(draw.choice("<>") + "i", draw.choice(HUGE[:5]))
+        + content[at + 4 :]
     ),
     lambda content, _, at: content[:at] + bytes(512) + content[at + 512 :],
     lambda content, draw, at: content[:at] + content[draw.randrange(len(content) or 1) :],

@@ -16,7 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.stages import fuzzing
+from tests.media import pictures
+from tests.stages import fuzzing, hostile_content
 
 ROWS = [{"text": f"row {i} é " * 5, "label": str(i)} for i in range(30)]
 
@@ -133,21 +134,48 @@ KINDS = {
 }
 """Name and content of a whole file, by what is drawn."""
 
-JUDGED = ("tar", "arrow", "parquet", "csv", "txt", "safetensors")
+
+DATA = sorted({name for name, _ in KINDS.values() if name.startswith("rows.")})
+PLACES = sorted({(kind.partition(" ")[0], name) for kind, (name, _) in KINDS.items()})
+
+
+def damaged(make):
+    return lambda path, draw: path.write_bytes(fuzzing.damaged(make(), draw))
+
+
+def written(make):
+    return lambda path, draw: path.write_bytes(make(draw))
+
+
+FILES = {
+    kind: ([(kind.partition(" ")[0], name)], damaged(make)) for kind, (name, make) in KINDS.items()
+}
+IMAGES = {
+    **{name: ([("image", "image")], damaged(make)) for name, make in pictures.IMAGES.items()},
+    "bomb": ([("image", "image")], written(hostile_content.image_bomb)),
+}
+NO_FILES = {
+    "zip": ([("data", name) for name in ("rows.zip", *DATA)], written(hostile_content.archive)),
+    "no file": ([*PLACES, ("image", "image")], hostile_content.no_file),
+}
+"""Where files of a kind are put (the reader, and the name), and who writes them, by kind."""
+
+JUDGED = ("tar", "arrow", "parquet", "csv", "txt", "safetensors", "")
 """Suffixes of files that a library judges. In JSON, Penstock is the stricter one, and names the
 records that it does not read."""
 
 
-def run_drawn(folder, count, seed):
+def run_drawn(folder, drawn, count, seed):
     """The lines of outcomes, by kind; files are drawn in turn from all kinds."""
     draw = random.Random(seed)
     kinds = {}
     for number in range(count):
-        kind = list(KINDS)[number % len(KINDS)]
-        name, make = KINDS[kind]
-        path = folder / f"{kind.partition(' ')[0]}-{number:05}" / name
+        kind = list(drawn)[number % len(drawn)]
+        places, write = drawn[kind]
+        reader, name = draw.choice(places)
+        path = folder / f"{reader}-{number:05}" / name
         path.parent.mkdir(parents=True)
-        path.write_bytes(fuzzing.damaged(make(), draw))
+        write(path, draw)
         kinds[path.parent.name] = kind
     words = [sys.executable, "-m", "tests.stages.fuzzing", str(folder)]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
@@ -156,17 +184,30 @@ def run_drawn(folder, count, seed):
     return [(kinds[name.partition("/")[0]], folder / name, *rest) for name, *rest in outcomes]
 
 
-@pytest.mark.parametrize("count", [len(KINDS), pytest.param(1800, marks=pytest.mark.exhaustive)])
-def test_drawn_damage_is_refused_by_name_or_read_as_libraries_read_it(tmp_path, count):
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    ("drawn", "count"),
+    [
+        (FILES, len(FILES)),
+        (IMAGES, len(IMAGES)),
+        (NO_FILES, 20),
+        pytest.param(FILES, 1800, marks=pytest.mark.exhaustive),
+        pytest.param(IMAGES, 1800, marks=pytest.mark.exhaustive),
+        pytest.param(NO_FILES, 600, marks=pytest.mark.exhaustive),
+    ],
+    ids=lambda value: value if isinstance(value, int) else "",
+)
+def test_drawn_files_are_refused_by_name_or_read_as_libraries_read_them(tmp_path, drawn, count):
     seed = random.randrange(1 << 32)
     print("seed", seed)
-    outcomes = run_drawn(tmp_path, count, seed)
+    outcomes = run_drawn(tmp_path, drawn, count, seed)
     counts = Counter((kind, outcome) for kind, _, outcome, *_ in outcomes)
     print("\n".join(f"{kind}: {outcome} {n}" for (kind, outcome), n in sorted(counts.items())))
     faults = []
     for kind, path, outcome, seconds, _, result in outcomes:
         is_judged = kind != "data tar.gz" and path.suffix.removeprefix(".") in JUDGED
         is_wrong = outcome == "read" and is_judged and fuzzing.judge(path) != result
+        is_wrong = is_wrong or (drawn is NO_FILES and outcome != "refused")
         if outcome in ("unnamed", "raised") or float(seconds) > 10 or is_wrong:
             faults.append((kind, path.parent.name, outcome, seconds, result))
     assert not faults, (seed, len(faults), faults[:9])

@@ -1,8 +1,10 @@
 """Atomic file writes: write a temporary file, fsync, rename."""
 
+import errno
 import json
 import os
 import shutil
+import stat
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,6 +36,23 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
+def require_regular(path: Path) -> None:
+    """Raise OSError for a pipe, socket or device: to open it may block, and it may never end."""
+    mode = path.stat().st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise OSError(errno.ENXIO, "It is a device, a pipe or a socket, not a file", str(path))
+
+
+@contextmanager
+def named_os_errors(path: Path) -> Generator[None]:
+    """Name the file in an OSError of a read, which names none."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
 def write_json(target: Path, value: Any) -> None:
     """Write `value` atomically as indented JSON with sorted keys."""
     with atomic_write(target) as part:
@@ -43,7 +62,9 @@ def write_json(target: Path, value: Any) -> None:
 def read_json(path: Path) -> Any:
     """Read the JSON value in `path`. Raises DamagedFileError if it is not JSON, OSError for read
     errors."""
-    content = path.read_bytes()
+    require_regular(path)
+    with named_os_errors(path):
+        content = path.read_bytes()
     try:
         return json.loads(content)
     except (ValueError, RecursionError) as error:

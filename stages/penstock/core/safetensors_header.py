@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from penstock.core.errors import CapabilityError
+from penstock.core.files import require_regular
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -80,6 +81,7 @@ def files_by_tensor(folder: Path, single: str = SINGLE) -> dict[str, Path]:
 def read_header(file: Path) -> Mapping[str, Entry]:
     """Read and check the header. Raises CapabilityError if it does not match the file."""
     try:
+        require_regular(file)
         with file.open("rb") as stream:
             first = stream.read(8)
             if LFS.startswith(first) and first:

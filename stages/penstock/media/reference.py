@@ -13,6 +13,7 @@ from urllib.parse import unquote, urlsplit
 from penstock.core import env
 from penstock.core.cache.record import digest_json
 from penstock.core.errors import PenstockError
+from penstock.core.files import require_regular
 from penstock.core.remote.open import open_file, open_version
 from penstock.core.remote.path import Info, RemotePath
 from penstock.core.remote.urls import redact
@@ -181,6 +182,7 @@ def _read_file(location: str, limit: int, root: Path | None) -> bytes:
             f"{location[:SHOWN]} is outside of {root}; set image_folder to the folder of the images"
         )
     try:
+        require_regular(path)
         size = path.stat().st_size
         if size > limit:
             raise BadImage(f"it has {size:,} bytes; {limit:,} are allowed")

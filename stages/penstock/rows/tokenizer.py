@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from transformers.utils import cached_file
 
 from penstock.core.errors import CapabilityError, ConfigError
+from penstock.core.files import require_regular
 from penstock.core.sources.pin import GENERATION_CONFIG
 from penstock.rows.byte_vocabulary import END_OF_TEXT, TURN_END, byte_library_tokenizer
 from penstock.rows.probe import (
@@ -130,7 +131,8 @@ def load_stop_token_ids(path: str, revision: str | None = None) -> tuple[int, ..
     """
     folder = Path(path).expanduser()
     file: Any = folder / GENERATION_CONFIG
-    if path.startswith("builtin:") or (folder.exists() and not file.is_file()):
+    is_absent = folder.exists() and not (file.exists() or file.is_symlink())
+    if path.startswith("builtin:") or is_absent:
         return ()
     if not folder.exists():
         file = cached_file(
@@ -144,6 +146,7 @@ def load_stop_token_ids(path: str, revision: str | None = None) -> tuple[int, ..
     if file is None:
         return ()
     try:
+        require_regular(Path(file))
         named = json.loads(Path(file).read_text())["eos_token_id"]
         return tuple(map(index, named if isinstance(named, list) else [named]))
     except KeyError:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from penstock.core import env
+from penstock.core.files import named_os_errors
 from penstock.core.machine.linux import file_system_type
 
 MIN_AGE_NS = 100_000_000
@@ -53,7 +54,7 @@ CHECKSUM_DIGITS = 16
 
 def sha256_file(path: Path) -> str:
     """Return the SHA-256 of the file. Always reads the file."""
-    with path.open("rb") as stream:
+    with named_os_errors(path), path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 

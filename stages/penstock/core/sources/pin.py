@@ -174,8 +174,7 @@ def pin_tokenizer(path: str, revision: str | None = None) -> Source:
             more = {"model_type": _read_entry(folder / "config.json", "model_type")}
         else:
             files.append(folder / "config.json")
-    if (folder / GENERATION_CONFIG).is_file():
-        files.append(folder / GENERATION_CONFIG)
+    files += _glob_files(folder, (GENERATION_CONFIG,))
     found = LocalFiles(folder.name, folder, tuple(sorted(files)))
     return Source({"kind": "files", **more, "files": _digest_files(found)}, found.paths)
 
@@ -429,7 +428,16 @@ def _require_folder(path: str) -> Path:
 
 
 def _glob_files(folder: Path, patterns: Sequence[str]) -> list[Path]:
-    return sorted({file for pattern in patterns for file in folder.glob(pattern) if file.is_file()})
+    # `glob` leaves out a name without wildcards whose link leads nowhere.
+    links = {folder / pattern for pattern in patterns if (folder / pattern).is_symlink()}
+    paths = sorted(links.union(*(folder.glob(pattern) for pattern in patterns)))
+    for path in paths:
+        if not path.is_file() and not path.is_dir():
+            raise ConfigError(
+                f"{path} is a link that leads nowhere, a device, a pipe or a socket.\n"
+                "  Write the file there, or remove it."
+            )
+    return [path for path in paths if path.is_file()]
 
 
 def _read_entry(file: Path, name: str) -> Any:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.core.errors import ConfigError
+from penstock.core.files import require_regular
 from penstock.models.automodel.remote_code import CODE, trusted
 from penstock.models.builtin import SCHEME, builtin_config
 from penstock.models.foundation import apply_overrides
@@ -26,6 +27,7 @@ def read_hf_config(
         file = Path(config_path).expanduser()
         file = file / "config.json" if file.is_dir() else file
         try:
+            require_regular(file)
             config = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from penstock.config.schema.data import TOKENIZER_TEMPLATE, DataConfig, is_inline_template
 from penstock.core.errors import ConfigError
+from penstock.core.files import require_regular
 from penstock.core.remote.urls import is_url, redact
 from penstock.rows.chat_template import ChatTemplate
 from penstock.rows.probe import MAX_TEMPLATE, require_bounded_template
@@ -92,6 +93,7 @@ def _read(value: str, path: Path) -> str:
             "  Download it, and write its path."
         )
     try:
+        require_regular(path)
         with path.open(encoding="utf-8") as file:
             return file.read(MAX_TEMPLATE + 1)
     except (FileNotFoundError, NotADirectoryError):
