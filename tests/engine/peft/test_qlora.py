@@ -12,9 +12,12 @@ from safetensors.torch import load_file, save_file
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.engine.hf.export import write_folders
 from penstock.engine.model_source import ExportFormat
+from penstock.engine.quantization.select_layers import matrices
+from penstock.models.automodel.family import auto_family
 from penstock.pipeline.origins import resolve_model_source
 from penstock_kernels.quant import FORMATS, dequantize, get_format, quantize
 from tests.engine import runs
+from tests.engine.automodel.tiny_models import tiny_config
 from tests.engine.inputs import MODELS
 from tests.engine.loops import decoder_of, each, looked_at, loop_of, save, step
 from tests.ranks import on_ranks
@@ -274,3 +277,13 @@ def test_weights_that_are_no_numbers_are_refused_by_name(folder, tmp_path):
     job = job_of(tmp_path.parent, tmp_path.name, "broken", {"enable_qlora": True})
     with pytest.raises(CapabilityError, match=r"layers\.1\.mlp\.up_proj\.weight.*not finite"):
         loop_of(job)
+
+
+def test_a_router_of_transformers_that_is_a_linear_layer_is_not_quantized():
+    config = tiny_config("hunyuan_v1_moe").to_dict() | {"num_experts": 4, "moe_topk": 2}
+    family = auto_family(config)
+    names = family.weight_map(family.read(config))
+    quantized = dict(matrices(names, family.roles))
+    assert "model.layers.0.self_attn.q_proj.weight" in quantized
+    assert "model.layers.0.mlp.gate.wg" in family.outline.linear
+    assert not [name for name in quantized if ".gate." in name]

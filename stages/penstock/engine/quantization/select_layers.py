@@ -123,8 +123,11 @@ def matrices(names: WeightMap, roles: Roles) -> Iterator[tuple[str, ParallelStyl
     """The model's parameters that may be quantized, with their parallel styles."""
     if isinstance(names, AutoWeightMap):
         outline = names.config.outline
-        layers = (f"{name}.weight" for name in outline.linear if name != outline.head)
-        yield from ((name, ParallelStyle.COLWISE) for name in layers)
+        # A router may be a module around its linear layer.
+        routers = tuple(f"{name}." for name in outline.routers)
+        for name in outline.linear:
+            if name != outline.head and not f"{name}.".startswith(routers):
+                yield f"{name}.weight", ParallelStyle.COLWISE
         return
     for native in names.native_names():
         module, _, leaf = native.rpartition(".")
