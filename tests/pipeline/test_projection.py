@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from penstock.config.loading.load import loads
-from penstock.config.rules.fields import PAIRS, TYPES_OF_FIELD
+from penstock.config.schema.dataset import PAIRS, DatasetConfig
+from penstock.config.schema.effect import conditions_of
 from penstock.core.cache.stage import stage_key
 from penstock.core.errors import ArtifactError, ConfigError
 from penstock.pack.stage import Pack
@@ -71,7 +72,8 @@ PLAIN = section("data")
 
 def reading(name, column=None):
     """A data set of a type that reads the column that `name` names, and names it so."""
-    types = TYPES_OF_FIELD.get(name, ("chat",))
+    only_with, _ = conditions_of(DatasetConfig, name)
+    types = [one for one in only_with[0].values if one] if only_with else ["chat"]
     kind = "chat" if "chat" in types else types[0]
 
     def sections(chats):

@@ -18,14 +18,13 @@ from penstock.config.loading.schema_tree import branches, is_section, sections
 from penstock.config.rules.effect import describe
 from penstock.config.schema.base import ConfigSection
 from penstock.config.schema.cache_key import CacheKey, Role
-from penstock.config.schema.effect import TRAINS, conditions_of
+from penstock.config.schema.effect import TRAINS, NativeOnly, conditions_of
 from penstock.config.schema.field_docs import describe_fields
 from penstock.config.schema.run import RunConfig
 from penstock.config.server.config import ServerConfig
-from penstock.config.server.model import ServerModel
 from penstock.config.server.run_fields import SAME
 from penstock.config.server.serving import ServerServing
-from penstock.config.server.training import ServerTraining
+from penstock.config.server.training import ServerModel, ServerTraining
 
 PAGE, SCHEMA = "REFERENCE.md", "schema.json"
 SERVER_PAGE, SERVER_SCHEMA = "SERVER.md", "server.schema.json"
@@ -176,9 +175,17 @@ def _entry(name: str, section: type[ConfigSection], field: FieldInfo) -> str:
     default = "required" if field.is_required() else f"default `{_default(field)}`"
     kind = " or ".join(f"`{_kind(branch)}`" for branch in branches(field.annotation))
     keyed = "".join(IN_KEY[one.role] for one in field.metadata if isinstance(one, CacheKey))
-    conditions = conditions_of(section, name.rpartition(".")[2])
-    words = dict.fromkeys(describe(condition) for condition in conditions if condition != TRAINS)
+    only_with, not_with = conditions_of(section, name.rpartition(".")[2])
+    words = dict.fromkeys(describe(condition) for condition in only_with if condition != TRAINS)
     only = "".join(f"; only with {text}" for text in words)
+    limits = dict.fromkeys(
+        setting
+        for condition in not_with
+        for setting in condition.reads or (condition.setting.removeprefix("."),)
+    )
+    only += f"; limited by {', '.join(f'`{setting}`' for setting in limits)}" if limits else ""
+    if any(isinstance(part, NativeOnly) for part in field.metadata):
+        only += "; native backend only"
     return f"### `{name}`\n\n{kind}, {default}{keyed}{only}\n\n{_line(field.description)}\n"
 
 

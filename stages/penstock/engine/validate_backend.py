@@ -5,7 +5,9 @@ The model's own code computes: it is sharded over data-parallel ranks, but not s
 
 from collections.abc import Iterator, Mapping
 
+from penstock.config.loading.schema_tree import sections
 from penstock.config.schema.base import ConfigSection
+from penstock.config.schema.effect import NativeOnly
 from penstock.config.schema.run import RunConfig
 from penstock.core.errors import CapabilityError
 from penstock.models.automodel.family import AutoFamily
@@ -13,51 +15,14 @@ from penstock.models.automodel.outline import AutoModelConfig
 from penstock.models.decoder_config import DecoderConfig
 from penstock.models.family import Family
 
-SPLIT = "the model's own code runs whole on every rank"
-OWN_LAYERS = "layers are computed by the model's own code"
-OWN_EXPERTS = "experts and routers are the model's own"
-
-SHARD = "data_parallel_shard_size, which shards the weights instead"
-
-UNSUPPORTED: Mapping[str, tuple[str, str]] = {
-    **dict.fromkeys(
-        (
-            "train.tensor_parallel_size",
-            "train.sequence_parallel",
-            "train.pipeline_parallel_size",
-            "train.ringattn_parallel_size",
-            "train.ulysses_parallel_size",
-            "train.expert_parallel_size",
-            "train.ep_outside",
-        ),
-        (SPLIT, SHARD),
-    ),
-    "train.enable_fp8_training": (OWN_LAYERS, "train.precision: bfloat16"),
-    "train.enable_compile": (OWN_LAYERS, ""),
-    "train.enable_activation_offload": (OWN_LAYERS, "enable_gradient_checkpointing: true"),
-    "train.enable_reentrant": ("layers have keyword arguments, which it does not pass", ""),
-    "train.recompute_modules": ("whole layers are recomputed", ""),
-    "train.dropout": ("the rates are those of the model's config.json", "them in model.foundation"),
-    "train.muon_split_heads": ("heads are known of native layers only", ""),
-    "train.qk_clip_threshold": ("attention logits are observed in native layers only", ""),
-    "train.indexer_loss_coef": ("indexers of native layers only are trained", ""),
-    "train.indexer_warmup": ("indexers of native layers only are trained", ""),
-    "train.mtp_loss_weight": ("only layers of native models are trained to predict further", ""),
-    "train.moe_checkpoint_method": (OWN_EXPERTS, ""),
-    "train.moe_bias_update_rate": (OWN_EXPERTS, ""),
-    "model.moe_implementation": (OWN_EXPERTS, ""),
-    "model.router_fp32": (OWN_EXPERTS, ""),
-    "model.freeze_router": (OWN_EXPERTS, ""),
-    "model.ep_dispatch": (OWN_EXPERTS, ""),
-    "model.rmsnorm_native": (OWN_LAYERS, ""),
-    "model.activation_native": (OWN_LAYERS, ""),
-    "model.rope_native": (OWN_LAYERS, ""),
-    "model.merge_qkv": (OWN_LAYERS, ""),
-    "lora.moe_shared_lora": ("each expert has its own adapter here", ""),
-    "lora.moe_hybrid_shared_lora": ("each expert has its own adapter here", ""),
-    "export.quantise": ("only native models are quantized on export", ""),
+UNSUPPORTED: Mapping[str, NativeOnly] = {
+    f"{section}.{name}": declared
+    for section, kind in sections().items()
+    for name, field in kind.model_fields.items()
+    for declared in field.metadata
+    if isinstance(declared, NativeOnly)
 }
-"""Settings by field: why, and what to write instead if not the default."""
+"""Settings that are declared for the native backend only."""
 
 BALANCING = ("moe_aux_loss_coef", "moe_z_loss_coef", "moe_global_load_balancing")
 """Settings of `train` that need routers which are observed."""
@@ -93,15 +58,13 @@ def describe_backend(family: AutoFamily) -> str:
 
 
 def _faults(run: RunConfig, family: AutoFamily, config: DecoderConfig) -> Iterator[str]:
-    for field, (why, instead) in UNSUPPORTED.items():
+    for field, declared in UNSUPPORTED.items():
         section, name = field.split(".")
         settings: ConfigSection = getattr(run, section)
-        if _has_no_effect(run, family, name):
-            continue
-        if settings.is_non_default(name):
+        if settings.is_non_default(name) and not _has_no_effect(run, family, name):
             yield (
-                f"{field}: {_shown(getattr(settings, name))} ({why}); "
-                + (f"write {instead}" if instead else "leave it out")
+                f"{field}: {_shown(getattr(settings, name))} ({declared.why}); "
+                + (f"write {declared.write}" if declared.write else "leave it out")
             )
     yield from _balancing_faults(run, family)
     traits = family.outline.traits

@@ -45,13 +45,13 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
     (
         held_out(**BEST),
         "train.save_best.metric",
-        "write train.eval_steps or train.eval_epochs, or leave save_best out",
+        "write train.eval_steps or train.eval_epochs, or leave metric out",
         {"train": {"eval_epochs": 0.5}},
     ),
     (
         held_out(**PATIENT),
         "train.early_stopping.patience",
-        "write train.eval_steps or train.eval_epochs, or leave early_stopping out",
+        "write train.eval_steps or train.eval_epochs, or leave patience out",
         {"train": {"eval_steps": 10}},
     ),
     (

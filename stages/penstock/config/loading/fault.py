@@ -1,6 +1,7 @@
 """One error in a config: where it is, and what to write instead."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,9 @@ class ConfigIssue:
     path: Steps
     text: str
     reads: tuple[str, ...] = ()
+
+
+Issues = Iterator[ConfigIssue]
 
 
 def dotted(path: Steps) -> str:

@@ -1,17 +1,21 @@
-"""Invalid combinations of data settings."""
+"""Invalid combinations of data settings that a declaration cannot say."""
 
 import re
 from collections.abc import Callable, Iterator
 
-from penstock.config.loading.fault import ConfigIssue, Steps, dotted
+from penstock.config.loading.fault import ConfigIssue, Issues, Steps, dotted
 from penstock.config.schema.dataset import LOSS_WEIGHT_LIMITS, DatasetConfig
 from penstock.config.schema.run import RunConfig
 from penstock.core.sources.local_files import detect_file_kind
 from penstock.core.sources.megatron_files import DATA, INDEX, KIND, PARTS
 
-Issues = Iterator[ConfigIssue]
-
 TRAIN, TEST, AVOID = "datasets", "test_datasets", "decontaminate_datasets"
+
+MEDIA_BOUNDS = (
+    ("image_min_pixels", "image_max_pixels"),
+    ("video_min_frames", "video_max_frames"),
+)
+"""Fields with the smallest and the largest number."""
 
 HUB_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)?")
 
@@ -19,7 +23,7 @@ HUB_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)?
 def _iter_typed_datasets(run: RunConfig, *lists: str) -> Iterator[tuple[Steps, DatasetConfig]]:
     """Data sets with a known type. Where it is not written, it is detected from records, and the
     rules run again."""
-    return (each for each in _iter_datasets(run, *lists) if each[1].is_typed)
+    return ((path, entry) for path, entry in _iter_datasets(run, *lists) if entry.is_typed)
 
 
 def _iter_datasets(run: RunConfig, *lists: str) -> Iterator[tuple[Steps, DatasetConfig]]:
@@ -71,34 +75,10 @@ def _check_pad_multiple(run: RunConfig) -> Issues:
         )
 
 
-def _check_val_set_size(run: RunConfig) -> Issues:
-    if run.data.val_set_size is not None and run.data.test_datasets:
-        yield ConfigIssue(
-            ("data", "val_set_size"),
-            "test_datasets are set too; leave one of the two out",
-            ("data.test_datasets",),
-        )
-
-
-def _check_split_by(run: RunConfig) -> Issues:
-    if run.data.split_by is not None and run.data.val_set_size is None:
-        yield ConfigIssue(
-            ("data", "split_by"),
-            "is only used with val_set_size; write that, or leave split_by out",
-            ("data.val_set_size",),
-        )
-
-
 def _check_shards(run: RunConfig) -> Issues:
     for path, entry in _iter_datasets(run):
         count, index = entry.shards, entry.shards_idx
         yield from _check_shard_index((*path, "shards"), count, (*path, "shards_idx"), index)
-        if count is not None and entry.preprocess_shards is not None:
-            yield ConfigIssue(
-                (*path, "preprocess_shards"),
-                "shards splits this dataset too, and uses one shard; leave one of the two out",
-                (dotted((*path, "shards")),),
-            )
     count, index = run.data.dataset_shard_num, run.data.dataset_shard_idx
     yield from _check_shard_index(
         ("data", "dataset_shard_num"), count, ("data", "dataset_shard_idx"), index
@@ -140,16 +120,7 @@ def _check_megatron_files(run: RunConfig) -> Issues:
                 " tokenized, or leave it out",
                 (dotted((*path, "ds_type")), dotted((*path, "path"))),
             )
-        if entry.splits_string is None:
-            continue
-        if entry.ds_type not in (None, KIND):
-            yield ConfigIssue(
-                (*path, "splits_string"),
-                f"is for Megatron-LM files, and ds_type is {entry.ds_type}; leave splits_string"
-                " out",
-                (dotted((*path, "ds_type")),),
-            )
-        if entry.split not in (None, *PARTS):
+        if entry.splits_string is not None and entry.split not in (None, *PARTS):
             yield ConfigIssue(
                 (*path, "split"),
                 f"is {entry.split}, and splits_string has the splits {', '.join(PARTS)}; write one"
@@ -219,56 +190,12 @@ def _check_loss_weights(run: RunConfig) -> Issues:
             )
 
 
-def _check_mix_options(run: RunConfig) -> Issues:
-    data = run.data
-    if data.weight_unit == "tokens" and data.mix_strategy == "concat":
-        yield ConfigIssue(
-            ("data", "weight_unit"),
-            "mix_strategy: concat uses every sample once and ignores weights; write mix_strategy:"
-            " random (or interleave_under, interleave_over), or leave weight_unit out",
-            ("data.mix_strategy",),
-        )
-    if data.samples_per_epoch is not None and data.mix_strategy != "random":
-        yield ConfigIssue(
-            ("data", "samples_per_epoch"),
-            f"the sources determine an epoch of mix_strategy: {data.mix_strategy}; write"
-            " mix_strategy: random, or leave samples_per_epoch out",
-            ("data.mix_strategy",),
-        )
-
-
-def _check_filter_options(run: RunConfig) -> Issues:
-    data = run.data
-    if data.is_non_default("near_duplicate_threshold") and data.deduplicate != "near":
-        yield ConfigIssue(
-            ("data", "near_duplicate_threshold"),
-            "is only used with deduplicate: near; write that,"
-            " or leave near_duplicate_threshold out",
-            ("data.deduplicate",),
-        )
-    if data.is_non_default("decontaminate_ngram") and not data.decontaminate_datasets:
-        yield ConfigIssue(
-            ("data", "decontaminate_ngram"),
-            "is only used with decontaminate_datasets; write them,"
-            " or leave decontaminate_ngram out",
-            ("data.decontaminate_datasets",),
-        )
-
-
 def _check_truncation(run: RunConfig) -> Issues:
     data = run.data
     lengths = [
         (path, length) for path, entry in _iter_datasets(run) if (length := entry.max_seq_len)
     ]
     reads = tuple(dotted((*path, "max_seq_len")) for path, _ in _iter_datasets(run))
-    for name in ("truncation_mode", "max_prompt_len"):
-        if not lengths and data.is_non_default(name):
-            yield ConfigIssue(
-                ("data", name),
-                "no dataset has a max_seq_len, so nothing is truncated;"
-                f" write max_seq_len in datasets, or leave {name} out",
-                reads,
-            )
     prompt = data.max_prompt_len
     for path, longest in lengths:
         if prompt is not None and prompt >= longest:
@@ -289,11 +216,11 @@ def _check_sample_kinds(run: RunConfig) -> Issues:
         return
     first_path, first_type, first = kinds[0]
     reads = (f"{dotted(first_path)}.type",)
-    for path, its_type, kind in kinds[1:]:
+    for path, format_name, kind in kinds[1:]:
         if kind != first:
             yield ConfigIssue(
                 (*path, "type"),
-                f"{its_type} contains {kind} samples, and {first_type} of {dotted(first_path)}"
+                f"{format_name} contains {kind} samples, and {first_type} of {dotted(first_path)}"
                 f" contains {first} samples; use them in separate runs",
                 reads,
             )
@@ -305,70 +232,6 @@ def _check_sample_kinds(run: RunConfig) -> Issues:
             f"train.objective: sft cannot train on {first} samples; write train.objective:"
             " preference, pipeline.stages: [prepare, pack], or another type",
             ("pipeline.stages", "push", "train.objective"),
-        )
-
-
-def _check_loss_mask_options(run: RunConfig) -> Issues:
-    for path, entry in _iter_datasets(run):
-        if run.data.train_on_prompt and entry.field_message_training_detail:
-            yield ConfigIssue(
-                (*path, "field_message_training_detail"),
-                "names the characters that are trained, and data.train_on_prompt: true trains the"
-                " others too; leave one of the two out",
-                ("data.train_on_prompt",),
-            )
-    first_path, first = next(iter(_iter_datasets(run, TRAIN)))
-    if first.kind == "sft" or not first.is_typed:
-        return
-    for name in ("train_on_prompt", "train_on_turns"):
-        if run.data.is_non_default(name):
-            yield ConfigIssue(
-                ("data", name),
-                f"{first.type} samples always train complete completions and nothing else; leave"
-                f" {name} out",
-                (f"{dotted(first_path)}.type",),
-            )
-
-
-def _check_trained_roles(run: RunConfig) -> Issues:
-    for path, entry in _iter_typed_datasets(run):
-        is_conversation = entry.kind == "sft" and entry.format not in ("text", "tokenized")
-        for name in ("roles_to_train", "train_on_eos"):
-            if entry.is_non_default(name) and not is_conversation:
-                yield ConfigIssue(
-                    (*path, name),
-                    f"{entry.type} samples are no conversations with turns to choose from; leave"
-                    f" {name} out",
-                    (f"{dotted(path)}.type",),
-                )
-    for path, entry in _iter_datasets(run):
-        if run.data.mask_eos_in_loss and entry.train_on_eos in ("all", "last"):
-            yield ConfigIssue(
-                (*path, "train_on_eos"),
-                f"is {entry.train_on_eos}, and data.mask_eos_in_loss: true trains none of these"
-                " tokens; leave one of the two out",
-                ("data.mask_eos_in_loss",),
-            )
-
-
-def _check_share_prompts(run: RunConfig) -> Issues:
-    path, first = next(iter(_iter_datasets(run, TRAIN)))
-    if run.data.share_prompts is False and first.is_typed and first.kind == "sft":
-        yield ConfigIssue(
-            ("data", "share_prompts"),
-            f"samples of type {first.type} have one completion; leave share_prompts out",
-            (f"{dotted(path)}.type",),
-        )
-
-
-def _check_isolate_samples(run: RunConfig) -> Issues:
-    path, first = next(iter(_iter_datasets(run, TRAIN)))
-    if not run.data.isolate_samples and first.kind != "sft":
-        yield ConfigIssue(
-            ("data", "isolate_samples"),
-            f"completions of {first.type} samples must not attend to other samples; leave"
-            " isolate_samples out",
-            (f"{dotted(path)}.type",),
         )
 
 
@@ -395,58 +258,9 @@ def _check_streaming(run: RunConfig) -> Issues:
             )
 
 
-def _check_wrapped_packing(run: RunConfig) -> Issues:
-    path, first = next(iter(_iter_datasets(run, TRAIN)))
-    if run.data.sample_packing_method == "wrapped" and first.kind != "sft":
-        yield ConfigIssue(
-            ("data", "sample_packing_method"),
-            "wrapped splits samples where a packed sequence is full, and completions of"
-            f" {first.type} samples must stay complete; write sequential or multipack",
-            (f"{dotted(path)}.type",),
-        )
-
-
-def _check_push_dataset(run: RunConfig) -> Issues:
-    data = run.data
-    if data.push_dataset_to_hub is not None and not data.hf_use_auth_token:
-        yield ConfigIssue(
-            ("data", "push_dataset_to_hub"),
-            "needs the hub login; write hf_use_auth_token: true",
-            ("data.hf_use_auth_token",),
-        )
-
-
-def _check_prefetch(run: RunConfig) -> Issues:
-    steps, documented_default = run.data.dataloader_prefetch_factor, 2
-    if run.data.dataloader_num_workers == 0 and steps not in (None, documented_default):
-        yield ConfigIssue(
-            ("data", "dataloader_prefetch_factor"),
-            f"no worker can load {steps} steps ahead with dataloader_num_workers: 0; write 1 or"
-            " more, or leave dataloader_prefetch_factor out",
-            ("data.dataloader_num_workers",),
-        )
-
-
-def _check_task_runner(run: RunConfig) -> Issues:
-    pipeline = run.pipeline
-    for name in ("task_runner_address", "task_runner_workers"):
-        if pipeline.task_runner is None and getattr(pipeline, name) is not None:
-            yield ConfigIssue(
-                ("pipeline", name),
-                f"there is no task runner; write task_runner: dask or ray, or leave {name} out",
-                ("pipeline.task_runner",),
-            )
-
-
 def _check_encode_images(run: RunConfig) -> Issues:
     data, model, path = run.data, run.model, ("data", "encode_images")
     if not data.encode_images:
-        if data.encode_dtype is not None:
-            yield ConfigIssue(
-                ("data", "encode_dtype"),
-                "no images are encoded; write encode_images: true, or leave encode_dtype out",
-                ("data.encode_images",),
-            )
         return
     if model.freeze is not None and "vision" not in model.freeze:
         yield ConfigIssue(
@@ -454,13 +268,6 @@ def _check_encode_images(run: RunConfig) -> Issues:
             f"is true, and model.freeze {model.freeze} leaves the vision tower trained, whose"
             f" features change; write freeze: {['vision', *model.freeze]}, or encode_images: false",
             ("model.freeze",),
-        )
-    if model.backend == "transformers":
-        yield ConfigIssue(
-            path,
-            "is true, and model.backend transformers computes images in every step; write backend:"
-            " native, or encode_images: false",
-            ("model.backend",),
         )
     if model.model_path is None and not model.encoders:
         yield ConfigIssue(
@@ -476,38 +283,29 @@ def _check_encode_images(run: RunConfig) -> Issues:
             " encode_dtype: float32 or bfloat16",
             ("train.precision",),
         )
-    if run.train.load_checkpoint_path is not None:
-        yield ConfigIssue(
-            path,
-            "is true, and the vision tower of train.load_checkpoint_path may be another than that"
-            " of model.model_path; export the checkpoint and write its folder as model.model_path,"
-            " or encode_images: false",
-            ("train.load_checkpoint_path",),
-        )
+
+
+def _check_media_bounds(run: RunConfig) -> Issues:
+    for path, entry in _iter_datasets(run):
+        for least, most in MEDIA_BOUNDS:
+            low, high = getattr(entry, least), getattr(entry, most)
+            if low is not None and high is not None and low > high:
+                yield ConfigIssue(
+                    (*path, least), f"is {low}, above {most}, which is {high}; swap them"
+                )
 
 
 DATA_RULES: tuple[Callable[[RunConfig], Issues], ...] = (
     _check_file_format,
     _check_max_seq_len,
     _check_pad_multiple,
-    _check_val_set_size,
-    _check_split_by,
     _check_shards,
     _check_megatron_files,
     _check_weights,
     _check_loss_weights,
-    _check_mix_options,
-    _check_filter_options,
     _check_truncation,
     _check_sample_kinds,
-    _check_loss_mask_options,
-    _check_trained_roles,
-    _check_share_prompts,
-    _check_isolate_samples,
     _check_streaming,
-    _check_wrapped_packing,
-    _check_push_dataset,
+    _check_media_bounds,
     _check_encode_images,
-    _check_prefetch,
-    _check_task_runner,
 )

@@ -1,42 +1,64 @@
-"""Values of fields that have no effect in the run, by what the fields declare."""
+"""Values that a field's declaration excludes, and values of fields that have no effect."""
 
 from collections.abc import Iterator
-from operator import attrgetter
-from typing import Literal
 
-from penstock.config.loading.fault import ConfigIssue, dotted, shown
-from penstock.config.rules.data import Issues
-from penstock.config.schema.effect import OnlyWith, Unused, unused_fields
+from penstock.config.loading.fault import ConfigIssue, Issues, dotted, shown
+from penstock.config.schema.effect import DeclaredField, NotWith, OnlyWith, declared_fields
 from penstock.config.schema.run import RunConfig
 
 
-def check_effects(run: RunConfig) -> Issues:
-    """A value that is written and has no effect."""
-    for field in _values_without_effect(run, "error"):
-        yield ConfigIssue(field.path, _reason(field, run), (field.condition.setting,))
+def check_declared(run: RunConfig) -> Issues:
+    """Values that have no effect, and else values that do not go with others."""
+    for field in _changed_fields(run):
+        unused = next((one for one in field.unmet(run) if _is_error(one, field)), None)
+        violated = (
+            [unused]
+            if unused
+            else [
+                one
+                for one in field.not_with
+                if one.is_for(field.value) and one.matches(run, field.section)
+            ]
+        )
+        for condition in violated:
+            beside = dotted((*field.path[:-1], condition.name))
+            setting = beside if condition.setting.startswith(".") else condition.setting
+            reads = condition.reads or (setting,)
+            yield ConfigIssue(field.path, _reason(condition, field, run), reads)
 
 
 def iter_effect_notices(run: RunConfig) -> Iterator[str]:
     """Lines for values without effect that are no errors."""
-    for field in _values_without_effect(run, "notice"):
-        yield f"{dotted(field.path)}: {_reason(field, run)}"
+    for field in _changed_fields(run):
+        unmet = list(field.unmet(run))
+        notices = [one for one in unmet if one.unmet == "notice"]
+        if notices and not any(_is_error(one, field) for one in unmet):
+            yield f"{dotted(field.path)}: {_reason(notices[0], field, run)}"
 
 
 def describe(condition: OnlyWith) -> str:
     """What to write so that a field with this condition has an effect."""
-    *others, last = map(shown, condition.values)
+    *others, last = (shown(value) for value in condition.values if value is not None)
     either = f"{', '.join(others)} or {last}" if others else last
     return condition.words or f"{condition.name}: {either}"
 
 
-def _values_without_effect(run: RunConfig, unmet: Literal["error", "notice"]) -> Iterator[Unused]:
-    for field in unused_fields(run):
-        if field.condition.unmet == unmet and not field.is_default:
-            yield field
+def _changed_fields(run: RunConfig) -> Iterator[DeclaredField]:
+    return (field for field in declared_fields(run) if not field.is_default)
 
 
-def _reason(field: Unused, run: RunConfig) -> str:
-    condition = field.condition
-    value = shown(attrgetter(condition.setting)(run))
-    why = condition.why.format(name=condition.name, value=value)
-    return f"{why}; write {describe(condition)}, or leave {field.path[-1]} out"
+def _is_error(condition: OnlyWith, field: DeclaredField) -> bool:
+    return condition.unmet == "error" and condition.is_for(field.value)
+
+
+def _reason(condition: OnlyWith | NotWith, field: DeclaredField, run: RunConfig) -> str:
+    values = {
+        "name": condition.name,
+        "value": shown(condition.value_in(run, field.section)),
+        "field": field.name,
+        "own": shown(field.value),
+    }
+    if isinstance(condition, NotWith):
+        return f"{condition.why}; {condition.instead}".format_map(values)
+    why = condition.why.format_map(values)
+    return f"{why}; write {describe(condition)}, or leave {field.name} out"

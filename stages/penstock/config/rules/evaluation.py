@@ -1,9 +1,7 @@
-"""Invalid combinations of evaluation settings."""
+"""Metrics that no evaluation has, and what a release needs."""
 
-from collections.abc import Iterator
-
-from penstock.config.loading.fault import ConfigIssue, Steps
-from penstock.config.rules.data import Issues
+from penstock.config.loading.fault import ConfigIssue, Issues, Steps
+from penstock.config.schema.pipeline import DEFAULT_STAGES
 from penstock.config.schema.run import RunConfig
 
 METRICS = ("eval_loss", "eval_perplexity", "eval_token_accuracy")
@@ -19,7 +17,7 @@ PAIR_METRICS = (*PREFERENCE_METRICS, "eval_rewards/accuracies")
 """Metrics of preference training on pairs."""
 
 
-def unknown_metric(metric: str, run: RunConfig) -> str | None:
+def _unknown_metric(metric: str, run: RunConfig) -> str | None:
     """The error message for a metric that no evaluation has; None for a known one."""
     if run.train.objective == "preference":
         known = PREFERENCE_METRICS if run.preference.loss_type == "kto" else PAIR_METRICS
@@ -34,109 +32,73 @@ def unknown_metric(metric: str, run: RunConfig) -> str | None:
     )
 
 
-def _iter_metrics(run: RunConfig) -> Iterator[tuple[Steps, str]]:
-    """The settings that use a metric, and their metrics."""
-    train = run.train
-    if train.early_stopping.patience:
-        yield ("train", "early_stopping", "patience"), train.early_stopping.metric
-    if train.save_best.metric:
-        yield ("train", "save_best", "metric"), train.save_best.metric
-
-
-def _check_held_out_data(run: RunConfig) -> Issues:
-    data, train = run.data, run.train
-    # Prepared data may have a validation split, which is known only when it is read.
-    if data.test_datasets or data.val_set_size or data.skip_prepare_dataset:
-        return
-    options = ("eval_steps", "eval_epochs", "eval_at_start", "eval_sanity_batches", "eval_only")
-    found: list[Steps] = [
-        ("train", name)
-        for name in (*options, "eval_max_batches", "eval_rows_per_batch", "eval_micro_batch_size")
-        if getattr(train, name)
-    ]
-    for path in (*found, *(path for path, _ in _iter_metrics(run))):
-        yield ConfigIssue(
-            path,
-            "there is nothing to evaluate on; write data.val_set_size or data.test_datasets, or"
-            f" leave {path[-1]} out",
-            ("data.val_set_size", "data.test_datasets"),
-        )
-
-
-def _check_rows_per_batch(run: RunConfig) -> Issues:
-    train = run.train
-    counts = isinstance(train.eval_max_batches, int) or train.eval_sanity_batches
-    if train.eval_rows_per_batch is not None and not counts:
-        yield ConfigIssue(
-            ("train", "eval_rows_per_batch"),
-            "there is no number of batches; write eval_max_batches as a whole number, or leave"
-            " eval_rows_per_batch out",
-            ("train.eval_max_batches", "train.eval_sanity_batches"),
-        )
-
-
-def _check_eval_interval(run: RunConfig) -> Issues:
-    train = run.train
-    for path, metric in _iter_metrics(run):
-        if why := unknown_metric(metric, run):
-            yield ConfigIssue((*path[:-1], "metric"), why)
-        if not train.eval_steps and not train.eval_epochs:
-            yield ConfigIssue(
-                path,
-                "there is no evaluation during training; write train.eval_steps or"
-                f" train.eval_epochs, or leave {path[1]} out",
-                ("train.eval_steps", "train.eval_epochs"),
-            )
-        if train.eval_max_batches == 0:
-            yield ConfigIssue(
-                ("train", "eval_max_batches"),
-                f"0 evaluates nothing, and {path[1]} needs evaluations; leave one of them out",
-                (f"train.{path[1]}.{path[2]}",),
-            )
-
-
-def _check_metric_options(run: RunConfig) -> Issues:
-    train = run.train
-    if train.save_best.mode and not train.save_best.metric:
-        yield ConfigIssue(
-            ("train", "save_best", "mode"),
-            f"is {train.save_best.mode}, but no metric is set; write metric, or leave mode out",
-            ("train.save_best.metric",),
-        )
+def _check_metrics(run: RunConfig) -> Issues:
+    train, release = run.train, run.release
+    metrics: dict[Steps, str | None] = {
+        ("train", "save_best", "metric"): train.save_best.metric,
+        ("release", "metric"): release.metric if release.name else None,
+    }
+    if train.early_stopping.is_on:
+        metrics["train", "early_stopping", "metric"] = train.early_stopping.metric
+    for path, metric in metrics.items():
+        if metric and (why := _unknown_metric(metric, run)):
+            yield ConfigIssue(path, why)
 
 
 def _check_eval_only(run: RunConfig) -> Issues:
-    train = run.train
-    if not train.eval_only:
-        return
     later = [stage for stage in ("export", "push") if stage in (run.pipeline.stages or ())]
-    if later:
+    if run.train.eval_only and later:
         yield ConfigIssue(
             ("train", "eval_only"),
             f"trains nothing, so there is nothing for {' and '.join(later)}; leave"
             f" {' and '.join(later)} out of pipeline.stages",
             ("pipeline.stages",),
         )
-    for path, _ in _iter_metrics(run):
+
+
+def _check_release_metric(run: RunConfig) -> Issues:
+    release, data = run.release, run.data
+    if not release.name or release.metric is None:
+        return
+    if not data.test_datasets and not data.val_set_size:
         yield ConfigIssue(
-            path,
-            f"has no effect with eval_only: true; leave {path[1]} out",
-            ("train.eval_only",),
+            ("release", "metric"),
+            "there is no data to compare models on; write data.test_datasets or data.val_set_size,"
+            " or metric: null to release every trained model",
+            ("data.val_set_size", "data.test_datasets"),
+        )
+    if run.train.eval_max_batches == 0:
+        yield ConfigIssue(
+            ("train", "eval_max_batches"),
+            "0 evaluates nothing, and release.metric needs evaluations; leave it out, or write"
+            " release.metric: null",
+            ("release.metric",),
         )
 
 
-def _check_sample_prompts(run: RunConfig) -> Issues:
-    train = run.train
-    for index, prompt in enumerate(train.sample_prompts):
-        if not prompt.strip():
-            yield ConfigIssue(("train", "sample_prompts", index), "is empty; write a prompt")
+def _check_released_model(run: RunConfig) -> Issues:
+    release = run.release
+    if not release.name:
+        return
+    if run.train.eval_only or "export" not in (run.pipeline.stages or DEFAULT_STAGES):
+        why = "train.eval_only" if run.train.eval_only else "pipeline.stages without export"
+        yield ConfigIssue(
+            ("release", "name"),
+            f"with {why} there is no model to release; leave one of the two out",
+            ("train.eval_only", "pipeline.stages"),
+        )
+    if run.export.quantise and (release.metric or release.start_from == "release"):
+        yield ConfigIssue(
+            ("export", "quantise"),
+            "releases are evaluated and trained further, which needs weights that are not"
+            " quantized; leave it out",
+            ("release.name",),
+        )
 
 
 EVALUATION_RULES = (
-    _check_held_out_data,
-    _check_rows_per_batch,
-    _check_eval_interval,
-    _check_metric_options,
+    _check_metrics,
     _check_eval_only,
-    _check_sample_prompts,
+    _check_release_metric,
+    _check_released_model,
 )

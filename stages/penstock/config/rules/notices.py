@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from penstock.config.rules.effect import iter_effect_notices
-from penstock.config.rules.optimizer import STOCHASTIC
 from penstock.config.schema.dataset import DatasetConfig
+from penstock.config.schema.memory import STOCHASTIC
 from penstock.config.schema.run import RunConfig, has_target, is_explicitly_set
 from penstock.config.schema.train import TrainConfig
 

@@ -1,14 +1,14 @@
-"""Invalid combinations of optimizer, learning rate schedule and precision settings."""
+"""Invalid combinations of optimizer, schedule and precision settings that a declaration cannot
+say."""
 
 import math
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from penstock.config.loading.fault import ConfigIssue, shown
-from penstock.config.rules.data import Issues
+from penstock.config.loading.fault import ConfigIssue, Issues, shown
 from penstock.config.schema.lr_schedule import ENDING
-from penstock.config.schema.parallelism import SPLIT_BACKWARD
+from penstock.config.schema.memory import RESULT_DTYPES, STOCHASTIC
 from penstock.config.schema.run import RunConfig
 
 ELEMENTWISE = tuple(
@@ -19,9 +19,6 @@ ELEMENTWISE = tuple(
     )
 )
 """Element-wise optimizers besides those of `ARGUMENTS`: they work on shards of a tensor."""
-
-STOCHASTIC = ("adamw", "anyprecision_adamw", "muon", "novograd")
-"""Optimizers with stochastic rounding."""
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 """Dtypes in settings to torch's names."""
@@ -105,45 +102,6 @@ def _check_sharded_optimizer(run: RunConfig) -> Issues:
             return
 
 
-def _check_muon(run: RunConfig) -> Issues:
-    train = run.train
-    if train.optimizer == "muon" and not train.lr:
-        yield ConfigIssue(
-            ("train", "lr"),
-            "is 0, and muon_lr follows its schedule as a multiple of it; write an lr above 0",
-            ("train.optimizer",),
-        )
-
-
-def _check_qk_clip(run: RunConfig) -> Issues:
-    train = run.train
-    if train.qk_clip_threshold is None:
-        return
-    conflicts = {
-        "lora.enable_lora": (run.lora.enable_lora, "the weights that it scales are frozen"),
-        "train.ringattn_parallel_size": (
-            train.ringattn_parallel_size > 1,
-            "a rank has the keys of its own tokens only",
-        ),
-        "train.ulysses_parallel_size": (
-            train.ulysses_parallel_size > 1,
-            "a rank has the keys of its own tokens only",
-        ),
-        "train.fuse_optimizer_step": (
-            train.fuse_optimizer_step,
-            "weights are updated before all logits are known",
-        ),
-    }
-    for name, (is_set, why) in conflicts.items():
-        if is_set:
-            yield ConfigIssue(
-                ("train", "qk_clip_threshold"),
-                f"cannot be used with {name}: {why}; leave one of the two out",
-                (name,),
-            )
-            return
-
-
 def _check_part_lrs(run: RunConfig) -> Issues:
     train, lora = run.train, run.lora.enable_lora
     frozen = ["vision", "projector"] if run.model.freeze is None else run.model.freeze
@@ -176,16 +134,6 @@ def _check_lr_min(run: RunConfig) -> Issues:
         )
 
 
-def _check_warmup(run: RunConfig) -> Issues:
-    train = run.train
-    if train.lr_warmup_steps is not None and train.lr_warmup_ratio:
-        yield ConfigIssue(
-            ("train", "lr_warmup_ratio"),
-            "lr_warmup_steps is set too; leave one of the two out",
-            ("train.lr_warmup_steps",),
-        )
-
-
 def _check_warmup_length(run: RunConfig) -> Issues:
     train = run.train
     decays = train.lr_decay_style in ENDING and train.lr_warmup_steps is None
@@ -208,32 +156,6 @@ def _check_schedule_kwargs(run: RunConfig) -> Issues:
             " leave num_cycles out",
             ("train.lr_schedule_kwargs.decay_shape",),
         )
-    if style == "noam" and (train.lr_start or more.warmup_style != "zero_start"):
-        name = "lr_start" if train.lr_start else "warmup_style"
-        yield ConfigIssue(
-            ("train", name) if train.lr_start else ("train", "lr_schedule_kwargs", name),
-            f"noam has a warmup of its own; leave {name} out",
-            ("train.lr_decay_style",),
-        )
-
-
-def _check_precision(run: RunConfig) -> Issues:
-    train = run.train
-    precision = train.precision or ""
-    if precision.endswith("_mixed") and not train.enable_mixed_precision:
-        yield ConfigIssue(
-            ("train", "precision"),
-            f"{precision} is mixed precision, and enable_mixed_precision is false; leave"
-            " enable_mixed_precision out",
-            ("train.enable_mixed_precision",),
-        )
-    if train.master_weights is False and train.computes_in != "bfloat16":
-        yield ConfigIssue(
-            ("train", "master_weights"),
-            f"false keeps weights in bfloat16, and this run computes in {train.computes_in}; write"
-            " precision: bf16, or leave master_weights out",
-            ("train.precision", "train.enable_mixed_precision"),
-        )
 
 
 def _check_fsdp_grad_dtype(run: RunConfig) -> Issues:
@@ -254,8 +176,7 @@ def _check_grad_accum_dtype(run: RunConfig) -> Issues:
     if mode == "fsdp2" or not wanted or DTYPES[wanted] == train.keeps_in:
         return
     reads = ("train.data_parallel_mode", "train.precision", "train.optimizer")
-    schedule = train.pipeline_parallel_schedule
-    if train.pipeline_parallel_size > 1 and schedule in SPLIT_BACKWARD:
+    if schedule := train.split_backward_schedule:
         yield ConfigIssue(
             ("train", "grad_accum_dtype"),
             f"pipeline_parallel_schedule: {schedule} accumulates gradients in the dtype of weights,"
@@ -273,10 +194,9 @@ def _check_grad_accum_dtype(run: RunConfig) -> Issues:
         )
 
 
-def _check_bf16_rounding(run: RunConfig) -> Issues:
+def _check_kahan_summation(run: RunConfig) -> Issues:
     train = run.train
     in_bf16 = train.keeps_in == "bfloat16"
-    reads = ("train.precision", "train.optimizer", "train.optimizer_dtype", "train.master_weights")
     if train.optimizer_kwargs.get("use_kahan_summation") and (
         not in_bf16 or train.stochastic_rounding
     ):
@@ -287,38 +207,18 @@ def _check_bf16_rounding(run: RunConfig) -> Issues:
             else "compensates rounding errors of bfloat16 weights, and weights are in float32;"
             " write train.precision: bf16, or leave it out"
         )
-        yield ConfigIssue(("train", "optimizer_kwargs", "use_kahan_summation"), why, reads)
-    if not train.stochastic_rounding:
-        return
-    states = train.optimizer != "adamw" and train.optimizer_dtype == "bf16"
-    if train.optimizer not in STOCHASTIC:
-        yield ConfigIssue(
-            ("train", "stochastic_rounding"),
-            f"{train.optimizer} has no stochastic rounding; write optimizer:"
-            f" {', '.join(STOCHASTIC[:-1])} or {STOCHASTIC[-1]}, or leave stochastic_rounding out",
-            reads,
-        )
-    elif not in_bf16 and not states:
-        yield ConfigIssue(
-            ("train", "stochastic_rounding"),
-            "weights and optimizer states are in float32, so nothing is rounded; write precision:"
-            " bf16, or leave stochastic_rounding out",
-            reads,
-        )
+        path = ("train", "optimizer_kwargs", "use_kahan_summation")
+        yield ConfigIssue(path, why, (*RESULT_DTYPES, "train.master_weights"))
 
 
 OPTIM_RULES = (
     check_optimizer_kwargs,
     _check_sharded_optimizer,
-    _check_muon,
-    _check_qk_clip,
     _check_part_lrs,
     _check_lr_min,
-    _check_warmup,
     _check_warmup_length,
     _check_schedule_kwargs,
-    _check_precision,
     _check_fsdp_grad_dtype,
     _check_grad_accum_dtype,
-    _check_bf16_rounding,
+    _check_kahan_summation,
 )

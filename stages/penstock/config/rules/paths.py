@@ -4,8 +4,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from penstock.config.loading.fault import ConfigIssue, dotted
-from penstock.config.rules.data import Issues
+from penstock.config.loading.fault import ConfigIssue, Issues, dotted
 from penstock.config.schema.run import RunConfig
 from penstock.core.remote.urls import is_url
 

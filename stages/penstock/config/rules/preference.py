@@ -1,9 +1,8 @@
 """Invalid combinations of the objective, preference settings and data."""
 
-from penstock.config.loading.fault import ConfigIssue
-from penstock.config.rules.data import Issues
+from penstock.config.loading.fault import ConfigIssue, Issues
 from penstock.config.schema.dataset import SCORES, Kind
-from penstock.config.schema.preference import AVERAGED, USED_BY, PreferenceConfig
+from penstock.config.schema.preference import PreferenceConfig
 from penstock.config.schema.run import RunConfig
 
 LISTS = ("datasets", "test_datasets")
@@ -12,66 +11,6 @@ LISTS = ("datasets", "test_datasets")
 def required_kind(preference: PreferenceConfig) -> Kind:
     """The kind of samples that the loss needs."""
     return "kto" if preference.loss_type == "kto" else "preference"
-
-
-def _check_loss_fields(run: RunConfig) -> Issues:
-    preference = run.preference
-    if run.train.objective != "preference":
-        return
-    for name, losses in USED_BY.items():
-        if not preference.is_non_default(name) or preference.loss_type in losses:
-            continue
-        if name == "length_normalize" and preference.length_normalize == "mean":
-            continue
-        takes = ", ".join(sorted(losses))
-        why = f"loss_type: {preference.loss_type} does not use it"
-        if name == "length_normalize" and preference.loss_type in AVERAGED:
-            why = f"loss_type: {preference.loss_type} is defined with means"
-        yield ConfigIssue(
-            ("preference", name),
-            f"{why}; leave it out, or use one of {takes}",
-            ("preference.loss_type",),
-        )
-    if preference.loss_type == "kto" and preference.length_normalize == "pair_mean":
-        yield ConfigIssue(
-            ("preference", "length_normalize"),
-            "loss_type: kto has single completions, not pairs; write mean or none",
-            ("preference.loss_type",),
-        )
-    is_rotated = preference.kl_pairing == "rotate"
-    if preference.kl_rotation_size and preference.loss_type == "kto" and not is_rotated:
-        yield ConfigIssue(
-            ("preference", "kl_rotation_size"),
-            "is used with kl_pairing: rotate only; write that too, or leave it out",
-            ("preference.kl_pairing",),
-        )
-    if not preference.pref_loss_ratio and not preference.sft_weight:
-        yield ConfigIssue(
-            ("preference", "pref_loss_ratio"),
-            "both losses have weight 0, so nothing is trained; raise it or sft_loss_ratio",
-            ("preference.sft_loss_ratio",),
-        )
-
-
-def _check_ref_update(run: RunConfig) -> Issues:
-    preference, path = run.preference, ("preference", "ref_update_steps")
-    if preference.ref_update_steps < 1 and preference.ref_update_steps != -1:
-        yield ConfigIssue(
-            path, f"{preference.ref_update_steps} is not a number of steps; write -1 for never"
-        )
-    elif preference.ref_update_steps > 0 and not preference.has_reference:
-        yield ConfigIssue(
-            path,
-            "there is no reference model to update; leave it out",
-            ("preference.loss_type", "preference.reference_free"),
-        )
-    elif preference.ref_update_steps > 0 and run.lora.enable_lora:
-        yield ConfigIssue(
-            path,
-            "with adapters the reference model is the frozen base model, which does not change;"
-            " leave it out, or write lora.enable_lora: false",
-            ("lora.enable_lora",),
-        )
 
 
 def _check_data_types(run: RunConfig) -> Issues:
@@ -141,19 +80,7 @@ def _describe_kind(kind: Kind) -> str:
     return "rated completions" if kind == "kto" else "preference pairs"
 
 
-def _check_pretrain_eos(run: RunConfig) -> Issues:
-    if run.train.objective == "pretrain" and run.data.mask_eos_in_loss:
-        yield ConfigIssue(
-            ("data", "mask_eos_in_loss"),
-            "masks tokens, but train.objective: pretrain trains on all; leave it out",
-            ("train.objective",),
-        )
-
-
 PREFERENCE_RULES = (
-    _check_loss_fields,
-    _check_ref_update,
     _check_data_types,
     _check_scores,
-    _check_pretrain_eos,
 )

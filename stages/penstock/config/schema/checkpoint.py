@@ -13,7 +13,8 @@ from penstock.config.schema.cache_key import (
     KeyedUnlessDefault,
     Unkeyed,
 )
-from penstock.config.schema.effect import OnlyWith
+from penstock.config.schema.effect import NotWith, OnlyWith
+from penstock.config.schema.evaluation import EVALUATED
 from penstock.config.schema.pipeline import Root
 
 GLOBAL_STEP = "global_step_{step}"
@@ -62,8 +63,18 @@ def step_in(template: str, name: str) -> int | None:
     for text, field, _, _ in Formatter().parse(template):
         number = r"(\d+)" if field == "step" else r"\d+"
         pattern += re.escape(text) + (number if field else "")
-    found = re.fullmatch(pattern, name, re.ASCII)
-    return int(found[1]) if found else None
+    match = re.fullmatch(pattern, name, re.ASCII)
+    return int(match[1]) if match else None
+
+
+RELEASE = "release.name"
+NOT_RELEASED = NotWith(
+    RELEASE,
+    unless=(None,),
+    spares=("auto",),
+    why="every run would start from this checkpoint",
+    instead="leave it out, and write model.model_path for the first run",
+)
 
 
 def _empty_to_none(value: str | None) -> str | None:
@@ -75,11 +86,19 @@ class SaveBestConfig(ConfigSection):
     those of `save_total_limit`; `checkpoints/best` links to it. It is the run's result, which is
     exported."""
 
-    metric: str | None = Field(default=None, min_length=1)
+    metric: Annotated[str | None, *EVALUATED] = Field(default=None, min_length=1)
     """The metric: a name in the records of evaluations, such as `eval_loss`. Unset: no best
     checkpoint. Needs `eval_steps` or `eval_epochs`."""
 
-    mode: Literal["min", "max"] | None = None
+    mode: Annotated[
+        Literal["min", "max"] | None,
+        OnlyWith(
+            "train.save_best.metric",
+            unless=(None,),
+            words="metric",
+            why="is {own}, but no metric is set",
+        ),
+    ] = None
     """Whether lower (`min`) or higher (`max`) is better. Unset: `max` for accuracies, for rewards
     and log-probs of `chosen` and for margins; `min` for all others."""
 
@@ -125,7 +144,19 @@ class CheckpointConfig(ConfigSection):
     that layers compute in, half as large in bfloat16. A run that resumes from the latter reports
     this: its results differ from those of an uninterrupted run."""
 
-    ckpt_quant: KeyedUnlessDefault[Literal["none", "int8", "int4"]] = "none"
+    ckpt_quant: Annotated[
+        KeyedUnlessDefault[Literal["none", "int8", "int4"]],
+        OnlyWith(
+            "train.optimizer",
+            ("adamw", "anyprecision_adamw"),
+            why="quantizes the moments of adamw and anyprecision_adamw, and the {name} is {value}",
+        ),
+        NotWith(
+            "train.save_optimizer",
+            (False,),
+            why="quantizes optimizer states, which save_optimizer: false does not save",
+        ),
+    ] = "none"
     """Quantization of the moments of `adamw` and `anyprecision_adamw` in checkpoints: `none`;
     `int8` or `int4`, a quarter or an eighth of the size in fp32. A run that resumes from a
     quantized checkpoint reports this: its results differ from those of an uninterrupted run.
@@ -141,23 +172,60 @@ class CheckpointConfig(ConfigSection):
     save_hf_weights: Unkeyed[bool] = True
     """Also save the final weights in Hugging Face's format."""
 
-    load_checkpoint_path: KeyedByContent[Annotated[str | None, AfterValidator(_empty_to_none)]] = (
-        None
-    )
+    load_checkpoint_path: Annotated[
+        KeyedByContent[Annotated[str | None, AfterValidator(_empty_to_none)]], NOT_RELEASED
+    ] = None
     """Checkpoint to start from; `auto`: the newest one in `output_dir`. Unset or empty: a new run
     starts from scratch, an interrupted run resumes from its own checkpoints in `output_dir`."""
 
-    require_checkpoint: Unkeyed[bool] = False
+    require_checkpoint: Annotated[
+        Unkeyed[bool],
+        OnlyWith(
+            "train.load_checkpoint_path",
+            unless=(None,),
+            words="load_checkpoint_path: auto",
+            why="no checkpoint is loaded",
+        ),
+        OnlyWith(
+            "train.load_checkpoint_path",
+            ("auto",),
+            why="a named checkpoint is required anyway",
+        ),
+        NotWith(
+            RELEASE,
+            unless=(None,),
+            why="each run has a new folder without checkpoints",
+            instead="leave it out",
+        ),
+    ] = False
     """With `load_checkpoint_path: auto`: fail if there is no checkpoint instead of starting from
     scratch."""
 
-    load_optimizer: KeyedUnlessDefault[bool] = True
+    load_optimizer: Annotated[
+        KeyedUnlessDefault[bool],
+        OnlyWith(
+            "train.load_checkpoint_path",
+            unless=(None,),
+            words="load_checkpoint_path: auto for the run's own checkpoints",
+            why="false is an option of load_checkpoint_path, which is not set",
+        ),
+    ] = True
     """Load optimizer states from the checkpoint of `load_checkpoint_path`. `false` loads weights
     and position only and starts with empty optimizer states, so the optimizer may be another one.
     If the path names a checkpoint, an interrupted run still resumes from its own checkpoints in
     full."""
 
-    init_checkpoint_path: KeyedByContent[str | None] = Field(default=None, min_length=1)
+    init_checkpoint_path: Annotated[
+        KeyedByContent[str | None],
+        NotWith(
+            "train.load_checkpoint_path",
+            unless=(None, "auto"),
+            why="load_checkpoint_path names another checkpoint",
+            instead="leave one of the two out, or write load_checkpoint_path: auto to resume from"
+            " the run's own checkpoints",
+        ),
+        NOT_RELEASED,
+    ] = Field(default=None, min_length=1)
     """Weights to start from, at step 0: a checkpoint of a training run, or a model in Hugging
     Face's format (a folder, a URL or a hub id), which then replaces `model.model_path`; config and
     tokenizer remain those of `model`. A run that has checkpoints of its own resumes from these."""

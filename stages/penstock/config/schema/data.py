@@ -6,9 +6,15 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, PrivateAttr
 
 from penstock.config.schema.base import ConfigSection
-from penstock.config.schema.dataset import MAX_RECORD_BYTES, DatasetConfig
-from penstock.config.schema.effect import OnlyWith
+from penstock.config.schema.dataset import (
+    KIND_OF_FORMAT,
+    MAX_RECORD_BYTES,
+    DatasetConfig,
+    FormatName,
+)
+from penstock.config.schema.effect import NotWith, OnlyWith
 from penstock.config.schema.pipeline import Root
+from penstock.config.schema.served import Served
 
 LastBatch = Literal["drop", "drop_few", "keep"]
 """`drop_few`: dropped where that loses at most `rows.sizing.FEW_ROWS` of an epoch, else kept."""
@@ -98,6 +104,27 @@ def why_not_a_template_variable(name: str) -> str | None:
     return None
 
 
+TRUNCATES = OnlyWith(
+    "data.limits_samples",
+    words="max_seq_len in datasets",
+    why="no dataset has a max_seq_len, so nothing is truncated",
+    reads=("data.datasets", "data.test_datasets", "data.decontaminate_datasets"),
+)
+
+
+def _not_of_completions(why: str, instead: str, of: tuple[Any, ...] | None = None) -> NotWith:
+    """What does not go with samples whose loss is one of whole completions."""
+    reads = ("data.datasets.0.type",)
+    return NotWith(
+        "data.sample_type", (*KIND_OF_FORMAT,), of=of, why=why, instead=instead, reads=reads
+    )
+
+
+WHOLE_COMPLETIONS = _not_of_completions(
+    "{value} samples always train complete completions and nothing else", "leave {field} out"
+)
+
+
 class DataConfig(ConfigSection):
     """Data sources, their preparation, packing and loading."""
 
@@ -122,11 +149,26 @@ class DataConfig(ConfigSection):
     by weight until the first one runs out, `interleave_over` until all have; sources that run out
     earlier start over."""
 
-    weight_unit: Literal["samples", "tokens"] = "samples"
+    weight_unit: Annotated[
+        Literal["samples", "tokens"],
+        OnlyWith(
+            "data.mix_strategy",
+            unless=("concat",),
+            words="mix_strategy: random (or interleave_under, interleave_over)",
+            why="mix_strategy: concat uses every sample once and ignores weights",
+        ),
+    ] = "samples"
     """Unit of each source's `weight`: samples, or tokens. With `tokens`, a source whose samples are
     twice as long contributes half as many samples."""
 
-    samples_per_epoch: int | None = Field(default=None, gt=0)
+    samples_per_epoch: Annotated[
+        int | None,
+        OnlyWith(
+            "data.mix_strategy",
+            ("random",),
+            why="the sources determine an epoch of mix_strategy: {value}",
+        ),
+    ] = Field(default=None, gt=0)
     """`mix_strategy: random`: number of samples in an epoch. Unset: the number of samples of all
     sources. Each of the `train.num_train_epochs` epochs continues in the sources where the last one
     stopped."""
@@ -135,7 +177,10 @@ class DataConfig(ConfigSection):
     """Drop duplicates: training samples with the same tokens as an earlier sample or one of
     `test_datasets` (`exact`), or with nearly the same (`near`). The first one is kept."""
 
-    near_duplicate_threshold: float = Field(default=0.8, gt=0, le=1)
+    near_duplicate_threshold: Annotated[
+        float,
+        OnlyWith("data.deduplicate", ("near",), why="is only used with deduplicate: near"),
+    ] = Field(default=0.8, gt=0, le=1)
     """`deduplicate: near`: Jaccard similarity of the sets of 5-grams of tokens, 0 to 1, at which
     two samples are duplicates."""
 
@@ -145,23 +190,33 @@ class DataConfig(ConfigSection):
     dropped. N-grams that are in more than a tenth of their samples (a chat template, a system
     prompt) do not count."""
 
-    decontaminate_ngram: int = Field(default=13, gt=0)
+    decontaminate_ngram: Annotated[
+        int,
+        OnlyWith(
+            "data.decontaminate_datasets",
+            unless=([],),
+            words="decontaminate_datasets",
+            why="is only used with {name}",
+        ),
+    ] = Field(default=13, gt=0)
     """Decontamination: length of the shared n-gram, in tokens, for which a sample is dropped."""
 
-    truncation_mode: Literal["keep_start", "keep_end", "drop", "drop_turns"] = "keep_start"
+    truncation_mode: Annotated[
+        Literal["keep_start", "keep_end", "drop", "drop_turns"], TRUNCATES
+    ] = "keep_start"
     """Truncation of samples longer than `max_seq_len`: `keep_start` and `keep_end` cut off the
     other end, `drop` leaves out the sample, `drop_turns` leaves out its oldest turns but keeps the
     system prompt. What is cut off or left out is counted."""
 
-    max_prompt_len: int | None = Field(default=None, gt=0)
+    max_prompt_len: Annotated[int | None, TRUNCATES] = Field(default=None, gt=0)
     """Maximum length in tokens of the prompt (what comes before the first trained token) of a
     sample that is longer than `max_seq_len`. Of a longer prompt, `truncation_mode: keep_start`
     keeps the start, all other modes the end."""
 
-    train_on_prompt: bool = False
+    train_on_prompt: Annotated[bool, WHOLE_COMPLETIONS] = False
     """Train on prompt tokens too, not only on completions."""
 
-    train_on_turns: Literal["all", "last"] = "all"
+    train_on_turns: Annotated[Literal["all", "last"], WHOLE_COMPLETIONS] = "all"
     """Train on all assistant turns or only on the last one."""
 
     chat_template: Annotated[str, AfterValidator(_check_chat_template)] = TOKENIZER_TEMPLATE
@@ -187,13 +242,29 @@ class DataConfig(ConfigSection):
     """Append the end-of-sequence token to `text` documents and to completions without a chat
     template."""
 
-    mask_eos_in_loss: bool = False
+    mask_eos_in_loss: Annotated[
+        bool,
+        NotWith(
+            "train.objective",
+            ("pretrain",),
+            why="masks tokens, but train.objective: pretrain trains on all",
+            instead="leave it out",
+        ),
+    ] = False
     """Mask the token that ends a completion or a document in the loss."""
 
     select_columns: list[str] | None = None
     """Columns of each source to keep, for example `[input_ids, labels]`. Unset: all."""
 
-    sample_packing_method: Literal["sequential", "multipack", "greedy", "wrapped"] = "sequential"
+    sample_packing_method: Annotated[
+        Literal["sequential", "multipack", "greedy", "wrapped"],
+        _not_of_completions(
+            "wrapped splits samples where a packed sequence is full, and completions of {value}"
+            " samples must stay complete",
+            "write sequential or multipack",
+            of=("wrapped",),
+        ),
+    ] = "sequential"
     """Sequence packing: `sequential` fills sequences in the order of the data; `multipack` finds
     samples that fit together (bin packing) and fills sequences best; `greedy` puts each sample into
     the sequence with the most room; `wrapped` concatenates samples and splits them where a sequence
@@ -228,24 +299,58 @@ class DataConfig(ConfigSection):
     eval_sample_packing: bool | None = None
     """False: do not pack evaluation samples; each has a sequence of its own."""
 
-    isolate_samples: bool = True
+    isolate_samples: Annotated[
+        bool,
+        _not_of_completions(
+            "completions of {value} samples must not attend to other samples", "leave {field} out"
+        ),
+    ] = True
     """Mask attention between the samples of a packed sequence. `false` lets a sample attend to all
     tokens before it in the sequence, for example for pieces of one text; the first token of a
     sample is still not a target of the sample before it. Evaluations always isolate samples."""
 
-    share_prompts: bool | None = None
+    share_prompts: Annotated[
+        bool | None,
+        NotWith(
+            "data.sample_type",
+            unless=(None, *KIND_OF_FORMAT),
+            of=(False,),
+            why="samples of type {value} have one completion",
+            instead="leave {field} out",
+            reads=("data.datasets.0.type",),
+        ),
+    ] = None
     """Preference pairs: store the prompt once for both completions, which do not attend to each
     other. False stores it before each of them. The loss is the same; it takes more tokens, and
     works with attention backends (`flash_attention_*`) that cannot mask one completion from the
     other. Unset: true; false for models of the transformers backend."""
 
-    encode_images: bool = False
+    encode_images: Annotated[
+        bool,
+        NotWith(
+            "model.backend",
+            ("transformers",),
+            why="is true, and model.backend transformers computes images in every step",
+            instead="write backend: native, or encode_images: false",
+        ),
+        NotWith(
+            "train.load_checkpoint_path",
+            unless=(None,),
+            why="is true, and the vision tower of train.load_checkpoint_path may be another than"
+            " that of model.model_path",
+            instead="export the checkpoint and write its folder as model.model_path, or"
+            " encode_images: false",
+        ),
+    ] = False
     """Compute the features of all images once, in the stage `encode`, and train on these instead of
     the images. Needs a vision tower that is frozen (`model.freeze`). Of a frozen projector the
     outputs are stored; of one that is trained, its inputs, for models of type llava, internvl and
     qwen2_vl. Each image is encoded alone."""
 
-    encode_dtype: Literal["float32", "bfloat16"] | None = None
+    encode_dtype: Annotated[
+        Literal["float32", "bfloat16"] | None,
+        OnlyWith("data.encode_images", why="no images are encoded"),
+    ] = None
     """`encode_images`: data type in which features are computed and stored. Unset: that in which
     training computes."""
 
@@ -253,7 +358,16 @@ class DataConfig(ConfigSection):
     """DataLoader workers of each training process. Unset: 0, because packed sequences are
     memory-mapped and read faster than any step; with `dataloader_prefetch_factor`, 8."""
 
-    dataloader_prefetch_factor: int | None = Field(default=None, gt=0)
+    dataloader_prefetch_factor: Annotated[
+        int | None,
+        NotWith(
+            "data.dataloader_num_workers",
+            (0,),
+            spares=(PREFETCH,),
+            why="no worker can load {own} steps ahead with dataloader_num_workers: 0",
+            instead="write 1 or more, or leave {field} out",
+        ),
+    ] = Field(default=None, gt=0)
     """Steps that each DataLoader worker loads ahead. Unset: 2."""
 
     dataloader_pin_memory: bool = True
@@ -264,14 +378,26 @@ class DataConfig(ConfigSection):
     others. Unset: true with `sample_packing_sequence_len`; without it, only where they are at most
     5 % of the epoch."""
 
-    pad_to_multiple_of: int = Field(default=128, gt=0)
+    pad_to_multiple_of: Annotated[int, Served()] = Field(default=128, gt=0)
     """Pad packed sequences to a multiple of this many tokens when they are loaded."""
 
-    val_set_size: Annotated[int | float | None, AfterValidator(_check_val_set_size)] = None
+    val_set_size: Annotated[
+        int | float | None,
+        AfterValidator(_check_val_set_size),
+        NotWith("data.test_datasets", unless=([],), why="test_datasets are set too"),
+    ] = None
     """Validation split: samples to hold out for evaluation, as a number or as a fraction between 0
     and 1."""
 
-    split_by: str | None = Field(default=None, min_length=1)
+    split_by: Annotated[
+        str | None,
+        OnlyWith(
+            "data.val_set_size",
+            unless=(None,),
+            words="val_set_size",
+            why="is only used with {name}",
+        ),
+    ] = Field(default=None, min_length=1)
     """Group split: a column whose values are not split across training and validation, such as a
     user or a document. Samples with the same value are held out together, until they are at least
     `val_set_size`. Every record needs a value."""
@@ -300,10 +426,20 @@ class DataConfig(ConfigSection):
     num_dataset_shards_to_save: int | None = Field(default=None, gt=0)
     """Number of files of the prepared training data. Unset: one for each slice."""
 
-    skip_prepare_dataset: bool = False
+    skip_prepare_dataset: Annotated[
+        bool,
+        NotWith(
+            "release.name",
+            unless=(None,),
+            why="releases follow changes of the sources, which this ignores",
+            instead="leave it out",
+        ),
+    ] = False
     """Use the prepared data in `dataset_prepared_path` as it is, without looking at the sources."""
 
-    push_dataset_to_hub: str | None = None
+    push_dataset_to_hub: Annotated[
+        str | None, OnlyWith("data.hf_use_auth_token", why="needs the hub login")
+    ] = None
     """Hub dataset (`org/name`) that the prepared data is pushed to, in a private repository. Needs
     `hf_use_auth_token: true`."""
 
@@ -312,6 +448,23 @@ class DataConfig(ConfigSection):
     used if there is one."""
 
     _chosen_row_length: int | None = PrivateAttr(default=None)
+
+    @property
+    def sample_type(self) -> FormatName | None:
+        """Format of the first data source, if it is known."""
+        return self.datasets[0].type
+
+    @property
+    def limits_samples(self) -> bool:
+        """Whether samples of a source have a maximum length."""
+        sources = (*self.datasets, *self.test_datasets, *self.decontaminate_datasets)
+        return any(source.max_seq_len for source in sources)
+
+    @property
+    def has_held_out_data(self) -> bool:
+        """Whether there is, or may be, data to evaluate on. Whether prepared data has a validation
+        split is known only when it is read."""
+        return bool(self.test_datasets or self.val_set_size or self.skip_prepare_dataset)
 
     @property
     def last_batch(self) -> LastBatch:

@@ -7,6 +7,7 @@ from pydantic import AfterValidator, Field
 from penstock.config.schema.base import ConfigSection
 from penstock.config.schema.cache_key import Keyed, KeyedIfEvaluated, KeyedUnlessDefault
 from penstock.config.schema.effect import TRAINS, OnlyWith
+from penstock.config.schema.evaluation import EVALUATED
 
 MOST_EPOCHS, MOST_STEPS = 1_000_000, 1_000_000_000
 """Upper limits of the length of a run."""
@@ -33,7 +34,7 @@ class EarlyStoppingConfig(ConfigSection):
     """The metric: a name in the records of evaluations. Higher is better for accuracies, for
     rewards and log-probs of `chosen` and for margins; lower is better for all others."""
 
-    patience: int = Field(default=0, ge=0)
+    patience: Annotated[int, *EVALUATED] = Field(default=0, ge=0)
     """Number of evaluations in a row without improvement after which the run ends. 0: no early
     stopping. Needs `eval_steps` or `eval_epochs`."""
 

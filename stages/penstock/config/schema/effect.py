@@ -1,8 +1,9 @@
-"""When a field has an effect, declared with its type.
+"""What a field goes with, declared with its type.
 
-`Annotated[Keyed[float], OnlyWith("train.optimizer", ("muon",))]` has an effect with Muon only.
-Cache keys read this (`config/identity.py`: a value without effect is in no key), and so do the
-rules (`rules/effect.py`: it is an error or a notice) and the reference page.
+`Annotated[Keyed[float], OnlyWith("train.optimizer", ("muon",))]` has an effect with Muon only, and
+`Annotated[Unkeyed[bool], NotWith("lora.use_dora", why=...)]` is an error with DoRA. Cache keys
+read the first (`config/identity.py`: a value without effect is in no key); the rules
+(`rules/effect.py`) and the reference page read both.
 """
 
 from collections.abc import Iterator
@@ -10,99 +11,169 @@ from dataclasses import dataclass
 from functools import cache
 from inspect import get_annotations
 from operator import attrgetter
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 from penstock.config.schema.base import ConfigSection
 
 Root = TypeVar("Root", bound=ConfigSection)
 Section = TypeVar("Section", bound=ConfigSection)
 
+Path = tuple[str | int, ...]
+
 
 @dataclass(frozen=True)
-class OnlyWith:
-    """The field has an effect only where a setting, or a property of its section, has one of these
-    values. If there are several conditions, all must hold. Conditions of a whole section are in its
-    class attribute `conditions`."""
-
+class _Condition:
     setting: str
-    """Dotted name from the root, such as `train.optimizer`."""
+    """Dotted name from the root, such as `train.optimizer`, of a setting or of a property of a
+    section; `.type` is a setting beside the field."""
 
     values: tuple[Any, ...] = (True,)
 
-    words: str = ""
-    """What to write so that the field has an effect, where that is not `setting: value`."""
+    unless: tuple[Any, ...] | None = None
+    """If given, all values but these are meant, in place of `values`."""
+
+    of: tuple[Any, ...] | None = None
+    """Values of the field that the condition is for. None: all but its default."""
+
+    spares: tuple[Any, ...] = ()
+    """Values of the field that the condition is not for."""
 
     why: str = "is not used with {name}: {value}"
-    """Why a value has no effect. `{name}` and `{value}` are those of the setting."""
+    """`{name}` and `{value}` are those of the setting, `{field}` and `{own}` those of the field."""
 
-    unmet: Literal["error", "notice", "silent"] = "error"
-    """What a value without effect is. `silent`: the setting is documented to override it."""
+    reads: tuple[str, ...] = ()
+    """The settings that a property in `setting` reads: if one is invalid, no error follows."""
 
     @property
     def name(self) -> str:
         """The last part of the setting's name."""
         return self.setting.rpartition(".")[2]
 
-    def holds(self, run: ConfigSection) -> bool:
+    def value_in(self, run: ConfigSection, section: ConfigSection) -> Any:
+        """The setting's value; `section` has the field."""
+        is_beside = self.setting.startswith(".")
+        return attrgetter(self.name if is_beside else self.setting)(section if is_beside else run)
+
+    def matches(self, run: ConfigSection, section: ConfigSection) -> bool:
         """Whether the setting has one of the values."""
-        return attrgetter(self.setting)(run) in self.values
+        value = self.value_in(run, section)
+        return value in self.values if self.unless is None else value not in self.unless
+
+    def is_for(self, value: Any) -> bool:
+        """Whether it concerns this value of the field, which is not its default."""
+        return value not in self.spares and (self.of is None or value in self.of)
+
+
+@dataclass(frozen=True)
+class OnlyWith(_Condition):
+    """The field has an effect only where a setting has one of these values. If there are several
+    conditions, all must hold. Conditions of a whole section are in its class attribute
+    `conditions`."""
+
+    words: str = ""
+    """What to write so that the field has an effect, where that is not `setting: value`."""
+
+    unmet: Literal["error", "notice", "silent"] = "error"
+    """What a value without effect is. `silent`: the setting is documented to override it."""
+
+
+@dataclass(frozen=True)
+class NotWith(_Condition):
+    """The field is an error where a setting has one of these values."""
+
+    instead: str = "leave one of the two out"
+    """What to write."""
+
+
+@dataclass(frozen=True)
+class NativeOnly:
+    """The field has no meaning where transformers' own code computes the model."""
+
+    why: str = "layers are computed by the model's own code"
+
+    write: str = ""
+    """What to write instead, if not nothing."""
 
 
 TRAINS = OnlyWith("train.eval_only", (False,), unmet="silent")
 """The condition of what only training uses."""
 
 
-class Unused(NamedTuple):
-    """A field that has no effect in a run."""
+OWN_EXPERTS = NativeOnly("experts and routers are the model's own")
 
-    path: tuple[str, ...]
+
+class DeclaredField(NamedTuple):
+    """A field of a run that has conditions."""
+
+    path: Path
     section: ConfigSection
-    condition: OnlyWith
-    """The first condition that does not hold."""
+    only_with: tuple[OnlyWith, ...]
+    not_with: tuple[NotWith, ...]
+
+    @property
+    def name(self) -> str:
+        """The last part of its path."""
+        return str(self.path[-1])
+
+    @property
+    def value(self) -> Any:
+        """Its value in the run."""
+        return getattr(self.section, self.name)
 
     @property
     def is_default(self) -> bool:
         """Whether the field has its default."""
-        return not self.section.is_non_default(self.path[-1])
+        return not self.section.is_non_default(self.name)
+
+    def unmet(self, run: ConfigSection) -> Iterator[OnlyWith]:
+        """The conditions that do not hold."""
+        return (one for one in self.only_with if not one.matches(run, self.section))
 
 
 @cache
-def conditions_of(section: type[ConfigSection], name: str) -> tuple[OnlyWith, ...]:
+def conditions_of(
+    section: type[ConfigSection], name: str
+) -> tuple[tuple[OnlyWith, ...], tuple[NotWith, ...]]:
     """The conditions of a field: those of the class that declares it, and its own."""
     owner = next(base for base in section.__mro__ if name in get_annotations(base))
-    metadata = section.model_fields[name].metadata
-    own = (condition for condition in metadata if isinstance(condition, OnlyWith))
-    return (*own, *owner.__dict__.get("conditions", ()))
+    declared = (*owner.__dict__.get("conditions", ()), *section.model_fields[name].metadata)
+    return (
+        tuple(part for part in declared if isinstance(part, OnlyWith)),
+        tuple(part for part in declared if isinstance(part, NotWith)),
+    )
 
 
-def unused_fields(run: ConfigSection) -> Iterator[Unused]:
+def declared_fields(section: ConfigSection, path: Path = ()) -> Iterator[DeclaredField]:
+    """The fields with conditions of a section, of the sections in it, and of those in its lists and
+    mappings."""
+    for name in type(section).model_fields:
+        value, field_path = getattr(section, name), (*path, name)
+        if isinstance(value, ConfigSection):
+            yield from declared_fields(value, field_path)
+        elif isinstance(value, list | dict):
+            entries = cast("dict[str, Any] | list[Any]", value)
+            items = entries.items() if isinstance(entries, dict) else enumerate(entries)
+            for key, item in items:
+                if isinstance(item, ConfigSection):
+                    yield from declared_fields(item, (*field_path, key))
+        only_with, not_with = conditions_of(type(section), name)
+        if only_with or not_with:
+            yield DeclaredField(field_path, section, only_with, not_with)
+
+
+def unused_fields(run: ConfigSection) -> Iterator[DeclaredField]:
     """The fields that have no effect in the run, whatever their values."""
-    return _unused_fields(run, run, ())
+    return (field for field in declared_fields(run) if any(True for _ in field.unmet(run)))
 
 
 def without_unused(run: Root) -> Root:
-    """The run in which every field that has no effect has its default."""
+    """The run in which every field that has no effect has its default. Items of lists stay: their
+    fields without effect are errors."""
     unused = {field.path for field in unused_fields(run) if not field.is_default}
     return _with_defaults(run, (), unused) if unused else run
 
 
-def _unused_fields(
-    run: ConfigSection, section: ConfigSection, path: tuple[str, ...]
-) -> Iterator[Unused]:
-    for name in type(section).model_fields:
-        value, field_path = getattr(section, name), (*path, name)
-        if isinstance(value, ConfigSection):
-            yield from _unused_fields(run, value, field_path)
-            continue
-        for condition in conditions_of(type(section), name):
-            if not condition.holds(run):
-                yield Unused(field_path, section, condition)
-                break
-
-
-def _with_defaults(
-    section: Section, path: tuple[str, ...], unused: set[tuple[str, ...]]
-) -> Section:
+def _with_defaults(section: Section, path: Path, unused: set[Path]) -> Section:
     changed: dict[str, Any] = {}
     for name, field in type(section).model_fields.items():
         value, field_path = getattr(section, name), (*path, name)

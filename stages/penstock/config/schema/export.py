@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
 from penstock.config.schema.base import ConfigSection
+from penstock.config.schema.effect import NativeOnly, NotWith
 from penstock.core.remote.urls import PACKAGE_OF, WEB
 
 SHORT_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -106,6 +107,7 @@ class ExportConfig(ConfigSection):
     quantise: Annotated[
         Literal["fp8", "block_fp8", "int8", "int4", "nvfp4"] | None,
         BeforeValidator(_check_quantization),
+        NativeOnly("only native models are quantized on export"),
     ] = None
     """Quantize the linear layers of `hf/`, in the compressed-tensors format that vLLM, SGLang and
     `transformers` load: `fp8` (a scale for each row), `block_fp8` (FP8, a scale for each 128 x
@@ -129,24 +131,45 @@ class ExportConfig(ConfigSection):
         return parse_size(self.max_shard_size)
 
 
+OF_REPOSITORIES = NotWith(
+    "push.is_to_folder",
+    why="is for hub repositories, and url is a folder",
+    instead="leave {field} out",
+    reads=("push.url", "push.repo_id"),
+)
+
+
 class PushConfig(ConfigSection):
     """Upload of the exported model to a hub repository or to a folder at a URL."""
 
     repo_id: Annotated[str | None, AfterValidator(_check_repo_id)] = None
     """Hugging Face hub repository, `org/name`. Not together with `url`."""
 
-    url: Annotated[str | None, AfterValidator(_check_url)] = None
+    url: Annotated[
+        str | None,
+        AfterValidator(_check_url),
+        NotWith(
+            "push.repo_id",
+            unless=(None,),
+            why="repo_id is set too, and a push has one target",
+        ),
+    ] = None
     """Folder to upload to, as a URL that fsspec supports. Not together with `repo_id`."""
 
     private: bool = True
     """Create the repository as private."""
 
-    revision: str | None = Field(default=None, min_length=1)
+    revision: Annotated[str | None, OF_REPOSITORIES] = Field(default=None, min_length=1)
     """Branch of the repository. Unset: its main branch."""
 
-    create_pr: bool = False
+    create_pr: Annotated[bool, OF_REPOSITORIES] = False
     """Open a pull request instead of committing."""
 
     dry_run: bool = False
     """Only list what would be uploaded. `penstock push` then builds nothing: of an export that does
     not exist yet it lists the folders."""
+
+    @property
+    def is_to_folder(self) -> bool:
+        """Whether the target is a folder at a URL."""
+        return self.url is not None and self.repo_id is None

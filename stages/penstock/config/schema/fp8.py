@@ -6,7 +6,7 @@ from pydantic import AfterValidator, Field
 
 from penstock.config.schema.base import ConfigSection
 from penstock.config.schema.cache_key import KeyedUnlessDefault, Unkeyed
-from penstock.config.schema.effect import OnlyWith
+from penstock.config.schema.effect import NativeOnly, NotWith, OnlyWith
 from penstock.config.schema.quantization import readable
 
 FP8 = OnlyWith("train.enable_fp8_training", why="there is no FP8 training with {name}: {value}")
@@ -41,9 +41,7 @@ class Fp8Config(ConfigSection):
     """Apply a block-diagonal Hadamard transform to activations and weights before quantization,
     which distributes outlier features over their neighbors."""
 
-    hadamard_block_size: Annotated[
-        Literal[16, 32, 64, 128], FP8, OnlyWith("train.fp8.hadamard")
-    ] = 32
+    hadamard_block_size: Annotated[Literal[16, 32, 64, 128], OnlyWith("train.fp8.hadamard")] = 32
     """Number of features that are transformed together."""
 
     exclude_modules: Annotated[list[str], AfterValidator(readable)] = Field(
@@ -59,11 +57,31 @@ class Fp8Config(ConfigSection):
         hybrid = self.recipe == "tensorwise" if self.format is None else self.format == "hybrid"
         return "e5m2" if hybrid else "e4m3"
 
+    @property
+    def quantizes_by_rows_alone(self) -> bool:
+        """Whether input gradients need weights in other scales than the forward pass."""
+        return self.recipe == "rowwise" and self.quantize_input_grad
+
 
 class Fp8TrainingConfig(ConfigSection):
     """FP8 training."""
 
-    enable_fp8_training: KeyedUnlessDefault[bool] = False
+    enable_fp8_training: Annotated[
+        KeyedUnlessDefault[bool],
+        NotWith(
+            "lora.enable_qlora",
+            why="lora.enable_qlora: true dequantizes base weights and runs their matmuls in the"
+            " run's precision",
+        ),
+        NotWith(
+            "train.computes_in",
+            ("float16",),
+            why="float16 does not have the range of FP8 values and their scales",
+            instead="write precision: bf16_mixed, or leave {field} out",
+            reads=("train.precision",),
+        ),
+        NativeOnly(write="train.precision: bfloat16"),
+    ] = False
     """FP8 training: run the matmuls of the linear layers of decoder blocks, forward and backward,
     in FP8. Weights, gradients and optimizer states keep their precision. Needs a GPU with FP8 (Ada,
     Hopper or later), where it is faster; CPUs compute the same slowly."""
@@ -71,6 +89,36 @@ class Fp8TrainingConfig(ConfigSection):
     fp8: KeyedUnlessDefault[Fp8Config] = Field(default_factory=Fp8Config)
     """FP8 scaling and formats."""
 
-    enable_fp8_all_gather: Annotated[Unkeyed[bool], FP8] = False
+    enable_fp8_all_gather: Annotated[
+        Unkeyed[bool],
+        FP8,
+        NotWith(
+            "train.data_parallel_mode",
+            unless=("fsdp2",),
+            why="{name}: {value} does not all-gather weights",
+            instead="write {name}: fsdp2 or leave {field} out",
+        ),
+        NotWith(
+            "train.enable_fsdp_offload",
+            why="quantizes weights on the GPU, and {name}: true keeps them in host memory",
+        ),
+        NotWith(
+            "train.enable_compile",
+            why="all-gathers a tensor subclass that torch.compile does not support here, and"
+            " {name} is true",
+        ),
+        NotWith(
+            "lora.use_dora",
+            why="gives layers quantized weights, and lora.use_dora: true needs the norms of the"
+            " unquantized rows",
+        ),
+        NotWith(
+            "train.fp8.quantizes_by_rows_alone",
+            why="all-gathers weights that are quantized by rows, and gradients of activations need"
+            " them quantized by columns",
+            instead="write fp8.recipe: tensorwise or blockwise, or fp8.quantize_input_grad: false",
+            reads=("train.fp8.recipe", "train.fp8.quantize_input_grad"),
+        ),
+    ] = False
     """`fsdp2` with `enable_fp8_training`: quantize weights before the all-gather, which halves its
     traffic. Results are the same."""

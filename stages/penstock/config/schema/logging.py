@@ -7,7 +7,8 @@ from pydantic import AfterValidator, Field
 from penstock.config.schema.base import ConfigSection
 from penstock.config.schema.cache_key import Unkeyed
 from penstock.config.schema.effect import OnlyWith
-from penstock.core.remote.urls import redact
+from penstock.config.schema.served import Served
+from penstock.core.remote.urls import is_url, redact
 
 
 def _check_tracking_uri(uri: str | None) -> str | None:
@@ -18,6 +19,15 @@ def _check_tracking_uri(uri: str | None) -> str | None:
             "environment"
         )
     return uri
+
+
+def _check_log_dir(folder: str | None) -> str | None:
+    if folder is not None and is_url(folder):
+        raise ValueError(
+            "is a URL, but event files are written to a local folder; leave it out: event files in"
+            " train.output_dir are uploaded with it"
+        )
+    return folder
 
 
 LogRanks = Literal["all", "local0", "global0"]
@@ -47,7 +57,13 @@ class LoggingConfig(ConfigSection):
     """Log the global norm of the trained parameters after the update; `layers`: also the norm of
     each layer."""
 
-    log_router_stats: Unkeyed[bool] = True
+    log_router_stats: Annotated[
+        Unkeyed[bool],
+        Served(
+            doc="Mixture of experts: report with each backward pass how evenly tokens were "
+            "distributed over experts.",
+        ),
+    ] = True
     """Mixture of experts: write to `metrics.jsonl`, for every layer of every step, how evenly
     tokens were distributed over experts."""
 
@@ -76,6 +92,7 @@ class LoggingConfig(ConfigSection):
 
     log_dir: Annotated[
         Unkeyed[str | None],
+        AfterValidator(_check_log_dir),
         OnlyWith(
             "train.use_tensorboard",
             why="is the folder of TensorBoard's event files, and {name} is {value}",

@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from penstock.config.schema.base import ConfigSection
-from penstock.config.schema.effect import TRAINS, OnlyWith
+from penstock.config.schema.effect import TRAINS, NotWith, OnlyWith
 
 DecayStyle = Literal[
     "constant",
@@ -33,6 +33,13 @@ DECAYS = OnlyWith(
     unmet="notice",
 )
 
+NOT_NOAM = NotWith(
+    "train.lr_decay_style",
+    ("noam",),
+    why="noam has a warmup of its own",
+    instead="leave {field} out",
+)
+
 HOLDING: tuple[DecayStyle, ...] = (
     *("constant", "linear", "cosine", "polynomial", "inverse_sqrt"),
     *("square", "noam_hold", "step", "exponential"),
@@ -57,6 +64,7 @@ class ScheduleConfig(ConfigSection):
             words="lr_warmup_steps or lr_warmup_ratio",
             why="there is no warmup",
         ),
+        NOT_NOAM,
     ] = "zero_start"
     """`zero_start`: step s of W warmup steps uses s/W, so the first step uses `lr_start`.
     `plus_one`: (s+1)/(W+1)."""

@@ -1,12 +1,13 @@
 """Which model is trained, and the implementation of its layers."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from penstock.config.schema.base import ConfigSection
 from penstock.config.schema.cache_key import Keyed, KeyedByContent, KeyedUnlessDefault, Unkeyed
-from penstock.config.schema.effect import OnlyWith
+from penstock.config.schema.effect import OWN_EXPERTS, NativeOnly, NotWith, OnlyWith
+from penstock.config.schema.served import Served
 
 Attention = Literal[
     "eager", "sdpa", "native", "flash_attention_2", "flash_attention_3", "flash_attention_4"
@@ -23,6 +24,14 @@ ROUNDS = OnlyWith("train.computes_in", ("bfloat16", "float16"), unmet="silent")
 """What keeps a part in fp32 changes nothing where everything is in fp32."""
 
 CASTS = OnlyWith("train.computes_in", ("float32", "float16"), unmet="silent")
+
+
+def _check_freeze(value: list[Part] | None) -> list[Part] | None:
+    if value is not None and {*value} == {*get_args(Part)}:
+        raise ValueError(
+            f"is {value}, all parts of a model, and nothing would be trained; leave one out"
+        )
+    return value
 
 
 class EncoderConfig(ConfigSection):
@@ -44,7 +53,14 @@ class EncoderConfig(ConfigSection):
     `scale_factor` x `scale_factor` features is joined to one, and then mapped linearly), of an
     Idefics3, for SigLIP towers."""
 
-    scale_factor: int = Field(default=SCALE_FACTOR, ge=2)
+    scale_factor: Annotated[
+        int,
+        OnlyWith(
+            ".projector",
+            ("pixel_shuffle",),
+            why="is of a pixel shuffle, and the {name} is {value}",
+        ),
+    ] = Field(default=SCALE_FACTOR, ge=2)
     """Pixel shuffle: side of the square of features that become one. An image takes
     `scale_factor`² times fewer tokens. It must divide the number of patches along the side of an
     image."""
@@ -84,89 +100,128 @@ class ModelConfig(ConfigSection):
     that you can. A local folder is identified by the content of these files, a hub id by
     `code_revision`."""
 
-    code_revision: KeyedByContent[str | None] = Field(default=None, min_length=1)
+    code_revision: Annotated[
+        KeyedByContent[str | None],
+        OnlyWith("model.trust_remote_code", why="no code of the model is run"),
+    ] = Field(default=None, min_length=1)
     """The commit of the hub repository whose config.json and code are used with
     `trust_remote_code`: 40 hexadecimal digits. Weights and tokenizer are those of its main branch.
     """
 
-    attn_implementation: Unkeyed[Attention | None] = None
+    attn_implementation: Annotated[
+        Unkeyed[Attention | None],
+        Served(
+            documented="flash_attention_3",
+            doc="Attention backend, as `model.attn_implementation` of a run. If it is not written: "
+            "the best one on this machine; `flash_attention_3` is preferred where it is "
+            "installed.",
+        ),
+    ] = None
     """Attention backend: `eager` (matmuls and softmax), `sdpa` (PyTorch's scaled dot-product
     attention), `native` (PyTorch's variable-length and flex attention; CUDA), or one of the
     packages `flash_attention_2` (Ampere and later), `flash_attention_3` (Hopper) and
     `flash_attention_4` (Hopper and Blackwell), which must be installed. Unset: the best one on this
     machine; `flash_attention_3` is preferred where it is installed."""
 
-    moe_implementation: Unkeyed[Literal["eager", "triton", "native", "quack"] | None] = None
+    moe_implementation: Annotated[
+        Unkeyed[Literal["eager", "triton", "native", "quack"] | None], Served(), OWN_EXPERTS
+    ] = None
     """Mixture-of-experts kernels: `eager` (a loop over experts), `triton` (group GEMM), `native`
     (PyTorch's grouped matmul) or `quack` (an optional package; Hopper and Blackwell). Unset: the
     best one on this machine for the model's experts."""
 
-    router_fp32: Annotated[KeyedUnlessDefault[bool], ROUNDS] = True
+    router_fp32: Annotated[KeyedUnlessDefault[bool], ROUNDS, Served(), OWN_EXPERTS] = True
     """Mixture of experts: store router weights and compute router logits in fp32 even where the
     rest is computed in bf16, so that rounding does not change which experts are chosen."""
 
-    freeze_router: KeyedUnlessDefault[bool] = False
+    freeze_router: Annotated[KeyedUnlessDefault[bool], Served(default=True), OWN_EXPERTS] = False
     """Mixture of experts: do not train router weights. Gradients still flow through the routing
     weights to earlier layers."""
 
-    lm_head_fp32: Annotated[KeyedUnlessDefault[bool], ROUNDS] = False
+    lm_head_fp32: Annotated[KeyedUnlessDefault[bool], ROUNDS, Served(default=True)] = False
     """Compute logits in fp32 even where the rest is computed in bf16, from the hidden states and
     the LM head's weights as they are, so that logits are not rounded before the loss. On a GPU
     these matmuls take many times as long, and need an fp32 copy of the LM head while they run."""
 
-    rmsnorm_native: Unkeyed[bool] = False
+    rmsnorm_native: Annotated[Unkeyed[bool], Served(), NativeOnly()] = False
     """Compute norms, and the residual additions before them, with PyTorch's eager operations, which
     round where Hugging Face's models do, even where a fused kernel is available."""
 
-    activation_native: Unkeyed[bool] = False
+    activation_native: Annotated[Unkeyed[bool], Served(), NativeOnly()] = False
     """Compute the activations of feed-forward networks and experts with PyTorch's eager operations
     even where a fused kernel is available."""
 
-    rope_native: Unkeyed[bool] = False
+    rope_native: Annotated[Unkeyed[bool], Served(), NativeOnly()] = False
     """Compute rotary position embeddings (RoPE) with PyTorch's eager operations even where a fused
     kernel is available."""
 
-    attention_cast_bf16: Annotated[KeyedUnlessDefault[bool], CASTS] = False
+    attention_cast_bf16: Annotated[KeyedUnlessDefault[bool], CASTS, Served()] = False
     """Cast queries, keys and values to bf16 and compute attention in bf16, even where the rest is
     computed in fp32."""
 
-    ep_dispatch: Unkeyed[Literal["alltoall", "deepep"]] = "alltoall"
+    ep_dispatch: Annotated[
+        Unkeyed[Literal["alltoall", "deepep"]],
+        NotWith(
+            "train.computes_in",
+            unless=("bfloat16",),
+            why="deepep supports bfloat16 only, and this run computes in {value}",
+            instead="write train.precision: bf16_mixed, or ep_dispatch: alltoall",
+            reads=("train.enable_mixed_precision", "train.precision"),
+        ),
+        Served(),
+        OWN_EXPERTS,
+    ] = "alltoall"
     """Token dispatcher of expert parallelism: `alltoall`, or `deepep`, an optional package that
     uses NVLink between 2, 4 or 8 GPUs of one node, in bf16. Without the package or such GPUs,
     `deepep` is an error."""
 
-    deepep_buffer_size_gb: Annotated[Unkeyed[float], DEEPEP] = Field(default=2.0, gt=0)
+    deepep_buffer_size_gb: Annotated[Unkeyed[float], DEEPEP, Served()] = Field(default=2.0, gt=0)
     """DeepEP: size of the buffer of each GPU, in gigabytes."""
 
-    deepep_num_sms: Annotated[Unkeyed[int], DEEPEP] = Field(default=20, gt=0, multiple_of=2)
+    deepep_num_sms: Annotated[Unkeyed[int], DEEPEP, Served()] = Field(
+        default=20, gt=0, multiple_of=2
+    )
     """DeepEP: number of streaming multiprocessors (SMs) reserved for communication; even. Fewer
     leave more for computation that overlaps with it."""
 
-    deepep_async_combine: Annotated[Unkeyed[bool], DEEPEP] = False
+    deepep_async_combine: Annotated[Unkeyed[bool], DEEPEP, Served()] = False
     """DeepEP: overlap the transfer of expert outputs (combine) with the computation of the layer's
     shared experts. No effect on models without shared experts."""
 
-    merge_qkv: Keyed[bool] = True
+    merge_qkv: Annotated[Keyed[bool], Served(), NativeOnly()] = True
     """Fuse the query, key and value projections into one matrix, `qkv_proj`. No effect on latent
     attention, which has other projections."""
 
-    basic_modules: Unkeyed[list[str]] = Field(default_factory=list[str])
+    basic_modules: Annotated[Unkeyed[list[str]], Served()] = Field(default_factory=list[str])
     """Names of further module classes that FSDP shards as separate units, besides the decoder
     layers. The embedding, and the final norm with the LM head, are units of their own anyway,
     unless both share their weights."""
 
-    foundation: Keyed[dict[str, Any]] = Field(default_factory=dict[str, Any])
+    foundation: Annotated[Keyed[dict[str, Any]], Served()] = Field(default_factory=dict[str, Any])
     """Overrides of entries of the model's config.json, for example `{num_hidden_layers: 4}`."""
 
-    freeze: KeyedUnlessDefault[list[Part] | None] = None
+    freeze: Annotated[
+        KeyedUnlessDefault[list[Part] | None],
+        AfterValidator(_check_freeze),
+        NotWith(
+            "lora.enable_lora",
+            why="is {own}, and with lora.enable_lora all of the model's own weights are frozen",
+            instead="leave it out",
+        ),
+    ] = None
     """Multimodal models trained on images or audio: the parts whose weights are not trained, of
     `vision` (the tower of images or audio), `projector` and `language`. Unset: `[vision,
     projector]`. An empty list trains everything. With LoRA all of the model's own weights are
     frozen."""
 
-    encoders: Keyed[dict[Modality, EncoderConfig]] = Field(
-        default_factory=dict[Modality, EncoderConfig]
-    )
+    encoders: Annotated[
+        Keyed[dict[Modality, EncoderConfig]],
+        NotWith(
+            "model.trust_remote_code",
+            why="is for text models that Penstock's own code computes, and {name}: true runs the"
+            " model's",
+        ),
+    ] = Field(default_factory=dict[Modality, EncoderConfig])
     """Encoders to put before a text model, by modality: `{image: {model_path:
     google/siglip-base-patch16-224}}` trains a vision-language model (LLaVA, or Idefics3 with a
     pixel shuffle) of the model in `model_path` and that vision tower. It is composed once, when the

@@ -7,8 +7,15 @@ from pydantic import Field
 
 from penstock.config.schema.base import ConfigSection
 from penstock.config.schema.cache_key import CacheKey, Keyed, KeyedUnlessDefault
-from penstock.config.schema.effect import TRAINS, OnlyWith
-from penstock.config.schema.lr_schedule import DECAYS, ENDING, DecayStyle, ScheduleConfig
+from penstock.config.schema.effect import TRAINS, NativeOnly, NotWith, OnlyWith
+from penstock.config.schema.lr_schedule import (
+    DECAYS,
+    ENDING,
+    NOT_NOAM,
+    DecayStyle,
+    ScheduleConfig,
+)
+from penstock.config.schema.served import Served
 
 FullName = Annotated[str, Field(pattern=r"^torch(ao)?\.optim\.\w+$")]
 """An optimizer of PyTorch or torchao, by its full name."""
@@ -58,6 +65,7 @@ class OptimConfig(ConfigSection):
             ("anyprecision_adamw", "muon", "novograd"),
             unmet="silent",
         ),
+        Served(doc="Dtype of the optimizer states of `anyprecision_adamw` and `muon`."),
     ] = "bf16"
     """Dtype of the optimizer states of `anyprecision_adamw`, `muon` and `novograd`."""
 
@@ -69,7 +77,16 @@ class OptimConfig(ConfigSection):
     for `anyprecision_adamw`, `{momentum: 0.9, dampening: 0, nesterov: true}` for `sgd`, `{betas:
     [0.95, 0.98], eps: 1e-8, grad_averaging: false, amsgrad: false}` for `novograd`."""
 
-    lr: Keyed[float] = Field(default=5e-5, ge=0)
+    lr: Annotated[
+        Keyed[float],
+        NotWith(
+            "train.optimizer",
+            ("muon",),
+            of=(0.0,),
+            why="is 0, and muon_lr follows its schedule as a multiple of it",
+            instead="write an lr above 0",
+        ),
+    ] = Field(default=5e-5, ge=0)
     """Peak learning rate."""
 
     vision_lr: KeyedUnlessDefault[float | None] = Field(default=None, gt=0)
@@ -80,10 +97,7 @@ class OptimConfig(ConfigSection):
     """Peak learning rate of the projector between vision tower and language model, on the schedule
     of `lr`, where it is trained. Unset: `lr`."""
 
-    lr_min: Annotated[
-        Keyed[float],
-        DECAYS,
-    ] = Field(default=1e-7, ge=0)
+    lr_min: Annotated[Keyed[float], DECAYS] = Field(default=1e-7, ge=0)
     """Learning rate at the end of the decay."""
 
     lr_start: Annotated[
@@ -94,10 +108,14 @@ class OptimConfig(ConfigSection):
             why="there is no warmup",
             unmet="notice",
         ),
+        NOT_NOAM,
     ] = Field(default=0.0, ge=0)
     """Learning rate of the first warmup step."""
 
-    lr_warmup_ratio: Keyed[float] = Field(default=0.0, ge=0, le=1)
+    lr_warmup_ratio: Annotated[
+        Keyed[float],
+        NotWith("train.lr_warmup_steps", unless=(None,), why="lr_warmup_steps is set too"),
+    ] = Field(default=0.0, ge=0, le=1)
     """Warmup as a fraction of all steps, 0 to 1, over which the learning rate rises linearly to its
     peak."""
 
@@ -148,21 +166,45 @@ class OptimConfig(ConfigSection):
     max_grad_norm: Keyed[float] = Field(default=1.0, ge=0)
     """Gradient clipping: maximum global norm of the gradients; 0: no clipping."""
 
-    qk_clip_threshold: KeyedUnlessDefault[float | None] = Field(default=None, gt=0)
+    qk_clip_threshold: Annotated[
+        KeyedUnlessDefault[float | None],
+        NotWith(
+            "lora.enable_lora",
+            why="cannot be used with lora.enable_lora: the weights that it scales are frozen",
+        ),
+        *(
+            NotWith(
+                setting,
+                unless=(1,),
+                why=f"cannot be used with {setting}: a rank has the keys of its own tokens only",
+            )
+            for setting in ("train.ringattn_parallel_size", "train.ulysses_parallel_size")
+        ),
+        NotWith(
+            "train.fuse_optimizer_step",
+            why="cannot be used with train.fuse_optimizer_step: weights are updated before all"
+            " logits are known",
+        ),
+        NativeOnly("attention logits are observed in native layers only"),
+    ] = Field(default=None, gt=0)
     """QK-clip: after a step, the weights of queries and keys are scaled so that attention logits of
     a head stay below this value; 100 with `optimizer: muon` is MuonClip as in Kimi K2. Unset: no
     limit."""
 
-    muon_lr: Annotated[Keyed[float], MUON, MATRICES] = Field(default=0.02, ge=0)
+    muon_lr: Annotated[
+        Keyed[float], MUON, MATRICES, Served(doc="Muon: learning rate of the weight matrices.")
+    ] = Field(default=0.02, ge=0)
     """Muon: peak learning rate of the weight matrices, on the schedule of `lr`."""
 
-    muon_momentum: Annotated[Keyed[float], MUON, MATRICES] = Field(default=0.95, ge=0, lt=1)
+    muon_momentum: Annotated[Keyed[float], MUON, MATRICES, Served()] = Field(
+        default=0.95, ge=0, lt=1
+    )
     """Muon: momentum."""
 
-    muon_nesterov: Annotated[Keyed[bool], MUON, MATRICES] = True
+    muon_nesterov: Annotated[Keyed[bool], MUON, MATRICES, Served()] = True
     """Muon: Nesterov momentum."""
 
-    muon_ns_steps: Annotated[Keyed[int], MUON, MATRICES] = Field(default=5, gt=0, lt=100)
+    muon_ns_steps: Annotated[Keyed[int], MUON, MATRICES, Served()] = Field(default=5, gt=0, lt=100)
     """Muon: Newton-Schulz iterations."""
 
     muon_adjust_lr_fn: Annotated[
@@ -170,12 +212,18 @@ class OptimConfig(ConfigSection):
         CacheKey("always", value="keyed_adjust_lr_fn"),
         MUON,
         MATRICES,
+        Served(),
     ] = None
     """Muon: scaling of the learning rate by a matrix's shape [N, K]. `original` (also if unset):
     sqrt(max(1, N/K)). `match_rms_adamw`: 0.2 sqrt(max(N, K)), with which a learning rate and weight
     decay of AdamW can be used: set `muon_lr` to `lr`."""
 
-    muon_split_heads: Annotated[KeyedUnlessDefault[bool], MUON, MATRICES] = False
+    muon_split_heads: Annotated[
+        KeyedUnlessDefault[bool],
+        MUON,
+        MATRICES,
+        NativeOnly("heads are known of native layers only"),
+    ] = False
     """Muon: each head's queries, keys and values are a matrix, orthogonalized by itself, as in
     GLM-5."""
 
@@ -193,6 +241,11 @@ class OptimConfig(ConfigSection):
             self.lr_decay_style == "inverse_sqrt" and self.lr_schedule_kwargs.timescale is None
         )
         return self.warms_up or by_timescale or self.lr_decay_style == "noam"
+
+    @property
+    def clips_gradients(self) -> bool:
+        """Whether gradients are clipped."""
+        return self.max_grad_norm > 0
 
     @property
     def decays(self) -> bool:

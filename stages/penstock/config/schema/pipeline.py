@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from penstock.config.schema.base import ConfigSection
+from penstock.config.schema.effect import OnlyWith
 from penstock.core.process.rendezvous_endpoint import parse_endpoint
 from penstock.core.remote.urls import PACKAGE_OF, WEB, is_url, redact
 
@@ -94,6 +95,9 @@ def _check_endpoint(value: str) -> str:
     return value
 
 
+TASK_RUNNER = OnlyWith("pipeline.task_runner", ("dask", "ray"), why="there is no task runner")
+
+
 class PipelineConfig(ConfigSection):
     """The stages of the run, their cache and retries."""
 
@@ -137,10 +141,10 @@ class PipelineConfig(ConfigSection):
     """Prefect task runner for the slices of `prepare`. Unset: processes on this machine, as on the
     command line."""
 
-    task_runner_address: str | None = Field(default=None, min_length=1)
+    task_runner_address: Annotated[str | None, TASK_RUNNER] = Field(default=None, min_length=1)
     """Address of a running Dask scheduler or Ray cluster. Unset: one is started on this machine."""
 
-    task_runner_workers: int | None = Field(default=None, gt=0)
+    task_runner_workers: Annotated[int | None, TASK_RUNNER] = Field(default=None, gt=0)
     """Number of parts into which the slices are divided, and of workers of a cluster that is
     started here. Unset: `data.dataset_num_proc`."""
 

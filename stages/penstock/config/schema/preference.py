@@ -1,12 +1,11 @@
 """Preference training: the loss and its coefficients."""
 
-from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import AfterValidator, Field
 
 from penstock.config.schema.base import ConfigSection
-from penstock.config.schema.effect import OnlyWith
+from penstock.config.schema.effect import NotWith, OnlyWith, conditions_of
 
 LossType = Literal[
     "sigmoid",
@@ -31,34 +30,26 @@ REFERENCE_FREE: frozenset[LossType] = frozenset({"simpo", "cpo", "or", "orpo"})
 AVERAGED: frozenset[LossType] = frozenset({"ipo", "simpo", "or", "orpo"})
 """Losses of the mean log-probability of a completion's tokens."""
 
+SUMMED = sorted({*get_args(LossType)} - AVERAGED)
+
 WITH_BASELINE: frozenset[LossType] = frozenset({"kto_pair", "kto"})
 """Losses that estimate the KL divergence from the reference model over the whole step."""
 
 WITH_SFT: frozenset[LossType] = frozenset({"cpo", "orpo"})
 """Losses that include the cross-entropy of the chosen completion."""
 
-USED_BY: Mapping[str, frozenset[LossType]] = {
-    "beta": frozenset(
-        {
-            *("sigmoid", "hinge", "ipo", "kto_pair", "kto", "sppo_hard", "nca_pair", "dpop"),
-            *("simpo", "cpo"),
-        }
-    ),
-    "label_smoothing": frozenset({"sigmoid", "simpo", "cpo"}),
-    "offset_alpha": frozenset({"sigmoid"}),
-    "simpo_gamma": frozenset({"simpo"}),
-    "dpop_lambda": frozenset({"dpop"}),
-    "dpop_penalty": frozenset({"dpop"}),
-    "desirable_weight": frozenset({"kto"}),
-    "undesirable_weight": frozenset({"kto"}),
-    "kl_pairing": frozenset({"kto"}),
-    "kl_rotation_size": frozenset({"kto"}),
-    "reference_free": frozenset({"sigmoid", "hinge", "ipo"}),
-    "length_normalize": frozenset(
-        {"sigmoid", "hinge", "kto_pair", "kto", "sppo_hard", "nca_pair", "dpop", "cpo"}
-    ),
-}
-"""The losses that use a field, for every field that some do not use."""
+
+LOSS = "preference.loss_type"
+
+
+def _used_by(*losses: LossType) -> OnlyWith:
+    return OnlyWith(LOSS, losses, why="{name}: {value} does not use it")
+
+
+def _check_update_steps(value: int) -> int:
+    if value < 1 and value != -1:
+        raise ValueError(f"{value} is not a number of steps; write -1 for never")
+    return value
 
 
 def _check_precompute(value: bool) -> bool:
@@ -89,60 +80,97 @@ class PreferenceConfig(ConfigSection):
     single completions, data of type `kto`; all others take pairs). Without one: `simpo` (SimPO),
     `cpo` (CPO), `or` (the odds-ratio term of ORPO), `orpo` (ORPO)."""
 
-    beta: float = Field(default=0.1, gt=0)
+    beta: Annotated[
+        float,
+        _used_by(
+            *("sigmoid", "hinge", "ipo", "kto_pair", "kto", "sppo_hard", "nca_pair", "dpop"),
+            *("simpo", "cpo"),
+        ),
+    ] = Field(default=0.1, gt=0)
     """Beta: a lower value lets the model move further from the reference model. Logged rewards are
     log-ratios times beta."""
 
-    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    label_smoothing: Annotated[float, _used_by("sigmoid", "simpo", "cpo")] = Field(
+        default=0.0, ge=0, lt=0.5
+    )
     """`sigmoid`, `simpo` and `cpo`: fraction of preference labels that are assumed to be flipped
     (conservative DPO)."""
 
-    offset_alpha: float = Field(default=0.0, ge=0)
+    offset_alpha: Annotated[float, _used_by("sigmoid")] = Field(default=0.0, ge=0)
     """`sigmoid`: ODPO: the margin between the two rewards must be larger by `offset_alpha` times
     the log of the difference of the two scores. Needs `field_chosen_score` and
     `field_rejected_score` of the data."""
 
-    simpo_gamma: float = Field(default=0.5, ge=0)
+    simpo_gamma: Annotated[float, _used_by("simpo")] = Field(default=0.5, ge=0)
     """`simpo`: target margin (gamma) between the rewards of the chosen and the rejected
     completion."""
 
-    dpop_lambda: float = Field(default=50.0, ge=0)
+    dpop_lambda: Annotated[float, _used_by("dpop")] = Field(default=50.0, ge=0)
     """`dpop`: coefficient (lambda) of the penalty for a chosen completion that has become less
     likely than under the reference model."""
 
-    dpop_penalty: Literal["inside", "outside"] = "inside"
+    dpop_penalty: Annotated[Literal["inside", "outside"], _used_by("dpop")] = "inside"
     """`dpop`: whether the penalty is part of the margin inside the sigmoid, as in the paper, or
     added to the loss (`outside`), as in ERNIEKit."""
 
-    desirable_weight: float = Field(default=1.0, ge=0)
+    desirable_weight: Annotated[float, _used_by("kto")] = Field(default=1.0, ge=0)
     """`kto`: weight of desirable completions."""
 
-    undesirable_weight: float = Field(default=1.0, ge=0)
+    undesirable_weight: Annotated[float, _used_by("kto")] = Field(default=1.0, ge=0)
     """`kto`: weight of undesirable completions."""
 
-    kl_pairing: KLPairing = "other_prompt"
+    kl_pairing: Annotated[KLPairing, _used_by("kto")] = "other_prompt"
     """`kto`: the mismatched completion that is paired with each prompt to estimate the KL
     divergence. `other_prompt`: that of the nearest earlier sample, in the order of the data, with
     another prompt. `rotate`: that of the previous sample, whatever its prompt, as in TRL and
     LLaMA-Factory. The pair is truncated to `max_seq_len` of the datasets; not at all if that is
     unset."""
 
-    kl_rotation_size: int | None = Field(default=None, gt=0)
+    kl_rotation_size: Annotated[
+        int | None,
+        _used_by("kto"),
+        OnlyWith("preference.kl_pairing", ("rotate",), why="is used with kl_pairing: rotate only"),
+    ] = Field(default=None, gt=0)
     """`kl_pairing: rotate`: number of consecutive samples within which completions rotate; in TRL,
     `per_device_train_batch_size`. Unset: all samples."""
 
-    pref_loss_ratio: float = Field(default=1.0, ge=0)
+    pref_loss_ratio: Annotated[
+        float,
+        NotWith(
+            "preference.sft_weight",
+            (0,),
+            of=(0,),
+            why="both losses have weight 0, so nothing is trained",
+            instead="raise it or sft_loss_ratio",
+            reads=("preference.sft_loss_ratio",),
+        ),
+    ] = Field(default=1.0, ge=0)
     """Coefficient of the preference loss; elsewhere called the beta of ORPO."""
 
     sft_loss_ratio: float | None = Field(default=None, ge=0)
     """Coefficient of the added SFT loss: cross-entropy of the chosen completions (`kto`: of the
     desirable ones). Unset: 1 for `orpo` and `cpo`, else 0."""
 
-    reference_free: bool = False
+    reference_free: Annotated[bool, _used_by("sigmoid", "hinge", "ipo")] = False
     """`sigmoid`, `hinge` and `ipo`: use no reference model, as if it gave all completions the same
     probability."""
 
-    ref_update_steps: int = -1
+    ref_update_steps: Annotated[
+        int,
+        AfterValidator(_check_update_steps),
+        NotWith(
+            "preference.has_reference",
+            (False,),
+            why="there is no reference model to update",
+            instead="leave it out",
+            reads=("preference.loss_type", "preference.reference_free"),
+        ),
+        NotWith(
+            "lora.enable_lora",
+            why="with adapters the reference model is the frozen base model, which does not change",
+            instead="leave it out, or write lora.enable_lora: false",
+        ),
+    ] = -1
     """Replace the reference model by the current model every `ref_update_steps` steps; -1: never.
     Evaluations always use the initial model as the reference. Not with adapters, whose reference is
     the base model."""
@@ -151,7 +179,23 @@ class PreferenceConfig(ConfigSection):
     """Must be true: the stage `reference` computes reference log-probs before training, once for
     all runs that start from the same model."""
 
-    length_normalize: Normalization | None = None
+    length_normalize: Annotated[
+        Normalization | None,
+        NotWith(
+            "preference.loss_type",
+            tuple(sorted(AVERAGED)),
+            spares=("mean",),
+            why="{name}: {value} is defined with means",
+            instead=f"leave it out, or use one of {', '.join(SUMMED)}",
+        ),
+        NotWith(
+            "preference.loss_type",
+            ("kto",),
+            of=("pair_mean",),
+            why="{name}: {value} has single completions, not pairs",
+            instead="write mean or none",
+        ),
+    ] = None
     """Length normalization of log-probs of completions: sum over tokens (`none`), mean over tokens
     (`mean`), or sum scaled as if both completions of a pair had their mean length (`pair_mean`).
     Unset: `mean` for `ipo`, `simpo`, `or` and `orpo`, which are defined with it and allow nothing
@@ -201,3 +245,9 @@ class PreferenceConfig(ConfigSection):
     def needs_baseline(self) -> bool:
         """Whether the loss estimates the KL divergence from the reference model over the step."""
         return self.loss_type in WITH_BASELINE
+
+
+def is_used(name: str, loss: LossType) -> bool:
+    """Whether the loss uses the field."""
+    only_with, _ = conditions_of(PreferenceConfig, name)
+    return all(loss in one.values for one in only_with if one.setting == LOSS)

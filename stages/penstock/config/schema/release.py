@@ -2,11 +2,12 @@
 one."""
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 
 from penstock.config.schema.base import ConfigSection
+from penstock.config.schema.effect import OnlyWith
 from penstock.config.schema.evaluation import metric_sign
 
 
@@ -18,9 +19,23 @@ def _check_name(value: str | None) -> str | None:
     )
 
 
+COMPARED = OnlyWith(
+    "release.metric", unless=(None,), words="metric", why="is not used with metric: null"
+)
+
+
 class ReleaseConfig(ConfigSection):
     """Continuous training, for `penstock recur` and the flow `recurring` only: retrain when the
     sources have new data, and release the model if it is better than the released one."""
+
+    conditions: ClassVar[tuple[OnlyWith, ...]] = (
+        OnlyWith(
+            "release.name",
+            unless=(None,),
+            words="release.name",
+            why="nothing is released without release.name",
+        ),
+    )
 
     name: Annotated[str | None, AfterValidator(_check_name)] = None
     """Name of the model: releases are `releases/<name>/0001` and so on, in
@@ -30,7 +45,9 @@ class ReleaseConfig(ConfigSection):
     """When to train: `new_samples`: if there are at least `min_new_samples`; `always`: each time;
     `never`: only prepare and count new data."""
 
-    min_new_samples: int = Field(default=1, gt=0)
+    min_new_samples: Annotated[int, OnlyWith("release.train_when", ("new_samples",))] = Field(
+        default=1, gt=0
+    )
     """Number of new samples, compared by their tokens with those that the released model was
     trained on, that start a training run."""
 
@@ -42,11 +59,11 @@ class ReleaseConfig(ConfigSection):
     """Evaluation metric that decides which model is better, measured for both models on the same
     held-out data. `null`: every trained model is released."""
 
-    mode: Literal["min", "max"] | None = None
+    mode: Annotated[Literal["min", "max"] | None, COMPARED] = None
     """Whether lower (`min`) or higher (`max`) is better. Unset: `max` for accuracies, for rewards
     and log-probs of `chosen` and for margins; `min` for all others."""
 
-    min_delta: float = Field(default=0.0, ge=0)
+    min_delta: Annotated[float, COMPARED] = Field(default=0.0, ge=0)
     """Smallest improvement over the released model for which the new one is released; an equal one
     never is."""
 

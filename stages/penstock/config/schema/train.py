@@ -1,6 +1,6 @@
 """The section `train`: objective, loss, batch sizes, dropout and load balancing of experts."""
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -8,13 +8,33 @@ from penstock.config.schema.base import ConfigSection
 from penstock.config.schema.cache_key import Keyed, KeyedByContent, KeyedUnlessDefault, Unkeyed
 from penstock.config.schema.checkpoint import CheckpointConfig
 from penstock.config.schema.duration import BudgetConfig
-from penstock.config.schema.effect import TRAINS, OnlyWith
+from penstock.config.schema.effect import OWN_EXPERTS, TRAINS, NativeOnly, NotWith, OnlyWith
 from penstock.config.schema.evaluation import EvaluationConfig
 from penstock.config.schema.fp8 import Fp8TrainingConfig
 from penstock.config.schema.logging import LoggingConfig
 from penstock.config.schema.memory import MemoryConfig
 from penstock.config.schema.optimizer import OptimConfig
 from penstock.config.schema.parallelism import ParallelConfig
+from penstock.config.schema.served import Served
+
+
+def _not_with(setting: str, why: str, field: str, **matched: tuple[Any, ...]) -> NotWith:
+    return NotWith(
+        setting,
+        why=f"cannot be used with {setting}: {why}",
+        instead=f"or leave {field} out",
+        **matched,
+    )
+
+
+def _eager_only(setting: str, instead: str, **matched: tuple[Any, ...]) -> NotWith:
+    return NotWith(
+        setting,
+        why=f"needs eager attention over complete samples on one rank, without {setting}",
+        instead=f"write {setting}: {instead}, or leave attention out",
+        **matched,
+    )
+
 
 MOST_ROWS = 10_000_000
 """Upper limit of batch sizes, in packed sequences."""
@@ -40,7 +60,20 @@ class BalanceConfig(ConfigSection):
     """Mixture of experts: coefficient of the router z-loss, the mean over tokens and layers of
     logsumexp(router logits)^2, which keeps router logits small. 1e-3 is a common value."""
 
-    moe_bias_update_rate: KeyedUnlessDefault[float] = Field(default=0.0, ge=0)
+    moe_bias_update_rate: Annotated[
+        KeyedUnlessDefault[float],
+        NotWith(
+            "lora.enable_lora",
+            why="changes biases of the model itself, and with enable_lora: true only adapters are"
+            " saved",
+            instead="leave {field} out, or write lora.enable_lora: false",
+        ),
+        NotWith(
+            "model.freeze_router",
+            why="changes biases of routers, and {name}: true freezes routers",
+        ),
+        OWN_EXPERTS,
+    ] = Field(default=0.0, ge=0)
     """Auxiliary-loss-free load balancing, for models with a bias in the choice of experts (ERNIE
     4.5, GLM-4.5): after each step, raise the biases of experts that got fewer tokens than the mean
     by this value and lower the others. 1e-3 is a common value; 0 does not change them."""
@@ -62,7 +95,14 @@ class BatchConfig(ConfigSection):
     `gradient_accumulation_steps` times the number of data-parallel ranks. If it is set, the result
     of a run does not depend on the number of ranks."""
 
-    seed: Keyed[int] = Field(default=42, ge=0, lt=1 << 63)
+    seed: Annotated[
+        Keyed[int],
+        Served(
+            doc="Random seed of initial weights: those of adapters whose clients give no seed, and "
+            "those of a base model without weights to load. Generations without a seed are "
+            "different each time.",
+        ),
+    ] = Field(default=42, ge=0, lt=1 << 63)
     """Random seed of shuffling, initial weights and dropout."""
 
 
@@ -83,7 +123,14 @@ class DropoutConfig(ConfigSection):
     """Dropout within each layer's feed-forward network, before its last matrix (down projection).
     For models without experts."""
 
-    attention: float = Field(default=0.0, ge=0, lt=1)
+    attention: Annotated[
+        float,
+        _eager_only("train.ringattn_parallel_size", "1", unless=(1,)),
+        _eager_only("train.ulysses_parallel_size", "1", unless=(1,)),
+        _eager_only("train.enable_compile", "false"),
+        _eager_only("model.attention_cast_bf16", "false"),
+        _eager_only("model.attn_implementation", "eager", unless=(None, "eager")),
+    ] = Field(default=0.0, ge=0, lt=1)
     """Attention dropout: on the attention weights. These must be materialized, so attention is
     `eager`, and its memory grows with the square of a sample's length."""
 
@@ -115,7 +162,14 @@ class LossConfig(ConfigSection):
     as completions. `pretrain`: cross-entropy of all tokens of plain text (data of type `text`).
     `preference`: DPO and similar losses on pairs of completions (section `preference`)."""
 
-    ce_mode: Unkeyed[Literal["eager", "compiled", "chunked"]] = "chunked"
+    ce_mode: Annotated[
+        Unkeyed[Literal["eager", "compiled", "chunked"]],
+        Served(
+            documented="compiled",
+            doc="Implementation of the LM head and the cross-entropy, as `train.ce_mode` of a run. "
+            "If it is not written: `chunked`, which gives the same without a compiler.",
+        ),
+    ] = "chunked"
     """Implementation of the LM head and the cross-entropy. `chunked`: linear cross-entropy, a chunk
     of tokens at a time, with gradients that overwrite the logits, in Triton kernels on GPUs.
     `compiled`: the same with kernels that `torch.compile` generates when training starts. `eager`:
@@ -132,17 +186,48 @@ class LossConfig(ConfigSection):
     """Coefficient of the z-loss, logsumexp(logits)^2 of each token, which keeps logits from
     drifting. 1e-4 is a common value. `loss` in the metrics includes it."""
 
-    indexer_loss_coef: Annotated[KeyedUnlessDefault[float], TRAINS] = Field(default=0.0, ge=0)
+    indexer_loss_coef: Annotated[
+        KeyedUnlessDefault[float],
+        TRAINS,
+        _not_with("lora.enable_lora", "indexers have no adapters", "indexer_loss_coef"),
+        _not_with("train.enable_compile", "its observers are not compiled", "indexer_loss_coef"),
+        NativeOnly("indexers of native layers only are trained"),
+    ] = Field(default=0.0, ge=0)
     """Sparse attention (DeepSeek V3.2, GLM 5): coefficient of the loss that trains the indexers,
     which changes no other weights: the KL divergence from index scores to the attention weights of
     all heads, over the selected tokens, per token and summed over layers. 0: indexers are frozen.
     `indexer_loss` in the metrics is its mean over layers, which `loss` does not include."""
 
-    indexer_warmup: Annotated[KeyedUnlessDefault[bool], TRAINS] = False
+    indexer_warmup: Annotated[
+        KeyedUnlessDefault[bool],
+        TRAINS,
+        NotWith(
+            "train.indexer_loss_coef",
+            (0,),
+            why="trains indexers only, and train.indexer_loss_coef is 0: nothing would be trained",
+            instead="write indexer_loss_coef: 1.0",
+        ),
+        *(
+            _not_with(setting, "the warm-up trains indexers only", "indexer_warmup", unless=(0,))
+            for setting in ("train.mtp_loss_weight", "train.moe_bias_update_rate")
+        ),
+        NativeOnly("indexers of native layers only are trained"),
+    ] = False
     """Sparse attention: dense warm-up. Tokens attend to all earlier ones, the indexers' loss is
     over all of these, and only the indexers are trained. Needs `indexer_loss_coef`."""
 
-    mtp_loss_weight: Annotated[KeyedUnlessDefault[float], TRAINS] = Field(default=0.0, ge=0)
+    mtp_loss_weight: Annotated[
+        KeyedUnlessDefault[float],
+        TRAINS,
+        _not_with("lora.enable_lora", "all weights of those layers are trained", "mtp_loss_weight"),
+        _not_with(
+            "train.objective",
+            "its loss is of whole completions, not of tokens",
+            "mtp_loss_weight",
+            values=("preference",),
+        ),
+        NativeOnly("only layers of native models are trained to predict further"),
+    ] = Field(default=0.0, ge=0)
     """Multi-token prediction (MTP): weight of the loss of the layers that predict further tokens,
     in models that have such layers (DeepSeek V3 and V3.2, GLM-4.5, GLM 5, Qwen3-Next, Qwen3.5).
     0.3 and 0.1 are DeepSeek-V3's values. 0: they are not trained, and exports have those of the
@@ -165,7 +250,10 @@ class TrainConfig(
 ):
     """All settings of training that concern neither the model nor the data."""
 
-    dropout: KeyedUnlessDefault[DropoutConfig] = Field(default_factory=DropoutConfig)
+    dropout: Annotated[
+        KeyedUnlessDefault[DropoutConfig],
+        NativeOnly("the rates are those of the model's config.json", "them in model.foundation"),
+    ] = Field(default_factory=DropoutConfig)
     """Dropout probabilities."""
 
     @property
@@ -175,6 +263,17 @@ class TrainConfig(
             return self.fsdp_gradient_sync
         is_exact = self.fsdp_reduce_dtype == "fp32" and self.keeps_in == "float32"
         return "micro_batch" if is_exact and self.pipeline_parallel_size == 1 else "step"
+
+    @property
+    def accumulates_gradients(self) -> bool:
+        """Whether a step has several micro-batches whatever the number of ranks."""
+        return self.gradient_accumulation_steps > 1
+
+    @property
+    def rounds_updates(self) -> bool:
+        """Whether weights or optimizer states are in bfloat16."""
+        in_state = self.optimizer != "adamw" and self.optimizer_dtype == "bf16"
+        return in_state or self.keeps_in == "bfloat16"
 
     @property
     def keyed_grad_accum(self) -> Literal["bf16"] | None:

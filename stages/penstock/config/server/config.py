@@ -12,15 +12,13 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from penstock.config.loading.fault import ConfigIssue, dotted
+from penstock.config.loading.fault import ConfigIssue, Issues, dotted
 from penstock.config.loading.validate import ValidationResult, depends_on_invalid, validate
-from penstock.config.rules.data import Issues
 from penstock.config.schema.data import LONGEST_ROW
 from penstock.config.schema.run import RunConfig
-from penstock.config.server.model import ServerModel
-from penstock.config.server.run_fields import BUILT_IN, DEFAULTS, SAME, SERVER
+from penstock.config.server.run_fields import BUILT_IN, OWN_DEFAULTS, SAME, SERVER
 from penstock.config.server.serving import ServerServing
-from penstock.config.server.training import ServerTraining
+from penstock.config.server.training import ServerModel, ServerTraining
 from penstock.config.translate.translation import put_at
 from penstock.core.errors import ConfigError
 from penstock.core.remote.urls import is_url, redact
@@ -36,9 +34,6 @@ AXES = (
 
 MUON = tuple(key for key in SAME if key.startswith("muon_"))
 """Settings that apply whatever the optimizer in the file is: a client may request Muon."""
-
-ALWAYS = ("data_parallel_shard_size", "data_parallel_replicate_size")
-"""Settings with other defaults than those of a run, which are applied like written values."""
 
 HERE = {
     **{name: key for key, name in SAME.items()},
@@ -126,10 +121,9 @@ class ServerConfig(ServerServing, ServerTraining, ServerModel):
         """Workers on each node; `auto`: one for each GPU."""
         if self.nproc_per_node != "auto":
             return self.nproc_per_node
-        sizes = [getattr(self, axis) for axis in AXES]
-        rest = self.data_parallel_mode == "ddp"
+        mode, *sizes = (getattr(self, name) for name in ("data_parallel_mode", *AXES))
         filled = [
-            1 if axis == "data_parallel_replicate_size" and size == -1 and not rest else size
+            1 if axis == "data_parallel_replicate_size" and size == -1 and mode != "ddp" else size
             for axis, size in zip(AXES, sizes, strict=True)
         ]
         if -1 in filled:
@@ -214,7 +208,7 @@ def _run_values(config: ServerConfig) -> dict[str, Any]:
     is_built_in = config.model_path.startswith(BUILT_IN)
     values: dict[str, Any] = {}
     put_at(values, f"model.{'config' if is_built_in else 'model'}_path", config.model_path)
-    given = {*config.model_fields_set, *DEFAULTS, *ALWAYS}
+    given = {*config.model_fields_set, *OWN_DEFAULTS}
     for key, name in SAME.items():
         if key == "config_path" and config.config_path is None:
             continue

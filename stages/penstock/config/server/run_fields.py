@@ -7,6 +7,12 @@ itself have no counterpart in a run.
 from collections.abc import Mapping
 from typing import Any
 
+from penstock.config.schema.cache_key import CacheKey
+from penstock.config.schema.data import DataConfig
+from penstock.config.schema.lora import LoraConfig
+from penstock.config.schema.model import ModelConfig
+from penstock.config.schema.served import AS_IN_A_RUN, served_fields
+from penstock.config.schema.train import TrainConfig
 from penstock.config.server.serving import ServerServing
 from penstock.config.translate.dialect import (
     Dialect,
@@ -21,38 +27,18 @@ from penstock.config.translate.translation import Entry
 BUILT_IN = "builtin:"
 """Prefix of models with random weights."""
 
-MODEL = (
-    *("config_path", "tokenizer_path", "backend", "attn_implementation", "moe_implementation"),
-    *("ep_dispatch", "deepep_buffer_size_gb", "deepep_num_sms", "deepep_async_combine"),
-    *("merge_qkv", "basic_modules", "foundation", "encoders", "router_fp32", "lm_head_fp32"),
-    *("rmsnorm_native", "activation_native", "rope_native", "attention_cast_bf16"),
-    "freeze_router",
-)
-TRAIN = (
-    *("data_parallel_mode", "data_parallel_shard_size", "data_parallel_replicate_size"),
-    *("tensor_parallel_size", "pipeline_parallel_size", "pipeline_parallel_schedule"),
-    *("pp_variable_seq_lengths", "expert_parallel_size", "ulysses_parallel_size"),
-    *("ringattn_parallel_size", "cp_fsdp_mode", "reshard_after_forward", "seed"),
-    *("enable_mixed_precision", "enable_gradient_checkpointing", "enable_full_shard"),
-    *("enable_activation_offload", "enable_compile", "enable_reentrant"),
-    *("enable_forward_prefetch", "init_device", "ce_mode", "optimizer", "optimizer_dtype"),
-    *("muon_lr", "muon_momentum", "muon_nesterov", "muon_ns_steps", "muon_adjust_lr_fn"),
-    *("output_dir", "log_router_stats"),
-)
-LORA = (
-    *("enable_lora", "lora_rank", "lora_alpha", "lora_target_modules", "moe_shared_lora"),
-    *("moe_hybrid_shared_lora", "enable_qlora", "quant_format", "quant_group_size"),
-    *("merge_lora_interval", "reset_optimizer_on_merge"),
+SERVED = tuple(
+    served_fields(model=ModelConfig, train=TrainConfig, lora=LoraConfig, data=DataConfig)
 )
 
 SAME: Mapping[str, str] = {
-    **{name: f"model.{name}" for name in MODEL},
-    **{name: f"train.{name}" for name in TRAIN},
-    **{name: f"lora.{name}" for name in LORA},
+    **{name: run_name for name, run_name, _, _ in SERVED},
+    **{name: f"model.{name}" for name in ("config_path", "tokenizer_path", "backend", "encoders")},
+    **{name: f"train.{name}" for name in ("pipeline_parallel_schedule", "optimizer", "output_dir")},
     **{name: f"launch.{name}" for name in ("nnodes", "node_rank")},
-    **{name: f"data.{name}" for name in ("sample_packing_sequence_len", "pad_to_multiple_of")},
-    "qlora_exclude_modules": "lora.exclude_modules",
+    "sample_packing_sequence_len": "data.sample_packing_sequence_len",
 }
+"""A server's settings to those of a run."""
 
 OF_THE_SERVER: Mapping[str, str] = {
     **dict.fromkeys(ServerServing.model_fields, "of the server: a run serves nobody"),
@@ -139,13 +125,21 @@ COMPUTED: Mapping[str, Rule] = {
     "log_gradient_norms": choice("train.log_grad_norm", {True: "layers", False: True}),
 }
 
+OWN_DEFAULTS = frozenset(
+    {"output_dir", *(name for name, _, served, _ in SERVED if served.default is not AS_IN_A_RUN)}
+)
+"""Settings whose defaults differ from those of a run, and are applied like written values."""
+
 DEFAULTS: Mapping[str, Any] = {
-    "lm_head_fp32": True,
-    "freeze_router": True,
-    "lora_rank": 32,
     "output_dir": "outputs",
+    **{
+        name: served.default
+        for name, _, served, field in SERVED
+        if name in OWN_DEFAULTS
+        and any(isinstance(part, CacheKey) and part.role != "never" for part in field.metadata)
+    },
 }
-"""Defaults that differ from those of a run and change results."""
+"""Those of them that change results."""
 
 UNMISTAKABLE = {*SAME, *COMPUTED} - {"model_path"}
 

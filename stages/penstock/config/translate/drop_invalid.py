@@ -48,7 +48,7 @@ def drop_invalid(translation: Translation) -> Translation:
             return replace(
                 translation, settings=draft.settings, lines=lines, placeholders=placeholders
             )
-        for issue in issues:
+        for issue in {issue.path: issue for issue in reversed(issues)}.values():
             name = dotted(issue.path)
             if name in PLACEHOLDERS and not draft.has(name):
                 placeholders[name] = PLACEHOLDERS[name]

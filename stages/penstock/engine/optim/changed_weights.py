@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from penstock.config.rules.optimizer import STOCHASTIC
+from penstock.config.schema.memory import STOCHASTIC
 from penstock.config.schema.train import TrainConfig
 from penstock.engine.distributed.param_shards import LocalParam, local
 from penstock.engine.distributed.ranks import ProcessInfo

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, cast
 
-from penstock.config.schema.preference import REFERENCE_FREE, USED_BY, LossType
+from penstock.config.schema.preference import AVERAGED, REFERENCE_FREE, LossType, is_used
 from penstock.config.translate.dialect import Rule, Values, truth
 from penstock.config.translate.translation import Draft, Entry
 
@@ -54,7 +54,7 @@ def _of_loss(name: str) -> Rule:
         loss = cast("LossType", entry.get("loss_type"))
         if not _is_preference(entry):
             entry.no_effect("read by stage DPO alone")
-        elif loss not in USED_BY.get(name, {loss}):
+        elif not is_used(name, loss):
             entry.no_effect(f"loss_type {loss} does not read it")
         else:
             entry.put(f"preference.{name}", entry.value)
@@ -95,7 +95,7 @@ def _normalized(entry: Entry) -> None:
     loss = entry.get("loss_type")
     if not _is_preference(entry):
         entry.no_effect("read by stage DPO alone")
-    elif loss not in USED_BY["length_normalize"]:
+    elif loss in AVERAGED:
         entry.no_effect(f"loss_type {loss} is defined on means")
     else:
         entry.put("preference.length_normalize", "pair_mean" if entry.value else "none")
@@ -107,9 +107,9 @@ def _without_reference(entry: Entry) -> None:
         entry.no_effect("read by stage DPO alone")
     elif loss in REFERENCE_FREE:
         entry.no_effect(f"loss_type {loss} has no reference model")
-    elif entry.value and loss not in USED_BY["reference_free"]:
+    elif entry.value and not is_used("reference_free", loss):
         entry.refuse(f"loss_type {loss} needs a reference model")
-    elif loss in USED_BY["reference_free"]:
+    elif is_used("reference_free", loss):
         entry.put("preference.reference_free", bool(entry.value))
     else:
         entry.no_effect("is off")
