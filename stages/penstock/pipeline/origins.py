@@ -137,21 +137,21 @@ def with_adapter(run: RunConfig) -> RunConfig:
     if path is None:
         return run
     peft_config = read_peft_config(local_folder(path, pin_adapter(path), (CONFIG,)))
-    for key, what in UNSUPPORTED_KEYS.items():
+    for key, reason in UNSUPPORTED_KEYS.items():
         value, single = peft_config.get(key), peft_config.get(DOUBLED.get(key, "")) or 0
         if value and value != {"gate_up_proj": 2 * single}:
             raise CapabilityError(
-                f"lora.init_adapter_path: {redact(path)} has {what} ({key}), which are not trained "
+                f"lora.init_adapter_path: {redact(path)} has {reason} ({key}), which are not trained "
                 "on.\n"
                 "  Merge it with penstock merge, and start from the merged model."
             )
-    taken = {
+    peft_fields = {
         name: _resolve_field(run, name, peft_config, key) for name, key in ADAPTER_FIELDS.items()
     }
     if run.lora.lora_target_modules is None:
-        taken["lora_target_modules"] = _resolve_targets(path, peft_config)
+        peft_fields["lora_target_modules"] = _resolve_targets(path, peft_config)
     try:
-        lora = LoraConfig.model_validate({**run.lora.model_dump(exclude_unset=True), **taken})
+        lora = LoraConfig.model_validate({**run.lora.model_dump(exclude_unset=True), **peft_fields})
     except ValidationError as error:
         [first, *_] = error.errors()
         raise ConfigError(
@@ -168,30 +168,30 @@ def adapter_notes(before: RunConfig, run: RunConfig) -> tuple[str, ...]:
     A value that is set to the default looks like an unset one, so it is reported too.
     """
     pairs = ((name, getattr(before.lora, name), getattr(run.lora, name)) for name in ADAPTER_FIELDS)
-    taken = [
-        f"{name}: {json.dumps(theirs)} instead of {json.dumps(mine)}"
-        for name, mine, theirs in pairs
-        if mine != theirs
+    differing = [
+        f"{name}: {json.dumps(published)} instead of {json.dumps(configured)}"
+        for name, configured, published in pairs
+        if configured != published
     ]
-    if not taken:
+    if not differing:
         return ()
     path = redact(str(run.lora.init_adapter_path))
-    return (f"lora.init_adapter_path: the adapter {path} has {', '.join(taken)}",)
+    return (f"lora.init_adapter_path: the adapter {path} has {', '.join(differing)}",)
 
 
 def _resolve_field(run: RunConfig, name: str, peft_config: Mapping[str, Any], key: str) -> Any:
     """The adapter's value. Raises ConfigError if the config sets another one."""
-    mine, theirs = getattr(run.lora, name), peft_config.get(key)
-    if theirs is None:
-        theirs = PEFT_DEFAULTS[name]
-    if run.lora.is_non_default(name) and mine != theirs:
+    configured, published = getattr(run.lora, name), peft_config.get(key)
+    if published is None:
+        published = PEFT_DEFAULTS[name]
+    if run.lora.is_non_default(name) and configured != published:
         path = redact(str(run.lora.init_adapter_path))
         raise ConfigError(
-            f"lora.{name} is {json.dumps(mine)}, and the adapter {path} has {json.dumps(theirs)} "
+            f"lora.{name} is {json.dumps(configured)}, and the adapter {path} has {json.dumps(published)} "
             f"({key}).\n  Leave {name} out to use the adapter's, or leave out "
             "init_adapter_path."
         )
-    return theirs
+    return published
 
 
 def _resolve_targets(path: str, peft_config: Mapping[str, Any]) -> list[str] | str:

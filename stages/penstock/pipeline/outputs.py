@@ -26,11 +26,11 @@ def output_folders(run: RunConfig, stages: Iterable[str]) -> dict[str, str]:
         "train.output_dir": run.train.output_dir,
         "pipeline.artifacts_path": run.pipeline.artifacts_path,
     }
-    wanted = set(stages)
+    stage_names = set(stages)
     return {
         name: folder
         for name, folder in folders.items()
-        if not is_url(folder) and wanted & set(FOLDER_STAGES[name])
+        if not is_url(folder) and stage_names & set(FOLDER_STAGES[name])
     }
 
 

@@ -39,9 +39,11 @@ def pin_sources(run: RunConfig, field: str) -> tuple[Source, ...]:
     datasets: list[DatasetConfig] = getattr(data, field)
     sources = tuple(pin_dataset(dataset, data.hf_use_auth_token) for dataset in datasets)
     root = local_cache_dir(data.dataset_prepared_path)
-    for index, (each, source) in enumerate(zip(datasets, sources, strict=True)):
-        require_not_own_files(f"data.{field}[{index}].path", each, source, root, RESULT_FOLDERS)
-        _require_image_folder(f"data.{field}.{index}.image_folder", each.image_folder)
+    for index, (dataset_config, source) in enumerate(zip(datasets, sources, strict=True)):
+        require_not_own_files(
+            f"data.{field}[{index}].path", dataset_config, source, root, RESULT_FOLDERS
+        )
+        _require_image_folder(f"data.{field}.{index}.image_folder", dataset_config.image_folder)
     return sources
 
 
@@ -61,15 +63,15 @@ def resolve_dataset_types(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     for name in DATASET_FIELDS:
         if written := getattr(run.data, name):
             lists[name] = [
-                resolve_dataset_type(run, f"data.{name}.{index}", each, notes)
-                for index, each in enumerate(written)
+                resolve_dataset_type(run, f"data.{name}.{index}", dataset, notes)
+                for index, dataset in enumerate(written)
             ]
     if not notes:
         return run, ()
-    found = run.model_copy(update={"data": run.data.model_copy(update=lists)})
-    if faults := [f"{dotted(fault.path)}: {fault.text}" for fault in rule_violations(found)]:
+    resolved = run.model_copy(update={"data": run.data.model_copy(update=lists)})
+    if faults := [f"{dotted(fault.path)}: {fault.text}" for fault in rule_violations(resolved)]:
         raise ConfigError("\n".join([*faults, *notes]))
-    return found, tuple(notes)
+    return resolved, tuple(notes)
 
 
 def resolve_dataset_type(
@@ -86,7 +88,7 @@ def resolve_dataset_type(
     from penstock.prepare.dataset_type import infer_dataset_type  # noqa: PLC0415
 
     token = run.data.hf_use_auth_token
-    found = infer_dataset_type(
+    inferred = infer_dataset_type(
         dataset,
         pin_dataset(dataset, token),
         location=location,
@@ -94,10 +96,10 @@ def resolve_dataset_type(
         token=token,
         max_record_bytes=run.data.max_record_bytes,
     )
-    if found is None:
+    if inferred is None:
         return dataset
-    notes.append(f"{location} ({redact(dataset.path)}) is read as {found}")
-    return dataset.model_copy(update=found.settings())
+    notes.append(f"{location} ({redact(dataset.path)}) is read as {inferred}")
+    return dataset.model_copy(update=inferred.settings())
 
 
 def pin_dataset(dataset: DatasetConfig, token: bool | None) -> Source:
@@ -139,8 +141,8 @@ def pin_init_checkpoint(run: RunConfig) -> Source | None:
 
 def check_checkpoints(run: RunConfig) -> None:
     """Raise what the two functions above raise for local folders, without reading weights."""
-    given = {name: getattr(run.train, name) for name in CHECKPOINT_FIELDS}
-    for name, path in given.items():
+    checkpoints = {name: getattr(run.train, name) for name in CHECKPOINT_FIELDS}
+    for name, path in checkpoints.items():
         if path is None or path == "auto" or is_url(path):
             continue
         reject_nxd_checkpoint(path, f"train.{name}")

@@ -133,12 +133,12 @@ class RebuildOptions:
 
 def plan(
     run: RunConfig,
-    wanted: tuple[StageName, ...] | None = None,
+    stage_names: tuple[StageName, ...] | None = None,
     *,
     ranks: Literal["torchrun", "this_process"] = "torchrun",
     for_this_machine: bool = True,
 ) -> Plan:
-    """The steps that lead to the `wanted` stages (default: those the run lists), in order. Where
+    """The steps that lead to the `stage_names` stages (default: those the run lists), in order. Where
     `for_this_machine`, the precision that is not written is one that this machine computes in.
 
     Raises ConfigError or CapabilityError for settings that cannot be met.
@@ -153,24 +153,24 @@ def plan(
     run, notes = (run, ()) if run.data.skip_prepare_dataset else resolve_dataset_types(run)
     written, run = run, with_adapter(resolve_init_checkpoint(run))
     notes += adapter_notes(written, run)
-    wanted = wanted or run.stages
-    lists_push = run.push.dry_run and tuple(wanted) == ("push",)
-    if includes_stage(wanted, "pack"):
+    stage_names = stage_names or run.stages
+    lists_push = run.push.dry_run and tuple(stage_names) == ("push",)
+    if includes_stage(stage_names, "pack"):
         run, apart = with_prompts_apart(run)
         notes += apart
     steps = [user_prepared_step(run) if run.data.skip_prepare_dataset else prepare_step(run)]
-    steps += encode_steps(run, steps[0].artifact, wanted)
-    if includes_stage(wanted, "pack"):
+    steps += encode_steps(run, steps[0].artifact, stage_names)
+    if includes_stage(stage_names, "pack"):
         steps.append(pack_step(run, *(step.artifact for step in steps)))
-    if includes_stage(wanted, "reference"):
+    if includes_stage(stage_names, "reference"):
         origin = resolve_model_source(run)
-        training = _training_steps(run, steps, wanted, origin, ranks)
+        training = _training_steps(run, steps, stage_names, origin, ranks)
         is_open = for_this_machine and not _is_begun(training[-1])
         if is_open and (in_float32 := float32_by_default(run)):
             run, notes = in_float32, (*notes, FLOAT32_NOTE)
-            training = _training_steps(run, steps, wanted, origin, ranks)
+            training = _training_steps(run, steps, stage_names, origin, ranks)
         steps += training
-        if includes_stage(wanted, "train"):
+        if includes_stage(stage_names, "train"):
             notes += precision_notes(run, steps[-1])
         if find_cached(steps[-1]) is None:
             if not lists_push and (refusal := why_cannot_train(run)):
@@ -179,20 +179,22 @@ def plan(
             notes += unmatched_no_decay(run)
             if run.lora.missing_targets == "skip":
                 notes += check_adapted_layers(run)
-        if includes_stage(wanted, "export"):
+        if includes_stage(stage_names, "export"):
             steps.append(export_step(run, steps[-1].artifact, origin))
-    if includes_stage(wanted, "push"):
+    if includes_stage(stage_names, "push"):
         steps.append(push_step(run, steps[-1].artifact))
-    _check_media(run, steps, wanted)
+    _check_media(run, steps, stage_names)
     return Plan(run, tuple(steps), notes, composed, lists_push)
 
 
-def _check_media(run: RunConfig, steps: Sequence[PlannedStage], wanted: tuple[str, ...]) -> None:
+def _check_media(
+    run: RunConfig, steps: Sequence[PlannedStage], stage_names: tuple[str, ...]
+) -> None:
     """Refuse images and audio that the run cannot take, unless what is made of them is there."""
     stage, *later = (step.stage for step in steps)
-    made = [step for step in steps if step.stage.name in ("prepare", "pack", "train")]
-    if isinstance(stage, Prepare) and find_cached(made[-1]) is None:
-        packs, trains = bool(later), includes_stage(wanted, "train")
+    media_steps = [step for step in steps if step.stage.name in ("prepare", "pack", "train")]
+    if isinstance(stage, Prepare) and find_cached(media_steps[-1]) is None:
+        packs, trains = bool(later), includes_stage(stage_names, "train")
         check_media(run, stage, packs=packs, trains=trains)
 
 
@@ -234,9 +236,9 @@ def precision_notes(run: RunConfig, train: PlannedStage) -> tuple[str, ...]:
     return (f"train: {note}",) if note else ()
 
 
-def includes_stage(wanted: tuple[str, ...], name: str) -> bool:
-    """Whether a run of the `wanted` stages contains stage `name` or one that reads it."""
-    return any(later in wanted for later in ORDER[ORDER.index(name) :])
+def includes_stage(stage_names: tuple[str, ...], name: str) -> bool:
+    """Whether a run of the `stage_names` stages contains stage `name` or one that reads it."""
+    return any(later in stage_names for later in ORDER[ORDER.index(name) :])
 
 
 def execute_stage(
@@ -432,10 +434,10 @@ def _pin_with_images(
         return sources
     from penstock.prepare.readers.image_pins import with_image_pin
 
-    its: tuple[DatasetSettings, ...] = getattr(settings, field)
+    datasets: tuple[DatasetSettings, ...] = getattr(settings, field)
     return tuple(
-        with_image_pin(source, each, settings.select_columns, run.data.hf_use_auth_token)
-        for source, each in zip(sources, its, strict=True)
+        with_image_pin(source, dataset, settings.select_columns, run.data.hf_use_auth_token)
+        for source, dataset in zip(sources, datasets, strict=True)
     )
 
 
@@ -444,28 +446,28 @@ def user_prepared_step(run: RunConfig) -> PlannedStage:
 
     Tokens that another program has written are converted to slices without tokenizing.
     """
-    place = Path(run.data.dataset_prepared_path)
-    if tokens := find_token_dataset(place):
+    folder = Path(run.data.dataset_prepared_path)
+    if tokens := find_token_dataset(folder):
         return prepare_step(_with_sources(run, tokens))
     tokenizer = pin_tokenizer(run.model.tokenizer_source)
     step = find_user_prepared(
-        place, lambda: stage_key(prepare_step(run).stage), tokenizer, Prepare.version
+        folder, lambda: stage_key(prepare_step(run).stage), tokenizer, Prepare.version
     )
     if step is None:
-        raise no_prepared_data(place)
+        raise no_prepared_data(folder)
     return step
 
 
 def encode_steps(
-    run: RunConfig, prepared: Artifact, wanted: tuple[StageName, ...]
+    run: RunConfig, prepared: Artifact, stage_names: tuple[StageName, ...]
 ) -> list[PlannedStage]:
     """The encode step, which computes the features of all images with the frozen vision tower; none
     where no images are encoded. Raises ConfigError if it is wanted nevertheless."""
     if not run.data.encode_images:
-        if "encode" in wanted:
+        if "encode" in stage_names:
             raise no_encoding()
         return []
-    if not includes_stage(wanted, "encode"):
+    if not includes_stage(stage_names, "encode"):
         return []
     if pin_init_checkpoint(run) is not None:
         raise ConfigError(
@@ -487,7 +489,7 @@ def encode_steps(
 def _training_steps(
     run: RunConfig,
     earlier: Sequence[PlannedStage],
-    wanted: tuple[StageName, ...],
+    stage_names: tuple[StageName, ...],
     origin: ModelSource,
     ranks: Literal["torchrun", "this_process"],
 ) -> list[PlannedStage]:
@@ -497,9 +499,9 @@ def _training_steps(
     steps: list[PlannedStage] = []
     if needs_reference(run):
         steps.append(reference_step(run, packed, origin, ranks))
-    elif "reference" in wanted:
+    elif "reference" in stage_names:
         raise no_reference(run)
-    if includes_stage(wanted, "train"):
+    if includes_stage(stage_names, "train"):
         reference = steps[-1].artifact if steps else None
         steps.append(train_step(run, packed, origin, ranks, prepared, reference))
     return steps

@@ -177,12 +177,12 @@ class _Tick:
         # Imported only if the sources have changed.
         from penstock.prepare.select.seen_samples import SeenSamples, load_seen_samples  # noqa: PLC0415
 
-        there = None if find_cached(step) else step.stage.progress(step.path)
+        progress = None if find_cached(step) else step.stage.progress(step.path)
         outcome = self.run_stage(planned, "prepare")
         count = sum(source["slices"] for source in outcome.facts["sources"])
-        known = self._load_seen_samples() if self.released else SeenSamples()
-        new = load_seen_samples(outcome.path, known.files).count_not_in(known)
-        return NewData(new, *((there.slices, there.done) if there else (count, count)))
+        seen_samples = self._load_seen_samples() if self.released else SeenSamples()
+        new = load_seen_samples(outcome.path, seen_samples.files).count_not_in(seen_samples)
+        return NewData(new, *((progress.slices, progress.done) if progress else (count, count)))
 
     def _skip_reason(self, new_data: NewData) -> tuple[Verdict, str] | None:
         """Verdict and reason for not training; None if the tick trains."""
@@ -205,8 +205,8 @@ class _Tick:
             run = continue_from_export(
                 run, self._release_folder(start), self.released["facts"]["folders"]
             )
-        wanted: StageName = "push" if has_target(run) else "export"
-        planned = with_own_output_dir(plan(run, (wanted,)))
+        last_stage: StageName = "push" if has_target(run) else "export"
+        planned = with_own_output_dir(plan(run, (last_stage,)))
         keys = {step.stage.name: short(stage_key(step.stage)) for step in planned.steps}
         fields: dict[str, Any] = {**new_data.as_fields(), "keys": keys}
         if number := self._find_existing_release(planned.step("export")):
@@ -236,8 +236,10 @@ class _Tick:
             return Decision("kept", line, self.latest, **fields, figures=figures)
         if has_target(planned.run):
             self.run_stage(planned, "push")
-        known = self._all_seen_samples(planned, start)
-        candidate = Candidate(planned, self.latest, start, known, new_data.new_samples, figures)
+        seen_samples = self._all_seen_samples(planned, start)
+        candidate = Candidate(
+            planned, self.latest, start, seen_samples, new_data.new_samples, figures
+        )
         number = release(self.store, candidate, self.notify)
         self._delete_old_runs(fields["keys"]["train"])
         if number is None:
@@ -255,19 +257,19 @@ class _Tick:
     def _compare(self, planned: Plan) -> Figures:
         """Evaluate the exported model and the released one on the held-out rows."""
         exported = planned.step("export")
-        made = find_cached(exported)
-        assert made, "the export has just run"
-        new = self._evaluate(planned, exported.path, made["facts"]["folders"])
+        manifest = find_cached(exported)
+        assert manifest, "the export has just run"
+        new = self._evaluate(planned, exported.path, manifest["facts"]["folders"])
         old: dict[str, float] = {}
         if self.latest:
             folders = self.released["facts"]["folders"]
             old = self._evaluate(planned, self._release_folder(self.latest), folders)
         metric = self.options.metric or ""
-        for told in (new, *([old] if old else [])):
-            if metric not in told:
+        for scores in (new, *([old] if old else [])):
+            if metric not in scores:
                 raise ConfigError(
                     f"release.metric is {metric}, which no evaluation of this run reports.\n"
-                    f"  Evaluations report {', '.join(sorted(told)) or 'nothing'}."
+                    f"  Evaluations report {', '.join(sorted(scores)) or 'nothing'}."
                 )
         return Figures(metric, new[metric], old.get(metric), new, old)
 
@@ -276,24 +278,24 @@ class _Tick:
     ) -> dict[str, float]:
         """The evaluation metrics of the model in the folder, on the data of `planned` even if the
         sources have grown since."""
-        asked = with_adapter(as_eval_only(continue_from_export(self.run, folder, folders)))
-        step = train_step_on(asked, planned)
+        eval_run = with_adapter(as_eval_only(continue_from_export(self.run, folder, folders)))
+        step = train_step_on(eval_run, planned)
         # The amount of evaluation is not in the cache key, so it is added to the folder's name.
-        limit: list[Any] = [asked.train.eval_max_batches]
-        if asked.train.eval_rows_per_batch is not None:
-            limit.append(asked.train.eval_rows_per_batch)
+        limit: list[Any] = [eval_run.train.eval_max_batches]
+        if eval_run.train.eval_rows_per_batch is not None:
+            limit.append(eval_run.train.eval_rows_per_batch)
         rows = short(digest_json([stage_key(step.stage), *limit]))
-        asked = with_output_dir(asked, EVALUATIONS, rows)
-        steps = (planned.step("prepare"), planned.step("pack"), train_step_on(asked, planned))
-        facts = self.run_stage(Plan(asked, steps), "train").facts
+        eval_run = with_output_dir(eval_run, EVALUATIONS, rows)
+        steps = (planned.step("prepare"), planned.step("pack"), train_step_on(eval_run, planned))
+        facts = self.run_stage(Plan(eval_run, steps), "train").facts
         return {name: value for name, value in facts.items() if name.startswith("eval_")}
 
     def _find_existing_release(self, export: PlannedStage) -> int | None:
         """The number of the latest or a withdrawn release that is this export."""
-        made = find_complete(export)
-        if made and find_cached(export) is None:
+        manifest = find_complete(export)
+        if manifest and find_cached(export) is None:
             return None  # stale: one of its inputs was built again since
-        key, content = stage_key(export.stage), content_digest(made) if made else None
+        key, content = stage_key(export.stage), content_digest(manifest) if manifest else None
         numbers = {*self.store.withdrawn, *([self.latest] if self.latest else [])}
         for number in sorted(numbers & set(self.store.numbers()), reverse=True):
             if is_release_from(self.store.manifest(number), key, content):
@@ -325,7 +327,7 @@ class _Tick:
         delta = self.options.min_delta
         return f", and release.min_delta is {delta:g}" if delta and self.latest else ""
 
-    def _delete_old_runs(self, mine: str) -> None:
+    def _delete_old_runs(self, run_name: str) -> None:
         """Delete the folders of earlier models beyond `release.keep_runs`."""
         if self.options.keep_runs is None:
             return
@@ -333,7 +335,7 @@ class _Tick:
         decided = [
             decision["keys"]["train"] for decision in self.store.decisions() if decision.get("keys")
         ]
-        newest_first = list(dict.fromkeys([mine, *reversed(decided)]))
+        newest_first = list(dict.fromkeys([run_name, *reversed(decided)]))
         is_here = RemotePath.from_url(output).names() if is_url(output) else set(newest_first)
         for key in newest_first[self.options.keep_runs :]:
             if key not in is_here or not KEY.fullmatch(key):
@@ -366,16 +368,16 @@ def _exclusive(run: RunConfig) -> Generator[bool]:
 
 def _format_figures(figures: Figures, latest: int | None) -> str:
     """The metric of the new and of the released model."""
-    told = f"{figures.metric} of the new model is {figures.new:.6g}"
+    sentence = f"{figures.metric} of the new model is {figures.new:.6g}"
     if figures.released is not None and latest:
-        told += f", of {release_folder_name(latest)} {figures.released:.6g}"
-    return told
+        sentence += f", of {release_folder_name(latest)} {figures.released:.6g}"
+    return sentence
 
 
 def _finite(value: Any) -> Any:
     """The value with NaN and infinities as strings, which JSON cannot represent."""
     if isinstance(value, Mapping):
-        return {name: _finite(each) for name, each in value.items()}
+        return {name: _finite(item) for name, item in value.items()}
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value

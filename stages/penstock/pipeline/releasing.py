@@ -85,19 +85,19 @@ def release(store: ReleaseStore, candidate: Candidate, notify: Notify) -> int | 
     """Release the candidate under a new number, and return it. None if another release was made
     since the comparison."""
     exported = candidate.planned.step("export")
-    made = find_cached(exported)
-    if made is None:
+    manifest = find_cached(exported)
+    if manifest is None:
         raise ArtifactError(f"{exported.where} is gone.\n  Run it again to export it again.")
     with store.writing(notify):
         before = store.latest()
         if before != candidate.compared_with:
             return None
-        number = _find_unpublished(store, made, before)
+        number = _find_unpublished(store, manifest, before)
         if number is None:
             with TemporaryDirectory() as aside:
                 samples = candidate.seen_samples.write(Path(aside))
-                files = {file["path"]: exported.path / file["path"] for file in made["files"]}
-                listed = [*made["files"], _file_entry(samples)]
+                files = {file["path"]: exported.path / file["path"] for file in manifest["files"]}
+                listed = [*manifest["files"], _file_entry(samples)]
 
                 def manifest_of(number: int) -> dict[str, Any]:
                     return _manifest(candidate, number, listed, store)
@@ -125,13 +125,13 @@ def roll_back(store: ReleaseStore, to: int | None, notify: Notify) -> tuple[int 
             to = _rollback_target(now, numbers, withdrawn)
         if to is None or to not in numbers:
             have = ", ".join(map(release_folder_name, numbers)) or "none"
-            what = (
+            change = (
                 "nothing before the latest release"
                 if to is None
                 else f"no release {release_folder_name(to)}"
             )
             raise ConfigError(
-                f"{store.where} has {what}; there are {have}.\n  Name one with --to NUMBER."
+                f"{store.where} has {change}; there are {have}.\n  Name one with --to NUMBER."
             )
         above = {number for number in numbers if to < number <= (now or numbers[-1])}
         store.set_latest(to, (withdrawn | above) - {to})
@@ -141,8 +141,12 @@ def roll_back(store: ReleaseStore, to: int | None, notify: Notify) -> tuple[int 
 def prunable(store: ReleaseStore, keep_last: int) -> list[int]:
     """All releases but the newest `keep_last`, the latest, and the target of a rollback from it."""
     numbers, latest = store.numbers(), store.latest()
-    kept = {*numbers[-keep_last:], latest, _rollback_target(latest, numbers, store.withdrawn)}
-    return [number for number in numbers if number not in kept]
+    kept_numbers = {
+        *numbers[-keep_last:],
+        latest,
+        _rollback_target(latest, numbers, store.withdrawn),
+    }
+    return [number for number in numbers if number not in kept_numbers]
 
 
 def is_better(run: RunConfig, figures: Figures) -> bool:
@@ -184,14 +188,18 @@ def verified_folder(store: ReleaseStore, number: int, verify: Verify) -> Path:
 
 
 def _find_unpublished(
-    store: ReleaseStore, made: Mapping[str, Any], latest: int | None
+    store: ReleaseStore, manifest: Mapping[str, Any], latest: int | None
 ) -> int | None:
     """The number of this export if its releaser died before it moved the pointer."""
     newest = max(store.numbers(), default=0)
     if newest <= (latest or 0) or newest in store.withdrawn:
         return None
-    its = store.manifest(newest)
-    return newest if is_release_from(its, made["key"], content_digest(made)) else None
+    newest_manifest = store.manifest(newest)
+    return (
+        newest
+        if is_release_from(newest_manifest, manifest["key"], content_digest(manifest))
+        else None
+    )
 
 
 def _manifest(
@@ -200,15 +208,15 @@ def _manifest(
     """The manifest of a release, in the format of all manifests."""
     planned, run = candidate.planned, candidate.planned.run
     steps = {step.stage.name: step for step in planned.steps if step.stage.name != "push"}
-    made = {name: find_cached(step) or {} for name, step in steps.items()}
+    manifests = {name: find_cached(step) or {} for name, step in steps.items()}
     inputs = {
-        name: {"key": step.artifact.key, **_content_entry(made[name])}
+        name: {"key": step.artifact.key, **_content_entry(manifests[name])}
         for name, step in steps.items()
     }
     if candidate.started_from is not None:
         inputs["previous"] = {"key": store.manifest(candidate.started_from)["key"]}
     figures = candidate.figures
-    prepared, trained, exported = (made[name] for name in ("prepare", "train", "export"))
+    prepared, trained, exported = (manifests[name] for name in ("prepare", "train", "export"))
     return {
         "format": FORMAT,
         "stage": RELEASE,
@@ -227,10 +235,12 @@ def _manifest(
             "known_samples": len(candidate.seen_samples.digests),
             "data_files": sorted(candidate.seen_samples.files),
             "data": {
-                "pins": {name: each["key"] for name, each in prepared["inputs"].items()},
+                "pins": {name: source["key"] for name, source in prepared["inputs"].items()},
                 **{name: prepared["facts"].get(name) for name in ("rows", "tokens", "sources")},
             },
-            "base": {name: each for name, each in trained["inputs"].items() if "source" in each},
+            "base": {
+                name: source for name, source in trained["inputs"].items() if "source" in source
+            },
             "trained": {
                 name: trained["facts"].get(name) for name in ("steps", "epochs", "final_loss")
             },

@@ -73,14 +73,14 @@ def with_own_output_dir(planned: Plan) -> Plan:
 def train_step_on(run: RunConfig, planned: Plan) -> PlannedStage:
     """The train step of the run on the data of a plan, so that all runs of a tick use the same
     data and, if the plan has a reference stage, the same reference log-probs."""
-    made = {step.stage.name: step.artifact for step in planned.steps}
+    artifacts = {step.stage.name: step.artifact for step in planned.steps}
     return train_step(
         run,
-        made["pack"],
+        artifacts["pack"],
         resolve_model_source(run),
         "torchrun",
-        made["prepare"],
-        made.get("reference"),
+        artifacts["prepare"],
+        artifacts.get("reference"),
     )
 
 

@@ -110,17 +110,17 @@ class StepSampler:
 
     def advance(self, cursor: Cursor) -> Cursor:
         """The settled cursor after the step at a settled cursor."""
-        taken = min(self.rows_per_step, self._size(cursor.epoch) - cursor.samples)
-        return self.clamp(replace(cursor, samples=cursor.samples + taken))
+        num_taken = min(self.rows_per_step, self._size(cursor.epoch) - cursor.samples)
+        return self.clamp(replace(cursor, samples=cursor.samples + num_taken))
 
     def steps_until(self, epochs: Fraction | int, cursor: Cursor) -> int:
         """Steps from a settled cursor until `epochs` are complete; 0 if they already are."""
-        whole = math.floor(epochs)
-        steps = self._steps_to_epoch(whole, cursor)
-        if whole == epochs or cursor.epoch > whole:
+        full_epochs = math.floor(epochs)
+        steps = self._steps_to_epoch(full_epochs, cursor)
+        if full_epochs == epochs or cursor.epoch > full_epochs:
             return steps
-        begin = cursor if cursor.epoch == whole else self.start(whole)
-        rows = (epochs - whole) * self._used(begin) - begin.samples
+        begin = cursor if cursor.epoch == full_epochs else self.start(full_epochs)
+        rows = (epochs - full_epochs) * self._used(begin) - begin.samples
         return steps + max(0, math.ceil(rows / self.rows_per_step))
 
     def steps_to_reach(
@@ -135,8 +135,8 @@ class StepSampler:
         while amount > 0 and (most is None or steps < most):
             end = self._used(cursor)
             sums = np.cumsum(amounts[self._order(cursor)[cursor.samples : end]])
-            whole = np.arange(self.rows_per_step, len(sums), self.rows_per_step)
-            after_each = sums[np.append(whole, len(sums)) - 1]
+            step_ends = np.arange(self.rows_per_step, len(sums), self.rows_per_step)
+            after_each = sums[np.append(step_ends, len(sums)) - 1]
             if after_each[-1] >= amount:
                 steps += int(np.searchsorted(after_each, amount)) + 1
                 break
@@ -150,12 +150,16 @@ class StepSampler:
 
     def passes(self, cursor: Cursor) -> Fraction:
         """Passes over the data up to a settled cursor, without dropped rows."""
-        rounds, rest = divmod(cursor.epoch, len(self._blocks))
-        each = [
+        rounds, remainder = divmod(cursor.epoch, len(self._blocks))
+        epochs_per_block = [
             Fraction(self._used(self.start(epoch)), size) for epoch, size in enumerate(self._blocks)
         ]
         done = Fraction(cursor.samples, self._size(cursor.epoch))
-        return rounds * sum(each, Fraction()) + sum(each[:rest], Fraction()) + done
+        return (
+            rounds * sum(epochs_per_block, Fraction())
+            + sum(epochs_per_block[:remainder], Fraction())
+            + done
+        )
 
     def _size(self, epoch: int) -> int:
         return self._blocks[epoch % len(self._blocks)]
@@ -169,17 +173,21 @@ class StepSampler:
         """Steps from a settled cursor to the start of `epoch`; 0 if it has already started."""
         if cursor.epoch >= epoch:
             return 0
-        whole = [self._steps_in_epoch(self.start(later)) for later in range(len(self._blocks))]
-        rounds, rest = divmod(epoch - cursor.epoch - 1, len(whole))
+        steps_per_epoch = [
+            self._steps_in_epoch(self.start(later)) for later in range(len(self._blocks))
+        ]
+        rounds, remainder = divmod(epoch - cursor.epoch - 1, len(steps_per_epoch))
         first = cursor.epoch + 1
-        further = sum(whole[(first + index) % len(whole)] for index in range(rest))
-        return self._steps_in_epoch(cursor) + rounds * sum(whole) + further
+        further = sum(
+            steps_per_epoch[(first + index) % len(steps_per_epoch)] for index in range(remainder)
+        )
+        return self._steps_in_epoch(cursor) + rounds * sum(steps_per_epoch) + further
 
     def _steps_in_epoch(self, cursor: Cursor) -> int:
-        left = self._size(cursor.epoch) - cursor.samples
-        whole, rest = divmod(max(0, left), self.rows_per_step)
-        alone = not whole and not cursor.samples
-        return whole + 1 if rest and (alone or self._keeps(cursor.epoch)) else whole
+        remaining = self._size(cursor.epoch) - cursor.samples
+        full_steps, remainder = divmod(max(0, remaining), self.rows_per_step)
+        alone = not full_steps and not cursor.samples
+        return full_steps + 1 if remainder and (alone or self._keeps(cursor.epoch)) else full_steps
 
     def _keeps(self, epoch: int) -> bool:
         """Whether the epoch ends with a step that is not full."""
@@ -210,8 +218,8 @@ def epoch_order(costs: Integers, group: int, seed: Sequence[int]) -> Integers:
         return order
     ends = [index * groups // windows * group for index in range(windows + 1)]
     for start, end in pairwise(ends):
-        here = order[start:end]
-        here[:] = here[np.argsort(costs[here], kind="stable")]
+        block = order[start:end]
+        block[:] = block[np.argsort(costs[block], kind="stable")]
     grouped = order[: groups * group].reshape(groups, group)
     grouped[:] = random.permuted(grouped[random.permutation(groups)], axis=1)
     return order
@@ -239,15 +247,15 @@ def assign_micro_batches(
     dealt: list[list[list[int]]] = [[[] for _ in range(count)] for _ in range(num_replicas)]
     work = [0] * num_replicas
     by_cost = sorted(range(len(rows)), key=lambda index: (-costs[index], index))
-    for turn in range(math.ceil(len(rows) / at_once)):
+    for round_index in range(math.ceil(len(rows) / at_once)):
         # The least work in this micro-batch first, then the least work so far.
         free = [(0, work[replica], replica) for replica in range(num_replicas)]
         heapify(free)
-        for index in by_cost[turn * at_once : (turn + 1) * at_once]:
+        for index in by_cost[round_index * at_once : (round_index + 1) * at_once]:
             now, _, least = heappop(free)
-            mine = dealt[least][turn]
-            mine.append(rows[index])
+            micro_batch = dealt[least][round_index]
+            micro_batch.append(rows[index])
             work[least] += costs[index]
-            if len(mine) < size:
+            if len(micro_batch) < size:
                 heappush(free, (now + costs[index], work[least], least))
     return dealt

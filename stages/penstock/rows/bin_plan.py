@@ -77,8 +77,8 @@ def next_fit(sizes: Sizes, capacity: int) -> Indices:
         np.maximum(following, np.arange(1, len(sizes) + 1), out=following)
     jump, last = following.data, len(sizes)
     ends: list[int] = []
-    at = 0
-    while at < last:
-        at = jump[at]
-        ends.append(at)
+    start = 0
+    while start < last:
+        start = jump[start]
+        ends.append(start)
     return np.array(ends, dtype=np.int64)

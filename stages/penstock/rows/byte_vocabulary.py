@@ -15,9 +15,9 @@ _PRINTED = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 
 def byte_library_tokenizer() -> Tokenizer:
     """Build the byte-level tokenizer with ChatML special tokens, as a `tokenizers.Tokenizer`."""
-    others = (byte for byte in range(256) if byte not in _PRINTED)
+    unprinted = (byte for byte in range(256) if byte not in _PRINTED)
     spelled = {byte: chr(byte) for byte in _PRINTED}
-    spelled.update((byte, chr(256 + index)) for index, byte in enumerate(others))
+    spelled.update((byte, chr(256 + index)) for index, byte in enumerate(unprinted))
     vocabulary = {character: byte for byte, character in spelled.items()}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

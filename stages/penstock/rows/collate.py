@@ -60,8 +60,8 @@ class MicroBatch:
         prefix tokens and padding. Covers the whole micro-batch."""
         branch = np.full(sum(self.lengths), -1, dtype=np.int64)
         if self.branching:
-            found = self.branching.branch_of_tokens()
-            branch[: len(found)] = found
+            branches = self.branching.branch_of_tokens()
+            branch[: len(branches)] = branches
         return torch.from_numpy(branch)
 
     def prompt_targets(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -74,10 +74,10 @@ class MicroBatch:
         """
         labels, sample = (np.full(sum(self.lengths), fill, np.int64) for fill in (IGNORED, -1))
         if self.branching:
-            found = self.branching.sample_of_prompt_tokens(self.labels_T.numpy())
-            places = np.flatnonzero(found >= 0)
-            labels[places] = self.input_ids_T.numpy()[places + 1]
-            sample[places] = found[places]
+            samples = self.branching.sample_of_prompt_tokens(self.labels_T.numpy())
+            positions = np.flatnonzero(samples >= 0)
+            labels[positions] = self.input_ids_T.numpy()[positions + 1]
+            sample[positions] = samples[positions]
         return torch.from_numpy(labels), torch.from_numpy(sample)
 
     def spans(self) -> list[Span] | None:
@@ -92,12 +92,12 @@ class MicroBatch:
         index in the row in the low 32 bits; -1 for padding. Covers the whole micro-batch."""
         if self.chosen_places_T is not None:
             return self.chosen_places_T
-        places = np.full(sum(self.lengths), -1, dtype=np.int64)
+        indices = np.full(sum(self.lengths), -1, dtype=np.int64)
         start = 0
         for number, size in self.rows:
-            places[start : start + size] = (number << 32) + np.arange(size)
+            indices[start : start + size] = (number << 32) + np.arange(size)
             start += size
-        return torch.from_numpy(places)
+        return torch.from_numpy(indices)
 
 
 @dataclass(frozen=True)
@@ -137,16 +137,18 @@ class CollatedStep:
 
     def micro_batches(self) -> list[MicroBatch]:
         """The micro-batches, as views."""
-        found: list[MicroBatch] = []
+        micro_batches: list[MicroBatch] = []
         start = 0
         for part in self.parts:
             size = sum(part.lengths)
             ids, labels, positions = self.values.narrow(1, start, size).unbind()
             weights = self.loss_weights
             weights_T = None if weights is None else weights.narrow(0, start, size)
-            found.append(MicroBatch(ids, labels, positions, **vars(part), loss_weights_T=weights_T))
+            micro_batches.append(
+                MicroBatch(ids, labels, positions, **vars(part), loss_weights_T=weights_T)
+            )
             start += size
-        return found
+        return micro_batches
 
 
 def collate(
@@ -191,10 +193,10 @@ def collate(
             used = end
         ids[used:] = pad_token_id
         labels[used:] = IGNORED
-        place = 0
+        offset = 0
         for length in lengths:
-            positions[place : place + length] = counting[:length]
-            place += length
+            positions[offset : offset + length] = counting[:length]
+            offset += length
         branchings = [row.branching for row in rows if row.branching]
         branching = PrefixSharing.joined(branchings) if branchings else None
         if branching:
@@ -221,8 +223,8 @@ def _documents(rows: Sequence[Row]) -> list[int]:
 
 def _documents_of_padding(tokens: int) -> list[int]:
     """Lengths of padding documents. Short, because attention is quadratic in document length."""
-    whole, rest = divmod(tokens, PADDING)
-    return [PADDING] * whole + [rest] * (rest > 0)
+    num_full, remainder = divmod(tokens, PADDING)
+    return [PADDING] * num_full + [remainder] * (remainder > 0)
 
 
 def _totals(used: Sequence[int], multiple: int, pad_to: PadTo) -> list[int]:
@@ -231,7 +233,7 @@ def _totals(used: Sequence[int], multiple: int, pad_to: PadTo) -> list[int]:
     if isinstance(pad_to, int):
         if longest > pad_to:
             raise ValueError(f"rows of {longest} tokens do not fit a length of {pad_to}")
-        wanted = [pad_to] * len(used)
+        padded = [pad_to] * len(used)
     else:
-        wanted = [longest] * len(used) if pad_to == "longest" else used
-    return [max(1, -(-tokens // multiple)) * multiple for tokens in wanted]
+        padded = [longest] * len(used) if pad_to == "longest" else used
+    return [max(1, -(-tokens // multiple)) * multiple for tokens in padded]

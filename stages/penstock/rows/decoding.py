@@ -39,8 +39,8 @@ class Decoder:
     def text(self, ids: Sequence[int]) -> str:
         """Decode all ids. An id that is not in the vocabulary becomes `<unknown 151700>`."""
         parts: list[str] = []
-        for known, run in groupby(ids, self._knows):
-            if known:
+        for is_known, run in groupby(ids, self._knows):
+            if is_known:
                 parts.append(self._tokenizer.decode(list(run), skip_special_tokens=False))
             else:
                 parts += (f"<unknown {token}>" for token in run)
@@ -63,14 +63,14 @@ class Decoder:
             if later > low and yielded == len(text) and text.endswith(self.text(ids[later:end])):
                 low, yielded = later, len(self.text(ids[later:end]))
 
-    def _settled(self, ids: Sequence[int], low: int, at: int) -> str:
-        """Decode tokens `low` to `at`, up to the first character that later tokens change."""
-        here = self.text(ids[low:at])
-        if at == len(ids):
-            return here
-        more = self.text(ids[low : at + REACH])
-        same = takewhile(lambda pair: pair[0] == pair[1], zip(here, more, strict=False))
-        return here if more.startswith(here) else here[: sum(1 for _ in same)]
+    def _settled(self, ids: Sequence[int], low: int, end: int) -> str:
+        """Decode tokens `low` to `end`, up to the first character that later tokens change."""
+        text = self.text(ids[low:end])
+        if end == len(ids):
+            return text
+        more = self.text(ids[low : end + REACH])
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(text, more, strict=False))
+        return text if more.startswith(text) else text[: sum(1 for _ in same)]
 
     def _knows(self, token: int) -> bool:
         return self._tokenizer.id_to_token(token) is not None
@@ -115,5 +115,5 @@ def _library_tokenizer(folder: Path) -> Tokenizer | None:
         tokenizer = Tokenizer.from_file(str(vocabulary))
     except Exception:  # noqa: BLE001 - the library raises nothing narrower
         return None
-    known = all(tokenizer.id_to_token(int(number)) is not None for number in added)
-    return tokenizer if known else None
+    is_known = all(tokenizer.id_to_token(int(number)) is not None for number in added)
+    return tokenizer if is_known else None

@@ -9,29 +9,33 @@ from penstock.rows.reader import Row, RowImage
 from penstock.rows.shared_prefix import PER_SAMPLE, PrefixSharing
 
 
-def iter_new_samples(rows: Iterable[Row], known: Collection[bytes]) -> Iterator[Row]:
-    """Yield the rows with only the samples that are not in `known` and in no earlier row."""
-    seen = set(known)
+def iter_new_samples(rows: Iterable[Row], digests: Collection[bytes]) -> Iterator[Row]:
+    """Yield the rows with only the samples that are not in `digests` and in no earlier row."""
+    seen_digests = set(digests)
     for row in rows:
         assert row.branching is not None
-        new = set(row.branching.samples) - seen
+        new = set(row.branching.samples) - seen_digests
         if part := select_samples(row, new):
             yield part
-        seen |= new
+        seen_digests |= new
 
 
-def select_samples(row: Row, wanted: Collection[bytes]) -> Row | None:
-    """The row with only its `wanted` samples; None if it has none of them."""
+def select_samples(row: Row, digests: Collection[bytes]) -> Row | None:
+    """The row with only its `digests` samples; None if it has none of them."""
     whole = row.branching
     assert whole is not None
-    chosen = [index for index, sample in enumerate(whole.samples) if sample in wanted]
+    chosen = [index for index, sample in enumerate(whole.samples) if sample in digests]
     if len(chosen) == len(whole.samples):
         return row
     if not chosen:
         return None
-    each = len(whole.prompts) // len(whole.samples)
-    documents = [place * each + index for place in chosen for index in range(each)]
-    branches = [place * PER_SAMPLE + index for place in chosen for index in range(PER_SAMPLE)]
+    documents_per_sample = len(whole.prompts) // len(whole.samples)
+    documents = [
+        sample * documents_per_sample + index
+        for sample in chosen
+        for index in range(documents_per_sample)
+    ]
+    branches = [sample * PER_SAMPLE + index for sample in chosen for index in range(PER_SAMPLE)]
     ends = np.cumsum(row.lengths)
     tokens = np.concatenate(
         [np.arange(ends[number] - row.lengths[number], ends[number]) for number in documents]
@@ -39,9 +43,9 @@ def select_samples(row: Row, wanted: Collection[bytes]) -> Row | None:
     branching = PrefixSharing(
         prompts=tuple(whole.prompts[number] for number in documents),
         branches=tuple(whole.branches[number] for number in branches),
-        samples=tuple(whole.samples[place] for place in chosen),
-        desirable=tuple(whole.desirable[place] for place in chosen) if whole.desirable else (),
-        score_gaps=tuple(whole.score_gaps[place] for place in chosen) if whole.score_gaps else (),
+        samples=tuple(whole.samples[sample] for sample in chosen),
+        desirable=tuple(whole.desirable[sample] for sample in chosen) if whole.desirable else (),
+        score_gaps=tuple(whole.score_gaps[sample] for sample in chosen) if whole.score_gaps else (),
         image_counts=tuple(whole.image_counts[n] for n in documents) if whole.image_counts else (),
     )
     return replace(

@@ -40,8 +40,8 @@ class PixelBytes:
         values = to_device(self.values_CB, device).flatten()
         rows, channels, pixels = codes_RCP.shape
         firsts_C1 = torch.arange(0, 256 * channels, 256, dtype=torch.int32, device=device)[:, None]
-        found = values.index_select(0, (codes_RCP + firsts_C1).flatten())
-        found_RC1P = found.view(rows, channels, 1, pixels)
+        gathered = values.index_select(0, (codes_RCP + firsts_C1).flatten())
+        found_RC1P = gathered.view(rows, channels, 1, pixels)
         return found_RC1P.expand(-1, -1, self.repeats, -1).reshape(self.shape)
 
 
@@ -89,11 +89,11 @@ class ImageBatch:
             sizes[name] = tuple(
                 image.tensors[name].shape[0] if name in image.tensors else 0 for image in distinct
             )
-            found = _concatenate_bytes(parts)
-            if found is None:
+            stacked = _concatenate_bytes(parts)
+            if stacked is None:
                 tensors[name] = torch.from_numpy(concatenate(parts))
             else:
-                pixels[name] = found
+                pixels[name] = stacked
         counts = tuple(image.num_tokens for image in images)
         return cls(tensors, counts, pixels, order if len(distinct) < len(images) else None, sizes)
 
@@ -138,7 +138,9 @@ class ImageBatch:
         if self.order is None:
             return tensors
         parts = {name: tensor.split(self.sizes[name]) for name, tensor in tensors.items()}
-        return {name: torch.cat([part[at] for at in self.order]) for name, part in parts.items()}
+        return {
+            name: torch.cat([part[index] for index in self.order]) for name, part in parts.items()
+        }
 
     def take(self, images: range) -> "ImageBatch":
         """Some of the distinct images, which are consecutive."""
@@ -157,23 +159,27 @@ class ImageBatch:
 
     def to_device(self, device: torch.device) -> dict[str, torch.Tensor]:
         """All tensors of the distinct images, on `device`."""
-        found = {name: to_device(tensor, device) for name, tensor in self.tensors.items()}
-        return found | {name: pixel.to_device(device) for name, pixel in self.pixels.items()}
+        tensors = {name: to_device(tensor, device) for name, tensor in self.tensors.items()}
+        return tensors | {name: pixel.to_device(device) for name, pixel in self.pixels.items()}
 
 
 def _distinct(images: Sequence[RowImage]) -> tuple[list[RowImage], tuple[int, ...]]:
     """The images, each once, and which of them each is."""
-    found: list[RowImage] = []
-    places: dict[bytes, int] = {}
+    distinct: list[RowImage] = []
+    index_by_digest: dict[bytes, int] = {}
     order: list[int] = []
     for image in images:
-        place = len(found) if image.digest is None else places.get(image.digest, len(found))
-        if place == len(found):
-            found.append(image)
+        index = (
+            len(distinct)
+            if image.digest is None
+            else index_by_digest.get(image.digest, len(distinct))
+        )
+        if index == len(distinct):
+            distinct.append(image)
             if image.digest is not None:
-                places[image.digest] = place
-        order.append(place)
-    return found, tuple(order)
+                index_by_digest[image.digest] = index
+        order.append(index)
+    return distinct, tuple(order)
 
 
 def _concatenate_bytes(parts: Sequence[StoredTensor]) -> PixelBytes | None:

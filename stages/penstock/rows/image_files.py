@@ -121,21 +121,21 @@ class ImageFiles:
 
     def get(self, digest: bytes) -> StoredImage | None:
         """An image, whose tensors are read-only views of its file; None if no file has it."""
-        place = self._find([digest])[0]
-        return None if place is None else self._read(digest, *place)
+        index = self._find([digest])[0]
+        return None if index is None else self._read(digest, *index)
 
     def inputs(self, digests: Sequence[bytes]) -> list[dict[str, StoredTensor]]:
         """The tensors of images that the model takes. Raises ArtifactError if one has none."""
-        found: list[dict[str, StoredTensor]] = []
-        for digest, place in zip(digests, self._find(digests), strict=True):
-            opened = None if place is None else self._open(place[0])
-            if place is None or opened is None or opened.errors[place[1]].is_valid:
+        inputs: list[dict[str, StoredTensor]] = []
+        for digest, index in zip(digests, self._find(digests), strict=True):
+            opened = None if index is None else self._open(index[0])
+            if index is None or opened is None or opened.errors[index[1]].is_valid:
                 raise ArtifactError(
                     f"the tensors of image {digest.hex()[:16]} are missing.\n"
                     "  Build the data again with --force prepare."
                 )
-            found.append({input.form.name: input.read(place[1]) for input in opened.inputs})
-        return found
+            inputs.append({input.form.name: input.read(index[1]) for input in opened.inputs})
+        return inputs
 
     def _read(self, digest: bytes, number: int, row: int) -> StoredImage:
         batch, opened, kind = self._batches[number], self._open(number), self._forms[number].kind
@@ -192,13 +192,13 @@ class _Index:
     def find(self, digests: Sequence[bytes]) -> list[tuple[int, int] | None]:
         """The place of each image: (index of the record batch, row); None if there is none."""
         keys = np.frombuffer(b"".join(digests), np.uint64)[:: IMAGE_DIGEST_BYTES // 8]
-        sides = (self.keys.searchsorted(keys, side).tolist() for side in ("left", "right"))
-        return [self._find(*each) for each in zip(digests, *sides, strict=True)]
+        sides = (self.keys.searchsorted(keys, bound).tolist() for bound in ("left", "right"))
+        return [self._find(*bounds) for bounds in zip(digests, *sides, strict=True)]
 
     def _find(self, digest: bytes, start: int, end: int) -> tuple[int, int] | None:
-        for at in self.order[start:end].tolist():
-            number = bisect_right(self.starts, at) - 1
-            row = at - self.starts[number]
+        for index in self.order[start:end].tolist():
+            number = bisect_right(self.starts, index) - 1
+            row = index - self.starts[number]
             if self.digests[number][row].tobytes() == digest:
                 return number, row
         return None
@@ -226,10 +226,10 @@ class _Column:
         """The tensor of an image that is written to this column."""
         if image.error is not None:
             return StoredTensor((0,), np.empty(0, self.dtype))
-        found = image.tensors[self.name]
-        if found.dtype != self.dtype:
-            raise ValueError(f"{self.name} is {found.dtype} where other images have {self.dtype}")
-        return found
+        tensor = image.tensors[self.name]
+        if tensor.dtype != self.dtype:
+            raise ValueError(f"{self.name} is {tensor.dtype} where other images have {self.dtype}")
+        return tensor
 
 
 @dataclass(frozen=True)
@@ -336,7 +336,10 @@ def _to_batch(
     """A batch whose tensors are in `buffers`, until the next one is built."""
     columns: list[pa.Array] = [
         pa.array([image.digest for image in images], pa.binary(IMAGE_DIGEST_BYTES)),
-        *(pa.array([image.size[side] for image in images], pa.int32()) for side in (0, 1)),
+        *(
+            pa.array([image.size[dimension] for image in images], pa.int32())
+            for dimension in (0, 1)
+        ),
         pa.array([image.error for image in images], pa.string()),
     ]
     for column in _columns(schema):

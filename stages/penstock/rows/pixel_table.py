@@ -102,11 +102,11 @@ def concatenate(tensors: Sequence[StoredTensor]) -> Array:
     largest = np.max([*shapes], axis=0).astype(int).tolist()
     out = (np.empty if len(shapes) == 1 else np.zeros)((sum(rows), *largest), tensors[0].dtype)
     start = 0
-    for each, size in zip(tensors, rows, strict=True):
+    for source, size in zip(tensors, rows, strict=True):
         part = out[start : start + size]
         if len(shapes) == 1:
-            each.write_to(part)
+            source.write_to(part)
         else:
-            part[tuple(map(slice, each.shape))] = each.numpy()
+            part[tuple(map(slice, source.shape))] = source.numpy()
         start += size
     return out

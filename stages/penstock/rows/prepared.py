@@ -126,7 +126,7 @@ class PreparedSamples:
     def desirable(self) -> npt.NDArray[np.bool_]:
         """KTO labels: whether the completion of each sample is desirable."""
         parts = [batch.column("desirable").to_pylist() for batch in self._batches]
-        return np.array([each for part in parts for each in part], dtype=np.bool_)
+        return np.array([flag for part in parts for flag in part], dtype=np.bool_)
 
     def table(self) -> pa.Table:
         """All columns of all samples, memory-mapped (`rows.schema.prepared_schema` lists them)."""
@@ -146,11 +146,11 @@ class PreparedSamples:
 
     def images(self, index: int) -> tuple[list[bytes], list[int]]:
         """(digests of the images of a sample, number of image tokens of each)."""
-        number, place = self._locate(index)
+        number, row = self._locate(index)
         batch = self._batches[number]
         if IMAGES not in batch.schema.names:
             return [], []
-        return batch.column(IMAGES)[place].as_py(), batch.column(IMAGE_TOKENS)[place].as_py()
+        return batch.column(IMAGES)[row].as_py(), batch.column(IMAGE_TOKENS)[row].as_py()
 
     def source_weights(self) -> Weights:
         """Loss weight of the data set of every sample, by which those of its labels are multiplied
@@ -180,12 +180,12 @@ class PreparedSamples:
     def score_gaps(self) -> npt.NDArray[np.float32]:
         """Chosen score minus rejected score of every pair."""
         parts = [batch.column("score_gap").to_pylist() for batch in self._batches]
-        return np.array([each for part in parts for each in part], dtype=np.float32)
+        return np.array([gap for part in parts for gap in part], dtype=np.float32)
 
     def tokens(self, side: str, index: int) -> tuple[Tokens, Tokens]:
         """(input_ids, unshifted labels) of one side of a sample, from 0."""
-        number, place = self._locate(index)
-        return _token_list(self.stored[side][number], place)
+        number, row = self._locate(index)
+        return _token_list(self.stored[side][number], row)
 
     def trained(self) -> Indices:
         """Number of trained tokens of every sample; for a pair, of both sides together.
@@ -226,19 +226,19 @@ class PreparedSamples:
         """The sample at `index`, from 0, of any kind. Raises IndexError outside of the split."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        number, place = self._locate(index)
+        number, row = self._locate(index)
         batch = self._batches[number]
         ends = np.cumsum([part["rows"] for part in self._parts])
         part = self._parts[int(np.searchsorted(ends, index, side="right"))]
         judged, scored = (name in batch.schema.names for name in ("desirable", "score_gap"))
         return Sample(
             dataset=part["dataset"],
-            source=batch.column("source")[place].as_py(),
+            source=batch.column("source")[row].as_py(),
             slice=part["slice"],
-            row=batch.column("row")[place].as_py(),
-            sides={name: _token_list(side[number], place) for name, side in self.stored.items()},
-            desirable=batch.column("desirable")[place].as_py() if judged else None,
-            score_gap=batch.column("score_gap")[place].as_py() if scored else None,
+            row=batch.column("row")[row].as_py(),
+            sides={name: _token_list(side[number], row) for name, side in self.stored.items()},
+            desirable=batch.column("desirable")[row].as_py() if judged else None,
+            score_gap=batch.column("score_gap")[row].as_py() if scored else None,
             images=tuple(zip(*self.images(index), strict=True)),
         )
 
@@ -274,8 +274,8 @@ def _token_lists(batch: pa.RecordBatch, side: str) -> TokenLists:
     return TokenLists(ids, labels, offsets, weights[0] if weights else None)
 
 
-def _token_list(stored: TokenLists, place: int) -> tuple[Tokens, Tokens]:
-    start, end = stored.offsets[place], stored.offsets[place + 1]
+def _token_list(stored: TokenLists, row: int) -> tuple[Tokens, Tokens]:
+    start, end = stored.offsets[row], stored.offsets[row + 1]
     return stored.input_ids[start:end], stored.labels[start:end]
 
 

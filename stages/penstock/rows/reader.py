@@ -86,21 +86,21 @@ class PackedRows:
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
         batch = bisect_right(self._starts, index) - 1
-        at = index - self._starts[batch]
+        row = index - self._starts[batch]
         ids, labels, lengths = self._columns[batch]
-        branching = None if self.kind == "sft" else _branching(self._batches[batch], at)
-        images = self._images(self._batches[batch], at)
+        branching = None if self.kind == "sft" else _branching(self._batches[batch], row)
+        images = self._images(self._batches[batch], row)
         weights = loss_weights(self._batches[batch])
         own = None
         if weights is not None:
             values, offsets = weights
-            own = values[offsets[at] : offsets[at + 1]]
-        return Row(ids.at(at), labels.at(at), lengths.at(at), index, branching, images, own)
+            own = values[offsets[row] : offsets[row + 1]]
+        return Row(ids.at(row), labels.at(row), lengths.at(row), index, branching, images, own)
 
-    def _images(self, batch: pa.RecordBatch, at: int) -> tuple[RowImage, ...]:
+    def _images(self, batch: pa.RecordBatch, row: int) -> tuple[RowImage, ...]:
         if IMAGES not in batch.schema.names:
             return ()
-        digests, counts = (batch.column(name)[at].as_py() for name in (IMAGES, IMAGE_TOKENS))
+        digests, counts = (batch.column(name)[row].as_py() for name in (IMAGES, IMAGE_TOKENS))
         return tuple(
             RowImage(tensors, count, digest)
             for tensors, count, digest in zip(
@@ -206,8 +206,10 @@ class _ListColumn:
 def _detect_kind(schema: pa.Schema) -> Kind:
     # Each kind has the columns of the previous one and more, so the last match is the kind.
     held = {*schema.names}
-    found: list[Kind] = [kind for kind, its in PACKED_SCHEMAS.items() if held.issuperset(its.names)]
-    return found[-1]
+    kinds: list[Kind] = [
+        kind for kind, schema in PACKED_SCHEMAS.items() if held.issuperset(schema.names)
+    ]
+    return kinds[-1]
 
 
 def _branching(batch: pa.RecordBatch, index: int) -> PrefixSharing:

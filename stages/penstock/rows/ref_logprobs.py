@@ -55,13 +55,13 @@ class RefLogprobs:
     def get(self, samples: Sequence[bytes]) -> Scores:
         """Log-probs of the samples, [D, A]. Raises ArtifactError if a sample has none."""
         try:
-            places = [self._at[sample] for sample in samples]
+            indices = [self._at[sample] for sample in samples]
         except KeyError as error:
             raise ArtifactError(
                 f"{self._folder} has no reference log-probs of sample "
                 f"{error.args[0].hex()}.\n  Build it again with --force reference."
             ) from None
-        return self._scores[places]
+        return self._scores[indices]
 
 
 def read_scores(file: Path) -> tuple[list[bytes], Scores]:
@@ -137,5 +137,5 @@ def _view(scores: pa.Array) -> Scores:
     _, buffer = flat.buffers()
     if buffer is None:
         return np.empty((0, PER_SAMPLE))
-    found = np.frombuffer(buffer, np.float64, count=len(flat), offset=8 * flat.offset)
-    return found.reshape(-1, PER_SAMPLE)
+    values = np.frombuffer(buffer, np.float64, count=len(flat), offset=8 * flat.offset)
+    return values.reshape(-1, PER_SAMPLE)

@@ -76,9 +76,9 @@ def fitted_row_length(
 def _length_for_step(sizes: SampleSizes, multiple: int, rows_per_step: int) -> int:
     """Tokens of a row, of which `rows_per_step` are a step of `STEP_SAMPLES` and `STEP_TOKENS`, or
     as near to it as an epoch of `STEPS_KEPT` steps allows."""
-    wanted = max(STEP_TOKENS, STEP_SAMPLES * sizes.tokens / sizes.samples) / rows_per_step
-    wanted = math.ceil(min(wanted, LONGEST_FOR_STEP) / multiple)
-    return multiple * min(wanted, sizes.tokens // (STEPS_KEPT * rows_per_step) // multiple)
+    target_tokens = max(STEP_TOKENS, STEP_SAMPLES * sizes.tokens / sizes.samples) / rows_per_step
+    target_tokens = math.ceil(min(target_tokens, LONGEST_FOR_STEP) / multiple)
+    return multiple * min(target_tokens, sizes.tokens // (STEPS_KEPT * rows_per_step) // multiple)
 
 
 def _longest(uppers: Iterable[str], kind: str) -> int:

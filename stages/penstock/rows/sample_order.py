@@ -84,10 +84,10 @@ def quotas(shares: npt.NDArray[np.float64], total: int) -> list[int]:
     """Split `total` by shares that sum to 1, by the largest remainder method; of equal remainders
     the first one is rounded up."""
     exact = shares * total
-    whole = np.floor(exact).astype(np.int64)
-    by_remainder = np.argsort(whole - exact, kind="stable")
-    whole[by_remainder[: total - int(whole.sum())]] += 1
-    return whole.tolist()
+    floors = np.floor(exact).astype(np.int64)
+    by_remainder = np.argsort(floors - exact, kind="stable")
+    floors[by_remainder[: total - int(floors.sum())]] += 1
+    return floors.tolist()
 
 
 def expected_draws(num_rows: Sequence[int], mixing: DatasetMixer) -> list[float]:
@@ -115,10 +115,10 @@ def draws_until(
     while True:
         more = np.searchsorted(bounds, random.random(size), side="right")
         chosen = np.concatenate([chosen, more])
-        places = (np.flatnonzero(chosen == of) for of in drawable)
+        positions = (np.flatnonzero(chosen == of) for of in drawable)
         exhausted = [
-            int(at[num_rows[of] - 1]) if len(at) >= num_rows[of] else None
-            for of, at in zip(drawable, places, strict=True)
+            int(indices[num_rows[of] - 1]) if len(indices) >= num_rows[of] else None
+            for of, indices in zip(drawable, positions, strict=True)
         ]
         reached = [end for end in exhausted if end is not None]
         if reached and (ends == "first" or len(reached) == len(drawable)):
@@ -146,18 +146,18 @@ def _concatenated(num_rows: Sequence[int], mixing: DatasetMixer) -> Indices:
 
 def _random(num_rows: Sequence[int], mixing: DatasetMixer) -> list[Indices]:
     """Each epoch takes its quota of each data set's stream, where the previous epoch stopped."""
-    wanted = samples_per_dataset(num_rows, mixing)
+    num_samples = samples_per_dataset(num_rows, mixing)
     streams = [
         _stream(of, start, size, quota * mixing.epochs, mixing)
         for of, (start, size, quota) in enumerate(
-            zip(_starts(num_rows), num_rows, wanted, strict=False)
+            zip(_starts(num_rows), num_rows, num_samples, strict=False)
         )
     ]
     return [
         np.concatenate(
             [
                 stream[epoch * quota : (epoch + 1) * quota]
-                for stream, quota in zip(streams, wanted, strict=True)
+                for stream, quota in zip(streams, num_samples, strict=True)
             ]
         )
         for epoch in range(mixing.epochs)
@@ -166,11 +166,11 @@ def _random(num_rows: Sequence[int], mixing: DatasetMixer) -> list[Indices]:
 
 def _interleaved(num_rows: Sequence[int], mixing: DatasetMixer) -> Indices:
     chosen = _draws(num_rows, mixing)
-    found = np.empty(len(chosen), dtype=np.int64)
+    order = np.empty(len(chosen), dtype=np.int64)
     for of, (start, size) in enumerate(zip(_starts(num_rows), num_rows, strict=False)):
-        places = np.flatnonzero(chosen == of)
-        found[places] = _stream(of, start, size, len(places), mixing)
-    return found
+        positions = np.flatnonzero(chosen == of)
+        order[positions] = _stream(of, start, size, len(positions), mixing)
+    return order
 
 
 def _draws(num_rows: Sequence[int], mixing: DatasetMixer) -> Indices:
@@ -185,10 +185,10 @@ def _stream(dataset: int, start: int, size: int, count: int, mixing: DatasetMixe
     """
     passes: list[Indices] = [np.empty(0, dtype=np.int64)]
     for number in range(-(-count // size) if count else 0):
-        one = np.arange(start, start + size, dtype=np.int64)
+        block = np.arange(start, start + size, dtype=np.int64)
         if mixing.shuffle_before_merging_datasets:
-            generator(mixing.seed, _STREAM, dataset, number).shuffle(one)
-        passes.append(one)
+            generator(mixing.seed, _STREAM, dataset, number).shuffle(block)
+        passes.append(block)
     return np.concatenate(passes)[:count]
 
 

@@ -177,5 +177,5 @@ def histogram(lengths: npt.ArrayLike) -> dict[str, int]:
     """Number of lengths in each power-of-two bucket, keyed by its inclusive upper bound."""
     sizes = np.maximum(np.asarray(lengths, dtype=np.int64), 1)
     exponents = np.ceil(np.log2(sizes)).astype(np.int64)
-    found, counts = np.unique(exponents, return_counts=True)
-    return {str(1 << e): n for e, n in zip(found.tolist(), counts.tolist(), strict=True)}
+    values, counts = np.unique(exponents, return_counts=True)
+    return {str(1 << e): n for e, n in zip(values.tolist(), counts.tolist(), strict=True)}

@@ -64,7 +64,7 @@ class PrefixSharing:
             prompts=tuple(prompt for part in parts for prompt in part.prompts),
             branches=tuple(branch for part in parts for branch in part.branches),
             samples=tuple(sample for part in parts for sample in part.samples),
-            desirable=tuple(each for part in parts for each in part.desirable),
+            desirable=tuple(flag for part in parts for flag in part.desirable),
             score_gaps=tuple(score_gap for part in parts for score_gap in part.score_gaps),
             image_counts=tuple(image_count for part in parts for image_count in part.image_counts),
         )
@@ -96,34 +96,34 @@ class PrefixSharing:
     def sample_of_prompt_tokens(self, labels: Numbers) -> Numbers:
         """Sample index of each position before the first label of a sample's first branch, [T]; -1
         elsewhere. `labels` are [T] or longer."""
-        found = np.full(sum(self.documents()), -1)
+        samples = np.full(sum(self.documents()), -1)
         begin = branch = 0
         for shared, *branches in self._runs().tolist():
-            at = begin + shared
+            start = begin + shared
             for size in branches:
-                trained = np.flatnonzero(labels[at : at + size] != IGNORED)
+                trained = np.flatnonzero(labels[start : start + size] != IGNORED)
                 if branch % PER_SAMPLE == 0 and len(trained):
-                    found[begin : begin + shared] = branch // PER_SAMPLE
-                    found[at : at + trained[0]] = branch // PER_SAMPLE
-                at += size
+                    samples[begin : begin + shared] = branch // PER_SAMPLE
+                    samples[start : start + trained[0]] = branch // PER_SAMPLE
+                start += size
                 branch += 1
-            begin = at
-        return found
+            begin = start
+        return samples
 
     def spans(self) -> list[Span]:
         """Visibility spans: the shared tokens of each document, then each of its branches.
 
         Documents without shared tokens have no span for them.
         """
-        found: list[Span] = []
+        spans: list[Span] = []
         begin = 0
         for shared, *branches in self._runs().tolist():
             ends = list(accumulate(branches, initial=begin + shared))
             if shared:
-                found.append(Span(begin, ends[0], ends[-1]))
-            found += [Span(*pair, pair[1]) for pair in pairwise(ends)]
+                spans.append(Span(begin, ends[0], ends[-1]))
+            spans += [Span(*pair, pair[1]) for pair in pairwise(ends)]
             begin = ends[-1]
-        return found
+        return spans
 
     def _runs(self) -> Numbers:
         """Number of shared tokens, then of tokens of each branch: [documents, 1 + branches]."""

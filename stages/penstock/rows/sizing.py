@@ -58,10 +58,10 @@ class RunSize:
     @property
     def rows_dropped(self) -> int:
         """Rows of every epoch that are in no step (drop_last)."""
-        rest = self.rows % self.rows_per_step
-        all_there_is = rest == self.rows
+        remainder = self.rows % self.rows_per_step
+        all_there_is = remainder == self.rows
         keeps = all_there_is or keeps_rest(self.rows, self.rows_per_step, self.last_batch)
-        return 0 if keeps else rest
+        return 0 if keeps else remainder
 
 
 @dataclass(frozen=True)
@@ -146,18 +146,18 @@ def row_length_line(run: RunConfig, length: int) -> str | None:
 def _few_steps(size: RunSize) -> Iterator[Finding]:
     if size.set_by in STOPS or size.steps >= FEW_STEPS:
         return
-    ways: list[str] = []
+    remedies: list[str] = []
     if size.row_length > 2 * size.longest:
-        ways.append(_shorter_rows(size))
+        remedies.append(_shorter_rows(size))
     if size.rows_per_step > 1:
-        ways.append(f"lower train.global_batch_size ({size.rows_per_step} rows a step)")
-    ways.append(f"raise train.num_train_epochs ({size.epochs:g})")
+        remedies.append(f"lower train.global_batch_size ({size.rows_per_step} rows a step)")
+    remedies.append(f"raise train.num_train_epochs ({size.epochs:g})")
     yield Finding(
         "few_steps",
         f"the run is {_count(size.steps, 'optimizer step')}, which trains "
         f"little (fewer than {FEW_STEPS}): {_count(size.rows, 'row')} an epoch, "
         f"{size.rows_per_step} a step; "
-        f"{_either(ways)}",
+        f"{_either(remedies)}",
     )
 
 
@@ -223,17 +223,17 @@ def _long_warmup(size: RunSize) -> Iterator[Finding]:
 
 
 def _samples_cut(size: RunSize) -> Iterator[Finding]:
-    there = size.samples + size.too_long
-    if size.cut > FEW_SAMPLES * there:
+    total = size.samples + size.too_long
+    if size.cut > FEW_SAMPLES * total:
         yield Finding(
             "samples_cut",
-            f"{size.cut:,} of {there:,} samples ({size.cut / there:.1%}) were truncated to "
+            f"{size.cut:,} of {total:,} samples ({size.cut / total:.1%}) were truncated to "
             "data.datasets.*.max_seq_len; raise it, or see data.truncation_mode",
         )
-    if size.too_long > FEW_SAMPLES * there:
+    if size.too_long > FEW_SAMPLES * total:
         yield Finding(
             "samples_too_long",
-            f"{size.too_long:,} of {there:,} samples ({size.too_long / there:.1%}) were dropped, "
+            f"{size.too_long:,} of {total:,} samples ({size.too_long / total:.1%}) were dropped, "
             "longer than data.datasets.*.max_seq_len; raise it, or write data.truncation_mode: "
             "keep_start to truncate them",
         )
@@ -246,8 +246,8 @@ def _shorter_rows(size: RunSize) -> str:
     )
 
 
-def _either(ways: list[str]) -> str:
-    return ways[0] if len(ways) == 1 else f"{', '.join(ways[:-1])}, or {ways[-1]}"
+def _either(remedies: list[str]) -> str:
+    return remedies[0] if len(remedies) == 1 else f"{', '.join(remedies[:-1])}, or {remedies[-1]}"
 
 
 def _count(number: int, of: str) -> str:

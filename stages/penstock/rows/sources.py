@@ -23,16 +23,16 @@ class Sources:
 
     def write(self, folder: Path) -> None:
         """Write the file to a split's folder."""
-        found = {"labels": self.labels, "documents": self.of_documents.tolist()}
-        write_json(folder / FILE, found)
+        content = {"labels": self.labels, "documents": self.of_documents.tolist()}
+        write_json(folder / FILE, content)
 
     @classmethod
     def read(cls, folder: Path) -> "Sources | None":
         """Read the file of a split's folder; None if there is none (a single data set)."""
         if not (folder / FILE).is_file():
             return None
-        found = read_json(folder / FILE)
-        return cls(tuple(found["labels"]), np.array(found["documents"], dtype=np.int64))
+        content = read_json(folder / FILE)
+        return cls(tuple(content["labels"]), np.array(content["documents"], dtype=np.int64))
 
     @classmethod
     def from_datasets(cls, datasets: Indices, labels: Mapping[int, str]) -> "Sources":

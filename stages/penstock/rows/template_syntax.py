@@ -20,9 +20,9 @@ class TemplateVariables:
     def __init__(self, names: set[str]) -> None:
         self._names = names
 
-    def warn_unread(self, given: Iterable[str], location: str) -> None:
-        """Warn once of each variable in `given` that is not read."""
-        for name in given:
+    def warn_unread(self, names: Iterable[str], location: str) -> None:
+        """Warn once of each variable in `names` that is not read."""
+        for name in names:
             if name not in self._names:
                 self._names.add(name)
                 log.warning("%s sets %s, which the chat template does not read.", location, name)

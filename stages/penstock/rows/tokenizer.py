@@ -193,9 +193,11 @@ def _require_known_end(tokenizer: PreTrainedTokenizerBase, path: str, revision: 
     spellings = {json.dumps(end, ensure_ascii=escapes).encode() for escapes in (True, False)}
     if any(spelling in content for spelling in spellings) or end in map(str, declared.values()):
         return
-    others = [str(token) for token in tokenizer.added_tokens_decoder.values() if str(token) != end]
+    end_tokens = [
+        str(token) for token in tokenizer.added_tokens_decoder.values() if str(token) != end
+    ]
     vocabulary = [token for token in tokenizer.get_vocab() if token != end]
-    near = get_close_matches(end, others, n=1) or get_close_matches(end, vocabulary, n=1)
+    near = get_close_matches(end, end_tokens, n=1) or get_close_matches(end, vocabulary, n=1)
     raise ConfigError(
         f"The tokenizer of {path} has eos_token {end!r}, which is not in its vocabulary"
         f"{f'; did you mean {near[0]!r}?' if near else '.'}\n"

@@ -39,35 +39,35 @@ def best_fit(counts: Indices, rooms: Sequence[tuple[int, int]], capacity: int) -
         plan.num_rows += rows
     free = list(rows_with)  # sorted, because `rooms` are
     lengths = np.flatnonzero(counts)[::-1]
-    for length, left in zip(lengths.tolist(), counts[lengths].tolist(), strict=True):
-        at = bisect_left(free, length)
-        while left:
-            if at == len(free):
+    for length, remaining in zip(lengths.tolist(), counts[lengths].tolist(), strict=True):
+        index = bisect_left(free, length)
+        while remaining:
+            if index == len(free):
                 # Open the rows that these samples need; the last one may not be full.
-                rows = -(-left // (capacity // length))
+                rows = -(-remaining // (capacity // length))
                 free.append(capacity)
                 rows_with[capacity] = [(plan.num_rows, rows, 0)]
                 plan.num_rows += rows
-            room = free[at]
+            room = free[index]
             stack = rows_with[room]
             first, rows, held = stack.pop()
-            each = room // length
-            if each > left:
-                each = left
-            filled = left // each
+            per_row = room // length
+            if per_row > remaining:
+                per_row = remaining
+            filled = remaining // per_row
             if filled < rows:
                 stack.append((first + filled, rows - filled, held))
             else:
                 filled = rows
                 if not stack:
-                    del rows_with[room], free[at]
-            placed.append((length, first, filled, each, held))
-            left -= filled * each
-            room -= each * length
+                    del rows_with[room], free[index]
+            placed.append((length, first, filled, per_row, held))
+            remaining -= filled * per_row
+            room -= per_row * length
             if room in rows_with:
-                rows_with[room].append((first, filled, held + each))
+                rows_with[room].append((first, filled, held + per_row))
             else:
-                rows_with[room] = [(first, filled, held + each)]
+                rows_with[room] = [(first, filled, held + per_row)]
                 insort(free, room)
-                at += 1  # the new room is shorter than the samples, unless none is left
+                index += 1  # the new room is shorter than the samples, unless none is left
     return plan

@@ -22,8 +22,8 @@ def search_best(counts: Indices, capacity: int, enough: int) -> Patterns:
     for choose in (longest, evenest):
         if best.num_rows <= enough:
             break
-        found = exact_fit(counts, capacity, choose)
-        if found.num_rows >= best.num_rows and choose is longest:
+        patterns = exact_fit(counts, capacity, choose)
+        if patterns.num_rows >= best.num_rows and choose is longest:
             break
-        best = min(best, found, key=lambda plan: plan.num_rows)
+        best = min(best, patterns, key=lambda plan: plan.num_rows)
     return best

@@ -40,12 +40,12 @@ def exact_fit(counts: Indices, capacity: int, choose: Choose) -> Patterns:
     plan = Patterns()
     while stock.lengths:
         pattern = Counter(_fill(stock, capacity))
-        again = min(stock.counts[length] // each for length, each in pattern.items())
+        again = min(stock.counts[length] // count for length, count in pattern.items())
         held = 0
-        for length, each in pattern.items():
-            stock.take(length, again * each)
-            plan.placed.append((length, plan.num_rows, again + 1, each, held))
-            held += each
+        for length, count in pattern.items():
+            stock.take(length, again * count)
+            plan.placed.append((length, plan.num_rows, again + 1, count, held))
+            held += count
         stock.forget(pattern)
         plan.num_rows += again + 1
     return plan
@@ -56,8 +56,8 @@ def _fill(stock: "_Stock", capacity: int) -> list[int]:
     pattern: list[int] = []
     room = capacity
     while room and (top := stock.fitting(room)):
-        if top < room and 3 * top >= room and (found := stock.pair(room) or stock.triple(room)):
-            taken = [*found]
+        if top < room and 3 * top >= room and (lengths := stock.pair(room) or stock.triple(room)):
+            taken = [*lengths]
         else:
             # Too much room for three samples: leave what three of this length can fill.
             taken = [top] * max(1, min(stock.counts[top], -(-room // top) - 3))
@@ -107,13 +107,13 @@ class _Stock:
 
     def pair(self, room: int) -> tuple[int, int] | None:
         """Two lengths that sum to `room`."""
-        found = self.lengths & (self._mirrored >> (self._capacity - room))
-        while found:
-            one = self._choose(found, room)
-            other = room - one
-            if self.counts[one] and self.counts[other] > (one == other):
-                return one, other
-            found &= ~(1 << one | 1 << other)
+        candidates = self.lengths & (self._mirrored >> (self._capacity - room))
+        while candidates:
+            first = self._choose(candidates, room)
+            second = room - first
+            if self.counts[first] and self.counts[second] > (first == second):
+                return first, second
+            candidates &= ~(1 << first | 1 << second)
         return None
 
     def triple(self, room: int) -> tuple[int, int, int] | None:
@@ -127,8 +127,8 @@ class _Stock:
             if not self.counts[first]:
                 continue
             self.counts[first] -= 1
-            found = self.pair(room - first)
+            pair = self.pair(room - first)
             self.counts[first] += 1
-            if found:
-                return first, *found
+            if pair:
+                return first, *pair
         return None

@@ -35,16 +35,16 @@ def exchange(rows: Rows, rounds: int, rng: np.random.Generator) -> None:
         pairs = by_part[start : start + (num_rows - start) // 2 * 2].reshape(-1, 2)
         gains = parts[pairs[:, 1]] - parts[pairs[:, 0]]
         fit = np.flatnonzero(totals[pairs[:, 0]] + gains <= rows.capacity)
-        ones, others = pairs[fit].T
+        ones, second_rows = pairs[fit].T
         totals[ones] += gains[fit]
-        totals[others] -= gains[fit]
+        totals[second_rows] -= gains[fit]
         # Target row of each row's samples: first half for samples kept, second half for offered.
         target = np.tile(np.arange(num_rows), 2)
-        target[num_rows + ones], target[num_rows + others] = others, ones
+        target[num_rows + ones], target[num_rows + second_rows] = second_rows, ones
         row = target[row + num_rows * offered]
     widths = np.bincount(row, minlength=num_rows)
     # Drop rows that became empty.
-    left = np.flatnonzero(widths)
+    nonempty = np.flatnonzero(widths)
     rows.samples = rows.samples[stable_argsort(row, num_rows)]
-    rows.widths, rows.totals = widths[left], totals[left]
+    rows.widths, rows.totals = widths[nonempty], totals[nonempty]
     rows.starts = row_starts(rows.widths)

@@ -18,7 +18,7 @@ def greedy(lengths: npt.ArrayLike, capacity: int, group_size: int) -> PackingPla
     sizes = np.asarray(lengths, dtype=np.int64)
     starts = range(0, len(sizes), group_size)
     return join(
-        [_group(sizes[at : at + group_size], capacity, at) for at in starts]
+        [_group(sizes[start : start + group_size], capacity, start) for start in starts]
         or [PackingPlan(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))]
     )
 

@@ -23,5 +23,5 @@ def fewest_rows(counts: Indices, capacity: int) -> int:
     num_alone = below[capacity + 1] - below[split]
     num_large = below[split] - below[half + 1]
     room = num_large * capacity - (tokens[split] - tokens[half + 1])
-    rest = tokens[half + 1] - tokens[limit] - room
-    return int((num_alone + num_large + np.maximum(0, -(-rest // capacity))).max())
+    overflow = tokens[half + 1] - tokens[limit] - room
+    return int((num_alone + num_large + np.maximum(0, -(-overflow // capacity))).max())

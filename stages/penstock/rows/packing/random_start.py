@@ -52,19 +52,19 @@ def random_starts(
 
 
 def repack(
-    rows: Rows, wanted: int, share: float, pack: Callable[[Indices, int, int], Patterns]
+    rows: Rows, target_rows: int, share: float, pack: Callable[[Indices, int, int], Patterns]
 ) -> None:
-    """Repack the `share` of rows with the most free room, to reduce the total to `wanted` rows.
+    """Repack the `share` of rows with the most free room, to reduce the total to `target_rows` rows.
 
     `pack(counts, capacity, enough)` returns a plan and may stop at `enough` rows. Rows change in
     place, only if the plan needs fewer.
     """
-    if rows.num_rows <= wanted:
+    if rows.num_rows <= target_rows:
         return
     loosest = stable_argsort(rows.totals, rows.capacity)[: 20 + int(share * rows.num_rows)]
     samples = rows.samples_in(loosest)
     counts = count_values(rows.lengths[samples], rows.capacity)
-    enough = len(loosest) - (rows.num_rows - wanted)
+    enough = len(loosest) - (rows.num_rows - target_rows)
     plan = pack(counts, rows.capacity, max(enough, fewest_rows(counts, rows.capacity)))
     if plan.num_rows < len(loosest):
         rows.replace(loosest, build_rows(rows.lengths, samples, plan, rows.capacity))
@@ -75,9 +75,9 @@ def _hold_back(sizes: Sizes, limit: int) -> tuple[Indices, Indices]:
 
     Samples are in random order, so every second one is a random half.
     """
-    kept = sizes <= limit
-    kept[1::2] = False
-    return np.flatnonzero(~kept), np.flatnonzero(kept)
+    is_small = sizes <= limit
+    is_small[1::2] = False
+    return np.flatnonzero(~is_small), np.flatnonzero(is_small)
 
 
 def _level(sizes: Sizes, limit: int, capacity: int, tokens_per_row: float) -> int:
@@ -122,6 +122,6 @@ def _fill(
     starts = row_starts(widths + added)
     placed = np.empty_like(samples)
     placed[ranges(starts + ahead * added, widths)] = samples[dealt]
-    places = slots.places((starts + (1 - ahead) * widths)[by_gap])
-    placed[places] = samples[back[stable_argsort(back_sizes, capacity)]]
+    positions = slots.places((starts + (1 - ahead) * widths)[by_gap])
+    placed[positions] = samples[back[stable_argsort(back_sizes, capacity)]]
     return placed, widths + added, totals

@@ -30,18 +30,18 @@ class Rows:
 
     def samples_in(self, rows: Indices) -> Indices:
         """Sample indices of these rows, row by row."""
-        found = ranges(self.starts[rows], self.widths[rows])
-        found[:] = self.samples[found]
-        return found
+        slots = ranges(self.starts[rows], self.widths[rows])
+        slots[:] = self.samples[slots]
+        return slots
 
-    def replace(self, rows: Indices, other: "Rows") -> None:
-        """Replace these rows by the rows of `other`, which contain the same samples."""
+    def replace(self, rows: Indices, replacement: "Rows") -> None:
+        """Replace these rows by the rows of `replacement`, which contain the same samples."""
         self.starts = np.concatenate(
-            [np.delete(self.starts, rows), other.starts + len(self.samples)]
+            [np.delete(self.starts, rows), replacement.starts + len(self.samples)]
         )
-        self.widths = np.concatenate([np.delete(self.widths, rows), other.widths])
-        self.totals = np.concatenate([np.delete(self.totals, rows), other.totals])
-        self.samples = np.concatenate([self.samples, other.samples])
+        self.widths = np.concatenate([np.delete(self.widths, rows), replacement.widths])
+        self.totals = np.concatenate([np.delete(self.totals, rows), replacement.totals])
+        self.samples = np.concatenate([self.samples, replacement.samples])
 
     def bins(self, first: int, rng: np.random.Generator) -> PackingPlan:
         """The rows in random order as a plan; `first` is added to the sample indices."""
@@ -79,9 +79,9 @@ class Slots:
 def plan_slots(plan: Patterns) -> Slots:
     """Expand a plan to slots, shortest samples first."""
     table = np.array(plan.placed, dtype=np.int64).reshape(-1, 5)
-    length, first, rows, each, held = table[np.argsort(table[:, 0], kind="stable")].T
-    length, each, held = (np.repeat(column, rows) for column in (length, each, held))
-    return Slots(length, ranges(first, rows), each, held, plan.num_rows)
+    length, first, rows, per_row, held = table[np.argsort(table[:, 0], kind="stable")].T
+    length, per_row, held = (np.repeat(column, rows) for column in (length, per_row, held))
+    return Slots(length, ranges(first, rows), per_row, held, plan.num_rows)
 
 
 def build_rows(lengths: Sizes, samples: Sizes, plan: Patterns, capacity: int) -> Rows:

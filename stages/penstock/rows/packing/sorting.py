@@ -13,10 +13,10 @@ PART = 1 << 15
 
 def count_values(values: Sizes, most: int) -> Indices:
     """Number of occurrences of each value from 0 to `most`."""
-    found = np.zeros(most + 1, dtype=np.int64)
+    counts = np.zeros(most + 1, dtype=np.int64)
     for first in range(0, len(values), PART):
-        found += np.bincount(values[first : first + PART], minlength=most + 1)
-    return found
+        counts += np.bincount(values[first : first + PART], minlength=most + 1)
+    return counts
 
 
 def stable_argsort(values: Sizes, most: int) -> Indices:
@@ -35,10 +35,10 @@ def ranges(starts: Indices, sizes: Indices) -> Indices:
     """The concatenation of `range(start, start + size)` for each pair."""
     ends = np.cumsum(sizes)
     shifts = starts - ends + sizes
-    found = np.arange(int(ends[-1]) if len(ends) else 0)
+    indices = np.arange(int(ends[-1]) if len(ends) else 0)
     for first in range(0, len(ends), PART):
         part = slice(first, first + PART)
-        at = int(ends[first] - sizes[first])
+        start = int(ends[first] - sizes[first])
         added = np.repeat(shifts[part], sizes[part])
-        found[at : at + len(added)] += added
-    return found
+        indices[start : start + len(added)] += added
+    return indices
