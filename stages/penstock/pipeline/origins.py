@@ -141,8 +141,8 @@ def with_adapter(run: RunConfig) -> RunConfig:
         value, single = peft_config.get(key), peft_config.get(DOUBLED.get(key, "")) or 0
         if value and value != {"gate_up_proj": 2 * single}:
             raise CapabilityError(
-                f"lora.init_adapter_path: {redact(path)} has {reason} ({key}), which are not trained "
-                "on.\n"
+                f"lora.init_adapter_path: {redact(path)} has {reason} ({key}), which are not "
+                "trained on.\n"
                 "  Merge it with penstock merge, and start from the merged model."
             )
     peft_fields = {
@@ -187,9 +187,9 @@ def _resolve_field(run: RunConfig, name: str, peft_config: Mapping[str, Any], ke
     if run.lora.is_non_default(name) and configured != published:
         path = redact(str(run.lora.init_adapter_path))
         raise ConfigError(
-            f"lora.{name} is {json.dumps(configured)}, and the adapter {path} has {json.dumps(published)} "
-            f"({key}).\n  Leave {name} out to use the adapter's, or leave out "
-            "init_adapter_path."
+            f"lora.{name} is {json.dumps(configured)}, and the adapter {path} has "
+            f"{json.dumps(published)} ({key}).\n  Leave {name} out to use the adapter's, or leave "
+            "out init_adapter_path."
         )
     return published
 

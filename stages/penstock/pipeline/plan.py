@@ -138,8 +138,9 @@ def plan(
     ranks: Literal["torchrun", "this_process"] = "torchrun",
     for_this_machine: bool = True,
 ) -> Plan:
-    """The steps that lead to the `stage_names` stages (default: those the run lists), in order. Where
-    `for_this_machine`, the precision that is not written is one that this machine computes in.
+    """The steps that lead to the `stage_names` stages (default: those the run lists), in order.
+    Where `for_this_machine`, the precision that is not written is one that this machine computes
+    in.
 
     Raises ConfigError or CapabilityError for settings that cannot be met.
     """

@@ -70,12 +70,12 @@ def check_number(location: str, value: Any) -> float:
             "wrong_type", f"{location} is {json_type_name(value)} where a number is meant"
         )
     try:
-        found = float(value)
+        number = float(value)
     except OverflowError:  # a whole number may have any number of digits
-        found = math.inf if value > 0 else -math.inf
-    if not math.isfinite(found):
-        raise BadRecord("bad_value", f"{location} is {found}")
-    return found
+        number = math.inf if value > 0 else -math.inf
+    if not math.isfinite(number):
+        raise BadRecord("bad_value", f"{location} is {number}")
+    return number
 
 
 def check_weight(location: str, value: Any) -> float:
@@ -238,14 +238,14 @@ def normalize_reason(reason: str, why: str) -> str:
 
 
 def _first_examples(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    seen: Counter[str] = Counter()
-    kept: list[dict[str, Any]] = []
+    counts: Counter[str] = Counter()
+    examples: list[dict[str, Any]] = []
     for sample in samples:
         cause = normalize_reason(sample["reason"], sample["why"])
-        seen[cause] += 1
-        if seen[cause] <= EXAMPLES_PER_CAUSE and len(kept) < MAX_EXAMPLES:
-            kept.append(sample)
-    return kept
+        counts[cause] += 1
+        if counts[cause] <= EXAMPLES_PER_CAUSE and len(examples) < MAX_EXAMPLES:
+            examples.append(sample)
+    return examples
 
 
 _NUMBER = re.compile(r"\d+")
@@ -260,13 +260,13 @@ def format_causes(samples: Sequence[Mapping[str, Any]], causes: Mapping[str, int
     for sample in samples:
         by_cause.setdefault(normalize_reason(sample["reason"], sample["why"]), []).append(sample)
     lines: list[str] = []
-    for cause, its in sorted(by_cause.items(), key=lambda each: -causes.get(each[0], 0)):
-        count, first = causes.get(cause, len(its)), its[0]
+    for cause, cause_examples in sorted(by_cause.items(), key=lambda item: -causes.get(item[0], 0)):
+        count, first = causes.get(cause, len(cause_examples)), cause_examples[0]
         if count == 1:
             lines.append(f"    {record_location(first)}: {first['why']}")
             continue
-        more = ", …" if count > len(its) else ""
-        lines.append(f"    {count} x {first['why']} ({_format_locations(its)}{more})")
+        more = ", …" if count > len(cause_examples) else ""
+        lines.append(f"    {count} x {first['why']} ({_format_locations(cause_examples)}{more})")
     return "\n".join(lines[:MAX_CAUSES_SHOWN])
 
 

@@ -58,7 +58,7 @@ def infer_dataset_type(
     format or several fit.
     """
     named = _named_fields(dataset)
-    asked = digest_json([VERSION, source.key, dataset.ds_type, named, objective, INFER_RECORDS])
+    cache_key = digest_json([VERSION, source.key, dataset.ds_type, named, objective, INFER_RECORDS])
 
     def infer() -> Any:
         from penstock.prepare.infer_type import infer_format, read_first  # noqa: PLC0415
@@ -66,11 +66,11 @@ def infer_dataset_type(
         records = read_first(source, dataset.ds_type, token, max_record_bytes)
         if not records:
             raise StageError("it has no records")
-        found = infer_format(records, named, objective=objective, location=location)
-        return [found.type, dict(found.fields), found.columns]
+        inferred = infer_format(records, named, objective=objective, location=location)
+        return [inferred.type, dict(inferred.fields), inferred.columns]
 
     try:
-        return InferredType(*cached_value(asked, infer))
+        return InferredType(*cached_value(cache_key, infer))
     except (StageError, CapabilityError, FileNotFoundError):
         return None
 

@@ -113,32 +113,34 @@ def first_samples(
             hint=_template_hint(template),
         )
     try:
-        found = encode(values)
+        samples = encode(values)
     except ImagesFound:
-        found = _with_images(encode, values, images, settings)
-    faults = list(found.faults.values())
-    ids = np.concatenate([np.unique(side.ids) for side in found.sides])
+        samples = _with_images(encode, values, images, settings)
+    faults = list(samples.faults.values())
+    ids = np.concatenate([np.unique(side.ids) for side in samples.sides])
     template = None
     if any(fault.reason == "template" for fault in faults):
         template = suggest_chat_template(records[:INFER_RECORDS], settings, tokenizer)
-    unread = [count_unread(values, settings, columns), found.unread_keys]
+    unread = [count_unread(values, settings, columns), samples.unread_keys]
     counts = unread[0].counts + unread[1].counts
     examples = {
-        name: {**locate("", 0, place + 1), "value": value}
-        for each in unread
-        for name, (place, value) in each.examples.items()
+        name: {**locate("", 0, record_index + 1), "value": value}
+        for unread_columns in unread
+        for name, (record_index, value) in unread_columns.examples.items()
     }
     return FirstSamples(
         records=len(records),
-        samples=len(found.records),
-        tokens=int(sum(side.lengths.sum() for side in found.sides)),
-        trained_tokens=int(sum(side.count_trained().sum() for side in found.sides)),
-        lengths=tuple(np.max([side.lengths for side in found.sides], axis=0).tolist()),
+        samples=len(samples.records),
+        tokens=int(sum(side.lengths.sum() for side in samples.sides)),
+        trained_tokens=int(sum(side.count_trained().sum() for side in samples.sides)),
+        lengths=tuple(np.max([side.lengths for side in samples.sides], axis=0).tolist()),
         largest_tokens=tuple(sorted(map(int, set(ids.tolist())), reverse=True)[:LARGEST_TOKENS]),
         bad=sum(fault.reason not in DROP_REASONS for fault in faults),
         faults=tuple(dict.fromkeys(fault.why for fault in faults)),
         unread=tuple(unread_columns(counts, len(records), settings.type, examples)),
-        warnings=tuple(token_warnings(found.without_end, found.repeated_bos, records=len(records))),
+        warnings=tuple(
+            token_warnings(samples.without_end, samples.repeated_bos, records=len(records))
+        ),
         template=template,
         hint=_hint(records, settings, faults, template) if faults else "",
     )
@@ -152,18 +154,18 @@ def _with_images(
         return encode.with_images("refused")(values)
     path, revision = images.tokenizer
     batch = Batch("", values, range(len(values)), lambda: 0, folder=images.folder)
-    with TemporaryDirectory() as place:
+    with TemporaryDirectory() as temporary:
 
         def open_cache(kind: str) -> MediaCache | None:
             processor = load_processor(
                 kind, path, revision, encode.tokenizer, settings.media_bounds
             )
-            return MediaCache(Path(place), processor) if processor else None
+            return MediaCache(Path(temporary), processor) if processor else None
 
-        found, _ = load_slice_images(
+        slice_images, _ = load_slice_images(
             encode, lambda: [batch], open_cache, allow_private=settings.allow_private_urls
         )
-        return encode.with_images(found or "refused")(values, images.folder)
+        return encode.with_images(slice_images or "refused")(values, images.folder)
 
 
 def _hint(

@@ -84,20 +84,20 @@ def infer_format(
     Raises ConfigError if no format or several fit.
     """
     columns = _columns(records)
-    found = list(_candidates(columns, named))
-    formats = {one.type for one in found}
+    candidates = list(_candidates(columns, named))
+    formats = {candidate.type for candidate in candidates}
     if "tokenized" in formats:
-        found = [one for one in found if one.type == "tokenized"]
+        candidates = [candidate for candidate in candidates if candidate.type == "tokenized"]
     elif first := formats & PREFERRED_TYPES.get(objective, set()):
-        found = [one for one in found if one.type in first]
-    if len(found) == 1:
-        return found[0]
+        candidates = [candidate for candidate in candidates if candidate.type in first]
+    if len(candidates) == 1:
+        return candidates[0]
     have = ", ".join(columns) or "no columns"
-    if found:
-        ways = ", or ".join(f"type: {one.type}" for one in found)
+    if candidates:
+        remedies = ", or ".join(f"type: {candidate.type}" for candidate in candidates)
         raise ConfigError(
-            f"{location}.type is not written, and its records fit {len(found)} types; they have "
-            f"{have}.\n  Write {ways}."
+            f"{location}.type is not written, and its records fit {len(candidates)} types; they "
+            f"have {have}.\n  Write {remedies}."
         )
     raise ConfigError(
         f"{location}.type is not written, and no type fits its records; they have {have}.\n"
@@ -124,8 +124,8 @@ def suggest_fields(columns: Mapping[str, Any]) -> str:
             "write it so, or name the column of plain text (type: text, field_text: …)."
         )
     if likely:
-        words = (f"{name}: {value}" for name, value in likely.settings().items())
-        return f"Write {', '.join(words)}."
+        fields = (f"{name}: {value}" for name, value in likely.settings().items())
+        return f"Write {', '.join(fields)}."
     return (
         "Write type: chat, sharegpt, alpaca, instruction, text, preference, kto or tokenized, and "
         "with field_… which columns to read (docs/guide/own-data.md). The first line of a CSV file "
@@ -234,9 +234,9 @@ def _conversation_types(
             continue
         usual = "messages" if spelling == "chat" else "conversations"
         fields = {} if own or name == usual else {"field_messages": name}
-        words = "role and content" if spelling == "chat" else "from and value"
-        words = " and ".join(keys) or words
-        yield InferredType(spelling, fields, f"{name} with {words}")
+        key_names = "role and content" if spelling == "chat" else "from and value"
+        key_names = " and ".join(keys) or key_names
+        yield InferredType(spelling, fields, f"{name} with {key_names}")
         return
 
 
@@ -244,12 +244,12 @@ def _messages_type(location: str, value: Any, keys: Sequence[str] = ()) -> Forma
     """Format of a list of messages, "chat" or "sharegpt"; "chat" if they have the `keys` that are
     named; None for any other value."""
     try:
-        found = parse_json_text(location, value) if _looks_like_list(value) else value
+        messages = parse_json_text(location, value) if _looks_like_list(value) else value
     except BadRecord:
         return None
-    if not isinstance(found, list) or not found or not isinstance(found[0], Mapping):
+    if not isinstance(messages, list) or not messages or not isinstance(messages[0], Mapping):
         return None
-    first: Mapping[str, Any] = found[0]
+    first: Mapping[str, Any] = messages[0]
     if keys:
         return "chat" if all(key in first for key in keys) else None
     if "from" in first and "value" in first:
@@ -259,12 +259,12 @@ def _messages_type(location: str, value: Any, keys: Sequence[str] = ()) -> Forma
 
 def _columns(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """All columns of the records, each with its first value that is neither null nor empty."""
-    found: dict[str, Any] = {}
+    columns: dict[str, Any] = {}
     for record in records:
         for name, value in record.items():
-            if _is_empty(found.get(name)):
-                found[name] = value
-    return found
+            if _is_empty(columns.get(name)):
+                columns[name] = value
+    return columns
 
 
 def _is_empty(value: Any) -> bool:

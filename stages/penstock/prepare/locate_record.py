@@ -66,12 +66,12 @@ def locate_row(item: Slice, row: int, token: bool | None = None) -> RecordLocati
 
     Counts lines without parsing. Raises StageError if a file has changed or is missing.
     """
-    at = item.first + item.step * row
+    record_index = item.first + item.step * row
     for piece in item.pieces:
-        if piece.stop is None or at < piece.stop - piece.start:
-            line = _find_line(piece, piece.start + at, token)
+        if piece.stop is None or record_index < piece.stop - piece.start:
+            line = _find_line(piece, piece.start + record_index, token)
             return None if line is None else RecordLocation(piece.name, line)
-        at -= piece.stop - piece.start
+        record_index -= piece.stop - piece.start
     raise IndexError(f"record {row} of slice {item.key}")
 
 
@@ -119,21 +119,21 @@ def _read_images(
     token: bool | None,
     bounds: Collection[MediaBounds],
 ) -> dict[bytes, bytes]:
-    batch, place = _find_batch(item, row, token)
-    said = parse_record(item.settings, batch.values[place], item.columns)
-    found: dict[bytes, bytes] = {}
-    for ref in (ref for conversation in conversations(said) for _, ref in conversation.media):
+    batch, record_index = _find_batch(item, row, token)
+    parsed = parse_record(item.settings, batch.values[record_index], item.columns)
+    contents: dict[bytes, bytes] = {}
+    for ref in (ref for conversation in conversations(parsed) for _, ref in conversation.media):
         try:
-            named = (one.location for one in ref.frames or (ref,))
+            named = (frame.location for frame in ref.frames or (ref,))
             if any(url.startswith(WEB) and originals.find(url) is None for url in named):
                 continue
             content = read_image(ref, batch.folder, originals)
         except BadMedia:
             continue
         digest = image_digest(content)
-        for form, its in product((digest, among_several(digest)), bounds):
-            found[its.stored_digest(ref.kind, form)] = content
-    return found
+        for form, media_bounds in product((digest, among_several(digest)), bounds):
+            contents[media_bounds.stored_digest(ref.kind, form)] = content
+    return contents
 
 
 def _find_batch(item: Slice, row: int, token: bool | None) -> tuple[Batch, int]:

@@ -60,7 +60,7 @@ def data_warnings(facts: Mapping[str, Any]) -> Iterator[str]:
     """Yield warnings from the facts of the prepare stage."""
     dropped = {name: count for name, count in facts["dropped"].items() if name in REASON_TEXTS}
     if dropped:
-        reasons = sorted(dropped.items(), key=lambda each: -each[1])
+        reasons = sorted(dropped.items(), key=lambda item: -item[1])
         counts = "; ".join(f"{count:,} {REASON_TEXTS[name]}" for name, count in reasons)
         yield (
             f"warning: {sum(dropped.values()):,} of {facts['records']:,} records give no sample: "
@@ -87,8 +87,8 @@ def data_warnings(facts: Mapping[str, Any]) -> Iterator[str]:
         facts.get("without_end", 0), facts.get("repeated_bos", 0), records=facts["records"]
     )
     for source in facts["sources"]:
-        at = f"{source['label']} (data.{SECTIONS[source['role']]}.{source['dataset']})"
+        location = f"{source['label']} (data.{SECTIONS[source['role']]}.{source['dataset']})"
         unread = source.get("unread", {})
         examples = source.get("unread_examples", {})
         for fault in unread_columns(unread, source["records"], source["type"], examples):
-            yield f"warning: {at}: {fault}"
+            yield f"warning: {location}: {fault}"

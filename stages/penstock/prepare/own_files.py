@@ -14,14 +14,14 @@ _KINDS = ("json", "arrow")
 
 
 def require_not_own_files(
-    field: str, dataset: DatasetConfig, source: Source, root: Path, made: tuple[str, ...]
+    field: str, dataset: DatasetConfig, source: Source, root: Path, own_folders: tuple[str, ...]
 ) -> None:
     """Raise ConfigError if the source's files include files that runs write in `root`, or would.
 
-    `root` is `data.dataset_prepared_path`, `made` are its subfolders that runs write. `field` is
-    the full name of the data set's field `path`.
+    `root` is `data.dataset_prepared_path`, `own_folders` are its subfolders that runs write.
+    `field` is the full name of the data set's field `path`.
     """
-    why = _conflict(dataset, source, root.resolve(), made)
+    why = _conflict(dataset, source, root.resolve(), own_folders)
     if why:
         raise ConfigError(
             f"{field} {dataset.path} {why} data.dataset_prepared_path {root}, so the next run "
@@ -32,13 +32,14 @@ def require_not_own_files(
 
 
 def _conflict(
-    dataset: DatasetConfig, source: Source, root: Path, made: tuple[str, ...]
+    dataset: DatasetConfig, source: Source, root: Path, own_folders: tuple[str, ...]
 ) -> str | None:
     folders = {folder: folder.resolve() for folder in {file.parent for file in source.paths}}
     own = {
         folder
         for folder, real in folders.items()
-        if real.is_relative_to(root) and real.relative_to(root).parts[:1] in {(n,) for n in made}
+        if real.is_relative_to(root)
+        and real.relative_to(root).parts[:1] in {(n,) for n in own_folders}
     }
     if own:
         files = [file for file in source.paths if file.parent in own]

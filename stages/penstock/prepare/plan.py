@@ -111,23 +111,23 @@ def check_sources(finished: Sequence[TokenizedSlice], settings: PrepareSettings)
 
 def _check_source(item: Slice, tally: Tally, settings: PrepareSettings) -> None:
     allowed = settings.bad_rows_allowed
-    place = f"{item.label} (data.{SECTIONS[item.role]}.{item.dataset})"
+    location = f"{item.label} (data.{SECTIONS[item.role]}.{item.dataset})"
     if not tally.records:
         raise StageError(
-            f"{place} has no records.\n  Leave it out, fill it, or use another piece (shards, "
+            f"{location} has no records.\n  Leave it out, fill it, or use another piece (shards, "
             "dataset_shard_num)."
         )
     if tally.lacking:
         # Not left to bad_rows_allowed: the result would not have them once they are installed.
         raise StageError(
-            f"{place} has records that need packages which are not installed.\n"
+            f"{location} has records that need packages which are not installed.\n"
             f"{format_causes(tally.samples, tally.causes)}\n"
             f"  pip install 'penstock[{','.join(tally.lacking)}]'."
         )
     if tally.bad > allowed * tally.records:
         part = tally.bad / tally.records
         raise StageError(
-            f"{place}: {tally.bad} of {tally.records} records ({part:.2%}) cannot be used; "
+            f"{location}: {tally.bad} of {tally.records} records ({part:.2%}) cannot be used; "
             f"{allowed:.2%} may be.\n{format_causes(tally.samples, tally.causes)}\n"
             f"{_type_hint(item)}"
             "  Correct them, or set data.bad_rows_allowed to the part that may be left out."
@@ -135,7 +135,7 @@ def _check_source(item: Slice, tally: Tally, settings: PrepareSettings) -> None:
     if not tally.rows:
         reasons = ", ".join(f"{count} {reason}" for reason, count in tally.left_out.items())
         raise StageError(
-            f"{place}: none of its {tally.records} records gives a sample ({reasons}).\n"
+            f"{location}: none of its {tally.records} records gives a sample ({reasons}).\n"
             f"{format_causes(tally.samples, tally.causes)}\n{_type_hint(item)}"
             "  Check type, max_seq_len and the field_ settings."
         )
@@ -159,17 +159,17 @@ def _file_entry(
     return {
         "file": path,
         "content": file.content,
-        **{name: sum(its[name] for _, its in parts) for name in ("rows", "tokens")},
-        "trained_tokens": sum(its["trained_tokens"] for _, its in parts),
-        "lengths": _merge_histograms(its["lengths"] for _, its in parts),
+        **{name: sum(counted[name] for _, counted in parts) for name in ("rows", "tokens")},
+        "trained_tokens": sum(counted["trained_tokens"] for _, counted in parts),
+        "lengths": _merge_histograms(counted["lengths"] for _, counted in parts),
         "parts": [
             {
                 "slice": part.entry[0].key,
                 "dataset": part.entry[0].dataset,
-                **{name: its[name] for name in ("rows", "tokens", "trained_tokens")},
+                **{name: counted[name] for name in ("rows", "tokens", "trained_tokens")},
                 **_loss_weight(part.entry[0], settings),
             }
-            for part, its in parts
+            for part, counted in parts
         ],
     }
 
@@ -190,13 +190,13 @@ def _count_part(part: SlicePart, counts: Mapping[str, Array]) -> dict[str, Any]:
             "trained_tokens": tally.trained_tokens,
             "lengths": dict(tally.lengths),
         }
-    its = counts[item.key][:, part.start : part.stop]
-    its = its if part.keep is None else its[:, part.keep]
+    part_counts = counts[item.key][:, part.start : part.stop]
+    part_counts = part_counts if part.keep is None else part_counts[:, part.keep]
     return {
-        "rows": its.shape[1],
-        "tokens": int(its[TOKENS].sum(dtype=np.int64)),
-        "trained_tokens": int(its[TRAINED].sum(dtype=np.int64)),
-        "lengths": histogram(its[LONGEST]),
+        "rows": part_counts.shape[1],
+        "tokens": int(part_counts[TOKENS].sum(dtype=np.int64)),
+        "trained_tokens": int(part_counts[TRAINED].sum(dtype=np.int64)),
+        "lengths": histogram(part_counts[LONGEST]),
     }
 
 
@@ -224,9 +224,9 @@ def _summarize_sources(
 ) -> list[dict[str, Any]]:
     """Counts of every source: `samples` and tokens in its own split; for training sources also
     `held_out` validation samples, and `drawn` samples per epoch (a `share` of it)."""
-    found: dict[tuple[str, int], dict[str, Any]] = {}
+    summaries: dict[tuple[str, int], dict[str, Any]] = {}
     for item, _, tally in finished:
-        entry = found.setdefault((item.role, item.dataset), _new_source_entry(item))
+        entry = summaries.setdefault((item.role, item.dataset), _new_source_entry(item))
         entry["slices"] += 1
         entry["records"] += tally.records
         entry["rows"] += tally.rows
@@ -240,7 +240,7 @@ def _summarize_sources(
     role_of = {item.key: item.role for item, _, _ in finished}
     for split in SPLITS:
         for part in (part for entry in splits[split] for part in entry["parts"]):
-            source = found[role_of[part["slice"]], part["dataset"]]
+            source = summaries[role_of[part["slice"]], part["dataset"]]
             if split == "validation" and role_of[part["slice"]] == "train":
                 source["held_out"] += part["rows"]
                 continue
@@ -248,20 +248,20 @@ def _summarize_sources(
             source["tokens"] += part["tokens"]
             source["trained_tokens"] += part["trained_tokens"]
     sizes = [
-        found["train", of]["samples"] if ("train", of) in found else 0
+        summaries["train", of]["samples"] if ("train", of) in summaries else 0
         for of in range(len(settings.datasets))
     ]
     counts = samples_per_dataset(sizes, mixing)
     for of, count in enumerate(counts):
-        if ("train", of) in found:
-            found["train", of]["drawn"] = count
-            found["train", of]["share"] = round(count / sum(counts), 6)
-    return list(found.values())
+        if ("train", of) in summaries:
+            summaries["train", of]["drawn"] = count
+            summaries["train", of]["share"] = round(count / sum(counts), 6)
+    return list(summaries.values())
 
 
 def _new_source_entry(item: Slice) -> dict[str, Any]:
     counted = ("slices", "records", "rows", "bad", "samples", "tokens", "trained_tokens")
     named = {"role": item.role, "dataset": item.dataset, "label": item.label}
-    found = {**named, **dict.fromkeys(counted, 0), "type": item.settings.type}
-    found |= {"unread": {}, "unread_examples": {}}
-    return {**found, "held_out": 0, "drawn": 0, "share": 0.0} if item.role == "train" else found
+    summary = {**named, **dict.fromkeys(counted, 0), "type": item.settings.type}
+    summary |= {"unread": {}, "unread_examples": {}}
+    return {**summary, "held_out": 0, "drawn": 0, "share": 0.0} if item.role == "train" else summary

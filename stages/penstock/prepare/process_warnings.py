@@ -46,11 +46,11 @@ def collect_warnings() -> Generator[list[str]]:
         logging.captureWarnings(capture=False)
 
 
-def log_process_warnings(found: Iterable[ProcessWarnings]) -> None:
+def log_process_warnings(batches: Iterable[ProcessWarnings]) -> None:
     """Log each warning once, with the number of processes if several raised it."""
     processes: dict[str, set[str]] = defaultdict(set)
-    for each in found:
-        for message in each.messages:
-            processes[message].add(each.process)
+    for batch in batches:
+        for message in batch.messages:
+            processes[message].add(batch.process)
     for message, of in processes.items():
         log.warning("%s", message if len(of) == 1 else f"{message} (in {len(of)} processes)")

@@ -52,8 +52,8 @@ def split_sources(plan: Mapping[str, Any], split: str) -> SplitSources:
         for name in held:
             held[name] += part[name]
         runs.append((origin, part["rows"]))
-    places = {origin: index for index, origin in enumerate(counts)}
-    of = np.array([places[origin] for origin, _ in runs], dtype=np.int64)
+    index_by_origin = {origin: index for index, origin in enumerate(counts)}
+    of = np.array([index_by_origin[origin] for origin, _ in runs], dtype=np.int64)
     return SplitSources(
         tuple(counts), np.repeat(of, [rows for _, rows in runs]), tuple(counts.values())
     )

@@ -33,28 +33,28 @@ def load_slice_images(
     meanwhile.
     """
     caches = dict[str, MediaCache | None]()
-    found = dict[str, _FoundImages]()
+    images_by_kind = dict[str, _FoundImages]()
 
     def ask(kind: str) -> None:
         if kind not in caches:
             cache = caches[kind] = open_cache(kind)
             if cache is not None:
-                found[kind] = _FoundImages(cache.originals, cache.processor, allow_private)
+                images_by_kind[kind] = _FoundImages(cache.originals, cache.processor, allow_private)
 
     for kind in kinds:
-        if not found:
+        if not images_by_kind:
             ask(kind)
     for batch in read():
         for kind, ref, several in encode.iter_media(batch.values):
             ask(kind)
-            if ref is not None and kind in found:
-                found[kind].add(ref, batch.folder, several=several)
+            if ref is not None and kind in images_by_kind:
+                images_by_kind[kind].add(ref, batch.folder, several=several)
     loaded, names = dict[str, LoadedKind](), list[str]()
-    for kind, its in found.items():
+    for kind, kind_images in images_by_kind.items():
         cache = caches[kind]
         assert cache is not None
-        name, files = cache.get_or_process([*its.stored], its.read)
-        loaded[kind] = LoadedKind(cache.processor, files, its.by_place, its.lacking)
+        name, files = cache.get_or_process([*kind_images.stored], kind_images.read)
+        loaded[kind] = LoadedKind(cache.processor, files, kind_images.by_place, kind_images.lacking)
         names.append(name)
     if not loaded:
         return None, names
@@ -66,15 +66,15 @@ def _other_processors(
 ) -> list[ModelProcessor]:
     """The model's processors of kinds that a slice has none of: their tokens may not be in its
     texts. Those that cannot be used stand for none."""
-    found: list[ModelProcessor] = []
+    processors: list[ModelProcessor] = []
     for kind in KINDS:
         try:
             cache = None if kind in loaded else open_cache(kind)
         except (CapabilityError, ConfigError):
             continue
         if cache is not None:
-            found.append(cache.processor)
-    return found
+            processors.append(cache.processor)
+    return processors
 
 
 @dataclass(frozen=True)
@@ -98,24 +98,24 @@ class _FoundImages:
 
     def add(self, ref: ImageRef, folder: Folder | None, *, several: bool) -> None:
         """Read an image, unless it was read before. `several`: its sample has several."""
-        place = locate(ref, folder)
-        if place not in self.by_place:
-            self._read_first(ref, folder, place)
-        digest = self.by_place[place]
+        located = locate(ref, folder)
+        if located not in self.by_place:
+            self._read_first(ref, folder, located)
+        digest = self.by_place[located]
         if isinstance(digest, bytes):
             self.stored[self.processor.stored_digest(digest, several=several)] = digest
 
-    def _read_first(self, ref: ImageRef, folder: Folder | None, place: Located) -> None:
+    def _read_first(self, ref: ImageRef, folder: Folder | None, located: Located) -> None:
         try:
             content = read_image(ref, folder, self.originals, allow_private=self.allow_private)
             self.processor.require_packages(content)
         except BadMedia as error:
             if isinstance(error, MissingPackages):
                 self.lacking.add(error.extra)
-            self.by_place[place] = BadRecord("bad_value", f"{ref.kind} {ref}: {error}")
+            self.by_place[located] = BadRecord("bad_value", f"{ref.kind} {ref}: {error}")
             return
         digest = image_digest(content)
-        self.by_place[place] = digest
+        self.by_place[located] = digest
         if ref.is_path and not isinstance(folder, str):
             self.paths.setdefault(digest, (ref, folder))
         else:
@@ -126,14 +126,14 @@ class _FoundImages:
         digest = self.stored[stored]
         if digest not in self.paths:
             content = self.originals.read(digest)
-            place = str(self.originals.path(digest))
+            path = str(self.originals.path(digest))
         else:
             ref, folder = self.paths[digest]
-            place = str(ref)
+            path = str(ref)
             try:
                 content = read_image(ref, folder, self.originals, allow_private=self.allow_private)
             except BadMedia:
                 content = None
         if content is None or image_digest(content) != digest:
-            raise StageError(f"image {place} was deleted or changed during this run.\n  Run again.")
+            raise StageError(f"image {path} was deleted or changed during this run.\n  Run again.")
         return content

@@ -105,11 +105,11 @@ def plan_slices(
         ("avoid", avoid, settings.decontaminate_datasets),
     ]
     planned = [
-        _build_slice(role, index, source, its, settings, tokenizer, pieces)
+        _build_slice(role, index, source, source_settings, settings, tokenizer, pieces)
         for role, sources, all_of_them in roles
-        for index, (source, its) in enumerate(zip(sources, all_of_them, strict=True))
+        for index, (source, source_settings) in enumerate(zip(sources, all_of_them, strict=True))
         if role != "train" or weights[index]
-        for pieces in _split_into_slices(source, its, token)
+        for pieces in _split_into_slices(source, source_settings, token)
     ]
     return _with_unique_keys(planned)
 
@@ -128,29 +128,29 @@ def select_shard(slices: Sequence[Slice], index: int, count: int) -> list[Slice]
     once = {item.content: item for item in slices}
     by_size = sorted(once.values(), key=lambda item: (-item.num_bytes, item.content))
     turn = [*range(count), *reversed(range(count))]
-    return [item for place, item in enumerate(by_size) if turn[place % len(turn)] == index]
+    return [item for rank, item in enumerate(by_size) if turn[rank % len(turn)] == index]
 
 
 def _build_slice(
     role: Role,
     dataset: int,
     source: Source,
-    its: DatasetSettings,
+    dataset_settings: DatasetSettings,
     settings: PrepareSettings,
     tokenizer: Source,
     pieces: tuple[FileSplit, ...],
 ) -> Slice:
     label = dataset_label(source)
     held = digest_json([piece.as_json() for piece in pieces])
-    first, step = _record_stride(its, held)
+    first, step = _record_stride(dataset_settings, held)
     columns = settings.select_columns
     takes_media = has_processor_files(tokenizer)
-    images = digest_images(pieces, its, columns) if takes_media else None
+    images = digest_images(pieces, dataset_settings, columns) if takes_media else None
     key = digest_json(
         {
             "format": FORMAT,
             "tokenizer": tokenizer.key,
-            "settings": its.model_dump(mode="json", exclude=RECORD_SELECTION),
+            "settings": dataset_settings.model_dump(mode="json", exclude=RECORD_SELECTION),
             "columns": columns,
             "label": label,
             "holds": held,
@@ -160,7 +160,9 @@ def _build_slice(
         }
     )
     name = short(key)
-    return Slice(name, name, role, dataset, label, its, columns, pieces, first, step, images)
+    return Slice(
+        name, name, role, dataset, label, dataset_settings, columns, pieces, first, step, images
+    )
 
 
 def _record_stride(settings: DatasetSettings, held: str) -> tuple[int, int]:
@@ -177,11 +179,11 @@ def _record_stride(settings: DatasetSettings, held: str) -> tuple[int, int]:
 
 def _with_unique_keys(slices: list[Slice]) -> list[Slice]:
     """Give slices with the same records (a source listed twice, for weight) distinct keys."""
-    seen: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     found: list[Slice] = []
     for item in slices:
-        again = seen[item.content]
-        seen[item.content] += 1
+        again = counts[item.content]
+        counts[item.content] += 1
         key = short(digest_json([item.content, again])) if again else item.content
         found.append(replace(item, key=key))
     return found

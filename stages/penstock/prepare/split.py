@@ -119,11 +119,11 @@ def publish_splits(
             link(source, target)
     for file, target in partial:
         if file.content not in same:
-            its = settings.datasets[0]
+            dataset = settings.datasets[0]
             images = any(share.entry[2].media for share in file.shares)
             schema = prepared_schema(
-                its.kind,
-                is_scored=its.is_scored,
+                dataset.kind,
+                is_scored=dataset.is_scored,
                 has_images=images,
                 is_weighted=any(share.entry[2].weighted for share in file.shares),
             )
@@ -161,34 +161,34 @@ def _content_digest(shares: Sequence[SlicePart]) -> str:
     return short(digest_json([FORMAT, *(share.as_json() for share in shares)]))
 
 
-def _split_evenly(shares: Sequence[SlicePart], wanted: int) -> list[DataFile]:
-    """Split all samples, in order, into `wanted` files whose sizes differ by at most one."""
+def _split_evenly(shares: Sequence[SlicePart], num_files: int) -> list[DataFile]:
+    """Split all samples, in order, into `num_files` files whose sizes differ by at most one."""
     total = sum(map(len, shares))
-    count = min(wanted, total)
+    count = min(num_files, total)
     bounds = [total * number // count for number in range(count + 1)]
     starts = np.cumsum([0, *map(len, shares)]).tolist()
-    found: list[DataFile] = []
+    data_files: list[DataFile] = []
     number = 0
     for low, high in pairwise(bounds):
-        its: list[SlicePart] = []
+        file_parts: list[SlicePart] = []
         while starts[number + 1] <= low:
             number += 1
         for index in range(number, len(shares)):
             if starts[index] >= high:
                 break
             first, last = max(low - starts[index], 0), min(high - starts[index], len(shares[index]))
-            its.append(_sub_part(shares[index], first, last))
-        content = _content_digest(its)
-        found.append(DataFile(f"slice-{content}.arrow", content, tuple(its)))
-    return found
+            file_parts.append(_sub_part(shares[index], first, last))
+        content = _content_digest(file_parts)
+        data_files.append(DataFile(f"slice-{content}.arrow", content, tuple(file_parts)))
+    return data_files
 
 
 def _sub_part(share: SlicePart, first: int, last: int) -> SlicePart:
     """The selected samples `first` to `last` of a part."""
     if share.keep is None:
         return SlicePart(share.entry, share.start + first, share.start + last, None)
-    kept = np.flatnonzero(share.keep)
-    start, stop = int(kept[first]), int(kept[last - 1]) + 1
+    kept_rows = np.flatnonzero(share.keep)
+    start, stop = int(kept_rows[first]), int(kept_rows[last - 1]) + 1
     return SlicePart(share.entry, share.start + start, share.start + stop, share.keep[start:stop])
 
 
@@ -196,7 +196,7 @@ def _find_same_files(out: Path, wanted: set[str]) -> dict[str, Path]:
     """Files with the `wanted` content in sealed artifacts beside `out`, verified by digest.
 
     Artifacts that cannot be read are skipped."""
-    found: dict[str, tuple[Path, str]] = {}
+    files_by_digest: dict[str, tuple[Path, str]] = {}
     for manifest in sorted(out.parent.glob(f"*/{MANIFEST}")):
         folder = manifest.parent
         if "." in folder.name:
@@ -212,13 +212,13 @@ def _find_same_files(out: Path, wanted: set[str]) -> dict[str, Path]:
             for entry in (entry for split in SPLITS for entry in splits[split]):
                 path = folder / entry["file"]
                 if entry["content"] in wanted and path.is_file():
-                    found[entry["content"]] = (path, sealed[entry["file"]])
+                    files_by_digest[entry["content"]] = (path, sealed[entry["file"]])
         except (OSError, ArtifactError, KeyError, TypeError):
             continue
-    digests = digest_files([path for path, _ in found.values()])
+    digests = digest_files([path for path, _ in files_by_digest.values()])
     return {
         content: path
-        for (content, (path, sealed)), digest in zip(found.items(), digests, strict=True)
+        for (content, (path, sealed)), digest in zip(files_by_digest.items(), digests, strict=True)
         if digest == sealed
     }
 
@@ -239,8 +239,8 @@ def _iter_batches(file: DataFile, schema: pa.Schema) -> Iterator[pa.RecordBatch]
     held: list[pa.RecordBatch] = []
     for share in file.shares:
         number = labels.index(share.entry[0].label)
-        for kept in _iter_selected(share):
-            held.append(_with_labels(kept, number, labels, schema))
+        for batch in _iter_selected(share):
+            held.append(_with_labels(batch, number, labels, schema))
             samples, size = sum(b.num_rows for b in held), sum(b.nbytes for b in held)
             if samples >= BATCH_SAMPLES or size >= BATCH_BYTES:
                 yield _concat(held)
@@ -250,18 +250,18 @@ def _iter_batches(file: DataFile, schema: pa.Schema) -> Iterator[pa.RecordBatch]
 
 
 def _iter_selected(share: SlicePart) -> Iterator[pa.RecordBatch]:
-    at = 0
+    row = 0
     for batch in map_batches(share.entry[1]):
-        low, high = max(share.start - at, 0), min(share.stop - at, batch.num_rows)
+        low, high = max(share.start - row, 0), min(share.stop - row, batch.num_rows)
         if low < high:
             part = batch.slice(low, high - low)
-            first = at + low - share.start
+            first = row + low - share.start
             keep = None if share.keep is None else share.keep[first : first + high - low]
             # Always copied: IPC would write all tokens of the batch that a slice is a view of.
             rows = np.arange(high - low) if keep is None else np.flatnonzero(keep)
             if len(rows):
                 yield part.take(pa.array(rows))
-        at += batch.num_rows
+        row += batch.num_rows
 
 
 def _with_labels(

@@ -66,9 +66,9 @@ class Prepare(Stage):
     def __post_init__(self) -> None:
         """Raise ValueError unless each source has settings."""
         counts = (len(self.sources), len(self.test_sources))
-        wanted = (len(self.settings.datasets), len(self.settings.test_datasets))
-        if counts != wanted:
-            raise ValueError(f"{counts} sources for {wanted} data sets")
+        num_sources = (len(self.settings.datasets), len(self.settings.test_datasets))
+        if counts != num_sources:
+            raise ValueError(f"{counts} sources for {num_sources} data sets")
 
     @property
     def inputs(self) -> Mapping[str, Source]:
@@ -102,8 +102,8 @@ class Prepare(Stage):
                 f"{len(slices) - len(finished)} of {len(slices)} slices were deleted from "
                 f"{config.cache.folder} during this run.\n  Run again to tokenize them again."
             )
-        for source, its in self._datasets():
-            require_unchanged_source(source, its, self.settings.select_columns, self.hub_token)
+        for source, dataset in self._datasets():
+            require_unchanged_source(source, dataset, self.settings.select_columns, self.hub_token)
         check_sources(finished, self.settings)
         selection = select(finished, self.settings, workers=self.num_proc, token=self.hub_token)
         publish_splits(finished, selection, self.settings, out)
@@ -113,10 +113,10 @@ class Prepare(Stage):
 
     def _datasets(self) -> Iterator[tuple[Source, DatasetSettings]]:
         """Each source with the settings of its data set."""
-        its = self.settings
-        yield from zip(self.sources, its.datasets, strict=True)
-        yield from zip(self.test_sources, its.test_datasets, strict=True)
-        yield from zip(self.decontaminate_sources, its.decontaminate_datasets, strict=True)
+        settings = self.settings
+        yield from zip(self.sources, settings.datasets, strict=True)
+        yield from zip(self.test_sources, settings.test_datasets, strict=True)
+        yield from zip(self.decontaminate_sources, settings.decontaminate_datasets, strict=True)
 
     def prepare_share(self, out: Path, index: int, count: int) -> SliceProgress:
         """Tokenize the missing slices of share `index` (from 0) of `count`.

@@ -51,8 +51,8 @@ def describe_lengths(lengths: Indices) -> dict[str, float]:
         return {}
     ranks = [math.ceil(percent * len(lengths) / 100) - 1 for percent in PERCENTS]
     ordered = np.partition(lengths, ranks)
-    found = {f"p{p}": int(ordered[rank]) for p, rank in zip(PERCENTS, ranks, strict=True)}
-    return {**found, "max": int(lengths.max()), "mean": round(float(lengths.mean()), 1)}
+    percentiles = {f"p{p}": int(ordered[rank]) for p, rank in zip(PERCENTS, ranks, strict=True)}
+    return {**percentiles, "max": int(lengths.max()), "mean": round(float(lengths.mean()), 1)}
 
 
 def length_histogram(lengths: Indices) -> list[dict[str, int]]:
@@ -67,14 +67,14 @@ def length_histogram(lengths: Indices) -> list[dict[str, int]]:
     width = _round_width(span / MAX_BARS)
     first = (int(lengths.min()) - 1) // width
     count = max(1, math.ceil(min(longest, usual) / width) - first)
-    place = np.minimum((lengths - 1) // width - first, count)
-    samples = np.bincount(place, minlength=count).tolist()
-    found = [
+    bin_index = np.minimum((lengths - 1) // width - first, count)
+    samples = np.bincount(bin_index, minlength=count).tolist()
+    bins = [
         {"above": index * width, "to": min((index + 1) * width, longest), "samples": number}
         for index, number in enumerate(samples, start=first)
     ]
-    found[-1]["to"] = longest
-    return found
+    bins[-1]["to"] = longest
+    return bins
 
 
 def _round_width(least: float) -> int:
@@ -137,5 +137,5 @@ def _mix_entry(source: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _share(part: int, whole: int) -> float:
-    return round(part / whole, 6) if whole else 0.0
+def _share(part: int, total: int) -> float:
+    return round(part / total, 6) if total else 0.0

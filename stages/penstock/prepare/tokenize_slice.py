@@ -60,8 +60,8 @@ def _write_samples(
                 raise _WeightsFound
             first = tally.records
             tally.records += len(batch.values)
-            for place, fault in sorted(samples.faults.items()):
-                tally.drop_record(batch.file, batch.line(place), fault, batch.record(place))
+            for index, fault in sorted(samples.faults.items()):
+                tally.drop_record(batch.file, batch.line(index), fault, batch.record(index))
             _count_batch(samples, tally)
             columns = count_unread(batch.values, item.settings, item.columns)
             for unread in (columns, samples.unread_keys):
@@ -73,9 +73,9 @@ def _write_samples(
 
 def _count_unread(unread: Unread, batch: Batch, tally: Tally) -> None:
     tally.unread += unread.counts
-    for name, (place, value) in unread.examples.items():
+    for name, (record_index, value) in unread.examples.items():
         if name not in tally.unread_examples:
-            location = locate(batch.file, batch.line(place), batch.record(place))
+            location = locate(batch.file, batch.line(record_index), batch.record(record_index))
             tally.unread_examples[name] = {**location, "value": value}
 
 

@@ -76,11 +76,11 @@ class Unread:
     examples: dict[str, tuple[int, str]] = field(default_factory=dict[str, tuple[int, str]])
     """(index of its first record in the batch, excerpt of the value)."""
 
-    def add(self, place: int, values: Mapping[str, Any]) -> None:
+    def add(self, record_index: int, values: Mapping[str, Any]) -> None:
         """Count the columns or keys of a record, given their values."""
         self.counts.update(values.keys())
         for name, value in values.items():
-            self.examples.setdefault(name, (place, excerpt(name, value)))
+            self.examples.setdefault(name, (record_index, excerpt(name, value)))
 
 
 def excerpt(name: str, value: Any) -> str:
@@ -91,7 +91,7 @@ def excerpt(name: str, value: Any) -> str:
         keys = " ".join(LONG_WORD.sub("…", str(key)) for key in value)
         text = f"an object with {keys}"
     elif isinstance(value, str):
-        text = LONG_WORD.sub(lambda word: word[0][:4] + "…", value[: 10 * EXCERPT])
+        text = LONG_WORD.sub(lambda match: match[0][:4] + "…", value[: 10 * EXCERPT])
         text = repr(" ".join(text.encode(errors="backslashreplace").decode().split()))
     else:
         text = describe_value(value)
@@ -180,8 +180,8 @@ def reads_key(template: str, name: str) -> bool:
 
 def _has_text_prompt(record: Mapping[str, Any], settings: DatasetSettings) -> bool:
     prompt = record.get(settings.field_prompt)
-    asked = record.get(settings.field_instruction) if prompt is None else prompt
-    return isinstance(asked, str)
+    prompt_text = record.get(settings.field_instruction) if prompt is None else prompt
+    return isinstance(prompt_text, str)
 
 
 def _is_blank(value: Any) -> bool:

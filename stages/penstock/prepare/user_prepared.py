@@ -83,10 +83,12 @@ def find_user_prepared(
     another `version` of the stage or with another vocabulary than that of `tokenizer`;
     ArtifactError if a manifest was changed.
     """
-    found = _find_candidates(place)
-    if not found:
+    candidates = _find_candidates(place)
+    if not candidates:
         return None
-    folder, manifest = found[0] if len(found) == 1 else _choose_own(found, place, own_key)
+    folder, manifest = (
+        candidates[0] if len(candidates) == 1 else _choose_own(candidates, place, own_key)
+    )
     step = PlannedStage(_stage_from_manifest(folder, manifest), folder)
     if step.stage.version != version:
         raise ConfigError(
@@ -94,8 +96,10 @@ def find_user_prepared(
             f"version {version}, which writes data differently.\n"
             "  Set data.skip_prepare_dataset to false to prepare the data again."
         )
-    theirs = step.stage.inputs.get("tokenizer")
-    if isinstance(theirs, Source) and (why := _tokenizer_difference(theirs.pin, tokenizer.pin)):
+    tokenizer_source = step.stage.inputs.get("tokenizer")
+    if isinstance(tokenizer_source, Source) and (
+        why := _tokenizer_difference(tokenizer_source.pin, tokenizer.pin)
+    ):
         raise ConfigError(
             f"{folder} was prepared with another tokenizer than this run's: {why}.\n"
             "  Set model.tokenizer_path to the one it was prepared with, or set "
@@ -104,65 +108,72 @@ def find_user_prepared(
     return step
 
 
-def find_token_dataset(place: Path) -> DatasetConfig | None:
-    """The token data set in `place`, written by another program: a `save_to_disk` folder of
+def find_token_dataset(folder: Path) -> DatasetConfig | None:
+    """The token data set in `folder`, written by another program: a `save_to_disk` folder of
     `datasets`, or Parquet or Arrow files. None if there is none. Of several splits, uses the
     training split.
     """
-    if not place.is_dir() or (place / MANIFEST).is_file():
+    if not folder.is_dir() or (folder / MANIFEST).is_file():
         return None
-    if read_saved_folder(place):
-        return DatasetConfig(path=str(place), type="tokenized")
+    if read_saved_folder(folder):
+        return DatasetConfig(path=str(folder), type="tokenized")
     kinds: tuple[Literal["parquet", "arrow"], ...] = ("parquet", "arrow")
     for kind in kinds:
-        found = [name for name in list_names(place) if detect_file_kind(name) == kind]
+        found = [name for name in list_names(folder) if detect_file_kind(name) == kind]
         # Arrow files with a JSON file of the same name are slices of a slice cache.
-        if found and not any((place / name).with_suffix(".json").is_file() for name in found):
-            names = select_data_files(str(place), found, split=None, ds_type=kind)
-            return DatasetConfig(path=str(place), type="tokenized", data_files=names, ds_type=kind)
+        if found and not any((folder / name).with_suffix(".json").is_file() for name in found):
+            names = select_data_files(str(folder), found, split=None, ds_type=kind)
+            return DatasetConfig(path=str(folder), type="tokenized", data_files=names, ds_type=kind)
     return None
 
 
-def no_prepared_data(place: Path) -> ConfigError:
+def no_prepared_data(folder: Path) -> ConfigError:
     """Error for a folder without prepared data."""
-    unfinished = [path for path in (place, *_prepared_folders(place)) if (path / ATTEMPT).is_file()]
+    unfinished = [
+        path for path in (folder, *_prepared_folders(folder)) if (path / ATTEMPT).is_file()
+    ]
     hint = f" ({unfinished[0]} is an unfinished attempt)" if unfinished else ""
-    foreign = [path for path in _prepared_folders(place) if find_token_dataset(path)]
+    foreign = [path for path in _prepared_folders(folder) if find_token_dataset(path)]
     if foreign:
         hint = f" (token data sets of another program: {', '.join(map(str, foreign[:5]))})"
     return ConfigError(
-        f"data.dataset_prepared_path {place} holds no finished prepared data{hint}, and "
+        f"data.dataset_prepared_path {folder} holds no finished prepared data{hint}, and "
         "data.skip_prepare_dataset is true.\n"
         "  Name a folder with prepared data, or set data.skip_prepare_dataset to false."
     )
 
 
-def artifacts_root(place: Path) -> Path:
-    """Root folder for other results beside user-supplied data: `place`, or the root of `place`."""
-    if _is_prepared(read_manifest(place)) and place.parent.name == ExternalPrepared.name:
-        return place.parent.parent
-    return place
+def artifacts_root(folder: Path) -> Path:
+    """Root folder for other results beside user-supplied data: `folder`, or the root of "
+    "`folder`."""
+    if _is_prepared(read_manifest(folder)) and folder.parent.name == ExternalPrepared.name:
+        return folder.parent.parent
+    return folder
 
 
 Candidate = tuple[Path, dict[str, Any]]
 
 
-def _find_candidates(place: Path) -> list[Candidate]:
-    if not place.is_dir():
+def _find_candidates(root: Path) -> list[Candidate]:
+    if not root.is_dir():
         raise ConfigError(
-            f"data.dataset_prepared_path {place} does not exist, and data.skip_prepare_dataset is "
+            f"data.dataset_prepared_path {root} does not exist, and data.skip_prepare_dataset is "
             "true.\n  Name the folder of prepared data, or set data.skip_prepare_dataset to false."
         )
-    itself = read_manifest(place)
+    itself = read_manifest(root)
     if itself is not None:
         if not _is_prepared(itself):
             raise ConfigError(
-                f"data.dataset_prepared_path {place} holds a result of {itself.get('stage')}, not "
+                f"data.dataset_prepared_path {root} holds a result of {itself.get('stage')}, not "
                 "prepared data.\n  Name a folder of prepared data, or a root that has one."
             )
-        return [(place, itself)]
-    read = ((folder, read_manifest(folder)) for folder in _prepared_folders(place))
-    return [(folder, each) for folder, each in read if each is not None and _is_prepared(each)]
+        return [(root, itself)]
+    read = ((folder, read_manifest(folder)) for folder in _prepared_folders(root))
+    return [
+        (folder, candidate)
+        for folder, candidate in read
+        if candidate is not None and _is_prepared(candidate)
+    ]
 
 
 def _prepared_folders(root: Path) -> list[Path]:
@@ -178,18 +189,20 @@ def _is_prepared(manifest: dict[str, Any] | None) -> bool:
     return manifest is not None and manifest.get("stage") == ExternalPrepared.name
 
 
-def _choose_own(found: Sequence[Candidate], place: Path, own_key: Callable[[], str]) -> Candidate:
+def _choose_own(
+    candidates: Sequence[Candidate], place: Path, own_key: Callable[[], str]
+) -> Candidate:
     try:
-        mine, why = own_key(), ""
+        key, why = own_key(), ""
     except PenstockError as error:
-        mine, why = None, f" This run's key cannot be computed: {str(error).splitlines()[0]}"
-    for folder, manifest in found:
-        if manifest["key"] == mine:
+        key, why = None, f" This run's key cannot be computed: {str(error).splitlines()[0]}"
+    for folder, manifest in candidates:
+        if manifest["key"] == key:
             return folder, manifest
-    listed = "\n".join(f"    {folder}  {_describe(manifest)}" for folder, manifest in found)
-    reason = why or f" None of them is this run's ({short(mine or '')})."
+    listed = "\n".join(f"    {folder}  {_describe(manifest)}" for folder, manifest in candidates)
+    reason = why or f" None of them is this run's ({short(key or '')})."
     raise ConfigError(
-        f"data.dataset_prepared_path {place} holds {len(found)} sets of prepared data, and "
+        f"data.dataset_prepared_path {place} holds {len(candidates)} sets of prepared data, and "
         f"data.skip_prepare_dataset is true.{reason}\n{listed}\n"
         "  Set data.dataset_prepared_path to one of them."
     )
@@ -207,7 +220,7 @@ def _stage_from_manifest(folder: Path, manifest: dict[str, Any]) -> ExternalPrep
             version=manifest["version"],
             settings=SealedSettings(manifest["settings"]),
             sealed_inputs={
-                name: Source(each["source"]) for name, each in manifest["inputs"].items()
+                name: Source(source["source"]) for name, source in manifest["inputs"].items()
             },
         )
         sealed = str(manifest["key"])
@@ -225,21 +238,23 @@ def _stage_from_manifest(folder: Path, manifest: dict[str, Any]) -> ExternalPrep
     return stage
 
 
-def _tokenizer_difference(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> str:
+def _tokenizer_difference(stored: Mapping[str, Any], own: Mapping[str, Any]) -> str:
     """Why two tokenizers cannot give the same tokens; empty if that is not known.
 
     A hub repository and a folder may contain the same tokenizer, as may two repositories; two
     folders are compared by their vocabulary files.
     """
-    builtin = [pin["kind"] == "builtin" for pin in (theirs, mine)]
+    builtin = [pin["kind"] == "builtin" for pin in (stored, own)]
     if any(builtin):
-        return (
-            "" if theirs == mine else f"{_describe_pin(theirs)} there, {_describe_pin(mine)} here"
-        )
-    if theirs["kind"] != "files" or mine["kind"] != "files":
+        return "" if stored == own else f"{_describe_pin(stored)} there, {_describe_pin(own)} here"
+    if stored["kind"] != "files" or own["kind"] != "files":
         return ""
-    there, here = _vocabulary_files(theirs), _vocabulary_files(mine)
-    changed = sorted(name for name in there.keys() & here.keys() if there[name] != here[name])
+    stored_files, own_files = _vocabulary_files(stored), _vocabulary_files(own)
+    changed = sorted(
+        name
+        for name in stored_files.keys() & own_files.keys()
+        if stored_files[name] != own_files[name]
+    )
     return f"{', '.join(changed)} differ" if changed else ""
 
 

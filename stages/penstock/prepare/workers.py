@@ -77,12 +77,12 @@ def tokenize_missing(slices: Sequence[Slice], config: WorkerConfig, num_proc: in
     num_bytes = sum(item.num_bytes for item in missing)
     workers = min(num_proc, len(missing), max(1, num_bytes // MIN_BYTES_PER_PROCESS))
     if workers > 1:
-        made = _tokenize_in_processes(missing, config, workers)
+        batches = _tokenize_in_processes(missing, config, workers)
     else:
-        made = [tokenize_one(item, config, "skip") for item in missing]
-    busy = [item for item, became in zip(missing, made, strict=True) if became == "busy"]
+        batches = [tokenize_one(item, config, "skip") for item in missing]
+    busy = [item for item, became in zip(missing, batches, strict=True) if became == "busy"]
     waited = [tokenize_one(item, config, "wait") for item in busy]
-    return (made + waited).count("made")
+    return (batches + waited).count("made")
 
 
 def tokenize_one(
@@ -91,13 +91,13 @@ def tokenize_one(
     """Tokenize a slice in this process, unless it is cached or another run is tokenizing it."""
 
     def write(target: Path) -> Tally:
-        its: Any = item.settings  # frozen, so hashable, which its type does not say
-        encode = _build_encoder(its, item.columns, *config.tokenizer_id)
+        settings: Any = item.settings  # frozen, so hashable, which its type does not say
+        encode = _build_encoder(settings, item.columns, *config.tokenizer_id)
         read = partial(read_records, item, config.token)
         try:
             tally = tokenize(item, encode, target, read)
-        except ImagesFound as found:
-            tally = _tokenize_with_images(item, encode, target, read, config, found)
+        except ImagesFound as images_found:
+            tally = _tokenize_with_images(item, encode, target, read, config, images_found)
         require_unchanged_pieces(item.pieces)
         if item.images:
             require_unchanged_images(item.pieces, item.settings, item.columns, item.images)
@@ -113,7 +113,7 @@ def _tokenize_with_images(
     target: Path,
     read: Read,
     config: WorkerConfig,
-    found: ImagesFound,
+    images_found: ImagesFound,
 ) -> Tally:
     """Tokenize a slice with media; records with those that the model does not take are
     dropped."""
@@ -123,28 +123,28 @@ def _tokenize_with_images(
             bounds = item.settings.media_bounds
             processor = _load_processor_once(kind, encode.tokenizer, *config.tokenizer_id, bounds)
         except CapabilityError:
-            if not isinstance(found, ImageTokenFound):
+            if not isinstance(images_found, ImageTokenFound):
                 raise
             return None  # a slice without media needs none
         if processor is None:
             return None
         return MediaCache(config.cache.folder, processor, config.cache.shared, MEDIA_COUNTS)
 
-    kinds = [*KINDS] if isinstance(found, ImageTokenFound) else []
+    kinds = [*KINDS] if isinstance(images_found, ImageTokenFound) else []
     images, names = load_slice_images(
         encode, read, open_cache, kinds, allow_private=item.settings.allow_private_urls
     )
     tally = tokenize(item, encode.with_images(images or "refused"), target, read)
     tally.media = names
     kinds_read = images.kinds.values() if images else ()
-    tally.lacking = sorted({extra for each in kinds_read for extra in each.lacking})
+    tally.lacking = sorted({extra for kind in kinds_read for extra in kind.lacking})
     return tally
 
 
 def _find_missing(slices: Sequence[Slice], cache: SliceCache) -> list[Slice]:
     """Slices that are not in the cache, without duplicates."""
     once = list({item.content: item for item in slices}.values())
-    return [item for item, there in zip(once, cache.lookup(once), strict=True) if not there]
+    return [item for item, is_cached in zip(once, cache.lookup(once), strict=True) if not is_cached]
 
 
 def _tokenize_in_processes(
@@ -183,20 +183,20 @@ def _tokenize_in_processes(
 def _tokenize_in_worker(item: Slice, config: WorkerConfig) -> tuple[SliceStatus, ProcessWarnings]:
     """Tokenize a slice in a worker process."""
     with collect_warnings() as messages:
-        made = tokenize_one(item, config, "skip")
-    return made, ProcessWarnings(str(os.getpid()), messages)
+        tokenized = tokenize_one(item, config, "skip")
+    return tokenized, ProcessWarnings(str(os.getpid()), messages)
 
 
 def _credential_purposes(slices: Sequence[Slice], config: WorkerConfig) -> set[Purpose]:
     """Purposes for which the worker processes need credentials."""
     pieces = [piece for item in slices for piece in item.pieces]
-    found: set[Purpose] = set()
+    purposes: set[Purpose] = set()
     is_local = config.tokenizer.startswith("builtin:") or Path(config.tokenizer).exists()
     if not is_local or any(piece.reader in ("hub", "stream") for piece in pieces):
-        found.add("hub")
+        purposes.add("hub")
     if any(piece.file and isinstance(piece.file.location, str) for piece in pieces):
-        found |= {"cloud", "hub"}
-    return found
+        purposes |= {"cloud", "hub"}
+    return purposes
 
 
 def _init_worker(parent: int, threads: int, purposes: Collection[Purpose]) -> None:

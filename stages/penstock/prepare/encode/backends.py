@@ -151,8 +151,8 @@ class TextEncoder:
         """
         encoded = self._tokenizers_library.encode(text, add_special_tokens=False)
         ids = np.array(encoded.ids, dtype=np.int32)
-        places = np.array(encoded.offsets, dtype=np.int64).reshape(-1, 2)
-        starts, ends = places[:, 0], places[:, 1]
+        offsets = np.array(encoded.offsets, dtype=np.int64).reshape(-1, 2)
+        starts, ends = offsets[:, 0], offsets[:, 1]
         if self._trims_offsets:
             # Offsets exclude leading blanks of a token; extend them to the previous token.
             before = np.minimum(ends[:-1], starts[1:])
@@ -185,11 +185,11 @@ class TextEncoder:
                 texts, add_special_tokens=False, return_attention_mask=False, verbose=False
             )
         ids, offsets = self._backend.encode(texts)
-        found = [ids[a:b].tolist() for a, b in pairwise(offsets)]
+        encoded = [ids[a:b].tolist() for a, b in pairwise(offsets)]
         return [
             text
-            for text, mine, its in zip(texts, found, judge["input_ids"], strict=True)
-            if mine != its
+            for text, ids, judge_ids in zip(texts, encoded, judge["input_ids"], strict=True)
+            if ids != judge_ids
         ]
 
 
@@ -233,8 +233,8 @@ def tokenizer_definition(tokenizer: PreTrainedTokenizerBase) -> tuple[str, dict[
     """
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     its_json = backend.to_str()
-    its = json.loads(its_json)
-    if its["truncation"] or its["padding"]:
-        its = {**its, "truncation": None, "padding": None}
-        its_json = json.dumps(its, ensure_ascii=False)
-    return its_json, its
+    definition = json.loads(its_json)
+    if definition["truncation"] or definition["padding"]:
+        definition = {**definition, "truncation": None, "padding": None}
+        its_json = json.dumps(definition, ensure_ascii=False)
+    return its_json, definition

@@ -118,12 +118,12 @@ def _check_templates(
 ) -> TemplateVariables:
     """The variables of the tokenizer's chat templates. Raises ConfigError if one is no Jinja."""
     texts: Any = tokenizer.chat_template or {}
-    where = (chosen and chosen.where) or locate_template(tokenizer)
+    template_name = (chosen and chosen.where) or locate_template(tokenizer)
     read = TemplateVariables(
         {
             name
             for text in ([texts] if isinstance(texts, str) else texts.values())
-            for name in template_variables(text, where)
+            for name in template_variables(text, template_name)
         }
     )
     read.warn_unread(chosen.variables if chosen else {}, "data.chat_template_kwargs")
@@ -212,10 +212,10 @@ class Encoder:
         messages."""
         for value in values:
             try:
-                said = self._parse_value(value)
+                parsed = self._parse_value(value)
             except BadRecord:
                 continue
-            for conversation in conversations(said):
+            for conversation in conversations(parsed):
                 several = conversation.several
                 yield from ((kind, ref, kind in several) for kind, ref in conversation.media)
                 yield from ((kind, None, False) for kind in conversation.unplaced)
@@ -236,19 +236,19 @@ class Encoder:
         cuts = TruncationCounts()
         faults |= self._truncate(sides, parsed, faults, cuts)
         usable = [index for index in range(len(parsed.records)) if index not in faults]
-        parsed.faults |= {parsed.records[place]: fault for place, fault in faults.items()}
-        records = [parsed.records[place] for place in usable]
+        parsed.faults |= {parsed.records[index]: fault for index, fault in faults.items()}
+        records = [parsed.records[index] for index in usable]
         selected = [side.select(usable) for side in sides]
         if self._its.train_on_prompt and self._its.kind == "sft":
             selected = [_train_on_prompts(side) for side in selected]
         if self._its.kind == "sft":
-            factors = np.array([parsed.weights[place] for place in usable], dtype=np.float32)
+            factors = np.array([parsed.weights[index] for index in usable], dtype=np.float32)
             selected = [side.weigh(factors) for side in selected]
         documents: list[Document] = []
         if self._images:
             sides = [side or [Document("")] * len(parsed.records) for side in parsed.sides]
             for side, rendered in zip(selected, sides, strict=True):
-                documents = [rendered[place] for place in usable]
+                documents = [rendered[index] for index in usable]
                 faults = self._images.check(side, documents)
                 assert not faults
         return EncodedBatch(
@@ -268,21 +268,21 @@ class Encoder:
         )
 
     def _parse_batch(self, values: Sequence[Value], folder: Folder | None) -> _ParsedBatch:
-        found = _ParsedBatch(sides=[[], []] if self._its.kind == "preference" else [[]])
+        parsed = _ParsedBatch(sides=[[], []] if self._its.kind == "preference" else [[]])
         for index, value in enumerate(values):
             try:
-                self._parse_record(index, value, found, folder)
+                self._parse_record(index, value, parsed, folder)
             except BadRecord as fault:
-                found.faults[index] = fault
+                parsed.faults[index] = fault
             else:
-                found.records.append(index)
-        return found
+                parsed.records.append(index)
+        return parsed
 
     def _parse_value(self, value: Value) -> Parsed:
         return parse_record(self._its, value, self._columns)
 
     def _resolve_images(
-        self, said: Parsed, parts: Sequence[Conversation], folder: Folder | None
+        self, parsed: Parsed, parts: Sequence[Conversation], folder: Folder | None
     ) -> Parsed:
         """The record with its media; `parts` are its conversations."""
         media = [kind for part in parts for kind, _ in part.media]
@@ -293,25 +293,25 @@ class Encoder:
         if (media or unplaced) and not (self._images or self._refuses_images):
             raise ImagesFound
         if not self._images:
-            return said
+            return parsed
         for kind, count in unplaced.items():
             if kind in read:
-                its = KINDS[kind]
-                why = f"it has {count} {its.plural} and no {its.placeholder} in its text"
+                names = KINDS[kind]
+                why = f"it has {count} {names.plural} and no {names.placeholder} in its text"
                 raise BadRecord("bad_value", why)
-        if isinstance(said, PreferencePair):
+        if isinstance(parsed, PreferencePair):
             chosen, rejected = (self._images.resolve_prompt(part, folder) for part in parts)
             if chosen.media != rejected.media:
                 why = "the prompts of its two answers have other media"
                 raise BadRecord("bad_value", why)
-            return replace(said, chosen=chosen, rejected=rejected)
-        if isinstance(said, RatedCompletion):
-            rated = self._images.resolve_prompt(said.conversation, folder)
-            return replace(said, conversation=rated)
-        return self._images.resolve(said, folder) if isinstance(said, Conversation) else said
+            return replace(parsed, chosen=chosen, rejected=rejected)
+        if isinstance(parsed, RatedCompletion):
+            rated = self._images.resolve_prompt(parsed.conversation, folder)
+            return replace(parsed, conversation=rated)
+        return self._images.resolve(parsed, folder) if isinstance(parsed, Conversation) else parsed
 
     def _parse_record(
-        self, place: int, value: Value, found: _ParsedBatch, folder: Folder | None
+        self, index: int, value: Value, parsed: _ParsedBatch, folder: Folder | None
     ) -> None:
         turn = self._parse_value(value)
         parts = conversations(turn)
@@ -322,46 +322,46 @@ class Encoder:
             self._variables.warn_unread(part.template_kwargs, "column chat_template_kwargs")
             unread |= unread_keys(part.messages, self._template)
         if unread:
-            found.unread_keys.add(place, unread)
+            parsed.unread_keys.add(index, unread)
         weight = parse_weight(self._its, value)
         if isinstance(turn, Text):
-            found.sides[0].append(Document(turn.text))
-            found.repeated_bos += self._special_tokens.repeats_bos(turn.text)
+            parsed.sides[0].append(Document(turn.text))
+            parsed.repeated_bos += self._special_tokens.repeats_bos(turn.text)
         elif isinstance(turn, TokenizedSample):
-            found.given.append(self._check_vocabulary(turn))
+            parsed.given.append(self._check_vocabulary(turn))
         elif isinstance(turn, PreferencePair):
             both = [self._renderer.render_completion(side) for side in (turn.chosen, turn.rejected)]
-            for side, document in zip(found.sides, both, strict=True):
+            for side, document in zip(parsed.sides, both, strict=True):
                 side.append(document)
-            found.without_end += any(document.lacks_end for document in both)
-            found.assistant_first += turn.chosen.begins_with_assistant
+            parsed.without_end += any(document.lacks_end for document in both)
+            parsed.assistant_first += turn.chosen.begins_with_assistant
             if turn.score_gap is not None:
-                found.score_gaps.append(turn.score_gap)
+                parsed.score_gaps.append(turn.score_gap)
         elif isinstance(turn, RatedCompletion):
             document = self._renderer.render_completion(turn.conversation)
-            found.sides[0].append(document)
-            found.without_end += document.lacks_end
-            found.desirable.append(turn.desirable)
-            found.assistant_first += turn.conversation.begins_with_assistant
+            parsed.sides[0].append(document)
+            parsed.without_end += document.lacks_end
+            parsed.desirable.append(turn.desirable)
+            parsed.assistant_first += turn.conversation.begins_with_assistant
         else:
             document = self._renderer.render(turn)
-            found.sides[0].append(document)
-            found.without_end += document.lacks_end
-            found.blank_answers += turn.has_blank_answer
-            found.assistant_first += turn.begins_with_assistant
-        found.weights.append(weight)
+            parsed.sides[0].append(document)
+            parsed.without_end += document.lacks_end
+            parsed.blank_answers += turn.has_blank_answer
+            parsed.assistant_first += turn.begins_with_assistant
+        parsed.weights.append(weight)
 
-    def _check_vocabulary(self, given: TokenizedSample) -> LabeledTokens:
-        used = given.labels[given.labels != IGNORED]
-        for name, ids in (("input_ids", given.input_ids), ("labels", used)):
+    def _check_vocabulary(self, sample: TokenizedSample) -> LabeledTokens:
+        used = sample.labels[sample.labels != IGNORED]
+        for name, ids in (("input_ids", sample.input_ids), ("labels", used)):
             outside = ids[(ids < 0) | (ids >= self._vocabulary)]
             if len(outside):
                 why = f"{name} holds {outside[0]}; the vocabulary has tokens 0 to "
                 raise BadRecord("bad_value", f"{why}{self._vocabulary - 1}")
         if self._images:
-            self._images.check_ids(given.input_ids)
-        self._require_no_media_token(given.input_ids)
-        return LabeledTokens(given.input_ids, given.labels, given.loss_weights)
+            self._images.check_ids(sample.input_ids)
+        self._require_no_media_token(sample.input_ids)
+        return LabeledTokens(sample.input_ids, sample.labels, sample.loss_weights)
 
     def _encode_sides(
         self, documents: list[list[Document]]
@@ -396,38 +396,38 @@ class Encoder:
         self,
         sides: list[TokenSequences],
         parsed: _ParsedBatch,
-        known: Mapping[int, BadRecord],
+        known_faults: Mapping[int, BadRecord],
         cuts: TruncationCounts,
     ) -> dict[int, BadRecord]:
         """Truncate samples in `sides` that are too long; returns the reasons of dropped samples."""
-        found: dict[int, BadRecord] = {}
+        faults: dict[int, BadRecord] = {}
         replaced: dict[int, list[LabeledTokens]] = {}
         longest = np.max([side.lengths for side in sides], axis=0)
         trained = np.min([side.count_trained() for side in sides], axis=0)
         limit = self._its.max_seq_len
         of_side = [documents for documents in parsed.sides if documents]
-        for place in _samples_to_check(sides, longest, trained, limit):
-            if place in known:
+        for sample in _samples_to_check(sides, longest, trained, limit):
+            if sample in known_faults:
                 continue
-            both = [side[place] for side in sides]
-            documents = [documents[place] for documents in of_side]
+            both = [side[sample] for side in sides]
+            documents = [documents[sample] for documents in of_side]
             try:
-                _require_trained(longest[place], trained[place])
+                _require_trained(longest[sample], trained[sample])
                 aligned = align_prompts(both, documents)
                 if aligned is not both:
-                    replaced[place] = both = aligned
-                if limit is not None and longest[place] > limit:
-                    replaced[place], turns = self._truncator(both, documents, cuts)
+                    replaced[sample] = both = aligned
+                if limit is not None and longest[sample] > limit:
+                    replaced[sample], turns = self._truncator(both, documents, cuts)
                     if turns and self._images:
                         for texts, document in zip(of_side, documents, strict=True):
-                            texts[place] = _without_turns(document, turns)
+                            texts[sample] = _without_turns(document, turns)
             except BadRecord as fault:
-                found[place] = fault
+                faults[sample] = fault
         for index, side in enumerate(sides):
-            sides[index] = side.replace({place: both[index] for place, both in replaced.items()})
+            sides[index] = side.replace({sample: pair[index] for sample, pair in replaced.items()})
         if self._images and self._its.kind != "sft":
-            found = {**self._images.check_prompts(sides[0]), **found}
-        return found
+            faults = {**self._images.check_prompts(sides[0]), **faults}
+        return faults
 
 
 def _require_trained(longest: int, trained: int) -> None:

@@ -91,12 +91,12 @@ class TurnFinder:
         for turn in answers:
             alone, prompt = after[turn + 1], before.get(turn, "")
             is_closed = tail is not None and alone.endswith(tail)
-            words = alone.removesuffix(tail) if is_closed and tail else alone
-            if not (words.startswith(prompt) and text.startswith(words)):
+            answer = alone.removesuffix(tail) if is_closed and tail else alone
+            if not (answer.startswith(prompt) and text.startswith(answer)):
                 return None
             start = len(prompt) if turn else self._first_words(template, conversation, text)
-            words_end = len(words) if is_closed else None
-            turns.append(self._turn(template, turn, text, start, len(words), (), words_end))
+            words_end = len(answer) if is_closed else None
+            turns.append(self._turn(template, turn, text, start, len(answer), (), words_end))
         return text, turns
 
     def per_turn(
@@ -164,11 +164,11 @@ class TurnFinder:
         def render(content: str) -> str | None:
             messages = [*conversation.messages]
             messages[turn.message] = {**message, "content": content}
-            found = find(template, replace(conversation, messages=messages), answers)
-            return found and found[0]
+            text_turns = find(template, replace(conversation, messages=messages), answers)
+            return text_turns and text_turns[0]
 
-        words = min([turn.start, *(start for start, _ in turn.earlier)]), turn.words_end
-        located = locate_ranges(str(message["content"]), ranges, text, words, render)
+        word_range = min([turn.start, *(start for start, _ in turn.earlier)]), turn.words_end
+        located = locate_ranges(str(message["content"]), ranges, text, word_range, render)
         if located is None:
             raise BadRecord(
                 "template",
@@ -179,12 +179,13 @@ class TurnFinder:
         return replace(turn, ranges=tuple(located))
 
     @staticmethod
-    def _not_located(conversation: Conversation, message: int, how: str) -> BadRecord:
+    def _not_located(conversation: Conversation, message: int, reason: str) -> BadRecord:
         role = conversation.messages[message]["role"]
         return BadRecord(
             "template",
-            f"the chat template {how} what the {role} says (message {message + 1}), so its tokens "
-            f"are not known; leave {role} out of roles_to_train, or use another chat template",
+            f"the chat template {reason} what the {role} says (message {message + 1}), so its "
+            f"tokens are not known; leave {role} out of roles_to_train, or use another chat "
+            "template",
         )
 
     def _turn(
@@ -224,10 +225,10 @@ class TurnFinder:
 
     def _probe(self, template: str, form: Form) -> tuple[str, list[Block]]:
         """A conversation whose answer is the placeholder; empty if the template refuses it."""
-        asked = {"role": "user", "content": PROBE}
+        question = {"role": "user", "content": PROBE}
         answer = {"role": "assistant", "content": PLACEHOLDER}
         try:
-            [text], blocks = self._apply(template, [[asked, answer]], None, form)
+            [text], blocks = self._apply(template, [[question, answer]], None, form)
         except TEMPLATE_ERRORS:
             return "", []
         return text, blocks[0] if blocks else []
@@ -283,9 +284,9 @@ class TurnFinder:
         return self._apply(template, beginnings, conversation.tools, form)
 
 
-def _with_probe(conversation: Conversation, place: int) -> Conversation:
+def _with_probe(conversation: Conversation, index: int) -> Conversation:
     """The conversation with `PROBE` in place of what a message says; itself if that is nothing."""
-    message = conversation.messages[place]
+    message = conversation.messages[index]
     content = message["content"]
     if isinstance(content, list):
         texts = [part.get("text", "") for part in content]
@@ -295,7 +296,7 @@ def _with_probe(conversation: Conversation, place: int) -> Conversation:
         texts, masked = [content or ""], {**message, "content": PROBE}
     if not any(text.strip() for text in texts):
         return conversation
-    messages = [*conversation.messages[:place], masked, *conversation.messages[place + 1 :]]
+    messages = [*conversation.messages[:index], masked, *conversation.messages[index + 1 :]]
     return replace(conversation, messages=messages)
 
 

@@ -92,8 +92,10 @@ class ImageTokenFound(ImagesFound):
 
 def media_like_tokens(tokenizer: PreTrainedTokenizerBase) -> Ids:
     """Ids of the added tokens that may stand for media, by their names; sorted."""
-    named = {at: str(token) for at, token in tokenizer.added_tokens_decoder.items()}
-    return np.array(sorted(at for at, name in named.items() if MEDIA_LIKE.search(name)), np.int32)
+    named = {token_id: str(token) for token_id, token in tokenizer.added_tokens_decoder.items()}
+    return np.array(
+        sorted(token_id for token_id, name in named.items() if MEDIA_LIKE.search(name)), np.int32
+    )
 
 
 @dataclass(frozen=True)
@@ -139,27 +141,31 @@ class SliceImages:
         answers = [*conversation.trained, True].index(True)
         prompt = replace(conversation, messages=conversation.messages[:answers])
         if behind := conversation.media[len(prompt.media) :]:
-            what = KINDS[behind[0][0]].article
-            raise BadRecord("bad_value", f"it has {what} behind the prompt, in what is compared")
+            article = KINDS[behind[0][0]].article
+            raise BadRecord("bad_value", f"it has {article} behind the prompt, in what is compared")
         return self.resolve(conversation, folder)
 
     def expand(self, document: Document, media: Sequence[tuple[str, bytes]]) -> Document:
         """Replace the token of each image or audio. Raises BadRecord unless there is one for each,
         in order. `media` are (kind, digest)."""
-        places = [*self._tokens.finditer(document.text)]
-        self._require_places([place[0] for place in places], [kind for kind, _ in media])
+        placeholders = [*self._tokens.finditer(document.text)]
+        self._require_places(
+            [placeholder[0] for placeholder in placeholders], [kind for kind, _ in media]
+        )
         texts = [self.kinds[kind].replacement(digest) for kind, digest in media]
-        ends = [place.end() for place in places]
-        lengths = (len(t) - len(place[0]) for t, place in zip(texts, places, strict=True))
+        ends = [placeholder.end() for placeholder in placeholders]
+        lengths = (
+            len(t) - len(placeholder[0]) for t, placeholder in zip(texts, placeholders, strict=True)
+        )
         added = [0, *accumulate(lengths)]
 
-        def moved(place: int) -> int:
-            return place + added[int(np.searchsorted(ends, place, side="right"))]
+        def moved(offset: int) -> int:
+            return offset + added[int(np.searchsorted(ends, offset, side="right"))]
 
         parts, start = list[str](), 0
-        for text, place in zip(texts, places, strict=True):
-            parts += document.text[start : place.start()], text
-            start = place.end()
+        for text, placeholder in zip(texts, placeholders, strict=True):
+            parts += document.text[start : placeholder.start()], text
+            start = placeholder.end()
         spans = document.spans
         features = [self.kinds[kind].processor.reserved[-1] for kind, _ in media]
         return replace(
@@ -173,17 +179,17 @@ class SliceImages:
         )
 
     def _require_places(self, tokens: Sequence[str], kinds: Sequence[str]) -> None:
-        wanted = [self.kinds[kind].processor.token for kind in kinds]
-        if tokens == wanted:
+        expected = [self.kinds[kind].processor.token for kind in kinds]
+        if tokens == expected:
             return
-        counts, given = Counter(tokens), Counter(wanted)
-        for kind, its in self.kinds.items():
-            token = its.processor.token
-            if counts[token] != given[token]:
+        counts, expected_counts = Counter(tokens), Counter(expected)
+        for kind, media in self.kinds.items():
+            token = media.processor.token
+            if counts[token] != expected_counts[token]:
                 raise BadRecord(
                     "template",
                     f"the chat template writes {counts[token]} {kind} tokens ({token}) for "
-                    f"{given[token]} {KINDS[kind].plural}",
+                    f"{expected_counts[token]} {KINDS[kind].plural}",
                 )
         raise BadRecord("template", "the chat template writes its media in another order")
 
@@ -204,12 +210,14 @@ class SliceImages:
         """The faults of samples whose prompt ends with an image or the like: the last token of a
         prompt is stored with each completion (`rows.shared_prefix`)."""
         prompts = side.prompt_lengths()
-        places = np.flatnonzero(prompts)
-        last = side.ids[(side.offsets[:-1] + prompts - 1)[places]]
-        what = " or ".join(KINDS[kind].article for kind in self.kinds)
+        positions = np.flatnonzero(prompts)
+        last = side.ids[(side.offsets[:-1] + prompts - 1)[positions]]
+        article = " or ".join(KINDS[kind].article for kind in self.kinds)
         return {
-            at: BadRecord("template", f"its prompt ends with {what}, with no text behind it")
-            for at in places[np.isin(last, self.token_ids)].tolist()
+            position: BadRecord(
+                "template", f"its prompt ends with {article}, with no text behind it"
+            )
+            for position in positions[np.isin(last, self.token_ids)].tolist()
         }
 
     def check_ids(self, ids: Ids) -> None:
@@ -225,8 +233,8 @@ class SliceImages:
                 if processor.token_id in ids
             )
             return BadRecord("bad_value", f"its text has {' and '.join(stands)}")
-        what, tokens = " and ".join(self.kinds), int(np.isin(ids, self.token_ids).sum())
-        return BadRecord("template", f"it has {tokens} {what} tokens for {features} features")
+        kind_names, tokens = " and ".join(self.kinds), int(np.isin(ids, self.token_ids).sum())
+        return BadRecord("template", f"it has {tokens} {kind_names} tokens for {features} features")
 
     def _resolve_message(
         self, message: Message, folder: Folder | None, several: Collection[str]
@@ -254,8 +262,8 @@ class SliceImages:
         for processor in self.processors:
             for token in processor.reserved:
                 if token in text:
-                    what = f"its text has {token}, which stands for {processor.kind.article}"
-                    raise BadRecord("bad_value", what)
+                    reason = f"its text has {token}, which stands for {processor.kind.article}"
+                    raise BadRecord("bad_value", reason)
 
 
 def with_parts(message: Message) -> dict[str, Any]:

@@ -109,15 +109,17 @@ class ByteLengths:
         return len(text.encode())
 
 
-def byte_lengths(tokenizer: PreTrainedTokenizerBase, its: dict[str, Any]) -> ByteLengths | None:
-    """Byte counts of all tokens; None if the tokenizer (tokenizer.json `its`) is not byte-level
-    BPE.
+def byte_lengths(
+    tokenizer: PreTrainedTokenizerBase, definition: dict[str, Any]
+) -> ByteLengths | None:
+    """Byte counts of all tokens; None if the tokenizer (tokenizer.json `definition`) is not
+    byte-level BPE.
 
     In a byte-level BPE vocabulary each character represents one byte; added tokens are literal.
     """
-    normalizers = {step["type"] for step in _flatten(its["normalizer"])}
-    levels = [step for step in _flatten(its["pre_tokenizer"]) if step["type"] == "ByteLevel"]
-    if its["model"]["type"] != "BPE" or not levels or normalizers - {"NFC"}:
+    normalizers = {step["type"] for step in _flatten(definition["normalizer"])}
+    levels = [step for step in _flatten(definition["pre_tokenizer"]) if step["type"] == "ByteLevel"]
+    if definition["model"]["type"] != "BPE" or not levels or normalizers - {"NFC"}:
         return None
     if any(step["add_prefix_space"] for step in levels):
         return None
@@ -135,7 +137,7 @@ def _flatten(step: dict[str, Any] | None) -> list[dict[str, Any]]:
     if step["type"] != "Sequence":
         return [step]
     inner = step.get("pretokenizers", step.get("normalizers", []))
-    return [leaf for each in inner for leaf in _flatten(each)]
+    return [leaf for child in inner for leaf in _flatten(child)]
 
 
 def _to_labels(ids: Ids, mask: Mask) -> Ids:
@@ -166,10 +168,10 @@ def _byte_spans(document: Document) -> Sequence[tuple[int, int]]:
     if text.isascii():
         return spans
     found: list[int] = []
-    place = size = 0
+    offset = size = 0
     for border in (border for span in spans for border in span):
-        size += len(text[place:border].encode())
-        place = border
+        size += len(text[offset:border].encode())
+        offset = border
         found.append(size)
     return list(zip(found[::2], found[1::2], strict=True))
 
@@ -183,7 +185,9 @@ def _mask_spans(
     byte of their document.
     """
     of = np.repeat(np.arange(len(spans)), [len(span) for span in spans])
-    borders = np.array([span for each in spans for span in each], dtype=np.int64).reshape(-1, 2)
+    borders = np.array(
+        [span for sample_spans in spans for span in sample_spans], dtype=np.int64
+    ).reshape(-1, 2)
     borders += bytes_before[offsets[of]][:, None]
     filled = borders[borders[:, 0] < borders[:, 1]]
     edges = np.empty_like(filled)

@@ -71,9 +71,9 @@ class TokenSequences:
         return np.diff(self.offsets)
 
     def __getitem__(self, index: int) -> LabeledTokens:
-        place = slice(self.offsets[index], self.offsets[index + 1])
-        weights = None if self.weights is None else self.weights[place]
-        return LabeledTokens(self.ids[place], self.labels[place], weights)
+        span = slice(self.offsets[index], self.offsets[index + 1])
+        weights = None if self.weights is None else self.weights[span]
+        return LabeledTokens(self.ids[span], self.labels[span], weights)
 
     def prompt_lengths(self) -> Offsets:
         """Number of tokens before the first trained one, per sequence; all if none is trained."""
@@ -86,29 +86,29 @@ class TokenSequences:
         starts = np.minimum(self.offsets[:-1] + 1, self.offsets[1:])
         return np.searchsorted(trained, self.offsets[1:]) - np.searchsorted(trained, starts)
 
-    def replace(self, others: Mapping[int, LabeledTokens]) -> "TokenSequences":
+    def replace(self, replacements: Mapping[int, LabeledTokens]) -> "TokenSequences":
         """Replace the sequences with the given indices."""
-        if not others:
+        if not replacements:
             return self
         pieces: list[LabeledTokens] = []
         lengths = self.lengths
         start = 0
-        whole = LabeledTokens(self.ids, self.labels, self.weights)
-        for index in sorted(others):
-            pieces += [whole.cut(slice(start, self.offsets[index])), others[index]]
-            lengths[index] = len(others[index].ids)
+        flat = LabeledTokens(self.ids, self.labels, self.weights)
+        for index in sorted(replacements):
+            pieces += [flat.cut(slice(start, self.offsets[index])), replacements[index]]
+            lengths[index] = len(replacements[index].ids)
             start = int(self.offsets[index + 1])
-        joined = TokenSequences.from_list([*pieces, whole.cut(slice(start, None))])
+        joined = TokenSequences.from_list([*pieces, flat.cut(slice(start, None))])
         return TokenSequences(joined.ids, joined.labels, to_offsets(lengths), joined.weights)
 
-    def select(self, wanted: Sequence[int]) -> "TokenSequences":
-        """Select sequences by index; `wanted` is sorted."""
-        if len(wanted) == len(self):
+    def select(self, indices: Sequence[int]) -> "TokenSequences":
+        """Select sequences by index; `indices` is sorted."""
+        if len(indices) == len(self):
             return self
         nothing = np.empty(0, dtype=np.int32)
-        dropped = set(range(len(self))).difference(wanted)
+        dropped = set(range(len(self))).difference(indices)
         emptied = self.replace(dict.fromkeys(dropped, LabeledTokens(nothing, nothing)))
-        offsets = to_offsets(self.lengths[list(wanted)])
+        offsets = to_offsets(self.lengths[list(indices)])
         return TokenSequences(emptied.ids, emptied.labels, offsets, emptied.weights)
 
     def weigh(self, factors: Weights) -> "TokenSequences":
@@ -129,17 +129,17 @@ class TokenSequences:
             return self
         offsets = to_offsets(self.lengths + (ahead + behind))
         is_own = np.ones(offsets[-1], dtype=np.bool_)
-        places = [offsets[:-1] + i for i in range(ahead)]
-        places += [offsets[1:] - behind + i for i in range(behind)]
-        is_own[np.concatenate(places)] = False
-        found: list[Ids] = []
+        positions = [offsets[:-1] + i for i in range(ahead)]
+        positions += [offsets[1:] - behind + i for i in range(behind)]
+        is_own[np.concatenate(positions)] = False
+        arrays: list[Ids] = []
         for own, first, last in zip((self.ids, self.labels), before[:2], after[:2], strict=True):
             values = np.empty(offsets[-1], dtype=np.int32)
             values[is_own] = own
-            for place, value in zip(places, [*first, *last], strict=True):
-                values[place] = value
-            found.append(values)
-        weighted = TokenSequences(found[0], found[1], offsets)
+            for position, value in zip(positions, [*first, *last], strict=True):
+                values[position] = value
+            arrays.append(values)
+        weighted = TokenSequences(arrays[0], arrays[1], offsets)
         if self.weights is not None or weights is not None:
             own = np.ones(len(self), np.float32) if weights is None else weights
             weighted.weights = np.repeat(own, weighted.lengths)

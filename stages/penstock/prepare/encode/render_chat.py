@@ -162,10 +162,10 @@ class Renderer:
         """The whole text, with the turns of trained messages, or of all for `train_on_eos: all`."""
         ends_all = self._its.trained_ends == "all"
         answers: list[int] = []
-        others: list[int] = []
+        unlocated: list[int] = []
         for i, message in enumerate(conversation.messages):
             if ends_all or conversation.weights[i]:
-                (answers if message["role"] == "assistant" else others).append(i)
+                (answers if message["role"] == "assistant" else unlocated).append(i)
         mode, is_per_turn = self._its.turn_rendering, False
         find: FindAnswers = self._finder.by_prefix
         if template.is_marked:
@@ -186,7 +186,7 @@ class Renderer:
         if is_per_turn:
             self._count_per_turn()
         text, turns = rendering
-        for other in others:
+        for other in unlocated:
             turn = self._finder.locate(template.text, conversation, other, answers, find, text)
             turns += [turn] if turn else []
         if conversation.ranges:
@@ -194,7 +194,7 @@ class Renderer:
                 self._finder.with_ranges(template.text, conversation, turn, answers, find, text)
                 for turn in turns
             ]
-        if others:
+        if unlocated:
             turns.sort(key=lambda turn: turn.start)
         return text, turns
 
@@ -223,17 +223,17 @@ class Renderer:
             )
             end = turn.end if wants_end else None
             lacks_end |= is_trained and is_answer and wants_end and end is None
-            words = turn.start, turn.words_end
+            word_range = turn.start, turn.words_end
             if not is_trained:
-                places = [end] if end else []
+                end_ranges = [end] if end else []
             elif turn.ranges is not None:
-                places = [*turn.ranges, *([end] if end else [])]
+                end_ranges = [*turn.ranges, *([end] if end else [])]
             elif end and is_answer:
                 # Also what is between, which the model must write before it can end the turn.
-                places = [*turn.earlier, (turn.start, end[1])]
+                end_ranges = [*turn.earlier, (turn.start, end[1])]
             else:
-                places = [*turn.earlier, words, *([end] if end else [])]
-            spans += [Span(start, stop, message) for start, stop in places if start < stop]
+                end_ranges = [*turn.earlier, word_range, *([end] if end else [])]
+            spans += [Span(start, stop, message) for start, stop in end_ranges if start < stop]
         return _build_document(text, spans, conversation, lacks_end=lacks_end)
 
     def _chat_template(self, tools: Any) -> str:
@@ -246,7 +246,7 @@ class Renderer:
 
     def _template(self, text: str) -> "_Template":
         if text not in self._templates:
-            dated = STRFTIME_NOW.sub(lambda found: repr(DATE.strftime(found[2])), text)
+            dated = STRFTIME_NOW.sub(lambda match: repr(DATE.strftime(match[2])), text)
             is_marked = bool(GENERATION_BLOCK.search(text))
             self._templates[text] = _Template(dated, is_marked)
             if self._images and not self._shows_text(dated):
@@ -260,7 +260,7 @@ class Renderer:
         an included template renders the same text and marks it."""
         roles = ("user", "assistant") * 2
         messages = [
-            {"role": role, "content": word} for role, word in zip(roles, "abcd", strict=True)
+            {"role": role, "content": content} for role, content in zip(roles, "abcd", strict=True)
         ]
         conversation = Conversation(messages, None, (0.0, 1.0) * 2)
         try:
@@ -364,8 +364,8 @@ def _rename_reasoning(template: str, conversation: Conversation) -> Conversation
         if has:
             reasoning = message[has[0]]
             if not set(has) & set(read):
-                kept = {name: value for name, value in message.items() if name not in has}
-                message = {**kept, read[0]: reasoning}
+                fields = {name: value for name, value in message.items() if name not in has}
+                message = {**fields, read[0]: reasoning}
             message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
         messages.append(message)
     return replace(conversation, messages=messages)
@@ -386,13 +386,15 @@ def _drop_oldest_turns(
     """Drop the oldest turns, keeping initial system messages."""
     messages = conversation.messages
     head = next((i for i, m in enumerate(messages) if m["role"] != "system"), len(messages))
-    kept = [*range(head), *range(starts[turns], len(messages))]
+    kept_indices = [*range(head), *range(starts[turns], len(messages))]
     return replace(
         conversation,
-        messages=[messages[i] for i in kept],
-        weights=tuple(conversation.weights[i] for i in kept),
+        messages=[messages[i] for i in kept_indices],
+        weights=tuple(conversation.weights[i] for i in kept_indices),
         ranges={
-            new: conversation.ranges[i] for new, i in enumerate(kept) if i in conversation.ranges
+            new: conversation.ranges[i]
+            for new, i in enumerate(kept_indices)
+            if i in conversation.ranges
         },
     )
 
@@ -407,8 +409,8 @@ def _require_answers(text: str, conversation: Conversation) -> None:
     for number, message in enumerate(conversation.messages, start=1):
         if not weights[number - 1] or message["role"] != "assistant":
             continue
-        words = (message["content"] or "").rpartition("</think>")[2].strip()
-        if words[-ANSWER_END:] not in text:
+        answer = (message["content"] or "").rpartition("</think>")[2].strip()
+        if answer[-ANSWER_END:] not in text:
             raise BadRecord(
                 "template",
                 f"the chat template leaves out what the assistant says (message {number})",
@@ -419,6 +421,6 @@ def _last_turn_weights(conversation: Conversation) -> tuple[float, ...]:
     """Restrict trained messages to those after the last user message before the last of them."""
     trained = conversation.trained
     last = max((i for i, is_trained in enumerate(trained) if is_trained), default=0)
-    asked = [i for i in range(last) if conversation.messages[i]["role"] == "user"]
-    start = asked[-1] if asked else 0
+    questions = [i for i in range(last) if conversation.messages[i]["role"] == "user"]
+    start = questions[-1] if questions else 0
     return tuple(weight * (i >= start) for i, weight in enumerate(conversation.weights))

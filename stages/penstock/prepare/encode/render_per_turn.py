@@ -38,49 +38,49 @@ def render_per_turn(
     answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     text = render(messages[: answers[0]], True)
     spans: dict[int, tuple[int, int, bool]] = {}
-    for place, following in zip(answers, [*answers[1:], None], strict=True):
-        answer = _render_answer(render, messages, place)
-        end, after = _render_endings(render, messages, place, following)
+    for answer_index, following in zip(answers, [*answers[1:], None], strict=True):
+        answer = _render_answer(render, messages, answer_index)
+        end, after = _render_endings(render, messages, answer_index, following)
         shown = answer.removesuffix(end) + after
         is_closed = tail is not None and answer.endswith(tail)
-        words = answer.removesuffix(tail) if is_closed and tail else answer
-        if not (answer.endswith(end) and shown.startswith(words)):
+        answer_text = answer.removesuffix(tail) if is_closed and tail else answer
+        if not (answer.endswith(end) and shown.startswith(answer_text)):
             raise BadRecord(
                 "template",
-                f"the chat template ends message {place + 1} otherwise once others follow, "
+                f"the chat template ends message {answer_index + 1} otherwise once others follow, "
                 f"{NEEDS_MARKS}",
             )
-        spans[place] = len(text), len(text) + len(words), is_closed
+        spans[answer_index] = len(text), len(text) + len(answer_text), is_closed
         text += shown
     return text, spans
 
 
-def _render_answer(render: Render, messages: Sequence[Message], place: int) -> str:
-    prompt, whole = render(messages[:place], True), render(messages[: place + 1], False)
-    if not whole.startswith(prompt):
+def _render_answer(render: Render, messages: Sequence[Message], index: int) -> str:
+    prompt, rendered = render(messages[:index], True), render(messages[: index + 1], False)
+    if not rendered.startswith(prompt):
         raise BadRecord(
             "template",
-            f"the chat template begins message {place + 1} otherwise than its own prompt for an "
+            f"the chat template begins message {index + 1} otherwise than its own prompt for an "
             f"answer does, {NEEDS_MARKS}",
         )
-    return whole[len(prompt) :]
+    return rendered[len(prompt) :]
 
 
 def _render_endings(
-    render: Render, messages: Sequence[Message], place: int, following: int | None
+    render: Render, messages: Sequence[Message], index: int, following: int | None
 ) -> tuple[str, str]:
     """(text after an answer that is the last message; text after it up to the next answer or the
     end of the conversation)."""
-    if following is None and place + 1 == len(messages):
+    if following is None and index + 1 == len(messages):
         return "", ""
-    content = {name: value for name, value in messages[place].items() if name not in REASONING}
-    ahead = [*messages[:place], {**content, "content": PLACEHOLDER}]
+    content = {name: value for name, value in messages[index].items() if name not in REASONING}
+    ahead = [*messages[:index], {**content, "content": PLACEHOLDER}]
     alone = render(ahead, False)
-    whole = render([*ahead, *messages[place + 1 : following]], following is not None)
-    if [alone.count(PLACEHOLDER), whole.count(PLACEHOLDER)] != [1, 1]:
+    rendered = render([*ahead, *messages[index + 1 : following]], following is not None)
+    if [alone.count(PLACEHOLDER), rendered.count(PLACEHOLDER)] != [1, 1]:
         raise BadRecord(
             "template",
-            f"the chat template shows message {place + 1} otherwise once others follow, "
+            f"the chat template shows message {index + 1} otherwise once others follow, "
             f"{NEEDS_MARKS}",
         )
-    return alone.partition(PLACEHOLDER)[2], whole.partition(PLACEHOLDER)[2]
+    return alone.partition(PLACEHOLDER)[2], rendered.partition(PLACEHOLDER)[2]

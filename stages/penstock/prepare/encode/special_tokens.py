@@ -57,15 +57,15 @@ class SpecialTokens:
         filled = flat.lengths > 0
         is_ended[filled] = flat.ids[flat.offsets[1:][filled] - 1] == self._end
         if is_ended.any():
-            others: dict[int, LabeledTokens] = {}
-            for place in np.flatnonzero(is_ended).tolist():
-                tokens = flat[place]
+            replacements: dict[int, LabeledTokens] = {}
+            for index in np.flatnonzero(is_ended).tolist():
+                tokens = flat[index]
                 if self._after[0][-1:].tolist() == [self._end]:
-                    others[place] = tokens.cut(slice(-1))
+                    replacements[index] = tokens.cut(slice(-1))
                 elif self._masks_end:
                     labels = np.append(tokens.labels[:-1], np.int32(IGNORED))
-                    others[place] = tokens._replace(labels=labels)
-            flat = flat.replace(others)
+                    replacements[index] = tokens._replace(labels=labels)
+            flat = flat.replace(replacements)
         weights = [document.weights[-1] if document.weights else 1.0 for document in documents]
         is_weighted = any(document.weights for document in documents)
         of_ends = np.array(weights, dtype=np.float32) if is_weighted else None
@@ -73,12 +73,12 @@ class SpecialTokens:
 
     def _add_affixes(self, flat: TokenSequences, documents: Sequence[Document]) -> TokenSequences:
         before, after = (_to_labeled(ids, [False] * len(ids)) for ids in self._affixes)
-        others: dict[int, LabeledTokens] = {}
+        replacements: dict[int, LabeledTokens] = {}
         for index, document in enumerate(documents):
             if self._begin is None or not document.text.startswith(str(self._begin)):
-                whole = TokenSequences.from_list([before, flat[index], after])
-                others[index] = LabeledTokens(whole.ids, whole.labels, whole.weights)
-        return flat.replace(others)
+                joined = TokenSequences.from_list([before, flat[index], after])
+                replacements[index] = LabeledTokens(joined.ids, joined.labels, joined.weights)
+        return flat.replace(replacements)
 
 
 def _to_labeled(tokens: list[int], trained: list[bool]) -> LabeledTokens:

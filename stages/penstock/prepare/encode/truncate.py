@@ -129,18 +129,18 @@ class Truncator:
         `documents` are the sides before encoding; empty for tokenized records.
         """
         lengths = [len(side.ids) for side in sides]
-        found, turns = list(sides), 0
+        truncated, turns = list(sides), 0
         if self._its.truncation_mode == "drop_turns" and documents:
-            found, turns = self._drop_turns(found, documents)
-        found = self._cut_tokens(found)
-        if not TokenSequences.from_list(found).count_trained().all():
+            truncated, turns = self._drop_turns(truncated, documents)
+        truncated = self._cut_tokens(truncated)
+        if not TokenSequences.from_list(truncated).count_trained().all():
             limit = self._its.max_seq_len
             why = f"nothing to train in what is left of {max(lengths)} tokens (max_seq_len {limit})"
             raise BadRecord("no_trained_tokens", why)
         cuts.samples += 1
-        cuts.tokens += sum(lengths) - sum(len(side.ids) for side in found)
+        cuts.tokens += sum(lengths) - sum(len(side.ids) for side in truncated)
         cuts.turns += turns
-        return found, turns
+        return truncated, turns
 
     def _drop_turns(
         self, sides: list[LabeledTokens], documents: Sequence[Document]

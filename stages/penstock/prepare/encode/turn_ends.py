@@ -99,12 +99,12 @@ class TurnEnds:
                 end = following.end()
         return start, end
 
-    def find_token(self, text: str, place: int, tail: str, closing: str) -> tuple[int, int] | None:
+    def find_token(self, text: str, offset: int, tail: str, closing: str) -> tuple[int, int] | None:
         """[start, stop) of the first token in `tail` that ends turns, if `text` has this part of
-        `tail` at `place`. `closing`: what ends answers."""
+        `tail` at `offset`. `closing`: what ends answers."""
         ends = {token[0] for token in self._added.finditer(closing)} | self._stops
         for token in self._added.finditer(tail):
             if token[0] in ends:
-                is_there = text.startswith(tail[: token.end()], place)
-                return (place + token.start(), place + token.end()) if is_there else None
+                is_there = text.startswith(tail[: token.end()], offset)
+                return (offset + token.start(), offset + token.end()) if is_there else None
         return None

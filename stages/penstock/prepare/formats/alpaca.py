@@ -20,21 +20,21 @@ HISTORY = "history"
 
 def alpaca(settings: DatasetSettings, record: Mapping[str, Any]) -> Conversation:
     """Parse a record: the instruction, and the answer in `field_output`."""
-    asked = question_turns(settings, record, settings.field_instruction)
+    question = question_turns(settings, record, settings.field_instruction)
     answer = get_text(record, settings.field_output)
     if not answer.strip():
         raise BadRecord("empty", f"{settings.field_output} is empty")
-    turns = [*asked, text_turn("assistant", answer)]
+    turns = [*question, text_turn("assistant", answer)]
     return build_conversation(settings, record, turns, system_prompt(settings, record))
 
 
 def question_turns(settings: DatasetSettings, record: Mapping[str, Any], name: str) -> list[Turn]:
     """The turns in `history`, then a user message of the columns `name` and `field_input`."""
     context = settings.field_input or "input"
-    asked = [get_text(record, name)]
+    parts = [get_text(record, name)]
     if context != name:
-        asked.append(get_text_or_default(record, settings.field_input, context))
-    question = BREAK.join(part for part in asked if part.strip())
+        parts.append(get_text_or_default(record, settings.field_input, context))
+    question = BREAK.join(part for part in parts if part.strip())
     if not question.strip():
         raise BadRecord("empty", f"{name} is empty")
     return [*_parse_history(record.get(HISTORY)), text_turn("user", question)]
@@ -56,6 +56,6 @@ def _parse_history(value: Any) -> list[Turn]:
         location = f"{HISTORY}[{index}]"
         if not isinstance(entry, list) or len(entry) != 2:
             raise BadRecord("wrong_type", f"{location} is not a list of a question and an answer")
-        for place, role in enumerate(("user", "assistant")):
-            turns.append(text_turn(role, check_text(f"{location}[{place}]", entry[place])))
+        for position, role in enumerate(("user", "assistant")):
+            turns.append(text_turn(role, check_text(f"{location}[{position}]", entry[position])))
     return turns

@@ -125,9 +125,9 @@ def parse_any_messages(
     )
 
 
-def messages_equal(one: Turn, other: Turn) -> bool:
+def messages_equal(first: Turn, second: Turn) -> bool:
     """Whether two messages are equal, ignoring white space around their text."""
-    return _stripped(one) == _stripped(other)
+    return _stripped(first) == _stripped(second)
 
 
 def missing_prompt(settings: DatasetSettings, record: Mapping[str, Any]) -> BadRecord:

@@ -31,20 +31,22 @@ def merge_parts(location: str, value: Message, role: str, name: str) -> Message:
     content = value.get(name)
     if not isinstance(content, list) or (role == "tool" and not _is_part_list(content)):
         return value
-    at = f"{location}.{name}"
+    path = f"{location}.{name}"
     by_kind: dict[str, list[Any]] = {TEXT: [], REASON: [], CALL: [], RESULT: [], MEDIA: []}
     parts = Parts()
     for index, part in enumerate(content):
-        kind, inside = _parse_part(f"{at}[{index}]", part)
+        kind, inside = _parse_part(f"{path}[{index}]", part)
         flag = next((flag for flag in FLAGS if part.get(flag) is not None), None)
         if flag and role == "assistant":
-            why = f"{at}[{index}] has {flag}, but a message is trained whole or not at all"
+            why = f"{path}[{index}] has {flag}, but a message is trained whole or not at all"
             raise BadRecord("bad_value", f"{why}; write it beside {name}")
         if kind == RESULT and role != "tool":
-            raise BadRecord("bad_value", f"{at}[{index}] is a tool's answer in a message of {role}")
+            raise BadRecord(
+                "bad_value", f"{path}[{index}] is a tool's answer in a message of {role}"
+            )
         if kind == MEDIA and role == "assistant":
-            what = KINDS[inside[0]["type"]].article
-            raise BadRecord("bad_value", f"{at}[{index}] is {what}, which no answer can hold")
+            article = KINDS[inside[0]["type"]].article
+            raise BadRecord("bad_value", f"{path}[{index}] is {article}, which no answer can hold")
         by_kind[kind] += inside
         if kind in (TEXT, RESULT, MEDIA):
             parts += inside if kind == MEDIA else map(text_part, inside)
@@ -88,10 +90,10 @@ def _parse_part(location: str, part: Any) -> tuple[str, list[Any]]:
         )
     kind = PARTS.get(str(part["type"]))
     if kind is None:
-        known = ", ".join(dict.fromkeys(PARTS.values()))
+        part_types = ", ".join(dict.fromkeys(PARTS.values()))
         why = f"{location} is of type {str(part['type'])[:40]!r}"
         raise BadRecord(
-            "bad_value", f"{why}; only text and media can be used, in parts of type {known}"
+            "bad_value", f"{why}; only text and media can be used, in parts of type {part_types}"
         )
     if kind in KINDS:
         return MEDIA, [media_part(location, KINDS[kind], part)]

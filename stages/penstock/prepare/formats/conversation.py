@@ -125,13 +125,13 @@ class TokenizedSample:
 Parsed = Conversation | PreferencePair | RatedCompletion | Text | TokenizedSample
 
 
-def conversations(said: Parsed) -> list[Conversation]:
+def conversations(parsed: Parsed) -> list[Conversation]:
     """The conversations of a record; both of a pair."""
-    if isinstance(said, Conversation):
-        return [said]
-    if isinstance(said, PreferencePair):
-        return [said.chosen, said.rejected]
-    return [said.conversation] if isinstance(said, RatedCompletion) else []
+    if isinstance(parsed, Conversation):
+        return [parsed]
+    if isinstance(parsed, PreferencePair):
+        return [parsed.chosen, parsed.rejected]
+    return [parsed.conversation] if isinstance(parsed, RatedCompletion) else []
 
 
 Record = Mapping[str, Any]

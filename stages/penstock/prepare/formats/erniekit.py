@@ -40,15 +40,15 @@ def sft_turns(settings: DatasetSettings, record: Mapping[str, Any]) -> Conversat
     """
     if TEXTS in record:
         return text_info(settings, record)
-    system, asked = _parse_prompt(settings, record)
-    said = _parse_texts("tgt", get_column(record, "tgt"))
+    system, questions = _parse_prompt(settings, record)
+    answers = _parse_texts("tgt", get_column(record, "tgt"))
     given = record.get("label")
-    labels = [True] * len(said)
+    labels = [True] * len(answers)
     if given is not None:
-        labels = parse_labels("label", given, len(said), "as long as tgt")
-    said, labels = _drop_system_entry(record, said, len(asked)), labels[-len(asked) :]
-    _require_counts(asked, said, len(asked))
-    turns = _alternate(asked, said)
+        labels = parse_labels("label", given, len(answers), "as long as tgt")
+    answers, labels = _drop_system_entry(record, answers, len(questions)), labels[-len(questions) :]
+    _require_counts(questions, answers, len(questions))
+    turns = _alternate(questions, answers)
     return build_conversation(
         settings,
         record,
@@ -65,11 +65,11 @@ def preference_turns(settings: DatasetSettings, record: Mapping[str, Any]) -> Pr
 
     A response is one text, or an odd number of alternating assistant and user texts.
     """
-    system, asked = _parse_prompt(settings, record)
+    system, questions = _parse_prompt(settings, record)
     earlier = record.get("tgt")
-    said = _parse_texts("tgt", earlier) if earlier else []
-    said = _drop_system_entry(record, said, len(asked) - 1)
-    _require_counts(asked, said, len(asked) - 1)
+    answers = _parse_texts("tgt", earlier) if earlier else []
+    answers = _drop_system_entry(record, answers, len(questions) - 1)
+    _require_counts(questions, answers, len(questions) - 1)
     responses = get_column(record, "response")
     if not isinstance(responses, list) or len(responses) != SIDES:
         raise BadRecord(
@@ -79,7 +79,7 @@ def preference_turns(settings: DatasetSettings, record: Mapping[str, Any]) -> Pr
     return build_pair(
         settings,
         record,
-        Messages("src", _alternate(asked, said)),
+        Messages("src", _alternate(questions, answers)),
         _parse_response(responses, chosen),
         _parse_response(responses, 1 - chosen),
         system,
@@ -89,14 +89,14 @@ def preference_turns(settings: DatasetSettings, record: Mapping[str, Any]) -> Pr
 def _parse_prompt(settings: DatasetSettings, record: Mapping[str, Any]) -> tuple[str, list[str]]:
     """(system prompt, empty if there is none; user messages)."""
     system = get_text_or_default(record, settings.field_system, "system").strip()
-    asked = _parse_texts("src", get_column(record, "src"))
+    questions = _parse_texts("src", get_column(record, "src"))
     if not _has_system_in_src(record):
-        return system, asked
+        return system, questions
     if system:
         raise BadRecord("bad_value", "is_system is 1 and there is a system prompt of its own too")
-    if len(asked) == 1:
+    if len(questions) == 1:
         raise BadRecord("bad_value", "src has nothing but a system prompt (is_system is 1)")
-    return asked[0], asked[1:]
+    return questions[0], questions[1:]
 
 
 def _has_system_in_src(record: Mapping[str, Any]) -> bool:
@@ -106,19 +106,20 @@ def _has_system_in_src(record: Mapping[str, Any]) -> bool:
     return bool(value)
 
 
-def _drop_system_entry(record: Mapping[str, Any], said: list[str], count: int) -> list[str]:
+def _drop_system_entry(record: Mapping[str, Any], answers: list[str], count: int) -> list[str]:
     """The answers without the entry for a system prompt in `src`."""
-    return said[1:] if _has_system_in_src(record) and len(said) == count + 1 else said
+    return answers[1:] if _has_system_in_src(record) and len(answers) == count + 1 else answers
 
 
-def _require_counts(asked: Sequence[str], said: Sequence[str], count: int) -> None:
-    if len(said) != count:
+def _require_counts(questions: Sequence[str], answers: Sequence[str], count: int) -> None:
+    if len(answers) != count:
         raise BadRecord(
             "bad_value",
-            f"src has {len(asked)} texts of the user's and tgt {len(said)} where {count} are meant",
+            f"src has {len(questions)} texts of the user's and tgt {len(answers)} where {count} "
+            "are meant",
         )
-    _require_no_empty("src", asked)
-    _require_no_empty("tgt", said)
+    _require_no_empty("src", questions)
+    _require_no_empty("tgt", answers)
 
 
 def _require_no_empty(name: str, texts: Sequence[str]) -> None:
@@ -126,12 +127,12 @@ def _require_no_empty(name: str, texts: Sequence[str]) -> None:
         raise BadRecord("empty", f"{name} has an empty text")
 
 
-def _alternate(asked: Sequence[str], said: Sequence[str]) -> list[Turn]:
+def _alternate(questions: Sequence[str], answers: Sequence[str]) -> list[Turn]:
     """Alternate questions and answers, starting with a question."""
     turns: list[Turn] = []
-    for index, question in enumerate(asked):
+    for index, question in enumerate(questions):
         turns.append(text_turn("user", question))
-        turns += [text_turn("assistant", answer) for answer in said[index : index + 1]]
+        turns += [text_turn("assistant", answer) for answer in answers[index : index + 1]]
     return turns
 
 

@@ -38,11 +38,11 @@ def media_part(location: str, kind: MediaKind, part: Mapping[str, Any]) -> Messa
     """The part of a message that is an image, audio or video. Raises BadRecord if it cannot be read
     as one."""
     names = (*kind.sources, FPS, *SAMPLED) if kind == VIDEO else kind.sources
-    given = [name for name in names if part.get(name) is not None]
-    if not given:
+    present = [name for name in names if part.get(name) is not None]
+    if not present:
         return {"type": kind.name, kind.name: NO_SOURCE}
-    found = _parse(location, kind, {name: part[name] for name in given})
-    return {"type": kind.name, kind.name: found}
+    ref = _parse(location, kind, {name: part[name] for name in present})
+    return {"type": kind.name, kind.name: ref}
 
 
 def text_part(text: str) -> Message:
@@ -61,42 +61,43 @@ def place_media(
 
     Raises BadRecord if there are more places than media, or fewer.
     """
-    found, unplaced = list(messages), dict[str, int]()
+    placed, unplaced = list(messages), dict[str, int]()
     has_parts = any(isinstance(message["content"], list) for message in messages)
     if not has_parts and COLUMNS.isdisjoint(record):
-        return found, unplaced
+        return placed, unplaced
     for kind in KINDS.values():
-        found, count = _place(kind, record, found)
+        placed, count = _place(kind, record, placed)
         if count:
             unplaced[kind.name] = count
-    return found, unplaced
+    return placed, unplaced
 
 
 def _place(
-    kind: MediaKind, record: Mapping[str, Any], found: list[Message]
+    kind: MediaKind, record: Mapping[str, Any], messages: list[Message]
 ) -> tuple[list[Message], int]:
     missing = sum(
         part.get(kind.name) is NO_SOURCE
-        for message in found
+        for message in messages
         if isinstance(message["content"], list)
         for part in message["content"]
     )
-    given = _column_values(kind, record)
-    if not given and not missing:
-        return found, 0
-    places = missing or sum(_count_placeholders(kind, message) for message in found)
-    if not places:
-        return found, len(given)
-    refs = [_parse(where, kind, value) for where, value in given]
-    if places != len(refs):
-        what = f"parts of type {kind.name} without a source" if missing else kind.placeholder
+    column_values = _column_values(kind, record)
+    if not column_values and not missing:
+        return messages, 0
+    num_placeholders = missing or sum(_count_placeholders(kind, message) for message in messages)
+    if not num_placeholders:
+        return messages, len(column_values)
+    refs = [_parse(location, kind, value) for location, value in column_values]
+    if num_placeholders != len(refs):
+        expected = f"parts of type {kind.name} without a source" if missing else kind.placeholder
         raise BadRecord(
             "bad_value",
-            f"it has {len(refs)} {kind.plural} ({' or '.join(kind.columns)}) and {places} {what}",
+            f"it has {len(refs)} {kind.plural} ({' or '.join(kind.columns)}) and "
+            f"{num_placeholders} {expected}",
         )
     ahead = iter(refs)
     fill = _fill_parts if missing else _fill_text
-    return [fill(kind, message, ahead) for message in found], 0
+    return [fill(kind, message, ahead) for message in messages], 0
 
 
 def _column_values(kind: MediaKind, record: Mapping[str, Any]) -> list[tuple[str, Any]]:
@@ -106,7 +107,7 @@ def _column_values(kind: MediaKind, record: Mapping[str, Any]) -> list[tuple[str
         if value is None or value in ("", []):
             continue
         several = value if isinstance(value, list) else [value]
-        return [(f"{name}[{index}]", each) for index, each in enumerate(several)]
+        return [(f"{name}[{index}]", entry) for index, entry in enumerate(several)]
     return []
 
 
@@ -120,31 +121,31 @@ def _parse(location: str, kind: MediaKind, value: Any) -> ImageRef:
     if isinstance(value, str):
         return ImageRef(check_text(location, value), kind=kind.name)
     if not isinstance(value, Mapping):
-        what = f"{location} is {json_type_name(value)} where {kind.article} is meant"
-        raise BadRecord("wrong_type", what)
+        reason = f"{location} is {json_type_name(value)} where {kind.article} is meant"
+        raise BadRecord("wrong_type", reason)
     if kind == VIDEO and (value.get(FPS) is not None or any(name in value for name in SAMPLED)):
         return _parse_sampled(location, value)
-    known = (*kind.sources, BASE64[-1])
-    given = {name: value[name] for name in known if value.get(name) is not None}
+    source_names = (*kind.sources, BASE64[-1])
+    present = {name: value[name] for name in source_names if value.get(name) is not None}
     # Hugging Face's Image and Audio features have the bytes, and the path that they had.
-    name = "bytes" if "bytes" in given else next(iter(given), None)
+    name = "bytes" if "bytes" in present else next(iter(present), None)
     if name is None:
         raise BadRecord("missing_column", f"{location} has none of {', '.join(kind.sources)}")
     if name in BASE64:
         try:
-            return from_base64(check_text(f"{location}.{name}", given[name]), kind.name)
+            return from_base64(check_text(f"{location}.{name}", present[name]), kind.name)
         except BadMedia as error:
             raise BadRecord("bad_value", f"{location}.{name}: {error}") from error
-    if name == "bytes" and isinstance(given[name], str):
+    if name == "bytes" and isinstance(present[name], str):
         raise BadRecord("wrong_type", f"{location}.bytes is a string; write it as base64")
-    return _parse(f"{location}.{name}", kind, given[name])
+    return _parse(f"{location}.{name}", kind, present[name])
 
 
 def _parse_frames(location: str, value: list[Any]) -> ImageRef:
     """A video that is a list of images."""
     if not value:
         raise BadRecord("empty", f"{location} has no frames")
-    frames = [_parse(f"{location}[{index}]", IMAGE, each) for index, each in enumerate(value)]
+    frames = [_parse(f"{location}[{index}]", IMAGE, frame) for index, frame in enumerate(value)]
     return ImageRef(kind=VIDEO.name, frames=tuple(frames))
 
 
@@ -157,10 +158,10 @@ def _parse_sampled(location: str, value: Mapping[str, Any]) -> ImageRef:
             "which frames are used, and how large",
         )
     fps = value.get(FPS)
-    found = _parse(location, VIDEO, {n: v for n, v in value.items() if n not in (FPS, *SAMPLED)})
+    ref = _parse(location, VIDEO, {n: v for n, v in value.items() if n not in (FPS, *SAMPLED)})
     if fps is None:
-        return found
-    if not found.frames:
+        return ref
+    if not ref.frames:
         raise BadRecord(
             "bad_value",
             f"{location} has fps, which is that of a list of frames; of a file, the model's video "
@@ -168,7 +169,7 @@ def _parse_sampled(location: str, value: Mapping[str, Any]) -> ImageRef:
         )
     if isinstance(fps, bool) or not isinstance(fps, int | float) or not 0 < fps < math.inf:
         raise BadRecord("bad_value", f"{location}.fps is {fps!r} where a positive number is meant")
-    return replace(found, fps=float(fps))
+    return replace(ref, fps=float(fps))
 
 
 def _count_placeholders(kind: MediaKind, message: Message) -> int:

@@ -20,8 +20,8 @@ def instruction(settings: DatasetSettings, record: Record) -> Conversation:
             raise BadRecord("empty", f"{name} is empty")
     context = get_optional_text(record, settings.field_input)
     system = get_optional_text(record, settings.field_system)
-    asked = BREAK.join([part for part in (question, context) if part])
-    return question_and_answer(system, asked, answer)
+    prompt = BREAK.join([part for part in (question, context) if part])
+    return question_and_answer(system, prompt, answer)
 
 
 def question_and_answer(system: str, question: str, answer: str) -> Conversation:

@@ -33,23 +33,23 @@ def kto(settings: DatasetSettings, record: Mapping[str, Any]) -> RatedCompletion
 
 def parse_kto_label(value: Any) -> bool | None:
     """True for desirable, False for undesirable; None if the value is neither."""
-    word = str(value).strip().lower() if isinstance(value, str) else None
-    if word in GOOD or value == 1:
+    label = str(value).strip().lower() if isinstance(value, str) else None
+    if label in GOOD or value == 1:
         return True
-    return False if word in BAD or value == 0 else None
+    return False if label in BAD or value == 0 else None
 
 
 def _require_label(name: str, value: Any) -> bool:
-    found = parse_kto_label(value)
-    if found is not None:
-        return found
-    said = (
+    label = parse_kto_label(value)
+    if label is not None:
+        return label
+    shown = (
         f"{str(value)[:40]!r}"
         if isinstance(value, bool | int | float | str)
         else json_type_name(value)
     )
     raise BadRecord(
-        "bad_value", f"{name} is {said}; write true or false ({', '.join(GOOD[1:] + BAD[1:])})"
+        "bad_value", f"{name} is {shown}; write true or false ({', '.join(GOOD[1:] + BAD[1:])})"
     )
 
 

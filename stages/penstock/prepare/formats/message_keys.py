@@ -57,7 +57,7 @@ class MessageKeys:
             return usual
         roles = [role for role, _ in self.spellings]
         role = next((role for role in roles if role in message), roles[0])
-        contents = [content for other, content in self.spellings if other == role]
+        contents = [content for spelled_role, content in self.spellings if spelled_role == role]
         return role, next((content for content in contents if content in message), contents[0])
 
 

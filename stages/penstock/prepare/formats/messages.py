@@ -139,14 +139,15 @@ def _list_entries(location: str, value: Any) -> list[tuple[int, Any]]:
             "wrong_type",
             f"{location} is text where a list of messages is meant, such as {_EXAMPLE}",
         )
-    found = [] if is_blank else parse_json_text(location, value)
-    if not isinstance(found, list):
+    entries = [] if is_blank else parse_json_text(location, value)
+    if not isinstance(entries, list):
         raise BadRecord(
-            "wrong_type", f"{location} is {json_type_name(found)} where a list of messages is meant"
+            "wrong_type",
+            f"{location} is {json_type_name(entries)} where a list of messages is meant",
         )
-    if not found:
+    if not entries:
         raise BadRecord("empty", f"{location} is empty")
-    return list(enumerate(found))
+    return list(enumerate(entries))
 
 
 def parse_message(location: str, value: Any, keys: MessageKeys) -> Turn:
@@ -271,9 +272,9 @@ def _parse_content(
     location: str, value: Message, role: str, name: str, *, may_lack: bool
 ) -> str | Parts | None:
     content = value.get(name)
-    at = f"{location}.{name}"
+    path = f"{location}.{name}"
     if isinstance(content, str):
-        return check_text(at, content)
+        return check_text(path, content)
     if isinstance(content, Parts):
         return content
     if content is None and may_lack:
@@ -281,14 +282,14 @@ def _parse_content(
     if name not in value:
         raise BadRecord("missing_column", f"{location} has no {name}; it has {', '.join(value)}")
     if role == "tool" and content is not None:
-        return to_json_text(at, content)
-    raise BadRecord("wrong_type", f"{at} is {json_type_name(content)} where a string is meant")
+        return to_json_text(path, content)
+    raise BadRecord("wrong_type", f"{path} is {json_type_name(content)} where a string is meant")
 
 
 def _parse_other_fields(location: str, value: Message, keys: MessageKeys) -> Message:
     role_key, content_key = keys.of(value)
     read = {role_key, content_key, *READ_FIELDS, *keys.flags, keys.detail}
-    kept: Message = {}
+    fields: Message = {}
     for name, entry in value.items():
         if entry is None or name in read:
             continue
@@ -300,16 +301,16 @@ def _parse_other_fields(location: str, value: Message, keys: MessageKeys) -> Mes
                     "of content",
                 )
             continue
-        kept[name] = check_json(f"{location}.{name}", entry)
-    notes = [name for name in REASONING if name in kept]
+        fields[name] = check_json(f"{location}.{name}", entry)
+    notes = [name for name in REASONING if name in fields]
     for name in notes:
-        check_text(f"{location}.{name}", kept[name])
-    if len({kept[name] for name in notes}) > 1:
+        check_text(f"{location}.{name}", fields[name])
+    if len({fields[name] for name in notes}) > 1:
         raise BadRecord("bad_value", f"{location} has {' and '.join(notes)}, which differ")
     for name in ("role", "content"):
-        if name in kept:
+        if name in fields:
             raise BadRecord("bad_value", f"{location} has both {name} and {role_key}")
-    return kept
+    return fields
 
 
 def parse_labels(location: str, value: Any, count: int, why: str) -> list[bool]:

@@ -84,8 +84,8 @@ def _pair_from_text(
     """Parse two completions of an `alpaca` prompt, or two dialogue texts with a common prompt."""
     if record.get(settings.field_instruction) is not None:
         name = settings.field_instruction
-        asked = Messages(name, question_turns(settings, record, name))
-        return build_pair(settings, record, *_split_prompt(asked, chosen, rejected))
+        prompt = Messages(name, question_turns(settings, record, name))
+        return build_pair(settings, record, *_split_prompt(prompt, chosen, rejected))
     names = (settings.field_chosen, settings.field_rejected)
     better, worse = (parse_dialogue(name, record[name]) for name in names)
     if not (better and worse and better.is_conversation and worse.is_conversation):
@@ -112,18 +112,18 @@ def _parse_side(settings: DatasetSettings, name: str, record: Mapping[str, Any])
 
 
 def _split_prompt(
-    asked: Messages | None, chosen: Messages, rejected: Messages
+    written_prompt: Messages | None, chosen: Messages, rejected: Messages
 ) -> tuple[Messages, Messages, Messages]:
     """(prompt, chosen completion, rejected completion)."""
-    prompt = asked.require_prompt() if asked else Messages("", ())
+    prompt = written_prompt.require_prompt() if written_prompt else Messages("", ())
     if not chosen.is_conversation and not rejected.is_conversation:
         return prompt, chosen, rejected
     count = len(prompt.turns)
     if not count or not (chosen.starts_with(prompt.turns) and rejected.starts_with(prompt.turns)):
         count = _shared_prompt_length(chosen, rejected)
         if not count or not _ends_with(chosen.turns[:count], prompt.turns):
-            what = f"what is in {prompt.where}" if asked else "the same prompt"
-            why = f"{chosen.where} and {rejected.where} do not both begin with {what}"
+            expected = f"what is in {prompt.where}" if written_prompt else "the same prompt"
+            why = f"{chosen.where} and {rejected.where} do not both begin with {expected}"
             raise BadRecord("bad_value", why)
     shared, better = chosen.split_at(count)
     return shared, better, rejected.split_at(count)[1]
@@ -165,5 +165,5 @@ def parse_dialogue(location: str, value: Any) -> Messages | None:
         return None
     turns = zip(parts[::2], parts[1::2], strict=True)
     return Messages(
-        location, [text_turn(SPEAKERS[speaker], words.strip()) for speaker, words in turns]
+        location, [text_turn(SPEAKERS[speaker], text.strip()) for speaker, text in turns]
     )

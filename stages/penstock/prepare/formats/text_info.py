@@ -46,10 +46,10 @@ def text_info(settings: DatasetSettings, record: Mapping[str, Any]) -> Conversat
         parts[index].append(text_part(check_text(f"{location}.text", entry.get("text"))))
         roles.append(role)
     turns: list[Turn] = []
-    for role, group in groupby(range(len(texts)), key=lambda at: roles[at]):
-        its = [part for at in group for part in parts[at]]
-        has_images = any(part["type"] != "text" for part in its)
-        content: Any = its if has_images else "".join(part["text"] for part in its)
+    for role, group in groupby(range(len(texts)), key=lambda index: roles[index]):
+        group_parts = [part for index in group for part in parts[index]]
+        has_images = any(part["type"] != "text" for part in group_parts)
+        content: Any = group_parts if has_images else "".join(part["text"] for part in group_parts)
         turns.append(Turn({"role": role, "content": content}, 1.0))
     system = get_text_or_default(record, settings.field_system, "system")
     return build_conversation(settings, record, turns, system)
@@ -57,21 +57,21 @@ def text_info(settings: DatasetSettings, record: Mapping[str, Any]) -> Conversat
 
 def _images_before(record: Mapping[str, Any], count: int) -> list[list[Message]]:
     """The images before each text, in order."""
-    found: list[list[Message]] = [[] for _ in range(count)]
-    for at, entry in enumerate(_objects(IMAGES, record.get(IMAGES) or [])):
+    image_parts: list[list[Message]] = [[] for _ in range(count)]
+    for number, entry in enumerate(_objects(IMAGES, record.get(IMAGES) or [])):
         index = entry.get(INDEX, 0)
         if not isinstance(index, int) or not 0 <= index < count:
-            why = f"{IMAGES}[{at}].{INDEX} is {describe_value(index)}; there are {count} texts"
+            why = f"{IMAGES}[{number}].{INDEX} is {describe_value(index)}; there are {count} texts"
             raise BadRecord("bad_value", why)
-        location = f"{IMAGES}[{at}]"
+        location = f"{IMAGES}[{number}]"
         if not isinstance(entry.get("image_url"), str):
             raise BadRecord("missing_column", f"{location} has no image_url")
-        found[index].append(media_part(location, IMAGE, {"image_url": entry["image_url"]}))
-    return found
+        image_parts[index].append(media_part(location, IMAGE, {"image_url": entry["image_url"]}))
+    return image_parts
 
 
 def _objects(name: str, value: Any) -> list[Message]:
-    if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+    if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
         kind = json_type_name(value)
         raise BadRecord("wrong_type", f"{name} is {kind} where a list of objects is meant")
     return value

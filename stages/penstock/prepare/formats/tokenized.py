@@ -85,11 +85,11 @@ def _check_positions(positions: Tokens, count: int, start: int, stop: int) -> No
         raise BadRecord("bad_value", why)
     steps = np.flatnonzero(np.diff(positions[start:stop]) != 1)
     if len(steps):
-        at = start + int(steps[0]) + 1
+        position = start + int(steps[0]) + 1
         raise BadRecord(
             "bad_value",
-            f"position_ids[{at}] is {positions[at]} after {positions[at - 1]}, so it is several "
-            f"samples; write one to a record, or, if it is one, {WITHOUT_COLUMN}",
+            f"position_ids[{position}] is {positions[position]} after {positions[position - 1]}, "
+            f"so it is several samples; write one to a record, or, if it is one, {WITHOUT_COLUMN}",
         )
 
 

@@ -35,8 +35,8 @@ def _iter_tools(location: str, value: Any) -> Iterator[Object]:
     value = parse_json_text(location, value)
     if isinstance(value, list):
         for index, entry in enumerate(value):
-            at = f"{location}[{index}]"
-            yield from _iter_tools(at, check_object(at, parse_json_text(at, entry)))
+            path = f"{location}[{index}]"
+            yield from _iter_tools(path, check_object(path, parse_json_text(path, entry)))
         return
     if not isinstance(value, dict):
         raise BadRecord(
@@ -52,25 +52,25 @@ def _iter_tools(location: str, value: Any) -> Iterator[Object]:
 
 
 def _others(value: Object, name: str) -> str:
-    return ", ".join(other for other in value if other != name)
+    return ", ".join(other_name for other_name in value if other_name != name)
 
 
 def parse_tool_calls(location: str, value: Any) -> list[Object]:
     """Parse a list of tool calls, possibly as JSON text."""
-    found = parse_json_text(location, value)
-    if not isinstance(found, list):
+    calls = parse_json_text(location, value)
+    if not isinstance(calls, list):
         raise BadRecord(
-            "wrong_type", f"{location} is {json_type_name(found)} where a list of calls is meant"
+            "wrong_type", f"{location} is {json_type_name(calls)} where a list of calls is meant"
         )
-    return [_parse_call(f"{location}[{index}]", entry) for index, entry in enumerate(found)]
+    return [_parse_call(f"{location}[{index}]", entry) for index, entry in enumerate(calls)]
 
 
 def parse_inline_calls(location: str, value: Any) -> list[Object]:
     """Parse a message content of one tool call or a list, usually as JSON text."""
-    found = parse_json_text(location, value)
-    if isinstance(found, list) and found:
-        return parse_tool_calls(location, found)
-    return [_parse_call(location, found)]
+    calls = parse_json_text(location, value)
+    if isinstance(calls, list) and calls:
+        return parse_tool_calls(location, calls)
+    return [_parse_call(location, calls)]
 
 
 def parse_tool_call(location: str, value: Any) -> Object:
@@ -87,19 +87,19 @@ def _parse_call(location: str, value: Any) -> Object:
     if entry.get("function") is None:
         return _build_call(location, entry)
     _require_function_type(location, entry)
-    kept = {name: part for name, part in entry.items() if part is not None}
-    kept["type"] = "function"
-    kept["function"] = _parse_function(f"{location}.function", entry["function"])
-    return kept
+    fields = {name: part for name, part in entry.items() if part is not None}
+    fields["type"] = "function"
+    fields["function"] = _parse_function(f"{location}.function", entry["function"])
+    return fields
 
 
 def _parse_function(location: str, value: Any) -> Object:
     """The function of a call, from JSON that is checked."""
     entry = require_object(location, value)
-    kept = {name: part for name, part in entry.items() if part is not None}
-    kept["name"] = _parse_name(location, entry)
-    kept["arguments"] = _parse_arguments(f"{location}.arguments", entry.get("arguments"))
-    return kept
+    fields = {name: part for name, part in entry.items() if part is not None}
+    fields["name"] = _parse_name(location, entry)
+    fields["arguments"] = _parse_arguments(f"{location}.arguments", entry.get("arguments"))
+    return fields
 
 
 def _parse_arguments(location: str, value: Any) -> Object:
@@ -125,20 +125,20 @@ def _parse_definition(location: str, value: Any) -> Object:
     schemas = [name for name in ("parameters", *PARAMETERS) if entry.get(name) is not None]
     if len(schemas) > 1:
         raise BadRecord("bad_value", f"{location} has both {schemas[0]} and {schemas[1]}")
-    kept = {"parameters" if name in schemas else name: part for name, part in entry.items()}
-    kept["name"] = _parse_name(location, entry)
-    if isinstance(kept.get("parameters"), str):
-        at = f"{location}.parameters"
-        kept["parameters"] = check_object(at, parse_json_text(at, kept["parameters"]))
-    return kept
+    fields = {"parameters" if name in schemas else name: part for name, part in entry.items()}
+    fields["name"] = _parse_name(location, entry)
+    if isinstance(fields.get("parameters"), str):
+        path = f"{location}.parameters"
+        fields["parameters"] = check_object(path, parse_json_text(path, fields["parameters"]))
+    return fields
 
 
 def _require_function_type(location: str, entry: Object) -> None:
-    said = entry.get("type")
-    if said not in (None, "function"):
+    written_type = entry.get("type")
+    if written_type not in (None, "function"):
         raise BadRecord(
             "bad_value",
-            f"{location}.type is {check_json(location, said)!r}; only 'function' is known",
+            f"{location}.type is {check_json(location, written_type)!r}; only 'function' is known",
         )
 
 

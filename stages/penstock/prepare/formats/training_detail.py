@@ -37,9 +37,10 @@ def trained_ranges(
     if not entries:
         return (weight if is_flagged else 0.0), None
     if not isinstance(content, str) or not content.strip():
-        what = "blank" if isinstance(content, str) else "not text"
+        reason = "blank" if isinstance(content, str) else "not text"
         raise BadRecord(
-            "bad_value", f"{location} is about characters of a content that is {what}; leave it out"
+            "bad_value",
+            f"{location} is about characters of a content that is {reason}; leave it out",
         )
     ranges = _parse_entries(location, entries, len(content))
     if ranges and not weight:
@@ -49,31 +50,33 @@ def trained_ranges(
 
 
 def _parse_entries(location: str, entries: Sequence[Any], length: int) -> Ranges:
-    found: list[tuple[int, int, bool, int]] = []
+    entries_by_start: list[tuple[int, int, bool, int]] = []
     for index, entry in enumerate(entries):
-        at = f"{location}[{index}]"
+        path = f"{location}[{index}]"
         if not isinstance(entry, dict):
             kind = json_type_name(entry)
-            raise BadRecord("wrong_type", f"{at} is {kind} where an object with {MEANT} is meant")
-        begin, end = (_parse_offset(at, entry, name) for name in (BEGIN, END))
+            raise BadRecord("wrong_type", f"{path} is {kind} where an object with {MEANT} is meant")
+        begin, end = (_parse_offset(path, entry, name) for name in (BEGIN, END))
         if not begin <= end < length:
             raise BadRecord(
                 "bad_value",
-                f"{at} is from {begin} to {end}, which the content of {length} characters does not "
-                f"have; offsets count from 0, and {END} is the last character",
+                f"{path} is from {begin} to {end}, which the content of {length} characters does "
+                f"not have; offsets count from 0, and {END} is the last character",
             )
         if entry.get(TRAIN) is None:
-            raise BadRecord("missing_column", f"{at} has no {TRAIN}")
-        trains = parse_flag(f"{at}.{TRAIN}", entry[TRAIN], Flag()) > 0
-        if others := [n for n in entry if n not in (BEGIN, END, TRAIN) and entry[n] is not None]:
-            raise BadRecord("bad_value", f"{at} has {', '.join(others)}; it may have {MEANT}")
-        found.append((begin, end + 1, trains, index))
-    found.sort()
-    for (_, stop, _, one), (start, _, _, other) in pairwise(found):
+            raise BadRecord("missing_column", f"{path} has no {TRAIN}")
+        trains = parse_flag(f"{path}.{TRAIN}", entry[TRAIN], Flag()) > 0
+        if unknown := [n for n in entry if n not in (BEGIN, END, TRAIN) and entry[n] is not None]:
+            raise BadRecord("bad_value", f"{path} has {', '.join(unknown)}; it may have {MEANT}")
+        entries_by_start.append((begin, end + 1, trains, index))
+    entries_by_start.sort()
+    for (_, stop, _, number), (start, _, _, next_number) in pairwise(entries_by_start):
         if start < stop:
-            raise BadRecord("bad_value", f"{location}[{one}] and [{other}] overlap at {start}")
+            raise BadRecord(
+                "bad_value", f"{location}[{number}] and [{next_number}] overlap at {start}"
+            )
     joined: list[tuple[int, int]] = []
-    for start, stop, trains, _ in found:
+    for start, stop, trains, _ in entries_by_start:
         if trains and joined and joined[-1][1] == start:
             joined[-1] = joined[-1][0], stop
         elif trains:

@@ -44,7 +44,7 @@ FILES = {
     **dict.fromkeys(VIDEOS, VIDEO),
 }
 """Kinds of media, by suffix."""
-NAMING = {word for kind in KINDS.values() for word in (*kind.sources, *kind.columns)}
+NAMING = {column for kind in KINDS.values() for column in (*kind.sources, *kind.columns)}
 """Columns and members that may name them: frames of a video are images."""
 TEXTS = {"txt": "text", "text": "text", "caption": "caption", "cls": "cls"}
 """Columns of text, by suffix."""
@@ -166,9 +166,9 @@ def _why_unusable(members: Sequence[Member]) -> str | None:
         if member.size > member.max_size:
             return f"{member.name} has {member.size:,} bytes; {member.max_size:,} are allowed"
         column = TEXTS.get(member.suffix, member.suffix)
-        if (other := first.setdefault(column, member)) is not member:
+        if (first_member := first.setdefault(column, member)) is not member:
             return (
-                f"members {other.position:,} ({other.name}) and {member.position:,} "
+                f"members {first_member.position:,} ({first_member.name}) and {member.position:,} "
                 f"({member.name}) are both its {column}"
             )
     return None
@@ -190,8 +190,8 @@ def _with_media(record: dict[str, Any], kind: MediaKind, files: dict[str, bytes]
             return by_name[value]
         return value
 
-    found = replaced(record, False)
+    with_media = replaced(record, False)
     if not placed:
-        found = {name: value for name, value in found.items() if name not in kind.columns}
-        found[kind.columns[0]] = list(files.values())
-    return found
+        with_media = {name: value for name, value in with_media.items() if name not in kind.columns}
+        with_media[kind.columns[0]] = list(files.values())
+    return with_media

@@ -42,10 +42,11 @@ class SourceFile:
         """Compression, from the file name; None if uncompressed."""
         return detect_compression(self.name)
 
-    def too_large(self, place: str) -> StageError:
-        """The error for a record of more than `max_record_bytes`; `place` is what is too large."""
+    def too_large(self, location: str) -> StageError:
+        """The error for a record of more than `max_record_bytes`; `location` is what is too "
+        "large."""
         return StageError(
-            f"{self.name}: {place} has more than {self.max_record_bytes:,} bytes "
+            f"{self.name}: {location} has more than {self.max_record_bytes:,} bytes "
             "(data.max_record_bytes).\n  Split it, or raise data.max_record_bytes."
         )
 

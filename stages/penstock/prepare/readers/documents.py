@@ -132,23 +132,27 @@ def detect_delimiter(file: SourceFile) -> str:
         head = raw.readline(CHUNK).decode("utf-8-sig", errors="replace")
     if "," in head:
         return ","
-    return max(DELIMITERS, key=head.count) if any(each in head for each in DELIMITERS) else ","
+    return (
+        max(DELIMITERS, key=head.count)
+        if any(delimiter in head for delimiter in DELIMITERS)
+        else ","
+    )
 
 
-def group_items(found: Iterator[tuple[int, Any, int]], parse: Any) -> Iterator[Chunk]:
+def group_items(documents: Iterator[tuple[int, Any, int]], parse: Any) -> Iterator[Chunk]:
     """Group (position, item, size) into chunks of at most `BATCH` items and about `BATCH_BYTES`."""
     items: list[Any] = []
-    places: list[int] = []
+    offsets: list[int] = []
     size = 0
-    for place, item, its_size in found:
+    for offset, item, its_size in documents:
         items.append(item)
-        places.append(place)
+        offsets.append(offset)
         size += its_size
         if len(items) == BATCH or size >= BATCH_BYTES:
-            yield Chunk(items, places, parse)
-            items, places, size = [], [], 0
+            yield Chunk(items, offsets, parse)
+            items, offsets, size = [], [], 0
     if items:
-        yield Chunk(items, places, parse)
+        yield Chunk(items, offsets, parse)
 
 
 def _parse_row(header: list[str], fields: list[str]) -> Value:
@@ -219,9 +223,9 @@ class _JsonReader:
                     continue
                 line, why = self.line, "nested too deeply"
                 if isinstance(error, json.JSONDecodeError):
-                    at = error.pos - start  # the rest of the text begins at `start` now
-                    line += self._text.count("\n", 0, at)
-                    is_comment = COMMENT.match(self._text, at)
+                    position = error.pos - start  # the rest of the text begins at `start` now
+                    line += self._text.count("\n", 0, position)
+                    is_comment = COMMENT.match(self._text, position)
                     why = "a comment, which JSON does not have" if is_comment else error.msg
                 elif isinstance(error, ValueError):
                     why = str(error)
@@ -236,15 +240,15 @@ class _JsonReader:
             return value
 
     def _refill(self) -> bool:
-        kept = self._text[self._at :]
-        if len(kept) > self._file.max_record_bytes:
+        unread = self._text[self._at :]
+        if len(unread) > self._file.max_record_bytes:
             raise self._file.too_large(f"the value at line {self.line:,}")
         try:
-            more = self._stream.read(max(CHUNK, len(kept)))
+            more = self._stream.read(max(CHUNK, len(unread)))
         except UnicodeDecodeError as error:
             raise StageError(
                 f"{self._name} is not UTF-8 after line {self.line}: {error.reason}.\n"
                 "  Write the file in UTF-8."
             ) from error
-        self._text, self._at = kept + more, 0
+        self._text, self._at = unread + more, 0
         return bool(more)

@@ -34,11 +34,11 @@ class Expansion:
         self.total += num_bytes
         self.check(self.total, "content so far")
 
-    def check(self, num_bytes: int, what: str) -> None:
-        """Raise StageError if `what` has too many bytes."""
+    def check(self, num_bytes: int, part: str) -> None:
+        """Raise StageError if `part` has too many bytes."""
         if num_bytes > self.limit:
             raise StageError(
-                f"{self.name} has {self.file_bytes:,} bytes, and {num_bytes:,} bytes of {what}: "
+                f"{self.name} has {self.file_bytes:,} bytes, and {num_bytes:,} bytes of {part}: "
                 f"more than {RATIO:,} times as many.\n"
                 "  It is damaged or made to fill memory; if not, write it without compression and "
                 "dictionaries."

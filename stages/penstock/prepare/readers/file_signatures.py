@@ -33,9 +33,9 @@ def require_text(file: SourceFile, kind: Kind) -> None:
     """Raise StageError for a file that cannot be read as text of this kind."""
     with file.open() as stream:
         head = stream.read(HEAD_BYTES)
-    for beginning, what in BINARY_SIGNATURES.items():
+    for beginning, format_name in BINARY_SIGNATURES.items():
         if head.startswith(beginning):
-            raise StageError(f"{file.name} is {what.format(name=file.name)}")
+            raise StageError(f"{file.name} is {format_name.format(name=file.name)}")
     _require_utf8(file.name, head)
     if kind != "text":
         _require_records(file.name, kind, head.removeprefix(codecs.BOM_UTF8).lstrip())
@@ -67,7 +67,7 @@ def _require_records(name: str, kind: Kind, head: bytes) -> None:
             f"{name} contains JSON, but is read as CSV.\n"
             "  Write ds_type: json, or rename it to .jsonl."
         )
-    if kind == "json" and head[:1].isalpha() and not any(each in head for each in b"{["):
+    if kind == "json" and head[:1].isalpha() and not any(bracket in head for bracket in b"{["):
         first = head.partition(b"\n")[0][:40].decode(errors="replace").strip()
         raise StageError(
             f"{name} is not JSON: it starts with {first!r}.\n"

@@ -132,13 +132,13 @@ def split_source(
 
 def _attach_megatron_data(files: Sequence[SourceFile]) -> list[SourceFile]:
     """Attach each Megatron data file (.bin) to its index (.idx)."""
-    found: list[SourceFile] = []
+    source_files: list[SourceFile] = []
     for file in files:
-        if found and found[-1].name.endswith(INDEX) and file.name.endswith(DATA):
-            found[-1] = replace(found[-1], data_file=file)
+        if source_files and source_files[-1].name.endswith(INDEX) and file.name.endswith(DATA):
+            source_files[-1] = replace(source_files[-1], data_file=file)
         else:
-            found.append(file)
-    return found
+            source_files.append(file)
+    return source_files
 
 
 def _select_documents(
@@ -146,7 +146,7 @@ def _select_documents(
 ) -> list[FileSplit]:
     """The documents of one split; each file is split separately. Raises StageError if there are
     none."""
-    found: list[FileSplit] = []
+    splits: list[FileSplit] = []
     last = {piece.name: piece.span[1] for piece in pieces if piece.span}
     for piece in pieces:
         if piece.reader != "megatron" or not piece.span:
@@ -154,19 +154,22 @@ def _select_documents(
                 f"{source.pin['label']} is not Megatron data, so splits_string"
                 f" ({split[0]}) has no documents to split.\n  Remove splits_string."
             )
-        its = split_range(last[piece.name], *split)
-        first, end = max(piece.span[0], its.start), min(piece.span[1], its.stop)
+        document_range = split_range(last[piece.name], *split)
+        first, end = (
+            max(piece.span[0], document_range.start),
+            min(piece.span[1], document_range.stop),
+        )
         if first < end:
             share = (end - first) / (piece.span[1] - piece.span[0])
             size = int(piece.num_bytes * share)
-            found.append(replace(piece, span=(first, end), records_before=first, num_bytes=size))
-    if not found:
+            splits.append(replace(piece, span=(first, end), records_before=first, num_bytes=size))
+    if not splits:
         raise StageError(
             f"{source.pin['label']} has {sum(last.values()):,} documents, of which splits_string"
             f" ({split[0]}) gives none to {split[1]}.\n"
             "  Write shares that give it some, or leave the data set out."
         )
-    return found
+    return splits
 
 
 def require_unchanged(files: Iterable[SourceFile | None]) -> None:
@@ -207,15 +210,15 @@ def _split_file(file: SourceFile, ds_type: str | None) -> list[FileSplit]:
     if file.data_file:
         content["data"] = {k: v for k, v in file.data_file.pinned.items() if k != "name"}
     kind = ds_type or detect_file_kind(file.name) or ""
-    asked = digest_json([FORMAT, SLICE_BYTES, kind, file.name, content])
+    cache_key = digest_json([FORMAT, SLICE_BYTES, kind, file.name, content])
 
     def cuts() -> list[SplitSpec]:
-        found = list(_SPLITTERS[kind](file))
+        pieces = list(_SPLITTERS[kind](file))
         require_unchanged([file, file.data_file])
-        return found
+        return pieces
 
     whole_file = FileSplit("csv", file.name, content, file)
-    return [_build_split(whole_file, cut) for cut in cached_value(asked, cuts)]
+    return [_build_split(whole_file, cut) for cut in cached_value(cache_key, cuts)]
 
 
 def _build_split(whole_file: FileSplit, cut: SplitSpec) -> FileSplit:
@@ -422,10 +425,10 @@ def _split_hub(pin: dict[str, Any], streaming: bool, token: bool | None) -> list
             FileSplit("stream", repo, pin, span=(index, shards), num_bytes=SLICE_BYTES)
             for index in range(shards)
         ]
-    asked = digest_json([FORMAT, SLICE_BYTES, "rows", pin])
+    cache_key = digest_json([FORMAT, SLICE_BYTES, "rows", pin])
     return [
         FileSplit("hub", repo, pin, span=(start, stop), records_before=start, num_bytes=num_bytes)
-        for start, stop, num_bytes in cached_value(asked, lambda: _split_hub_rows(pin, token))
+        for start, stop, num_bytes in cached_value(cache_key, lambda: _split_hub_rows(pin, token))
     ]
 
 
@@ -441,8 +444,12 @@ def _split_hub_rows(pin: dict[str, Any], token: bool | None) -> list[list[int]]:
 
     data = open_hub(pin, token)
     rows, num_bytes = len(data), data.data.nbytes
-    each = max(ROWS, SLICE_BYTES * rows // max(1, num_bytes) // ROWS * ROWS)
+    rows_per_slice = max(ROWS, SLICE_BYTES * rows // max(1, num_bytes) // ROWS * ROWS)
     return [
-        [start, min(start + each, rows), num_bytes * min(each, rows - start) // rows]
-        for start in range(0, rows, each)
+        [
+            start,
+            min(start + rows_per_slice, rows),
+            num_bytes * min(rows_per_slice, rows - start) // rows,
+        ]
+        for start in range(0, rows, rows_per_slice)
     ]

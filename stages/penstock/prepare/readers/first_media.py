@@ -23,7 +23,7 @@ def find_first_media(
     errors."""
     if settings.type in NO_CONVERSATION:
         return {}
-    asked = digest_json(
+    cache_key = digest_json(
         [
             VERSION,
             "media",
@@ -44,17 +44,17 @@ def find_first_media(
         found: dict[str, set[str]] = {}
         for record in read_first(source, settings.ds_type, token, settings.max_record_bytes):
             try:
-                said = parse_record(settings, record, columns)
+                parsed = parse_record(settings, record, columns)
             except BadRecord:
                 continue
             for kind, ref in (
-                one for conversation in conversations(said) for one in conversation.media
+                ref for conversation in conversations(parsed) for ref in conversation.media
             ):
                 suffixes = found.setdefault(kind, set())
                 suffixes.update(PurePosixPath(path).suffix.lower() for path in ref.paths)
         return {kind: sorted(suffixes) for kind, suffixes in found.items()}
 
     try:
-        return cached_value(asked, find)
+        return cached_value(cache_key, find)
     except (StageError, CapabilityError, FileNotFoundError):
         return {}

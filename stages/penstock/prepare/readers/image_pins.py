@@ -135,21 +135,21 @@ def digest_images(
     if there are none."""
     if settings.type in NO_CONVERSATION:
         return None
-    found: list[tuple[str, Any]] = []
+    pins: list[tuple[str, Any]] = []
     for piece in pieces:
         root = image_root(piece, settings)
         if root is not None and piece.file is not None:
             names = _named_paths(piece, settings, columns)
             versions = _versions_of_remote if isinstance(root, str) else _digests_of_local
-            found += zip(names, versions(names, root), strict=True)
-    return digest_json(found) if found else None
+            pins += zip(names, versions(names, root), strict=True)
+    return digest_json(pins) if pins else None
 
 
 def _digests_of_local(names: Sequence[str], root: Folder) -> list[str | None]:
     paths = [image_path(name, Path(root)) for name in names]
-    there = [path for path in paths if path is not None and path.is_file()]
+    existing = [path for path in paths if path is not None and path.is_file()]
     try:
-        digests = dict(zip(there, digest_files(there), strict=True))
+        digests = dict(zip(existing, digest_files(existing), strict=True))
     except PermissionError as error:
         raise permission_error(Path(str(error.filename))) from error
     return [digests.get(path) if path else None for path in paths]
@@ -157,18 +157,18 @@ def _digests_of_local(names: Sequence[str], root: Folder) -> list[str | None]:
 
 def _versions_of_remote(names: Sequence[str], root: Folder) -> list[Any]:
     """What the store tells of the files below a URL."""
-    place = RemotePath.from_url(str(root))
-    infos = place.files(tries=PLANNING_TRIES) if names else {}
-    found: list[Any] = []
+    remote_root = RemotePath.from_url(str(root))
+    infos = remote_root.files(tries=PLANNING_TRIES) if names else {}
+    versions: list[Any] = []
     for path in map(name_below, names):
         if path is None or path not in infos:
-            found.append(None)
+            versions.append(None)
             continue
         version = file_version(infos[path])
         # Versions that are no digests are unique per server only.
-        more = {} if is_digest(version) else {"url": (place / path).redacted_url}
-        found.append({**version, **more})
-    return found
+        more = {} if is_digest(version) else {"url": (remote_root / path).redacted_url}
+        versions.append({**version, **more})
+    return versions
 
 
 def _named_paths(
@@ -188,10 +188,10 @@ def _iter_paths(
     for chunk in read_chunks(piece):
         for value in _mentioning(chunk, searched):
             try:
-                said = parse_record(settings, value, columns)
+                parsed = parse_record(settings, value, columns)
             except BadRecord:
                 continue
-            for conversation in conversations(said):
+            for conversation in conversations(parsed):
                 yield from (path for _, ref in conversation.media for path in ref.paths)
 
 

@@ -34,13 +34,15 @@ def json_lines(file: SourceFile, span: Span | None) -> Iterator[Chunk]:
     with file.open() as stream:
         number = 1
         for lines in _iter_line_batches(stream, file, span):
-            places = range(number, number + len(lines))
+            numbers = range(number, number + len(lines))
             number += len(lines)
             if any(map(bytes.isspace, lines)):
-                kept = [i for i, line in enumerate(lines) if not line.isspace()]
-                yield Chunk([lines[i] for i in kept], [places[i] for i in kept], _parse_lines)
+                nonblank = [i for i, line in enumerate(lines) if not line.isspace()]
+                yield Chunk(
+                    [lines[i] for i in nonblank], [numbers[i] for i in nonblank], _parse_lines
+                )
             else:
-                yield Chunk(lines, places, _parse_lines)
+                yield Chunk(lines, numbers, _parse_lines)
 
 
 def text_lines(file: SourceFile, span: Span | None) -> Iterator[Chunk]:
@@ -71,27 +73,27 @@ def parse_line(line: bytes) -> Value:
     return as_object(value)
 
 
-def count_lines_before(file: SourceFile, at: int) -> int:
-    """Number of lines before the first one that starts at or after byte `at`."""
+def count_lines_before(file: SourceFile, offset: int) -> int:
+    """Number of lines before the first one that starts at or after byte `offset`."""
     with file.open() as stream:
-        left, found = line_start(stream, at), 0
+        remaining, count = line_start(stream, offset), 0
         stream.seek(0)
-        while left and (block := stream.read(min(BLOCK, left))):
-            found += block.count(b"\n")
-            left -= len(block)
-        return found
+        while remaining and (block := stream.read(min(BLOCK, remaining))):
+            count += block.count(b"\n")
+            remaining -= len(block)
+        return count
 
 
-def line_start(stream: BinaryIO, at: int) -> int:
-    """Offset of the first line that starts at or after `at`, or the end of the file."""
-    if not at:
+def line_start(stream: BinaryIO, offset: int) -> int:
+    """Offset of the first line that starts at or after `offset`, or the end of the file."""
+    if not offset:
         return 0
-    stream.seek(at - 1)
+    stream.seek(offset - 1)
     while block := stream.readline(BLOCK):
-        at += len(block)
+        offset += len(block)
         if block.endswith(b"\n"):
             break
-    return at - 1
+    return offset - 1
 
 
 def _iter_line_batches(
@@ -99,12 +101,12 @@ def _iter_line_batches(
 ) -> Iterator[list[bytes]]:
     """Yield lists of at most `BATCH` lines, with line ends. The grouping depends on content
     only. Raises StageError for a line that is too large."""
-    at, stop = (line_start(stream, span[0]), span[1]) if span else (0, None)
-    if at:
-        stream.seek(at)
-    while stop is None or at < stop:
-        wanted = BATCH_BYTES if stop is None else min(BATCH_BYTES, stop - at)
-        block = stream.read(wanted)
+    position, stop = (line_start(stream, span[0]), span[1]) if span else (0, None)
+    if position:
+        stream.seek(position)
+    while stop is None or position < stop:
+        num_bytes = BATCH_BYTES if stop is None else min(BATCH_BYTES, stop - position)
+        block = stream.read(num_bytes)
         if not block:
             return
         if not block.endswith(b"\n"):
@@ -113,8 +115,8 @@ def _iter_line_batches(
         if len(block) > file.max_record_bytes and (
             large := next((line for line in lines if len(line) > file.max_record_bytes), None)
         ):
-            raise file.too_large(f"the line at byte {at + block.index(large) + 1:,}")
-        at += len(block)
+            raise file.too_large(f"the line at byte {position + block.index(large) + 1:,}")
+        position += len(block)
         yield from (lines[first : first + BATCH] for first in range(0, len(lines), BATCH))
 
 
@@ -141,19 +143,19 @@ def utf8_error(error: UnicodeDecodeError) -> str:
 def _explain_json_error(line: bytes, error: json.JSONDecodeError) -> str:
     """Error message for a line that is not JSON; common mistakes are named."""
     text = line.decode(errors="replace").rstrip()
-    rest = text[error.pos :].lstrip() if error.msg == "Extra data" else None
+    remainder = text[error.pos :].lstrip() if error.msg == "Extra data" else None
     location = f"at column {error.colno}"
-    if rest == ",":
+    if remainder == ",":
         return (
             f"not JSON: a comma {location}, after the record; lines of JSON have none between them"
         )
-    if rest is not None and rest.startswith("{"):
+    if remainder is not None and remainder.startswith("{"):
         return f"not JSON: a second record {location}; write one to a line"
     # Python 3.13 reports the position of the comma, others that of the bracket.
     trailing = TRAILING_COMMA.match(text, error.pos)
     if trailing and (trailing[1] or text[: error.pos].rstrip().endswith(",")):
-        at = trailing.start(2) + 1
-        return f"not JSON: a comma before {trailing[2]} at column {at}; take it out"
+        column = trailing.start(2) + 1
+        return f"not JSON: a comma before {trailing[2]} at column {column}; take it out"
     if COMMENT.match(text, error.pos):
         return f"not JSON: a comment {location}, which JSON does not have; take it out"
     if "'" in text[error.pos : error.pos + 1]:

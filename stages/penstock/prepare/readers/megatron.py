@@ -74,7 +74,10 @@ class MegatronIndex:
         is_placed = (self.pointers >= 0) & (self.pointers <= available)
         room = (available - np.where(is_placed, self.pointers, available)) // size
         outside = np.flatnonzero(~is_placed | (self.lengths > room))
-        ends = (int(self.pointers[at]) + int(self.lengths[at]) * size for at in outside.tolist())
+        ends = (
+            int(self.pointers[index]) + int(self.lengths[index]) * size
+            for index in outside.tolist()
+        )
         return max(ends, default=None)
 
 
@@ -215,8 +218,8 @@ def _dtype(code: int) -> np.dtype[np.integer]:
 class _BinaryReader:
     """Reads numbers from a buffer in order. Raises ValueError beyond its end."""
 
-    def __init__(self, raw: Bytes, at: int) -> None:
-        self._raw, self._at = raw, at
+    def __init__(self, raw: Bytes, offset: int) -> None:
+        self._raw, self._at = raw, offset
 
     @property
     def left(self) -> int:
@@ -235,9 +238,9 @@ class _BinaryReader:
     def array(self, dtype: str, count: int) -> Numbers:
         """Read `count` numbers."""
         self._require(count * np.dtype(dtype).itemsize)
-        found = np.frombuffer(self._raw, dtype, count, self._at)
-        self._at += found.nbytes
-        return found.astype(np.int64)
+        array = np.frombuffer(self._raw, dtype, count, self._at)
+        self._at += array.nbytes
+        return array.astype(np.int64)
 
     def version(self) -> None:
         """Read the version; raise ValueError if it is not supported."""

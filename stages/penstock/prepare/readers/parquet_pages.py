@@ -192,28 +192,28 @@ def chunk_range(chunk: pq.ColumnChunkMetaData) -> tuple[int, int]:
 
 def _iter_pages(stream: BinaryIO, chunk: pq.ColumnChunkMetaData) -> Iterator[Page]:
     offset, stop = chunk_range(chunk)
-    seen = 0
-    while seen < chunk.num_values and offset < stop:
+    num_values = 0
+    while num_values < chunk.num_values and offset < stop:
         header, length = _read_header(stream, offset)
         page = _page(header, offset + length)
         yield page
-        seen += 0 if page.kind == DICTIONARY else page.num_values
+        num_values += 0 if page.kind == DICTIONARY else page.num_values
         offset = page.start + page.num_bytes
 
 
-def _read_header(stream: BinaryIO, at: int) -> tuple[Struct, int]:
+def _read_header(stream: BinaryIO, offset: int) -> tuple[Struct, int]:
     size = FIRST_READ
     while True:
-        stream.seek(at)
+        stream.seek(offset)
         content = stream.read(size)
         compact = CompactReader(content)
         try:
             return compact.struct(), compact.at
         except IndexError as error:
             if len(content) < size or size >= MAX_PAGE_HEADER:
-                raise PageError(f"the page header at byte {at} is truncated") from error
+                raise PageError(f"the page header at byte {offset} is truncated") from error
         except (ValueError, TypeError) as error:
-            raise PageError(f"the page header at byte {at} is damaged") from error
+            raise PageError(f"the page header at byte {offset} is damaged") from error
         size *= 8
 
 
@@ -249,11 +249,11 @@ def _content(stream: BinaryIO, page: Page, codec: str) -> bytes:
 
 def _longest_text(dictionary: bytes) -> int:
     """Bytes of the longest text of a dictionary, whose texts follow their lengths of 32 bits."""
-    longest = at = 0
-    while at + 4 <= len(dictionary):
-        (length,) = struct.unpack_from("<I", dictionary, at)
+    longest = offset = 0
+    while offset + 4 <= len(dictionary):
+        (length,) = struct.unpack_from("<I", dictionary, offset)
         longest = max(longest, length)
-        at += 4 + length
+        offset += 4 + length
     return longest
 
 

@@ -21,13 +21,13 @@ def read_records(item: Slice, token: bool | None = None) -> Iterator[Batch]:
     `token`: whether the Hugging Face login is used (None: if there is one). Raises StageError if a
     file is truncated, CapabilityError if the hub cannot be reached.
     """
-    seen = 0
+    num_read = 0
     for piece in item.pieces:
         before = cache(partial(count_records_before, piece, token))
         number, has_lines = piece.start + 1, piece.reader in LINE_READERS
         for chunk in _limit_chunks(read_chunks(piece, token), piece.start, piece.stop):
-            first = (item.first - seen) % item.step
-            seen += len(chunk)
+            first = (item.first - num_read) % item.step
+            num_read += len(chunk)
             chosen = chunk.part(first, None, item.step) if item.step > 1 else chunk
             numbers = None
             if piece.reader == "json_document":
@@ -45,15 +45,18 @@ def read_records(item: Slice, token: bool | None = None) -> Iterator[Batch]:
                 )
 
 
-def _limit_chunks(found: Iterator[Chunk], start: int, stop: int | None) -> Iterator[Chunk]:
+def _limit_chunks(chunks: Iterator[Chunk], start: int, stop: int | None) -> Iterator[Chunk]:
     """Limit chunks to records `start` to `stop`; later chunks are not read."""
-    at = 0
-    for chunk in found:
-        first, last = max(start - at, 0), len(chunk) if stop is None else min(stop - at, len(chunk))
-        at += len(chunk)
+    offset = 0
+    for chunk in chunks:
+        first, last = (
+            max(start - offset, 0),
+            len(chunk) if stop is None else min(stop - offset, len(chunk)),
+        )
+        offset += len(chunk)
         if first < last:
             yield chunk if (first, last) == (0, len(chunk)) else chunk.part(first, last)
-        if stop is not None and at >= stop:
+        if stop is not None and offset >= stop:
             return
 
 

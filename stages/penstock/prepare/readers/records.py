@@ -69,13 +69,13 @@ class Chunk:
 
     def part(self, start: int, stop: int | None = None, step: int = 1) -> "Chunk":
         """Every `step`th record from `start` on, `stop` excluded."""
-        at = slice(start, stop, step)
+        selection = slice(start, stop, step)
         if isinstance(self.items, pa.RecordBatch):
-            rows = pa.array(range(self.items.num_rows)[at], pa.int64())
+            rows = pa.array(range(self.items.num_rows)[selection], pa.int64())
             items = self.items.slice(start, len(rows)) if step == 1 else self.items.take(rows)
         else:
-            items = self.items[at]
-        return Chunk(items, self.positions[at], self.parse)
+            items = self.items[selection]
+        return Chunk(items, self.positions[selection], self.parse)
 
     def values(self) -> list[Value]:
         """The records, parsed."""
@@ -93,12 +93,12 @@ class DuplicateKeyError(ValueError):
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """The object of these pairs, for `object_pairs_hook`. Raises DuplicateKeyError."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    members = dict(pairs)
+    if len(members) != len(pairs):
         names = Counter(name for name, _ in pairs)
-        twice = next(name for name in found if names[name] > 1)
+        twice = next(name for name in members if names[name] > 1)
         raise DuplicateKeyError(f"key {twice!r} is there {names[twice]} times; write it once")
-    return found
+    return members
 
 
 JSON = json.JSONDecoder(object_pairs_hook=unique_keys)

@@ -65,8 +65,8 @@ def count_records(piece: FileSplit, token: bool | None = None) -> int:
     """Count the records of a piece without parsing them; cached by content."""
 
     def count() -> int:
-        found = sum(len(chunk) for chunk in read_chunks(piece, token))
+        count = sum(len(chunk) for chunk in read_chunks(piece, token))
         require_unchanged([piece.file])
-        return found
+        return count
 
     return cached_value(digest_json([FORMAT, "records", piece.as_json()]), count)

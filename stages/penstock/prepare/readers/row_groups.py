@@ -141,5 +141,5 @@ class _Bounds:
     def _is_too_large(self, num_bytes: int) -> bool:
         return num_bytes > max(self._source.max_record_bytes, MAX_RECORD_BYTES)
 
-    def _too_large(self, what: str) -> StageError:
-        return self._source.too_large(f"{what} in {self._location}")
+    def _too_large(self, part: str) -> StageError:
+        return self._source.too_large(f"{part} in {self._location}")

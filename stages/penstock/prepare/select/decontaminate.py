@@ -47,9 +47,9 @@ def count_short_ngrams(batches: Iterable[pa.RecordBatch], length: int) -> Hashes
 
 def common_ngrams(of_slices: Sequence[Hashes], num_samples: int) -> Hashes:
     """The short n-grams that are common among all decontamination samples, sorted."""
-    both = np.concatenate([np.empty((2, 0), dtype=np.uint64), *of_slices], axis=1)
-    hashes, where = np.unique(both[0], return_inverse=True)
-    counts = np.bincount(where, both[1].astype(np.float64), len(hashes))
+    hash_counts = np.concatenate([np.empty((2, 0), dtype=np.uint64), *of_slices], axis=1)
+    hashes, inverse = np.unique(hash_counts[0], return_inverse=True)
+    counts = np.bincount(inverse, hash_counts[1].astype(np.float64), len(hashes))
     return hashes[(counts > COMMON * num_samples) & (counts >= FEWEST)]
 
 
@@ -57,15 +57,15 @@ def ngrams_excluding_common(
     batches: Iterable[pa.RecordBatch], length: int, common: Hashes
 ) -> Hashes:
     """The n-grams of one slice that do not overlap a common short n-gram, sorted."""
-    found = [np.empty(0, dtype=np.uint64)]
+    hashes = [np.empty(0, dtype=np.uint64)]
     for batch in batches:
         for samples in iter_samples(batch):
             runs = ngram_hashes(samples, length)
             covered = np.concatenate(
                 [[0], np.cumsum(_mask_common(samples, half_ngram(length), common))]
             )
-            found.append(runs.hashes[covered[runs.starts + length] == covered[runs.starts]])
-    return np.unique(np.concatenate(found))
+            hashes.append(runs.hashes[covered[runs.starts + length] == covered[runs.starts]])
+    return np.unique(np.concatenate(hashes))
 
 
 class ContaminationIndex:
@@ -73,8 +73,8 @@ class ContaminationIndex:
 
     def __init__(self, runs: Sequence[tuple[int, Hashes]]) -> None:
         """`runs` are (data set index, n-gram hashes) for every slice."""
-        datasets = np.repeat([of for of, _ in runs], [len(its) for _, its in runs])
-        hashes = np.concatenate([np.empty(0, dtype=np.uint64), *(its for _, its in runs)])
+        datasets = np.repeat([of for of, _ in runs], [len(run) for _, run in runs])
+        hashes = np.concatenate([np.empty(0, dtype=np.uint64), *(run for _, run in runs)])
         self._hashes, first = np.unique(hashes, return_index=True)
         self._datasets = datasets[first]
         size = min(1 << (SLOTS_PER_RUN * len(self._hashes)).bit_length(), MOST_SLOTS)
@@ -86,21 +86,21 @@ class ContaminationIndex:
         parts = [np.empty(0, dtype=np.int16)]
         for batch in batches:
             for samples in iter_samples(batch):
-                found = np.full(len(samples), CLEAN, dtype=np.int16)
-                known, places = self._lookup(ngram_hashes(samples, length))
+                matches = np.full(len(samples), CLEAN, dtype=np.int16)
+                is_known, positions = self._lookup(ngram_hashes(samples, length))
                 # Reversed, so that the first match of a sample is written last.
-                found[known[::-1]] = self._datasets[places[::-1]]
-                parts.append(found)
+                matches[is_known[::-1]] = self._datasets[positions[::-1]]
+                parts.append(matches)
         return np.concatenate(parts)
 
     def _lookup(self, runs: NGrams) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """(sample, index of the hash) of the n-grams that are in the index."""
         likely = self._slots[runs.hashes % np.uint64(len(self._slots))]
         hashes, of = runs.hashes[likely], runs.samples[likely]
-        places = np.searchsorted(self._hashes, hashes)
-        places = np.minimum(places, max(0, len(self._hashes) - 1))
-        is_known = self._hashes[places] == hashes if len(hashes) else likely[:0]
-        return of[is_known], places[is_known]
+        positions = np.searchsorted(self._hashes, hashes)
+        positions = np.minimum(positions, max(0, len(self._hashes) - 1))
+        is_known = self._hashes[positions] == hashes if len(hashes) else likely[:0]
+        return of[is_known], positions[is_known]
 
 
 def _mask_common(samples: TokenLists, length: int, common: Hashes) -> npt.NDArray[np.bool_]:

@@ -15,8 +15,8 @@ from penstock.rows.schema import IMAGES
 def token_digests(batches: Iterable[pa.RecordBatch]) -> Hashes:
     """128-bit digests of the samples' tokens and images (and of `desirable`), shape [2, samples].
     Labels are not included."""
-    found = b"".join(digest for batch in batches for digest in _digests(batch))
-    return np.ascontiguousarray(np.frombuffer(found, dtype="<u8").reshape(-1, 2).T)
+    digests = b"".join(digest for batch in batches for digest in _digests(batch))
+    return np.ascontiguousarray(np.frombuffer(digests, dtype="<u8").reshape(-1, 2).T)
 
 
 def exact_duplicates(digests: Hashes) -> Indices:
@@ -25,9 +25,9 @@ def exact_duplicates(digests: Hashes) -> Indices:
     again = np.zeros(len(order), dtype=bool)
     again[1:] = (digests[:, order[1:]] == digests[:, order[:-1]]).all(axis=0)
     firsts = order[np.maximum.accumulate(np.where(again, 0, np.arange(len(order))))]
-    found = np.full(len(order), -1, dtype=np.int64)
-    found[order[again]] = firsts[again]
-    return found
+    first_index = np.full(len(order), -1, dtype=np.int64)
+    first_index[order[again]] = firsts[again]
+    return first_index
 
 
 def _digests(batch: pa.RecordBatch) -> Iterator[bytes]:

@@ -126,16 +126,16 @@ class Features:
 
         def of_one(path: Path) -> Array:
             target = path.with_name(f"{path.stem}.{name}-{digest}.npy")
-            known = _read(target)
-            if known is None or (per == "sample" and known.shape[-1] != num_samples[path]):
-                known = compute(path)
-                _publish(known, target)
-            return known
+            cached = _read(target)
+            if cached is None or (per == "sample" and cached.shape[-1] != num_samples[path]):
+                cached = compute(path)
+                _publish(cached, target)
+            return cached
 
         # Keyed by path: the slices of a source that is listed twice are computed once.
         with ThreadPoolExecutor(self.workers) as pool:
-            known = dict(zip(num_samples, pool.map(of_one, num_samples), strict=True))
-        return [known[path] for _, path, _ in entries]
+            cached = dict(zip(num_samples, pool.map(of_one, num_samples), strict=True))
+        return [cached[path] for _, path, _ in entries]
 
 
 def _of_batches(
@@ -190,12 +190,12 @@ def _count_tokens(batches: Iterable[pa.RecordBatch]) -> Array:
 
 
 def _count_batch(batch: pa.RecordBatch) -> Array:
-    found = np.zeros((3, batch.num_rows), dtype=np.int32)
+    counts = np.zeros((3, batch.num_rows), dtype=np.int32)
     for name in batch.schema.names:
         if name.endswith("labels"):
             labels, offsets = flat(batch.column(name))
             sizes = np.diff(offsets)
-            found[TOKENS] += sizes
-            found[TRAINED] += trained_tokens(labels, offsets)
-            found[LONGEST] = np.maximum(found[LONGEST], sizes)
-    return found
+            counts[TOKENS] += sizes
+            counts[TRAINED] += trained_tokens(labels, offsets)
+            counts[LONGEST] = np.maximum(counts[LONGEST], sizes)
+    return counts

@@ -42,40 +42,42 @@ class FilterState:
         """Indices of the slices of a role, in order."""
         return [index for index, (item, *_) in enumerate(self.finished) if item.role == role]
 
-    def slices_at(self, places: Sequence[int]) -> list[TokenizedSlice]:
+    def slices_at(self, slices: Sequence[int]) -> list[TokenizedSlice]:
         """The slices with these indices."""
-        return [self.finished[place] for place in places]
+        return [self.finished[index] for index in slices]
 
-    def drop(self, place: int, rows: Indices, reason: DropReason) -> list[int]:
+    def drop(self, slice_index: int, rows: Indices, reason: DropReason) -> list[int]:
         """Drop samples of a slice. Returns those to report with `add_example`."""
-        self.keep_masks[place][rows] = False
+        self.keep_masks[slice_index][rows] = False
         if len(rows):
-            self.dropped[place][reason] += len(rows)
+            self.dropped[slice_index][reason] += len(rows)
         reported = rows[: EXAMPLES - self._num_examples[reason]].tolist()
         self._num_examples[reason] += len(reported)
         return reported
 
-    def add_example(self, place: int, row: int, reason: DropReason, why: str) -> None:
+    def add_example(self, slice_index: int, row: int, reason: DropReason, why: str) -> None:
         """Record a dropped sample as an example; `why` is a sentence."""
-        item, path, _ = self.finished[place]
-        where = {"source": item.label, "slice": item.key, "row": record_index(path, row)}
-        self.examples.append({**where, "reason": reason, "why": why})
+        item, path, _ = self.finished[slice_index]
+        location = {"source": item.label, "slice": item.key, "row": record_index(path, row)}
+        self.examples.append({**location, "reason": reason, "why": why})
 
 
 class SamplePool:
     """The kept samples of several slices, numbered consecutively."""
 
-    def __init__(self, choice: FilterState, places: Sequence[int]) -> None:
+    def __init__(self, choice: FilterState, slice_indices: Sequence[int]) -> None:
         """Numbers the samples that are kept now; samples dropped later keep their numbers."""
-        self._state, self._slices = choice, places
-        self._rows = [np.flatnonzero(choice.keep_masks[place]) for place in places]
+        self._state, self._slices = choice, slice_indices
+        self._rows = [
+            np.flatnonzero(choice.keep_masks[slice_index]) for slice_index in slice_indices
+        ]
         self._starts = np.cumsum([0, *map(len, self._rows)], dtype=np.int64)
         self._open = lru_cache(64)(_map_with_starts)
         self.shingles = lru_cache(SHINGLE_CACHE_SIZE)(self._shingles)
 
-    def num_samples_in(self, places: int) -> int:
-        """Number of samples in the first `places` slices."""
-        return int(self._starts[places])
+    def num_samples_in(self, num_slices: int) -> int:
+        """Number of samples in the first `num_slices` slices."""
+        return int(self._starts[num_slices])
 
     def gather(self, arrays: Sequence[Array]) -> Array:
         """Concatenate the pool's samples from arrays of the slices (last dimension: samples)."""
@@ -86,9 +88,9 @@ class SamplePool:
         """Drop samples (sorted). Returns those to report with `add_example`."""
         bounds = np.searchsorted(samples, self._starts)
         reported: list[int] = []
-        for number, place in enumerate(self._slices):
-            its = samples[bounds[number] : bounds[number + 1]] - self._starts[number]
-            rows = self._state.drop(place, self._rows[number][its], reason)
+        for number, slice_index in enumerate(self._slices):
+            slice_samples = samples[bounds[number] : bounds[number + 1]] - self._starts[number]
+            rows = self._state.drop(slice_index, self._rows[number][slice_samples], reason)
             reported += (self._starts[number] + np.searchsorted(self._rows[number], rows)).tolist()
         return reported
 
@@ -98,8 +100,8 @@ class SamplePool:
 
     def describe(self, sample: int) -> str:
         """Description of a sample for messages."""
-        place, row = self._locate(sample)
-        item, path, _ = self._state.finished[place]
+        slice_index, row = self._locate(sample)
+        item, path, _ = self._state.finished[slice_index]
         return f"row {record_index(path, row)} of slice {item.key} ({item.label})"
 
     def _locate(self, sample: int) -> tuple[int, int]:
@@ -107,11 +109,11 @@ class SamplePool:
         return self._slices[number], int(self._rows[number][sample - self._starts[number]])
 
     def _shingles(self, sample: int) -> Hashes:
-        place, row = self._locate(sample)
-        batches, starts = self._open(self._state.finished[place][1])
+        slice_index, row = self._locate(sample)
+        batches, starts = self._open(self._state.finished[slice_index][1])
         number = int(np.searchsorted(starts, row, side="right")) - 1
-        [found] = iter_samples(batches[number].slice(row - int(starts[number]), 1))
-        return compute_shingles(found)
+        [sample_ids] = iter_samples(batches[number].slice(row - int(starts[number]), 1))
+        return compute_shingles(sample_ids)
 
 
 def record_index(path: Path, row: int) -> int:

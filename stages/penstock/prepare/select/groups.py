@@ -21,10 +21,10 @@ def column_hashes(item: Slice, path: Path, column: str, token: bool | None = Non
     rows = np.concatenate(
         [np.empty(0, np.int64), *(batch.column("row").to_numpy() for batch in map_batches(path))]
     )
-    wanted, hashes, first = set(rows.tolist()), dict[int, int](), 0
+    wanted_rows, hashes, first = set(rows.tolist()), dict[int, int](), 0
     for batch in read_records(item, token):
         for index, record in enumerate(batch.values):
-            if first + index not in wanted or isinstance(record, BadRecord):
+            if first + index not in wanted_rows or isinstance(record, BadRecord):
                 continue
             value = record.get(column)
             if value is None:

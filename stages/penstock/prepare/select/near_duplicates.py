@@ -70,12 +70,12 @@ def compute_shingles(samples: TokenLists) -> Hashes:
     return np.unique(ngram_hashes(samples, SHINGLE, shorter="whole").hashes)
 
 
-def jaccard(one: Hashes, other: Hashes) -> float:
+def jaccard(first: Hashes, second: Hashes) -> float:
     """Jaccard similarity of two sorted sets."""
-    both = np.concatenate([one, other])
-    both.sort(kind="stable")  # timsort merges the two sorted halves
-    common = int(np.count_nonzero(both[1:] == both[:-1]))
-    return common / (len(one) + len(other) - common)
+    joined = np.concatenate([first, second])
+    joined.sort(kind="stable")  # timsort merges the two sorted halves
+    common = int(np.count_nonzero(joined[1:] == joined[:-1]))
+    return common / (len(first) + len(second) - common)
 
 
 def near_duplicates(
@@ -95,16 +95,18 @@ def near_duplicates(
     kept_in: dict[int, list[int]] = {}
     repeated: dict[int, int] = {}
     for low, high in pairwise(bounds):
-        sample, its = int(members[low]), buckets[low:high].tolist()
+        sample, sample_buckets = int(members[low]), buckets[low:high].tolist()
         if sample >= num_fixed:
-            found = _find_near_duplicate(sample, _candidates(its, kept_in), shingles, threshold)
-            if found is not None:
-                repeated[sample] = found
+            duplicate = _find_near_duplicate(
+                sample, _candidates(sample_buckets, kept_in), shingles, threshold
+            )
+            if duplicate is not None:
+                repeated[sample] = duplicate
                 continue
-        for bucket in its:
-            kept = kept_in.setdefault(bucket, [])
-            if len(kept) < MAX_PER_BUCKET:
-                kept.append(sample)
+        for bucket in sample_buckets:
+            bucket_samples = kept_in.setdefault(bucket, [])
+            if len(bucket_samples) < MAX_PER_BUCKET:
+                bucket_samples.append(sample)
     return repeated
 
 
@@ -120,8 +122,8 @@ def _find_near_duplicate(
 ) -> int | None:
     if not candidates:
         return None
-    mine = shingles(sample)
-    return next((c for c in candidates if jaccard(mine, shingles(c)) >= threshold), None)
+    sample_shingles = shingles(sample)
+    return next((c for c in candidates if jaccard(sample_shingles, shingles(c)) >= threshold), None)
 
 
 def _shared_buckets(bands: Iterable[Bands]) -> tuple[Indices, Indices]:
@@ -145,7 +147,7 @@ def _shared_buckets(bands: Iterable[Bands]) -> tuple[Indices, Indices]:
 
 def _minhash_signatures(samples: TokenLists) -> npt.NDArray[np.uint32]:
     """Minimum hash of each sample under every permutation, shape [PERMUTATIONS, samples]."""
-    found = np.empty((PERMUTATIONS, len(samples)), dtype=np.uint32)
+    signatures = np.empty((PERMUTATIONS, len(samples)), dtype=np.uint32)
     hashes, of, _ = ngram_hashes(samples, SHINGLE, shorter="whole")
     first = np.flatnonzero(np.diff(of, prepend=-1))
     values = (hashes >> np.uint64(32)).astype(np.uint32)
@@ -153,8 +155,8 @@ def _minhash_signatures(samples: TokenLists) -> npt.NDArray[np.uint32]:
     for number, (factor, term) in enumerate(_PERMUTATIONS):
         np.multiply(values, factor, out=permuted)
         np.add(permuted, term, out=permuted)
-        np.minimum.reduceat(permuted, first, out=found[number])
-    return found
+        np.minimum.reduceat(permuted, first, out=signatures[number])
+    return signatures
 
 
 def _hash_bands(signatures: npt.NDArray[np.uint32], rows: int) -> Bands:

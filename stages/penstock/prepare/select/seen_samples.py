@@ -45,9 +45,9 @@ class SeenSamples:
             np.save(stream, self.digests)
         return target
 
-    def count_not_in(self, others: "SeenSamples") -> int:
-        """Number of samples that are not in `others`."""
-        return int((~np.isin(self.digests, others.digests, assume_unique=True)).sum())
+    def count_not_in(self, previous: "SeenSamples") -> int:
+        """Number of samples that are not in `previous`."""
+        return int((~np.isin(self.digests, previous.digests, assume_unique=True)).sum())
 
     def __or__(self, others: "SeenSamples") -> "SeenSamples":
         return SeenSamples(np.union1d(self.digests, others.digests), self.files | others.files)

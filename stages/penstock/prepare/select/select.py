@@ -72,9 +72,9 @@ def select(
     parts = tuple(_split_masks(state, held, index) for index in range(len(finished)))
     count = len(settings.datasets)
     num_rows, labels, rows, tokens = [0] * count, [""] * count, [0] * count, [0] * count
-    for place in state.slice_indices("train"):
-        item, _, tally = finished[place]
-        num_rows[item.dataset] += count_kept(parts[place].train, tally.rows)
+    for slice_index in state.slice_indices("train"):
+        item, _, tally = finished[slice_index]
+        num_rows[item.dataset] += count_kept(parts[slice_index].train, tally.rows)
         labels[item.dataset] = item.label
         rows[item.dataset] += tally.rows
         tokens[item.dataset] += tally.tokens
@@ -95,9 +95,9 @@ def _count_validation_in_train(
     ):
         return 0
     used = [index for index, (item, *_) in enumerate(finished) if item.role != "avoid"]
-    digests = features.digests([finished[place] for place in used])
-    train = _concat_masked(digests, [parts[place].train for place in used])
-    validation = _concat_masked(digests, [parts[place].validation for place in used])
+    digests = features.digests([finished[slice_index] for slice_index in used])
+    train = _concat_masked(digests, [parts[slice_index].train for slice_index in used])
+    validation = _concat_masked(digests, [parts[slice_index].validation for slice_index in used])
     return int(np.isin(validation, train).sum())
 
 
@@ -131,11 +131,11 @@ def validation_masks(
     """
     every = np.concatenate([np.empty(0, dtype=np.uint64), *ranks])
     is_held = np.zeros(len(every), dtype=bool)
-    wanted = min(validation_count(size, len(every)), len(every))
-    if wanted:
-        last = np.partition(every, wanted - 1)[wanted - 1]
+    num_validation = min(validation_count(size, len(every)), len(every))
+    if num_validation:
+        last = np.partition(every, num_validation - 1)[num_validation - 1]
         is_held = every <= last if whole_groups else every < last
-        is_held[np.flatnonzero(every == last)[: wanted - int(is_held.sum())]] = True
+        is_held[np.flatnonzero(every == last)[: num_validation - int(is_held.sum())]] = True
     return np.split(is_held, np.cumsum([len(of_slice) for of_slice in ranks])[:-1])
 
 
@@ -149,34 +149,39 @@ def random_ranks(key: str, rows: int, seed: int) -> Hashes:
 def _apply_max_samples(state: FilterState, settings: PrepareSettings) -> None:
     for role, mix in (("train", settings.mix), ("validation", settings.test_mix)):
         used: Counter[int] = Counter()
-        for place in state.slice_indices(role):
-            item, _, tally = state.finished[place]
+        for slice_index in state.slice_indices(role):
+            item, _, tally = state.finished[slice_index]
             limit = mix_settings(mix, item.dataset).max_samples
             if limit is None:
                 continue
             first = max(0, limit - used[item.dataset])
             used[item.dataset] += tally.rows
-            for row in state.drop(place, np.arange(first, tally.rows), "max_samples"):
-                state.add_example(place, row, "max_samples", f"{limit} samples come before it")
+            for row in state.drop(slice_index, np.arange(first, tally.rows), "max_samples"):
+                state.add_example(
+                    slice_index, row, "max_samples", f"{limit} samples come before it"
+                )
 
 
 def _drop_contaminated(state: FilterState, settings: PrepareSettings, features: Features) -> None:
-    avoid, places = state.slices_at(state.slice_indices("avoid")), state.slice_indices("train")
+    avoid, slice_indices = (
+        state.slices_at(state.slice_indices("avoid")),
+        state.slice_indices("train"),
+    )
     if not avoid:
         return
     labels = {item.dataset: item.label for item, _, _ in avoid}
     length = settings.decontaminate_ngram
-    flags = features.contaminated(state.slices_at(places), avoid, length)
-    for place, flag in zip(places, flags, strict=True):
-        rows = np.flatnonzero(state.keep_masks[place] & (flag != CLEAN))
-        for row in state.drop(place, rows, "contaminated"):
+    flags = features.contaminated(state.slices_at(slice_indices), avoid, length)
+    for slice_index, flag in zip(slice_indices, flags, strict=True):
+        rows = np.flatnonzero(state.keep_masks[slice_index] & (flag != CLEAN))
+        for row in state.drop(slice_index, rows, "contaminated"):
             why = f"it shares {length} tokens in a row with {labels[int(flag[row])]}"
-            state.add_example(place, row, "contaminated", why)
+            state.add_example(slice_index, row, "contaminated", why)
 
 
 def _drop_exact_duplicates(state: FilterState, features: Features) -> None:
-    pool, places, num_fixed = _build_pool(state)
-    first = exact_duplicates(pool.gather(features.digests(state.slices_at(places))))
+    pool, slice_indices, num_fixed = _build_pool(state)
+    first = exact_duplicates(pool.gather(features.digests(state.slices_at(slice_indices))))
     repeated = np.flatnonzero(first[num_fixed:] >= 0) + num_fixed
     for sample in pool.drop(repeated, "exact_duplicate"):
         why = f"it has the same tokens as {pool.describe(int(first[sample]))}"
@@ -186,15 +191,17 @@ def _drop_exact_duplicates(state: FilterState, features: Features) -> None:
 def _drop_near_duplicates(
     state: FilterState, settings: PrepareSettings, features: Features
 ) -> None:
-    pool, places, num_fixed = _build_pool(state)
+    pool, slice_indices, num_fixed = _build_pool(state)
     threshold = settings.near_duplicate_threshold
-    bands = features.bands(state.slices_at(places), threshold)
-    agreeing = (pool.gather([its[band] for its in bands]) for band in range(len(bands[0])))
+    bands = features.bands(state.slices_at(slice_indices), threshold)
+    agreeing = (
+        pool.gather([signatures[band] for signatures in bands]) for band in range(len(bands[0]))
+    )
     near = near_duplicates(agreeing, pool.shingles, threshold, num_fixed)
     for sample in pool.drop(np.array(sorted(near), dtype=np.int64), "near_duplicate"):
-        other = near[sample]
-        alike = jaccard(pool.shingles(sample), pool.shingles(other))
-        name = pool.describe(other)
+        duplicate_of = near[sample]
+        alike = jaccard(pool.shingles(sample), pool.shingles(duplicate_of))
+        name = pool.describe(duplicate_of)
         why = f"of its runs of {SHINGLE} tokens and those of {name} {alike:.0%} are one"
         pool.add_example(sample, "near_duplicate", why)
 
@@ -203,25 +210,25 @@ def _build_pool(state: FilterState) -> tuple[SamplePool, list[int], int]:
     """(pool of the kept samples, validation sources first; its slices; number of samples that are
     never dropped)."""
     fixed = state.slice_indices("validation")
-    places = [*fixed, *state.slice_indices("train")]
-    pool = SamplePool(state, places)
-    return pool, places, pool.num_samples_in(len(fixed))
+    slice_indices = [*fixed, *state.slice_indices("train")]
+    pool = SamplePool(state, slice_indices)
+    return pool, slice_indices, pool.num_samples_in(len(fixed))
 
 
 def _split_validation(
     state: FilterState, settings: PrepareSettings, features: Features
 ) -> dict[int, Mask]:
     """Mask of validation samples of every training slice."""
-    places = state.slice_indices("train")
-    left = sum(int(state.keep_masks[place].sum()) for place in places)
-    if not left:
+    slice_indices = state.slice_indices("train")
+    num_samples = sum(int(state.keep_masks[slice_index].sum()) for slice_index in slice_indices)
+    if not num_samples:
         reasons = sum(state.dropped, Counter[str]())
         counts = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()))
         raise StageError(
             f"No sample is left to train on: {counts or 'the sources have none'}.\n"
             "  Check data.deduplicate, data.decontaminate_ngram and the weights."
         )
-    entries = state.slices_at(places)
+    entries = state.slices_at(slice_indices)
     if settings.split_by and settings.val_set_size:
         start = np.uint64(hash_text(str(settings.seed)))
         groups = features.groups(entries, settings.split_by)
@@ -229,36 +236,42 @@ def _split_validation(
     else:
         ranks = [random_ranks(item.key, tally.rows, settings.seed) for item, _, tally in entries]
     masks = validation_masks(
-        [of_slice[state.keep_masks[at]] for at, of_slice in zip(places, ranks, strict=True)],
+        [
+            of_slice[state.keep_masks[slice_index]]
+            for slice_index, of_slice in zip(slice_indices, ranks, strict=True)
+        ],
         settings.val_set_size,
         whole_groups=settings.split_by is not None,
     )
-    taken = sum(int(mask.sum()) for mask in masks)
-    if taken >= left:
+    num_held_out = sum(int(mask.sum()) for mask in masks)
+    if num_held_out >= num_samples:
         groups_hint = (
             f", or data.split_by to a column with smaller groups than {settings.split_by}"
             if settings.split_by
             else ""
         )
         raise StageError(
-            f"Validation takes {taken} samples, and there are only {left}.\n"
+            f"Validation takes {num_held_out} samples, and there are only {num_samples}.\n"
             f"  Set data.val_set_size ({settings.val_set_size}) lower{groups_hint}."
         )
-    found: dict[int, Mask] = {}
-    for place, mask in zip(places, masks, strict=True):
-        found[place] = np.zeros(len(state.keep_masks[place]), dtype=bool)
-        found[place][np.flatnonzero(state.keep_masks[place])[mask]] = True
-    return found
+    masks_by_slice: dict[int, Mask] = {}
+    for place, mask in zip(slice_indices, masks, strict=True):
+        masks_by_slice[place] = np.zeros(len(state.keep_masks[place]), dtype=bool)
+        masks_by_slice[place][np.flatnonzero(state.keep_masks[place])[mask]] = True
+    return masks_by_slice
 
 
-def _split_masks(state: FilterState, held: dict[int, Mask], place: int) -> SplitMasks:
-    kept = state.keep_masks[place]
-    nothing = np.zeros(len(kept), dtype=bool)
-    role = state.finished[place][0].role
+def _split_masks(state: FilterState, held: dict[int, Mask], slice_index: int) -> SplitMasks:
+    keep_mask = state.keep_masks[slice_index]
+    nothing = np.zeros(len(keep_mask), dtype=bool)
+    role = state.finished[slice_index][0].role
     if role == "train":
-        return SplitMasks(_none_if_all(kept & ~held[place]), _none_if_all(kept & held[place]))
+        return SplitMasks(
+            _none_if_all(keep_mask & ~held[slice_index]),
+            _none_if_all(keep_mask & held[slice_index]),
+        )
     return SplitMasks(
-        _none_if_all(nothing), _none_if_all(kept if role == "validation" else nothing)
+        _none_if_all(nothing), _none_if_all(keep_mask if role == "validation" else nothing)
     )
 
 

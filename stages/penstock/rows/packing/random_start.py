@@ -54,7 +54,7 @@ def random_starts(
 def repack(
     rows: Rows, target_rows: int, share: float, pack: Callable[[Indices, int, int], Patterns]
 ) -> None:
-    """Repack the `share` of rows with the most free room, to reduce the total to `target_rows` rows.
+    """Repack the `share` of rows with the most free room; reduces the total to `target_rows`.
 
     `pack(counts, capacity, enough)` returns a plan and may stop at `enough` rows. Rows change in
     place, only if the plan needs fewer.
