@@ -13,8 +13,8 @@ from collections import Counter
 from tests.conftest import ROOT
 
 BUDGETS = ROOT / "tests/budgets.toml"
-FIELD_WORDS = {"left", "right"}
-"""Names of two sides, where both are there: the operands of a comparison or a concatenation."""
+FIELD_WORDS = {"left", "right", "turn", "side"}
+"""Words of the field: two operands, a turn of a conversation, a side of a preference pair."""
 
 
 def area_of(path):

@@ -97,11 +97,13 @@ def measure_speed() -> list[DoctorCheck]:
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["failed"])[-1]
         return [DoctorCheck("speed", "wrong", last[:100], "reinstall torch for this machine")]
-    found = json.loads(done.stdout.splitlines()[-1])
-    name = remember(found)
-    products = ", ".join(f"{found[one] / 1e9:.3g} GFLOP/s in {one}" for one in ("bf16", "fp32"))
-    seen = f"{name}: {products}, memory {found['bandwidth'] / 1e9:,.0f} GB/s"
-    return [DoctorCheck("speed", "ok", seen, slow_bfloat16() or "")]
+    speeds = json.loads(done.stdout.splitlines()[-1])
+    name = remember(speeds)
+    products = ", ".join(
+        f"{speeds[dtype] / 1e9:.3g} GFLOP/s in {dtype}" for dtype in ("bf16", "fp32")
+    )
+    summary = f"{name}: {products}, memory {speeds['bandwidth'] / 1e9:,.0f} GB/s"
+    return [DoctorCheck("speed", "ok", summary, slow_bfloat16() or "")]
 
 
 def _check_system() -> list[DoctorCheck]:
@@ -138,8 +140,8 @@ def check_required(version_of: Callable[[str], str] = version) -> list[DoctorChe
 def _check_version(
     package: str, oldest: str, first_bad: str | None, version_of: Callable[[str], str]
 ) -> DoctorCheck:
-    wanted = f"{package}>={oldest}" + (f",<{first_bad}" if first_bad else "")
-    mend = f"pip install '{wanted}'"
+    requirement = f"{package}>={oldest}" + (f",<{first_bad}" if first_bad else "")
+    mend = f"pip install '{requirement}'"
     try:
         have = version_of(package)
     except PackageNotFoundError:
@@ -169,9 +171,9 @@ print(json.dumps([torch.version.cuda, cuda.get_arch_list() if seen else [], seen
     done = _run_python(code)
     if done.returncode:
         return [_failed("torch sees", done, "reinstall torch for this machine")]
-    cuda, built, seen = json.loads(done.stdout)
-    shown = f"CUDA {cuda}, {len(seen)} GPUs" if cuda else "CPU only"
-    return [DoctorCheck("torch sees", "ok", shown), *check_gpu_stack(cuda, built, seen)]
+    cuda, built, device_count = json.loads(done.stdout)
+    shown = f"CUDA {cuda}, {len(device_count)} GPUs" if cuda else "CPU only"
+    return [DoctorCheck("torch sees", "ok", shown), *check_gpu_stack(cuda, built, device_count)]
 
 
 def check_gpu_stack(
@@ -185,11 +187,13 @@ def check_gpu_stack(
     `cuda` None: PyTorch is built without it. `driver` None: read the loaded one's version.
     """
     driver = driver or gpu_stack.read_driver()
-    found = [gpu_stack.check_architectures(built, capabilities), gpu_stack.check_triton()]
+    mismatches = [gpu_stack.check_architectures(built, capabilities), gpu_stack.check_triton()]
     if cuda:
-        found.append(gpu_stack.check_driver(cuda, driver))
-    if wrong := [one for one in found if one]:
-        return [DoctorCheck(one.what, "wrong", one.seen, one.fix) for one in wrong]
+        mismatches.append(gpu_stack.check_driver(cuda, driver))
+    if wrong := [mismatch for mismatch in mismatches if mismatch]:
+        return [
+            DoctorCheck(mismatch.what, "wrong", mismatch.seen, mismatch.fix) for mismatch in wrong
+        ]
     if driver is None:
         return [DoctorCheck("NVIDIA driver", "absent", "none is loaded", "nothing, without a GPU")]
     if cuda is None:
@@ -208,19 +212,19 @@ def _run_python(code: str) -> "subprocess.CompletedProcess[str]":
     )
 
 
-def _failed(what: str, done: "subprocess.CompletedProcess[str]", fix: str) -> DoctorCheck:
+def _failed(check: str, done: "subprocess.CompletedProcess[str]", fix: str) -> DoctorCheck:
     last = (done.stderr.strip().splitlines() or ["failed"])[-1]
-    return DoctorCheck(what, "wrong", last[:100], fix)
+    return DoctorCheck(check, "wrong", last[:100], fix)
 
 
 def check_prefect_password(api_url: str) -> list[DoctorCheck]:
     """Whether the Prefect server of this environment, if there is one, asks for a password."""
     if not api_url:
         return []
-    what = "prefect's password"
+    check = "prefect's password"
     if answers_without_password(api_url):
-        return [DoctorCheck(what, "absent", api_url, f"it {WITHOUT_PASSWORD}")]
-    return [DoctorCheck(what, "ok", api_url)]
+        return [DoctorCheck(check, "absent", api_url, f"it {WITHOUT_PASSWORD}")]
+    return [DoctorCheck(check, "ok", api_url)]
 
 
 def _run_probes() -> list[DoctorCheck]:
@@ -236,10 +240,10 @@ def _run_probes() -> list[DoctorCheck]:
         ),
     }
     findings: list[DoctorCheck] = []
-    for what, (code, fix) in trials.items():
+    for check, (code, fix) in trials.items():
         done = _run_python(code)
         if done.returncode:
-            findings.append(_failed(what, done, fix))
+            findings.append(_failed(check, done, fix))
         else:
-            findings.append(DoctorCheck(what, "ok", done.stdout.strip()))
+            findings.append(DoctorCheck(check, "ok", done.stdout.strip()))
     return findings

@@ -41,33 +41,33 @@ class EvalOptions:
 
 
 def evaluate_target(
-    target: Path, overrides: Sequence[Override], wanted: EvalOptions, console: Console
+    target: Path, overrides: Sequence[Override], options: EvalOptions, console: Console
 ) -> dict[str, Any]:
     """Evaluate `target`: a config, a run's output folder, or a model folder.
 
     Raises ConfigError for options that do not apply to it, StageError if nothing is exported yet.
     """
-    if wanted.more_tasks and not wanted.tasks:
+    if options.more_tasks and not options.tasks:
         raise ConfigError(
-            f"--harness-tasks {wanted.more_tasks} has tasks, and none is asked for.\n"
+            f"--harness-tasks {options.more_tasks} has tasks, and none is asked for.\n"
             "  Add --harness and their names."
         )
     if (target / "config.json").is_file() or (target / "adapter_config.json").is_file():
-        if not wanted.tasks:
+        if not options.tasks:
             raise ConfigError(
                 f"{target} holds a model and nothing to ask it.\n"
                 "  Add --harness with names of tasks, or name the run's config or output folder."
             )
-        return _run_harness(target, wanted, 0, console)[0]
+        return _run_harness(target, options, 0, console)[0]
     run = load_run(target, overrides)
-    if wanted.tasks:
+    if options.tasks:
         planned = plan(run, ("export",))
-        told, scores = _run_harness(_exported_folder(planned), wanted, run.train.seed, console)
+        facts, scores = _run_harness(_exported_folder(planned), options, run.train.seed, console)
         trained = planned.step("train")
-        write_task_scores(trained.path, trained.artifact.key, scores, wanted.limit)
+        write_task_scores(trained.path, trained.artifact.key, scores, options.limit)
         _update_report(trained, console)
-        return told
-    return _evaluate_held_out(run, wanted, console)
+        return facts
+    return _evaluate_held_out(run, options, console)
 
 
 def load_run(target: Path, overrides: Sequence[Override]) -> RunConfig:
@@ -89,14 +89,14 @@ def _exported_folder(planned: Plan) -> Path:
     return exported.path / folders.get("hf", folders.get("adapter", "hf"))
 
 
-def _evaluate_held_out(run: RunConfig, wanted: EvalOptions, console: Console) -> dict[str, Any]:
+def _evaluate_held_out(run: RunConfig, options: EvalOptions, console: Console) -> dict[str, Any]:
     """Print the exact-match accuracy, some completions and the path of the report."""
     if not run.data.val_set_size and not run.data.test_datasets:
         raise ConfigError(
             "this run holds nothing out, so there is nothing to ask.\n"
             "  Write data.val_set_size or data.test_datasets, or add --harness TASKS."
         )
-    answer = _compile_pattern(wanted.answer)
+    answer = _compile_pattern(options.answer)
     planned = plan(run, ("export",))
     folder = _exported_folder(planned)
     from penstock.evaluate.exact_match import exact_match
@@ -105,19 +105,19 @@ def _evaluate_held_out(run: RunConfig, wanted: EvalOptions, console: Console) ->
     report = exact_match(
         folder,
         planned.step("prepare").artifact,
-        limit=DEFAULT_PROMPTS if wanted.limit is None else wanted.limit,
+        limit=DEFAULT_PROMPTS if options.limit is None else options.limit,
         seed=run.train.seed,
         batch_size=BATCH_SIZE,
         answer=answer,
     )
     facts = trained.artifact.facts
-    told = {name: value for name, value in facts.items() if name.startswith("eval_")}
+    eval_facts = {name: value for name, value in facts.items() if name.startswith("eval_")}
     lines = [
         f"{report.num_right} of {report.num_asked} held-out prompts right: {report.accuracy:.1%}"
         f" ({report.compared} compared)"
     ]
-    if told:
-        numbers = ", ".join(f"{name} {value:.4g}" for name, value in told.items())
+    if eval_facts:
+        numbers = ", ".join(f"{name} {value:.4g}" for name, value in eval_facts.items())
         lines.append(f"when it was trained: {numbers}")
     for sample in report.samples[:PRINTED_ANSWERS]:
         mark = "right" if sample.right else f"wrong, expected {sample.expected!r}"
@@ -125,7 +125,7 @@ def _evaluate_held_out(run: RunConfig, wanted: EvalOptions, console: Console) ->
     lines.append(f"report: {trained.path / REPORT}")
     lines.append(f"model:  {trained.path / 'hf'}")
     console.result("\n".join(lines))
-    found = {
+    result = {
         "accuracy": report.accuracy,
         "asked": report.num_asked,
         "right": report.num_right,
@@ -133,9 +133,11 @@ def _evaluate_held_out(run: RunConfig, wanted: EvalOptions, console: Console) ->
         "compared": report.compared,
         "samples": [vars(sample) for sample in report.samples],
     }
-    write_held_out_results(trained.path, trained.artifact.key, {**found, "pattern": wanted.answer})
+    write_held_out_results(
+        trained.path, trained.artifact.key, {**result, "pattern": options.answer}
+    )
     _update_report(trained, console)
-    return {**found, "trained": told}
+    return {**result, "trained": eval_facts}
 
 
 def _update_report(trained: PlannedStage, console: Console) -> None:
@@ -155,26 +157,26 @@ def _update_report(trained: PlannedStage, console: Console) -> None:
 
 
 def _run_harness(
-    folder: Path, wanted: EvalOptions, seed: int, console: Console
+    folder: Path, options: EvalOptions, seed: int, console: Console
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Print the scores of each task; returns the fields for --json, and the scores."""
     from penstock.evaluate.harness import run_tasks
 
     scores = run_tasks(
         folder,
-        wanted.tasks,
-        limit=wanted.limit,
+        options.tasks,
+        limit=options.limit,
         batch_size=BATCH_SIZE,
         seed=seed,
-        more_tasks=wanted.more_tasks,
+        more_tasks=options.more_tasks,
     )
     rows = [("task", "metric", "value", "standard error")]
     for score in scores:
         error = "" if score.stderr is None else f"{score.stderr:.4f}"
         rows.append((score.task, score.metric, f"{score.value:.4f}", error))
     console.result(table(rows))
-    told = [vars(score) for score in scores]
-    return {"model": str(folder), "scores": told}, told
+    facts = [vars(score) for score in scores]
+    return {"model": str(folder), "scores": facts}, facts
 
 
 def _compile_pattern(text: str | None) -> re.Pattern[str] | None:

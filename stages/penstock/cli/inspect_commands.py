@@ -110,9 +110,9 @@ def schema(console: Console) -> dict[str, Any]:
     """Print the config's JSON Schema, for editors."""
     from penstock.config.generate_docs import schema as json_schema
 
-    found = json_schema()
-    console.result(json.dumps(found, indent=2))
-    return {"schema": found}
+    document = json_schema()
+    console.result(json.dumps(document, indent=2))
+    return {"schema": document}
 
 
 def doctor(

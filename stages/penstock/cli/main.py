@@ -78,18 +78,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         require_hyphens(arguments)
-        rest, overrides[:] = split_overrides(arguments)
-        _require_users(rest)
-        asked = typer.main.get_command(select_command(app, next(iter(rest), "")))
-        require_one_value(asked, rest)
-        sys.exit(asked(args=rest, prog_name="penstock", standalone_mode=False))
+        arguments_left, overrides[:] = split_overrides(arguments)
+        _require_users(arguments_left)
+        click_command = typer.main.get_command(select_command(app, next(iter(arguments_left), "")))
+        require_one_value(click_command, arguments_left)
+        sys.exit(click_command(args=arguments_left, prog_name="penstock", standalone_mode=False))
     except (ConfigError, typer.TyperException) as error:
         sys.exit(run(Console("--json" in arguments), partial(raise_usage_error, error)))
 
 
-def _require_users(words: Sequence[str]) -> None:
+def _require_users(arguments: Sequence[str]) -> None:
     """Refuse `~name` of no user, which the shell has left as it is."""
-    for word in words:
+    for word in arguments:
         if word.startswith("~") and os.path.expanduser(word) == word:  # noqa: PTH111 - raises
             raise ConfigError(f"{word}: {word.partition('/')[0]} is no user of this machine.")
 
@@ -103,8 +103,8 @@ def _skip_final_gc() -> None:
         gc.freeze()
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_requested: bool) -> None:
+    if is_requested:
         print(__version__)
         raise typer.Exit
 

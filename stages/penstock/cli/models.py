@@ -26,38 +26,40 @@ def list_models(console: Console) -> JsonObject:
     from penstock.models.vision.types import VISION_TYPES
 
     proved = ProvedModels.read()
-    known = sorted({*proved.models, *FAMILIES})
-    found = {name: _entry(name, name in FAMILIES, proved) for name in known}
+    model_types = sorted({*proved.models, *FAMILIES})
+    entries = {name: _entry(name, name in FAMILIES, proved) for name in model_types}
     images = ProvedModels.read(IMAGE_FILE).models.items()
-    found |= {
-        n: _media_entry(one, "images") for n, one in images if n not in found or not one.reason
+    entries |= {
+        n: _media_entry(entry, "images")
+        for n, entry in images
+        if n not in entries or not entry.reason
     }
     audio = ProvedModels.read(AUDIO_FILE).models.items()
-    both = {n for n, one in images if not one.reason}
-    found |= {
-        n: _media_entry(one, "images, audio" if n in both else "audio")
-        for n, one in audio
-        if n not in found or not one.reason
+    image_types = {n for n, entry in images if not entry.reason}
+    entries |= {
+        n: _media_entry(entry, "images, audio" if n in image_types else "audio")
+        for n, entry in audio
+        if n not in entries or not entry.reason
     }
-    found |= {name: _multimodal_entry(name in VISION_TYPES) for name in MULTIMODAL}
-    found = dict(sorted(found.items()))
+    entries |= {name: _multimodal_entry(name in VISION_TYPES) for name in MULTIMODAL}
+    entries = dict(sorted(entries.items()))
     rows = [("model_type", "backend", "parallelism", "documents", "LoRA")]
     rows += [
-        (name, one["backend"], one["parallelism"], one["documents"], one["lora"])
-        for name, one in found.items()
-        if not one["reason"]
+        (name, entry["backend"], entry["parallelism"], entry["documents"], entry["lora"])
+        for name, entry in entries.items()
+        if not entry["reason"]
     ]
-    refused = [f"  {name}: {one['reason']}" for name, one in found.items() if one["reason"]]
+    refused = [f"  {name}: {entry['reason']}" for name, entry in entries.items() if entry["reason"]]
     installed = version("transformers")
-    other = "" if installed == proved.transformers else f" (installed: {installed})"
+    version_note = "" if installed == proved.transformers else f" (installed: {installed})"
     console.result(
         f"{table(rows)}\n\nnative (text): the language model, of a native type in text_config, is "
         "trained as text; native (images): and on images; transformers (images) or (audio): the "
         "whole model, through transformers' code.\n"
         f"{len(rows) - 1} model types, proved with transformers "
-        f"{proved.transformers}{other}. Not proved:\n" + "\n".join(refused)
+        f"{proved.transformers}{version_note}. Not proved:\n" + "\n".join(refused)
     )
-    return {"transformers": proved.transformers, "installed": installed, "models": found}
+    return {"transformers": proved.transformers, "installed": installed, "models": entries}
 
 
 def check_one(
@@ -85,7 +87,7 @@ def check_one(
     config = family.read(hf_config)
     shapes = family.weight_map(config).hf_shapes()
     parameters = sum(map(math.prod, shapes.values()))
-    found: JsonObject = {
+    result: JsonObject = {
         "model_type": family.model_type,
         "architecture": family.architecture,
         "backend": "transformers" if isinstance(family, AutoFamily) else "native",
@@ -97,7 +99,7 @@ def check_one(
     }
     if isinstance(family, AutoFamily):
         traits = family.outline.traits
-        found |= {
+        result |= {
             "attention": traits.attention,
             "documents": "packed" if traits.packing else "padded",
             "head": "apart" if traits.head else "all logits",
@@ -106,9 +108,9 @@ def check_one(
             "router_losses": "yes" if family.outline.routers else traits.routers_why,
         }
     else:
-        found["parallelism"] = EXPERT_AXES if config.experts else NATIVE_AXES
-    console.result(table([(name, _shown(value)) for name, value in found.items() if value != ""]))
-    return found
+        result["parallelism"] = EXPERT_AXES if config.experts else NATIVE_AXES
+    console.result(table([(name, _shown(value)) for name, value in result.items() if value != ""]))
+    return result
 
 
 def compose(
@@ -147,10 +149,10 @@ def compose(
         )
     encoder = Encoder(str(image), None if scratch else image)
     form = choose_form(projector, scale_factor or SCALE_FACTOR)
-    found = compose_folders(TextModel.of_folder(text), encoder, out, form, seed=seed)
-    found["folder"] = str(out)
-    console.say(f"composed: {found['parameters']:,} parameters, in {out}")
-    return found
+    result = compose_folders(TextModel.of_folder(text), encoder, out, form, seed=seed)
+    result["folder"] = str(out)
+    console.say(f"composed: {result['parameters']:,} parameters, in {out}")
+    return result
 
 
 def _multimodal_entry(takes_images: bool) -> JsonObject:
@@ -182,13 +184,13 @@ def _entry(name: str, is_native: bool, proved: Any) -> JsonObject:
             "lora": "yes",
             "reason": "",
         }
-    found = proved.models[name]
+    proof = proved.models[name]
     return {
         "backend": "transformers",
         "parallelism": AUTO_AXES,
-        "documents": "packed" if found.packing else "padded",
-        "lora": "yes" if found.lora else "no",
-        "reason": found.reason,
+        "documents": "packed" if proof.packing else "padded",
+        "lora": "yes" if proof.lora else "no",
+        "reason": proof.reason,
     }
 
 

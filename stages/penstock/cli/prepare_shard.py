@@ -62,7 +62,7 @@ def prepare_share(request: Request, text: str, rebuild: RebuildOptions, console:
         )
     if manifest := find_cached(step):
         status, counts = "cached", {"slices": 0, "done": 0, "rows": manifest["facts"]["rows"]}
-        told = f"all of it is cached in {step.where}"
+        summary = f"all of it is cached in {step.where}"
     else:
         try:
             did = stage.prepare_share(step.path, share.number - 1, share.count)
@@ -72,7 +72,7 @@ def prepare_share(request: Request, text: str, rebuild: RebuildOptions, console:
                 "  Finished slices are kept; run the same command again to resume."
             ) from error
         status, counts = ("ran" if did.done else "cached"), asdict(did)
-        told = "once all shares have ended, penstock prepare without --shard finishes the data"
+        summary = "once all shares have ended, penstock prepare without --shard finishes the data"
     facts = {"share": str(share), **counts}
     seconds = time.monotonic() - started
     console.outcomes.append(
@@ -81,5 +81,5 @@ def prepare_share(request: Request, text: str, rebuild: RebuildOptions, console:
         )
     )
     console.say(f"prepare: share {share} did {counts['done']} of its {counts['slices']} slices")
-    console.say(f"  {told}")
+    console.say(f"  {summary}")
     console.result(outcome_table(console.outcomes))

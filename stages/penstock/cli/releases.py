@@ -32,12 +32,12 @@ def list_releases(console: Console, location: Where) -> JsonObject:
     """List all releases: number, date, metrics, origin."""
     store = _open_store(location)
     latest, withdrawn = store.latest(), store.withdrawn
-    found = [store.manifest(number) for number in store.numbers()]
+    manifests = [store.manifest(number) for number in store.numbers()]
     rows = [("", "release", "created", "samples", "evaluation", "from", "export")]
-    rows += [_row(each, latest, withdrawn) for each in found]
-    console.result(table(rows) if found else f"{store.where} holds no releases.")
-    told = [{**each["facts"], "created": each["created"]} for each in found]
-    return {"latest": latest, "withdrawn": sorted(withdrawn), "releases": told}
+    rows += [_row(manifest, latest, withdrawn) for manifest in manifests]
+    console.result(table(rows) if manifests else f"{store.where} holds no releases.")
+    releases = [{**manifest["facts"], "created": manifest["created"]} for manifest in manifests]
+    return {"latest": latest, "withdrawn": sorted(withdrawn), "releases": releases}
 
 
 def show_release(console: Console, location: Where, number: Number = None) -> JsonObject:
@@ -152,9 +152,9 @@ def _format_figures(evaluation: dict[str, Any] | None) -> str:
     if evaluation is None:
         return ""
     metric = evaluation["metric"]
-    told = f"{metric} {evaluation['new'][metric]:.6g}"
+    text = f"{metric} {evaluation['new'][metric]:.6g}"
     before = evaluation["released"].get(metric)
-    return told if before is None else f"{told} (before: {before:.6g})"
+    return text if before is None else f"{text} (before: {before:.6g})"
 
 
 def _format_release(

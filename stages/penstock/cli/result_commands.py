@@ -73,5 +73,5 @@ def evaluate(
     from penstock.cli.evaluate import EvalOptions, evaluate_target
 
     tasks = tuple(name.strip() for name in harness.split(",")) if harness else ()
-    wanted = EvalOptions(limit, answer, tasks, harness_tasks)
-    return evaluate_target(target, tuple(overrides), wanted, console)
+    options = EvalOptions(limit, answer, tasks, harness_tasks)
+    return evaluate_target(target, tuple(overrides), options, console)

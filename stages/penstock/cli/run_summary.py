@@ -26,7 +26,7 @@ def print_summary(config: Path, overrides: Sequence[Override], console: Console)
     if result["model"]:
         typed = [
             str(config),
-            *(word for override in overrides for word in (override.option, override.text)),
+            *(part for override in overrides for part in (override.option, override.text)),
         ]
         result["next"] = shlex.join(["penstock", "chat", *typed])
         result["commands"] = [result["next"]]
@@ -60,7 +60,7 @@ def serving_commands(folder: Path) -> list[str]:
         return [shlex.join(["vllm", "serve", str(folder)])]
     adapter = read_json(folder / ADAPTER_CONFIG)
     base, rank = adapter.get("base_model_name_or_path"), adapter.get("r", 0)
-    ranks = [each for each in VLLM_RANKS if each >= rank]
+    ranks = [candidate for candidate in VLLM_RANKS if candidate >= rank]
     if not base or not ranks or adapter.get("use_dora") or adapter.get("modules_to_save"):
         return []
     over = ["--enable-lora", "--max-lora-rank", str(ranks[0])]
@@ -70,10 +70,10 @@ def serving_commands(folder: Path) -> list[str]:
 
 def training_numbers(result: dict[str, Any]) -> str:
     """Steps, tokens and losses in one line."""
-    words = [f"{result[name]:,} {name}" for name in ("steps", "tokens") if name in result]
+    figures = [f"{result[name]:,} {name}" for name in ("steps", "tokens") if name in result]
     if "final_loss" in result:
         before = f"{result['first_loss']:.4g} -> " if result["first_loss"] is not None else ""
-        words.append(f"loss {before}{result['final_loss']:.4g}")
+        figures.append(f"loss {before}{result['final_loss']:.4g}")
     held_out = [name for name in result if name.startswith("eval_") and name.endswith("loss")]
-    words += [f"{name} {result[name]:.4g}" for name in held_out]
-    return ", ".join(words)
+    figures += [f"{name} {result[name]:.4g}" for name in held_out]
+    return ", ".join(figures)

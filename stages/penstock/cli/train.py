@@ -28,15 +28,15 @@ def main(argv: list[str]) -> int:
     console = Console()
 
     def command() -> None:
-        rest, overrides = split_overrides(argv)
-        flags = [argument for argument in rest if argument.startswith("--")]
-        files = [argument for argument in rest if not argument.startswith("--")]
+        arguments, overrides = split_overrides(argv)
+        flags = [argument for argument in arguments if argument.startswith("--")]
+        files = [argument for argument in arguments if not argument.startswith("--")]
         if len(files) != 1 or set(flags) - {"--fresh"}:
             raise ConfigError(
                 "usage: torchrun ... -m penstock.cli.train CONFIG [--section.field value] [--fresh]"
             )
-        say = console.say if rank == 0 else lambda _: None
-        config = load(Path(files[0]), overrides, say)
+        notify = console.say if rank == 0 else lambda _: None
+        config = load(Path(files[0]), overrides, notify)
         # Before torch is imported and reads them; variables that are already set stay.
         env.default(config_environment(config))
         planned = plan(config, ("train",), ranks="this_process")
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
         for step in planned.steps:
             stage = step.stage
             if rank == 0 or not isinstance(stage, DistributedStage):
-                console.outcomes.append(execute_stage(step, planned.run, rebuild, say))
+                console.outcomes.append(execute_stage(step, planned.run, rebuild, notify))
             elif find_cached(step) is None:
                 stage.follow(step.path)
         if rank == 0:

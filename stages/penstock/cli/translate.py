@@ -119,11 +119,12 @@ def report(translation: Translation) -> str:
 
 
 def _row(line: Line, translation: Translation) -> tuple[str, str]:
-    here = ", ".join(
-        f"{name}: {_shorten(at)}" for name, at in _native_settings(line, translation).items()
+    native = ", ".join(
+        f"{name}: {_shorten(setting)}"
+        for name, setting in _native_settings(line, translation).items()
     )
-    why = f" ({line.why})" if here and line.why else line.why
-    return f"{line.key}: {_shorten(line.redacted_value)}", f"{here}{why}"
+    why = f" ({line.why})" if native and line.why else line.why
+    return f"{line.key}: {_shorten(line.redacted_value)}", f"{native}{why}"
 
 
 def _shorten(value: Any) -> str:
@@ -133,8 +134,8 @@ def _shorten(value: Any) -> str:
 
 def _native_settings(line: Line, translation: Translation) -> dict[str, Any]:
     """The Penstock fields that a key decides, with their values."""
-    found = {name: value_at(translation.settings, name, MISSING) for name in line.names}
-    return {name: value for name, value in found.items() if value is not MISSING}
+    values = {name: value_at(translation.settings, name, MISSING) for name in line.names}
+    return {name: value for name, value in values.items() if value is not MISSING}
 
 
 def as_record(translation: Translation) -> dict[str, Any]:

@@ -36,24 +36,24 @@ DASHES = "\u2010\u2011\u2012\u2013\u2014\u2015\u2212"
 DASHED = re.compile(rf"-?[{DASHES}][-{DASHES}]*(?P<name>[A-Za-z][\w.-]*)(?:=.*)?", re.DOTALL)
 
 
-def require_hyphens(words: Sequence[str]) -> None:
+def require_hyphens(arguments: Sequence[str]) -> None:
     """Raise ConfigError for an option that begins with another dash than a hyphen. A word after an
     option may be its value."""
-    for before, word in zip(("", *words), words, strict=False):
-        dashed = DASHED.fullmatch(word)
+    for before, argument in zip(("", *arguments), arguments, strict=False):
+        dashed = DASHED.fullmatch(argument)
         if dashed and not before.startswith("-"):
             hyphens = "-" if len(dashed["name"]) == 1 else "--"
             raise ConfigError(
-                f"{word} begins with a dash that is no hyphen.\n"
-                f"  Write {hyphens}{word[dashed.start('name') :]}."
+                f"{argument} begins with a dash that is no hyphen.\n"
+                f"  Write {hyphens}{argument[dashed.start('name') :]}."
             )
 
 
-def require_one_value(command: Any, words: Sequence[str]) -> None:
+def require_one_value(command: Any, arguments: Sequence[str]) -> None:
     """Raise ConfigError for an option that is given twice, with two values, and takes one."""
     at = 0
-    while at < len(words) and words[at] in getattr(command, "commands", {}):
-        command, at = command.commands[words[at]], at + 1
+    while at < len(arguments) and arguments[at] in getattr(command, "commands", {}):
+        command, at = command.commands[arguments[at]], at + 1
     named = {
         name: param
         for param in command.params
@@ -61,11 +61,11 @@ def require_one_value(command: Any, words: Sequence[str]) -> None:
         if not (getattr(param, "is_flag", True) or param.multiple)
     }
     values: dict[str, str] = {}
-    for index, word in enumerate(words[at:], at):
-        name, is_joined, value = word.partition("=")
-        if name not in named or word == "--":
+    for index, argument in enumerate(arguments[at:], at):
+        name, is_joined, value = argument.partition("=")
+        if name not in named or argument == "--":
             continue
-        value = value if is_joined else words[index + 1] if index + 1 < len(words) else ""
+        value = value if is_joined else arguments[index + 1] if index + 1 < len(arguments) else ""
         before = values.setdefault(named[name].name, value)
         if before != value:
             raise ConfigError(f"{name} is given twice, as {before} and as {value}.\n  Write one.")
@@ -92,10 +92,12 @@ def _suggest_option(option: str, possibilities: list[str]) -> str:
 
 def _suggest_words(error: Any) -> str:
     """A suggestion for an unexpected word, or for a file in place of a command."""
-    said = error.format_message()
-    extra = re.search(r"argument\(s\) \((.*)\)", said)
-    words = extra[1].split() if extra else []
-    if settings := [f"--{word}" for word in words if re.match(r"\w+\.[\w.]+=", word)]:
+    message = error.format_message()
+    extra = re.search(r"argument\(s\) \((.*)\)", message)
+    arguments = extra[1].split() if extra else []
+    if settings := [
+        f"--{argument}" for argument in arguments if re.match(r"\w+\.[\w.]+=", argument)
+    ]:
         return f"; write {' '.join(settings)}"
-    file = re.search(r"No such command '(.*\.ya?ml)'", said)
+    file = re.search(r"No such command '(.*\.ya?ml)'", message)
     return f"; write penstock run {file[1]}" if file else ""

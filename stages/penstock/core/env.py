@@ -38,13 +38,13 @@ def num_processors() -> int:
     name = next((name for name in NUM_PROC if os.environ.get(name)), None)
     if name is None:
         return num_cpus()
-    asked = os.environ[name]
-    if not asked.isdecimal() or int(asked) < 1:
+    value = os.environ[name]
+    if not value.isdecimal() or int(value) < 1:
         raise ConfigError(
-            f"{name} is {asked!r}, which is no number of processes.\n"
+            f"{name} is {value!r}, which is no number of processes.\n"
             "  Set it to a whole number above 0, or write data.dataset_num_proc."
         )
-    return int(asked)
+    return int(value)
 
 
 def num_gpus() -> int:
@@ -224,8 +224,10 @@ def child_environment(
     extra: Mapping[str, str], purposes: Collection[Purpose] = (), more: Collection[str] = ()
 ) -> dict[str, str]:
     """The environment of a child process (`penstock.core.process.allowed_env`), and `extra`."""
-    kept = {name: value for name, value in os.environ.items() if is_allowed(name, purposes, more)}
-    return {**kept, **extra}
+    environment = {
+        name: value for name, value in os.environ.items() if is_allowed(name, purposes, more)
+    }
+    return {**environment, **extra}
 
 
 def require_variables(names: Collection[str], field: str) -> None:
@@ -289,8 +291,8 @@ def terminal_width() -> dict[str, str]:
 
 def num_columns() -> int | None:
     """Terminal width for this process's output, if known."""
-    told = os.environ.get("COLUMNS", "")
-    return int(told) if told.isdecimal() and int(told) else None
+    columns = os.environ.get("COLUMNS", "")
+    return int(columns) if columns.isdecimal() and int(columns) else None
 
 
 def default(values: Mapping[str, str]) -> None:

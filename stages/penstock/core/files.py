@@ -68,9 +68,9 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(content)
     except (ValueError, RecursionError) as error:
-        what = "it is empty" if not content else f"it is not JSON ({error})"
+        reason = "it is empty" if not content else f"it is not JSON ({error})"
         raise DamagedFileError(
-            f"{path} cannot be read: {what}.\n"
+            f"{path} cannot be read: {reason}.\n"
             "  Restore it from a copy, or build again what it belongs to."
         ) from error
 

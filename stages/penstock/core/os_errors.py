@@ -27,30 +27,31 @@ def describe_os_error(error: BaseException, folder: Path | None = None) -> str:
         return "the memory of this machine is used up; use fewer processes (data.dataset_num_proc)"
     if not isinstance(error, OSError) or not error.strerror:
         return f"{type(error).__name__}: {error}"
-    at = error.filename or folder
-    where = f" ({at})" if at else ""
+    path = error.filename or folder
+    suffix = f" ({path})" if path else ""
     match error.errno:
         case errno.EROFS:
-            return f"the file system is read-only{where}; name a folder that can be written to"
+            return f"the file system is read-only{suffix}; name a folder that can be written to"
         case errno.EMFILE | errno.ENFILE:
             return (
-                f"too many files are open{where}; raise the limit (ulimit -n), or use fewer workers"
+                f"too many files are open{suffix}; raise the limit (ulimit -n), or use fewer "
+                "workers"
             )
         case errno.EIO:
-            return f"the disk or the network file system failed: input/output error{where}"
+            return f"the disk or the network file system failed: input/output error{suffix}"
         case _:
-            return f"{error.strerror.lower()}{where}"
+            return f"{error.strerror.lower()}{suffix}"
 
 
 def is_full_disk(error: BaseException) -> bool:
     """Whether the error or one of its causes is a full disk or an exceeded quota."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, OSError) and seen.errno in FULL:
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in FULL:
             return True
-        if _NO_ROOM.search(str(seen)):
+        if _NO_ROOM.search(str(cause)):
             return True
-        seen = seen.__cause__ or seen.__context__
+        cause = cause.__cause__ or cause.__context__
     return False
 
 
@@ -63,11 +64,11 @@ def is_of_the_machine(error: BaseException) -> bool:
 
 def _full(error: BaseException, folder: Path | None) -> str:
     named = error.filename if isinstance(error, OSError) else None
-    at = Path(str(named)).parent if named else folder
-    where = f" ({named or folder})" if named or folder else ""
+    path = Path(str(named)).parent if named else folder
+    suffix = f" ({named or folder})" if named or folder else ""
     quota = isinstance(error, OSError) and error.errno == errno.EDQUOT
-    what = "the quota of this user is used up" if quota else "the disk is full"
-    return f"{what}{where}; free some space{_free_space(at)}"
+    reason = "the quota of this user is used up" if quota else "the disk is full"
+    return f"{reason}{suffix}; free some space{_free_space(path)}"
 
 
 def _free_space(folder: Path | None) -> str:

@@ -9,12 +9,14 @@ def refusal_to_write(folder: Path) -> str | None:
 
     Creates and removes a uniquely named folder in it, or in its nearest existing parent.
     """
-    there = next(each for each in (folder, *folder.parents) if each.exists() or each.is_symlink())
-    if not there.is_dir():
-        return f"{there} is a file"
+    existing = next(
+        parent for parent in (folder, *folder.parents) if parent.exists() or parent.is_symlink()
+    )
+    if not existing.is_dir():
+        return f"{existing} is a file"
     try:
-        with tempfile.TemporaryDirectory(prefix=".penstock-", dir=there):
+        with tempfile.TemporaryDirectory(prefix=".penstock-", dir=existing):
             return None
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
-        return reason if there == folder else f"nothing can be made in {there} ({reason})"
+        return reason if existing == folder else f"nothing can be made in {existing} ({reason})"

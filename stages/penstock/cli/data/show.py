@@ -99,59 +99,62 @@ def show_samples(
         "split": wanted.split,
         "kind": samples.kind,
         "num_samples": len(samples),
-        "samples": [asdict(each) for each in shown],
+        "samples": [asdict(sample) for sample in shown],
     }
 
 
 def _select_samples(
-    wanted: SampleSelection, total: int, origins: SplitSources, seed: int, run: RunConfig
+    selection: SampleSelection, total: int, origins: SplitSources, seed: int, run: RunConfig
 ) -> list[int]:
     """Indices of the samples to show: those given, or a sorted random draw without replacement."""
     if not total:
         raise ConfigError(
-            f"the {wanted.split} split has no samples.\n"
+            f"the {selection.split} split has no samples.\n"
             "  Write data.val_set_size or data.test_datasets to have validation data."
         )
-    candidates = _samples_from_source(wanted, origins, run)
-    if not wanted.indices:
+    candidates = _samples_from_source(selection, origins, run)
+    if not selection.indices:
         random = np.random.default_rng(seed)
-        size = min(wanted.number, len(candidates))
+        size = min(selection.number, len(candidates))
         drawn = random.choice(len(candidates), size, replace=False, shuffle=False)
         return sorted(candidates[drawn].tolist())
-    if wanted.seed is not None:
+    if selection.seed is not None:
         raise ConfigError("--index names samples and --seed draws them.\n  Leave one of them out.")
-    for index in wanted.indices:
+    for index in selection.indices:
         if not 0 <= index < total:
             raise ConfigError(
-                f"--index {index}: the {wanted.split} split has {total} samples, "
+                f"--index {index}: the {selection.split} split has {total} samples, "
                 f"from 0 to {total - 1}."
             )
         if index not in candidates:
             of = origins.sources[origins.source_indices[index]]
             raise ConfigError(
-                f"--index {index} is a sample of {of.label} ({of.section}), not of {wanted.source}."
+                f"--index {index} is a sample of {of.label} ({of.section}), not of "
+                f"{selection.source}."
             )
-    return list(wanted.indices)
+    return list(selection.indices)
 
 
-def _samples_from_source(wanted: SampleSelection, origins: SplitSources, run: RunConfig) -> Indices:
-    if wanted.source is None:
+def _samples_from_source(
+    selection: SampleSelection, origins: SplitSources, run: RunConfig
+) -> Indices:
+    if selection.source is None:
         return np.arange(len(origins.source_indices))
-    asked = wanted.source
-    places = [
+    asked = selection.source
+    candidates = [
         index
         for index, source in enumerate(origins.sources)
         if asked in (source.label, source.section, _source_path(source, run))
     ]
-    if not places:
+    if not candidates:
         names = [source.label for source in origins.sources]
         near = difflib.get_close_matches(asked, names, n=1, cutoff=0.4)
         hint = f" Did you mean {near[0]}?" if near else ""
         listed = "\n".join(f"    {source.label} ({source.section})" for source in origins.sources)
         raise ConfigError(
-            f"--source {asked} gave no sample to {wanted.split}.{hint} Those that did:\n{listed}"
+            f"--source {asked} gave no sample to {selection.split}.{hint} Those that did:\n{listed}"
         )
-    return np.flatnonzero(np.isin(origins.source_indices, places))
+    return np.flatnonzero(np.isin(origins.source_indices, candidates))
 
 
 def _source_path(origin: DataSource, run: RunConfig) -> str | None:
@@ -168,15 +171,15 @@ def _build_view(
     decoder: Decoder,
     media: ImageFiles,
 ) -> SampleView:
-    place = locate(sample.slice, sample.row)
+    location = locate(sample.slice, sample.row)
     return SampleView(
         index=index,
         source=origin.label,
         section=origin.section,
         slice=sample.slice,
         record=sample.row,
-        file=place.file if place else None,
-        line=place.line if place else None,
+        file=location.file if location else None,
+        line=location.line if location else None,
         desirable=sample.desirable,
         score_gap=sample.score_gap,
         parts=list(_build_parts(sample, decoder)),
@@ -185,12 +188,12 @@ def _build_view(
 
 
 def _build_image(digest: bytes, tokens: int, media: ImageFiles) -> ImageView:
-    found = media.get(digest)
-    if found is None:
+    image = media.get(digest)
+    if image is None:
         return ImageView(digest.hex(), 0, 0, tokens)
-    indices = found.tensors.get(INDICES)
+    indices = image.tensors.get(INDICES)
     frames = indices.shape[0] if indices else None
-    return ImageView(digest.hex(), *found.size, tokens, found.kind, frames)
+    return ImageView(digest.hex(), *image.size, tokens, image.kind, frames)
 
 
 def _build_parts(sample: Sample, decoder: Decoder) -> Iterator[Part]:
@@ -199,9 +202,9 @@ def _build_parts(sample: Sample, decoder: Decoder) -> Iterator[Part]:
         yield _build_part("sample", sample.sides[""], 0, decoder)
         return
     ids, labels = sample.sides["chosen"]
-    others, their_labels = sample.sides["rejected"]
+    rejected_ids, their_labels = sample.sides["rejected"]
     shared = _first_trained_token(labels)
-    if not np.array_equal(ids[:shared], others[: _first_trained_token(their_labels)]):
+    if not np.array_equal(ids[:shared], rejected_ids[: _first_trained_token(their_labels)]):
         shared = 0
     if shared:
         yield _build_part("prompt", (ids[:shared], labels[:shared]), 0, decoder)
@@ -244,26 +247,26 @@ def _spans(ids: list[int], trained: np.ndarray, decoder: Decoder) -> Iterator[Sp
 def _print_samples(shown: Sequence[SampleView], split: str, total: int, step: PlannedStage) -> None:
     terminal = Terminal(file=sys.stdout, highlight=False)
     coloured = terminal.is_terminal and bool(terminal.color_system) and not terminal.no_color
-    said = Text()
+    text = Text()
     if coloured:
         for style, name in LEGEND.items():
-            said.append(name, style).append("  ")
+            text.append(name, style).append("  ")
     else:
-        said.append(f"Trained tokens are marked with {MARKS[0]} {MARKS[1]}.")
-    said.append(f"\n{step.where}\n")
-    for each in shown:
-        said.append("\n")
-        said.append(f"{split} sample {each.index} of {total}: {format_origin(each)}\n", "bold")
-        for number, image in enumerate(each.images):
-            said.append(f"{format_image(number, image)}\n", "italic")
-        for part in each.parts:
-            said.append(f"{format_counts(each, part)}\n", "italic")
-            said.append_text(_color_tokens(part) if coloured else Text(_mark_tokens(part)))
-            said.append("\n")
+        text.append(f"Trained tokens are marked with {MARKS[0]} {MARKS[1]}.")
+    text.append(f"\n{step.where}\n")
+    for sample in shown:
+        text.append("\n")
+        text.append(f"{split} sample {sample.index} of {total}: {format_origin(sample)}\n", "bold")
+        for number, image in enumerate(sample.images):
+            text.append(f"{format_image(number, image)}\n", "italic")
+        for part in sample.parts:
+            text.append(f"{format_counts(sample, part)}\n", "italic")
+            text.append_text(_color_tokens(part) if coloured else Text(_mark_tokens(part)))
+            text.append("\n")
     if coloured:
-        terminal.print(said, soft_wrap=True, end="")
+        terminal.print(text, soft_wrap=True, end="")
     else:
-        sys.stdout.write(said.plain)
+        sys.stdout.write(text.plain)
 
 
 def _color_tokens(part: Part) -> Text:
@@ -275,11 +278,11 @@ def _color_tokens(part: Part) -> Text:
 
 def _mark_tokens(part: Part) -> str:
     """The text with marks around consecutive trained tokens, special ones included."""
-    said: list[str] = []
+    pieces: list[str] = []
     inside = False
     for span in part.spans:
         if span.trained != inside:
-            said.append(MARKS[0] if span.trained else MARKS[1])
+            pieces.append(MARKS[0] if span.trained else MARKS[1])
             inside = span.trained
-        said.append(printable(span))
-    return "".join([*said, MARKS[1] if inside else ""])
+        pieces.append(printable(span))
+    return "".join([*pieces, MARKS[1] if inside else ""])

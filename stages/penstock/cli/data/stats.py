@@ -26,29 +26,33 @@ LENGTHS = ("p5", "p50", "p95", "max")
 
 def show_statistics(prepared: Prepared, console: Console) -> dict[str, Any]:
     """Print the statistics; returns them as plain values."""
-    found = compute_statistics(prepared.step.path)
+    statistics = compute_statistics(prepared.step.path)
     locate = build_locator(prepared.step.stage)
-    found["dropped_samples"] = [_add_location(each, locate) for each in found["dropped_samples"]]
-    found["packing"] = _compare_packing(prepared)
-    found["packed"] = _packed_sources(prepared)
+    statistics["dropped_samples"] = [
+        _add_location(sample, locate) for sample in statistics["dropped_samples"]
+    ]
+    statistics["packing"] = _compare_packing(prepared)
+    statistics["packed"] = _packed_sources(prepared)
     blocks = [
-        f"{found['kind']} data in {prepared.step.where}",
-        table([_HEADING, *_rows(found["splits"])]),
+        f"{statistics['kind']} data in {prepared.step.where}",
+        table([_HEADING, *_rows(statistics["splits"])]),
         "\n".join(
-            _format_labels(split, its) for split, its in found["splits"].items() if _has_labels(its)
+            _format_labels(split, figures)
+            for split, figures in statistics["splits"].items()
+            if _has_labels(figures)
         ),
         *(
-            _format_histogram(split, its)
-            for split, its in found["splits"].items()
-            if its["samples"]
+            _format_histogram(split, figures)
+            for split, figures in statistics["splits"].items()
+            if figures["samples"]
         ),
-        _format_mix(found["mix"]),
-        _format_dropped(found),
-        _format_packing(found["packing"]),
-        packed_sources_table(found["packed"]),
+        _format_mix(statistics["mix"]),
+        _format_dropped(statistics),
+        _format_packing(statistics["packing"]),
+        packed_sources_table(statistics["packed"]),
     ]
     console.result("\n\n".join(block for block in blocks if block))
-    return found
+    return statistics
 
 
 def _compare_packing(prepared: Prepared) -> dict[str, Any]:
@@ -81,30 +85,35 @@ _HEADING = ("split", "source", "samples", "tokens", "trained", *LENGTHS, "mean")
 
 def _rows(splits: Mapping[str, Any]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
-    for split, its in splits.items():
-        rows += [_row(split, source["label"], source) for source in its["sources"]]
-        if len(its["sources"]) > 1:
-            rows.append(_row(split, "all", its))
+    for split, figures in splits.items():
+        rows += [_row(split, source["label"], source) for source in figures["sources"]]
+        if len(figures["sources"]) > 1:
+            rows.append(_row(split, "all", figures))
     return rows
 
 
-def _row(split: str, name: str, its: Mapping[str, Any]) -> tuple[str, ...]:
-    lengths = its["lengths"]
-    counts = (f"{its['samples']:,}", f"{its['tokens']:,}", f"{its['trained_share']:.1%}")
+def _row(split: str, name: str, figures: Mapping[str, Any]) -> tuple[str, ...]:
+    lengths = figures["lengths"]
+    counts = (
+        f"{figures['samples']:,}",
+        f"{figures['tokens']:,}",
+        f"{figures['trained_share']:.1%}",
+    )
     return (split, name, *counts, *(f"{lengths[n]:,}" for n in LENGTHS), f"{lengths['mean']:,.0f}")
 
 
-def _has_labels(its: Mapping[str, Any]) -> bool:
-    return "desirable" in its and its["samples"] > 0
+def _has_labels(figures: Mapping[str, Any]) -> bool:
+    return "desirable" in figures and figures["samples"] > 0
 
 
-def _format_labels(split: str, its: Mapping[str, Any]) -> str:
-    share = its["desirable"] / its["samples"]
-    return f"{its['desirable']:,} of {its['samples']:,} {split} answers are desirable ({share:.1%})"
+def _format_labels(split: str, figures: Mapping[str, Any]) -> str:
+    share = figures["desirable"] / figures["samples"]
+    counts = f"{figures['desirable']:,} of {figures['samples']:,}"
+    return f"{counts} {split} answers are desirable ({share:.1%})"
 
 
-def _format_histogram(split: str, its: Mapping[str, Any]) -> str:
-    bars = its["histogram"]
+def _format_histogram(split: str, figures: Mapping[str, Any]) -> str:
+    bars = figures["histogram"]
     most = max(bar["samples"] for bar in bars)
     rows = [
         (
@@ -124,8 +133,8 @@ def _range(first: int, last: int) -> str:
 def _bar(share: float) -> str:
     """A bar of this share of the longest bar; any share above 0 is visible."""
     eighths = max(round(share * BAR * 8), int(share > 0))
-    whole, rest = divmod(eighths, 8)
-    return ("█" * whole + EIGHTHS[rest].strip()).ljust(BAR)
+    full_blocks, remainder = divmod(eighths, 8)
+    return ("█" * full_blocks + EIGHTHS[remainder].strip()).ljust(BAR)
 
 
 def _format_mix(mix: Mapping[str, Any]) -> str:
@@ -149,19 +158,21 @@ def _format_mix(mix: Mapping[str, Any]) -> str:
     return f"mix_strategy: {mix['strategy']}, {epoch}{planned}\n{table(rows)}"
 
 
-def _format_dropped(found: Mapping[str, Any]) -> str:
+def _format_dropped(statistics: Mapping[str, Any]) -> str:
     """The number of dropped records by reason, and what was truncated."""
-    dropped: Mapping[str, int] = found["dropped"]
-    lines = [f"{found['records']:,} records read, {sum(dropped.values()):,} dropped"]
-    if found["truncated"]:
-        cut = f"{found['tokens_cut']:,} tokens"
-        turns = f", {found['turns_dropped']:,} whole turns" if found["turns_dropped"] else ""
-        lines[0] += f", {found['truncated']:,} truncated ({cut}{turns})"
-    for reason, count in sorted(dropped.items(), key=lambda each: -each[1]):
+    dropped: Mapping[str, int] = statistics["dropped"]
+    lines = [f"{statistics['records']:,} records read, {sum(dropped.values()):,} dropped"]
+    if statistics["truncated"]:
+        cut = f"{statistics['tokens_cut']:,} tokens"
+        turns = (
+            f", {statistics['turns_dropped']:,} whole turns" if statistics["turns_dropped"] else ""
+        )
+        lines[0] += f", {statistics['truncated']:,} truncated ({cut}{turns})"
+    for reason, count in sorted(dropped.items(), key=lambda item: -item[1]):
         lines.append(f"  {reason}: {count:,}")
         lines += [
-            f"    {_format_dropped_sample(each)}"
-            for each in _with_reason(found["dropped_samples"], reason)
+            f"    {_format_dropped_sample(sample)}"
+            for sample in _with_reason(statistics["dropped_samples"], reason)
         ]
     return "\n".join(lines)
 
@@ -172,14 +183,14 @@ def _with_reason(examples: Sequence[Mapping[str, Any]], reason: str) -> list[Map
 
 def _add_location(example: Mapping[str, Any], locate: Locate) -> dict[str, Any]:
     """The example with file and line, if they are known."""
-    place = locate(example["slice"], example["row"]) if "slice" in example else None
-    return {**example, **(asdict(place) if place else {})}
+    location = locate(example["slice"], example["row"]) if "slice" in example else None
+    return {**example, **(asdict(location) if location else {})}
 
 
-def _format_dropped_sample(each: Mapping[str, Any]) -> str:
-    if "file" in each:
-        return f"{record_location(each)}: {each['why']}"
-    return f"{each['source']}, record {each['row']} of slice {each['slice']}: {each['why']}"
+def _format_dropped_sample(sample: Mapping[str, Any]) -> str:
+    if "file" in sample:
+        return f"{record_location(sample)}: {sample['why']}"
+    return f"{sample['source']}, record {sample['row']} of slice {sample['slice']}: {sample['why']}"
 
 
 def _format_packing(packing: Mapping[str, Any]) -> str:

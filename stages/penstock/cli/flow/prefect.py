@@ -40,12 +40,12 @@ def run_flow(
     load(config, overrides)
     script = flows_folder() / ("recurring.py" if recurring else "finetune.py")
     settings = [f"{override.option}={override.text}" for override in overrides]
-    words = [sys.executable, str(script), str(config), *settings]
+    command = [sys.executable, str(script), str(config), *settings]
     sys.stdout.flush()
     if not console.as_json:
-        os.execv(sys.executable, words)
+        os.execv(sys.executable, command)
     done = subprocess.run(
-        words, stdout=sys.stderr, preexec_fn=partial(end_with_parent, os.getpid()), check=False
+        command, stdout=sys.stderr, preexec_fn=partial(end_with_parent, os.getpid()), check=False
     )
     if done.returncode:
         raise StageError(f"the flow failed with exit status {done.returncode}; see its log above.")
@@ -111,9 +111,9 @@ def _require_prefect() -> None:
         raise CapabilityError("Prefect is not installed.\n  Run pip install penstock again.")
 
 
-def _prefect(*words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+def _prefect(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
-        [sys.executable, "-m", "prefect", *words],
+        [sys.executable, "-m", "prefect", *arguments],
         capture_output=True,
         text=True,
         stdin=subprocess.DEVNULL,
@@ -122,7 +122,7 @@ def _prefect(*words: str, check: bool = True) -> subprocess.CompletedProcess[str
     if check and done.returncode:
         text = (done.stderr.strip() or done.stdout.strip()).splitlines()[-12:]
         raise StageError(
-            f"prefect {' '.join(words)} failed:\n  "
+            f"prefect {' '.join(arguments)} failed:\n  "
             + "\n  ".join(text)
             + "\n  Is PREFECT_API_URL that of a running server (prefect server start)?"
         )

@@ -76,8 +76,8 @@ class OwnData:
     @property
     def sizes(self) -> SampleSizes:
         """As the pack stage sees them; the longest as an upper bound."""
-        both = 2 if self.is_preference else 1
-        longest = 1 << (max(1, both * self.longest) - 1).bit_length()
+        sides_per_sample = 2 if self.is_preference else 1
+        longest = 1 << (max(1, sides_per_sample * self.longest) - 1).bit_length()
         return SampleSizes(longest, round(self.samples * self.tokens), self.samples)
 
 
@@ -117,12 +117,12 @@ def inspect_data(path: str, model: str) -> OwnData:
             measured = _tokenize(loads({**sections, "data": data}), records, tokenizer)
         if measured.samples:
             mean = measured.tokens / measured.samples
-            seen = len(records), mean, max(measured.lengths), True
-            return OwnData(path, guess, is_certain, count, *seen, faults, template)
+            measured_sizes = len(records), mean, max(measured.lengths), True
+            return OwnData(path, guess, is_certain, count, *measured_sizes, faults, template)
     per_token = bytes_per_token(HUB_VOCABULARY)
     lengths = [sum(len(text.encode()) for text in _texts(record)) / per_token for record in records]
-    seen = len(records), sum(lengths) / len(lengths), round(max(lengths)), False
-    return OwnData(path, guess, is_certain, count, *seen, faults)
+    measured_sizes = len(records), sum(lengths) / len(lengths), round(max(lengths)), False
+    return OwnData(path, guess, is_certain, count, *measured_sizes, faults)
 
 
 def _read(run: RunConfig) -> tuple[int, list[dict[str, Any]]]:
@@ -173,4 +173,4 @@ def _texts(value: Any) -> list[str]:
     if isinstance(value, str):
         return [value]
     inner = value.values() if isinstance(value, Mapping) else value
-    return [text for each in inner for text in _texts(each)] if hasattr(inner, "__iter__") else []
+    return [text for child in inner for text in _texts(child)] if hasattr(inner, "__iter__") else []

@@ -123,8 +123,8 @@ def describe(data: OwnData) -> str:
     part = "longest answer with its prompt" if data.is_preference else "longest"
     longest = f"the {part} of {data.measured:,} has {about}{data.longest:,}"
     of = "with both answers, " if data.is_preference else ""
-    what = f"{data.samples:,} samples of type {data.format.type}"
-    return f"{data.path}: {what}, {of}{mean}; {longest}."
+    summary = f"{data.samples:,} samples of type {data.format.type}"
+    return f"{data.path}: {summary}, {of}{mean}; {longest}."
 
 
 def choose(data: OwnData, model: str) -> ChosenConfig:
@@ -135,8 +135,8 @@ def choose(data: OwnData, model: str) -> ChosenConfig:
     _choose_data(chosen, data)
     chosen.put("train.output_dir", f"outputs/{Path(data.path).stem or 'run'}")
     for section, values in OBJECTIVES.get(data.format.type, {}).items():
-        for each, value in values.items():
-            chosen.put(f"{section}.{each}", value, f"for type {data.format.type}")
+        for setting, value in values.items():
+            chosen.put(f"{section}.{setting}", value, f"for type {data.format.type}")
     epochs = 1 + (data.samples < MANY_SAMPLES) + (data.samples < FEW_SAMPLES)
     if data.is_preference:
         epochs = min(epochs, 2)
@@ -148,9 +148,9 @@ def choose(data: OwnData, model: str) -> ChosenConfig:
 
 
 def _choose_data(chosen: ChosenConfig, data: OwnData) -> None:
-    how = f"from its records, which have {data.format.columns}"
+    reason = f"from its records, which have {data.format.columns}"
     doubt = "" if data.is_certain else "; a guess: see penstock data show"
-    chosen.put("data.datasets", [{"path": data.path, **data.format.settings()}], how + doubt)
+    chosen.put("data.datasets", [{"path": data.path, **data.format.settings()}], reason + doubt)
     if data.template:
         chosen.put("data.chat_template", data.template, f"included; otherwise {data.faults[0]}")
     if data.samples >= MIN_HELD_OUT:

@@ -31,10 +31,10 @@ def recipes() -> dict[str, Traversable]:
     """The shipped recipes by name: the quickstart first, recipes for servers last."""
     package = resources.files("penstock")
     by_name = {
-        f"{prefix}{each.name.removesuffix('.yaml')}": each
+        f"{prefix}{file.name.removesuffix('.yaml')}": file
         for folder, prefix in (("examples", ""), ("recipes", ""), ("servers", SERVER_PREFIX))
-        for each in sorted((package / folder).iterdir(), key=lambda e: e.name)
-        if each.name.endswith(".yaml")
+        for file in sorted((package / folder).iterdir(), key=lambda e: e.name)
+        if file.name.endswith(".yaml")
     }
     return {"quickstart": package / "quickstart.yaml", **by_name}
 
@@ -46,9 +46,9 @@ def summary(recipe: Traversable) -> str:
 
 def list_recipes(console: Console) -> dict[str, Any]:
     """Print every recipe with its purpose; returns the same."""
-    known = {name: summary(file) for name, file in recipes().items()}
-    console.result(table([("name", "what it is for"), *known.items()]))
-    return {"recipes": known}
+    summaries = {name: summary(file) for name, file in recipes().items()}
+    console.result(table([("name", "what it is for"), *summaries.items()]))
+    return {"recipes": summaries}
 
 
 def copy_recipe(
@@ -58,13 +58,13 @@ def copy_recipe(
 
     Raises ConfigError for an unknown name or an existing file, StageError if it is not writable.
     """
-    known = recipes()
-    if name not in known and detect_file_kind(name):
+    files = recipes()
+    if name not in files and detect_file_kind(name):
         raise missing_path_error(name)
     name = name.removesuffix(".yaml")
-    if name not in known:
-        raise ConfigError(f"no recipe has the name {name}.\n  Recipes are {', '.join(known)}.")
-    _, _, body = known[name].read_text(encoding="utf-8").partition("\n")
+    if name not in files:
+        raise ConfigError(f"no recipe has the name {name}.\n  Recipes are {', '.join(files)}.")
+    _, _, body = files[name].read_text(encoding="utf-8").partition("\n")
     if name.startswith(SERVER_PREFIX):
         return write_config(target, body, SERVER_SCHEMA_FILE, console, overwrite=overwrite)
     written = write_config(target, body, SCHEMA_FILE, console, overwrite=overwrite)

@@ -34,28 +34,30 @@ class LaunchTarget:
 
 
 def print_launch(
-    request: Request, way: str | None, elsewhere: LaunchTarget, console: Console
+    request: Request, launcher: str | None, elsewhere: LaunchTarget, console: Console
 ) -> dict[str, Any]:
-    """Print the launch text for launcher `way`, or for all launchers with titles; returns them.
+    """Print the launch text for `launcher`, or for all launchers with titles; returns them.
 
     Raises ConfigError for an invalid layout or a missing setting.
     """
-    if way is not None and way not in LAUNCHERS:
-        raise ConfigError(f"{way} is no way to launch.\n  Write one of {', '.join(LAUNCHERS)}.")
-    run, place = _load(request)
+    if launcher is not None and launcher not in LAUNCHERS:
+        raise ConfigError(
+            f"{launcher} is no way to launch.\n  Write one of {', '.join(LAUNCHERS)}."
+        )
+    run, endpoint = _load(request)
     if run.launch.nproc_per_node == "auto" and elsewhere.gpus is not None:
         run = _with_ranks(run, max(1, elsewhere.gpus))
     if run.launch.nproc_per_node != "auto":
         check_layout(run)
     texts: dict[str, str] = {}
-    for each in [way] if way else LAUNCHERS:
+    for name in [launcher] if launcher else LAUNCHERS:
         try:
-            texts[each] = _launch_text(each, run, request, elsewhere, place)
+            texts[name] = _launch_text(name, run, request, elsewhere, endpoint)
         except ConfigError as error:
-            if way:
+            if launcher:
                 raise
-            texts[each] = "".join(f"# {line.strip()}\n" for line in str(error).splitlines())
-    titled = [text if way else f"# ---- {each} ----\n{text}" for each, text in texts.items()]
+            texts[name] = "".join(f"# {line.strip()}\n" for line in str(error).splitlines())
+    titled = [text if launcher else f"# ---- {name} ----\n{text}" for name, text in texts.items()]
     console.result("\n".join(titled).rstrip("\n"))
     return {"launch": texts}
 
@@ -65,23 +67,27 @@ def _load(request: Request) -> tuple[RunConfig, EndpointSource]:
         return request.load(), "written"
     except ConfigError:
         # A scheduler assigns the machines, so the rendezvous endpoint need not be set for it.
-        place = Override("launch.rdzv_endpoint", f"first:{PORT}")
-        return replace(request, overrides=(*request.overrides, place)).load(), "unknown"
+        endpoint = Override("launch.rdzv_endpoint", f"first:{PORT}")
+        return replace(request, overrides=(*request.overrides, endpoint)).load(), "unknown"
 
 
 def _launch_text(
-    way: str, run: RunConfig, request: Request, elsewhere: LaunchTarget, place: EndpointSource
+    launcher: str,
+    run: RunConfig,
+    request: Request,
+    elsewhere: LaunchTarget,
+    endpoint: EndpointSource,
 ) -> str:
-    if way == "torchrun":
-        if place == "unknown":
+    if launcher == "torchrun":
+        if endpoint == "unknown":
             request.load()  # raises what is missing
         check_layout(run)
         return torchrun_lines(run, request)
-    asked = run.launch.nproc_per_node
-    if way == "slurm":
+    nproc = run.launch.nproc_per_node
+    if launcher == "slurm":
         # The machine that prints the script need not be like those that run it.
-        gpus = elsewhere.gpus if elsewhere.gpus is not None or asked == "auto" else asked
-        return slurm_script(run, request, ranks=asked, gpus=gpus, cpus=elsewhere.cpus)
+        gpus = elsewhere.gpus if elsewhere.gpus is not None or nproc == "auto" else nproc
+        return slurm_script(run, request, ranks=nproc, gpus=gpus, cpus=elsewhere.cpus)
     ranks = _ranks_per_node(run)
     check_layout(_with_ranks(run, ranks))
     gpus = ranks if elsewhere.gpus is None else elsewhere.gpus
@@ -100,11 +106,11 @@ def _with_ranks(run: RunConfig, ranks: int) -> RunConfig:
 
 def _ranks_per_node(run: RunConfig) -> int:
     """Processes per machine. Raises ConfigError if `auto` cannot be resolved on this machine."""
-    asked = run.launch.nproc_per_node
-    if asked != "auto":
-        return asked
-    if here := env.num_gpus():
-        return here
+    nproc = run.launch.nproc_per_node
+    if nproc != "auto":
+        return nproc
+    if num_gpus := env.num_gpus():
+        return num_gpus
     raise ConfigError(
         "launch.nproc_per_node is auto, this machine has no GPU to go by, and Kubernetes must be "
         "told how many to reserve.\n  Add --launch.nproc_per_node with the GPUs of one machine."

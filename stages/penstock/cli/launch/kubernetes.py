@@ -198,14 +198,14 @@ def _labels(name: str) -> dict[str, str]:
 
 def _check_storage(run: RunConfig, cluster: Cluster) -> None:
     """Raise ConfigError if results would be lost with a pod or the config has credentials."""
-    for where, value in _string_fields(run.model_dump(mode="json", exclude_unset=True)):
+    for field, value in _string_fields(run.model_dump(mode="json", exclude_unset=True)):
         if redact(value) != value:
             raise ConfigError(
-                f"{where} is a URL with a password or a signature, which a ConfigMap would show to "
+                f"{field} is a URL with a password or a signature, which a ConfigMap would show to "
                 "every user who can read it.\n  Write the URL without them, and pass "
                 "credentials to the pods with --secret."
             )
-    for where, value in {
+    for field, value in {
         "train.output_dir": run.train.output_dir,
         "data.dataset_prepared_path": run.data.dataset_prepared_path,
         "pipeline.artifacts_path": run.pipeline.artifacts_path,
@@ -214,28 +214,28 @@ def _check_storage(run: RunConfig, cluster: Cluster) -> None:
             continue
         if cluster.claim is None:
             raise ConfigError(
-                f"{where} is the folder {value}, which is lost with its pod.\n"
+                f"{field} is the folder {value}, which is lost with its pod.\n"
                 "  Add --claim NAME of a PersistentVolumeClaim, or write a URL of an object store."
             )
         if not (PurePosixPath(cluster.mount) / value).is_relative_to(cluster.mount):
             raise ConfigError(
-                f"{where} is {value}, which is not below {cluster.mount}, where the claim "
+                f"{field} is {value}, which is not below {cluster.mount}, where the claim "
                 f"{cluster.claim} is mounted.\n"
                 f"  Write a relative path, or mount it elsewhere with --mount."
             )
 
 
-def _string_fields(value: Any, at: str = "") -> list[tuple[str, str]]:
+def _string_fields(value: Any, prefix: str = "") -> list[tuple[str, str]]:
     if isinstance(value, dict):
         return [
             text
-            for key, each in value.items()
-            for text in _string_fields(each, f"{at}.{key}".strip("."))
+            for key, member in value.items()
+            for text in _string_fields(member, f"{prefix}.{key}".strip("."))
         ]
     if isinstance(value, list):
         return [
             text
-            for index, each in enumerate(value)
-            for text in _string_fields(each, f"{at}[{index}]")
+            for index, member in enumerate(value)
+            for text in _string_fields(member, f"{prefix}[{index}]")
         ]
-    return [(at, value)] if isinstance(value, str) else []
+    return [(prefix, value)] if isinstance(value, str) else []

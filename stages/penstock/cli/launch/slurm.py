@@ -62,8 +62,8 @@ def slurm_script(
     step = ["srun", "--kill-on-bad-exit=0", "--wait=0", "--cpu-bind=none"]
     if cpus is not None:
         step.append(f"--cpus-per-task={cpus}")
-    words = shell_args(request, *PER_NODE_FIELDS, "launch.nproc_per_node")
-    command = shlex.join(["penstock", "run", *words, f"--launch.nproc_per_node={ranks}"])
+    arguments = shell_args(request, *PER_NODE_FIELDS, "launch.nproc_per_node")
+    command = shlex.join(["penstock", "run", *arguments, f"--launch.nproc_per_node={ranks}"])
     if launch.nnodes == 1:
         return "\n".join(
             ["#!/bin/bash", *lines, "", "set -eu", f"{shlex.join(step)} {command}", ""]

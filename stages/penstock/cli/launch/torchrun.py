@@ -31,11 +31,11 @@ def shell_args(request: Request, *left_out: str) -> list[str]:
 
 def _command(run: RunConfig, request: Request, number: int) -> str:
     launch = run.launch.model_copy(update={"node_rank": number})
-    here = run.model_copy(update={"launch": launch})
-    variables = [f"{name}={value}" for name, value in build_environment(here).items()]
-    words = [
+    local_run = run.model_copy(update={"launch": launch})
+    variables = [f"{name}={value}" for name, value in build_environment(local_run).items()]
+    command = [
         *("env", *variables),
-        *("torchrun", *torchrun_arguments_by_hand(here)),
+        *("torchrun", *torchrun_arguments_by_hand(local_run)),
         *("-m", "penstock.cli.train", *shell_args(request, "launch.node_rank")),
     ]
-    return shlex.join(words)
+    return shlex.join(command)

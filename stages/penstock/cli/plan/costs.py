@@ -50,42 +50,46 @@ def costs(
     degrees = compute_dims(run.train, world_size(run))
     if not isinstance(degrees, ParallelDims):
         return "", {}
-    hf_config, made = resolve_hf_config(run), DataFacts.read(steps)
+    hf_config, facts = resolve_hf_config(run), DataFacts.read(steps)
     model = build_cost_model(run, hf_config)
-    run = with_row_length(run, made, steps, model.config.vocab_size)
+    run = with_row_length(run, facts, steps, model.config.vocab_size)
     machine = find_machine(location.kind) if location.kind else detect_machine(num_local_ranks(run))
     run, layout = with_one_process_layout(run, machine) if location.devices is None else (run, None)
     data = estimate_data(run, steps, model.config.vocab_size)
     model = with_images(model, run, hf_config, data)
-    found = predict(run, model, degrees, machine, data)
+    prediction = predict(run, model, degrees, machine, data)
     if any(step.stage.name == "reference" and find_cached(step) for step in steps):
-        found = replace(found, reference_seconds=None, unread_rows=None)
+        prediction = replace(prediction, reference_seconds=None, unread_rows=None)
     sizes = sum(map(math.prod, model.shapes.values()))
     sizes += sum(params for params, _ in model.vision.parts) if model.vision else 0
-    sizing = check_sizing(run, made, data, found.length, found.rows_per_step)
-    text = f"{_format_costs(found, sizes)}\n{sizing.text}"
+    sizing = check_sizing(run, facts, data, prediction.length, prediction.rows_per_step)
+    text = f"{_format_costs(prediction, sizes)}\n{sizing.text}"
     text += f"\n    layout  {layout}" if layout else ""
-    plain: dict[str, Any] = {"costs": _costs_as_json(found, sizes), "sizing": sizing.as_json()}
+    plain: dict[str, Any] = {"costs": _costs_as_json(prediction, sizes), "sizing": sizing.as_json()}
     if location.devices is None:
         return text, plain
     counts, rows = ModelDims.of(hf_config), rows_per_step(run.train, degrees.num_replicas)
-    wanted = LayoutSearch(run, model, counts, machine, location.devices, rows, data)
-    layouts = find_fastest_layouts(wanted)
-    text += "\n" + _format_layouts(layouts, wanted)
+    search = LayoutSearch(run, model, counts, machine, location.devices, rows, data)
+    layouts = find_fastest_layouts(search)
+    text += "\n" + _format_layouts(layouts, search)
     return text, {**plain, "layouts": [_layout_as_json(layout) for layout in layouts]}
 
 
-def _format_costs(found: Prediction, sizes: int) -> str:
+def _format_costs(prediction: Prediction, sizes: int) -> str:
     return "\n".join(
         [
-            f"costs on {format_ranks(found.degrees)} of {_machine_name(found.machine)}",
+            f"costs on {format_ranks(prediction.degrees)} of {_machine_name(prediction.machine)}",
             f"    model   {_format_count(sizes)} parameters",
-            f"    run     {_format_length(found)}",
-            f"    step    {_format_step(found)}",
-            *([f"    before  {_format_reference(found)}"] if found.reference_seconds else []),
-            *([f"    warning {found.unread_rows}"] if found.unread_rows else []),
-            f"    memory  {_format_memory(found)}",
-            f"    disk    {_format_disk(found)}",
+            f"    run     {_format_length(prediction)}",
+            f"    step    {_format_step(prediction)}",
+            *(
+                [f"    before  {_format_reference(prediction)}"]
+                if prediction.reference_seconds
+                else []
+            ),
+            *([f"    warning {prediction.unread_rows}"] if prediction.unread_rows else []),
+            f"    memory  {_format_memory(prediction)}",
+            f"    disk    {_format_disk(prediction)}",
         ]
     )
 
@@ -101,11 +105,11 @@ def _machine_name(machine: Machine) -> str:
     return f"{machine.name} ({machine.source})" if machine.source else machine.name
 
 
-def _format_length(found: Prediction) -> str:
-    rows = f"{found.rows_per_step} row{'s' if found.rows_per_step > 1 else ''}"
-    if found.length is None:
+def _format_length(prediction: Prediction) -> str:
+    rows = f"{prediction.rows_per_step} row{'s' if prediction.rows_per_step > 1 else ''}"
+    if prediction.length is None:
         return f"steps of {rows}; how many is known once data is prepared"
-    length = found.length
+    length = prediction.length
     about = "about " if length.certain == "estimated" else ""
     span = f" ({length.least:,} to {length.most:,})" if length.least < length.most else ""
     return (
@@ -114,35 +118,39 @@ def _format_length(found: Prediction) -> str:
     )
 
 
-def _format_step(found: Prediction) -> str:
-    if found.step is None:
+def _format_step(prediction: Prediction) -> str:
+    if prediction.step is None:
         return NOT_MEASURED
-    seconds = found.step.total
+    seconds = prediction.step.total
     parts = ", ".join(
-        f"{name} {100 * value / seconds:.0f} %" for name, value in asdict(found.step).items()
+        f"{name} {100 * value / seconds:.0f} %" for name, value in asdict(prediction.step).items()
     )
-    speed = f"{found.tokens_per_step / seconds:,.0f} tokens/s"
-    whole = f"; all steps {format_seconds(found.seconds)}" if found.seconds is not None else ""
-    return f"{format_seconds(seconds)}, {speed}{whole} ({parts})"
+    speed = f"{prediction.tokens_per_step / seconds:,.0f} tokens/s"
+    total = (
+        f"; all steps {format_seconds(prediction.seconds)}"
+        if prediction.seconds is not None
+        else ""
+    )
+    return f"{format_seconds(seconds)}, {speed}{total} ({parts})"
 
 
-def _format_reference(found: Prediction) -> str:
-    seconds = format_seconds(found.reference_seconds)
+def _format_reference(prediction: Prediction) -> str:
+    seconds = format_seconds(prediction.reference_seconds)
     return f"{seconds} for the reference log-probs of all completions, once"
 
 
-def _format_memory(found: Prediction) -> str:
+def _format_memory(prediction: Prediction) -> str:
     parts = ", ".join(
-        f"{name} {format_bytes(value)}" for name, value in asdict(found.memory).items()
+        f"{name} {format_bytes(value)}" for name, value in asdict(prediction.memory).items()
     )
-    limit = found.machine.memory
+    limit = prediction.machine.memory
     of = "" if limit is None else f" of {format_bytes(limit)}"
-    doubt = "; it does not fit" if found.fits is False else ""
-    return f"{format_bytes(found.memory.total)}{of} for a process{doubt} ({parts})"
+    doubt = "; it does not fit" if prediction.fits is False else ""
+    return f"{format_bytes(prediction.memory.total)}{of} for a process{doubt} ({parts})"
 
 
-def _format_disk(found: Prediction) -> str:
-    disk = found.disk
+def _format_disk(prediction: Prediction) -> str:
+    disk = prediction.disk
     times = f"{disk.checkpoints} x " if disk.checkpoints else ""
     parts = [
         f"checkpoints {times}{format_bytes(disk.checkpoint)}",
@@ -154,22 +162,22 @@ def _format_disk(found: Prediction) -> str:
     return ", ".join(parts)
 
 
-def _format_layouts(layouts: Sequence[Proposal], wanted: LayoutSearch) -> str:
-    head = f"fastest on {wanted.devices} x {wanted.machine.name}, {wanted.rows} rows a step:"
+def _format_layouts(layouts: Sequence[Proposal], search: LayoutSearch) -> str:
+    head = f"fastest on {search.devices} x {search.machine.name}, {search.rows} rows a step:"
     if not layouts:
         return f"{head} none that fits was found; more devices or smaller rows are needed"
     rows = [("step", "tokens/s", "memory", "settings of train")]
     for layout in layouts:
-        found = layout.prediction
-        seconds = found.step.total if found.step else None
+        prediction = layout.prediction
+        seconds = prediction.step.total if prediction.step else None
         settings = ", ".join(
             f"{name}: {_format_value(value)}" for name, value in layout.settings.items()
         )
         rows.append(
             (
                 format_seconds(seconds),
-                f"{found.tokens_per_step / seconds:,.0f}" if seconds else "n/a",
-                format_bytes(found.memory.total),
+                f"{prediction.tokens_per_step / seconds:,.0f}" if seconds else "n/a",
+                format_bytes(prediction.memory.total),
                 settings,
             )
         )
@@ -180,24 +188,24 @@ def _format_value(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _layout_as_json(one: Proposal) -> dict[str, Any]:
-    found = one.prediction
+def _layout_as_json(proposal: Proposal) -> dict[str, Any]:
+    prediction = proposal.prediction
     return {
-        "settings": dict(one.settings),
-        "layout": asdict(found.degrees),
-        "memory": found.memory.total,
-        "seconds_per_step": found.step.total if found.step else None,
-        "tokens_per_second": _per_second(found),
+        "settings": dict(proposal.settings),
+        "layout": asdict(prediction.degrees),
+        "memory": prediction.memory.total,
+        "seconds_per_step": prediction.step.total if prediction.step else None,
+        "tokens_per_second": _per_second(prediction),
     }
 
 
-def _per_second(found: Prediction) -> float | None:
-    return found.tokens_per_step / found.step.total if found.step else None
+def _per_second(prediction: Prediction) -> float | None:
+    return prediction.tokens_per_step / prediction.step.total if prediction.step else None
 
 
-def _costs_as_json(found: Prediction, sizes: int) -> dict[str, Any]:
+def _costs_as_json(prediction: Prediction, sizes: int) -> dict[str, Any]:
     """The costs as plain values, in bytes, seconds and FLOPs."""
-    length, machine = found.length, found.machine
+    length, machine = prediction.length, prediction.machine
     return {
         "machine": {
             "name": machine.name,
@@ -205,19 +213,21 @@ def _costs_as_json(found: Prediction, sizes: int) -> dict[str, Any]:
             "known_by": machine.source,
             "memory": machine.memory,
         },
-        "layout": asdict(found.degrees),
+        "layout": asdict(prediction.degrees),
         "parameters": sizes,
-        "memory": {**asdict(found.memory), "total": found.memory.total},
-        "fits": found.fits,
-        "step": None if found.step is None else {**asdict(found.step), "total": found.step.total},
-        "flops_per_step": found.flops_per_step,
-        "rows_per_step": found.rows_per_step,
-        "tokens_per_step": found.tokens_per_step,
-        "tokens_per_second": _per_second(found),
+        "memory": {**asdict(prediction.memory), "total": prediction.memory.total},
+        "fits": prediction.fits,
+        "step": None
+        if prediction.step is None
+        else {**asdict(prediction.step), "total": prediction.step.total},
+        "flops_per_step": prediction.flops_per_step,
+        "rows_per_step": prediction.rows_per_step,
+        "tokens_per_step": prediction.tokens_per_step,
+        "tokens_per_second": _per_second(prediction),
         "length": None if length is None else asdict(length),
-        "seconds": found.seconds,
-        "reference_seconds": found.reference_seconds,
-        "disk": {**asdict(found.disk), "total": found.disk.total},
+        "seconds": prediction.seconds,
+        "reference_seconds": prediction.reference_seconds,
+        "disk": {**asdict(prediction.disk), "total": prediction.disk.total},
     }
 
 

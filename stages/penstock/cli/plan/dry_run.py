@@ -79,8 +79,8 @@ def dry_run_config(request: Request, options: DryRunOptions, console: Console) -
     else:
         layouts = [("", run)]
     for text in options.compare:
-        other = replace(request, overrides=(*request.overrides, *_parse_overrides(text)))
-        layouts.append((text, _with_row_length(other.load())))
+        layout_request = replace(request, overrides=(*request.overrides, *_parse_overrides(text)))
+        layouts.append((text, _with_row_length(layout_request.load())))
     return print_dry_run(layouts, options, console)
 
 
@@ -106,13 +106,13 @@ def _with_row_length(run: RunConfig) -> RunConfig:
 
 def _parse_overrides(text: str) -> list[Override]:
     """`section.field=value` pairs, separated by spaces."""
-    rest, found = split_overrides([f"--{word}" for word in shlex.split(text)])
-    if rest or not found:
+    unparsed, overrides = split_overrides([f"--{argument}" for argument in shlex.split(text)])
+    if unparsed or not overrides:
         raise ConfigError(
             f"--compare {text!r} has no fields.\n"
             "  Write for example --compare 'train.tensor_parallel_size=2'."
         )
-    return found
+    return overrides
 
 
 def _fastest_layouts(
@@ -130,9 +130,11 @@ def _fastest_layouts(
         rows,
         None,
     )
-    for found in find_fastest_layouts(search, limit=BEST_LAYOUTS):
-        text = ", ".join(f"{name}: {str(value).lower()}" for name, value in found.settings.items())
-        yield text, with_train(run, found.settings)
+    for proposal in find_fastest_layouts(search, limit=BEST_LAYOUTS):
+        text = ", ".join(
+            f"{name}: {str(value).lower()}" for name, value in proposal.settings.items()
+        )
+        yield text, with_train(run, proposal.settings)
 
 
 @dataclass(frozen=True)
@@ -162,18 +164,18 @@ def print_dry_run(
     console.result(_format_layout(done[0]) if len(done) == 1 else _format_comparison(done))
     values = [
         {
-            "settings": each.name,
-            **each.found.as_json(),
-            "estimated_memory": each.estimate.memory.total,
+            "settings": layout.name,
+            **layout.found.as_json(),
+            "estimated_memory": layout.estimate.memory.total,
         }
-        for each in done
+        for layout in done
     ]
     console.more["dry_run"] = values
     if options.trace:
         write_chrome_trace(done[0].found.ranks, options.trace)
         console.say(f"timeline: {options.trace}")
-    if not any(each.found.fits for each in done):
-        raise CapabilityError(_misfit(min(done, key=lambda each: each.found.peak)))
+    if not any(layout.found.fits for layout in done):
+        raise CapabilityError(_misfit(min(done, key=lambda layout: layout.found.peak)))
     return {}
 
 
@@ -188,7 +190,7 @@ def run_layout(name: str, run: RunConfig, options: DryRunOptions) -> Layout:
         )
     device = _device_name(options)
     hf_config = resolve_hf_config(run)
-    found = dry_run(
+    result = dry_run(
         run,
         hf_config,
         dims,
@@ -197,7 +199,7 @@ def run_layout(name: str, run: RunConfig, options: DryRunOptions) -> Layout:
         local_ranks=min(dims.world_size, DEVICES_PER_NODE),
     )
     machine = find_machine(device)
-    return Layout(name, found, predict(run, build_cost_model(run, hf_config), dims, machine, None))
+    return Layout(name, result, predict(run, build_cost_model(run, hf_config), dims, machine, None))
 
 
 def _device_name(options: DryRunOptions) -> str:
@@ -206,33 +208,36 @@ def _device_name(options: DryRunOptions) -> str:
 
 
 def _misfit(layout: Layout) -> str:
-    found = layout.found
-    worst = max(found.ranks, key=lambda rank: rank.result.peak)
+    result = layout.found
+    worst = max(result.ranks, key=lambda rank: rank.result.peak)
     most = max(worst.result.holders.items(), key=lambda item: item[1])
     return (
-        f"a step needs {format_bytes(found.peak)} on rank {worst.rank}, and {found.device_name} "
-        f"has {format_bytes(found.device.memory)}; {most[0]} hold {format_bytes(most[1])} of it.\n"
+        f"a step needs {format_bytes(result.peak)} on rank {worst.rank}, and {result.device_name} "
+        f"has {format_bytes(result.device.memory)}; {most[0]} hold {format_bytes(most[1])} of it.\n"
         "  penstock plan CONFIG --devices N lists layouts that fit."
     )
 
 
 def _format_layout(layout: Layout) -> str:
-    found = layout.found
-    dims = found.dims
+    result = layout.found
+    dims = result.dims
     lines = [
-        f"dry run of {format_ranks(dims)} on {found.device_name}: {_format_ranks(found.ranks)} run",
-        f"    step     {format_seconds(found.seconds)}, {found.tokens_per_second:,.0f} tokens/s"
-        f"{_format_mfu(found)}; {_format_limits(found)}",
-        f"    memory   {format_bytes(found.peak)} of {format_bytes(found.device.memory)} at the "
+        f"dry run of {format_ranks(dims)} on {result.device_name}: {_format_ranks(result.ranks)} "
+        "run",
+        f"    step     {format_seconds(result.seconds)}, {result.tokens_per_second:,.0f} tokens/s"
+        f"{_format_mfu(result)}; {_format_limits(result)}",
+        f"    memory   {format_bytes(result.peak)} of {format_bytes(result.device.memory)} at the "
         f"peak (estimate from shapes: {format_bytes(layout.estimate.memory.total)})",
     ]
-    for rank in found.ranks[:MAX_ROWS]:
+    for rank in result.ranks[:MAX_ROWS]:
         lines.append(f"    rank {rank.rank:<4}{_format_rank(rank)}")
-    worst = max(found.ranks, key=lambda rank: rank.result.peak)
+    worst = max(result.ranks, key=lambda rank: rank.result.peak)
     lines += ["", f"collectives of rank {worst.rank}", _collectives(worst)]
     lines += ["", f"host syncs of rank {worst.rank}", _syncs(worst)]
-    if found.faults:
-        faults = [(f"{times} x", what, where) for (what, where), times in found.faults.items()]
+    if result.faults:
+        faults = [
+            (f"{times} x", cause, code_line) for (cause, code_line), times in result.faults.items()
+        ]
         lines += ["", "faults", _indented([("times", "fault", "where"), *faults])]
     return "\n".join(lines)
 
@@ -241,15 +246,15 @@ def _format_ranks(ranks: Sequence[RankSummary]) -> str:
     return "rank " + ", ".join(str(rank.rank) for rank in ranks)
 
 
-def _format_mfu(found: DryRun) -> str:
-    return "" if found.mfu is None else f", {100 * found.mfu:.0f} % of the device's FLOP/s"
+def _format_mfu(result: DryRun) -> str:
+    return "" if result.mfu is None else f", {100 * result.mfu:.0f} % of the device's FLOP/s"
 
 
-def _format_limits(found: DryRun) -> str:
+def _format_limits(result: DryRun) -> str:
     parts = [
-        f"{name} {100 * share:.0f} %" for name, share in found.limits.items() if share >= 0.005
+        f"{name} {100 * share:.0f} %" for name, share in result.limits.items() if share >= 0.005
     ]
-    bubble = [] if found.bubble is None else [f"pipeline bubble {100 * found.bubble:.0f} %"]
+    bubble = [] if result.bubble is None else [f"pipeline bubble {100 * result.bubble:.0f} %"]
     return ", ".join([*parts, *bubble])
 
 
@@ -289,14 +294,16 @@ def _syncs(rank: RankSummary) -> str:
 
 def _format_comparison(layouts: Sequence[Layout]) -> str:
     rows = [("step", "tokens/s", "memory", "estimate", "exposed", "syncs", "launches", "settings")]
-    for layout in sorted(layouts, key=lambda each: (not each.found.fits, each.found.seconds)):
-        found = layout.found
-        worst = max(found.ranks, key=lambda rank: rank.timeline.seconds)
+    for layout in sorted(
+        layouts, key=lambda candidate: (not candidate.found.fits, candidate.found.seconds)
+    ):
+        result = layout.found
+        worst = max(result.ranks, key=lambda rank: rank.timeline.seconds)
         rows.append(
             (
-                format_seconds(found.seconds),
-                f"{found.tokens_per_second:,.0f}",
-                format_bytes(found.peak) + ("" if found.fits else " does not fit"),
+                format_seconds(result.seconds),
+                f"{result.tokens_per_second:,.0f}",
+                format_bytes(result.peak) + ("" if result.fits else " does not fit"),
                 format_bytes(layout.estimate.memory.total),
                 format_seconds(worst.timeline.exposed_seconds),
                 str(sum(worst.syncs.values())),

@@ -36,40 +36,43 @@ class Sizing:
 
 
 def check_sizing(
-    run: RunConfig, made: DataFacts, data: Data | None, length: Length | None, rows_per_step: int
+    run: RunConfig, facts: DataFacts, data: Data | None, length: Length | None, rows_per_step: int
 ) -> Sizing:
     """Check the sizes with the data that is prepared and packed. `run` has the row length that
     follows from this data."""
     row = run.data.row_length
-    if not (made.prepared or made.packed) or data is None or length is None:
+    if not (facts.prepared or facts.packed) or data is None or length is None:
         # Without results the row length in `run` is an estimate.
-        known = run.data.sample_packing_sequence_len
-        what = "samples that are truncated or dropped, steps" + (
-            ", row length" if known is None else ""
+        written_length = run.data.sample_packing_sequence_len
+        unknown_figures = "samples that are truncated or dropped, steps" + (
+            ", row length" if written_length is None else ""
         )
         return Sizing(
-            "not yet", known, (), f"    size    not known before data is prepared: {what}"
+            "not yet",
+            written_length,
+            (),
+            f"    size    not known before data is prepared: {unknown_figures}",
         )
-    packed: Mapping[str, Any] = made.packed or {
-        "lengths": (made.prepared or {})["lengths"],
+    packed: Mapping[str, Any] = facts.packed or {
+        "lengths": (facts.prepared or {})["lengths"],
         "epoch_rows": {"train": list(data.epoch_rows)},
         "row_length": {"train": row},
     }
-    found = findings(
+    warnings = findings(
         run_size(
             run,
             packed=packed,
-            prepared=made.prepared,
+            prepared=facts.prepared,
             steps=length.steps,
             set_by=length.set_by,
             rows_per_step=rows_per_step,
         )
     )
-    doubt = "" if made.packed else " (estimated: nothing is packed yet)"
+    doubt = "" if facts.packed else " (estimated: nothing is packed yet)"
     lines = [f"    size    {line}" for line in [row_length_line(run, row)] if line]
-    lines += [f"    warning {each.text}{doubt}" for each in found]
+    lines += [f"    warning {finding.text}{doubt}" for finding in warnings]
     lines = lines or [f"    size    rows of {row:,} tokens; no warnings"]
     sources = packed_sources_table(packed)
     lines += [f"    packed  {line}" for line in sources.splitlines()]
-    known = "counted" if made.packed else "estimated"
-    return Sizing(known, row, tuple(found), "\n".join(lines), packed.get("sources", {}))
+    written_length = "counted" if facts.packed else "estimated"
+    return Sizing(written_length, row, tuple(warnings), "\n".join(lines), packed.get("sources", {}))

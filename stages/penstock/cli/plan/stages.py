@@ -29,8 +29,8 @@ def print_plan(
     rows = [("stage", "key", "standing", "where")]
     rows += [(v.stage, v.key, v.standing, v.where) for v in verdicts]
     lines = [table(rows), *(line for verdict in verdicts for line in verdict.reasons)]
-    told, values = costs(planned.run, planned.steps, location)
-    console.result("\n".join([*lines, *([told] if told else [])]))
+    text, values = costs(planned.run, planned.steps, location)
+    console.result("\n".join([*lines, *([text] if text else [])]))
     stages = [_status_as_json(verdict) for verdict in verdicts]
     return {"plan": stages, "warnings": warnings, **values}
 

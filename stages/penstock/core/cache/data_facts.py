@@ -59,8 +59,8 @@ def _build_info(manifest: dict[str, Any]) -> dict[str, Any]:
 def _sources(inputs: dict[str, Any]) -> dict[str, Any]:
     """The source pins of the prepared data by name. For local files, only their number, because
     there may be many."""
-    found: dict[str, Any] = {}
+    sources: dict[str, Any] = {}
     for name, input in inputs.items():
         pin = input["source"]
-        found[name] = {**pin, "files": len(pin["files"])} if "files" in pin else pin
-    return found
+        sources[name] = {**pin, "files": len(pin["files"])} if "files" in pin else pin
+    return sources

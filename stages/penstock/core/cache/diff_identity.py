@@ -19,16 +19,16 @@ class Difference:
         return f"{self.field}: {_shown(self.here)} here, {_shown(self.there)} there"
 
 
-def differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[Difference]:
+def differences(identity: Mapping[str, Any], other_identity: Mapping[str, Any]) -> list[Difference]:
     """List every leaf that differs between the two nested mappings, sorted by name.
 
     Sources are compared by their pinned content, so the diff names changed files.
     """
-    mine, theirs = dict(_leaves(here)), dict(_leaves(there))
+    values, other_values = dict(_leaves(identity)), dict(_leaves(other_identity))
     return [
-        Difference(name, mine.get(name, ABSENT), theirs.get(name, ABSENT))
-        for name in sorted({*mine, *theirs})
-        if mine.get(name, ABSENT) != theirs.get(name, ABSENT)
+        Difference(name, values.get(name, ABSENT), other_values.get(name, ABSENT))
+        for name in sorted({*values, *other_values})
+        if values.get(name, ABSENT) != other_values.get(name, ABSENT)
     ]
 
 

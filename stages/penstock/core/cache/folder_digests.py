@@ -53,15 +53,15 @@ class Digester:
 
     def update(self, data: bytes | bytearray | memoryview) -> None:
         """Append bytes of the file."""
-        left = memoryview(data).cast("B")
-        self._bytes += len(left)
-        while len(left) > self._room:
-            self._part.update(left[: self._room])
-            left = left[self._room :]
+        remaining = memoryview(data).cast("B")
+        self._bytes += len(remaining)
+        while len(remaining) > self._room:
+            self._part.update(remaining[: self._room])
+            remaining = remaining[self._room :]
             self._parts.append(self._part.hexdigest())
             self._part, self._room = xxhash.xxh3_128(), self._part_bytes
-        self._part.update(left)
-        self._room -= len(left)
+        self._part.update(remaining)
+        self._room -= len(remaining)
 
     def result(self) -> FileDigest:
         """Return the digest of all bytes so far."""
@@ -90,24 +90,24 @@ class FolderDigests:
             record = json.loads(content)
             digest = record.pop("digest")
             files = {
-                name: FileDigest(int(each["bytes"]), tuple(each["digests"]))
-                for name, each in record["files"].items()
+                name: FileDigest(int(entry["bytes"]), tuple(entry["digests"]))
+                for name, entry in record["files"].items()
             }
-            found = cls(files, int(record["part_bytes"]))
+            digests = cls(files, int(record["part_bytes"]))
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise DamagedError(f"{DIGESTS} cannot be read ({error})") from error
         if digest != _digest_record(record):
             raise DamagedError(f"{DIGESTS} differs from its digest")
         if record["algorithm"] != ALGORITHM:
             raise DamagedError(f"{DIGESTS} uses {record['algorithm']}, not {ALGORITHM}")
-        if found.part_bytes < 1:
-            raise DamagedError(f"{DIGESTS} says that parts have {found.part_bytes} bytes")
+        if digests.part_bytes < 1:
+            raise DamagedError(f"{DIGESTS} says that parts have {digests.part_bytes} bytes")
         for name, file in files.items():
             if not _is_inside(name):
                 raise DamagedError(f"{DIGESTS} names {name}, outside of its folder")
-            if len(file.parts) != max(1, -(-file.bytes // found.part_bytes)):
+            if len(file.parts) != max(1, -(-file.bytes // digests.part_bytes)):
                 raise DamagedError(f"{DIGESTS} has {len(file.parts)} digests of {name}")
-        return found
+        return digests
 
     def content(self, folder: Path, name: str) -> bytes:
         """Read a small file and verify its digest. Raises DamagedError on a mismatch."""
@@ -136,18 +136,18 @@ class FolderDigests:
         Reader `share` (0 to of - 1) of `of` readers verifies every `of`-th chunk; `progress` is
         called after each chunk.
         """
-        found: dict[str, str] = {}
-        mine = list(islice(self._iter_parts(), share, None, of))
+        damage: dict[str, str] = {}
+        parts = list(islice(self._iter_parts(), share, None, of))
 
         def check_part(part: tuple[str, int]) -> str | None:
             return self._check_part(folder, *part)
 
         with ThreadPoolExecutor(THREADS) as pool:
-            for (name, _), fault in zip(mine, pool.map(check_part, mine), strict=True):
+            for (name, _), fault in zip(parts, pool.map(check_part, parts), strict=True):
                 if fault:
-                    found.setdefault(name, fault)
+                    damage.setdefault(name, fault)
                 progress()
-        return list(found.values())
+        return list(damage.values())
 
     def _content(self) -> dict[str, Any]:
         files = {

@@ -35,9 +35,9 @@ def pin_artifacts(steps: Iterable[PlannedStage]) -> Generator[None]:
         if step.path.name == key[: len(step.path.name)]:  # Otherwise the user chose the folder.
             keys[step.path.parent.parent].append(key)
     with ExitStack() as held:
-        for root, its in keys.items():
+        for root, root_keys in keys.items():
             with suppress(OSError):
-                held.enter_context(_pin(root, its))
+                held.enter_context(_pin(root, root_keys))
         yield
 
 
@@ -90,25 +90,25 @@ def _remove_stale(pins: Path) -> None:
 
 def _read_pinned_keys(pins: Path) -> set[str]:
     """Return the pinned keys of live processes; remove pins of dead processes."""
-    found: set[str] = set()
+    pinned_keys: set[str] = set()
     for pin in sorted(pins.glob("*.json")):
         lock = FileLock(pin.with_suffix(".lock"))
         try:
             lock.acquire(timeout=0)
         except OSError:  # The pin is in use (Timeout), or belongs to another user.
             with suppress(FileNotFoundError):
-                found |= set(_read_pin(pin))
+                pinned_keys |= set(_read_pin(pin))
         else:
             _unpin(pin, lock)
-    return found
+    return pinned_keys
 
 
 def _read_pin(pin: Path) -> list[str]:
     """Return the keys of a pin. Raises ArtifactError for a damaged pin, because the artifacts that
     it protects are unknown."""
     keys = read_json(pin)
-    digest, _, rest = pin.stem.partition("-")
-    if rest and digest != _digest(keys):  # Pins of earlier versions have no digest.
+    digest, _, pid = pin.stem.partition("-")
+    if pid and digest != _digest(keys):  # Pins of earlier versions have no digest.
         raise ArtifactError(
             f"{pin} is damaged, so it is unknown which results a running process needs.\n"
             "  Wait until that process ends, which removes the file."

@@ -40,19 +40,19 @@ class ChangedInput:
         )
 
 
-def digests_of_inputs(stage: Stage, known: Literal["all", "local"] = "all") -> dict[str, str]:
+def digests_of_inputs(stage: Stage, remembered: Literal["all", "local"] = "all") -> dict[str, str]:
     """Return the content digest of each input artifact on this machine, by name.
 
     local: skip mirrors of remote artifacts, which may be out of date.
     """
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
     for name, source in stage.inputs.items():
-        if not isinstance(source, Artifact) or (known == "local" and source.remote):
+        if not isinstance(source, Artifact) or (remembered == "local" and source.remote):
             continue
         manifest = read_manifest(source.path)
         if manifest and manifest["key"] == source.key:
-            found[name] = content_digest(manifest)
-    return found
+            digests[name] = content_digest(manifest)
+    return digests
 
 
 def changed_inputs(
@@ -91,8 +91,8 @@ def read_attempt(folder: Path) -> Record | None:
 def recorded_identity(record: Mapping[str, Any]) -> dict[str, Any]:
     """The identity of the stage that wrote a manifest or an attempt record."""
     inputs: dict[str, Any] = {
-        name: each["key"] if isinstance(each, Mapping) else each
-        for name, each in record["inputs"].items()
+        name: entry["key"] if isinstance(entry, Mapping) else entry
+        for name, entry in record["inputs"].items()
     }
     return {**{name: record[name] for name in ("stage", "version", "settings")}, "inputs": inputs}
 

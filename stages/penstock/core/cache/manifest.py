@@ -85,8 +85,8 @@ def _matches_own_key(manifest: Record) -> bool:
         return True
     try:
         inputs = {
-            name: each if isinstance(each, str) else each["key"]
-            for name, each in manifest["inputs"].items()
+            name: entry if isinstance(entry, str) else entry["key"]
+            for name, entry in manifest["inputs"].items()
         }
     except (AttributeError, KeyError, TypeError):
         return False

@@ -64,8 +64,8 @@ def get_or_write(
             return "busy"
         note = _read_note(target)
         is_intact = bool(note and _verify_digests({target: note}))
-        made: WriteStatus = "found" if note and is_intact and is_usable(note) else "made"
-        if made == "made":
+        status: WriteStatus = "found" if note and is_intact and is_usable(note) else "made"
+        if status == "made":
             if note and not is_intact:
                 log.warning("prepare: %s is damaged, and is written again", target)
             _write(target, write)
@@ -73,7 +73,7 @@ def get_or_write(
                 publish()
         # A process that waits for this lock finds the file, so the lock file can be removed.
         remove(_lock_path(target))
-    return made
+    return status
 
 
 def prunable(

@@ -9,22 +9,22 @@ PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "pyarrow", "numpy
 
 def versions() -> dict[str, str]:
     """Installed versions by package, and `commit` if the code is in a git checkout."""
-    found: dict[str, str] = {}
+    versions_by_package: dict[str, str] = {}
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            versions_by_package[package] = version(package)
         except PackageNotFoundError:
             continue
     if commit := _commit():
-        found["commit"] = commit
-    return found
+        versions_by_package["commit"] = commit
+    return versions_by_package
 
 
 def _commit() -> str | None:
-    here = Path(__file__).resolve().parent
-    if "site-packages" in here.parts:
+    folder = Path(__file__).resolve().parent
+    if "site-packages" in folder.parts:
         return None
-    command = ["git", "-C", str(here), "rev-parse", "HEAD"]
+    command = ["git", "-C", str(folder), "rev-parse", "HEAD"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
     except (OSError, subprocess.SubprocessError):

@@ -31,8 +31,8 @@ def digest_json(value: Any) -> str:
 
 def with_digest(record: Mapping[str, Any]) -> Record:
     """Return the record with the digest of its other fields."""
-    rest = {name: value for name, value in record.items() if name != DIGEST}
-    return {**rest, DIGEST: digest_json(rest)}
+    fields = {name: value for name, value in record.items() if name != DIGEST}
+    return {**fields, DIGEST: digest_json(fields)}
 
 
 def write_record(path: Path, record: Mapping[str, Any]) -> None:

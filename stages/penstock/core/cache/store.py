@@ -194,8 +194,8 @@ def find_complete(step: PlannedStage) -> dict[str, Any] | None:
     """Return the step's local or remote manifest, stale or not, or None."""
     if step.remote is None:
         return find_local(step)
-    there = RemoteArtifact(step.remote, step.path).manifest()
-    return there if there and there["key"] == stage_key(step.stage) else None
+    manifest = RemoteArtifact(step.remote, step.path).manifest()
+    return manifest if manifest and manifest["key"] == stage_key(step.stage) else None
 
 
 def fetch_cached(
@@ -306,18 +306,24 @@ def _fetch_current(
 ) -> dict[str, Any] | None:
     """Return the manifest if the remote result is complete and current, after downloading and
     verifying its files."""
-    there = remote.manifest()
-    if there is None or not _matches_key(step, there) or not _is_current(step, there, notify):
+    manifest = remote.manifest()
+    if (
+        manifest is None
+        or not _matches_key(step, manifest)
+        or not _is_current(step, manifest, notify)
+    ):
         return None
-    here = _find_intact_mirror(step, verify, notify)
-    if here is None or here["files"] != there["files"]:
-        remote.fetch(there)
+    mirror = _find_intact_mirror(step, verify, notify)
+    if mirror is None or mirror["files"] != manifest["files"]:
+        remote.fetch(manifest)
         if not step.stage.files_to_upload(step.path):
-            listed = {step.path / file["path"] for file in there["files"]} | {step.path / MANIFEST}
+            listed = {step.path / file["path"] for file in manifest["files"]} | {
+                step.path / MANIFEST
+            }
             for path in regular_files(step.path):
                 if path not in listed:
                     path.unlink()
-    return there
+    return manifest
 
 
 def _matches_key(step: PlannedStage, manifest: dict[str, Any]) -> bool:
@@ -378,16 +384,16 @@ class _folder_lock:  # noqa: N801 - used as a function
     def _wait(self) -> None:
         """Wait for the lock. Raises ConfigError if its holder builds a result of another key, which
         this run could not use."""
-        mine = stage_key(self._step.stage)
+        own_key = stage_key(self._step.stage)
         while True:
             with suppress(Timeout):
                 self._lock.acquire(timeout=WAIT_SECONDS)
                 return
             attempt = read_attempt(self._folder)
-            if attempt is not None and attempt["key"] != mine:
+            if attempt is not None and attempt["key"] != own_key:
                 raise ConfigError(
                     f"{self._step.where} is being written by another run with other settings: key "
-                    f"{short(attempt['key'])} there, {short(mine)} here.\n"
+                    f"{short(attempt['key'])} there, {short(own_key)} here.\n"
                     "  Name another folder (train.output_dir), or wait until that run has ended."
                 )
 

@@ -107,14 +107,16 @@ def find_device(name: str) -> Device | None:
     `NVIDIA A100-SXM4-40GB`, `A100 40GB` and `a100-40gb` are the same device. So are `H200` and
     `NVIDIA H200`; `H200 NVL` is a different device, and a MIG slice is unknown.
     """
-    words = [word for word in re.split(r"[^a-z0-9]+", name.lower()) if word not in _VENDOR_WORDS]
-    plain = " ".join(word for word in words if word and not _FORM_FACTOR_WORDS.fullmatch(word))
-    sizes = [word for word in words if re.fullmatch(r"\d+gb", word)]
-    found = DEVICES.get(" ".join([plain, *sizes])) or DEVICES.get(plain)
-    if not found or not sizes:
-        return found
+    name_parts = [
+        part for part in re.split(r"[^a-z0-9]+", name.lower()) if part not in _VENDOR_WORDS
+    ]
+    plain = " ".join(part for part in name_parts if part and not _FORM_FACTOR_WORDS.fullmatch(part))
+    sizes = [part for part in name_parts if re.fullmatch(r"\d+gb", part)]
+    device = DEVICES.get(" ".join([plain, *sizes])) or DEVICES.get(plain)
+    if not device or not sizes:
+        return device
     # Some cards have less memory than the usual model; some names include unusable memory.
-    return replace(found, memory=min(found.memory, int(sizes[0][:-2]) * GB))
+    return replace(device, memory=min(device.memory, int(sizes[0][:-2]) * GB))
 
 
 def peak_flops(name: str, precision: Precision) -> float | None:

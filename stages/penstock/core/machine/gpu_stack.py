@@ -36,8 +36,8 @@ def read_driver(file: Path = DRIVER_FILE) -> str | None:
         text = file.read_text()
     except OSError:
         return None
-    found = re.search(r"\b(\d{3}\.\d+(?:\.\d+)?)\b", text)
-    return found[1] if found else None
+    match = re.search(r"\b(\d{3}\.\d+(?:\.\d+)?)\b", text)
+    return match[1] if match else None
 
 
 def check_driver(cuda: str, driver: str | None) -> Mismatch | None:
@@ -57,14 +57,18 @@ def check_architectures(
 ) -> Mismatch | None:
     """Whether PyTorch has kernels for each GPU. `built`: its list, such as sm_90, compute_90."""
     binaries, portable = (
-        [int(found[1]) for one in built if (found := re.match(rf"{kind}_(\d+)", one))]
+        [
+            int(match[1])
+            for architecture in built
+            if (match := re.match(rf"{kind}_(\d+)", architecture))
+        ]
         for kind in ("sm", "compute")
     )
     for major, minor in capabilities:
         number = 10 * major + minor
         # A binary runs on later GPUs of its generation; portable code on all later ones.
         runs = any(binary // 10 == major and binary <= number for binary in binaries)
-        if not runs and not any(one <= number for one in portable):
+        if not runs and not any(oldest <= number for oldest in portable):
             return Mismatch(
                 "GPU architecture",
                 f"sm_{number}, and PyTorch is built for {', '.join(built)}",
@@ -81,8 +85,8 @@ def check_triton() -> Mismatch | None:
         return None
 
 
-def _compare_triton(wanted: Sequence[str], installed: str) -> Mismatch | None:
-    for requirement in map(Requirement, wanted):
+def _compare_triton(requirements: Sequence[str], installed: str) -> Mismatch | None:
+    for requirement in map(Requirement, requirements):
         marker = requirement.marker
         if requirement.name != "triton" or (marker and not marker.evaluate()):
             continue

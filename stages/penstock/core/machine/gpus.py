@@ -43,8 +43,8 @@ def gpu_names() -> list[str]:
 
 def highest_capability(output: str | None) -> tuple[int, int] | None:
     """Parse lines such as `9.0`, one per device; None if there is no such line."""
-    found = re.findall(r"^\s*(\d+)\.(\d+)\s*$", output or "", re.MULTILINE)
-    return max(((int(major), int(minor)) for major, minor in found), default=None)
+    capabilities = re.findall(r"^\s*(\d+)\.(\d+)\s*$", output or "", re.MULTILINE)
+    return max(((int(major), int(minor)) for major, minor in capabilities), default=None)
 
 
 def any_linked(output: str | None) -> bool | None:

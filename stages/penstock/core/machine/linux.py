@@ -126,9 +126,9 @@ def command_line(pid: int) -> list[str]:
     return _ps("-p", str(pid), "-o", "command=").split()
 
 
-def _ps(*words: str) -> str:
+def _ps(*arguments: str) -> str:
     with suppress(OSError):
-        done = subprocess.run(["ps", *words], capture_output=True, text=True, check=False)
+        done = subprocess.run(["ps", *arguments], capture_output=True, text=True, check=False)
         return done.stdout
     return ""
 
@@ -140,7 +140,7 @@ def signal_on_parent_death(number: int) -> bool:
     return False
 
 
-def exchange(one: Path, other: Path) -> bool:
+def exchange(first: Path, second: Path) -> bool:
     """Exchange the names of two existing paths in one step. False if this is not supported.
 
     Raises OSError.
@@ -149,13 +149,13 @@ def exchange(one: Path, other: Path) -> bool:
         rename = ctypes.CDLL(None, use_errno=True).renameat2
     except (AttributeError, OSError):  # not Linux, or glibc before 2.28
         return False
-    names = os.fsencode(one), os.fsencode(other)
+    names = os.fsencode(first), os.fsencode(second)
     if rename(AT_FDCWD, names[0], AT_FDCWD, names[1], RENAME_EXCHANGE) == 0:
         return True
     number = ctypes.get_errno()
     if number in UNSUPPORTED:
         return False
-    raise OSError(number, os.strerror(number), str(one), None, str(other))
+    raise OSError(number, os.strerror(number), str(first), None, str(second))
 
 
 def allocate(descriptor: int, size: int) -> None:

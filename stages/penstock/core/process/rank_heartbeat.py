@@ -104,8 +104,8 @@ class Heartbeat:
 
 def read_heartbeats(folder: Path) -> list[RankStatus]:
     """The last heartbeat of each rank in `folder`, by rank."""
-    found: list[RankStatus] = []
+    statuses: list[RankStatus] = []
     for path in folder.glob(f"rank_*{SUFFIX}"):
         with suppress(OSError, ValueError, TypeError):
-            found.append(RankStatus(**json.loads(path.read_bytes())))
-    return sorted(found, key=lambda status: status.rank)
+            statuses.append(RankStatus(**json.loads(path.read_bytes())))
+    return sorted(statuses, key=lambda status: status.rank)

@@ -38,8 +38,8 @@ def rendezvous_address(
     deadline = time.monotonic() + patience
     while True:
         try:
-            with socket.create_connection((host, port), timeout=5.0) as there:
-                return str(there.getsockname()[0])
+            with socket.create_connection((host, port), timeout=5.0) as connection:
+                return str(connection.getsockname()[0])
         except OSError as error:
             if time.monotonic() > deadline:
                 raise StageError(

@@ -64,6 +64,6 @@ def retry_until_connected(call: Callable[[], Result], *, tries: int = RUN_TRIES)
             if kind != "cut" or not tries:
                 # The text may contain a signed URL, which a chained traceback would print.
                 raise StorageError(kind, error) from None
-            asked = retry_after(error) or 0.0
-        time.sleep(max(min(asked, LONGEST_ASKED), pause * random.uniform(0.5, 1.5)))
+            delay = retry_after(error) or 0.0
+        time.sleep(max(min(delay, LONGEST_ASKED), pause * random.uniform(0.5, 1.5)))
         pause = min(2 * pause, LONGEST_PAUSE)

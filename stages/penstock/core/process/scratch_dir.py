@@ -45,8 +45,8 @@ def _remove_stale(kind: str) -> None:
 def _is_stale(folder: Path) -> bool:
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        found = os.fstat(handle)
-        if found.st_uid != os.getuid() or time.time() - found.st_mtime < MIN_AGE_SECONDS:
+        status = os.fstat(handle)
+        if status.st_uid != os.getuid() or time.time() - status.st_mtime < MIN_AGE_SECONDS:
             return False
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # OSError if the directory is in use.
         return True

@@ -22,21 +22,21 @@ class Deadline:
         self._seconds = seconds
 
     @contextmanager
-    def enforce(self, what: str) -> Generator[None]:
-        """Context manager around all of the work. Raises StageError with the text `what` on
+    def enforce(self, subject: str) -> Generator[None]:
+        """Context manager around all of the work. Raises StageError with the text `subject` on
         timeout."""
         if self._seconds is None:
             yield
             return
         handler = signal.signal(signal.SIGALRM, _raise)
-        left, _ = signal.getitimer(signal.ITIMER_REAL)
+        remaining, _ = signal.getitimer(signal.ITIMER_REAL)
         try:
             yield
         except _TimeoutReached:
-            raise StageError(what) from None
+            raise StageError(subject) from None
         finally:
             # Restore the previous timer, slightly delayed.
-            signal.setitimer(signal.ITIMER_REAL, left)
+            signal.setitimer(signal.ITIMER_REAL, remaining)
             signal.signal(signal.SIGALRM, handler)
 
     def start(self) -> None:

@@ -134,15 +134,15 @@ class LocalReleaseStore(ReleaseStore):
 
     def numbers(self) -> list[int]:
         """The complete releases, in order."""
-        found = self._folder.iterdir() if self._folder.is_dir() else ()
-        return sorted(int(path.name) for path in found if NUMBER.fullmatch(path.name))
+        entries = self._folder.iterdir() if self._folder.is_dir() else ()
+        return sorted(int(path.name) for path in entries if NUMBER.fullmatch(path.name))
 
     def manifest(self, number: int) -> Record:
         """The manifest of a release."""
-        found = read_manifest(self.folder(number))
-        if found is None:
+        manifest = read_manifest(self.folder(number))
+        if manifest is None:
             raise missing_release(self.where, number)
-        return found
+        return manifest
 
     def folder(self, number: int) -> Path:
         """The folder of a release."""

@@ -104,8 +104,8 @@ class RemoteReleaseStore(ReleaseStore):
         content = (self._root / POINTER).read()
         if content is None:
             return None
-        found = parse_record(content, f"{self.where}/{POINTER}", ("number",), _REMEDY)
-        number = found.get("number")
+        pointer = parse_record(content, f"{self.where}/{POINTER}", ("number",), _REMEDY)
+        number = pointer.get("number")
         if (
             not isinstance(number, int)
             or not (self._root / release_folder_name(number) / MANIFEST).info()

@@ -60,8 +60,8 @@ async def receive(
     length, mark, since = 0, 0, clock()
     while True:
         try:
-            left = since + PROGRESS_SECONDS - clock()
-            chunk = await asyncio.wait_for(anext(chunks), max(left, 0.001))
+            remaining = since + PROGRESS_SECONDS - clock()
+            chunk = await asyncio.wait_for(anext(chunks), max(remaining, 0.001))
         except StopAsyncIteration:
             return length
         except TimeoutError:

@@ -82,8 +82,8 @@ class RemoteArtifact:
         ]
         if not changed:
             return 0
-        there = self.root.files()
-        changed = [name for name in changed if not self._is_there(name, there.get(name))]
+        remote_files = self.root.files()
+        changed = [name for name in changed if not self._is_there(name, remote_files.get(name))]
         with ThreadPoolExecutor(MAX_CONCURRENT_TRANSFERS) as pool:
             for job in [pool.submit(self._send, name) for name in changed]:
                 job.result()
@@ -116,8 +116,8 @@ class RemoteArtifact:
     def move_to_backup(self) -> None:
         """Move the remote artifact to the first free `<name>.old-<n>` beside it."""
         parent, name = split_parent(self.root.url)
-        number, taken = 1, RemotePath.from_url(parent).names()
-        while f"{name}.old-{number}" in taken:
+        number, names = 1, RemotePath.from_url(parent).names()
+        while f"{name}.old-{number}" in names:
             number += 1
         aside = RemotePath.from_url(parent) / f"{name}.old-{number}"
         files = [file for file in self.root.files() if not file.startswith(LEASES)]
@@ -137,13 +137,13 @@ class RemoteArtifact:
         content = (self.root / name).read()
         if content is None:
             return None
-        where, remedy = (
+        location, remedy = (
             f"{self.root.redacted_url}/{name}",
             "Delete it there to have it built again.",
         )
         if name == MANIFEST:
-            return parse_manifest(content, where, remedy)
-        return parse_record(content, where, UNDIGESTED_ATTEMPT, remedy)
+            return parse_manifest(content, location, remedy)
+        return parse_record(content, location, UNDIGESTED_ATTEMPT, remedy)
 
     def _is_there(self, name: str, info: Info | None) -> bool:
         noted = self._sent.get(name)
@@ -152,10 +152,10 @@ class RemoteArtifact:
         return noted == {**_file_stamp(self.folder / name), "version": content_version(info)}
 
     def _send(self, name: str) -> None:
-        path, place = self.folder / name, self.root / name
+        path, remote_path = self.folder / name, self.root / name
         stamp = _file_stamp(path)
-        place.put(path)
-        info = place.info()
+        remote_path.put(path)
+        info = remote_path.info()
         with self._writing:
             self._sent_by_this_run[name] = stamp
             self._sent[name] = {**stamp, "version": content_version(info) if info else None}
@@ -174,8 +174,8 @@ class RemoteArtifact:
             with target.open("rb") as stream:
                 if hashlib.file_digest(stream, "sha256").hexdigest() == wanted:
                     return
-        place = self.root / name
-        if wanted and place.info() is None:
+        remote_path = self.root / name
+        if wanted and remote_path.info() is None:
             raise ArtifactError(
                 f"{self.root.redacted_url} has a manifest, but {name} is missing.\n"
                 "  Restore it, or build again with --force."
@@ -183,7 +183,7 @@ class RemoteArtifact:
         digest = hashlib.sha256()
         with (
             atomic_write(target) as part,
-            open_file(place.url) as source,
+            open_file(remote_path.url) as source,
             part.open("wb") as stream,
         ):
             while block := source.read(CHUNK):
@@ -191,8 +191,8 @@ class RemoteArtifact:
                 stream.write(block)
             if wanted and digest.hexdigest() != wanted:
                 raise ArtifactError(
-                    f"{place.redacted_url} differs from its manifest: its SHA-256 does not match.\n"
-                    "  Restore it, or build again with --force."
+                    f"{remote_path.redacted_url} differs from its manifest: its SHA-256 does not "
+                    "match.\n  Restore it, or build again with --force."
                 )
 
 
@@ -204,7 +204,7 @@ def _file_stamp(path: Path) -> dict[str, Any]:
 def _read_sent_files(notes: Path) -> dict[str, dict[str, Any]]:
     """Read the record of uploaded files. Unreadable entries are uploaded again."""
     try:
-        found = read_json(notes)
-        return {name: dict(noted) for name, noted in found.items()}
+        sent = read_json(notes)
+        return {name: dict(noted) for name, noted in sent.items()}
     except (OSError, ValueError, TypeError, AttributeError):
         return {}

@@ -36,7 +36,7 @@ def connection_fault(error: BaseException) -> str | None:
             return "the server did not answer in time (timeout)"
         if "Certificate" in type(each).__name__ or "SSLError" in type(each).__name__:
             return "the server's TLS certificate was not accepted"
-    text = " ".join(str(each) for each in chain)
+    text = " ".join(str(error) for error in chain)
     if _REFUSED.search(text):
         return "the connection was refused: nothing listens at that address"
     return "the server's name cannot be resolved (DNS)" if _NO_NAME.search(text) else None

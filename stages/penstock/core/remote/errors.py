@@ -144,8 +144,8 @@ def http_status(error: BaseException) -> int | None:
     """The HTTP status of the error, under the attribute name of its library."""
     response: Any = getattr(error, "response", None)
     if isinstance(response, dict):
-        found: Any = response.get("ResponseMetadata", {}).get("HTTPStatusCode")  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-        return found if isinstance(found, int) else None
+        status: Any = response.get("ResponseMetadata", {}).get("HTTPStatusCode")  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+        return status if isinstance(status, int) else None
     if isinstance(answered := getattr(response, "status_code", None), int):
         return answered
     for name in ("status", "status_code", "code"):
@@ -231,7 +231,7 @@ def to_run_error(fault: StorageError, url: str, doing: Doing) -> PenstockError:
 def access_denied_error(url: str, error: BaseException, doing: Doing) -> CapabilityError:
     """The user-facing error for access denied: which credentials were used, and what to set."""
     scheme = url_scheme(url)
-    found = env.credentials_for(_store_family(scheme))
+    credentials = env.credentials_for(_store_family(scheme))
     status = next((s for s in map(http_status, iter_causes(error)) if s), None)
     reason = f"{status}" if status else type(error).__name__
     if scheme in WEB:
@@ -239,7 +239,11 @@ def access_denied_error(url: str, error: BaseException, doing: Doing) -> Capabil
             f"{redact(url)} cannot be {doing}: access denied (the server answers {reason}).\n"
             "  Use a URL that is open to you, for example a signed one that has not expired."
         )
-    used = f"the credentials of {found} were used" if found else "no credentials were found"
+    used = (
+        f"the credentials of {credentials} were used"
+        if credentials
+        else "no credentials were found"
+    )
     return CapabilityError(
         f"{redact(url)} cannot be {doing}: access denied ({reason}); {used}.\n"
         f"  {_CREDENTIALS[_store_family(scheme)]}"
@@ -249,9 +253,9 @@ def access_denied_error(url: str, error: BaseException, doing: Doing) -> Capabil
 def missing_package_error(url: str) -> CapabilityError:
     """The user-facing error for a URL scheme whose package is not installed."""
     extra = PACKAGE_OF[url_scheme(url)]
-    wanted = f"'penstock[{extra}]'" if extra else "aiohttp"
+    package = f"'penstock[{extra}]'" if extra else "aiohttp"
     return CapabilityError(
-        f"{redact(url)} needs a package that is not installed here.\n  Run: pip install {wanted}."
+        f"{redact(url)} needs a package that is not installed here.\n  Run: pip install {package}."
     )
 
 
@@ -270,8 +274,8 @@ def _store_family(scheme: str) -> str:
 
 
 def _endpoint(url: str) -> str:
-    at = env.s3_endpoint() if PACKAGE_OF[url_scheme(url)] == "s3" else None
-    return f" and AWS_ENDPOINT_URL ({redact(at)})" if at else ""
+    endpoint = env.s3_endpoint() if PACKAGE_OF[url_scheme(url)] == "s3" else None
+    return f" and AWS_ENDPOINT_URL ({redact(endpoint)})" if endpoint else ""
 
 
 def _reason(status: int) -> str:

@@ -56,23 +56,23 @@ class Lease:
 
     def acquire(self, done: Callable[[], bool], notify: Callable[[str], None]) -> bool:
         """Wait for the lease and return True, or return False once `done` returns True."""
-        seen, since, said = None, time.monotonic(), False
+        last_seen, since, is_notified = None, time.monotonic(), False
         while True:
             number, record = self._highest()
             if self._is_free(record):
                 if self._claim(number + 1):
                     return True
                 continue
-            if record != seen:
-                seen, since = record, time.monotonic()
+            if record != last_seen:
+                last_seen, since = record, time.monotonic()
             elif time.monotonic() - since > self._term:
                 if self._claim(number + 1):
                     return True
                 continue
-            if not said:
+            if not is_notified:
                 host = (record or {}).get("host", "another machine")
                 notify(f"{self._folder.redacted_url} is being built on {host}; waiting for it")
-                said = True
+                is_notified = True
             time.sleep(min(POLL, self._term / 4))
             if done():
                 return False

@@ -39,48 +39,48 @@ def open_file(
     """
     if isinstance(location, Path) or not is_url(location):
         return Path(local_path(str(location))).open("rb")
-    place = RemotePath.from_url(location, is_trusted=is_trusted)
-    info = place.info()
+    path = RemotePath.from_url(location, is_trusted=is_trusted)
+    info = path.info()
     if info is None:
         raise StageError(
-            f"{place.redacted_url} no longer exists; it did when this run was planned.\n"
+            f"{path.redacted_url} no longer exists; it did when this run was planned.\n"
             "  Restore it, or run again to plan without it."
         )
     if pinned is not None:
-        _require_pinned(place, info, pinned)
+        _require_pinned(path, info, pinned)
     if max_bytes is not None and (info["size"] or 0) > max_bytes:
         raise StageError(f"it has {info['size']:,} bytes; {max_bytes:,} are allowed")
-    return open_version(place, info, max_bytes)
+    return open_version(path, info, max_bytes)
 
 
-def open_version(place: RemotePath, info: Info, max_bytes: int | None = None) -> BinaryIO:
+def open_version(path: RemotePath, info: Info, max_bytes: int | None = None) -> BinaryIO:
     """Open the version of a remote file that `info` describes: in ranges, or downloaded whole if
     the server has no ranges, or reports no version that could tell two of them apart."""
     is_whole = info["size"] is None or content_version(info) is None
-    if is_whole or (place.is_web and not info["partial"]):
-        return _download_to_spool(place, info, max_bytes)
-    return cast(BinaryIO, io.BufferedReader(RemoteStream(place, info), BUFFER))
+    if is_whole or (path.is_web and not info["partial"]):
+        return _download_to_spool(path, info, max_bytes)
+    return cast(BinaryIO, io.BufferedReader(RemoteStream(path, info), BUFFER))
 
 
-def _require_pinned(place: RemotePath, info: Info, pinned: Mapping[str, Any]) -> None:
+def _require_pinned(path: RemotePath, info: Info, pinned: Mapping[str, Any]) -> None:
     now = all_versions(info)
-    known = {name: pinned[name] for name in VERSIONS if name in pinned}
+    versions = {name: pinned[name] for name in VERSIONS if name in pinned}
     same_size = info["size"] is None or info["size"] == pinned["bytes"]
-    if same_size and known and not now.keys() & known.keys():
+    if same_size and versions and not now.keys() & versions.keys():
         raise StageError(
-            f"{place.redacted_url} cannot be proved to be unchanged since this run was planned: "
-            f"the server reported its {' and '.join(known)} then, and does not now.\n"
+            f"{path.redacted_url} cannot be proved to be unchanged since this run was planned: "
+            f"the server reported its {' and '.join(versions)} then, and does not now.\n"
             "  Run again; what has not changed is reused."
         )
-    if not same_size or any(now.get(name, known[name]) != known[name] for name in known):
+    if not same_size or any(now.get(name, versions[name]) != versions[name] for name in versions):
         raise StageError(
-            f"{place.redacted_url} has changed since this run was planned: it had "
+            f"{path.redacted_url} has changed since this run was planned: it had "
             f"{pinned['bytes']} bytes and has {info['size']}.\n"
             "  Run again; what has not changed is reused."
         )
 
 
-def _download_to_spool(place: RemotePath, info: Info, max_bytes: int | None) -> BinaryIO:
+def _download_to_spool(path: RemotePath, info: Info, max_bytes: int | None) -> BinaryIO:
     """Download the whole file to a temporary file.
 
     The version after the download must be the one before. If the server reports none, the file is
@@ -88,21 +88,21 @@ def _download_to_spool(place: RemotePath, info: Info, max_bytes: int | None) -> 
     """
     spool = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
     try:
-        digest = _fetch_whole(place, info, spool, max_bytes)
-        is_same = bool(all_versions(info)) or _fetch_whole(place, info, None, max_bytes) == digest
+        digest = _fetch_whole(path, info, spool, max_bytes)
+        is_same = bool(all_versions(info)) or _fetch_whole(path, info, None, max_bytes) == digest
     except StorageError as fault:
         spool.close()
-        raise to_run_error(fault, place.url, "read") from None
+        raise to_run_error(fault, path.url, "read") from None
     if not is_same:
         spool.close()
         fault = StorageError("exists", ChangedError("two downloads differ"))
-        raise to_run_error(fault, place.url, "read")
+        raise to_run_error(fault, path.url, "read")
     spool.seek(0)
     return cast(BinaryIO, spool)
 
 
 def _fetch_whole(
-    place: RemotePath, info: Info, spool: IO[bytes] | None, max_bytes: int | None
+    path: RemotePath, info: Info, spool: IO[bytes] | None, max_bytes: int | None
 ) -> bytes:
     """Write the file to `spool`, if it is not None; return its SHA-256."""
 
@@ -123,15 +123,15 @@ def _fetch_whole(
             if spool:
                 spool.write(chunk)
 
-        if place.is_web:
-            place.web_file.read_whole(info, write)
-            now = place.web_file.info()
+        if path.is_web:
+            path.web_file.read_whole(info, write)
+            now = path.web_file.info()
         else:
-            with place.system.open(place.path, "rb") as stream:
+            with path.system.open(path.path, "rb") as stream:
                 while chunk := stream.read(CHUNK):
                     write(chunk)
-            place.system.invalidate_cache()
-            now = place.system.info(place.path)
+            path.system.invalidate_cache()
+            now = path.system.info(path.path)
         require_same(now, info)
         if info["size"] not in (None, length):
             raise ChangedError(f"it had {info['size']} bytes and {length} arrived")

@@ -62,10 +62,10 @@ class RemotePath:
             if isinstance(fault.error, ImportError):
                 raise missing_package_error(url) from None
             raise to_planning_error(fault, url) from None
-        place = cls(url, system, str(path).rstrip("/"), is_trusted)
-        if place.is_s3:
+        remote_path = cls(url, system, str(path).rstrip("/"), is_trusted)
+        if remote_path.is_s3:
             system.retries = S3_TRIES
-        return place
+        return remote_path
 
     @property
     def redacted_url(self) -> str:
@@ -96,17 +96,17 @@ class RemotePath:
     def info(self, *, tries: int = RUN_TRIES) -> Info | None:
         """The metadata of this file, or None if it does not exist."""
         try:
-            found: Any = retry_until_connected(self._info, tries=tries)
+            info: Any = retry_until_connected(self._info, tries=tries)
         except StorageError as fault:
             if fault.kind == "absent":
                 return None
             raise to_planning_error(fault, self.url) from None
-        return found if found.get("type") == "file" else None
+        return info if info.get("type") == "file" else None
 
     def files(self, *, tries: int = RUN_TRIES) -> dict[str, Info]:
         """Every file below this folder by relative name, sorted; empty if there is no folder."""
         try:
-            found: Any = retry_until_connected(
+            entries: Any = retry_until_connected(
                 lambda: self._request("find", detail=True), tries=tries
             )
         except StorageError as fault:
@@ -116,21 +116,21 @@ class RemotePath:
         below = self.path + "/"
         return {
             path.removeprefix(below): info
-            for path, info in sorted(found.items())
+            for path, info in sorted(entries.items())
             if path.startswith(below) and info.get("type") == "file" and not path.endswith("/")
         }
 
     def names(self) -> set[str]:
         """The names of files and folders directly in this folder."""
         try:
-            found: Any = retry_until_connected(
+            entries: Any = retry_until_connected(
                 lambda: self._request("ls", detail=False), tries=PLANNING_TRIES
             )
         except StorageError as fault:
             if fault.kind == "absent":
                 return set()
             raise to_planning_error(fault, self.url) from None
-        return {PurePosixPath(str(path)).name for path in found} - {""}
+        return {PurePosixPath(str(path)).name for path in entries} - {""}
 
     def read(self) -> bytes | None:
         """Read a small file, or return None if it does not exist."""
@@ -227,8 +227,8 @@ def _options(scheme: str) -> dict[str, Any]:
         # s3fs and this module retry; botocore's retries would multiply theirs.
         config = {"retries": {"max_attempts": 0}, "connect_timeout": 10, "read_timeout": 60}
         endpoint = env.s3_endpoint()
-        where = {"endpoint_url": endpoint} if endpoint else {}
-        return {"config_kwargs": config, "use_listings_cache": False, **where}
+        endpoint_options = {"endpoint_url": endpoint} if endpoint else {}
+        return {"config_kwargs": config, "use_listings_cache": False, **endpoint_options}
     if scheme in WEB:
         # A large file has no total timeout, only one per read. Proxies and netrc are used.
         limits = import_module("aiohttp").ClientTimeout(total=None, sock_connect=10, sock_read=60)

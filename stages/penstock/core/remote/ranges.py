@@ -26,21 +26,21 @@ class Ranges(Protocol):
         ...
 
 
-def open_ranges(place: RemotePath, info: Mapping[str, Any]) -> Ranges:
+def open_ranges(path: RemotePath, info: Mapping[str, Any]) -> Ranges:
     """The ranges of the file in the version that `info` describes."""
-    if place.is_web:
-        return _WebRanges(place, info)
-    if place.is_s3 and info.get("ETag") and hasattr(place.system, "_call_s3"):
-        return _S3Ranges(place, info)
-    return _StoreRanges(place, info)
+    if path.is_web:
+        return _WebRanges(path, info)
+    if path.is_s3 and info.get("ETag") and hasattr(path.system, "_call_s3"):
+        return _S3Ranges(path, info)
+    return _StoreRanges(path, info)
 
 
 class _WebRanges:
     """Conditional range requests. A file that is written in place may change within an answer, so
     the version is compared again after the last one."""
 
-    def __init__(self, place: RemotePath, info: Mapping[str, Any]) -> None:
-        self._web, self._info = place.web_file, info
+    def __init__(self, path: RemotePath, info: Mapping[str, Any]) -> None:
+        self._web, self._info = path.web_file, info
 
     def read(self, start: int, stop: int, write: Write) -> None:
         self._web.read_range(start, stop, self._info, write)
@@ -52,9 +52,9 @@ class _WebRanges:
 class _S3Ranges:
     """Conditional range requests by s3fs. Objects are replaced atomically."""
 
-    def __init__(self, place: RemotePath, info: Mapping[str, Any]) -> None:
-        self._system, self._info = place.system, info
-        self._bucket, self._key, _ = self._system.split_path(place.path)
+    def __init__(self, path: RemotePath, info: Mapping[str, Any]) -> None:
+        self._system, self._info = path.system, info
+        self._bucket, self._key, _ = self._system.split_path(path.path)
 
     def read(self, start: int, stop: int, write: Write) -> None:
         call = partial(self._read, start, stop, write)
@@ -87,8 +87,8 @@ class _S3Ranges:
 class _StoreRanges:
     """Ranges by fsspec, with the version compared after each: GCS, Azure and others."""
 
-    def __init__(self, place: RemotePath, info: Mapping[str, Any]) -> None:
-        self._place, self._info = place, info
+    def __init__(self, path: RemotePath, info: Mapping[str, Any]) -> None:
+        self._place, self._info = path, info
 
     def read(self, start: int, stop: int, write: Write) -> None:
         block: bytes = self._place.system.cat_file(self._place.path, start=start, end=stop)
@@ -107,12 +107,12 @@ class _StoreRanges:
 def require_same(now: Mapping[str, Any], before: Mapping[str, Any]) -> None:
     """Raise ChangedError unless size and version are the same."""
     # A digest is not reported in every kind of answer of some servers.
-    versions, known = all_versions(now), all_versions(before)
-    common = versions.keys() & known.keys()
-    if known and not common:
+    versions, previous = all_versions(now), all_versions(before)
+    common = versions.keys() & previous.keys()
+    if previous and not common:
         raise ChangedError("the server no longer reports its version")
     for name in common:
-        if versions[name] != known[name]:
-            raise ChangedError(f"its {name} was {known[name]} and is {versions[name]}")
+        if versions[name] != previous[name]:
+            raise ChangedError(f"its {name} was {previous[name]} and is {versions[name]}")
     if None not in (now.get("size"), before["size"]) and now.get("size") != before["size"]:
         raise ChangedError(f"it had {before['size']} bytes and has {now.get('size')}")

@@ -16,27 +16,27 @@ def sync_mirror(remote: RemoteArtifact, stage: Stage) -> str | None:
 
     Returns the key of the remote artifact, if there is one.
     """
-    mine = stage_key(stage)
+    own_key = stage_key(stage)
     complete, attempt = remote.manifest(), remote.attempt()
-    there = complete or attempt
-    here = _mirror_key(remote)
-    if here and here != (there["key"] if there else mine):
+    remote_key = complete or attempt
+    mirror_key = _mirror_key(remote)
+    if mirror_key and mirror_key != (remote_key["key"] if remote_key else own_key):
         backup_rename(remote.folder)
-        here = None
-    if there is None:
+        mirror_key = None
+    if remote_key is None:
         return None
-    if here is None and there["key"] != mine:
-        remote.copy_record(MANIFEST if complete else ATTEMPT, there)
-    if attempt and not complete and attempt["key"] == mine:
+    if mirror_key is None and remote_key["key"] != own_key:
+        remote.copy_record(MANIFEST if complete else ATTEMPT, remote_key)
+    if attempt and not complete and attempt["key"] == own_key:
         if changed_inputs(stage, attempt, digests_of_inputs(stage)):
             remote.move_to_backup()
             return None
         names = list(remote.root.files())
-        while wanted := stage.files_to_download(names, remote.folder):
-            remote.fetch_names(wanted)
+        while missing := stage.files_to_download(names, remote.folder):
+            remote.fetch_names(missing)
             # Damaged files are not requested again; older ones are.
-            names = [name for name in names if name not in wanted]
-    return there["key"]
+            names = [name for name in names if name not in missing]
+    return remote_key["key"]
 
 
 def has_record(remote: RemoteArtifact) -> bool:

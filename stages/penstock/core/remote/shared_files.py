@@ -28,15 +28,15 @@ class SharedCache:
     url: str
     folder: Path
 
-    def exchange(self, wanted: Iterable[Files]) -> None:
+    def exchange(self, file_sets: Iterable[Files]) -> None:
         """Download files that are missing locally, and upload files that are missing remotely.
 
         Makes one listing request, however many files there are. Raises StageError if the connection
         is lost, CapabilityError if access is denied.
         """
-        there = set(RemotePath.from_url(self.url).files())
+        remote_names = set(RemotePath.from_url(self.url).files())
         with ThreadPoolExecutor(MAX_CONCURRENT_TRANSFERS) as pool:
-            jobs = [pool.submit(self._synchronize, files, there) for files in wanted]
+            jobs = [pool.submit(self._synchronize, files, remote_names) for files in file_sets]
             for job in jobs:
                 job.result()
 
@@ -46,9 +46,9 @@ class SharedCache:
         for name in files:
             (root / require_relative(name)).put(self.folder / name)
 
-    def _synchronize(self, files: Files, there: set[str]) -> None:
+    def _synchronize(self, files: Files, remote_names: set[str]) -> None:
         is_here = all((self.folder / name).is_file() for name in files)
-        is_there = all(name in there for name in files)
+        is_there = all(name in remote_names for name in files)
         if is_there and not is_here:
             self._fetch(files)
         elif is_here and not is_there:

@@ -30,11 +30,11 @@ class RemoteStream(io.RawIOBase):
     """A seekable stream of one version of a remote file. Raises StageError if it cannot be read, or
     has another version than the one that `info` describes."""
 
-    def __init__(self, place: RemotePath, info: Info) -> None:
+    def __init__(self, path: RemotePath, info: Info) -> None:
         super().__init__()
-        self._place = place
+        self._place = path
         self._size: int = info["size"]
-        self._ranges = open_ranges(place, info)
+        self._ranges = open_ranges(path, info)
         self._is_verified = True
         self._offset = 0
         self._block = b""
@@ -88,7 +88,7 @@ class RemoteStream(io.RawIOBase):
         super().close()
         self._verify()
 
-    def _load_block(self, start: int, wanted: int) -> None:
+    def _load_block(self, start: int, num_bytes: int) -> None:
         """Make the block that contains offset `start` the current block."""
         is_sequential = start == self._block_start + len(self._block)
         ahead = self._prefetched
@@ -97,7 +97,7 @@ class RemoteStream(io.RawIOBase):
         else:
             if not is_sequential:
                 self._length = FIRST_BLOCK
-            self._block = self._fetch_in_order(start, max(wanted, self._length))
+            self._block = self._fetch_in_order(start, max(num_bytes, self._length))
         self._block_start, self._prefetched = start, None
         self._length = min(max(len(self._block) * GROWTH, FIRST_BLOCK), LARGEST_BLOCK)
         after = start + len(self._block)

@@ -41,10 +41,10 @@ def url_scheme(url: str) -> str:
     """The scheme in lower case. Raises ConfigError for an unsupported scheme."""
     scheme = url.split("://", 1)[0].lower()
     if scheme not in PACKAGE_OF or "::" in url:
-        known = ", ".join(f"{name}://" for name in PACKAGE_OF if name != "memory")
+        schemes = ", ".join(f"{name}://" for name in PACKAGE_OF if name != "memory")
         raise ConfigError(
             f"{redact(url)} is not a URL that can be read here.\n"
-            f"  Those that can start with {known}."
+            f"  Those that can start with {schemes}."
         )
     return scheme
 
@@ -58,8 +58,8 @@ def redact(location: str) -> str:
     if not is_url(location):
         return location
     parts = urlsplit(location)
-    user, at, host = parts.netloc.rpartition("@")
-    open_user = at and ":" not in user and parts.scheme.startswith("abfs")
+    user, separator, host = parts.netloc.rpartition("@")
+    open_user = separator and ":" not in user and parts.scheme.startswith("abfs")
     return urlunsplit((parts.scheme, parts.netloc if open_user else host, parts.path, "", ""))
 
 
@@ -68,11 +68,11 @@ def redact_text(text: str) -> str:
     return _URL.sub(_spoken_in_text, text)
 
 
-def _spoken_in_text(found: re.Match[str]) -> str:
+def _spoken_in_text(match: re.Match[str]) -> str:
     try:
-        return redact(found[0])
+        return redact(match[0])
     except ValueError:
-        return f"{found[0].partition('://')[0]}://..."
+        return f"{match[0].partition('://')[0]}://..."
 
 
 def url_join(url: str, *names: str) -> str:

@@ -149,12 +149,13 @@ class WebFile:
     async def _get(self, headers: Mapping[str, str]) -> AsyncGenerator[Any]:
         yarl, aiohttp = import_module("yarl"), import_module("aiohttp")
         target: Any = yarl.URL(self._url)
-        given = {**self._system.kwargs.get("headers", {}), **headers}
+        request_headers = {**self._system.kwargs.get("headers", {}), **headers}
         for _ in range(MAX_REDIRECTS + 1):
             session = await self._session_for(target)
             try:
                 answer = await asyncio.wait_for(
-                    session.get(target, headers=given, allow_redirects=False), RESPONSE_SECONDS
+                    session.get(target, headers=request_headers, allow_redirects=False),
+                    RESPONSE_SECONDS,
                 )
             except aiohttp.ClientResponseError as error:
                 # aiohttp gives answers that it cannot parse the status 400.
@@ -237,11 +238,11 @@ def _conditions(info: Mapping[str, Any]) -> dict[str, str]:
 def _require_version(answer: Any, info: Mapping[str, Any]) -> None:
     tag = info.get("ETag")
     for name in VERSION_HEADERS:
-        known, now = info.get(name), answer.headers.get(name)
+        version, now = info.get(name), answer.headers.get(name)
         if name == "Last-Modified" and tag and not tag.startswith("W/"):
             continue
-        if known and known != now:
-            raise ChangedError(f"its {name} was {known} and is {now or 'not reported'}")
+        if version and version != now:
+            raise ChangedError(f"its {name} was {version} and is {now or 'not reported'}")
 
 
 def _is_encoded(answer: Any) -> bool:

@@ -69,13 +69,13 @@ class SavedFolder:
                 )
             return SavedSplit(self.root)
         only = self.splits[0] if len(self.splits) == 1 else None
-        wanted = split or ("train" if "train" in self.splits else only)
-        if wanted is None or wanted not in self.splits or not SPLIT.fullmatch(wanted):
+        split_name = split or ("train" if "train" in self.splits else only)
+        if split_name is None or split_name not in self.splits or not SPLIT.fullmatch(split_name):
             raise ConfigError(
                 f"{path} has the splits {', '.join(self.splits)}, and split is {split!r}.\n"
                 "  Set split to one of them."
             )
-        return SavedSplit(self.root / wanted)
+        return SavedSplit(self.root / split_name)
 
 
 def read_saved_folder(folder: Path) -> SavedFolder | None:

@@ -124,24 +124,24 @@ def find_data(
         return _from_saved_folder(path, target, saved, split, ds_type)
     if index:
         reject_data_files(path, data_files)
-        found = LocalFiles(index.stem, index.parent, (index,))
+        index_files = LocalFiles(index.stem, index.parent, (index,))
     elif GLOB.search(path) and not target.exists():
-        found = _glob(path, target)
+        index_files = _glob(path, target)
     elif target.is_dir():
-        found = _folder(path, target, split, data_files, ds_type)
+        index_files = _folder(path, target, split, data_files, ds_type)
     elif target.exists():
         reject_data_files(path, data_files)
-        found = LocalFiles(target.name, target.parent, (target,))
+        index_files = LocalFiles(target.name, target.parent, (target,))
     else:
         raise missing_path_error(path)
-    for file in found.paths:
+    for file in index_files.paths:
         if file.is_dir():
             raise ConfigError(f"{file} is a folder, not a file.\n  Name its files.")
         if not file.is_file():
             raise ConfigError(f"{file} is a device or a pipe, not a file.\n  Name a file.")
-        check_kind(found.name_of(file), ds_type, path)
-    reject_other_split(path, [found.name_of(file) for file in found.paths], split)
-    return replace(found, paths=megatron_files.add_data_files(found.paths))
+        check_kind(index_files.name_of(file), ds_type, path)
+    reject_other_split(path, [index_files.name_of(file) for file in index_files.paths], split)
+    return replace(index_files, paths=megatron_files.add_data_files(index_files.paths))
 
 
 def check_split(path: str, split: str | None) -> None:
@@ -159,10 +159,10 @@ def check_kind(name: str, ds_type: str | None, path: str) -> None:
     kind = ds_type or detect_file_kind(name)
     called = name if name == path else f"{name} (of {path})"
     if kind is None:
-        what = UNSUPPORTED_SUFFIXES.get(Path(name).suffix.lower())
+        format_name = UNSUPPORTED_SUFFIXES.get(Path(name).suffix.lower())
         raise ConfigError(
-            f"{called} is {what}"
-            if what
+            f"{called} is {format_name}"
+            if format_name
             else f"{called} has no suffix of a known file type.\n"
             f"  Write ds_type: one of {', '.join(KINDS)}."
         )
@@ -283,11 +283,11 @@ def select_data_files(
     splits = {frozenset(_words(Path(name)) & SPLIT_WORDS) for name in data}
     if splits == {frozenset()} or (split is None and len(splits) == 1):
         return data
-    wanted = split or "train"
-    of_split = [name for name in data if wanted in _words(Path(name))]
+    split_name = split or "train"
+    of_split = [name for name in data if split_name in _words(Path(name))]
     if not of_split:
         raise ConfigError(
-            f"{path} has no file for the split {wanted!r}; it has {abbreviate(data)}.\n"
+            f"{path} has no file for the split {split_name!r}; it has {abbreviate(data)}.\n"
             "  Set split, or name the files with data_files."
         )
     return of_split
@@ -295,7 +295,7 @@ def select_data_files(
 
 def _suffixes(ds_type: str | None) -> list[str]:
     """The suffixes of this kind without compression; of all kinds if None."""
-    return [each for kind, them in KINDS.items() if ds_type in (None, kind) for each in them]
+    return [suffix for kind, them in KINDS.items() if ds_type in (None, kind) for suffix in them]
 
 
 def top_level_names(names: Sequence[str]) -> list[str]:
@@ -361,7 +361,7 @@ def reject_other_split(path: str, names: Sequence[str], split: str | None) -> No
 
 
 def _words(path: Path) -> set[str]:
-    return {word for word in re.split(r"[^a-z]+", path.with_suffix("").as_posix().lower()) if word}
+    return {part for part in re.split(r"[^a-z]+", path.with_suffix("").as_posix().lower()) if part}
 
 
 def abbreviate(names: Sequence[str]) -> str:

@@ -18,15 +18,15 @@ def find_index(path: Path) -> Path | None:
         path = path.with_suffix("")
     elif path.exists():
         return None
-    found = path.with_name(path.name + INDEX)
-    return found if found.is_file() else None
+    index = path.with_name(path.name + INDEX)
+    return index if index.is_file() else None
 
 
 def add_data_files(files: Sequence[Path]) -> tuple[Path, ...]:
     """The files, with the .bin file after each index. Raises ConfigError if one is missing."""
-    found: list[Path] = []
+    data_files: list[Path] = []
     for file in files:
-        found.append(file)
+        data_files.append(file)
         if file.suffix != INDEX:
             continue
         data = file.with_suffix(DATA)
@@ -35,8 +35,8 @@ def add_data_files(files: Sequence[Path]) -> tuple[Path, ...]:
                 f"{file} is an index without its data: {data.name} is not beside it.\n"
                 f"  Put both files into {file.parent}, or leave this one out."
             )
-        found.append(data)
-    return tuple(found)
+        data_files.append(data)
+    return tuple(data_files)
 
 
 def split_range(documents: int, splits: str, part: str) -> range:
@@ -52,8 +52,8 @@ def split_range(documents: int, splits: str, part: str) -> range:
     # The first split absorbs the rounding difference.
     excess = bounds[-1] - documents
     bounds = [0, *(bound - excess for bound in bounds[1:])]
-    place = PARTS.index(part)
-    return range(max(0, bounds[place]), max(0, bounds[place + 1]))
+    index = PARTS.index(part)
+    return range(max(0, bounds[index]), max(0, bounds[index + 1]))
 
 
 PARTS = ("train", "validation", "test")

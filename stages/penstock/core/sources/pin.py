@@ -112,8 +112,8 @@ def pin_data(
     """
     files = [data_files] if isinstance(data_files, str) else list(data_files or [])
     if path in BUILTIN_DATA or path.startswith("builtin:"):
-        other = None if split == "train" else split
-        for field, value in (("name", name), ("split", other), ("revision", revision)):
+        split_name = None if split == "train" else split
+        for field, value in (("name", name), ("split", split_name), ("revision", revision)):
             _reject(field, value, f"{path} is built in and has no {field}")
         _reject("data_files", data_files, f"{path} is built in and has no files")
         return _pin_builtin(path, BUILTIN_DATA)
@@ -175,8 +175,8 @@ def pin_tokenizer(path: str, revision: str | None = None) -> Source:
         else:
             files.append(folder / "config.json")
     files += _glob_files(folder, (GENERATION_CONFIG,))
-    found = LocalFiles(folder.name, folder, tuple(sorted(files)))
-    return Source({"kind": "files", **more, "files": _digest_files(found)}, found.paths)
+    local = LocalFiles(folder.name, folder, tuple(sorted(files)))
+    return Source({"kind": "files", **more, "files": _digest_files(local)}, local.paths)
 
 
 def has_processor_files(tokenizer: Source) -> bool:
@@ -202,8 +202,8 @@ def pin_model(path: str, revision: str | None = None) -> Source:
             {"kind": "hub", "repo": path, "commit": _resolve_commit(path, revision, "model")}
         )
     _reject_for_files(path, revision=revision)
-    found = _find_model(path)
-    return Source({"kind": "files", "files": _digest_files(found)}, found.paths)
+    local = _find_model(path)
+    return Source({"kind": "files", "files": _digest_files(local)}, local.paths)
 
 
 def check_model(path: str) -> None:
@@ -255,15 +255,15 @@ def pin_adapter(path: str) -> Source:
     )
 
 
-def _pin_folder(path: str, names: tuple[str, ...], what: str, remedy: str) -> Source:
-    """Pin these files of a local folder. Raises ConfigError if it lacks one; `what` and `remedy`
+def _pin_folder(path: str, names: tuple[str, ...], kind: str, remedy: str) -> Source:
+    """Pin these files of a local folder. Raises ConfigError if it lacks one; `kind` and `remedy`
     are for its message."""
     folder = _require_folder(path)
     files = _glob_files(folder, names)
     if lacking := set(names) - {file.name for file in files}:
-        raise ConfigError(f"{what} has no {sorted(lacking)[0]}.\n  {remedy}")
-    found = LocalFiles(folder.name, folder, tuple(files))
-    return Source({"kind": "files", "files": _digest_files(found)}, found.paths)
+        raise ConfigError(f"{kind} has no {sorted(lacking)[0]}.\n  {remedy}")
+    local = LocalFiles(folder.name, folder, tuple(files))
+    return Source({"kind": "files", "files": _digest_files(local)}, local.paths)
 
 
 def pin_config(path: str, *, with_code: bool = False, revision: str | None = None) -> Source:
@@ -287,8 +287,8 @@ def pin_config(path: str, *, with_code: bool = False, revision: str | None = Non
             f"{redact(path)} holds no config.json.\n"
             "  Set model.config_path to a folder that does, to a hub id, or to builtin:tiny-qwen3."
         )
-    found = LocalFiles(file.name, file.parent, (file,))
-    return Source({"kind": "files", "files": _digest_files(found)}, found.paths)
+    local = LocalFiles(file.name, file.parent, (file,))
+    return Source({"kind": "files", "files": _digest_files(local)}, local.paths)
 
 
 def _pin_code(path: str, revision: str | None) -> Source:
@@ -305,9 +305,9 @@ def _pin_code(path: str, revision: str | None) -> Source:
             )
         return Source({"kind": "hub", "repo": path, "commit": revision})
     _reject_for_files(path, **{"model.code_revision": revision})
-    found = pin_config(path).paths
-    code = _glob_files(found[0].parent, ("*.py",))
-    files = LocalFiles(found[0].parent.name, found[0].parent, tuple(sorted([*found, *code])))
+    paths = pin_config(path).paths
+    code = _glob_files(paths[0].parent, ("*.py",))
+    files = LocalFiles(paths[0].parent.name, paths[0].parent, tuple(sorted([*paths, *code])))
     return Source({"kind": "files", "files": _digest_files(files)}, files.paths)
 
 
@@ -344,11 +344,11 @@ def incomplete_checkpoint(path: str, field: str) -> ConfigError:
     )
 
 
-def _pin_builtin(path: str, known: dict[str, int]) -> Source:
-    if path not in known:
-        raise ConfigError(f"{path} is not built in.\n  These are: {', '.join(sorted(known))}.")
+def _pin_builtin(path: str, versions: dict[str, int]) -> Source:
+    if path not in versions:
+        raise ConfigError(f"{path} is not built in.\n  These are: {', '.join(sorted(versions))}.")
     name = path.removeprefix("builtin:")
-    return Source({"kind": "builtin", "name": name, "version": known[path]})
+    return Source({"kind": "builtin", "name": name, "version": versions[path]})
 
 
 def _is_on_hub(path: str) -> bool:
@@ -403,8 +403,8 @@ def _find_model(path: str) -> LocalFiles:
     return LocalFiles(folder.name, folder, tuple(files))
 
 
-def _reject_for_files(path: str, **given: str | None) -> None:
-    for field, value in given.items():
+def _reject_for_files(path: str, **hub_options: str | None) -> None:
+    for field, value in hub_options.items():
         _reject(field, value, f"{redact(path)} is files, which have no {field}")
 
 
@@ -448,12 +448,12 @@ def _read_entry(file: Path, name: str) -> Any:
         return None
 
 
-def _digest_files(found: LocalFiles) -> list[dict[str, Any]]:
+def _digest_files(local: LocalFiles) -> list[dict[str, Any]]:
     try:
-        digests = digest_files(found.paths)
+        digests = digest_files(local.paths)
         return [
-            {"name": found.name_of(path), "bytes": path.stat().st_size, "sha256": digest}
-            for path, digest in zip(found.paths, digests, strict=True)
+            {"name": local.name_of(path), "bytes": path.stat().st_size, "sha256": digest}
+            for path, digest in zip(local.paths, digests, strict=True)
         ]
     except PermissionError as error:
         raise local_files.permission_error(Path(str(error.filename))) from error

@@ -48,8 +48,8 @@ def pin_remote_data(
     url: str, *, split: str | None, data_files: Sequence[str] | None, ds_type: str | None
 ) -> Source:
     """Pin the data files of a URL. Raises ConfigError and CapabilityError, as for local files."""
-    found = find_remote_data(url, split=split, data_files=data_files, ds_type=ds_type)
-    return _build_pin(found, {"label": found.label})
+    remote = find_remote_data(url, split=split, data_files=data_files, ds_type=ds_type)
+    return _build_pin(remote, {"label": remote.label})
 
 
 def pin_remote_files(url: str, patterns: Sequence[str], lacking: str) -> Source:
@@ -57,28 +57,28 @@ def pin_remote_files(url: str, patterns: Sequence[str], lacking: str) -> Source:
 
     Raises ConfigError with the text `lacking` if there are none.
     """
-    place = RemotePath.from_url(url)
-    info = place.info(tries=PLANNING_TRIES)
+    path = RemotePath.from_url(url)
+    info = path.info(tries=PLANNING_TRIES)
     name = split_parent(redact(url))[1]
     if info and any(_matches(name, pattern) for pattern in patterns):
-        return _build_pin(RemoteFiles(name, (RemoteFile(name, place, info),)), {})
+        return _build_pin(RemoteFiles(name, (RemoteFile(name, path, info),)), {})
     if info:
-        raise ConfigError(f"{place.redacted_url} {lacking}.\n  Name its folder, or another file.")
-    if place.is_web:
+        raise ConfigError(f"{path.redacted_url} {lacking}.\n  Name its folder, or another file.")
+    if path.is_web:
         raise ConfigError(
-            f"{place.redacted_url} is no file, and a folder on a web server cannot be listed.\n"
+            f"{path.redacted_url} is no file, and a folder on a web server cannot be listed.\n"
             "  Copy it to a folder here or to an object store, and name that."
         )
-    files = place.files(tries=PLANNING_TRIES)
+    files = path.files(tries=PLANNING_TRIES)
     if not files:
         raise missing_url_error(url)
     chosen = [name for name in files if any(_matches(name, pattern) for pattern in patterns)]
     if not chosen:
         raise ConfigError(
-            f"{place.redacted_url} {lacking}; it has {abbreviate(top_level_names(list(files)))}."
+            f"{path.redacted_url} {lacking}; it has {abbreviate(top_level_names(list(files)))}."
         )
-    found = tuple(RemoteFile(name, place / name, files[name]) for name in chosen)
-    return _build_pin(RemoteFiles(split_parent(redact(url))[1], found), {})
+    remote = tuple(RemoteFile(name, path / name, files[name]) for name in chosen)
+    return _build_pin(RemoteFiles(split_parent(redact(url))[1], remote), {})
 
 
 def resolve_folder(typed: str, source: Source) -> str:
@@ -173,21 +173,21 @@ def _fetch(url: str, pinned: dict[str, Any], target: Path) -> None:
     fsync(target)
 
 
-def _build_pin(found: RemoteFiles, more: dict[str, Any]) -> Source:
+def _build_pin(remote: RemoteFiles, more: dict[str, Any]) -> Source:
     files: list[dict[str, Any]] = []
-    for file in found.files:
+    for file in remote.files:
         version = content_version(file.info)
         if version is None or file.info["size"] is None:
-            return _pin_by_content(found, more)
+            return _pin_by_content(remote, more)
         if not is_digest(version):
             # Such versions are only unique per server.
             version = {**version, "url": file.path.redacted_url}
         files.append({"name": file.name, "bytes": int(file.info["size"]), **version})
-    urls = tuple(file.path.url for file in found.files)
+    urls = tuple(file.path.url for file in remote.files)
     return Source({"kind": "files", **more, "files": files}, urls=urls)
 
 
-def _pin_by_content(found: RemoteFiles, more: dict[str, Any]) -> Source:
+def _pin_by_content(remote: RemoteFiles, more: dict[str, Any]) -> Source:
     """Pin files whose server reports no version: download them now, and use the downloaded bytes.
 
     Such files are read in every run, because a change between two runs would not be detected.
@@ -195,8 +195,8 @@ def _pin_by_content(found: RemoteFiles, more: dict[str, Any]) -> Source:
     home = env.cache_home() / DOWNLOAD_FOLDER
     home.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".reading-", dir=home) as folder:
-        names = [require_relative(file.name) for file in found.files]
-        for file, name in zip(found.files, names, strict=True):
+        names = [require_relative(file.name) for file in remote.files]
+        for file, name in zip(remote.files, names, strict=True):
             target = Path(folder) / name
             target.parent.mkdir(parents=True, exist_ok=True)
             with open_file(file.path.url) as source, target.open("wb") as stream:

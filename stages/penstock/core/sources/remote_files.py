@@ -46,45 +46,45 @@ def find_remote_data(
     Raises ConfigError if there are none, CapabilityError if access is denied.
     """
     local_files.check_split(redact(url), split)
-    found = _find(url, split, data_files, ds_type)
-    for file in found.files:
+    remote = _find(url, split, data_files, ds_type)
+    for file in remote.files:
         local_files.check_kind(file.name, ds_type, redact(url))
-    local_files.reject_other_split(redact(url), [file.name for file in found.files], split)
-    return found
+    local_files.reject_other_split(redact(url), [file.name for file in remote.files], split)
+    return remote
 
 
 def _find(
     url: str, split: str | None, data_files: Sequence[str] | None, ds_type: str | None
 ) -> RemoteFiles:
-    place = RemotePath.from_url(url)
-    if not place.is_web and GLOB.search(url):
-        return _glob(place)
-    info = None if data_files else place.info(tries=PLANNING_TRIES)
+    path = RemotePath.from_url(url)
+    if not path.is_web and GLOB.search(url):
+        return _glob(path)
+    info = None if data_files else path.info(tries=PLANNING_TRIES)
     if info:
         name = split_parent(redact(url))[1]
-        return RemoteFiles(name, (RemoteFile(name, place, info),))
-    if place.is_web:
+        return RemoteFiles(name, (RemoteFile(name, path, info),))
+    if path.is_web:
         if not data_files:
             raise ConfigError(
-                f"{place.redacted_url} does not exist: the server does not know it.\n"
+                f"{path.redacted_url} does not exist: the server does not know it.\n"
                 "  Check its spelling. A folder on a web server cannot be listed: name its files "
                 "with data_files."
             )
         return RemoteFiles(
-            _label(place), tuple(_resolve_web_file(place, name) for name in data_files)
+            _label(path), tuple(_resolve_web_file(path, name) for name in data_files)
         )
-    files = place.files(tries=PLANNING_TRIES)
+    files = path.files(tries=PLANNING_TRIES)
     if not files:
         raise missing_url_error(url)
     if data_files:
-        chosen = [each for name in data_files for each in _data_file(place, files, name)]
+        chosen = [file for name in data_files for file in _data_file(path, files, name)]
     else:
-        notes = _saved_files(place, files, split)
+        notes = _saved_files(path, files, split)
         chosen = notes or local_files.select_data_files(
-            place.redacted_url, list(files), split=split, ds_type=ds_type
+            path.redacted_url, list(files), split=split, ds_type=ds_type
         )
     return RemoteFiles(
-        _label(place), tuple(RemoteFile(name, place / name, files[name]) for name in chosen)
+        _label(path), tuple(RemoteFile(name, path / name, files[name]) for name in chosen)
     )
 
 
@@ -99,24 +99,24 @@ def missing_url_error(url: str) -> ConfigError:
     return ConfigError(f"{redact(url)} does not exist.\n  In {parent}: {hint}")
 
 
-def _label(place: RemotePath) -> str:
-    return PurePosixPath(place.redacted_url.split("://", 1)[1]).name
+def _label(path: RemotePath) -> str:
+    return PurePosixPath(path.redacted_url.split("://", 1)[1]).name
 
 
 def _glob(place: RemotePath) -> RemoteFiles:
     """Files that match the glob, named relative to the last folder without a wildcard."""
     try:
         place.system.invalidate_cache()
-        found: Any = retry_until_connected(
+        entries: Any = retry_until_connected(
             lambda: place.system.glob(place.path, detail=True), tries=PLANNING_TRIES
         )
     except StorageError as fault:
         if fault.kind != "absent":
             raise to_planning_error(fault, place.url) from None
-        found = {}
+        entries = {}
     infos = {
         path: info
-        for path, info in sorted(found.items())
+        for path, info in sorted(entries.items())
         if info.get("type") == "file" and not PurePosixPath(path).name.startswith(".")
     }
     plain = place.path[: (GLOB.search(place.path) or _never()).start()]
@@ -139,24 +139,26 @@ def _never() -> Any:
     raise AssertionError("the caller has checked that there is a pattern")
 
 
-def _resolve_web_file(place: RemotePath, name: str) -> RemoteFile:
+def _resolve_web_file(path: RemotePath, name: str) -> RemoteFile:
     """One entry of data_files on a web server, which cannot be listed."""
-    file = RemotePath.from_url(url_join(place.url, name))
+    file = RemotePath.from_url(url_join(path.url, name))
     info = file.info(tries=PLANNING_TRIES)
     if info is None:
         raise ConfigError(
-            f"data_files: {name} is not in {place.redacted_url}: the server does not know it.\n"
+            f"data_files: {name} is not in {path.redacted_url}: the server does not know it.\n"
             "  Check its spelling."
         )
     return RemoteFile(name, file, info)
 
 
-def _data_file(place: RemotePath, files: dict[str, Info], name: str) -> list[str]:
+def _data_file(path: RemotePath, files: dict[str, Info], name: str) -> list[str]:
     if name in files:
         return [name]
     if GLOB.search(name):
         matching = [file for file in files if PurePosixPath(file).match(name)]
-        same_depth = [each for each in matching if each.count("/") == name.count("/")]
+        same_depth = [
+            candidate for candidate in matching if candidate.count("/") == name.count("/")
+        ]
         if same_depth:
             return same_depth
     near = difflib.get_close_matches(name, list(files), n=3, cutoff=0.5)
@@ -165,34 +167,36 @@ def _data_file(place: RemotePath, files: dict[str, Info], name: str) -> list[str
         if near
         else f"it has {abbreviate(top_level_names(list(files)))}."
     )
-    raise ConfigError(f"data_files: {name} is not in {place.redacted_url}.\n  There: {hint}")
+    raise ConfigError(f"data_files: {name} is not in {path.redacted_url}.\n  There: {hint}")
 
 
-def _saved_files(place: RemotePath, files: dict[str, Info], split: str | None) -> list[str] | None:
+def _saved_files(path: RemotePath, files: dict[str, Info], split: str | None) -> list[str] | None:
     """The files listed in the metadata of save_to_disk, in order; None if there is no metadata."""
     if SPLITS in files:
-        folder = SavedFolder(Path(), tuple(_read_metadata(place / SPLITS).get("splits") or ()))
+        folder = SavedFolder(Path(), tuple(_read_metadata(path / SPLITS).get("splits") or ()))
     elif STATE in files:
         folder = SavedFolder(Path(), None)
     else:
         return None
-    at = folder.select_split(place.redacted_url, split).folder
-    state = _read_metadata(place / (at / STATE).as_posix())
-    names = [(at / entry["filename"]).as_posix() for entry in state.get("_data_files") or ()]
+    split_folder = folder.select_split(path.redacted_url, split).folder
+    state = _read_metadata(path / (split_folder / STATE).as_posix())
+    names = [
+        (split_folder / entry["filename"]).as_posix() for entry in state.get("_data_files") or ()
+    ]
     absent = [name for name in names if name not in files]
     if state.get("_indices_data_files") or absent or not names:
         raise ConfigError(
-            f"{place.redacted_url} is incomplete, or was saved with an indices mapping by an old "
+            f"{path.redacted_url} is incomplete, or was saved with an indices mapping by an old "
             f"release of datasets{f': {absent[0]} does not exist' if absent else ''}.\n"
             "  Save it again: flatten_indices().save_to_disk(…)."
         )
     return names
 
 
-def _read_metadata(place: RemotePath) -> dict[str, Any]:
+def _read_metadata(path: RemotePath) -> dict[str, Any]:
     try:
-        return cast("dict[str, Any]", json.loads(place.read() or b""))
+        return cast("dict[str, Any]", json.loads(path.read() or b""))
     except (ValueError, RecursionError) as error:
         raise ConfigError(
-            f"{place.redacted_url} cannot be read as JSON.\n  Save the data set again."
+            f"{path.redacted_url} cannot be read as JSON.\n  Save the data set again."
         ) from error
