@@ -4,6 +4,7 @@ import re
 import pytest
 
 from penstock.cli.run import Request
+from penstock.core.cache.diff_identity import differences
 from penstock.core.cache.stage import ATTEMPT, identity, stage_key
 from penstock.core.files import write_json
 from penstock.estimate.costs.device_speed import remember
@@ -41,6 +42,16 @@ def test_plan_says_what_is_there_and_exactly_what_changed(tmp_path):
     seeded = penstock("plan", config, "--data.val_set_size", 2, "--json")
     assert changed(seeded, "prepare") == {"val_set_size": (2, None)}
     assert [name.split(".")[:2] for name in changed(seeded, "pack")] == [["inputs", "prepared"]]
+
+
+def test_what_only_one_result_has_is_one_line_and_long_texts_are_shortened():
+    here = {"sources": [{"type": "chat", "template": "{{ one }}\n" * 20}], "seed": 1}
+    other = {"type": "text", "limit": None}
+    there = {"sources": [{"type": "chat", "template": "{{ two }}"}, other], "seed": 1}
+    assert [str(each) for each in differences(here, there)] == [
+        "sources.0.template: {{ one }}… (200 characters) here, {{ two }} there",
+        "sources.1: (absent) here, 2 fields there",
+    ]
 
 
 def test_plan_names_the_file_whose_content_changed(tmp_path):

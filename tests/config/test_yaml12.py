@@ -164,6 +164,10 @@ LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) 
 SCALARS = LEAVES | st.sampled_from([text for text, _ in TABLE])
 
 
+def test_text_of_several_lines_is_written_as_a_block() -> None:
+    assert dump({"template": "{{ a }}\n  {{ b }}"}) == "template: |-\n  {{ a }}\n    {{ b }}\n"
+
+
 @given(
     st.recursive(
         SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=8

@@ -119,3 +119,18 @@ def test_tokens_of_indexed_documents_are_counted_before_they_are_prepared(tmp_pa
     prefix = write_mapped(tmp_path / "corpus", documents, code)
     found = estimate_samples([pin_data(str(prefix), ds_type="megatron")], 50_257)
     assert found == FileSizes(sum(len(one[0]) for one in documents), 300, 64, longest_record=64)
+
+
+def test_rows_are_estimated_of_the_samples_that_a_run_uses(tmp_path):
+    """At most `max_samples` of a source, without those held out, each in a row of its own."""
+    files = [tmp_path / name for name in ("few.jsonl", "many.jsonl")]
+    for file, count in zip(files, (10, 300), strict=True):
+        file.write_text("".join(json.dumps({"messages": CHAT}) + "\n" for _ in range(count)))
+    datasets = [{"path": str(file), "type": "chat", "max_samples": 24} for file in files]
+    row = {"sample_packing_sequence_len": 4096, "sample_packing_group_size": 1}
+    data = {"datasets": datasets, "val_set_size": 4, "sample_packing_method": "multipack", **row}
+    config = small_run(tmp_path, data=data, train={"num_train_epochs": 1})
+    estimated = penstock("plan", config, "--json").last["costs"]["length"]
+    assert penstock("pack", config).code == 0
+    counted = penstock("plan", config, "--json").last["costs"]["length"]
+    assert estimated["steps"] == counted["steps"] == 10 + 24 - 4

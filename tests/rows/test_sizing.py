@@ -6,8 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.config.loading.load import loads
 from penstock.rows.row_length import SHORTEST, WANTED_ROWS, SampleSizes, fitted_row_length
-from penstock.rows.sizing import RunSize, findings
+from penstock.rows.sizing import RunSize, findings, run_size
+from tests.config.values import smallest
 
 GOOD = RunSize(
     steps=300,
@@ -48,6 +50,16 @@ def test_nothing_is_said_of_a_run_of_usual_size():
 def test_a_finding_begins_beyond_its_threshold(name, beyond, within):
     assert name in names(**beyond)
     assert name not in names(**within)
+
+
+def test_a_share_of_truncated_samples_is_of_those_that_were_tokenized():
+    prepared = {"rows": {"train": 8}, "truncated": 30, "dropped": {"max_samples": 92, "empty": 7}}
+    packed = {"lengths": {"train": {}}, "rows": {"train": 8}}
+    size = run_size(
+        loads(smallest()), packed=packed, prepared=prepared, steps=2, set_by="", rows_per_step=4
+    )
+    [text] = [each.text for each in findings(size) if each.name == "samples_cut"]
+    assert text.startswith("30 of 100 samples (30.0%) were truncated")
 
 
 @pytest.mark.parametrize("set_by", ["max_steps", "max_tokens", "eval_only"])

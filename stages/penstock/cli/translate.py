@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from penstock.cli.console import Console, table
+from penstock.config.loading import yaml12
 from penstock.config.loading.fault import shown
 from penstock.config.translate.fit_parallel_sizes import Devices, devices_here
 from penstock.config.translate.load_foreign import load_translation
@@ -169,7 +168,7 @@ def as_yaml(translation: Translation, source: Path) -> str:
     for section, fields in translation.settings.items():
         lines += [f"{section}:"] if fields else []
         for name, value in (fields or {}).items():
-            text = yaml.safe_dump({name: value}, sort_keys=False, allow_unicode=True).rstrip()
+            text = yaml12.dump({name: value}).rstrip()
             mark = marks.get(f"{section}.{name}")
             comment = f"  # {mark}" if mark and "\n" not in text else ""
             lines += [f"  {line}{comment}" for line in text.splitlines()]

@@ -13,7 +13,8 @@ SECTIONS = {"train": "datasets", "validation": "test_datasets", "avoid": "decont
 
 REASON_TEXTS = {
     "empty": "empty",
-    "no_trained_tokens": "without an answer to train on (system or user turns alone, or masked)",
+    "no_trained_tokens": "without an answer to train on (system or user turns alone, masked, or"
+    " longer than max_seq_len before it begins)",
     "same_answers": "with the same answer twice",
     "too_long": "longer than max_seq_len",
     "invalid_json": "not JSON",

@@ -23,6 +23,9 @@ FEW_SAMPLES = Fraction(1, 100)
 LONG_ROWS = 16
 """Rows this many times as long as the longest sample are longer than packing needs."""
 
+UNSELECTED = ("max_samples", "contaminated", "exact_duplicate", "near_duplicate")
+"""Reasons that drop samples after they were tokenized, and truncated."""
+
 STOPS = ("max_steps", "max_tokens", "max_hours", "eval_only", "early_stopping")
 """Settings that end a run early on purpose: the run length is not warned about."""
 
@@ -45,7 +48,7 @@ class RunSize:
     """Upper bound on the tokens of a sample."""
     warmup_steps: int = 0
     samples: int = 0
-    """Prepared samples, including validation."""
+    """Tokenized samples, including validation and those that are not selected."""
     cut: int = 0
     """Samples truncated to `max_seq_len`."""
     too_long: int = 0
@@ -109,6 +112,7 @@ def run_size(
 ) -> RunSize:
     """Collect the counts of a run from the facts of the pack and prepare stages."""
     train, prepared = run.train, prepared or {}
+    dropped: Mapping[str, int] = prepared.get("dropped", {})
     lengths: Mapping[str, int] = packed["lengths"]["train"]
     epoch_rows: list[int] = packed.get("epoch_rows", {}).get("train") or [packed["rows"]["train"]]
     fallback = run.data.row_length
@@ -125,9 +129,9 @@ def run_size(
         row_length=packed.get("row_length", {}).get("train", fallback),
         longest=max(map(int, lengths), default=0),
         warmup_steps=warmup,
-        samples=sum(prepared.get("rows", {}).values()),
+        samples=sum(prepared.get("rows", {}).values()) + sum(dropped.get(r, 0) for r in UNSELECTED),
         cut=prepared.get("truncated", 0),
-        too_long=prepared.get("dropped", {}).get("too_long", 0),
+        too_long=dropped.get("too_long", 0),
         packed_rows=sum(epoch_rows),
         untrained_rows=packed.get("untrained_rows", {}).get("train", 0),
     )

@@ -136,6 +136,7 @@ def test_dialects_name_settings_that_there_are() -> None:
         assert find_dialect(dialect.name) is dialect
         tables = [dialect.same, dialect.computed, dialect.unsupported]
         assert sum(map(len, tables)) == len(dialect.keys), dialect.name
+        assert all(len(key) > 1 for key in dialect.keys), dialect.name
         assert dialect.defaults.keys() | dialect.overridden_by.keys() <= dialect.keys
         for name in [*dialect.same.values(), *dialect.placeholders]:
             assert annotation_at(tuple(name.split("."))) is not None, (dialect.name, name)
@@ -162,7 +163,7 @@ def test_a_servers_file_is_a_run_once_its_data_are_named(tmp_path: Path) -> None
     run = load(file, overrides, heard.append)
     assert (run.lora.lora_rank, run.model.lm_head_fp32) == (8, True)
     assert run.train.log_grad_norm == "layers"
-    assert any("1 have no effect here" in line for line in heard)
+    assert any("1 without effect here" in line for line in heard)
 
 
 @pytest.mark.parametrize("file", SERVERS, ids=lambda file: file.stem)

@@ -194,6 +194,8 @@ def test_a_share_of_warmup_becomes_the_steps_it_is_there() -> None:
         (TRL, {"bf16": False, "fp16": True}, "fp16_mixed"),
         (TRL, {"dtype": "bfloat16"}, "bf16"),
         (TRL, {"dtype": "bfloat16", "use_peft": True}, "bf16_mixed"),
+        (TRL, {"torch_dtype": "bfloat16"}, "bf16"),
+        (TRL, {"torch_dtype": "bfloat16", "use_peft": True}, "bf16_mixed"),
         (LLAMA_FACTORY, {"bf16": True}, "bf16_mixed"),
         (LLAMA_FACTORY, {"pure_bf16": True, "bf16": True}, "bf16"),
         (AXOLOTL, {"bf16": "auto"}, "bf16"),
@@ -205,6 +207,14 @@ def test_weights_and_products_have_the_bits_they_have_there(
     dialect: Dialect, keys: dict[str, Any], precision: str
 ) -> None:
     assert run_of(dialect, **keys).train.precision == precision
+
+
+def test_samples_of_llama_factory_that_are_cut_elsewhere_are_told_apart_from_documents() -> None:
+    kinds = [
+        line_of(translated(LLAMA_FACTORY, cutoff_len=64, stage=stage), "cutoff_len").kind
+        for stage in ("sft", "dpo", "pt")
+    ]
+    assert kinds == ["approximated", "approximated", "translated"]
 
 
 def test_a_sample_has_a_row_to_itself_unless_samples_are_packed() -> None:

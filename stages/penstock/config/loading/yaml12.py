@@ -123,8 +123,10 @@ class _Dumper(yaml.SafeDumper):
 def _text(_: yaml.SafeDumper, text: str) -> ScalarNode:
     is_other = any(pattern.fullmatch(text) for _, pattern, _ in CORE)
     style = "'" if is_other else None
-    # Escaped: PyYAML folds some breaks of lines.
-    return ScalarNode(f"{PREFIX}str", text, style=style if text.isprintable() else '"')
+    if not text.isprintable():
+        # In other styles PyYAML folds some breaks of lines, and a block it cannot write is escaped.
+        style = "|" if text.replace("\n", "").isprintable() else '"'
+    return ScalarNode(f"{PREFIX}str", text, style=style)
 
 
 _Dumper.add_representer(str, _text)

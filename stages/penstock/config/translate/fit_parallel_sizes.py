@@ -163,5 +163,5 @@ def _leave_out(draft: Draft, asked: Mapping[str, int], devices: Devices) -> None
     if stages not in (1, asked[PIPELINE]) and draft.value(SPLIT, "uniform") != "uniform":
         draft.change(SPLIT, "uniform", f"lists the layers of {asked[PIPELINE]} stages")
     if not devices.has_gpus:
-        for name in ON_GPUS_ALONE:
+        for name in filter(draft.value, ON_GPUS_ALONE):
             draft.drop(name, "there is no GPU to move it from", "approximated")

@@ -84,15 +84,23 @@ def load_translation(path: Path, name: str | None, devices: Devices) -> Translat
     return drop_invalid(translate(document.value, dialect, devices, path.parent))
 
 
+COUNTED: tuple[tuple[Kind, str], ...] = (
+    ("left out", "left out"),
+    ("approximated", "approximated"),
+    ("no effect", "without effect here"),
+    ("assumed", "added, as that tool's defaults"),
+)
+"""Kinds of keys whose numbers the summary has, and their words."""
+
+
 def _summary(path: Path, translation: Translation) -> str:
-    missing, near, idle, assumed = (
-        len(translation.of(kind)) for kind in ("left out", "approximated", "no effect", "assumed")
-    )
+    numbers = [(len(translation.of(kind)), words) for kind, words in COUNTED]
+    counts = ", ".join(f"{number} {words}" for number, words in numbers if number)
     doubtful = ", ".join(line.key for line in translation.of("doubtful"))
     return (
-        f"{path} is written for {translation.title}: {missing} of its keys are left out, {near} are"
-        f" approximated, {idle} have no effect here, and {assumed} of its defaults are assumed;"
-        f" penstock translate {path} lists them"
+        f"{path} is written for {translation.title}"
+        + (f"; of its keys: {counts}" if counts else "")
+        + f"; penstock translate {path} lists them"
         + (f". Doubtful, check each: {doubtful}" if doubtful else "")
     )
 

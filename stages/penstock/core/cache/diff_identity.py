@@ -6,6 +6,9 @@ from typing import Any, cast
 
 ABSENT = "(absent)"
 
+LONGEST = 60
+"""Characters of a text, such as a chat template, that are shown."""
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -20,23 +23,23 @@ class Difference:
 
 
 def differences(identity: Mapping[str, Any], other_identity: Mapping[str, Any]) -> list[Difference]:
-    """List every leaf that differs between the two nested mappings, sorted by name.
+    """List every leaf that differs between the two nested mappings, and every branch that only one
+    of them has, sorted by name.
 
     Sources are compared by their pinned content, so the diff names changed files.
     """
-    values, other_values = dict(_leaves(identity)), dict(_leaves(other_identity))
-    return [
-        Difference(name, values.get(name, ABSENT), other_values.get(name, ABSENT))
-        for name in sorted({*values, *other_values})
-        if values.get(name, ABSENT) != other_values.get(name, ABSENT)
-    ]
+    return sorted(_differences("", identity, other_identity), key=lambda each: each.field)
 
 
-def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, inner in _children(value):
-        yield from _leaves(inner, f"{prefix}.{name}" if prefix else name)
-    if not _children(value):
-        yield prefix, value
+def _differences(name: str, value: Any, other_value: Any) -> Iterator[Difference]:
+    values, other_values = dict(_children(value)), dict(_children(other_value))
+    if values and other_values:
+        for child in {**values, **other_values}:
+            field = f"{name}.{child}" if name else child
+            pair = values.get(child, ABSENT), other_values.get(child, ABSENT)
+            yield from _differences(field, *pair)
+    elif value != other_value:
+        yield Difference(name, value, other_value)
 
 
 def _children(value: Any) -> list[tuple[str, Any]]:
@@ -53,6 +56,11 @@ def _children(value: Any) -> list[tuple[str, Any]]:
 
 
 def _shown(value: Any) -> str:
+    if fields := _children(value):
+        return f"{len(fields)} fields" if isinstance(value, Mapping) else f"{len(fields)} entries"
     text = str(value)
     is_digest = len(text) == 64 and all(c in "0123456789abcdef" for c in text)
-    return text[:12] + "…" if is_digest else text
+    if is_digest:
+        return text[:12] + "…"
+    first, *others = text.splitlines() or [""]
+    return f"{first[:LONGEST]}… ({len(text):,} characters)" if others or first[LONGEST:] else text

@@ -27,7 +27,10 @@ LAYER = re.compile(r"model\.layers\.(\d+)\.")
 MTP = re.compile(r"(?:model\.)?mtp[._]")
 """What other families call all that predicts further tokens (Qwen, ERNIE 4.5, MiMo)."""
 
-TOGETHER = "Check that model.model_path and model.config_path belong together."
+TOGETHER = (
+    "Check that model.model_path and model.config_path belong together, and that model.foundation"
+    " keeps the sizes of the weights."
+)
 
 
 def require_weights(

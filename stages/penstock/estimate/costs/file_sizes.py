@@ -8,9 +8,10 @@ import csv
 import io
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -51,39 +52,46 @@ class _FirstRecords:
     texts: list[int]
 
 
-def estimate_samples(sources: Iterable[Source], vocab_size: int) -> FileSizes | None:
-    """Estimate samples and tokens of `sources`; None if there are no tokens, or a file size is
-    unknown."""
+def estimate_samples(
+    sources: Sequence[Source], vocab_size: int, limits: Sequence[int | None] = ()
+) -> FileSizes | None:
+    """Estimate samples and tokens of `sources`, of each at most its limit of samples; None if there
+    are no tokens, or a file size is unknown."""
     per_token = bytes_per_token(vocab_size)
     tokens = samples = 0.0
     longest = 1.0
-    for source in sources:
+    for source, limit in zip_longest(sources, limits[: len(sources)]):
         files: Any = source.pin.get("files")
         if not isinstance(files, list) or not all(
             isinstance(file, Mapping) and isinstance(file.get("bytes"), int) for file in files
         ):
             return None
-        if source.paths and any(path.suffix == INDEX for path in source.paths):
-            if documents := _document_tokens(source):
-                tokens += sum(documents)
-                samples += len(documents)
-                longest = max(longest, *documents)
-            continue
-        size = sum(file["bytes"] for file in files)
-        first = _first_records(source.paths[0]) if source.paths else None
-        if first:
-            text = size / first.size * sum(first.texts)
-            tokens += text / per_token
-            samples += size / first.size * len(first.texts)
-            longest = max(longest, max(first.texts) / per_token)
-        else:
-            tokens += size / per_token
-            samples += size / per_token / ASSUMED_SAMPLE_TOKENS
-            longest = max(longest, ASSUMED_SAMPLE_TOKENS)
+        source_tokens, source_samples, source_longest = _estimate_source(source, files, per_token)
+        used = min(1.0, limit / source_samples) if limit and source_samples else 1.0
+        tokens += used * source_tokens
+        samples += used * source_samples
+        longest = max(longest, source_longest)
     if not tokens:
         return None
     power = 1 << (math.ceil(longest) - 1).bit_length()
     return FileSizes(math.ceil(tokens), math.ceil(samples), power, math.ceil(longest))
+
+
+def _estimate_source(
+    source: Source, files: Sequence[Mapping[str, Any]], per_token: float
+) -> tuple[float, float, float]:
+    """Tokens, samples, and tokens of the longest sample of one source."""
+    if source.paths and any(path.suffix == INDEX for path in source.paths):
+        documents = _document_tokens(source)
+        return sum(documents), len(documents), max(documents, default=0)
+    size = sum(file["bytes"] for file in files)
+    first = _first_records(source.paths[0]) if source.paths else None
+    if first is None:
+        tokens = size / per_token
+        return tokens, tokens / ASSUMED_SAMPLE_TOKENS, ASSUMED_SAMPLE_TOKENS
+    times = size / first.size
+    tokens = times * sum(first.texts) / per_token
+    return tokens, times * len(first.texts), max(first.texts) / per_token
 
 
 def bytes_per_token(vocab_size: int) -> float:

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal
 
+from penstock.config.schema.data import DataConfig
 from penstock.config.schema.run import RunConfig
 from penstock.core.cache.store import PlannedStage, find_cached
-from penstock.estimate.costs.file_sizes import estimate_samples
+from penstock.estimate.costs.file_sizes import FileSizes, estimate_samples
 from penstock.estimate.machine import rows_per_step_to_pack
 from penstock.models.decoder_config import DecoderConfig
 from penstock.models.flops import Work
@@ -21,6 +22,9 @@ ASSUMED_PACKING_EFFICIENCY = 0.97
 
 WHOLE_SAMPLES = 8
 """With fewer samples in a row, what is left of it is too short for another one."""
+
+GROUPING = ("multipack", "greedy")
+"""Packing methods that pack `sample_packing_group_size` samples at a time."""
 
 SPREAD_PREPARED, SPREAD_SOURCES = 1.2, 1.7
 """Factor by which estimated rows may be wrong: of prepared samples, whose lengths differ, and of
@@ -102,9 +106,7 @@ def with_row_length(
     elif made.prepared:
         length = fitted_row_length(SampleSizes.of_facts(made.prepared), most, multiple, per_step)
     else:
-        prepare = next(step.stage for step in steps if step.stage.name == "prepare")
-        sources = prepare.sources if isinstance(prepare, Prepare) else ()
-        sizes = estimate_samples(sources, vocab_size)
+        sizes = _estimate_sources(steps, vocab_size)
         if sizes is None:
             return run
         samples = SampleSizes(sizes.longest, sizes.tokens, sizes.samples)
@@ -114,31 +116,46 @@ def with_row_length(
 
 def estimate_data(run: RunConfig, steps: Sequence[PlannedStage], vocab_size: int) -> Data | None:
     """Data counts from packed rows, prepared samples, or source files; None without any of them."""
-    by_stage = {step.stage.name: step for step in steps}
     made = DataFacts.read(steps)
     if made.packed:
         facts = {name: of.get("train") for name, of in made.packed.items()}
         rows = facts["epoch_rows"] or [facts["rows"]]
         counts = facts["tokens"], facts["documents"], facts["trained_tokens"]
         return Data(tuple(rows), *counts, "counted", facts.get("image_tokens") or 0)
-    prepare = by_stage["prepare"]
-    row = run.data.row_length
     if made.prepared:
         facts = {name: made.prepared[name]["train"] for name in COUNTED}
         counts = facts["tokens"], facts["rows"], facts["trained_tokens"]
-        rows = _estimate_rows(row, *counts[:2])
+        rows = _estimate_rows(run.data, *counts[:2])
         return Data((rows,), *counts, "estimated", spread=SPREAD_PREPARED)
-    sources = prepare.stage.sources if isinstance(prepare.stage, Prepare) else ()
-    sizes = estimate_samples(sources, vocab_size)
+    sizes = _estimate_sources(steps, vocab_size)
     if sizes is None:
         return None
-    rows = _estimate_rows(row, sizes.tokens, sizes.samples)
-    counts = sizes.tokens, sizes.samples, sizes.tokens
+    trained = _training_share(run.data.val_set_size, sizes.samples)
+    tokens, samples = math.ceil(trained * sizes.tokens), math.ceil(trained * sizes.samples)
+    rows = _estimate_rows(run.data, tokens, samples)
+    counts = tokens, samples, tokens
     return Data((rows,), *counts, "estimated", spread=SPREAD_SOURCES)
 
 
-def _estimate_rows(length: int, tokens: int, samples: int) -> int:
-    """Rows of `length` tokens for samples of equal length, which are not split over rows."""
+def _estimate_sources(steps: Sequence[PlannedStage], vocab_size: int) -> FileSizes | None:
+    prepare = next((step.stage for step in steps if step.stage.name == "prepare"), None)
+    if not isinstance(prepare, Prepare):
+        return None
+    limits = [mix.max_samples for mix in prepare.settings.mix]
+    return estimate_samples(prepare.sources, vocab_size, limits)
+
+
+def _training_share(held_out: float | None, samples: int) -> float:
+    """The share of samples that is not held out: `val_set_size` is a number of them, or a share."""
+    share = held_out or 0.0
+    return max(0.0, 1 - (share if share < 1 else share / max(1, samples)))
+
+
+def _estimate_rows(data: DataConfig, tokens: int, samples: int) -> int:
+    """Rows for samples of equal length, which are not split over rows."""
+    if data.packing_method in GROUPING and data.sample_packing_group_size == 1:
+        return max(1, samples)
+    length = data.row_length
     fit = length * samples // max(1, tokens)
     whole = samples / fit if 0 < fit < WHOLE_SAMPLES else 0
     return max(1, math.ceil(max(whole, tokens / (length * ASSUMED_PACKING_EFFICIENCY))))

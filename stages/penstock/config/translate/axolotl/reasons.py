@@ -38,9 +38,8 @@ IDLE: Mapping[str, str] = {
         (
             *("strict", "is_llama_derived_model", "is_mistral_derived_model", "debug"),
             *("model_type", "tokenizer_type", "tokenizer_use_fast", "wandb_log_model"),
-            *("loss_watchdog_threshold", "loss_watchdog_patience", "gc_steps", "use_tensorboard"),
+            *("gc_steps", "max_packed_sequence_len", "gptq_groupsize", "gptq_model_v1"),
             *("fsdp_version", "torchdistx_path", "experimental_skip_move_to_device"),
-            *("max_packed_sequence_len", "gptq_groupsize", "gptq_model_v1", "type_of_model"),
             *("lora_model_dir_is_local", "sample_packing_bin_size", "save_first_step"),
             *("is_falcon_derived_model", "is_qwen_derived_model", "cls_model_config", "device"),
             *("tokenizer_legacy", "tokenizer_save_jinja_files", "gc_collect_steps", "ddp"),
@@ -57,9 +56,12 @@ IDLE: Mapping[str, str] = {
             ),
             *("lora_on_cpu", "base_model_ignore_patterns", "full_finetune", "test_value"),
             *("qlora_sharded_model_loading", "overrides_of_model_kwargs", "dpo_use_logits_to_keep"),
-            *("eval_table_size", "eval_max_new_tokens", "dynamic_checkpoint"),
+            *("eval_table_size", "eval_max_new_tokens", "dynamic_checkpoint", "type_of_model"),
         ),
         OF_OTHERS,
+    ),
+    **dict.fromkeys(
+        ("loss_watchdog_threshold", "loss_watchdog_patience"), "a high loss does not end a run"
     ),
     **dict.fromkeys(
         (

@@ -437,6 +437,7 @@ COMPUTED: Mapping[str, Rule] = {
     "profiler_steps": _profile,
     "profiler_steps_start": decides("train.profile_start_step"),
     "use_trackio": tracks("trackio"),
+    "use_tensorboard": tracks("tensorboard"),
     **{name: refused(why) for name, why in OTHER_OBJECTIVES.items()},
     "special_tokens": _special,
     ON: _adapter,

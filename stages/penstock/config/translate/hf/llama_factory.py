@@ -137,6 +137,14 @@ def _packing(entry: Entry) -> None:
         entry.approximated("samples do not see those before them in a row, as with neat_packing")
 
 
+def _longest(entry: Entry) -> None:
+    entry.decides(shared.ROW, f"{SOURCES}.0.max_seq_len")
+    if entry.get("stage") != "pt":
+        entry.approximated(
+            "a longer sample loses its end; there prompt and answer are truncated in proportion"
+        )
+
+
 def _turns(entry: Entry) -> None:
     entry.put("data.train_on_turns", "last" if entry.value else "all")
 
@@ -447,7 +455,7 @@ LLAMA_FACTORY = Dialect(
             {name: name for name in ("concat", "interleave_under", "interleave_over")},
         ),
         "template": chat_template(LLAMA_FACTORY_TEMPLATES),
-        "cutoff_len": decides(shared.ROW, f"{SOURCES}.0.max_seq_len"),
+        "cutoff_len": _longest,
         "packing": _packing,
         "mask_history": _turns,
         "val_size": _held_out,

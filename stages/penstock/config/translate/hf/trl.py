@@ -157,7 +157,7 @@ def _finalize(draft: Draft) -> None:
     packing = ("wrapped" if is_wrapped and not pairs else "multipack") if packs else None
     longest = draft.get("max_seq_length") or draft.get("max_length")
     lay_rows(draft, longest, packing, pairs=pairs)
-    weights = draft.get("dtype") or draft.get("torch_dtype")
+    weights = draft.get("torch_dtype") or draft.get("dtype")
     settle_precision(draft, "bfloat16" if weights == "auto" else weights)
     schedule.require_decay_steps(draft, "lr_scheduler_type")
     training_arguments.settle_evaluations(draft)
@@ -268,6 +268,7 @@ COMPUTED: Mapping[str, Rule] = {
 
 DEFAULTS: Mapping[str, Any] = {
     **training_arguments.DEFAULTS,
+    "output_dir": "trainer_output",
     "logging_steps": 10,
     "bf16": True,
     "gradient_checkpointing": True,

@@ -274,8 +274,12 @@ IDLE: Mapping[str, str] = {
                 "use_distributed_state_dict",
                 "use_flex",
             ),
-            *("dist_backend"),
-            *("debug_logging_enabled", "debug_num_samples_per_step", "optimizer.fused"),
+            *(
+                "dist_backend",
+                "debug_logging_enabled",
+                "debug_num_samples_per_step",
+                "optimizer.fused",
+            ),
             *("tensor_parallel_plan", "collate_fn", "dataloader.collate_fn", "num_output_chunks"),
             *("dataloader.parallel_method", "dataloader.shuffle", "dataloader.packed"),
             *("metric_logger.log_dir", "metric_logger.filename", "ac_mode", "ac_option"),
@@ -286,16 +290,16 @@ IDLE: Mapping[str, str] = {
     **dict.fromkeys(
         (
             *("checkpointer._component_", "checkpointer.checkpoint_files"),
-            *(
-                "checkpointer.model_type",
-                "checkpointer.output_dir",
-                "checkpointer.safe_serialization",
-            ),
-            *("checkpointer.recipe_checkpoint", "checkpointer.checkpoint_files.filename_format"),
+            *("checkpointer.model_type", "checkpointer.checkpoint_files.filename_format"),
             *("checkpointer.checkpoint_files.max_filename", "base_model_path"),
         ),
         OF_FILES,
     ),
+    **dict.fromkeys(
+        ("checkpointer.output_dir", "checkpointer.recipe_checkpoint"),
+        "checkpoints are in output_dir, and the same command resumes from the newest",
+    ),
+    "checkpointer.safe_serialization": "weights are always written as safetensors",
 }
 
 FAMILIES: Mapping[str, Rule] = {
