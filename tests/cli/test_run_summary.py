@@ -20,15 +20,15 @@ def test_a_run_names_what_can_be_done_with_its_model(tmp_path):
     ]
     printed = penstock("run", config).out
     assert f"penstock eval {config}" in printed
-    assert "nothing was held out" not in printed
+    assert "nothing was evaluated" not in printed
 
 
-def test_an_adapter_alone_is_served_over_its_base_and_nothing_held_out_is_said(tmp_path):
+def test_an_adapter_alone_is_served_over_its_base_and_that_nothing_was_evaluated_is_said(tmp_path):
     lora = {"enable_lora": True, "lora_rank": 4, "save_lora_only": True}
     config = small_run(tmp_path, train={"max_steps": 1, "lr": 1e-4}, lora=lora)
     done = penstock("run", config)
     assert done.code == 0, done.err
-    assert "nothing was held out" in done.out
+    assert "nothing was evaluated" in done.out
     assert "penstock eval" not in done.out
 
 

@@ -243,6 +243,7 @@ def test_a_file_of_each_tool_is_checked_planned_and_the_same_run_once_translated
 ):
     example = EXAMPLES[name]
     file, options = written(example, model, tmp_path)
+    assert name != "unsloth" or " data.datasets: required" in penstock("check", file).err
     checked = penstock("check", file, *options)
     assert checked.code == 0, checked.err
     left_out = [line for line in checked.err.splitlines() if line.startswith("warning: ")]

@@ -38,9 +38,8 @@ def print_summary(config: Path, overrides: Sequence[Override], console: Console)
     if "train" in done:
         rows.append(("train", training_numbers(result)))
         if not is_evaluated(result):
-            rows.append(
-                ("", "nothing was held out (data.val_set_size), so no number is of new data")
-            )
+            settings = "data.val_set_size, train.eval_steps"
+            rows.append(("", f"nothing was evaluated ({settings}), so no number is of new data"))
     if "push" in done:
         rows.append(("pushed", done["push"].where))
     for number, command in enumerate(result.get("commands", ())):

@@ -98,7 +98,8 @@ class ErrorLocator:
         name = dotted(fault.path)
         keys = self._translation.origins(name)
         if not keys:
-            return self.at_key(name, f"{fault.text} (no key of the file decides it)")
+            why = f"no key of the file decides it: add --{name} VALUE"
+            return self.at_key(name, f"{fault.text} ({why})")
         line = self._line(_steps(keys[0]))
         text = f"{self._path}:{line}: {keys[0]} (here {name}): {fault.text}"
         return (0, line), text

@@ -245,9 +245,18 @@ class Translation:
         first those that decide only this setting."""
         found: list[tuple[bool, int, str]] = []
         for line in self.lines:
-            if lengths := [len(other) for other in line.names if _meet(other, name)]:
+            if lengths := [len(other) for other in line.names if self._decides(other, name)]:
                 found.append((line.kind == "assumed", -max(lengths), line.key))
         return tuple(key for *_, key in sorted(found, key=lambda one: one[:2]))
+
+    def _decides(self, decided: str, name: str) -> bool:
+        """Whether the key of a setting decides `name`: a part of it only if there is that part."""
+        if _is_within(name, decided):
+            return True
+        missing = object()
+        return _is_within(decided, name) and (
+            value_at(self.settings, decided, missing) is not missing
+        )
 
     def of(self, *kinds: Kind) -> list[Line]:
         """The lines of some kinds, in the order of the file."""
@@ -282,7 +291,3 @@ def value_at(settings: Any, name: str, default: Any = None) -> Any:
 
 def _is_within(name: str, above: str) -> bool:
     return name == above or name.startswith(f"{above}.")
-
-
-def _meet(one: str, other: str) -> bool:
-    return _is_within(one, other) or _is_within(other, one)
