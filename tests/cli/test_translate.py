@@ -198,7 +198,7 @@ def test_check_says_that_a_file_is_foreign_and_reads_it(tmp_path: Path, monkeypa
     (tmp_path / "data.jsonl").write_text('{"src": ["What is 1 + 1?"], "tgt": ["2"]}\n')
     said = penstock("check", written(tmp_path), "--train.lr", "3e-5")
     assert said.code == 0, said.err
-    assert "is written for ERNIEKit: " in said.err
+    assert "is written for ERNIEKit; of its keys: " in said.err
     assert yaml.safe_load(said.out)["train"]["lr"] == 3e-5
 
 

@@ -67,9 +67,9 @@ def estimate_samples(
         ):
             return None
         source_tokens, source_samples, source_longest = _estimate_source(source, files, per_token)
-        used = min(1.0, limit / source_samples) if limit and source_samples else 1.0
-        tokens += used * source_tokens
-        samples += used * source_samples
+        used = min(source_samples, limit or source_samples)
+        tokens += source_tokens * used / source_samples if source_samples else 0
+        samples += used
         longest = max(longest, source_longest)
     if not tokens:
         return None

@@ -131,7 +131,7 @@ def estimate_data(run: RunConfig, steps: Sequence[PlannedStage], vocab_size: int
     if sizes is None:
         return None
     trained = _training_share(run.data.val_set_size, sizes.samples)
-    tokens, samples = math.ceil(trained * sizes.tokens), math.ceil(trained * sizes.samples)
+    tokens, samples = math.ceil(trained * sizes.tokens), round(trained * sizes.samples)
     rows = _estimate_rows(run.data, tokens, samples)
     counts = tokens, samples, tokens
     return Data((rows,), *counts, "estimated", spread=SPREAD_SOURCES)
