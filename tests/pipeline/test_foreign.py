@@ -1,9 +1,9 @@
-"""Config files of other tools are taken as they are: checked, planned, and translated to the same
-run. Names of models, data and folders are changed, lengths are shorter, and nothing else is."""
+"""Config files of other tools are run as they are: checked, planned, trained to the end, and found
+again. Names of models, data and folders are changed, lengths are shorter, and nothing else is."""
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,15 @@ STEPS, LENGTH, ROWS = 2, 128, 20
 
 @dataclass(frozen=True)
 class Example:
-    """A file of a tool, and what a user changes in it."""
+    """A file of a tool, what a user changes in it, and what the trained adapter then says."""
 
     file: Path
     changes: Callable[[str, Path], Mapping[str, Any]]
     """Dotted keys to values, given the model's folder and one with data."""
+    adapter: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Of `adapter_config.json`, as PEFT names it; empty: all weights are trained."""
+    rate: float = 0.0
+    """The highest learning rate of the steps."""
     gaps: tuple[str, ...] = ()
     """Keys that the run differs by."""
 
@@ -102,10 +106,14 @@ EXAMPLES: Mapping[str, Example] = {
             "micro_batch_size": 1,
             "max_steps": STEPS,
         },
+        {"r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "target_modules": 7},
+        2e-4,
     ),
     "llama-factory": Example(
         FOREIGN / "llama-factory.yaml",
         _llama_factory,
+        {"r": 8, "lora_alpha": 16, "lora_dropout": 0.0, "target_modules": 7},
+        1e-4,
     ),
     "llama-factory-v1": Example(
         CORPUS / "llama-factory-v1.yaml",
@@ -115,6 +123,8 @@ EXAMPLES: Mapping[str, Example] = {
             "cutoff_len": LENGTH,
             "max_steps": STEPS,
         },
+        {"r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "target_modules": 7},
+        1e-4,
     ),
     "trl": Example(
         FOREIGN / "trl.yaml",
@@ -126,6 +136,7 @@ EXAMPLES: Mapping[str, Example] = {
             "gradient_accumulation_steps": 2,
             "max_steps": STEPS,
         },
+        rate=2e-5,
     ),
     "trl-dpo": Example(
         FOREIGN / "trl-dpo.yaml",
@@ -136,6 +147,8 @@ EXAMPLES: Mapping[str, Example] = {
             "max_steps": STEPS,
             "warmup_steps": 1,
         },
+        {"r": 32, "lora_alpha": 16, "lora_dropout": 0.05, "target_modules": 2},
+        5e-6,
     ),
     "unsloth": Example(
         CORPUS / "trl-arguments.yaml",
@@ -146,6 +159,8 @@ EXAMPLES: Mapping[str, Example] = {
             "warmup_steps": 1,
             "data": _records(data, "chat"),
         },
+        {"r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "target_modules": 2},
+        2e-4,
     ),
     "torchtune": Example(
         CORPUS / "torchtune-lora.yaml",
@@ -157,13 +172,17 @@ EXAMPLES: Mapping[str, Example] = {
             "gradient_accumulation_steps": 1,
             "lr_scheduler.num_warmup_steps": 1,
         },
+        {"r": 8, "lora_alpha": 16, "lora_dropout": 0.0, "target_modules": 6},
+        3e-4,
         gaps=("quantizer",),
     ),
     "erniekit": Example(
         FOREIGN / "erniekit.yaml",
         _erniekit,
+        {"r": 16, "lora_alpha": 4, "lora_dropout": 0.0, "target_modules": 7},
+        2e-4,
     ),
-    "nxdt": Example(FOREIGN / "nxdt.yaml", _nxdt),
+    "nxdt": Example(FOREIGN / "nxdt.yaml", _nxdt, rate=1.5e-5),
 }
 
 
@@ -186,6 +205,31 @@ def written(example: Example, model: Path, folder: Path) -> tuple[Path, list[obj
     if data:
         options += ["--data.datasets", json.dumps([{"path": data, "type": "chat"}])]
     return file, options
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["axolotl"])
+def test_a_file_of_another_tool_is_trained_to_the_end_and_found_again(name, model, tmp_path):
+    example = EXAMPLES[name]
+    file, options = written(example, model, tmp_path)
+    ran = penstock("run", file, *options, "--json")
+    assert ran.code == 0, ran.err
+    stages = {stage["stage"]: stage for stage in ran.last["stages"]}
+    assert {stage["status"] for stage in stages.values()} == {"ran"}
+    metrics = tmp_path / "out" / "metrics.jsonl"
+    rates = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert stages["train"]["facts"]["steps"] == STEPS
+    assert max(record.get("lr", 0) for record in rates) == pytest.approx(example.rate)
+    if example.adapter:
+        adapter = json.loads((tmp_path / "out" / "adapter" / "adapter_config.json").read_text())
+        assert len(adapter["target_modules"]) == example.adapter["target_modules"]
+        assert {key: adapter[key] for key in ("r", "lora_alpha", "lora_dropout")}.items() <= (
+            example.adapter.items()
+        )
+    again = penstock("run", file, *options, "--json")
+    assert {stage["status"] for stage in again.last["stages"]} == {"cached"}
+    answered = penstock("chat", file, *options, "--prompt", QUESTION, "--max-new-tokens", 4)
+    assert answered.code == 0, answered.err
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
