@@ -37,23 +37,23 @@ def row_norms(rows: Rows, delta: LoraDelta, sum_squares: SumSquares) -> torch.Te
     device = delta.left.device
     with torch.autocast(device.type, enabled=False):
         count, columns = delta.shape
-        found = torch.empty(count, dtype=torch.float32, device=device)
+        norms = torch.empty(count, dtype=torch.float32, device=device)
         for start in range(0, count, stride := _rows_per_chunk(columns)):
             end = min(start + stride, count)
-            made = delta.add_to(rows(start, end), start)
-            torch.sum(made.square_(), dim=1, out=found[start:end])
-        return sum_squares(found).sqrt()
+            merged = delta.add_to(rows(start, end), start)
+            torch.sum(merged.square_(), dim=1, out=norms[start:end])
+        return sum_squares(norms).sqrt()
 
 
 @torch.no_grad()
 def column_norms(weight: torch.Tensor, delta: LoraDelta, sum_squares: SumSquares) -> torch.Tensor:
     """The norm of each column of `weight + delta`, fp32."""
     with torch.autocast(weight.device.type, enabled=False):
-        found = weight.new_zeros(weight.shape[1], dtype=torch.float32)
+        norms = weight.new_zeros(weight.shape[1], dtype=torch.float32)
         for start in range(0, len(weight), stride := _rows_per_chunk(weight.shape[1])):
             rows = delta.add_to(weight[start : start + stride], start)
-            found += rows.square_().sum(dim=0)
-        return sum_squares(found).sqrt()
+            norms += rows.square_().sum(dim=0)
+        return sum_squares(norms).sqrt()
 
 
 def _rows_per_chunk(columns: int) -> int:

@@ -82,12 +82,12 @@ def inject(
     """
     if spec.rank < 1:
         raise ConfigError(f"lora.lora_rank is {spec.rank}. Give a rank of 1 or more.")
-    whole = whole_model(model, vision)
-    targets = existing_targets(whole, default_targets) if spec.targets is None else spec.targets
-    chosen = select_layers(whole, targets, skip_missing=spec.skip_missing)
+    root = whole_model(model, vision)
+    targets = existing_targets(root, default_targets) if spec.targets is None else spec.targets
+    chosen = select_layers(root, targets, skip_missing=spec.skip_missing)
     require_options(
         chosen,
-        weight_map(whole),
+        weight_map(root),
         dropout=spec.dropout,
         normed=spec.normed,
         experts=spec.experts,
@@ -96,8 +96,8 @@ def inject(
     named = model.named_parameters()
     biases = [p for name, p in named if p.requires_grad and name.endswith(".bias")]
     model.requires_grad_(False)
-    here = targetable_layers(model)
-    natives = list(dict.fromkeys(here[hf] for hf in chosen if hf in here))
+    layers = targetable_layers(model)
+    natives = list(dict.fromkeys(layers[hf] for hf in chosen if hf in layers))
     for name, mixture in _moe_layers(model):
         matrices: list[Matrix] = [
             matrix for matrix in mixture.experts.matrices if f"{name}.experts.{matrix}" in natives
@@ -126,8 +126,10 @@ def _adapt_stacked(model: AutoCausalLM, natives: Sequence[str], spec: LoraSpec) 
         if native in model.config.outline.stacked:
             module, _, matrix = native.rpartition(".")
             matrices.setdefault(module, []).append(cast(Matrix, matrix))
-    for module, its in matrices.items():
-        StackedAdapter(model.get_submodule(module), its, rank=spec.rank, scale=spec.scale)
+    for module, matrix_factors in matrices.items():
+        StackedAdapter(
+            model.get_submodule(module), matrix_factors, rank=spec.rank, scale=spec.scale
+        )
 
 
 def whole_model(model: CausalLM, vision: VisionTower | None = None) -> CausalLM:

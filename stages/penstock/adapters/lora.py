@@ -95,21 +95,21 @@ class LoraLinear(nn.Linear, LinearTerms):
     def products(self, x: torch.Tensor) -> list[WeightedRows] | None:
         """The terms of the weight and of B, for a layer with one part and without bias and
         magnitudes; otherwise None."""
-        [part, *others] = self.parts
-        if others or self.lora_magnitude or self.bias is not None:
+        [part, *other_parts] = self.parts
+        if other_parts or self.lora_magnitude or self.bias is not None:
             return None
-        found: list[WeightedRows] = [(x, self.weight)]
+        products: list[WeightedRows] = [(x, self.weight)]
         if part in self.lora_A:
-            found.append((self._lora_down(x, part) * self.scale, self.lora_B[part]))
-        return found
+            products.append((self._lora_down(x, part) * self.scale, self.lora_B[part]))
+        return products
 
     def scaled_products(self, x: torch.Tensor) -> list[ScaledProducts] | None:
         """Like `products`, also for a layer with DoRA magnitudes; see `_dora_output`."""
-        [part, *others] = self.parts
+        [part, *other_parts] = self.parts
         if part not in self.lora_magnitude:
             plain = self.products(x)
             return [(None, plain)] if plain else None
-        if others or self.bias is not None:
+        if other_parts or self.bias is not None:
             return None
         by = dora_scale(self.lora_magnitude[part], self._norms(part))
         more = self._lora_down(x, part) * self.scale, self.lora_B[part]
@@ -126,7 +126,7 @@ class LoraLinear(nn.Linear, LinearTerms):
     def _low_rank_factors(self, x: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """A dropout(x) [T, r] and B [out, r] of each adapted part, in one dtype under autocast."""
         dropped = {part: self.lora_dropout[part](x) for part in self.lora_A}
-        if len(dropped) > 1 and all(one is x for one in dropped.values()):
+        if len(dropped) > 1 and all(input is x for input in dropped.values()):
             # One matmul for all parts: each would have a gradient of x, and autograd add them.
             stacked = torch.cat([*self.lora_A.values()])
             downs = dict(

@@ -83,7 +83,7 @@ def _expert_deltas(
         matrix for matrix in experts.matrices if (matrix == "down_proj") is (name == "down_proj")
     ]
     heights = [experts.matrices[matrix][is_transposed] for matrix in within]
-    found: list[tuple[int, LoraDelta]] = []
+    deltas: list[tuple[int, LoraDelta]] = []
     for number, matrix in enumerate(within):
         a, b = adapter.factor("lora_A", matrix), adapter.factor("lora_B", matrix)
         if a is None or b is None:
@@ -92,8 +92,8 @@ def _expert_deltas(
         for expert in range(experts.num_experts):
             product = LoraDelta(b_ENr[expert], a_ErK[expert], adapter.scale)
             start = expert * sum(heights) + sum(heights[:number])
-            found.append((start, product.transpose() if is_transposed else product))
-    return found
+            deltas.append((start, product.transpose() if is_transposed else product))
+    return deltas
 
 
 def _expand_experts(factor: torch.Tensor, num_experts: int) -> torch.Tensor:

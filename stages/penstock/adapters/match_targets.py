@@ -70,10 +70,10 @@ def names_vision(target: str) -> bool:
 def target_names(layer: str, native: str, names: WeightMap) -> frozenset[str]:
     """The names by which targets select a layer: its checkpoint name, its native name and, in a
     multimodal model, those in transformers' class and in files of older classes."""
-    found = {layer, native, names.module_name(layer)}
+    names_of_layer = {layer, native, names.module_name(layer)}
     if names.is_multimodal and is_language(f"{layer}."):
-        found.add(stored_name(text_name(layer), STORED_MODEL))
-    return frozenset(found)
+        names_of_layer.add(stored_name(text_name(layer), STORED_MODEL))
+    return frozenset(names_of_layer)
 
 
 def match_targets(targets: Iterable[str], layers: Iterable[TargetLayer]) -> list[TargetLayer]:
@@ -119,11 +119,11 @@ def select_layer_names(
         last = sorted({hf.rpartition(".")[2] for hf in layers})
         raise ConfigError("\n".join([*faults, f"  Layers here: {', '.join(last)}."]))
     if is_tied and (tied := chosen & {HEAD, EMBEDDING}):
-        one = sorted(tied)[0].rpartition(".")[2]
+        example = sorted(tied)[0].rpartition(".")[2]
         raise ConfigError(
-            f"lora.lora_target_modules names {one}, and embedding and head are one weight in this "
-            "model (tie_word_embeddings): one of them adapted could not be merged.\n"
-            f"  Leave {one} out."
+            f"lora.lora_target_modules names {example}, and embedding and head are one weight in "
+            "this model (tie_word_embeddings): one of them adapted could not be merged.\n"
+            f"  Leave {example} out."
         )
     return chosen, missing
 

@@ -74,8 +74,8 @@ class LoraParamName(NamedTuple):
 
 def parse_lora_name(name: str) -> LoraParamName | None:
     """Parse a native parameter name; None for a parameter of the base model."""
-    module, _, rest = name.rpartition(".lora_")
-    side, _, part = f"lora_{rest}".partition(".")
+    module, _, suffix = name.rpartition(".lora_")
+    side, _, part = f"lora_{suffix}".partition(".")
     if not module or side not in (*SIDES, MAGNITUDE) or not part or "." in part:
         return None
     return LoraParamName(module, cast(Side, side), part)

@@ -65,11 +65,11 @@ def peft_name(native: str) -> str:
     """The name in `adapter_model.safetensors` of the LoRA parameter with this native name."""
     factor = parse_lora_name(native)
     assert factor is not None, f"{native} is no part of an adapter"
-    at = f"{PREFIX}{factor.hf_module}"
+    prefix = f"{PREFIX}{factor.hf_module}"
     if factor.side == MAGNITUDE:
-        return f"{at}.{NORMS}"
+        return f"{prefix}.{NORMS}"
     first, second = EMBEDDED if factor.is_embedding else LINEAR
-    return f"{at}.{first if factor.side == 'lora_A' else second}"
+    return f"{prefix}.{first if factor.side == 'lora_A' else second}"
 
 
 def peft_bias(name: str, adapted: Collection[str]) -> str:
@@ -88,16 +88,16 @@ def fused_factors(
     PEFT orders the rows of A by (expert, rank) and the columns of B by (rank, expert). It wraps a
     module once per adapted tensor; see `is_inner_expert_stack`.
     """
-    found: dict[str, torch.Tensor] = {}
+    factors: dict[str, torch.Tensor] = {}
     for name, (lora_A, lora_B) in pairs.items():
         module, _, last = name.rpartition(".")
         is_inner = is_inner_expert_stack(last, f"{module}.{FUSED_EXPERTS[1]}" in pairs)
-        at = f"{PREFIX}{module}{'.base_layer' * is_inner}"
+        prefix = f"{PREFIX}{module}{'.base_layer' * is_inner}"
         a = lora_A.expand(num_experts, *lora_A.shape[-2:])
         b = lora_B.expand(num_experts, *lora_B.shape[-2:])
-        found[f"{at}.lora_A.weight"] = a.flatten(0, 1)
-        found[f"{at}.lora_B.weight"] = b.permute(1, 2, 0).flatten(1)
-    return found
+        factors[f"{prefix}.lora_A.weight"] = a.flatten(0, 1)
+        factors[f"{prefix}.lora_B.weight"] = b.permute(1, 2, 0).flatten(1)
+    return factors
 
 
 def is_inner_expert_stack(matrix: str, down_is_adapted: bool) -> bool:

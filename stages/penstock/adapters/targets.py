@@ -28,20 +28,22 @@ def targetable_layers(model: CausalLM) -> dict[str, str]:
     The same layer of all experts of a MoE layer is one entry; its native name is the module's name
     plus the matrix.
     """
-    found: dict[str, str] = {}
+    targets_by_layer: dict[str, str] = {}
     outline = model.config.outline if isinstance(model, AutoCausalLM) else None
     for native, module in model.named_modules():
         if outline and outline.media and native not in outline.linear:
             continue  # of the vision part
         if isinstance(module, nn.Linear):
-            found |= dict.fromkeys(checkpoint_layers(model, native), native)
+            targets_by_layer |= dict.fromkeys(checkpoint_layers(model, native), native)
         elif isinstance(module, Experts):
-            found |= expert_layers(model, native, module)
+            targets_by_layer |= expert_layers(model, native, module)
         elif isinstance(module, nn.Embedding) and _is_adaptable(model, native):
-            found[native] = native
+            targets_by_layer[native] = native
     if isinstance(model, AutoCausalLM):
-        found |= {stacked_layer(native): native for native in model.config.outline.stacked}
-    return found
+        targets_by_layer |= {
+            stacked_layer(native): native for native in model.config.outline.stacked
+        }
+    return targets_by_layer
 
 
 def _is_adaptable(model: CausalLM, embedding: str) -> bool:
@@ -62,20 +64,20 @@ def checkpoint_layers(model: CausalLM, native: str) -> dict[str, int]:
     return {part: names.hf_shapes()[f"{part}.weight"][0] for part in parts}
 
 
-def existing_targets(whole: CausalLM, targets: Iterable[str]) -> list[str]:
+def existing_targets(model: CausalLM, targets: Iterable[str]) -> list[str]:
     """The family's default targets without those of layers that only other of its models have."""
-    layers = targetable_layers(whole)
-    named = [name for each in layers.items() for name in each]
+    layers = targetable_layers(model)
+    named = [name for native_names in layers.items() for name in native_names]
     return [target for target in targets if any(matches(target, name) for name in named)]
 
 
-def weight_map(whole: CausalLM) -> WeightMap:
+def weight_map(model: CausalLM) -> WeightMap:
     """The names of the model's tensors in checkpoints."""
-    return whole.weight_map if isinstance(whole, Decoder) else AutoWeightMap(whole.config)
+    return model.weight_map if isinstance(model, Decoder) else AutoWeightMap(model.config)
 
 
 def select_layers(
-    whole: CausalLM, targets: Iterable[str], *, skip_missing: bool = False
+    model: CausalLM, targets: Iterable[str], *, skip_missing: bool = False
 ) -> list[str]:
     """The checkpoint names of the layers that any target selects, in the model's order.
 
@@ -84,10 +86,10 @@ def select_layers(
     Raises:
         ConfigError: as `match_targets.select_layer_names`.
     """
-    layers = targetable_layers(whole)
-    routers = [name for name, module in whole.named_modules() if isinstance(module, Router)]
-    is_tied = whole.config.tie_word_embeddings
-    names = weight_map(whole)
+    layers = targetable_layers(model)
+    routers = [name for name, module in model.named_modules() if isinstance(module, Router)]
+    is_tied = model.config.tie_word_embeddings
+    names = weight_map(model)
     called = {hf: target_names(hf, native, names) for hf, native in layers.items()}
     chosen, _ = select_layer_names(
         targets, called, routers, is_tied=is_tied, skip_missing=skip_missing

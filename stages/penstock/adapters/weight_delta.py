@@ -86,10 +86,10 @@ class WeightDelta:
 
     def apply_to(self, weight: torch.Tensor, start: int = 0) -> torch.Tensor:
         """The new values of `weight`, the rows of the matrix from `start` on."""
-        made = self.product.add_to(weight, start)
+        merged = self.product.add_to(weight, start)
         if self.magnitude is not None and self.of_columns:
-            made *= self.magnitude / torch.linalg.vector_norm(made, dim=0)
+            merged *= self.magnitude / torch.linalg.vector_norm(merged, dim=0)
         elif self.magnitude is not None:
-            norm = torch.linalg.vector_norm(made, dim=1)
-            made *= (self.magnitude[start : start + len(weight)] / norm).unsqueeze(1)
-        return made.to(weight.dtype)
+            norm = torch.linalg.vector_norm(merged, dim=1)
+            merged *= (self.magnitude[start : start + len(weight)] / norm).unsqueeze(1)
+        return merged.to(weight.dtype)

@@ -127,8 +127,8 @@ def builtin_encoder(name: str) -> BuiltinEncoder:
     """A copy of the vision tower `builtin:<name>`. Raises ConfigError for an unknown name."""
     short = name.removeprefix(SCHEME)
     if short not in ENCODERS:
-        known = ", ".join(f"{SCHEME}{each}" for each in ENCODERS)
-        raise ConfigError(f"{name} is not a built-in vision model; there is {known}.")
+        names = ", ".join(f"{SCHEME}{name}" for name in ENCODERS)
+        raise ConfigError(f"{name} is not a built-in vision model; there is {names}.")
     return deepcopy(ENCODERS[short])
 
 
@@ -136,6 +136,6 @@ def builtin_config(name: str) -> dict[str, Any]:
     """A new Hugging Face config for `builtin:<name>`. Raises ConfigError for an unknown name."""
     short = name.removeprefix(SCHEME)
     if short not in CONFIGS:
-        known = ", ".join(f"{SCHEME}{each}" for each in CONFIGS)
-        raise ConfigError(f"{name} is not a built-in model; there is {known}.")
+        names = ", ".join(f"{SCHEME}{name}" for name in CONFIGS)
+        raise ConfigError(f"{name} is not a built-in model; there is {names}.")
     return deepcopy(dict(CONFIGS[short]))

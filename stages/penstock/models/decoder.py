@@ -242,25 +242,25 @@ class Decoder(nn.Module):
         if config.chunked_layers and config.attention_chunk is not None:
             chunks = segments.in_chunks(config.attention_chunk)
         for number, layer in self.model.layers.items():
-            at = int(number)
-            if at >= config.num_hidden_layers:
+            index = int(number)
+            if index >= config.num_hidden_layers:
                 break
-            cos_TH, sin_TH = sliding_angles if at in config.sliding_layers else angles
-            within = chunks if at in config.chunked_layers else segments
-            own = scales if config.scales_queries(at) else ()
+            cos_TH, sin_TH = sliding_angles if index in config.sliding_layers else angles
+            within = chunks if index in config.chunked_layers else segments
+            own = scales if config.scales_queries(index) else ()
             x_TD = self.run_layer(layer, x_TD, cos_TH, sin_TH, within, *own)
             if features is not None:
-                x_TD = features.add(x_TD, at)
+                x_TD = features.add(x_TD, index)
         if self.model.norm is None or self.lm_head is None:
             return x_TD
         x_TD = self.model.norm(x_TD)
         if output_fn is not None:
-            found = output_fn(self._scaled(x_TD), self.lm_head)
+            output = output_fn(self._scaled(x_TD), self.lm_head)
             if further is not None:
-                found = found + self._predict(
+                output = output + self._predict(
                     further, x_TD, position_ids_T, angles, segments, features
                 )
-            return found
+            return output
         logits_TV, cap = self.lm_head(self._scaled(x_TD)), config.logit_soft_cap
         return logits_TV if cap is None else (logits_TV / cap).tanh() * cap
 
@@ -276,7 +276,7 @@ class Decoder(nn.Module):
         """The summed outputs of the layers that predict further tokens, from the normalized hidden
         states of the layers before."""
         assert self.lm_head is not None
-        x_TD, found = hidden_TD, hidden_TD.new_zeros((), dtype=torch.float32)
+        x_TD, loss = hidden_TD, hidden_TD.new_zeros((), dtype=torch.float32)
         layers = self.blocks[-len(further.output_fns) :]
         for layer, ids_T, index_T, output_fn in zip(
             layers, further.input_ids_KT, further.indices, further.output_fns, strict=True
@@ -287,8 +287,8 @@ class Decoder(nn.Module):
             if features is not None and index_T is not None:
                 next_TD = features.at_tokens(index_T).replace(next_TD, self.feature_scale)
             x_TD = self.run_layer(layer, x_TD, *angles, segments, next_TD)
-            found = found + output_fn(self._scaled(x_TD), self.lm_head)
-        return found
+            loss = loss + output_fn(self._scaled(x_TD), self.lm_head)
+        return loss
 
     def _scaled(self, x_TD: torch.Tensor) -> torch.Tensor:
         """Hidden states times the factor of the logits: the head is linear, so this scales them,
@@ -322,7 +322,7 @@ def _drop_tied_head(module: nn.Module, state: dict[str, Any], prefix: str, metad
     state.pop(prefix + HEAD_WEIGHT, None)
 
 
-def _add_tied_head(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    del module, rest
+def _add_tied_head(module: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
+    del module, args
     if prefix + EMBEDDING_WEIGHT in state:
         state.setdefault(prefix + HEAD_WEIGHT, state[prefix + EMBEDDING_WEIGHT])

@@ -49,8 +49,8 @@ class Work:
                 full = min(length, window)
                 local_pairs += full * (full + 1) // 2 + (length - full) * window
             elif chunk is not None:
-                count, rest = divmod(length, chunk)
-                local_pairs += (count * chunk * (chunk + 1) + rest * (rest + 1)) // 2
+                count, remainder = divmod(length, chunk)
+                local_pairs += (count * chunk * (chunk + 1) + remainder * (remainder + 1)) // 2
         return cls(tokens, pairs, local_pairs, tokens if logits is None else logits)
 
     @classmethod
@@ -215,7 +215,7 @@ def _mixer_params(config: DecoderConfig, layer: int) -> int:
         return config.linear.matmul_params(width)
     if config.latent:
         shapes = config.latent.shapes(width, config.num_attention_heads).items()
-        return sum(_matrix_size(one) for name, one in shapes if not name.startswith("indexer."))
+        return sum(_matrix_size(shape) for name, shape in shapes if not name.startswith("indexer."))
     own = config.of_layer(layer)
     return width * (sum(own.qkv_features.values()) + own.num_attention_heads * own.head_dim)
 
@@ -236,7 +236,7 @@ def _indexer_flops(config: DecoderConfig, work: Work) -> float:
     if not config.latent or not config.latent.indexer:
         return 0.0
     shapes = config.latent.shapes(config.hidden_size, config.num_attention_heads).items()
-    matrices = sum(_matrix_size(one) for name, one in shapes if name.startswith("indexer."))
+    matrices = sum(_matrix_size(shape) for name, shape in shapes if name.startswith("indexer."))
     projected = matrices * config.num_layers * work.tokens
     return 2.0 * (projected + _index_features(config) * work.attention_pairs)
 
@@ -259,17 +259,17 @@ def _attention_flops(config: DecoderConfig, work: Work) -> float:
 
 def _core_macs(config: DecoderConfig, work: Work) -> list[int]:
     """Multiplications of each layer's attention, or states, without projections."""
-    found: list[int] = []
+    macs: list[int] = []
     for layer in range(config.num_layers):
         if config.linear and layer in config.linear_layers:
-            found.append(config.linear.state_macs * work.tokens)
+            macs.append(config.linear.state_macs * work.tokens)
         elif config.layer_mixer(layer) is None:
-            found.append(0)
+            macs.append(0)
         else:
             is_local = layer in config.local_layers
             pairs = work.local_pairs if is_local else work.attention_pairs
-            found.append(_pair_features(config if is_local else config.layer_kinds[-1]) * pairs)
-    return found
+            macs.append(_pair_features(config if is_local else config.layer_kinds[-1]) * pairs)
+    return macs
 
 
 def _state_macs(config: DecoderConfig) -> int:

@@ -167,35 +167,35 @@ def _resolve_alias(name: str, base: HfConfig) -> str:
     if name in base:
         return name
     same = next((names for names in ALIASES if name in names), ())
-    return next((other for other in same if other in base), name)
+    return next((alias for alias in same if alias in base), name)
 
 
 def _set_rope(merged: dict[str, Any], entries: Mapping[str, Any]) -> None:
     """Override RoPE parameters in the form that the file has."""
-    wanted, tables = _normalize_rope_overrides(entries), merged.get(ROPE)
-    if _has_tables(tables) or _has_tables(wanted):
-        merged[ROPE] = _override_tables(tables if isinstance(tables, Mapping) else {}, wanted)
+    overrides, tables = _normalize_rope_overrides(entries), merged.get(ROPE)
+    if _has_tables(tables) or _has_tables(overrides):
+        merged[ROPE] = _override_tables(tables if isinstance(tables, Mapping) else {}, overrides)
         return
     in_one = isinstance(merged.get(ROPE), Mapping) or (
         ROPE in entries and not any(name in merged for name in _ROPE_ENTRIES)
     )
     # In transformers' order of precedence for a file that has both.
-    there = dict(merged.get("rope_scaling") or merged.get(ROPE) or {})
-    kind = there.pop("type", "default")
-    there.setdefault("rope_type", kind)
+    stored = dict(merged.get("rope_scaling") or merged.get(ROPE) or {})
+    kind = stored.pop("type", "default")
+    stored.setdefault("rope_type", kind)
     for name in BEFORE_ROPE_PARAMETERS:
         if merged.get(name) is not None:
-            there.setdefault(name, merged[name])
-    found = _override_table(there, wanted)
+            stored.setdefault(name, merged[name])
+    table = _override_table(stored, overrides)
     for name in _ROPE_ENTRIES:
         merged.pop(name, None)
     if in_one:
-        merged[ROPE] = found
+        merged[ROPE] = table
         return
     for name in BEFORE_ROPE_PARAMETERS:
-        if name in found:
-            merged[name] = found.pop(name)
-    merged["rope_scaling"] = None if found.get("rope_type", "default") == "default" else found
+        if name in table:
+            merged[name] = table.pop(name)
+    merged["rope_scaling"] = None if table.get("rope_type", "default") == "default" else table
 
 
 def _has_tables(parameters: Any) -> bool:
@@ -205,29 +205,29 @@ def _has_tables(parameters: Any) -> bool:
     )
 
 
-def _override_tables(there: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+def _override_tables(stored: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """RoPE parameters of each kind of layer, with those that are wanted."""
-    found = dict(there)
-    for kind, table in wanted.items():
-        below = there.get(kind)
+    merged = dict(stored)
+    for kind, table in overrides.items():
+        below = stored.get(kind)
         if isinstance(below, Mapping) and isinstance(table, Mapping):
             table = _override_table(below, table)
-        found[kind] = table
-    return found
+        merged[kind] = table
+    return merged
 
 
-def _override_table(there: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+def _override_table(stored: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """RoPE parameters with those that are wanted."""
-    kind = there.get("rope_type", "default")
-    if wanted.get("rope_type", kind) != kind:
+    kind = stored.get("rope_type", "default")
+    if overrides.get("rope_type", kind) != kind:
         # Scaling parameters of the old rope_type do not apply to the new one.
-        there = {name: there[name] for name in BEFORE_ROPE_PARAMETERS if name in there}
-    return {**there, **wanted}
+        stored = {name: stored[name] for name in BEFORE_ROPE_PARAMETERS if name in stored}
+    return {**stored, **overrides}
 
 
 def _normalize_rope_overrides(entries: Mapping[str, Any]) -> dict[str, Any]:
     """The overrides of RoPE in either form, in that of transformers 5."""
-    wanted: dict[str, Any] = {}
+    overrides: dict[str, Any] = {}
     for table in (ROPE, "rope_scaling"):
         if table not in entries:
             continue
@@ -240,22 +240,22 @@ def _normalize_rope_overrides(entries: Mapping[str, Any]) -> dict[str, Any]:
         table_values = dict(entries[table] or {"rope_type": "default"})
         if "type" in table_values:
             table_values.setdefault("rope_type", table_values.pop("type"))
-        _merge_without_conflict(wanted, table_values, table)
+        _merge_without_conflict(overrides, table_values, table)
     numbers = {name: entries[name] for name in BEFORE_ROPE_PARAMETERS if name in entries}
-    _merge_without_conflict(wanted, numbers, "another entry")
-    return wanted
+    _merge_without_conflict(overrides, numbers, "another entry")
+    return overrides
 
 
 def _merge_without_conflict(
-    wanted: dict[str, Any], table_values: Mapping[str, Any], location: str
+    overrides: dict[str, Any], table_values: Mapping[str, Any], location: str
 ) -> None:
     for name, value in table_values.items():
-        if name in wanted and wanted[name] != value:
+        if name in overrides and overrides[name] != value:
             raise ConfigError(
-                f"model.foundation says {name} twice: {wanted[name]!r} in {ROPE}, and {value!r} in "
-                f"{location}.\n  Write it once, in {ROPE}."
+                f"model.foundation says {name} twice: {overrides[name]!r} in {ROPE}, and {value!r} "
+                f"in {location}.\n  Write it once, in {ROPE}."
             )
-        wanted[name] = value
+        overrides[name] = value
 
 
 def _iter_leaves(entries: Mapping[str, Any], above: Path = ()) -> Iterator[tuple[Path, Any]]:
@@ -275,31 +275,31 @@ def _check_types(base: HfConfig, entries: Mapping[str, Any]) -> None:
 
 
 def _find_type_mismatches(
-    entries: Mapping[str, Any], there: Any, defaults: Mapping[str, Any], above: str = ""
+    entries: Mapping[str, Any], stored: Any, defaults: Mapping[str, Any], above: str = ""
 ) -> Iterator[str]:
     for name, value in entries.items():
         path = f"{above}{name}"
-        own = there.get(_resolve_alias(name, there)) if isinstance(there, Mapping) else None
-        wanted = _type_name(defaults.get(name) if own is None else own)
+        own = stored.get(_resolve_alias(name, stored)) if isinstance(stored, Mapping) else None
+        type_name = _type_name(defaults.get(name) if own is None else own)
         if value == {} or (value == [] and name in PER_LAYER):
             yield f"{path}: {value!r} has no effect; leave it out"
-        elif None not in (wanted, value) and _type_name(value) != wanted:
+        elif None not in (type_name, value) and _type_name(value) != type_name:
             has = "" if own is None else f", and config.json has {own!r}"
-            yield f"{path}: {value!r} is {_type_name(value)}{has}; write {wanted}"
+            yield f"{path}: {value!r} is {_type_name(value)}{has}; write {type_name}"
         elif isinstance(value, Mapping):
             yield from _find_type_mismatches(value, own, {}, f"{path}.")
 
 
 def _collect_defaults(entries: Mapping[str, Any], base: HfConfig) -> dict[str, Any]:
     """The defaults of fields that config.json lacks, as far as it can be read."""
-    found = dict[str, Any](TABLE_EXAMPLES)
+    defaults = dict[str, Any](TABLE_EXAMPLES)
     with suppress(ConfigError, CapabilityError, *PARSE_ERRORS):
         read = _RecordingConfig(apply_overrides(base, entries))
         try:
             (native_family(read) or get_family(read)).read(read)
         finally:
-            found |= read.defaults
-    return found
+            defaults |= read.defaults
+    return defaults
 
 
 def _type_name(value: Any) -> str | None:
@@ -323,9 +323,9 @@ def _parse_error(base: HfConfig, entries: Mapping[str, Any], error: Exception) -
 
 
 def _remove_path(entries: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    first, *rest = path
+    first, *tail = path
     left = {name: value for name, value in entries.items() if name != first}
-    inner = _remove_path(entries[first], tuple(rest)) if rest else {}
+    inner = _remove_path(entries[first], tuple(tail)) if tail else {}
     return {**left, first: inner} if inner else left
 
 
@@ -333,7 +333,8 @@ def _changes_model(base: HfConfig, entries: Mapping[str, Any], path: Path, value
     """Whether any other value would give another model, or an unsupported one."""
     own = _try_parse(base, entries)
     return any(
-        _try_parse(base, _set_path(entries, path, other)) != own for other in _other_values(value)
+        _try_parse(base, _set_path(entries, path, other_value)) != own
+        for other_value in _other_values(value)
     )
 
 
@@ -375,7 +376,7 @@ def _other_values(value: Any) -> Iterator[Any]:
     elif isinstance(value, str):
         yield from ("gelu", "silu", f"{value}?")
     elif isinstance(value, list | tuple):
-        swapped = [_SWAPPED.get(one, one) if isinstance(one, str) else one for one in value]
+        swapped = [_SWAPPED.get(item, item) if isinstance(item, str) else item for item in value]
         yield from (swapped, list(value)[::-1], value[:-1], [0])
     else:
         yield from (1, True, 0.5, "gelu", [1])
@@ -389,11 +390,11 @@ def _set_path(entries: Mapping[str, Any], path: Path, value: Any) -> dict[str, A
 
 def _explain_no_effect(path: Path, read: set[str], family: Any) -> str:
     """Why an override has no effect."""
-    known = ROPE_KEYS if len(path) > 1 and path[0] in _ROPE_ENTRIES else read
+    known_keys = ROPE_KEYS if len(path) > 1 and path[0] in _ROPE_ENTRIES else read
     name = ".".join(path).rpartition(".")[2]
-    if name in known:
+    if name in known_keys:
         return "the other entries make it irrelevant"
-    near = get_close_matches(name, sorted(known), n=1)
+    near = get_close_matches(name, sorted(known_keys), n=1)
     meant = f"; did you mean {near[0]}?" if near else ""
     return f"models of the type {family.model_type} have no such field{meant}"
 

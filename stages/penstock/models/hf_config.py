@@ -248,10 +248,10 @@ def rope_by_layer(
     full.setdefault("rope_theta", config_get(hf, "rope_theta", theta))
     local = config_get(hf, sliding_field, sliding_theta) if sliding_field else sliding_theta
     sliding.setdefault("rope_theta", local)
-    whole, of_sliding = (
+    full_rope, of_sliding = (
         require_full_rotary(_complete_rope(hf, table)) for table in (full, sliding)
     )
-    return {"rope_parameters": whole, "sliding_rope_parameters": of_sliding}
+    return {"rope_parameters": full_rope, "sliding_rope_parameters": of_sliding}
 
 
 def _complete_rope(
@@ -359,9 +359,9 @@ def check_supported(
     unsupported, not_native = list(unsupported), list(not_native)
     if SLIDING not in kinds and config_get(hf, "use_sliding_window", False):
         not_native.append("use_sliding_window is true; attention over whole documents is computed")
-    elif other := sorted(set(layer_types(hf, ())) - set(kinds)):
+    elif other_types := sorted(set(layer_types(hf, ())) - set(kinds)):
         not_native.append(
-            f"layer_types names {', '.join(other)}; for this family {' and '.join(kinds)} "
+            f"layer_types names {', '.join(other_types)}; for this family {' and '.join(kinds)} "
             f"{'are' if len(kinds) > 1 else 'is'} computed"
         )
     if dropout := config_get(hf, "attention_dropout", 0.0):

@@ -117,29 +117,29 @@ class LatentAttentionConfig:
     def shapes(self, width: int, heads: int) -> Mapping[str, tuple[int, ...]]:
         """The shape of each parameter of a layer, in order, for a hidden size and a number of
         heads."""
-        found: dict[str, tuple[int, ...]] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
 
         def linear(name: str, outputs: int, inputs: int, *, biased: bool = False) -> None:
-            found[f"{name}.weight"] = (outputs, inputs)
+            shapes[f"{name}.weight"] = (outputs, inputs)
             if biased:
-                found[f"{name}.bias"] = (outputs,)
+                shapes[f"{name}.bias"] = (outputs,)
 
         if self.q_rank is None:
             linear("q_proj", heads * self.qk_dim, width)
         else:
             linear("q_a_proj", self.q_rank, width, biased=self.bias)
-            found["q_a_layernorm.weight"] = (self.q_rank,)
+            shapes["q_a_layernorm.weight"] = (self.q_rank,)
             linear("q_b_proj", heads * self.qk_dim, self.q_rank)
         linear("kv_a_proj_with_mqa", self.kv_rank + self.rope_dim, width, biased=self.bias)
-        found["kv_a_layernorm.weight"] = (self.kv_rank,)
+        shapes["kv_a_layernorm.weight"] = (self.kv_rank,)
         linear("kv_b_proj", heads * self.head_features("kv_b_proj"), self.kv_rank)
         linear("o_proj", width, heads * self.v_dim, biased=self.bias)
         if (indexer := self.indexer) and self.q_rank is not None:
             linear("indexer.wq_b", indexer.heads * indexer.head_dim, self.q_rank)
             linear("indexer.wk", indexer.head_dim, width)
-            found["indexer.k_norm.weight"] = found["indexer.k_norm.bias"] = (indexer.head_dim,)
+            shapes["indexer.k_norm.weight"] = shapes["indexer.k_norm.bias"] = (indexer.head_dim,)
             linear("indexer.weights_proj", indexer.heads, width)
-        return found
+        return shapes
 
 
 def _require_size(field: str, size: object) -> None:

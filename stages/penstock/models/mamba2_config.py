@@ -108,7 +108,7 @@ class Mamba2Config(StateLayerConfig):
 
     def shapes(self, width: int) -> Mapping[str, Shape]:
         """The shape of each parameter of a layer, in order, for a hidden size."""
-        convolved, rows = (sum(one.values()) for one in (self.channels, self.projected))
+        convolved, rows = (sum(sizes.values()) for sizes in (self.channels, self.projected))
         return {
             "dt_bias": (self.num_heads,),
             "A_log": (self.num_heads,),

@@ -31,14 +31,14 @@ from penstock_kernels.attention import VarlenMetadata
 class PredictionLayer(Block):
     """The layer of one depth: a block of the model's own kind behind a projection of two inputs."""
 
-    def __init__(self, config: DecoderConfig, layer: int, **how: Any) -> None:
-        """`layer` is the index after those of the decoder; `how` is as in `Block`."""
-        super().__init__(config, layer, **how)
+    def __init__(self, config: DecoderConfig, layer: int, **kwargs: Any) -> None:
+        """`layer` is the index after those of the decoder; `kwargs` is as in `Block`."""
+        super().__init__(config, layer, **kwargs)
         width = config.hidden_size
-        self.enorm = build_norm(config, how["operations"])
-        self.hnorm = build_norm(config, how["operations"])
+        self.enorm = build_norm(config, kwargs["operations"])
+        self.hnorm = build_norm(config, kwargs["operations"])
         self.eh_proj = nn.Linear(2 * width, width, bias=False)
-        self.norm = build_norm(config, how["operations"])
+        self.norm = build_norm(config, kwargs["operations"])
 
     def forward(
         self,

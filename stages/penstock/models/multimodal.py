@@ -135,33 +135,33 @@ def language_config(hf: Mapping[str, Any]) -> Mapping[str, Any]:
 
     Older files of Qwen2-VL have no `text_config`, and its fields at the top level.
     """
-    whole = MULTIMODAL.get(str(hf.get("model_type")))
-    if whole is None:
+    multimodal = MULTIMODAL.get(str(hf.get("model_type")))
+    if multimodal is None:
         return hf
     nested = hf.get(TEXT_CONFIG)
     is_nested = isinstance(nested, Mapping)
     text: Mapping[str, Any] = nested if is_nested else hf
-    text_type = text.get("model_type", whole.text_type) if is_nested else whole.text_type
+    text_type = text.get("model_type", multimodal.text_type) if is_nested else multimodal.text_type
     of_text = text.get(TIED)
-    tied = hf.get(TIED, whole.tied if of_text is None else of_text)
+    tied = hf.get(TIED, multimodal.tied if of_text is None else of_text)
     alias = TEXT_TYPES.get(text_type, TextType(text_type, {}))
-    found = {**alias.defaults, **text, "model_type": alias.model_type, TIED: tied}
+    text_config = {**alias.defaults, **text, "model_type": alias.model_type, TIED: tied}
     if quantization := hf.get("quantization_config"):
-        found["quantization_config"] = quantization
+        text_config["quantization_config"] = quantization
     for table in ("rope_parameters", "rope_scaling"):
-        if rope := found.get(table):
+        if rope := text_config.get(table):
             # The older name of default RoPE with three axes.
-            found[table] = {
+            text_config[table] = {
                 name: "default" if name.endswith("type") and value == "mrope" else value
                 for name, value in rope.items()
             }
-    return found
+    return text_config
 
 
 def text_name(stored: str) -> str:
     """The name in a text model of a language model's tensor; those of other parts are unchanged."""
-    if found := STORED_BACKBONE.match(stored):
-        return BACKBONE + stored[found.end() :]
+    if match := STORED_BACKBONE.match(stored):
+        return BACKBONE + stored[match.end() :]
     return stored.removeprefix("language_model.") if stored.startswith(STORED_HEAD) else stored
 
 

@@ -97,8 +97,8 @@ def malformed(name: str, fault: str) -> CapabilityError:
     )
 
 
-def _unsupported(what: str) -> CapabilityError:
-    return CapabilityError(f"quantization_config {what}. {UNQUANTIZED_HINT}")
+def _unsupported(subject: str) -> CapabilityError:
+    return CapabilityError(f"quantization_config {subject}. {UNQUANTIZED_HINT}")
 
 
 def _fp8(config: Mapping[str, Any]) -> QuantizationConfig:
@@ -169,13 +169,13 @@ def _compressed_tensors(config: Mapping[str, Any]) -> QuantizationConfig:
         extra = config.get(name)
         if extra and not (isinstance(extra, Mapping) and extra.get("format") == "dense"):
             raise _unsupported(f"has a {name}; weights that are quantized and no more are read")
-    groups, found = _config_groups(config), set[QuantizationConfig]()
+    groups, formats = _config_groups(config), set[QuantizationConfig]()
     for group in groups:
         layout = group.get("format") or config.get("format")
-        found.add(_compressed(layout, group.get("weights"), _read_names(config, "ignore")))
-    if len(found) != 1:
-        raise _unsupported(f"quantizes weights in {len(found)} ways; one for all is read")
-    return found.pop()
+        formats.add(_compressed(layout, group.get("weights"), _read_names(config, "ignore")))
+    if len(formats) != 1:
+        raise _unsupported(f"quantizes weights in {len(formats)} ways; one for all is read")
+    return formats.pop()
 
 
 def _compressed(layout: Any, weights: Any, ignored_modules: tuple[str, ...]) -> QuantizationConfig:
@@ -229,8 +229,8 @@ def _is_128_block(block: Any) -> bool:
 
 def _config_groups(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     groups = config.get("config_groups")
-    each = groups.values() if isinstance(groups, Mapping) else ()
-    return [group for group in each if isinstance(group, Mapping)]
+    entries = groups.values() if isinstance(groups, Mapping) else ()
+    return [group for group in entries if isinstance(group, Mapping)]
 
 
 def _group_weights(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:

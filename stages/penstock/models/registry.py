@@ -251,8 +251,8 @@ def _language_model(hf_config: HfConfig) -> Family | None:
     """The native family of the language model in a multimodal model, under the model's own type;
     None without one."""
     model_type = str(hf_config.get("model_type"))
-    whole = MULTIMODAL.get(model_type)
-    if whole is None:
+    multimodal = MULTIMODAL.get(model_type)
+    if multimodal is None:
         return None
     text_type = language_config(hf_config)["model_type"]
     family = FAMILIES.get(text_type) or LANGUAGE_MODELS.get(text_type)
@@ -261,14 +261,14 @@ def _language_model(hf_config: HfConfig) -> Family | None:
 
     def read(hf: HfConfig) -> DecoderConfig:
         config = family.read(language_config(hf))
-        if config.experts is None or whole.adapts_experts:
+        if config.experts is None or multimodal.adapts_experts:
             return config
         return replace(config, experts=replace(config.experts, adaptable=False))
 
     return replace(
         family,
         model_type=model_type,
-        architecture=whole.architecture,
+        architecture=multimodal.architecture,
         read=read,
-        multimodal=whole.backbone,
+        multimodal=multimodal.backbone,
     )

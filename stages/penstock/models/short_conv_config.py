@@ -41,12 +41,12 @@ class ShortConvConfig(StateLayerConfig):
             "in_proj": (3 * self.channels, width),
             "out_proj": (width, self.channels),
         }
-        found: dict[str, Shape] = {}
+        shapes: dict[str, Shape] = {}
         for name, shape in weights.items():
-            found[f"{name}.weight"] = shape
+            shapes[f"{name}.weight"] = shape
             if self.bias:
-                found[f"{name}.bias"] = shape[:1]
-        return found
+                shapes[f"{name}.bias"] = shape[:1]
+        return shapes
 
     def row_blocks(self, layer: str) -> Mapping[str, int] | None:
         """Gates of the input, gates of the output and inputs are blocks of rows."""

@@ -132,8 +132,8 @@ class WeightMap:
 
     def layer_config(self, name: str) -> DecoderConfig:
         """The config with the head sizes of the layer of a parameter or module."""
-        _, _, rest = name.partition(".layers.")
-        number = rest.partition(".")[0]
+        _, _, suffix = name.partition(".layers.")
+        number = suffix.partition(".")[0]
         return self.config.of_layer(int(number)) if number else self.config
 
     @property
@@ -162,13 +162,13 @@ class WeightMap:
 
     @cached_property
     def _hf_layers(self) -> Mapping[str, str]:
-        found: dict[str, str] = {}
+        hf_layers: dict[str, str] = {}
         for native, param in self._native_params.items():
             module, _, leaf = native.rpartition(".")
             for tensor in param.parts if leaf == "weight" and native != EMBEDDING_WEIGHT else ():
                 stored = tensor.removesuffix(".weight")
-                found[f"{module.rpartition('.')[0]}.{stored.rpartition('.')[2]}"] = stored
-        return found
+                hf_layers[f"{module.rpartition('.')[0]}.{stored.rpartition('.')[2]}"] = stored
+        return hf_layers
 
     def state_layer(self, name: str) -> StateLayerConfig | None:
         """The kind of token mixer with a state that a checkpoint's module or parameter is of, if it
@@ -193,9 +193,9 @@ class WeightMap:
         experts = self.config.experts
         if experts is None:
             return False
-        both = [one.names for one in (experts, experts.of_images) if one]
-        routers = tuple(f".{names.block}.{names.router}.weight" for names in both)
-        biases = tuple(names.selection_bias for names in both)
+        expert_names = [names.names for names in (experts, experts.of_images) if names]
+        routers = tuple(f".{names.block}.{names.router}.weight" for names in expert_names)
+        biases = tuple(names.selection_bias for names in expert_names)
         is_bias = bool(experts.selection_bias) and hf_name.endswith(biases)
         return is_bias or (experts.fp32_router and hf_name.endswith(routers))
 
@@ -222,91 +222,93 @@ class WeightMap:
             yield _same(HEAD_WEIGHT, table)
 
     def _layer(self, layer: int, stored: str) -> Iterator[tuple[str, _NativeParam]]:
-        at = f"{LAYERS}{layer}"
+        prefix = f"{LAYERS}{layer}"
         if self.config.layer_scalars:
-            yield _renamed(f"{at}.{LAYER_SCALAR}", f"{stored}.{LAYER_SCALAR}", (1,))
+            yield _renamed(f"{prefix}.{LAYER_SCALAR}", f"{stored}.{LAYER_SCALAR}", (1,))
         if self.config.layer_mixer(layer):
-            yield from self._mixer(layer, at, stored)
+            yield from self._mixer(layer, prefix, stored)
         if self.config.has_mlp(layer):
-            yield from self._network(layer, at, stored)
+            yield from self._network(layer, prefix, stored)
 
-    def _mixer(self, layer: int, at: str, stored: str) -> Iterator[tuple[str, _NativeParam]]:
+    def _mixer(self, layer: int, prefix: str, stored: str) -> Iterator[tuple[str, _NativeParam]]:
         """A layer's token mixer, with its norms."""
         config, names = self.config, self.config.names
         input_norms, output_norms = config.layer_norms(layer)
         if input_norms:
-            yield from self._norm(f"{at}.input_layernorm", f"{stored}.{names.attention_norm}")
+            yield from self._norm(f"{prefix}.input_layernorm", f"{stored}.{names.attention_norm}")
         if config.layer_mixer(layer) == LINEAR_ATTN:
-            yield from self._state_layer(f"{at}.{LINEAR_ATTN}", stored)
+            yield from self._state_layer(f"{prefix}.{LINEAR_ATTN}", stored)
         else:
-            yield from self._attention(at, stored, config.of_layer(layer))
+            yield from self._attention(prefix, stored, config.of_layer(layer))
         if output_norms:
             output_norm = f"{stored}.{names.attention_output_norm}"
-            yield from self._norm(f"{at}.attention_output_norm", output_norm)
+            yield from self._norm(f"{prefix}.attention_output_norm", output_norm)
 
-    def _network(self, layer: int, at: str, stored: str) -> Iterator[tuple[str, _NativeParam]]:
+    def _network(self, layer: int, prefix: str, stored: str) -> Iterator[tuple[str, _NativeParam]]:
         """A layer's MLP or experts, with its norms."""
         config, names = self.config, self.config.names
         input_norms, output_norms = config.layer_norms(layer)
         if input_norms and not config.parallel_block:
-            yield from self._norm(f"{at}.post_attention_layernorm", f"{stored}.{names.mlp_norm}")
+            yield from self._norm(
+                f"{prefix}.post_attention_layernorm", f"{stored}.{names.mlp_norm}"
+            )
         if experts := config.layer_experts(layer):
-            yield from self._moe(at, stored, experts)
+            yield from self._moe(prefix, stored, experts)
         else:
-            yield from self._mlp(f"{at}.mlp", stored, config.intermediate_size)
+            yield from self._mlp(f"{prefix}.mlp", stored, config.intermediate_size)
         if output_norms:
-            yield from self._norm(f"{at}.mlp_output_norm", f"{stored}.{names.mlp_output_norm}")
+            yield from self._norm(f"{prefix}.mlp_output_norm", f"{stored}.{names.mlp_output_norm}")
 
     def _prediction_layer(self, depth: int, names: MTPNames) -> Iterator[tuple[str, _NativeParam]]:
         """The layer of one depth, from 0, of multi-token prediction."""
         layer, width = self.config.num_hidden_layers + depth, self.config.hidden_size
-        at = f"{LAYERS}{layer}"
+        prefix = f"{LAYERS}{layer}"
 
         def stored(name: str) -> str:
             return name.format(layer=layer, depth=depth)
 
         yield from self._layer(layer, stored(names.block))
-        yield from self._norm(f"{at}.enorm", stored(names.enorm))
-        yield from self._norm(f"{at}.hnorm", stored(names.hnorm))
+        yield from self._norm(f"{prefix}.enorm", stored(names.enorm))
+        yield from self._norm(f"{prefix}.hnorm", stored(names.hnorm))
         projection = (width, 2 * width)
-        yield from _linear(f"{at}.eh_proj", stored(names.eh_proj), projection, bias=False)
-        yield from self._norm(f"{at}.norm", stored(names.norm))
+        yield from _linear(f"{prefix}.eh_proj", stored(names.eh_proj), projection, bias=False)
+        yield from self._norm(f"{prefix}.norm", stored(names.norm))
 
-    def _norm(self, at: str, stored: str) -> Iterator[tuple[str, _NativeParam]]:
+    def _norm(self, prefix: str, stored: str) -> Iterator[tuple[str, _NativeParam]]:
         for leaf in self.config.norm_parameters:
-            yield _renamed(f"{at}.{leaf}", f"{stored}.{leaf}", (self.config.hidden_size,))
+            yield _renamed(f"{prefix}.{leaf}", f"{stored}.{leaf}", (self.config.hidden_size,))
 
-    def _state_layer(self, at: str, layer: str) -> Iterator[tuple[str, _NativeParam]]:
+    def _state_layer(self, prefix: str, layer: str) -> Iterator[tuple[str, _NativeParam]]:
         linear = self.config.linear
         assert linear is not None
         for name, shape in linear.shapes(self.config.hidden_size).items():
             parts = linear.stored(name, shape)
             stored = {f"{layer}.{linear.module}.{part}": rows for part, rows in parts.items()}
-            yield f"{at}.{name}", _NativeParam(shape, stored)
+            yield f"{prefix}.{name}", _NativeParam(shape, stored)
 
     def _attention(
         self, layer: str, stored_layer: str, config: DecoderConfig
     ) -> Iterator[tuple[str, _NativeParam]]:
-        at = f"{layer}.{SELF_ATTN}"
+        prefix = f"{layer}.{SELF_ATTN}"
         stored = f"{stored_layer}.{config.names.attention}"
         if latent := config.latent:
             shapes = latent.shapes(config.hidden_size, config.num_attention_heads)
             for name, shape in shapes.items():
-                yield _renamed(f"{at}.{name}", f"{stored}.{name}", shape)
+                yield _renamed(f"{prefix}.{name}", f"{stored}.{name}", shape)
             return
         width, parts = config.hidden_size, config.qkv_features
         if config.attention_sinks:
-            yield _same(f"{at}.sinks", (config.num_attention_heads,))
+            yield _same(f"{prefix}.sinks", (config.num_attention_heads,))
         leaves = {"weight": (width,), **({"bias": ()} if config.qkv_bias else {})}
         if config.fused_qkv:
             for leaf, rest in leaves.items():
                 name = f"{QKV_PROJ}.{leaf}"
                 shape = (sum(parts.values()), *rest)
-                yield _renamed(f"{at}.{name}", f"{stored}.{name}", shape)
+                yield _renamed(f"{prefix}.{name}", f"{stored}.{name}", shape)
         elif self.merge_qkv:
             for leaf, rest in leaves.items():
                 yield (
-                    f"{at}.{QKV_PROJ}.{leaf}",
+                    f"{prefix}.{QKV_PROJ}.{leaf}",
                     _NativeParam(
                         (sum(parts.values()), *rest),
                         {f"{stored}.{part}.{leaf}": (rows, *rest) for part, rows in parts.items()},
@@ -316,10 +318,10 @@ class WeightMap:
             for part, rows in parts.items():
                 for leaf, rest in leaves.items():
                     name = f"{part}.{leaf}"
-                    yield _renamed(f"{at}.{name}", f"{stored}.{name}", (rows, *rest))
+                    yield _renamed(f"{prefix}.{name}", f"{stored}.{name}", (rows, *rest))
         out = f"{stored_layer}.{config.names.o_proj}"
         outputs = config.num_attention_heads * config.head_dim
-        yield from _linear(f"{at}.o_proj", out, (width, outputs), config.o_bias)
+        yield from _linear(f"{prefix}.o_proj", out, (width, outputs), config.o_bias)
         if config.qk_norm:
             is_per_head = config.qk_norm_over == "head"
             for norm, name, part in (
@@ -327,65 +329,74 @@ class WeightMap:
                 ("k_norm", config.names.k_norm, "k_proj"),
             ):
                 shape = (config.head_dim if is_per_head else parts[part],)
-                yield _renamed(f"{at}.{norm}.weight", f"{stored}.{name}.weight", shape)
+                yield _renamed(f"{prefix}.{norm}.weight", f"{stored}.{name}.weight", shape)
 
-    def _mlp(self, at: str, stored: str, inner: int) -> Iterator[tuple[str, _NativeParam]]:
+    def _mlp(self, prefix: str, stored: str, inner: int) -> Iterator[tuple[str, _NativeParam]]:
         """The MLP of a layer, beside which there may be experts."""
         config, names = self.config, self.config.names
         up, bias = (inner, config.hidden_size), config.mlp_bias
         if config.fused_gate_up:
-            both, name = (2 * up[0], up[1]), f"{stored}.{names.gate_up_proj}"
-            yield from _linear(f"{at}.{GATE_UP_PROJ}", name, both, bias)
+            shape, name = (2 * up[0], up[1]), f"{stored}.{names.gate_up_proj}"
+            yield from _linear(f"{prefix}.{GATE_UP_PROJ}", name, shape, bias)
         elif config.gated:
-            yield from _linear(f"{at}.gate_proj", f"{stored}.{names.gate_proj}", up, bias)
+            yield from _linear(f"{prefix}.gate_proj", f"{stored}.{names.gate_proj}", up, bias)
         if not config.fused_gate_up:
-            yield from _linear(f"{at}.up_proj", f"{stored}.{names.up_proj}", up, bias)
-        yield from _linear(f"{at}.down_proj", f"{stored}.{names.down_proj}", up[::-1], bias)
+            yield from _linear(f"{prefix}.up_proj", f"{stored}.{names.up_proj}", up, bias)
+        yield from _linear(f"{prefix}.down_proj", f"{stored}.{names.down_proj}", up[::-1], bias)
 
-    def _shared_mlp(self, at: str, stored: str, inner: int) -> Iterator[tuple[str, _NativeParam]]:
+    def _shared_mlp(
+        self, prefix: str, stored: str, inner: int
+    ) -> Iterator[tuple[str, _NativeParam]]:
         """The MLP of shared experts."""
         up, bias = (inner, self.config.hidden_size), self.config.mlp_bias
         for part in ("gate_proj", "up_proj") if self.config.gated else ("up_proj",):
-            yield from _linear(f"{at}.{part}", f"{stored}.{part}", up, bias)
-        yield from _linear(f"{at}.down_proj", f"{stored}.down_proj", up[::-1], bias)
+            yield from _linear(f"{prefix}.{part}", f"{stored}.{part}", up, bias)
+        yield from _linear(f"{prefix}.down_proj", f"{stored}.down_proj", up[::-1], bias)
 
     def _moe(
         self, layer: str, stored_layer: str, experts: ExpertsConfig
     ) -> Iterator[tuple[str, _NativeParam]]:
-        at, names = f"{layer}.mlp", experts.names
+        prefix, names = f"{layer}.mlp", experts.names
         stored = f"{stored_layer}.{names.block}"
         width = self.config.hidden_size
-        yield from self._router(at, stored, experts)
-        yield from self._experts(f"{at}.experts", stored, experts)
+        yield from self._router(prefix, stored, experts)
+        yield from self._experts(f"{prefix}.experts", stored, experts)
         if images := experts.of_images:
-            yield from self._router(f"{at}.{IMAGE_EXPERTS}", stored, images)
+            yield from self._router(f"{prefix}.{IMAGE_EXPERTS}", stored, images)
             # Files number them on from those of text.
             number = experts.num_experts
-            yield from self._experts(f"{at}.{IMAGE_EXPERTS}.experts", stored, images, number)
+            yield from self._experts(f"{prefix}.{IMAGE_EXPERTS}.experts", stored, images, number)
         if experts.shared_intermediate_size:
             shared, inner = f".{names.shared}", experts.shared_intermediate_size
             if names.shared_is_beside:
-                yield from self._mlp(f"{at}{shared}", stored_layer, inner)
+                yield from self._mlp(f"{prefix}{shared}", stored_layer, inner)
             else:
-                yield from self._shared_mlp(f"{at}{shared}", f"{stored}{shared}", inner)
+                yield from self._shared_mlp(f"{prefix}{shared}", f"{stored}{shared}", inner)
         if experts.shared_gate:
             gate = f".{names.shared_gate}"
-            yield from _linear(f"{at}{gate}", f"{stored}{gate}", (1, width), bias=False)
+            yield from _linear(f"{prefix}{gate}", f"{stored}{gate}", (1, width), bias=False)
         if latent := experts.latent_size:
             shape, bias = (latent, width), self.config.mlp_bias
-            for name, its in ((names.latent_in, shape), (names.latent_out, shape[::-1])):
-                yield from _linear(f"{at}.{name}", f"{stored}.{name}", its, bias)
+            for name, projection_shape in (
+                (names.latent_in, shape),
+                (names.latent_out, shape[::-1]),
+            ):
+                yield from _linear(f"{prefix}.{name}", f"{stored}.{name}", projection_shape, bias)
 
     def _router(
-        self, at: str, stored: str, experts: ExpertsConfig
+        self, prefix: str, stored: str, experts: ExpertsConfig
     ) -> Iterator[tuple[str, _NativeParam]]:
         scores, names = (experts.num_experts, self.config.hidden_size), experts.names
-        yield from _linear(f"{at}.gate", f"{stored}.{names.router}", scores, experts.router_bias)
+        yield from _linear(
+            f"{prefix}.gate", f"{stored}.{names.router}", scores, experts.router_bias
+        )
         if bias := experts.selection_bias:
-            yield _renamed(f"{at}.gate.{SELECTION_BIAS}", f"{stored}.{names.selection_bias}", bias)
+            yield _renamed(
+                f"{prefix}.gate.{SELECTION_BIAS}", f"{stored}.{names.selection_bias}", bias
+            )
 
     def _experts(
-        self, at: str, stored: str, experts: ExpertsConfig, first: int = 0
+        self, prefix: str, stored: str, experts: ExpertsConfig, first: int = 0
     ) -> Iterator[tuple[str, _NativeParam]]:
         """The experts of a layer, whose number in files is from `first` on."""
         count, inner, width = (
@@ -400,18 +411,24 @@ class WeightMap:
                 ("down_proj", names.down_stack, (width, inner)),
             ):
                 matrices = shape[::-1] if experts.is_transposed else shape
-                yield _renamed(f"{at}.{matrix}", f"{stored}.{stack}", (count, *matrices))
+                yield _renamed(f"{prefix}.{matrix}", f"{stored}.{stack}", (count, *matrices))
                 if experts.clamped:
                     bias = f"{matrix}_bias"
-                    yield _renamed(f"{at}.{bias}", f"{stored}.{stack}_bias", (count, shape[0]))
+                    yield _renamed(f"{prefix}.{bias}", f"{stored}.{stack}_bias", (count, shape[0]))
             return
-        each = [f"{stored}.experts.{number}" for number in range(first, first + count)]
+        expert_prefixes = [f"{stored}.experts.{number}" for number in range(first, first + count)]
         parts = (names.gate, names.up) if self.config.gated else (names.up,)
         stack = GATE_UP_PROJ if self.config.gated else "up_proj"
-        shapes = {f"{expert}.{part}.weight": (inner, width) for expert in each for part in parts}
-        yield f"{at}.{stack}", _NativeParam((count, len(parts) * inner, width), shapes)
-        down_shapes = {f"{expert}.{names.down}.weight": (width, inner) for expert in each}
-        yield f"{at}.down_proj", _NativeParam((count, width, inner), down_shapes)
+        shapes = {
+            f"{expert}.{part}.weight": (inner, width)
+            for expert in expert_prefixes
+            for part in parts
+        }
+        yield f"{prefix}.{stack}", _NativeParam((count, len(parts) * inner, width), shapes)
+        down_shapes = {
+            f"{expert}.{names.down}.weight": (width, inner) for expert in expert_prefixes
+        }
+        yield f"{prefix}.down_proj", _NativeParam((count, width, inner), down_shapes)
 
 
 def vision_name(native: str) -> str:

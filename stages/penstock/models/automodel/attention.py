@@ -69,7 +69,7 @@ def varlen_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    **others: Any,
+    **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention within each document, with transformers' interface.
 
@@ -81,10 +81,10 @@ def varlen_attention(
     """
     if attention_mask is not None:
         raise UnsupportedError("attention with a mask of the model's own")
-    if others.get("is_causal") is False or not getattr(module, "is_causal", True):
+    if kwargs.get("is_causal") is False or not getattr(module, "is_causal", True):
         raise UnsupportedError("attention that is not causal")
     if unknown := [
-        name for name in ("position_bias", "indexer_mask") if others.get(name) is not None
+        name for name in ("position_bias", "indexer_mask") if kwargs.get(name) is not None
     ]:
         raise UnsupportedError(f"attention with {unknown[0]}")
     current = _DOCUMENTS.get()

@@ -123,8 +123,8 @@ def model_class(config: Any) -> Any:
     )
     if type(config) not in of_type:
         raise CapabilityError(f"transformers has no language model of type {config.model_type}")
-    found = of_type[type(config)]
-    return found[0] if isinstance(found, tuple) else found
+    cls = of_type[type(config)]
+    return cls[0] if isinstance(cls, tuple) else cls
 
 
 def build_meta(config: Any, attention: AttentionImpl) -> Any:
@@ -146,12 +146,12 @@ def build_model(config: Any, attention: AttentionImpl) -> Any:
     is_whole = own_class is None and is_multimodal(config)
     auto: Any = AutoModelForMultimodalLM if is_whole else AutoModelForCausalLM
     make = own_class._from_config if own_class else auto.from_config
-    what = "a multimodal" if is_whole else "a causal language"
+    kind = "a multimodal" if is_whole else "a causal language"
     try:
         model = make(deepcopy(config), attn_implementation=implementation, dtype=torch.float32)
     except Exception as error:  # What a model's constructor may raise is not known.
         raise CapabilityError(
-            f"transformers cannot build {what} model of type {config.model_type}: "
+            f"transformers cannot build {kind} model of type {config.model_type}: "
             f"{(str(error).strip() or type(error).__name__).splitlines()[0]}"
         ) from error
     if is_whole and is_cross_attended(config):

@@ -160,7 +160,7 @@ class AutoCausalLM(nn.Module):
     def image_params(self) -> list[nn.Parameter]:
         """The parameters now of the towers and the projector."""
         part = self.config.outline.part
-        return [one for name, one in self.named_parameters() if part(name) != "language"]
+        return [param for name, param in self.named_parameters() if part(name) != "language"]
 
     def freeze(self, parts: Collection[Part]) -> None:
         """Freeze these parts of a multimodal model, in place."""

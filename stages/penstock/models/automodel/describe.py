@@ -102,15 +102,15 @@ def decoder_name(model: Any, modules: Mapping[int, str]) -> str:
 
 def language_parts(model: Any, modules: Mapping[int, str], decoder: str) -> tuple[str, ...]:
     """The beginnings of the names of what is neither a tower nor the projector."""
-    found = [decoder, modules[id(model.get_input_embeddings())]]
+    parts = [decoder, modules[id(model.get_input_embeddings())]]
     if (head := model.get_output_embeddings()) is not None:
-        found.append(modules[id(head)])
-    return tuple(dict.fromkeys(f"{name}." for name in found))
+        parts.append(modules[id(head)])
+    return tuple(dict.fromkeys(f"{name}." for name in parts))
 
 
 def tower_parts(model: Any, modules: Mapping[int, str]) -> tuple[str, ...]:
     """The beginnings of the names of the towers of images and audio."""
-    found: list[str] = []
+    towers: list[str] = []
     for modality, part in TOWERS.items():
         tower = model.get_encoder(modality=modality)
         name = modules.get(id(tower), "")
@@ -118,24 +118,26 @@ def tower_parts(model: Any, modules: Mapping[int, str]) -> tuple[str, ...]:
             named = (n for n, _ in model.named_modules() if part in n.rpartition(".")[2])
             name = next(named, "")
         if name:
-            found.append(f"{name}.")
-    return tuple(found)
+            towers.append(f"{name}.")
+    return tuple(towers)
 
 
 def repeated_layers(model: Any, prefix: str = "") -> Iterator[str]:
     """The names of the model's repeated layers, in order: the outermost modules of the classes in
     its `_no_split_modules`, or else the longest module list. Layers that share a parameter with
     another module are left out: FSDP shards it with the root."""
-    wanted = set(getattr(model, "_no_split_modules", None) or ())
-    found = [name for name, module in model.named_modules() if type(module).__name__ in wanted]
-    if not found:
+    class_names = set(getattr(model, "_no_split_modules", None) or ())
+    named_layers = [
+        name for name, module in model.named_modules() if type(module).__name__ in class_names
+    ]
+    if not named_layers:
         lists = [
             (name, module)
             for name, module in model.named_modules()
             if isinstance(module, nn.ModuleList)
         ]
-        name, longest = max(lists, key=lambda one: len(one[1]), default=("", ()))
-        found = [f"{name}.{number}" for number in range(len(longest))]
+        name, longest = max(lists, key=lambda item: len(item[1]), default=("", ()))
+        named_layers = [f"{name}.{number}" for number in range(len(longest))]
     uses = Counter(
         id(parameter)
         for module in model.modules()
@@ -143,7 +145,7 @@ def repeated_layers(model: Any, prefix: str = "") -> Iterator[str]:
         if parameter is not None
     )
     outer = ""
-    for name in found:
+    for name in named_layers:
         layer = model.get_submodule(name)
         if outer and name.startswith(f"{outer}."):
             continue
@@ -159,7 +161,7 @@ def repeated_layers(model: Any, prefix: str = "") -> Iterator[str]:
 def stacked_experts(model: nn.Module) -> dict[str, bool]:
     """The three-dimensional parameters of modules called `experts`, and whether they are
     transposed, as PEFT reads both; none if the numbers of experts differ."""
-    found: dict[str, bool] = {}
+    transposed: dict[str, bool] = {}
     sizes: set[int] = set()
     for name, module in model.named_modules():
         if name.rpartition(".")[2] != "experts":
@@ -167,16 +169,16 @@ def stacked_experts(model: nn.Module) -> dict[str, bool]:
         for leaf in STACKED:
             parameter = module._parameters.get(leaf)
             if parameter is not None and parameter.dim() == 3:
-                found[f"{name}.{leaf}"] = bool(getattr(module, "is_transposed", False))
+                transposed[f"{name}.{leaf}"] = bool(getattr(module, "is_transposed", False))
                 sizes.add(parameter.shape[0])
-    return found if len(sizes) == 1 else {}
+    return transposed if len(sizes) == 1 else {}
 
 
 def _final_norm(model: Any, modules: Mapping[int, str]) -> str:
     """The only norm beside the layers."""
     children = model.base_model.children()
-    found = [child for child in children if "norm" in type(child).__name__.lower()]
-    return modules[id(found[0])] if len(found) == 1 else ""
+    norms = [child for child in children if "norm" in type(child).__name__.lower()]
+    return modules[id(norms[0])] if len(norms) == 1 else ""
 
 
 def _tied(model: nn.Module) -> dict[str, str]:

@@ -82,17 +82,17 @@ def _rope_limit(text: HfConfig, positions: int) -> float:
     """The length from which RoPE parameters, of any kind of layer, depend on the length."""
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     limits = [math.inf]
-    for one in (rope, *(value for value in rope.values() if isinstance(value, dict))):
-        if one.get("rope_type", one.get("type")) in LENGTH_DEPENDENT_ROPE:
-            own = one.get("original_max_position_embeddings")
+    for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if parameters.get("rope_type", parameters.get("type")) in LENGTH_DEPENDENT_ROPE:
+            own = parameters.get("original_max_position_embeddings")
             limits.append(own or text.get("original_max_position_embeddings") or positions)
     return min(limits)
 
 
 def default_lora_targets(outline: ModelOutline) -> tuple[str, ...]:
     """Every linear layer but the head, and stacked experts."""
-    found = (*(name for name in outline.linear if name != outline.head), *outline.stacked)
-    return tuple(dict.fromkeys(name.rpartition(".")[2] for name in found))
+    targets = (*(name for name in outline.linear if name != outline.head), *outline.stacked)
+    return tuple(dict.fromkeys(name.rpartition(".")[2] for name in targets))
 
 
 def auto_family(hf_config: HfConfig) -> AutoFamily:
@@ -109,11 +109,11 @@ def auto_family(hf_config: HfConfig) -> AutoFamily:
 @cache
 def _family(text: str) -> AutoFamily:
     hf_config: Mapping[str, Any] = json.loads(text)
-    known = {key: value for key, value in hf_config.items() if key not in NO_EFFECT}
-    if CODE in known:
-        known[CODE] = known[CODE]["digest"]
+    entries = {key: value for key, value in hf_config.items() if key not in NO_EFFECT}
+    if CODE in entries:
+        entries[CODE] = entries[CODE]["digest"]
     versions = [REVISION, version("transformers"), version("torch")]
-    digest = hashlib.sha256(json.dumps([known, versions], sort_keys=True).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps([entries, versions], sort_keys=True).encode()).hexdigest()
     file = cache_home() / "models" / f"{digest[:32]}.json"
     outline = None
     if file.is_file():
@@ -143,5 +143,5 @@ def _write(file: Path, text: str) -> None:
 
 
 def _size(hf: HfConfig, *names: str) -> int | None:
-    found = (hf.get(name) for name in names)
-    return next((value for value in found if isinstance(value, int) and value > 0), None)
+    sizes = (hf.get(name) for name in names)
+    return next((value for value in sizes if isinstance(value, int) and value > 0), None)

@@ -123,23 +123,23 @@ class ModelOutline:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> "ModelOutline":
+    def from_json(cls, fields: Mapping[str, Any]) -> "ModelOutline":
         """Read what `to_json` wrote."""
-        traits = dict(found["traits"])
-        media = found.get("media")
+        traits = dict(fields["traits"])
+        media = fields.get("media")
         head = traits.pop("head")
         return cls(
             **{
-                **found,
-                "params": {name: tuple(shape) for name, shape in found["params"].items()},
-                "linear": {name: (out, into) for name, (out, into) in found["linear"].items()},
-                "layers": tuple(found["layers"]),
-                "scalars": tuple(found["scalars"]),
-                "transposed": tuple(found["transposed"]),
-                "fp32": tuple(found["fp32"]),
+                **fields,
+                "params": {name: tuple(shape) for name, shape in fields["params"].items()},
+                "linear": {name: (out, into) for name, (out, into) in fields["linear"].items()},
+                "layers": tuple(fields["layers"]),
+                "scalars": tuple(fields["scalars"]),
+                "transposed": tuple(fields["transposed"]),
+                "fp32": tuple(fields["fp32"]),
                 "saved": {
                     dtype: tuple(SavedBytes(*layer) for layer in layers)
-                    for dtype, layers in found["saved"].items()
+                    for dtype, layers in fields["saved"].items()
                 },
                 "media": media
                 and MediaTraits(

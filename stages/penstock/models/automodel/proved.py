@@ -40,8 +40,8 @@ class ProvedModels:
     def write(self, file: Path = FILE) -> None:
         """Write the file, one line for each model type."""
         lines = [
-            f"    {json.dumps(name)}: {json.dumps(asdict(found))}"
-            for name, found in sorted(self.models.items())
+            f"    {json.dumps(name)}: {json.dumps(asdict(proof))}"
+            for name, proof in sorted(self.models.items())
         ]
         head = f'  "transformers": "{self.transformers}",\n  "torch": "{self.torch}",\n'
         file.write_text(f"{{\n{head}" + '  "models": {\n' + ",\n".join(lines) + "\n  }\n}\n")
@@ -49,9 +49,9 @@ class ProvedModels:
     @classmethod
     def read(cls, file: Path = FILE) -> "ProvedModels":
         """Read the file."""
-        found = json.loads(file.read_text())
-        models = {name: ProvedModel(**values) for name, values in found["models"].items()}
-        return cls(found["transformers"], found["torch"], models)
+        content = json.loads(file.read_text())
+        models = {name: ProvedModel(**values) for name, values in content["models"].items()}
+        return cls(content["transformers"], content["torch"], models)
 
 
 @cache

@@ -114,13 +114,13 @@ class PaddedObserver:
 
 def layer_indices(routers: Mapping[str, nn.Module], layers: tuple[str, ...]) -> dict[str, int]:
     """The number of each router's layer; nothing unless each has a layer of its own."""
-    found = {
+    indices = {
         router: number
         for router in routers
         for number, layer in enumerate(layers)
         if router.startswith(f"{layer}.")
     }
-    return found if len({*found.values()}) == len(routers) else {}
+    return indices if len({*indices.values()}) == len(routers) else {}
 
 
 def _stats(

@@ -33,7 +33,7 @@ def saved_activations(
 
     `build` makes the model on the meta device.
     """
-    found: dict[str, tuple[SavedBytes, ...]] = {}
+    saved: dict[str, tuple[SavedBytes, ...]] = {}
     for dtype in (torch.float32, torch.bfloat16):
         model = build().to(dtype)
         try:
@@ -43,8 +43,8 @@ def saved_activations(
         except Exception:  # noqa: BLE001 - what a model does with values is not known
             return {}
         name = str(dtype).removeprefix("torch.")
-        found[name] = tuple(map(_fit, short, long))
-    return found
+        saved[name] = tuple(map(_fit, short, long))
+    return saved
 
 
 @contextmanager
@@ -75,14 +75,16 @@ class _OutOfTimeError(Exception):
 def _count(model: Any, layers: Sequence[str], length: int) -> list[int]:
     """Bytes that each layer saves of one document."""
     end = time.monotonic() + SECONDS
-    known = {one.untyped_storage()._cdata for one in (*model.parameters(), *model.buffers())}
+    storages = {
+        tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())
+    }
     handles, counts = [], list[int]()
     held: list[Any] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if counts and storage._cdata not in known:
-            known.add(storage._cdata)
+        if counts and storage._cdata not in storages:
+            storages.add(storage._cdata)
             # Kept, so that no other storage gets its address.
             held.append(storage)
             counts[-1] += storage.nbytes()

@@ -219,7 +219,7 @@ def _shrink(values: Mapping[str, Any]) -> dict[str, Any]:
     layers = _kinds_of_layers(values, count)
     for name, value in values.items():
         if name == PER_LAYER_CONFIG and isinstance(value, Mapping):
-            own = {int(layer): its for layer, its in value.items()}
+            own = {int(layer): entry for layer, entry in value.items()}
             small[name] = {
                 str(index): _shrink(own[layer])
                 for index, layer in enumerate(layers)
@@ -262,9 +262,11 @@ def _shrink_rope(
 ) -> dict[str, Any]:
     """Rotary parameters, of one kind or by kind, whose sections of axes (M-RoPE) and share of a
     head fit the small sizes."""
-    found = {
-        name: _shrink_rope(one, values, small) if isinstance(one, Mapping) else one
-        for name, one in rope.items()
+    small_rope = {
+        name: _shrink_rope(parameter, values, small)
+        if isinstance(parameter, Mapping)
+        else parameter
+        for name, parameter in rope.items()
     }
     sections = rope.get("mrope_section")
     if sections and (width := _head_width(values)):
@@ -272,11 +274,11 @@ def _shrink_rope(
         sizes = [size * total // sum(sections) for size in sections]
         for axis in range(total - sum(sizes)):
             sizes[axis] += 1
-        found["mrope_section"] = sizes
+        small_rope["mrope_section"] = sizes
     rotated, width = values.get("qk_rope_head_dim"), values.get("head_dim")
     if rotated and width and rope.get(ROTATED) == rotated / width:
-        found[ROTATED] = small["qk_rope_head_dim"] / small["head_dim"]
-    return found
+        small_rope[ROTATED] = small["qk_rope_head_dim"] / small["head_dim"]
+    return small_rope
 
 
 def _head_width(values: Mapping[str, Any]) -> int:
@@ -294,9 +296,9 @@ def _keep_relations(values: Mapping[str, Any], small: dict[str, Any]) -> None:
 
     if have("qk_head_dim", "qk_nope_head_dim", "qk_rope_head_dim"):
         small["qk_head_dim"] = small["qk_nope_head_dim"] + small["qk_rope_head_dim"]
-    for name, other in EQUAL:
-        if have(name, other) and values[name] == values[other]:
-            small[name] = small[other]
+    for name, equal_name in EQUAL:
+        if have(name, equal_name) and values[name] == values[equal_name]:
+            small[name] = small[equal_name]
     if have("mamba_d_ssm", "mamba_n_heads", "mamba_d_head"):
         small["mamba_d_ssm"] = small["mamba_n_heads"] * small["mamba_d_head"]
     if have("expand", "num_heads", "head_dim"):
@@ -323,9 +325,9 @@ def _kinds_of_layers(values: Mapping[str, Any], count: int) -> Sequence[int]:
     for layer in range(count):
         first.setdefault(repr([value[layer] for value in per_layer]), layer)
     chosen = [*first.values()][:MAX_LAYERS]
-    others = (layer for layer in range(count) if layer not in chosen)
+    other_layers = (layer for layer in range(count) if layer not in chosen)
     while len(chosen) < min(2, count):
-        chosen.append(next(others))
+        chosen.append(next(other_layers))
     if values.get(SHARING):
         # Every kind once before the layers that share, and once among them.
         return [*sorted(chosen), *sorted(chosen)]

@@ -105,10 +105,10 @@ def _positions_end(model: Any) -> bool:
 def require_causal(model: Any, model_type: str) -> None:
     """Raise CapabilityError for a model whose tokens see later ones."""
     ids = _ids(model, LENGTHS[0])
-    other = ids.clone()
-    other[-1] = other[-1] - 1
+    changed = ids.clone()
+    changed[-1] = changed[-1] - 1
     with torch.no_grad():
-        first, second = (_logits(model, one[None])[0, :-1] for one in (ids, other))
+        first, second = (_logits(model, token_ids[None])[0, :-1] for token_ids in (ids, changed))
     if _is_different(first, second):
         raise CapabilityError(
             f"in a model of type {model_type} with this config.json, tokens see the tokens after "
@@ -132,7 +132,7 @@ def find_head(run: TinyRun, config: Any) -> tuple[Head | None, str]:
         for parameter in head.parameters():
             parameter.mul_(500.0)
     with torch.no_grad(), attention_over(VarlenMetadata.of([ids_1L.shape[1]], ids_1L.device)):
-        wanted = _logits(model, ids_1L)
+        expected = _logits(model, ids_1L)
         hidden = base(input_ids=ids_1L, **accepted(base, {"use_cache": False}))[0]
         for form, form_of_config in zip(_forms(model.config), _forms(config), strict=True):
             try:
@@ -141,7 +141,7 @@ def find_head(run: TinyRun, config: Any) -> tuple[Head | None, str]:
                 break
             if form.soft_cap:
                 logits = (logits / form.soft_cap).tanh() * form.soft_cap
-            if logits.shape == wanted.shape and not _is_different(logits, wanted):
+            if logits.shape == expected.shape and not _is_different(logits, expected):
                 return form_of_config, ""
     return None, "its logits are not those of its head alone; all logits are computed"
 
@@ -155,12 +155,12 @@ def find_scoring(run: "_Run") -> tuple[Scoring | None, str]:
     routers = router_modules(model)
     if not routers:
         return None, "it does not say which of its modules are routers"
-    found: dict[str, list[Scoring | None]] = {name: [] for name in routers}
+    scorings_by_name: dict[str, list[Scoring | None]] = {name: [] for name in routers}
     ids_1L = run.ids[0][None]
 
     def hook(name: str) -> RemovableHandle:
         def look(_: nn.Module, __: Any, output: Any) -> None:
-            found[name].append(infer_scoring(output, ids_1L.shape[1], experts))
+            scorings_by_name[name].append(infer_scoring(output, ids_1L.shape[1], experts))
 
         return routers[name].register_forward_hook(look)
 
@@ -169,12 +169,15 @@ def find_scoring(run: "_Run") -> tuple[Scoring | None, str]:
         _logits(model, ids_1L)
     for handle in handles:
         handle.remove()
-    if len(scorings := {tuple(each) for each in found.values()}) != 1:
+    if (
+        len(scorings := {tuple(scorings_of_name) for scorings_of_name in scorings_by_name.values()})
+        != 1
+    ):
         return None, "its routers are not alike"
-    [each] = scorings
-    if len(each) != 1 or each[0] is None:
+    [scoring] = scorings
+    if len(scoring) != 1 or scoring[0] is None:
         return None, "its routers do not return logits, weights and experts of each token"
-    return each[0], ""
+    return scoring[0], ""
 
 
 def _forms(config: Any) -> Iterator[Head]:
@@ -196,8 +199,8 @@ def _forms(config: Any) -> Iterator[Head]:
 
 def first_size(config: Any, names: Sequence[str]) -> int:
     """The first of these fields that the config has as a number; 0 without any."""
-    found = (getattr(config, name, None) for name in names)
-    return next((value for value in found if isinstance(value, int)), 0)
+    sizes = (getattr(config, name, None) for name in names)
+    return next((value for value in sizes if isinstance(value, int)), 0)
 
 
 class _Run:
@@ -212,11 +215,11 @@ class _Run:
 
     def apart(self) -> list[torch.Tensor]:
         """Logits of each document and gradients, from one pass for each document."""
-        found = []
+        differences = []
         for ids in self.ids:
             with attention_over(VarlenMetadata.of([len(ids)], ids.device)):
-                found.append(_logits(self.model, ids[None])[0])
-        return self._with_gradients(found)
+                differences.append(_logits(self.model, ids[None])[0])
+        return self._with_gradients(differences)
 
     def packed(self) -> list[torch.Tensor]:
         """The same, of both documents in one sequence."""
@@ -265,21 +268,21 @@ def _compare_packed(run: Callable[[], list[torch.Tensor]], expected: list[torch.
         return f"packed documents raise {type(error).__name__}: {str(error).splitlines()[:1]}"
 
 
-def _difference(found: list[torch.Tensor], expected: list[torch.Tensor]) -> str:
+def _difference(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> str:
     """Why two runs are not the same; empty if they are."""
     count = len(LENGTHS)
-    if len(found) != len(expected):
+    if len(actual) != len(expected):
         return "packed documents reach other weights"
-    for number, (one, other) in enumerate(zip(found, expected, strict=True)):
-        if _is_different(one, other):
-            what = "outputs" if number < count else "gradients"
-            return f"the {what} of packed documents differ from those of separate ones"
+    for number, (tensor, expected_tensor) in enumerate(zip(actual, expected, strict=True)):
+        if _is_different(tensor, expected_tensor):
+            subject = "outputs" if number < count else "gradients"
+            return f"the {subject} of packed documents differ from those of separate ones"
     return ""
 
 
-def _is_different(one: torch.Tensor, other: torch.Tensor) -> bool:
-    one, other = one.double(), other.double()
-    return not bool((one - other).norm() <= TOLERANCE * other.norm() + 1e-12)
+def _is_different(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    actual, expected = actual.double(), expected.double()
+    return not bool((actual - expected).norm() <= TOLERANCE * expected.norm() + 1e-12)
 
 
 @contextmanager

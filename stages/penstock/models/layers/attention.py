@@ -188,7 +188,7 @@ class SelfAttention(nn.Module):
         if norms_heads and self.qk_norm_after_rope:
             q_TNH, k_TKH = self.q_norm(q_TNH), self.k_norm(k_TKH)
         if self.unit_norm_eps is not None:
-            q_TNH, k_TKH = (unit_rms_norm(one, self.unit_norm_eps) for one in (q_TNH, k_TKH))
+            q_TNH, k_TKH = (unit_rms_norm(heads, self.unit_norm_eps) for heads in (q_TNH, k_TKH))
         if self.value_norm_eps is not None:
             v_TKH = unit_rms_norm(v_TKH, self.value_norm_eps)
         if query_scale_T is not None:

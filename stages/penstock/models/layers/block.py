@@ -48,8 +48,8 @@ class Block(nn.Module):
         """`layer` is the layer's index in the whole model, from 0."""
         super().__init__()
         input_norm, output_norm = (
-            partial(build_norm, config, operations) if there else NoNorm
-            for there in config.layer_norms(layer)
+            partial(build_norm, config, operations) if position else NoNorm
+            for position in config.layer_norms(layer)
         )
         self.mixer_name = config.layer_mixer(layer)
         if self.mixer_name:
@@ -70,8 +70,8 @@ class Block(nn.Module):
         if config.has_mlp(layer):
             self.post_attention_layernorm = NoNorm() if config.parallel_block else input_norm()
             if sparse := config.layer_experts(layer):
-                how = {"operations": experts, "router": router, "shared_ops": operations}
-                self.mlp = build_moe(config, sparse, **how)
+                kwargs = {"operations": experts, "router": router, "shared_ops": operations}
+                self.mlp = build_moe(config, sparse, **kwargs)
             else:
                 self.mlp = build_feed_forward(config, config.intermediate_size, operations, drop)
             self.mlp_output_norm = output_norm()

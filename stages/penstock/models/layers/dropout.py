@@ -33,9 +33,9 @@ class DropoutRNG:
     token_indices_T: torch.Tensor  # noqa: N815 - T names the dimension
     """Index in the data of each token of the pass, int64."""
 
-    def select(self, which: torch.Tensor | slice) -> "DropoutRNG":
+    def select(self, selection: torch.Tensor | slice) -> "DropoutRNG":
         """The RNG of a subset of the pass's tokens."""
-        return replace(self, token_indices_T=self.token_indices_T[which])
+        return replace(self, token_indices_T=self.token_indices_T[selection])
 
     def key(self, site: str) -> int:
         """The 64-bit key of a site, from seed, step and site name."""
@@ -203,11 +203,11 @@ def _mask_inputs_fake(
     x: torch.Tensor, op_id: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     del op_id
-    places = x.new_empty(x.shape[0], dtype=torch.int64)
+    positions = x.new_empty(x.shape[0], dtype=torch.int64)
     rate, key = (
         x.new_empty((), dtype=dtype, device="cpu") for dtype in (torch.float64, torch.int64)
     )
-    return places, rate, key
+    return positions, rate, key
 
 
 _mask_inputs_op = operator("dropout_draws", _mask_inputs, fake=_mask_inputs_fake)

@@ -130,8 +130,8 @@ class Indexer(nn.Module):
 
     def selects(self, segments: VarlenMetadata) -> bool:
         """Whether a token of these documents has more earlier ones than it attends to."""
-        whole = self.keys.segments(segments)
-        return whole.max_length > self.sizes.top_k and not self.is_warmup
+        key_segments = self.keys.segments(segments)
+        return key_segments.max_length > self.sizes.top_k and not self.is_warmup
 
     def forward(
         self,

@@ -139,15 +139,15 @@ class LatentAttention(nn.Module):
     ) -> torch.Tensor:
         """What the tokens attend to, with the gradient of the indexer's loss, [T, N, V]. Under
         context parallelism keys are those of all ranks' tokens."""
-        whole, selected_TS = indexer.keys.segments(segments), None
+        key_segments, selected_TS = indexer.keys.segments(segments), None
         index_key, latents, rotated = indexer.keys.gather(index[1], latent_TR, k_T1P)
         index, keys = (index[0], index_key, index[2]), (latents, rotated)
-        inputs = q_TNn, q_TNP, *keys, whole
+        inputs = q_TNn, q_TNP, *keys, key_segments
         if indexer.selects(segments):
-            selected_TS = indexer.select(index, whole)
+            selected_TS = indexer.select(index, key_segments)
         if selected_TS is None:
             y_TNV, q_TNF, k_TNF = self._attend(q_TNn, q_TNP, latent_TR, k_T1P, segments, None)
-            if loss is not None and whole is not segments:
+            if loss is not None and key_segments is not segments:
                 with torch.no_grad():
                     k_TNF = (self._keys_values(*keys)[0],)
         elif self._reads_latents(*inputs, selected_TS):
@@ -157,7 +157,7 @@ class LatentAttention(nn.Module):
         if loss is None:
             return y_TNV
         compared = torch.cat(q_TNF, dim=-1), torch.cat(k_TNF, dim=-1)
-        args = index, *compared, selected_TS, whole, self.scale
+        args = index, *compared, selected_TS, key_segments, self.scale
         return indexer.add_loss(loss, y_TNV, *args)
 
     def _queries(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

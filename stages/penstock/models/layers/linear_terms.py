@@ -42,21 +42,21 @@ def linear_terms(layer: object, x: torch.Tensor) -> Sequence[WeightedRows] | Non
 
     None also for a weight that is sharded (DTensor) or quantized.
     """
-    found = None
+    terms = None
     if isinstance(layer, LinearTerms):
-        found = layer.products(x)
+        terms = layer.products(x)
     elif isinstance(layer, nn.Linear) and _is_plain_linear(layer) and layer.bias is None:
-        found = [(x, layer.weight)]
-    return found if found and _are_plain_tensors(found) else None
+        terms = [(x, layer.weight)]
+    return terms if terms and _are_plain_tensors(terms) else None
 
 
 def scaled_linear_terms(layer: object, x: torch.Tensor) -> Sequence[ScaledProducts] | None:
     """Like `linear_terms`, also for layers whose outputs are scaled, such as DoRA."""
     if not isinstance(layer, LinearTerms):
-        found = linear_terms(layer, x)
-        return [(None, found)] if found else None
+        terms = linear_terms(layer, x)
+        return [(None, terms)] if terms else None
     groups = layer.scaled_products(x)
-    return groups if groups and all(_are_plain_tensors(found) for _, found in groups) else None
+    return groups if groups and all(_are_plain_tensors(terms) for _, terms in groups) else None
 
 
 def _is_plain_linear(layer: nn.Linear) -> bool:

@@ -118,8 +118,8 @@ class MoE(nn.Module):
     def latent_projections(self) -> tuple[Projection, Projection]:
         """What the experts' inputs, and then their outputs, pass through."""
         names = self.names
-        found = (self._modules.get(name) for name in (names.latent_in, names.latent_out))
-        first, last = (no_op if one is None else one for one in found)
+        projections = (self._modules.get(name) for name in (names.latent_in, names.latent_out))
+        first, last = (no_op if projection is None else projection for projection in projections)
         return first, last
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:

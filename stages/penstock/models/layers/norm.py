@@ -100,8 +100,8 @@ class GatedRMSNorm(nn.Module):
         """The normalized and gated input. T may be any leading dimensions."""
         if self.mean_squares is not None:
             return self._split(x_TD, gate_TD, self.mean_squares)
-        how = self.activation, self.norm_first, len(self.weight) // self.group_width
-        return self.operations.gated_rms_norm(x_TD, gate_TD, self.weight, self.eps, *how)
+        settings = self.activation, self.norm_first, len(self.weight) // self.group_width
+        return self.operations.gated_rms_norm(x_TD, gate_TD, self.weight, self.eps, *settings)
 
     def _split(
         self,

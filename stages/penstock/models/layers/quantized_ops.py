@@ -74,8 +74,8 @@ class _QuantizedMatmul(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy_TN: torch.Tensor) -> tuple[Any, ...]:
-        counts_E, *kept = ctx.saved_tensors
-        weight, nothing = _recompute_weight_op(*kept, ctx.columns, dy_TN.dtype), (None,) * 7
+        counts_E, *saved = ctx.saved_tensors
+        weight, nothing = _recompute_weight_op(*saved, ctx.columns, dy_TN.dtype), (None,) * 7
         if ctx.multiply is None:
             return dy_TN @ weight, *nothing
         return ctx.multiply(dy_TN, weight.mT, counts_E), *nothing
@@ -104,9 +104,9 @@ def _weight(
 
 
 def _weight_fake(
-    op_id: torch.Tensor, codes: torch.Tensor, *others: Any
+    op_id: torch.Tensor, codes: torch.Tensor, *args: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    *_, columns, dtype = others
+    *_, columns, dtype = args
     weight = codes.new_empty((*codes.shape[:-1], columns), dtype=dtype)
     return weight, op_id.new_empty(3)
 
@@ -131,10 +131,10 @@ def _recompute_weight(
 
 
 def _recompute_weight_fake(
-    op_id: torch.Tensor, rng_state: torch.Tensor, *others: Any
+    op_id: torch.Tensor, rng_state: torch.Tensor, *args: Any
 ) -> torch.Tensor:
     del rng_state
-    return _weight_fake(op_id, *others)[0]
+    return _weight_fake(op_id, *args)[0]
 
 
 _recompute_weight_op = operator(

@@ -87,9 +87,9 @@ class Router(OpModule):
         if observer is None or not self.is_observed or not observer.observes_pass(self):
             return None
         with torch.set_grad_enabled(torch.is_grad_enabled() and observer.has_aux_loss):
-            seen = self._routing_stats(observer, *self._scores(logits_TE), choice_TK)
-            grad = observer.observe(self, seen)
-            return None if grad is None else grad.inner_product(seen)
+            stats = self._routing_stats(observer, *self._scores(logits_TE), choice_TK)
+            grad = observer.observe(self, stats)
+            return None if grad is None else grad.inner_product(stats)
 
     def aux_loss_grads(
         self, shares_TE: torch.Tensor, squares_T: torch.Tensor, choice_TK: torch.Tensor
@@ -215,8 +215,8 @@ def _observe(
     return weights.clone(), *router.aux_loss_grads(shares, squares, choice)
 
 
-def _observe_fake(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return tuple(torch.empty_like(one) for one in given[:3])
+def _observe_fake(*args: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.empty_like(tensor) for tensor in args[:3])
 
 
 def _identity(row_T: torch.Tensor) -> torch.Tensor:

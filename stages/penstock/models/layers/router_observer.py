@@ -42,9 +42,9 @@ class AuxLossGradient:
     squares: float
     """With respect to the squares of each row."""
 
-    def inner_product(self, seen: RouterStats) -> torch.Tensor:
+    def inner_product(self, stats: RouterStats) -> torch.Tensor:
         """Inner product with the statistics: a scalar with this gradient."""
-        return (self.shares_RE * seen.shares_RE).sum() + self.squares * seen.squares_R.sum()
+        return (self.shares_RE * stats.shares_RE).sum() + self.squares * stats.squares_R.sum()
 
 
 class RouterObserver(Protocol):

@@ -42,12 +42,12 @@ def encode_images(
 ) -> dict[str, torch.Tensor]:
     """What is stored of images: the features, or the projector's inputs; and their other tensors.
     `tensors` are the arguments of `get_image_features`."""
-    others = {name: tensor for name, tensor in tensors.items() if name != PIXELS}
+    inputs = {name: tensor for name, tensor in tensors.items() if name != PIXELS}
     if not projected:
-        return {HIDDEN: _projector_inputs(tower, tensors), **others}
-    found = tower.compute(tensors)
-    deepstack = {f"{DEEPSTACK}{layer}": one for layer, one in enumerate(found[1])}
-    return {FEATURES: found[0], **deepstack, **others}
+        return {HIDDEN: _projector_inputs(tower, tensors), **inputs}
+    outputs = tower.compute(tensors)
+    deepstack = {f"{DEEPSTACK}{layer}": feature for layer, feature in enumerate(outputs[1])}
+    return {FEATURES: outputs[0], **deepstack, **inputs}
 
 
 def stored_features(
@@ -100,18 +100,20 @@ def drop_encoder(tower: "VisionTower", *, projected: bool) -> None:
     """Remove the modules that stored features make unnecessary, in place: all, or all but the
     projector."""
     names = [name for name, _ in tower.named_parameters()]
-    kept = [name for name in names if not projected and tower.config.is_projector(name)]
+    kept_names = [name for name in names if not projected and tower.config.is_projector(name)]
 
     def drop(module: nn.Module, path: str) -> None:
         for leaf, child in [*module.named_children()]:
             inner = f"{path}{leaf}."
-            if not any(name.startswith(inner) for name in kept):
+            if not any(name.startswith(inner) for name in kept_names):
                 delattr(module, leaf)
             elif not tower.config.is_projector(inner):
                 drop(child, inner)
 
     drop(tower, "")
-    for name in [name for name, _ in tower.named_parameters(recurse=False) if name not in kept]:
+    for name in [
+        name for name, _ in tower.named_parameters(recurse=False) if name not in kept_names
+    ]:
         delattr(tower, name)
     tower.buffer_values = {
         name: value for name, value in tower.buffer_values.items() if _has_buffer(tower, name)
@@ -127,13 +129,13 @@ def _has_buffer(tower: "VisionTower", buffer: str) -> bool:
 
 
 def _projector_inputs(tower: "VisionTower", tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    found: list[torch.Tensor] = []
-    hook = find_projector(tower).register_forward_pre_hook(lambda _, args: found.append(args[0]))
+    inputs: list[torch.Tensor] = []
+    hook = find_projector(tower).register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
     try:
         tower.compute(tensors)
     finally:
         hook.remove()
-    [hidden] = found
+    [hidden] = inputs
     return hidden
 
 

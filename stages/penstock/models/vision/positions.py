@@ -20,40 +20,40 @@ def image_places(
 
     Raises StageError if there are not as many as the images have.
     """
-    places = np.flatnonzero(np.isin(input_ids_T, image_token_ids))
-    if len(places) != sum(token_counts):
+    positions = np.flatnonzero(np.isin(input_ids_T, image_token_ids))
+    if len(positions) != sum(token_counts):
         raise StageError(
-            f"a micro-batch has {len(places)} image tokens (id {image_token_ids}), and its"
+            f"a micro-batch has {len(positions)} image tokens (id {image_token_ids}), and its"
             f" {len(token_counts)} images have {sum(token_counts)} features.\n"
             "  The data was prepared for another model or processor: prepare it again."
         )
-    return places
+    return positions
 
 
-def image_runs(places: np.ndarray, lengths: Sequence[int]) -> tuple[tuple[int, int], ...]:
+def image_runs(positions: np.ndarray, lengths: Sequence[int]) -> tuple[tuple[int, int], ...]:
     """The first place and the end of each run of image tokens within a document.
 
-    `places` are those of the image tokens, and `lengths` the document lengths.
+    `positions` are those of the image tokens, and `lengths` the document lengths.
     """
-    documents = np.searchsorted(np.cumsum(lengths), places, side="right")
-    is_first = (np.diff(places, prepend=-2) > 1) | (np.diff(documents, prepend=-1) > 0)
+    documents = np.searchsorted(np.cumsum(lengths), positions, side="right")
+    is_first = (np.diff(positions, prepend=-2) > 1) | (np.diff(documents, prepend=-1) > 0)
     begins = np.flatnonzero(is_first)
-    ends = [*(begins[1:] - 1), len(places) - 1]
+    ends = [*(begins[1:] - 1), len(positions) - 1]
     return tuple(
-        (int(places[first]), int(places[last]) + 1)
+        (int(positions[first]), int(positions[last]) + 1)
         for first, last in zip(begins, ends, strict=True)
     )
 
 
-def feature_index(places: np.ndarray, num_tokens: int) -> np.ndarray:
+def feature_index(positions: np.ndarray, num_tokens: int) -> np.ndarray:
     """The index of each token's image feature, int64 [T]; -1 for other tokens."""
     index_T = np.full(num_tokens, -1, dtype=np.int64)
-    index_T[places] = np.arange(len(places))
+    index_T[positions] = np.arange(len(positions))
     return index_T
 
 
 def mrope_positions(
-    places: np.ndarray,
+    image_positions: np.ndarray,
     positions_T: np.ndarray,
     lengths: Sequence[int],
     grids: np.ndarray,
@@ -84,7 +84,7 @@ def mrope_positions(
         grids.tolist(), token_counts, steps, strict=True
     ):
         rows, columns = height // merge_size, width // merge_size
-        first, last = places[used], places[used + count - 1]
+        first, last = image_positions[used], image_positions[used + count - 1]
         document = np.searchsorted(ends, first, side="right")
         if frames * rows * columns != count or last - first != count - 1 or last >= ends[document]:
             raise StageError(

@@ -115,7 +115,7 @@ class VisionTower(nn.Module):
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of the parameters by their names in a decoder, for a `WeightMap`."""
-        return {VISION + name: tuple(one.shape) for name, one in self.named_parameters()}
+        return {VISION + name: tuple(param.shape) for name, param in self.named_parameters()}
 
     def forward(self, images: ImageInputs) -> ImageFeatures:
         """The features of the images, computed or stored."""
@@ -125,8 +125,8 @@ class VisionTower(nn.Module):
         if images.gather:
             features_FD, *deepstack = images.gather((features_FD, *deepstack))
         index_T = images.feature_index_T
-        found = ImageFeatures(features_FD, tuple(deepstack), index_T, self.local_share)
-        return found.at_tokens(index_T)
+        features = ImageFeatures(features_FD, tuple(deepstack), index_T, self.local_share)
+        return features.at_tokens(index_T)
 
     def compute(
         self, tensors: Mapping[str, torch.Tensor]
@@ -134,12 +134,12 @@ class VisionTower(nn.Module):
         """(features [F, D] of images and videos, those that are added after decoder layers)."""
         # FSDP puts what it gathered into this module alone.
         self.hf_model._parameters.update(self._parameters)
-        given = with_each_counted(
+        inputs = with_each_counted(
             {name: tensor for name, tensor in tensors.items() if name != SECONDS}
         )
-        found = self.hf_model.get_image_features(**given, return_dict=True)
-        deepstack = getattr(found, "deepstack_features", None) or ()
-        return _flat(found.pooler_output), tuple(map(_flat, deepstack))
+        outputs = self.hf_model.get_image_features(**inputs, return_dict=True)
+        deepstack = getattr(outputs, "deepstack_features", None) or ()
+        return _flat(outputs.pooler_output), tuple(map(_flat, deepstack))
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "VisionTower":
         """Move or convert parameters, then restore the buffers, which `to_empty` leaves undefined
@@ -157,8 +157,8 @@ class VisionTower(nn.Module):
 
 def _flat(features: Any) -> torch.Tensor:
     """The features of all images, [F, D]: of a list with those of each, or of a batch."""
-    each = features if isinstance(features, torch.Tensor) else torch.cat(tuple(features))
-    return each.flatten(0, -2)
+    flat = features if isinstance(features, torch.Tensor) else torch.cat(tuple(features))
+    return flat.flatten(0, -2)
 
 
 def _build_meta(config: VisionConfig) -> Any:

@@ -189,16 +189,16 @@ def read_vision(hf: Mapping[str, Any]) -> VisionConfig:
     kind = VISION_TYPES.get(model_type)
     if kind is None:
         why = WHY_NOT.get(model_type, "it is a text model")
-        what = "trained on text alone" if model_type in MULTIMODAL else "not multimodal"
+        reason = "trained on text alone" if model_type in MULTIMODAL else "not multimodal"
         start = "Use" if model_type not in MULTIMODAL else "Write model.backend: transformers; use"
         raise CapabilityError(
-            f"the data has images, and models of type {model_type} are {what}: {why}.\n"
+            f"the data has images, and models of type {model_type} are {reason}: {why}.\n"
             f"  {start} a model of one of these types: {', '.join(VISION_TYPES)}; or data without"
             " images."
         )
     tower: Mapping[str, Any] = hf.get("vision_config") or {}
-    given = (hf.get(name) for name in ("image_token_id", "image_token_index"))
-    token = next((one for one in given if one is not None), kind.image_token_id)
+    token_ids = (hf.get(name) for name in ("image_token_id", "image_token_index"))
+    token = next((token_id for token_id in token_ids if token_id is not None), kind.image_token_id)
     deepstack = tower.get("deepstack_visual_indexes") or kind.deepstack
     return VisionConfig(
         hf,
@@ -222,7 +222,7 @@ def _modality_ids(hf: Mapping[str, Any], kind: VisionType, token: int) -> tuple[
     if not kind.modality_tokens:
         return ()
     more = (hf.get(name, default) for name, default in kind.modality_tokens.items())
-    return (token, *(int(one) for one in more if one is not None))
+    return (token, *(int(token_id) for token_id in more if token_id is not None))
 
 
 def _rope_axes(hf: Mapping[str, Any], kind: VisionType) -> tuple[int, ...] | None:

@@ -45,8 +45,8 @@ def _attend(forward: Any, tiles: int, hidden_states: torch.Tensor, **inputs: Any
     # The mask is added to scores; rows of tokens without images are zeros.
     sees_B1LI = ((mask == 0) & has_any.bool()).unflatten(3, (-1, patches)).any(-1)
     has_B1I = sees_B1LI.any(2)
-    others = ~has_B1I.repeat_interleave(patches, 2)[:, :, None]
-    inputs[MASK] = mask.masked_fill(others, torch.finfo(mask.dtype).min)
+    is_masked = ~has_B1I.repeat_interleave(patches, 2)[:, :, None]
+    inputs[MASK] = mask.masked_fill(is_masked, torch.finfo(mask.dtype).min)
     return torch.where(has_B1I.any(2)[..., None], forward(hidden_states, **inputs), hidden_states)
 
 
@@ -88,17 +88,17 @@ def _spans(is_image_BL: torch.Tensor, images: int) -> torch.Tensor:
     """Whether a token attends to an image [B, L, I]: from its token on to that of the next image;
     images whose tokens follow one another end together."""
     length = is_image_BL.shape[1]
-    places = torch.arange(length, device=is_image_BL.device)
-    found = is_image_BL.new_zeros(*is_image_BL.shape, images)
+    positions = torch.arange(length, device=is_image_BL.device)
+    spans = is_image_BL.new_zeros(*is_image_BL.shape, images)
     for row, is_image_L in enumerate(is_image_BL):
-        starts = places[is_image_L].tolist()
+        starts = positions[is_image_L].tolist()
         ends = [*starts[1:], length] if starts else []
         for image in reversed(range(len(starts) - 1)):
             if ends[image] == starts[image] + 1:
                 ends[image] = ends[image + 1]
         for image, (start, end) in enumerate(zip(starts, ends, strict=True)):
-            found[row, start:end, image] = True
-    return found
+            spans[row, start:end, image] = True
+    return spans
 
 
 def layers_of_images(model: nn.Module) -> list[nn.Module]:

@@ -40,11 +40,11 @@ class OneOfSeveral(int):
 def with_each_counted(media: Tensors) -> dict[str, Any]:
     """The tensors with `batch_num_images` as transformers takes it for images in any order: its
     models read from it only which images are alone in their sample (1 in the tensor)."""
-    found: dict[str, Any] = dict(media)
+    inputs: dict[str, Any] = dict(media)
     if NUM_IMAGES in media:
         counts = media[NUM_IMAGES].tolist()
-        found[NUM_IMAGES] = [1 if count == 1 else OneOfSeveral(1) for count in counts]
-    return found
+        inputs[NUM_IMAGES] = [1 if count == 1 else OneOfSeveral(1) for count in counts]
+    return inputs
 
 
 def media_inputs(
@@ -68,29 +68,29 @@ def media_inputs(
     is_image_BL = ids_BL == token_ids.get("image", -1)
     types_BL = (~is_image_BL if model_type in CAUSAL_TYPE else is_image_BL).long()
     names = inspect.signature(model.forward).parameters
-    found: dict[str, Any] = {"attention_mask": here_BL.long()}
-    found |= {name: types_BL for name in IMAGE_TYPES if name in names}
+    inputs: dict[str, Any] = {"attention_mask": here_BL.long()}
+    inputs |= {name: types_BL for name in IMAGE_TYPES if name in names}
     if MEDIA_TYPES in names:
-        found[MEDIA_TYPES] = sum(
+        inputs[MEDIA_TYPES] = sum(
             (MEDIA_TYPE_IDS[kind] * (ids_BL == token) for kind, token in token_ids.items()),
             torch.zeros_like(ids_BL),
         )
     if media is None:
-        return found
+        return inputs
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     media = {
         name: value.to(dtype) if value.is_floating_point() else value
         for name, value in media.items()
     }
     if is_cross_attended(getattr(model, "config", None)):
-        return found | cross_attended(ids_BL, token_ids["image"], media)
-    return found | with_each_counted(media)
+        return inputs | cross_attended(ids_BL, token_ids["image"], media)
+    return inputs | with_each_counted(media)
 
 
 def join_media(media: Iterable[Tensors]) -> dict[str, torch.Tensor]:
     """The outputs of the processors for several media, along their first dimension."""
     found: dict[str, list[torch.Tensor]] = {}
-    for one in media:
-        for name, tensor in one.items():
+    for sample in media:
+        for name, tensor in sample.items():
             found.setdefault(name, []).append(tensor)
     return {name: torch.cat(tensors) for name, tensors in found.items()}

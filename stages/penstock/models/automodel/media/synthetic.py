@@ -63,8 +63,8 @@ def find_maker(model: Any, kind: Kind = "image") -> MediaMaker:
             why = f"{form}: no features"
         except Exception as error:  # noqa: BLE001 - the form is another
             why = f"{form}: {(str(error).splitlines() or [type(error).__name__])[0]}"
-    what = "images were" if kind == "image" else "audio was"
-    raise CapabilityError(f"no {what} found that it takes ({why})")
+    subject = "images were" if kind == "image" else "audio was"
+    raise CapabilityError(f"no {subject} found that it takes ({why})")
 
 
 def _attended_tiles(vision: Any, number: int) -> Tensors:
@@ -99,26 +99,28 @@ class _Counter:
         features = _features(self.model, self.kind)
         names = inspect.signature(features).parameters
         takes_any = any(name.kind is name.VAR_KEYWORD for name in names.values())
-        known = {k: v for k, v in tensors.items() if takes_any or k in names}
-        found = features(**known, return_dict=True)
-        return next(filter(None, map(count_features, _outputs(found))), 0)
+        kwargs = {k: v for k, v in tensors.items() if takes_any or k in names}
+        outputs = features(**kwargs, return_dict=True)
+        return next(filter(None, map(count_features, _outputs(outputs))), 0)
 
 
-def _outputs(found: Any) -> Iterator[Any]:
+def _outputs(outputs: Any) -> Iterator[Any]:
     """What may be the features in the outputs of the vision part."""
-    if not hasattr(found, "pooler_output"):
-        yield found
+    if not hasattr(outputs, "pooler_output"):
+        yield outputs
         return
-    yield found.pooler_output
-    yield (getattr(found, "deepstack_features", None) or [None])[0]
-    yield found.last_hidden_state
+    yield outputs.pooler_output
+    yield (getattr(outputs, "deepstack_features", None) or [None])[0]
+    yield outputs.last_hidden_state
 
 
 def _features(model: Any, kind: Kind) -> Any:
     """The method that makes features; None without one. It may be that of the base model, whose
     arguments are then named."""
-    found = [getattr(one, f"get_{kind}_features", None) for one in (model.base_model, model)]
-    return next((one for one in found if one is not None), None)
+    methods = [
+        getattr(module, f"get_{kind}_features", None) for module in (model.base_model, model)
+    ]
+    return next((method for method in methods if method is not None), None)
 
 
 @dataclass(frozen=True)
@@ -213,13 +215,13 @@ def _grids(sizes: _Sizes, names: set[str]) -> Iterator[Form]:
 
 def _grid(shape: tuple[int, ...], names: set[str], number: int) -> Tensors:
     height, width = PATCHES, PATCHES * (1 + number % 2)
-    found = {"pixel_values": noise(number, height * width, *shape)}
+    inputs = {"pixel_values": noise(number, height * width, *shape)}
     if "image_grid_hw" in names:
-        return found | {"image_grid_hw": torch.tensor([[height, width]])}
-    found["image_grid_thw"] = torch.tensor([[1, height, width]])
+        return inputs | {"image_grid_hw": torch.tensor([[height, width]])}
+    inputs["image_grid_thw"] = torch.tensor([[1, height, width]])
     if "image_merge_sizes" in names:
-        found["image_merge_sizes"] = torch.tensor([2])
-    return found
+        inputs["image_merge_sizes"] = torch.tensor([2])
+    return inputs
 
 
 def _patches(sizes: _Sizes, names: set[str]) -> Iterator[Form]:

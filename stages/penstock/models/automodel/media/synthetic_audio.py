@@ -34,8 +34,8 @@ def audio_forms(model: Any) -> Iterator[Form]:
 def _masked(mask: str, mels: int, frames: int, number: int) -> Tensors:
     """Features [1, M, F] of audio that is shorter for odd numbers."""
     length = frames - 8 * (number % 2)
-    here = torch.arange(frames)[None] < length
-    return {"input_features": noise(number, 1, mels, frames), mask: here.long()}
+    is_inside = torch.arange(frames)[None] < length
+    return {"input_features": noise(number, 1, mels, frames), mask: is_inside.long()}
 
 
 def noise(number: int, *shape: int) -> torch.Tensor:

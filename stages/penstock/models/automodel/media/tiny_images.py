@@ -58,9 +58,9 @@ def shrink_images(values: Mapping[str, Any], small: dict[str, Any], layers: int)
         if name in SIZES and isinstance(value, int):
             small[name] = min(value, SIZES[name])
         elif name.endswith(INDICES) and isinstance(value, list | tuple) and layers:
-            small[name] = sorted({min(int(one), layers - 1) for one in value})
+            small[name] = sorted({min(int(layer), layers - 1) for layer in value})
         elif name == "vision_feature_layer" and isinstance(value, list | tuple):
-            small[name] = [max(-2, min(int(one), 1)) for one in value]
+            small[name] = [max(-2, min(int(layer), 1)) for layer in value]
         elif name == "vision_feature_layer" and isinstance(value, int):
             small[name] = max(-2, min(value, 1))
         elif name == "downsample_channels" and value:
@@ -83,8 +83,8 @@ def _shrink_sides(values: Mapping[str, Any], small: dict[str, Any]) -> None:
     patch = _side(values.get("patch_size"))
     merge = _side(values.get("spatial_merge_size")) or 1
     for name in SIDES:
-        if patch and (whole := _side(values.get(name))):
-            side = min(whole, PATCHES * patch)
+        if patch and (image_side := _side(values.get(name))):
+            side = min(image_side, PATCHES * patch)
             small[name] = side if isinstance(values[name], int) else [side, side]
     window = values.get("window_size")
     if patch and isinstance(window, int):
@@ -95,11 +95,11 @@ def _shrink_sides(values: Mapping[str, Any], small: dict[str, Any]) -> None:
 def _fit_merged(values: Mapping[str, Any], small: dict[str, Any]) -> None:
     """The width of several patches' features side by side."""
     width = values.get(MERGED)
-    vision, small_vision = (one.get("vision_config") for one in (values, small))
+    vision, small_vision = (config.get("vision_config") for config in (values, small))
     if isinstance(width, int) and isinstance(vision, Mapping) and isinstance(small_vision, Mapping):
-        each = vision.get("hidden_size")
-        if each and width > each and width % each == 0:
-            small[MERGED] = width // each * small_vision["hidden_size"]
+        hidden_size = vision.get("hidden_size")
+        if hidden_size and width > hidden_size and width % hidden_size == 0:
+            small[MERGED] = width // hidden_size * small_vision["hidden_size"]
 
 
 def _fit_pinpoints(small: dict[str, Any]) -> None:

@@ -43,15 +43,17 @@ class Document:
 def token_ids(config: Any) -> dict[str, int]:
     """The token that takes a feature, by the kind of media."""
     text = config.get_text_config(decoder=True)
-    found: dict[str, int] = {}
+    ids: dict[str, int] = {}
     for kind in KINDS:
         values = (
-            getattr(one, f"{kind}_{name}", None) for one in (config, text) for name in TOKEN_NAMES
+            getattr(holder, f"{kind}_{name}", None)
+            for holder in (config, text)
+            for name in TOKEN_NAMES
         )
         value = next((value for value in values if isinstance(value, int)), None)
         if value is not None:
-            found[kind] = value
-    return found
+            ids[kind] = value
+    return ids
 
 
 def token_id(config: Any, kind: Kind = "image") -> int:
@@ -59,10 +61,10 @@ def token_id(config: Any, kind: Kind = "image") -> int:
 
     Raises CapabilityError if the config names none.
     """
-    found = token_ids(config).get(kind)
-    if found is None:
+    token = token_ids(config).get(kind)
+    if token is None:
         raise CapabilityError(f"a config of type {config.model_type} names no {kind} token")
-    return found
+    return token
 
 
 def find_media_traits(hf_config: Mapping[str, Any]) -> tuple[Traits, MediaTraits]:
@@ -75,7 +77,9 @@ def find_media_traits(hf_config: Mapping[str, Any]) -> tuple[Traits, MediaTraits
     kind: Kind = "image" if takes_images(config) else "audio"
     tiny = type(config).from_dict(shrink(config.to_dict()))
     model_type = str(config.model_type)
-    if any(one.is_encoder_decoder for one in (config, config.get_text_config(decoder=True))):
+    if any(
+        hf_config.is_encoder_decoder for hf_config in (config, config.get_text_config(decoder=True))
+    ):
         raise CapabilityError(
             f"a {model_type} is an encoder-decoder: its encoder reads the tokens, and it is not a "
             "causal language model."
@@ -102,17 +106,17 @@ def find_media_traits(hf_config: Mapping[str, Any]) -> tuple[Traits, MediaTraits
         head, head_why = find_head(_TextRun(model), config)
         traits = Traits(name, packing=False, positions_end=False, head=head, why=head_why)
         refused: dict[str, str] = {}
-        for other in KINDS:
-            if other == kind or other not in token_ids(config):
+        for other_kind in KINDS:
+            if other_kind == kind or other_kind not in token_ids(config):
                 continue
             try:
-                check_media(model, other)
+                check_media(model, other_kind)
             except Exception as error:  # noqa: BLE001 - as above
-                refused[other] = (str(error).splitlines() or [type(error).__name__])[0]
+                refused[other_kind] = (str(error).splitlines() or [type(error).__name__])[0]
         trained = {k: token for k, token in token_ids(config).items() if k not in refused}
         return traits, MediaTraits(trained, refused)
-    what = PLURALS[kind]
-    raise CapabilityError(f"models of type {model_type} are not trained on {what}: {why}.")
+    plural = PLURALS[kind]
+    raise CapabilityError(f"models of type {model_type} are not trained on {plural}: {why}.")
 
 
 class _TextRun:
@@ -140,21 +144,25 @@ def text_ids(model: Any, length: int, seed: int = 0) -> torch.Tensor:
         if name.endswith(TOKENS) and isinstance(value, int)
     }
     generator = torch.Generator().manual_seed(seed)
-    found = [one for one in torch.randperm(size, generator=generator).tolist() if one > 7]
-    return torch.tensor([one for one in found if not {one, one + 1} & special][:length])
+    candidates = [
+        token for token in torch.randperm(size, generator=generator).tolist() if token > 7
+    ]
+    return torch.tensor(
+        [token for token in candidates if not {token, token + 1} & special][:length]
+    )
 
 
 def document(model: Any, maker: MediaMaker, media: list[int], seed: int = 0) -> Document:
     """A document with media of these numbers, and text between them."""
     token = token_id(model.config, maker.kind)
     text = text_ids(model, 4 * len(media) + 7, seed)
-    parts, found = [text[:3]], list[Tensors]()
+    parts, samples = [text[:3]], list[Tensors]()
     for index, number in enumerate(media):
         tensors, count = maker.make_one(number)
-        found.append(tensors)
+        samples.append(tensors)
         parts += [torch.full((count,), token), text[3 + 4 * index : 7 + 4 * index]]
     parts.append(text[3 + 4 * len(media) :])
-    return Document(torch.cat(parts), found)
+    return Document(torch.cat(parts), samples)
 
 
 def document_logits(model: Any, documents: list[Document]) -> list[torch.Tensor]:
@@ -164,12 +172,12 @@ def document_logits(model: Any, documents: list[Document]) -> list[torch.Tensor]
     ids_BL = here_BL.long().masked_scatter(
         here_BL, torch.cat([document.ids_L for document in documents])
     )
-    media = join_media(each for document in documents for each in document.media)
+    media = join_media(sample for document in documents for sample in document.media)
     inputs = {"use_cache": False, "return_dict": True}
     inputs |= media_inputs(model, ids_BL, here_BL, token_ids(model.config), media or None)
     with attention_over(VarlenMetadata.of([1])):
-        found = model(input_ids=ids_BL, **accepted(model, inputs)).logits
-    return [row[:length] for row, length in zip(found, lengths, strict=True)]
+        outputs = model(input_ids=ids_BL, **accepted(model, inputs)).logits
+    return [row[:length] for row, length in zip(outputs, lengths, strict=True)]
 
 
 def check_media(model: Any, kind: Kind) -> None:
@@ -182,19 +190,21 @@ def check_media(model: Any, kind: Kind) -> None:
     with torch.no_grad():
         together = document_logits(model, documents)
         alone = [document_logits(model, [document])[0] for document in documents]
-        if any(_differ(one, other) for one, other in zip(together, alone, strict=True)):
+        if any(_differ(first, second) for first, second in zip(together, alone, strict=True)):
             raise CapabilityError("a padded batch gives other results than each document alone")
         other = Document(documents[0].ids_L, [maker.make_one(2)[0]])
         after = int((other.ids_L == token_id(model.config, kind)).nonzero()[-1]) + 1
         if not _differ(document_logits(model, [other])[0][after], alone[0][after], 1e-7):
             raise CapabilityError(f"its logits do not depend on the {PLURALS[kind]}")
-        for one, wanted in zip(documents, alone, strict=True):
-            changed = one.ids_L.clone()
+        for sample, expected in zip(documents, alone, strict=True):
+            changed = sample.ids_L.clone()
             changed[-1] = changed[-1] + 1
-            if _differ(document_logits(model, [Document(changed, one.media)])[0][:-1], wanted[:-1]):
+            if _differ(
+                document_logits(model, [Document(changed, sample.media)])[0][:-1], expected[:-1]
+            ):
                 raise CapabilityError("tokens of text see the tokens after them")
 
 
-def _differ(one: torch.Tensor, other: torch.Tensor, tolerance: float = TOLERANCE) -> bool:
-    one, other = one.double(), other.double()
-    return not bool((one - other).norm() <= tolerance * other.norm() + 1e-12)
+def _differ(first: torch.Tensor, second: torch.Tensor, tolerance: float = TOLERANCE) -> bool:
+    first, second = first.double(), second.double()
+    return not bool((first - second).norm() <= tolerance * second.norm() + 1e-12)

@@ -20,8 +20,12 @@ def read(hf: HfConfig) -> DecoderConfig:
     """The DecoderConfig of an EXAONE 4's config.json."""
     layers = range(config_require(hf, "num_hidden_layers"))
     window, step = hf.get("sliding_window", 4096), config_get(hf, "sliding_window_pattern", 4)
-    windows = sliding(hf, window, (at for at in layers if (at + 1) % step))
-    full = [] if window is None else [at for at in layers if at not in windows["sliding_layers"]]
+    windows = sliding(hf, window, (layer for layer in layers if (layer + 1) % step))
+    full = (
+        []
+        if window is None
+        else [layer for layer in layers if layer not in windows["sliding_layers"]]
+    )
     return decoder_config(
         hf,
         num_key_value_heads=config_get(hf, "num_key_value_heads", 32),

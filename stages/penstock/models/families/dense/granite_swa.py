@@ -21,7 +21,7 @@ ROLES = DECODER_ROLES
 def read(hf: HfConfig) -> DecoderConfig:
     """The DecoderConfig of a Granite SWA's config.json."""
     layers = range(config_require(hf, "num_hidden_layers"))
-    windows = sliding(hf, hf.get("sliding_window", 128), (at for at in layers if at % 4))
+    windows = sliding(hf, hf.get("sliding_window", 128), (layer for layer in layers if layer % 4))
     rope = require_full_rotary(rope_parameters(hf))
     thetas: Sequence[float] = config_get(hf, "layer_rope_theta", [rope["rope_theta"]] * len(layers))
     turning = [
@@ -33,7 +33,7 @@ def read(hf: HfConfig) -> DecoderConfig:
     reasons = []
     if max(len(full), len(local)) > 1:
         reasons.append("layer_rope_theta has several bases for layers of one kind; one is computed")
-    whole, of_sliding = (
+    full_rope, of_sliding = (
         {**rope, "rope_theta": bases[0] if bases else rope["rope_theta"]} for bases in (full, local)
     )
     return granite_config(
@@ -45,7 +45,7 @@ def read(hf: HfConfig) -> DecoderConfig:
             4 if "num_key_value_heads" not in hf else config_require(hf, "num_attention_heads"),
         ),
         rms_norm_eps=config_get(hf, "rms_norm_eps", 1e-5),
-        rope_parameters=whole,
+        rope_parameters=full_rope,
         sliding_rope_parameters=of_sliding,
         no_rope_layers=tuple(index for index, theta in enumerate(thetas) if not theta),
         attention_sinks=True,

@@ -45,11 +45,11 @@ def hunyuan_config(hf: HfConfig, **specific: Any) -> DecoderConfig:
 
 def _rope(hf: HfConfig, head_dim: int) -> Mapping[str, Any]:
     """The RoPE parameters. `dynamic` with an alpha is plain RoPE with another base."""
-    given = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    rope_entries = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     rope = rope_parameters(hf)
-    if rope["rope_type"] != "dynamic" or not given.get("alpha"):
+    if rope["rope_type"] != "dynamic" or not rope_entries.get("alpha"):
         return rope
-    theta = rope["rope_theta"] * given["alpha"] ** (head_dim / (head_dim - 2))
+    theta = rope["rope_theta"] * rope_entries["alpha"] ** (head_dim / (head_dim - 2))
     return {"rope_type": "default", "rope_theta": theta}
 
 

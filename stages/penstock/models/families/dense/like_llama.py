@@ -51,7 +51,7 @@ def read_cwm(hf: HfConfig) -> DecoderConfig:
         key_heads=8,
         rope_parameters=require_full_rotary(rope_parameters(rope, theta=1e6)),
         mlp_bias=bool(config_get(hf, "mlp_bias", False)),
-        **sliding(hf, hf.get("sliding_window", 8192), (at for at in layers if at % 4)),
+        **sliding(hf, hf.get("sliding_window", 8192), (layer for layer in layers if layer % 4)),
     )
 
 

@@ -34,15 +34,15 @@ ROPE: Mapping[str, Any] = {
 
 def read(hf: HfConfig) -> DecoderConfig:
     """The DecoderConfig of a Ministral 3's config.json."""
-    given = hf.get("rope_scaling") or hf.get("rope_parameters") or ROPE
-    length = given.get("original_max_position_embeddings")
-    beta = given.get("llama_4_scaling_beta")
+    rope_entries = hf.get("rope_scaling") or hf.get("rope_parameters") or ROPE
+    length = rope_entries.get("original_max_position_embeddings")
+    beta = rope_entries.get("llama_4_scaling_beta")
     return decoder_config(
         hf,
         num_key_value_heads=config_get(hf, "num_key_value_heads", 8),
         head_dim=config_get(hf, "head_dim", _head_dim(hf) if "head_dim" in hf else 128),
         rms_norm_eps=config_get(hf, "rms_norm_eps", 1e-5),
-        rope_parameters=require_full_rotary(rope_parameters({**hf, "rope_scaling": given})),
+        rope_parameters=require_full_rotary(rope_parameters({**hf, "rope_scaling": rope_entries})),
         query_scale=None
         if beta is None
         else QueryScale(beta, length or config_require(hf, "max_position_embeddings")),

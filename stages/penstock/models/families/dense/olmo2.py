@@ -36,7 +36,9 @@ def read_olmo3(hf: HfConfig) -> DecoderConfig:
     return olmo_config(
         hf,
         **rope_by_layer(hf, theta=OLMO3_THETA, sliding_theta=OLMO3_THETA),
-        **sliding(hf, hf.get("sliding_window", 4096), (at for at in layers if (at + 1) % 4)),
+        **sliding(
+            hf, hf.get("sliding_window", 4096), (layer for layer in layers if (layer + 1) % 4)
+        ),
     )
 
 

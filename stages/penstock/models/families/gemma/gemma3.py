@@ -25,7 +25,9 @@ def read(hf: HfConfig) -> DecoderConfig:
         logit_soft_cap=config_get(hf, "final_logit_softcapping", None),
         names=NAMES,
         **rope_by_layer(hf, theta=1e6, sliding_theta=1e4, sliding_field="rope_local_base_freq"),
-        **sliding(hf, hf.get("sliding_window", 4096), (at for at in layers if (at + 1) % step)),
+        **sliding(
+            hf, hf.get("sliding_window", 4096), (layer for layer in layers if (layer + 1) % step)
+        ),
     )
 
 

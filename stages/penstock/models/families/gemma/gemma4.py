@@ -88,7 +88,7 @@ def _reasons(hf: HfConfig, layers: Sequence[int]) -> Iterator[str]:
         index for index in range(config_require(hf, "num_hidden_layers")) if index not in layers
     }
     if by_layer and (
-        {int(at) for at in by_layer} != full
+        {int(layer) for layer in by_layer} != full
         or len({tuple(sorted(own.items())) for own in by_layer.values()}) > 1
         or {name for own in by_layer.values() for name in own} - {"head_dim", "num_key_value_heads"}
     ):

@@ -27,7 +27,7 @@ def read(hf: HfConfig) -> DecoderConfig:
     """The DecoderConfig of a Bamba's config.json."""
     attention = config_get(hf, "attn_layer_indices", ())
     layers = range(config_require(hf, "num_hidden_layers"))
-    mamba = tuple(at for at in layers if at not in attention)
+    mamba = tuple(layer for layer in layers if layer not in attention)
     bias = bool(config_get(hf, "attention_bias", False))
     return decoder_config(
         hf,
@@ -46,17 +46,17 @@ def read(hf: HfConfig) -> DecoderConfig:
 
 
 def _unsupported(hf: HfConfig) -> list[str]:
-    found: list[str] = []
+    reasons: list[str] = []
     if coefficient := config_get(hf, "z_loss_coefficient", 0.0):
-        found.append(
+        reasons.append(
             f"z_loss_coefficient is {coefficient}; write 0 here (model.foundation overrides it), "
             f"and train.z_loss_coef: {coefficient} if that loss is wanted"
         )
     if (share := config_get(hf, "partial_rotary_factor", 0.5)) != 0.5:
-        found.append(
+        reasons.append(
             f"partial_rotary_factor is {share}; transformers reads it in rope_parameters alone"
         )
-    return found
+    return reasons
 
 
 BAMBA = Family(

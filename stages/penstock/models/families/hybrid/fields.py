@@ -46,7 +46,7 @@ def _types_by_interval(hf: HfConfig) -> list[str]:
     """Linear attention in all layers but each `full_attention_interval`-th."""
     every = config_get(hf, "full_attention_interval", 4)
     layers = range(config_require(hf, "num_hidden_layers"))
-    return [FULL if (at + 1) % every == 0 else LINEAR for at in layers]
+    return [FULL if (layer + 1) % every == 0 else LINEAR for layer in layers]
 
 
 def layers_of_kind(hf: HfConfig, kind: str, types: Sequence[str]) -> tuple[int, ...]:

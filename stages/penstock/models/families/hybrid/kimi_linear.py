@@ -133,7 +133,7 @@ def _experts(hf: HfConfig) -> ExpertsConfig | None:
     count = config_require(hf, "num_hidden_layers")
     first = config_get(hf, "first_k_dense_replace", 1)
     types = [DENSE if index < first else SPARSE for index in range(count)]
-    found = experts(
+    experts_config = experts(
         hf,
         layers_of_kind({**hf, "layer_types": hf.get("mlp_layer_types")}, SPARSE, types),
         count=256,
@@ -145,7 +145,7 @@ def _experts(hf: HfConfig) -> ExpertsConfig | None:
         groups=groups(hf, 1, 1),
         scale=2.446,
     )
-    return found and replace(found, names=NAMES)
+    return experts_config and replace(experts_config, names=NAMES)
 
 
 KIMI_LINEAR = Family(

@@ -99,7 +99,7 @@ def _experts(hf: HfConfig) -> ExpertsConfig | None:
 def _attention_layers(hf: HfConfig) -> list[str]:
     every = range(config_require(hf, "num_hidden_layers"))
     attending = config_get(hf, "full_attn_idxs", every)
-    return [FULL if at in attending else CONV for at in every]
+    return [FULL if layer in attending else CONV for layer in every]
 
 
 def _intermediate_size(hf: HfConfig) -> int:

@@ -73,7 +73,7 @@ def read(hf: HfConfig) -> DecoderConfig:
 
 def _experts(hf: HfConfig, layers: tuple[int, ...]) -> ExpertsConfig | None:
     """Transformers has shared experts whatever `n_shared_experts` is."""
-    found = experts(
+    experts_config = experts(
         hf,
         layers,
         count=8,
@@ -85,8 +85,8 @@ def _experts(hf: HfConfig, layers: tuple[int, ...]) -> ExpertsConfig | None:
         groups=groups(hf, 1, 1),
         scale=1.0,
     )
-    return found and replace(
-        found,
+    return experts_config and replace(
+        experts_config,
         shared_intermediate_size=config_get(hf, "moe_shared_expert_intermediate_size", 7688),
         latent_size=config_get(hf, "moe_latent_size", 0),
         names=EXPERT_NAMES,

@@ -81,9 +81,12 @@ def rotary_pairs(hf: HfConfig) -> dict[str, Any]:
 
 def _yarn_factor(hf: HfConfig) -> float:
     """YaRN's factor of queries and of keys besides that of RoPE, 1 without `mscale_all_dim`."""
-    given = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
-    kind = given.get("rope_type", given.get("type", "default"))
-    scale, factor = config_get(given, "mscale_all_dim", 0), config_get(given, "factor", 1.0)
+    rope_entries = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    kind = rope_entries.get("rope_type", rope_entries.get("type", "default"))
+    scale, factor = (
+        config_get(rope_entries, "mscale_all_dim", 0),
+        config_get(rope_entries, "factor", 1.0),
+    )
     if kind == "default" or not scale or factor <= 1:
         return 1.0
     return 0.1 * scale * math.log(factor) + 1.0
@@ -98,9 +101,9 @@ def unsupported_attention(hf: HfConfig) -> Iterator[str]:
             f"num_key_value_heads is {keys}; with latent attention it is num_attention_heads "
             f"({heads})"
         )
-    given, rotated = hf.get("head_dim"), hf.get("qk_rope_head_dim")
-    if given is not None and rotated is not None and given != rotated:
-        yield f"head_dim is {given}; with latent attention it is qk_rope_head_dim ({rotated})"
+    head_dim, rotated = hf.get("head_dim"), hf.get("qk_rope_head_dim")
+    if head_dim is not None and rotated is not None and head_dim != rotated:
+        yield f"head_dim is {head_dim}; with latent attention it is qk_rope_head_dim ({rotated})"
 
 
 def unsupported_routing(

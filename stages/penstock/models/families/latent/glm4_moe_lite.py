@@ -41,11 +41,11 @@ def read(hf: HfConfig) -> DecoderConfig:
 
 
 def _unsupported_routing(hf: HfConfig) -> tuple[str, ...]:
-    found = unsupported_routing(hf, methods=("noaux_tc",), scoring="sigmoid")
+    reasons = unsupported_routing(hf, methods=("noaux_tc",), scoring="sigmoid")
     first = config_get(hf, "first_k_dense_replace", 1)
     if first != 1 and hf.get("mlp_layer_types") is None:
-        return (*found, f"first_k_dense_replace is {first}; mlp_layer_types says which are dense")
-    return tuple(found)
+        return (*reasons, f"first_k_dense_replace is {first}; mlp_layer_types says which are dense")
+    return tuple(reasons)
 
 
 GLM4_MOE_LITE = Family(

@@ -109,8 +109,8 @@ def _unsupported_sharing(hf: HfConfig) -> Iterator[str]:
     count = config_require(hf, "num_hidden_layers")
     every = max(1, config_get(hf, "index_topk_freq", 1))
     offset = config_get(hf, "index_skip_topk_offset", 2)
-    found = ["F" if max(index - offset + 1, 0) % every == 0 else "S" for index in range(count)]
-    types = config_get(hf, "indexer_types", config_get(hf, "index_topk_pattern", found))
+    expected = ["F" if max(index - offset + 1, 0) % every == 0 else "S" for index in range(count)]
+    types = config_get(hf, "indexer_types", config_get(hf, "index_topk_pattern", expected))
     if len(types) < count:
         raise ConfigError(
             f"the model's indexer_types (config.json) has {len(types)} entries, and "

@@ -20,7 +20,7 @@ def read(hf: HfConfig) -> DecoderConfig:
     """The DecoderConfig of an EXAONE MoE's config.json."""
     layers = range(config_require(hf, "num_hidden_layers"))
     window, step = hf.get("sliding_window", 4096), config_get(hf, "sliding_window_pattern", 4)
-    windows = sliding(hf, window, (at for at in layers if (at + 1) % step))
+    windows = sliding(hf, window, (layer for layer in layers if (layer + 1) % step))
     full = () if window is None else tuple(set(layers) - {*windows["sliding_layers"]})
     return decoder_config(
         hf,

@@ -30,12 +30,12 @@ def read(hf: HfConfig) -> DecoderConfig:
 
 def _of_all_layers(hf: HfConfig, name: str, reasons: list[str]) -> Any:
     """A number, 1 by default, that may be given for each layer."""
-    given = config_get(hf, name, 1)
-    if not isinstance(given, list):
-        return given
-    if len(set(given)) > 1:
+    value = config_get(hf, name, 1)
+    if not isinstance(value, list):
+        return value
+    if len(set(value)) > 1:
         reasons.append(f"{name} differs between layers; one for all layers is computed")
-    return given[0] if given else None
+    return value[0] if value else None
 
 
 HUNYUAN_V1_MOE = Family("hunyuan_v1_moe", "HunYuanMoEV1ForCausalLM", read, ROLES)

@@ -73,15 +73,15 @@ def _layers_without_rope(hf: HfConfig) -> tuple[int, ...]:
     has_rope: Sequence[int] = config_get(hf, "no_rope_layers", [])
     if not has_rope:
         step = config_get(hf, "no_rope_layer_interval", 4)
-        has_rope = [(at + 1) % step for at in layers]
-    return tuple(at for at, rope in zip(layers, has_rope, strict=False) if not rope)
+        has_rope = [(layer + 1) % step for layer in layers]
+    return tuple(layer for layer, rope in zip(layers, has_rope, strict=False) if not rope)
 
 
 def _chunked_layers(hf: HfConfig, without_rope: tuple[int, ...]) -> tuple[int, ...]:
     layers = range(config_require(hf, "num_hidden_layers"))
     if types := hf.get("layer_types"):
         return tuple(index for index, kind in enumerate(types) if kind == CHUNKED)
-    return tuple(at for at in layers if at not in without_rope)
+    return tuple(layer for layer in layers if layer not in without_rope)
 
 
 def _query_scale(hf: HfConfig) -> QueryScale | None:
@@ -101,7 +101,7 @@ def _experts(hf: HfConfig) -> ExpertsConfig | None:
         return None
     width = config_require(hf, "intermediate_size")
     return ExpertsConfig(
-        layers=tuple(at for at in sparse if at in layers),
+        layers=tuple(layer for layer in sparse if layer in layers),
         num_experts=config_get(hf, "num_local_experts", 16),
         experts_per_token=1,
         intermediate_size=width,

@@ -33,8 +33,10 @@ def read_cohere2(hf: HfConfig) -> DecoderConfig:
     """The DecoderConfig of a Cohere 2's config.json."""
     layers = range(config_require(hf, "num_hidden_layers"))
     step = config_get(hf, "sliding_window_pattern", 4)
-    windows = sliding(hf, hf.get("sliding_window", 4096), (at for at in layers if (at + 1) % step))
-    full = tuple(at for at in layers if at not in windows["sliding_layers"])
+    windows = sliding(
+        hf, hf.get("sliding_window", 4096), (layer for layer in layers if (layer + 1) % step)
+    )
+    full = tuple(layer for layer in layers if layer not in windows["sliding_layers"])
     return cohere_config(hf, theta=10_000.0, no_rope_layers=full, **windows)
 
 

@@ -12,9 +12,9 @@ ROLES = DECODER_ROLES
 def read(hf: HfConfig) -> DecoderConfig:
     """The DecoderConfig of a Cohere 2 MoE's config.json."""
     reasons = []
-    how = config_get(hf, "shared_expert_combination_strategy", "average")
-    if config_get(hf, "num_shared_experts", 0) and how != "sum":
-        reasons.append(f"shared_expert_combination_strategy is {how!r}; sum is computed")
+    strategy = config_get(hf, "shared_expert_combination_strategy", "average")
+    if config_get(hf, "num_shared_experts", 0) and strategy != "sum":
+        reasons.append(f"shared_expert_combination_strategy is {strategy!r}; sum is computed")
     dense, windows = _dense_layers(hf), _sliding_layers(hf)
     forced = dense if config_get(hf, "prefix_dense_sliding_window_pattern", 1) == 1 else ()
     layers = range(config_require(hf, "num_hidden_layers"))
@@ -27,10 +27,10 @@ def read(hf: HfConfig) -> DecoderConfig:
         not_native=reasons,
         head_dim=config_get(hf, "head_dim", 128),
         intermediate_size=config_get(hf, "prefix_dense_intermediate_size", inner),
-        no_rope_layers=tuple(at for at in layers if at not in (*windows, *forced)),
+        no_rope_layers=tuple(layer for layer in layers if layer not in (*windows, *forced)),
         sliding_window=hf.get("sliding_window", 4096) if windows else None,
         sliding_layers=windows,
-        experts=_experts(hf, tuple(at for at in layers if at not in dense)),
+        experts=_experts(hf, tuple(layer for layer in layers if layer not in dense)),
         **norm,
     )
 
@@ -49,10 +49,10 @@ def _sliding_layers(hf: HfConfig) -> tuple[int, ...]:
     dense = config_get(hf, "first_k_dense_replace", 0)
     first = config_get(hf, "prefix_dense_sliding_window_pattern", 1)
     step = config_get(hf, "sliding_window_pattern", 4)
-    rest = range(config_require(hf, "num_hidden_layers") - dense)
+    sparse_layers = range(config_require(hf, "num_hidden_layers") - dense)
     return (
         *(index for index in range(dense) if (index + 1) % first),
-        *(dense + at for at in rest if (at + 1) % step),
+        *(dense + layer for layer in sparse_layers if (layer + 1) % step),
     )
 
 

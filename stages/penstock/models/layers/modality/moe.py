@@ -21,11 +21,11 @@ class ModalityMoE(MoE):
     """
 
     def __init__(
-        self, config: DecoderConfig, experts: ExpertsConfig, of_images: ExpertsConfig, **how: Any
+        self, config: DecoderConfig, experts: ExpertsConfig, of_images: ExpertsConfig, **kwargs: Any
     ) -> None:
-        """`how` as in `MoE`."""
-        super().__init__(config, experts, **how)
-        self.image = MoE(config, of_images, **how)
+        """`kwargs` as in `MoE`."""
+        super().__init__(config, experts, **kwargs)
+        self.image = MoE(config, of_images, **kwargs)
         self.image.gate.is_observed = False
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
@@ -35,7 +35,7 @@ class ModalityMoE(MoE):
             return super().forward(x_TD)
         choice_TK, weights_TK = self.gate(x_TD)
         text_ND, choice_NK, weights_NK = (
-            one.index_select(0, tokens.text) for one in (x_TD, choice_TK, weights_TK)
+            tensor.index_select(0, tokens.text) for tensor in (x_TD, choice_TK, weights_TK)
         )
         text_ND = self.finish_dispatch(self.dispatch(text_ND, choice_NK, weights_NK, self.experts))
         image_MD = self.image(x_TD.index_select(0, tokens.images))
@@ -44,8 +44,8 @@ class ModalityMoE(MoE):
         return y_TD if self.shared is None else y_TD + self.run_shared(self.shared, x_TD)
 
 
-def build_moe(config: DecoderConfig, experts: ExpertsConfig, **how: Any) -> MoE:
-    """The MoE layer that the config defines; `how` as in `MoE`."""
+def build_moe(config: DecoderConfig, experts: ExpertsConfig, **kwargs: Any) -> MoE:
+    """The MoE layer that the config defines; `kwargs` as in `MoE`."""
     if of_images := experts.of_images:
-        return ModalityMoE(config, experts, of_images, **how)
-    return MoE(config, experts, **how)
+        return ModalityMoE(config, experts, of_images, **kwargs)
+    return MoE(config, experts, **kwargs)
