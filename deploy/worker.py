@@ -23,14 +23,14 @@ LOOK_SECONDS = 0.2
 
 def children_of(parent: int) -> list[int]:
     """Processes that another one started and that have not ended."""
-    found: list[int] = []
+    children: list[int] = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it ended just now
             # After the name in parentheses, which may hold any character: state and parent.
             state, its_parent = stat.read_text().rpartition(")")[2].split()[:2]
             if int(its_parent) == parent and state != "Z":
-                found.append(int(stat.parent.name))
-    return found
+                children.append(int(stat.parent.name))
+    return children
 
 
 def main(command: list[str]) -> int:
@@ -40,11 +40,11 @@ def main(command: list[str]) -> int:
     if Path(command[0]).name == "prefect":
         command = [sys.executable, str(Path(__file__).with_name("job_variables.py")), *command[1:]]
     worker = subprocess.Popen(command)
-    told = False
+    is_stopping = False
 
     def end(*_: object) -> None:
-        nonlocal told
-        told = True
+        nonlocal is_stopping
+        is_stopping = True
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         with contextlib.suppress(ProcessLookupError):
@@ -65,7 +65,7 @@ def main(command: list[str]) -> int:
         try:
             pid, status = os.waitpid(-1, 0)
         except ChildProcessError:  # nothing is left of it
-            return 0 if told else code
+            return 0 if is_stopping else code
         if pid == worker.pid:
             code = os.waitstatus_to_exitcode(status)
 

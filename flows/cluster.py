@@ -152,5 +152,5 @@ def _pickle_by_value_in_ray(pickler: ModuleType) -> None:
 
 def num_shares(run: RunConfig) -> int:
     """The number of shares of the slices."""
-    asked = run.pipeline.task_runner_workers
-    return asked or run.data.dataset_num_proc or env.num_processors()
+    workers = run.pipeline.task_runner_workers
+    return workers or run.data.dataset_num_proc or env.num_processors()

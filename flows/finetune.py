@@ -74,10 +74,10 @@ Ending = str | State[str]
 
 def build_flow_run_name() -> str:
     """The flow run's name: the run's name and its overrides."""
-    given = flow_run.parameters
+    parameters = flow_run.parameters
     try:
-        overrides = given.get("overrides")
-        return build_run_title(load_run(Path(given["config"]), overrides), overrides)
+        overrides = parameters.get("overrides")
+        return build_run_title(load_run(Path(parameters["config"]), overrides), overrides)
     except PenstockError:
         return "misconfigured"  # the flow itself reports the errors
 

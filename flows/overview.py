@@ -48,7 +48,7 @@ def show_overview(
 def chat_command(config: Path, overrides: Mapping[str, JsonValue] | None) -> list[str]:
     """The command to chat with the model of this run."""
     typed = [(f"--{name}", format_value(value)) for name, value in (overrides or {}).items()]
-    return ["penstock", "chat", str(config), *(word for pair in typed for word in pair)]
+    return ["penstock", "chat", str(config), *(argument for pair in typed for argument in pair)]
 
 
 def _show(
@@ -69,7 +69,7 @@ def _show(
         elif facts := list(_result_rows(result)):
             lines += ["", "| result | |", "| --- | --- |"]
             lines += [f"| {name} | {_escape_cell(value)} |" for name, value in facts]
-        lines += ["", *(f"- {each['text']}" for each in result.get("warnings", ()))]
+        lines += ["", *(f"- {warning['text']}" for warning in result.get("warnings", ()))]
         if not error and "train" in done:
             lines += ["", f"Next, in {Path.cwd()}:", "", f"    {shlex.join(chat)}"]
         brief = f"{planned.run.pipeline.name}: {_summarize(result, len(done), len(planned.steps))}"
@@ -79,13 +79,13 @@ def _show(
 def _row(step: PlannedStage, outcome: StageResult | None) -> str:
     status = STATUS_WORDS[outcome.status] if outcome else "not done"
     time = duration(outcome.seconds) if outcome else ""
-    where = step.where if step.remote else str(step.path.absolute())
+    location = step.where if step.remote else str(step.path.absolute())
     cells = (
         step.stage.name,
         status,
         time,
         f"`{short(stage_key(step.stage))}`",
-        _escape_cell(where),
+        _escape_cell(location),
     )
     return f"| {' | '.join(cells)} |"
 
@@ -106,11 +106,11 @@ def _result_rows(result: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _summarize(result: Mapping[str, Any], done: int, all_of_them: int) -> str:
-    told = [f"{done} of {all_of_them} stages"]
+    parts = [f"{done} of {all_of_them} stages"]
     if "final_loss" in result:
-        told.append(f"{result['steps']:,} steps, loss {number(result['final_loss'])}")
-    told += [f"{name} {number(result[name])}" for name in _held_out_losses(result)]
-    return ", ".join(told)
+        parts.append(f"{result['steps']:,} steps, loss {number(result['final_loss'])}")
+    parts += [f"{name} {number(result[name])}" for name in _held_out_losses(result)]
+    return ", ".join(parts)
 
 
 def _held_out_losses(result: Mapping[str, Any]) -> list[str]:

@@ -91,20 +91,20 @@ def load_run(config: Path, overrides: Mapping[str, JsonValue] | None) -> RunConf
 
 def parse_argv(words: list[str], script: str) -> tuple[Path, dict[str, JsonValue]]:
     """Parse a script's arguments: the config and overrides."""
-    rest, written = split_overrides(words)
-    if len(rest) != 1 or rest[0].startswith("-"):
+    positional, written = split_overrides(words)
+    if len(positional) != 1 or positional[0].startswith("-"):
         raise ConfigError(
-            f"{len(rest)} words that are no settings: {' '.join(rest) or 'none'}.\n"
+            f"{len(positional)} words that are no settings: {' '.join(positional) or 'none'}.\n"
             f"  Name one config file: python flows/{script} CONFIG [--section.field value]."
         )
-    for each in written:
-        if re.search(CREDENTIAL, each.text) or re.search(CREDENTIALS_NAME, each.name):
+    for override in written:
+        if re.search(CREDENTIAL, override.text) or re.search(CREDENTIALS_NAME, override.name):
             raise ConfigError(
-                f"{each.option} holds a credential, and Prefect stores parameters and shows them "
-                "to every user of its UI.\n  Set credentials in the environment (HF_TOKEN, "
+                f"{override.option} holds a credential, and Prefect stores parameters and shows "
+                "them to every user of its UI.\n  Set credentials in the environment (HF_TOKEN, "
                 "AWS_SECRET_ACCESS_KEY), and write a signed URL in the config file."
             )
-    return Path(rest[0]), {each.name: each.text for each in written}
+    return Path(positional[0]), {override.name: override.text for override in written}
 
 
 def format_value(value: JsonValue) -> str:
@@ -114,6 +114,8 @@ def format_value(value: JsonValue) -> str:
 
 def build_run_title(run: RunConfig, overrides: Mapping[str, JsonValue] | None) -> str:
     """The run's name and its overrides, without credentials."""
-    told = [f"{name}={format_value(value)}" for name, value in (overrides or {}).items()]
-    title = redact_text(": ".join([run.pipeline.name, *([", ".join(told)] if told else [])]))
+    settings = [f"{name}={format_value(value)}" for name, value in (overrides or {}).items()]
+    title = redact_text(
+        ": ".join([run.pipeline.name, *([", ".join(settings)] if settings else [])])
+    )
     return title if len(title) <= MAX_TITLE_CHARS else f"{title[: MAX_TITLE_CHARS - 1]}…"

@@ -133,10 +133,10 @@ class TrainingLinks:
     def _known(self) -> Iterator[tuple[str, str, str]]:
         if (report := self._folder / REPORT).is_file():
             yield "penstock-report", report.resolve().as_uri(), "report"
-        for name, known in TRACKERS.items():
+        for name, tracker in TRACKERS.items():
             memory = self._folder / TRACKERS_FOLDER / f"{name}.json"
             if memory.is_file() and (url := read_json(memory).get("url")):
-                yield f"penstock-{name}", url, known.title
+                yield f"penstock-{name}", url, tracker.title
 
 
 @contextmanager

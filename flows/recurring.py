@@ -47,7 +47,7 @@ COLUMNS = ("time", "verdict", "release", "new_samples", "slices", "reused_slices
 @flow(name="recurring", flow_run_name=build_flow_run_name, persist_result=False)
 def recurring(config: ConfigFile, overrides: Overrides = None) -> State[str]:
     """Train again if the sources have new samples, and release the model if it is better."""
-    run, say = load_run(config, overrides), get_run_logger().info
+    run, notify = load_run(config, overrides), get_run_logger().info
     runner = build_task_runner(run)
 
     def bring(planned: Plan, name: StageName) -> StageResult:
@@ -56,13 +56,13 @@ def recurring(config: ConfigFile, overrides: Overrides = None) -> State[str]:
         return run_stage_with_retries(planned, name, RebuildOptions())
 
     try:
-        decision = tick(run, bring, say)
+        decision = tick(run, bring, notify)
     except Interrupted as stopped:
         return Cancelled(name="Stopped", message=str(stopped))
-    say(decision.line)
+    notify(decision.line)
     newest_first = open_releases(run).decisions()[: -SHOWN - 1 : -1]
     create_table_artifact(
-        [{name: each.get(name) for name in COLUMNS} for each in newest_first],
+        [{name: release.get(name) for name in COLUMNS} for release in newest_first],
         f"penstock-releases-{_slug(run.release.name or '')}",
         decision.line,
     )

@@ -65,8 +65,8 @@ class RankLog:
             else:
                 entries[-1] += text
         for entry in entries:
-            if found := LOG_ENTRY.match(entry):
-                second, milliseconds, level, text = found.groups()
+            if match := LOG_ENTRY.match(entry):
+                second, milliseconds, level, text = match.groups()
                 # Local time, as `logging` writes it.
                 time = datetime.fromisoformat(second).timestamp() + int(milliseconds) / 1000
                 if time >= self._since:
@@ -94,19 +94,19 @@ class TrainingLog:
         if "loss" in record:
             self._warn_on_restart(record)
             self._log_rate_limited("step", record["time"], progress.line)
-        elif told := _format_evaluation(record):
-            self._log_rate_limited("evaluation", record["time"], f"step {record['step']:,}: {told}")
+        elif text := _format_evaluation(record):
+            self._log_rate_limited("evaluation", record["time"], f"step {record['step']:,}: {text}")
 
     def forward_rank_logs(self) -> None:
         """Log new entries of rank 0 and of the hang watchdog."""
         for file, rank_log in self._rank_logs:
             # An error that ended a rank is reported by the task.
-            said = [(level, text) for level, text in rank_log.read_new() if level != "ERROR"]
-            for level, text in said[:MAX_RANK_ENTRIES]:
+            lines = [(level, text) for level, text in rank_log.read_new() if level != "ERROR"]
+            for level, text in lines[:MAX_RANK_ENTRIES]:
                 self._log(logging.getLevelNamesMapping().get(level, logging.INFO), text)
-            if len(said) > MAX_RANK_ENTRIES:
+            if len(lines) > MAX_RANK_ENTRIES:
                 self._log(
-                    logging.WARNING, f"{len(said) - MAX_RANK_ENTRIES} more lines are in {file}"
+                    logging.WARNING, f"{len(lines) - MAX_RANK_ENTRIES} more lines are in {file}"
                 )
 
     def flush(self) -> None:

@@ -59,26 +59,26 @@ class TrainingProgress:
     @property
     def summary(self) -> str:
         """One line for the description of an artifact."""
-        told = f"step {self._steps}, loss {number(self._last['loss'])}"
+        parts = f"step {self._steps}, loss {number(self._last['loss'])}"
         if self.is_ended:
-            return f"{told}, ended"
+            return f"{parts}, ended"
         return (
-            told
+            parts
             if self.seconds_left is None
-            else f"{told}, about {duration(self.seconds_left)} left"
+            else f"{parts}, about {duration(self.seconds_left)} left"
         )
 
     @property
     def line(self) -> str:
         """One line for a log: the last step."""
         last = self._last
-        told = [f"step {self._steps}: loss {number(last['loss'])}", f"lr {number(last['lr'])}"]
+        parts = [f"step {self._steps}: loss {number(last['loss'])}", f"lr {number(last['lr'])}"]
         if "grad_norm" in last:
-            told.append(f"grad norm {number(last['grad_norm'])}")
-        told.append(f"{amount(last['tokens_per_second'])} tokens/s")
+            parts.append(f"grad norm {number(last['grad_norm'])}")
+        parts.append(f"{amount(last['tokens_per_second'])} tokens/s")
         if self.seconds_left is not None:
-            told.append(f"about {duration(self.seconds_left)} left")
-        return ", ".join(told)
+            parts.append(f"about {duration(self.seconds_left)} left")
+        return ", ".join(parts)
 
     @property
     def table(self) -> str:

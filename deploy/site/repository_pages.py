@@ -21,8 +21,8 @@ FENCED = re.compile(r"(^ *```.*?^ *```)", re.MULTILINE | re.DOTALL)
 
 def repository_pages() -> set[str]:
     """Markdown files outside docs/, as paths in the repository."""
-    found = [*ROOT.glob("*.md"), *(f for name in FOLDERS for f in (ROOT / name).rglob("*.md"))]
-    return {f.relative_to(ROOT).as_posix() for f in found}
+    pages = [*ROOT.glob("*.md"), *(f for name in FOLDERS for f in (ROOT / name).rglob("*.md"))]
+    return {f.relative_to(ROOT).as_posix() for f in pages}
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -41,19 +41,19 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     return "".join(parts)
 
 
-def _link(found: re.Match[str], page: str) -> str:
-    text, (name, _, anchor) = found[1], found[2].partition("#")
+def _link(match: re.Match[str], page: str) -> str:
+    text, (name, _, anchor) = match[1], match[2].partition("#")
     if re.match(r"[a-z]+:", name) or not name:
-        return found[0]
+        return match[0]
     source = page.removeprefix(PREFIX) if page.startswith(PREFIX) else f"docs/{page}"
     target = os.path.normpath(PurePosixPath(source).parent / name)
     if target.startswith("docs/"):
-        there = target.removeprefix("docs/")
+        path = target.removeprefix("docs/")
     elif target in repository_pages():
-        there = f"{PREFIX}{target}"
+        path = f"{PREFIX}{target}"
     elif (ROOT / target).exists():
         return text
     else:
-        return found[0]
-    relative = os.path.relpath(there, PurePosixPath(page).parent)
+        return match[0]
+    relative = os.path.relpath(path, PurePosixPath(page).parent)
     return f"[{text}]({relative}{f'#{anchor}' if anchor else ''})"

@@ -70,9 +70,9 @@ if not TYPE_CHECKING:  # type checkers know the names from above, and refuse oth
     def __getattr__(name):
         if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        found = getattr(importlib.import_module(_HOMES[name]), name)
-        globals()[name] = found
-        return found
+        attribute = getattr(importlib.import_module(_HOMES[name]), name)
+        globals()[name] = attribute
+        return attribute
 
     def __dir__():
         return sorted({*globals(), *__all__})

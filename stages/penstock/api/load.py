@@ -40,5 +40,5 @@ def load(
 
     Raises ConfigError, whose text has a line for each fault.
     """
-    found = parse_overrides(overrides, sections)
-    return Run(load_config(config, found, notify), notify)
+    parsed = parse_overrides(overrides, sections)
+    return Run(load_config(config, parsed, notify), notify)

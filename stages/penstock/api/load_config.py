@@ -38,8 +38,8 @@ def load_config(
     if isinstance(config, Mapping):
         from penstock.api.overrides import plain_settings
 
-        told = ErrorLocator(yaml12.Document(), overrides)
-        return loading.resolve(plain_settings(config), overrides, told, notify=notify)
+        locator = ErrorLocator(yaml12.Document(), overrides)
+        return loading.resolve(plain_settings(config), overrides, locator, notify=notify)
     path = Path(config)
     if os.path.isfile(path / JOB):  # noqa: PTH113 - of any name
         job = read_job(path / JOB)

@@ -29,26 +29,26 @@ def parse_overrides(overrides: Iterable[Overrides], sections: Mapping[str, Any])
     string. A mapping sets each of its fields: `train={"lr": 1e-5}` is `--train.lr 1e-5`.
     Raises ConfigError for strings that are no setting, and for values that YAML cannot represent.
     """
-    found: list[Override] = []
-    words: list[str] = []
+    parsed: list[Override] = []
+    arguments: list[str] = []
     for override in overrides:
         if isinstance(override, str):
-            words.append(override)
+            arguments.append(override)
             continue
-        found += [
-            *_parse_words(words),
+        parsed += [
+            *_parse_words(arguments),
             *(_override(name, value) for name, value in override.items()),
         ]
-        words = []
-    found += _parse_words(words)
+        arguments = []
+    parsed += _parse_words(arguments)
     for section, fields in sections.items():
         if not isinstance(fields, Mapping):
             raise ConfigError(
                 f"{section} is {fields!r}, and a section is a mapping of its fields.\n"
                 f"  Write {section}={{'field': value}}."
             )
-        found += [_override(f"{section}.{name}", value) for name, value in fields.items()]
-    return found
+        parsed += [_override(f"{section}.{name}", value) for name, value in fields.items()]
+    return parsed
 
 
 def format_value(value: Any) -> str:
@@ -61,11 +61,11 @@ def format_value(value: Any) -> str:
     if value is None or isinstance(value, bool | int | float | str):
         # YAML has no surrogate pairs, which ASCII JSON uses beyond 16 bits.
         text = json.dumps(value, ensure_ascii=False)
-        return UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+        return UNPRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
     if isinstance(value, PathLike):
         return format_value(fspath(value))
     if isinstance(value, Mapping):
-        pairs = (f"{format_value(str(name))}: {format_value(one)}" for name, one in value.items())
+        pairs = (f"{format_value(str(name))}: {format_value(item)}" for name, item in value.items())
         return f"{{{', '.join(pairs)}}}"
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
         return f"[{', '.join(map(format_value, value))}]"
@@ -99,17 +99,18 @@ def _formatted(name: str, value: Any) -> str:
         ) from None
 
 
-def _parse_words(words: Sequence[str]) -> list[Override]:
+def _parse_words(arguments: Sequence[str]) -> list[Override]:
     """Parse strings that are settings each, or the arguments of a command line."""
     argv: list[str] = []
-    for word in words:
+    for argument in arguments:
         option = OPTION.fullmatch(argv[-1]) if argv else None
         is_value = option is not None and option["value"] is None
-        whole = None if is_value else ASSIGNMENT.fullmatch(word)
-        argv.append(f"--{whole['name']}={whole['value']}" if whole else word)
-    rest, found = split_overrides(argv)
-    if rest:
+        assignment = None if is_value else ASSIGNMENT.fullmatch(argument)
+        argv.append(f"--{assignment['name']}={assignment['value']}" if assignment else argument)
+    unparsed, parsed = split_overrides(argv)
+    if unparsed:
         raise ConfigError(
-            f"{' '.join(rest)}: no setting; write section.field=value, for example train.lr=1e-5"
+            f"{' '.join(unparsed)}: no setting; write section.field=value, for example "
+            "train.lr=1e-5"
         )
-    return found
+    return parsed

@@ -113,8 +113,8 @@ def _list_push(
     missing = [step.stage.name for step in planned.steps[:-1] if find_cached(step) is None]
     target = planned.run.push.repo_id or planned.run.push.url
     notify(f"push: a dry run builds nothing, and these are not built yet: {', '.join(missing)}")
-    for name, place in folders.items():
-        notify(f"  would send {name}/ of the export to {target}{f'/{place}' if place else ''}")
+    for name, folder in folders.items():
+        notify(f"  would send {name}/ of the export to {target}{f'/{folder}' if folder else ''}")
     facts = {"target": target, "dry_run": True, "files": [], "bytes": 0, "folders": folders}
     facts["missing"] = missing
     return StageResult("push", short(push.artifact.key), "skipped", push.path, 0.0, facts)
@@ -133,10 +133,10 @@ def rebuild_options(
 
 def require_main_thread(run: RunConfig) -> None:
     """Raise ConfigError for `pipeline.timeouts` outside the main thread: they use SIGALRM."""
-    here = threading.current_thread()
-    if run.pipeline.timeouts and here is not threading.main_thread():
+    thread = threading.current_thread()
+    if run.pipeline.timeouts and thread is not threading.main_thread():
         raise ConfigError(
-            f"pipeline.timeouts cannot be kept in the thread {here.name}: a signal ends what takes "
-            "too long, and signals reach the main thread alone.\n"
+            f"pipeline.timeouts cannot be kept in the thread {thread.name}: a signal ends what "
+            "takes too long, and signals reach the main thread alone.\n"
             "  Leave pipeline.timeouts out, or run the stages in the main thread."
         )

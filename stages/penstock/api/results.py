@@ -157,7 +157,7 @@ def _as_dataset(rows: "pa.Table", fingerprint: str) -> "Dataset":
     from datasets import Dataset
 
     if "source" in rows.column_names:
-        at = rows.column_names.index("source")
-        rows = rows.set_column(at, "source", rows.column("source").cast(pa.string()))
+        column = rows.column_names.index("source")
+        rows = rows.set_column(column, "source", rows.column("source").cast(pa.string()))
     # Without a fingerprint, `datasets` hashes all of the data.
     return Dataset(rows, fingerprint=fingerprint)

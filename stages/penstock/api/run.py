@@ -54,8 +54,8 @@ class RunPlan:
 
     def _repr_html_(self) -> str:
         reasons = [line for stage in self.stages for line in stage.reasons]
-        told = [[line] for line in (*reasons, *self.notes)]
-        return html_table(self._rows()) + (html_table([["why"], *told]) if told else "")
+        rows = [[line] for line in (*reasons, *self.notes)]
+        return html_table(self._rows()) + (html_table([["why"], *rows]) if rows else "")
 
     def _rows(self) -> list[tuple[str, ...]]:
         heading = ("stage", "key", "standing", "where")
@@ -192,14 +192,14 @@ class Run:
 
 def _cached_results(planned: Plan) -> dict[str, StageResult]:
     """The results that are complete, by stage."""
-    found: dict[str, StageResult] = {}
+    results: dict[str, StageResult] = {}
     for step in planned.steps:
         if manifest := find_cached(step):
             key = short(step.artifact.key)
-            found[step.stage.name] = StageResult(
+            results[step.stage.name] = StageResult(
                 step.stage.name, key, "cached", step.path, 0.0, manifest["facts"], step.remote
             )
-    return found
+    return results
 
 
 def _has_started(step: PlannedStage) -> bool:

@@ -65,8 +65,8 @@ def stage_status(step: PlannedStage, present: dict[str, str] | None = None) -> S
         }
         if changed := changed_inputs(step.stage, manifest, now):
             return StageStatus(name, key, "stale", step.where, stale_inputs=tuple(changed))
-        taken = isinstance(step.stage, ExternalPrepared)
-        return StageStatus(name, key, "skipped" if taken else "cached", step.where)
+        is_external = isinstance(step.stage, ExternalPrepared)
+        return StageStatus(name, key, "skipped" if is_external else "cached", step.where)
     attempt = read_attempt(step.path)
     if attempt and attempt["key"] == stage_key(step.stage):
         return StageStatus(name, key, "partial", step.where)
@@ -92,7 +92,7 @@ def _lengthens(step: PlannedStage) -> str | None:
 
 
 def _nearest_result(step: PlannedStage) -> tuple[Path, list[Difference]] | None:
-    mine = _flat_identity(step)
+    own_identity = _flat_identity(step)
     best: tuple[Path, list[Difference]] | None = None
     pattern = MANIFEST if step.stage.name == "train" else f"*/{MANIFEST}"
     root = step.path if step.stage.name == "train" else step.path.parent
@@ -103,8 +103,8 @@ def _nearest_result(step: PlannedStage) -> tuple[Path, list[Difference]] | None:
             continue
         if record is None:
             continue
-        theirs = {"version": record["version"], **_flatten(record["settings"], record["inputs"])}
-        changed = differences(mine, theirs)
+        recorded = {"version": record["version"], **_flatten(record["settings"], record["inputs"])}
+        changed = differences(own_identity, recorded)
         if best is None or len(changed) < len(best[1]):
             best = manifest.parent, changed
     return best

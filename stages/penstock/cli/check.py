@@ -121,13 +121,13 @@ def _compose_and_check(run: RunConfig) -> tuple[RunConfig, list[CheckResult]]:
     composed, results = _run_check("model.encoders", lambda: _compose(run))
     if composed is None:
         return run, results
-    typed, others = _run_checks(composed)
-    return typed.model_copy(update={"model": run.model}), [*results, *others]
+    typed, checks = _run_checks(composed)
+    return typed.model_copy(update={"model": run.model}), [*results, *checks]
 
 
 def _compose(run: RunConfig) -> tuple[RunConfig, str]:
-    found = with_composed_model(run)
-    return found, f"the model is composed in {found.model.model_path}"
+    composed = with_composed_model(run)
+    return composed, f"the model is composed in {composed.model.model_path}"
 
 
 def _run_checks(run: RunConfig) -> tuple[RunConfig, list[CheckResult]]:
@@ -145,9 +145,9 @@ def _run_checks(run: RunConfig) -> tuple[RunConfig, list[CheckResult]]:
     # The sources of prepared data may no longer exist.
     for name in () if run.data.skip_prepare_dataset else DATASET_FIELDS:
         for index, dataset in enumerate(getattr(run.data, name)):
-            at = f"data.{name}.{index}"
+            field = f"data.{name}.{index}"
             typed, of_data = _run_check(
-                at, lambda d=dataset, a=at: _check_dataset(run, a, d, tokenizer, counts)
+                field, lambda d=dataset, a=field: _check_dataset(run, a, d, tokenizer, counts)
             )
             found.setdefault(name, []).append(typed or dataset)
             results += of_data
@@ -171,17 +171,17 @@ def _run_checks(run: RunConfig) -> tuple[RunConfig, list[CheckResult]]:
 
 
 def _run_check(
-    at: str, find: Callable[[], tuple[Found, str]]
+    field: str, find: Callable[[], tuple[Found, str]]
 ) -> tuple[Found | None, list[CheckResult]]:
     """The value and the message of `find`, or the error that it raises."""
     try:
-        found, text = find()
+        result, text = find()
     except UnreachableError as error:
-        return None, [CheckResult(at, "not looked at", str(error))]
+        return None, [CheckResult(field, "not looked at", str(error))]
     except PenstockError as error:
         code = CapabilityError.exit_code if isinstance(error, CapabilityError) else 2
-        return None, [CheckResult(at, "fault", str(error), code)]
-    return found, [CheckResult(at, "ok", text)]
+        return None, [CheckResult(field, "fault", str(error), code)]
+    return result, [CheckResult(field, "ok", text)]
 
 
 def _check_model(run: RunConfig) -> list[CheckResult]:
@@ -225,48 +225,49 @@ def _load_tokenizer(run: RunConfig) -> tuple[Any, str]:
         pinned = pin_tokenizer(source)
     except ElsewhereError as error:
         raise UnreachableError(str(error)) from error
-    found = load_tokenizer(resolve_folder(source, pinned), pinned.pin.get("commit"))
-    _require_vocabulary(run, found)
-    template = "a chat template" if found.chat_template else "no chat template"
-    return found, f"{redact(source)}, {len(found):,} tokens, {template}"
+    tokenizer = load_tokenizer(resolve_folder(source, pinned), pinned.pin.get("commit"))
+    _require_vocabulary(run, tokenizer)
+    template = "a chat template" if tokenizer.chat_template else "no chat template"
+    return tokenizer, f"{redact(source)}, {len(tokenizer):,} tokens, {template}"
 
 
 def _vocabulary_size(run: RunConfig) -> int | None:
     """The model's vocabulary size; None if its config.json cannot be read, which the check of the
     model reports."""
     try:
-        known = resolve_text_config(run).get("vocab_size")
+        vocab_size = resolve_text_config(run).get("vocab_size")
     except (ConfigError, CapabilityError):
         return None
-    return known if isinstance(known, int) else None
+    return vocab_size if isinstance(vocab_size, int) else None
 
 
 def _require_vocabulary(run: RunConfig, tokenizer: Any) -> None:
     """Refuse a tokenizer whose vocabulary is larger than the model's, or whose chat template writes
     added tokens beyond it. Other added tokens do not count: few texts contain them."""
-    size, known = tokenizer.vocab_size, _vocabulary_size(run)
-    if known is None:
+    size, vocab_size = tokenizer.vocab_size, _vocabulary_size(run)
+    if vocab_size is None:
         return
     template = str(tokenizer.chat_template or "")
     written = [
         str(token)
         for number, token in sorted(tokenizer.added_tokens_decoder.items())
-        if number >= known and str(token) in template
+        if number >= vocab_size and str(token) in template
     ]
     if written:
-        raise _beyond_vocabulary(run, f"its chat template writes {', '.join(written[:5])}", known)
-    if size > known:
+        subject = f"its chat template writes {', '.join(written[:5])}"
+        raise _beyond_vocabulary(run, subject, vocab_size)
+    if size > vocab_size:
         raise ConfigError(
             f"{redact(run.model.tokenizer_source)} has {size:,} tokens, and the model "
-            f"{redact(run.model.config_source)} knows {known:,} (vocab_size).\n"
+            f"{redact(run.model.config_source)} knows {vocab_size:,} (vocab_size).\n"
             "  Leave tokenizer_path out to take the model's own, or name the one it was made with."
         )
 
 
-def _beyond_vocabulary(run: RunConfig, what: str, known: int) -> ConfigError:
+def _beyond_vocabulary(run: RunConfig, subject: str, vocab_size: int) -> ConfigError:
     return ConfigError(
-        f"{redact(run.model.tokenizer_source)}: {what}, beyond the {known:,} tokens of the model "
-        f"{redact(run.model.config_source)} (vocab_size), which has no embedding for it.\n"
+        f"{redact(run.model.tokenizer_source)}: {subject}, beyond the {vocab_size:,} tokens of the "
+        f"model {redact(run.model.config_source)} (vocab_size), which has no embedding for it.\n"
         "  Name the tokenizer that the model was made with, or save the model with more embeddings "
         "(transformers' resize_token_embeddings) and name that."
     )
@@ -276,12 +277,16 @@ def _require_known_tokens(
     run: RunConfig, tokenizer: Any, dataset: DatasetConfig, samples: "FirstSamples"
 ) -> None:
     """Refuse samples with tokens that the model has no embedding for."""
-    known = _vocabulary_size(run)
-    beyond = [number for number in samples.largest_tokens if known is not None and number >= known]
-    if known is not None and beyond:
+    vocab_size = _vocabulary_size(run)
+    beyond = [
+        number
+        for number in samples.largest_tokens
+        if vocab_size is not None and number >= vocab_size
+    ]
+    if vocab_size is not None and beyond:
         tokens = ", ".join(map(repr, tokenizer.convert_ids_to_tokens(beyond)))
-        what = f"the first samples of {redact(dataset.path)} contain {tokens}"
-        raise _beyond_vocabulary(run, what, known)
+        subject = f"the first samples of {redact(dataset.path)} contain {tokens}"
+        raise _beyond_vocabulary(run, subject, vocab_size)
 
 
 def _check_prepared(run: RunConfig) -> tuple[None, str]:
@@ -291,7 +296,7 @@ def _check_prepared(run: RunConfig) -> tuple[None, str]:
 
 
 def _check_dataset(
-    run: RunConfig, at: str, dataset: DatasetConfig, tokenizer: Any, counts: dict[str, int]
+    run: RunConfig, field: str, dataset: DatasetConfig, tokenizer: Any, counts: dict[str, int]
 ) -> tuple[DatasetConfig, str]:
     """The data set with its type, and a summary of its first records. `counts` receives the number
     of samples if these are all records."""
@@ -302,7 +307,7 @@ def _check_dataset(
 
     token, notes = run.data.hf_use_auth_token, list[str]()
     source = pin_dataset(dataset, token)
-    typed = resolve_dataset_type(run, at, dataset, notes)
+    typed = resolve_dataset_type(run, field, dataset, notes)
     try:
         values = read_first_values(source, typed.ds_type, token, run.data.max_record_bytes)
     except CapabilityError as error:
@@ -323,30 +328,30 @@ def _check_dataset(
         )
     columns = ", ".join(records[0])
     inferred = "" if dataset.is_typed else " (inferred from its records)"
-    said = f"{redact(dataset.path)}: type: {typed.type}{inferred}; columns {columns}"
+    text = f"{redact(dataset.path)}: type: {typed.type}{inferred}; columns {columns}"
     if tokenizer is None:
-        return typed, f"{said}; not tokenized, as the tokenizer cannot be loaded"
-    role = "train" if ".datasets." in at else "test"
+        return typed, f"{text}; not tokenized, as the tokenizer cannot be loaded"
+    role = "train" if ".datasets." in field else "test"
     only = tuple(run.data.select_columns) if run.data.select_columns else None
-    its = dataset_settings(run, typed, role)
-    found = first_samples(records, its, tokenizer, only, image_source(run, source, its))
-    if not found.samples or (found.bad and not run.data.bad_rows_allowed):
+    settings = dataset_settings(run, typed, role)
+    samples = first_samples(records, settings, tokenizer, only, image_source(run, source, settings))
+    if not samples.samples or (samples.bad and not run.data.bad_rows_allowed):
         raise StageError(
-            f"{redact(dataset.path)}, read as type: {typed.type}: {found.records - found.samples} "
-            f"of the first {found.records} records give no sample: {'; '.join(found.faults[:3])}"
-            f"{found.hint}"
+            f"{redact(dataset.path)}, read as type: {typed.type}: "
+            f"{samples.records - samples.samples} of the first {samples.records} records give no "
+            f"sample: {'; '.join(samples.faults[:3])}{samples.hint}"
         )
-    _require_known_tokens(run, tokenizer, dataset, found)
-    _require_room(run, at, dataset, found)
+    _require_known_tokens(run, tokenizer, dataset, samples)
+    _require_room(run, field, dataset, samples)
     if role == "train":
         _require_group(run, dataset, records)
     if len(records) < INFER_RECORDS and role == "train":
-        counts[at] = found.samples
+        counts[field] = samples.samples
     return typed, (
-        f"{said}; the first {found.samples} samples have {found.tokens:,} tokens, "
-        f"{found.trained_tokens:,} of them trained"
-        + "".join(f"\n  warning: {fault}" for fault in found.unread)
-        + "".join(f"\n  {line}" for line in found.warnings)
+        f"{text}; the first {samples.samples} samples have {samples.tokens:,} tokens, "
+        f"{samples.trained_tokens:,} of them trained"
+        + "".join(f"\n  warning: {fault}" for fault in samples.unread)
+        + "".join(f"\n  {line}" for line in samples.warnings)
     )
 
 
@@ -363,7 +368,7 @@ def _check_media(run: RunConfig, results: Sequence[CheckResult]) -> list[CheckRe
             check_media(run, stage, packs=packs, trains=trains)
         return None, ""
 
-    return [each for each in _run_check("data", find)[1] if each.status != "ok"]
+    return [result for result in _run_check("data", find)[1] if result.status != "ok"]
 
 
 def _check_validation_size(run: RunConfig, count: int) -> tuple[None, str]:
@@ -371,26 +376,28 @@ def _check_validation_size(run: RunConfig, count: int) -> tuple[None, str]:
     from penstock.prepare.select.select import validation_count
 
     size = run.data.val_set_size
-    taken = validation_count(size, count)
-    if taken >= count:
+    num_validation = validation_count(size, count)
+    if num_validation >= count:
         raise StageError(
-            f"Validation takes {taken} samples, and the data has {count} at most.\n"
+            f"Validation takes {num_validation} samples, and the data has {count} at most.\n"
             f"  Set data.val_set_size ({size}) lower."
         )
-    return None, f"{taken} of at most {count} samples are held out"
+    return None, f"{num_validation} of at most {count} samples are held out"
 
 
-def _require_room(run: RunConfig, at: str, dataset: DatasetConfig, found: "FirstSamples") -> None:
+def _require_room(
+    run: RunConfig, field: str, dataset: DatasetConfig, samples: "FirstSamples"
+) -> None:
     """Refuse packed sequences that are too short for a sample, as packing would."""
     data, length = run.data, run.data.row_length
-    too_long = [size for size in found.lengths if size > length]
+    too_long = [size for size in samples.lengths if size > length]
     if data.splits_samples or not too_long:
         return
     raise StageError(
         f"{redact(dataset.path)}: at least {len(too_long)} samples, among the first "
-        f"{found.samples}, are longer than a row of {length:,} tokens "
+        f"{samples.samples}, are longer than a row of {length:,} tokens "
         f"(data.sample_packing_sequence_len); the longest has {max(too_long):,}.\n"
-        f"  Set {at}.max_seq_len to {length} to cut them as data.truncation_mode says, or the "
+        f"  Set {field}.max_seq_len to {length} to cut them as data.truncation_mode says, or the "
         f"length of a row to {max(too_long)} or more."
     )
 
@@ -430,5 +437,5 @@ def print_config(run: RunConfig, *, whole: bool) -> str:
     """The config as YAML that loads as the same run: the fields that are set, or with `whole`
     all."""
     text = yaml12.dump(run.model_dump(mode="json", exclude_unset=not whole)).rstrip()
-    told = "\n# ".join(yaml12.dump(resolve(run)).splitlines())
-    return f"{text}\n# Resolved:\n# {told}" if whole else text
+    resolved = "\n# ".join(yaml12.dump(resolve(run)).splitlines())
+    return f"{text}\n# Resolved:\n# {resolved}" if whole else text

@@ -89,9 +89,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _require_users(arguments: Sequence[str]) -> None:
     """Refuse `~name` of no user, which the shell has left as it is."""
-    for word in arguments:
-        if word.startswith("~") and os.path.expanduser(word) == word:  # noqa: PTH111 - raises
-            raise ConfigError(f"{word}: {word.partition('/')[0]} is no user of this machine.")
+    for argument in arguments:
+        if argument.startswith("~") and os.path.expanduser(argument) == argument:  # noqa: PTH111 - raises
+            raise ConfigError(
+                f"{argument}: {argument.partition('/')[0]} is no user of this machine."
+            )
 
 
 def _skip_final_gc() -> None:

@@ -51,9 +51,9 @@ def require_hyphens(arguments: Sequence[str]) -> None:
 
 def require_one_value(command: Any, arguments: Sequence[str]) -> None:
     """Raise ConfigError for an option that is given twice, with two values, and takes one."""
-    at = 0
-    while at < len(arguments) and arguments[at] in getattr(command, "commands", {}):
-        command, at = command.commands[arguments[at]], at + 1
+    start = 0
+    while start < len(arguments) and arguments[start] in getattr(command, "commands", {}):
+        command, start = command.commands[arguments[start]], start + 1
     named = {
         name: param
         for param in command.params
@@ -61,7 +61,7 @@ def require_one_value(command: Any, arguments: Sequence[str]) -> None:
         if not (getattr(param, "is_flag", True) or param.multiple)
     }
     values: dict[str, str] = {}
-    for index, argument in enumerate(arguments[at:], at):
+    for index, argument in enumerate(arguments[start:], start):
         name, is_joined, value = argument.partition("=")
         if name not in named or argument == "--":
             continue

@@ -83,15 +83,15 @@ class Idefics3(Form):
                 " along the side of an image, which it does not divide.\n"
                 f"  Write one of: {', '.join(map(str, fit))}."
             )
-        found = {"model_type": "idefics3_vision", **{name: vision[name] for name in SHARED}}
-        _require_positions(found, encoder)
+        entries = {"model_type": "idefics3_vision", **{name: vision[name] for name in SHARED}}
+        _require_positions(entries, encoder)
         if encoder.read_preprocessor().get("do_center_crop"):
             raise CapabilityError(
                 f"{encoder.config} crops images (do_center_crop in its preprocessor_config.json),"
                 " which Idefics3's image processor does not.\n  Write projector: mlp, or a"
                 " preprocessor that resizes images to a square."
             )
-        return {"vision_config": found, "scale_factor": self.scale_factor}
+        return {"vision_config": entries, "scale_factor": self.scale_factor}
 
     def token_entries(self, token: int) -> dict[str, Any]:
         """See `Form`."""
@@ -102,10 +102,10 @@ class Idefics3(Form):
     ) -> dict[str, torch.Tensor]:
         """See `Form`."""
         del hf_config
-        found = encoder.tensors(encoder.vision_config(TOWERS[-1]), seed)
+        tensors = encoder.tensors(encoder.vision_config(TOWERS[-1]), seed)
         return {
-            f"model.vision_model.{name}": one
-            for name, one in found.items()
+            f"model.vision_model.{name}": tensor
+            for name, tensor in tensors.items()
             if not name.startswith(POOLS)
         }
 
@@ -118,10 +118,10 @@ class Idefics3(Form):
 
     def preprocessor(self, encoder: Encoder, hf_config: Mapping[str, Any]) -> dict[str, Any]:
         """See `Form`: pixels as the encoder's own."""
-        given = encoder.read_preprocessor()
+        entries = encoder.read_preprocessor()
         side = {"longest_edge": hf_config["vision_config"]["image_size"]}
         return {
-            **{name: given.get(name, usual) for name, usual in PREPARED.items()},
+            **{name: entries.get(name, usual) for name, usual in PREPARED.items()},
             "image_processor_type": "Idefics3ImageProcessor",
             "do_image_splitting": False,
             # Each image is resized once, to the square of the tower.
@@ -149,14 +149,16 @@ def _require_positions(vision: Mapping[str, Any], encoder: Encoder) -> None:
     config = configuration_idefics3.Idefics3VisionConfig(
         hidden_size=1, num_channels=1, image_size=side, patch_size=1
     )
-    made = modeling_idefics3.Idefics3VisionEmbeddings(config)
+    embeddings = modeling_idefics3.Idefics3VisionEmbeddings(config)
     with torch.no_grad():
-        made.position_embedding.weight.copy_(torch.arange(side**2)[:, None])
-        made.patch_embedding.weight.zero_()
-        assert made.patch_embedding.bias is not None
-        made.patch_embedding.bias.zero_()
-        found = made(torch.zeros(1, 1, side, side), torch.ones(1, side, side, dtype=torch.bool))
-    if not torch.equal(found.flatten(), torch.arange(side**2, dtype=found.dtype)):
+        embeddings.position_embedding.weight.copy_(torch.arange(side**2)[:, None])
+        embeddings.patch_embedding.weight.zero_()
+        assert embeddings.patch_embedding.bias is not None
+        embeddings.patch_embedding.bias.zero_()
+        embedded = embeddings(
+            torch.zeros(1, 1, side, side), torch.ones(1, side, side, dtype=torch.bool)
+        )
+    if not torch.equal(embedded.flatten(), torch.arange(side**2, dtype=embedded.dtype)):
         raise CapabilityError(
             f"{encoder.config} has {side} x {side} patches in an image, to which Idefics3's tower"
             " gives other positions than SigLIP's.\n  Write projector: mlp."

@@ -70,24 +70,26 @@ class Llava(Form):
         self, encoder: Encoder, hf_config: Mapping[str, Any], seed: int
     ) -> dict[str, torch.Tensor]:
         """See `Form`."""
-        found = encoder.tensors(hf_config["vision_config"], seed)
-        return {f"model.vision_tower.{name}": one for name, one in found.items()}
+        tensors = encoder.tensors(hf_config["vision_config"], seed)
+        return {f"model.vision_tower.{name}": tensor for name, tensor in tensors.items()}
 
     def projector_tensors(self, hf_config: Mapping[str, Any], seed: int) -> dict[str, torch.Tensor]:
         """See `Form`. The second layer of a linear projector is the identity at first, so that the
         two are one layer of the usual initial values."""
         outer = hf_config["text_config"]["hidden_size"]
-        found: dict[str, torch.Tensor] = {}
+        tensors: dict[str, torch.Tensor] = {}
         for layer, inputs in (
             ("linear_1", hf_config["vision_config"]["hidden_size"]),
             ("linear_2", outer),
         ):
             name = f"{PROJECTOR}.{layer}"
-            found[f"{name}.weight"] = drawn_matrix(f"{name}.weight", outer, inputs, hf_config, seed)
-            found[f"{name}.bias"] = torch.zeros(outer)
+            tensors[f"{name}.weight"] = drawn_matrix(
+                f"{name}.weight", outer, inputs, hf_config, seed
+            )
+            tensors[f"{name}.bias"] = torch.zeros(outer)
         if self.activation == LINEAR:
-            found[f"{PROJECTOR}.linear_2.weight"] = torch.eye(outer)
-        return found
+            tensors[f"{PROJECTOR}.linear_2.weight"] = torch.eye(outer)
+        return tensors
 
     def preprocessor(self, encoder: Encoder, hf_config: Mapping[str, Any]) -> dict[str, Any]:
         """See `Form`: that of the encoder."""

@@ -74,8 +74,10 @@ class Encoder:
         from transformers import AutoConfig  # noqa: PLC0415 - takes seconds
 
         config = self.read()
-        whole = {k: v for k, v in config.get("vision_config", config).items() if k != "model_type"}
-        return AutoConfig.for_model(vision_type, **whole).to_dict()
+        vision_config = {
+            k: v for k, v in config.get("vision_config", config).items() if k != "model_type"
+        }
+        return AutoConfig.for_model(vision_type, **vision_config).to_dict()
 
     def tensors(self, vision_config: Mapping[str, Any], seed: int) -> "dict[str, torch.Tensor]":
         """The tensors of its vision model, by their names in transformers' class."""
@@ -86,8 +88,8 @@ class Encoder:
         config = AutoConfig.for_model(vision.pop("model_type"), **vision)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            made = AutoModel.from_config(config, dtype=torch.float32)
+            model = AutoModel.from_config(config, dtype=torch.float32)
         if self.weights:
-            load = type(made).from_pretrained
-            made = load(self.weights, config=config, dtype="auto", use_safetensors=True)
-        return made.state_dict()
+            load = type(model).from_pretrained
+            model = load(self.weights, config=config, dtype="auto", use_safetensors=True)
+        return model.state_dict()

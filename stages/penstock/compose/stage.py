@@ -95,16 +95,16 @@ class Compose(Stage):
     @property
     def inputs(self) -> Mapping[str, Input]:
         """The content of both parts."""
-        found: dict[str, Input] = {
+        inputs: dict[str, Input] = {
             "text_config": self.text.config,
             "tokenizer": self.tokenizer,
             "image_config": self.image.config,
         }
         if self.text.weights:
-            found["text_weights"] = self.text.weights
+            inputs["text_weights"] = self.text.weights
         if self.image.weights:
-            found["image_weights"] = self.image.weights
-        return found
+            inputs["image_weights"] = self.image.weights
+        return inputs
 
     def check(self) -> None:
         """Raise CapabilityError or ConfigError if the two cannot be put together. Reads no
@@ -149,11 +149,11 @@ def model_keys(manifest: Mapping[str, Any]) -> set[str]:
     files = [{**file, "name": file["path"].removeprefix(f"{MODEL}/")} for file in manifest["files"]]
 
     def key(*patterns: str) -> str:
-        its = [
+        identity = [
             {name: file[name] for name in ("name", "bytes", "sha256")}
             for file in files
             if any(fnmatchcase(file["name"], pattern) for pattern in patterns)
         ]
-        return Source({"kind": "files", "files": its}).key
+        return Source({"kind": "files", "files": identity}).key
 
     return {key(*MODEL_FILES), key("config.json")}

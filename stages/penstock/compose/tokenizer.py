@@ -31,12 +31,12 @@ def with_tokens(tokenizer: str, revision: str | None, tokens: Sequence[str]) -> 
 
     Raises CapabilityError if it has no chat template.
     """
-    found: Any = load_tokenizer(tokenizer, revision)
-    if not isinstance(found.chat_template, str):
+    extended: Any = load_tokenizer(tokenizer, revision)
+    if not isinstance(extended.chat_template, str):
         raise CapabilityError(
             f"the tokenizer of {tokenizer} has no chat template, which says where images are.\n"
             "  Name a model that was trained on chats, or write a chat_template.jinja there."
         )
-    found.add_special_tokens({"additional_special_tokens": [*tokens]})
-    found.chat_template = FLATTEN + found.chat_template
-    return found
+    extended.add_special_tokens({"additional_special_tokens": [*tokens]})
+    extended.chat_template = FLATTEN + extended.chat_template
+    return extended

@@ -88,15 +88,15 @@ class Features:
     def get_or_encode(self) -> list[Path]:
         """The files with the features of all images. Those of one file of images are apart from
         others, so that they are found again beside new ones."""
-        found: dict[Path, None] = {}
+        files: dict[Path, None] = {}
         for file in self.files:
             digests = ImageFiles([file]).digests()
             for index in range(0, len(digests), IMAGES_PER_FILE):
                 some = digests[index : index + IMAGES_PER_FILE]
                 target = self.folder / f"{media_name(some)}.arrow"
                 get_or_write(target, lambda part, some=some: self._write(part, some), "wait")
-                found[target] = None
-        return [*found]
+                files[target] = None
+        return [*files]
 
     def _write(self, part: Path, digests: Sequence[bytes]) -> Mapping[str, Any]:
         count = write_images(part, self._iter(digests))
@@ -126,8 +126,8 @@ class Features:
         with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
             found = encode_images(self.tower, tensors, projected=self.settings.projected)
         features = {
-            name: stored(one.cpu().numpy() if name in tensors else _to_array(one, dtype))
-            for name, one in found.items()
+            name: stored(tensor.cpu().numpy() if name in tensors else _to_array(tensor, dtype))
+            for name, tensor in found.items()
         }
         return StoredImage(digest, features, image.size)
 
@@ -146,5 +146,5 @@ def _processor_key(stage: "Encode", kind: str) -> str:
     origin = stage.origin
     path = resolve_folder(origin.tokenizer_path, origin.tokenizer)
     revision = origin.tokenizer.pin.get("commit")
-    found = load_processor(kind, path, revision, load_tokenizer(path, revision))
-    return found.key if found else ""
+    processor = load_processor(kind, path, revision, load_tokenizer(path, revision))
+    return processor.key if processor else ""

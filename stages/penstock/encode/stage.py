@@ -44,8 +44,8 @@ class Encode(Stage):
     @property
     def inputs(self) -> Mapping[str, Input]:
         """The prepared samples, and the model's config and weights."""
-        found: dict[str, Input] = {"prepared": self.prepared, "config": self.origin.config}
-        return {**found, "weights": self.origin.weights} if self.origin.weights else found
+        inputs: dict[str, Input] = {"prepared": self.prepared, "config": self.origin.config}
+        return {**inputs, "weights": self.origin.weights} if self.origin.weights else inputs
 
     def run(self, out: Path) -> Facts:
         """Encode the images without features, and link those of all images.

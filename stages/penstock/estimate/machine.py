@@ -117,10 +117,10 @@ def check_machine(run: RunConfig) -> None:
             "CUDA_LAUNCH_BLOCKING is set in the environment, and makes every kernel wait.\n"
             "  Unset it, or write train.allow_cuda_launch_blocking: true if that is wanted."
         )
-    asked = run.launch.nproc_per_node
-    if gpus and asked != "auto" and asked > gpus:
+    nproc = run.launch.nproc_per_node
+    if gpus and nproc != "auto" and nproc > gpus:
         raise CapabilityError(
-            f"launch.nproc_per_node is {asked}, and {gpus} CUDA devices are visible.\n"
+            f"launch.nproc_per_node is {nproc}, and {gpus} CUDA devices are visible.\n"
             f"  Write {gpus} or auto."
         )
     check_schedule(run.train)
@@ -477,7 +477,7 @@ def check_media(run: RunConfig, stage: Prepare, *, packs: bool, trains: bool) ->
 
     _check_media_bounds(run, stage)
     checked: set[str] = set()
-    for at, kind, suffixes in _first_media(stage):
+    for location, kind, suffixes in _first_media(stage):
         try:
             _require_packages(kind, suffixes)
             if kind in checked:
@@ -491,27 +491,27 @@ def check_media(run: RunConfig, stage: Prepare, *, packs: bool, trains: bool) ->
             if trains:
                 _require_trained(run, kind)
         except (ConfigError, CapabilityError) as error:
-            raise type(error)(f"{at} has {KINDS[kind].plural}. {error}") from error
+            raise type(error)(f"{location} has {KINDS[kind].plural}. {error}") from error
 
 
 def _check_media_bounds(run: RunConfig, stage: Prepare) -> None:
     """Refuse a number of pixels or frames of a data set that no processor of the model keeps to."""
     settings = stage.settings
     for name in ("datasets", "test_datasets"):
-        for index, its in enumerate(getattr(settings, name)):
-            bounds = its.media_bounds
+        for index, dataset in enumerate(getattr(settings, name)):
+            bounds = dataset.media_bounds
             for kind in bounds.kinds:
-                at = f"data.{name}.{index}"
+                location = f"data.{name}.{index}"
                 try:
                     is_kept = _has_media_processor(stage, kind, bounds)
                 except (ConfigError, CapabilityError) as error:
-                    raise type(error)(f"{at}.{error}") from error
+                    raise type(error)(f"{location}.{error}") from error
                 if not is_kept:
                     model = redact(run.model.tokenizer_source)
                     raise ConfigError(
-                        f"{at}.{' and '.join(bounds.of(kind))}: {model} has no {kind} processor "
-                        "(preprocessor_config.json beside its tokenizer).\n  Leave it out, or use "
-                        "another model."
+                        f"{location}.{' and '.join(bounds.of(kind))}: {model} has no {kind} "
+                        "processor (preprocessor_config.json beside its tokenizer).\n  Leave it "
+                        "out, or use another model."
                     )
 
 
@@ -556,13 +556,13 @@ def _first_media(stage: Prepare) -> Iterator[tuple[str, str, Sequence[str]]]:
         "test_datasets": zip(stage.test_sources, settings.test_datasets, strict=True),
     }
     for name, data in fields.items():
-        for index, (source, its) in enumerate(data):
+        for index, (source, dataset) in enumerate(data):
             is_used = name != "datasets" or not settings.mix or settings.mix[index].weight
             if not is_used or source.pin["kind"] == "hub":
                 continue
-            found = find_first_media(source, its, settings.select_columns, stage.hub_token)
-            for kind in sorted(found):
-                yield f"data.{name}.{index}", kind, found[kind]
+            media = find_first_media(source, dataset, settings.select_columns, stage.hub_token)
+            for kind in sorted(media):
+                yield f"data.{name}.{index}", kind, media[kind]
 
 
 def _require_media_processor(run: RunConfig, stage: Prepare, kind: str) -> None:
@@ -592,8 +592,8 @@ def _has_media_processor(stage: Prepare, kind: str, bounds: "MediaBounds") -> bo
         return load_processor(kind, path, revision, tokenizer, bounds) is not None
 
     own = [bounds.of(kind)] if bounds.of(kind) else []
-    asked = [f"{kind} processor", version("transformers"), stage.tokenizer.key, *own]
-    return cached_value(digest_json(asked), find)
+    cache_key = [f"{kind} processor", version("transformers"), stage.tokenizer.key, *own]
+    return cached_value(digest_json(cache_key), find)
 
 
 def check_layout(run: RunConfig, gpus: int = 0) -> None:

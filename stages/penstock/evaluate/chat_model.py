@@ -83,7 +83,7 @@ class ChatModel:
     def reply(
         self,
         messages: Sequence[Message],
-        how: SamplingParams,
+        sampling: SamplingParams,
         on_text: Callable[[str], None],
         check_stop: Callable[[], None],
     ) -> Reply:
@@ -96,8 +96,8 @@ class ChatModel:
         shown = ""
 
         def decoded(until: int | None = None) -> str:
-            found = tokens[:until]
-            return str(self.tokenizer.decode(found, skip_special_tokens=True))
+            decoded_tokens = tokens[:until]
+            return str(self.tokenizer.decode(decoded_tokens, skip_special_tokens=True))
 
         def on_token(_prompt: int, token: int) -> None:
             nonlocal shown
@@ -109,7 +109,7 @@ class ChatModel:
                 on_text(text[len(shown) :])
                 shown = text
 
-        prompt = Prompt(self.encode(messages), how)
+        prompt = Prompt(self.encode(messages), sampling)
         self.generator.require_possible("the conversation", prompt)
         try:
             [answered] = self.generator.generate([prompt], between=check_stop, on_token=on_token)
@@ -149,8 +149,8 @@ def end_tokens(
         language_config(hf_config),
         read_json_object(file) if file.is_file() else {},
     ]
-    found: list[Any] = [tokenizer.eos_token_id]
+    tokens: list[Any] = [tokenizer.eos_token_id]
     for config in configs:
         ends = config.get("eos_token_id")
-        found += ends if isinstance(ends, list) else [ends]
-    return tuple(sorted({end for end in found if isinstance(end, int)}))
+        tokens += ends if isinstance(ends, list) else [ends]
+    return tuple(sorted({end for end in tokens if isinstance(end, int)}))

@@ -106,8 +106,8 @@ def exact_match(
     ends = _eos_token_ids(model, tokenizer)
     asking = _GreedyDecoder(model, ends, tokenizer.pad_token_id or 0, room=2 if part else 1)
     samples = [
-        _score_completion(question, given, ends, tokenizer, part)
-        for question, given in zip(questions, asking.answers(questions, batch_size), strict=True)
+        _score_completion(question, answer, ends, tokenizer, part)
+        for question, answer in zip(questions, asking.answers(questions, batch_size), strict=True)
     ]
     return Report(
         num_asked=len(questions),
@@ -128,9 +128,9 @@ def _compared_part(answer: re.Pattern[str] | None, expected: Sequence[str]) -> F
 class PatternMatch(FinalAnswer):
     """What a regular expression of the user's matches, as it is."""
 
-    def is_right(self, given: str, expected: str) -> bool:
+    def is_right(self, answer: str, expected: str) -> bool:
         """Whether both match with the same text."""
-        return self.find(given) == self.find(expected)
+        return self.find(answer) == self.find(expected)
 
 
 def last_match(answer: re.Pattern[str], text: str) -> str | None:
@@ -141,15 +141,15 @@ def last_match(answer: re.Pattern[str], text: str) -> str | None:
 
 def _score_completion(
     question: Question,
-    given: tuple[int, ...],
+    token_ids: tuple[int, ...],
     ends: frozenset[int],
     tokenizer: Any,
     part: FinalAnswer | None,
 ) -> Sample:
     expected = _up_to_end(question.expected, ends)
-    texts = _text(tokenizer, given), _text(tokenizer, expected)
+    texts = _text(tokenizer, token_ids), _text(tokenizer, expected)
     # A truncated expected completion has no EOS token; compare only as many tokens.
-    right = part.is_right(*texts) if part else given[: len(expected)] == expected
+    right = part.is_right(*texts) if part else token_ids[: len(expected)] == expected
     return Sample(tokenizer.decode(question.prompt), *texts, right)
 
 
@@ -225,22 +225,22 @@ class _GreedyDecoder:
         order = sorted(range(len(questions)), key=lambda index: len(questions[index].prompt))
         answers: list[tuple[int, ...]] = [()] * len(questions)
         for batch in _batches(order, batch_size):
-            asked = [questions[index] for index in batch]
-            for index, answer in zip(batch, self._generate(asked), strict=True):
+            batch_questions = [questions[index] for index in batch]
+            for index, answer in zip(batch, self._generate(batch_questions), strict=True):
                 answers[index] = answer
         return answers
 
     @torch.no_grad()
-    def _generate(self, asked: Sequence[Question]) -> list[tuple[int, ...]]:
-        width = max(len(question.prompt) for question in asked)
-        ids_BT = torch.full((len(asked), width), self.pad)
+    def _generate(self, questions: Sequence[Question]) -> list[tuple[int, ...]]:
+        width = max(len(question.prompt) for question in questions)
+        ids_BT = torch.full((len(questions), width), self.pad)
         mask_BT = torch.zeros_like(ids_BT)
-        for row, question in enumerate(asked):
+        for row, question in enumerate(questions):
             ids_BT[row, width - len(question.prompt) :] = torch.tensor(question.prompt)
             mask_BT[row, width - len(question.prompt) :] = 1
         greedy = GenerationConfig(
             do_sample=False,
-            max_new_tokens=self.room * max(len(question.expected) for question in asked),
+            max_new_tokens=self.room * max(len(question.expected) for question in questions),
             eos_token_id=sorted(self.ends) or None,
             pad_token_id=self.pad,
         )

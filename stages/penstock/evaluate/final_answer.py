@@ -26,13 +26,13 @@ class FinalAnswer:
     def is_right(self, given: str, expected: str) -> bool:
         """Whether the completions have equal final answers. A number may also be the last one of a
         completion in another form."""
-        wanted = self.find(expected)
-        if wanted is None:
+        expected_answer = self.find(expected)
+        if expected_answer is None:
             return False
         answer = self.find(given)
-        if answer is None and _number(wanted) is not None:
+        if answer is None and _number(expected_answer) is not None:
             answer = last_number(given)
-        return answer is not None and _equal(answer, wanted)
+        return answer is not None and _equal(answer, expected_answer)
 
 
 def final_answers(expected: Sequence[str]) -> FinalAnswer | None:
@@ -82,11 +82,11 @@ def last_number(text: str) -> str | None:
     return numbers[-1] if numbers else None
 
 
-def _equal(one: str, other: str) -> bool:
-    numbers = _number(one), _number(other)
+def _equal(first: str, second: str) -> bool:
+    numbers = _number(first), _number(second)
     if None not in numbers:
         return numbers[0] == numbers[1]
-    return _plain(one) == _plain(other)
+    return _plain(first) == _plain(second)
 
 
 def _plain(text: str) -> str:

@@ -50,13 +50,13 @@ def run_tasks(
     lm_eval: Any = import_module("lm_eval")
     kinds: Any = import_module("lm_eval.tasks")
     manager = kinds.TaskManager(include_path=str(more_tasks) if more_tasks else None)
-    known = set(manager.all_tasks)
-    if unknown := [task for task in tasks if task not in known]:
+    task_names = set(manager.all_tasks)
+    if unknown := [task for task in tasks if task not in task_names]:
         raise ConfigError(
             f"lm_eval {lm_eval.__version__} has no task {', '.join(unknown)}.\n"
             "  `lm_eval ls tasks` lists them; --harness-tasks names a folder with more."
         )
-    found = lm_eval.simple_evaluate(
+    results = lm_eval.simple_evaluate(
         model="hf",
         model_args=model_arguments(hf_folder),
         tasks=list(tasks),
@@ -70,7 +70,7 @@ def run_tasks(
         fewshot_random_seed=seed,
         log_samples=False,
     )
-    return parse_scores(found["results"])
+    return parse_scores(results["results"])
 
 
 def model_arguments(hf_folder: Path) -> dict[str, Any]:
@@ -88,13 +88,13 @@ def model_arguments(hf_folder: Path) -> dict[str, Any]:
 
 def parse_scores(results: Mapping[str, Mapping[str, Any]]) -> list[Score]:
     """Extract the numeric metrics from the harness's results."""
-    found: list[Score] = []
+    scores: list[Score] = []
     for task, metrics in results.items():
         for name, value in metrics.items():
             metric, _, of = name.partition(",")
             if not of or metric.endswith(STDERR) or not isinstance(value, int | float):
                 continue
             error = metrics.get(f"{metric}{STDERR},{of}")
-            known = float(error) if isinstance(error, int | float) else None
-            found.append(Score(task, name, float(value), known))
-    return found
+            stderr = float(error) if isinstance(error, int | float) else None
+            scores.append(Score(task, name, float(value), stderr))
+    return scores

@@ -41,7 +41,7 @@ class BaseModel:
     @property
     def repos(self) -> list[str]:
         """The Hub repositories whose weights it has, of those that are known."""
-        return [one.repo for one in self.parts or (self,) if one.repo and not one.drawn]
+        return [part.repo for part in self.parts or (self,) if part.repo and not part.drawn]
 
 
 def read_base_model(origin: ModelSource) -> BaseModel | None:
@@ -65,9 +65,9 @@ def read_base_model(origin: ModelSource) -> BaseModel | None:
 def read_model_folder(folder: Path, name: str | None = None) -> BaseModel:
     """The model in `folder`, which may be in the Hub cache."""
     license_ = detect_license(folder)
-    if found := _SNAPSHOT.search(folder.resolve().as_posix()):
-        repo = found["repo"].replace("--", "/")
-        return BaseModel(repo, repo, found["commit"], license_, folder)
+    if match := _SNAPSHOT.search(folder.resolve().as_posix()):
+        repo = match["repo"].replace("--", "/")
+        return BaseModel(repo, repo, match["commit"], license_, folder)
     if parts := _read_parts(folder):
         title = " with ".join(part.name.rpartition("/")[2] for part in parts)
         return BaseModel(title, None, None, license_, folder, parts)
@@ -83,14 +83,14 @@ def _read_parts(folder: Path) -> tuple[BaseModel, ...]:
     if manifest is None or manifest.get("stage") != COMPOSE:
         return ()
     inputs, names = manifest["inputs"], manifest["facts"].get("names", {})
-    found: list[BaseModel] = []
+    parts: list[BaseModel] = []
     for kind in filter(names.__contains__, PARTS):
         weights = inputs.get(f"{kind}_weights")
         pin = (weights or inputs[f"{kind}_config"])["source"]
-        found.append(
+        parts.append(
             BaseModel(names[kind], pin.get("repo"), pin.get("commit"), drawn=weights is None)
         )
-    return tuple(found)
+    return tuple(parts)
 
 
 def _display_name(typed: str) -> str:

@@ -71,8 +71,8 @@ def write_cards(
     """
     adapter = read_json_object(out / "adapter" / CONFIG) if "adapter" in facts["folders"] else None
     export = Export(facts, key, origin, read_base_model(origin), adapter, Lineage.of(trained))
-    whole = out / facts["folders"].get("hf", facts["folders"].get("adapter", ""))
-    prompting = "chat" if has_chat_template(whole) else "text"
+    model_folder = out / facts["folders"].get("hf", facts["folders"].get("adapter", ""))
+    prompting = "chat" if has_chat_template(model_folder) else "text"
     for name in ("hf", "adapter"):
         if name not in facts["folders"]:
             continue
@@ -109,8 +109,10 @@ def front_matter(base: BaseModel | None, relation: str, **more: Any) -> ModelCar
 
 def heading(text: str) -> str:
     """The card's title, with Markdown escaped."""
-    words = " ".join(text.split())
-    return "# " + "".join(f"\\{each}" if each in MARKUP else each for each in words)
+    title = " ".join(text.split())
+    return "# " + "".join(
+        f"\\{character}" if character in MARKUP else character for character in title
+    )
 
 
 def describe_base(base: BaseModel) -> str:
@@ -121,8 +123,8 @@ def describe_base(base: BaseModel) -> str:
         return f"{code(base.name)} (random weights)"
     if not base.repo:
         return code(base.name)
-    at = f" at {code(base.commit[:12])}" if base.commit else ""
-    return f"[{base.repo}](https://huggingface.co/{base.repo}){at}"
+    commit = f" at {code(base.commit[:12])}" if base.commit else ""
+    return f"[{base.repo}](https://huggingface.co/{base.repo}){commit}"
 
 
 def describe_license(base: BaseModel) -> str:
@@ -132,7 +134,7 @@ def describe_license(base: BaseModel) -> str:
     name = code(base.license.display_name)
     link = base.license.link
     # Angle brackets delimit the link; they end at characters that no valid link has.
-    is_link = link is not None and not any(each in link for each in "<> \n")
+    is_link = link is not None and not any(marker in link for marker in "<> \n")
     return (
         f"that of the base model, [{name}](<{link}>)"
         if is_link
@@ -219,7 +221,7 @@ def _summary(export: Export, name: str) -> str:
         notes.append(
             "Loads in vLLM and SGLang, and in transformers with `compressed-tensors` installed."
         )
-    return "\n\n".join(each for each in (pairs(rows), *notes) if each)
+    return "\n\n".join(paragraph for paragraph in (pairs(rows), *notes) if paragraph)
 
 
 def _precision(facts: Mapping[str, Any]) -> str:
@@ -303,35 +305,35 @@ def _describe_precision(train: Mapping[str, Any]) -> str:
 
 
 def _describe_optimizer(train: Mapping[str, Any]) -> str:
-    said = f"{code(train['optimizer'])}, weight decay {number(train['weight_decay'])}"
-    told = train.get("optimizer_kwargs", {})
-    return said + "".join(f", {name} {code(json.dumps(value))}" for name, value in told.items())
+    text = f"{code(train['optimizer'])}, weight decay {number(train['weight_decay'])}"
+    kwargs = train.get("optimizer_kwargs", {})
+    return text + "".join(f", {name} {code(json.dumps(value))}" for name, value in kwargs.items())
 
 
 def _describe_lr(train: Mapping[str, Any]) -> str:
-    said = number(train["lr"])
+    text = number(train["lr"])
     if train["optimizer"] == "muon":
-        said += f" ({number(train['muon_lr'])} for matrices)"
+        text += f" ({number(train['muon_lr'])} for matrices)"
     if train.get("lr_warmup_steps"):
-        said += f", after a warmup of {count(train['lr_warmup_steps'], 'step')}"
+        text += f", after a warmup of {count(train['lr_warmup_steps'], 'step')}"
     elif train["lr_warmup_ratio"]:
-        said += f", after a warmup of {train['lr_warmup_ratio']:.4g} of the steps"
+        text += f", after a warmup of {train['lr_warmup_ratio']:.4g} of the steps"
     if train["lr_decay_style"] == "constant":
-        return f"{said}, constant"
+        return f"{text}, constant"
     by = "" if train["lr_decay_ratio"] == 1 else f" at {train['lr_decay_ratio']:.4g} of the steps"
-    return f"{said}, decaying to {number(train['lr_min'])}{by} ({train['lr_decay_style']})"
+    return f"{text}, decaying to {number(train['lr_min'])}{by} ({train['lr_decay_style']})"
 
 
 def _describe_dropout(written: Mapping[str, Any], of_adapters: float) -> str:
     of = {"hidden": "hidden states", "ffn": "feed-forward activations"}
-    named = [f"{written[name]} of {what}" for name, what in of.items() if written.get(name)]
-    said = " and ".join(named)
+    named = [f"{written[name]} of {dropout}" for name, dropout in of.items() if written.get(name)]
+    text = " and ".join(named)
     if written.get("depth_scaling"):
-        said += ", less in earlier layers"
+        text += ", less in earlier layers"
     if steps := written.get("warmup_steps"):
-        said += f", after a warmup of {count(steps, 'step')}"
+        text += f", after a warmup of {count(steps, 'step')}"
     adapters = f"{of_adapters} of adapters" if of_adapters else ""
-    return "; ".join(filter(None, (said, adapters)))
+    return "; ".join(filter(None, (text, adapters)))
 
 
 def _describe_lora_plus(lora: Mapping[str, Any]) -> str:

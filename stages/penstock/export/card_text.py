@@ -61,15 +61,15 @@ def number(value: float) -> str:
     return f"{value:.4g}"
 
 
-def count(number: int, one: str, many: str | None = None) -> str:
+def count(number: int, singular: str, plural: str | None = None) -> str:
     """`1 row`, `2,000 rows`."""
-    return f"{number:,} {one if number == 1 else many or one + 's'}"
+    return f"{number:,} {singular if number == 1 else plural or singular + 's'}"
 
 
 def section(title: str, *paragraphs: str) -> str:
     """A heading and paragraphs; empty without paragraphs."""
-    said = [paragraph for paragraph in paragraphs if paragraph]
-    return "\n\n".join([f"## {title}", *said]) if said else ""
+    texts = [paragraph for paragraph in paragraphs if paragraph]
+    return "\n\n".join([f"## {title}", *texts]) if texts else ""
 
 
 def table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -87,18 +87,18 @@ def pairs(rows: Mapping[str, str]) -> str:
 
 def describe_adapter(config: Mapping[str, Any]) -> str:
     """Describe an adapter_config.json: adapter type, rank, and target modules."""
-    said = f"{_adapter_type(config)} of rank {config['r']}, alpha {number(config['lora_alpha'])}"
-    if any(config.get(each) for each in ("rank_pattern", "alpha_pattern")):
-        said += ", others for some layers"
+    text = f"{_adapter_type(config)} of rank {config['r']}, alpha {number(config['lora_alpha'])}"
+    if any(config.get(key) for key in ("rank_pattern", "alpha_pattern")):
+        text += ", others for some layers"
     targets = config.get("target_modules") or []
     names = [targets] if isinstance(targets, str) else sorted(targets)
     names += sorted(config.get("target_parameters") or [])
     shown = [code(name) for name in names[:MAX_LAYER_NAMES]]
     if len(names) > len(shown):
         shown.append(f"{len(names) - len(shown):,} others")
-    said += f", on {', '.join(shown)}" if shown else ""
+    text += f", on {', '.join(shown)}" if shown else ""
     biases = {"all": "all biases", "lora_only": "biases of these"}.get(config.get("bias", "none"))
-    return f"{said}; {biases} trained too" if biases else said
+    return f"{text}; {biases} trained too" if biases else text
 
 
 def _adapter_type(config: Mapping[str, Any]) -> str:
@@ -108,19 +108,19 @@ def _adapter_type(config: Mapping[str, Any]) -> str:
 
 def model_snippet(prompting: Prompting, model_type: str) -> str:
     """Snippet that loads the folder with transformers."""
-    what = "ImageTextToText" if _takes_images(model_type) else "CausalLM"
+    class_name = "ImageTextToText" if _takes_images(model_type) else "CausalLM"
     if _takes_audio_alone(model_type):
-        what = "MultimodalLM"
-    return _snippet(_MODEL.format(auto_class=f"AutoModelFor{what}"), prompting)
+        class_name = "MultimodalLM"
+    return _snippet(_MODEL.format(auto_class=f"AutoModelFor{class_name}"), prompting)
 
 
 def adapter_snippet(
     prompting: Prompting, model_type: str, tokenizer: Literal["here", "of the base", "in hf"]
 ) -> str:
     """Snippet that loads the folder with peft; `tokenizer` says which folder has the tokenizer."""
-    places = {"here": "name", "of the base": _BASE_MODEL_OF_ADAPTER, "in hf": '"../hf"'}
+    paths = {"here": "name", "of the base": _BASE_MODEL_OF_ADAPTER, "in hf": '"../hf"'}
     loading = _MULTIMODAL_ADAPTER if _takes_images(model_type) else _ADAPTER
-    return _snippet(loading.format(tokenizer=places[tokenizer]), prompting)
+    return _snippet(loading.format(tokenizer=paths[tokenizer]), prompting)
 
 
 def _takes_images(model_type: str) -> bool:

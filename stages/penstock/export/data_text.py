@@ -21,19 +21,19 @@ def data_section(lineage: Lineage) -> str:
     )
 
 
-def _source(its: Mapping[str, Any]) -> tuple[str, ...]:
-    pin, license_ = its["pin"], None
-    name = code(its["label"])
+def _source(source: Mapping[str, Any]) -> tuple[str, ...]:
+    pin, license_ = source["pin"], None
+    name = code(source["label"])
     if pin.get("kind") == "hub":
         url = f"https://huggingface.co/datasets/{pin['repo']}"
         name = f"[{pin['repo']}]({url}) at {code(pin['commit'][:12])}"
         name += "".join(f", {code(pin[part])}" for part in ("name", "split") if pin.get(part))
         license_ = fetch_dataset_license(pin["repo"], pin["commit"])
-    tokens, trained = its["tokens"], its["trained_tokens"]
+    tokens, trained = source["tokens"], source["trained_tokens"]
     return (
         name,
-        its["use"],
-        f"{its['samples']:,}",
+        source["use"],
+        f"{source['samples']:,}",
         f"{tokens:,}",
         f"{trained:,}",
         _license_cell(license_),
@@ -66,7 +66,7 @@ def _dropped(prepared: Mapping[str, Any]) -> str:
     if dropped:
         reasons = ", ".join(
             f"{number:,} {code(reason.replace('_', ' '))}"
-            for reason, number in sorted(dropped.items(), key=lambda each: (-each[1], each[0]))
+            for reason, number in sorted(dropped.items(), key=lambda item: (-item[1], item[0]))
         )
         records = count(prepared["records"], "record")
         lines.append(f"{sum(dropped.values()):,} of {records} dropped: {reasons}.")

@@ -59,9 +59,9 @@ def detect_license(folder: Path) -> License | None:
         and not card_license.link.startswith(("https://", "http://"))
     ):
         # A relative link is only valid if it points to a license text that is copied, too.
-        here = card_license.link in {path.name for path in texts}
+        is_local = card_license.link in {path.name for path in texts}
         card_license = License(
-            card_license.id, card_license.name, card_license.link if here else None
+            card_license.id, card_license.name, card_license.link if is_local else None
         )
     if card_license:
         return card_license
@@ -74,7 +74,7 @@ def detect_license(folder: Path) -> License | None:
 def license_files(folder: Path) -> list[Path]:
     """The license files in `folder`, sorted by name."""
     return sorted(
-        {path for each in LICENSE_PATTERNS for path in folder.glob(each) if path.is_file()}
+        {path for pattern in LICENSE_PATTERNS for path in folder.glob(pattern) if path.is_file()}
     )
 
 
@@ -108,7 +108,7 @@ def _read_card_license(card: Path) -> License | None:
         value = value[0] if len(value) == 1 else None
     if not isinstance(value, str) or not value.strip():
         return None
-    name, link = (card_license.get(f"license_{each}") for each in ("name", "link"))
+    name, link = (card_license.get(f"license_{key}") for key in ("name", "link"))
     return License(
         value.strip(),
         name.strip() if isinstance(name, str) else None,
@@ -121,7 +121,7 @@ def _identify_license_text(text: Path) -> License:
         text.read_text(encoding="utf-8", errors="replace")[:MAX_SEARCHED_CHARACTERS].lower().split()
     )
     plain = opening.replace("license, version", "license version")
-    for name, words in LICENSE_PHRASES.items():
-        if words in plain:
+    for name, phrases in LICENSE_PHRASES.items():
+        if phrases in plain:
             return License(name)
     return License("other", None, PurePosixPath(text.name).name)

@@ -35,8 +35,8 @@ class Lineage:
     def of(cls, trained: Artifact) -> "Lineage":
         """The lineage of a complete run."""
         manifest, data = trained.manifest, read_data_facts(trained.path) or {}
-        made: Record = data.get("made", {})
-        prepare, pack = made.get("prepare", {}), made.get("pack", {})
+        made_with: Record = data.get("made", {})
+        prepare, pack = made_with.get("prepare", {}), made_with.get("pack", {})
         keys = {
             "prepare": prepare.get("key"),
             "pack": pack.get("key"),
@@ -55,9 +55,9 @@ class Lineage:
     def sources(self) -> list[Record]:
         """Facts of each source that contributed samples, with `use` and `pin`."""
         return [
-            {**each, "use": ROLES[each["role"]][0], "pin": self._pin(each)}
-            for each in self.prepared.get("sources", [])
-            if each["role"] in ROLES
+            {**source, "use": ROLES[source["role"]][0], "pin": self._pin(source)}
+            for source in self.prepared.get("sources", [])
+            if source["role"] in ROLES
         ]
 
     @property

@@ -112,8 +112,8 @@ def _rename(
         with suppress(ConfigError, CapabilityError):
             if family:
                 return family.weight_map(family.read(hf_config)).hf_name
-        there = {*weights.names(), *(name.rpartition(".")[0] for name in weights.names())}
-        return lambda name: name if name in there else names.stored(name)
+        stored_names = {*weights.names(), *(name.rpartition(".")[0] for name in weights.names())}
+        return lambda name: name if name in stored_names else names.stored(name)
     backbone = stored_backbone(weights.names())
     # Adapters of the vision part are rare, and its names cost seconds.
     of_vision = cache(partial(_vision_modules, hf_config, weights))
@@ -131,8 +131,10 @@ def _vision_modules(hf_config: Mapping[str, Any], weights: SafetensorsFolder) ->
     if hf_config.get("model_type") not in VISION_TYPES:
         return {}
     names = checkpoint_names(weights.names(), build_outline(hf_config))
-    both = {name: stored for stored, name in names.items()}
-    return both | {h.rpartition(".")[0]: s.rpartition(".")[0] for h, s in both.items()}
+    stored_by_name = {name: stored for stored, name in names.items()}
+    return stored_by_name | {
+        h.rpartition(".")[0]: s.rpartition(".")[0] for h, s in stored_by_name.items()
+    }
 
 
 def _read_config(base: Path) -> dict[str, Any]:

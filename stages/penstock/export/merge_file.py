@@ -93,13 +93,13 @@ def _write_jobs(
             yield lambda one=tensor: _merge_tensor(one, weights, changes, new)
 
 
-def _copy_tensor(one: _TensorCopy, old: int, new: int) -> None:
-    left = math.prod(one.old.shape) * one.old.dtype.itemsize
-    source, target = one.old.start, one.new.start
+def _copy_tensor(tensor_copy: _TensorCopy, old: int, new: int) -> None:
+    left = math.prod(tensor_copy.old.shape) * tensor_copy.old.dtype.itemsize
+    source, target = tensor_copy.old.start, tensor_copy.new.start
     while left:
         count = _copy_block(old, new, left, source, target)
         if not count:
-            raise StageError(f"the file of {one.name} is truncated within it.")
+            raise StageError(f"the file of {tensor_copy.name} is truncated within it.")
         left, source, target = left - count, source + count, target + count
 
 
@@ -112,45 +112,52 @@ def _copy_block(old: int, new: int, left: int, source: int, target: int) -> int:
 
 
 def _merge_tensor(
-    one: _TensorCopy, weights: SafetensorsFolder, changes: AdapterMerge, new: int
+    tensor_copy: _TensorCopy, weights: SafetensorsFolder, changes: AdapterMerge, new: int
 ) -> None:
     """Read, merge and write a tensor, in blocks of as many rows as fit the memory limit."""
-    if one.new.dtype not in MERGED_DTYPES:
+    if tensor_copy.new.dtype not in MERGED_DTYPES:
         raise CapabilityError(
-            f"{one.name} is {one.new.dtype}, and adapters are merged only into float weights."
+            f"{tensor_copy.name} is {tensor_copy.new.dtype}, and adapters are merged only into "
+            "float weights."
         )
-    replaced = changes.replacement(one.name)
-    rows, *rest = one.new.shape or (1,)
-    columns = math.prod(rest)
-    whole = changes.replacing(one.name).to(one.new.dtype).view(rows, *rest) if replaced else None
-    change = changes.change_of(one.name)
+    replaced = changes.replacement(tensor_copy.name)
+    rows, *trailing = tensor_copy.new.shape or (1,)
+    columns = math.prod(trailing)
+    whole = (
+        changes.replacing(tensor_copy.name).to(tensor_copy.new.dtype).view(rows, *trailing)
+        if replaced
+        else None
+    )
+    change = changes.change_of(tensor_copy.name)
     block_rows = rows if change and change.needs_all_rows else max(1, BLOCK_BYTES // (4 * columns))
     for start in range(0, rows, block_rows):
         count = min(block_rows, rows - start)
         if whole is not None:
             block = whole[start : start + count]
         else:
-            block = weights.box(one.source, (start, *[0] * len(rest)), (count, *rest))
-        merged = _merge_block(block, change, start, one, changes)
-        place = one.new.start + start * columns * one.new.dtype.itemsize
-        put(new, merged, place)
+            block = weights.box(
+                tensor_copy.source, (start, *[0] * len(trailing)), (count, *trailing)
+            )
+        merged = _merge_block(block, change, start, tensor_copy, changes)
+        offset = tensor_copy.new.start + start * columns * tensor_copy.new.dtype.itemsize
+        put(new, merged, offset)
 
 
 def _merge_block(
     block: torch.Tensor,
     change: WeightDelta | None,
     start: int,
-    one: _TensorCopy,
+    tensor_copy: _TensorCopy,
     changes: AdapterMerge,
 ) -> torch.Tensor:
     """Merge a block, given as rows of one matrix; the matrices of several experts are stacked."""
     if change is None:
         return block
-    shape = one.new.shape if len(one.new.shape) > 1 else (*one.new.shape, 1)
+    shape = tensor_copy.new.shape if len(tensor_copy.new.shape) > 1 else (*tensor_copy.new.shape, 1)
     rows, columns = math.prod(shape[:-1]), shape[-1]
     if change.product.shape != (rows, columns):
         raise CapabilityError(
-            f"{changes.folder.folder} adapts {one.name} as a matrix of "
+            f"{changes.folder.folder} adapts {tensor_copy.name} as a matrix of "
             f"{' x '.join(map(str, change.product.shape))}, and the base model's is {rows} x "
             f"{columns}.\n  Name the base model that it was trained on."
         )

@@ -71,17 +71,17 @@ class Export(Stage):
     @property
     def inputs(self) -> Mapping[str, Input]:
         """The trained model, and the files that are copied beside its weights."""
-        found: dict[str, Input] = {
+        inputs: dict[str, Input] = {
             "trained": self.trained,
             "config": self.origin.config,
             "tokenizer": self.origin.tokenizer,
         }
         if self.origin.chat_template:
             # Data that is not rendered here leaves it out of the key of `trained`.
-            found["chat_template"] = Source(self.origin.chat_template.model_dump())
+            inputs["chat_template"] = Source(self.origin.chat_template.model_dump())
         if self.origin.weights:
-            found["weights"] = self.origin.weights
-        return found
+            inputs["weights"] = self.origin.weights
+        return inputs
 
     def run(self, out: Path) -> Facts:
         """Write the folders; weight files completed by an earlier attempt are kept.

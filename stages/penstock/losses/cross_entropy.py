@@ -219,8 +219,8 @@ class _TrainedTokens:
         for start in range(0, len(self.labels), chunk):
             some = slice(start, start + chunk)
             rng = self.rng.select(some) if self.rng else None
-            here = self.hidden[some], self.head, self.labels[some], loss, rng
-            yield checkpoint(_chunk_losses, *here, use_reentrant=False)
+            arguments = self.hidden[some], self.head, self.labels[some], loss, rng
+            yield checkpoint(_chunk_losses, *arguments, use_reentrant=False)
 
 
 def _chunk_losses(

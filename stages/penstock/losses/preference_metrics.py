@@ -38,7 +38,7 @@ def metric_sums(
     losses_D: torch.Tensor,
     sft: tuple[torch.Tensor, torch.Tensor],
     desirable_D: torch.Tensor | None,
-    how: PreferenceConfig,
+    preference: PreferenceConfig,
 ) -> torch.Tensor:
     """(sum, denominator) of each metric in NAMES, fp64 [M, 2].
 
@@ -51,7 +51,7 @@ def metric_sums(
         desirable_D: KTO labels; None for pairs.
         how: the preference config.
     """
-    rewards_DA, policy_DA = implicit_rewards(ratios_DA, how), policy_DA.detach()
+    rewards_DA, policy_DA = implicit_rewards(ratios_DA, preference), policy_DA.detach()
     one_D = torch.ones_like(losses_D)
     if desirable_D is None:
         chosen, rejected = (0, one_D), (1, one_D)
@@ -61,9 +61,9 @@ def metric_sums(
         pairs_D = torch.zeros_like(one_D)
     is_right_D = (rewards_DA[:, 0] > rewards_DA[:, 1]).double()
     metrics_by_name = [
-        *((rewards_DA[:, at], weight_D) for at, weight_D in (chosen, rejected)),
+        *((rewards_DA[:, column], weight_D) for column, weight_D in (chosen, rejected)),
         (is_right_D, pairs_D),
-        *((policy_DA[:, at], weight_D) for at, weight_D in (chosen, rejected)),
+        *((policy_DA[:, column], weight_D) for column, weight_D in (chosen, rejected)),
         (losses_D.detach(), one_D),
     ]
     sums = [
@@ -76,8 +76,10 @@ def metric_sums(
 
 def metrics_by_name(sums: Sequence[Sequence[float]], prefix: str = "") -> Mapping[str, float]:
     """Metrics by name, from sums over all samples; metrics without samples are omitted."""
-    found = {name: total / count for name, (total, count) in zip(NAMES, sums, strict=True) if count}
-    chosen, rejected = (found.get(name) for name in NAMES[:2])
+    metrics = {
+        name: total / count for name, (total, count) in zip(NAMES, sums, strict=True) if count
+    }
+    chosen, rejected = (metrics.get(name) for name in NAMES[:2])
     if chosen is not None and rejected is not None:
-        found[MARGINS] = chosen - rejected
-    return {f"{prefix}{name}": value for name, value in found.items()}
+        metrics[MARGINS] = chosen - rejected
+    return {f"{prefix}{name}": value for name, value in metrics.items()}

@@ -305,9 +305,9 @@ def load_image_processor(
     merged = processor._merge_kwargs(tokenizer_init_kwargs=tokenizer.init_kwargs)
     more = getattr(processor, "image_options", {})
     options = {**merged["images_kwargs"], **more, "return_tensors": "np"}
-    found = ImageProcessor(processor, options, bounds=bounds)
-    _require_supported(found)
-    return found.checked().with_table()
+    image_processor = ImageProcessor(processor, options, bounds=bounds)
+    _require_supported(image_processor)
+    return image_processor.checked().with_table()
 
 
 def _require_bounds(images: Any, bounds: MediaBounds) -> None:

@@ -84,19 +84,19 @@ def step_adamw(state: State, group: dict[str, Any], precision: StatePrecision) -
     for parameter in group["params"]:
         if parameter.grad is None:
             continue
-        its = state[parameter]
-        if not its:
-            its.update(_initial_state(parameter, precision))
-        its["step"] += 1
-        lost = its.get("lost")
+        param_state = state[parameter]
+        if not param_state:
+            param_state.update(_initial_state(parameter, precision))
+        param_state["step"] += 1
+        lost = param_state.get("lost")
         update = StepTensors(
             precision.local(parameter.detach()),
             precision.local(parameter.grad).contiguous(),
-            precision.local(its["exp_avg"]),
-            precision.local(its["exp_avg_sq"]),
+            precision.local(param_state["exp_avg"]),
+            precision.local(param_state["exp_avg_sq"]),
             None if lost is None else precision.local(lost),
         )
-        params_by_step.setdefault(int(its["step"].item()), []).append((parameter, update))
+        params_by_step.setdefault(int(param_state["step"].item()), []).append((parameter, update))
     for number, pairs in params_by_step.items():
         beta1, beta2 = group["betas"]
         now = Settings(group["lr"], beta1, beta2, group["eps"], group["weight_decay"], number)
@@ -148,11 +148,11 @@ def view_2d(tensor: torch.Tensor) -> torch.Tensor:
 
 def _initial_state(parameter: nn.Parameter, precision: StatePrecision) -> dict[str, torch.Tensor]:
     """Initial optimizer state of a parameter."""
-    found = {
+    param_state = {
         "step": torch.zeros(()),
         "exp_avg": torch.zeros_like(parameter, dtype=precision.states),
         "exp_avg_sq": torch.zeros_like(parameter, dtype=precision.states),
     }
     if precision.lost == "kept" and parameter.dtype == torch.bfloat16:
-        found["lost"] = torch.zeros_like(parameter)
-    return found
+        param_state["lost"] = torch.zeros_like(parameter)
+    return param_state

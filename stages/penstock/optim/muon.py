@@ -102,12 +102,14 @@ class Muon(torch.optim.Optimizer):
 
     def _momentum(self, parameter: nn.Parameter, group: dict[str, Any]) -> torch.Tensor:
         """Update the momentum buffer, and return it, or the Nesterov momentum, in bfloat16."""
-        its, local = self.state[parameter], self.precision.local
-        if not its:
-            its["step"] = torch.zeros(())
-            its["momentum_buffer"] = torch.zeros_like(parameter, dtype=self.precision.states)
-        its["step"] += 1
-        buffer = local(its["momentum_buffer"])
+        param_state, local = self.state[parameter], self.precision.local
+        if not param_state:
+            param_state["step"] = torch.zeros(())
+            param_state["momentum_buffer"] = torch.zeros_like(
+                parameter, dtype=self.precision.states
+            )
+        param_state["step"] += 1
+        buffer = local(param_state["momentum_buffer"])
         if parameter.grad is None:
             gradient = torch.zeros_like(buffer, dtype=torch.float32)
         else:

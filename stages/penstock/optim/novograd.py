@@ -24,10 +24,10 @@ class Tensors(Protocol):
     """Maps parameters to the tensors that have a norm: a parameter may be several fused or stacked
     tensors, or a shard of one."""
 
-    def parts(self, parameter: nn.Parameter, here: torch.Tensor) -> list[torch.Tensor]:
-        """Local shard of each tensor, or stack of n tensors, as a view [n, elements] of `here`.
+    def parts(self, parameter: nn.Parameter, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Local shard of each tensor, or stack of n tensors, as a view [n, elements] of `tensor`.
 
-        `here` has the shape of the parameter's local shard.
+        `tensor` has the shape of the parameter's local shard.
         """
         ...
 
@@ -42,9 +42,9 @@ class Tensors(Protocol):
 class UnshardedTensors(Tensors):
     """For unsharded parameters: each is one tensor, or a stack of matrices [n, N, K]."""
 
-    def parts(self, parameter: nn.Parameter, here: torch.Tensor) -> list[torch.Tensor]:
+    def parts(self, parameter: nn.Parameter, tensor: torch.Tensor) -> list[torch.Tensor]:
         """One view per parameter."""
-        return [here.view(len(here) if parameter.ndim == 3 else 1, -1)]
+        return [tensor.view(len(tensor) if parameter.ndim == 3 else 1, -1)]
 
     def square_norms(
         self, gradients: Mapping[nn.Parameter, torch.Tensor]
@@ -116,15 +116,15 @@ class NovoGrad(torch.optim.Optimizer):
         squares: torch.Tensor,
         group: dict[str, Any],
     ) -> None:
-        its, (beta1, _) = self.state[parameter], group["betas"]
-        if not its:
-            its["step"] = torch.zeros(())
-            its["exp_avg"] = torch.zeros_like(parameter, dtype=self.precision.states)
-            its.update({name: torch.zeros_like(squares) for name in _state_names(group)})
-        its["step"] += 1
+        param_state, (beta1, _) = self.state[parameter], group["betas"]
+        if not param_state:
+            param_state["step"] = torch.zeros(())
+            param_state["exp_avg"] = torch.zeros_like(parameter, dtype=self.precision.states)
+            param_state.update({name: torch.zeros_like(squares) for name in _state_names(group)})
+        param_state["step"] += 1
         direction = gradient.to(torch.float32, copy=True)
         parts = self._tensors.parts(parameter, direction)
-        norms = _norms(its, squares, group).split([len(part) for part in parts])
+        norms = _norms(param_state, squares, group).split([len(part) for part in parts])
         for part, norm in zip(parts, norms, strict=True):
             part.div_(norm[:, None])
         if group["weight_decay"]:
@@ -132,10 +132,12 @@ class NovoGrad(torch.optim.Optimizer):
             direction.add_(weight, alpha=group["weight_decay"])
         if group["grad_averaging"]:
             direction.mul_(1 - beta1)
-        kept = self.precision.local(its["exp_avg"])
-        average = direction.add_(kept, alpha=beta1)
-        kept.copy_(average)
-        apply_update(parameter, average, group["lr"], self.precision, int(its["step"].item()))
+        exp_avg = self.precision.local(param_state["exp_avg"])
+        average = direction.add_(exp_avg, alpha=beta1)
+        exp_avg.copy_(average)
+        apply_update(
+            parameter, average, group["lr"], self.precision, int(param_state["step"].item())
+        )
 
 
 def _state_names(group: Mapping[str, Any]) -> Sequence[str]:
@@ -143,13 +145,13 @@ def _state_names(group: Mapping[str, Any]) -> Sequence[str]:
 
 
 def _norms(
-    its: Mapping[str, torch.Tensor], squares: torch.Tensor, group: Mapping[str, Any]
+    param_state: Mapping[str, torch.Tensor], squares: torch.Tensor, group: Mapping[str, Any]
 ) -> torch.Tensor:
     """Denominators of gradients. The moving average is initialized with the first nonzero norm."""
     _, beta2 = group["betas"]
-    average = its[SQUARES]
+    average = param_state[SQUARES]
     average.copy_(torch.where(average == 0, squares, average.lerp(squares, 1 - beta2)))
     if group["amsgrad"]:
-        average = torch.maximum(its[LARGEST], average, out=its[LARGEST])
+        average = torch.maximum(param_state[LARGEST], average, out=param_state[LARGEST])
     # Never divide by 0: with eps 0, a zero gradient must stay zero instead of becoming NaN.
     return average.sqrt().add_(group["eps"]).clamp_(min=torch.finfo(torch.float32).tiny)

@@ -93,18 +93,22 @@ def _resolve_class(name: str) -> Callable[..., torch.optim.Optimizer]:
             f"train.optimizer is {name}, which {UNSUPPORTED[leaf]}.\n  Write another, "
             "such as adamw."
         )
-    found: Any = getattr(module, leaf, None)
-    is_one = isinstance(found, type) and issubclass(found, torch.optim.Optimizer)
-    if not is_one or found is torch.optim.Optimizer:
-        there = [
-            other
-            for other, optimizer_class in vars(module).items()
+    attribute: Any = getattr(module, leaf, None)
+    is_one = isinstance(attribute, type) and issubclass(attribute, torch.optim.Optimizer)
+    if not is_one or attribute is torch.optim.Optimizer:
+        optimizer_names = [
+            other_name
+            for other_name, optimizer_class in vars(module).items()
             if isinstance(optimizer_class, type)
             and issubclass(optimizer_class, torch.optim.Optimizer)
         ]
-        near = get_close_matches(leaf, there, 1)
-        hint = f"Did you mean {package}.{near[0]}?" if near else f"It has {', '.join(there)}."
+        near = get_close_matches(leaf, optimizer_names, 1)
+        hint = (
+            f"Did you mean {package}.{near[0]}?"
+            if near
+            else f"It has {', '.join(optimizer_names)}."
+        )
         raise ConfigError(
             f"train.optimizer is {name}, and {package} has no such optimizer.\n  {hint}"
         )
-    return found
+    return attribute

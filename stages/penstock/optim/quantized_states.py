@@ -100,7 +100,7 @@ def _quantize_second_moment(
     low_K1 = logs_KB.masked_fill_(is_zero_KB, torch.inf).amin(1, keepdim=True)
     # An all-zero block has no finite minimum or maximum of logarithms.
     is_nothing_K1 = is_zero_KB.all(1, keepdim=True)
-    low_K1, high_K1 = (each.masked_fill(is_nothing_K1, 0) for each in (low_K1, high_K1))
+    low_K1, high_K1 = (bound.masked_fill(is_nothing_K1, 0) for bound in (low_K1, high_K1))
     step_K1 = _steps((high_K1 - low_K1) / (levels - 1))
     # Code 0 is the value 0, and code 1 the minimum. NaN gets code 1, with non-finite scales.
     codes_KB = logs_KB.sub_(low_K1).mul_(_inverse(step_K1)).round_().add_(1).nan_to_num_(1.0)

@@ -101,13 +101,13 @@ def _cosine(progress: float, cycles: float) -> float:
     return (1 + math.cos(2 * math.pi * cycles * progress)) / 2
 
 
-def _wsd(at: _SchedulePoint, optim: OptimConfig) -> float:
+def _wsd(point: _SchedulePoint, optim: OptimConfig) -> float:
     more = optim.lr_schedule_kwargs
-    steps = at.N // 10 if more.decay_steps is None else more.decay_steps
-    decay_start = at.E - steps
-    if at.s < decay_start:
+    steps = point.N // 10 if more.decay_steps is None else more.decay_steps
+    decay_start = point.E - steps
+    if point.s < decay_start:
         return optim.lr
-    progress = (at.s - decay_start) / max(1, steps)
+    progress = (point.s - decay_start) / max(1, steps)
     shares = {
         "linear": 1 - progress,
         "cosine": _cosine(progress, more.num_cycles),
@@ -116,9 +116,9 @@ def _wsd(at: _SchedulePoint, optim: OptimConfig) -> float:
     return _interpolate(optim, shares[more.decay_shape])
 
 
-def _inverse_sqrt(at: _SchedulePoint, optim: OptimConfig) -> float:
-    scale = optim.lr_schedule_kwargs.timescale or at.W + _plus_one(optim) or DEFAULT_TIMESCALE
-    return _clamp_to_min(optim, math.sqrt(scale / (at.decay_steps + scale)))
+def _inverse_sqrt(point: _SchedulePoint, optim: OptimConfig) -> float:
+    scale = optim.lr_schedule_kwargs.timescale or point.W + _plus_one(optim) or DEFAULT_TIMESCALE
+    return _clamp_to_min(optim, math.sqrt(scale / (point.decay_steps + scale)))
 
 
 def _noam(step: int, warmup: int, optim: OptimConfig) -> float:
@@ -128,35 +128,35 @@ def _noam(step: int, warmup: int, optim: OptimConfig) -> float:
     return max(optim.lr_min, peak / math.sqrt(s))
 
 
-def _noam_hold(at: _SchedulePoint, optim: OptimConfig) -> float:
-    scale = max(1, at.W)
+def _noam_hold(point: _SchedulePoint, optim: OptimConfig) -> float:
+    scale = max(1, point.W)
     return _clamp_to_min(
-        optim, (scale / (at.decay_steps + scale)) ** optim.lr_schedule_kwargs.decay_rate
+        optim, (scale / (point.decay_steps + scale)) ** optim.lr_schedule_kwargs.decay_rate
     )
 
 
-def _exponential(at: _SchedulePoint, optim: OptimConfig) -> float:
+def _exponential(point: _SchedulePoint, optim: OptimConfig) -> float:
     more = optim.lr_schedule_kwargs
-    return _clamp_to_min(optim, more.gamma ** (at.decay_steps / more.step_size))
+    return _clamp_to_min(optim, more.gamma ** (point.decay_steps / more.step_size))
 
 
-def _step(at: _SchedulePoint, optim: OptimConfig) -> float:
+def _step(point: _SchedulePoint, optim: OptimConfig) -> float:
     more = optim.lr_schedule_kwargs
-    return _clamp_to_min(optim, more.gamma ** (at.decay_steps // more.step_size))
+    return _clamp_to_min(optim, more.gamma ** (point.decay_steps // more.step_size))
 
 
 _SCHEDULES: Mapping[str, Callable[[_SchedulePoint, OptimConfig], float]] = {
     "constant": lambda _, optim: optim.lr,
-    "linear": lambda at, optim: _interpolate(optim, 1 - at.p),
-    "cosine": lambda at, optim: _interpolate(
-        optim, _cosine(at.p, optim.lr_schedule_kwargs.num_cycles)
+    "linear": lambda point, optim: _interpolate(optim, 1 - point.p),
+    "cosine": lambda point, optim: _interpolate(
+        optim, _cosine(point.p, optim.lr_schedule_kwargs.num_cycles)
     ),
-    "polynomial": lambda at, optim: _interpolate(
-        optim, (1 - at.p) ** optim.lr_schedule_kwargs.power
+    "polynomial": lambda point, optim: _interpolate(
+        optim, (1 - point.p) ** optim.lr_schedule_kwargs.power
     ),
     "wsd": _wsd,
-    "square": lambda at, optim: _clamp_to_min(optim, (1 - at.p) ** 2),
-    "sqrt": lambda at, optim: _clamp_to_min(optim, math.sqrt(1 - at.s / at.E)),
+    "square": lambda point, optim: _clamp_to_min(optim, (1 - point.p) ** 2),
+    "sqrt": lambda point, optim: _clamp_to_min(optim, math.sqrt(1 - point.s / point.E)),
     "inverse_sqrt": _inverse_sqrt,
     "noam_hold": _noam_hold,
     "step": _step,

@@ -67,26 +67,26 @@ class PreferenceSamples:
         starts = [0, *ends.tolist()]
         for sample, start in zip(chosen.tolist(), starts, strict=False):
             shared, cause = int(self._shared_lengths[sample]), int(self._prompt_ends[sample])
-            at = start + shared
-            ids[start:at] = self._side_tokens(0, sample)[0][:shared]
-            labels[start:at] = IGNORED
+            position = start + shared
+            ids[start:position] = self._side_tokens(0, sample)[0][:shared]
+            labels[start:position] = IGNORED
             for branch in range(PER_SAMPLE):
                 own, _ = self._side_tokens(branch, sample)
                 answer, targets = self._completion(branch, sample)
-                first = at + cause - shared
+                first = position + cause - shared
                 end = first + len(answer)
-                ids[at : first + 1] = own[shared : cause + 1]
+                ids[position : first + 1] = own[shared : cause + 1]
                 ids[first + 1 : end] = answer[:-1]
-                labels[at:first] = IGNORED
+                labels[position:first] = IGNORED
                 labels[first:end] = targets
-                at = end
+                position = end
 
     def extra_columns(self, chosen: Indices, rows: Indices) -> list[pa.Array]:
         """Columns of prefix sharing. `rows` are the indices of each row's first sample, then the
         number of samples."""
         prompts = np.repeat(self._shared_lengths[chosen], self.documents_per_sample)
         digests = pa.array([self.digest(sample) for sample in chosen.tolist()], DIGEST)
-        found = [
+        columns = [
             _list_array(rows * self.documents_per_sample, pa.array(prompts.astype(np.int32))),
             _list_array(
                 rows * PER_SAMPLE, pa.array(self._branch_lengths[chosen].ravel().astype(np.int32))
@@ -94,15 +94,15 @@ class PreferenceSamples:
             _list_array(rows, digests),
         ]
         if self._is_kto:
-            found.append(_list_array(rows, pa.array(self._desirable[chosen])))
+            columns.append(_list_array(rows, pa.array(self._desirable[chosen])))
         if self.samples.is_scored:
-            found.append(_list_array(rows, pa.array(self._score_gaps[chosen])))
+            columns.append(_list_array(rows, pa.array(self._score_gaps[chosen])))
         if self.samples.has_images:
-            each = self.documents_per_sample
-            counts = image_counts(self.samples, chosen).repeat(each).astype(np.int32)
-            found += image_columns(self.samples, chosen, rows, each)
-            found.append(_list_array(rows * each, pa.array(counts)))
-        return found
+            documents = self.documents_per_sample
+            counts = image_counts(self.samples, chosen).repeat(documents).astype(np.int32)
+            columns += image_columns(self.samples, chosen, rows, documents)
+            columns.append(_list_array(rows * documents, pa.array(counts)))
+        return columns
 
     def facts(self, chosen: Indices) -> dict[str, int]:
         """Number of chosen samples, of tokens that their branches share, and of images."""
@@ -148,8 +148,8 @@ class PreferenceSamples:
 
     @property
     def _sides(self) -> tuple[str, str]:
-        first, *others = self.samples.stored
-        return first, (others or [first])[0]
+        first, *other_sides = self.samples.stored
+        return first, (other_sides or [first])[0]
 
     @cached_property
     def _prompt_ends(self) -> Indices:
@@ -214,24 +214,24 @@ class PreferenceSamples:
 
 def _rotate(count: int, size: int) -> Indices:
     """For each sample the previous one; for the first of each group of `size` the group's last."""
-    others = np.arange(count) - 1
+    partners = np.arange(count) - 1
     firsts = np.arange(0, count, size)
-    others[firsts] = np.minimum(firsts + size, count) - 1
-    return others
+    partners[firsts] = np.minimum(firsts + size, count) - 1
+    return partners
 
 
 def _pair_with_other_prompts(prompts: Sequence[bytes]) -> Indices:
     """For each sample the nearest previous one, cyclically, with another prompt."""
     count = len(prompts)
-    others = np.arange(count) - 1
+    partners = np.arange(count) - 1
     # Two passes, so that the first samples can refer to the last ones.
     for sample in [*range(count)] * 2:
         if prompts[sample] == prompts[sample - 1]:
-            others[sample] = others[sample - 1]
-    others %= count
+            partners[sample] = partners[sample - 1]
+    partners %= count
     # If all prompts are equal, use the previous sample.
-    others[others == np.arange(count)] -= 1
-    return others % count
+    partners[partners == np.arange(count)] -= 1
+    return partners % count
 
 
 def _list_array(starts: Indices, values: pa.Array) -> pa.Array:

@@ -42,7 +42,7 @@ class PackingStats:
 
 def compare(prepared: Path, settings: PackSettings, pad_to_multiple_of: int) -> list[PackingStats]:
     """Compare the methods on every split with samples. Raises as the pack stage."""
-    found: list[PackingStats] = []
+    stats: list[PackingStats] = []
     for split in SPLITS:
         samples = PreparedSamples(prepared, split)
         if not len(samples):
@@ -55,7 +55,7 @@ def compare(prepared: Path, settings: PackSettings, pad_to_multiple_of: int) -> 
             totals = _row_lengths(layout)
             tokens = int(totals.sum())
             computed = int((-(-totals // pad_to_multiple_of) * pad_to_multiple_of).sum())
-            found.append(
+            stats.append(
                 PackingStats(
                     split=split,
                     method=method,
@@ -66,7 +66,7 @@ def compare(prepared: Path, settings: PackSettings, pad_to_multiple_of: int) -> 
                     bound=bound,
                 )
             )
-    return found
+    return stats
 
 
 def _methods_to_compare(form: RowSamples, capacity: int, chosen: Method) -> list[Method]:

@@ -29,12 +29,12 @@ def image_columns(
 
 def image_counts(samples: PreparedSamples, chosen: Indices) -> Indices:
     """Number of images of each chosen sample."""
-    return np.array([len(samples.images(each)[0]) for each in chosen.tolist()], dtype=np.int64)
+    return np.array([len(samples.images(sample)[0]) for sample in chosen.tolist()], dtype=np.int64)
 
 
 def image_facts(samples: PreparedSamples, chosen: Indices) -> dict[str, int]:
     """Number of images of the chosen samples, and of their tokens, for data with images."""
     if not samples.has_images:
         return {}
-    counts = [samples.images(each)[1] for each in chosen.tolist()]
+    counts = [samples.images(sample)[1] for sample in chosen.tolist()]
     return {"images": sum(map(len, counts)), "image_tokens": sum(map(sum, counts))}

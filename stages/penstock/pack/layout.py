@@ -149,12 +149,12 @@ def _require_fits(form: RowSamples, sizes: Indices, capacity: int) -> None:
     of = sorted(set(samples.datasets()[too_long].tolist()))
     names = " and ".join(f"data.{section}.{number}.max_seq_len" for number in of)
     # Maximum tokens of each side, so that both fit in a row; they share at least one token.
-    both, limit = "", capacity
+    subject, limit = "", capacity
     if isinstance(form, PreferenceSamples):
-        both, limit = ", with both answers,", capacity // 2 + 1
+        subject, limit = ", with both answers,", capacity // 2 + 1
     raise StageError(
-        f"{too_long.sum()} of {len(sizes)} {samples.split} samples are longer{both} than a row of "
-        f"{capacity} tokens; the longest has {sizes.max()}.\n"
+        f"{too_long.sum()} of {len(sizes)} {samples.split} samples are longer{subject} than a row "
+        f"of {capacity} tokens; the longest has {sizes.max()}.\n"
         f"  Set {names} to {limit} to cut them, or data.sample_packing_sequence_len to "
         f"{sizes.max()} or more."
     )

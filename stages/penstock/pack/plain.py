@@ -57,12 +57,12 @@ class SFTSamples:
         for cut, following in pairwise(cuts.tolist()):
             file = int(files[cut])
             some = order[cut:following]
-            places = chosen[some] - samples.starts[file]
+            positions = chosen[some] - samples.starts[file]
             offsets = stored[file].offsets
             from_ids, from_labels = stored[file].input_ids.data, stored[file].labels.data
-            firsts = offsets[places] + (0 if begins is None else begins[some])
+            firsts = offsets[positions] + (0 if begins is None else begins[some])
             stops = firsts + sizes[some]
-            if (cut := stops < offsets[places + 1]).any():
+            if (cut := stops < offsets[positions + 1]).any():
                 labels[ends[some][cut] - 1] = stored[file].labels[stops[cut]]
             spans = zip(firsts.tolist(), stops.tolist(), ends[some].tolist(), strict=True)
             for begin, stop, end in spans:

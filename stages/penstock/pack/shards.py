@@ -46,14 +46,14 @@ def write_shard(
     ):
         for low, high, first, last in batches:
             chosen = bins.samples[first:last]
-            here = np.cumsum(sizes[first:last])
-            used = int(here[-1])
-            its = None if begins is None else begins[first:last]
-            form.write_tokens(chosen, here, ids, labels, weights, its)
+            offsets = np.cumsum(sizes[first:last])
+            used = int(offsets[-1])
+            shard_begins = None if begins is None else begins[first:last]
+            form.write_tokens(chosen, offsets, ids, labels, weights, shard_begins)
             rows = np.concatenate([[0], bins.ends[low:high] - first])
             own = None if weights is None else weights[:used]
-            writer.write_batch(_batch(form, chosen, rows, here, ids[:used], labels[:used], own))
-            trained.append(_count_trained(labels[:used], here))
+            writer.write_batch(_batch(form, chosen, rows, offsets, ids[:used], labels[:used], own))
+            trained.append(_count_trained(labels[:used], offsets))
             largest = max(largest, int(ids[:used].max()))
     return ShardStats(np.concatenate(trained), largest)
 
@@ -108,10 +108,10 @@ def _batch(
 
 
 def _schema(form: RowSamples) -> pa.Schema:
-    its = form.samples
+    samples = form.samples
     return packed_schema(
-        its.kind,
-        is_scored=its.is_scored,
-        has_images=its.has_images,
-        is_weighted=its.is_weighted,
+        samples.kind,
+        is_scored=samples.is_scored,
+        has_images=samples.has_images,
+        is_weighted=samples.is_weighted,
     )

@@ -63,17 +63,17 @@ def plan_shards(
     bins, sizes, begins = layout.bins, layout.sizes, layout.begins
     by_size = -(-int(sizes.sum()) * BYTES_PER_TOKEN // SHARD_BYTES)
     count = min(settings.num_shards or by_size, len(bins))
-    found: list[ShardPlan] = []
+    plans: list[ShardPlan] = []
     for index in range(count):
-        low, high = (len(bins) * at // count for at in (index, index + 1))
+        low, high = (len(bins) * bound // count for bound in (index, index + 1))
         first = int(bins.ends[low - 1]) if low else 0
         last = int(bins.ends[high - 1])
         rows = PackingPlan(bins.samples[first:last], bins.ends[low:high] - first)
         target = folder / f"rows-{index:05d}-of-{count:05d}.arrow"
-        its = None if begins is None else begins[first:last]
-        shard = ShardPlan(prepared, split, target, rows, sizes[first:last], its, settings)
-        found.append(shard)
-    return found
+        shard_begins = None if begins is None else begins[first:last]
+        shard = ShardPlan(prepared, split, target, rows, sizes[first:last], shard_begins, settings)
+        plans.append(shard)
+    return plans
 
 
 def write_shards(shards: Sequence[ShardPlan], workers: Workers) -> list[ShardStats]:
@@ -88,7 +88,7 @@ def write_shards(shards: Sequence[ShardPlan], workers: Workers) -> list[ShardSta
         written = _in_processes(missing, count, workers.start_method)
     else:
         written = _in_this_process(missing)
-    new = {shard.target: one for shard, one in zip(missing, written, strict=True)}
+    new = {shard.target: shard_stats for shard, shard_stats in zip(missing, written, strict=True)}
     return [
         new.get(shard.target) or read_shard_stats(shard.target, shard.sizes) for shard in shards
     ]

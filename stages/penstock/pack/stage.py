@@ -47,8 +47,8 @@ class Pack(Stage):
     @property
     def inputs(self) -> Mapping[str, Artifact]:
         """The prepared samples, and the features of their images where they are encoded."""
-        found = {"prepared": self.prepared}
-        return {**found, "encoded": self.encoded} if self.encoded else found
+        inputs = {"prepared": self.prepared}
+        return {**inputs, "encoded": self.encoded} if self.encoded else inputs
 
     def resolved(self) -> PackSettings:
         """The settings with a fitted row length resolved. Requires the prepared samples; depends
@@ -59,10 +59,10 @@ class Pack(Stage):
         from penstock.rows.row_length import SampleSizes, fitted_row_length
 
         sizes = SampleSizes.of_plan(read_json(self.prepared.path / PLAN))
-        its = self.settings
-        most, multiple = its.sample_packing_sequence_len, its.row_multiple
-        length = fitted_row_length(sizes, most, multiple, its.rows_per_step)
-        return its.model_copy(
+        settings = self.settings
+        most, multiple = settings.sample_packing_sequence_len, settings.row_multiple
+        length = fitted_row_length(sizes, most, multiple, settings.rows_per_step)
+        return settings.model_copy(
             update={"sample_packing_sequence_len": length, "row_length": "written"}
         )
 
@@ -76,7 +76,7 @@ class Pack(Stage):
         settings = self.resolved()
         measured = {split: self._split(out, split, settings) for split in SPLITS}
         self._link_images(out)
-        names = dict.fromkeys(name for its in measured.values() for name in its)
+        names = dict.fromkeys(name for lengths in measured.values() for name in lengths)
         return {name: {split: measured[split].get(name, 0) for split in SPLITS} for name in names}
 
     def _link_images(self, out: Path) -> None:
@@ -122,7 +122,9 @@ class Pack(Stage):
         documents = form.document_lengths(layout.bins.samples, layout.sizes)
         tokens, rows = int(documents.sum()), len(layout.bins)
         capacity = rows * settings.sample_packing_sequence_len
-        trained = np.concatenate([np.empty(0, np.int64), *(one.trained for one in written)])
+        trained = np.concatenate(
+            [np.empty(0, np.int64), *(shard_stats.trained for shard_stats in written)]
+        )
         totals = np.concatenate([[0], np.cumsum(trained)])[layout.bins.ends]
         untrained = int(np.count_nonzero(np.diff(totals, prepend=0) == 0))
         sources = count_sources(samples, layout, trained, capacity)
@@ -136,7 +138,7 @@ class Pack(Stage):
             "trained_tokens": int(trained.sum()),
             **({"untrained_rows": untrained} if untrained else {}),
             **({"sources": sources} if len(sources) > 1 else {}),
-            "max_token_id": max((one.max_token_id for one in written), default=0),
+            "max_token_id": max((shard_stats.max_token_id for shard_stats in written), default=0),
             "fill": round(tokens / capacity, 6) if rows else 0.0,
             "lengths": histogram(documents),
             **form.facts(layout.bins.samples),

@@ -49,21 +49,21 @@ def list_contents(exported: Artifact) -> list[PushFile]:
     manifest = exported.manifest
     folders: dict[str, str] = manifest["facts"]["folders"]
     prefixes = _prefixes(folders, exported)
-    found: list[PushFile] = []
+    files: list[PushFile] = []
     for entry in manifest["files"]:
         listed = PurePosixPath(entry["path"])
         for folder, prefix in prefixes.items():
             if listed.is_relative_to(folder):
                 name = (PurePosixPath(prefix) / listed.relative_to(folder)).as_posix()
                 path = _resolve_inside(exported.path, listed)
-                found.append(PushFile(name, path, entry["bytes"], entry["sha256"]))
-    if not found:
+                files.append(PushFile(name, path, entry["bytes"], entry["sha256"]))
+    if not files:
         raise ArtifactError(
             f"The export in {exported.path} lists no file in {', '.join(sorted(prefixes))}.\n"
             "  Build it again with --force export."
         )
     _check_content(exported.path, manifest["files"])
-    return sorted(found, key=lambda file: file.name)
+    return sorted(files, key=lambda file: file.name)
 
 
 def obsolete_files(present: Iterable[str], sent: Iterable[PushFile]) -> list[str]:

@@ -78,12 +78,12 @@ class CopyTarget:
         """Names of files that are missing or differ at the target, and names to delete."""
         with self._translate_errors():
             index = self._read_index()
-            there = self._files()
+            target_files = self._files()
             same = [
                 file
                 for file in files
                 if file.name in index
-                and _is_as_sent(file, index[file.name], there.get(file.name, {}))
+                and _is_as_sent(file, index[file.name], target_files.get(file.name, {}))
             ]
             if isinstance(self.system, LocalFileSystem):
                 digests = digest_files(Path(self._path_at(file.name)) for file in same)
@@ -91,7 +91,7 @@ class CopyTarget:
                 same = [file for file, digest in pairs if digest == file.sha256]
             intact = {file.name for file in same}
             send = [file.name for file in files if file.name not in intact]
-            return send, obsolete_files(there, files)
+            return send, obsolete_files(target_files, files)
 
     def prepare(self) -> None:
         """Folders are made with the files in them."""
@@ -127,12 +127,14 @@ class CopyTarget:
         """The metadata of every file below the root, by relative name."""
         self.system.invalidate_cache()
         try:
-            found: Any = self.system.find(self.root, detail=True)
+            entries: Any = self.system.find(self.root, detail=True)
         except FileNotFoundError:
             return {}
         below = self.root + "/"
         return {
-            path.removeprefix(below): info for path, info in found.items() if path.startswith(below)
+            path.removeprefix(below): info
+            for path, info in entries.items()
+            if path.startswith(below)
         }
 
     def _upload(self, file: PushFile) -> None:

@@ -183,25 +183,25 @@ trained. `source` is the data set of a sample, and `row` its index there.
 
 
 def _configs(card: DatasetCard) -> list[dict[str, Any]]:
-    return [each for each in card.data.get("configs") or [] if "config_name" in each]
+    return [config for config in card.data.get("configs") or [] if "config_name" in config]
 
 
 def _add_config(card: DatasetCard, config: str, sent: list[Sent]) -> None:
     splits = dict.fromkeys(file.split for file, _ in sent)
     files = [{"split": split, "path": f"{config}/{split}-*.parquet"} for split in splits]
-    others = [each for each in _configs(card) if each["config_name"] != config]
-    card.data["configs"] = [*others, {"config_name": config, "data_files": files}]
+    other_configs = [entry for entry in _configs(card) if entry["config_name"] != config]
+    card.data["configs"] = [*other_configs, {"config_name": config, "data_files": files}]
 
 
 def _names(info: DatasetInfo) -> set[str]:
-    return {each.rfilename for each in info.siblings or []}
+    return {sibling.rfilename for sibling in info.siblings or []}
 
 
 def _build_provenance(prepared: Artifact) -> bytes:
     """The provenance: the manifest without machine-specific fields and quoted data."""
     manifest: Mapping[str, Any] = prepared.manifest
     facts = {name: fact for name, fact in manifest["facts"].items() if name != "dropped_samples"}
-    kept = {
+    provenance = {
         name: manifest[name] for name in ("format", "stage", "key", "version", "settings", "inputs")
     }
-    return (json.dumps({**kept, "facts": facts}, indent=2, sort_keys=True) + "\n").encode()
+    return (json.dumps({**provenance, "facts": facts}, indent=2, sort_keys=True) + "\n").encode()

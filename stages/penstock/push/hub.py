@@ -109,10 +109,10 @@ class HubTarget:
 
     def _tree(self, revision: str) -> dict[str, RepoFile]:
         try:
-            found = list(self.api.list_repo_tree(self._repo, recursive=True, revision=revision))
+            entries = list(self.api.list_repo_tree(self._repo, recursive=True, revision=revision))
         except (EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError):
             return {}  # A repository without commits has no tree.
-        return {entry.path: entry for entry in found if isinstance(entry, RepoFile)}
+        return {entry.path: entry for entry in entries if isinstance(entry, RepoFile)}
 
     def _open_pull_request(self, title: str) -> Any:
         for discussion in self.api.get_repo_discussions(

@@ -59,21 +59,22 @@ class HubRepo:
     def _to_penstock_error(self, action: str, error: BaseException) -> PenstockError:
         status = http_status(error)
         message = self._redacted_message(error)
-        at = f"{self.repo} at {self.api.endpoint}"
+        location = f"{self.repo} at {self.api.endpoint}"
         if status in (401, 403):
             return CapabilityError(
-                f"The hub refuses to {action} {at} with this token (HTTP {status}): {message}\n"
+                f"The hub refuses to {action} {location} with this token "
+                f"(HTTP {status}): {message}\n"
                 f"  Use a token that may write to {self.repo} (HF_TOKEN or `hf auth login`), or "
                 f"change {self.field}."
             )
         if status == 404:
             return CapabilityError(
-                f"{at} does not exist, or this token may not see it (HTTP 404): {message}\n"
+                f"{location} does not exist, or this token may not see it (HTTP 404): {message}\n"
                 f"  Check {self.field} and its revision, and which account the token belongs to."
             )
         fault = f"HTTP {status}" if status else type(error).__name__
         failure = StageError(
-            f"Could not {action} {at} ({fault}): {message}\n"
+            f"Could not {action} {location} ({fault}): {message}\n"
             "  Push again: uploaded files are not sent twice."
         )
         failure.may_pass = is_transient(error)

@@ -32,10 +32,10 @@ def reference(
     Returns:
         The facts, None if stopped before the end, and the number of samples computed.
     """
-    wanted = _missing_samples(job, ranks)
-    if not wanted:
+    missing = _missing_samples(job, ranks)
+    if not missing:
         return {"computed": 0}, 0
-    notify(f"{len(wanted)} samples are new to this model")
+    notify(f"{len(missing)} samples are new to this model")
     built = assembled(job, ranks, notify)
     train, rows = job.config.train, PackedRows(job.packed_dir / "data" / "train")
     if train.max_steps is not None:
@@ -49,11 +49,11 @@ def reference(
     held: list[SampleLogprobs] = []
     count, written = 0, time.monotonic()
     for scored in LogprobScorer(job.config, built, ranks).iter_chunks(
-        iter_rows(job.packed_dir, wanted)
+        iter_rows(job.packed_dir, missing)
     ):
         held.append(scored)
         count += len(scored.samples)
-        is_stopped = ranks.any_rank(bool(stop)) and count < len(wanted)
+        is_stopped = ranks.any_rank(bool(stop)) and count < len(missing)
         if is_stopped or time.monotonic() - written > SAVE_SECONDS:
             _save(job, held, ranks)
             held, written = [], time.monotonic()
@@ -66,10 +66,10 @@ def reference(
 def _missing_samples(job: Job, ranks: ProcessInfo) -> list[bytes]:
     """The samples without log-probs, as seen by rank 0."""
     assert job.ref_logprobs is not None
-    mine: list[bytes] = []
+    digests: list[bytes] = []
     if ranks.is_main_process:
-        mine = RefLogprobs(job.ref_logprobs).missing(sample_digests(job.packed_dir))
-    return ranks.all_gather(mine)[0]
+        digests = RefLogprobs(job.ref_logprobs).missing(sample_digests(job.packed_dir))
+    return ranks.all_gather(digests)[0]
 
 
 def _save(job: Job, held: list[SampleLogprobs], ranks: ProcessInfo) -> None:

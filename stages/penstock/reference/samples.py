@@ -10,17 +10,17 @@ from penstock.rows.schema import SPLITS
 
 def sample_digests(packed: Path) -> list[bytes]:
     """Digests of all samples of a packed artifact, without duplicates, in row order."""
-    found: dict[bytes, None] = {}
+    digests: dict[bytes, None] = {}
     for rows in _splits(packed):
-        found.update(dict.fromkeys(rows.samples()))
-    return list(found)
+        digests.update(dict.fromkeys(rows.samples()))
+    return list(digests)
 
 
-def iter_rows(packed: Path, wanted: Collection[bytes]) -> Iterator[Row]:
+def iter_rows(packed: Path, digests: Collection[bytes]) -> Iterator[Row]:
     """Yield rows with only the wanted samples, each sample once."""
-    others = set(sample_digests(packed)).difference(wanted)
+    skipped = set(sample_digests(packed)).difference(digests)
     every = (rows.row(index) for rows in _splits(packed) for index in range(len(rows)))
-    return iter_new_samples(every, others)
+    return iter_new_samples(every, skipped)
 
 
 def _splits(packed: Path) -> Iterator[PackedRows]:

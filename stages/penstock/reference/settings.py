@@ -64,8 +64,8 @@ def reference_run(run: RunConfig, *, has_adapter: bool) -> RunConfig:
     if has_adapter:
         lora = run.lora
     elif run.lora.enable_lora:
-        kept = {name: getattr(run.lora, name) for name in QUANTIZED}
-        lora = LoraConfig(enable_lora=True, lora_rank=1, **kept)
+        quantization = {name: getattr(run.lora, name) for name in QUANTIZED}
+        lora = LoraConfig(enable_lora=True, lora_rank=1, **quantization)
     plain = {"optimizer": "sgd", "optimizer_offload": "none", "fuse_optimizer_step": False}
     # Reset optimizer and initialization settings, which do not apply to a forward pass.
     unset = {"optimizer_kwargs": {}, "optimizer_dtype": "fp32", "init_checkpoint_path": None}

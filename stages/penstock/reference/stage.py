@@ -65,14 +65,14 @@ class Reference(Stage):
     @property
     def model(self) -> Mapping[str, Input]:
         """Inputs that determine log-probs, besides the samples."""
-        found: dict[str, Input] = {"config": self.origin.config}
+        inputs: dict[str, Input] = {"config": self.origin.config}
         if self.origin.weights:
-            found["weights"] = self.origin.weights
+            inputs["weights"] = self.origin.weights
         if self.origin.adapter:
-            found["adapter"] = self.origin.adapter
+            inputs["adapter"] = self.origin.adapter
         if self.initial:
-            found["initial"] = self.initial
-        return found
+            inputs["initial"] = self.initial
+        return inputs
 
     @property
     def inputs(self) -> Mapping[str, Input]:
@@ -84,8 +84,8 @@ class Reference(Stage):
     def shared_folder(self) -> Path:
         """Folder of this model's log-probs, shared by all runs."""
         model = {name: source.key for name, source in self.model.items()}
-        made = {"version": self.version, "settings": identity(self)["settings"]}
-        return self.root / SCORES / digest_json({**made, **model})[:16]
+        shared_identity = {"version": self.version, "settings": identity(self)["settings"]}
+        return self.root / SCORES / digest_json({**shared_identity, **model})[:16]
 
     def run(self, out: Path) -> Facts:
         """Compute missing log-probs, and write those of all samples to `out`.

@@ -96,7 +96,7 @@ def prune_artifacts(
     age = parse_age(older_than)
     entries = _add_releases(list(find_entries(root)))
     doomed = choose_prunable(entries, keep_last, age, "chains" if unreferenced else "leaves")
-    folders = [Path(each) for each in root or ["."] if not is_url(each)]
+    folders = [Path(folder) for folder in root or ["."] if not is_url(folder)]
     caches = [cache for folder in folders for cache in find_caches(folder, SEARCH_DEPTH)]
     return prune(entries, doomed, sorted(caches), age, console, dry_run=dry_run)
 
@@ -117,15 +117,15 @@ def _add_releases(entries: "list[Entry]") -> "list[Entry]":
     from penstock.core.cache.manifest import MANIFEST, read_manifest
     from penstock.pipeline.releasing import RELEASES
 
-    seen = {entry.where for entry in entries}
+    locations = {entry.where for entry in entries}
     folders = {
-        found.parent
+        manifest_file.parent
         for entry in entries
         if isinstance(entry, LocalEntry)
-        for found in entry.root.glob(f"{RELEASES}/*/*/{MANIFEST}")
+        for manifest_file in entry.root.glob(f"{RELEASES}/*/*/{MANIFEST}")
     }
     more = [LocalEntry(read_manifest(folder), folder) for folder in sorted(folders)]
-    return [*entries, *(entry for entry in more if entry.where not in seen)]
+    return [*entries, *(entry for entry in more if entry.where not in locations)]
 
 
 def _find_entry(key: str, roots: list[str] | None) -> "Entry":
@@ -136,13 +136,15 @@ def _find_entry(key: str, roots: list[str] | None) -> "Entry":
         roots, key = [key], ""
     elif key and is_result(Path(key)):
         return LocalEntry(read_manifest(Path(key)), Path(key))
-    found = [entry for entry in find_entries(roots) if entry.key.startswith(key)]
-    if not found:
+    matches = [entry for entry in find_entries(roots) if entry.key.startswith(key)]
+    if not matches:
         raise ConfigError(f"no result's key starts with {key}.\n  See penstock artifacts list.")
-    if len(found) > 1:
-        which = ", ".join(entry.where for entry in found)
-        raise ConfigError(f"{len(found)} keys start with {key}: {which}.\n  Give more digits.")
-    return found[0]
+    if len(matches) > 1:
+        locations = ", ".join(entry.where for entry in matches)
+        raise ConfigError(
+            f"{len(matches)} keys start with {key}: {locations}.\n  Give more digits."
+        )
+    return matches[0]
 
 
 def _row(entry: "Entry") -> tuple[str, ...]:
@@ -153,14 +155,14 @@ def _row(entry: "Entry") -> tuple[str, ...]:
 
 
 def _entry_as_json(entry: "Entry") -> dict[str, Any]:
-    stage, _, standing, _, created, where = _row(entry)
+    stage, _, standing, _, created, location = _row(entry)
     return {
         "stage": stage,
         "key": entry.key,
         "standing": standing,
         "bytes": entry.num_bytes,
         "created": created or None,
-        "path": where,
+        "path": location,
     }
 
 

@@ -237,10 +237,14 @@ def remote_entries(url: str) -> Iterator[Entry]:
     marked = {posixpath.dirname(n) for n in sizes if posixpath.basename(n) in (MANIFEST, ATTEMPT)}
     for folder in sorted(marked):
         below = f"{folder}/" if folder else ""
-        place = root / folder if folder else root
-        its = {name.removeprefix(below): n for name, n in sizes.items() if name.startswith(below)}
+        remote_folder = root / folder if folder else root
+        file_sizes = {
+            name.removeprefix(below): n for name, n in sizes.items() if name.startswith(below)
+        }
         yield RemoteEntry(
-            RemoteArtifact(place.url, local_cache_dir(place.url)).manifest(), place, its
+            RemoteArtifact(remote_folder.url, local_cache_dir(remote_folder.url)).manifest(),
+            remote_folder,
+            file_sizes,
         )
 
 

@@ -38,12 +38,12 @@ results were made from."""
 
 def parse_age(text: str) -> float:
     """Seconds in `30d`, `12h`, `45m`, `2w`, or in a number of days. Raises ConfigError."""
-    found = AGE.fullmatch(text.strip().lower())
-    if found is None:
+    match = AGE.fullmatch(text.strip().lower())
+    if match is None:
         raise ConfigError(
             f"--older-than {text} is no age.\n  Write one such as 30d, 12h, 45m or 2w."
         )
-    return float(found[1]) * UNITS[found[2]]
+    return float(match[1]) * UNITS[match[2]]
 
 
 def prune(
@@ -71,7 +71,7 @@ def prune(
             gone.append(entry)
             freed += size
             console.result(f"{verb} {entry.where}")
-    kept = [entry for entry in entries if entry not in gone]
+    remaining = [entry for entry in entries if entry not in gone]
     for cache in caches:
         root = cache.parent
         looking = nullcontext(partial(pinned_keys, root)) if dry_run else block_new_pins(root)
@@ -80,7 +80,7 @@ def prune(
                 console.say(f"{cache} is skipped: a run is using it")
                 continue
             find = _unused_slices if cache.name == SLICES else _unused_features
-            for files in find(cache, kept, gone if dry_run else [], older_than):
+            for files in find(cache, remaining, gone if dry_run else [], older_than):
                 cached[cache.name] += 1
                 freed += sum(file.stat().st_size for file in files)
                 for file in () if dry_run else files:
@@ -148,16 +148,16 @@ _CACHED = {
 """Names of what the folders of caches contain."""
 
 
-def _collect_input_keys(kept: list[Entry], entries: list[Entry]) -> set[str]:
-    """Keys of all direct and indirect inputs of the results `kept`."""
+def _collect_input_keys(remaining: list[Entry], entries: list[Entry]) -> set[str]:
+    """Keys of all direct and indirect inputs of the results `remaining`."""
     by_key = {key: entry for entry in entries for key in entry.keys}
-    found: set[str] = set()
-    ahead = {key for entry in kept for key in entry.input_keys}
+    keys: set[str] = set()
+    ahead = {key for entry in remaining for key in entry.input_keys}
     while ahead:
-        found |= ahead
-        there = [by_key[key] for key in ahead if key in by_key]
-        ahead = {key for entry in there for key in entry.input_keys} - found
-    return found
+        keys |= ahead
+        present = [by_key[key] for key in ahead if key in by_key]
+        ahead = {key for entry in present for key in entry.input_keys} - keys
+    return keys
 
 
 def _created(entry: Entry) -> str:
@@ -175,7 +175,7 @@ def _delete_if_unused(entry: Entry) -> bool:
 
 
 def _unused_slices(
-    cache: Path, kept: list[Entry], going: list[Entry], older_than: float
+    cache: Path, remaining: list[Entry], going: list[Entry], older_than: float
 ) -> Iterator[list[Path]]:
     """The files of each cached slice, and of the images of each, that no kept result uses."""
     from penstock.core.cache.noted_files import prunable
@@ -185,7 +185,7 @@ def _unused_slices(
 
     used: set[str] = set()
     media: set[str] = set()
-    for entry in kept:
+    for entry in remaining:
         if isinstance(entry, LocalEntry) and entry.stage == "prepare":
             with suppress(FileNotFoundError, KeyError, TypeError):
                 for item in read_json(entry.path / PLAN)["slices"]:
@@ -195,8 +195,10 @@ def _unused_slices(
     yield from prunable(cache, used, older_than=older_than, going=paths)
     images = {*(cache / MEDIA).glob("*/*.arrow")}
     for folder in sorted((cache / MEDIA).glob("*")):
-        its = {name.rpartition("/")[2] for name in media if name.startswith(f"{folder.name}/")}
-        for files in prunable(folder, its, older_than=older_than, going=paths):
+        media_names = {
+            name.rpartition("/")[2] for name in media if name.startswith(f"{folder.name}/")
+        }
+        for files in prunable(folder, media_names, older_than=older_than, going=paths):
             images.difference_update(files)
             yield files
     digests = {
@@ -206,7 +208,7 @@ def _unused_slices(
 
 
 def _unused_features(
-    cache: Path, kept: list[Entry], going: list[Entry], older_than: float
+    cache: Path, remaining: list[Entry], going: list[Entry], older_than: float
 ) -> Iterator[list[Path]]:
     """The files of features of images that no result has a link to, or a copy of."""
     from penstock.core.cache.noted_files import prunable
@@ -214,11 +216,11 @@ def _unused_features(
 
     copied = {
         file.stem
-        for entry in kept
+        for entry in remaining
         if isinstance(entry, LocalEntry) and entry.stage in ("encode", "pack")
         for file in (entry.path / MEDIA).glob("*.arrow")
         if file.stat().st_nlink == 1
     }
     paths = [entry.path for entry in going if isinstance(entry, LocalEntry)]
-    for folder in sorted(each for each in cache.iterdir() if each.is_dir()):
+    for folder in sorted(entry for entry in cache.iterdir() if entry.is_dir()):
         yield from prunable(folder, copied, older_than=older_than, going=paths)

@@ -42,7 +42,7 @@ def resolve_target(
     overrides: Sequence[Override],
     adapter: str | None,
     scratch: Path,
-    say: Callable[[str], None],
+    notify: Callable[[str], None],
 ) -> Target:
     """The model that `typed` names; the newest checkpoint of an unfinished run is exported to
     `scratch`.
@@ -52,22 +52,22 @@ def resolve_target(
     path = Path(typed).expanduser()
     is_run = path.suffix in SUFFIXES or (path / JOB).is_file()
     if is_run and not (path / MODEL).is_file():
-        found = _resolve_run(plan(load_run(path, overrides), ("export",)), scratch, say)
+        target = _resolve_run(plan(load_run(path, overrides), ("export",)), scratch, notify)
     else:
-        found = _resolve_folder(_local_folder(typed))
+        target = _resolve_folder(_local_folder(typed))
     if adapter is None:
-        return found
-    if found.adapter:
+        return target
+    if target.adapter:
         raise ConfigError(
-            f"{typed} is an adapter already ({found.adapter}), and only one adapter can be loaded "
+            f"{typed} is an adapter already ({target.adapter}), and only one adapter can be loaded "
             "on a model.\n  Leave --adapter out, or name the base model."
         )
     laid = _local_folder(adapter)
-    return Target(found.model, laid, f"{found.what} with the adapter {laid}")
+    return Target(target.model, laid, f"{target.what} with the adapter {laid}")
 
 
 def load_target(
-    target: Target, ranks: "ProcessInfo", scratch: Path, say: Callable[[str], None]
+    target: Target, ranks: "ProcessInfo", scratch: Path, notify: Callable[[str], None]
 ) -> "ChatModel":
     """Load the model. An adapter that the engine cannot run unmerged is merged into a copy of the
     base model in `scratch`."""
@@ -82,7 +82,7 @@ def load_target(
             raise
         from penstock.export.merge import merge_folders
 
-        say("chat: merging the adapter into its base model; this kind cannot run unmerged")
+        notify("chat: merging the adapter into its base model; this kind cannot run unmerged")
         model, adapter = scratch / f"merged-{target.model.name}", None
         merge_folders(target.model, target.adapter or model, model)
         run = _build_config(model, None)
@@ -92,9 +92,9 @@ def load_target(
 def _build_config(model: Path, adapter: Path | None) -> RunConfig:
     """A run config for this model, with the precision of the stored weights; quantized ones are
     dequantized."""
-    said = read_json_object(model / MODEL)
-    unsaid = "bfloat16" if said.get("quantization_config") else "float32"
-    stored = said.get("dtype") or said.get("torch_dtype") or unsaid
+    base = read_json_object(model / MODEL)
+    unsaid = "bfloat16" if base.get("quantization_config") else "float32"
+    stored = base.get("dtype") or base.get("torch_dtype") or unsaid
     run = loads(
         {
             "model": {"model_path": str(model)},
@@ -112,7 +112,7 @@ def _build_config(model: Path, adapter: Path | None) -> RunConfig:
     return with_adapter(run)
 
 
-def _resolve_run(planned: Plan, scratch: Path, say: Callable[[str], None]) -> Target:
+def _resolve_run(planned: Plan, scratch: Path, notify: Callable[[str], None]) -> Target:
     """The exported model of a run, else its newest checkpoint."""
     step = planned.step("export")
     exported = fetch_cached(step, planned.run.pipeline.verify)
@@ -120,19 +120,19 @@ def _resolve_run(planned: Plan, scratch: Path, say: Callable[[str], None]) -> Ta
         folders = step.artifact.facts["folders"]
         path = step.artifact.path
         name = "hf" if "hf" in folders else "adapter"
-        found = _resolve_folder(path / folders[name])
-        return Target(found.model, found.adapter, f"the exported model, {path / folders[name]}")
+        target = _resolve_folder(path / folders[name])
+        return Target(target.model, target.adapter, f"the exported model, {path / folders[name]}")
     assert isinstance(step.stage, Export)
     checkpoint = _newest_checkpoint(planned)
-    say(f"chat: nothing is exported yet; answering with the checkpoint {checkpoint}")
+    notify(f"chat: nothing is exported yet; answering with the checkpoint {checkpoint}")
     from penstock.engine.hf.export import write_folders
     from penstock.engine.model_source import ExportFormat
 
     out = scratch / "exported"
     facts = write_folders(checkpoint, step.stage.origin, ExportFormat(), out)
     folder = out / ("hf" if "hf" in facts["folders"] else "adapter")
-    found = _resolve_folder(folder)
-    return Target(found.model, found.adapter, f"the checkpoint {checkpoint}")
+    target = _resolve_folder(folder)
+    return Target(target.model, target.adapter, f"the checkpoint {checkpoint}")
 
 
 def _newest_checkpoint(planned: Plan) -> Path:
@@ -148,10 +148,10 @@ def _newest_checkpoint(planned: Plan) -> Path:
     checkpoint = newest_checkpoint(root, (key, *read_earlier_keys(step.path, key)))
     if checkpoint:
         return checkpoint
-    others = complete_checkpoints(root)
+    checkpoints = complete_checkpoints(root)
     why = (
-        f"{others[-1]} is of a run with other settings"
-        if others
+        f"{checkpoints[-1]} is of a run with other settings"
+        if checkpoints
         else f"{root} has no complete checkpoint"
     )
     raise StageError(

@@ -95,12 +95,12 @@ class ChatSession:
 
     def _answer(self, conversation: Conversation, text: str) -> "Reply":
         question = {"role": "user", "content": text}
-        how = self.options.sampling(conversation.model.ends, self.turn)
+        sampling = self.options.sampling(conversation.model.ends, self.turn)
         prefix = f"{conversation.label}: " if len(self.conversations) > 1 else ""
         with _catch_interrupt() as stop:
             self._write(prefix)
             reply = conversation.model.reply(
-                [*conversation.messages, question], how, self._write, stop.check
+                [*conversation.messages, question], sampling, self._write, stop.check
             )
         self._write("\n")
         if reply.ended == "length":
@@ -132,20 +132,20 @@ class ChatSession:
 
     def command(self, line: str) -> bool:
         """Execute a line that begins with a slash; false means quit."""
-        name, _, rest = line.partition(" ")
-        rest = rest.strip()
+        name, _, argument = line.partition(" ")
+        argument = argument.strip()
         if name in ("/quit", "/exit"):
             return False
         if name == "/reset":
             self.reset()
             self.console.say("the conversation is forgotten")
         elif name == "/system":
-            self.system = rest or None
+            self.system = argument or None
             self.reset()
             self.console.say("system message set; the conversation starts over")
             self.warn_without_template()
         elif name == "/save":
-            self.save(rest)
+            self.save(argument)
         else:
             if name != "/help":
                 self.console.say(f"{name} is no command")
@@ -197,8 +197,8 @@ def chat(options: ChatOptions, overrides: Sequence[Override], console: Console) 
 def _run_session(session: ChatSession) -> dict[str, Any]:
     options = session.options
     if options.prompts or not sys.stdin.isatty() or session.console.as_json:
-        asked = options.prompts or (line.strip() for line in sys.stdin if line.strip())
-        answers = [(prompt, session.ask(prompt)) for prompt in asked]
+        prompts = options.prompts or (line.strip() for line in sys.stdin if line.strip())
+        answers = [(prompt, session.ask(prompt)) for prompt in prompts]
         return {
             "answers": [_answer_as_json(session, prompt, replies) for prompt, replies in answers]
         }
@@ -232,10 +232,10 @@ def _read_line() -> str | None:
 def _answer_as_json(
     session: ChatSession, prompt: str, replies: "Sequence[Reply]"
 ) -> dict[str, Any]:
-    found: dict[str, Any] = {"prompt": prompt}
+    result: dict[str, Any] = {"prompt": prompt}
     for conversation, reply in zip(session.conversations, replies, strict=True):
-        found[conversation.label] = {**vars(reply), "from": conversation.what}
-    return found
+        result[conversation.label] = {**vars(reply), "from": conversation.what}
+    return result
 
 
 class _InterruptFlag:

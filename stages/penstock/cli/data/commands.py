@@ -44,8 +44,8 @@ def show(
     from penstock.cli.data.show import SampleSelection, show_samples
 
     prepared = prepared_data(run_request(config), console, upstream=not no_upstream)
-    wanted = SampleSelection(split, number, source, seed, tuple(index))
-    return show_samples(prepared, wanted, console, html)
+    selection = SampleSelection(split, number, source, seed, tuple(index))
+    return show_samples(prepared, selection, console, html)
 
 
 def stats(

@@ -50,7 +50,7 @@ figcaption { max-width: 192px; font-size: 12px; overflow-wrap: anywhere }
 def write_page(target: Path, shown: Sequence[SampleView], title: str, step: PlannedStage) -> None:
     """Write the samples to `target`. Raises ConfigError if that is no place for a file."""
     read = build_image_reader(step.stage, step.path)
-    body = "".join(_sample(each, read(each.slice, each.record)) for each in shown)
+    body = "".join(_sample(sample, read(sample.slice, sample.record)) for sample in shown)
     text = (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'

@@ -86,10 +86,10 @@ def format_counts(shown: SampleView, part: Part) -> str:
     name = "" if part.name == "sample" else f"{part.name}, "
     if part.name == "chosen" and shown.score_gap is not None:
         name += f"scored {shown.score_gap:g} higher, "
-    said = f"{name}{judged}{part.tokens} tokens, {part.trained_tokens} trained"
+    text = f"{name}{judged}{part.tokens} tokens, {part.trained_tokens} trained"
     if part.other_targets:
-        said += f"; {part.other_targets} labels are other tokens than those shown"
-    return said
+        text += f"; {part.other_targets} labels are other tokens than those shown"
+    return text
 
 
 def format_image(number: int, image: ImageView) -> str:
@@ -106,7 +106,7 @@ def printable(span: Span) -> str:
     """Its text; of a special token that is repeated, as those of images are, the number."""
     text = span.text
     if span.special:
-        text = REPEATED.sub(lambda found: f"{found[1]} x {len(found[0]) // len(found[1])}", text)
+        text = REPEATED.sub(lambda match: f"{match[1]} x {len(match[0]) // len(match[1])}", text)
     return _escape_control_chars(text)
 
 

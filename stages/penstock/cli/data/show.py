@@ -65,15 +65,15 @@ class SampleSelection:
 
 
 def show_samples(
-    prepared: Prepared, wanted: SampleSelection, console: Console, page: Path | None = None
+    prepared: Prepared, selection: SampleSelection, console: Console, page: Path | None = None
 ) -> dict[str, Any]:
     """Print the samples, or write them to an HTML page; returns them as plain values. Raises
     ConfigError if there are none."""
     folder = prepared.step.path
-    samples = PreparedSamples(folder, wanted.split)
-    origins = split_sources(read_json(folder / PLAN), wanted.split)
-    seed = prepared.run.train.seed if wanted.seed is None else wanted.seed
-    chosen = _select_samples(wanted, len(samples), origins, seed, prepared.run)
+    samples = PreparedSamples(folder, selection.split)
+    origins = split_sources(read_json(folder / PLAN), selection.split)
+    seed = prepared.run.train.seed if selection.seed is None else selection.seed
+    chosen = _select_samples(selection, len(samples), origins, seed, prepared.run)
     typed = prepared.run.model.tokenizer_source
     decoder = load_pinned_decoder(typed, pin_tokenizer(typed))
     locate = build_locator(prepared.step.stage)
@@ -90,13 +90,13 @@ def show_samples(
         for index in chosen
     ]
     if page:
-        write_page(page, shown, f"{wanted.split} samples of {len(samples):,}", prepared.step)
+        write_page(page, shown, f"{selection.split} samples of {len(samples):,}", prepared.step)
         console.result(str(page))
     elif not console.as_json:
-        _print_samples(shown, wanted.split, len(samples), prepared.step)
+        _print_samples(shown, selection.split, len(samples), prepared.step)
     return {
         **({"html": str(page)} if page else {}),
-        "split": wanted.split,
+        "split": selection.split,
         "kind": samples.kind,
         "num_samples": len(samples),
         "samples": [asdict(sample) for sample in shown],
@@ -140,19 +140,20 @@ def _samples_from_source(
 ) -> Indices:
     if selection.source is None:
         return np.arange(len(origins.source_indices))
-    asked = selection.source
+    source_name = selection.source
     candidates = [
         index
         for index, source in enumerate(origins.sources)
-        if asked in (source.label, source.section, _source_path(source, run))
+        if source_name in (source.label, source.section, _source_path(source, run))
     ]
     if not candidates:
         names = [source.label for source in origins.sources]
-        near = difflib.get_close_matches(asked, names, n=1, cutoff=0.4)
+        near = difflib.get_close_matches(source_name, names, n=1, cutoff=0.4)
         hint = f" Did you mean {near[0]}?" if near else ""
         listed = "\n".join(f"    {source.label} ({source.section})" for source in origins.sources)
         raise ConfigError(
-            f"--source {asked} gave no sample to {selection.split}.{hint} Those that did:\n{listed}"
+            f"--source {source_name} gave no sample to {selection.split}.{hint} "
+            f"Those that did:\n{listed}"
         )
     return np.flatnonzero(np.isin(origins.source_indices, candidates))
 

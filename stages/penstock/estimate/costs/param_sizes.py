@@ -264,20 +264,20 @@ def _adapter_tensors(sharded: ShardedModel, layers: list[int], ends: bool) -> It
 
 
 def _adapter_shapes(
-    sharded: ShardedModel, one: TargetLayer, rank: int
+    sharded: ShardedModel, layer: TargetLayer, rank: int
 ) -> Iterator[tuple[int, int]]:
     """Yield (rows, elements per row) of a layer's LoRA A and B, and of its DoRA magnitudes."""
     size = sharded.degrees.tensor
-    role = sharded.model.roles.get(one.native)
-    outputs, inputs = one.outputs, one.inputs
-    if one.experts:
-        count = -(-one.experts // sharded.degrees.expert)
+    role = sharded.model.roles.get(layer.native)
+    outputs, inputs = layer.outputs, layer.inputs
+    if layer.experts:
+        count = -(-layer.experts // sharded.degrees.expert)
         lora = sharded.run.lora
         first, second = count, count
         if lora.moe_shared_lora:
             first = second = 1
         elif lora.moe_hybrid_shared_lora:
-            first, second = (count, 1) if one.native.endswith("down_proj") else (1, count)
+            first, second = (count, 1) if layer.native.endswith("down_proj") else (1, count)
         yield (first, rank * inputs) if first > 1 else (rank, inputs)
         yield (second, outputs * rank) if second > 1 else (outputs, rank)
         return

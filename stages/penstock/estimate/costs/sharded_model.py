@@ -54,13 +54,17 @@ class UnshardedModel:
         """Build the model of a run."""
         names = family.weight_map(config, merge_qkv=run.model.merge_qkv)
         shapes = {name: names.native_shape(name) for name in names.native_names()}
-        its = tuple(adapted(run, family, config)) if run.lora.enable_lora else ()
+        target_layers = tuple(adapted(run, family, config)) if run.lora.enable_lora else ()
         if isinstance(config, AutoModelConfig):
             shapes = {decoder_name(name, config.outline): shape for name, shape in shapes.items()}
-            its = tuple(_renamed(one, config.outline) for one in its)
-        modules = {name.rpartition(".")[0] for name in shapes} | {one.native for one in its}
+            target_layers = tuple(_renamed(layer, config.outline) for layer in target_layers)
+        modules = {name.rpartition(".")[0] for name in shapes} | {
+            layer.native for layer in target_layers
+        }
         roles = {module: find_parallel_style(module, family.roles) for module in modules}
-        return cls(config, shapes, roles, its, trainable_params(run, family, config), published)
+        return cls(
+            config, shapes, roles, target_layers, trainable_params(run, family, config), published
+        )
 
 
 def decoder_name(name: str, outline: ModelOutline) -> str:
@@ -71,14 +75,14 @@ def decoder_name(name: str, outline: ModelOutline) -> str:
             return f"{LAYERS}{number}{name.removeprefix(layer)}"
     ends = {outline.embedding: EMBEDDING_WEIGHT, outline.head: HEAD_WEIGHT}
     module = name.removesuffix(".weight")
-    if found := ends.get(module):
-        return found if name != module else found.removesuffix(".weight")
+    if decoder := ends.get(module):
+        return decoder if name != module else decoder.removesuffix(".weight")
     return name
 
 
-def _renamed(one: TargetLayer, outline: ModelOutline) -> TargetLayer:
-    native, of = (decoder_name(name, outline) for name in (one.native, one.of))
-    return replace(one, native=native, of=of)
+def _renamed(layer: TargetLayer, outline: ModelOutline) -> TargetLayer:
+    native, of = (decoder_name(name, outline) for name in (layer.native, layer.of))
+    return replace(layer, native=native, of=of)
 
 
 @dataclass(frozen=True)
@@ -144,8 +148,8 @@ class ShardedModel:
     def tokens(self) -> int:
         """Tokens of a full micro-batch on one rank; with context parallelism, its shard."""
         multiple = micro_batch_padding(self.run.data, self.run.train)
-        whole = self.run.train.micro_batch_size * self.run.data.row_length
-        return -(-whole // multiple) * multiple // self.degrees.context
+        tokens = self.run.train.micro_batch_size * self.run.data.row_length
+        return -(-tokens // multiple) * multiple // self.degrees.context
 
     @property
     def reshard_after(self) -> ReshardAfter:

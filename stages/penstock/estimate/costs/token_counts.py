@@ -85,13 +85,15 @@ class DataFacts:
     @classmethod
     def read(cls, steps: Sequence[PlannedStage]) -> "DataFacts":
         """Read the facts from the planned stages of a run."""
-        found = {step.stage.name: step for step in steps}
-        manifests = [find_cached(found[n]) if n in found else None for n in ("prepare", "pack")]
+        step_by_name = {step.stage.name: step for step in steps}
+        manifests = [
+            find_cached(step_by_name[n]) if n in step_by_name else None for n in ("prepare", "pack")
+        ]
         return cls(*(manifest["facts"] if manifest else None for manifest in manifests))
 
 
 def with_row_length(
-    run: RunConfig, made: DataFacts, steps: Sequence[PlannedStage], vocab_size: int
+    run: RunConfig, facts: DataFacts, steps: Sequence[PlannedStage], vocab_size: int
 ) -> RunConfig:
     """The run with its row length set from the data, if the config does not set it.
 
@@ -101,10 +103,10 @@ def with_row_length(
         return run
     most, multiple = run.data.row_length, run.data.pad_to_multiple_of
     per_step = rows_per_step_to_pack(run)
-    if made.packed:
-        length = made.packed.get("row_length", {}).get("train", most)
-    elif made.prepared:
-        length = fitted_row_length(SampleSizes.of_facts(made.prepared), most, multiple, per_step)
+    if facts.packed:
+        length = facts.packed.get("row_length", {}).get("train", most)
+    elif facts.prepared:
+        length = fitted_row_length(SampleSizes.of_facts(facts.prepared), most, multiple, per_step)
     else:
         sizes = _estimate_sources(steps, vocab_size)
         if sizes is None:
@@ -157,8 +159,8 @@ def _estimate_rows(data: DataConfig, tokens: int, samples: int) -> int:
         return max(1, samples)
     length = data.row_length
     fit = length * samples // max(1, tokens)
-    whole = samples / fit if 0 < fit < WHOLE_SAMPLES else 0
-    return max(1, math.ceil(max(whole, tokens / (length * ASSUMED_PACKING_EFFICIENCY))))
+    rows = samples / fit if 0 < fit < WHOLE_SAMPLES else 0
+    return max(1, math.ceil(max(rows, tokens / (length * ASSUMED_PACKING_EFFICIENCY))))
 
 
 COUNTED = ("rows", "tokens", "trained_tokens")
@@ -191,15 +193,15 @@ def estimate_length(run: RunConfig, data: Data | None, rows_per_step: int) -> Le
 
 def _steps(run: RunConfig, data: Data, rows_per_step: int, epochs: Fraction) -> int:
     """Steps of `epochs`; the last step of an epoch may be partial or dropped (`last_batch`)."""
-    whole = math.floor(epochs)
+    full_epochs = math.floor(epochs)
 
     def used(epoch: int) -> int:
         rows = data.epoch_rows[epoch % len(data.epoch_rows)]
         keeps = rows < rows_per_step or keeps_rest(rows, rows_per_step, run.data.last_batch)
         return rows if keeps else rows - rows % rows_per_step
 
-    steps = sum(math.ceil(used(epoch) / rows_per_step) for epoch in range(whole))
-    return steps + math.ceil((epochs - whole) * used(whole) / rows_per_step)
+    steps = sum(math.ceil(used(epoch) / rows_per_step) for epoch in range(full_epochs))
+    return steps + math.ceil((epochs - full_epochs) * used(full_epochs) / rows_per_step)
 
 
 def estimate_work(config: DecoderConfig, run: RunConfig, data: Data | None, rows: int) -> Work:
@@ -209,14 +211,14 @@ def estimate_work(config: DecoderConfig, run: RunConfig, data: Data | None, rows
     if data is None or not data.documents:
         return Work.from_lengths(config, [row] * rows)
     tokens = data.tokens_per_row * rows
-    seen = data.documents if run.data.isolate_samples else data.rows
-    length = max(1, round(data.tokens / seen))
+    lengths = data.documents if run.data.isolate_samples else data.rows
+    length = max(1, round(data.tokens / lengths))
     documents = max(1, round(tokens / length))
-    one = Work.from_lengths(config, [length])
+    document_work = Work.from_lengths(config, [length])
     trained = data.trained_tokens / max(1, data.tokens)
     return Work(
         tokens=length * documents,
-        attention_pairs=one.attention_pairs * documents,
-        local_pairs=one.local_pairs * documents,
+        attention_pairs=document_work.attention_pairs * documents,
+        local_pairs=document_work.local_pairs * documents,
         logits=round(length * documents * trained),
     )

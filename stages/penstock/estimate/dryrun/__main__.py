@@ -76,4 +76,4 @@ def _exit(code: int) -> None:
 
 
 if __name__ == "__main__":
-    _exit(main([Path(each) for each in sys.argv[1:]]))
+    _exit(main([Path(path) for path in sys.argv[1:]]))

@@ -18,14 +18,14 @@ def write_chrome_trace(ranks: Sequence[RankSummary], file: Path) -> None:
 
 
 def _events(rank: RankSummary) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
+    events: list[dict[str, Any]] = []
     named: set[int] = set()
     for span in rank.timeline.spans:
         record = span.record
         if span.stream not in named:
             named.add(span.stream)
             name = "compute" if span.stream == DEFAULT_STREAM else f"stream {span.stream}"
-            found.append(_name(rank.rank, span.stream, name))
+            events.append(_name(rank.rank, span.stream, name))
         arguments: dict[str, Any] = {"where": record.where}
         if not isinstance(record, Launch):
             arguments |= {
@@ -33,7 +33,7 @@ def _events(rank: RankSummary) -> list[dict[str, Any]]:
                 "dtype": record.dtype,
                 "ranks": len(record.ranks),
             }
-        found.append(
+        events.append(
             {
                 "ph": "X",
                 "pid": rank.rank,
@@ -45,7 +45,7 @@ def _events(rank: RankSummary) -> list[dict[str, Any]]:
                 "args": arguments,
             }
         )
-    return found
+    return events
 
 
 def _name(rank: int, stream: int, name: str) -> dict[str, Any]:

@@ -25,9 +25,11 @@ def mismatched_collectives(traces: Mapping[int, Sequence[Record]]) -> Iterator[s
                 messages[pair].setdefault(record.name, []).append(record)
     for (_, ranks), sequence in sequences.items():
         present = [rank for rank in ranks if rank in traces]
-        first, *others = present
-        for other in others:
-            yield from _difference(first, sequence.get(first, []), other, sequence.get(other, []))
+        first, *other_ranks = present
+        for other_rank in other_ranks:
+            yield from _difference(
+                first, sequence.get(first, []), other_rank, sequence.get(other_rank, [])
+            )
     for (sender, receiver), sequence in messages.items():
         sends, receives = sequence.get("send", []), sequence.get("recv", [])
         yield from _difference(sender, sends, receiver, receives, named=False)
@@ -35,24 +37,28 @@ def mismatched_collectives(traces: Mapping[int, Sequence[Record]]) -> Iterator[s
 
 def _difference(
     rank: int,
-    mine: Sequence[Collective],
-    other: int,
-    theirs: Sequence[Collective],
+    collectives: Sequence[Collective],
+    other_rank: int,
+    other_collectives: Sequence[Collective],
     *,
     named: bool = True,
 ) -> Iterator[str]:
     """At most one line: the first collective that differs, or what one of them issues alone."""
-    for index, (left, right) in enumerate(zip(mine, theirs, strict=False)):
+    for index, (left, right) in enumerate(zip(collectives, other_collectives, strict=False)):
         if _identity(left, named=named) != _identity(right, named=named):
             yield (
-                f"collective {index} of ranks {rank} and {other} differs: {_text(left)} and "
+                f"collective {index} of ranks {rank} and {other_rank} differs: {_text(left)} and "
                 f"{_text(right)}"
             )
             return
-    if len(mine) != len(theirs):
-        longer, alone = (rank, mine) if len(mine) > len(theirs) else (other, theirs)
-        shorter = other if longer == rank else rank
-        extra = alone[min(len(mine), len(theirs))]
+    if len(collectives) != len(other_collectives):
+        longer, alone = (
+            (rank, collectives)
+            if len(collectives) > len(other_collectives)
+            else (other_rank, other_collectives)
+        )
+        shorter = other_rank if longer == rank else rank
+        extra = alone[min(len(collectives), len(other_collectives))]
         yield f"rank {longer} issues {_text(extra)}, and rank {shorter} does not"
 
 

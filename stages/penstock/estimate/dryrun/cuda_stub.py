@@ -67,9 +67,9 @@ def _redirect_hooks() -> None:
     assert pointer.value
     table = _table([*(ctypes.c_void_p * _HOOK_METHODS).from_address(pointer.value)])
     # A C function, because autograd's threads call it without the interpreter lock.
-    one = ctypes.cast(ctypes.pythonapi.Py_IsInitialized, ctypes.c_void_p).value
+    hook = ctypes.cast(ctypes.pythonapi.Py_IsInitialized, ctypes.c_void_p).value
     for method in range(_IS_BUILT, _HAS_PRIMARY_CONTEXT + 1):
-        table[method] = one
+        table[method] = hook
     pointer.value = ctypes.addressof(table)
 
 

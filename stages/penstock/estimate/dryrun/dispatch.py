@@ -206,8 +206,8 @@ class DryRunMode(TorchDispatchMode):
         # With `non_blocking` PyTorch allocates pinned memory for the result.
         is_async = bool(kwargs.get("non_blocking"))
         self._copy("copy to host", tensor, is_async=is_async)
-        found = torch.ones(tensor.shape, dtype=kwargs.get("dtype") or tensor.dtype)
-        return mark_pinned(found) if is_async else found
+        host = torch.ones(tensor.shape, dtype=kwargs.get("dtype") or tensor.dtype)
+        return mark_pinned(host) if is_async else host
 
     def _from_host(self, tensor: torch.Tensor, *, is_async: bool) -> None:
         name = "copy from host" if is_pinned(tensor) else "copy from pageable host memory"
@@ -242,8 +242,8 @@ class DryRunMode(TorchDispatchMode):
             Launch(stream, name, seconds, HOST_SECONDS[kind], self.trace.phase, place(), kind)
         )
 
-    def _sync(self, what: str) -> None:
-        self.trace.sync(what, current_stream().number)
+    def _sync(self, reason: str) -> None:
+        self.trace.sync(reason, current_stream().number)
 
     def _check_devices(self, func: Any, tensors: Sequence[torch.Tensor]) -> None:
         """Count operators that mix devices, which fake tensors allow more often than real ones."""
@@ -335,9 +335,9 @@ def _is_async(name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, An
 
 def _is_foreign(kind: type) -> bool:
     """Whether a tensor subclass handles its own operators, as DTensor does."""
-    known = (torch.Tensor, FakeTensor, torch.nn.Parameter)
+    tensor_types = (torch.Tensor, FakeTensor, torch.nn.Parameter)
     return (
-        kind not in known
+        kind not in tensor_types
         and issubclass(kind, torch.Tensor)
         and not issubclass(kind, torch.nn.Parameter)
     )
@@ -360,7 +360,7 @@ def _process_group(args: Any, kwargs: Any) -> dist.ProcessGroup | None:
 
 def _collective_result(func: Any, args: Sequence[Any], work: _Work) -> Any:
     """What the operator returns: its tensors and the work."""
-    found: list[Any] = []
+    outputs: list[Any] = []
     for value in func._schema.returns:
-        found.append(work.boxed() if "Work" in str(value.type) else args[0])
-    return found[0] if len(found) == 1 else tuple(found)
+        outputs.append(work.boxed() if "Work" in str(value.type) else args[0])
+    return outputs[0] if len(outputs) == 1 else tuple(outputs)

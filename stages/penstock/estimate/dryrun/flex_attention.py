@@ -46,7 +46,7 @@ class _FlexAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *slopes: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q_1NTH, k_1KTH, v_1KTH, out_1NTH, _ = ctx.saved_tensors
-        found = [torch.empty_like(x) for x in (q_1NTH, k_1KTH, v_1KTH)]
+        gradients = [torch.empty_like(x) for x in (q_1NTH, k_1KTH, v_1KTH)]
         record: Record = ctx.record
-        record("flex_attention_backward", [q_1NTH, k_1KTH, v_1KTH, out_1NTH, slopes[0], *found])
-        return *found, None
+        record("flex_attention_backward", [q_1NTH, k_1KTH, v_1KTH, out_1NTH, slopes[0], *gradients])
+        return *gradients, None

@@ -55,7 +55,7 @@ class Owners:
         weights = {number(param.parameter) for param in self.built.engine.model.params}
         states = set(map(number, _tensors(self.built.engine.optimizer.state.values())))
         shapes = {tuple(param.parameter.shape) for param in self.built.engine.model.params}
-        found: Counter[Holder] = Counter()
+        bytes_by_holder: Counter[Holder] = Counter()
         for storage, allocation, num_bytes in peak.live:
             if storage in weights:
                 holder: Holder = "weights"
@@ -65,8 +65,8 @@ class Owners:
                 holder = "gradients"
             else:
                 holder = _holder(allocation, shapes)
-            found[holder] += num_bytes
-        return {holder: found[holder] for holder in HOLDERS}
+            bytes_by_holder[holder] += num_bytes
+        return {holder: bytes_by_holder[holder] for holder in HOLDERS}
 
 
 def _holder(allocation: Allocation, weight_shapes: set[tuple[int, ...]]) -> Holder:

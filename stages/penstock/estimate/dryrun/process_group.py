@@ -43,5 +43,5 @@ def _scatter_object_list(
     *_: Any,
     **__: Any,
 ) -> None:
-    given = scatter_object_input_list
-    scatter_object_output_list[0] = given[0] if given else None
+    objects = scatter_object_input_list
+    scatter_object_output_list[0] = objects[0] if objects else None

@@ -115,12 +115,12 @@ def _load_nothing(*_: Any) -> None:
 
 
 def _largest(peak: Peak) -> Sequence[Sequence[Any]]:
-    found: Counter[str] = Counter()
+    bytes_by_location: Counter[str] = Counter()
     for _, allocation, num_bytes in peak.live:
-        found[allocation.where or f"{allocation.library or 'autograd'} ({allocation.node})"] += (
-            num_bytes
-        )
-    return [[where, size] for where, size in found.most_common(LARGEST)]
+        bytes_by_location[
+            allocation.where or f"{allocation.library or 'autograd'} ({allocation.node})"
+        ] += num_bytes
+    return [[location, size] for location, size in bytes_by_location.most_common(LARGEST)]
 
 
 def _groups() -> list[dist.ProcessGroup]:

@@ -16,5 +16,5 @@ def select_ranks(dims: ParallelDims, choice: RankChoice) -> list[int]:
     if choice == "all":
         return list(range(dims.world_size))
     assert AXES[0] == "pipeline"
-    each = dims.world_size // dims.pipeline
-    return [stage * each for stage in range(dims.pipeline)]
+    ranks_per_stage = dims.world_size // dims.pipeline
+    return [stage * ranks_per_stage for stage in range(dims.pipeline)]

@@ -95,8 +95,8 @@ class Roofline:
         link = self.device.link
         if not is_local:
             # Each machine's ranks of the group share the traffic to the next machine.
-            here = size / len(machines)
-            link = min(link, NETWORK_BANDWIDTH * here)
+            per_machine = size / len(machines)
+            link = min(link, NETWORK_BANDWIDTH * per_machine)
         latency = COLLECTIVE_LATENCY * (1 if is_local else 2 + math.log2(len(machines)))
         return latency + share * num_bytes / (link * ACHIEVED_LINK)
 

@@ -22,8 +22,11 @@ PROMPT_SHARE = 3
 def synthetic_step(run: RunConfig, count: int, *, seed: int = 0) -> list[MicroBatch]:
     """`count` micro-batches of full rows, of the kind of data that the run trains on."""
     rng = np.random.default_rng(seed)
-    each = run.train.micro_batch_size
-    groups = [[_row(run, index * each + at, rng) for at in range(each)] for index in range(count)]
+    rows_per_batch = run.train.micro_batch_size
+    groups = [
+        [_row(run, index * rows_per_batch + offset, rng) for offset in range(rows_per_batch)]
+        for index in range(count)
+    ]
     laid = collate(groups, pad_to_multiple_of=micro_batch_padding(run.data, run.train))
     return laid.pin_memory().micro_batches()
 

@@ -46,14 +46,14 @@ class RankSummary:
     @property
     def copies(self) -> Counter[tuple[str, str]]:
         """Copies between host and device by (direction, place)."""
-        found = (r for r in self.records if isinstance(r, Launch) and r.kind == "copy")
-        return Counter((r.name, r.where) for r in found)
+        copies = (r for r in self.records if isinstance(r, Launch) and r.kind == "copy")
+        return Counter((r.name, r.where) for r in copies)
 
     @property
     def syncs(self) -> Counter[tuple[str, str, str]]:
         """Host syncs by (what, phase, place)."""
-        found = (r for r in self.records if isinstance(r, HostSync))
-        return Counter((r.what, r.phase, r.where) for r in found)
+        syncs = (r for r in self.records if isinstance(r, HostSync))
+        return Counter((r.what, r.phase, r.where) for r in syncs)
 
     @property
     def syncs_in_micro_batches(self) -> int:
@@ -89,8 +89,8 @@ class RankSummary:
             key = record.name, len(record.ranks), record.dtype, record.phase, record.where
             seconds[key] += waited
             exposed[key] += record.num_bytes
-        found = [CollectiveUse(*k, times[k], sizes[k], seconds[k], exposed[k]) for k in times]
-        return sorted(found, key=lambda use: -use.num_bytes)
+        collectives = [CollectiveUse(*k, times[k], sizes[k], seconds[k], exposed[k]) for k in times]
+        return sorted(collectives, key=lambda use: -use.num_bytes)
 
     def as_json(self) -> dict[str, Any]:
         """Plain values: bytes, seconds, counts."""
@@ -100,7 +100,7 @@ class RankSummary:
             "memory": result.peak,
             "memory_at_rest": result.resident,
             "holders": dict(result.holders),
-            "largest": [{"where": where, "bytes": size} for where, size in result.largest],
+            "largest": [{"where": location, "bytes": size} for location, size in result.largest],
             "process_groups": list(result.groups),
             "seconds": self.timeline.seconds,
             "compute_seconds": self.timeline.compute_seconds,
@@ -109,12 +109,12 @@ class RankSummary:
             "launches": self.launches,
             "launches_per_layer": self.launches_per_layer,
             "syncs": [
-                {"sync": what, "phase": phase, "where": where, "times": times}
-                for (what, phase, where), times in self.syncs.items()
+                {"sync": call, "phase": phase, "where": location, "times": times}
+                for (call, phase, location), times in self.syncs.items()
             ],
             "copies": [
-                {"copy": what, "where": where, "times": times}
-                for (what, where), times in self.copies.items()
+                {"copy": call, "where": location, "times": times}
+                for (call, location), times in self.copies.items()
             ],
             "collectives": [asdict(use) for use in self.collectives()],
             "notes": list(result.notes),
@@ -185,12 +185,12 @@ class DryRun:
     @property
     def faults(self) -> Counter[tuple[str, str]]:
         """Faults of all ranks by (fault, place)."""
-        found: Counter[tuple[str, str]] = Counter()
+        counts: Counter[tuple[str, str]] = Counter()
         for rank in self.ranks:
-            for what, where, times in rank.result.faults:
-                found[what, where] += times
-        found.update(dict.fromkeys(((what, "") for what in self.mismatches), 1))
-        return found
+            for fault, location, times in rank.result.faults:
+                counts[fault, location] += times
+        counts.update(dict.fromkeys(((mismatch, "") for mismatch in self.mismatches), 1))
+        return counts
 
     def as_json(self) -> dict[str, Any]:
         """Plain values: bytes, seconds, counts."""
@@ -206,8 +206,8 @@ class DryRun:
             "bubble": self.bubble,
             "limits": dict(self.limits),
             "faults": [
-                {"fault": what, "where": where, "times": times}
-                for (what, where), times in self.faults.items()
+                {"fault": fault, "where": location, "times": times}
+                for (fault, location), times in self.faults.items()
             ],
             "ranks": [rank.as_json() for rank in self.ranks],
         }

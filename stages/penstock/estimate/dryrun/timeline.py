@@ -55,8 +55,8 @@ class Timeline:
     @property
     def compute_seconds(self) -> float:
         """Seconds for which kernels run on the default stream."""
-        mine = (s for s in self.spans if s.stream == DEFAULT_STREAM)
-        return sum(s.end - s.start for s in mine if isinstance(s.record, Launch))
+        spans = (s for s in self.spans if s.stream == DEFAULT_STREAM)
+        return sum(s.end - s.start for s in spans if isinstance(s.record, Launch))
 
     @property
     def exposed_seconds(self) -> float:

@@ -91,12 +91,12 @@ Record = Launch | Collective | RecordEvent | WaitEvent | HostSync
 def records_from_json(values: Iterable[Sequence[Any]]) -> list[Record]:
     """The records that `Trace.as_json` returned."""
     kinds = {kind.__name__: kind for kind in get_args(Record)}
-    found = (kinds[name](*fields) for name, *fields in values)
+    records = (kinds[name](*fields) for name, *fields in values)
     return [
         replace(record, ranks=tuple(record.ranks), shape=tuple(record.shape))
         if isinstance(record, Collective)
         else record
-        for record in found
+        for record in records
     ]
 
 
@@ -113,13 +113,13 @@ class Trace:
         """Append a record."""
         self.records.append(record)
 
-    def fault(self, what: str) -> None:
+    def fault(self, message: str) -> None:
         """Count a fault at the current place."""
-        self.faults[what, place()] += 1
+        self.faults[message, place()] += 1
 
-    def sync(self, what: str, stream: int | None, event: int | None = None) -> None:
+    def sync(self, call: str, stream: int | None, event: int | None = None) -> None:
         """Record that the host waits."""
-        self.add(HostSync(what, place(), self.phase, stream, event))
+        self.add(HostSync(call, place(), self.phase, stream, event))
 
     def clear(self) -> None:
         """Forget the records so far; faults stay."""

@@ -20,10 +20,10 @@ GRID_LIMITS = (2**31 - 1, 65_535, 65_535)
 """Largest grid of CUDA, by axis."""
 
 MATMULS: Mapping[str, Callable[[Mapping[str, Any]], float]] = {
-    "_by_rows": lambda its: 2.0 * its["y_ptr"].numel() * its["K"],
-    "_of_groups": lambda its: 2.0 * its["T"] * its["M"] * its["N"],
-    "_multiply": lambda its: 2.0 * its["y_ptr"].numel() * its["K"],
-    "_symmetric": lambda its: 1.0 * its["y_ptr"].numel() * its["K"],
+    "_by_rows": lambda args: 2.0 * args["y_ptr"].numel() * args["K"],
+    "_of_groups": lambda args: 2.0 * args["T"] * args["M"] * args["N"],
+    "_multiply": lambda args: 2.0 * args["y_ptr"].numel() * args["K"],
+    "_symmetric": lambda args: 1.0 * args["y_ptr"].numel() * args["K"],
 }
 """FLOPs of the kernels that multiply matrices, by what they are given."""
 
