@@ -128,9 +128,9 @@ def _compared_part(answer: re.Pattern[str] | None, expected: Sequence[str]) -> F
 class PatternMatch(FinalAnswer):
     """What a regular expression of the user's matches, as it is."""
 
-    def is_right(self, answer: str, expected: str) -> bool:
+    def is_right(self, reply: str, expected: str) -> bool:
         """Whether both match with the same text."""
-        return self.find(answer) == self.find(expected)
+        return self.find(reply) == self.find(expected)
 
 
 def last_match(answer: re.Pattern[str], text: str) -> str | None:

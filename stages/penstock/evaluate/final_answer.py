@@ -23,15 +23,15 @@ class FinalAnswer:
     find: Callable[[str], str | None]
     """The final answer of an expected completion; None if it has none."""
 
-    def is_right(self, given: str, expected: str) -> bool:
+    def is_right(self, reply: str, expected: str) -> bool:
         """Whether the completions have equal final answers. A number may also be the last one of a
         completion in another form."""
         expected_answer = self.find(expected)
         if expected_answer is None:
             return False
-        answer = self.find(given)
+        answer = self.find(reply)
         if answer is None and _number(expected_answer) is not None:
-            answer = last_number(given)
+            answer = last_number(reply)
         return answer is not None and _equal(answer, expected_answer)
 
 
