@@ -150,8 +150,8 @@ def http_status(error: BaseException) -> int | None:
         return answered
     for name in ("status", "status_code", "code"):
         value: Any = getattr(error, name, None)
-        if isinstance(value, int) and 100 <= value < 600:
-            return value
+        if isinstance(value, int):  # aiohttp warns of `code`, the same beside `status`
+            return value if 100 <= value < 600 else None
         if isinstance(value, str) and value.isdigit() and len(value) == 3:
             return int(value)
     return None

@@ -4,6 +4,7 @@ import hashlib
 import io
 import tempfile
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
@@ -86,18 +87,20 @@ def _download_to_spool(path: RemotePath, info: Info, max_bytes: int | None) -> B
     The version after the download must be the one before. If the server reports none, the file is
     downloaded again, and both must have the same digest.
     """
-    spool = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
-    try:
-        digest = _fetch_whole(path, info, spool, max_bytes)
-        is_same = bool(all_versions(info)) or _fetch_whole(path, info, None, max_bytes) == digest
-    except StorageError as fault:
-        spool.close()
-        raise to_run_error(fault, path.url, "read") from None
-    if not is_same:
-        spool.close()
-        fault = StorageError("exists", ChangedError("two downloads differ"))
-        raise to_run_error(fault, path.url, "read")
-    spool.seek(0)
+    with ExitStack() as stack:
+        spool = stack.enter_context(tempfile.TemporaryFile())
+        try:
+            digest = _fetch_whole(path, info, spool, max_bytes)
+            is_same = bool(all_versions(info)) or digest == _fetch_whole(
+                path, info, None, max_bytes
+            )
+        except StorageError as fault:
+            raise to_run_error(fault, path.url, "read") from None
+        if not is_same:
+            fault = StorageError("exists", ChangedError("two downloads differ"))
+            raise to_run_error(fault, path.url, "read")
+        spool.seek(0)
+        stack.pop_all()  # the caller closes it
     return cast(BinaryIO, spool)
 
 

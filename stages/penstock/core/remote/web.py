@@ -141,8 +141,9 @@ class WebFile:
     def _require_success(self, answer: Any) -> None:
         if answer.status == HTTPStatus.NOT_FOUND:
             raise FileNotFoundError(redact(self._url))
-        answer.raise_for_status()
-        if answer.status >= 300:
+        if answer.status < 600:
+            answer.raise_for_status()
+        if not 200 <= answer.status < 300:
             raise AnswerError(f"the server answers {_status(answer)}, which is no file")
 
     @asynccontextmanager
