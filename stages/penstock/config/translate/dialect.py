@@ -136,10 +136,7 @@ def listed(value: Any) -> list[Any]:
 def no_effect(why: str) -> Rule:
     """Rule of a key that has no effect here."""
 
-    def rule(entry: Entry) -> None:
-        entry.no_effect(why)
-
-    return rule
+    return lambda entry: entry.no_effect(why)
 
 
 def unsupported(why: str) -> Rule:
@@ -156,6 +153,26 @@ def _unless_off(rule: Rule) -> Rule:
     return lambda entry: rule(entry) if entry.value not in OFF else entry.no_effect("is off")
 
 
+def put(name: str, convert: Callable[[Any], Any] = lambda value: value) -> Rule:
+    """Rule of a value that a setting takes, as it is or converted."""
+    return lambda entry: entry.put(name, convert(entry.value))
+
+
+def approximated(why: str) -> Rule:
+    """Rule of a key for which something similar is done here."""
+    return lambda entry: entry.approximated(why)
+
+
+def if_on(rule: Rule, otherwise: str) -> Rule:
+    """Rule of a key that has no effect if it is false, 0 or empty."""
+    return lambda entry: rule(entry) if entry.value else entry.no_effect(otherwise)
+
+
+def when(holds: Callable[[Entry], Any], rule: Rule, otherwise: str) -> Rule:
+    """Rule of a key that is read only where something holds."""
+    return lambda entry: rule(entry) if holds(entry) else entry.no_effect(otherwise)
+
+
 def decides(*names: str) -> Rule:
     """Rule of a key that affects settings which another rule, or `finalize`, sets."""
     return lambda entry: entry.decides(*names)
@@ -164,14 +181,10 @@ def decides(*names: str) -> Rule:
 def where(key: str, *values: Any, name: str) -> Rule:
     """Rule of a setting that is used if another key has one of `values`."""
 
-    def rule(entry: Entry) -> None:
-        if entry.get(key) in values:
-            entry.put(name, entry.value)
-        else:
-            allowed = " or ".join(shown(value) for value in values)
-            entry.no_effect(f"read with {key}: {allowed} alone")
-
-    return rule
+    allowed = " or ".join(shown(value) for value in values)
+    return when(
+        lambda entry: entry.get(key) in values, put(name), f"read with {key}: {allowed} alone"
+    )
 
 
 def is_on(value: Any) -> bool:
@@ -184,44 +197,26 @@ def is_on(value: Any) -> bool:
 def negated(name: str) -> Rule:
     """Rule of a boolean whose setting here is its opposite."""
 
-    def rule(entry: Entry) -> None:
-        entry.put(name, not is_on(entry.value))
-
-    return rule
+    return put(name, lambda value: not is_on(value))
 
 
 def if_true(name: str, value: Any, otherwise: str) -> Rule:
     """Rule of a boolean that sets a value if true; false has no effect, for the reason
     `otherwise`."""
 
-    def rule(entry: Entry) -> None:
-        if is_on(entry.value):
-            entry.put(name, value)
-        else:
-            entry.no_effect(otherwise)
-
-    return rule
+    return when(lambda entry: is_on(entry.value), lambda entry: entry.put(name, value), otherwise)
 
 
 def unless_minus_one(name: str, otherwise: str) -> Rule:
     """Rule of a number for which -1 means unset."""
 
-    def rule(entry: Entry) -> None:
-        if entry.value == -1:
-            entry.no_effect(otherwise)
-        else:
-            entry.put(name, entry.value)
-
-    return rule
+    return when(lambda entry: entry.value != -1, put(name), otherwise)
 
 
 def truth(name: str) -> Rule:
     """Rule of a boolean that may be written as any value."""
 
-    def rule(entry: Entry) -> None:
-        entry.put(name, is_on(entry.value))
-
-    return rule
+    return put(name, is_on)
 
 
 def only(*allowed: Any) -> Rule:
@@ -237,14 +232,16 @@ def only(*allowed: Any) -> Rule:
     return rule
 
 
-def choice(name: str, choices: Mapping[Any, Any]) -> Rule:
-    """Rule of a key with some values, each with one of ours; others are refused."""
+def choice(name: str, choices: Mapping[Any, Any], *, refuses: bool = False) -> Rule:
+    """Rule of a key with some values, each with one of ours. Others are left out, or refused."""
 
     def rule(entry: Entry) -> None:
-        value = entry.value
-        if isinstance(value, list | dict) or value not in choices:
-            entry.leave_out(f"it takes {', '.join(map(str, choices))}")
-        else:
+        value, why = entry.value, f"it takes {', '.join(map(str, choices))}"
+        if not isinstance(value, list | dict) and value in choices:
             entry.put(name, choices[value])
+        elif refuses:
+            entry.refuse(why)
+        else:
+            entry.leave_out(why)
 
     return rule

@@ -180,13 +180,9 @@ def track(entry: Entry, tracker: str) -> None:
 def tracks(tracker: str) -> Rule:
     """Rule of a boolean that enables a tracker."""
 
-    def rule(entry: Entry) -> None:
-        if entry.value:
-            track(entry, tracker)
-        else:
-            entry.put(f"train.use_{tracker}", False)
-
-    return rule
+    return lambda entry: (
+        track(entry, tracker) if entry.value else entry.put(f"train.use_{tracker}", False)
+    )
 
 
 def reports(entry: Entry) -> None:

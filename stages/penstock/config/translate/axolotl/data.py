@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, cast
 
-from penstock.config.translate.dialect import Rule, Table, listed, no_effect
+from penstock.config.translate.dialect import Rule, Table, choice, listed, no_effect
 from penstock.config.translate.templates import template_of_dataset
 from penstock.config.translate.translate_key import translate_items
 from penstock.config.translate.translation import Entry
@@ -214,13 +214,6 @@ def _reasoning_key(entry: Entry) -> None:
         entry.leave_out(f"reasoning is read under {', '.join(REASONING)}")
 
 
-def _trust(entry: Entry) -> None:
-    if entry.value:
-        entry.leave_out("loading scripts of data sets are not run")
-    else:
-        entry.no_effect("loading scripts of data sets are not run")
-
-
 OF_TEACHERS = "models are not trained on log-probs of others"
 OF_STEPS = "models are not trained by rewards"
 
@@ -251,9 +244,9 @@ TABLE = Table(
         **dict.fromkeys(("chat_template", "chat_template_jinja"), template_of_dataset),
         **dict.fromkeys(("field_thinking", "template_thinking_key"), _reasoning_key),
         "conversation": no_effect("the chat template renders conversations"),
-        "trust_remote_code": _trust,
     },
     unsupported={
+        "trust_remote_code": "loading scripts of data sets are not run",
         "split_thinking": "put reasoning into reasoning_content of messages",
         "logprobs_field": OF_TEACHERS,
         "temperature": OF_TEACHERS,
@@ -270,9 +263,5 @@ TABLE = Table(
 """The keys of a data set."""
 
 
-def too_long(entry: Entry) -> None:
-    """`excess_length_strategy`: what becomes of samples above `sequence_len`."""
-    if entry.value in ("drop", "truncate"):
-        entry.put("data.truncation_mode", "drop" if entry.value == "drop" else "keep_start")
-    else:
-        entry.leave_out("it takes drop and truncate")
+too_long = choice("data.truncation_mode", {"drop": "drop", "truncate": "keep_start"})
+"""Rule of `excess_length_strategy`: what becomes of samples above `sequence_len`."""

@@ -10,13 +10,17 @@ from penstock.config.translate.dialect import (
     Dialect,
     Rule,
     Values,
+    approximated,
     decides,
+    if_on,
     if_true,
     is_flat,
     no_effect,
+    put,
     refused,
     truth,
     typed,
+    when,
     where,
 )
 from penstock.config.translate.hf import schedule, training_arguments
@@ -96,13 +100,6 @@ def _least_rate(entry: Entry) -> None:
         entry.refuse("a share of learning_rate, which is no number")
 
 
-def _constant_ratio(entry: Entry) -> None:
-    if entry.value:
-        entry.put("train.lr_decay_ratio", float(entry.value))
-    else:
-        entry.no_effect("the rate falls to the end of the run")
-
-
 def _in_steps(entry: Entry) -> None:
     """Rows of a step on one device."""
     rows, unit = entry.value, entry.get("micro_batch_size", 1)
@@ -161,20 +158,6 @@ def _eval_steps(entry: Entry) -> None:
         entry.put("train.eval_steps", entry.value)
 
 
-def _held_out(entry: Entry) -> None:
-    entry.put("data.val_set_size", entry.value or None)
-
-
-def _streaming(entry: Entry) -> None:
-    if entry.value:
-        entry.approximated(
-            "data is prepared once, in parts, before training; write streaming: true"
-            " in a data set to keep no copy of its files"
-        )
-    else:
-        entry.no_effect("data is prepared once, before training")
-
-
 LANGUAGE = re.compile(r"language_model|lm_head|embed_tokens")
 
 
@@ -193,21 +176,7 @@ def _unfrozen(entry: Entry) -> None:
         entry.no_effect("is off")
 
 
-def _relora(entry: Entry) -> None:
-    if entry.value:
-        entry.decides(MERGES)
-    else:
-        entry.no_effect("is off")
-
-
 MERGES = "lora.merge_lora_interval"
-
-
-def _relora_steps(entry: Entry) -> None:
-    if entry.value and entry.get(ON) in WITH_LORA:
-        entry.put(MERGES, entry.value)
-    else:
-        entry.no_effect("is off, or there are no adapters to merge")
 
 
 def _restarts(entry: Entry) -> None:
@@ -227,13 +196,6 @@ def _pruning(entry: Entry) -> None:
     entry.put("lora.reset_optimizer_on_merge", True)
     if entry.value != "reset":
         entry.approximated("all optimizer states of adapters are reset at a merge")
-
-
-def _dpo_losses(entry: Entry) -> None:
-    if entry.get("rl") == "dpo":
-        shared.losses(entry, entry.get("dpo_loss_weights"))
-    else:
-        entry.no_effect("read with rl: dpo alone")
 
 
 def _profile(entry: Entry) -> None:
@@ -279,16 +241,6 @@ OTHER_OBJECTIVES: Mapping[str, str] = {
 }
 
 
-def _attends(implementation: str) -> Rule:
-    def rule(entry: Entry) -> None:
-        if entry.value:
-            entry.put("model.attn_implementation", implementation)
-        else:
-            entry.no_effect(shared.BEST_HERE)
-
-    return rule
-
-
 def _processor(entry: Entry) -> None:
     if entry.get(ON) or entry.get("freeze_mm_modules") or entry.get("unfrozen_parameters"):
         entry.no_effect("data with images is read with the processor of the model's files")
@@ -315,13 +267,6 @@ def _special(entry: Entry) -> None:
 def _project(entry: Entry) -> None:
     tracks("wandb")(entry)
     entry.put("train.wandb_project", entry.value)
-
-
-def _reinitializes(entry: Entry) -> None:
-    if entry.value:
-        entry.decides("model.config_path")
-    else:
-        entry.no_effect("weights are those of base_model")
 
 
 def _offloading(entry: Entry) -> None:
@@ -406,32 +351,46 @@ COMPUTED: Mapping[str, Rule] = {
     "datasets": data.sources(SOURCES),
     "test_datasets": data.sources(TESTS),
     "pretraining_dataset": data.sources(SOURCES),
-    "val_set_size": _held_out,
+    "val_set_size": put("data.val_set_size", lambda share: share or None),
     "sequence_len": decides(shared.ROW, f"{SOURCES}.0.max_seq_len"),
     "excess_length_strategy": data.too_long,
     "sample_packing": decides(shared.METHOD, shared.GROUP),
     "train_on_inputs": truth("data.train_on_prompt"),
     **dict.fromkeys(("chat_template", "chat_template_jinja"), chat_template(AXOLOTL_TEMPLATES)),
-    "chat_template_kwargs": lambda entry: entry.put("data.chat_template_kwargs", entry.value),
+    "chat_template_kwargs": put("data.chat_template_kwargs"),
     "dataset_exact_deduplication": if_true(
         "data.deduplicate", "exact", otherwise="duplicates are kept"
     ),
     "curriculum_sampling": shared.in_order,
-    "streaming": _streaming,
-    "reinit_weights": _reinitializes,
+    "streaming": if_on(
+        approximated(
+            "data is prepared once, in parts, before training; write streaming: true"
+            " in a data set to keep no copy of its files"
+        ),
+        "data is prepared once, before training",
+    ),
+    "reinit_weights": if_on(decides("model.config_path"), "weights are those of base_model"),
     "activation_offloading": _offloading,
     "unfrozen_parameters": _unfrozen,
-    "relora": _relora,
-    "relora_steps": _relora_steps,
+    "relora": if_on(decides(MERGES), "is off"),
+    "relora_steps": when(
+        lambda entry: entry.value and entry.get(ON) in WITH_LORA,
+        put(MERGES),
+        "is off, or there are no adapters to merge",
+    ),
     "jagged_restart_steps": _restarts,
     "relora_prune_method": _pruning,
     "relora_prune_ratio": _pruning,
-    "rope_theta": lambda entry: entry.put("model.foundation.rope_theta", entry.value),
-    "rope_scaling": lambda entry: entry.put("model.foundation.rope_scaling", entry.value),
+    "rope_theta": put("model.foundation.rope_theta"),
+    "rope_scaling": put("model.foundation.rope_scaling"),
     "float32": if_true("train.precision", "fp32", otherwise="bf16 and fp16 say it"),
     "fp8_enable_fsdp_float8_all_gather": shared.gathers_8_bits,
     "precompute_ref_log_probs": shared.PRECOMPUTES,
-    "dpo_loss_type": _dpo_losses,
+    "dpo_loss_type": when(
+        lambda entry: entry.get("rl") == "dpo",
+        lambda entry: shared.losses(entry, entry.get("dpo_loss_weights")),
+        "read with rl: dpo alone",
+    ),
     "dpo_loss_weights": decides("preference.pref_loss_ratio", "preference.sft_loss_ratio"),
     "trl.beta": _beta,
     "profiler_steps": _profile,
@@ -456,7 +415,9 @@ COMPUTED: Mapping[str, Rule] = {
     "lr_scheduler": schedule.schedule,
     "lr_scheduler_kwargs": schedule.schedule_arguments("lr_scheduler", "learning_rate"),
     "cosine_min_lr_ratio": _least_rate,
-    "cosine_constant_lr_ratio": _constant_ratio,
+    "cosine_constant_lr_ratio": if_on(
+        put("train.lr_decay_ratio", float), "the rate falls to the end of the run"
+    ),
     **dict.fromkeys(("bf16", "fp16", "bfloat16", "float16"), _precision),
     "gradient_checkpointing": _checkpointing,
     "evals_per_epoch": _a_share_of_epochs("eval"),
@@ -464,17 +425,15 @@ COMPUTED: Mapping[str, Rule] = {
     "eval_steps": _eval_steps,
     "save_steps": _save_steps,
     "save_strategy": _saves,
-    "early_stopping_patience": lambda entry: entry.put(
-        "train.early_stopping.patience", entry.value
-    ),
+    "early_stopping_patience": put("train.early_stopping.patience"),
     "batch_size": _in_steps,
     "eot_tokens": _special,
     "tokenizer_use_mistral_common": _special,
     "adam_eps": schedule.of_adam("optimizer"),
     "auto_resume_from_checkpoints": shared.RESUMES,
     "attn_implementation": shared.attention,
-    "sdp_attention": _attends("sdpa"),
-    "eager_attention": _attends("eager"),
+    "sdp_attention": if_true("model.attn_implementation", "sdpa", otherwise=shared.BEST_HERE),
+    "eager_attention": if_true("model.attn_implementation", "eager", otherwise=shared.BEST_HERE),
     "rl": _rl,
     "rl_beta": _beta,
     "dpo_beta": _beta,

@@ -2,9 +2,16 @@
 
 from collections.abc import Mapping
 
-from penstock.config.translate.dialect import Rule
+from penstock.config.translate.dialect import Rule, put, when
 from penstock.config.translate.fit_parallel_sizes import EVAL_ROWS
 from penstock.config.translate.translation import Entry
+
+NO_EVALUATION = "do_eval is false, so nothing is evaluated"
+
+
+def evaluates(entry: Entry) -> bool:
+    """Whether the file asks for evaluations."""
+    return bool(entry.get("do_eval"))
 
 
 def explicit_steps(entry: Entry) -> int | None:
@@ -59,8 +66,8 @@ def _save(entry: Entry) -> None:
 
 
 def _evaluate(entry: Entry) -> None:
-    if not entry.get("do_eval"):
-        entry.no_effect("do_eval is false, so nothing is evaluated")
+    if not evaluates(entry):
+        entry.no_effect(NO_EVALUATION)
     elif entry.get("do_train", True) is False:
         entry.no_effect("do_train is false, so there is one evaluation")
     else:
@@ -72,8 +79,8 @@ def _interval(name: str, strategy: str) -> Rule:
 
     def rule(entry: Entry) -> None:
         chosen = entry.draft.written.get(strategy, "steps")
-        if name == "eval" and not entry.get("do_eval"):
-            entry.no_effect("do_eval is false, so nothing is evaluated")
+        if name == "eval" and not evaluates(entry):
+            entry.no_effect(NO_EVALUATION)
         elif chosen == "steps":
             entry.decides(f"train.{name}_steps")
         else:
@@ -83,10 +90,8 @@ def _interval(name: str, strategy: str) -> Rule:
 
 
 def _do_eval(entry: Entry) -> None:
-    if entry.value:
-        entry.put("train.eval_at_end", True)
-    else:
-        entry.put("train.eval_at_end", False)
+    entry.put("train.eval_at_end", bool(entry.value))
+    if not entry.value:
         entry.explain("nothing is held out and nothing evaluated")
 
 
@@ -105,8 +110,8 @@ def _do_train(entry: Entry) -> None:
 
 
 def _eval_batches(entry: Entry) -> None:
-    if not entry.get("do_eval"):
-        entry.no_effect("do_eval is false, so nothing is evaluated")
+    if not evaluates(entry):
+        entry.no_effect(NO_EVALUATION)
     elif entry.value > 0:
         entry.put("train.eval_max_batches", entry.value)
         # Of one replica here; the number of replicas is known when sizes are fitted.
@@ -114,21 +119,6 @@ def _eval_batches(entry: Entry) -> None:
         entry.explain("a batch has per_device_eval_batch_size rows of each data-parallel rank")
     else:
         entry.put("train.eval_max_batches", None)
-
-
-def _eval_rows(entry: Entry) -> None:
-    if entry.get("do_eval"):
-        entry.put("train.eval_micro_batch_size", entry.value)
-    else:
-        entry.no_effect("do_eval is false, so nothing is evaluated")
-
-
-def _limit(entry: Entry) -> None:
-    entry.put("train.save_total_limit", entry.value if entry.value > 0 else None)
-
-
-def _resume(entry: Entry) -> None:
-    entry.put("train.load_checkpoint_path", None if entry.value else "auto")
 
 
 def _unified(entry: Entry) -> None:
@@ -196,14 +186,18 @@ SAVING: Mapping[str, Rule] = {
     "do_eval": _do_eval,
     "do_train": _do_train,
     "max_evaluate_steps": _eval_batches,
-    "per_device_eval_batch_size": _eval_rows,
-    "save_total_limit": _limit,
-    "overwrite_output_dir": _resume,
-    "resume_from_checkpoint": lambda entry: entry.put("train.load_checkpoint_path", entry.value),
+    "per_device_eval_batch_size": when(
+        evaluates, put("train.eval_micro_batch_size"), NO_EVALUATION
+    ),
+    "save_total_limit": put("train.save_total_limit", lambda count: count if count > 0 else None),
+    "overwrite_output_dir": put(
+        "train.load_checkpoint_path", lambda overwrites: None if overwrites else "auto"
+    ),
+    "resume_from_checkpoint": put("train.load_checkpoint_path"),
     "unified_checkpoint": _unified,
     "unified_checkpoint_config": _unified_config,
     "disable_ckpt_quant": _quantized_states,
     "ckpt_quant_stage": _quantized_stage,
-    "ignore_save_lr_and_optim": lambda entry: entry.put("train.save_optimizer", not entry.value),
+    "ignore_save_lr_and_optim": put("train.save_optimizer", lambda left_out: not left_out),
     "ignore_load_lr_and_optim": _load_states,
 }

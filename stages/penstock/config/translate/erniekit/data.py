@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.config.translate.dialect import Rule
-from penstock.config.translate.erniekit.checkpoint import explicit_steps
+from penstock.config.translate.dialect import Rule, no_effect, put, when
+from penstock.config.translate.erniekit.checkpoint import NO_EVALUATION, evaluates, explicit_steps
 from penstock.config.translate.erniekit.images import has_samples_alone
+from penstock.config.translate.erniekit.objective import OF_DPO_ALONE, is_preference
 from penstock.config.translate.translation import Draft, Entry
 
 TYPES: Mapping[str, Mapping[str, str]] = {
@@ -16,6 +17,7 @@ TYPES: Mapping[str, Mapping[str, str]] = {
 }
 """By stage, what their types of data are called here."""
 
+METHOD, GROUP = "data.sample_packing_method", "data.sample_packing_group_size"
 TRAIN, TEST = "data.datasets", "data.test_datasets"
 WEIGHTED = ("random", "interleave_under", "interleave_over")
 
@@ -66,20 +68,17 @@ def _train_path(entry: Entry) -> None:
     entry.put(TRAIN, sources)
 
 
-def _eval_path(entry: Entry) -> None:
-    if not entry.get("do_eval"):
-        entry.no_effect("do_eval is false, so nothing is evaluated")
-        return
-    kept = [source for source in _sources(entry, "eval") if source.pop("weight", 1.0) != 0]
-    entry.put(TEST, kept)
+def _test_sources(entry: Entry) -> None:
+    sources = _sources(entry, "eval")
+    entry.put(TEST, [source for source in sources if source.pop("weight", 1.0) != 0])
 
 
 def _part_of(kind: str, name: str) -> Rule:
     """The rule of a key that says something of all sources of a kind."""
 
     def rule(entry: Entry) -> None:
-        if kind == "eval" and not entry.get("do_eval"):
-            entry.no_effect("do_eval is false, so nothing is evaluated")
+        if kind == "eval" and not evaluates(entry):
+            entry.no_effect(NO_EVALUATION)
             return
         sources = len(_listed(entry.get(f"{kind}_dataset_path", "")))
         entry.decides(f"{TRAIN if kind == 'train' else TEST}.0.{name}")
@@ -130,9 +129,6 @@ def _shuffle(entry: Entry) -> None:
     entry.put("data.shuffle_before_merging_datasets", bool(entry.value))
 
 
-METHOD, GROUP = "data.sample_packing_method", "data.sample_packing_group_size"
-
-
 def _packing(entry: Entry) -> None:
     if entry.value:
         entry.decides(METHOD)
@@ -155,29 +151,11 @@ def _greedy(entry: Entry) -> None:
         entry.put(METHOD, "sequential")
 
 
-def _buffer(entry: Entry) -> None:
-    entry.put(GROUP, entry.value)
-
-
 def _prompt(entry: Entry) -> None:
-    if entry.get("stage") != "DPO":
-        entry.no_effect("read by stage DPO alone")
-        return
     room = entry.get("max_seq_len")
     most = room - 10 if isinstance(room, int) and room > 10 else entry.value
     entry.put("data.max_prompt_len", min(entry.value, most))
     entry.explain("their program checks it and never applies it; here it is applied")
-
-
-def _last_token(entry: Entry) -> None:
-    if entry.get("stage") == "DPO":
-        entry.put("data.mask_eos_in_loss", bool(entry.value))
-    else:
-        entry.no_effect("read by stage DPO alone")
-
-
-def _loader(entry: Entry) -> None:
-    entry.no_effect("every rank maps packed rows into memory, and reads its own alone")
 
 
 def data_is_there(draft: Draft) -> None:
@@ -205,7 +183,7 @@ DATA: Mapping[str, Rule] = {
     "train_dataset_path": _train_path,
     "train_dataset_prob": _part_of("train", "weight"),
     "train_dataset_type": _part_of("train", "type"),
-    "eval_dataset_path": _eval_path,
+    "eval_dataset_path": when(evaluates, _test_sources, NO_EVALUATION),
     "eval_dataset_prob": _part_of("eval", "weight"),
     "eval_dataset_type": _part_of("eval", "type"),
     "max_seq_len": _length,
@@ -214,8 +192,10 @@ DATA: Mapping[str, Rule] = {
     "random_shuffle": _shuffle,
     "packing": _packing,
     "greedy_intokens": _greedy,
-    "buffer_size": _buffer,
-    "max_prompt_len": _prompt,
-    "mask_out_eos_token": _last_token,
-    "distributed_dataloader": _loader,
+    "buffer_size": put(GROUP),
+    "max_prompt_len": when(is_preference, _prompt, OF_DPO_ALONE),
+    "mask_out_eos_token": when(is_preference, put("data.mask_eos_in_loss", bool), OF_DPO_ALONE),
+    "distributed_dataloader": no_effect(
+        "every rank maps packed rows into memory, and reads its own alone"
+    ),
 }

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from penstock.config.translate.dialect import Rule
+from penstock.config.translate.dialect import Rule, no_effect, put, refused, when
 from penstock.config.translate.translation import Entry
 
 STAGE = "VL-SFT"
@@ -19,29 +19,16 @@ def is_of_images(entry: Entry) -> bool:
 
 
 def _if_of_images(rule: Rule) -> Rule:
-    def checked(entry: Entry) -> None:
-        if is_of_images(entry):
-            rule(entry)
-        else:
-            entry.no_effect(f"read by stage {STAGE} alone")
-
-    return checked
+    return when(is_of_images, rule, f"read by stage {STAGE} alone")
 
 
 def _idle(why: str) -> Rule:
-    return _if_of_images(lambda entry: entry.no_effect(why))
+    return _if_of_images(no_effect(why))
 
 
 def _only_if_off(why: str) -> Rule:
     """The rule of a key that is refused unless its value is false, 0 or empty."""
-
-    def rule(entry: Entry) -> None:
-        if entry.value:
-            entry.refuse(why)
-        else:
-            entry.no_effect("is off")
-
-    return _if_of_images(rule)
+    return _if_of_images(refused(why))
 
 
 def _multimodal(entry: Entry) -> None:
@@ -80,13 +67,6 @@ def _own_rate(entry: Entry) -> None:
         entry.refuse(NOT_SAID)
 
 
-def _bias_rate(entry: Entry) -> None:
-    if entry.value and entry.get("moe_use_aux_free", True):
-        entry.put("train.moe_bias_update_rate", float(entry.value))
-    else:
-        entry.no_effect("biases of routers are left as they are")
-
-
 def _alone(entry: Entry) -> None:
     if entry.value:
         entry.put("data.sample_packing_method", "multipack")
@@ -100,24 +80,6 @@ def has_samples_alone(entry: Entry) -> bool:
     return is_of_images(entry) and bool(entry.get("one_sample_in_one_seq"))
 
 
-def _prefetch(entry: Entry) -> None:
-    entry.put("data.dataloader_prefetch_factor", entry.value)
-
-
-def _ratio(entry: Entry) -> None:
-    if entry.get("text_dataset_path"):
-        entry.refuse("sources are mixed by train_dataset_prob; write all sources there")
-    else:
-        entry.no_effect("there are no text sources beside those with images")
-
-
-def _resolution(entry: Entry) -> None:
-    if entry.value:
-        entry.no_effect("images have the size that the image processor gives them")
-    else:
-        entry.refuse("one size of all images is not set here; write 1")
-
-
 WORK = "how the program does its work, which changes no result"
 OF_MODEL = "as the model's config.json says"
 OF_TEMPLATE = "the tokenizer's chat template says it"
@@ -128,11 +90,31 @@ IMAGES: Mapping[str, Rule] = {
     "freeze_config": _if_of_images(_freeze),
     "text_dataset_path": _only_if_off("write all sources in train_dataset_path"),
     "text_dataset_prob": _only_if_off("write all sources in train_dataset_path"),
-    "modality_ratio": _if_of_images(_ratio),
-    "variable_resolution": _if_of_images(_resolution),
+    "modality_ratio": _if_of_images(
+        when(
+            lambda entry: entry.get("text_dataset_path"),
+            lambda entry: entry.refuse(
+                "sources are mixed by train_dataset_prob; write all sources there"
+            ),
+            "there are no text sources beside those with images",
+        )
+    ),
+    "variable_resolution": _if_of_images(
+        when(
+            lambda entry: not entry.value,
+            lambda entry: entry.refuse("one size of all images is not set here; write 1"),
+            "images have the size that the image processor gives them",
+        )
+    ),
     "one_sample_in_one_seq": _if_of_images(_alone),
-    "prefetch_factor": _if_of_images(_prefetch),
-    "moe_use_aux_free_update_coef": _if_of_images(_bias_rate),
+    "prefetch_factor": _if_of_images(put("data.dataloader_prefetch_factor")),
+    "moe_use_aux_free_update_coef": _if_of_images(
+        when(
+            lambda entry: entry.value and entry.get("moe_use_aux_free", True),
+            put("train.moe_bias_update_rate", float),
+            "biases of routers are left as they are",
+        )
+    ),
     "moe_use_aux_free": _idle("moe_use_aux_free_update_coef says how much"),
     **dict.fromkeys(("moe_gate_lr_ratio", "visual_ld", "vit_lr_ratio"), _if_of_images(_own_rate)),
     "from_scratch": _only_if_off("weights are those of model_name_or_path; write 0"),

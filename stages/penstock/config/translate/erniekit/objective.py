@@ -1,10 +1,10 @@
 """ERNIEKit's recipes: objective and trained weights."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from penstock.config.schema.preference import AVERAGED, REFERENCE_FREE, LossType, is_used
-from penstock.config.translate.dialect import Rule, Values, truth
+from penstock.config.translate.dialect import Rule, Values, choice, truth, when
 from penstock.config.translate.translation import Draft, Entry
 
 OBJECTIVES = {"SFT": "sft", "DPO": "preference", "PT": "pretrain", "VL-SFT": "sft"}
@@ -34,68 +34,42 @@ def _stage(entry: Entry) -> None:
         entry.refuse(f"recipes for {', '.join(OBJECTIVES)} are translated")
 
 
-def _is_preference(entry: Entry) -> bool:
+OF_DPO_ALONE = "read by stage DPO alone"
+
+
+def is_preference(entry: Entry) -> bool:
+    """Whether the file is a recipe for preference pairs."""
     return entry.get("stage") == "DPO"
 
 
 def _loss(entry: Entry) -> None:
-    if not _is_preference(entry):
-        entry.no_effect("read by stage DPO alone")
-        return
     entry.put("preference.loss_type", entry.value)
     if entry.value == "dpop":
         entry.put("preference.dpop_penalty", "outside")
 
 
-def _of_loss(name: str) -> Rule:
-    """The rule of a number that some losses read."""
+def _of_loss(name: str, convert: Callable[[Any], Any] = float) -> Rule:
+    """The rule of a setting that some losses read."""
 
     def rule(entry: Entry) -> None:
         loss = cast("LossType", entry.get("loss_type"))
-        if not _is_preference(entry):
-            entry.no_effect("read by stage DPO alone")
-        elif not is_used(name, loss):
-            entry.no_effect(f"loss_type {loss} does not read it")
+        if is_used(name, loss):
+            entry.put(f"preference.{name}", convert(entry.value))
         else:
-            entry.put(f"preference.{name}", entry.value)
+            entry.no_effect(f"loss_type {loss} does not read it")
 
-    return rule
-
-
-def _number(name: str) -> Rule:
-    put = _of_loss(name)
-
-    def rule(entry: Entry) -> None:
-        put(entry)
-        if entry.line.names:
-            entry.draft.put(f"preference.{name}", float(entry.value))
-
-    return rule
-
-
-def _offset(entry: Entry) -> None:
-    if _is_preference(entry) and entry.value:
-        entry.refuse(
-            "needs a score for each answer, and their data carry none; write 0, or translate the"
-            " file and write preference.offset_alpha with field_chosen_score and"
-            " field_rejected_score of the data"
-        )
-    else:
-        entry.no_effect("is off")
+    return when(is_preference, rule, OF_DPO_ALONE)
 
 
 def _sft_ratio(entry: Entry) -> None:
-    if _is_preference(entry) and entry.get("loss_type") == "orpo":
+    if is_preference(entry) and entry.get("loss_type") == "orpo":
         entry.no_effect("loss_type orpo has a ratio of 1")
     else:
-        _number("sft_loss_ratio")(entry)
+        _of_loss("sft_loss_ratio")(entry)
 
 
 def _normalized(entry: Entry) -> None:
-    loss = entry.get("loss_type")
-    if not _is_preference(entry):
-        entry.no_effect("read by stage DPO alone")
-    elif loss in AVERAGED:
+    if (loss := entry.get("loss_type")) in AVERAGED:
         entry.no_effect(f"loss_type {loss} is defined on means")
     else:
         entry.put("preference.length_normalize", "pair_mean" if entry.value else "none")
@@ -103,9 +77,7 @@ def _normalized(entry: Entry) -> None:
 
 def _without_reference(entry: Entry) -> None:
     loss = entry.get("loss_type")
-    if not _is_preference(entry):
-        entry.no_effect("read by stage DPO alone")
-    elif loss in REFERENCE_FREE:
+    if loss in REFERENCE_FREE:
         entry.no_effect(f"loss_type {loss} has no reference model")
     elif entry.value and not is_used("reference_free", loss):
         entry.refuse(f"loss_type {loss} needs a reference model")
@@ -116,7 +88,7 @@ def _without_reference(entry: Entry) -> None:
 
 
 def _update_reference(entry: Entry) -> None:
-    if not _is_preference(entry) or entry.value <= 0:
+    if not is_preference(entry) or entry.value <= 0:
         entry.no_effect("the reference model stays what it is")
     elif _is_lora(entry.draft):
         entry.no_effect("with LoRA the reference is the base model, which stays what it is")
@@ -130,13 +102,6 @@ def _update_reference(entry: Entry) -> None:
 def _is_lora(draft: Draft) -> bool:
     written = draft.written
     return written["fine_tuning"] == "LoRA" if "fine_tuning" in written else bool(draft.get("lora"))
-
-
-def _fine_tuning(entry: Entry) -> None:
-    if entry.value in ("LoRA", "Full"):
-        entry.put("lora.enable_lora", entry.value == "LoRA")
-    else:
-        entry.refuse("it takes LoRA, Full")
 
 
 def _of_lora(name: str) -> Rule:
@@ -180,18 +145,26 @@ def adapters_are_whole(draft: Draft) -> None:
 
 OBJECTIVE: Mapping[str, Rule] = {
     "stage": _stage,
-    "loss_type": _loss,
-    "beta": _number("beta"),
-    "simpo_gamma": _number("simpo_gamma"),
-    "label_smoothing": _number("label_smoothing"),
-    "offset_alpha": _offset,
-    "pref_loss_ratio": _number("pref_loss_ratio"),
+    "loss_type": when(is_preference, _loss, OF_DPO_ALONE),
+    "beta": _of_loss("beta"),
+    "simpo_gamma": _of_loss("simpo_gamma"),
+    "label_smoothing": _of_loss("label_smoothing"),
+    "offset_alpha": when(
+        lambda entry: is_preference(entry) and entry.value,
+        lambda entry: entry.refuse(
+            "needs a score for each answer, and their data carry none; write 0, or translate the"
+            " file and write preference.offset_alpha with field_chosen_score and"
+            " field_rejected_score of the data"
+        ),
+        "is off",
+    ),
+    "pref_loss_ratio": _of_loss("pref_loss_ratio"),
     "sft_loss_ratio": _sft_ratio,
-    "dpop_lambda": _number("dpop_lambda"),
-    "normalize_logps": _normalized,
-    "reference_free": _without_reference,
+    "dpop_lambda": _of_loss("dpop_lambda"),
+    "normalize_logps": when(is_preference, _normalized, OF_DPO_ALONE),
+    "reference_free": when(is_preference, _without_reference, OF_DPO_ALONE),
     "ref_model_update_steps": _update_reference,
-    "fine_tuning": _fine_tuning,
+    "fine_tuning": choice("lora.enable_lora", {"LoRA": True, "Full": False}, refuses=True),
     "lora": truth("lora.enable_lora"),
     "lora_rank": _of_lora("lora_rank"),
     "lora_alpha": _alpha,

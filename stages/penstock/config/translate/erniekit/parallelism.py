@@ -4,19 +4,12 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.config.translate.dialect import Rule, truth
+from penstock.config.translate.dialect import Rule, no_effect, put, truth
 from penstock.config.translate.translation import Entry
 
 
-def _degree(name: str) -> Rule:
-    def rule(entry: Entry) -> None:
-        entry.put(name, max(1, entry.value))
-
-    return rule
-
-
-def _tensor_words(entry: Entry) -> None:
-    entry.no_effect("ranks compute the same of what they all hold, and overlapping changes nothing")
+def _at_least_one(ranks: int) -> int:
+    return max(1, ranks)
 
 
 def _pipeline_words(entry: Entry) -> None:
@@ -110,9 +103,11 @@ def _dispatch(entry: Entry) -> None:
 
 
 LAYOUT: Mapping[str, Rule] = {
-    "tensor_parallel_degree": _degree("train.tensor_parallel_size"),
-    "tensor_parallel_config": _tensor_words,
-    "pipeline_parallel_degree": _degree("train.pipeline_parallel_size"),
+    "tensor_parallel_degree": put("train.tensor_parallel_size", _at_least_one),
+    "tensor_parallel_config": no_effect(
+        "ranks compute the same of what they all hold, and overlapping changes nothing"
+    ),
+    "pipeline_parallel_degree": put("train.pipeline_parallel_size", _at_least_one),
     "pipeline_parallel_config": _pipeline_words,
     "pp_seg_method": _segments,
     "virtual_pp_degree": _virtual,

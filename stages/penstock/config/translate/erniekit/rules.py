@@ -12,12 +12,15 @@ from penstock.config.translate.dialect import (
     Dialect,
     Rule,
     Values,
+    approximated,
     if_true,
     is_flat,
     negated,
+    no_effect,
+    put,
     typed,
+    when,
 )
-from penstock.config.translate.dialect import no_effect as idle
 from penstock.config.translate.erniekit.checkpoint import SAVING
 from penstock.config.translate.erniekit.data import DATA, data_is_there
 from penstock.config.translate.erniekit.images import IMAGES
@@ -102,26 +105,11 @@ def _continue(entry: Entry) -> None:
     )
 
 
-def _hub(entry: Entry) -> None:
-    if entry.value == "huggingface":
-        entry.no_effect("models are taken from the Hugging Face hub")
-    else:
-        entry.approximated("models are taken from the Hugging Face hub, or from a folder")
-
-
-def _shard_size(entry: Entry) -> None:
-    entry.put("export.max_shard_size", f"{entry.value}GB")
-
-
 def _attention(entry: Entry) -> None:
     plain = "eager" if entry.get("attention_probs_dropout_prob") else "sdpa"
     entry.put("model.attn_implementation", None if entry.value else plain)
     if entry.value:
         entry.explain("the best that the machine has, FlashAttention 3 first")
-
-
-def _progress(entry: Entry) -> None:
-    entry.put("train.log_format", "structured" if entry.value else "progress_bar")
 
 
 def _log_dir(entry: Entry) -> None:
@@ -133,9 +121,13 @@ def _log_dir(entry: Entry) -> None:
 MORE: Mapping[str, Rule] = {
     "model_name_or_path": _model,
     "continue_training": _continue,
-    "download_hub": _hub,
-    "max_shard_size": _shard_size,
-    "hf_hub_id": lambda entry: entry.put("push.repo_id", entry.value),
+    "download_hub": when(
+        lambda entry: entry.value != "huggingface",
+        approximated("models are taken from the Hugging Face hub, or from a folder"),
+        "models are taken from the Hugging Face hub",
+    ),
+    "max_shard_size": put("export.max_shard_size", lambda size: f"{size}GB"),
+    "hf_hub_id": put("push.repo_id"),
     "use_flash_attention": _attention,
     "fuse_rope": if_true(
         "model.rope_native",
@@ -144,7 +136,7 @@ MORE: Mapping[str, Rule] = {
     ),
     "fuse_rms_norm": negated("model.rmsnorm_native"),
     "fuse_swiglu": negated("model.activation_native"),
-    "disable_tqdm": _progress,
+    "disable_tqdm": put("train.log_format", lambda off: "structured" if off else "progress_bar"),
     "logging_dir": _log_dir,
 }
 
@@ -229,7 +221,7 @@ ERNIEKIT = Dialect(
         text="train_dataset_path eval_dataset_path model_name_or_path logging_dir sharding optim",
     ),
     computed={
-        **{key: idle(why) for key, why in IDLE.items()},
+        **{key: no_effect(why) for key, why in IDLE.items()},
         **MORE,
         **DATA,
         **SAVING,

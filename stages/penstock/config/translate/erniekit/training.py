@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.config.translate.dialect import Rule, if_true, where
+from penstock.config.translate.dialect import Rule, if_true, put, when, where
 from penstock.config.translate.translation import Entry
 
 PRECISIONS = {"bf16": "bf16_mixed", "fp16": "fp16_mixed"}
@@ -38,24 +38,6 @@ def _compute(entry: Entry) -> None:
 def _is_fp8(entry: Entry) -> bool:
     chosen = entry.get("compute_type", entry.get("weight_quantize_algo"))
     return chosen in EIGHT_BITS
-
-
-def _bf16(entry: Entry) -> None:
-    entry.put("train.precision", "bf16_mixed" if entry.value else "fp32")
-
-
-def _opt_level(entry: Entry) -> None:
-    if entry.value == "O0":
-        entry.put("train.precision", "fp32")
-    else:
-        entry.no_effect("weights are kept in fp32 beside what is computed in fewer bits, as in O2")
-
-
-def _scale(entry: Entry) -> None:
-    if entry.get("compute_type") == "fp16":
-        entry.put("train.loss_scale_init", float(entry.value))
-    else:
-        entry.no_effect("losses are scaled in fp16 alone")
 
 
 def _master_gradients(entry: Entry) -> None:
@@ -174,10 +156,6 @@ def _decay_steps(entry: Entry) -> None:
         entry.refuse("needs max_steps, of which it is a share here; write max_steps")
 
 
-def _clip(entry: Entry) -> None:
-    entry.put("train.max_grad_norm", max(0.0, float(entry.value)))
-
-
 DROPPED = {"hidden_dropout_prob": "hidden", "attention_probs_dropout_prob": "attention"}
 
 
@@ -223,13 +201,7 @@ def _recompute_experts(entry: Entry) -> None:
 
 
 def _of_fp8(name: str) -> Rule:
-    def rule(entry: Entry) -> None:
-        if _is_fp8(entry):
-            entry.put(name, entry.value)
-        else:
-            entry.no_effect("there is no FP8 training")
-
-    return rule
+    return when(_is_fp8, put(name), "there is no FP8 training")
 
 
 OLD_SCALES = {"apply_online_actscale_step": 200, "actscale_moving_rate": 0.01}
@@ -252,9 +224,17 @@ def _old_scales(entry: Entry) -> None:
 TRAINING: Mapping[str, Rule] = {
     "compute_type": _compute,
     "weight_quantize_algo": _compute,
-    "bf16": _bf16,
-    "fp16_opt_level": _opt_level,
-    "scale_loss": _scale,
+    "bf16": put("train.precision", lambda on: "bf16_mixed" if on else "fp32"),
+    "fp16_opt_level": when(
+        lambda entry: entry.value == "O0",
+        lambda entry: entry.put("train.precision", "fp32"),
+        "weights are kept in fp32 beside what is computed in fewer bits, as in O2",
+    ),
+    "scale_loss": when(
+        lambda entry: entry.get("compute_type") == "fp16",
+        put("train.loss_scale_init", float),
+        "losses are scaled in fp16 alone",
+    ),
     "amp_master_grad": _master_gradients,
     "amp_custom_white_list": _operations(IN_BF16, "bf16"),
     "amp_custom_black_list": _operations(IN_FP32, "fp32"),
@@ -262,7 +242,7 @@ TRAINING: Mapping[str, Rule] = {
     "weight_decay": _decay,
     "adam_beta1": _betas,
     "adam_beta2": _betas,
-    "adam_epsilon": lambda entry: entry.put("train.optimizer_kwargs.eps", entry.value),
+    "adam_epsilon": put("train.optimizer_kwargs.eps"),
     "optim": _optimizer,
     "use_lowprecision_moment": _low_moments,
     "offload_optim": _offload,
@@ -275,7 +255,7 @@ TRAINING: Mapping[str, Rule] = {
     "lr_end": where("lr_scheduler_type", "polynomial", name="train.lr_min"),
     "power": where("lr_scheduler_type", "polynomial", name="train.lr_schedule_kwargs.power"),
     "decay_steps": _decay_steps,
-    "max_grad_norm": _clip,
+    "max_grad_norm": put("train.max_grad_norm", lambda norm: max(0.0, float(norm))),
     "hidden_dropout_prob": _dropout,
     "attention_probs_dropout_prob": _dropout,
     "dropout_warmup_steps": _dropout_warmup,

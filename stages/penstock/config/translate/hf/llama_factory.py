@@ -8,12 +8,16 @@ from penstock.config.translate.dialect import (
     Dialect,
     Rule,
     Values,
+    approximated,
     choice,
     decides,
+    if_on,
     is_flat,
     no_effect,
     only,
+    put,
     typed,
+    when,
     where,
 )
 from penstock.config.translate.hf import schedule, training_arguments
@@ -88,29 +92,6 @@ def _freeze(entry: Entry) -> None:
         entry.put("model.freeze", frozen)
 
 
-def _media(entry: Entry) -> None:
-    if entry.get("stage") == "pt":
-        entry.no_effect("texts have no images")
-    else:
-        entry.decides(f"{SOURCES}.0.image_folder")
-
-
-def _tuned(entry: Entry) -> None:
-    if entry.value == "lora":
-        entry.put("lora.enable_lora", True)
-    elif entry.value == "full":
-        entry.put("lora.enable_lora", False)
-    else:
-        entry.refuse("it takes lora and full")
-
-
-def _targets(entry: Entry) -> None:
-    if entry.get(ON) == "lora":
-        shared.put_targets(entry)
-    else:
-        entry.no_effect("read with finetuning_type: lora alone")
-
-
 def _bits(entry: Entry) -> None:
     if entry.value in (4, 8):
         entry.put("lora.enable_qlora", True)
@@ -145,36 +126,6 @@ def _longest(entry: Entry) -> None:
         )
 
 
-def _turns(entry: Entry) -> None:
-    entry.put("data.train_on_turns", "last" if entry.value else "all")
-
-
-def _held_out(entry: Entry) -> None:
-    entry.put("data.val_set_size", entry.value or None)
-
-
-def _pure(entry: Entry) -> None:
-    if entry.value:
-        entry.decides("train.precision")
-    else:
-        entry.no_effect("bf16 and fp16 say it")
-
-
-def _from_scratch(entry: Entry) -> None:
-    if entry.value:
-        entry.decides("model.config_path")
-    else:
-        entry.no_effect("weights are those of the model")
-
-
-def _thinking(entry: Entry) -> None:
-    entry.approximated("the chat template says how reasoning is rendered")
-
-
-def _recomputes(entry: Entry) -> None:
-    entry.put("train.enable_gradient_checkpointing", not entry.value)
-
-
 def _first_training(entry: Entry) -> None:
     if entry.value or not entry.get("do_eval"):
         entry.no_effect("a run trains")
@@ -196,22 +147,12 @@ def _prefers(draft: Draft) -> bool:
     return draft.get("stage") in ("dpo", "kto")
 
 
-def _preparing(entry: Entry) -> None:
-    if entry.get("stage") == "kto":
-        entry.decides("preference.kl_rotation_size")
-    else:
-        entry.no_effect("how samples are prepared, which changes none")
-
-
-def _of_dpo(name: str, losses: tuple[str, ...] = ()) -> Rule:
-    def rule(entry: Entry) -> None:
-        loss = entry.get("pref_loss", "sigmoid")
-        if entry.get("stage") == "dpo" and (not losses or loss in losses):
-            entry.put(name, entry.value)
-        else:
-            entry.no_effect("this stage and loss do not read it")
-
-    return rule
+def _of_dpo(name: str, *losses: str) -> Rule:
+    return when(
+        lambda entry: entry.get("stage") == "dpo" and entry.get("pref_loss", "sigmoid") in losses,
+        put(name),
+        "this stage and loss do not read it",
+    )
 
 
 def _loss(entry: Entry) -> None:
@@ -457,18 +398,26 @@ LLAMA_FACTORY = Dialect(
         "template": chat_template(LLAMA_FACTORY_TEMPLATES),
         "cutoff_len": _longest,
         "packing": _packing,
-        "mask_history": _turns,
-        "val_size": _held_out,
+        "mask_history": put("data.train_on_turns", lambda last: "last" if last else "all"),
+        "val_size": put("data.val_set_size", lambda share: share or None),
         "flash_attn": shared.attention,
         **dict.fromkeys((*FREEZES, PROJECTOR_ALONE), _freeze),
-        "media_dir": _media,
+        "media_dir": when(
+            lambda entry: entry.get("stage") != "pt",
+            decides(f"{SOURCES}.0.image_folder"),
+            "texts have no images",
+        ),
         **dict.fromkeys(BOUNDS, decides()),
         "model_revision": only("main"),
-        ON: _tuned,
+        ON: choice("lora.enable_lora", {"lora": True, "full": False}, refuses=True),
         "lora_rank": where(ON, *WITH_LORA, name="lora.lora_rank"),
         "lora_alpha": where(ON, *WITH_LORA, name="lora.lora_alpha"),
         "lora_dropout": where(ON, *WITH_LORA, name="lora.lora_dropout"),
-        "lora_target": _targets,
+        "lora_target": when(
+            lambda entry: entry.get(ON) == "lora",
+            shared.put_targets,
+            "read with finetuning_type: lora alone",
+        ),
         "loraplus_lr_ratio": where(ON, *WITH_LORA, name="lora.lora_plus_ratio"),
         "use_rslora": where(ON, *WITH_LORA, name="lora.use_rslora"),
         "use_dora": where(ON, *WITH_LORA, name="lora.use_dora"),
@@ -476,27 +425,31 @@ LLAMA_FACTORY = Dialect(
         "use_muon": _muon,
         "fp8_enable_fsdp_float8_all_gather": shared.gathers_8_bits,
         "quantization_type": only("nf4"),
-        "pure_bf16": _pure,
+        "pure_bf16": if_on(decides("train.precision"), "bf16 and fp16 say it"),
         "disable_shuffling": shared.in_order,
-        "train_from_scratch": _from_scratch,
-        "enable_thinking": _thinking,
+        "train_from_scratch": if_on(decides("model.config_path"), "weights are those of the model"),
+        "enable_thinking": approximated("the chat template says how reasoning is rendered"),
         **dict.fromkeys(
             ("hf_hub_token", "ms_hub_token", "om_hub_token"),
             no_effect("a secret belongs in the environment: set HF_TOKEN"),
         ),
-        "disable_gradient_checkpointing": _recomputes,
+        "disable_gradient_checkpointing": put(
+            "train.enable_gradient_checkpointing", lambda off: not off
+        ),
         "do_train": _first_training,
-        "do_eval": lambda entry: entry.no_effect("eval_strategy says when"),
-        "preprocessing_batch_size": _preparing,
+        "do_eval": no_effect("eval_strategy says when"),
+        "preprocessing_batch_size": when(
+            lambda entry: entry.get("stage") == "kto",
+            decides("preference.kl_rotation_size"),
+            "how samples are prepared, which changes none",
+        ),
         "pref_beta": _beta,
         "pref_loss": _loss,
         "pref_ftx": _with_sft,
-        "simpo_gamma": _of_dpo("preference.simpo_gamma", ("simpo",)),
-        "dpo_label_smoothing": _of_dpo("preference.label_smoothing", ("sigmoid", "simpo")),
-        "kto_chosen_weight": lambda entry: entry.put("preference.desirable_weight", entry.value),
-        "kto_rejected_weight": lambda entry: entry.put(
-            "preference.undesirable_weight", entry.value
-        ),
+        "simpo_gamma": _of_dpo("preference.simpo_gamma", "simpo"),
+        "dpo_label_smoothing": _of_dpo("preference.label_smoothing", "sigmoid", "simpo"),
+        "kto_chosen_weight": put("preference.desirable_weight"),
+        "kto_rejected_weight": put("preference.undesirable_weight"),
         **{name: no_effect(why) for name, why in IDLE.items()},
     },
     unsupported=UNSUPPORTED,

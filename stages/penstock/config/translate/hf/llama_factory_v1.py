@@ -10,8 +10,10 @@ from penstock.config.translate.dialect import (
     Dialect,
     Rule,
     Values,
+    choice,
     decides,
     no_effect,
+    put,
     truth,
     typed,
     unsupported,
@@ -67,17 +69,6 @@ def _source(info: Mapping[str, Any]) -> dict[str, Any]:
     return source | {names[key]: info[key] for key in names if key in info}
 
 
-def _peft(entry: Entry) -> None:
-    if entry.value == "lora":
-        entry.put("lora.enable_lora", True)
-    else:
-        entry.refuse("it takes lora")
-
-
-def _targets(entry: Entry) -> None:
-    shared.put_targets(entry)
-
-
 def _bits(entry: Entry) -> None:
     entry.put("lora.enable_qlora", True)
     entry.put("lora.quant_format", {4: "nf4", 8: "int8"}[entry.value])
@@ -98,21 +89,9 @@ def _optimizer(entry: Entry) -> None:
         entry.put("train.muon_lr", entry.get("learning_rate", 1e-4))
 
 
-def _bf16(entry: Entry) -> None:
-    entry.put("train.precision", "bf16" if entry.value else "fp32")
-
-
 def _context(entry: Entry) -> None:
     ulysses = entry.get("cp_mode", "ulysses") == "ulysses"
     entry.put(f"train.{'ulysses' if ulysses else 'ringattn'}_parallel_size", entry.value)
-
-
-def _resume(entry: Entry) -> None:
-    entry.put("train.load_checkpoint_path", entry.value)
-
-
-def _of_pairs(name: str) -> Rule:
-    return lambda entry: entry.put(name, entry.value)
 
 
 def _finalize(draft: Draft) -> None:
@@ -171,27 +150,27 @@ LLAMA_FACTORY_V1 = Dialect(
         "eval_dataset": _sources(TESTS),
         "custom_chat_template": chat_template(LLAMA_FACTORY_TEMPLATES),
         "flash_attn": shared.attention,
-        PEFT: _peft,
+        PEFT: choice("lora.enable_lora", {"lora": True}, refuses=True),
         "peft_config.r": where(PEFT, *ON_LORA, name="lora.lora_rank"),
         "peft_config.lora_alpha": where(PEFT, *ON_LORA, name="lora.lora_alpha"),
         "peft_config.lora_dropout": where(PEFT, *ON_LORA, name="lora.lora_dropout"),
         "peft_config.use_rslora": truth("lora.use_rslora"),
         "peft_config.use_dora": truth("lora.use_dora"),
-        "peft_config.target_modules": _targets,
+        "peft_config.target_modules": shared.put_targets,
         "quant_config.quantization_bit": _bits,
         "dist_config.name": _dist,
         MUON: _optimizer,
         "optim_config.momentum": where(MUON, "muon", name="train.muon_momentum"),
         "optim_config.nesterov": where(MUON, "muon", name="train.muon_nesterov"),
         "optim_config.ns_steps": where(MUON, "muon", name="train.muon_ns_steps"),
-        "bf16": _bf16,
+        "bf16": put("train.precision", lambda on: "bf16" if on else "fp32"),
         "cutoff_len": decides(shared.ROW, f"{SOURCES}.0.max_seq_len"),
         "batching_strategy": decides(shared.METHOD, shared.GROUP),
         "cp_size": _context,
         "cp_mode": decides("train.ulysses_parallel_size", "train.ringattn_parallel_size"),
         "full_determinism": determinism,
-        "resume_from_checkpoint": _resume,
-        **{name: _of_pairs(ours) for name, ours in OF_PAIRS},
+        "resume_from_checkpoint": put("train.load_checkpoint_path"),
+        **{name: put(ours) for name, ours in OF_PAIRS},
         **dict.fromkeys(("batching_workers", "dist_timeout", "dp_size"), no_effect(OF_PYTHON)),
         "model_class": no_effect("the model's files say what it is"),
         "trust_remote_code": no_effect("model.trust_remote_code runs code of a commit"),

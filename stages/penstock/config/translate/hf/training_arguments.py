@@ -6,11 +6,16 @@ from typing import Any, cast
 
 from penstock.config.translate.dialect import (
     Rule,
+    approximated,
     choice,
+    decides,
+    if_on,
     listed,
     negated,
     no_effect,
+    put,
     unless_minus_one,
+    when,
 )
 from penstock.config.translate.hf import schedule
 from penstock.config.translate.shared import events_folder, reports
@@ -75,13 +80,8 @@ def evaluations(entry: Entry) -> None:
         entry.leave_out(f"it takes {', '.join(STRATEGIES)}")
 
 
-def eval_steps(entry: Entry) -> None:
-    """`eval_steps`, which counts with `eval_strategy: steps`."""
-    strategy = entry.get("eval_strategy") or entry.get("evaluation_strategy")
-    if strategy == "steps":
-        entry.decides("train.eval_steps", "train.eval_epochs")
-    else:
-        entry.no_effect("read with eval_strategy: steps alone")
+def _evaluates_by_steps(entry: Entry) -> bool:
+    return (entry.get("eval_strategy") or entry.get("evaluation_strategy")) == "steps"
 
 
 def savings(entry: Entry) -> None:
@@ -98,14 +98,6 @@ def savings(entry: Entry) -> None:
         entry.leave_out(f"it takes {', '.join((*STRATEGIES, 'best'))}")
 
 
-def save_steps(entry: Entry) -> None:
-    """`save_steps`, which counts with `save_strategy: steps`."""
-    if entry.get("save_strategy", "steps") == "steps":
-        entry.decides("train.save_steps", "train.save_epochs")
-    else:
-        entry.no_effect("read with save_strategy: steps alone")
-
-
 def best(entry: Entry) -> None:
     """`load_best_model_at_end`: the best checkpoint is the run's result."""
     if not entry.value:
@@ -116,14 +108,6 @@ def best(entry: Entry) -> None:
     greater = entry.get("greater_is_better")
     if greater is not None:
         entry.put("train.save_best.mode", "max" if greater else "min")
-
-
-def of_best(entry: Entry) -> None:
-    """`metric_for_best_model` and `greater_is_better`."""
-    if entry.get("load_best_model_at_end"):
-        entry.decides("train.save_best")
-    else:
-        entry.no_effect("read with load_best_model_at_end alone")
 
 
 def resuming(entry: Entry) -> None:
@@ -165,14 +149,6 @@ def pushing(entry: Entry) -> None:
         entry.decides("push.repo_id")
     else:
         entry.approximated("write push.repo_id: a push names its repository here")
-
-
-def repository(entry: Entry) -> None:
-    """`hub_model_id`, where `push_to_hub` asks for it."""
-    if entry.get("push_to_hub"):
-        entry.put("push.repo_id", entry.value)
-    else:
-        entry.no_effect("read with push_to_hub alone")
 
 
 def deepspeed(entry: Entry) -> None:
@@ -220,22 +196,6 @@ def order(entry: Entry) -> None:
         entry.approximated("samples are shuffled, and stand beside others of any length")
 
 
-def data_seed(entry: Entry) -> None:
-    """`data_seed`, beside `seed`."""
-    if entry.value == entry.get("seed", 42):
-        entry.no_effect("seed is the same")
-    else:
-        entry.approximated("train.seed decides the order of samples too")
-
-
-def delay(entry: Entry) -> None:
-    """`eval_delay`."""
-    if entry.value:
-        entry.approximated("evaluations begin with the first one that is due")
-    else:
-        entry.no_effect("evaluations begin with the first one that is due")
-
-
 def determinism(entry: Entry) -> None:
     """`full_determinism`, which makes kernels wait there too."""
     entry.put("train.enable_full_determinism", bool(entry.value))
@@ -254,6 +214,7 @@ def settle_evaluations(draft: Draft) -> None:
 
 
 OF_PYTHON = "how the program does its work, which changes no result"
+FROM_FIRST = "evaluations begin with the first one that is due"
 OF_MEMORY = "memory is freed as it is needed"
 
 IDLE: Mapping[str, str] = {
@@ -339,23 +300,45 @@ COMPUTED: Mapping[str, Rule] = {
     "log_on_each_node": choice("train.log_ranks", {True: "local0", False: "global0"}),
     "eval_strategy": evaluations,
     "evaluation_strategy": evaluations,
-    "eval_steps": eval_steps,
+    "eval_steps": when(
+        _evaluates_by_steps,
+        decides("train.eval_steps", "train.eval_epochs"),
+        "read with eval_strategy: steps alone",
+    ),
     "save_strategy": savings,
-    "save_steps": save_steps,
+    "save_steps": when(
+        lambda entry: entry.get("save_strategy", "steps") == "steps",
+        decides("train.save_steps", "train.save_epochs"),
+        "read with save_strategy: steps alone",
+    ),
     "save_only_model": negated("train.save_optimizer"),
     "load_best_model_at_end": best,
-    "metric_for_best_model": of_best,
-    "greater_is_better": of_best,
+    "metric_for_best_model": when(
+        lambda entry: entry.get("load_best_model_at_end"),
+        decides("train.save_best"),
+        "read with load_best_model_at_end alone",
+    ),
+    "greater_is_better": when(
+        lambda entry: entry.get("load_best_model_at_end"),
+        decides("train.save_best"),
+        "read with load_best_model_at_end alone",
+    ),
     "report_to": reports,
     "logging_dir": events_folder,
     "resume_from_checkpoint": resuming,
     "gradient_checkpointing_kwargs": recomputing_arguments,
     "activation_checkpointing_kwargs": recomputing_arguments,
     "train_sampling_strategy": order,
-    "data_seed": data_seed,
-    "eval_delay": delay,
+    "data_seed": when(
+        lambda entry: entry.value != entry.get("seed", 42),
+        approximated("train.seed decides the order of samples too"),
+        "seed is the same",
+    ),
+    "eval_delay": if_on(approximated(FROM_FIRST), FROM_FIRST),
     "push_to_hub": pushing,
-    "hub_model_id": repository,
+    "hub_model_id": when(
+        lambda entry: entry.get("push_to_hub"), put("push.repo_id"), "read with push_to_hub alone"
+    ),
     "deepspeed": deepspeed,
     "fsdp": fsdp,
     "full_determinism": determinism,

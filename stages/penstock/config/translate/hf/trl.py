@@ -8,13 +8,16 @@ from penstock.config.translate.dialect import (
     Dialect,
     Rule,
     Values,
+    approximated,
     decides,
+    if_on,
     is_flat,
     is_on,
     no_effect,
     only,
     truth,
     typed,
+    when,
     where,
 )
 from penstock.config.translate.hf import schedule, training_arguments
@@ -97,13 +100,6 @@ def _whole_part(entry: Entry) -> None:
         entry.leave_out("name the other layers in lora_target_modules")
 
 
-def _media_layers(entry: Entry) -> None:
-    if entry.value:
-        entry.approximated("adapters are on the layers of lora_target_modules, in all parts")
-    else:
-        entry.no_effect("lora.exclude_modules leaves layers out, in a native file")
-
-
 def _padding(entry: Entry) -> None:
     if isinstance(entry.value, int):
         entry.put("data.pad_to_multiple_of", entry.value)
@@ -137,17 +133,6 @@ def _checkpointing(entry: Entry) -> None:
     if not (isinstance(entry.value, bool) or str(entry.value).lower() in SWITCHES):
         raise ValueError(f"it takes true, false or unsloth, not {entry.value}")
     entry.put("train.enable_gradient_checkpointing", is_on(entry.value))
-
-
-def _targets(entry: Entry) -> None:
-    if entry.get(ON):
-        shared.put_targets(entry)
-    else:
-        entry.no_effect(f"read with {ON}: true alone")
-
-
-def _losses(entry: Entry) -> None:
-    shared.losses(entry, entry.get("loss_weights"))
 
 
 def _finalize(draft: Draft) -> None:
@@ -253,13 +238,21 @@ COMPUTED: Mapping[str, Rule] = {
     "lora_dropout": where(ON, True, name="lora.lora_dropout"),
     "use_rslora": where(ON, True, name="lora.use_rslora"),
     "use_dora": where(ON, True, name="lora.use_dora"),
-    "lora_target_modules": _targets,
+    "lora_target_modules": when(
+        lambda entry: entry.get(ON), shared.put_targets, f"read with {ON}: true alone"
+    ),
     "use_gradient_checkpointing": _checkpointing,
     **dict.fromkeys(
         ("finetune_language_layers", "finetune_attention_modules", "finetune_mlp_modules"),
         _whole_part,
     ),
-    **dict.fromkeys(("finetune_vision_layers", "finetune_audio_layers"), _media_layers),
+    **dict.fromkeys(
+        ("finetune_vision_layers", "finetune_audio_layers"),
+        if_on(
+            approximated("adapters are on the layers of lora_target_modules, in all parts"),
+            "lora.exclude_modules leaves layers out, in a native file",
+        ),
+    ),
     "load_in_4bit": in_few_bits("nf4"),
     "load_in_8bit": in_few_bits("int8"),
     "bnb_4bit_quant_type": only("nf4"),
@@ -330,7 +323,7 @@ TRL_DPO = Dialect(
     computed={
         **COMPUTED,
         **data_rules("preference"),
-        "loss_type": _losses,
+        "loss_type": lambda entry: shared.losses(entry, entry.get("loss_weights")),
         "loss_weights": decides("preference.pref_loss_ratio", "preference.sft_loss_ratio"),
         "precompute_ref_log_probs": shared.PRECOMPUTES,
         "f_divergence_type": only("reverse_kl"),

@@ -3,7 +3,15 @@
 from collections.abc import Mapping
 from typing import Any, cast
 
-from penstock.config.translate.dialect import Rule, Table, listed, no_effect
+from penstock.config.translate.dialect import (
+    Rule,
+    Table,
+    approximated,
+    decides,
+    listed,
+    no_effect,
+    put,
+)
 from penstock.config.translate.shared import SOURCES, TESTS
 from penstock.config.translate.translate_key import translate_items
 from penstock.config.translate.translation import Entry
@@ -133,13 +141,11 @@ def data_rules(kind: str) -> Mapping[str, Rule]:
         "dataset_name": by_name(kind),
         "datasets": mixture(kind),
         "dataset_mixture.datasets": mixture(kind),
-        "dataset_mixture.test_split_size": lambda entry: entry.put(
-            "data.val_set_size", entry.value
-        ),
-        "dataset_mixture.seed": lambda entry: entry.approximated(
+        "dataset_mixture.test_split_size": put("data.val_set_size"),
+        "dataset_mixture.seed": approximated(
             "train.seed decides what is held out, and the order of samples"
         ),
         "dataset_mixer": mixer(kind),
-        "dataset_splits": lambda entry: entry.decides(SOURCES, TESTS),
-        "dataset_configs": lambda entry: entry.decides(SOURCES, TESTS),
+        "dataset_splits": decides(SOURCES, TESTS),
+        "dataset_configs": decides(SOURCES, TESTS),
     }

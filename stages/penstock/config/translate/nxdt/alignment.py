@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.config.translate.dialect import Rule, listed, no_effect
+from penstock.config.translate.dialect import Rule, listed, no_effect, when
 from penstock.config.translate.nxdt.data import DPO, ORPO, PEFT
 from penstock.config.translate.shared import PRECOMPUTES
 from penstock.config.translate.translation import Draft, Entry
@@ -68,13 +68,6 @@ def _targets(entry: Entry) -> None:
         )
 
 
-def _base_is_saved(entry: Entry) -> None:
-    if entry.value:
-        entry.no_effect("an export holds the model and the adapter")
-    else:
-        entry.put("lora.save_lora_only", True)
-
-
 def _merged(entry: Entry) -> None:
     if entry.get(f"{PEFT}.save_lora_base") is False:
         entry.no_effect("save_lora_base: false keeps the adapter alone")
@@ -82,7 +75,7 @@ def _merged(entry: Entry) -> None:
         entry.put("export.merge_lora", bool(entry.value))
 
 
-def _adapter_to_go_on_from(entry: Entry) -> None:
+def _first_adapter(entry: Entry) -> None:
     path = entry.get(START)
     if entry.value and path:
         entry.put("lora.init_adapter_path", path)
@@ -103,9 +96,13 @@ COMPUTED: Mapping[str, Rule] = {
     f"{PEFT}.lora_dropout": _adapters("lora.lora_dropout"),
     f"{PEFT}.lora_bias": _adapters("lora.lora_bias"),
     f"{PEFT}.target_modules": _targets,
-    f"{PEFT}.save_lora_base": _base_is_saved,
+    f"{PEFT}.save_lora_base": when(
+        lambda entry: not entry.value,
+        lambda entry: entry.put("lora.save_lora_only", True),
+        "an export holds the model and the adapter",
+    ),
     f"{PEFT}.merge_lora": _merged,
-    f"{PEFT}.load_lora_from_ckpt": _adapter_to_go_on_from,
+    f"{PEFT}.load_lora_from_ckpt": _first_adapter,
     f"{PEFT}.lora_verbose": no_effect(OF_ADAPTER_FILES),
     f"{PEFT}.save_lora_config_adapter": no_effect(OF_ADAPTER_FILES),
     f"{PEFT}.merge_sharded_lora": no_effect(OF_ADAPTER_FILES),

@@ -7,7 +7,16 @@ The latter are of the architecture of Hugging Face's that computes the same
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.config.translate.dialect import Rule, no_effect, only
+from penstock.config.translate.dialect import (
+    Rule,
+    approximated,
+    decides,
+    if_on,
+    no_effect,
+    only,
+    put,
+    when,
+)
 from penstock.config.translate.nxdt import architecture
 from penstock.config.translate.nxdt.architecture import (
     ARCHITECTURES,
@@ -36,13 +45,11 @@ def is_megatron(draft: Draft) -> bool:
 def _number(name: str) -> Rule:
     """The rule of an entry of config.json."""
 
-    def rule(entry: Entry) -> None:
-        if entry.value in (-1, *NONE):
-            entry.no_effect("what config.json says stays")
-        else:
-            entry.put(f"{FOUNDATION}.{name}", entry.value)
-
-    return rule
+    return when(
+        lambda entry: entry.value not in (-1, *NONE),
+        put(f"{FOUNDATION}.{name}"),
+        "what config.json says stays",
+    )
 
 
 def _source(entry: Entry) -> None:
@@ -130,23 +137,6 @@ def _biases(entry: Entry) -> None:
         entry.decides(f"{FOUNDATION}.attention_bias", f"{FOUNDATION}.mlp_bias")
 
 
-def _scaled(entry: Entry) -> None:
-    if entry.value:
-        entry.approximated(
-            "all matrices start as wide as init_method_std says; there those that lead out of a"
-            " layer start narrower by sqrt(2 x num_layers)"
-        )
-    else:
-        entry.no_effect("all matrices start alike here")
-
-
-def _vocabulary_multiple(entry: Entry) -> None:
-    if is_megatron(entry.draft):
-        entry.decides(f"{FOUNDATION}.vocab_size")
-    else:
-        entry.no_effect("the vocabulary of config.json is split over any number of ranks as it is")
-
-
 def _attention(entry: Entry) -> None:
     if entry.value:
         entry.no_effect(
@@ -154,13 +144,6 @@ def _attention(entry: Entry) -> None:
         )
     else:
         entry.put("model.attn_implementation", "sdpa")
-
-
-def _start(entry: Entry) -> None:
-    if entry.value and entry.get("distributed_strategy.zero1") is False:
-        entry.put("train.init_device", "cpu")
-    else:
-        entry.no_effect("weights are made shard by shard where they will lie")
 
 
 def _dropout(name: str) -> Rule:
@@ -185,27 +168,6 @@ def _as_in_mixtral(is_so: str, *allowed: Any) -> Rule:
             entry.refuse(f"{is_so}: it takes {', '.join(map(str, allowed))}")
 
     return rule
-
-
-def _dropless(entry: Entry) -> None:
-    if entry.value in (True, *NONE):
-        entry.no_effect("no token is dropped")
-    else:
-        entry.approximated("no token is dropped, however full an expert is")
-
-
-def _capacity(entry: Entry) -> None:
-    if entry.get("model.moe.dropless") or entry.value in NONE:
-        entry.no_effect("no token is dropped")
-    else:
-        entry.approximated("experts have room for every token that chooses them")
-
-
-def _balance(entry: Entry) -> None:
-    if entry.value in NONE:
-        entry.no_effect("is off")
-    else:
-        entry.put("train.moe_aux_loss_coef", float(entry.value))
 
 
 def settle_model(draft: Draft) -> None:
@@ -269,11 +231,25 @@ COMPUTED: Mapping[str, Rule] = {
     "model.position_embedding_type": _positions,
     "model.rotary_percentage": _share_of_heads,
     "model.has_bias": _biases,
-    "model.use_scaled_init_method": _scaled,
+    "model.use_scaled_init_method": if_on(
+        approximated(
+            "all matrices start as wide as init_method_std says; there those that lead out of a"
+            " layer start narrower by sqrt(2 x num_layers)"
+        ),
+        "all matrices start alike here",
+    ),
     "model.transformer_block_type": only("pre_ln"),
-    "model.make_vocab_size_divisible_by": _vocabulary_multiple,
+    "model.make_vocab_size_divisible_by": when(
+        lambda entry: is_megatron(entry.draft),
+        decides(f"{FOUNDATION}.vocab_size"),
+        "the vocabulary of config.json is split over any number of ranks as it is",
+    ),
     "model.fusions.flash_attention": _attention,
-    "model.use_cpu_initialization": _start,
+    "model.use_cpu_initialization": when(
+        lambda entry: entry.value and entry.get("distributed_strategy.zero1") is False,
+        lambda entry: entry.put("train.init_device", "cpu"),
+        "weights are made shard by shard where they will lie",
+    ),
     "model.hidden_dropout": _dropout("hidden"),
     "model.ffn_dropout": _dropout("ffn"),
     "model.attention_dropout": _dropout("attention"),
@@ -284,9 +260,19 @@ COMPUTED: Mapping[str, Rule] = {
     "model.moe.sinkhorn_iterations": no_effect("read by sinkhorn routing alone, which is refused"),
     "model.moe.sinkhorn_tol": no_effect("read by sinkhorn routing alone, which is refused"),
     "model.moe.dropout": only(0, *NONE),
-    "model.moe.dropless": _dropless,
-    "model.moe.capacity_factor": _capacity,
-    "model.moe.router_aux_loss_coef": _balance,
+    "model.moe.dropless": when(
+        lambda entry: entry.value not in (True, *NONE),
+        approximated("no token is dropped, however full an expert is"),
+        "no token is dropped",
+    ),
+    "model.moe.capacity_factor": when(
+        lambda entry: not entry.get("model.moe.dropless") and entry.value not in NONE,
+        approximated("experts have room for every token that chooses them"),
+        "no token is dropped",
+    ),
+    "model.moe.router_aux_loss_coef": when(
+        lambda entry: entry.value not in NONE, put("train.moe_aux_loss_coef", float), "is off"
+    ),
     **{name: no_effect(why) for name, why in IDLE.items()},
 }
 

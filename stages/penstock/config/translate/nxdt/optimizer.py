@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.config.translate.dialect import Rule, no_effect
+from penstock.config.translate.dialect import Rule, decides, no_effect, when
 from penstock.config.translate.translation import Draft, Entry
 
 ADAM = ("adamw", "adamw_fp32OptState")
@@ -116,13 +116,6 @@ def _amsgrad(entry: Entry) -> None:
         entry.no_effect("is off")
 
 
-def _clipped_updates(entry: Entry) -> None:
-    if entry.value and entry.get("model.optim.name") == NOVOGRAD:
-        entry.leave_out("updates are not clipped by norms of weights here: write false")
-    else:
-        entry.no_effect("is off")
-
-
 def _decay_of_norms(entry: Entry) -> None:
     entry.put("train.no_decay_params", ["bias"] if entry.value else ["bias", "norm"])
     entry.explain("as documented; upstream does the opposite for models of source hf")
@@ -192,13 +185,6 @@ def _share_of_steps(argument: str) -> Rule:
     return rule
 
 
-def _cycle(entry: Entry) -> None:
-    if entry.value and str(entry.get(f"{SCHEDULE}.name")).startswith("Polynomial"):
-        entry.leave_out("a polynomial decay does not begin again here")
-    else:
-        entry.no_effect("nothing begins again")
-
-
 def _precision(entry: Entry) -> None:
     kind = entry.value
     if kind == "fp32":
@@ -260,14 +246,11 @@ def _is_on(value: Any) -> bool:
 
 def _of_manual(*names: str) -> Rule:
     """The rule of a key that `_by_hand` reads."""
-
-    def rule(entry: Entry) -> None:
-        if entry.get("precision.type") != "manual":
-            entry.no_effect("read with precision.type: manual alone")
-        else:
-            entry.decides(*names)
-
-    return rule
+    return when(
+        lambda entry: entry.get("precision.type") == "manual",
+        decides(*names),
+        "read with precision.type: manual alone",
+    )
 
 
 def _rounding(entry: Entry) -> None:
@@ -310,7 +293,13 @@ COMPUTED: Mapping[str, Rule] = {
     "model.optim.eps": _argument("eps", WITH_EPS),
     "model.optim.grad_averaging": _argument("grad_averaging", (NOVOGRAD,)),
     "model.optim.amsgrad": _amsgrad,
-    "model.optim.luc": _clipped_updates,
+    "model.optim.luc": when(
+        lambda entry: entry.value and entry.get("model.optim.name") == NOVOGRAD,
+        lambda entry: entry.leave_out(
+            "updates are not clipped by norms of weights here: write false"
+        ),
+        "is off",
+    ),
     **{
         f"model.optim.{name}": no_effect("read with luc alone") for name in ("luc_trust", "luc_eps")
     },
@@ -322,7 +311,11 @@ COMPUTED: Mapping[str, Rule] = {
     f"{SCHEDULE}.min_lr": _least_rate,
     f"{SCHEDULE}.hold_ratio": _share_of_steps("hold_steps"),
     f"{SCHEDULE}.constant_ratio": _share_of_steps("constant_steps"),
-    f"{SCHEDULE}.cycle": _cycle,
+    f"{SCHEDULE}.cycle": when(
+        lambda entry: entry.value and str(entry.get(f"{SCHEDULE}.name")).startswith("Polynomial"),
+        lambda entry: entry.leave_out("a polynomial decay does not begin again here"),
+        "nothing begins again",
+    ),
     **{f"{SCHEDULE}.{argument}": _of_schedule(argument) for argument in OF_STYLE},
     "precision.type": _precision,
     "precision.master_weights": _of_manual("train.precision"),

@@ -15,8 +15,10 @@ from penstock.config.translate.dialect import (
     if_true,
     listed,
     no_effect,
+    put,
     typed,
     unless_minus_one,
+    when,
 )
 from penstock.config.translate.interpolation import resolve_references
 from penstock.config.translate.nxdt import alignment, data, model, optimizer
@@ -45,10 +47,6 @@ def _recognizes(values: Values) -> bool:
     return all(isinstance(values.get(name), dict) for name in SECTIONS)
 
 
-def _clipping(entry: Entry) -> None:
-    entry.put("train.max_grad_norm", float(entry.value or 0))
-
-
 def _evaluations(entry: Entry) -> None:
     every = entry.get("trainer.check_val_every_n_epoch")
     if isinstance(entry.value, float):
@@ -74,13 +72,6 @@ def _folder(entry: Entry) -> None:
     entry.put("train.output_dir", folder)
     if not explicit and not entry.get(f"{MANAGER}.resume_if_exists"):
         entry.approximated("all starts share one folder; there each has a version of its own")
-
-
-def _without_a_checkpoint(entry: Entry) -> None:
-    if not entry.get(f"{MANAGER}.resume_if_exists"):
-        entry.no_effect("read with resume_if_exists alone")
-    else:
-        entry.put("train.require_checkpoint", not entry.value)
 
 
 AS_HUGGING_FACES = "a folder of Hugging Face's, of which the weights are read; one of NxD's own is"
@@ -148,26 +139,12 @@ def _monitor(entry: Entry) -> None:
         entry.approximated("the newest are kept: no evaluation tells it")
 
 
-def _mode(entry: Entry) -> None:
-    if entry.get(f"{SAVING}.monitor") in METRICS:
-        entry.put("train.save_best.mode", entry.value)
-    else:
-        entry.no_effect("the newest are kept")
-
-
 def _shards(entry: Entry) -> None:
     if entry.value:
         entry.put("train.zero_stage", 1)
     else:
         entry.put("train.data_parallel_mode", "ddp")
         entry.explain("master weights are kept as precision.type says; upstream drops them so")
-
-
-def _buckets(entry: Entry) -> None:
-    if entry.get("distributed_strategy.zero1") is False:
-        entry.put("train.comm_bucket_mb", entry.value)
-    else:
-        entry.no_effect("sharded gradients are added up layer by layer")
 
 
 def _copies_of_keys(entry: Entry) -> None:
@@ -284,21 +261,29 @@ COMPUTED: Mapping[str, Rule] = {
         "train.num_train_epochs", "trainer.max_steps ends the run"
     ),
     "trainer.max_steps": unless_minus_one("train.max_steps", "trainer.max_epochs ends the run"),
-    "trainer.gradient_clip_val": _clipping,
+    "trainer.gradient_clip_val": put("train.max_grad_norm", lambda norm: float(norm or 0)),
     "trainer.val_check_interval": _evaluations,
     "trainer.check_val_every_n_epoch": _every_epochs,
     f"{MANAGER}.create_tensorboard_logger": tracks("tensorboard"),
     f"{MANAGER}.log_local_rank_0_only": choice("train.log_ranks", {True: "local0", False: "all"}),
     **{f"{MANAGER}.{name}": _folder for name in ("explicit_log_dir", "exp_dir", "name")},
     f"{MANAGER}.resume_if_exists": RESUMES,
-    f"{MANAGER}.resume_ignore_no_checkpoint": _without_a_checkpoint,
+    f"{MANAGER}.resume_ignore_no_checkpoint": when(
+        lambda entry: entry.get(f"{MANAGER}.resume_if_exists"),
+        put("train.require_checkpoint", lambda ignores: not ignores),
+        "read with resume_if_exists alone",
+    ),
     f"{MANAGER}.resume_from_checkpoint": _start,
     "model.weight_init_only": _weights_alone,
     f"{MANAGER}.create_checkpoint_callback": _saving,
     f"{SAVING}.every_n_train_steps": _save_steps,
     f"{SAVING}.save_top_k": _kept,
     f"{SAVING}.monitor": _monitor,
-    f"{SAVING}.mode": _mode,
+    f"{SAVING}.mode": when(
+        lambda entry: entry.get(f"{SAVING}.monitor") in METRICS,
+        put("train.save_best.mode"),
+        "the newest are kept",
+    ),
     f"{SAVING}.use_master_weights_in_ckpt": if_true(
         "train.ckpt_weights",
         "master",
@@ -306,7 +291,11 @@ COMPUTED: Mapping[str, Rule] = {
     ),
     "distributed_strategy.kv_replicator": _copies_of_keys,
     "distributed_strategy.zero1": _shards,
-    "bucket_size_collectives": _buckets,
+    "bucket_size_collectives": when(
+        lambda entry: entry.get("distributed_strategy.zero1") is False,
+        put("train.comm_bucket_mb"),
+        "sharded gradients are added up layer by layer",
+    ),
     "distributed_strategy.virtual_pipeline_model_parallel_size": _chunks,
     "model.pipeline_cuts": _cuts,
     "model.activations_checkpoint_granularity": _recomputing,

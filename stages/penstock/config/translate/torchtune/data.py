@@ -3,7 +3,16 @@
 from collections.abc import Mapping
 from typing import Any, cast
 
-from penstock.config.translate.dialect import Rule, Table, listed, no_effect, typed
+from penstock.config.translate.dialect import (
+    Rule,
+    Table,
+    choice,
+    decides,
+    listed,
+    no_effect,
+    put,
+    typed,
+)
 from penstock.config.translate.translate_key import translate_items
 from penstock.config.translate.translation import Entry
 
@@ -140,21 +149,12 @@ def _columns(entry: Entry) -> None:
         entry.leave_out(f"columns have their own names of {', '.join(others)}")
 
 
-def _style(entry: Entry) -> None:
-    if entry.value in STYLES:
-        entry.put("type", STYLES[entry.value])
-    else:
-        entry.leave_out(f"it takes {', '.join(STYLES)}")
+def _of_all_data(name: str) -> Rule:
+    def rule(entry: Entry) -> None:
+        entry.draft.put(name, bool(entry.value))
+        entry.decides(name)
 
-
-def _ends(entry: Entry) -> None:
-    entry.draft.put("data.add_eos", bool(entry.value))
-    entry.decides("data.add_eos")
-
-
-def _on_input(entry: Entry) -> None:
-    entry.draft.put("data.train_on_prompt", bool(entry.value))
-    entry.decides("data.train_on_prompt")
+    return rule
 
 
 MASKS: Mapping[str, tuple[str, Any]] = {
@@ -197,16 +197,16 @@ TABLE = Table(
         "source": _path,
         "data_files": _files,
         "column_map": _columns,
-        "column": lambda entry: entry.put("field_text", entry.value),
-        "conversation_column": lambda entry: entry.put("field_messages", entry.value),
-        "conversation_style": _style,
-        "train_on_input": _on_input,
+        "column": put("field_text"),
+        "conversation_column": put("field_messages"),
+        "conversation_style": choice("type", STYLES),
+        "train_on_input": _of_all_data("data.train_on_prompt"),
         "masking_strategy": _masking,
-        "add_eos": _ends,
+        "add_eos": _of_all_data("data.add_eos"),
         "partition": _partition,
-        "packed": lambda entry: entry.decides("data.sample_packing_method"),
-        "split_across_pack": lambda entry: entry.decides("data.sample_packing_method"),
-        "max_seq_len": lambda entry: entry.put("max_seq_len", entry.value),
+        "packed": decides("data.sample_packing_method"),
+        "split_across_pack": decides("data.sample_packing_method"),
+        "max_seq_len": put("max_seq_len"),
         "new_system_prompt": lambda entry: entry.leave_out("write it into the data"),
         "image_tag": no_effect("images stand where the records have <image>"),
     },

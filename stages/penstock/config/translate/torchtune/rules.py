@@ -12,10 +12,12 @@ from penstock.config.translate.dialect import (
     decides,
     listed,
     no_effect,
+    put,
     refused,
     truth,
     typed,
     unsupported,
+    when,
 )
 from penstock.config.translate.hf import schedule
 from penstock.config.translate.hf.training_arguments import settle_evaluations
@@ -97,13 +99,15 @@ def _model(entry: Entry) -> None:
 
 
 def _of_adapters(name: str) -> Rule:
-    def rule(entry: Entry) -> None:
-        if _is_adapted(entry.draft):
-            entry.put(name, entry.value)
-        else:
-            entry.no_effect("read with adapters alone")
+    return when(lambda entry: _is_adapted(entry.draft), put(name), "read with adapters alone")
 
-    return rule
+
+def _of_pairs(name: str) -> Rule:
+    return when(
+        lambda entry: str(entry.get(LOSS, "")).rpartition(".")[2] in PREFERENCE_LOSSES,
+        put(name),
+        "this loss does not read it",
+    )
 
 
 def _targets(entry: Entry) -> None:
@@ -152,16 +156,6 @@ def _loss(entry: Entry) -> None:
         )
 
 
-def _of_pairs(name: str) -> Rule:
-    def rule(entry: Entry) -> None:
-        if str(entry.get(LOSS, "")).rpartition(".")[2] in PREFERENCE_LOSSES:
-            entry.put(name, entry.value)
-        else:
-            entry.no_effect("this loss does not read it")
-
-    return rule
-
-
 def _optimizer(entry: Entry) -> None:
     name = _last(entry)
     if name not in OPTIMIZERS:
@@ -178,18 +172,6 @@ def _scheduler(entry: Entry) -> None:
         return
     entry.put("train.lr_decay_style", "cosine")
     entry.put("train.lr_min", 0.0)
-
-
-def _cycles(entry: Entry) -> None:
-    if entry.value == 0.5:
-        entry.no_effect("the rate falls once")
-    else:
-        entry.put(f"{schedule.MORE}.num_cycles", entry.value)
-
-
-def _precision(entry: Entry) -> None:
-    kinds = {"bf16": "bf16_mixed", "fp16": "fp16_mixed", "fp32": "fp32"}
-    choice("train.precision", kinds)(entry)
 
 
 COMPILED = frozenset({"model", "loss", "optimizer_step", "scale_grads"})
@@ -213,17 +195,6 @@ def _steps(entry: Entry) -> None:
         entry.explain("of all epochs")
 
 
-def _clipping(entry: Entry) -> None:
-    entry.put("train.max_grad_norm", entry.value or 0.0)
-
-
-def _held_out(entry: Entry) -> None:
-    if entry.get("run_val_every_n_steps"):
-        sources(TESTS)(entry)
-    else:
-        entry.no_effect("run_val_every_n_steps is null, so there are no evaluations")
-
-
 def _logger(entry: Entry) -> None:
     name = _last(entry)
     tracker = {"WandBLogger": "wandb", "TensorBoardLogger": "tensorboard"}.get(name)
@@ -231,14 +202,6 @@ def _logger(entry: Entry) -> None:
         shared.track(entry, tracker)
     else:
         entry.no_effect("metrics.jsonl and report.html are always written")
-
-
-def _profiling(entry: Entry) -> None:
-    entry.put("train.enable_profiling", bool(entry.value))
-
-
-def _save_epochs(entry: Entry) -> None:
-    entry.put("train.save_epochs", float(entry.value))
 
 
 def _finalize(draft: Draft) -> None:
@@ -372,7 +335,11 @@ SAME: Mapping[str, str] = {
 COMPUTED: Mapping[str, Rule] = {
     "dataset": sources(SOURCES),
     "datasets": sources(SOURCES),
-    "dataset_val": _held_out,
+    "dataset_val": when(
+        lambda entry: entry.get("run_val_every_n_steps"),
+        sources(TESTS),
+        "run_val_every_n_steps is null, so there are no evaluations",
+    ),
     "tokenizer.max_seq_len": decides(shared.ROW, f"{SOURCES}.0.max_seq_len"),
     MODEL: _model,
     "model.lora_rank": _of_adapters("lora.lora_rank"),
@@ -391,16 +358,20 @@ COMPUTED: Mapping[str, Rule] = {
     "loss.gamma": _of_pairs("preference.simpo_gamma"),
     OPTIMIZER: _optimizer,
     SCHEDULER: _scheduler,
-    "lr_scheduler.num_cycles": _cycles,
-    "dtype": _precision,
+    "lr_scheduler.num_cycles": when(
+        lambda entry: entry.value != 0.5, put(f"{schedule.MORE}.num_cycles"), "the rate falls once"
+    ),
+    "dtype": choice(
+        "train.precision", {"bf16": "bf16_mixed", "fp16": "fp16_mixed", "fp32": "fp32"}
+    ),
     "compile": _compile,
     "max_steps_per_epoch": _steps,
-    "clip_grad_norm": _clipping,
+    "clip_grad_norm": put("train.max_grad_norm", lambda norm: norm or 0.0),
     **dict.fromkeys(("fsdp_cpu_offload", "fsdp.cpu_offload"), truth("train.enable_fsdp_offload")),
     f"metric_logger.{COMPONENT}": _logger,
-    "profiler.enabled": _profiling,
+    "profiler.enabled": put("train.enable_profiling", bool),
     "resume_from_checkpoint": shared.RESUMES,
-    "save_every_n_epochs": _save_epochs,
+    "save_every_n_epochs": put("train.save_epochs", float),
     "save_adapter_weights_only": truth("lora.save_lora_only"),
     "kd_loss": refused(OF_TEACHERS),
     "quantizer": unsupported(
