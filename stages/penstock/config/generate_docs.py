@@ -91,9 +91,9 @@ def page() -> str:
 
 def schema() -> dict[str, Any]:
     """The JSON Schema of a configuration file, draft 2020-12."""
-    found = RunConfig.model_json_schema()
+    root = RunConfig.model_json_schema()
     classes = {section.__name__: section for section in sections().values()}
-    for name, definition in {**found["$defs"], RunConfig.__name__: found}.items():
+    for name, definition in {**root["$defs"], RunConfig.__name__: root}.items():
         definition.pop("title", None)
         definition["description"] = _line(definition.get("description"))
         fields = classes.get(name, RunConfig).model_fields
@@ -106,7 +106,7 @@ def schema() -> dict[str, Any]:
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "Penstock run",
-        **found,
+        **root,
     }
 
 
@@ -117,7 +117,7 @@ def server_page() -> str:
         fields = part.model_fields.items()
         if part is ServerConfig:
             above = {name for other in SERVER_PARTS[:-1] for name in other.model_fields}
-            title, fields = "Checkpoints", [one for one in fields if one[0] not in above]
+            title, fields = "Checkpoints", [entry for entry in fields if entry[0] not in above]
         else:
             title = (part.__doc__ or "").partition("\n")[0].rstrip(".")
         parts.append(
@@ -128,12 +128,12 @@ def server_page() -> str:
 
 def server_schema() -> dict[str, Any]:
     """The JSON Schema of a server's file, draft 2020-12."""
-    found = ServerConfig.model_json_schema()
-    for name, entry in found["properties"].items():
+    root = ServerConfig.model_json_schema()
+    for name, entry in root["properties"].items():
         entry.pop("title", None)
         entry["description"] = _line(ServerConfig.model_fields[name].description)
     about = {"title": "Penstock training server", "description": _line(ServerConfig.__doc__)}
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **found, **about}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **root, **about}
 
 
 def texts() -> dict[str, str]:
@@ -151,14 +151,14 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m penstock.config.generate_docs")
     parser.add_argument("folder", nargs="?", type=Path, default=Path("configs"))
     parser.add_argument("--check", action="store_true", help="only say which files are stale")
-    asked = parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
     stale = [
-        asked.folder / name
+        arguments.folder / name
         for name, text in texts().items()
-        if not (asked.folder / name).is_file()
-        or (asked.folder / name).read_text(encoding="utf-8") != text
+        if not (arguments.folder / name).is_file()
+        or (arguments.folder / name).read_text(encoding="utf-8") != text
     ]
-    if asked.check:
+    if arguments.check:
         for path in stale:
             sys.stderr.write(f"{path} is stale; run python -m penstock.config.generate_docs\n")
         return 1 if stale else 0
@@ -174,7 +174,7 @@ def _json(value: dict[str, Any]) -> str:
 def _entry(name: str, section: type[ConfigSection], field: FieldInfo) -> str:
     default = "required" if field.is_required() else f"default `{_default(field)}`"
     kind = " or ".join(f"`{_kind(branch)}`" for branch in branches(field.annotation))
-    keyed = "".join(IN_KEY[one.role] for one in field.metadata if isinstance(one, CacheKey))
+    keyed = "".join(IN_KEY[mark.role] for mark in field.metadata if isinstance(mark, CacheKey))
     only_with, not_with = conditions_of(section, name.rpartition(".")[2])
     words = dict.fromkeys(describe(condition) for condition in only_with if condition != TRAINS)
     only = "".join(f"; only with {text}" for text in words)
@@ -208,11 +208,13 @@ def _kind(branch: Any) -> str:
     if get_origin(branch) is Literal:
         return "` or `".join(shown(value) for value in get_args(branch))
     if get_origin(branch) is list:
-        inner = get_args(branch)[0]
-        return f"list[{' or '.join(_kind(one).replace('`', '') for one in branches(inner))}]"
+        items = branches(get_args(branch)[0])
+        return f"list[{' or '.join(_kind(item).replace('`', '') for item in items)}]"
     if get_origin(branch) is dict:
         value = get_args(branch)[1]
-        kinds = " or ".join(_kind(one).replace("`", "") for one in branches(value))
+        kinds = " or ".join(
+            _kind(inner_branch).replace("`", "") for inner_branch in branches(value)
+        )
         return f"map[{'any' if value is Any else kinds}]"
     if isinstance(branch, type) and issubclass(branch, ConfigSection):
         return "map"

@@ -36,9 +36,9 @@ def identity_fields(
 ) -> dict[str, Any]:
     """The keyed fields of a section, or those of `names`, as JSON in alphabetical order."""
     kind = KEYED_SECTIONS[section]
-    kept = set(fields_keyed(kind, "always", "unless default") if names is None else names)
+    included = set(fields_keyed(kind, "always", "unless default") if names is None else names)
     used = getattr(without_unused(run), section)
-    values = used.model_dump(mode="json", include=kept)
+    values = used.model_dump(mode="json", include=included)
     for name in values:
         if instead := cache_key(kind, name).value:
             values[name] = getattr(used, instead)
@@ -51,13 +51,13 @@ def eval_identity_fields(run: RunConfig) -> dict[str, Any] | None:
     train = without_unused(run).train
     if not train.early_stopping.patience and not train.save_best.metric:
         return None
-    found = train.model_dump(
+    fields = train.model_dump(
         mode="json", include=set(fields_keyed(TrainConfig, "if evaluations decide"))
     )
     # Left out if unset, so that keys from before the field existed stay valid.
-    if found["eval_rows_per_batch"] is None:
-        del found["eval_rows_per_batch"]
-    return found
+    if fields["eval_rows_per_batch"] is None:
+        del fields["eval_rows_per_batch"]
+    return fields
 
 
 def preference_identity(run: RunConfig) -> dict[str, Any] | None:

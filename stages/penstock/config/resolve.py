@@ -13,7 +13,7 @@ from penstock.config.schema.run import RunConfig
 def resolve(run: RunConfig) -> dict[str, Any]:
     """The resolved value of each such setting, by its name; texts for what data decide."""
     data, train, lora = run.data, run.train, run.lora
-    found = {
+    resolved = {
         "data.sample_packing_sequence_len": data.sample_packing_sequence_len
         or f"chosen from the samples, up to {LONGEST_ROW}",
         "data.dataloader_drop_last": LAST_BATCH[data.last_batch],
@@ -24,13 +24,13 @@ def resolve(run: RunConfig) -> dict[str, Any]:
         "pipeline.stages": list(run.stages),
     }
     if train.data_parallel_mode == "fsdp2":
-        found["train.zero_stage"] = train.resolved_zero_stage
-        found["train.init_device"] = train.init_device or "meta"
+        resolved["train.zero_stage"] = train.resolved_zero_stage
+        resolved["train.init_device"] = train.init_device or "meta"
     if train.pipeline_parallel_size > 1:
-        found["train.pipeline_parallel_virtual_stages"] = train.resolved_virtual_stages
+        resolved["train.pipeline_parallel_virtual_stages"] = train.resolved_virtual_stages
     if lora.enable_qlora:
-        found["lora.quant_group_size"] = lora.resolved_group_size or "a scale for each row"
-    return found
+        resolved["lora.quant_group_size"] = lora.resolved_group_size or "a scale for each row"
+    return resolved
 
 
 LAST_BATCH = {

@@ -39,46 +39,51 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[Override]]:
     parsed. Raises ConfigError naming every override without a value, or with two.
     """
     rest: list[str] = []
-    found: list[Override] = []
+    overrides: list[Override] = []
     faults: list[str] = []
-    words = list(argv)
-    at = 0
-    while at < len(words):
-        word = words[at]
-        at += 1
-        if word == "--":
-            rest += words[at - 1 :]
+    arguments = list(argv)
+    position = 0
+    while position < len(arguments):
+        argument = arguments[position]
+        position += 1
+        if argument == "--":
+            rest += arguments[position - 1 :]
             break
-        option = OPTION.fullmatch(word)
-        if not option and OPTION.fullmatch(f"-{word}"):
-            faults.append(f"{word}: settings have two dashes; write -{word}")
+        option = OPTION.fullmatch(argument)
+        if not option and OPTION.fullmatch(f"-{argument}"):
+            faults.append(f"{argument}: settings have two dashes; write -{argument}")
         elif not option:
-            rest.append(word)
+            rest.append(argument)
         elif option["value"] is not None:
-            found.append(Override(option["name"], option["value"]))
-        elif at < len(words) and _is_value(words[at]):
-            found.append(Override(option["name"], words[at]))
-            at += 1
+            overrides.append(Override(option["name"], option["value"]))
+        elif position < len(arguments) and _is_value(arguments[position]):
+            overrides.append(Override(option["name"], arguments[position]))
+            position += 1
         else:
-            faults.append(_no_value(word, words[at] if at < len(words) else None))
+            faults.append(
+                _no_value(argument, arguments[position] if position < len(arguments) else None)
+            )
     texts: dict[str, str] = {}
-    for override in found:
+    for override in overrides:
         before = texts.setdefault(override.name, override.text)
         if before != override.text:
             faults.append(f"{override.option} is given twice, as {before} and as {override.text}")
     if faults:
         raise ConfigError("\n".join(faults))
-    return rest, found
+    return rest, overrides
 
 
-def _is_value(word: str) -> bool:
-    return not word.startswith("-") or bool(NUMBER.match(word))
+def _is_value(argument: str) -> bool:
+    return not argument.startswith("-") or bool(NUMBER.match(argument))
 
 
-def _no_value(word: str, following: str | None) -> str:
+def _no_value(option: str, following: str | None) -> str:
     if following is None or following.startswith("--"):
-        return f"{word}: the value is missing; write {word} VALUE or {word}=VALUE"
-    return f"{word}: {following} looks like an option; if it is the value, write {word}={following}"
+        return f"{option}: the value is missing; write {option} VALUE or {option}=VALUE"
+    return (
+        f"{option}: {following} looks like an option; if it is the value, write"
+        f" {option}={following}"
+    )
 
 
 def apply(
@@ -118,13 +123,13 @@ def _first(faults: Sequence[ConfigIssue]) -> str:
 
 def _put(settings: dict[str, Any], path: Steps, value: Any) -> str | None:
     """Set the value at `path`; the error message if there is no such place."""
-    at: Any = settings
+    parent: Any = settings
     for depth, step in enumerate(path):
         above = ".".join(map(str, path[:depth]))
         last = depth == len(path) - 1
         empty: Any = value if last else [] if isinstance(path[depth + 1], int) else {}
-        if isinstance(at, list):
-            entries = cast("list[Any]", at)
+        if isinstance(parent, list):
+            entries = cast("list[Any]", parent)
             if not isinstance(step, int):
                 return f"{above} is a list; name an entry by its number, as in {above}.0.{step}"
             if step > len(entries):
@@ -133,13 +138,13 @@ def _put(settings: dict[str, Any], path: Steps, value: Any) -> str | None:
                 entries.append(empty)
             elif last or entries[step] is None:
                 entries[step] = empty
-            at = entries[step]
-        elif isinstance(at, dict):
-            names = cast("dict[str, Any]", at)
+            parent = entries[step]
+        elif isinstance(parent, dict):
+            names = cast("dict[str, Any]", parent)
             key = str(step)
             if last or names.get(key) is None:
                 names[key] = empty
-            at = names[key]
+            parent = names[key]
         else:
             return f"{above} is a single value and has no {step}"
     return None

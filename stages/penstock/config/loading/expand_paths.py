@@ -81,15 +81,15 @@ def expand(text: str) -> str:
                 "results; leave it out: credentials are read from the environment"
             )
         # As in a shell, an empty variable counts as unset where there is a default.
-        found = env.variable(name) or match["default"]
-        if found is None:
-            found = env.variable(name)
-        if found is None:
+        text = env.variable(name) or match["default"]
+        if text is None:
+            text = env.variable(name)
+        if text is None:
             raise ExpansionError(
                 f"${{{name}}} is not set in this environment; export {name}, or write "
                 f"${{{name}:-default}}"
             )
-        return found
+        return text
 
     user = text.partition("/")[0] if text.startswith("~") else ""
     home = os.path.expanduser(user)  # noqa: PTH111 - Path.home() knows one user
@@ -127,7 +127,11 @@ def expand_paths(
     places = _places(settings)
     if only is not None:
         chosen = list(only)
-        places = (it for it in places if any(_is_within(it[2], steps) for steps in chosen))
+        places = (
+            holder_path
+            for holder_path in places
+            if any(_is_within(holder_path[2], steps) for steps in chosen)
+        )
     return _expand(places)
 
 
@@ -180,7 +184,9 @@ def _expand(places: Iterable[tuple[dict[str, Any], str, Steps]]) -> list[ConfigI
                 holder[key] = expand(typed)
             elif isinstance(typed, list):
                 entries = cast("list[Any]", typed)
-                holder[key] = [expand(one) if isinstance(one, str) else one for one in entries]
+                holder[key] = [
+                    expand(entry) if isinstance(entry, str) else entry for entry in entries
+                ]
         except ExpansionError as error:
             faults.append(ConfigIssue(path, str(error)))
     return faults

@@ -21,10 +21,10 @@ LocatedError = tuple[tuple[int, int], str]
 text."""
 
 
-def raise_if_any(told: Sequence[LocatedError]) -> None:
+def raise_if_any(errors: Sequence[LocatedError]) -> None:
     """Raises ConfigError with a line for each error, in order, if there is one."""
-    if told:
-        raise ConfigError("\n".join(text for _, text in sorted(told, key=lambda one: one[0])))
+    if errors:
+        raise ConfigError("\n".join(text for _, text in sorted(errors, key=lambda error: error[0])))
 
 
 def quote_text_value(override: Override, root: type[ConfigSection] = RunConfig) -> Override:
@@ -52,7 +52,9 @@ class ErrorLocator:
         self._places = document.places
         self._path = path
         self._translation = translation
-        self._options = {given.name: (at, given.option) for at, given in enumerate(overrides)}
+        self._options = {
+            override.name: (index, override.option) for index, override in enumerate(overrides)
+        }
 
     def locate(
         self, faults: Iterable[ConfigIssue], refused: Iterable[tuple[Override, str]] = ()
@@ -60,10 +62,11 @@ class ErrorLocator:
         """Syntax errors of the file, errors that do not follow from them, and overrides that
         failed."""
         syntax = {fault.path for fault in self.faults}
-        told = [self.in_file(fault) for fault in self.faults]
-        told += [self._anywhere(fault) for fault in faults if fault.path not in syntax]
-        return told + [
-            ((1, self._options[one.name][0]), f"{one.option}: {text}") for one, text in refused
+        located = [self.in_file(fault) for fault in self.faults]
+        located += [self._anywhere(fault) for fault in faults if fault.path not in syntax]
+        return located + [
+            ((1, self._options[override.name][0]), f"{override.option}: {text}")
+            for override, text in refused
         ]
 
     def _anywhere(self, fault: ConfigIssue) -> LocatedError:
@@ -72,12 +75,12 @@ class ErrorLocator:
         for length in range(len(fault.path), 0, -1):
             part = dotted(fault.path[:length])
             if part in self._options:
-                at, option = self._options[part]
+                index, option = self._options[part]
                 inner = "" if part == name else f"{name}: "
-                return (1, at), f"{option}: {inner}{fault.text}"
-        for below, (at, option) in self._options.items():
+                return (1, index), f"{option}: {inner}{fault.text}"
+        for below, (index, option) in self._options.items():
             if fault.path not in self._places and below.startswith(f"{name}."):
-                return (1, at), f"{option}: {name}: {fault.text}"
+                return (1, index), f"{option}: {name}: {fault.text}"
         return self._translated(fault) if self._translation else self.in_file(fault)
 
     def in_file(self, fault: ConfigIssue) -> LocatedError:

@@ -94,7 +94,7 @@ def read_document(path: Path, *, may_be_empty: bool) -> yaml12.Document:
 def is_native(settings: Mapping[str, Any]) -> bool:
     """Whether all names of the first two levels are fields of ours, so no dialect needs to be
     detected."""
-    fields = {name: one.model_fields for name, one in sections().items()}
+    fields = {name: kind.model_fields for name, kind in sections().items()}
     return all(
         name in fields and isinstance(section, dict) and section.keys() <= fields[name].keys()
         for name, section in settings.items()
@@ -114,8 +114,8 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="utf-8-sig")
     except IsADirectoryError:
         inside = sorted(entry.name for entry in path.iterdir() if entry.suffix in SUFFIXES)
-        there = f" with {', '.join(inside[:5])}" if inside else ""
-        raise ConfigError(f"{path} is a folder{there}; write a YAML file") from None
+        hint = f" with {', '.join(inside[:5])}" if inside else ""
+        raise ConfigError(f"{path} is a folder{hint}; write a YAML file") from None
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist{_near_files(path)}") from None
     except UnicodeDecodeError as error:
@@ -148,7 +148,7 @@ def _near_files(path: Path) -> str:
 def resolve(
     settings: Mapping[str, Any],
     overrides: Sequence[Override],
-    told: ErrorLocator,
+    locator: ErrorLocator,
     more: Sequence[LocatedError] = (),
     notify: Callable[[str], None] = lambda _: None,
     *,
@@ -160,9 +160,11 @@ def resolve(
     Raises ConfigError with a line for each error.
     """
     values, refused = apply(settings, [quote_text_value(override) for override in overrides])
-    unexpanded = expand_paths(values, None if expands else [each.path for each in overrides])
+    unexpanded = expand_paths(
+        values, None if expands else [override.path for override in overrides]
+    )
     judged = validate(values)
-    raise_if_any([*more, *told.locate([*unexpanded, *judged.faults], refused)])
+    raise_if_any([*more, *locator.locate([*unexpanded, *judged.faults], refused)])
     for line in judged.notices:
         notify(line)
     return judged.run

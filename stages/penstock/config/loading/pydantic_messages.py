@@ -76,7 +76,7 @@ class _Place:
     @property
     def choices(self) -> list[Any]:
         literals = [kind for kind in self.kinds if get_origin(kind) is Literal]
-        return [one for kind in literals for one in get_args(kind)]
+        return [choice for kind in literals for choice in get_args(kind)]
 
     @property
     def type_text(self) -> str:
@@ -135,16 +135,16 @@ def _unknown(path: Steps, value: Any, root: type[ConfigSection]) -> str:
     top = sectioned and len(path) == 1
     if top and path[0] == "server":
         return "is a section of the files of penstock serve; a run has none"
-    what = "unknown section" if top and isinstance(value, dict | None) else "unknown field"
+    problem = "unknown section" if top and isinstance(value, dict | None) else "unknown field"
     near = suggest(path, root)
     if near:
         section, _, name = near.rpartition(".")
         below = f" It belongs in {section}:" if top and section and name == path[-1] else ""
-        return f"{what}; did you mean {near}?{below}"
+        return f"{problem}; did you mean {near}?{below}"
     if top:
         names = [name for name in sections() if "." not in name]
-        return f"{what}; the sections are {', '.join(names)}"
-    return f"{what}; configs/{'REFERENCE' if sectioned else 'SERVER'}.md lists all fields"
+        return f"{problem}; the sections are {', '.join(names)}"
+    return f"{problem}; configs/{'REFERENCE' if sectioned else 'SERVER'}.md lists all fields"
 
 
 def _limit(place: _Place, detail: Detail) -> str:
@@ -159,19 +159,19 @@ def _limit(place: _Place, detail: Detail) -> str:
 def _wrong_type(place: _Place, value: Any) -> str:
     if place.path[-1] in SECRET and isinstance(value, str):
         return f"is text; write {place.type_text} (a secret belongs in the environment)"
-    found = f"is {_noun(value)}{_shown(value)}"
+    problem = f"is {_noun(value)}{_shown(value)}"
     if any(map(is_section, place.kinds)):
-        return f"{found}; wanted a mapping of settings, for example {place.example}"
+        return f"{problem}; wanted a mapping of settings, for example {place.example}"
     if isinstance(value, str) and place.choices and str not in place.kinds:
         meant = CHOICE_ALIASES.get(value.lower())
         near = [meant] if meant in place.choices else []
         near = near or get_close_matches(value, map(str, place.choices), 1)
         if value.lower() in FOREIGN_STAGES and "train" in place.choices:
-            return f"{found}; write train, and set train.objective"
+            return f"{problem}; write train, and set train.objective"
         if near:
-            return f"{found}; did you mean {near[0]}? It takes {place.type_text}"
-        return f"{found}; write {place.type_text}"
-    return f"{found}; wanted {place.type_text}: {_instead(place, value)}"
+            return f"{problem}; did you mean {near[0]}? It takes {place.type_text}"
+        return f"{problem}; write {place.type_text}"
+    return f"{problem}; wanted {place.type_text}: {_instead(place, value)}"
 
 
 def _instead(place: _Place, value: Any) -> str:

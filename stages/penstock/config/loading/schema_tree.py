@@ -55,12 +55,12 @@ def child_annotation(annotation: Any, step: str | int) -> Any:
 
 def annotation_at(path: Steps, root: type[ConfigSection] = RunConfig) -> Any:
     """The annotation of the setting at `path`; None if there is none."""
-    at: Any = root
+    annotation: Any = root
     for step in path:
-        at = child_annotation(at, step)
-        if at is None:
+        annotation = child_annotation(annotation, step)
+        if annotation is None:
             return None
-    return at
+    return annotation
 
 
 def field_at(path: Steps, root: type[ConfigSection] = RunConfig) -> FieldInfo | None:
@@ -84,7 +84,7 @@ def enclosing_field(path: Steps, root: type[ConfigSection] = RunConfig) -> Steps
 
 def describe_type(annotation: Any) -> str:
     """The values of this type, in words."""
-    words = list(dict.fromkeys(word for one in branches(annotation) for word in _words(one)))
+    words = list(dict.fromkeys(word for branch in branches(annotation) for word in _words(branch)))
     *others, last = words
     if not others:
         return last
@@ -134,22 +134,22 @@ def _example(branch: Any) -> str:
 def sections() -> Mapping[str, type[ConfigSection]]:
     """Every class of settings by its first path: `model`, `data`, `data.datasets[]`,
     `model.encoders{}`, ..."""
-    found: dict[str, type[ConfigSection]] = {}
-    for place, section in _sections(RunConfig, ""):
-        if section not in found.values():
-            found[place] = section
-    return found
+    by_name: dict[str, type[ConfigSection]] = {}
+    for name, section in _sections(RunConfig, ""):
+        if section not in by_name.values():
+            by_name[name] = section
+    return by_name
 
 
 def _sections(section: type[ConfigSection], name: str) -> Iterator[tuple[str, type[ConfigSection]]]:
     if name:
         yield name, section
     for field_name, field in section.model_fields.items():
-        here = f"{name}.{field_name}" if name else field_name
+        field_path = f"{name}.{field_name}" if name else field_name
         for branch in branches(field.annotation):
             if is_section(branch):
-                yield from _sections(branch, here)
+                yield from _sections(branch, field_path)
             elif get_origin(branch) is list and is_section(get_args(branch)[0]):
-                yield from _sections(get_args(branch)[0], f"{here}[]")
+                yield from _sections(get_args(branch)[0], f"{field_path}[]")
             elif get_origin(branch) is dict and is_section(get_args(branch)[1]):
-                yield from _sections(get_args(branch)[1], f"{here}{{}}")
+                yield from _sections(get_args(branch)[1], f"{field_path}{{}}")

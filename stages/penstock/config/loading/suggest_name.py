@@ -20,23 +20,31 @@ def suggest(path: Steps, root: type[ConfigSection] = RunConfig) -> str | None:
     if name.lower() != name and (meant := suggest((*path[:-1], name.lower()), root)):
         return meant
     section = annotation_at(path[:-1], root)
-    here = list(section.model_fields) if is_section(section) else []
-    if name in here:
+    siblings = list(section.model_fields) if is_section(section) else []
+    if name in siblings:
         return name
-    if near := get_close_matches(name, here, 1, VERY_NEAR):
+    if near := get_close_matches(name, siblings, 1, VERY_NEAR):
         return near[0]
     if root is not RunConfig:
         bare = SYNONYMS.get(name.lower(), "").rpartition(".")[2]
-        near = [bare] if bare in here else get_close_matches(name, here, 1, NEAR_ENOUGH)
+        near = [bare] if bare in siblings else get_close_matches(name, siblings, 1, NEAR_ENOUGH)
         return near[0] if near else None
     if meant := SYNONYMS.get(name.lower()):
         return _from(section, meant)
-    homes = [f"{place}.{name}" for place, one in sections().items() if name in one.model_fields]
+    homes = [
+        f"{section_name}.{name}"
+        for section_name, kind in sections().items()
+        if name in kind.model_fields
+    ]
     if homes:
         return homes[0]
-    if near := get_close_matches(name, here, 1, NEAR_ENOUGH) or _completed(name, here):
+    if near := get_close_matches(name, siblings, 1, NEAR_ENOUGH) or _completed(name, siblings):
         return near[0]
-    elsewhere = {field: place for place, one in sections().items() for field in one.model_fields}
+    elsewhere = {
+        field: section_name
+        for section_name, kind in sections().items()
+        for field in kind.model_fields
+    }
     if near := get_close_matches(name, elsewhere, 1, VERY_NEAR):
         return f"{elsewhere[near[0]]}.{near[0]}"
     if near := get_close_matches(name.lower(), SYNONYMS, 1, VERY_NEAR):
@@ -46,11 +54,11 @@ def suggest(path: Steps, root: type[ConfigSection] = RunConfig) -> str | None:
 
 def _from(section: Any, setting: str) -> str:
     """The name of a setting as seen from `section`: bare if it is in that section."""
-    place, _, bare = setting.rpartition(".")
-    return bare if sections().get(place) is section else setting
+    section_name, _, bare = setting.rpartition(".")
+    return bare if sections().get(section_name) is section else setting
 
 
 def _completed(name: str, names: list[str]) -> list[str]:
     """The only name that begins with this one."""
-    found = [each for each in names if each.startswith(name)]
-    return found if len(found) == 1 else []
+    matches = [candidate for candidate in names if candidate.startswith(name)]
+    return matches if len(matches) == 1 else []

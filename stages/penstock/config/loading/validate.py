@@ -53,9 +53,9 @@ def validate(settings: Mapping[str, Any]) -> ValidationResult:
     misspelled = _misspelled_sections(settings)
     run, faults = validate_fields(_with_sections(settings), RunConfig)
     faults = [fault for fault in faults if fault.path[0] not in misspelled]
-    told = [*faults, *(ConfigIssue((name,), "") for name in misspelled)]
+    reported = [*faults, *(ConfigIssue((name,), "") for name in misspelled)]
     run, notices = with_usable_defaults(run)
-    faults += [fault for fault in rule_violations(run) if not depends_on_invalid(fault, told)]
+    faults += [fault for fault in rule_violations(run) if not depends_on_invalid(fault, reported)]
     return ValidationResult(run, faults, [*notices, *iter_notices(run)])
 
 
@@ -67,9 +67,9 @@ def validate_fields(values: Mapping[str, Any], root: type[Root]) -> tuple[Root, 
         try:
             return root.model_validate(repaired), faults
         except ValidationError as error:
-            found = _faults(error, root)
-            faults += found
-            repaired = _repaired(repaired, found, root)
+            issues = _faults(error, root)
+            faults += issues
+            repaired = _repaired(repaired, issues, root)
     raise AssertionError(f"no repair helps against {[fault.path for fault in faults]}")
 
 
@@ -91,13 +91,13 @@ def _with_sections(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _faults(error: ValidationError, root: type[ConfigSection]) -> list[ConfigIssue]:
     """Pydantic's errors, one for each setting: the members of a union are one error."""
-    found: dict[Steps, list[Mapping[str, Any]]] = {}
+    details_by_path: dict[Steps, list[Mapping[str, Any]]] = {}
     for detail in error.errors(include_url=False):
-        found.setdefault(_steps(detail["loc"], root), []).append(detail)  # pyright: ignore[reportArgumentType]
-    deep = [path for path in found if annotation_at(path, root) is not None]
+        details_by_path.setdefault(_steps(detail["loc"], root), []).append(detail)  # pyright: ignore[reportArgumentType]
+    deep = [path for path in details_by_path if annotation_at(path, root) is not None]
     return [
         ConfigIssue(path, error_message(path, details, root))
-        for path, details in found.items()
+        for path, details in details_by_path.items()
         if not _explained_within(path, deep)
     ]
 
@@ -109,13 +109,13 @@ def _explained_within(path: Steps, others: Iterable[Steps]) -> bool:
 
 def _steps(loc: tuple[int | str, ...], root: type[ConfigSection]) -> Steps:
     """The path of a pydantic error, without the names of members of unions."""
-    at: Any = root
+    annotation: Any = root
     steps: list[int | str] = []
     for step in loc:
-        within = child_annotation(at, step)
+        within = child_annotation(annotation, step)
         if within is not None:
-            at = within
-        elif not any(map(is_section, branches(at))):
+            annotation = within
+        elif not any(map(is_section, branches(annotation))):
             continue
         steps.append(step)
     return tuple(steps)
@@ -156,7 +156,7 @@ def _stand_in(annotation: Any) -> Any:
     branch = branches(annotation)[0]
     if is_section(branch):
         fields = branch.model_fields.items()
-        return {name: _stand_in(one.annotation) for name, one in fields if one.is_required()}
+        return {name: _stand_in(field.annotation) for name, field in fields if field.is_required()}
     inner = child_annotation(branch, 0)
     return [_stand_in(inner)] if inner is not None else STAND_IN
 
@@ -165,7 +165,7 @@ def depends_on_invalid(fault: ConfigIssue, faults: Iterable[ConfigIssue]) -> boo
     """Whether the error depends on a setting that is invalid itself."""
     names = {dotted(fault.path), *fault.reads}
     return any(
-        name == other or name.startswith(f"{other}.") or other.startswith(f"{name}.")
-        for other in (dotted(one.path) for one in faults)
+        name == invalid or name.startswith(f"{invalid}.") or invalid.startswith(f"{name}.")
+        for invalid in (dotted(issue.path) for issue in faults)
         for name in names
     )

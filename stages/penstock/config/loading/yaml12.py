@@ -81,12 +81,12 @@ def parse(text: str) -> Document:
         raise YamlError(mark.line + 1 if mark else 1, _problem(error)) from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        what = (
+        problem = (
             f"the character U+{error.character:04X}"
             if isinstance(error.character, int)
             else "a byte"
         )
-        raise YamlError(line, f"{what} is not allowed in YAML") from None
+        raise YamlError(line, f"{problem} is not allowed in YAML") from None
     except RecursionError:
         raise YamlError(1, "nested too deeply") from None
     document = Document()
@@ -188,12 +188,12 @@ class _Builder:
         if isinstance(node, MappingNode) and node.tag == f"{PREFIX}map":
             return self._mapping(node, path)
         if isinstance(node, SequenceNode) and node.tag == f"{PREFIX}seq":
-            return [self.build(entry, (*path, at)) for at, entry in enumerate(node.value)]
+            return [self.build(entry, (*path, index)) for index, entry in enumerate(node.value)]
         self._fault(path, f"the tag {_spelled(node.tag)} is not supported; leave it out")
         return None
 
     def _mapping(self, node: MappingNode, path: Steps) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         lines: dict[str, int] = {}
         for key, value in node.value:
             if not isinstance(key, ScalarNode):
@@ -204,7 +204,7 @@ class _Builder:
             if _is_merge(key):
                 continue
             name = str(key.value)
-            if name in found:
+            if name in values:
                 raise_at = (*path, name)
                 self._document.places[raise_at] = Place(_mark(value), _mark(key))
                 self._fault(
@@ -212,12 +212,12 @@ class _Builder:
                 )
                 continue
             lines[name] = _mark(key)[0]
-            found[name] = self.build(value, (*path, name), key)
+            values[name] = self.build(value, (*path, name), key)
         for source, key in self._merged(node, path):
             name = str(key.value)
-            if name not in found:
-                found[name] = self.build(source, (*path, name), key)
-        return found
+            if name not in values:
+                values[name] = self.build(source, (*path, name), key)
+        return values
 
     def _merged(self, node: MappingNode, path: Steps) -> Iterator[tuple[Node, ScalarNode]]:
         """The entries of merge keys, in order of precedence."""
@@ -242,19 +242,19 @@ class _Builder:
 
     def _scalar(self, node: ScalarNode, path: Steps) -> Any:
         text = str(node.value)
-        wanted = node.tag.removeprefix(PREFIX)
-        if wanted == "str":
+        tag = node.tag.removeprefix(PREFIX)
+        if tag == "str":
             return text
         for kind, pattern, convert in CORE:
-            if wanted in (PLAIN, kind) and pattern.fullmatch(text):
+            if tag in (PLAIN, kind) and pattern.fullmatch(text):
                 try:
                     return convert(text)
                 except ValueError:  # Python limits the digits of an integer
                     self._fault(path, f"a number of {len(text)} digits is too long")
                     return None
-        if wanted == PLAIN:
+        if tag == PLAIN:
             return text
-        if wanted in {kind for kind, _, _ in CORE}:
+        if tag in {kind for kind, _, _ in CORE}:
             self._fault(path, f"{text!r} is tagged {_spelled(node.tag)} but is not one")
         else:
             self._fault(path, f"the tag {_spelled(node.tag)} is not supported; leave it out")

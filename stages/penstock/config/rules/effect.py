@@ -10,14 +10,14 @@ from penstock.config.schema.run import RunConfig
 def check_declared(run: RunConfig) -> Issues:
     """Values that have no effect, and else values that do not go with others."""
     for field in _changed_fields(run):
-        unused = next((one for one in field.unmet(run) if _is_error(one, field)), None)
+        unused = next((unmet for unmet in field.unmet(run) if _is_error(unmet, field)), None)
         violated = (
             [unused]
             if unused
             else [
-                one
-                for one in field.not_with
-                if one.is_for(field.value) and one.matches(run, field.section)
+                exclusion
+                for exclusion in field.not_with
+                if exclusion.is_for(field.value) and exclusion.matches(run, field.section)
             ]
         )
         for condition in violated:
@@ -31,8 +31,8 @@ def iter_effect_notices(run: RunConfig) -> Iterator[str]:
     """Lines for values without effect that are no errors."""
     for field in _changed_fields(run):
         unmet = list(field.unmet(run))
-        notices = [one for one in unmet if one.unmet == "notice"]
-        if notices and not any(_is_error(one, field) for one in unmet):
+        notices = [condition for condition in unmet if condition.unmet == "notice"]
+        if notices and not any(_is_error(condition, field) for condition in unmet):
             yield f"{dotted(field.path)}: {_reason(notices[0], field, run)}"
 
 

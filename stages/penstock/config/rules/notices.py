@@ -45,10 +45,10 @@ def iter_notices(run: RunConfig) -> Iterator[str]:
             "train.optimizer: muon is for full weight matrices, and with enable_lora: true none are"
             " trained: AdamW trains the adapters with train.lr, and muon_lr is not used"
         )
-    asked = [name for name in COMMON_LORA_FIELDS if is_explicitly_set(run, f"lora.{name}")]
-    if asked and not run.lora.enable_lora and not is_explicitly_set(run, "lora.enable_lora"):
+    written = [name for name in COMMON_LORA_FIELDS if is_explicitly_set(run, f"lora.{name}")]
+    if written and not run.lora.enable_lora and not is_explicitly_set(run, "lora.enable_lora"):
         yield (
-            f"lora.{asked[0]}: is not used without lora.enable_lora: true, and all weights are"
+            f"lora.{written[0]}: is not used without lora.enable_lora: true, and all weights are"
             " trained; write lora.enable_lora: true, or false to confirm"
         )
     yield from iter_effect_notices(run)

@@ -55,11 +55,11 @@ ARGUMENTS: Mapping[str, Mapping[str, Check]] = {
 
 def check_optimizer_kwargs(run: RunConfig) -> Issues:
     """Unknown or invalid `optimizer_kwargs`."""
-    name, given = run.train.optimizer, run.train.optimizer_kwargs
+    name, arguments = run.train.optimizer, run.train.optimizer_kwargs
     known = ARGUMENTS.get(name)
     if known is None:
         return
-    for argument, value in given.items():
+    for argument, value in arguments.items():
         path = ("train", "optimizer_kwargs", argument)
         if argument not in known:
             near = get_close_matches(argument, known, 1, 0.5)
@@ -73,8 +73,8 @@ def check_optimizer_kwargs(run: RunConfig) -> Issues:
                 f"is {shown(value)}; write {known[argument][1]}",
                 ("train.optimizer",),
             )
-    nesterov = given.get("nesterov") is True
-    if name == "sgd" and nesterov and (not given.get("momentum") or given.get("dampening")):
+    nesterov = arguments.get("nesterov") is True
+    if name == "sgd" and nesterov and (not arguments.get("momentum") or arguments.get("dampening")):
         yield ConfigIssue(
             ("train", "optimizer_kwargs", "nesterov"),
             "needs momentum above 0 and no dampening; write {momentum: 0.9, nesterov: true}",
@@ -160,20 +160,20 @@ def _check_schedule_kwargs(run: RunConfig) -> Issues:
 
 def _check_fsdp_grad_dtype(run: RunConfig) -> Issues:
     train = run.train
-    wanted = train.grad_accum_dtype
-    if wanted and train.data_parallel_mode == "fsdp2" and wanted != train.fsdp_reduce_dtype:
+    dtype = train.grad_accum_dtype
+    if dtype and train.data_parallel_mode == "fsdp2" and dtype != train.fsdp_reduce_dtype:
         yield ConfigIssue(
             ("train", "grad_accum_dtype"),
             f"fsdp2 accumulates gradients in the dtype of their reduction, and fsdp_reduce_dtype is"
-            f" {train.fsdp_reduce_dtype}; write fsdp_reduce_dtype: {wanted} as well",
+            f" {train.fsdp_reduce_dtype}; write fsdp_reduce_dtype: {dtype} as well",
             ("train.fsdp_reduce_dtype", "train.data_parallel_mode"),
         )
 
 
 def _check_grad_accum_dtype(run: RunConfig) -> Issues:
     train = run.train
-    wanted, mode = train.grad_accum_dtype, train.data_parallel_mode
-    if mode == "fsdp2" or not wanted or DTYPES[wanted] == train.keeps_in:
+    dtype, mode = train.grad_accum_dtype, train.data_parallel_mode
+    if mode == "fsdp2" or not dtype or DTYPES[dtype] == train.keeps_in:
         return
     reads = ("train.data_parallel_mode", "train.precision", "train.optimizer")
     if schedule := train.split_backward_schedule:
@@ -184,7 +184,7 @@ def _check_grad_accum_dtype(run: RunConfig) -> Issues:
             " grad_accum_dtype out",
             (*reads, "train.pipeline_parallel_schedule", "train.pipeline_parallel_size"),
         )
-    elif wanted == "bf16" and train.optimizer not in STOCHASTIC:
+    elif dtype == "bf16" and train.optimizer not in STOCHASTIC:
         yield ConfigIssue(
             ("train", "grad_accum_dtype"),
             f"{train.optimizer} needs gradients in the dtype of weights, which is"

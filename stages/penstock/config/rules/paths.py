@@ -37,12 +37,12 @@ def check_output_dir(run: RunConfig) -> Issues:
     output, path = run.train.output_dir, ("train", "output_dir")
     if is_url(output):
         return
-    here = _normalize(output)
-    if set(here.parts) <= {".."}:
+    normalized = _normalize(output)
+    if set(normalized.parts) <= {".."}:
         yield ConfigIssue(path, f"{output} is the current folder, or one above; {INSTEAD}")
         return
     for name, other in _input_paths(run):
-        if _normalize(other) == here:
+        if _normalize(other) == normalized:
             yield ConfigIssue(
                 path, f"{output} is {name} too, and would be overwritten; {INSTEAD}", (name,)
             )

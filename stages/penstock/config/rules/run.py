@@ -123,14 +123,14 @@ def _check_stages(run: RunConfig) -> Issues:
             "data.encode_images is false; leave encode out, or write encode_images: true",
             ("data.encode_images",),
         )
-    whole = STAGES[STAGES.index(ordered[0]) : STAGES.index(ordered[-1]) + 1]
-    whole = tuple(stage for stage in whole if stage in stages or stage not in ADDED)
-    missing = [stage for stage in whole if stage not in stages]
+    span = STAGES[STAGES.index(ordered[0]) : STAGES.index(ordered[-1]) + 1]
+    span = tuple(stage for stage in span if stage in stages or stage not in ADDED)
+    missing = [stage for stage in span if stage not in stages]
     if missing:
-        after = whole[whole.index(missing[-1]) + 1]
+        after = span[span.index(missing[-1]) + 1]
         yield ConfigIssue(
             path,
-            f"{after} needs {missing[-1]}, which is left out; write [{', '.join(whole)}]"
+            f"{after} needs {missing[-1]}, which is left out; write [{', '.join(span)}]"
             " (existing results are reused)",
         )
 

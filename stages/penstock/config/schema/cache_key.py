@@ -46,10 +46,12 @@ Unkeyed = Annotated[T, CacheKey("never")]
 
 def cache_key(section: type[ConfigSection], name: str) -> CacheKey:
     """The cache-key declaration of a field. Raises KeyError where it has none."""
-    found = [part for part in section.model_fields[name].metadata if isinstance(part, CacheKey)]
-    if not found:
+    declarations = [
+        part for part in section.model_fields[name].metadata if isinstance(part, CacheKey)
+    ]
+    if not declarations:
         raise KeyError(f"{section.__name__}.{name} has no cache-key declaration")
-    return found[0]
+    return declarations[0]
 
 
 def fields_keyed(section: type[ConfigSection], *roles: Role) -> frozenset[str]:

@@ -127,7 +127,9 @@ class DeclaredField(NamedTuple):
 
     def unmet(self, run: ConfigSection) -> Iterator[OnlyWith]:
         """The conditions that do not hold."""
-        return (one for one in self.only_with if not one.matches(run, self.section))
+        return (
+            condition for condition in self.only_with if not condition.matches(run, self.section)
+        )
 
 
 @cache

@@ -25,10 +25,10 @@ def _expand_dtype(value: Any) -> Any:
 
 def parse_size(size: int | str) -> int:
     """The bytes of `5GB` (decimal), `5GiB` (binary) or a plain number. Raises ValueError."""
-    found = SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
+    match = SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
     count = size if isinstance(size, int) else 0
-    if found:
-        count = int(float(found[1]) * UNITS[found[2].upper()])
+    if match:
+        count = int(float(match[1]) * UNITS[match[2].upper()])
     if count <= 0:
         raise ValueError(f"is {size}; write a size such as 5GB or 500MB, or a number of bytes")
     return count
@@ -42,7 +42,7 @@ def _check_size(value: int | str) -> int | str:
 def _check_url(value: str | None) -> str | None:
     if value is None:
         return None
-    scheme, separator, rest = value.partition("://")
+    scheme, separator, location = value.partition("://")
     if not separator or not scheme:
         raise ValueError("is not a URL; write one such as s3://bucket/folder or file:///folder")
     writable = ("file", *(name for name in PACKAGE_OF if name not in WEB))
@@ -52,7 +52,7 @@ def _check_url(value: str | None) -> str | None:
             f"nothing can be written to {scheme}://"
             + (f"; did you mean {near[0]}://?" if near else "; write s3://bucket/folder")
         )
-    if "@" in rest.split("/", 1)[0]:
+    if "@" in location.split("/", 1)[0]:
         raise ValueError(
             f"has credentials; write {scheme}:// without them and set them in the environment"
         )

@@ -30,7 +30,7 @@ def _module_docstrings(module: str) -> dict[str, dict[str, str]]:
     except (OSError, TypeError):  # a module without source, such as builtins
         return {}
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
-    return {one.name: dict(_attribute_docstrings(one)) for one in classes}
+    return {declared.name: dict(_attribute_docstrings(declared)) for declared in classes}
 
 
 def _attribute_docstrings(declared: ast.ClassDef) -> list[tuple[str, str]]:

@@ -347,10 +347,10 @@ class MemoryConfig(ConfigSection):
         """The precision that `precision`, `enable_mixed_precision` and `master_weights` give:
         `precision` overrides the second, and `master_weights` decides between `bf16_mixed` and
         `bf16`."""
-        found = self.precision or ("bf16_mixed" if self.enable_mixed_precision else "fp32")
-        if self.master_weights is not None and found in ("bf16", "bf16_mixed"):
+        precision = self.precision or ("bf16_mixed" if self.enable_mixed_precision else "fp32")
+        if self.master_weights is not None and precision in ("bf16", "bf16_mixed"):
             return "bf16_mixed" if self.master_weights else "bf16"
-        return found
+        return precision
 
     @property
     def keyed_mixed_precision(self) -> bool:

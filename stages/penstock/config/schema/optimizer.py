@@ -261,8 +261,8 @@ class OptimConfig(ConfigSection):
     def changed_kwargs(self) -> dict[str, Argument]:
         """The `optimizer_kwargs` that are not the optimizer's defaults."""
         defaults = KWARGS.get(self.optimizer, {})
-        given = self.optimizer_kwargs.items()
-        return {name: value for name, value in given if (name, value) not in defaults.items()}
+        arguments = self.optimizer_kwargs.items()
+        return {name: value for name, value in arguments if (name, value) not in defaults.items()}
 
     @property
     def keyed_warmup_steps(self) -> int | None:

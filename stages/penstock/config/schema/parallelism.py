@@ -62,14 +62,14 @@ UNIFORM = OnlyWith(
 )
 
 
-def _freed(value: Any, what: str, instead: str) -> NotWith:
+def _freed(value: Any, cause: str, instead: str) -> NotWith:
     """What frees weights whose gradients are computed later."""
     return NotWith(
         "train.split_backward_schedule",
         unless=(None,),
         of=(value,),
         why="pipeline_parallel_schedule: {value} computes the gradients of weights later, from"
-        f" weights that {what} has freed",
+        f" weights that {cause} has freed",
         instead=instead,
         reads=("train.pipeline_parallel_schedule", "train.pipeline_parallel_size"),
     )

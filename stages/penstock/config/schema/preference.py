@@ -250,4 +250,4 @@ class PreferenceConfig(ConfigSection):
 def is_used(name: str, loss: LossType) -> bool:
     """Whether the loss uses the field."""
     only_with, _ = conditions_of(PreferenceConfig, name)
-    return all(loss in one.values for one in only_with if one.setting == LOSS)
+    return all(loss in condition.values for condition in only_with if condition.setting == LOSS)

@@ -98,14 +98,14 @@ def is_explicitly_set(run: RunConfig, name: str) -> bool:
 
     Raises KeyError when there is no such setting.
     """
-    at: Any = run
-    found = True
+    value: Any = run
+    is_written = True
     for step in name.split("."):
-        if isinstance(at, list):
-            at = at[int(step)]  # pyright: ignore[reportUnknownVariableType]
-        elif isinstance(at, ConfigSection) and step in type(at).model_fields:
-            found = found and step in at.model_fields_set
-            at = getattr(at, step)
+        if isinstance(value, list):
+            value = value[int(step)]  # pyright: ignore[reportUnknownVariableType]
+        elif isinstance(value, ConfigSection) and step in type(value).model_fields:
+            is_written = is_written and step in value.model_fields_set
+            value = getattr(value, step)
         else:
             raise KeyError(name)
-    return found
+    return is_written

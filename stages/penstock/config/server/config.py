@@ -151,11 +151,13 @@ def validate_server(config: ServerConfig) -> ValidationResult:
     of_run = validate(_run_values(config))
     muon = {key: getattr(config, key) for key in MUON if key in config.model_fields_set}
     train = of_run.run.train.model_copy(update=muon)
-    found = list(_machines_can_meet(config))
-    found += [fault for fault in map(_here, of_run.faults) if not depends_on_invalid(fault, found)]
+    faults = list(_machines_can_meet(config))
+    faults += [
+        fault for fault in map(_here, of_run.faults) if not depends_on_invalid(fault, faults)
+    ]
     # Clients choose the learning rate of each step.
     notices = [_notice_here(n) for n in of_run.notices if not n.startswith("train.lr:")]
-    return ValidationResult(of_run.run.model_copy(update={"train": train}), found, notices)
+    return ValidationResult(of_run.run.model_copy(update={"train": train}), faults, notices)
 
 
 def to_run_config(config: ServerConfig) -> RunConfig:
@@ -164,11 +166,11 @@ def to_run_config(config: ServerConfig) -> RunConfig:
     Its data and learning rate are placeholders: those come from clients. Raises ConfigError with a
     line for each error.
     """
-    found = validate_server(config)
-    if found.faults:
-        lines = (f"{dotted(fault.path)}: {fault.text}" for fault in found.faults)
+    result = validate_server(config)
+    if result.faults:
+        lines = (f"{dotted(fault.path)}: {fault.text}" for fault in result.faults)
         raise ConfigError("\n".join(lines))
-    return found.run
+    return result.run
 
 
 def _machines_can_meet(config: ServerConfig) -> Issues:
@@ -186,11 +188,11 @@ def _here(fault: ConfigIssue) -> ConfigIssue:
     steps = dotted(fault.path).split(".")
     parts = (".".join(steps[:length]) for length in range(len(steps), 0, -1))
     name = next((HERE[part] for part in parts if part in HERE), None)
-    reads = tuple(HERE.get(each, each) for each in fault.reads)
+    reads = tuple(HERE.get(setting, setting) for setting in fault.reads)
     if name is None:
         return replace(fault, text=_in_names_here(fault.text), reads=reads)
-    told = f" (of a run: {'.'.join(steps)})" if name != steps[-1] else ""
-    return ConfigIssue((name,), _in_names_here(fault.text) + told, reads)
+    origin = f" (of a run: {'.'.join(steps)})" if name != steps[-1] else ""
+    return ConfigIssue((name,), _in_names_here(fault.text) + origin, reads)
 
 
 def _notice_here(notice: str) -> str:
@@ -208,14 +210,14 @@ def _run_values(config: ServerConfig) -> dict[str, Any]:
     is_built_in = config.model_path.startswith(BUILT_IN)
     values: dict[str, Any] = {}
     put_at(values, f"model.{'config' if is_built_in else 'model'}_path", config.model_path)
-    given = {*config.model_fields_set, *OWN_DEFAULTS}
+    applied = {*config.model_fields_set, *OWN_DEFAULTS}
     for key, name in SAME.items():
         if key == "config_path" and config.config_path is None:
             continue
         value = getattr(config, key)
         if key == "sample_packing_sequence_len" and value == LONGEST_ROW:
             continue  # as it is where it is left out
-        if key in given and (key not in MUON or config.optimizer == "muon"):
+        if key in applied and (key not in MUON or config.optimizer == "muon"):
             put_at(values, name, value)
     if config.load_checkpoint_path:
         put_at(values, "train.load_checkpoint_path", config.load_checkpoint_path)

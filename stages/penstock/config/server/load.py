@@ -49,20 +49,22 @@ def load_server(
     """
     document = read_document(path, may_be_empty=bool(overrides))
     _require_flat(path, document.value)
-    mine = [one for one in overrides if one.name.startswith(PREFIX)]
-    options = [_Option(one.name.removeprefix(PREFIX), one.text) for one in mine]
+    own = [override for override in overrides if override.name.startswith(PREFIX)]
+    options = [_Option(override.name.removeprefix(PREFIX), override.text) for override in own]
     stray = [
-        _no_section(at, one) for at, one in enumerate(overrides, len(options)) if one not in mine
+        _no_section(index, override)
+        for index, override in enumerate(overrides, len(options))
+        if override not in own
     ]
-    given = [quote_text_value(option, ServerConfig) for option in options]
-    values, refused = apply(document.value, given)
+    quoted = [quote_text_value(option, ServerConfig) for option in options]
+    values, refused = apply(document.value, quoted)
     unexpanded = expand_server_paths(values)
     config, faults = validate_fields(values, ServerConfig)
     faults += unexpanded
-    found = validate_server(config)
-    faults += [fault for fault in found.faults if not depends_on_invalid(fault, faults)]
+    validated = validate_server(config)
+    faults += [fault for fault in validated.faults if not depends_on_invalid(fault, faults)]
     raise_if_any([*ErrorLocator(document, options, path).locate(faults, refused), *stray])
-    for line in found.notices:
+    for line in validated.notices:
         notify(line)
     return config
 
@@ -80,6 +82,6 @@ def _require_flat(path: Path, settings: Mapping[str, Any]) -> None:
         )
 
 
-def _no_section(at: int, stray: Override) -> LocatedError:
+def _no_section(index: int, stray: Override) -> LocatedError:
     text = f"a server's settings have no sections; write --{PREFIX}{stray.path[-1]}"
-    return (1, at), f"{stray.option}: {text}"
+    return (1, index), f"{stray.option}: {text}"

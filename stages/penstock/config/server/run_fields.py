@@ -148,8 +148,8 @@ def _recognizes(values: Values) -> bool:
     """Whether a file has `model_path` and another field of a server at the top. A file with data
     sets is a run's whose sections were left out."""
     is_run = "datasets" in values
-    told = "model_path" in values and bool(UNMISTAKABLE & values.keys())
-    return is_flat(values) and told and not is_run
+    has_server_fields = "model_path" in values and bool(UNMISTAKABLE & values.keys())
+    return is_flat(values) and has_server_fields and not is_run
 
 
 SERVER = Dialect(

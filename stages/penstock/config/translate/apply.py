@@ -50,14 +50,14 @@ def find_dialect(name: str) -> Dialect | None:
     name."""
     if name == NATIVE:
         return None
-    found = {dialect.name: dialect for dialect in DIALECTS}
-    if name not in found:
-        near = get_close_matches(name, found, 1)
+    by_name = {dialect.name: dialect for dialect in DIALECTS}
+    if name not in by_name:
+        near = get_close_matches(name, by_name, 1)
         meant = f"; did you mean {near[0]}?" if near else ""
         raise ConfigError(
-            f"{name} is not a dialect{meant}\n  There are {', '.join([*found, NATIVE])}."
+            f"{name} is not a dialect{meant}\n  There are {', '.join([*by_name, NATIVE])}."
         )
-    return found[name]
+    return by_name[name]
 
 
 def translate(
@@ -121,15 +121,15 @@ def _assume(draft: Draft, dialect: Dialect, key: str, value: Any) -> None:
 
 def _in_order(settings: Mapping[str, Any], section: type[ConfigSection]) -> dict[str, Any]:
     """The same settings in the order of the schema; unknown ones last."""
-    found: dict[str, Any] = {}
+    ordered: dict[str, Any] = {}
     for name in [*section.model_fields, *settings]:
-        if name not in settings or name in found:
+        if name not in settings or name in ordered:
             continue
         value = settings[name]
         field = section.model_fields.get(name)
-        found[name] = value
+        ordered[name] = value
         if isinstance(value, dict) and field:
             inner = next(filter(is_section, branches(field.annotation)), None)
             if inner:
-                found[name] = _in_order(cast("dict[str, Any]", value), inner)
-    return found
+                ordered[name] = _in_order(cast("dict[str, Any]", value), inner)
+    return ordered

@@ -60,24 +60,24 @@ def devices_here() -> Devices:
 
 def fit_parallel_sizes(draft: Draft, devices: Devices) -> int:
     """Set the parallel sizes for the devices; returns the number of processes."""
-    asked = {name: _size(draft, name) for name in CUTS}
-    cut, copies = math.prod(asked.values()), _size(draft, SHARD) * _size(draft, REPLICATE)
-    there = _processes_there(draft, devices.ranks)
-    replicas = max(1, (there or cut * copies) // cut)
+    sizes = {name: _size(draft, name) for name in CUTS}
+    cut, copies = math.prod(sizes.values()), _size(draft, SHARD) * _size(draft, REPLICATE)
+    written_ranks = _processes_there(draft, devices.ranks)
+    replicas = max(1, (written_ranks or cut * copies) // cut)
     rows = _rows_of_a_step(draft, replicas)
     if draft.has(EVAL_ROWS):
         draft.put(EVAL_ROWS, _size(draft, EVAL_ROWS) * replicas)
-    ranks = left = _processes_here(draft, there, devices.ranks)
+    ranks = free_ranks = _processes_here(draft, written_ranks, devices.ranks)
     for name in CUTS:
-        left = _divide(draft, name, left)
-    if ranks // left != cut or left % copies or draft.has(GLOBAL):
-        ranks, left = _keep_rows(draft, rows, ranks, left)
-    _divide(draft, SHARD, _divide(draft, REPLICATE, left))
-    _fill_up(draft, left)
+        free_ranks = _divide(draft, name, free_ranks)
+    if ranks // free_ranks != cut or free_ranks % copies or draft.has(GLOBAL):
+        ranks, free_ranks = _keep_rows(draft, rows, ranks, free_ranks)
+    _divide(draft, SHARD, _divide(draft, REPLICATE, free_ranks))
+    _fill_up(draft, free_ranks)
     experts = math.gcd(_size(draft, EXPERT), ranks // _size(draft, PIPELINE))
     if experts != _size(draft, EXPERT):
         draft.change(EXPERT, experts, f"fitted to {_processes(ranks)}")
-    _leave_out(draft, asked, devices)
+    _leave_out(draft, sizes, devices)
     return ranks
 
 
@@ -90,11 +90,11 @@ def _processes(number: int) -> str:
     return "one process" if number == 1 else f"{number} processes"
 
 
-def _processes_there(draft: Draft, here: int) -> int | None:
+def _processes_there(draft: Draft, available: int) -> int | None:
     """Number of processes in the file."""
     if not (draft.has(PER_NODE) or draft.has(NODES)):
         return None
-    return (_size(draft, PER_NODE) if draft.has(PER_NODE) else here) * _size(draft, NODES)
+    return (_size(draft, PER_NODE) if draft.has(PER_NODE) else available) * _size(draft, NODES)
 
 
 def _rows_of_a_step(draft: Draft, replicas: int) -> int:
@@ -103,55 +103,55 @@ def _rows_of_a_step(draft: Draft, replicas: int) -> int:
     return _size(draft, MICRO) * _size(draft, ACCUMULATION) * max(1, replicas)
 
 
-def _processes_here(draft: Draft, there: int | None, here: int) -> int:
-    if there is not None and there <= here and _size(draft, NODES) == 1:
-        return there
-    if there is not None:
-        why = f"{_processes(there)} there, and {here} here: as many as there are devices"
+def _processes_here(draft: Draft, written: int | None, available: int) -> int:
+    if written is not None and written <= available and _size(draft, NODES) == 1:
+        return written
+    if written is not None:
+        why = f"{_processes(written)} there, and {available} here: as many as there are devices"
         for name in (PER_NODE, NODES, *MEETING):
             draft.drop(name, why, "approximated")
-    return here
+    return available
 
 
-def _divide(draft: Draft, name: str, left: int) -> int:
+def _divide(draft: Draft, name: str, free_ranks: int) -> int:
     """Set an axis to as many of the `left` ranks as it asks for and as divide them; returns the
     ranks left for other axes."""
     size = _size(draft, name)
-    fits = math.gcd(size, left)
+    fits = math.gcd(size, free_ranks)
     if fits != size:
         draft.change(name, fits, f"{size} there; fitted to the devices here")
-    return left // fits
+    return free_ranks // fits
 
 
-def _keep_rows(draft: Draft, rows: int, ranks: int, left: int) -> tuple[int, int]:
+def _keep_rows(draft: Draft, rows: int, ranks: int, free_ranks: int) -> tuple[int, int]:
     """Set the sequences of a step, and use as many replicas as divide them evenly."""
     micro = _size(draft, MICRO)
-    replicas = next((n for n in range(left, 0, -1) if rows % (micro * n) == 0), left)
+    replicas = next((n for n in range(free_ranks, 0, -1) if rows % (micro * n) == 0), free_ranks)
     if not draft.has(GLOBAL):
         draft.put(GLOBAL, rows)
         for name in (MICRO, ACCUMULATION):
             for line in draft.lines_of(name):
                 line.names.append(GLOBAL)
         draft.drop(ACCUMULATION, f"train.global_batch_size keeps the {rows} rows of a step")
-    if replicas != left:
-        ranks = ranks // left * replicas
+    if replicas != free_ranks:
+        ranks = ranks // free_ranks * replicas
         draft.put(PER_NODE, ranks)
         for line in draft.lines_of(GLOBAL):
             line.names.append(PER_NODE)
     return ranks, replicas
 
 
-def _fill_up(draft: Draft, left: int) -> None:
+def _fill_up(draft: Draft, replicas: int) -> None:
     """If the number of shards is set, the number of replicas must be set too."""
     shards = _size(draft, SHARD)
     is_open = draft.value(SHARD, -1) == -1
-    if not is_open and _size(draft, REPLICATE) * shards < left:
-        draft.put(REPLICATE, left // shards)
+    if not is_open and _size(draft, REPLICATE) * shards < replicas:
+        draft.put(REPLICATE, replicas // shards)
         for line in draft.lines_of(SHARD):
             line.names.append(REPLICATE)
 
 
-def _leave_out(draft: Draft, asked: Mapping[str, int], devices: Devices) -> None:
+def _leave_out(draft: Draft, sizes: Mapping[str, int], devices: Devices) -> None:
     """Remove settings of axes with one rank, and of GPUs if there are none."""
     stages = _size(draft, PIPELINE)
     idle = {
@@ -160,8 +160,8 @@ def _leave_out(draft: Draft, asked: Mapping[str, int], devices: Devices) -> None
     }
     for name, axis in idle.items():
         draft.drop(name, f"{axis} is 1")
-    if stages not in (1, asked[PIPELINE]) and draft.value(SPLIT, "uniform") != "uniform":
-        draft.change(SPLIT, "uniform", f"lists the layers of {asked[PIPELINE]} stages")
+    if stages not in (1, sizes[PIPELINE]) and draft.value(SPLIT, "uniform") != "uniform":
+        draft.change(SPLIT, "uniform", f"lists the layers of {sizes[PIPELINE]} stages")
     if not devices.has_gpus:
         for name in filter(draft.value, ON_GPUS_ALONE):
             draft.drop(name, "there is no GPU to move it from", "approximated")

@@ -34,57 +34,59 @@ class _References:
         self._open: list[Steps] = []
         self._followed = 0
 
-    def resolve(self, value: Any, at: Steps) -> Any:
+    def resolve(self, value: Any, path: Steps) -> Any:
         if isinstance(value, dict):
             entries = cast("dict[str, Any]", value).items()
-            return {name: self.resolve(inner, (*at, name)) for name, inner in entries}
+            return {name: self.resolve(inner, (*path, name)) for name, inner in entries}
         if isinstance(value, list):
             inners = enumerate(cast("list[Any]", value))
-            return [self.resolve(inner, (*at, index)) for index, inner in inners]
+            return [self.resolve(inner, (*path, index)) for index, inner in inners]
         if not isinstance(value, str) or "${" not in value:
             return value
-        if at in self._open:
-            raise ConfigError(f"{dotted(at)}: {value} refers to itself; write a value")
-        self._open.append(at)
-        found = self._text(value, at)
+        if path in self._open:
+            raise ConfigError(f"{dotted(path)}: {value} refers to itself; write a value")
+        self._open.append(path)
+        resolved = self._text(value, path)
         self._open.pop()
-        return found
+        return resolved
 
-    def _text(self, text: str, at: Steps) -> Any:
-        while found := INNERMOST.search(text):
+    def _text(self, text: str, path: Steps) -> Any:
+        while reference := INNERMOST.search(text):
             self._followed += 1
             if self._followed > MOST_REFERENCES or len(text) > LONGEST_TEXT:
-                raise ConfigError(f"{dotted(at)}: its references expand to too much; write a value")
-            value = self._meant(found[1], at)
-            if found[0] == text:
+                raise ConfigError(
+                    f"{dotted(path)}: its references expand to too much; write a value"
+                )
+            value = self._meant(reference[1], path)
+            if reference[0] == text:
                 return value
-            text = f"{text[: found.start()]}{value}{text[found.end() :]}"
+            text = f"{text[: reference.start()]}{value}{text[reference.end() :]}"
         return text
 
-    def _meant(self, inside: str, at: Steps) -> Any:
+    def _meant(self, inside: str, path: Steps) -> Any:
         function, colon, arguments = inside.partition(":")
         if not colon:
-            return self._value_at(inside, at)
-        given = [yaml12.scalar(one.strip()) for one in arguments.split(",")]
-        are_numbers = all(isinstance(one, int | float) for one in given)
-        if function not in FUNCTIONS or len(given) != 2 or not are_numbers:
+            return self._value_at(inside, path)
+        numbers = [yaml12.scalar(argument.strip()) for argument in arguments.split(",")]
+        are_numbers = all(isinstance(argument, int | float) for argument in numbers)
+        if function not in FUNCTIONS or len(numbers) != 2 or not are_numbers:
             raise ConfigError(
-                f"{dotted(at)}: ${{{inside}}} is not supported, only"
+                f"{dotted(path)}: ${{{inside}}} is not supported, only"
                 f" {', '.join(FUNCTIONS)} of two numbers; write its value"
             )
-        return FUNCTIONS[function](*given)
+        return FUNCTIONS[function](*numbers)
 
-    def _value_at(self, name: str, at: Steps) -> Any:
-        rest = name.lstrip(".")
-        ups = len(name) - len(rest)
-        steps: Steps = (*(at[:-ups] if ups else ()), *rest.split("."))
+    def _value_at(self, name: str, path: Steps) -> Any:
+        relative = name.lstrip(".")
+        ups = len(name) - len(relative)
+        steps: Steps = (*(path[:-ups] if ups else ()), *relative.split("."))
         value: Any = self._values
         for step in steps:
             try:
                 value = value[step if isinstance(value, dict) else int(step)]
             except (KeyError, IndexError, TypeError, ValueError):
                 raise ConfigError(
-                    f"{dotted(at)}: ${{{name}}} refers to {dotted(steps)}, which does not exist;"
+                    f"{dotted(path)}: ${{{name}}} refers to {dotted(steps)}, which does not exist;"
                     " write a value"
                 ) from None
         return self.resolve(value, steps)

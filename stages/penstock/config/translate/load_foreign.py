@@ -107,8 +107,8 @@ def _summary(path: Path, translation: Translation) -> str:
 
 def _devices(overrides: Sequence[Override]) -> Devices:
     """The devices to fit a foreign file to: those of the command line, or of this machine."""
-    asked = {one.name: yaml12.scalar(one.text) for one in overrides}
-    here = devices_here()
-    count, nodes = asked.get("launch.nproc_per_node"), asked.get("launch.nnodes", 1)
-    ranks = count if isinstance(count, int) and count > 0 else here.ranks
-    return replace(here, ranks=ranks * (nodes if isinstance(nodes, int) and nodes > 0 else 1))
+    overridden = {override.name: yaml12.scalar(override.text) for override in overrides}
+    local = devices_here()
+    count, nodes = overridden.get("launch.nproc_per_node"), overridden.get("launch.nnodes", 1)
+    ranks = count if isinstance(count, int) and count > 0 else local.ranks
+    return replace(local, ranks=ranks * (nodes if isinstance(nodes, int) and nodes > 0 else 1))

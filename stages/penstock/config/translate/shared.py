@@ -41,7 +41,7 @@ def attention(entry: Entry) -> None:
 
 def names_in(value: Any) -> list[str]:
     """A list of names, or comma-separated names."""
-    return [name.strip() for one in listed(value) for name in str(one).split(",") if name.strip()]
+    return [name.strip() for item in listed(value) for name in str(item).split(",") if name.strip()]
 
 
 def put_targets(entry: Entry) -> None:
@@ -189,10 +189,10 @@ def reports(entry: Entry) -> None:
     """`report_to`: one tracker, several, `all` or `none`."""
     if not all(isinstance(name, str) for name in listed(entry.value)):
         raise ValueError("it takes names")
-    wanted = [name for name in listed(entry.value) if name != "none"]
-    if not wanted:
+    trackers = [name for name in listed(entry.value) if name != "none"]
+    if not trackers:
         entry.put("train.use_wandb", False)
-    for name in wanted:
+    for name in trackers:
         if name in TRACKERS:
             track(entry, name)
             if name == "tensorboard" and entry.get("logging_dir") and entry.draft.value(EVENTS):

@@ -85,5 +85,7 @@ def apply_rule(rule: Rule, entry: Entry) -> None:
 
 
 def _is_taken_over(draft: Draft, line: Line) -> bool:
-    here = [draft.value(name) for name in line.names]
-    return len(here) == 1 and type(here[0]) is type(line.value) and here[0] == line.value
+    settings = [draft.value(name) for name in line.names]
+    return (
+        len(settings) == 1 and type(settings[0]) is type(line.value) and settings[0] == line.value
+    )

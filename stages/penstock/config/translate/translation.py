@@ -127,7 +127,7 @@ class Draft:
         self.value(above).pop(last)
         self.put(other, value)
         for line in lines:
-            line.names = [other if one == name else one for one in line.names]
+            line.names = [other if current == name else current for current in line.names]
 
     def set_line(self, key: str, kind: Kind, why: str) -> None:
         """Set the kind and reason of a foreign key in the report."""
@@ -243,11 +243,11 @@ class Translation:
     def origins(self, name: str) -> tuple[str, ...]:
         """The foreign keys that decide a setting: written ones before assumed ones, and of these
         first those that decide only this setting."""
-        found: list[tuple[bool, int, str]] = []
+        ranked: list[tuple[bool, int, str]] = []
         for line in self.lines:
             if lengths := [len(other) for other in line.names if self._decides(other, name)]:
-                found.append((line.kind == "assumed", -max(lengths), line.key))
-        return tuple(key for *_, key in sorted(found, key=lambda one: one[:2]))
+                ranked.append((line.kind == "assumed", -max(lengths), line.key))
+        return tuple(key for *_, key in sorted(ranked, key=lambda entry: entry[:2]))
 
     def _decides(self, decided: str, name: str) -> bool:
         """Whether the key of a setting decides `name`: a part of it only if there is that part."""
@@ -267,26 +267,28 @@ def put_at(settings: dict[str, Any], name: str, value: Any) -> None:
     """Set the value at a dotted name in nested mappings, which are created as needed, and lists,
     whose items exist."""
     *above, last = name.split(".")
-    at: Any = settings
+    parent: Any = settings
     for step in above:
-        at = cast("Any", at[int(step)] if isinstance(at, list) else at.setdefault(step, {}))
-    at[last] = value
+        parent = cast(
+            "Any", parent[int(step)] if isinstance(parent, list) else parent.setdefault(step, {})
+        )
+    parent[last] = value
 
 
 def value_at(settings: Any, name: str, default: Any = None) -> Any:
     """The value at a dotted name in nested mappings and lists."""
-    at = settings
+    value = settings
     for step in name.split("."):
-        if isinstance(at, list):
-            entries = cast("list[Any]", at)
+        if isinstance(value, list):
+            entries = cast("list[Any]", value)
             if not step.isdecimal() or int(step) >= len(entries):
                 return default
-            at = entries[int(step)]
-        elif isinstance(at, dict) and step in at:
-            at = cast("dict[str, Any]", at)[step]
+            value = entries[int(step)]
+        elif isinstance(value, dict) and step in value:
+            value = cast("dict[str, Any]", value)[step]
         else:
             return default
-    return at
+    return value
 
 
 def _is_within(name: str, above: str) -> bool:

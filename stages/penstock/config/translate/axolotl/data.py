@@ -145,9 +145,9 @@ def _own_columns(entry: Entry, kind: Mapping[str, Any]) -> None:
     for name in fields:
         if kind.get(name):
             entry.put(name, str(kind[name]))
-    if others := [name for name, value in kind.items() if value and name not in fields]:
+    if unread := [name for name, value in kind.items() if value and name not in fields]:
         entry.approximated(
-            f"{', '.join(others)}: the tokenizer's chat template renders texts, not a format"
+            f"{', '.join(unread)}: the tokenizer's chat template renders texts, not a format"
         )
 
 
@@ -162,19 +162,19 @@ def _keys_of_messages(entry: Entry) -> None:
         entry.put("field_message_role", keys[0])
         entry.put("field_message_content", keys[1])
     mappings = cast("dict[str, Any]", entry.value if isinstance(entry.value, dict) else {})
-    others = [
+    unread = [
         f"{name}: {key}"
         for name, key in mappings.items()
         if name not in USUAL_KEYS and key != name and not (name in REASONING and key in REASONING)
     ]
-    if others:
-        entry.leave_out(f"messages have their own names of {', '.join(others)}")
+    if unread:
+        entry.leave_out(f"messages have their own names of {', '.join(unread)}")
 
 
 def _roles(entry: Entry) -> None:
     roles: dict[str, list[str]] = entry.value
-    if others := [role for role in roles if role not in KNOWN_ROLES]:
-        entry.leave_out(f"there is no role {', '.join(others)}")
+    if unknown := [role for role in roles if role not in KNOWN_ROLES]:
+        entry.leave_out(f"there is no role {', '.join(unknown)}")
     new = {
         role: [name for name in listed(names) if name != role and NAMES_OF_ROLES.get(name) != role]
         for role, names in roles.items()
@@ -182,7 +182,7 @@ def _roles(entry: Entry) -> None:
     }
     if any(new.values()):
         entry.put("message_roles", {role: names for role, names in new.items() if names})
-    elif not others:
+    elif not unknown:
         entry.no_effect("these names are known")
 
 

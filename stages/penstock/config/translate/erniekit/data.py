@@ -29,13 +29,13 @@ def _listed(value: Any) -> list[str]:
 
 
 def _numbers(value: Any) -> list[float]:
-    found: list[float] = []
+    numbers: list[float] = []
     for part in _listed(value):
         try:
-            found.append(float(part))
+            numbers.append(float(part))
         except ValueError:
-            found.append(-1.0)
-    return found
+            numbers.append(-1.0)
+    return numbers
 
 
 def _sources(entry: Entry, kind: str) -> list[dict[str, Any]]:
@@ -45,7 +45,7 @@ def _sources(entry: Entry, kind: str) -> list[dict[str, Any]]:
     shares = _numbers(entry.get(f"{kind}_dataset_prob", "1.0"))
     of_stage = TYPES.get(str(entry.get("stage")), TYPES["SFT"])
     length = entry.get("max_seq_len")
-    found: list[dict[str, Any]] = []
+    sources: list[dict[str, Any]] = []
     for index, path in enumerate(paths):
         named = types[index] if index < len(types) else types[-1] if types else "erniekit"
         source: dict[str, Any] = {"path": path, "type": of_stage.get(named, named)}
@@ -55,8 +55,8 @@ def _sources(entry: Entry, kind: str) -> list[dict[str, Any]]:
             source["max_seq_len"] = length
         if len(shares) == len(paths):
             source["weight"] = shares[index]
-        found.append(source)
-    return found
+        sources.append(source)
+    return sources
 
 
 def _train_path(entry: Entry) -> None:

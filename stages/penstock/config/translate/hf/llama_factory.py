@@ -222,8 +222,8 @@ def _settle_decay(draft: Draft) -> None:
     if draft.value("train.lr_decay_style") != "wsd" or draft.has(decay):
         return
     if isinstance(steps, int) and steps > 0:
-        left = steps - draft.value("train.lr_warmup_steps", 0)
-        draft.put(decay, left - left // 3)
+        steps_after_warmup = steps - draft.value("train.lr_warmup_steps", 0)
+        draft.put(decay, steps_after_warmup - steps_after_warmup // 3)
         draft.lines["lr_scheduler_type"].names.append(decay)
     schedule.require_decay_steps(draft, "lr_scheduler_type")
 

@@ -57,25 +57,25 @@ def sources(name: str) -> Rule:
 
     def rule(entry: Entry) -> None:
         info, folder = _read_info(entry)
-        given, reasons = list[dict[str, Any]](), list[str]()
+        datasets, reasons = list[dict[str, Any]](), list[str]()
         for dataset in names_in(entry.value):
             if info is None:
-                given.append(_unknown(entry, folder / f"{dataset}.json"))
+                datasets.append(_unknown(entry, folder / f"{dataset}.json"))
             elif isinstance(described := info.get(dataset), dict):
-                said = cast("dict[str, Any]", described)
-                given.append(_source(entry, said, folder, reasons))
+                description = cast("dict[str, Any]", described)
+                datasets.append(_source(entry, description, folder, reasons))
             else:
                 entry.refuse(f"{dataset} is not in {folder / INFO}, which has {', '.join(info)}")
                 return
         if name == SOURCES and (shares := entry.get("interleave_probs")) is not None:
-            for source, share in zip(given, names_in(shares), strict=False):
+            for source, share in zip(datasets, names_in(shares), strict=False):
                 source["weight"] = float(share)
         common = {"image_folder": entry.get("media_dir"), "max_samples": entry.get("max_samples")}
-        for source in given:
+        for source in datasets:
             if source.get("type") == "text":
                 common.pop("image_folder", None)
             source.update({key: value for key, value in common.items() if value})
-        entry.put(name, given)
+        entry.put(name, datasets)
         if info is None:
             entry.approximated(NOT_FOUND)
         elif reasons:
@@ -158,8 +158,8 @@ def _source(
         for key in MEDIA
         if columns.get(key, key) not in (key, key.rstrip("s"))
     ]
-    if others := [key for key in info if key not in (*READ, *OF_OTHER_HUBS)]:
-        reasons.append(f"{', '.join(others)} in {INFO} is not read")
+    if unread := [key for key in info if key not in (*READ, *OF_OTHER_HUBS)]:
+        reasons.append(f"{', '.join(unread)} in {INFO} is not read")
     return source
 
 
@@ -203,6 +203,6 @@ def _message_fields(
         for tag, role in ROLE_TAGS.items()
         if tags.get(tag) and tags[tag] not in KNOWN_TAGS[role]
     }
-    if others := [tag for tag in tags if tag not in (*ROLE_TAGS, "role_tag", "content_tag")]:
-        reasons.append(f"{', '.join(others)} of tags is not read")
+    if unread := [tag for tag in tags if tag not in (*ROLE_TAGS, "role_tag", "content_tag")]:
+        reasons.append(f"{', '.join(unread)} of tags is not read")
     return {**fields, **({"message_roles": roles} if roles else {})}

@@ -43,16 +43,19 @@ def _sources(name: str) -> Rule:
         if not path.endswith((".yaml", ".yml")):
             entry.put(name, [{"path": path}])
             return
-        file = next((here for here in _files(entry.draft.folder, path) if here.is_file()), None)
+        file = next(
+            (candidate for candidate in _files(entry.draft.folder, path) if candidate.is_file()),
+            None,
+        )
         if file is None:
             entry.refuse(f"there is no {path}, which says where the data is and what it holds")
             return
         described = cast("dict[str, dict[str, Any]]", yaml12.parse(file.read_text()).value)
         entry.put(name, [_source(info) for info in described.values()])
-        known = {"path", "source", "split", "converter", "size", "weight"}
-        others = {key for info in described.values() for key in info} - known
-        if others:
-            entry.approximated(f"{', '.join(sorted(others))} of data sets is not read")
+        read = {"path", "source", "split", "converter", "size", "weight"}
+        unread = {key for info in described.values() for key in info} - read
+        if unread:
+            entry.approximated(f"{', '.join(sorted(unread))} of data sets is not read")
 
     return rule
 

@@ -117,18 +117,20 @@ def schedule_arguments(type_key: str, rate_key: str) -> Rule:
 
     def rule(entry: Entry) -> None:
         style = str(entry.get(type_key, "linear"))
-        whole: Any = entry.value
-        given = dict(cast("dict[str, Any]", whole)) if isinstance(whole, dict) else {}
-        foreign = [name for name in given if name not in OF_STYLE.get(style, ())]
+        value_written: Any = entry.value
+        arguments = (
+            dict(cast("dict[str, Any]", value_written)) if isinstance(value_written, dict) else {}
+        )
+        foreign = [name for name in arguments if name not in OF_STYLE.get(style, ())]
         if foreign:
             entry.leave_out(f"{style} takes no {', '.join(foreign)} here")
             return
-        if not given:
+        if not arguments:
             entry.no_effect("is off")
-        waves = style != "warmup_stable_decay" or given.get("decay_type", "cosine") == "cosine"
-        if not waves and given.pop("num_cycles", None) and not given:
+        waves = style != "warmup_stable_decay" or arguments.get("decay_type", "cosine") == "cosine"
+        if not waves and arguments.pop("num_cycles", None) and not arguments:
             entry.no_effect("num_cycles is read with decay_type: cosine alone")
-        for name, value in given.items():
+        for name, value in arguments.items():
             _argument(entry, name, value, entry.get(rate_key, 5e-5))
 
     return rule

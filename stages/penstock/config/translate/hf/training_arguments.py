@@ -160,8 +160,8 @@ def deepspeed(entry: Entry) -> None:
         if any("offload" in name for name in zero):
             entry.put("train.enable_fsdp_offload", True)
     else:
-        found = STAGE_IN_NAME.search(str(value))
-        stage = int(found[1]) if found else 3
+        match = STAGE_IN_NAME.search(str(value))
+        stage = int(match[1]) if match else 3
     _shard(entry, stage)
     entry.approximated("only the ZeRO stage of the file is used, from its name or the mapping")
 

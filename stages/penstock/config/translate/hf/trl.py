@@ -108,12 +108,12 @@ def _padding(entry: Entry) -> None:
 
 
 def _data_arguments(entry: Entry) -> None:
-    given: dict[str, Any] = entry.value
+    arguments: dict[str, Any] = entry.value
     off = ("add_special_tokens", "append_concat_token")
-    others = [name for name, value in given.items() if value or name not in off]
-    if others := [name for name in others if name != "skip_prepare_dataset"]:
+    unread = [name for name, value in arguments.items() if value or name not in off]
+    if unread := [name for name in unread if name != "skip_prepare_dataset"]:
         entry.leave_out(
-            f"{', '.join(others)}: samples are prepared in the one way that the data's type says"
+            f"{', '.join(unread)}: samples are prepared in the one way that the data's type says"
         )
     else:
         entry.no_effect("the chat template says which special tokens there are")

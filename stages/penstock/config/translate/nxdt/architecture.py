@@ -93,26 +93,28 @@ def put_architecture(draft: Draft) -> None:
     )
     has_experts = bool(draft.value(f"{FOUNDATION}.num_local_experts"))
     biased = bool(said(BIASES))
-    found = _find(draft, parts, biased=biased, has_experts=has_experts)
-    if found is None or (biased and not found.biases):
+    architecture = _find(draft, parts, biased=biased, has_experts=has_experts)
+    if architecture is None or (biased and not architecture.biases):
         _refuse(draft, parts, biased, has_experts)
         return
-    draft.put(f"{FOUNDATION}.model_type", found.model_type)
-    if found.epsilon:
-        draft.put(f"{FOUNDATION}.{found.epsilon}", float(said(EPSILON)))
-    for name in found.biases:
+    draft.put(f"{FOUNDATION}.model_type", architecture.model_type)
+    if architecture.epsilon:
+        draft.put(f"{FOUNDATION}.{architecture.epsilon}", float(said(EPSILON)))
+    for name in architecture.biases:
         draft.put(f"{FOUNDATION}.{name}", biased)
-    if found.model_type != "mixtral":
-        draft.put(f"{FOUNDATION}.{found.activation}", "gelu" if parts[2] == "gelu" else "silu")
-    if found.model_type in ("glm4_moe", "nemotron", "stablelm"):
+    if architecture.model_type != "mixtral":
+        draft.put(
+            f"{FOUNDATION}.{architecture.activation}", "gelu" if parts[2] == "gelu" else "silu"
+        )
+    if architecture.model_type in ("glm4_moe", "nemotron", "stablelm"):
         draft.put(f"{FOUNDATION}.rope_parameters.partial_rotary_factor", share)
-    if found.model_type == "glm4_moe":
+    if architecture.model_type == "glm4_moe":
         layers = draft.value(f"{FOUNDATION}.num_hidden_layers")
         draft.put(f"{FOUNDATION}.first_k_dense_replace", layers)
     _put_heads(draft)
-    if found is OPT:
+    if architecture is OPT:
         _fit_opt(draft, float(said(EPSILON)))
-    if found.model_type == "nemotron" and draft.get("model.do_layer_norm_weight_decay"):
+    if architecture.model_type == "nemotron" and draft.get("model.do_layer_norm_weight_decay"):
         key = "model.do_layer_norm_weight_decay"
         draft.set_line(
             key, "approximated", "norms decay towards a factor of 1, and there towards 0"

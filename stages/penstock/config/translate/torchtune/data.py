@@ -139,14 +139,14 @@ def _files(entry: Entry) -> None:
 def _columns(entry: Entry) -> None:
     names = cast("dict[str, Any]", entry.value)
     entry.decides(entry.into.rstrip("."))
-    others: list[str] = []
+    unread: list[str] = []
     for name, column in names.items():
         if ours := COLUMNS.get(name):
             entry.put(ours, column)
         elif column != name:
-            others.append(f"{name}: {column}")
-    if others:
-        entry.leave_out(f"columns have their own names of {', '.join(others)}")
+            unread.append(f"{name}: {column}")
+    if unread:
+        entry.leave_out(f"columns have their own names of {', '.join(unread)}")
 
 
 def _of_all_data(name: str) -> Rule:

@@ -66,7 +66,7 @@ PARTS = {
 
 def _recognizes(values: Values) -> bool:
     sections = [cast("dict[str, Any]", v) for v in values.values() if isinstance(v, dict)]
-    return any(str(one.get(COMPONENT)).startswith("torchtune.") for one in sections)
+    return any(str(section.get(COMPONENT)).startswith("torchtune.") for section in sections)
 
 
 def _prepare(values: Values) -> Values:
