@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.config.loading.aliases import SYNONYMS
 from penstock.config.loading.cli_overrides import split_overrides
 from penstock.config.loading.load import load, loads
 from penstock.config.loading.schema_tree import annotation_at, is_section, sections
+from penstock.config.loading.suggest_name import SYNONYMS
 from penstock.config.schema.run import RunConfig
 from penstock.core.errors import ConfigError
 from tests.config.values import SMALLEST, faults_of, smallest

@@ -5,12 +5,16 @@
 """
 
 import argparse
+import ast
+import inspect
 import json
 import sys
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from penstock.config.loading.fault import shown
@@ -19,7 +23,6 @@ from penstock.config.rules.effect import describe
 from penstock.config.schema.base import ConfigSection
 from penstock.config.schema.cache_key import CacheKey, Role
 from penstock.config.schema.effect import TRAINS, NativeOnly, conditions_of
-from penstock.config.schema.field_docs import describe_fields
 from penstock.config.schema.run import RunConfig
 from penstock.config.server.config import ServerConfig
 from penstock.config.server.run_fields import SAME
@@ -60,6 +63,39 @@ SERVER_PARTS: tuple[type[ConfigSection], ...] = (
     ServerServing,
     ServerConfig,
 )
+
+
+def describe_fields(*models: type[BaseModel]) -> None:
+    """Set `description` of every field that has none to the docstring beneath its declaration."""
+    for model in models:
+        for base in reversed(model.__mro__):
+            written = _module_docstrings(base.__module__).get(base.__qualname__, {})
+            for name in written.keys() & model.model_fields.keys():
+                model.model_fields[name].description = written[name]
+
+
+@cache
+def _module_docstrings(module: str) -> dict[str, dict[str, str]]:
+    """Docstrings of annotated attributes, by class and attribute."""
+    try:
+        tree = ast.parse(inspect.getsource(sys.modules[module]))
+    except (OSError, TypeError):  # a module without source, such as builtins
+        return {}
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    return {declared.name: dict(_attribute_docstrings(declared)) for declared in classes}
+
+
+def _attribute_docstrings(declared: ast.ClassDef) -> list[tuple[str, str]]:
+    pairs = zip(declared.body, declared.body[1:], strict=False)
+    return [
+        (field.target.id, inspect.cleandoc(text.value.value))
+        for field, text in pairs
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(field.target, ast.Name)
+        and isinstance(text, ast.Expr)
+        and isinstance(text.value, ast.Constant)
+        and isinstance(text.value.value, str)
+    ]
 
 
 def _describe_server_fields() -> None:

@@ -11,7 +11,7 @@ from penstock.config.loading.load import loads, read_document
 from penstock.config.translate.apply import detect_dialect, translate
 from penstock.config.translate.drop_invalid import drop_invalid
 from penstock.config.translate.fit_parallel_sizes import Devices
-from penstock.config.translate.other_files import require_known, require_run
+from penstock.config.translate.load_foreign import require_known, require_run
 from penstock.config.translate.translation import GAPS, Translation
 from penstock.core.errors import ConfigError
 from tests.config.dialects.published import GPUS, Judge, Outcome

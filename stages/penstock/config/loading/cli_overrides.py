@@ -6,7 +6,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, cast
 
-from penstock.config.loading.fault import ConfigIssue, Steps
+from penstock.config.loading.fault import Steps
 from penstock.core.errors import ConfigError
 
 OPTION = re.compile(r"--(?P<name>[A-Za-z_]\w*(?:\.[\w-]+)+)(?:=(?P<value>.*))?", re.DOTALL)
@@ -113,12 +113,8 @@ def parse_value(text: str) -> tuple[Any, str | None]:
     except yaml12.YamlError as fault:
         return None, f"{text!r} is not a YAML value: {fault}; put text in quotes"
     if document.faults:
-        return None, _first(document.faults)
+        return None, document.faults[0].text
     return document.value, None
-
-
-def _first(faults: Sequence[ConfigIssue]) -> str:
-    return faults[0].text
 
 
 def _put(settings: dict[str, Any], path: Steps, value: Any) -> str | None:

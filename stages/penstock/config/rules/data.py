@@ -20,12 +20,6 @@ MEDIA_BOUNDS = (
 HUB_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)?")
 
 
-def _iter_typed_datasets(run: RunConfig, *lists: str) -> Iterator[tuple[Steps, DatasetConfig]]:
-    """Data sets with a known type. Where it is not written, it is detected from records, and the
-    rules run again."""
-    return ((path, entry) for path, entry in _iter_datasets(run, *lists) if entry.is_typed)
-
-
 def _iter_datasets(run: RunConfig, *lists: str) -> Iterator[tuple[Steps, DatasetConfig]]:
     for name in lists or (TRAIN, TEST, AVOID):
         for index, entry in enumerate(getattr(run.data, name)):
@@ -209,8 +203,11 @@ def _check_truncation(run: RunConfig) -> Issues:
 
 
 def _check_sample_kinds(run: RunConfig) -> Issues:
+    # A type that is not written is detected from records, and the rules run again.
     kinds = [
-        (path, entry.format, entry.kind) for path, entry in _iter_typed_datasets(run, TRAIN, TEST)
+        (path, entry.format, entry.kind)
+        for path, entry in _iter_datasets(run, TRAIN, TEST)
+        if entry.is_typed
     ]
     if not kinds:
         return

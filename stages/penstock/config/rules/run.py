@@ -4,15 +4,16 @@ A rule is a function of a run whose single values are all valid; it yields `Conf
 depends on the number of ranks or on a device is checked later, where these are known.
 """
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
-from penstock.config.loading.fault import ConfigIssue, Issues
+from penstock.config.loading.fault import ConfigIssue, Issues, dotted
 from penstock.config.rules.data import DATA_RULES
 from penstock.config.rules.effect import check_declared
 from penstock.config.rules.evaluation import EVALUATION_RULES
 from penstock.config.rules.optimizer import OPTIM_RULES
 from penstock.config.rules.parallelism import LAYOUT_RULES
-from penstock.config.rules.paths import check_output_dir, check_shared_folders
 from penstock.config.rules.preference import PREFERENCE_RULES
 from penstock.config.schema.pipeline import DEFAULT_STAGES, STAGES
 from penstock.config.schema.run import RunConfig, has_target, needs_reference
@@ -180,6 +181,68 @@ def _check_skip_prepare(run: RunConfig) -> Issues:
             " false: prepared data at a URL is found by its cache key and reused",
             ("data.dataset_prepared_path",),
         )
+
+
+INSTEAD = "write a folder of its own, such as outputs/my-run"
+
+
+SYSTEM = frozenset(
+    f"/{name}"
+    for name in (
+        *("", "bin", "boot", "dev", "etc", "home", "lib", "lib64", "media", "mnt", "opt", "proc"),
+        *("root", "run", "sbin", "srv", "sys", "tmp", "usr", "var"),
+    )
+)
+"""Folders of the Filesystem Hierarchy Standard, which every program shares."""
+
+
+def check_shared_folders(run: RunConfig) -> Issues:
+    """Output folders that are a folder of the system, or a user's home."""
+    for path, folder in {
+        ("data", "dataset_prepared_path"): run.data.dataset_prepared_path,
+        ("train", "output_dir"): run.train.output_dir,
+        ("pipeline", "artifacts_path"): run.pipeline.artifacts_path,
+    }.items():
+        if not is_url(folder) and str(_normalize(folder)) in {*SYSTEM, str(Path.home())}:
+            yield ConfigIssue(path, f"{folder} is a folder of other programs too; {INSTEAD}")
+
+
+def check_output_dir(run: RunConfig) -> Issues:
+    """`train.output_dir` that is the current folder, one above it, or the model's or data's."""
+    output, path = run.train.output_dir, ("train", "output_dir")
+    if is_url(output):
+        return
+    normalized = _normalize(output)
+    if set(normalized.parts) <= {".."}:
+        yield ConfigIssue(path, f"{output} is the current folder, or one above; {INSTEAD}")
+        return
+    for name, other in _input_paths(run):
+        if _normalize(other) == normalized:
+            yield ConfigIssue(
+                path, f"{output} is {name} too, and would be overwritten; {INSTEAD}", (name,)
+            )
+
+
+def _input_paths(run: RunConfig) -> Iterator[tuple[str, str]]:
+    """Settings that name folders to read, with their values."""
+    models = {
+        "model.model_path": run.model.model_path,
+        "model.config_path": run.model.config_path,
+        "model.tokenizer_path": run.model.tokenizer_path,
+        "lora.init_adapter_path": run.lora.init_adapter_path,
+    }
+    for kind, encoder in run.model.encoders.items():
+        models[f"model.encoders.{kind}.model_path"] = encoder.model_path
+        models[f"model.encoders.{kind}.config_path"] = encoder.config_path
+    yield from ((name, path) for name, path in models.items() if path)
+    for field in ("datasets", "test_datasets"):
+        for index, entry in enumerate(getattr(run.data, field)):
+            yield dotted(("data", field, index, "path")), entry.path
+
+
+def _normalize(path: str) -> Path:
+    """The normalized path; empty for the current folder."""
+    return Path(os.path.normpath(os.path.expanduser(path)))  # noqa: PTH111 - never raises
 
 
 RULES: tuple[Callable[[RunConfig], Issues], ...] = (

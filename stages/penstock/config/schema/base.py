@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Settings(BaseModel):
-    """Frozen, no unknown fields; `config/schema/field_docs.py` reads the docstring under each
+    """Frozen, no unknown fields; `config/generate_docs.py` reads the docstring under each
     field."""
 
     model_config = ConfigDict(

@@ -156,7 +156,11 @@ def validate_server(config: ServerConfig) -> ValidationResult:
         fault for fault in map(_here, of_run.faults) if not depends_on_invalid(fault, faults)
     ]
     # Clients choose the learning rate of each step.
-    notices = [_notice_here(n) for n in of_run.notices if not n.startswith("train.lr:")]
+    notices = [
+        f"{HERE.get(name, name)}{colon}{_in_names_here(text)}"
+        for name, colon, text in (notice.partition(":") for notice in of_run.notices)
+        if name != "train.lr"
+    ]
     return ValidationResult(of_run.run.model_copy(update={"train": train}), faults, notices)
 
 
@@ -193,11 +197,6 @@ def _here(fault: ConfigIssue) -> ConfigIssue:
         return replace(fault, text=_in_names_here(fault.text), reads=reads)
     origin = f" (of a run: {'.'.join(steps)})" if name != steps[-1] else ""
     return ConfigIssue((name,), _in_names_here(fault.text) + origin, reads)
-
-
-def _notice_here(notice: str) -> str:
-    name, colon, text = notice.partition(":")
-    return f"{HERE.get(name, name)}{colon}{_in_names_here(text)}"
 
 
 def _in_names_here(text: str) -> str:

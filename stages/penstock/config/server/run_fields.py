@@ -21,6 +21,7 @@ from penstock.config.translate.dialect import (
     choice,
     is_flat,
     no_effect,
+    put,
 )
 from penstock.config.translate.translation import Entry
 
@@ -89,10 +90,6 @@ def _strategy(entry: Entry) -> None:
         entry.approximated("rows are filled well, and replicas share them out as they come")
 
 
-def _checkpoint(entry: Entry) -> None:
-    entry.put("train.load_checkpoint_path", entry.value or None)
-
-
 def _workers(entry: Entry) -> None:
     if entry.value == "auto":
         entry.no_effect("as many as the parallel sizes multiply to")
@@ -117,7 +114,7 @@ COMPUTED: Mapping[str, Rule] = {
     "load_weights_mode": _weights,
     "enable_packing": _packing,
     "sample_packing_strategy": _strategy,
-    "load_checkpoint_path": _checkpoint,
+    "load_checkpoint_path": put("train.load_checkpoint_path", lambda path: path or None),
     "ckpt_manager": choice("train.ckpt_manager", {"dcp": "dcp"}),
     "nproc_per_node": _workers,
     "master_addr": _meeting,

@@ -26,19 +26,6 @@ ValueType = Literal["switch", "number", "text"]
 OFF: tuple[Any, ...] = (False, 0, "", [], {})
 
 
-def _as_read(values: Values) -> Values:
-    return values
-
-
-def _nothing_more(draft: Draft) -> None:
-    del draft
-
-
-def _nothing_inferred(values: Values) -> Values:
-    del values
-    return {}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Table:
     """The keys of a mapping. Names of nested keys are joined with dots (`trainer.devices`); a key
@@ -82,7 +69,7 @@ class Dialect(Table):
     """Values of keys that are left out, translated like written ones and reported as assumed. Only
     those that may change results compared with our own defaults."""
 
-    inferred: Callable[[Values], Values] = _nothing_inferred
+    inferred: Callable[[Values], Values] = lambda _: {}
     """Defaults that depend on the keys in a file; they replace those in `defaults`."""
 
     overridden_by: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
@@ -95,10 +82,10 @@ class Dialect(Table):
     """Settings that every run needs and such a file never has, which the user must write, with
     values that are used to validate the rest."""
 
-    prepare: Callable[[Values], Values] = _as_read
+    prepare: Callable[[Values], Values] = lambda values: values
     """Applied to the values first, for example to resolve references."""
 
-    finalize: Callable[[Draft], None] = _nothing_more
+    finalize: Callable[[Draft], None] = lambda _: None
     """Translates what several keys decide together, after all rules."""
 
 

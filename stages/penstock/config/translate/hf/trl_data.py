@@ -94,16 +94,15 @@ def mixture(kind: str) -> Rule:
     """The rule of `datasets`, and of `dataset_mixture.datasets`."""
 
     def rule(entry: Entry) -> None:
-        items = [dict(sorted(item.items(), key=_weight_last)) for item in listed(entry.value)]
+        items = [
+            dict(sorted(item.items(), key=lambda pair: pair[0] == "weight"))
+            for item in listed(entry.value)
+        ]
         columns = columns_of(entry, kind)
         entry.put(SOURCES, [dict(columns) for _ in items])
         translate_items(entry, items, ITEMS, SOURCES)
 
     return rule
-
-
-def _weight_last(pair: tuple[str, Any]) -> bool:
-    return pair[0] == "weight"
 
 
 def mixer(kind: str) -> Rule:
@@ -121,7 +120,8 @@ def mixer(kind: str) -> Rule:
                 sources[TESTS if "test" in split else SOURCES].append(source)
                 if "test" not in split:
                     take_share(source, share)
-        evaluates = entry.get("do_eval") or _strategy(entry) != "no"
+        strategy = entry.get("eval_strategy") or entry.get("evaluation_strategy", "no")
+        evaluates = entry.get("do_eval") or strategy != "no"
         for name, datasets in sources.items():
             if datasets and (name == SOURCES or evaluates):
                 entry.put(name, datasets)
@@ -129,10 +129,6 @@ def mixer(kind: str) -> Rule:
             entry.approximated(SHARED_OUT)
 
     return rule
-
-
-def _strategy(entry: Entry) -> Any:
-    return entry.get("eval_strategy") or entry.get("evaluation_strategy", "no")
 
 
 def data_rules(kind: str) -> Mapping[str, Rule]:
