@@ -210,26 +210,29 @@ def _json(value: dict[str, Any]) -> str:
 def _entry(name: str, section: type[ConfigSection], field: FieldInfo) -> str:
     default = "required" if field.is_required() else f"default `{_default(field)}`"
     kind = " or ".join(f"`{_kind(branch)}`" for branch in branches(field.annotation))
-    keyed = "".join(IN_KEY[mark.role] for mark in field.metadata if isinstance(mark, CacheKey))
     only_with, not_with = conditions_of(section, name.rpartition(".")[2])
     words = dict.fromkeys(describe(condition) for condition in only_with if condition != TRAINS)
-    only = "".join(f"; only with {text}" for text in words)
-    limits = dict.fromkeys(
-        setting
-        for condition in not_with
-        for setting in condition.reads or (condition.setting.removeprefix("."),)
-    )
-    only += f"; limited by {', '.join(f'`{setting}`' for setting in limits)}" if limits else ""
+    notes = [f"only with {text}" for text in words]
+    if "." in name:  # a server has no keys, and other names of the settings that limit a field
+        notes[:0] = [IN_KEY[part.role] for part in field.metadata if isinstance(part, CacheKey)]
+        limits = dict.fromkeys(
+            setting
+            for condition in not_with
+            for setting in condition.reads or (condition.setting.removeprefix("."),)
+        )
+        if limits:
+            notes.append(f"limited by {', '.join(f'`{setting}`' for setting in limits)}")
     if any(isinstance(part, NativeOnly) for part in field.metadata):
-        only += "; native backend only"
-    return f"### `{name}`\n\n{kind}, {default}{keyed}{only}\n\n{_line(field.description)}\n"
+        notes.append("native backend only")
+    line = "; ".join([f"{kind}, {default}", *filter(None, notes)])
+    return f"### `{name}`\n\n{line}\n\n{_line(field.description)}\n"
 
 
 IN_KEY: Mapping[Role, str] = {
-    "always": "; in the cache key",
-    "unless default": "; in the cache key",
-    "by content": "; in the cache key by content",
-    "if evaluations decide": "; in the cache key where evaluations decide the result",
+    "always": "in the cache key",
+    "unless default": "in the cache key",
+    "by content": "in the cache key by content",
+    "if evaluations decide": "in the cache key where evaluations decide the result",
     "never": "",
 }
 
