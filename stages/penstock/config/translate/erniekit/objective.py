@@ -1,6 +1,6 @@
 """ERNIEKit's recipes: objective and trained weights."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
 
 from penstock.config.schema.preference import AVERAGED, REFERENCE_FREE, LossType, is_used
@@ -48,13 +48,13 @@ def _loss(entry: Entry) -> None:
         entry.put("preference.dpop_penalty", "outside")
 
 
-def _of_loss(name: str, convert: Callable[[Any], Any] = float) -> Rule:
-    """The rule of a setting that some losses read."""
+def _of_loss(name: str) -> Rule:
+    """The rule of a number that some losses read."""
 
     def rule(entry: Entry) -> None:
         loss = cast("LossType", entry.get("loss_type"))
         if is_used(name, loss):
-            entry.put(f"preference.{name}", convert(entry.value))
+            entry.put(f"preference.{name}", float(entry.value))
         else:
             entry.no_effect(f"loss_type {loss} does not read it")
 
