@@ -18,11 +18,11 @@ from penstock.config.schema.parallelism import ParallelConfig
 from penstock.config.schema.served import Served
 
 
-def _not_with(setting: str, why: str, field: str, **matched: tuple[Any, ...]) -> NotWith:
+def _not_with(setting: str, why: str, **matched: tuple[Any, ...]) -> NotWith:
     return NotWith(
         setting,
         why=f"cannot be used with {setting}: {why}",
-        instead=f"or leave {field} out",
+        instead="or leave {field} out",
         **matched,
     )
 
@@ -189,8 +189,8 @@ class LossConfig(ConfigSection):
     indexer_loss_coef: Annotated[
         KeyedUnlessDefault[float],
         TRAINS,
-        _not_with("lora.enable_lora", "indexers have no adapters", "indexer_loss_coef"),
-        _not_with("train.enable_compile", "its observers are not compiled", "indexer_loss_coef"),
+        _not_with("lora.enable_lora", "indexers have no adapters"),
+        _not_with("train.enable_compile", "its observers are not compiled"),
         NativeOnly("indexers of native layers only are trained"),
     ] = Field(default=0.0, ge=0)
     """Sparse attention (DeepSeek V3.2, GLM 5): coefficient of the loss that trains the indexers,
@@ -208,7 +208,7 @@ class LossConfig(ConfigSection):
             instead="write indexer_loss_coef: 1.0",
         ),
         *(
-            _not_with(setting, "the warm-up trains indexers only", "indexer_warmup", unless=(0,))
+            _not_with(setting, "the warm-up trains indexers only", unless=(0,))
             for setting in ("train.mtp_loss_weight", "train.moe_bias_update_rate")
         ),
         NativeOnly("indexers of native layers only are trained"),
@@ -219,11 +219,10 @@ class LossConfig(ConfigSection):
     mtp_loss_weight: Annotated[
         KeyedUnlessDefault[float],
         TRAINS,
-        _not_with("lora.enable_lora", "all weights of those layers are trained", "mtp_loss_weight"),
+        _not_with("lora.enable_lora", "all weights of those layers are trained"),
         _not_with(
             "train.objective",
             "its loss is of whole completions, not of tokens",
-            "mtp_loss_weight",
             values=("preference",),
         ),
         NativeOnly("only layers of native models are trained to predict further"),

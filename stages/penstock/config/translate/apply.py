@@ -83,7 +83,7 @@ def translate(
             _assume(draft, dialect, key, value)
     dialect.finalize(draft)
     ranks = fit_parallel_sizes(draft, devices)
-    mark_doubtful(draft)
+    _mark_doubtful(draft)
     settings = _in_order(draft.settings, RunConfig)
     placeholders = {
         name: value for name, value in dialect.placeholders.items() if not draft.has(name)
@@ -137,8 +137,9 @@ def _in_order(settings: Mapping[str, Any], section: type[ConfigSection]) -> dict
 SOURCES = ("data.datasets", "data.test_datasets")
 
 
-def mark_doubtful(draft: Draft) -> None:
-    """Mark the keys of such values as doubtful. Called after all settings are set."""
+def _mark_doubtful(draft: Draft) -> None:
+    """Mark the keys of values that are translated as their tool computes them, and probably do not
+    do what was intended."""
     _warmup_ends(draft)
     _texts_keep_their_ends(draft)
     _experts_compute_in_fp8(draft)
