@@ -234,7 +234,8 @@ def test_evaluations_of_more_or_other_rows_are_not_taken_for_each_other(tmp_path
         folders.append(planned.run.train.output_dir)
         return StageResult(name, "key", "ran", tmp_path, 0.0, {"eval_loss": 1.0, "steps": 0})
 
-    for limit in ({}, {"eval_max_batches": 2}, {"eval_max_batches": 1}, {"eval_rows_per_batch": 2}):
+    two = {"eval_max_batches": 2}
+    for limit in ({}, two, {"eval_max_batches": 1}, {**two, "eval_rows_per_batch": 2}):
         run = load(config)
         run = run.model_copy(update={"train": run.train.model_copy(update=limit)})
         looking = recurring._Tick(run, open_releases(run), bring, lambda _: None)

@@ -40,6 +40,7 @@ def test_weights_to_start_from_stand_in_for_those_of_the_model(tmp_path, monkeyp
     stages = {name: trained(chats, sections) for name, sections in made.items()}
     assert stage_key(stages["initial"]) == stage_key(stages["model"])
     assert stages["initial"].origin == stages["model"].origin
+    assert stages["model"].origin.model_path == str(tmp_path)
     assert stages["checkpoint"].origin == stages["neither"].origin
     assert stages["checkpoint"].inputs.keys() - stages["neither"].inputs.keys() == {"initial"}
     assert stage_key(trained(chats, {"model": model, **saved(b"other")(chats)})) not in {

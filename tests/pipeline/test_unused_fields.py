@@ -13,6 +13,7 @@ from penstock.config.loading.load import loads
 from penstock.config.schema.effect import unused_fields, without_unused
 from penstock.config.schema.run import RunConfig
 from penstock.core.cache.record import digest_json
+from penstock.core.cache.stage import stage_key
 from penstock.core.errors import ConfigError
 from penstock.engine.optim.build import build_state_precision
 from penstock.estimate.machine import unmatched_no_decay
@@ -20,6 +21,7 @@ from penstock.optim.build import build_optimizer
 from penstock.optim.groups import Grouping, set_lr
 from penstock.optim.schedule import lr_at
 from penstock.pipeline.plan import pack_step, prepare_step
+from penstock.pipeline.plan import plan as planned
 from tests.config.values import smallest
 from tests.engine.runs import short_job, train_here, write_model, write_rows
 
@@ -221,6 +223,36 @@ def test_configs_that_mean_the_same_have_one_key_and_others_have_others() -> Non
     found = {name: {key(loads(smallest(**one))) for one in same} for name, same in ALIKE.items()}
     assert {name: len(keys) for name, keys in found.items()} == dict.fromkeys(ALIKE, 1)
     assert len(set().union(*found.values())) == len(ALIKE)
+
+
+def train_key(**sections: dict[str, Any]) -> str:
+    return stage_key(planned(loads(smallest(**sections)), ("train",)).step("train").stage)
+
+
+def test_an_evaluation_is_known_by_the_rows_it_is_of() -> None:
+    """Not by the rows of a training step, unless a number of batches has as many."""
+
+    def key_of(**train: Any) -> str:
+        # Rows of a length that is not chosen by the samples of a step.
+        rows = {"sample_packing_sequence_len": 512}
+        return train_key(
+            train={"eval_only": True, "data_parallel_mode": "none", **train},
+            data={"val_set_size": 5, **rows},
+        )
+
+    whole, part = key_of(), key_of(eval_max_batches=0.5)
+    some, pairs = key_of(eval_max_batches=2), key_of(eval_max_batches=2, eval_rows_per_batch=2)
+    assert len({whole, part, some, pairs}) == 4
+    steps: tuple[dict[str, Any], ...] = (
+        {"micro_batch_size": 2},
+        {"gradient_accumulation_steps": 2},
+        {"global_batch_size": 2},
+    )
+    for rows in steps:
+        assert key_of(**rows) == whole
+        assert key_of(eval_max_batches=0.5, **rows) == part
+        assert key_of(eval_max_batches=2, **rows) not in (some, pairs)
+        assert key_of(eval_max_batches=2, eval_rows_per_batch=2, **rows) == pairs
 
 
 @pytest.mark.parametrize("method", ["sequential", "wrapped", "multipack", "greedy"])

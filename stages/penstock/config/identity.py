@@ -22,6 +22,9 @@ KEYED_SECTIONS: Mapping[str, type[ConfigSection]] = {
     "lora": LoraConfig,
 }
 
+AMOUNT = ("eval_max_batches", "eval_rows_per_batch")
+"""The rows that are evaluated on."""
+
 LAYER_VERSIONS: Mapping[str, Mapping[str, int]] = {
     "deepseek_v32": {"sparse_attention": 2},
     "glm_moe_dsa": {"sparse_attention": 2},
@@ -47,15 +50,18 @@ def identity_fields(
 
 def eval_identity_fields(run: RunConfig) -> dict[str, Any] | None:
     """The evaluation settings, if evaluations decide when a run ends or which checkpoint is its
-    result; else None."""
+    result; if they are the result, those that say of what; else None."""
     train = without_unused(run).train
+    if train.eval_only:
+        written = (name for name in AMOUNT if train.is_non_default(name))
+        return {name: getattr(train, name) for name in written} or None
     if not train.early_stopping.patience and not train.save_best.metric:
         return None
     fields = train.model_dump(
         mode="json", include=set(fields_keyed(TrainConfig, "if evaluations decide"))
     )
     # Left out if unset, so that keys from before the field existed stay valid.
-    if fields["eval_rows_per_batch"] is None:
+    if fields["eval_rows_per_batch"] is None or not train.counts_batches:
         del fields["eval_rows_per_batch"]
     return fields
 

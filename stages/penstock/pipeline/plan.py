@@ -21,6 +21,7 @@ from penstock.config.schema.run import (
     is_explicitly_set,
     needs_reference,
 )
+from penstock.config.schema.train import TrainConfig
 from penstock.core import env
 from penstock.core.cache.input_digests import read_attempt
 from penstock.core.cache.stage import Artifact, Source, short, stage_key
@@ -87,6 +88,7 @@ from penstock.train.launch.multi_node import DistributedStage, is_worker_node, r
 from penstock.train.stage import Train, TrainSettings
 
 ORDER = STAGES
+BATCH = ("micro_batch_size", "gradient_accumulation_steps", "global_batch_size")
 
 
 @dataclass(frozen=True)
@@ -598,7 +600,7 @@ def train_step(
         model=identity_fields(run, "model"),
         train=identity_fields(run, "train"),
         lora=identity_fields(run, "lora") if run.lora.enable_lora else {},
-        rows_per_step=resolve_rows_per_step(run),
+        rows_per_step=resolve_rows_per_step(_with_keyed_batch(run)),
         last_batch=run.data.last_batch,
         isolate_samples=run.data.isolate_samples,
         judging=eval_identity_fields(run),
@@ -618,6 +620,16 @@ def train_step(
     )
     typed = run.train.output_dir
     return PlannedStage(stage, local_cache_dir(typed), typed if is_url(typed) else None)
+
+
+def _with_keyed_batch(run: RunConfig) -> RunConfig:
+    """The run with the default batch where it decides no result: an evaluation's, unless it is of a
+    number of batches that have as many rows."""
+    train = run.train
+    if not train.eval_only or (train.counts_batches and train.eval_rows_per_batch is None):
+        return run
+    unset = {name: TrainConfig.model_fields[name].default for name in BATCH}
+    return run.model_copy(update={"train": train.model_copy(update=unset)})
 
 
 def export_step(run: RunConfig, trained: Artifact, origin: ModelSource) -> PlannedStage:

@@ -280,11 +280,8 @@ class _Tick:
         sources have grown since."""
         eval_run = with_adapter(as_eval_only(continue_from_export(self.run, folder, folders)))
         step = train_step_on(eval_run, planned)
-        # The amount of evaluation is not in the cache key, so it is added to the folder's name.
-        limit: list[Any] = [eval_run.train.eval_max_batches]
-        if eval_run.train.eval_rows_per_batch is not None:
-            limit.append(eval_run.train.eval_rows_per_batch)
-        rows = short(digest_json([stage_key(step.stage), *limit]))
+        # None: as the folder of all rows was named when their number was in no key.
+        rows = short(digest_json([stage_key(step.stage), None]))
         eval_run = with_output_dir(eval_run, EVALUATIONS, rows)
         steps = (planned.step("prepare"), planned.step("pack"), train_step_on(eval_run, planned))
         facts = self.run_stage(Plan(eval_run, steps), "train").facts

@@ -111,6 +111,10 @@ class DatasetSettings(Settings):
     dataset_shard_idx: int | None = Field(default=None, ge=0)
     """Set for training sources only."""
 
+    def __hash__(self) -> int:
+        """Of its JSON: it has mappings, which have no hash."""
+        return hash(self.model_dump_json())
+
     @property
     def kind(self) -> Kind:
         """Kind of its samples: SFT, preference or KTO."""

@@ -5,6 +5,7 @@ import pytest
 from penstock.prepare.bad_records import BadRecord
 from tests.config.values import faults_of
 from tests.stages.prepare.conversations import ASKED, GOOD, LONG, expected, parse, said, told
+from tests.stages.prepared import prepare, run, write_lines
 
 MASKED = [
     {"weight": 0},
@@ -167,3 +168,12 @@ def test_fields_of_messages_are_refused_for_types_without_messages():
     ):
         [line] = faults_of(data={"datasets": [{"path": "x", "type": "text", field: value}]})
         assert line.startswith(f"data.datasets.0.{field}: type: text does not read it")
+
+
+def test_a_data_set_with_other_names_of_roles_is_tokenized(tmp_path):
+    """The names are a mapping, and a process has one tokenizer for settings with equal hashes."""
+    records = [{"messages": [*ASKED, said("bot", word)]} for word in ("Hm", "Ah")]
+    file = write_lines(tmp_path / "chats.jsonl", records)
+    roles = {"type": "chat", "message_roles": {"assistant": ["bot"]}}
+    _, facts = run(prepare((file, roles)), tmp_path / "out")
+    assert facts["rows"]["train"] == len(records)

@@ -143,6 +143,11 @@ class EvaluationConfig(ConfigSection):
         return isinstance(self.eval_max_batches, int) or self.eval_sanity_batches > 0
 
     @property
+    def counts_batches(self) -> bool:
+        """Whether a number of batches is evaluated on, so that their size matters."""
+        return isinstance(self.eval_max_batches, int)
+
+    @property
     def has_prompts(self) -> bool:
         """Whether completions are generated."""
         return bool(self.sample_prompts)
