@@ -8,8 +8,9 @@ from penstock.config.schema.run import RunConfig
 from penstock.config.schema.train import TrainConfig
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.engine.moe.balancing_settings import has_experts, require_routers
+from penstock.engine.native_config import native_config
 from penstock.models.decoder_config import DecoderConfig
-from penstock.models.hf_config import HfConfig, NotNativeError, native_type
+from penstock.models.hf_config import HfConfig
 from penstock.models.multimodal import language_config
 
 
@@ -45,7 +46,7 @@ def require_prompts_apart(data: DataConfig, hf: HfConfig) -> None:
 
     The RoPE type is that in this config.json.
     """
-    config = _native_config(hf)
+    config = native_config(hf)
     if config is not None and config.chunked_layers and data.shares_prompts:
         raise CapabilityError(
             "data.share_prompts lays both answers to a prompt into one document, and this model "
@@ -110,7 +111,7 @@ def validate_model(run: RunConfig, hf: HfConfig) -> None:
 
 def require_dense_attention(train: TrainConfig, hf: HfConfig) -> None:
     """Raise CapabilityError for what sparse attention does not do."""
-    config = _native_config(hf)
+    config = native_config(hf)
     if config is None or config.indexer is None:
         if train.indexer_loss_coef:
             raise CapabilityError(
@@ -164,7 +165,7 @@ def require_unnormalized_queries(train: TrainConfig, hf: HfConfig) -> None:
     """Raise CapabilityError for QK-clip of a model with QK norm."""
     if train.qk_clip_threshold is None:
         return
-    config = _native_config(hf)
+    config = native_config(hf)
     if config is not None and (config.qk_norm or config.qk_unit_norm):
         raise CapabilityError(
             f"train.qk_clip_threshold is {train.qk_clip_threshold:g}, and this "
@@ -197,18 +198,5 @@ def require_dense_networks(train: TrainConfig, hf: HfConfig) -> None:
 
 def _length_dependent_rope(hf: HfConfig) -> str | None:
     """The RoPE type of a native model whose angles depend on document lengths, if it has one."""
-    config = _native_config(hf)
+    config = native_config(hf)
     return None if config is None else config.length_dependent_rope
-
-
-def _native_config(hf: HfConfig) -> DecoderConfig | None:
-    """The config of a model that its native family computes."""
-    # Imported here: a finished run needs no families.
-    from penstock.models.registry import FAMILIES, LANGUAGE_MODELS  # noqa: PLC0415
-
-    hf = language_config(hf)
-    family = {**FAMILIES, **LANGUAGE_MODELS}.get(native_type(hf) or "")
-    try:
-        return family.read(hf) if family else None
-    except NotNativeError:
-        return None

@@ -12,6 +12,7 @@ from penstock.models.layers.dropout import Dropout
 from penstock.train.dataloader import read
 from penstock.train.metrics.jsonl import read_metrics
 from tests.engine import runs
+from tests.engine.inputs import MODELS
 from tests.engine.loops import decoder_of, each, looked_at, loop_of, step
 from tests.ranks import on_ranks
 
@@ -109,6 +110,27 @@ def test_dropping_within_experts_is_refused_before_anything_starts(tmp_path):
         model = Path(f"builtin:tiny-{name}")
         with refused:
             check_machine(runs.run_config(tmp_path, model, dropout={"ffn": 0.1}))
+
+
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [
+        ("layers of one part", nullcontext()),
+        (
+            "experts without a gate",
+            pytest.raises(ConfigError, match=r"dropout\.ffn is 0\.1, and this nemotron_h has exp"),
+        ),
+    ],
+)
+def test_a_hybrid_model_has_experts_only_where_a_layer_has(tmp_path, layers, expected):
+    # As transformers writes config.json: the number of experts is there in any case.
+    model = runs.write_config(tmp_path / "model", **{"n_routed_experts": 8, **MODELS[layers]})
+    run = runs.run_config(tmp_path, model, dropout={"ffn": 0.1})
+    with expected:
+        check_machine(run)
+    balanced = runs.run_config(tmp_path, model, moe_z_loss_coef=0.1)
+    with nullcontext() if layers != "layers of one part" else pytest.raises(ConfigError):
+        check_machine(balanced)
 
 
 def results(job):

@@ -11,6 +11,7 @@ from penstock.config.schema.run import RunConfig
 from penstock.config.schema.train import TrainConfig
 from penstock.core.errors import ConfigError
 from penstock.engine.distributed.validate_layout import EXPERTS
+from penstock.engine.native_config import native_config
 from penstock.models.hf_config import HfConfig, aux_loss_coef, native_type
 
 BIAS_FAMILIES = (
@@ -122,6 +123,10 @@ def needs_router_config(train: TrainConfig) -> bool:
 
 def has_experts(hf: HfConfig) -> bool:
     """Whether the model with this config.json has MoE layers."""
+    # In a hybrid family, the kinds of the layers decide, and the number of experts may stand there
+    # for no layer.
+    if config := native_config(hf):
+        return bool(config.experts and config.experts.layers)
     counts = [hf[name] for name in EXPERTS if hf.get(name) is not None]
     return any(counts) if counts else native_type(hf) in MOE_FAMILIES
 

@@ -1,0 +1,18 @@
+"""The config of a model as its native family reads it, without building the model. No torch."""
+
+from penstock.models.decoder_config import DecoderConfig
+from penstock.models.hf_config import HfConfig, NotNativeError, native_type
+from penstock.models.multimodal import language_config
+
+
+def native_config(hf: HfConfig) -> DecoderConfig | None:
+    """The config of a model that its native family computes; None for others."""
+    # Imported here: a finished run needs no families.
+    from penstock.models.registry import FAMILIES, LANGUAGE_MODELS  # noqa: PLC0415
+
+    hf = language_config(hf)
+    family = {**FAMILIES, **LANGUAGE_MODELS}.get(native_type(hf) or "")
+    try:
+        return family.read(hf) if family else None
+    except NotNativeError:
+        return None
