@@ -105,7 +105,7 @@ class DatasetConfig(ConfigSection):
     path: str = Field(min_length=1)
     """A file, a folder or a glob; a URL (`s3://`, `gs://`, `abfs://`, `https://`); a Hugging Face
     hub id (`org/name`); `builtin:arithmetic`, `builtin:shapes` (pictures), or `dummy` for
-    synthetic token ids."""
+    synthetic token ids: 4,096 samples of 513 tokens, or of `max_seq_len`."""
 
     type: FormatName | None = None
     """Format of the records. `chat`: a list of messages; loss on assistant turns. `sharegpt`: the
