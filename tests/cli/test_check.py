@@ -1,6 +1,9 @@
 """`penstock check`: what can be judged here is, and what cannot is said."""
 
+import errno
+import fcntl
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -113,6 +116,21 @@ def test_a_folder_that_cannot_be_written_to_stops_a_run_before_it_prepares(tmp_p
     said = penstock("run", config)
     assert said.code == 2
     assert f"train.output_dir {tmp_path}/file/out cannot be written to" in said.err
+    assert not list(tmp_path.glob("**/prepare"))
+
+
+def test_a_folder_without_locks_stops_a_run_before_it_prepares(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(_descriptor: int, _operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    config = small_run(tmp_path, data={"datasets": [{"path": chats(tmp_path)}]})
+    monkeypatch.setattr(fcntl, "flock", flock)
+    for command in ("check", "run"):
+        said = penstock(command, config)
+        assert said.code == 2
+        assert re.search(r"train\.output_dir:? .*has no locks \(flock\); name a folder", said.err)
     assert not list(tmp_path.glob("**/prepare"))
 
 

@@ -5,8 +5,8 @@ import pytest
 
 from penstock.cli.run import Request
 from penstock.core.cache.diff_identity import differences
+from penstock.core.cache.record import write_record
 from penstock.core.cache.stage import ATTEMPT, identity, stage_key
-from penstock.core.files import write_json
 from penstock.estimate.costs.device_speed import remember
 from penstock.pipeline.plan import plan
 from tests.cli.command import penstock, small_run
@@ -91,7 +91,7 @@ def test_plan_says_which_samples_are_longer_than_a_row_before_and_after_data_is_
 def test_an_attempt_is_partial(tmp_path):
     config = small_run(tmp_path)
     step = plan(Request(config).load()).step("prepare")
-    write_json(step.path / ATTEMPT, {**identity(step.stage), "key": stage_key(step.stage)})
+    write_record(step.path / ATTEMPT, {**identity(step.stage), "key": stage_key(step.stage)})
     assert standings(penstock("plan", config, "--json"))["prepare"] == "partial"
 
 

@@ -180,3 +180,64 @@ def test_a_damaged_row_of_what_follows_from_content_is_computed_again(damage):
             memory.execute("UPDATE derived SET value=? WHERE content=?", (changed, name))
             memory.commit()
             assert cached_value(name, lambda: [70]) == [70]
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """The folder of the database, in a cache home of its own."""
+    monkeypatch.setenv("PENSTOCK_CACHE_HOME", str(tmp_path / "cache"))
+    digests._warn_shared.cache_clear()
+    return tmp_path / "cache" / f"digests-{os.getuid()}"
+
+
+def chown(path):
+    if os.getuid():
+        pytest.skip("only root can give files away")
+    os.chown(path, 12345, -1)
+
+
+def replace_by_link(folder):
+    folder.rename(folder.with_name("elsewhere"))
+    folder.symlink_to("elsewhere")
+
+
+@pytest.mark.parametrize(
+    "share",
+    [
+        lambda folder: folder.chmod(0o770),
+        lambda folder: folder.chmod(0o702),
+        chown,
+        replace_by_link,
+    ],
+    ids=["group", "others", "owner", "link"],
+)
+def test_a_database_that_another_user_could_have_written_vouches_for_nothing(
+    share, cache, file, read, caplog
+):
+    remember(file, "f" * 64)
+    cached_value("k", lambda: "of before")
+    assert digest_files([file]) == ["f" * 64]
+    assert cache.stat().st_mode & 0o777 == 0o700
+    share(cache)
+    read.clear()
+    assert [digest_files([file]) for _ in range(2)] == [sha(b"one")] * 2
+    assert cached_value("k", lambda: "now") == "now"
+    assert read == ["a", "a"]
+    assert [record.message.count("set its mode to 0700") for record in caplog.records] == [1]
+
+
+def test_what_another_user_owns_is_not_remembered_by_the_time_that_they_can_set(
+    file, tmp_path, read, monkeypatch
+):
+    real = digests._Stat.of
+    theirs = classmethod(lambda _, path: real(path)._replace(uid=12345))
+    digest_files([file])
+    monkeypatch.setattr(digests._Stat, "of", theirs)
+    assert digest_files([file]) == sha(b"one")
+    assert read == ["a"]  # by the change time, which the kernel sets
+    with keep_cached_across_links([file]):
+        os.link(file, tmp_path / "b")
+    digest_files([file])
+    assert read == ["a", "a"]
+    remember(file, "f" * 64)
+    assert digest_files([file]) == sha(b"one")

@@ -17,6 +17,7 @@ from penstock.core.releases.remote import open_release_store
 from penstock.core.remote.local_mirror import local_cache_dir
 from penstock.core.remote.path import RemotePath
 from penstock.pipeline.releasing import prunable, roll_back
+from tests.manifests import FIELDS
 
 
 @pytest.fixture(params=["folder", "URL"])
@@ -36,7 +37,7 @@ def put(shelf, folder, text):
     def manifest_of(number):
         size = len(text)
         listed = [{"path": "sub/a.txt", "bytes": size, "sha256": digest(text)}]
-        return {"files": listed, "text": text, "number": number}
+        return {**FIELDS, "files": listed, "facts": {"text": text, "number": number}}
 
     with shelf.writing(quiet):
         return shelf.add(manifest_of, {"sub/a.txt": source}, None)
@@ -60,7 +61,7 @@ def test_what_stands_there_is_what_was_put_there_and_is_pointed_to_when_that_is_
     (tmp_path / "two.txt").unlink()  # what it was made of may go
     again = open_release_store(location)
     assert (again.numbers(), again.latest()) == ([1, 2], 2)
-    assert [again.manifest(n)["number"] for n in (1, 2)] == [1, 2]
+    assert [again.manifest(n)["facts"]["number"] for n in (1, 2)] == [1, 2]
     assert (again.folder(2) / "sub/a.txt").read_text() == "two"
     assert [each["line"] for each in again.decisions()] == ["first", "second"]
     with pytest.raises(ArtifactError, match="no readable release 0003"):
@@ -108,7 +109,7 @@ def test_of_many_at_once_each_gets_a_number_of_its_own(tmp_path):
     assert shelf.numbers() == [*range(1, 9)]
     found = {(shelf.folder(n) / "sub/a.txt").read_text() for n in shelf.numbers()}
     assert found == set(texts)
-    assert {shelf.manifest(n)["text"] for n in shelf.numbers()} == set(texts)
+    assert {shelf.manifest(n)["facts"]["text"] for n in shelf.numbers()} == set(texts)
 
 
 def test_behind_a_url_two_at_once_get_two_numbers(tmp_path):
@@ -119,7 +120,7 @@ def test_behind_a_url_two_at_once_get_two_numbers(tmp_path):
         ]
         assert sorted(job.result() for job in jobs) == [1, 2]
     shelf = open_release_store(url)
-    assert {shelf.manifest(n)["text"] for n in (1, 2)} == {"one", "two"}
+    assert {shelf.manifest(n)["facts"]["text"] for n in (1, 2)} == {"one", "two"}
     assert {(shelf.folder(n) / "sub/a.txt").read_text() for n in (1, 2)} == {"one", "two"}
 
 

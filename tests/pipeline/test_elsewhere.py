@@ -4,12 +4,11 @@ import pytest
 
 from penstock.config.loading.load import loads
 from penstock.core import env
-from penstock.core.cache.manifest import MANIFEST
-from penstock.core.cache.stage import identity, stage_key
+from penstock.core.cache.stage import stage_key
 from penstock.core.errors import ConfigError
-from penstock.core.files import write_json
 from penstock.core.machine import linux
 from penstock.pipeline.plan import RebuildOptions, StageName, execute_stage, plan
+from tests.manifests import write_manifest
 
 
 @pytest.fixture
@@ -38,8 +37,7 @@ def test_a_layout_that_does_not_fit_is_told_before_any_stage_and_not_of_a_model_
     fitting = run.model_copy(update={"launch": run.launch.model_copy(update={"nproc_per_node": 2})})
     trained = plan(fitting).step("train")
     trained.path.mkdir(parents=True)
-    sealed = {**identity(trained.stage), "key": stage_key(trained.stage), "files": []}
-    write_json(trained.path / MANIFEST, sealed)
+    write_manifest(trained.path, stage="train", key=stage_key(trained.stage))
     there = plan(run)
     assert stage_key(there.step("export").stage) == stage_key(plan(fitting).step("export").stage)
     with pytest.raises(ConfigError, match="tensor_parallel_size 2"):
@@ -81,6 +79,5 @@ def test_a_cpu_without_bfloat16_units_trains_in_float32_unless_it_is_written_or_
     assert "slower than float32" in note
     trained = able.step("train")
     trained.path.mkdir()
-    begun = {**identity(trained.stage), "key": trained.artifact.key, "files": []}
-    write_json(trained.path / MANIFEST, begun)
+    write_manifest(trained.path, stage="train", key=trained.artifact.key)
     assert planned("").step("train").artifact.key == trained.artifact.key

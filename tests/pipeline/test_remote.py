@@ -170,7 +170,7 @@ def test_a_signature_is_in_nothing_that_a_run_leaves(web, bucket, tmp_path, on, 
     )
     bring(config, "pack")
     web.manners["signature"] = "another"
-    (tmp_path / "machines" / "here" / "digests.sqlite").unlink()
+    (tmp_path / "machines" / "here" / f"digests-{os.getuid()}" / "digests.sqlite").unlink()
     left = [file for file in (tmp_path / "machines").rglob("*") if file.is_file()]
     assert len(left) > 5
     for file in left:

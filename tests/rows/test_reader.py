@@ -6,11 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.core.cache.manifest import MANIFEST
-from penstock.core.cache.record import write_record
 from penstock.core.errors import ArtifactError
 from penstock.rows.reader import PackedRows
 from penstock.rows.schema import PACKED
+from tests.manifests import write_manifest
 
 
 def write(folder, *shards, rows_per_batch=2):
@@ -61,8 +60,8 @@ def test_a_file_that_the_manifest_does_not_list_is_reported_and_not_read(tmp_pat
     folder = tmp_path / "data" / "train"
     folder.mkdir(parents=True)
     write(folder, [[[1], [1], [1]]])
-    listed = {"path": "data/train/rows-00000-of-00001.arrow"}
-    write_record(tmp_path / MANIFEST, {"format": 1, "files": [listed], "stage": "pack"})
+    listed = {"path": "data/train/rows-00000-of-00001.arrow", "bytes": 0, "sha256": "0" * 64}
+    write_manifest(tmp_path, stage="pack", files=[listed])
     before = len(PackedRows(folder))
     write(folder, [[[1], [1], [1]]], [[[2], [2], [1]]])
     with caplog.at_level(logging.WARNING):

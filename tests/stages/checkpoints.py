@@ -9,10 +9,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
-from penstock.core.cache.manifest import MANIFEST
-from penstock.core.cache.record import digest_json, write_record
+from penstock.core.cache.record import digest_json
 from penstock.core.cache.stage import Artifact
 from penstock.core.files import write_json
+from tests.manifests import write_manifest
 
 STEP = 3
 FOLDER = f"checkpoints/global_step_{STEP}"
@@ -38,5 +38,5 @@ def trained_artifact(path: Path, parameters: Mapping[str, torch.Tensor], **state
             (folder / info.relative_path).unlink()
     write_json(folder / "state.json", {"step": STEP, "adapter_only": False, **state})
     (folder / "COMPLETE").touch()
-    write_record(path / MANIFEST, {"facts": {"checkpoint": FOLDER}})
+    write_manifest(path, stage="train", facts={"checkpoint": FOLDER})
     return Artifact("train", digest_json(sorted(tensors)), path)

@@ -3,9 +3,9 @@
 import hashlib
 from pathlib import Path
 
-from penstock.core.cache.manifest import MANIFEST
-from penstock.core.cache.record import digest_json, write_record
+from penstock.core.cache.record import digest_json
 from penstock.core.cache.stage import Artifact
+from tests.manifests import write_manifest
 
 
 def sealed_export(
@@ -21,5 +21,5 @@ def sealed_export(
     ]
     facts = {"folders": {"hf": "hf"} if folders is None else folders}
     key = digest_json(listed)
-    write_record(path / MANIFEST, {"key": key, "files": listed, "facts": facts})
+    write_manifest(path, key=key, files=listed, facts=facts)
     return Artifact("export", key, path)

@@ -38,6 +38,7 @@ from penstock.train.launch.job import (
 from penstock.train.report import write_report
 from tests.core.toy import Letters
 from tests.corruption import damages_of
+from tests.manifests import FIELDS
 from tests.stages.prepared import prepare, run, texts, write_lines
 from tests.stages.report.report_pages import report_of
 from tests.stages.report.test_report import AROUND
@@ -134,7 +135,7 @@ def shelf(name: str) -> Callable[[Path], Path]:
         listed = [{"path": "b.txt", "bytes": 1, "sha256": "0" * 64}]
         with its.writing(lambda _: None):
             its.add(
-                lambda number: {"files": listed, "number": number},
+                lambda _: {**FIELDS, "files": listed},
                 {"b.txt": folder / "a.txt"},
                 None,
             )
@@ -174,7 +175,7 @@ def attempt(folder: Path) -> Path:
 
 
 DIGESTED: dict[str, tuple[Callable[[Path], Path], Read]] = {
-    "manifest": (recorded(MANIFEST, {"files": [], "facts": {}}), lambda p: read_manifest(p.parent)),
+    "manifest": (recorded(MANIFEST, {**FIELDS}), lambda p: read_manifest(p.parent)),
     "attempt": (attempt, lambda path: read_attempt(path.parent)),
     "outcome": (recorded(OUTCOME, {"facts": {"steps": 3}}), lambda p: read_outcome(p.parent)),
     "job": (job, Job.read),

@@ -7,7 +7,7 @@ import shutil
 import stat
 from collections.abc import Generator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
 from penstock.core.errors import DamagedFileError
@@ -98,6 +98,12 @@ def link(source: Path, target: Path) -> None:
     except OSError:  # The file system has no hard links, or the link limit of the file is reached.
         with atomic_write(target) as part:
             shutil.copyfile(source, part)
+
+
+def is_relative_name(name: str) -> bool:
+    """Whether the name is of a file below its folder."""
+    parts = PurePosixPath(name).parts
+    return bool(parts) and not (name.startswith("/") or ".." in parts or set("\\\0") & set(name))
 
 
 def remove(path: Path) -> None:

@@ -3,9 +3,12 @@
 import tempfile
 from pathlib import Path
 
+from penstock.core.file_lock import refusal_to_lock
+
 
 def refusal_to_write(folder: Path) -> str | None:
-    """Why `folder`, which may not exist yet, is not writable; None if it is writable.
+    """Why no files can be written and locked in `folder`, which may not exist yet; None if they
+    can.
 
     Creates and removes a uniquely named folder in it, or in its nearest existing parent.
     """
@@ -15,8 +18,8 @@ def refusal_to_write(folder: Path) -> str | None:
     if not existing.is_dir():
         return f"{existing} is a file"
     try:
-        with tempfile.TemporaryDirectory(prefix=".penstock-", dir=existing):
-            return None
+        with tempfile.TemporaryDirectory(prefix=".penstock-", dir=existing) as probe:
+            return refusal_to_lock(Path(probe, "lock"))
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         return reason if existing == folder else f"nothing can be made in {existing} ({reason})"

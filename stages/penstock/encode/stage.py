@@ -64,7 +64,7 @@ class Encode(Stage):
         count, noted = len(features.images.digests()), out / MISSING
         if not noted.is_file():
             write_record(noted, {"missing": len(features.missing())})
-        missing = read_record(noted, (), f"Delete {noted} and run again.")["missing"]
+        missing = read_record(noted, f"Delete {noted} and run again.")["missing"]
         sys.stderr.write(f"encode: {count} images, {missing} without features\n")
         files = features.get_or_encode()
         (out / MEDIA).mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from filelock import FileLock, Timeout
+from filelock import Timeout
 
 from penstock.config.schema.run import RunConfig, has_target
 from penstock.core.cache.in_use import pin_artifacts
@@ -29,6 +29,7 @@ from penstock.core.cache.store import (
     lock_path,
 )
 from penstock.core.errors import ConfigError, PenstockError
+from penstock.core.file_lock import acquire_lock
 from penstock.core.files import remove
 from penstock.core.releases.local import Notify, ReleaseStore, release_folder_name
 from penstock.core.remote.artifact_sync import RemoteArtifact
@@ -351,16 +352,13 @@ def _exclusive(run: RunConfig) -> Generator[bool]:
     """Hold the lock of this release on this machine; yields false if another tick holds it."""
     folder = local_cache_dir(release_location(run))
     folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / LOCK_FILE)
     try:
-        lock.acquire(timeout=0)
+        lock = acquire_lock(folder / LOCK_FILE, timeout=0)
     except Timeout:
         yield False
         return
-    try:
+    with lock:
         yield True
-    finally:
-        lock.release()
 
 
 def _format_figures(figures: Figures, latest: int | None) -> str:

@@ -28,7 +28,6 @@ from penstock.push.contents import PushFile, obsolete_files
 
 INDEX = "penstock-push.json"
 
-UNDIGESTED_INDEX = frozenset({"format", "files"})
 """Fields of indexes that predate record digests."""
 
 Entries = dict[str, dict[str, Any]]
@@ -166,7 +165,7 @@ class CopyTarget:
         """The digests of an earlier push; empty if there is no readable index."""
         try:
             content: Any = self.system.cat_file(self._path_at(INDEX))
-            record = parse_record(content, INDEX, UNDIGESTED_INDEX, "Push again.")
+            record = parse_record(content, INDEX, "Push again.")
             return {entry["path"]: entry for entry in record["files"]}
         except (FileNotFoundError, ArtifactError, KeyError, TypeError):
             return {}

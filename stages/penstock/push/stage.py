@@ -30,7 +30,6 @@ log = logging.getLogger("penstock.push")
 PLAN = "plan.json"
 """The differences found by the first attempt; a resumed push reports the same."""
 
-UNDIGESTED_PLAN = frozenset({"sent", "unchanged", "removed"})
 """Fields of plans that predate record digests."""
 
 _REPO_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -165,4 +164,4 @@ def _load_or_write_plan(
         send, remove = difference
         unchanged = sorted({file.name for file in files} - set(send))
         write_record(out / PLAN, {"sent": send, "unchanged": unchanged, "removed": remove})
-    return read_record_fields(out / PLAN, UNDIGESTED_PLAN, "Delete it and push again.")
+    return read_record_fields(out / PLAN, "Delete it and push again.")

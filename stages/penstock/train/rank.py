@@ -9,12 +9,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
-
 from penstock.config.schema.logging import LogRanks
 from penstock.core import env
 from penstock.core.cache.record import write_record
 from penstock.core.errors import ConfigError, PenstockError
+from penstock.core.file_lock import acquire_lock
 from penstock.core.process.die_with_parent import end_with_parent, outlive_parent_by
 from penstock.core.process.hangup import lossy_output
 from penstock.core.process.rank_heartbeat import Heartbeat
@@ -142,7 +141,7 @@ def run_rank(
             held.enter_context(_on_the_terminal(f"{work.__name__}, rank {ranks.rank}"))
         if ranks.is_main_process:
             # Ranks of a killed launcher may still be saving; they exit within a step.
-            held.enter_context(FileLock(job.output_dir / RANKS_LOCK))
+            held.enter_context(acquire_lock(job.output_dir / RANKS_LOCK))
         if job.config.train.enable_full_determinism:
             use_deterministic_algorithms()
         launches = _one_run(job, ranks)

@@ -12,9 +12,10 @@ import torch
 
 from penstock.config.schema.base import Settings
 from penstock.core.cache.folder_digests import DIGESTS
+from penstock.core.cache.record import write_record
 from penstock.core.cache.stage import ATTEMPT, Stage, identity, stage_key
 from penstock.core.errors import ArtifactError, StageError
-from penstock.core.files import regular_files, write_json
+from penstock.core.files import regular_files
 from penstock.core.remote.artifact_sync import RemoteArtifact
 from penstock.core.remote.reconcile import sync_mirror
 from penstock.engine.checkpoint.folders import (
@@ -214,7 +215,7 @@ def test_a_mirror_gets_whole_checkpoints_in_place_of_damaged_ones_and_older_ones
     its = job(folder, "mirrored")
     on_ranks(1, runs.train_here, its)
     stage, mirror = TrainElsewhere(Settings()), tmp_path / "mirror"
-    write_json(its.output_dir / ATTEMPT, {**identity(stage), "key": stage_key(stage)})
+    write_record(its.output_dir / ATTEMPT, {**identity(stage), "key": stage_key(stage)})
     shutil.copytree(its.output_dir, mirror)
     depot = RemoteArtifact(f"{bucket}/mirrored", mirror)
     names = [path.relative_to(mirror).as_posix() for path in regular_files(mirror)]

@@ -15,6 +15,7 @@ import transformers
 from penstock.compose.stage import Compose
 from penstock.config.loading.load import loads
 from penstock.core.cache.in_use import pin_artifacts
+from penstock.core.cache.record import write_record
 from penstock.core.cache.stage import ATTEMPT, stage_key
 from penstock.core.errors import CapabilityError
 from penstock.core.files import PART, read_json, remove, write_json
@@ -137,7 +138,7 @@ def test_a_composed_model_is_pruned_once_no_result_was_made_from_it(tmp_path):
     for name, one in (("made", planned[0].step("train")), ("begun", planned[0].step("export"))):
         inputs = {name: source.key for name, source in one.stage.inputs.items()}
         record = {"stage": one.stage.name, "key": name, "inputs": inputs}
-        write_json(trained / one.stage.name / name / ATTEMPT, record)
+        write_record(trained / one.stage.name / name / ATTEMPT, record)
     prune = ("artifacts", "prune", "--keep-last", "0", "--unreferenced", "--json", "--root")
 
     def pruned() -> list[str]:

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from penstock.core.files import write_json
+from penstock.core.cache.record import write_record
 from penstock.train.launch.job import OUTCOME
 from penstock.train.report import write_report
 from tests.stages.train.told_runs import job_in, tell
@@ -50,7 +50,7 @@ def report_of(folder, records, evaluations=(), outcome="finished", **sections):
     job_in(folder, **sections)
     tell(folder, [*records, *({"step": step, "eval_loss": loss} for step, loss in evaluations)])
     if outcome == "finished":
-        write_json(folder / OUTCOME, {"facts": {}, "step": len(records), "signal": None})
+        write_record(folder / OUTCOME, {"facts": {}, "step": len(records), "signal": None})
     return write_report(folder).read_text()
 
 

@@ -7,6 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from penstock.core.cache.record import write_record
 from penstock.core.errors import ConfigError
 from penstock.core.files import write_json
 from penstock.train.launch.job import ENVIRONMENT, JOB, LOGS, OUTCOME, SAMPLES, Job
@@ -232,7 +233,7 @@ def test_a_page_says_how_a_run_stands(tmp_path):
     text = write_report(tmp_path).read_text()
     assert "failed: the disk is full &lt;b&gt;" in text
     assert "<body>" in text
-    write_json(tmp_path / OUTCOME, {"facts": None, "step": 10, "signal": 15})
+    write_record(tmp_path / OUTCOME, {"facts": None, "step": 10, "signal": 15})
     assert "stopped after step 10" in write_report(tmp_path).read_text()
 
 

@@ -55,7 +55,7 @@ def require_unchanged(digests: Iterable[tuple[Path, str]]) -> None:
 def _noted_digest(target: Path) -> str:
     """Raises ArtifactError for a damaged note, FileNotFoundError if there is none."""
     remedy = f"Run again: {target.name} is written again. If this repeats, check the disk."
-    return read_record(_note(target), (), remedy).get("sha256", "")
+    return read_record(_note(target), remedy).get("sha256", "")
 
 
 def _note(target: Path) -> Path:

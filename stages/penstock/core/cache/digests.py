@@ -5,26 +5,33 @@ A cache row is keyed by (device, inode) and is valid for one size, modification 
 ctime, at every write, link and rename. As in git's index, a file that changed within the
 granularity of the file system's clock before it was read is not cached: a later write could leave
 the same times. A file that this program has written is cached at once, with a modification time
-that no later write gives it. Values derived from content alone are cached under the content digest.
-Losing the cache costs one read of each file. A damaged row or database counts as a cache miss.
+that no later write gives it and that only the owner of the file can set. The database is in a
+folder that only this user can write to. Values derived from content alone are cached under the
+content digest. Losing the cache costs one read of each file. A damaged row or database counts as a
+cache miss.
 
 `docs/guide/integrity.md` states which bytes are proved when.
 """
 
 import hashlib
 import json
+import logging
 import os
 import sqlite3
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
+from functools import cache
 from pathlib import Path
+from stat import S_ISDIR
 from typing import Any, NamedTuple
 
 from penstock.core import env
 from penstock.core.files import named_os_errors
 from penstock.core.machine.linux import file_system_type
+
+log = logging.getLogger("penstock.artifacts")
 
 MIN_AGE_NS = 100_000_000
 """Granularity of a file system's clock, in nanoseconds: a kernel tick is at most 10 ms."""
@@ -101,7 +108,8 @@ def digest_written(part: Path) -> WrittenDigest:
 def cache_written(path: Path, written: WrittenDigest) -> None:
     """Cache the digest of a file that was renamed to `path` after it was digested."""
     stat = _Stat.of(path)
-    if stat.granularity_ns == MIN_AGE_NS and stat.mtime_ns == written.mtime_ns:
+    is_as_written = stat.is_own and stat.mtime_ns == written.mtime_ns
+    if is_as_written and stat.granularity_ns == MIN_AGE_NS:
         with suppress(sqlite3.Error), closing(_open_database()) as database:
             _store_rows(database, [_Row.of(stat, written.sha256)])
 
@@ -109,7 +117,7 @@ def cache_written(path: Path, written: WrittenDigest) -> None:
 @contextmanager
 def keep_cached_across_links(paths: Iterable[Path]) -> Generator[None]:
     """Keep cached digests valid across a block that creates hard links to the files. Creating a
-    link changes a file's ctime but not its content."""
+    link changes a file's ctime but not its content. Another user's files are read again."""
     paths = list(paths)
     before = [_Stat.of(path) for path in paths]
     yield
@@ -117,7 +125,8 @@ def keep_cached_across_links(paths: Iterable[Path]) -> Generator[None]:
         rows: list[_Row] = []
         for path, stat in zip(paths, before, strict=True):
             now, digest = _Stat.of(path), _cached_digest(database, stat)
-            if digest and (now.size, now.mtime_ns) == (stat.size, stat.mtime_ns):
+            is_unchanged = (now.size, now.mtime_ns) == (stat.size, stat.mtime_ns)
+            if digest and now.is_own and is_unchanged:
                 rows.append(_Row.of(now, digest))
         _store_rows(database, rows)
 
@@ -165,6 +174,7 @@ class _Stat(NamedTuple):
     size: int
     mtime_ns: int
     ctime_ns: int
+    uid: int
 
     @classmethod
     def of(cls, path: Path) -> "_Stat":
@@ -176,7 +186,12 @@ class _Stat(NamedTuple):
             os.close(descriptor)
         # SQLite integers are signed; some file systems use larger inode numbers.
         device, inode = stat.st_dev & _SIGNED, stat.st_ino & _SIGNED
-        return cls(device, inode, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+        return cls(device, inode, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_uid)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether no user but this one and root can set the modification time."""
+        return self.uid in (os.getuid(), 0)
 
     @property
     def granularity_ns(self) -> int | None:
@@ -278,16 +293,21 @@ def _read_all(paths: Sequence[Path]) -> list[str]:
 
 
 def _database_file() -> Path:
-    return env.cache_home() / "digests.sqlite"
+    # A folder of each user's own: a cache home may be shared.
+    return env.cache_home() / f"digests-{os.getuid()}" / "digests.sqlite"
 
 
 def _open_database() -> sqlite3.Connection:
-    folder = env.cache_home()
+    """Raises sqlite3.OperationalError if another user could have written the database."""
+    file = _database_file()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder = file.parent.lstat()
     except OSError as error:
         raise sqlite3.OperationalError(str(error)) from error
-    file = _database_file()
+    if not S_ISDIR(folder.st_mode) or folder.st_uid != os.getuid() or folder.st_mode & 0o022:
+        _warn_shared(file.parent)
+        raise sqlite3.OperationalError("other users can write it")
     try:
         return _connect(file)
     except sqlite3.OperationalError:
@@ -298,6 +318,15 @@ def _open_database() -> sqlite3.Connection:
         except OSError as error:
             raise sqlite3.OperationalError(str(error)) from error
         return _connect(file)
+
+
+@cache
+def _warn_shared(folder: Path) -> None:
+    log.warning(
+        "%s can be written to by other users, so no digest is remembered there, and every use reads"
+        " the files: set its mode to 0700, or name another folder in PENSTOCK_CACHE_HOME",
+        folder,
+    )
 
 
 def _connect(file: Path) -> sqlite3.Connection:

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import xxhash
 
 from penstock.core.errors import ArtifactError
-from penstock.core.files import write_json
+from penstock.core.files import is_relative_name, write_json
 
 DIGESTS = "digests.json"
 ALGORITHM = "xxh3_128"
@@ -103,7 +103,7 @@ class FolderDigests:
         if digests.part_bytes < 1:
             raise DamagedError(f"{DIGESTS} says that parts have {digests.part_bytes} bytes")
         for name, file in files.items():
-            if not _is_inside(name):
+            if not is_relative_name(name):
                 raise DamagedError(f"{DIGESTS} names {name}, outside of its folder")
             if len(file.parts) != max(1, -(-file.bytes // digests.part_bytes)):
                 raise DamagedError(f"{DIGESTS} has {len(file.parts)} digests of {name}")
@@ -222,8 +222,3 @@ def _size_message(name: str, size: int, expected: int) -> str:
 
 def _unreadable_message(name: str, error: OSError) -> str:
     return f"{name} cannot be read ({error.strerror or error})"
-
-
-def _is_inside(name: str) -> bool:
-    path = PurePosixPath(name)
-    return not path.is_absolute() and ".." not in path.parts

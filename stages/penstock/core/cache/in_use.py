@@ -17,6 +17,7 @@ from penstock.core.cache.record import digest_json
 from penstock.core.cache.stage import short, stage_key
 from penstock.core.cache.store import PlannedStage
 from penstock.core.errors import ArtifactError
+from penstock.core.file_lock import acquire_lock
 from penstock.core.files import read_json, write_json
 
 PINS_FOLDER = ".in_use"
@@ -47,7 +48,7 @@ def block_new_pins(root: Path) -> Generator[Callable[[], set[str]]]:
     keys."""
     pins = root / PINS_FOLDER
     pins.mkdir(parents=True, exist_ok=True)
-    with FileLock(pins / GATE_LOCK):
+    with acquire_lock(pins / GATE_LOCK):
         yield lambda: _read_pinned_keys(pins)
 
 

@@ -17,9 +17,6 @@ from penstock.core.cache.stage import ATTEMPT, Artifact, Stage, identity, short,
 DIGESTS = "input_digests"
 """Field of an attempt's record: the content digest of each input artifact, by name."""
 
-UNDIGESTED_ATTEMPT = frozenset({"stage", "version", "settings", "inputs", "key"})
-"""Fields of attempt records that predate digests."""
-
 
 @dataclass(frozen=True)
 class ChangedInput:
@@ -83,7 +80,7 @@ def read_attempt(folder: Path) -> Record | None:
     path = folder / ATTEMPT
     remedy = f"Move {folder} aside, or delete it to begin again."
     try:
-        return read_record(path, UNDIGESTED_ATTEMPT, remedy)
+        return read_record(path, remedy)
     except (FileNotFoundError, NotADirectoryError):
         return None
 

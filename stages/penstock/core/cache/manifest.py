@@ -5,24 +5,25 @@ folder is always read here before its files are used.
 """
 
 import logging
+import re
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from datetime import datetime
+from pathlib import Path, PurePosixPath
+from typing import Any, cast
 
-from penstock.core.cache.record import DIGEST, Record, digest_json, parse_record, read_record
+from penstock.core.cache.record import Record, digest_json, parse_record, read_record
 from penstock.core.errors import ArtifactError
+from penstock.core.files import is_relative_name
 
 log = logging.getLogger("penstock.artifacts")
 
 MANIFEST = "manifest.json"
 
-UNDIGESTED = frozenset(
-    {
-        *("format", "stage", "key", "version", "settings", "inputs", "files", "facts"),
-        *("seconds", "created", "code", "host"),
-    }
-)
-"""Fields of manifests that predate digests."""
+_FIELDS: Mapping[str, type] = {
+    **{"stage": str, "key": str, "version": int, "created": str},
+    **{"settings": dict, "inputs": dict, "facts": dict, "files": list},
+}
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 RELEASE = "release"
 """Stage name in the manifests of releases, whose keys are computed differently."""
@@ -32,15 +33,15 @@ def read_manifest(folder: Path) -> Record | None:
     """Return the manifest in `folder`, or None if there is none."""
     path = folder / MANIFEST
     try:
-        record = read_record(path, UNDIGESTED, remedy_for(folder))
+        record = read_record(path, remedy_for(folder))
     except (FileNotFoundError, NotADirectoryError):
         return None
-    return _require_key(record, str(path), remedy_for(folder))
+    return _require_fields(record, str(path), remedy_for(folder))
 
 
 def parse_manifest(content: bytes, location: str, remedy: str) -> Record:
     """Parse and check the manifest `content` read from `location`."""
-    return _require_key(parse_record(content, location, UNDIGESTED, remedy), location, remedy)
+    return _require_fields(parse_record(content, location, remedy), location, remedy)
 
 
 def remedy_for(folder: Path) -> str:
@@ -69,26 +70,52 @@ def content_digest(manifest: Mapping[str, Any]) -> str:
     return digest_json(sorted([file["path"], file["sha256"]] for file in manifest["files"]))
 
 
-def _require_key(manifest: Record, location: str, remedy: str) -> Record:
-    """Return the manifest if its recorded identity still hashes to its key. The manifest's own
-    digest covers the other fields."""
-    if DIGEST not in manifest and not _matches_own_key(manifest):
-        raise ArtifactError(
-            f"{location} is damaged: its settings and inputs do not match its key.\n  {remedy}"
-        )
+def _require_fields(manifest: Record, location: str, remedy: str) -> Record:
+    """Return the manifest if its fields have their types and its files are names inside its folder.
+
+    Its digest shows that it was written so, not that this program wrote it.
+    """
+    if fault := _field_fault(manifest) or _files_fault(manifest["files"]):
+        raise ArtifactError(f"{location} is damaged: {fault}.\n  {remedy}")
     return manifest
 
 
-def _matches_own_key(manifest: Record) -> bool:
-    named = ("stage", "version", "settings", "inputs", "key")
-    if manifest.get("stage") == RELEASE or any(name not in manifest for name in named):
-        return True
+def _field_fault(manifest: Record) -> str | None:
+    for name, kind in _FIELDS.items():
+        if not isinstance(manifest.get(name), kind):
+            return f"{name} is missing or no {kind.__name__}"
+    for name, source in manifest["inputs"].items():
+        if not isinstance(source, dict) or not isinstance(cast(Record, source).get("key"), str):
+            return f"input {name} has no key"
     try:
-        inputs = {
-            name: entry if isinstance(entry, str) else entry["key"]
-            for name, entry in manifest["inputs"].items()
-        }
-    except (AttributeError, KeyError, TypeError):
-        return False
-    fields = {name: manifest[name] for name in ("stage", "version", "settings")}
-    return manifest["key"] == digest_json({**fields, "inputs": inputs})
+        has_zone = datetime.fromisoformat(manifest["created"]).tzinfo is not None
+    except ValueError:
+        has_zone = False
+    return None if has_zone else f"created is {manifest['created']!r}, which is no time with a zone"
+
+
+def _files_fault(files: list[Any]) -> str | None:
+    paths: set[str] = set()
+    for file in files:
+        fields = cast(Record, file) if isinstance(file, dict) else {}
+        if fields.keys() != {"path", "bytes", "sha256"}:
+            return f"files has an entry that is not a path, bytes and sha256: {file!r}"
+        path, num_bytes, sha256 = fields["path"], fields["bytes"], fields["sha256"]
+        if not isinstance(path, str) or not _is_listable(path):
+            return (
+                f"files names {path!r}, which is no file inside its folder, and may have been "
+                "written to overwrite others"
+            )
+        if type(num_bytes) is not int or num_bytes < 0:
+            return f"{path} has {num_bytes!r} bytes"
+        if not isinstance(sha256, str) or not _SHA256.fullmatch(sha256):
+            return f"{path} has the SHA-256 {sha256!r}"
+        if path in paths:
+            return f"files lists {path} twice"
+        paths.add(path)
+    return None
+
+
+def _is_listable(path: str) -> bool:
+    """Whether a manifest lists a file so: one name per file, and not the manifest itself."""
+    return is_relative_name(path) and str(PurePosixPath(path)) == path != MANIFEST

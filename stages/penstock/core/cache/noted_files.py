@@ -5,7 +5,6 @@ file holds its lock, which the kernel releases when the process ends. Further fi
 content are stored beside it as `<name>.<other>`.
 """
 
-import errno
 import logging
 import os
 import platform
@@ -17,25 +16,19 @@ from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
 
-from filelock import FileLock, Timeout
+from filelock import Timeout
 
 from penstock.core.cache.digests import cache_written, digest_files, digest_written
 from penstock.core.cache.record import FORMAT, read_record_fields, write_record
-from penstock.core.errors import ArtifactError, StageError
+from penstock.core.errors import ArtifactError
+from penstock.core.file_lock import acquire_lock
 from penstock.core.files import PART, remove
 
 log = logging.getLogger("penstock.prepare")
 
-FIELDS_BEFORE_DIGEST = frozenset({"format", "file", "tally"})
-"""Fields of notes that were written before they contained their own digest."""
-
 Note = dict[str, Any]
 
 DAY = 86_400.0
-
-NO_LOCK_ERRNOS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP)
-"""Errors of a file system without locks. There, two runs may write a file at the same time; both
-write the same bytes atomically."""
 
 WriteStatus = Literal["made", "found", "busy"]
 """Written by this call, found, or being written by another run."""
@@ -116,9 +109,7 @@ def _inode(path: Path) -> tuple[int, int]:
 def _read_note(path: Path) -> Note | None:
     """Read the file's note; None if it is damaged or the file has another size."""
     try:
-        note = read_record_fields(
-            path.with_suffix(".json"), FIELDS_BEFORE_DIGEST, "It is written again."
-        )
+        note = read_record_fields(path.with_suffix(".json"), "It is written again.")
         return note if path.stat().st_size == note["file"]["bytes"] else None
     except (OSError, ArtifactError, KeyError, TypeError):
         return None
@@ -141,8 +132,8 @@ def _verify_digests(notes: Mapping[Path, Note]) -> dict[Path, Note]:
 
 
 def _write(target: Path, write: Callable[[Path], Mapping[str, Any]]) -> None:
-    # A unique name, and recent files of other processes are kept: on a file system without locks
-    # several processes may write the same file.
+    # A unique name, and recent files of other processes are kept: another machine may see a lock
+    # on a network file system late.
     for leftover in target.parent.glob(f"{target.name}.*{PART}"):
         with suppress(FileNotFoundError):
             if leftover.stat().st_mtime < time.time() - DAY:
@@ -166,21 +157,10 @@ def _lock_path(target: Path) -> Path:
 @contextmanager
 def _lock(target: Path, when_busy: Literal["wait", "skip"]) -> Generator[bool]:
     """Hold the file's lock during the block; yields False if another process holds it."""
-    lock = FileLock(_lock_path(target))
     try:
-        lock.acquire(timeout=-1 if when_busy == "wait" else 0)
+        lock = acquire_lock(_lock_path(target), timeout=-1 if when_busy == "wait" else 0)
     except Timeout:
         yield False
         return
-    except OSError as error:
-        if error.errno not in NO_LOCK_ERRNOS:
-            raise StageError(
-                f"{target} cannot be locked: {error.strerror or error}.\n"
-                "  data.dataset_prepared_path must be a folder that this user can write to."
-            ) from error
+    with lock:
         yield True
-        return
-    try:
-        yield True
-    finally:
-        lock.release()

@@ -1,12 +1,11 @@
 """JSON records with a SHA-256 digest, so that damage is detected on read.
 
-`digest` is the SHA-256 of the canonical JSON of all other fields. Records that predate digests
-remain readable if they contain only fields of that time.
+`digest` is the SHA-256 of the canonical JSON of all other fields.
 """
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -40,7 +39,7 @@ def write_record(path: Path, record: Mapping[str, Any]) -> None:
     write_json(path, with_digest(record))
 
 
-def read_record(path: Path, undigested: Collection[str], remedy: str) -> Record:
+def read_record(path: Path, remedy: str) -> Record:
     """Read the record in `path`; see `parse_record`.
 
     Raises FileNotFoundError or NotADirectoryError if there is none.
@@ -53,21 +52,20 @@ def read_record(path: Path, undigested: Collection[str], remedy: str) -> Record:
         raise ArtifactError(
             f"{path} cannot be read: {describe_os_error(error)}.\n  {remedy}"
         ) from error
-    return parse_record(content, str(path), undigested, remedy)
+    return parse_record(content, str(path), remedy)
 
 
-def read_record_fields(path: Path, undigested: Collection[str], remedy: str) -> Record:
+def read_record_fields(path: Path, remedy: str) -> Record:
     """Read the record in `path` and drop its digest; see `read_record`."""
-    record = read_record(path, undigested, remedy)
+    record = read_record(path, remedy)
     return {name: value for name, value in record.items() if name != DIGEST}
 
 
-def parse_record(content: bytes, location: str, undigested: Collection[str], remedy: str) -> Record:
+def parse_record(content: bytes, location: str, remedy: str) -> Record:
     """Parse the record `content` read from `location`.
 
-    `undigested` are the fields that a record without a digest may have. Raises ArtifactError, with
-    `remedy` as the recommended action, if the content is not a JSON object, does not match its
-    digest, or has an unknown format.
+    Raises ArtifactError, with `remedy` as the recommended action, if the content is not a JSON
+    object, does not match its digest or has none, or has an unknown format.
     """
     try:
         value = json.loads(content)
@@ -78,11 +76,12 @@ def parse_record(content: bytes, location: str, undigested: Collection[str], rem
     record = cast(Record, value)
     if "format" in record and record["format"] != FORMAT:
         raise ArtifactError(_unknown_format(record, location, remedy))
-    if DIGEST in record:
-        is_intact = record[DIGEST] == with_digest(record)[DIGEST]
-    else:
-        is_intact = record.keys() <= set(undigested)
-    if not is_intact:
+    if DIGEST not in record:
+        raise ArtifactError(
+            f"{location} is damaged: it has no digest, so it was changed after it was written.\n"
+            f"  {remedy}"
+        )
+    if record[DIGEST] != with_digest(record)[DIGEST]:
         raise ArtifactError(
             f"{location} is damaged: its fields do not match its digest, so it was changed after "
             f"it was written.\n  {remedy}"

@@ -8,15 +8,15 @@ manifest, and reuses the result. The kernel releases the lock when its holder di
 import platform
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from filelock import FileLock, Timeout
+from filelock import Timeout
 
 from penstock.core.cache import provenance
 from penstock.core.cache.attempt_files import require_unchanged
@@ -49,6 +49,7 @@ from penstock.core.errors import (
     PenstockError,
     StageError,
 )
+from penstock.core.file_lock import acquire_lock
 from penstock.core.files import PART, backup_rename, fsync, regular_files, remove
 from penstock.core.os_errors import describe_os_error
 from penstock.core.remote.artifact_sync import RemoteArtifact
@@ -351,51 +352,38 @@ def lock_path(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.lock")
 
 
-class _folder_lock:  # noqa: N801 - used as a function
+@contextmanager
+def _folder_lock(step: PlannedStage, notify: Callable[[str], None]) -> Generator[None]:
     """One writer per folder; notifies once if another process holds the lock."""
+    try:
+        step.path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StageError(
+            f"{step.path.parent} cannot be created: {describe_os_error(error)}."
+        ) from error
+    try:
+        lock = acquire_lock(lock_path(step.path), timeout=0)
+    except Timeout:
+        notify(f"{step.path} is being built by another run; waiting for it")
+        lock = _wait_for_lock(step)
+    with lock:
+        yield
 
-    def __init__(self, step: PlannedStage, notify: Callable[[str], None]) -> None:
-        folder = step.path
-        try:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise StageError(
-                f"{folder.parent} cannot be created: {describe_os_error(error)}."
-            ) from error
-        self._lock = FileLock(lock_path(folder))
-        self._step = step
-        self._folder = folder
-        self._notify = notify
 
-    def __enter__(self) -> None:
-        try:
-            self._lock.acquire(timeout=0)
-        except Timeout:
-            self._notify(f"{self._folder} is being built by another run; waiting for it")
-            self._wait()
-        except OSError as error:
-            raise StageError(
-                f"{self._folder} cannot be locked: {describe_os_error(error)}."
-            ) from error
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
-
-    def _wait(self) -> None:
-        """Wait for the lock. Raises ConfigError if its holder builds a result of another key, which
-        this run could not use."""
-        own_key = stage_key(self._step.stage)
-        while True:
-            with suppress(Timeout):
-                self._lock.acquire(timeout=WAIT_SECONDS)
-                return
-            attempt = read_attempt(self._folder)
-            if attempt is not None and attempt["key"] != own_key:
-                raise ConfigError(
-                    f"{self._step.where} is being written by another run with other settings: key "
-                    f"{short(attempt['key'])} there, {short(own_key)} here.\n"
-                    "  Name another folder (train.output_dir), or wait until that run has ended."
-                )
+def _wait_for_lock(step: PlannedStage) -> AbstractContextManager[object]:
+    """Wait for the lock. Raises ConfigError if its holder builds a result of another key, which
+    this run could not use."""
+    own_key = stage_key(step.stage)
+    while True:
+        with suppress(Timeout):
+            return acquire_lock(lock_path(step.path), timeout=WAIT_SECONDS)
+        attempt = read_attempt(step.path)
+        if attempt is not None and attempt["key"] != own_key:
+            raise ConfigError(
+                f"{step.where} is being written by another run with other settings: key "
+                f"{short(attempt['key'])} there, {short(own_key)} here.\n"
+                "  Name another folder (train.output_dir), or wait until that run has ended."
+            )
 
 
 def _rebuild(step: PlannedStage, started: float, request: _Request) -> StageResult:

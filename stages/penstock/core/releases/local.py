@@ -18,12 +18,13 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
-from filelock import FileLock, Timeout
+from filelock import Timeout
 
 from penstock.core.cache.digests import keep_cached_across_links
 from penstock.core.cache.manifest import MANIFEST, read_manifest
 from penstock.core.cache.record import parse_record, write_record
 from penstock.core.errors import ArtifactError
+from penstock.core.file_lock import acquire_lock
 from penstock.core.files import PART, fsync, link, remove
 from penstock.core.remote.path import require_relative
 
@@ -119,18 +120,16 @@ class LocalReleaseStore(ReleaseStore):
     def writing(self, notify: Notify) -> Generator[None]:
         """Hold the lock, which the kernel releases when the holder dies, and remove leftovers."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(self._folder / ".lock")
+        lock_file = self._folder / ".lock"
         try:
-            lock.acquire(timeout=0)
+            lock = acquire_lock(lock_file, timeout=0)
         except Timeout:
             notify(f"{self._folder} is being written to by another process; waiting for it")
-            lock.acquire()
-        try:
+            lock = acquire_lock(lock_file)
+        with lock:
             for leftover in self._folder.glob(f".*{PART}"):
                 remove(leftover)
             yield
-        finally:
-            lock.release()
 
     def numbers(self) -> list[int]:
         """The complete releases, in order."""
@@ -252,7 +251,7 @@ def parse_withdrawn(content: bytes | None, location: str) -> list[int]:
         if isinstance(numbers := json.loads(content), list):
             return cast("list[int]", numbers)
     remedy = "Delete it, and withdraw releases again with penstock releases rollback."
-    return parse_record(content, location, (), remedy)[WITHDRAWN_NUMBERS]
+    return parse_record(content, location, remedy)[WITHDRAWN_NUMBERS]
 
 
 def release_folder_name(number: int) -> str:

@@ -104,7 +104,7 @@ class RemoteReleaseStore(ReleaseStore):
         content = (self._root / POINTER).read()
         if content is None:
             return None
-        pointer = parse_record(content, f"{self.where}/{POINTER}", ("number",), _REMEDY)
+        pointer = parse_record(content, f"{self.where}/{POINTER}", _REMEDY)
         number = pointer.get("number")
         if (
             not isinstance(number, int)

@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from penstock.core.cache.input_digests import UNDIGESTED_ATTEMPT
 from penstock.core.cache.manifest import MANIFEST, parse_manifest
 from penstock.core.cache.record import parse_record
 from penstock.core.cache.stage import ATTEMPT, ERROR_LOG
@@ -143,7 +142,7 @@ class RemoteArtifact:
         )
         if name == MANIFEST:
             return parse_manifest(content, location, remedy)
-        return parse_record(content, location, UNDIGESTED_ATTEMPT, remedy)
+        return parse_record(content, location, remedy)
 
     def _is_there(self, name: str, info: Info | None) -> bool:
         noted = self._sent.get(name)

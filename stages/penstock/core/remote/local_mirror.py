@@ -7,11 +7,10 @@ import re
 import uuid
 from pathlib import Path
 
-from filelock import FileLock
-
 from penstock.core import env
 from penstock.core.cache.record import digest_json
 from penstock.core.cache.stage import short
+from penstock.core.file_lock import acquire_lock
 from penstock.core.files import atomic_write
 from penstock.core.remote.urls import is_url, local_path, redact
 
@@ -32,7 +31,7 @@ def mirror_holder() -> str:
     """Identifier of this machine's mirrors, the same in all processes that share their locks."""
     file = env.cache_home() / MIRRORS / HOLDER
     file.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(file.with_name(f"{HOLDER}.lock")):
+    with acquire_lock(file.with_name(f"{HOLDER}.lock")):
         if not file.is_file():
             with atomic_write(file) as part:
                 part.write_text(uuid.uuid4().hex)

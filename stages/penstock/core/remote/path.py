@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from penstock.core import env
 from penstock.core.errors import ArtifactError, StageError
+from penstock.core.files import is_relative_name
 from penstock.core.process.retry import PLANNING_TRIES, RUN_TRIES, retry_until_connected
 from penstock.core.remote.errors import (
     Doing,
@@ -212,8 +213,7 @@ class RemotePath:
 
 def require_relative(name: str) -> str:
     """Return the name if it stays below its folder. Raises ArtifactError otherwise."""
-    parts = PurePosixPath(name).parts
-    if not parts or name.startswith("/") or ".." in parts or "\\" in name or "\0" in name:
+    if not is_relative_name(name):
         raise ArtifactError(
             f"{name!r} is not a relative file name inside its folder.\n"
             "  It may have been written to overwrite other files: check its origin before use."

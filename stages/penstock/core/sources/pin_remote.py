@@ -12,13 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from filelock import FileLock
-
 from penstock.core import env
 from penstock.core.cache.digests import digest_files, sha256_file
 from penstock.core.cache.record import digest_json, read_record, write_record
 from penstock.core.cache.stage import Source, short
 from penstock.core.errors import ArtifactError, ConfigError, StageError
+from penstock.core.file_lock import acquire_lock
 from penstock.core.files import fsync, remove
 from penstock.core.process.retry import PLANNING_TRIES
 from penstock.core.remote.open import open_file
@@ -99,7 +98,7 @@ def download_source(source: Source) -> Path:
     if _is_as_downloaded(folder):
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder.with_name(f".{folder.name}.lock")):
+    with acquire_lock(folder.with_name(f".{folder.name}.lock")):
         if not _is_as_downloaded(folder):
             if folder.is_dir():
                 log.warning("%s is not as it was downloaded, and is downloaded again", folder)
@@ -144,7 +143,7 @@ def _is_as_downloaded(folder: Path) -> bool:
 def _recorded_files(folder: Path) -> list[tuple[Path, str]] | None:
     """The files of a downloaded folder with their SHA-256, or None without a usable record."""
     try:
-        files = read_record(_download_record(folder), (), "It is downloaded again.")["files"]
+        files = read_record(_download_record(folder), "It is downloaded again.")["files"]
         return [(folder / file["name"], file["sha256"]) for file in files]
     except (OSError, ArtifactError, KeyError, TypeError):
         return None

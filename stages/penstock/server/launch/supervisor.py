@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from filelock import FileLock, Timeout
+from filelock import Timeout
 
 from penstock.core.errors import ConfigError, StageError
+from penstock.core.file_lock import acquire_lock
 from penstock.server.launch.addresses import in_url, near
 from penstock.server.launch.child_process import ManagedProcess
 from penstock.server.launch.job import GIVEN_UP
@@ -98,18 +99,15 @@ def serve(prepared: LaunchPlan, say: Callable[[str], None]) -> None:
 @contextmanager
 def _lock_folder(prepared: LaunchPlan) -> Generator[None]:
     """Lock the folder: two servers would overwrite each other's state."""
-    lock = FileLock(prepared.lock)
     try:
-        lock.acquire(blocking=False)
+        lock = acquire_lock(prepared.lock, timeout=0)
     except Timeout:
         raise ConfigError(
             f"another server has output_dir {prepared.job.output_dir}.\n"
             "  Stop it, or write another output_dir."
         ) from None
-    try:
+    with lock:
         yield
-    finally:
-        lock.release()
 
 
 @dataclass

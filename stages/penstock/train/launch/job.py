@@ -158,23 +158,9 @@ class Job:
         )
 
 
-JOB_FIELDS_WITHOUT_DIGEST = frozenset(
-    {
-        *("key", "config", "packed", "packed_key", "epoch_rows", "max_token_id", "config_path"),
-        *("weights", "output_dir", "launch", "adapter", "tokenizer", "tokenizer_revision"),
-        *("initial", "scores"),
-    }
-)
-"""Fields of job files that predate record digests."""
-
-OUTCOME_FIELDS_WITHOUT_DIGEST = frozenset({"facts", "step", "signal", "launches"})
-
-
 def read_job(path: Path) -> Record:
     """Read the job file as plain values. Raises ArtifactError if it is damaged."""
-    return read_record_fields(
-        path, JOB_FIELDS_WITHOUT_DIGEST, "Run the same command again, which writes it again."
-    )
+    return read_record_fields(path, "Run the same command again, which writes it again.")
 
 
 def read_outcome(output_dir: Path) -> Record | None:
@@ -182,7 +168,7 @@ def read_outcome(output_dir: Path) -> Record | None:
     damaged file."""
     remedy = "Delete it and run the same command again; training resumes from its checkpoint."
     try:
-        return read_record_fields(output_dir / OUTCOME, OUTCOME_FIELDS_WITHOUT_DIGEST, remedy)
+        return read_record_fields(output_dir / OUTCOME, remedy)
     except (FileNotFoundError, NotADirectoryError):
         return None
 
@@ -192,7 +178,7 @@ def read_earlier_keys(output_dir: Path, key: str) -> tuple[str, ...]:
     ArtifactError for a damaged file."""
     remedy = "Delete it; then only checkpoints of the run's own key are resumed from."
     try:
-        record = read_record_fields(output_dir / EARLIER_KEYS, (), remedy)
+        record = read_record_fields(output_dir / EARLIER_KEYS, remedy)
     except (FileNotFoundError, NotADirectoryError):
         return ()
     return tuple(record["earlier"]) if record["key"] == key else ()

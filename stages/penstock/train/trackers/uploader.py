@@ -13,8 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
-from filelock import FileLock
-
+from penstock.core.file_lock import acquire_lock
 from penstock.core.files import read_json, write_json
 from penstock.train.launch.job import JOB, METRICS, Job
 from penstock.train.trackers.registry import TRACKERS
@@ -45,7 +44,7 @@ def main(name: str, folder: Path) -> None:
             f"penstock.train.trackers.{TRACKERS[name].adapter}"
         ).start_run
         # The uploader of an earlier start of the ranks may still be finishing.
-        with FileLock(folder / TRACKERS_FOLDER / f".{name}.lock"):
+        with acquire_lock(folder / TRACKERS_FOLDER / f".{name}.lock"):
             upload_run(name, folder, start_run, end)
     except Exception as error:  # noqa: BLE001 - top level: printed, exit status 1
         sys.stderr.write(f"{type(error).__name__}: {error}\n")

@@ -1,0 +1,50 @@
+"""Lock files (flock), which the kernel releases when their holder dies.
+
+Not every file system has them: NFS without its lock service, some file systems in user space
+(fuse). A run is refused there before it starts: two writers of one folder would not see each other,
+and a file that marks a folder as taken would outlive a killed holder.
+"""
+
+import errno
+import fcntl
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from penstock.core.errors import StageError
+from penstock.core.os_errors import describe_os_error
+
+NO_LOCK_ERRNOS = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
+"""What file systems without locks answer."""
+
+NO_LOCKS = "its file system has no locks (flock)"
+REMEDY = "name a folder on a local disk, or mount the network file system with its lock service"
+
+
+def acquire_lock(path: Path, timeout: float = -1) -> AbstractContextManager[object]:
+    """Lock the file, which is created; the lock ends with the `with` block of what is returned.
+
+    Raises filelock's Timeout if another process holds it for `timeout` seconds (never by default),
+    StageError if it cannot be locked.
+    """
+    try:
+        return FileLock(path).acquire(timeout=timeout)
+    except Timeout:
+        raise
+    except (OSError, NotImplementedError) as error:
+        # Older versions of filelock raise NotImplementedError for ENOSYS.
+        has_no_locks = not isinstance(error, OSError) or error.errno in NO_LOCK_ERRNOS
+        reason = f"{NO_LOCKS}; {REMEDY}" if has_no_locks else describe_os_error(error)
+        raise StageError(f"{path.parent} cannot be locked: {reason}.") from error
+
+
+def refusal_to_lock(path: Path) -> str | None:
+    """Why the file, which is created, cannot be locked; None if it can."""
+    with path.open("wb") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            reason = NO_LOCKS if error.errno in NO_LOCK_ERRNOS else describe_os_error(error, path)
+            return f"{reason}; {REMEDY}"
+    return None
