@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from jinja2 import TemplateError
 from jinja2.sandbox import SecurityError
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from penstock.prepare.chat_templates import compiled
 from penstock.prepare.chat_templates.compiled import compile_template
 from penstock.prepare.chat_templates.resolve import TEMPLATES, template_names
 from tests.chat_templates.conversations import (
@@ -86,7 +88,7 @@ def test_a_template_renders_what_the_published_one_does(name):
 @pytest.mark.parametrize("name", template_names())
 def test_texts_and_blocks_are_those_that_transformers_renders(name):
     text, tokens = fixed_date(template(name)), recorded(name)["tokens"]
-    compiled = compile_template(text)
+    compiled_template = compile_template(text)
     for chat_name, chat in CHATS.items():
         tools: Any = chat.tools
         # transformers gives reasoning further names, as the renderer does before.
@@ -102,10 +104,30 @@ def test_texts_and_blocks_are_those_that_transformers_renders(name):
             )
         except (TemplateError, *FAULTS) as error:
             with pytest.raises(type(error)):
-                compiled.render_marked(messages, variables)
+                compiled_template.render_marked(messages, variables)
             continue
-        assert compiled.render_marked(messages, variables) == (texts[0], blocks[0]), chat_name
-        assert compiled.render(messages, variables) == texts[0], chat_name
+        assert compiled_template.render_marked(messages, variables) == (texts[0], blocks[0]), (
+            chat_name
+        )
+        assert compiled_template.render(messages, variables) == texts[0], chat_name
+
+
+@pytest.mark.parametrize("name", ["chatml", "qwen3"])
+def test_a_transformers_without_its_private_compiler_renders_the_same(name, monkeypatch):
+    text, tokens = fixed_date(template(name)), recorded(name)["tokens"]
+    messages = [user("x"), assistant("y"), user("z"), assistant("w")]
+    variables = {**tokens, "tools": None, "add_generation_prompt": False}
+    by_private = compile_template(text)
+    compile_template.cache_clear()
+    public = SimpleNamespace(render_jinja_template=render_jinja_template)
+    monkeypatch.setattr(compiled, "chat_template_utils", public)
+    by_public = compile_template(text)
+    compile_template.cache_clear()
+    assert type(by_public) is not type(by_private)
+    assert by_public.render(messages, variables) == by_private.render(messages, variables)
+    marked = by_public.render_marked(messages, variables)
+    assert marked == by_private.render_marked(messages, variables)
+    assert len(marked[1]) == 2
 
 
 def test_a_template_changes_nothing_that_it_sees():

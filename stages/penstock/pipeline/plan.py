@@ -687,8 +687,11 @@ def dataset_settings(
     run: RunConfig, dataset: DatasetConfig, role: Literal["train", "test"]
 ) -> DatasetSettings:
     """The fields of the data set, and those of the section `data` that decide its samples."""
-    shared = {"dataset_shard_num", "dataset_shard_idx"} if role == "test" else set[str]()
-    values = {**run.data.model_dump(exclude=shared), **dataset.model_dump(), "type": dataset.format}
+    # Not all of `data`: it has every other data set, and this is called for each.
+    shared = set(DatasetSettings.model_fields)
+    if role == "test":
+        shared -= {"dataset_shard_num", "dataset_shard_idx"}
+    values = {**run.data.model_dump(include=shared), **dataset.model_dump(), "type": dataset.format}
     values["chat_template"] = resolve_chat_template(run.data)
     if dataset.splits_string is not None:
         values["document_split"] = (dataset.splits_string, dataset.split or "train")

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 from jinja2 import TemplateSyntaxError, nodes
 from jinja2.ext import Extension, loopcontrols
@@ -44,11 +45,12 @@ ENVIRONMENT = ImmutableSandboxedEnvironment(
 """As transformers'."""
 
 
-def template_variables(text: str, location: str) -> set[str]:
+@lru_cache(maxsize=128)
+def template_variables(text: str, location: str) -> frozenset[str]:
     """The variables that a template reads. Raises ConfigError with the line if it is no Jinja."""
     try:
         ENVIRONMENT.compile(text)
-        return find_undeclared_variables(ENVIRONMENT.parse(text))
+        return frozenset(find_undeclared_variables(ENVIRONMENT.parse(text)))
     except (RecursionError, MemoryError, OverflowError, SecurityError) as error:
         raise ConfigError(
             f"The chat template cannot be read: {location}: {error or type(error).__name__}\n"

@@ -5,7 +5,6 @@ Parquet reader) downloads little more than was requested. At most three blocks a
 arrived before a lost connection is kept.
 """
 
-import io
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import count
@@ -16,6 +15,7 @@ from penstock.core.remote.answers import LEAST_PROGRESS
 from penstock.core.remote.errors import StorageError, classify_error, to_run_error
 from penstock.core.remote.path import Info, RemotePath
 from penstock.core.remote.ranges import open_ranges
+from penstock.core.remote.seekable import SeekableRawIO
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -26,7 +26,7 @@ SMALLEST_BLOCK, FIRST_BLOCK, LARGEST_BLOCK = 4 << 10, 256 << 10, 8 << 20
 GROWTH = 4
 
 
-class RemoteStream(io.RawIOBase):
+class RemoteStream(SeekableRawIO):
     """A seekable stream of one version of a remote file. Raises StageError if it cannot be read, or
     has another version than the one that `info` describes."""
 
@@ -36,32 +36,16 @@ class RemoteStream(io.RawIOBase):
         self._size: int = info["size"]
         self._ranges = open_ranges(path, info)
         self._is_verified = True
-        self._offset = 0
         self._block = b""
         self._block_start = 0
         self._length = FIRST_BLOCK
         self._prefetched: tuple[int, Future[bytes]] | None = None
         self._fetcher: ThreadPoolExecutor | None = None
 
-    def readable(self) -> bool:
-        """It is for reading only."""
-        return True
-
-    def seekable(self) -> bool:
-        """Any offset may be read next."""
-        return True
-
-    def tell(self) -> int:
-        """The offset of the next byte that is read."""
-        return self._offset
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Set the offset; nothing is downloaded until the next read."""
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._offset, io.SEEK_END: self._size}[whence]
-        if base + offset < 0:
-            raise ValueError(f"{base + offset} is before the start of the file")
-        self._offset = base + offset
-        return self._offset
+    @property
+    def size(self) -> int:
+        """Length of the remote file in bytes."""
+        return self._size
 
     def readinto(self, buffer: "WriteableBuffer", /) -> int:
         """Fill `buffer` with available bytes, at least one unless the file has ended."""

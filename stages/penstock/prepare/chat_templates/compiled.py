@@ -9,9 +9,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from transformers.utils.chat_template_utils import (
-    _compile_jinja_template,  # pyright: ignore[reportPrivateUsage]
-)
+from transformers.utils import chat_template_utils
 
 Block = tuple[int, int]
 """[start, stop) of a generation block, in characters."""
@@ -20,9 +18,9 @@ Block = tuple[int, int]
 class CompiledTemplate:
     """Renders conversations as `render_jinja_template` does."""
 
-    def __init__(self, text: str) -> None:
-        self._template: Any = _compile_jinja_template(text)
-        self._globals: dict[str, Any] = {**self._template.globals, "documents": None}
+    def __init__(self, template: Any) -> None:
+        self._template = template
+        self._globals: dict[str, Any] = {**template.globals, "documents": None}
 
     def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
         """The text of a conversation. Raises what the template does."""
@@ -47,7 +45,31 @@ class CompiledTemplate:
         return template.root_render_func(context)
 
 
+class PublicTemplate:
+    """The same by transformers' public function, with its copies."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+        """As `CompiledTemplate.render`."""
+        return self._render(messages, variables)[0]
+
+    def render_marked(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+    ) -> tuple[str, list[Block]]:
+        """As `CompiledTemplate.render_marked`."""
+        return self._render(messages, variables, return_assistant_tokens_mask=True)
+
+    def _render(self, messages: Any, variables: Mapping[str, Any], **options: bool) -> Any:
+        render: Any = chat_template_utils.render_jinja_template
+        texts, blocks = render([messages], chat_template=self._text, **options, **variables)
+        return texts[0], blocks[0] if blocks else []
+
+
 @lru_cache(maxsize=128)
-def compile_template(text: str) -> CompiledTemplate:
+def compile_template(text: str) -> CompiledTemplate | PublicTemplate:
     """The template with this text. Raises jinja2's TemplateSyntaxError if it is no Jinja."""
-    return CompiledTemplate(text)
+    # Not public: a version of transformers may lack it.
+    compile_jinja = getattr(chat_template_utils, "_compile_jinja_template", None)
+    return CompiledTemplate(compile_jinja(text)) if compile_jinja else PublicTemplate(text)

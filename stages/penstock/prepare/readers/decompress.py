@@ -16,6 +16,7 @@ import pyarrow as pa
 from penstock.config.schema.dataset import MAX_RECORD_BYTES
 from penstock.core.errors import StageError
 from penstock.core.remote.open import open_file
+from penstock.core.remote.seekable import SeekableRawIO
 from penstock.core.sources.local_files import detect_compression
 from penstock.prepare.readers.expansion import Expansion
 
@@ -153,28 +154,18 @@ class _CountedRawIO(io.RawIOBase):
         return len(content)
 
 
-class _Window(io.RawIOBase):
+class _Window(SeekableRawIO):
     """A remote file of which a range is in memory."""
 
     def __init__(self, stream: BinaryIO) -> None:
+        super().__init__()
         self._stream = stream
-        self._offset = self._start = 0
+        self._start = 0
         self._held = b""
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._offset
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        if whence == io.SEEK_END:
-            offset = self._stream.seek(offset, whence)
-        self._offset = offset + (self._offset if whence == io.SEEK_CUR else 0)
-        return self._offset
+    @property
+    def size(self) -> int:
+        return self._stream.seek(0, io.SEEK_END)
 
     def hold(self, start: int, stop: int) -> None:
         self._held = b""
