@@ -6,14 +6,17 @@ from dataclasses import replace
 import pytest
 from datasets import load_dataset
 
+from penstock.config.loading.load import loads
 from penstock.config.schema.dataset import MAX_RECORD_BYTES
 from penstock.core.cache.stage import Source
 from penstock.core.sources.pin import pin_data
 from penstock.pack.settings import PackSettings
 from penstock.pack.stage import Pack
+from penstock.plan import dataset_settings
 from penstock.prepare import workers
 from penstock.prepare.infer_type import read_first
 from penstock.rows.tokenizer import byte_tokenizer
+from tests.config.values import smallest
 from tests.stages.prepared import prepare, run, said, table_of, texts, write_lines
 
 TEXT = {"type": "text"}
@@ -153,3 +156,11 @@ def test_only_samples_of_one_group_share_a_row(group_size, rows, tmp_path):
     (tmp_path / "out").mkdir()
     facts = Pack(settings, artifact).run(tmp_path / "out")
     assert facts["rows"]["train"] == rows
+
+
+def test_the_settings_of_one_data_set_read_no_other():
+    run = loads(smallest())
+    others = run.data.model_copy(update={"datasets": [object()] * 9})  # a warning if dumped
+    alone = dataset_settings(run, run.data.datasets[0], "train")
+    among = run.model_copy(update={"data": others})
+    assert dataset_settings(among, run.data.datasets[0], "train") == alone
