@@ -12,7 +12,7 @@ from penstock.core.cache.stage import Source
 from penstock.core.sources.pin import pin_data
 from penstock.pack.settings import PackSettings
 from penstock.pack.stage import Pack
-from penstock.plan import dataset_settings
+from penstock.pipeline.plan import dataset_settings
 from penstock.prepare import workers
 from penstock.prepare.infer_type import read_first
 from penstock.rows.tokenizer import byte_tokenizer
