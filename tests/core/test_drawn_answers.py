@@ -196,7 +196,9 @@ def chunks(answer, draw):
                 [chunk(body, b"g"), chunk(b"")],
                 [chunk(body, extension=b";" + b"x" * (4 << 20)), chunk(b"")],
                 [chunk(body), b"0\r\n" + b"A: " + b"x" * (4 << 20) + b"\r\n\r\n"],
-                [chunk(body[i : i + 1]) for i in range(min(9000, len(body)))] + [chunk(b"")],
+                [chunk(bytes([byte])) for byte in body[:9000]]
+                + [chunk(body[9000:])] * (len(body) > 9000)
+                + [chunk(b"")],
             ]
         )
     )
