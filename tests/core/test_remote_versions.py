@@ -12,6 +12,7 @@ from penstock.core.errors import CapabilityError, PenstockError, StageError
 from penstock.core.process import retry
 from penstock.core.remote import answers
 from penstock.core.remote.addresses import is_public
+from penstock.core.remote.errors import describe_error
 from penstock.core.remote.open import open_file
 from penstock.core.remote.path import RemotePath
 from penstock.core.sources.pin import pin_data
@@ -117,6 +118,12 @@ def test_an_answer_with_another_range_is_an_error(web, url, manners, why):  # no
     if not manners.keys() & {"shift", "more"}:
         with open_file(url) as stream:
             assert stream.read() == VERSIONS[0]
+
+
+def test_a_header_of_thousands_of_characters_is_not_quoted_whole():
+    with pytest.raises(answers.AnswerError) as error:
+        answers.require_range("x" * 5000, 0, 7, 7)
+    assert len(describe_error(error.value)) < 1000
 
 
 def test_a_server_that_reports_another_version_or_none_since_the_plan_is_refused(web, url):  # noqa: F811

@@ -161,7 +161,7 @@ def describe_error(error: BaseException) -> str:
     """Why the connection failed, or the error's type and first words, redacted."""
     for cause in iter_causes(error):
         if isinstance(cause, AnswerError):
-            return redact_text(str(cause))
+            return redact_text(str(cause))[:400]  # it may quote a header of thousands of characters
     if reason := connection_fault(error):
         return reason
     if is_of_the_machine(error):
