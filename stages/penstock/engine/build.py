@@ -488,8 +488,8 @@ def build_pipeline(
     # Imported here: torch's pipeline schedules import the compiler, which takes a second.
     from penstock.engine.distributed.pipeline_parallel import Pipeline  # noqa: PLC0415
 
-    how = {"residual": residual, "autocast": autocast}
-    return Pipeline(parts, mesh, train, device=ranks.device, heartbeat=ranks.heartbeat, **how)
+    settings = {"residual": residual, "autocast": autocast}
+    return Pipeline(parts, mesh, train, device=ranks.device, heartbeat=ranks.heartbeat, **settings)
 
 
 def is_padded(config: DecoderConfig) -> bool:
@@ -549,8 +549,8 @@ def lora_target_layers(
         layers = linear_layers(family.weight_map(config))
         return [layer.name for layer in match_targets(targets, layers)]
     with torch.device("meta"):
-        whole = Decoder(config, merge_qkv=run.model.merge_qkv, vision=vision)
-    return select_layers(whole, targets, skip_missing=spec.skip_missing)
+        full_model = Decoder(config, merge_qkv=run.model.merge_qkv, vision=vision)
+    return select_layers(full_model, targets, skip_missing=spec.skip_missing)
 
 
 def saves_adapters_only(lora: LoraConfig) -> bool:

@@ -58,12 +58,12 @@ class EvalModel:
     ) -> tuple[Sequence[MicroBatch], Sequence[torch.Tensor]]:
         """The parts of the batches, and the kinds of their tokens."""
         numbers = self.ranks.max_over_ranks(*map(num_parts, batches))
-        found = [
+        parts = [
             (part, kinds_T[tokens_T])
             for batch, kinds_T, number in zip(batches, kinds, numbers, strict=True)
             for part, tokens_T in split_by_length(batch, number)
         ]
-        return [part for part, _ in found], [kinds_T for _, kinds_T in found]
+        return [part for part, _ in parts], [kinds_T for _, kinds_T in parts]
 
     def _count(
         self,
@@ -85,7 +85,7 @@ class EvalModel:
             totals.index_add_(
                 0,
                 kinds_T[scores.positions],
-                torch.stack([each.double() for each in token_metrics], dim=1),
+                torch.stack([metric.double() for metric in token_metrics], dim=1),
             )
         return hidden.new_zeros((), dtype=torch.float32)
 

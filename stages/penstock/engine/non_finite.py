@@ -43,7 +43,7 @@ def locate_non_finite(
     """
     losses = [loss_of(batch) for batch in batches]
     bad = [not math.isfinite(loss) for loss in losses]
-    mine = NonFiniteReport(
+    report = NonFiniteReport(
         rows=tuple(
             row
             for batch, is_bad in zip(batches, bad, strict=True)
@@ -54,29 +54,29 @@ def locate_non_finite(
         parameter=first_not_finite(trained),
         all_rows=packed_row_numbers(batches),
     )
-    return format_reports(ranks.all_gather(mine))
+    return format_reports(ranks.all_gather(report))
 
 
-def format_reports(found: Sequence[NonFiniteReport]) -> str:
+def format_reports(reports: Sequence[NonFiniteReport]) -> str:
     """The message, from the reports of all ranks in rank order."""
-    non_finite = {rank: each for rank, each in enumerate(found) if each.rows}
+    non_finite = {rank: report for rank, report in enumerate(reports) if report.rows}
     lines: list[str] = []
     if non_finite:
-        for rank, each in list(non_finite.items())[:MAX_LISTED]:
+        for rank, report in list(non_finite.items())[:MAX_LISTED]:
             lines.append(
-                f"On rank {rank} the loss of packed row(s) {format_rows(each.rows)} is "
-                f"{each.loss:g}."
+                f"On rank {rank} the loss of packed row(s) {format_rows(report.rows)} is "
+                f"{report.loss:g}."
             )
     else:
-        rows = sorted({row for each in found for row in each.all_rows})
+        rows = sorted({row for report in reports for row in report.all_rows})
         lines.append(
             "Every micro-batch's loss is finite, so it overflowed on the way back; the step's "
             f"packed row(s) are {format_rows(rows)}."
         )
-    for rank, each in enumerate(found):
-        if each.parameter:
+    for rank, report in enumerate(reports):
+        if report.parameter:
             lines.append(
-                f"The first parameter with such a gradient is {each.parameter} (rank {rank})."
+                f"The first parameter with such a gradient is {report.parameter} (rank {rank})."
             )
             break
     return "\n  ".join(lines)
@@ -97,8 +97,8 @@ def format_rows(rows: Sequence[int]) -> str:
 @torch.no_grad()
 def first_not_finite(trained: Sequence[LocalParam]) -> str | None:
     """The name of the first local parameter whose gradient is not finite."""
-    for one in trained:
-        gradient = one.parameter.grad
+    for param in trained:
+        gradient = param.parameter.grad
         if gradient is not None and not bool(torch.isfinite(local(gradient)).all()):
-            return one.name
+            return param.name
     return None

@@ -53,7 +53,7 @@ def cut(lengths: Sequence[int], number: int) -> list[list[int]]:
     if not lengths:
         return []
     by_length: dict[int, list[int]] = {}
-    for document in sorted(range(len(lengths)), key=lambda one: -lengths[one]):
+    for document in sorted(range(len(lengths)), key=lambda doc: -lengths[doc]):
         by_length.setdefault(lengths[document], []).append(document)
     widths_U = np.array(list(by_length), dtype=np.float64)
     ends = np.cumsum([0, *map(len, by_length.values())])
@@ -69,14 +69,14 @@ def cut(lengths: Sequence[int], number: int) -> list[list[int]]:
     for choice in reversed(choices):
         cuts.append(int(choice[cuts[-1]]))
     bounds = [0, *reversed(cuts)]
-    documents = [one for group in by_length.values() for one in group]
+    documents = [doc for group in by_length.values() for doc in group]
     pairs = pairwise(bounds)
     return [sorted(documents[ends[first] : ends[end]]) for first, end in pairs]
 
 
 def padded_tokens(groups: Sequence[Sequence[int]], lengths: Sequence[int]) -> int:
     """Tokens of the groups' padded batches, padding included."""
-    return sum(len(group) * max(lengths[one] for one in group) for group in groups)
+    return sum(len(group) * max(lengths[doc] for doc in group) for group in groups)
 
 
 def _document_lengths(batch: MicroBatch) -> list[int]:
@@ -88,11 +88,11 @@ def _document_lengths(batch: MicroBatch) -> list[int]:
 def _part(
     batch: MicroBatch, group: Sequence[int], starts: Sequence[int]
 ) -> tuple[MicroBatch, torch.Tensor]:
-    tokens_T = torch.cat([torch.arange(starts[one], starts[one + 1]) for one in group])
+    tokens_T = torch.cat([torch.arange(starts[doc], starts[doc + 1]) for doc in group])
     labels_T = batch.labels_T[tokens_T]
     places_T = batch.places()[tokens_T]
-    lengths = tuple(starts[one + 1] - starts[one] for one in group)
-    firsts = [starts[one] for one in group]
+    lengths = tuple(starts[doc + 1] - starts[doc] for doc in group)
+    firsts = [starts[doc] for doc in group]
     part = replace(
         batch,
         input_ids_T=batch.input_ids_T[tokens_T],

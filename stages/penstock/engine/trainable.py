@@ -19,9 +19,9 @@ def trainable_params(run: RunConfig, family: Family, config: DecoderConfig) -> T
     for layer in adapted(run, family, config):
         if layer.name == EMBEDDING:
             continue
-        its = run.lora.lora_rank * (layer.inputs + layer.outputs)
-        factors += its * (active if layer.experts else 1)
-        head += its if layer.name == HEAD else 0
+        factor_params = run.lora.lora_rank * (layer.inputs + layer.outputs)
+        factors += factor_params * (active if layer.experts else 1)
+        head += factor_params if layer.name == HEAD else 0
     return TrainableParams("frozen", factors, head)
 
 

@@ -50,9 +50,9 @@ class TrainerState:
     def of_json(cls, state: Mapping[str, Any]) -> "TrainerState":
         """Parse the result of `as_json`."""
         names = ("epoch", "samples_consumed", "order_seed", "group")
-        rest = {name: state[name] for name in ("step", "tokens", "trained_tokens", "loss")}
+        counters = {name: state[name] for name in ("step", "tokens", "trained_tokens", "loss")}
         cursor = Cursor(*(state[name] for name in names))
-        return cls(cursor, **rest, rows=state.get("rows", 0))
+        return cls(cursor, **counters, rows=state.get("rows", 0))
 
 
 FORMAT = 3
@@ -107,9 +107,9 @@ class Checkpointer:
             )
         with understanding(folder):
             # RNG state belongs to a rank of one parallel layout and cannot be restored on another.
-            mine = state["rng"].get(str(self._ranks.rank))
-            if mine and state["layout"] == self._built.layout:
-                rng.set_rng_state(mine)
+            rng_state = state["rng"].get(str(self._ranks.rank))
+            if rng_state and state["layout"] == self._built.layout:
+                rng.set_rng_state(rng_state)
             if (scaling := self._built.engine.grad_scaler) and "loss_scale" in state:
                 scaling.restore(state["loss_scale"])
         self._step = state["step"] if folder.parent == self.root else None

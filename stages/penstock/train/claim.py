@@ -42,17 +42,17 @@ def claim(
         return
     changed = differences(identity(step.stage), recorded_identity(held))
     lines = "\n".join(f"    {difference}" for difference in changed[:12])
-    what = "a finished run" if sealed else "an unfinished run"
-    other = "\n  Name another train.output_dir, or add --fresh to move the old one aside."
+    state = "a finished run" if sealed else "an unfinished run"
+    remedy = "\n  Name another train.output_dir, or add --fresh to move the old one aside."
     if resumes and (run := find_shorter(step, held)):
         refusal = run.refusal()
         if refusal is None:
-            notify(f"train: {what} is lengthened, from {run.newest}; what differs:\n{lines}")
+            notify(f"train: {state} is lengthened, from {run.newest}; what differs:\n{lines}")
             write_earlier_keys(step.path, key, held["key"])
             reopen(step.path)
             return
-        other = f"\n  It cannot be lengthened: {refusal}{other}"
+        remedy = f"\n  It cannot be lengthened: {refusal}{remedy}"
     raise ConfigError(
-        f"train.output_dir {step.where} holds {what} of another key: {short(held['key'])} there, "
-        f"{short(key)} here. What differs:\n{lines}{other}"
+        f"train.output_dir {step.where} holds {state} of another key: {short(held['key'])} there, "
+        f"{short(key)} here. What differs:\n{lines}{remedy}"
     )

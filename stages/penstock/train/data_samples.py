@@ -75,7 +75,7 @@ def _spread(ends: npt.NDArray[np.int64], number: int) -> Iterator[tuple[int, int
     """(row, document index) of evenly spaced documents. `ends` is the cumulative document count per
     row."""
     total = int(ends[-1])
-    for document in sorted({(2 * at + 1) * total // (2 * number) for at in range(number)}):
+    for document in sorted({(2 * index + 1) * total // (2 * number) for index in range(number)}):
         row = int(np.searchsorted(ends, document, side="right"))
         yield row, document - (int(ends[row - 1]) if row else 0)
 
@@ -89,7 +89,9 @@ def _parts(row: Row, document: int, decoder: Decoder) -> Iterator[Part]:
         # Labels of packed rows are shifted by one, and the last token of a document has none.
         yield _part("", ids, _shifted(labels)[:-1], decoder)
         return
-    sequences = [_sequence(row, row.branching, at) for at in _branches(row.branching, document)]
+    sequences = [
+        _sequence(row, row.branching, branch) for branch in _branches(row.branching, document)
+    ]
     begins = [int(np.argmax(mask)) for _, mask in sequences]
     ids, mask = sequences[0]
     yield _part("prompt", ids[: begins[0]], mask[: begins[0]], decoder)
@@ -115,11 +117,11 @@ def _sequence(row: Row, branching: PrefixSharing, branch: int) -> tuple[Tokens, 
     begin = sum(branching.documents()[:document])
     shared = branching.prompts[document]
     start = begin + shared + sum(branching.branches[document * of_document : branch])
-    here = slice(start, start + branching.branches[branch])
-    labels = row.labels[here]
+    tokens = slice(start, start + branching.branches[branch])
+    labels = row.labels[tokens]
     prompt = row.input_ids[begin : begin + shared]
     # The last token of a completion is only present as a label.
-    ids = np.concatenate([prompt, row.input_ids[here], labels[-1:][labels[-1:] != IGNORED]])
+    ids = np.concatenate([prompt, row.input_ids[tokens], labels[-1:][labels[-1:] != IGNORED]])
     mask = np.concatenate([np.zeros(shared, np.bool_), _shifted(labels)])
     return ids, mask[: len(ids)]
 
@@ -141,17 +143,17 @@ def _part(name: str, ids: Tokens, mask: Mask, decoder: Decoder) -> Part:
 
 
 def _spans(ids: Tokens, mask: Mask, decoder: Decoder) -> Iterator[tuple[str, str]]:
-    told = 0
+    shown = 0
     for start, end in _windows(mask):
-        if start > told:
-            yield "left out", f"{start - told:,}"
+        if start > shown:
+            yield "left out", f"{start - shown:,}"
         looks = mask[start:end]
         ends = [*(np.flatnonzero(looks[1:] != looks[:-1]) + 1).tolist(), len(looks)]
-        for at, text in zip(ends, decoder.pieces(ids[start:end].tolist(), ends), strict=True):
-            yield "trained" if looks[at - 1] else "untrained", text
-        told = end
-    if told < len(ids):
-        yield "left out", f"{len(ids) - told:,}"
+        for stop, text in zip(ends, decoder.pieces(ids[start:end].tolist(), ends), strict=True):
+            yield "trained" if looks[stop - 1] else "untrained", text
+        shown = end
+    if shown < len(ids):
+        yield "left out", f"{len(ids) - shown:,}"
 
 
 def _windows(mask: Mask) -> list[tuple[int, int]]:

@@ -121,7 +121,7 @@ class Loader:
         if self._ahead is None:
             return read(self._rows, next(self._steps), self._reading)
         try:
-            found = next(self._ahead)
+            collated = next(self._ahead)
         except (RuntimeError, OSError, EOFError) as error:
             # An exception raised in a worker comes with its name and traceback; other RuntimeErrors
             # are about the worker itself.
@@ -133,9 +133,9 @@ class Loader:
                 f"({self._reading.num_workers}) or data.dataloader_prefetch_factor, or write "
                 "dataloader_num_workers: 0."
             ) from error
-        if isinstance(found, PenstockError):
-            raise found
-        return found.micro_batches()
+        if isinstance(collated, PenstockError):
+            raise collated
+        return collated.micro_batches()
 
     def close(self) -> None:
         """Stop the workers."""

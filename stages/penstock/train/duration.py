@@ -33,9 +33,9 @@ def build_duration(
     if train.max_steps is not None:
         ends["max_steps"] = train.max_steps
     if train.max_tokens is not None:
-        left = train.max_tokens - at.tokens
+        remaining = train.max_tokens - at.tokens
         most = None if train.max_steps is None else max(0, train.max_steps - at.step)
-        steps = batches.steps_to_reach(left, tokens, at.cursor, most=most)
+        steps = batches.steps_to_reach(remaining, tokens, at.cursor, most=most)
         ends["max_tokens"] = at.step + steps
     if not ends:
         epochs = Fraction(str(train.num_train_epochs))

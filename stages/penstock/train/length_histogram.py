@@ -70,4 +70,4 @@ def _growing(first: int, last: int) -> list[int]:
     """Logarithmic bin edges with two significant digits."""
     marks = np.geomspace(first, last + 1, MOST_BARS + 1)[1:-1]
     inner = {int(float(f"{mark:.1e}")) for mark in marks}
-    return [first, *sorted(each for each in inner if first < each <= last), last + 1]
+    return [first, *sorted(edge for edge in inner if first < edge <= last), last + 1]

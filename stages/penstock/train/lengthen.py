@@ -137,9 +137,9 @@ class ShorterRun:
 
     def _lacks_checkpoint(self, newest: Path | None, facts: Mapping[str, Any]) -> str:
         end = f" of step {facts['steps']}" if "steps" in facts else ""
-        there = f"the newest is {newest.name}" if newest else "there is none"
+        newest_name = f"the newest is {newest.name}" if newest else "there is none"
         return (
-            f"that needs its checkpoint{end} in {self._checkpoints}, where {there}.\n"
+            f"that needs its checkpoint{end} in {self._checkpoints}, where {newest_name}.\n"
             "  Restore it from a copy. From exported weights alone a new run starts: write "
             "train.init_checkpoint_path and another train.output_dir."
         )
@@ -197,13 +197,13 @@ class ShorterRun:
         folders = complete_checkpoints(self._checkpoints)
         common = [folder for folder in folders if checkpoint_step(folder) <= same]
         if common:
-            load, which = common[-1], f"until which both agree (up to step {same} they do)"
+            load, until = common[-1], f"until which both agree (up to step {same} they do)"
         else:
-            load, which = newest, "after which the learning rate follows the new schedule"
+            load, until = newest, "after which the learning rate follows the new schedule"
         return (
             f"the learning rate (train.lr_decay_style: {will.lr_decay_style}) follows the length of"
             f" the run: {why}.\n  Write another train.output_dir and train.load_checkpoint_path: "
-            f"{load}, {which}. Runs with lr_decay_style: constant can be lengthened."
+            f"{load}, {until}. Runs with lr_decay_style: constant can be lengthened."
         )
 
     def _steps(self, settings: Mapping[str, Any]) -> int | None:

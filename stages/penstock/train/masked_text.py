@@ -28,15 +28,15 @@ detected."""
 
 def masked(text: str) -> str:
     """The text with each character of a credential replaced, of the same length."""
-    return _CREDENTIALS.sub(lambda found: BLOT * len(found[0]), text)
+    return _CREDENTIALS.sub(lambda match: BLOT * len(match[0]), text)
 
 
 def masked_pieces(pieces: list[str]) -> list[str]:
     """The same for consecutive pieces of one text, because a credential may span several."""
-    whole = masked("".join(pieces))
-    found: list[str] = []
+    text = masked("".join(pieces))
+    parts: list[str] = []
     start = 0
     for piece in pieces:
-        found.append(whole[start : start + len(piece)])
+        parts.append(text[start : start + len(piece)])
         start += len(piece)
-    return found
+    return parts

@@ -67,8 +67,8 @@ def assembled(job: Job, ranks: ProcessInfo, notify: Notify) -> BuiltModel:
         job.config.model.foundation,
         runs_code=job.config.model.trust_remote_code,
     )
-    how = {"adapter": job.adapter, "images": job.images}
-    built = assemble(job.config, hf_config, job.weights, ranks, notify, **how)
+    options = {"adapter": job.adapter, "images": job.images}
+    built = assemble(job.config, hf_config, job.weights, ranks, notify, **options)
     check_job(job, built.vocab_size)
     return built
 
@@ -158,21 +158,21 @@ def _one_run(job: Job, ranks: ProcessInfo) -> list[str]:
     Raises ConfigError on every rank if they have different configs.
     """
     mine = (job.key, job.launch_id, platform.node())
-    told: list[tuple[str, str, str]] = ranks.all_gather(mine)
-    others = sorted({host for key, _, host in told if key != told[0][0]})
-    if others:
+    launches: list[tuple[str, str, str]] = ranks.all_gather(mine)
+    other_hosts = sorted({host for key, _, host in launches if key != launches[0][0]})
+    if other_hosts:
         raise ConfigError(
-            f"{', '.join(others)} and {told[0][2]} were started to train different things: not all "
-            "that decides the result is the same there.\n"
+            f"{', '.join(other_hosts)} and {launches[0][2]} were started to train different "
+            "things: not all that decides the result is the same there.\n"
             "  Start every machine with the same config, and the same files behind it."
         )
-    return sorted({launch for _, launch, _ in told})
+    return sorted({launch for _, launch, _ in launches})
 
 
-def _speaks_too(ranks: ProcessInfo, who: LogRanks) -> bool:
+def _speaks_too(ranks: ProcessInfo, log_ranks: LogRanks) -> bool:
     """Whether this rank also logs to its terminal, in addition to rank 0."""
     return not ranks.is_main_process and (
-        who == "all" or (who == "local0" and ranks.local_rank == 0)
+        log_ranks == "all" or (log_ranks == "local0" and ranks.local_rank == 0)
     )
 
 

@@ -94,18 +94,18 @@ class Train(Stage):
     @property
     def inputs(self) -> Mapping[str, Input]:
         """The packed rows, the model's config and weights, and what else training starts from."""
-        found: dict[str, Input] = {"packed": self.packed, "config": self.origin.config}
+        inputs: dict[str, Input] = {"packed": self.packed, "config": self.origin.config}
         if self.origin.weights:
-            found["weights"] = self.origin.weights
+            inputs["weights"] = self.origin.weights
         if self.origin.adapter:
-            found["adapter"] = self.origin.adapter
+            inputs["adapter"] = self.origin.adapter
         if self.checkpoint:
-            found["checkpoint"] = self.checkpoint
+            inputs["checkpoint"] = self.checkpoint
         if self.initial:
-            found["initial"] = self.initial
+            inputs["initial"] = self.initial
         if self.reference:
-            found["reference"] = self.reference
-        return found
+            inputs["reference"] = self.reference
+        return inputs
 
     def ending(self, job: Job, ended: LaunchResult, where: str) -> dict[str, Any]:
         """The facts of ranks that finished; otherwise raises the error that ended them."""
@@ -142,8 +142,8 @@ class Train(Stage):
         typed, run = self.run_config.train.load_checkpoint_path, self.run_config
         if not self.checkpoint or not typed or not is_url(typed):
             return run
-        here = {"load_checkpoint_path": str(local_folder(typed, self.checkpoint))}
-        return run.model_copy(update={"train": run.train.model_copy(update=here)})
+        local_path = {"load_checkpoint_path": str(local_folder(typed, self.checkpoint))}
+        return run.model_copy(update={"train": run.train.model_copy(update=local_path)})
 
     def _where(self, out: Path) -> str:
         """The location shown to users."""

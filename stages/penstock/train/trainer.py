@@ -126,9 +126,9 @@ class Trainer:
         finally:
             self.close()
             gc.enable()
-            for told in (self._recorder, self._samples):
-                if told:
-                    told.close()
+            for log in (self._recorder, self._samples):
+                if log:
+                    log.close()
 
     def close(self) -> None:
         """Close the profiler, data loaders, and pending saves."""
@@ -140,31 +140,34 @@ class Trainer:
 
     def _train_steps(self, due: set[Duty]) -> str | None:
         """Run the steps; returns what ended the run, or None if asked to stop earlier."""
-        word = self._sync_stop_flag()
-        self._sanity_check_eval(due, word)
+        stop_flag = self._sync_stop_flag()
+        self._sanity_check_eval(due, stop_flag)
         while True:
-            stopped = word == STOP and (bool(due) or not self._ended_by(word))
-            if stopped or not self._run_due_evals(due, word):
+            stopped = stop_flag == STOP and (bool(due) or not self._ended_by(stop_flag))
+            if stopped or not self._run_due_evals(due, stop_flag):
                 self.saves.save(self.at, self._trainer_state(due))
                 return None
-            if ended_by := self._ended_by(word):
+            if ended_by := self._ended_by(stop_flag):
                 self.saves.save(self.at, self._trainer_state(due))
                 return ended_by
             before = self.batches.progress(self.at.cursor)
             with self.profile.step(self.at.step):
                 record = self._step()
-            word = self._polled
+            stop_flag = self._polled
             self._log({**record, **self.measures.memory_fields(*self._memory)})
-            due = self._due(before, word)
-            if self._ended_by(word):
+            due = self._due(before, stop_flag)
+            if self._ended_by(stop_flag):
                 self.saves.save(self.at, self._trainer_state(due))
             elif self._is_due(self.train.save_steps, self.train.save_epochs, before):
                 self.saves.try_save(self.at, self._trainer_state(due))
             self._collect_garbage()
 
-    def _sanity_check_eval(self, due: set[Duty], word: int) -> None:
+    def _sanity_check_eval(self, due: set[Duty], stop_flag: int) -> None:
         """Sanity-check evaluation before the first step of this start."""
-        batches, ends = self.train.eval_sanity_batches, word == STOP or self._ended_by(word)
+        batches, ends = (
+            self.train.eval_sanity_batches,
+            stop_flag == STOP or self._ended_by(stop_flag),
+        )
         if self.held_out and batches and not ends and "evaluation" not in due:
             self.held_out.sanity_check(batches, lambda: self.stop)
 
@@ -257,13 +260,13 @@ class Trainer:
     def _stop_flag(self) -> int:
         return STOP if self.stop else TIME_IS_UP if self.clock.is_up else GO_ON
 
-    def _ended_by(self, word: int) -> str | None:
+    def _ended_by(self, stop_flag: int) -> str | None:
         """The setting that ends the run here; None: it continues."""
         if self.judge.should_stop:
             return "early_stopping"
         if self.at.step >= self.total_steps:
             return self.budget.set_by
-        return "max_hours" if word == TIME_IS_UP else None
+        return "max_hours" if stop_flag == TIME_IS_UP else None
 
     def _is_due(self, steps: int, epochs: float, before: Fraction) -> bool:
         """Whether an action with this interval is due after a step that began at epoch progress
@@ -271,30 +274,30 @@ class Trainer:
         now = self.batches.progress(self.at.cursor)
         return Interval(steps, epochs).is_due(self.at.step, before, now)
 
-    def _due(self, before: Fraction, word: int) -> set[Duty]:
+    def _due(self, before: Fraction, stop_flag: int) -> set[Duty]:
         """The evaluations and sample prompts due after this step."""
-        train, found = self.train, set[Duty]()
-        ends = self._ended_by(word) is not None
+        train, duties = self.train, set[Duty]()
+        ends = self._ended_by(stop_flag) is not None
         often = self._is_due(train.eval_steps, train.eval_epochs, before)
         if self.held_out and (often or (ends and train.eval_at_end)):
-            found.add("evaluation")
+            duties.add("evaluation")
         if self.sampler and (ends or self._is_due(train.sample_steps, 0, before)):
-            found.add("samples")
-        return found
+            duties.add("samples")
+        return duties
 
-    def _run_due_evals(self, due: set[Duty], word: int) -> bool:
+    def _run_due_evals(self, due: set[Duty], stop_flag: int) -> bool:
         """Run what is due and remove it from `due`. False if asked to stop before it is
         complete."""
         if "evaluation" in due and self.held_out:
-            found = self._is_logged_already(METRICS, LOSS)
-            if found is None:
-                found = self.held_out.evaluate(lambda: self.stop)
-                if found is None:
+            metrics = self._is_logged_already(METRICS, LOSS)
+            if metrics is None:
+                metrics = self.held_out.evaluate(lambda: self.stop)
+                if metrics is None:
                     return False
-                self._log({"step": self.at.step, **found})
+                self._log({"step": self.at.step, **metrics})
             due.discard("evaluation")
-            self._on_eval_end(found, due)
-        if self.sampler and ("samples" in due or (self.at.step and self._ended_by(word))):
+            self._on_eval_end(metrics, due)
+        if self.sampler and ("samples" in due or (self.at.step and self._ended_by(stop_flag))):
             if self._is_logged_already(SAMPLES, "samples") is None:
                 answers = self.sampler.generate(lambda: self.stop)
                 if answers is None:
@@ -304,15 +307,15 @@ class Trainer:
             due.discard("samples")
         return True
 
-    def _on_eval_end(self, found: dict[str, Any], due: set[Duty]) -> None:
+    def _on_eval_end(self, metrics: dict[str, Any], due: set[Duty]) -> None:
         """Best checkpoint and early stopping after an evaluation, unless nothing has been trained
         yet."""
-        self._evaluated = found
+        self._evaluated = metrics
         if self.at.step == self._untrained:
             return
-        self.judge.update(found)
-        if self.judge.is_best(found):
-            before, self.judge.best = self.judge.best, {"step": self.at.step, **found}
+        self.judge.update(metrics)
+        if self.judge.is_best(metrics):
+            before, self.judge.best = self.judge.best, {"step": self.at.step, **metrics}
             if not self.saves.save_best(self.at, self._trainer_state(due)):
                 self.judge.best = before
 
@@ -323,13 +326,13 @@ class Trainer:
         """
         if self.at.step != self._started_at:
             return None
-        found = None
+        logged = None
         if self.ranks.is_main_process:
             records = read_metrics(self.job.output_dir / file)
-            mine = (r for r in records if r["step"] == self.at.step and name in r)
-            found = next(mine, None)
-        told = self.ranks.all_gather(found)[0]
-        return told and {n: value for n, value in told.items() if n not in ("step", "time")}
+            logged_here = (r for r in records if r["step"] == self.at.step and name in r)
+            logged = next(logged_here, None)
+        record = self.ranks.all_gather(logged)[0]
+        return record and {n: value for n, value in record.items() if n not in ("step", "time")}
 
     def _trainer_state(self, owes: set[Duty]) -> dict[str, Any]:
         """Trainer state in a checkpoint besides the step counters."""
@@ -393,13 +396,13 @@ class Trainer:
         """Open the recorder on rank 0."""
         if not self.ranks.is_main_process:
             return
-        found = self._findings()
+        findings_shown = self._findings()
         write_environment(
-            self.job, self.built, self.ranks, total_steps=self.total_steps, findings=found
+            self.job, self.built, self.ranks, total_steps=self.total_steps, findings=findings_shown
         )
         self._recorder = MetricsRecorder(self.job, done=self.at.step, total=self.total_steps)
-        for each in found:
-            self._recorder.log_message(f"warning: {each.text}")
+        for finding in findings_shown:
+            self._recorder.log_message(f"warning: {finding.text}")
         if self.sampler:
             self._samples = MetricsLog(self.job.output_dir / SAMPLES, self.at.step)
         for text in self._told_early:
@@ -456,8 +459,8 @@ class Trainer:
             "trained_tokens": at.trained_tokens,
             **({} if at.loss is None else {"final_loss": at.loss}),
         }
-        if found := self._findings():
-            facts["warnings"] = [each.as_json() for each in found]
+        if warnings := self._findings():
+            facts["warnings"] = [finding.as_json() for finding in warnings]
         if not self.train.eval_only:
             last = self.saves.place_of(at.step)
             facts["checkpoint"] = self.saves.place_of(best["step"]) if best else last
@@ -465,5 +468,5 @@ class Trainer:
                 facts |= {"best_step": best["step"], "last_checkpoint": last}
         if self.built.quantized:
             facts["quantised"] = list(self.built.quantized)
-        told = best or self._evaluated or {}
-        return facts | {name: value for name, value in told.items() if name != "step"}
+        evaluated = best or self._evaluated or {}
+        return facts | {name: value for name, value in evaluated.items() if name != "step"}

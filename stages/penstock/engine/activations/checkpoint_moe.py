@@ -103,25 +103,25 @@ class _Call:
         saved: weakref.WeakKeyDictionary[SavedTensorSlot, torch.Tensor] = (
             weakref.WeakKeyDictionary()
         )
-        found: list[torch.Tensor] = []
+        recomputed: list[torch.Tensor] = []
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
             # Detached: an output saved by its own node would create a reference cycle.
-            found.append(tensor.detach())
-            return found[-1]
+            recomputed.append(tensor.detach())
+            return recomputed[-1]
 
         x_RD = self._x_RD().detach().requires_grad_(self._requires_grad)
         hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
         with hooks, torch.enable_grad(), self._autocast:
             inner_RF = self._gated(x_RD, self._counts_E)
-        for place, tensor in zip(self._places, found, strict=True):
-            if place and (slot := place()):
+        for slot_ref, tensor in zip(self._places, recomputed, strict=True):
+            if slot_ref and (slot := slot_ref()):
                 saved[slot] = tensor
         inner_RF = inner_RF.detach()
         for result, shape, stride, first in self._results:
             if slot := result():
-                at = inner_RF.storage_offset() + first
-                saved[slot] = inner_RF.as_strided(shape, stride, at)
+                offset = inner_RF.storage_offset() + first
+                saved[slot] = inner_RF.as_strided(shape, stride, offset)
         return saved
 
 

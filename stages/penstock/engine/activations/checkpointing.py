@@ -76,7 +76,7 @@ def apply_activation_checkpointing(
         moe_layers = {layer: mlp for layer, mlp in networks if isinstance(mlp, MoE)}
     if modules is None:
         model.run_layer = partial(_recompute_unless_moe, moe_layers, recompute, model.run_layer)
-    for name in CALL_HOOKS if modules is None else [one for one in modules if one != VISION]:
+    for name in CALL_HOOKS if modules is None else [hook for hook in modules if hook != VISION]:
         if name == CORE_ATTENTION:
             for layer in layers:
                 assert isinstance(layer, Block)

@@ -136,9 +136,9 @@ class OffloadedStorage:
 
     def data(self) -> torch.Tensor:
         """All bytes of the storage as a flat tensor."""
-        here = self.on_device()
-        data = torch.empty(0, dtype=torch.uint8, device=here.device)
-        return data.set_(here.untyped_storage())
+        stored = self.on_device()
+        data = torch.empty(0, dtype=torch.uint8, device=stored.device)
+        return data.set_(stored.untyped_storage())
 
 
 class ActivationOffloader:
@@ -164,8 +164,8 @@ class ActivationOffloader:
         self._newest = Group(self._newest if what == "layer" else None)
         self._offloading.append([])
         while len(self._offloading) > 2:
-            for kept, event in self._offloading.popleft():
-                stored = kept()
+            for ref, event in self._offloading.popleft():
+                stored = ref()
                 if stored is not None and stored.away is not None:
                     self._copies.wait(event)
                     stored.here = None
@@ -183,9 +183,9 @@ class ActivationOffloader:
 
         def unpack() -> torch.Tensor:
             self._prefetch(group)
-            there = stored.on_device()
-            view = torch.empty(0, dtype=dtype, device=there.device)
-            return view.set_(there.untyped_storage(), offset, shape, stride)
+            on_device = stored.on_device()
+            view = torch.empty(0, dtype=dtype, device=on_device.device)
+            return view.set_(on_device.untyped_storage(), offset, shape, stride)
 
         return unpack
 
@@ -199,10 +199,10 @@ class ActivationOffloader:
 
     def _get_storage(self, tensor: torch.Tensor) -> OffloadedStorage:
         storage = tensor.untyped_storage()
-        known = self._by_storage.get(storage._cdata)
+        copy = self._by_storage.get(storage._cdata)
         # Another storage may have the key of one that was freed.
-        if known and known.of() is storage and known.version == tensor._version:
-            return known
+        if copy and copy.of() is storage and copy.version == tensor._version:
+            return copy
         stored = OffloadedStorage(tensor)
         self._by_storage[storage._cdata] = stored
         self._keep_on_device(stored)
@@ -241,8 +241,8 @@ class ActivationOffloader:
 
     def _fetch(self, group: Group) -> None:
         """Bring all tensors of the group back to the device."""
-        for kept in group.storages:
-            stored = kept()
+        for ref in group.storages:
+            stored = ref()
             if stored is None:
                 continue
             self._forget_resident(stored)

@@ -58,9 +58,9 @@ class _Call:
         return self, slot
 
     @staticmethod
-    def unpack(left: tuple["_Call", SavedTensorSlot]) -> torch.Tensor:
+    def unpack(packed: tuple["_Call", SavedTensorSlot]) -> torch.Tensor:
         """Unpack hook: the tensor of the slot."""
-        call, slot = left
+        call, slot = packed
         if call._saved is None:
             call._saved = call._recompute()
         return call._saved[slot]
@@ -69,17 +69,17 @@ class _Call:
         saved: weakref.WeakKeyDictionary[SavedTensorSlot, torch.Tensor] = (
             weakref.WeakKeyDictionary()
         )
-        place = iter(self._slots)
-        left = len(self._slots)
+        slot_refs = iter(self._slots)
+        num_missing = len(self._slots)
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
-            nonlocal left
+            nonlocal num_missing
             # Detached: an output saved by its own node would create a reference cycle.
             tensor = tensor.detach()
-            if slot := next(place)():
+            if slot := next(slot_refs)():
                 saved[slot] = tensor
-            left -= 1
-            if not left:
+            num_missing -= 1
+            if not num_missing:
                 raise _RecomputedError
             return tensor
 
@@ -90,7 +90,7 @@ class _Call:
                 self._run(*args)
         except _RecomputedError:
             pass
-        assert not left, "a call must save as many tensors the second time"
+        assert not num_missing, "a call must save as many tensors the second time"
         return saved
 
 

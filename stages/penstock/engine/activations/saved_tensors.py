@@ -39,6 +39,6 @@ def save_for_backward(tensor: torch.Tensor) -> SavedTensor:
     return lambda: alone
 
 
-def unpack_hook(kept: SavedTensor) -> torch.Tensor:
+def unpack_hook(saved: SavedTensor) -> torch.Tensor:
     """The unpack hook for autograd: return the stored tensor."""
-    return kept()
+    return saved()

@@ -70,8 +70,8 @@ def _modules_to_compile(block: Block) -> Iterator[nn.Module]:
     """The modules to compile separately."""
     has_no_hooks = block.run_attn is call and block.run_mlp is call
     networks = [] if block.mlp is None else list(_mlp_modules_to_compile(block.mlp))
-    whole = [] if block.mlp is None else [block.mlp]
-    if has_no_hooks and networks == whole and _is_one_fsdp_unit(block):
+    feed_forwards = [] if block.mlp is None else [block.mlp]
+    if has_no_hooks and networks == feed_forwards and _is_one_fsdp_unit(block):
         yield block
     else:
         if mixer := block.token_mixer:

@@ -24,7 +24,9 @@ def dropout_config(written: DropoutConfig) -> DropoutRates:
 def has_dropout(part: CausalLM) -> bool:
     """Whether the model part has any dropout, adapters included."""
     own = isinstance(part, AutoCausalLM) and part.config.outline.dropout
-    return own or any(isinstance(one, Dropout) and one.is_enabled for one in part.modules())
+    return own or any(
+        isinstance(module, Dropout) and module.is_enabled for module in part.modules()
+    )
 
 
 def select_layer_ops(model: ModelConfig) -> LayerOps:

@@ -70,9 +70,9 @@ class CheckpointManager:
         self._started_from: Path | None = None
         self._best: Path | None = None
         # A separate group: the writer thread must not interleave with the collectives of training.
-        its = group or dist.new_group(backend="gloo")
-        assert isinstance(its, dist.ProcessGroup)
-        self._group = its
+        save_group = group or dist.new_group(backend="gloo")
+        assert isinstance(save_group, dist.ProcessGroup)
+        self._group = save_group
         self._copies = StagingBuffers() if writes == "behind" else None
         if self._copies:
             trained.pre_update_hooks.register(self._copies.wait)
@@ -98,14 +98,14 @@ class CheckpointManager:
         Raises ArtifactError if it is incomplete, if the run trained other parts of the model, or if
         it used another optimizer whose states are to be read.
         """
-        state, mine = read_state(folder), _name_of(self._trained.optimizer)
+        state, optimizer = read_state(folder), _name_of(self._trained.optimizer)
         with understanding(folder):
-            its = str(state["optimizer"])
+            saved_optimizer = str(state["optimizer"])
             kind = _kind_of(state, CheckpointFiles(folder))
-        if states == "read" and its != mine:
+        if states == "read" and saved_optimizer != optimizer:
             raise ArtifactError(
-                f"{folder} was trained with {its}, and this run's optimizer is "
-                f"{mine}.\n"
+                f"{folder} was trained with {saved_optimizer}, and this run's optimizer is "
+                f"{optimizer}.\n"
                 "  Write the same train.optimizer, or take its weights alone with "
                 "train.load_optimizer: false."
             )
@@ -184,20 +184,20 @@ class CheckpointManager:
         """The complete checkpoint of `step`; None if there is none."""
         return find_checkpoint(step, self.root)
 
-    def _require_same_kind(self, folder: Path, there: str) -> None:
+    def _require_same_kind(self, folder: Path, saved_kind: str) -> None:
         """Reject a checkpoint that lacks parts of the model, or has parts that would be dropped
         silently.
         """
-        mine = ADAPTERS
+        kind = ADAPTERS
         if not self._trained.only_trained:
             has_adapters = any(
                 parse_lora_name(local_param.name) for local_param in self._trained.params
             )
             # A pipeline stage may have no adapters.
-            mine = MERGED if self._ranks.any_rank(has_adapters) else MODEL
-        if there != mine:
+            kind = MERGED if self._ranks.any_rank(has_adapters) else MODEL
+        if saved_kind != kind:
             raise ArtifactError(
-                f"{folder} holds {there}, and this run trains {mine}.\n"
+                f"{folder} holds {saved_kind}, and this run trains {kind}.\n"
                 "  Write the lora section as it was, or export that run and start from its weights "
                 "as model.model_path."
             )
@@ -224,10 +224,10 @@ class CheckpointManager:
             fault = str(error)
         faults: list[str | None] = [None] * self._ranks.world_size
         dist.all_gather_object(faults, fault, group=self._group)
-        if found := [fault for fault in faults if fault is not None]:
+        if stage_faults := [fault for fault in faults if fault is not None]:
             raise StageError(
                 f"the checkpoint of step {step} could not be copied to the host's memory: "
-                f"{found[0]}.\n"
+                f"{stage_faults[0]}.\n"
                 "  The ones before it are intact; without train.save_async no copy is made."
             )
         return copied
@@ -254,9 +254,9 @@ class CheckpointManager:
 
     def _gather_digests(self, written: dict[str, FileDigest]) -> dict[str, FileDigest]:
         """The digests of the files of all ranks."""
-        found: list[dict[str, FileDigest]] = [written] * self._ranks.world_size
-        dist.all_gather_object(found, written, group=self._group)
-        return {name: digest for each in found for name, digest in each.items()}
+        digests_by_rank: list[dict[str, FileDigest]] = [written] * self._ranks.world_size
+        dist.all_gather_object(digests_by_rank, written, group=self._group)
+        return {name: digest for digests in digests_by_rank for name, digest in digests.items()}
 
     def _on_main_process(self, act: Callable[[], None]) -> None:
         """Run `act` on rank 0 while the others wait. All raise OSError if it failed."""
@@ -273,15 +273,15 @@ class CheckpointManager:
     def _delete_old(self, newest: Path) -> None:
         if self._limit is None:
             return
-        kept = {self._started_from, self._best, newest.resolve()}
+        protected = {self._started_from, self._best, newest.resolve()}
         # Folders with other names, such as a user's copy, are not the run's to delete.
-        mine = [
+        folders = [
             folder
             for folder in complete_checkpoints(self.root)
             if self._naming.step_of(folder.name) is not None
         ]
-        for folder in mine[: -self._limit]:
-            if folder.resolve() not in kept:
+        for folder in folders[: -self._limit]:
+            if folder.resolve() not in protected:
                 # Rename first, so that the rest of an interrupted deletion is cleaned up later.
                 aside = folder.with_name(f"{folder.name}{PART}")
                 remove(aside)

@@ -98,15 +98,15 @@ def read_boxes(boxes: Boxes, files: CheckpointFiles) -> None:
     Raises ArtifactError if the checkpoint lacks a tensor or part of it, if shapes differ, or if
     files are damaged; some boxes may have been read then.
     """
-    found = files.read_metadata().state_dict_metadata
+    metadata = files.read_metadata().state_dict_metadata
     reads: list[ReadItem] = []
     for name, parts in boxes.items():
-        entry = found.get(name)
+        entry = metadata.get(name)
         if not isinstance(entry, TensorStorageMetadata):
             raise _other_model(files, f"lacks {name}")
-        there = tuple(entry.size)
-        if wrong := [box.whole for box in parts if box.whole != there]:
-            fault = f"holds {name} as {there}, and the model makes it {wrong[0]}"
+        saved_shape = tuple(entry.size)
+        if wrong := [box.whole for box in parts if box.whole != saved_shape]:
+            fault = f"holds {name} as {saved_shape}, and the model makes it {wrong[0]}"
             raise _other_model(files, fault)
         reads += _reads(files, name, entry, parts)
     with warnings.catch_warnings():
@@ -133,11 +133,11 @@ def _reads(
 ) -> list[ReadItem]:
     """The DCP read items: which part of each stored box goes where."""
     reads = create_read_items_for_chunk_list(name, entry, [box.chunk for box in parts])
-    wanted = sum(box.data.numel() for box in parts)
-    found = sum(math.prod(read.lengths) for read in reads)
-    if found != wanted:
+    count = sum(box.data.numel() for box in parts)
+    saved = sum(math.prod(read.lengths) for read in reads)
+    if saved != count:
         raise ArtifactError(
-            f"The checkpoint {files.folder} holds {found} of {wanted} numbers of {name}.\n"
+            f"The checkpoint {files.folder} holds {saved} of {count} numbers of {name}.\n"
             "  Take another checkpoint of the run."
         )
     return reads

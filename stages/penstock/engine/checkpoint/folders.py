@@ -142,12 +142,12 @@ def set_damaged_aside(folder: Path) -> Path:
 
 def complete_checkpoints(root: Path) -> list[Path]:
     """All complete checkpoints under `root`, with any name, oldest first."""
-    found = [
+    steps_and_paths = [
         (checkpoint_step(path), path)
         for path in (root.iterdir() if root.is_dir() else ())
         if not path.name.endswith(PART) and (path / COMPLETE).is_file()
     ]
-    return [path for _, path in sorted(found)]
+    return [path for _, path in sorted(steps_and_paths)]
 
 
 def checkpoint_step(folder: Path) -> int:
@@ -168,7 +168,9 @@ def checkpoint_step(folder: Path) -> int:
 
 def find_checkpoint(step: int, root: Path) -> Path | None:
     """The complete checkpoint of `step` under `root`; None if there is none."""
-    return next((one for one in complete_checkpoints(root) if checkpoint_step(one) == step), None)
+    return next(
+        (folder for folder in complete_checkpoints(root) if checkpoint_step(folder) == step), None
+    )
 
 
 def newest_checkpoint(root: Path, keys: Sequence[str]) -> Path | None:
@@ -177,8 +179,8 @@ def newest_checkpoint(root: Path, keys: Sequence[str]) -> Path | None:
 
     A checkpoint too damaged to identify counts as this run's.
     """
-    found = reversed(complete_checkpoints(root))
-    return next((folder for folder in found if may_belong_to(keys, folder)), None)
+    newest_first = reversed(complete_checkpoints(root))
+    return next((folder for folder in newest_first if may_belong_to(keys, folder)), None)
 
 
 def may_belong_to(keys: Sequence[str], folder: Path) -> bool:

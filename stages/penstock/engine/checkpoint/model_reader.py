@@ -50,18 +50,18 @@ class CheckpointReader:
 
         Raises ArtifactError if the checkpoint lacks one of them.
         """
-        wanted = list(names)
-        if missing := [name for name in wanted if name not in self._found]:
+        requested = list(names)
+        if missing := [name for name in requested if name not in self._found]:
             raise ArtifactError(
-                f"The checkpoint {self.folder} lacks {len(missing)} of {len(wanted)} parameters, "
-                f"first {missing[0]}.\n"
+                f"The checkpoint {self.folder} lacks {len(missing)} of {len(requested)} "
+                f"parameters, first {missing[0]}.\n"
                 "  It belongs to another model.model_path or model.config_path."
             )
-        found = {
+        tensors = {
             name: torch.empty(self._found[name].size, dtype=self._found[name].properties.dtype)
-            for name in wanted
+            for name in requested
         }
-        if found:
-            boxes = {MODEL + name: [whole_box(tensor)] for name, tensor in found.items()}
+        if tensors:
+            boxes = {MODEL + name: [whole_box(tensor)] for name, tensor in tensors.items()}
             read_boxes(boxes, self._files)
-        return found
+        return tensors

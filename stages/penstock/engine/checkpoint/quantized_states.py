@@ -61,25 +61,25 @@ class QuantizedStates:
 
         Raises ArtifactError if the checkpoint lacks part of a tensor.
         """
-        left: dict[str, Sequence[ShardView]] = {}
-        for name, wanted in boxes.items():
+        plain_boxes: dict[str, Sequence[ShardView]] = {}
+        for name, requested in boxes.items():
             if name in self._parts:
-                self._fill(name, self._parts[name], wanted)
+                self._fill(name, self._parts[name], requested)
             else:
-                left[name] = wanted
-        return left
+                plain_boxes[name] = requested
+        return plain_boxes
 
     @cached_property
     def _parts(self) -> Mapping[str, Sequence["_QuantizedBox"]]:
-        found: dict[str, list[_QuantizedBox]] = {}
+        parts_by_name: dict[str, list[_QuantizedBox]] = {}
         for key in self.files.read_metadata().state_dict_metadata:
             if match := BOX_NAME.fullmatch(key):
                 name, form, offsets, shape = match.groups()
                 part = _QuantizedBox(
                     name, cast("Form", form), _parse_ints(offsets), _parse_ints(shape)
                 )
-                found.setdefault(name, []).append(part)
-        return found
+                parts_by_name.setdefault(name, []).append(part)
+        return parts_by_name
 
     def _fill(
         self, name: str, parts: Sequence["_QuantizedBox"], boxes: Sequence[ShardView]
@@ -100,9 +100,9 @@ class QuantizedStates:
                 part.shape
             )
             filled += sum(part.copy(values, box) for box in boxes)
-        if filled != (wanted := sum(box.data.numel() for box in boxes)):
+        if filled != (count := sum(box.data.numel() for box in boxes)):
             raise ArtifactError(
-                f"The checkpoint {self.files.folder} holds {filled} of {wanted} numbers of {name}."
+                f"The checkpoint {self.files.folder} holds {filled} of {count} numbers of {name}."
                 "\n  Take another checkpoint of the run."
             )
 
@@ -117,7 +117,7 @@ class _QuantizedBox:
     shape: tuple[int, ...]
 
     def __str__(self) -> str:
-        offsets, shape = (",".join(map(str, each)) for each in (self.offsets, self.shape))
+        offsets, shape = (",".join(map(str, numbers)) for numbers in (self.offsets, self.shape))
         return f"{self.name}@{self.form}@{offsets}@{shape}"
 
     @property
@@ -139,21 +139,21 @@ class _QuantizedBox:
         if not self.overlaps(box):
             return 0
         shared = self._overlap(box)
-        mine, its = (
+        source, target = (
             tuple(
                 slice(begin - first, end - first)
-                for (begin, end), first in zip(shared, at, strict=True)
+                for (begin, end), first in zip(shared, starts, strict=True)
             )
-            for at in (self.offsets, box.offsets)
+            for starts in (self.offsets, box.offsets)
         )
-        box.data[its].copy_(values[mine])
+        box.data[target].copy_(values[source])
         return prod(end - begin for begin, end in shared)
 
     def _overlap(self, box: ShardView) -> list[tuple[int, int]]:
         """The overlap with the box along every dimension."""
         return [
-            (max(mine, its), min(mine + size, its + its_size))
-            for mine, size, its, its_size in zip(
+            (max(start, other_start), min(start + size, other_start + other_size))
+            for start, size, other_start, other_size in zip(
                 self.offsets, self.shape, box.offsets, box.data.shape, strict=True
             )
         ]

@@ -54,7 +54,7 @@ def find_checkpoint_faults(folder: Path, ranks: ProcessInfo) -> list[str]:
     )
     if not faults and ranks.is_main_process:
         faults = _faults_without_digests(folder)
-    return sorted({fault for each in ranks.all_gather(faults) for fault in each})
+    return sorted({fault for rank_faults in ranks.all_gather(faults) for fault in rank_faults})
 
 
 def newest_whole_checkpoint(
@@ -111,14 +111,16 @@ def _faults_without_digests(folder: Path) -> list[str]:
 
 
 def _faults_of_needed(folder: Path, ranks: ProcessInfo, needs: Needs) -> list[str]:
-    found: list[str] = []
+    problems: list[str] = []
     for step in needs(read_state(folder)):
-        there = find_checkpoint(step, folder.parent)
-        name = there.name if there else f"of step {step}"
-        faults = find_checkpoint_faults(there, ranks) if there else ["it is missing"]
+        needed = find_checkpoint(step, folder.parent)
+        name = needed.name if needed else f"of step {step}"
+        faults = find_checkpoint_faults(needed, ranks) if needed else ["it is missing"]
         if faults:
-            found.append(f"the best checkpoint until then, {name}, is damaged: {in_brief(faults)}")
-    return found
+            problems.append(
+                f"the best checkpoint until then, {name}, is damaged: {in_brief(faults)}"
+            )
+    return problems
 
 
 def _report_skipped(
@@ -148,7 +150,7 @@ def _report_skipped(
 
 
 def _all_damaged_error(root: Path, faults: Mapping[str, Sequence[str]]) -> ArtifactError:
-    lines = "".join(f"\n    {name}: {in_brief(each)}" for name, each in faults.items())
+    lines = "".join(f"\n    {name}: {in_brief(listed)}" for name, listed in faults.items())
     return ArtifactError(
         f"no checkpoint in {root} is valid:{lines}\n"
         "  Restore these files from a copy, or start from scratch with --fresh."

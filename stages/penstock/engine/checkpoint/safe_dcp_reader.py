@@ -82,14 +82,14 @@ class CheckpointFiles(FileSystemReader):
         ends: dict[str, int] = defaultdict(int)
         for info in self.read_metadata().storage_data.values():
             ends[info.relative_path] = max(ends[info.relative_path], info.offset + info.length)
-        found: list[str] = []
+        problems: list[str] = []
         for name, end in ends.items():
             file = self.folder / name
             if not file.is_file():
-                found.append(f"{name} is missing")
+                problems.append(f"{name} is missing")
             elif (size := file.stat().st_size) < end:
-                found.append(f"{name} has {size} bytes, and tensors up to byte {end}")
-        return found
+                problems.append(f"{name} has {size} bytes, and tensors up to byte {end}")
+        return problems
 
     def _read(self) -> Metadata:
         content = read_file(self.folder, METADATA)
@@ -142,7 +142,7 @@ def _require_tensor(name: str, entry: TensorStorageMetadata, stored: dict[Any, A
         raise _invalid(f"it does not say the dtype of {name}")
     if not isinstance(size, torch.Size):
         raise _invalid(f"it does not say the shape of {name}")
-    found = 0
+    num_saved = 0
     for chunk in entry.chunks:
         if not isinstance(chunk, ChunkStorageMetadata) or not _is_within(chunk, size):
             raise _invalid(f"a part of {name} lies outside of it")
@@ -150,9 +150,9 @@ def _require_tensor(name: str, entry: TensorStorageMetadata, stored: dict[Any, A
         count = prod(chunk.sizes)
         if info is None or info.length < count * properties.dtype.itemsize:
             raise _invalid(f"it does not say where all of {name} lies")
-        found += count
-    if found < prod(size):
-        raise _invalid(f"it holds {found} of {prod(size)} numbers of {name}")
+        num_saved += count
+    if num_saved < prod(size):
+        raise _invalid(f"it holds {num_saved} of {prod(size)} numbers of {name}")
 
 
 def _is_within(chunk: ChunkStorageMetadata, size: torch.Size) -> bool:
@@ -162,7 +162,7 @@ def _is_within(chunk: ChunkStorageMetadata, size: torch.Size) -> bool:
     if not len(offsets) == len(sizes) == len(size) or not _are_counts([*offsets, *sizes]):
         return False
     ends = (offset + length for offset, length in zip(offsets, sizes, strict=True))
-    return all(end <= whole for end, whole in zip(ends, size, strict=True))
+    return all(end <= bound for end, bound in zip(ends, size, strict=True))
 
 
 def _are_counts(values: Sequence[Any]) -> bool:
@@ -191,8 +191,8 @@ class _AllowedNames:
         module = "pathlib" if module == "pathlib._local" else module
         if name in _ALLOWED.get(module, ()):
             return getattr(sys.modules[module], name)
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
-            return found
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
         raise pickle.UnpicklingError(f"it names {module}.{name}")
 
 

@@ -89,10 +89,10 @@ class TrainState:
 
         Raises ArtifactError if the checkpoint is damaged or of another model.
         """
-        there = files.read_metadata().state_dict_metadata
-        for one in self.params:
-            if any(MODEL + piece.tensor in there for piece in one.shards):
-                self.left_to_base.discard(id(one.parameter))
+        metadata = files.read_metadata().state_dict_metadata
+        for param in self.params:
+            if any(MODEL + piece.tensor in metadata for piece in param.shards):
+                self.left_to_base.discard(id(param.parameter))
         if states == "read":
             self._make_states(files)
         boxes = self.cut(_gathered(self._all() if states == "read" else self._parameters()))
@@ -101,7 +101,7 @@ class TrainState:
             boxes = {
                 name: box
                 for name, box in boxes.items()
-                if name in there or not is_vision(name.removeprefix(MODEL))
+                if name in metadata or not is_vision(name.removeprefix(MODEL))
             }
         read_boxes(QuantizedStates(files).read(boxes), files)
 
@@ -145,9 +145,9 @@ class TrainState:
         Only the optimizer knows the shape of its states. They are all overwritten by the checkpoint
         afterwards.
         """
-        there = _states(files)
+        saved_states = _states(files)
         for local_param in self._step_counts():
-            if local_param.shards and there.get(local_param.shards[0].tensor):
+            if local_param.shards and saved_states.get(local_param.shards[0].tensor):
                 parameter = local_param.parameter
                 parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
         rates = [deepcopy(group["lr"]) for group in self.optimizer.param_groups]
@@ -160,10 +160,10 @@ class TrainState:
 
 def _gathered(boxes: Iterable[tuple[str, ShardView]]) -> Boxes:
     """Group by name, sorted, so that the order of optimizer states does not matter."""
-    found: dict[str, list[ShardView]] = {}
+    boxes_by_name: dict[str, list[ShardView]] = {}
     for name, box in boxes:
-        found.setdefault(name, []).append(box)
-    return dict(sorted(found.items()))
+        boxes_by_name.setdefault(name, []).append(box)
+    return dict(sorted(boxes_by_name.items()))
 
 
 def _state_boxes(
@@ -221,9 +221,9 @@ def _boxes(
 
 def _states(files: CheckpointFiles) -> dict[str, dict[str, TensorStorageMetadata]]:
     """The optimizer states in a checkpoint, by tensor name and state name."""
-    found: dict[str, dict[str, TensorStorageMetadata]] = {}
+    states_by_tensor: dict[str, dict[str, TensorStorageMetadata]] = {}
     for key, entry in files.read_metadata().state_dict_metadata.items():
         if key.startswith(OPTIMIZER) and isinstance(entry, TensorStorageMetadata):
             tensor, _, name = parse_tensor_name(key).removeprefix(OPTIMIZER).rpartition(".")
-            found.setdefault(tensor, {})[name] = entry
-    return found
+            states_by_tensor.setdefault(tensor, {})[name] = entry
+    return states_by_tensor

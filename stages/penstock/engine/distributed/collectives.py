@@ -114,8 +114,8 @@ def reduce_scatter_dim0(
     x: torch.Tensor, group: dist.ProcessGroup, reduce_dtype: ReduceDtype = None
 ) -> torch.Tensor:
     """Sum over ranks, of which each gets an equal part along dimension 0."""
-    tokens, rest = divmod(x.shape[0], group.size())
-    if rest:
+    tokens, remainder = divmod(x.shape[0], group.size())
+    if remainder:
         # Checked here because a backend may abort the process without a message.
         raise ValueError(f"{x.shape[0]} tokens cannot be shared evenly by {group.size()} ranks")
     out = x.new_empty((tokens, *x.shape[1:]), dtype=reduce_dtype)

@@ -80,8 +80,8 @@ class ContextParallel:
         """The document boundaries of a micro-batch for `attend`, built once for all layers."""
         spans, runs = batch.spans(), batch.bidirectional
         if self._ring:
-            where = self._ring.size, self._ring.index, device
-            return ring_segments(batch.lengths, *where, spans=spans, bidirectional=runs)
+            ring_rank = self._ring.size, self._ring.index, device
+            return ring_segments(batch.lengths, *ring_rank, spans=spans, bidirectional=runs)
         start_rows = None if spans is None else first_blind_rows(spans)
         return VarlenMetadata.of(batch.lengths, device, start_rows=start_rows, bidirectional=runs)
 
@@ -134,15 +134,15 @@ class ContextParallel:
         size, index = self._mesh.size(*axes), self._mesh.index(*axes)
         return Ulysses(group, size, index, zigzag=self._mesh.size("ring"))
 
-    def all_reduce_sum(self, mine: torch.Tensor) -> torch.Tensor:
+    def all_reduce_sum(self, local_sum: torch.Tensor) -> torch.Tensor:
         """All-reduce `mine` over the context-parallel ranks.
 
         The gradient of each rank's term is the gradient of the sum, so what follows must be
         computed identically on all ranks.
         """
         for group in self._groups:
-            mine = reduce_from_tp_region(mine, group, "whole")
-        return mine
+            local_sum = reduce_from_tp_region(local_sum, group, "whole")
+        return local_sum
 
     def gather_tokens(self, x_S: torch.Tensor) -> torch.Tensor:
         """All tokens of a per-token tensor, where `attend` supports a KV cache; no gradients."""
@@ -168,11 +168,11 @@ class _GatheredKeys:
 
     def segments(self, segments: VarlenMetadata) -> VarlenMetadata:
         if "partial" not in segments.kept:
-            whole = segments.unsharded() if isinstance(segments, RingSegments) else segments
-            own = self.shard(torch.arange(whole.num_tokens)).tolist()
+            unsharded = segments.unsharded() if isinstance(segments, RingSegments) else segments
+            own = self.shard(torch.arange(unsharded.num_tokens)).tolist()
             queries = tuple(_ranges(own))
             segments.kept["partial"] = PartialSegments(
-                **{**vars(whole), "kept": {}}, queries=queries
+                **{**vars(unsharded), "kept": {}}, queries=queries
             )
         return segments.kept["partial"]
 
@@ -189,7 +189,11 @@ class _GatheredKeys:
 
 def _ranges(numbers: Sequence[int]) -> list[range]:
     """Ascending numbers as ranges."""
-    starts = [at for at, number in enumerate(numbers) if not at or number != numbers[at - 1] + 1]
+    starts = [
+        index
+        for index, number in enumerate(numbers)
+        if not index or number != numbers[index - 1] + 1
+    ]
     return [
         range(numbers[start], numbers[end - 1] + 1)
         for start, end in pairwise([*starts, len(numbers)])

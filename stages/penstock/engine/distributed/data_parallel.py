@@ -67,7 +67,7 @@ def shard(
     model: nn.Module,
     units: list[nn.Module],
     mesh: DeviceMesh,
-    how: FSDPPolicy,
+    policy: FSDPPolicy,
     *,
     first: nn.Module | None = None,
     last: Sequence[nn.Module] = (),
@@ -81,14 +81,14 @@ def shard(
     them. The weights of `exact` modules are never cast; they are separate units if other weights
     are cast. `elsewhere` are modules with a mesh of their own.
     """
-    mixed = MixedPrecisionPolicy(param_dtype=how.param_dtype, reduce_dtype=how.reduce_dtype)
-    uncast = MixedPrecisionPolicy(reduce_dtype=how.reduce_dtype)
-    apart = [module for module in exact if how.param_dtype is not None and module not in units]
+    mixed = MixedPrecisionPolicy(param_dtype=policy.param_dtype, reduce_dtype=policy.reduce_dtype)
+    uncast = MixedPrecisionPolicy(reduce_dtype=policy.reduce_dtype)
+    apart = [module for module in exact if policy.param_dtype is not None and module not in units]
     # Without replicas a one-dimensional mesh saves a collective per unit.
     mesh = mesh if mesh["replicate"].size() > 1 else mesh["shard"]
     pinned = uses_cuda()
-    offload = CPUOffloadPolicy(pin_memory=pinned) if how.offload else OffloadPolicy()
-    frees = how.reshard_after == "nothing"
+    offload = CPUOffloadPolicy(pin_memory=pinned) if policy.offload else OffloadPolicy()
+    frees = policy.reshard_after == "nothing"
     for unit, its_mesh in elsewhere:
         fully_shard(
             unit,
@@ -120,7 +120,7 @@ def shard(
         module.set_force_sum_reduction_for_comms(True)
     # Layers with the units inside them, in execution order; `basic_modules` need not be.
     layers = [_sharded_modules(layer) for layer in _outermost_units(model) if layer not in last[1:]]
-    if how.prefetch:
+    if policy.prefetch:
         # Not those that evaluations do not call.
         always = [layer for layer in layers if not isinstance(layer[0], PredictionLayer)]
         for layer, following in pairwise(always):
@@ -141,9 +141,11 @@ class FSDPSync:
     with `once` after the last pass, and unsharded gradients of all layers accumulate until then.
     """
 
-    def __init__(self, parts: Sequence[nn.Module], kept: ReshardAfter, *, once: bool) -> None:
+    def __init__(
+        self, parts: Sequence[nn.Module], reshard_after: ReshardAfter, *, once: bool
+    ) -> None:
         self._parts = [part for part in parts if isinstance(part, FSDPModule)]
-        self._kept, self._once = kept, once
+        self._kept, self._once = reshard_after, once
 
     def prepare_backward(self, *, last: bool) -> None:
         """Reduce gradients over shards in this pass, and over replicas in the last."""
@@ -178,13 +180,13 @@ class ReplicatedSync:
 
 def _outermost_units(model: nn.Module) -> list[nn.Module]:
     """The FSDP units that are in no other but the root, in the order of the modules."""
-    found: list[nn.Module] = []
+    units: list[nn.Module] = []
     inside: set[nn.Module] = set()
     for module in model.modules():
         if module is not model and isinstance(module, FSDPModule) and module not in inside:
-            found.append(module)
+            units.append(module)
             inside.update(module.modules())
-    return found
+    return units
 
 
 def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
@@ -248,18 +250,18 @@ def gradient_sync(
     overlaps = not train.enable_reentrant and mesh.size("pipeline") == 1
     bucket_mb = train.comm_bucket_mb or BUCKET_MB
     by_copies: dict[int, list[LocalParam]] = {}
-    for one in params:
-        by_copies.setdefault(id(one.replica_group), []).append(one)
+    for param in params:
+        by_copies.setdefault(id(param.replica_group), []).append(param)
     return ReplicatedSync(
         [
             BucketedAllReduce(
-                [one.parameter for one in some],
-                some[0].replica_group,
+                [param.parameter for param in group_params],
+                group_params[0].replica_group,
                 overlaps=overlaps,
                 bucket_mb=bucket_mb,
             )
-            for some in by_copies.values()
-            if some[0].replica_group is not None
+            for group_params in by_copies.values()
+            if group_params[0].replica_group is not None
         ]
     )
 
@@ -273,15 +275,13 @@ def shard_units(model: CausalLM, basic_modules: list[str]) -> list[nn.Module]:
     """
     edges = {module for module in model.edges if module is not None}
     units: list[nn.Module] = []
-    for wanted in basic_modules:
-        found = _called(wanted, model)
-        if not found and not (
-            isinstance(model, Decoder) and _called(wanted, _outline(model.config))
+    for unit in basic_modules:
+        named_modules = _called(unit, model)
+        if not named_modules and not (
+            isinstance(model, Decoder) and _called(unit, _outline(model.config))
         ):
-            raise CapabilityError(
-                f"model.basic_modules names {wanted}, and no module is called so."
-            )
-        units += [module for module in found if module not in edges]
+            raise CapabilityError(f"model.basic_modules names {unit}, and no module is called so.")
+        units += [module for module in named_modules if module not in edges]
     tower = model.vision.blocks if isinstance(model, Decoder) and model.vision else []
     return [*units, *(layer for layer in (*tower, *model.blocks) if layer not in units)]
 
@@ -300,11 +300,11 @@ def edge_units(model: CausalLM) -> tuple[nn.Module | None, list[nn.Module]]:
     return embedding, [module for module in (norm, head) if module is not None]
 
 
-def _called(wanted: str, model: CausalLM) -> list[nn.Module]:
+def _called(unit: str, model: CausalLM) -> list[nn.Module]:
     return [
         module
         for name, module in model.named_modules()
-        if name.rpartition(".")[2] == wanted or type(module).__name__ == wanted
+        if name.rpartition(".")[2] == unit or type(module).__name__ == unit
     ]
 
 
@@ -323,7 +323,7 @@ def local_params(
 ) -> list[LocalParam]:
     """Every parameter of the parts as sharded now, with the checkpoint tensors it is part of."""
     copying, of_experts = _copying(mesh, train), _copying_experts(mesh, train)
-    found: list[LocalParam] = []
+    params: list[LocalParam] = []
     for part, pieces_here in zip(parts, pieces, strict=True):
         apart = {
             id(p)
@@ -331,13 +331,15 @@ def local_params(
             for p in experts.parameters()
         }
         for name, parameter in part.named_parameters():
-            its = pieces_here[name]
+            shards_of_param = pieces_here[name]
             # A head that is a copy of the tied embedding is treated as the embedding, also by name.
-            is_copy = name == HEAD_WEIGHT and its[0].tensor == part.config.names.embedding
+            is_copy = (
+                name == HEAD_WEIGHT and shards_of_param[0].tensor == part.config.names.embedding
+            )
             called = EMBEDDING_WEIGHT if is_copy else name
             group = of_experts if id(parameter) in apart else copying
-            found.append(make_local_param(called, parameter, its, copying=group))
-    return found
+            params.append(make_local_param(called, parameter, shards_of_param, copying=group))
+    return params
 
 
 def _copying(mesh: Mesh, train: TrainConfig) -> dist.ProcessGroup | None:

@@ -69,10 +69,10 @@ class Mesh:
 
     def index(self, *axes: Axis) -> int:
         """This rank's index among those that differ from it in these axes only."""
-        found = 0
+        flat_index = 0
         for axis in axes:
-            found = found * self.size(axis) + self._coords[axis]
-        return found
+            flat_index = flat_index * self.size(axis) + self._coords[axis]
+        return flat_index
 
     def ranks(self, *axes: Axis) -> list[int]:
         """The ranks that differ from this one in these axes only, in the order of `index`."""
@@ -146,13 +146,13 @@ class Mesh:
 
     def _grid_by_axes(self, parts: Sequence[tuple[Axis, ...]]) -> torch.Tensor:
         """Rank numbers, shape [remaining, *sizes of the parts]."""
-        rest: tuple[Axis, ...] = tuple(
+        other_axes: tuple[Axis, ...] = tuple(
             axis for axis in AXES if not any(axis in part for part in parts)
         )
-        order = [*rest, *(axis for part in parts for axis in part)]
-        sizes = [self.size(*part) for part in (rest, *parts)]
+        order = [*other_axes, *(axis for part in parts for axis in part)]
+        sizes = [self.size(*part) for part in (other_axes, *parts)]
         return self._grid.permute([AXES.index(axis) for axis in order]).reshape(sizes)
 
     def _rest_index(self, parts: Sequence[tuple[Axis, ...]]) -> int:
-        rest: list[Axis] = [axis for axis in AXES if not any(axis in part for part in parts)]
-        return self.index(*rest)
+        other_axes: list[Axis] = [axis for axis in AXES if not any(axis in part for part in parts)]
+        return self.index(*other_axes)

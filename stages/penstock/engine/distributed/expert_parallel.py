@@ -50,9 +50,9 @@ def parallelize_experts(
         experts.num_experts = total // size
         # Including the adapters of each expert.
         for name, parameter in list(experts.named_parameters()):
-            mine = parameter.detach().chunk(size)[index].clone()
+            local_experts = parameter.detach().chunk(size)[index].clone()
             owner, _, leaf = name.rpartition(".")
-            local_param = nn.Parameter(mine, requires_grad=parameter.requires_grad)
+            local_param = nn.Parameter(local_experts, requires_grad=parameter.requires_grad)
             setattr(experts.get_submodule(owner), leaf, local_param)
         register_dispatcher(moe, group, total)
 

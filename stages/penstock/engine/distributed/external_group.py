@@ -53,8 +53,8 @@ class ExternalProcessGroup:
         self._size, self._device, self._address = size, device, address
         self._timeout = datetime.timedelta(seconds=seconds)
         self._tensor_timeout = datetime.timedelta(seconds=tensor_seconds)
-        found = str(socket.getaddrinfo(address, None)[0][4][0])
-        if ipaddress.ip_address(found.partition("%")[0]).is_unspecified:
+        ip = str(socket.getaddrinfo(address, None)[0][4][0])
+        if ipaddress.ip_address(ip.partition("%")[0]).is_unspecified:
             # Any machine could write to a store on all interfaces, and nothing can connect to
             # 0.0.0.0.
             raise OSError(
@@ -108,8 +108,10 @@ class ExternalProcessGroup:
         else:
             options.timeout = self._tensor_timeout
         sent = [tensor.contiguous() for tensor in tensors]
-        sent = [one.view(torch.uint8) if one.dtype in FP8_DTYPES else one for one in sent]
-        works = [self._backend.broadcast([one], options) for one in sent]
+        sent = [
+            buffer.view(torch.uint8) if buffer.dtype in FP8_DTYPES else buffer for buffer in sent
+        ]
+        works = [self._backend.broadcast([buffer], options) for buffer in sent]
         try:
             while works:
                 works.pop(0).wait()

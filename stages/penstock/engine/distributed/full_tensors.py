@@ -54,20 +54,20 @@ class FullTensorGather:
         self._ranks = ranks
         self._local_shards: dict[_ShardKey, tuple[TensorShard, nn.Parameter]] = {
             _ShardKey(
-                piece.tensor, piece.full_shape, piece.offsets, piece.sizes, one.parameter.dtype
+                piece.tensor, piece.full_shape, piece.offsets, piece.sizes, param.parameter.dtype
             ): (
                 piece,
-                one.parameter,
+                param.parameter,
             )
-            for one in params
-            for piece in one.shards
+            for param in params
+            for piece in param.shards
         }
-        found: dict[str, dict[_ShardKey, int]] = {}
+        ranks_by_name: dict[str, dict[_ShardKey, int]] = {}
         for rank, boxes in enumerate(ranks.all_gather(list(self._local_shards))):
             for box in boxes:
                 # The lowest rank sends a shard: what rank 0 holds is not sent.
-                found.setdefault(box.tensor, {}).setdefault(box, rank)
-        self._sources = {name: found[name] for name in sorted(found)}
+                ranks_by_name.setdefault(box.tensor, {}).setdefault(box, rank)
+        self._sources = {name: ranks_by_name[name] for name in sorted(ranks_by_name)}
         self._index_by_name = {name: number for number, name in enumerate(self._sources)}
 
     def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -81,21 +81,21 @@ class FullTensorGather:
         Rank 0 only, while all other ranks run `serve`.
         """
         assert self._ranks.is_main_process, "only rank 0 reads"
-        wanted = list(names)
+        requested = list(names)
         shapes, device = self.shapes(), self._ranks.device
         # Allocate before anybody sends: a rank without memory must not leave others waiting for it.
         full_tensors = {
             name: torch.empty(shapes[name][0], dtype=shapes[name][1], device=device)
-            for name in wanted
+            for name in requested
         }
         receives: list[tuple[int, list[_ShardKey], torch.Tensor]] = []
         for rank in range(1, self._ranks.world_size):
-            if boxes := self._shards_sent_by(rank, wanted):
+            if boxes := self._shards_sent_by(rank, requested):
                 # Sent as bytes, which every backend supports.
                 size = sum(box.nbytes for box in boxes)
                 receives.append((rank, boxes, torch.empty(size, dtype=torch.uint8, device=device)))
-        self._send_request([self._index_by_name[name] for name in wanted])
-        for box in self._shards_sent_by(0, wanted):
+        self._send_request([self._index_by_name[name] for name in requested])
+        for box in self._shards_sent_by(0, requested):
             box.within(full_tensors[box.tensor]).copy_(self._local_data(box))
         for rank, boxes, arrived in receives:
             with self._ranks.heartbeat.waiting():

@@ -70,11 +70,11 @@ class ObjectUnpickler(pickle.Unpickler):
         module_name = "pathlib" if module_name == "pathlib._local" else module_name
         # A message must never trigger an import.
         module = sys.modules.get(module_name)
-        found = vars(module).get(global_name) if module else None
-        if (module_name, global_name) in ALLOWED_NAMES or isinstance(found, torch.dtype):
-            return found
-        if isinstance(found, type) and found.__module__ == module_name and _is_record(found):
-            return found
+        value = vars(module).get(global_name) if module else None
+        if (module_name, global_name) in ALLOWED_NAMES or isinstance(value, torch.dtype):
+            return value
+        if isinstance(value, type) and value.__module__ == module_name and _is_record(value):
+            return value
         raise pickle.UnpicklingError(
             f"{module_name}.{global_name} is not a type that ranks may send to one another"
         )
@@ -92,17 +92,17 @@ def rebuild_array(data: bytes, dtype: str, shape: tuple[int, ...] | None) -> Any
     kind = np.dtype(dtype)
     if kind.kind not in NUMERIC_KINDS:
         raise pickle.UnpicklingError(f"{dtype} is not a numeric dtype")
-    found = np.frombuffer(bytearray(data), dtype=kind)
-    return found[0] if shape is None else found.reshape(shape)
+    array = np.frombuffer(bytearray(data), dtype=kind)
+    return array[0] if shape is None else array.reshape(shape)
 
 
-def _is_record(found: type) -> bool:
-    if issubclass(found, BaseException):
-        return found.__module__.partition(".")[0] in EXCEPTION_PACKAGES
-    return found.__module__.startswith(RECORD_MODULES) and (
-        dataclasses.is_dataclass(found)
-        or issubclass(found, enum.Enum)
-        or (issubclass(found, tuple) and hasattr(found, "_fields"))
+def _is_record(cls: type) -> bool:
+    if issubclass(cls, BaseException):
+        return cls.__module__.partition(".")[0] in EXCEPTION_PACKAGES
+    return cls.__module__.startswith(RECORD_MODULES) and (
+        dataclasses.is_dataclass(cls)
+        or issubclass(cls, enum.Enum)
+        or (issubclass(cls, tuple) and hasattr(cls, "_fields"))
     )
 
 

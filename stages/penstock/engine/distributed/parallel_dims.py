@@ -86,48 +86,46 @@ def build_parallel_dims(train: TrainConfig, world: int) -> ParallelDims:
     Raises ConfigError for an invalid layout, with the nearest valid one. Limits of the model and of
     the sequence length are checked in `validate_layout.py`.
     """
-    found = compute_dims(train, world)
-    if isinstance(found, ParallelDims):
-        return found
+    dims = compute_dims(train, world)
+    if isinstance(dims, ParallelDims):
+        return dims
 
     def accepted(values: Values) -> bool:
         changed = train.model_copy(update={n.removeprefix("train."): v for n, v in values.items()})
         return isinstance(compute_dims(changed, world), ParallelDims)
 
-    change = suggest_change(
-        sizes_near(train, world), accepted, found.settings, fallback_dims(train)
-    )
-    raise ConfigError(f"{found.reason}.{format_suggestion(change)}")
+    change = suggest_change(sizes_near(train, world), accepted, dims.settings, fallback_dims(train))
+    raise ConfigError(f"{dims.reason}.{format_suggestion(change)}")
 
 
 def compute_dims(train: TrainConfig, world: int) -> ParallelDims | LayoutError:
     """The degrees that multiply to `world`, or an error."""
     sizes = {axis: getattr(train, field) for axis, field in AXIS_FIELDS.items()}
     fixed = math.prod(size for axis, size in sizes.items() if axis not in DATA_AXES)
-    left, rest = divmod(world, fixed)
-    if rest or not left:
-        taken = [axis for axis, size in sizes.items() if axis not in DATA_AXES and size > 1]
-        product = " x ".join(f"{AXIS_FIELDS[axis]} {sizes[axis]}" for axis in taken)
-        several = f" (= {fixed})" if len(taken) > 1 else ""
-        largest_first = sorted(taken, key=lambda axis: -sizes[axis])
+    data_ranks, remainder = divmod(world, fixed)
+    if remainder or not data_ranks:
+        model_axes = [axis for axis, size in sizes.items() if axis not in DATA_AXES and size > 1]
+        product = " x ".join(f"{AXIS_FIELDS[axis]} {sizes[axis]}" for axis in model_axes)
+        several = f" (= {fixed})" if len(model_axes) > 1 else ""
+        largest_first = sorted(model_axes, key=lambda axis: -sizes[axis])
         return LayoutError(
             f"{_format_processes(world)} cannot be laid out as train.{product}{several}: "
             f"{world} is no multiple of {fixed}",
             tuple(f"train.{AXIS_FIELDS[axis]}" for axis in largest_first),
         )
     replicate, shard = sizes["replicate"], sizes["shard"]
-    if error := _check_mode(train, world, left):
+    if error := _check_mode(train, world, data_ranks):
         return error
     if train.data_parallel_mode == "fsdp2":
         replicate = 1 if replicate == -1 else replicate
-        shard = left // replicate if shard == -1 else shard
+        shard = data_ranks // replicate if shard == -1 else shard
     else:
-        replicate, shard = (left if replicate == -1 else replicate), 1
-    if replicate * shard != left:
+        replicate, shard = (data_ranks if replicate == -1 else replicate), 1
+    if replicate * shard != data_ranks:
         written = [axis for axis in DATA_AXES if sizes[axis] != -1]
         sizes_set = " and ".join(f"train.{AXIS_FIELDS[axis]} is {sizes[axis]}" for axis in written)
         return LayoutError(
-            f"{sizes_set}, and {_remaining(world, left)} to be shared out",
+            f"{sizes_set}, and {_remaining(world, data_ranks)} to be shared out",
             # The other data-parallel axis is best inferred if it was left out.
             tuple(
                 f"train.{AXIS_FIELDS[axis]}"
@@ -147,7 +145,7 @@ def compute_dims(train: TrainConfig, world: int) -> ParallelDims | LayoutError:
     return ParallelDims(**{**sizes, "replicate": replicate, "shard": shard, "expert": experts})
 
 
-def _check_mode(train: TrainConfig, world: int, left: int) -> LayoutError | None:
+def _check_mode(train: TrainConfig, world: int, data_ranks: int) -> LayoutError | None:
     """The error of an invalid combination with the data-parallel mode itself."""
     mode, shard = train.data_parallel_mode, train.data_parallel_shard_size
     replicate = train.data_parallel_replicate_size
@@ -163,10 +161,10 @@ def _check_mode(train: TrainConfig, world: int, left: int) -> LayoutError | None
             "trains on one copy of the weights",
             ("train.data_parallel_mode", "train.data_parallel_replicate_size"),
         )
-    if mode == "none" and left > 1:
+    if mode == "none" and data_ranks > 1:
         return LayoutError(
             "train.data_parallel_mode is none, which trains on one copy of the weights, and "
-            f"{_remaining(world, left)} to be shared out",
+            f"{_remaining(world, data_ranks)} to be shared out",
             ("train.data_parallel_mode",),
         )
     return None
@@ -174,7 +172,7 @@ def _check_mode(train: TrainConfig, world: int, left: int) -> LayoutError | None
 
 def sizes_near(train: TrainConfig, world: int) -> list[LayoutSuggestion]:
     """Other sizes for each axis on `world` ranks, and other data-parallel modes."""
-    found: list[LayoutSuggestion] = []
+    suggestions: list[LayoutSuggestion] = []
     for axis, field in AXIS_FIELDS.items():
         now = getattr(train, field)
         if now == -1 and axis == "shard":
@@ -182,7 +180,7 @@ def sizes_near(train: TrainConfig, world: int) -> list[LayoutSuggestion]:
         for size in (size for size in range(1, world + 1) if world % size == 0 and size != now):
             # Of equally near sizes prefer the smaller.
             distance = abs(math.log2(size / max(1, now))) + (0.01 if size > now else 0)
-            found.append(
+            suggestions.append(
                 LayoutSuggestion(f"train.{field}", size, distance, field in train.model_fields_set)
             )
     now = train.expert_parallel_size
@@ -190,14 +188,14 @@ def sizes_near(train: TrainConfig, world: int) -> list[LayoutSuggestion]:
         if world % size == 0 and size != now:
             written = EXPERT_FIELD in train.model_fields_set
             distance = abs(math.log2(size / now)) + (0.01 if size > now else 0)
-            found.append(LayoutSuggestion(f"train.{EXPERT_FIELD}", size, distance, written))
+            suggestions.append(LayoutSuggestion(f"train.{EXPERT_FIELD}", size, distance, written))
     for distance, mode in enumerate(("fsdp2", "ddp", "none"), 1):
         if mode != train.data_parallel_mode:
             name = "data_parallel_mode"
-            found.append(
+            suggestions.append(
                 LayoutSuggestion(f"train.{name}", mode, distance, name in train.model_fields_set)
             )
-    return found
+    return suggestions
 
 
 def fallback_dims(train: TrainConfig) -> dict[str, Any]:
@@ -225,8 +223,8 @@ def accumulation_steps(train: TrainConfig, num_replicas: int) -> int:
     if train.global_batch_size is None:
         return train.gradient_accumulation_steps
     at_once = train.micro_batch_size * num_replicas
-    steps, rest = divmod(train.global_batch_size, at_once)
-    if rest or not steps:
+    steps, remainder = divmod(train.global_batch_size, at_once)
+    if remainder or not steps:
         nearest_size = max(1, steps) * at_once
         raise ConfigError(
             f"train.global_batch_size is {train.global_batch_size}, which {num_replicas} replicas "
@@ -244,9 +242,13 @@ def accumulation_steps(train: TrainConfig, num_replicas: int) -> int:
     return steps
 
 
-def _remaining(world: int, left: int) -> str:
-    others = f" ({world}, divided by {world // left} for the other axes)" if left != world else ""
-    return f"{_format_processes(left)}{others} {'is' if left == 1 else 'are'}"
+def _remaining(world: int, data_ranks: int) -> str:
+    division = (
+        f" ({world}, divided by {world // data_ranks} for the other axes)"
+        if data_ranks != world
+        else ""
+    )
+    return f"{_format_processes(data_ranks)}{division} {'is' if data_ranks == 1 else 'are'}"
 
 
 def _format_processes(world: int) -> str:

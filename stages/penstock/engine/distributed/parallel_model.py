@@ -72,8 +72,8 @@ class ModelInputs:
     def extra_args(self) -> dict[str, Any]:
         """`further` and `images` as arguments of the model, where they are there: not all models
         take them."""
-        found = {"further": self.further, "images": self.images}
-        return {name: value for name, value in found.items() if value is not None}
+        arguments = {"further": self.further, "images": self.images}
+        return {name: value for name, value in arguments.items() if value is not None}
 
 
 if TYPE_CHECKING:
@@ -129,10 +129,10 @@ class ParallelModel:
         """The model inputs for this rank's tokens of a micro-batch."""
         if self.images is not None:
             batch = self.images.with_layout(batch)
-        mine = self.context.shard_batch(batch)
+        local = self.context.shard_batch(batch)
         return ModelInputs(
-            to_device(mine.input_ids_T, device),
-            to_device(mine.position_ids_T, device),
+            to_device(local.input_ids_T, device),
+            to_device(local.position_ids_T, device),
             self.context.varlen_metadata(batch, device),
             reduce,
             noise,

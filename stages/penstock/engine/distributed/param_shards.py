@@ -98,8 +98,8 @@ class LocalParam:
     @property
     def num_copies(self) -> int | None:
         """The number of ranks that hold the same part; None if it differs between shards."""
-        found = {piece.num_copies for piece in self.shards} or {1}
-        return self.num_replicas * found.pop() if len(found) == 1 else None
+        copies = {piece.num_copies for piece in self.shards} or {1}
+        return self.num_replicas * copies.pop() if len(copies) == 1 else None
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

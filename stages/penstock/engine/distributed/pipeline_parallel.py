@@ -62,7 +62,9 @@ class Pipeline:
         self._num_stages = mesh.size("pipeline") * virtual_stages(train)
         ranks = mesh.ranks("pipeline")
         self._rank_by_stage = {
-            stage: rank for at, rank in enumerate(ranks) for stage in stages_of_rank(train, at)
+            stage: rank
+            for index, rank in enumerate(ranks)
+            for stage in stages_of_rank(train, index)
         }
         # A separate group: in a shared one, P2P messages would interleave with collectives in a
         # different order on each rank.
@@ -139,27 +141,29 @@ class Pipeline:
         elif gradients:
             # A sum of two terms does not depend on their order, so both ranks get bitwise identical
             # results. Gradients of offloaded weights are in host memory, which no GPU can send.
-            mine = gradients[0].to(self._device)
-            gradients[0].add_(self._exchange(mine).to(gradients[0].device))
+            local_grad = gradients[0].to(self._device)
+            gradients[0].add_(self._exchange(local_grad).to(gradients[0].device))
 
-    def _exchange(self, mine: torch.Tensor) -> torch.Tensor:
+    def _exchange(self, local_grad: torch.Tensor) -> torch.Tensor:
         """Exchange a tensor with the rank at the other end."""
         last = self._num_stages - 1
-        other = self._rank_by_stage[last if 0 in self._stage_indices else 0]
-        theirs = torch.empty_like(mine)
+        peer = self._rank_by_stage[last if 0 in self._stage_indices else 0]
+        received = torch.empty_like(local_grad)
         messages = [
-            dist.P2POp(dist.isend, mine, other, self._group),
-            dist.P2POp(dist.irecv, theirs, other, self._group),
+            dist.P2POp(dist.isend, local_grad, peer, self._group),
+            dist.P2POp(dist.irecv, received, peer, self._group),
         ]
         for message in dist.batch_isend_irecv(messages):
             message.wait()
-        return theirs
+        return received
 
-    def _receive(self, stage: int, here: torch.Tensor | None, num_tokens: int) -> torch.Tensor:
+    def _receive(
+        self, stage: int, own_output: torch.Tensor | None, num_tokens: int
+    ) -> torch.Tensor:
         """The output of `stage`, from this rank or another."""
         if stage in self._stage_indices:
-            assert here is not None
-            return here
+            assert own_output is not None
+            return own_output
         hidden_TD = torch.empty(self._shape(num_tokens), dtype=self._dtype, device=self._device)
         dist.recv(hidden_TD, self._rank_by_stage[stage], group=self._group)
         return hidden_TD

@@ -88,7 +88,7 @@ def layers_of_stages(train: TrainConfig, costs: Sequence[int], further: int = 0)
     else:
         firsts = _check_split(split, num_layers, num_stages)
         idle = f"train.pipeline_parallel_split {split} of"
-    layers = [range(*both) for both in pairwise([*firsts, num_layers])]
+    layers = [range(*bounds) for bounds in pairwise([*firsts, num_layers])]
     empty = [stage for stage, layer_range in enumerate(layers[:-1]) if stage and not layer_range]
     if empty:
         raise ConfigError(
@@ -108,8 +108,8 @@ def _split_evenly(layers: int, stages: int, before: int, after: int) -> list[int
     """
     if stages == 1:
         return [layers]
-    base, rest = divmod(layers + before + after, stages)
-    shares = [base + (stage < rest) for stage in range(stages)]
+    base, remainder = divmod(layers + before + after, stages)
+    shares = [base + (stage < remainder) for stage in range(stages)]
     if shares[0] < before:
         return [0, *_split_evenly(layers, stages - 1, 0, after)]
     if shares[-1] < after:

@@ -60,10 +60,10 @@ class ProcessInfo:
 
     def all_gather(self, value: T) -> list[T]:
         """All-gather each rank's `value`, in rank order."""
-        found = [value] * self.world_size
+        gathered = [value] * self.world_size
         with self.heartbeat.waiting():
-            dist.all_gather_object(found, value)
-        return found
+            dist.all_gather_object(gathered, value)
+        return gathered
 
     def barrier(self) -> None:
         """Barrier over all ranks."""

@@ -91,17 +91,17 @@ class RingSegments(VarlenMetadata):
         if window is None or window >= max(self.doc_lengths):
             return self
         if window not in self._by_window:
-            where = self.size, self.index, self.cu_seqlens.device
+            ring_rank = self.size, self.index, self.cu_seqlens.device
             masks = {"spans": self.spans, "bidirectional": self.bidirectional}
-            made = ring_segments(self.doc_lengths, *where, window=window, **masks)
-            self._by_window[window] = made
+            windowed = ring_segments(self.doc_lengths, *ring_rank, window=window, **masks)
+            self._by_window[window] = windowed
         return self._by_window[window]
 
     def unsharded(self) -> VarlenMetadata:
         """The documents of the packed sequence, for a rank with all tokens; cached."""
         if "unsharded" not in self.kept:
-            whole = VarlenMetadata.of(self.doc_lengths, self.cu_seqlens.device)
-            self.kept["unsharded"] = whole
+            documents = VarlenMetadata.of(self.doc_lengths, self.cu_seqlens.device)
+            self.kept["unsharded"] = documents
         return self.kept["unsharded"]
 
     def in_chunks(self, size: int) -> "RingSegments":
@@ -114,8 +114,8 @@ class RingSegments(VarlenMetadata):
             )
         if ("chunks", size) not in self.kept:
             lengths = chunk_lengths(self.doc_lengths, size)
-            where = self.size, self.index, self.cu_seqlens.device
-            self.kept["chunks", size] = ring_segments(lengths, *where)
+            ring_rank = self.size, self.index, self.cu_seqlens.device
+            self.kept["chunks", size] = ring_segments(lengths, *ring_rank)
         return self.kept["chunks", size]
 
 
@@ -143,26 +143,28 @@ def ring_segments(
 
     transfers: list[tuple[int, range, list[KVRange]]] = [(0, range(0), kv_ranges_for(me, me))]
     for distance in range(1, size):
-        if any(kv_ranges_for(one, rank_tokens[one.index - distance]) for one in rank_tokens):
+        if any(
+            kv_ranges_for(tokens, rank_tokens[tokens.index - distance]) for tokens in rank_tokens
+        ):
             send = _all_keys(kv_ranges_for(rank_tokens[(index + distance) % size], me))
             transfers.append((distance, send, kv_ranges_for(me, rank_tokens[index - distance])))
-    every = [need for *_, some in transfers for need in some]
-    sizes = [(len(need.queries), len(need.keys)) for need in every]
-    reaches = [need.reach for need in every]
+    all_ranges = [need for *_, ranges in transfers for need in ranges]
+    sizes = [(len(need.queries), len(need.keys)) for need in all_ranges]
+    reaches = [need.reach for need in all_ranges]
     rectangles = iter(Rectangle.several(sizes, device, reaches=reaches))
 
-    def parts(some: Sequence[KVRange], first_key: int) -> tuple[AttentionBlock, ...]:
+    def parts(ranges: Sequence[KVRange], first_key: int) -> tuple[AttentionBlock, ...]:
         return tuple(
             AttentionBlock(need.queries, _shifted(need.keys, by=first_key), next(rectangles))
-            for need in some
+            for need in ranges
         )
 
     # Own keys are numbered by position, received keys by arrival.
-    [(*_, local_ranges), *others] = transfers
+    [(*_, local_ranges), *remote] = transfers
     own_parts = parts(local_ranges, 0)
     steps = [
-        RingStep(distance, send, len(came := _all_keys(some)), parts(some, came.start))
-        for distance, send, some in others
+        RingStep(distance, send, len(recv := _all_keys(ranges)), parts(ranges, recv.start))
+        for distance, send, ranges in remote
     ]
     start_rows = None if spans is None else local_start_rows(spans, me)
     own = local_runs(bidirectional, me, window)
@@ -181,11 +183,11 @@ def ring_segments(
     )
 
 
-def _all_keys(some: Sequence[KVRange]) -> range:
+def _all_keys(ranges: Sequence[KVRange]) -> range:
     """The range from the first to the last needed key, gaps included."""
-    if not some:
+    if not ranges:
         return range(0)
-    return range(min(need.keys.start for need in some), max(need.keys.stop for need in some))
+    return range(min(need.keys.start for need in ranges), max(need.keys.stop for need in ranges))
 
 
 def _shifted(numbers: range, *, by: int) -> range:
@@ -201,9 +203,9 @@ class Ring:
         # Ranks pass different numbers of P2P messages. Torch's collective checks count those, so a
         # group used for both would seem desynchronized at the next collective; a mesh axis that
         # spans the world uses the world group.
-        local_blocks = dist.new_group() if size == dist.get_world_size() else group
-        assert isinstance(local_blocks, dist.ProcessGroup)
-        self.group = local_blocks
+        p2p_group = dist.new_group() if size == dist.get_world_size() else group
+        assert isinstance(p2p_group, dist.ProcessGroup)
+        self.group = p2p_group
         # The first operation of a group must not be P2P between only some of its ranks.
         dist.barrier(self.group)
 
@@ -229,14 +231,14 @@ class Ring:
             assert isinstance(segments, RingSegments), (
                 "ring attention needs segments built by `ring_segments`"
             )
-            here = segments.with_window(window)
-            if not here.steps and not here.local_blocks:
+            windowed = segments.with_window(window)
+            if not windowed.steps and not windowed.local_blocks:
                 settings = scale, window, sinks_N, soft_cap
-                return local_attention(q_TNH, k_TKH, v_TKH, here, *settings)
+                return local_attention(q_TNH, k_TKH, v_TKH, windowed, *settings)
             # Autocast would cast back what is computed in fp32 on purpose.
             with torch.autocast(q_TNH.device.type, enabled=False):
                 return _RingAttention.apply(
-                    q_TNH, k_TKH, v_TKH, sinks_N, here, scale, window, soft_cap, self, backend
+                    q_TNH, k_TKH, v_TKH, sinks_N, windowed, scale, window, soft_cap, self, backend
                 )
 
         return over_ring
@@ -287,10 +289,10 @@ class _KVPrefetcher:
 
     def __iter__(self) -> Iterator[tuple[RingStep, torch.Tensor | None]]:
         for step, following in zip(self.steps, (*self.steps[1:], None), strict=True):
-            here = self._transfers.pop()
+            transfer = self._transfers.pop()
             if following:
                 self._transfers.append(self._start(following))
-            yield step, here.wait()
+            yield step, transfer.wait()
 
     def _start(self, step: RingStep) -> P2PTransfer:
         send = self.kv_T2KH[_to_slice(step.send)] if step.send else None
@@ -329,8 +331,8 @@ class _RingAttention(torch.autograd.Function):
             for part in parts:
                 rows = _to_slice(part.queries)
                 k_SKH, v_SKH = kv_S2KH[_to_slice(part.keys)].unbind(1)
-                seen = k_SKH, v_SKH, part.mask
-                merged = attend(q_TNH[rows], *seen, scale, None, soft_cap)
+                keys = k_SKH, v_SKH, part.mask
+                merged = attend(q_TNH[rows], *keys, scale, None, soft_cap)
                 _merge(y_TNH[rows], lse_TN[rows], *merged)
 
         attend_blocks(segments.local_blocks, kv_T2KH)
@@ -355,8 +357,8 @@ class _RingAttention(torch.autograd.Function):
         gradients = block_backward.backend(ctx.backend)
         incoming = _KVPrefetcher(ring, segments.steps, kv_T2KH)
         k_TKH, v_TKH = kv_T2KH.unbind(1)
-        local_blocks = (q_TNH, k_TKH, v_TKH, y_TNH, lse_TN, segments)
-        dq, dk, dv = gradients(dy_TNH, *local_blocks, scale, ctx.window, soft_cap)
+        local_inputs = (q_TNH, k_TKH, v_TKH, y_TNH, lse_TN, segments)
+        dq, dk, dv = gradients(dy_TNH, *local_inputs, scale, ctx.window, soft_cap)
         wide = _accum_dtype(q_TNH)
         dq_TNH, dkv_T2KH = dq.to(wide), torch.stack((dk, dv), dim=1).to(wide)
 

@@ -47,23 +47,25 @@ def suggest_change(
 
     def size(changes: tuple[LayoutSuggestion, ...]) -> float:
         extra = (
-            NOT_BLAMED * (one.field not in blamed) + WRITTEN * one.is_written + one.distance
-            for one in changes
+            NOT_BLAMED * (change.field not in blamed)
+            + WRITTEN * change.is_written
+            + change.distance
+            for change in changes
         )
         return sum(extra)
 
     by_field: dict[str, list[LayoutSuggestion]] = {}
-    for one in sorted(candidates, key=lambda one: size((one,))):
-        by_field.setdefault(one.field, []).append(one)
+    for change in sorted(candidates, key=lambda change: size((change,))):
+        by_field.setdefault(change.field, []).append(change)
     near = [several[:MOST_VALUES] for several in by_field.values()]
     for count in (1, 2, 3):
         sets = chain.from_iterable(product(*fields) for fields in combinations(near, count))
         for changes in heapq.nsmallest(MOST_TRIED, sets, key=size):
-            values = {one.field: one.value for one in changes}
+            values = {change.field: change.value for change in changes}
             if accepted(values):
                 return values
     if undone:
-        for more in ({}, *({one.field: one.value} for several in near for one in several)):
+        for more in ({}, *({change.field: change.value} for several in near for change in several)):
             if accepted({**undone, **more}):
                 return {**undone, **more}
     return {}

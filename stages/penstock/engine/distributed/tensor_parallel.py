@@ -112,11 +112,11 @@ def reduce_partial_grads(params: Sequence[LocalParam], mesh: Mesh) -> None:
     Called when gradients are otherwise final, on all ranks of the axis with the same parameters.
     """
     grads_by_group: dict[tuple[int | None, torch.dtype], list[torch.Tensor]] = defaultdict(list)
-    for one in params:
-        if one.parameter.grad is None:
+    for param in params:
+        if param.parameter.grad is None:
             continue
-        gradient = local(one.parameter.grad)
-        for piece in one.shards:
+        gradient = local(param.parameter.grad)
+        for piece in param.shards:
             if piece.grad_reduce is not None:
                 group_size = piece.num_copies if piece.grad_reduce == "kv" else None
                 grads_by_group[group_size, gradient.dtype].append(piece.view(gradient))
@@ -192,9 +192,9 @@ def _update_module(module: nn.Module, name: str, plan: TensorParallelPlan, mesh:
         [shard] = plan.shards(f"{name}.weight", (width,))
         module.mean_squares = partial(_mean_squares, features=width * shard.num_copies, group=group)
     if isinstance(module, GatedRMSNorm) and (ranks := module.group_width // len(module.weight)) > 1:
-        others = mesh.adjacent_group(ranks)
-        assert others is not None
-        module.mean_squares = partial(_mean_squares, features=module.group_width, group=others)
+        norm_group = mesh.adjacent_group(ranks)
+        assert norm_group is not None
+        module.mean_squares = partial(_mean_squares, features=module.group_width, group=norm_group)
     if isinstance(module, FeedForward | FusedFeedForward | PlainFeedForward) and module.dropout:
         inner = plan.names.config.intermediate_size
         module.dropout.first_feature = plan.span("down_proj", inner).first

@@ -129,13 +129,13 @@ class TensorParallelPlan:
         whose rows it holds (`WeightMap.row_blocks`)."""
         if self.size == 1:
             return [Span(0, features)]
-        found: list[Span] = []
+        spans: list[Span] = []
         first, parent = 0, layer.rpartition(".")[0]
         for part, count in self.names.row_blocks(layer, features).items():
             span = self.span(f"{parent}.{part}", count)
-            found.append(replace(span, first=first + span.first))
+            spans.append(replace(span, first=first + span.first))
             first += count
-        return found
+        return spans
 
     def span(self, layer: str, features: int = 0) -> Span:
         """This rank's features of a checkpoint layer. The last part of its name is enough where
@@ -167,13 +167,15 @@ class TensorParallelPlan:
         """How many ranks have the same features of keys, or of what heads of a token mixer with a
         state share: each number that occurs."""
         config = self.names.config
-        found = {self.span(f"{LAYERS}{at}.k_proj").copies for at in range(config.num_layers)}
+        copies = {
+            self.span(f"{LAYERS}{number}.k_proj").copies for number in range(config.num_layers)
+        }
         if linear := config.linear:
             parts = {
                 part for layer in linear.input_layers for part in linear.row_blocks(layer) or ()
             }
-            found |= {max(1, self.size // linear.split_heads(part)) for part in parts}
-        return sorted(found)
+            copies |= {max(1, self.size // linear.split_heads(part)) for part in parts}
+        return sorted(copies)
 
     def _heads(self, count: int, width: int) -> Span:
         """This rank's features of so many heads; where there are fewer than ranks, several ranks
@@ -221,9 +223,9 @@ class TensorParallelPlan:
             first = self._shapes[tensor][0]
             yield self._shard(tensor, 0, _span(first, self.expert_size, self.expert_index))
             return
-        mine = shard_range(len(tensors), self.expert_size, self.expert_index)
+        local_experts = shard_range(len(tensors), self.expert_size, self.expert_index)
         yield from _concatenate(
-            full_shard(tensors[number], self._shapes[tensors[number]]) for number in mine
+            full_shard(tensors[number], self._shapes[tensors[number]]) for number in local_experts
         )
 
     def _replicated_shards(self, name: str) -> Iterator[TensorShard]:
@@ -253,17 +255,17 @@ class TensorParallelPlan:
             own = (shape[0], columns) if is_a else (rows, *shape[1:])
             yield self._replicate(name, "tensor", own)
             return
-        whole = (shape[0], columns) if is_a else (rows, *shape[1:])
+        full_shape = (shape[0], columns) if is_a else (rows, *shape[1:])
         if self.is_in_moe(factor.module):
-            yield self._replicate(name, "tensor", whole)
+            yield self._replicate(name, "tensor", full_shape)
             return
         role = find_parallel_style(factor.module, self.roles)
         is_rowwise = role in (ParallelStyle.ROWWISE, ParallelStyle.VOCAB)
         if is_a is not is_rowwise or role is ParallelStyle.REPLICATED:
-            yield self._replicate(name, "tensor", whole)
+            yield self._replicate(name, "tensor", full_shape)
             return
         spans = self.spans(layer, columns if is_rowwise else rows)
-        shards = (self._shard(name, int(is_a), span, whole) for span in spans)
+        shards = (self._shard(name, int(is_a), span, full_shape) for span in spans)
         yield from shards if is_a else _concatenate(shards)
 
     def _expert_lora_shard(self, factor: LoraParamName, shape: tuple[int, ...]) -> TensorShard:
@@ -277,12 +279,12 @@ class TensorParallelPlan:
             return self._replicate(name, "tensor", shape)
         experts = self.names.config.experts
         assert experts is not None
-        mine = shard_range(experts.num_experts, self.expert_size, self.expert_index)
+        local_experts = shard_range(experts.num_experts, self.expert_size, self.expert_index)
         return TensorShard(
             name,
             full_shape=(experts.num_experts, *shape[1:]),
-            offsets=(mine.start, 0, 0),
-            sizes=(len(mine), *shape[1:]),
+            offsets=(local_experts.start, 0, 0),
+            sizes=(len(local_experts), *shape[1:]),
         )
 
     def _norm_grad_reduce(self, module: str) -> GradReduceAxis | None:
@@ -295,23 +297,26 @@ class TensorParallelPlan:
         return "tensor" if self.residual == "split" else None
 
     def _shard(
-        self, tensor: str, dim: int, span: Span, whole: tuple[int, ...] | None = None
+        self, tensor: str, dim: int, span: Span, full_shape: tuple[int, ...] | None = None
     ) -> TensorShard:
-        whole = whole or self._shapes[tensor]
-        sizes = [span.count if at == dim else size for at, size in enumerate(whole)]
+        full_shape = full_shape or self._shapes[tensor]
+        sizes = [span.count if index == dim else size for index, size in enumerate(full_shape)]
         return TensorShard(
             tensor,
-            whole,
-            offsets=tuple(span.first if at == dim else 0 for at in range(len(whole))),
+            full_shape,
+            offsets=tuple(span.first if index == dim else 0 for index in range(len(full_shape))),
             sizes=tuple(sizes),
             num_copies=span.copies,
             grad_reduce="kv" if span.copies > 1 else None,
         )
 
     def _replicate(
-        self, tensor: str, grad_reduce: GradReduceAxis | None, whole: tuple[int, ...] | None = None
+        self,
+        tensor: str,
+        grad_reduce: GradReduceAxis | None,
+        full_shape: tuple[int, ...] | None = None,
     ) -> TensorShard:
-        shard = full_shard(tensor, whole or self._shapes[tensor])
+        shard = full_shard(tensor, full_shape or self._shapes[tensor])
         return replace(
             shard, num_copies=self.size, grad_reduce=grad_reduce if self.size > 1 else None
         )
@@ -364,12 +369,12 @@ def param_shards(
 
 def unsplit_shards(model: nn.Module) -> Mapping[str, tuple[TensorShard, ...]]:
     """The shards of a model of the transformers backend: its parameters, whole."""
-    found: dict[str, tuple[TensorShard, ...]] = {}
+    shards: dict[str, tuple[TensorShard, ...]] = {}
     for name, parameter in model.named_parameters():
         factor = parse_lora_name(name)
         tensor = native_name(factor.hf_module, factor.side) if factor else name
-        found[name] = (full_shard(tensor, parameter.shape),)
-    return found
+        shards[name] = (full_shard(tensor, parameter.shape),)
+    return shards
 
 
 def _quantized_shard(shard: TensorShard, leaf: str, format: Format) -> TensorShard:
@@ -392,15 +397,15 @@ def _quantized_shard(shard: TensorShard, leaf: str, format: Format) -> TensorSha
             "  Write a smaller tensor_parallel_size, or another lora.quant_format."
         )
     width = format.widths(columns)[leaf]
-    before, mine = format.widths(first)[leaf] if first else 0, format.widths(count)[leaf]
-    if mine == width:
+    before, leaf_width = format.widths(first)[leaf] if first else 0, format.widths(count)[leaf]
+    if leaf_width == width:
         before = 0
     return replace(
         shard,
         tensor=f"{shard.tensor}.{leaf}",
         full_shape=(rows, width),
         offsets=(shard.offsets[0], before),
-        sizes=(shard.sizes[0], mine),
+        sizes=(shard.sizes[0], leaf_width),
     )
 
 
@@ -423,5 +428,5 @@ def _concatenate(pieces: Iterable[TensorShard]) -> Iterator[TensorShard]:
 
 
 def _span(count: int, size: int, index: int, width: int = 1) -> Span:
-    mine = shard_range(count, size, index)
-    return Span(mine.start * width, len(mine) * width)
+    blocks = shard_range(count, size, index)
+    return Span(blocks.start * width, len(blocks) * width)

@@ -72,8 +72,8 @@ class Ulysses:
                 k_SKH, v_SKH = (x.repeat_interleave(repeats, dim=1) for x in (k_SKH, v_SKH))
             # One all-to-all for all three: separate ones would cost three times the latency.
             parts = (k_SKH,) if is_one else (k_SKH, v_SKH)
-            q_TNH, k_TKH, *others = _ToHeads.apply(self, q_SNH, *parts)
-            v_TKH = k_TKH if is_one else others[0]
+            q_TNH, k_TKH, *values = _ToHeads.apply(self, q_SNH, *parts)
+            v_TKH = k_TKH if is_one else values[0]
             if sinks_N is not None:
                 sinks_N = sinks_N.chunk(self.size)[self.index]
             y_TNH = inner(q_TNH, k_TKH, v_TKH, segments, scale, window, sinks_N, soft_cap)
@@ -108,8 +108,8 @@ class Ulysses:
     def _of_heads(self, weight: torch.Tensor, blocks: HeadBlocks, *, heads: int) -> torch.Tensor:
         """The rows of this rank's heads."""
         parts = _by_head(weight, blocks, heads, self.size, dim=0)
-        mine = [part.chunk(self.size)[self.index].flatten(0, 1) for part in parts]
-        return torch.cat(mine)
+        local_parts = [part.chunk(self.size)[self.index].flatten(0, 1) for part in parts]
+        return torch.cat(local_parts)
 
     def gather(self, x_S: torch.Tensor) -> torch.Tensor:
         """All tokens of what each rank has of its share; without gradients."""
@@ -125,9 +125,10 @@ class Ulysses:
         by_rank = [part.flatten(1).unflatten(1, (self.size, -1)).transpose(0, 1) for part in parts]
         received_TF = self._exchange(torch.cat(by_rank, dim=2)).flatten(0, 1)
         widths = [part.shape[2] for part in by_rank]
-        mine = _in_sequence(received_TF, self._zigzag).split(widths, dim=1)
+        local_heads = _in_sequence(received_TF, self._zigzag).split(widths, dim=1)
         return tuple(
-            x_TF.unflatten(1, (-1, *part.shape[2:])) for x_TF, part in zip(mine, parts, strict=True)
+            x_TF.unflatten(1, (-1, *part.shape[2:]))
+            for x_TF, part in zip(local_heads, parts, strict=True)
         )
 
     def to_tokens(self, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -192,7 +193,7 @@ def _by_head(
     """The blocks of a dimension as heads and their features, so many that `ranks` get equally
     many; `heads` as in `even_heads`."""
     parts = x.split([count * width for count, width in blocks], dim)
-    found: list[torch.Tensor] = []
+    pieces: list[torch.Tensor] = []
     for part, (count, width) in zip(parts, blocks, strict=True):
         repeats, empty = even_heads(count, heads, ranks)
         by_head = part.unflatten(dim, (count, width))
@@ -200,8 +201,8 @@ def _by_head(
             by_head = by_head.repeat_interleave(repeats, dim)
         if empty:
             by_head = F.pad(by_head, (*[0, 0] * (by_head.ndim - dim - 1), 0, empty))
-        found.append(by_head)
-    return found
+        pieces.append(by_head)
+    return pieces
 
 
 def _in_sequence(x_T: torch.Tensor, ring: int) -> torch.Tensor:

@@ -171,10 +171,10 @@ def validate_layout(
 
     settings = [name for error in errors for name in error.settings]
     change = suggest_change(_nearby_settings(run, world), accepted, settings, _fallback(run.train))
-    other = suggest_change(other_launches, accepted, settings)
+    relaunch = suggest_change(other_launches, accepted, settings)
     reasons = "\n".join(f"{error.reason}." for error in errors)
     proposal = format_suggestion(change) + format_suggestion(
-        other, "\n  Or write " if change else "\n  Write "
+        relaunch, "\n  Or write " if change else "\n  Write "
     )
     raise ConfigError(f"{reasons}{proposal}")
 
@@ -182,18 +182,18 @@ def validate_layout(
 def layout_errors(run: RunConfig, world: int, dims: ModelDims | None) -> list[LayoutError]:
     """Every reason why a run cannot be laid out on `world` ranks."""
     train = run.train
-    found: list[LayoutError] = []
+    errors: list[LayoutError] = []
     parallel_dims = compute_dims(train, world)
     if isinstance(parallel_dims, LayoutError):
-        found.append(parallel_dims)
+        errors.append(parallel_dims)
     else:
-        found += _batch_errors(train, parallel_dims)
+        errors += _batch_errors(train, parallel_dims)
     if dims:
-        found += [*_head_errors(train, dims), *_linear_errors(train, dims)]
-        found += [*_feature_errors(train, dims)]
-        found += [*_expert_errors(train, dims), *_stage_errors(train, dims)]
-        found += _quant_group_errors(run, dims)
-    return [*found, *_padding_errors(run)]
+        errors += [*_head_errors(train, dims), *_linear_errors(train, dims)]
+        errors += [*_feature_errors(train, dims)]
+        errors += [*_expert_errors(train, dims), *_stage_errors(train, dims)]
+        errors += _quant_group_errors(run, dims)
+    return [*errors, *_padding_errors(run)]
 
 
 def _head_errors(train: TrainConfig, dims: ModelDims) -> Iterable[LayoutError]:
@@ -215,11 +215,11 @@ def _head_errors(train: TrainConfig, dims: ModelDims) -> Iterable[LayoutError]:
             ("train.tensor_parallel_size",),
         )
     elif heads // tensor % ulysses:
-        here = f"a rank has {heads // tensor} of the" if tensor > 1 else "there are"
+        heads_on_rank = f"a rank has {heads // tensor} of the" if tensor > 1 else "there are"
         owned = f" (tensor_parallel_size {tensor})" if tensor > 1 else ""
         yield LayoutError(
-            f"train.ulysses_parallel_size is {ulysses}, and {here} {heads} num_attention_heads"
-            f"{owned}: they are shared out whole, equally many to each rank",
+            f"train.ulysses_parallel_size is {ulysses}, and {heads_on_rank} {heads} "
+            f"num_attention_heads{owned}: they are shared out whole, equally many to each rank",
             ("train.ulysses_parallel_size",),
         )
 
@@ -349,7 +349,7 @@ def _padding_errors(run: RunConfig) -> Iterable[LayoutError]:
             ),
             (train.sequence_parallel, f"tensor_parallel_size {train.tensor_parallel_size}"),
         ]
-        product = " x ".join(words for applies, words in factors if applies)
+        product = " x ".join(factor for applies, factor in factors if applies)
         yield LayoutError(
             f"data.pad_to_multiple_of is {data.pad_to_multiple_of}, and rows are cut into "
             f"{multiple} equal pieces ({product}); left out, it is rounded up as needed",
@@ -364,41 +364,41 @@ def _nearby_settings(run: RunConfig, world: int) -> list[LayoutSuggestion]:
     def word(name: str, distance: float, value: object) -> LayoutSuggestion:
         return LayoutSuggestion(f"train.{name}", value, distance, name in train.model_fields_set)
 
-    found = sizes_near(train, world)
+    suggestions = sizes_near(train, world)
     if train.sequence_parallel:
-        found.append(word("sequence_parallel", 1, False))
+        suggestions.append(word("sequence_parallel", 1, False))
     if train.pipeline_parallel_size > 1:
-        found += [
+        suggestions += [
             # Another schedule is the last resort: it has a larger bubble or needs more memory.
             word("pipeline_parallel_schedule", 8 + distance, schedule)
             for distance, schedule in enumerate(SCHEDULES)
             if schedule != train.pipeline_parallel_schedule
         ]
         now = train.pipeline_parallel_virtual_stages or 1
-        found += [
+        suggestions += [
             word("pipeline_parallel_virtual_stages", abs(math.log2(stages / now)), stages)
             for stages in (1, 2, 3, 4)
             if stages != now
         ]
         if train.pipeline_parallel_split != "uniform":
-            found.append(word("pipeline_parallel_split", 1, "uniform"))
+            suggestions.append(word("pipeline_parallel_split", 1, "uniform"))
     for name, sizes in _nearby_batch_sizes(train, world).items():
         now = getattr(train, name)
         # Another batch size changes the training result, unlike every other suggestion.
         costs = 0 if name == "micro_batch_size" and train.global_batch_size else 1
-        found += [
+        suggestions += [
             word(name, costs + abs(math.log2(size / now)), size)
             for size in sorted(sizes - {0, now})
         ]
     data, needed = run.data, tokens_multiple(train)
     if data.is_non_default("pad_to_multiple_of"):
         now, row = data.pad_to_multiple_of, data.row_length
-        found += [
+        suggestions += [
             LayoutSuggestion("data.pad_to_multiple_of", size, abs(math.log2(size / now)), True)
             for size in range(needed, 2 * max(now, needed) + 1, needed)
             if row % size == 0
         ]
-    return found
+    return suggestions
 
 
 def _fallback(train: TrainConfig) -> Values:

@@ -168,15 +168,15 @@ class VocabParallelHead:
         """`losses.token_metrics.chunked_logits` for such a model, with logits gathered from all
         ranks and soft-capped.
         """
-        whole = replace(self, logits="gathered")
+        gathering = replace(self, logits="gathered")
 
         def found(
             hidden: torch.Tensor, head: nn.Module, places_S: torch.Tensor
         ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-            inputs = whole._head_inputs(hidden, head, loss)
+            inputs = gathering._head_inputs(hidden, head, loss)
             cap = loss.terms.soft_cap
-            for some, logits_CV in chunked_logits(*inputs, places_S, loss, self.size):
-                yield some, logits_CV if cap is None else (logits_CV / cap).tanh() * cap
+            for chunk, logits_CV in chunked_logits(*inputs, places_S, loss, self.size):
+                yield chunk, logits_CV if cap is None else (logits_CV / cap).tanh() * cap
 
         return found
 
@@ -208,7 +208,7 @@ class VocabParallelHead:
         hidden_TD = copy_to_tp_region(hidden, group, self.residual, self.reduce_dtype)
         if self.logits == "divided":
             return hidden_TD, head
-        widths = [len(each) for each in self._vocab_ranges]
+        widths = [len(vocab_range) for vocab_range in self._vocab_ranges]
         return hidden_TD, lambda hidden_CD: gather_columns(
             compute_logits(hidden_CD, head, loss.precision), group, widths
         )
@@ -238,16 +238,18 @@ def _merge_stats(own: SoftmaxStats, group: dist.ProcessGroup) -> SoftmaxStats:
     has_several = own.target.dim() > 1
     target_KC = own.target.t() if has_several else own.target[None]
     totals = [] if own.total is None else [own.total[None]]
-    mine = torch.cat([own.log_sum[None], target_KC, *totals])
-    log_sums, *others = all_gather_dim0(mine, group).unflatten(0, (-1, len(mine))).unbind(1)
+    local_stats = torch.cat([own.log_sum[None], target_KC, *totals])
+    log_sums, *gathered = (
+        all_gather_dim0(local_stats, group).unflatten(0, (-1, len(local_stats))).unbind(1)
+    )
     # One rank has a label's logit and the others contribute 0, so the sum is exact.
-    sums = [each.sum(0) for each in others]
+    sums = [partials.sum(0) for partials in gathered]
     target = torch.stack(sums[: len(target_KC)], 1) if has_several else sums[0]
     return SoftmaxStats(log_sums.logsumexp(0), target, sums[-1] if totals else None)
 
 
 def _to_local_rows(ids: torch.Tensor, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The local row of each id, or 0, and whether this rank holds it."""
-    at = ids - first
-    is_local = (at >= 0) & (at < count)
-    return at.masked_fill(~is_local, 0), is_local
+    rows = ids - first
+    is_local = (rows >= 0) & (rows < count)
+    return rows.masked_fill(~is_local, 0), is_local

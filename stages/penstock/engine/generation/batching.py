@@ -53,8 +53,8 @@ class ForwardBatch:
         """The index of each document at its last token, if a token is sampled there; else -1."""
         slots_T = torch.full((sum(self.batch.lengths),), -1, dtype=torch.int64)
         ends = list(accumulate(self.batch.lengths))
-        for number, some in enumerate(self.after):
-            if some:
+        for number, sequences in enumerate(self.after):
+            if sequences:
                 slots_T[ends[number] - 1] = number
         return slots_T
 
@@ -65,9 +65,12 @@ class ForwardBatch:
         """
         starts = (0, *accumulate(self.batch.lengths))
         return [
-            (starts[number], some[0])
-            for number, some in enumerate(self.after)
-            if some and some[0].sample == 0 and some[0].prompt.needs_logprobs and not some[0].tokens
+            (starts[number], sequences[0])
+            for number, sequences in enumerate(self.after)
+            if sequences
+            and sequences[0].sample == 0
+            and sequences[0].prompt.needs_logprobs
+            and not sequences[0].tokens
         ]
 
 
@@ -107,9 +110,9 @@ class KVCachedDecode:
         """Prefill of prompts, if any can be admitted, or a decode step of all sequences."""
         groups = self._admit()
         if groups:
-            self._active += [one for group in groups for one in group if one.needs_kv_cache]
-            self._cache.longest = max((one.max_length for one in self._active), default=0)
-            rows = [sum(one.needs_kv_cache for one in group) for group in groups]
+            self._active += [seq for group in groups for seq in group if seq.needs_kv_cache]
+            self._cache.longest = max((seq.max_length for seq in self._active), default=0)
+            rows = [sum(seq.needs_kv_cache for seq in group) for group in groups]
             return ForwardBatch(
                 _prefill_batch([group[0] for group in groups], self._limits.pad_to_multiple_of),
                 groups,
@@ -121,7 +124,7 @@ class KVCachedDecode:
             return None
         return ForwardBatch(
             _decode_batch(self._active, self._limits.pad_to_multiple_of),
-            [[one] for one in self._active],
+            [[seq] for seq in self._active],
             lambda plain: decode_segments(plain, self._cache),
         )
 
@@ -137,23 +140,23 @@ class KVCachedDecode:
         """Admit the longest-waiting sequences, grouped by prompt, as many as fit."""
         groups: list[list[DecodingSequence]] = []
         rows = len(self._active)
-        longest = max((one.max_length for one in self._active), default=0)
+        longest = max((seq.max_length for seq in self._active), default=0)
         tokens = 0
         while self._waiting:
-            one = self._waiting[0]
-            is_same = bool(groups) and groups[-1][0].prompt_index == one.prompt_index
-            tokens += 0 if is_same else len(one.prompt.tokens)
-            if one.needs_kv_cache:
-                rows, longest = rows + 1, max(longest, one.max_length)
-            each = longest + self._limits.state_tokens
-            has_room = rows <= 1 or rows * each <= self._limits.kv_cache_tokens
+            seq = self._waiting[0]
+            is_same = bool(groups) and groups[-1][0].prompt_index == seq.prompt_index
+            tokens += 0 if is_same else len(seq.prompt.tokens)
+            if seq.needs_kv_cache:
+                rows, longest = rows + 1, max(longest, seq.max_length)
+            row_size = longest + self._limits.state_tokens
+            has_room = rows <= 1 or rows * row_size <= self._limits.kv_cache_tokens
             if not has_room or (groups and tokens > self._limits.prefill_tokens):
                 break
             self._waiting.popleft()
             if is_same:
-                groups[-1].append(one)
+                groups[-1].append(seq)
             else:
-                groups.append([one])
+                groups.append([seq])
         return groups
 
 
@@ -170,19 +173,19 @@ class FullRecomputeDecode:
         """Prompts and their completions so far, as many as fit."""
         selected: list[DecodingSequence] = []
         tokens = 0
-        for one in self._sequences:
-            tokens += len(one.prompt.tokens) + len(one.tokens)
+        for seq in self._sequences:
+            tokens += len(seq.prompt.tokens) + len(seq.tokens)
             if selected and tokens > self._limits.prefill_tokens:
                 break
-            selected.append(one)
+            selected.append(seq)
         if not selected:
             return None
         batch = _prefill_batch(selected, self._limits.pad_to_multiple_of)
-        return ForwardBatch(batch, [[one] for one in selected], _identity)
+        return ForwardBatch(batch, [[seq] for seq in selected], _identity)
 
     def remove_finished(self) -> None:
         """Remove finished sequences."""
-        self._sequences = [one for one in self._sequences if not one.finish_reason]
+        self._sequences = [seq for seq in self._sequences if not seq.finish_reason]
 
 
 def padding_pass(pad_to_multiple_of: int) -> ForwardBatch:
@@ -201,12 +204,12 @@ def _decode_batch(sequences: Sequence[DecodingSequence], pad_to_multiple_of: int
     """
     count = len(sequences)
     padding = -count % pad_to_multiple_of
-    ids = [*(one.tokens[-1] for one in sequences), *[0] * padding]
-    places = [one.position for one in sequences]
+    ids = [*(seq.tokens[-1] for seq in sequences), *[0] * padding]
+    positions = [seq.position for seq in sequences]
     return MicroBatch(
         torch.tensor(ids),
         torch.full((len(ids),), IGNORED),
-        torch.tensor([*places, *range(padding)]),
+        torch.tensor([*positions, *range(padding)]),
         lengths=(1,) * count + (padding,) * (padding > 0),
         num_tokens=count,
         num_trained=0,
@@ -216,8 +219,8 @@ def _decode_batch(sequences: Sequence[DecodingSequence], pad_to_multiple_of: int
 
 def _prefill_batch(sequences: Sequence[DecodingSequence], pad_to_multiple_of: int) -> MicroBatch:
     """A document of each prompt and its completion so far."""
-    documents = [[*one.prompt.tokens, *one.tokens] for one in sequences]
-    images = tuple(image for one in sequences for image in one.prompt.images)
+    documents = [[*seq.prompt.tokens, *seq.tokens] for seq in sequences]
+    images = tuple(image for seq in sequences for image in seq.prompt.images)
     ids = np.fromiter((token for document in documents for token in document), dtype=np.int32)
     lengths = np.array([len(document) for document in documents], dtype=np.int32)
     rows = [Row(ids, np.full_like(ids, IGNORED), lengths, 0, images=images)] if documents else []

@@ -141,7 +141,7 @@ class Generator:
         )
         passes = self._passes(sequences)
         with self.eager_context(), self.layout.eval_mode():
-            while not all(one.finish_reason for one in sequences):
+            while not all(seq.finish_reason for seq in sequences):
                 between()
                 self.ranks.heartbeat.set_phase("generating")
                 results = PassResults(
@@ -149,16 +149,16 @@ class Generator:
                 )
                 self._forward(self._next_batch(passes), results)
                 self._append_tokens(sequences, results.samples, decode, on_token)
-                for each in passes:
-                    each.remove_finished()
+                for sequence_pass in passes:
+                    sequence_pass.remove_finished()
         prompt_logprobs.all_reduce(self.ranks)
         top_k_logprobs = completion_logprobs.gather(sequences, self.ranks)
         completions: list[list[Completion]] = [[] for _ in prompts]
-        for one in sequences:
-            completions[one.prompt_index].append(one.to_completion(top_k_logprobs.get(one.index)))
+        for seq in sequences:
+            completions[seq.prompt_index].append(seq.to_completion(top_k_logprobs.get(seq.index)))
         return [
-            GenerationOutput(its, *prompt_logprobs.of(number))
-            for number, its in enumerate(completions)
+            GenerationOutput(prompt_completions, *prompt_logprobs.of(number))
+            for number, prompt_completions in enumerate(completions)
         ]
 
     def require_possible(self, name: str, prompt: Prompt, decode: Decode | None = None) -> None:
@@ -182,10 +182,10 @@ class Generator:
             raise ConfigError(
                 f"{prompt.num_completions} completions are requested of {name}. Request at least 1."
             )
-        for asked in (prompt.prompt_top_k, prompt.top_k):
-            if not 0 <= asked <= size:
+        for top_k in (prompt.prompt_top_k, prompt.top_k):
+            if not 0 <= top_k <= size:
                 raise ConfigError(
-                    f"the top {asked} tokens are requested of {name}, and the model's vocabulary "
+                    f"the top {top_k} tokens are requested of {name}, and the model's vocabulary "
                     f"has {size}."
                 )
         if prompt.sampling.stop_texts and decode is None:
@@ -204,30 +204,32 @@ class Generator:
         They are consecutive, so that completions of one prompt stay together.
         """
         mesh = self.layout.mesh
-        mine = shard_range(len(sequences), mesh.dims.num_replicas, mesh.index("replicate", "shard"))
-        here = [sequences[number] for number in mine]
+        sequence_ids = shard_range(
+            len(sequences), mesh.dims.num_replicas, mesh.index("replicate", "shard")
+        )
+        local_sequences = [sequences[number] for number in sequence_ids]
         states = -(-self.state_bytes // max(1, self.kv_cache_bytes_per_token))
         limits = Limits(self._cache_capacity(), self.prefill_tokens, self.multiple, states)
-        kept = [one for one in here if one.max_length <= self.max_cached_length]
-        others = [one for one in here if one.max_length > self.max_cached_length]
+        cacheable = [seq for seq in local_sequences if seq.max_length <= self.max_cached_length]
+        uncached = [seq for seq in local_sequences if seq.max_length > self.max_cached_length]
         return [
-            KVCachedDecode(kept, limits, self.ranks.device, self.layout.context.gather_tokens),
-            FullRecomputeDecode(others, limits),
+            KVCachedDecode(cacheable, limits, self.ranks.device, self.layout.context.gather_tokens),
+            FullRecomputeDecode(uncached, limits),
         ]
 
     def _next_batch(self, passes: Sequence[Passes]) -> ForwardBatch:
         """The next pass, or a padding pass."""
-        results = (each.next_batch() for each in passes)
-        return next((one for one in results if one), None) or padding_pass(self.multiple)
+        results = (decode.next_batch() for decode in passes)
+        return next((batch for batch in results if batch), None) or padding_pass(self.multiple)
 
     def _cache_capacity(self) -> int:
         """The KV cache capacity in tokens; free GPU memory may limit it."""
         if self.ranks.device.type != "cuda":
             return self.kv_cache_tokens
         free, _ = torch.cuda.mem_get_info(self.ranks.device)
-        params = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         # A pipeline stage may have no layer, and so no cache.
-        fits = (free + params) // 2 // max(1, self.kv_cache_bytes_per_token)
+        fits = (free + cached) // 2 // max(1, self.kv_cache_bytes_per_token)
         # All ranks of a replica must admit the same sequences.
         return min(self.kv_cache_tokens, -self.ranks.max_over_ranks(-fits)[0])
 
@@ -241,9 +243,9 @@ class Generator:
             seed = fresh if prompt.sampling.seed is None else prompt.sampling.seed
             skipped = self.layout.skipped_positions(prompt.images)
             for sample in range(prompt.num_completions):
-                one = DecodingSequence(len(results), number, prompt, sample, most, seed)
-                one.skipped_positions = skipped
-                results.append(one)
+                seq = DecodingSequence(len(results), number, prompt, sample, most, seed)
+                seq.skipped_positions = skipped
+                results.append(seq)
         return results
 
     def _empty_samples(self, count: int) -> torch.Tensor:
@@ -263,24 +265,24 @@ class Generator:
         tokens, log_probs, flaws = samples.tolist()
         if max(flaws) > 0:
             raise NotFiniteError("the model's logits are not finite: its weights have diverged.")
-        for one, token, log_prob in zip(sequences, tokens, log_probs, strict=True):
+        for seq, token, log_prob in zip(sequences, tokens, log_probs, strict=True):
             if token >= 0:
-                one.append(int(token), log_prob, decode)
-                on_token(one.prompt_index, int(token))
+                seq.append(int(token), log_prob, decode)
+                on_token(seq.prompt_index, int(token))
 
-    def _forward(self, one: ForwardBatch, results: PassResults) -> None:
+    def _forward(self, batch: ForwardBatch, results: PassResults) -> None:
         """Run a forward pass, sampling and scoring in `reduce`."""
         # Computed on the host, to avoid a GPU synchronization.
-        slots_T = self.layout.context.shard_tensor(one.slots_T())
+        slots_T = self.layout.context.shard_tensor(batch.slots_T())
         places_S = (slots_T >= 0).nonzero().squeeze(1)
-        after = [one.after[slot] for slot in slots_T[places_S].tolist()]
-        reduce = partial(self._sample, one, self._to_device(places_S), after, results)
-        call = self.layout.build_inputs(one.batch, reduce, self.ranks.device)
-        self.layout.forward_only(replace(call, segments=one.segments(call.segments)))
+        after = [batch.after[slot] for slot in slots_T[places_S].tolist()]
+        reduce = partial(self._sample, batch, self._to_device(places_S), after, results)
+        call = self.layout.build_inputs(batch.batch, reduce, self.ranks.device)
+        self.layout.forward_only(replace(call, segments=batch.segments(call.segments)))
 
     def _sample(
         self,
-        one: ForwardBatch,
+        batch: ForwardBatch,
         places_S: torch.Tensor,
         after_S: Sequence[Sequence[DecodingSequence]],
         results: PassResults,
@@ -289,50 +291,50 @@ class Generator:
     ) -> torch.Tensor:
         """Sample the next tokens at this rank's positions, and record requested prompt logprobs."""
         start = 0
-        for some, logits_CV in self.logits(hidden, head, places_S):
-            groups = after_S[start : start + len(some)]
-            start += len(some)
-            after = [sequences for group in groups for sequences in group]
+        for chunk, logits_CV in self.logits(hidden, head, places_S):
+            groups = after_S[start : start + len(chunk)]
+            start += len(chunk)
+            after = [seq for group in groups for seq in group]
             wide_CV = logits_CV.float()
             if len(after) != len(groups):
                 wide_CV = wide_CV[[row for row, group in enumerate(groups) for _ in group]]
             uniforms = [sequences.uniform() for sequences in after]
             tokens_S, log_probs_S = sample_token(
-                wide_CV, [one.prompt.sampling for one in after], uniforms
+                wide_CV, [seq.prompt.sampling for seq in after], uniforms
             )
             sampled = torch.stack((tokens_S.double(), log_probs_S, ~log_probs_S.isfinite()))
             results.samples[:, [sequences.index for sequences in after]] = sampled
             results.completion_logprobs.record(after, wide_CV)
-        if read := one.read():
-            self._score_prompts(one, read, results, hidden, head)
+        if read := batch.read():
+            self._score_prompts(batch, read, results, hidden, head)
         return hidden.new_zeros((), dtype=torch.float32)
 
     def _score_prompts(
         self,
-        one: ForwardBatch,
+        batch: ForwardBatch,
         read: Sequence[tuple[int, DecodingSequence]],
         results: PassResults,
         hidden: torch.Tensor,
         head: nn.Module,
     ) -> None:
         """Score each token of these prompts except the first."""
-        into_T = torch.full((sum(one.batch.lengths),), -1, dtype=torch.int64)
+        into_T = torch.full((sum(batch.batch.lengths),), -1, dtype=torch.int64)
         for start, sequences in read:
-            places = results.prompt_logprobs.places(sequences.prompt_index)
-            into_T[start : start + len(places)] = torch.arange(places.start, places.stop)
+            scored = results.prompt_logprobs.places(sequences.prompt_index)
+            into_T[start : start + len(scored)] = torch.arange(scored.start, scored.stop)
         part = self.layout.context.shard_tensor
-        into_T, next_T = part(into_T), part(one.batch.input_ids_T.roll(-1))
+        into_T, next_T = part(into_T), part(batch.batch.input_ids_T.roll(-1))
         places_S = (into_T >= 0).nonzero().squeeze(1)
         into_S, next_S = (self._to_device(x_T[places_S]) for x_T in (into_T, next_T))
         start = 0
-        for some, logits_CV in self.logits(hidden, head, self._to_device(places_S)):
-            here = slice(start, start + len(some))
-            start += len(some)
+        for chunk, logits_CV in self.logits(hidden, head, self._to_device(places_S)):
+            rows = slice(start, start + len(chunk))
+            start += len(chunk)
             log_probs_CV = logits_CV.float().log_softmax(-1)
             if log_probs_CV.isnan().any():
                 results.samples[2, read[0][1].index] = 1
                 continue
-            results.prompt_logprobs.record(into_S[here], next_S[here], log_probs_CV)
+            results.prompt_logprobs.record(into_S[rows], next_S[rows], log_probs_CV)
 
     def _to_device(self, values: torch.Tensor) -> torch.Tensor:
         return to_device(values, self.ranks.device)
@@ -364,8 +366,8 @@ def build_generator(
     numbers *= layers
     state_size = 0
     if config.linear:
-        here = config.linear.heads_of_rank(degrees.tensor, degrees.ulysses)[-1]
-        state_size = config.linear.state_size * here // config.linear.exchanged[-1][0]
+        local_heads = config.linear.heads_of_rank(degrees.tensor, degrees.ulysses)[-1]
+        state_size = config.linear.state_size * local_heads // config.linear.exchanged[-1][0]
     generator = Generator(
         layout,
         ranks,

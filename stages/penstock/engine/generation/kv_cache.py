@@ -56,11 +56,11 @@ class KVCache:
         last = len(self.lengths) - 1
         if row != last:
             length = self.lengths[last]
-            for kept in self._layers:
-                for x_BKCH in kept:
+            for tensors in self._layers:
+                for x_BKCH in tensors:
                     x_BKCH[row, :, :length] = x_BKCH[last, :, :length]
-            for kept in self._states:
-                for state in kept:
+            for tensors in self._states:
+                for state in tensors:
                     state[row] = state[last]
         self.lengths[row] = self.lengths[last]
         self.lengths.pop()
@@ -76,10 +76,10 @@ class KVCache:
         # Grow by half each time, so that the total cost of copies stays linear.
         spare = self._rows if rows <= self._rows else rows * 3 // 2 if self._rows else rows
         self._rows, self._slots = max(rows, min(spare, self._capacity // room)), room
-        for layer, kept in enumerate(self._layers):
-            self._layers[layer] = tuple(map(self._resize, kept))
-        for layer, kept in enumerate(self._states):
-            self._states[layer] = tuple(map(self._resize_rows, kept))
+        for layer, tensors in enumerate(self._layers):
+            self._layers[layer] = tuple(map(self._resize, tensors))
+        for layer, tensors in enumerate(self._states):
+            self._states[layer] = tuple(map(self._resize_rows, tensors))
 
     def layer(self, layer: int, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """What a layer has cached of these parts [T, K, H], [B, K, C, H] each: keys and values.
@@ -94,7 +94,9 @@ class KVCache:
         """The states of a layer, [rows, ...] each, by its order among those that have any. They are
         allocated on first use `like` the states of documents."""
         if layer == len(self._states):
-            self._states.append(tuple(one.new_zeros((self._rows, *one.shape[1:])) for one in like))
+            self._states.append(
+                tuple(tensor.new_zeros((self._rows, *tensor.shape[1:])) for tensor in like)
+            )
         return self._states[layer]
 
     def _resize_rows(self, state: torch.Tensor) -> torch.Tensor:
@@ -142,8 +144,8 @@ class Prefill(PrefillSegments):
     def store(self, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> None:
         """Cache the keys and values of the current layer."""
         parts = _parts(k_TKH, v_TKH)
-        kept = self.cache.layer(next(self.calls), parts)
-        for x_BKCH, x_TKH in zip(kept, parts, strict=True):
+        cached = self.cache.layer(next(self.calls), parts)
+        for x_BKCH, x_TKH in zip(cached, parts, strict=True):
             x_BKCH[self.rows, :, self.places] = x_TKH[self.tokens].to(x_BKCH.dtype)
 
     def store_latents(self, x_S1H: torch.Tensor) -> None:
@@ -154,14 +156,14 @@ class Prefill(PrefillSegments):
     def store_states(self, *states: torch.Tensor) -> None:
         """Cache the states of the current layer."""
         rows = slice(self.first_row, self.first_row + len(self.documents))
-        for kept, state in zip(
+        for cached, state in zip(
             self.cache.states(next(self.state_calls), states), states, strict=True
         ):
-            kept[rows] = state[self.documents]
+            cached[rows] = state[self.documents]
 
     def uncached(self) -> VarlenMetadata:
         """The same documents, not to be cached."""
-        return VarlenMetadata(**{one.name: getattr(self, one.name) for one in _PLAIN})
+        return VarlenMetadata(**{field.name: getattr(self, field.name) for field in _PLAIN})
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,8 +218,8 @@ class DecodeStep(DecodeSegments):
 
     def replace_states(self, *states: torch.Tensor) -> None:
         """Write those after the new tokens."""
-        for kept, state in zip(self.kept[STATES], states, strict=True):
-            kept.copy_(state)
+        for cached, state in zip(self.kept[STATES], states, strict=True):
+            cached.copy_(state)
 
     def _append(self, parts: Sequence[torch.Tensor], first: int = 0) -> list[torch.Tensor]:
         """Cache the parts of the new tokens, and return what is cached from `first` on."""
@@ -281,13 +283,13 @@ def prefill_segments(
     documents = torch.arange(len(rows)).repeat_interleave(torch.tensor(rows))
     tokens: list[torch.Tensor] = []
     into: list[torch.Tensor] = []
-    places: list[torch.Tensor] = []
+    row_places: list[torch.Tensor] = []
     for document, copies in enumerate(rows):
         length = segments.lengths[document]
         for _ in range(copies):
             within = torch.arange(length)
             tokens.append(within + starts[document])
-            places.append(within)
+            row_places.append(within)
             into.append(torch.full((length,), len(cache.lengths)))
             cache.lengths.append(length)
     cache.reserve()
@@ -296,7 +298,7 @@ def prefill_segments(
         cache=cache,
         tokens=to_device(torch.cat(tokens), device),
         rows=to_device(torch.cat(into), device),
-        places=to_device(torch.cat(places), device),
+        places=to_device(torch.cat(row_places), device),
         gather=gather,
         documents=to_device(documents, device),
         first_row=first_row,

@@ -27,48 +27,48 @@ class TopLogprobs:
         """Record the top-k of fp32 logits from which the next tokens of these sequences are
         sampled.
         """
-        asked = [row for row, one in enumerate(after) if one.prompt.top_k]
-        if not asked:
+        rows = [row for row, seq in enumerate(after) if seq.prompt.top_k]
+        if not rows:
             return
-        width = max(after[row].prompt.top_k for row in asked)
-        best = logits_SV[asked].log_softmax(-1).topk(width, dim=-1)
+        width = max(after[row].prompt.top_k for row in rows)
+        best = logits_SV[rows].log_softmax(-1).topk(width, dim=-1)
         tokens_SK = best.indices.int()
-        for place, row in enumerate(asked):
-            one, wanted = after[row], slice(after[row].prompt.top_k)
-            entries = len(one.tokens), tokens_SK[place, wanted], best.values[place, wanted]
-            self._found.setdefault(one.index, []).append(entries)
+        for index, row in enumerate(rows):
+            seq, top = after[row], slice(after[row].prompt.top_k)
+            entries = len(seq.tokens), tokens_SK[index, top], best.values[index, top]
+            self._found.setdefault(seq.index, []).append(entries)
 
     def gather(
         self, sequences: Sequence[DecodingSequence], ranks: ProcessInfo
     ) -> dict[int, TopKLogprobs]:
         """Gather the requested top-k logprobs of finished sequences, by index. Collective."""
-        asked = [one for one in sequences if one.prompt.top_k]
-        if not asked:
+        requesting = [seq for seq in sequences if seq.prompt.top_k]
+        if not requesting:
             return {}
-        sizes = [len(one.tokens) * one.prompt.top_k for one in asked]
+        sizes = [len(seq.tokens) * seq.prompt.top_k for seq in requesting]
         # Lower than any result, so that the maximum over ranks selects the one that was computed.
         tokens_A = torch.full((sum(sizes),), -1, dtype=torch.int32, device=ranks.device)
         log_probs_A = torch.full((sum(sizes),), -torch.inf, device=ranks.device)
         parts = tokens_A.split(sizes), log_probs_A.split(sizes)
-        for one, *into in zip(asked, *parts, strict=True):
-            if recorded := self._found.get(one.index):
-                places, *entries = zip(*recorded, strict=True)
-                for part, some in zip(into, entries, strict=True):
-                    part.view(len(one.tokens), -1)[list(places)] = torch.stack(some)
+        for seq, *into in zip(requesting, *parts, strict=True):
+            if recorded := self._found.get(seq.index):
+                positions, *entries = zip(*recorded, strict=True)
+                for part, values in zip(into, entries, strict=True):
+                    part.view(len(seq.tokens), -1)[list(positions)] = torch.stack(values)
         if ranks.world_size > 1:
             ranks.all_reduce_max(tokens_A)
             ranks.all_reduce_max(log_probs_A)
         return {
-            one.index: TopKLogprobs(*(_to_table(part, one) for part in recorded))
-            for one, *recorded in zip(
-                asked, tokens_A.cpu().split(sizes), log_probs_A.cpu().split(sizes), strict=True
+            seq.index: TopKLogprobs(*(_to_table(part, seq) for part in recorded))
+            for seq, *recorded in zip(
+                requesting, tokens_A.cpu().split(sizes), log_probs_A.cpu().split(sizes), strict=True
             )
         }
 
 
-def _to_table(entries: torch.Tensor, one: DecodingSequence) -> torch.Tensor:
+def _to_table(entries: torch.Tensor, seq: DecodingSequence) -> torch.Tensor:
     """[T, K] of one sequence. A sequence without requested tokens has no positions."""
-    return entries.unflatten(0, (len(one.tokens), one.prompt.top_k))[: one.max_tokens]
+    return entries.unflatten(0, (len(seq.tokens), seq.prompt.top_k))[: seq.max_tokens]
 
 
 class PromptLogprobs:
@@ -123,9 +123,9 @@ class PromptLogprobs:
 
     def all_reduce(self, ranks: ProcessInfo) -> None:
         """All-reduce the results, so that every rank has all of them. Collective."""
-        for found in (self._log_probs_P, self._top_k_tokens_W, self._top_k_log_probs_W):
-            if found.numel() and ranks.world_size > 1:
-                ranks.all_reduce_max(found)
+        for table in (self._log_probs_P, self._top_k_tokens_W, self._top_k_log_probs_W):
+            if table.numel() and ranks.world_size > 1:
+                ranks.all_reduce_max(table)
 
     def of(self, number: int) -> tuple[torch.Tensor | None, TopKLogprobs | None]:
         """The log-probs of a prompt's tokens, fp32 [T] on the host, and the top-k at each position;
@@ -141,10 +141,10 @@ class PromptLogprobs:
             log_probs_T[0] = torch.nan
         if width:
             start = int(self._starts_P[first])
-            some = slice(start, start + length * width)
+            entries = slice(start, start + length * width)
             top_k_logprobs = TopKLogprobs(
-                self._top_k_tokens_W[some].cpu().unflatten(0, (length, width)),
-                self._top_k_log_probs_W[some].cpu().unflatten(0, (length, width)),
+                self._top_k_tokens_W[entries].cpu().unflatten(0, (length, width)),
+                self._top_k_log_probs_W[entries].cpu().unflatten(0, (length, width)),
             )
             top_k_logprobs.tokens_TK[0], top_k_logprobs.log_probs_TK[0] = -1, torch.nan
         return log_probs_T, top_k_logprobs

@@ -62,15 +62,15 @@ class SamplingParams:
             raise ConfigError("a stop text is empty, and would stop every answer at once.")
 
 
-def uniform(seed: int, sample: int, place: int) -> float:
+def uniform(seed: int, sample: int, index: int) -> float:
     """The uniform number in [0, 1) that samples token `place` of completion `sample`."""
-    packed = struct.pack("<Qqq", seed % 2**64, sample, place)
+    packed = struct.pack("<Qqq", seed % 2**64, sample, index)
     digest = hashlib.blake2b(packed, digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
 def sample_token(
-    logits_SV: torch.Tensor, how: Sequence[SamplingParams], uniforms: Sequence[float]
+    logits_SV: torch.Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sample a token from each row of fp32 logits.
 
@@ -85,14 +85,14 @@ def sample_token(
     shifted_SV = logits_SV - logits_SV.amax(-1, keepdim=True)
     weights_SV = shifted_SV.exp()
     log_sums_S = weights_SV.sum(-1).log_()
-    rows = [row for row, one in enumerate(how) if one.temperature > 0]
-    if len(rows) == len(how):
-        tokens_S = _sample(shifted_SV, weights_SV, how, uniforms)
+    rows = [row for row, r in enumerate(params) if r.temperature > 0]
+    if len(rows) == len(params):
+        tokens_S = _sample(shifted_SV, weights_SV, params, uniforms)
     else:
         # argmax returns the first of equal values in PyTorch.
         tokens_S = shifted_SV.argmax(1)
         if rows:
-            chosen = [how[row] for row in rows], [uniforms[row] for row in rows]
+            chosen = [params[row] for row in rows], [uniforms[row] for row in rows]
             tokens_S[rows] = _sample(shifted_SV[rows], weights_SV[rows], *chosen)
     return tokens_S, shifted_SV.gather(1, tokens_S[:, None]).squeeze(1) - log_sums_S
 
@@ -100,14 +100,14 @@ def sample_token(
 def _sample(
     shifted_RV: torch.Tensor,
     weights_RV: torch.Tensor,
-    how: Sequence[SamplingParams],
+    params: Sequence[SamplingParams],
     uniforms: Sequence[float],
 ) -> torch.Tensor:
     """Sample from logits of at most 0 and their exponentials, which may be overwritten."""
-    if any(one.temperature != 1 for one in how):
-        temperatures = [min(max(one.temperature, MIN_TEMPERATURE), MAX_TEMPERATURE) for one in how]
+    if any(r.temperature != 1 for r in params):
+        temperatures = [min(max(r.temperature, MIN_TEMPERATURE), MAX_TEMPERATURE) for r in params]
         weights_RV = (shifted_RV / _column(temperatures, shifted_RV)).exp_()
-    return _search_cumulative(uniforms, _apply_top_k_top_p(weights_RV, how))
+    return _search_cumulative(uniforms, _apply_top_k_top_p(weights_RV, params))
 
 
 def _search_cumulative(shares: Sequence[float], weights_RV: torch.Tensor) -> torch.Tensor:
@@ -138,26 +138,26 @@ def _below(aims_R1: torch.Tensor, sums_R1: torch.Tensor) -> torch.Tensor:
     return torch.minimum(aims_R1, torch.nextafter(sums_R1, torch.zeros_like(sums_R1)))
 
 
-def _apply_top_k_top_p(weights_RV: torch.Tensor, how: Sequence[SamplingParams]) -> torch.Tensor:
+def _apply_top_k_top_p(weights_RV: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
     """Apply top-k, then top-p: set the other weights to 0, in place."""
     vocabulary = weights_RV.shape[1]
-    tops = {row: one.top_k for row, one in enumerate(how) if 0 < one.top_k < vocabulary}
+    tops = {row: r.top_k for row, r in enumerate(params) if 0 < r.top_k < vocabulary}
     if tops:
         rows = [*tops]
-        some = weights_RV[rows]
-        best = some.topk(max(tops.values()), dim=-1).values
-        last = to_device(torch.tensor([[top - 1] for top in tops.values()]), some.device)
-        weights_RV[rows] = some.masked_fill(some < best.gather(1, last), 0)
-    rows = [row for row, one in enumerate(how) if one.top_p < 1]
+        limited_RV = weights_RV[rows]
+        best = limited_RV.topk(max(tops.values()), dim=-1).values
+        last = to_device(torch.tensor([[top - 1] for top in tops.values()]), limited_RV.device)
+        weights_RV[rows] = limited_RV.masked_fill(limited_RV < best.gather(1, last), 0)
+    rows = [row for row, r in enumerate(params) if r.top_p < 1]
     if rows:
-        some = weights_RV[rows]
-        ordered = some.sort(dim=-1, descending=True).values
+        limited_RV = weights_RV[rows]
+        ordered = limited_RV.sort(dim=-1, descending=True).values
         sums = ordered.cumsum(-1, dtype=torch.float64)
         # A token is kept if those before it do not reach top_p.
-        reached = _column([how[row].top_p for row in rows], sums) * sums[:, -1:]
+        reached = _column([params[row].top_p for row in rows], sums) * sums[:, -1:]
         stays = sums - ordered < reached
         lowest = ordered.masked_fill(~stays, float("inf")).amin(-1, keepdim=True)
-        weights_RV[rows] = some.masked_fill(some < lowest, 0)
+        weights_RV[rows] = limited_RV.masked_fill(limited_RV < lowest, 0)
     return weights_RV
 
 

@@ -62,19 +62,19 @@ class BaseModelWeights:
     @cached_property
     def published(self) -> PrequantizedFormat | None:
         """The format of a pre-quantized checkpoint."""
-        found = published_in(self.hf_config, self.folder)
-        if found is None or not self.names.multimodal:
-            return found
-        ignored = tuple(map(text_name, found.ignored_modules))
-        return replace(found, declared=replace(found.declared, ignored_modules=ignored))
+        checkpoint = published_in(self.hf_config, self.folder)
+        if checkpoint is None or not self.names.multimodal:
+            return checkpoint
+        ignored = tuple(map(text_name, checkpoint.ignored_modules))
+        return replace(checkpoint, declared=replace(checkpoint.declared, ignored_modules=ignored))
 
     def quantize(self, model: CausalLM) -> None:
         """Replace the layers of a meta-device model, or of a part of one, by quantized ones, in
         place.
         """
-        here = dict(model.named_parameters())
+        params = dict(model.named_parameters())
         for native, format in quant_formats_by_param(self.formats, self.names).items():
-            if native in here:
+            if native in params:
                 keep_quantized(model, native, format)
 
     def vision_names(self, folder: SafetensorsFolder) -> Mapping[str, str]:

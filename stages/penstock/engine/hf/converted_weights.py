@@ -39,9 +39,10 @@ class _Group:
         transform = deepcopy(self.transform)
         for source, pattern in self.sources:
             transform.add_tensor(self.name, source, pattern, tensors[source])
-        found = transform.convert(self.name, model=model, config=model.config)
+        converted = transform.convert(self.name, model=model, config=model.config)
         return {
-            name: value[0] if isinstance(value, list) else value for name, value in found.items()
+            name: value[0] if isinstance(value, list) else value
+            for name, value in converted.items()
         }
 
 
@@ -68,9 +69,9 @@ class ConvertedWeights:
         """Shape and dtype."""
         group = self._groups[name]
         if isinstance(group, str):
-            found = self._folder.stored(group)
+            tensor = self._folder.stored(group)
             changes = _changes_form(self._names, name)
-            return replace(found, shape=self._shapes[name]) if changes else found
+            return replace(tensor, shape=self._shapes[name]) if changes else tensor
         first = self._folder.stored(group.sources[0][0])
         return Stored(self._shapes[name], first.dtype, first.start)
 
@@ -119,7 +120,9 @@ class ConvertedWeights:
         read = self._groups
         pairs = [(source, read[name]) for source, name in self._copies]
         return [
-            (source, other) for source, other in pairs if isinstance(other, str) and other != source
+            (source, target)
+            for source, target in pairs
+            if isinstance(target, str) and target != source
         ]
 
     def renamed(self, folder: SafetensorsFolder) -> SafetensorsFolder:
@@ -132,8 +135,8 @@ class ConvertedWeights:
         }
 
         def rename(stored: str) -> str:
-            weight, rest = split_component(stored)
-            return names[weight] + rest if weight in names else f"{UNNAMED}{stored}"
+            weight, component = split_component(stored)
+            return names[weight] + component if weight in names else f"{UNNAMED}{stored}"
 
         return folder.renamed(rename)
 
@@ -153,12 +156,12 @@ class ConvertedWeights:
 
         model = self._model
         transforms = get_model_conversion_mapping(model)
-        renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
-        converters = [one for one in transforms if isinstance(one, WeightConverter)]
-        by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+        renamings = [rule for rule in transforms if isinstance(rule, WeightRenaming)]
+        converters = [rule for rule in transforms if isinstance(rule, WeightConverter)]
+        by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
         tied = self._names.config.outline.tied
         is_own = {**dict.fromkeys(self._shapes, True), **tied}
-        found: dict[str, _Group | str] = {}
+        sources: dict[str, _Group | str] = {}
         grouped: dict[str, _Group] = {}
         for source in sorted(self._folder.names(), key=_natural):
             name, pattern = rename_source_key(
@@ -171,19 +174,19 @@ class ConvertedWeights:
                 # A file may also have the model's own names.
                 name = name if name in self._shapes else source
                 if name in self._shapes:
-                    found.setdefault(name, source)
+                    sources.setdefault(name, source)
                 continue
             group = grouped.setdefault(name, _Group(by_pattern[pattern], name))
             group.sources.append((source, pattern))
         for source, name in self._copies:
-            found.setdefault(name, source)
+            sources.setdefault(name, source)
         for group in grouped.values():
             meta = {
                 source: torch.empty(self._folder.stored(source).shape, device="meta")
                 for source, _ in group.sources
             }
-            found |= dict.fromkeys(group.convert(meta, model), group)
-        return found
+            sources |= dict.fromkeys(group.convert(meta, model), group)
+        return sources
 
 
 class InitializedWeights:
@@ -208,9 +211,9 @@ class InitializedWeights:
 
     def box(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
         """A box of a tensor."""
-        found = self._tensors[name].float()
-        found = _change_form(found) if _changes_form(self._names, name) else found
-        return _box(found, offsets, sizes)
+        tensor = self._tensors[name].float()
+        tensor = _change_form(tensor) if _changes_form(self._names, name) else tensor
+        return _box(tensor, offsets, sizes)
 
     def order(self, name: str) -> tuple[str, int]:
         """Sort by name."""
@@ -237,11 +240,11 @@ def as_published(
     model = _meta_model(hf_config)
     transforms = get_model_conversion_mapping(model, add_legacy=False)
     # Whether a prefix was removed on loading is not known; none is added.
-    kept = [one for one in transforms if not isinstance(one, PrefixChange)]
-    reverse = [one.reverse_transform() for one in kept[::-1]]
-    renamings = [one for one in reverse if isinstance(one, WeightRenaming)]
-    converters = [one for one in reverse if isinstance(one, WeightConverter)]
-    by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+    rules = [rule for rule in transforms if not isinstance(rule, PrefixChange)]
+    reverse = [rule.reverse_transform() for rule in rules[::-1]]
+    renamings = [rule for rule in reverse if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in reverse if isinstance(rule, WeightConverter)]
+    by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
     groups: dict[str, _Group] = {}
     for name in sorted(weights.shapes, key=_natural):
         renamed, pattern = apply_converters(name, converters)
@@ -272,9 +275,9 @@ def as_published(
                     dtypes[published] = weights.dtypes[source]
     last: dict[int, dict[str, torch.Tensor]] = {}
 
-    def read(wanted: Sequence[str]) -> dict[str, torch.Tensor]:
-        found: dict[str, torch.Tensor] = {}
-        for name in wanted:
+    def read(requested: Sequence[str]) -> dict[str, torch.Tensor]:
+        tensors: dict[str, torch.Tensor] = {}
+        for name in requested:
             group = owner[name]
             if id(group) not in last:
                 sources = weights.read([source for source, _ in group.sources])
@@ -283,11 +286,11 @@ def as_published(
                 }
                 last.clear()
                 last[id(group)] = {
-                    final[id(group)][made]: value
-                    for made, value in group.convert(sources, model).items()
+                    final[id(group)][published_name]: value
+                    for published_name, value in group.convert(sources, model).items()
                 }
-            found[name] = last[id(group)][name].contiguous()
-        return found
+            tensors[name] = last[id(group)][name].contiguous()
+        return tensors
 
     return HFStateDict(shapes, read, dtypes)
 

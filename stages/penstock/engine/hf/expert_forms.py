@@ -38,9 +38,9 @@ class TensorParts:
         part = self.parts.get(name)
         if part is None:
             return self.folder.box(name, offsets, sizes)
-        found = self.folder.box(part.source, *part.box(offsets, sizes))
-        found = found.flatten(0, found.ndim - len(sizes))
-        return found.mT.contiguous() if part.is_transposed else found
+        tensor = self.folder.box(part.source, *part.box(offsets, sizes))
+        tensor = tensor.flatten(0, tensor.ndim - len(sizes))
+        return tensor.mT.contiguous() if part.is_transposed else tensor
 
     def order(self, name: str) -> tuple[str, int]:
         """A sort key: the order of tensors in the files."""
@@ -62,15 +62,15 @@ def in_files_form(
     for name in weights.shapes:
         by_source.setdefault(parts[name].source if name in parts else name, []).append(name)
     shapes = {
-        source: folder.stored(source).shape if its[0] in parts else weights.shapes[source]
-        for source, its in by_source.items()
+        source: folder.stored(source).shape if natives[0] in parts else weights.shapes[source]
+        for source, natives in by_source.items()
     }
 
     def whole(source: str) -> torch.Tensor:
-        found = weights.read(by_source[source])
-        first = next(iter(found.values()))
+        tensors = weights.read(by_source[source])
+        first = next(iter(tensors.values()))
         joined = torch.empty(shapes[source], dtype=first.dtype)
-        for name, tensor in found.items():
+        for name, tensor in tensors.items():
             offsets, sizes = parts[name].box((0,) * tensor.ndim, tensor.shape)
             into = joined
             for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
@@ -78,14 +78,14 @@ def in_files_form(
             into.copy_((tensor.mT if parts[name].is_transposed else tensor).reshape(sizes))
         return joined
 
-    def read(wanted: Sequence[str]) -> dict[str, torch.Tensor]:
-        same = [name for name in wanted if by_source[name] == [name] and name not in parts]
-        found = weights.read(same)
-        return {name: found[name] if name in found else whole(name) for name in wanted}
+    def read(requested: Sequence[str]) -> dict[str, torch.Tensor]:
+        same = [name for name in requested if by_source[name] == [name] and name not in parts]
+        tensors = weights.read(same)
+        return {name: tensors[name] if name in tensors else whole(name) for name in requested}
 
     dtypes = {
-        source: weights.dtypes[its[0]]
-        for source, its in by_source.items()
-        if its[0] in weights.dtypes
+        source: weights.dtypes[natives[0]]
+        for source, natives in by_source.items()
+        if natives[0] in weights.dtypes
     }
     return HFStateDict(shapes, read, dtypes)

@@ -45,24 +45,24 @@ def find_parts(
 ) -> Mapping[str, Part]:
     """The tensors that files have in another form, by their names in the map. `in_files` are the
     names in the files, which are those of the map as far as the forms agree."""
-    found: dict[str, Part] = {}
+    parts: dict[str, Part] = {}
     shapes = names.hf_shapes() if names.config.experts else {}
     for native in names.native_names() if shapes else ():
         layer, _, module = native.partition(".mlp.")
         stored = names.hf_names(native)
         if module.startswith("experts."):
-            stack, whole = names.stack_parameter(native), names.native_shape(native)
+            stack, full_shape = names.stack_parameter(native), names.native_shape(native)
             if stack in in_files:
-                found |= _parts_of_stack(stack, stored_shape(stack), stored, shapes, whole)
+                parts |= _parts_of_stack(stack, stored_shape(stack), stored, shapes, full_shape)
         elif module and stored[0] not in in_files:
             for part in _parts_of_ernie(f"{layer}.mlp", module):
                 is_there = part.source in in_files
-                wanted = (
+                part_shape = (
                     shapes[stored[0]][::-1] if part.is_transposed else (2, shapes[stored[0]][-1])
                 )
-                if is_there and stored_shape(part.source) == wanted:
-                    found[stored[0]] = part
-    return found
+                if is_there and stored_shape(part.source) == part_shape:
+                    parts[stored[0]] = part
+    return parts
 
 
 def _parts_of_stack(
@@ -70,30 +70,30 @@ def _parts_of_stack(
     shape: Shape,
     stored: Sequence[str],
     shapes: Mapping[str, Shape],
-    whole: Shape,
+    full_shape: Shape,
 ) -> Mapping[str, Part]:
     """The parts of a stack whose matrices, of the shape `whole`, have these tensors in order; none
     if it is of another model, or is in the map as it is."""
-    is_transposed = shape != whole
-    if shape not in (whole, (whole[0], *whole[:0:-1])):
+    is_transposed = shape != full_shape
+    if shape not in (full_shape, (full_shape[0], *full_shape[:0:-1])):
         return {}
     if tuple(stored) == (stack,):
         return {stack: Part(stack, (0, 0, 0), is_transposed)} if is_transposed else {}
-    found: dict[str, Part] = {}
+    parts: dict[str, Part] = {}
     first = 0
     for name in stored:
-        expert, row = divmod(first, whole[1])
-        found[name] = Part(
+        expert, row = divmod(first, full_shape[1])
+        parts[name] = Part(
             stack, (expert, 0, row) if is_transposed else (expert, row, 0), is_transposed
         )
         first += shapes[name][0]
-    return found
+    return parts
 
 
-def _parts_of_ernie(at: str, module: str) -> Iterator[Part]:
+def _parts_of_ernie(layer: str, module: str) -> Iterator[Part]:
     """Where ERNIE-4.5-VL's files have a router's tensor."""
     of_images = module.startswith(f"{IMAGE_EXPERTS}.")
     if module.endswith(SELECTION_BIAS):
-        yield Part(f"{at}.moe_statics.{SELECTION_BIAS}", (int(of_images), 0))
+        yield Part(f"{layer}.moe_statics.{SELECTION_BIAS}", (int(of_images), 0))
     elif module.endswith("gate.weight"):
-        yield Part(f"{at}.gate.weight_1" if of_images else f"{at}.gate.weight", (0, 0), True)
+        yield Part(f"{layer}.gate.weight_1" if of_images else f"{layer}.gate.weight", (0, 0), True)

@@ -96,20 +96,20 @@ def write_folders(
     with ExitStack() as opened:
         base = _base(origin, reader, weights, opened)
         if adapters and reader.state["adapter_only"]:
-            found = _with_adapters(form, origin, base, weights, adapters, out, extras, quantizer)
+            written = _with_adapters(form, origin, base, weights, adapters, out, extras, quantizer)
         else:
-            whole = adapters.merged_into(base) if adapters else base
-            found = {"hf": _model(form, origin, whole, weights, out / "hf", extras, quantizer)}
+            merged = adapters.merged_into(base) if adapters else base
+            written = {"hf": _model(form, origin, merged, weights, out / "hf", extras, quantizer)}
     return {
         "format": "hf",
-        "folders": {name: name for name in found},
+        "folders": {name: name for name in written},
         "step": reader.state["step"],
         "model_type": family.model_type,
         "dtype": dtype_name(_dtype(form, origin, hf_config)),
-        "parameters": found.get("hf", found.get("adapter", {}))["parameters"],
-        "shards": found.get("hf", {}).get("shards", 0),
+        "parameters": written.get("hf", written.get("adapter", {}))["parameters"],
+        "shards": written.get("hf", {}).get("shards", 0),
         **({"quantised": form.quantize} if form.quantize else {}),
-        **({"adapter": found["adapter"]} if "adapter" in found else {}),
+        **({"adapter": written["adapter"]} if "adapter" in written else {}),
     }
 
 
@@ -123,14 +123,14 @@ def _with_adapters(
     extras: HFFolderMeta,
     quantizer: Quantizer | None,
 ) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    written: dict[str, Any] = {}
     if form.merged:
         merged = adapters.merged_into(base)
-        found["hf"] = _model(form, origin, merged, model, out / "hf", extras, quantizer)
+        written["hf"] = _model(form, origin, merged, model, out / "hf", extras, quantizer)
     if origin.chat_template or not form.merged:
         # Elsewhere there is no tokenizer with this chat template, or none at all.
         extras.tokenizer.write(out / "adapter")
-    found["adapter"] = write_adapter_folder(
+    written["adapter"] = write_adapter_folder(
         adapters,
         out / "adapter",
         base_model=origin.model_path or BASE_BESIDE,
@@ -141,8 +141,8 @@ def _with_adapters(
         with noting_unverified(out / "adapter"):
             verify_adapter(out / "adapter", model.hf_config)
     if origin.model_path is None:
-        found["base"] = _model(form, origin, base, model, out / "base", extras)
-    return found
+        written["base"] = _model(form, origin, base, model, out / "base", extras)
+    return written
 
 
 def _model(
@@ -155,16 +155,18 @@ def _model(
     quantizer: Quantizer | None = None,
 ) -> dict[str, Any]:
     with ExitStack() as opened:
-        whole = as_in_files(weights, model, opened)
+        state_dict = as_in_files(weights, model, opened)
         num_layers = model.names.config.num_hidden_layers
         if form.mtp == "drop":
-            whole = without_tensors(whole, prediction_tensors(whole.shapes, num_layers))
+            state_dict = without_tensors(
+                state_dict, prediction_tensors(state_dict.shapes, num_layers)
+            )
         else:
-            whole = _with_prediction_layers(whole, origin, model, opened)
-            further = prediction_tensors(whole.shapes, num_layers)
+            state_dict = _with_prediction_layers(state_dict, origin, model, opened)
+            further = prediction_tensors(state_dict.shapes, num_layers)
             quantizer = quantizer and quantizer.leaving_out(further)
         facts = write_hf_folder(
-            whole,
+            state_dict,
             out,
             extras,
             dtype=(dtype := _dtype(form, origin, extras.hf_config)),
@@ -190,8 +192,8 @@ def as_in_files(weights: HFStateDict, model: BaseModelWeights, opened: ExitStack
         return weights
     assert model.folder is not None
     folder = opened.enter_context(SafetensorsFolder(model.folder))
-    here = model.here(folder)
-    weights = in_files_form(weights, here, parts_in(model.names, here))
+    local_base = model.here(folder)
+    weights = in_files_form(weights, local_base, parts_in(model.names, local_base))
     return in_multimodal(weights, folder, model.vision_names(folder))
 
 
@@ -201,13 +203,13 @@ def _with_prediction_layers(
     """The tensors with those that predict further tokens: copies in the base model, and what was
     not trained, as the base model has it."""
     copies, config = copies_of_ends(model.names.config), model.names.config
-    if (found := _folder(origin)) is None:
+    if (base_folder := _folder(origin)) is None:
         return with_copies(weights, copies)
-    folder = opened.enter_context(SafetensorsFolder(found))
+    folder = opened.enter_context(SafetensorsFolder(base_folder))
     names = prediction_tensors(folder.names(), config.num_hidden_layers)
     weights = with_copies(weights, {name: of for name, of in copies.items() if name in names})
-    others = [name for name in names if name not in weights.shapes]
-    return with_tensors(weights, prediction_layers(folder, others, model.published))
+    missing = [name for name in names if name not in weights.shapes]
+    return with_tensors(weights, prediction_layers(folder, missing, model.published))
 
 
 def _dtype(form: ExportFormat, origin: ModelSource, hf_config: Any) -> torch.dtype:
@@ -232,9 +234,9 @@ def _base(
     """
     if not reader.state["adapter_only"]:
         return in_checkpoint(reader, base.names, base.formats)
-    if (found := _folder(origin)) is None:
+    if (base_folder := _folder(origin)) is None:
         return in_source(base.quantized_reader(base.random_init(origin.seed)), base.names)
-    folder = opened.enter_context(SafetensorsFolder(found))
+    folder = opened.enter_context(SafetensorsFolder(base_folder))
     return in_source(base.quantized_reader(folder), base.names)
 
 

@@ -117,23 +117,25 @@ class Adapters:
             )
         scale = self.strength.scale
 
-        def read(wanted: Sequence[str]) -> dict[str, torch.Tensor]:
-            tensors = base.read([name for name in wanted if name not in self.biases])
-            trained = [name for name in wanted if name in self.biases]
-            pairs = [self.pairs[layers[name]] for name in wanted if name in layers]
-            pairs += [fused[name] for name in wanted if name in fused]
-            there = self.reader.read([*_tensors(pairs), *trained])
-            for name in wanted:
+        def read(requested: Sequence[str]) -> dict[str, torch.Tensor]:
+            tensors = base.read([name for name in requested if name not in self.biases])
+            trained = [name for name in requested if name in self.biases]
+            pairs = [self.pairs[layers[name]] for name in requested if name in layers]
+            pairs += [fused[name] for name in requested if name in fused]
+            factors = self.reader.read([*_tensors(pairs), *trained])
+            for name in requested:
                 if name in layers:
-                    change = self.pairs[layers[name]].change(there, scale, layers[name])
+                    change = self.pairs[layers[name]].change(factors, scale, layers[name])
                     tensors[name] = change.apply_to(tensors[name].float())
                 elif name in fused:
                     stack = tensors[name].float()
-                    _merge_experts(stack.mT if name in turned else stack, fused[name], there, scale)
+                    _merge_experts(
+                        stack.mT if name in turned else stack, fused[name], factors, scale
+                    )
                     tensors[name] = stack
                 elif name in self.biases:
-                    tensors[name] = there[name].float()
-            return {name: tensors[name] for name in wanted}
+                    tensors[name] = factors[name].float()
+            return {name: tensors[name] for name in requested}
 
         return replace(base, read=read)
 
@@ -211,13 +213,13 @@ def _pair(sides: Mapping[Side, str], expert: int | None = None) -> Pair:
 
 
 def _check_count(factors: Iterable[str], reader: Tensors, weights: WeightMap) -> None:
-    there = weights.num_experts
+    num_experts = weights.num_experts
     for name in factors:
         shape = reader.shapes()[name][0]
-        if not there or (len(shape) == 3 and shape[0] != there):
+        if not num_experts or (len(shape) == 3 and shape[0] != num_experts):
             raise ArtifactError(
-                f"{name} in {reader.folder} is for {shape[0]} experts, and the config has {there} "
-                "in a layer.\n"
+                f"{name} in {reader.folder} is for {shape[0]} experts, and the config has "
+                f"{num_experts} in a layer.\n"
                 "  model.config_path is not what the run was trained with."
             )
 
@@ -244,9 +246,9 @@ def write_adapter_folder(
     weights = adapters.weights
     rename = weights.module_name
     experts = _expert_layers(weights)
-    each = {layer for layers in experts.values() for layer in layers}
-    parts = _parts_of_experts(adapters, each)
-    if each and weights.has_stacked_adapters:
+    expert_layers = {layer for layers in experts.values() for layer in layers}
+    parts = _parts_of_experts(adapters, expert_layers)
+    if expert_layers and weights.has_stacked_adapters:
         adapters, experts, parts = _with_stacks(adapters), {}, ()
     bearing = [name for name in experts if not adapters.pairs.keys().isdisjoint(experts[name])]
     tensors = _peft_tensors(adapters, [layer for name in bearing for layer in experts[name]])
@@ -257,13 +259,13 @@ def write_adapter_folder(
     config = adapter_config(
         adapters.strength,
         shortens=not weights.multimodal,
-        adapted=[layer for layer in adapters.pairs if layer not in each],
+        adapted=[layer for layer in adapters.pairs if layer not in expert_layers],
         linear_layers=[
             layer
             for name, shape in weights.hf_shapes().items()
             if len(shape) == 2
             and not name.endswith(("embed_tokens.weight", weights.config.names.embedding))
-            and (layer := name.removesuffix(".weight")) not in each
+            and (layer := name.removesuffix(".weight")) not in expert_layers
         ],
         base_model=base_model,
         revision=revision,
@@ -293,11 +295,11 @@ def _with_stacks(adapters: Adapters) -> Adapters:
     pairs, fused, weights = dict(adapters.pairs), dict(adapters.fused), adapters.weights
     experts = weights.config.experts
     for number in () if experts is None else experts.layers:
-        at = f"{LAYERS}{number}"
+        layer_name = f"{LAYERS}{number}"
         for matrix in weights.expert_matrices:
-            for layer in weights.expert_layers(matrix, at):
+            for layer in weights.expert_layers(matrix, layer_name):
                 if pair := pairs.pop(layer, None):
-                    fused[f"{at}.mlp.experts.{matrix}"] = replace(pair, expert=None)
+                    fused[f"{layer_name}.mlp.experts.{matrix}"] = replace(pair, expert=None)
     return replace(adapters, pairs=pairs, fused=fused)
 
 
@@ -350,14 +352,14 @@ def _expert_layers(weights: WeightMap) -> dict[str, list[str]]:
     contains them in transformers' model.
     """
     experts = weights.config.experts
-    found: dict[str, list[str]] = {}
+    layers_by_stack: dict[str, list[str]] = {}
     if experts is None or experts.is_stacked:
-        return found
+        return layers_by_stack
     for number in experts.layers:
-        at = f"model.layers.{number}"
-        found[f"{at}.{experts.names.module}.experts"] = [
+        layer_name = f"model.layers.{number}"
+        layers_by_stack[f"{layer_name}.{experts.names.module}.experts"] = [
             layer
             for matrix in weights.expert_matrices
-            for layer in weights.expert_layers(matrix, at)
+            for layer in weights.expert_layers(matrix, layer_name)
         ]
-    return found
+    return layers_by_stack

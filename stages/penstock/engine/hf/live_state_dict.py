@@ -32,13 +32,13 @@ class RankTrimmedTensors:
 
     def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Name -> (shape, dtype) of every parameter."""
-        found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        shapes_by_name: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         for name, (shape, dtype) in self.tensors.shapes().items():
             if factor := _ranked(name):
                 dim = rank_dim(factor, len(shape))
                 shape = (*shape[:dim], self.rank, *shape[dim + 1 :])
-            found[name] = shape, dtype
-        return found
+            shapes_by_name[name] = shape, dtype
+        return shapes_by_name
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """Read exactly these full parameters."""
@@ -71,19 +71,19 @@ def language_in_files(weights: HFStateDict, base: BaseModelWeights) -> HFStateDi
     files of its base model."""
     assert base.folder is not None
     with SafetensorsFolder(base.folder) as folder:
-        here = base.here(folder)
-        formed = in_files_form(weights, here, parts_in(base.names, here))
+        local_base = base.here(folder)
+        formed = in_files_form(weights, local_base, parts_in(base.names, local_base))
         backbone = stored_backbone(folder.names())
     own = {stored_name(name, backbone): name for name in formed.shapes}
 
-    def read(wanted: Sequence[str]) -> dict[str, torch.Tensor]:
-        found = formed.read([own[name] for name in wanted])
-        return {name: found[own[name]] for name in wanted}
+    def read(requested: Sequence[str]) -> dict[str, torch.Tensor]:
+        tensors = formed.read([own[name] for name in requested])
+        return {name: tensors[own[name]] for name in requested}
 
     return HFStateDict(
-        {name: formed.shapes[here] for name, here in own.items()},
+        {name: formed.shapes[native] for name, native in own.items()},
         read,
-        {name: formed.dtypes[here] for name, here in own.items() if here in formed.dtypes},
+        {name: formed.dtypes[native] for name, native in own.items() if native in formed.dtypes},
     )
 
 

@@ -66,12 +66,12 @@ def load_weights(
     Raises CapabilityError, on every rank, for tensors that are missing, have another shape, or hold
     NaN or infinity.
     """
-    drawn = [one for one in params if weights is None or _is_adapter(one)]
-    stored = [one for one in params if weights is not None and not _is_adapter(one)]
-    for one in drawn:
-        for piece in one.shards:
+    drawn = [param for param in params if weights is None or _is_adapter(param)]
+    stored = [param for param in params if weights is not None and not _is_adapter(param)]
+    for param in drawn:
+        for piece in param.shards:
             copy_shard(
-                start(piece.tensor, piece.full_shape), piece, piece.view(local(one.parameter))
+                start(piece.tensor, piece.full_shape), piece, piece.view(local(param.parameter))
             )
     if weights is None:
         return
@@ -81,7 +81,9 @@ def load_weights(
         _require_finite(_boxes(stored), weights, ranks)
         return
     receiving = [
-        one for one in stored if one.replica_group is None or dist.get_rank(one.replica_group) == 0
+        param
+        for param in stored
+        if param.replica_group is None or dist.get_rank(param.replica_group) == 0
     ]
     # A separate group: P2P messages must not be counted among the collectives of all ranks.
     group = dist.new_group()
@@ -91,16 +93,16 @@ def load_weights(
             _boxes(receiving), to_reader(folder) if ranks.is_main_process else None, ranks, group
         )
     dist.destroy_process_group(group)
-    for one in stored:
-        if one.replica_group is not None:
-            _copy(local(one.parameter), one.replica_group, ranks.device)
+    for param in stored:
+        if param.replica_group is not None:
+            _copy(local(param.parameter), param.replica_group, ranks.device)
     _require_finite(_boxes(stored), weights, ranks)
 
 
 def _require_finite(boxes: Sequence[_Box], weights: Path, ranks: ProcessInfo) -> None:
     """Raise CapabilityError, on every rank, for tensors with NaN or infinity."""
-    mine = [box.piece.tensor for box in boxes if not _is_finite(box.into)]
-    names = sorted({name for of_rank in ranks.all_gather(mine) for name in of_rank})
+    local_names = [box.piece.tensor for box in boxes if not _is_finite(box.into)]
+    names = sorted({name for of_rank in ranks.all_gather(local_names) for name in of_rank})
     if names:
         raise CapabilityError(
             f"{len(names)} tensors of {weights} hold NaN or infinity, first {names[0]}: a model "
@@ -125,25 +127,25 @@ def _is_adapter(local_param: LocalParam) -> bool:
 
 def _boxes(params: Sequence[LocalParam]) -> list[_Box]:
     return [
-        _Box(piece, piece.view(local(one.parameter).detach()))
-        for one in params
-        for piece in one.shards
+        _Box(piece, piece.view(local(param.parameter).detach()))
+        for param in params
+        for piece in param.shards
     ]
 
 
-def copy_shard(whole: torch.Tensor, piece: TensorShard, into: torch.Tensor) -> None:
+def copy_shard(full_tensor: torch.Tensor, piece: TensorShard, into: torch.Tensor) -> None:
     """Copy the box of a full tensor to the local tensor."""
     for dim, (offset, size) in enumerate(zip(piece.offsets, piece.sizes, strict=True)):
-        whole = whole.narrow(dim, offset, size)
-    into.copy_(whole)
+        full_tensor = full_tensor.narrow(dim, offset, size)
+    into.copy_(full_tensor)
 
 
 def _read(boxes: Sequence[_Box], folder: TensorReader, ranks: ProcessInfo) -> None:
     """Read this rank's own shards."""
-    wanted = {box.piece.tensor: box.piece.full_shape for box in boxes}
-    _check(folder, wanted)
+    shapes = {box.piece.tensor: box.piece.full_shape for box in boxes}
+    _check(folder, shapes)
     if isinstance(folder, QuantizeOnLoad):
-        folder.measure(wanted, ranks)
+        folder.measure(shapes, ranks)
     for box in sorted(boxes, key=lambda box: (folder.order(box.piece.tensor), box.piece.offsets)):
         piece = box.piece
         for first, end in row_blocks(piece.sizes, folder.stored(piece.tensor).dtype):
@@ -152,9 +154,9 @@ def _read(boxes: Sequence[_Box], folder: TensorReader, ranks: ProcessInfo) -> No
             box.into[first:end].copy_(rows)
 
 
-def _check(folder: TensorReader, wanted: dict[str, tuple[int, ...]]) -> None:
-    folder.require(wanted)
-    for name, shape in wanted.items():
+def _check(folder: TensorReader, shapes: dict[str, tuple[int, ...]]) -> None:
+    folder.require(shapes)
+    for name, shape in shapes.items():
         require_shape(name, folder.stored(name).shape, shape)
 
 
@@ -177,16 +179,16 @@ def _receive(
     """Rank 0, which has the `folder`, reads each tensor once and sends each rank its boxes."""
     wishes = _gathered([box.piece for box in boxes], ranks, group)
     order = _agreed(folder, wishes, group)
-    mine: dict[str, list[_Box]] = {}
+    local_boxes: dict[str, list[_Box]] = {}
     for box in boxes:
-        mine.setdefault(box.piece.tensor, []).append(box)
+        local_boxes.setdefault(box.piece.tensor, []).append(box)
     sender = _Sender(folder, wishes, ranks.device, group) if folder else None
     for name, (shape, dtype) in order.items():
         for first, end in row_blocks(shape, dtype):
             if sender:
-                sender.block(name, first, end, mine.get(name, ()))
+                sender.block(name, first, end, local_boxes.get(name, ()))
             else:
-                for box in mine.get(name, ()):
+                for box in local_boxes.get(name, ()):
                     _receive_rows(box, first, end, dtype, ranks.device, group)
     if sender:
         sender.finish()
@@ -196,9 +198,11 @@ def _gathered(
     pieces: list[TensorShard], ranks: ProcessInfo, group: dist.ProcessGroup
 ) -> list[list[TensorShard]]:
     """Gather every rank's shards on rank 0."""
-    found: list[list[TensorShard]] = [[] for _ in range(ranks.world_size)]
-    dist.gather_object(pieces, found if ranks.is_main_process else None, dst=0, group=group)
-    return found
+    pieces_by_rank: list[list[TensorShard]] = [[] for _ in range(ranks.world_size)]
+    dist.gather_object(
+        pieces, pieces_by_rank if ranks.is_main_process else None, dst=0, group=group
+    )
+    return pieces_by_rank
 
 
 def _agreed(
@@ -209,11 +213,11 @@ def _agreed(
     """The shape and stored dtype of every requested tensor, in the order they will be sent."""
     answer: list[object] = [None]
     if folder:
-        wanted = {piece.tensor: piece.full_shape for pieces in wishes for piece in pieces}
+        shapes = {piece.tensor: piece.full_shape for pieces in wishes for piece in pieces}
         try:
-            _check(folder, wanted)
-            names = sorted(wanted, key=folder.order)
-            answer = [{name: (wanted[name], folder.stored(name).dtype) for name in names}]
+            _check(folder, shapes)
+            names = sorted(shapes, key=folder.order)
+            answer = [{name: (shapes[name], folder.stored(name).dtype) for name in names}]
         except CapabilityError as error:
             answer = [error]
     dist.broadcast_object_list(answer, src=0, group=group)
@@ -244,8 +248,8 @@ class _Sender:
     def block(self, name: str, first: int, end: int, own: Sequence[_Box]) -> None:
         """Read rows `first` to `end` and send each rank its part of them."""
         shape = self._folder.stored(name).shape
-        rest = (0,) * (len(shape) - 1)
-        rows = self._folder.box(name, (first, *rest), (end - first, *shape[1:]))
+        zeros = (0,) * (len(shape) - 1)
+        rows = self._folder.box(name, (first, *zeros), (end - first, *shape[1:]))
         for box in own:
             if part := _overlap(box.piece, first, end):
                 low, high = part
@@ -316,7 +320,7 @@ def _copy(tensor: torch.Tensor, group: dist.ProcessGroup, device: torch.device) 
     if not tensor.numel():
         return
     # Only what is sent must be on the device of the process group.
-    there = tensor.detach().to(device)
-    dist.broadcast(there, group=group, group_src=0)
-    if there.data_ptr() != tensor.data_ptr():
-        tensor.copy_(there)
+    on_device = tensor.detach().to(device)
+    dist.broadcast(on_device, group=group, group_src=0)
+    if on_device.data_ptr() != tensor.data_ptr():
+        tensor.copy_(on_device)

@@ -35,12 +35,12 @@ def copies_of_ends(config: DecoderConfig) -> dict[str, str]:
     if config.mtp is None:
         return {}
     head = config.names.embedding if config.tie_word_embeddings else HEAD_WEIGHT
-    found: dict[str, str] = {}
+    sources: dict[str, str] = {}
     for layer in range(config.num_hidden_layers, config.num_layers):
-        found[config.mtp.names.embedding.format(layer=layer)] = config.names.embedding
-        found[config.mtp.names.head.format(layer=layer)] = head
-    found.pop("", None)
-    return found
+        sources[config.mtp.names.embedding.format(layer=layer)] = config.names.embedding
+        sources[config.mtp.names.head.format(layer=layer)] = head
+    sources.pop("", None)
+    return sources
 
 
 def without_prediction_layers(hf_config: HfConfig, family: Family) -> dict[str, Any]:
@@ -69,11 +69,15 @@ def prediction_layers(
     """These tensors as the folder has them; quantized matrices are dequantized, as exports are."""
     matrices = _quantized(folder, names, published)
     reader = QuantizeOnLoad(folder, {}, published, torch.device("cpu"), folder)
-    plain = [name for name in names if not name.startswith(tuple(f"{one}_" for one in matrices))]
+    plain = [
+        name for name in names if not name.startswith(tuple(f"{matrix}_" for matrix in matrices))
+    ]
     shapes = {name: reader.stored(name).shape for name in sorted({*plain, *matrices})}
 
-    def read(wanted: Sequence[str]) -> dict[str, torch.Tensor]:
-        return {name: reader.box(name, (0,) * len(shapes[name]), shapes[name]) for name in wanted}
+    def read(requested: Sequence[str]) -> dict[str, torch.Tensor]:
+        return {
+            name: reader.box(name, (0,) * len(shapes[name]), shapes[name]) for name in requested
+        }
 
     dtypes = {name: folder.stored(name).dtype for name in plain if name not in matrices}
     return HFStateDict(shapes, read, dtypes)
@@ -83,9 +87,9 @@ def with_copies(weights: HFStateDict, copies: Mapping[str, str]) -> HFStateDict:
     """These tensors, and copies of them by name."""
     shapes = {copy: weights.shapes[name] for copy, name in copies.items()}
 
-    def read(wanted: Sequence[str]) -> dict[str, torch.Tensor]:
-        found = weights.read(list({copies[name] for name in wanted}))
-        return {name: found[copies[name]] for name in wanted}
+    def read(requested: Sequence[str]) -> dict[str, torch.Tensor]:
+        tensors = weights.read(list({copies[name] for name in requested}))
+        return {name: tensors[copies[name]] for name in requested}
 
     return with_tensors(weights, HFStateDict(shapes, read))
 
@@ -97,20 +101,20 @@ def without_tensors(weights: HFStateDict, names: Iterable[str]) -> HFStateDict:
     return HFStateDict(shapes, weights.read, weights.dtypes)
 
 
-def with_tensors(weights: HFStateDict, others: HFStateDict) -> HFStateDict:
+def with_tensors(weights: HFStateDict, added: HFStateDict) -> HFStateDict:
     """Both together."""
-    if not others.shapes:
+    if not added.shapes:
         return weights
 
-    def read(wanted: Sequence[str]) -> dict[str, torch.Tensor]:
-        found: dict[str, torch.Tensor] = {}
-        for part in (weights, others):
-            if names := [name for name in wanted if name in part.shapes]:
-                found |= part.read(names)
-        return found
+    def read(requested: Sequence[str]) -> dict[str, torch.Tensor]:
+        tensors: dict[str, torch.Tensor] = {}
+        for part in (weights, added):
+            if names := [name for name in requested if name in part.shapes]:
+                tensors |= part.read(names)
+        return tensors
 
-    shapes = {**weights.shapes, **others.shapes}
-    return HFStateDict(shapes, read, {**weights.dtypes, **others.dtypes})
+    shapes = {**weights.shapes, **added.shapes}
+    return HFStateDict(shapes, read, {**weights.dtypes, **added.dtypes})
 
 
 def _quantized(

@@ -34,11 +34,11 @@ def find_row_chunks(
         stored = names.hf_names(native)
         if not native.endswith(JOINED) or len(stored) == 1 or not {*stored} <= {*in_files}:
             continue
-        total, *rest = names.native_shape(native)
+        total, *columns = names.native_shape(native)
         chunk = -(-total // len(stored))
         chunks = {name: min(chunk, total - index * chunk) for index, name in enumerate(stored)}
         if {name: stored_shape(name) for name in stored} != {
-            name: (rows, *rest) for name, rows in chunks.items()
+            name: (rows, *columns) for name, rows in chunks.items()
         }:
             continue
         start = 0

@@ -93,10 +93,10 @@ class SafetensorsFolder:
 
     def by_file(self) -> dict[Path, list[str]]:
         """The names of the tensors in each file, in file order."""
-        found: dict[Path, list[str]] = {}
+        names_by_file: dict[Path, list[str]] = {}
         for name in sorted(self._files, key=self.order):
-            found.setdefault(self._files[name], []).append(name)
-        return found
+            names_by_file.setdefault(self._files[name], []).append(name)
+        return names_by_file
 
     def require(self, names: Iterable[str]) -> None:
         """Raise CapabilityError unless every name exists."""
@@ -116,16 +116,16 @@ class SafetensorsFolder:
 
     def box(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
         """A box of a tensor, on the CPU, as stored."""
-        found = self.stored(name)
-        width = found.dtype.itemsize
+        entry = self.stored(name)
+        width = entry.dtype.itemsize
         raw = torch.empty(math.prod(sizes) * width, dtype=torch.uint8, device="cpu")
         into = raw.numpy().data
         descriptor, done = self._descriptor(self._files[name]), 0
-        for first, count in _runs(found.shape, offsets, sizes):
+        for first, count in _runs(entry.shape, offsets, sizes):
             end = done + count * width
-            self._fill(descriptor, into[done:end], found.start + first * width, name)
+            self._fill(descriptor, into[done:end], entry.start + first * width, name)
             done = end
-        return raw.view(found.dtype).view(tuple(sizes))
+        return raw.view(entry.dtype).view(tuple(sizes))
 
     @cached_property
     def _names_in_files(self) -> dict[str, str]:
@@ -145,10 +145,10 @@ class SafetensorsFolder:
             self._open[file] = os.open(file, os.O_RDONLY)
         return self._open[file]
 
-    def _fill(self, descriptor: int, into: memoryview, place: int, name: str) -> None:
+    def _fill(self, descriptor: int, into: memoryview, offset: int, name: str) -> None:
         done = 0
         while done < len(into):
-            count = os.preadv(descriptor, [into[done:]], place + done)
+            count = os.preadv(descriptor, [into[done:]], offset + done)
             if not count:
                 raise unreadable(self._files[name], f"it ends within {name}")
             done += count
@@ -160,13 +160,17 @@ def _runs(
     """(first element, count) of the contiguous runs of a tensor that make up a box, in order."""
     if not math.prod(sizes):
         return
-    cut = [at for at, (size, whole) in enumerate(zip(sizes, shape, strict=True)) if size < whole]
+    cut = [
+        dim
+        for dim, (size, full_size) in enumerate(zip(sizes, shape, strict=True))
+        if size < full_size
+    ]
     depth = cut[-1] if cut else 0
-    strides = [math.prod(shape[at + 1 :]) for at in range(len(shape))]
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     count = math.prod(sizes[depth:])
     origin = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
-    for place in itertools.product(*(range(size) for size in sizes[:depth])):
-        yield origin + sum(i * stride for i, stride in zip(place, strides, strict=False)), count
+    for index in itertools.product(*(range(size) for size in sizes[:depth])):
+        yield origin + sum(i * stride for i, stride in zip(index, strides, strict=False)), count
 
 
 def _header(file: Path) -> Mapping[str, Stored]:

@@ -35,16 +35,16 @@ def file_layout(kinds: Mapping[str, Kind]) -> Layout:
     """The layout of a file with these tensors, in the given order."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     starts: dict[str, int] = {}
-    place = 0
+    offset = 0
     for name, kind in kinds.items():
-        starts[name] = place
-        end = place + tensor_num_bytes(kind)
+        starts[name] = offset
+        end = offset + tensor_num_bytes(kind)
         entries[name] = {
             "dtype": FORMAT_OF[kind[1]],
             "shape": list(kind[0]),
-            "data_offsets": [place, end],
+            "data_offsets": [offset, end],
         }
-        place = end
+        offset = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
@@ -52,7 +52,7 @@ def file_layout(kinds: Mapping[str, Kind]) -> Layout:
         name: Stored(shape, dtype, len(header) + starts[name])
         for name, (shape, dtype) in kinds.items()
     }
-    return Layout(header, tensors, len(header) + place)
+    return Layout(header, tensors, len(header) + offset)
 
 
 def aligned(kinds: Mapping[str, Kind]) -> dict[str, Kind]:
@@ -66,9 +66,9 @@ def tensor_num_bytes(kind: Kind) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
-def put(file: int, tensor: torch.Tensor, place: int) -> None:
+def put(file: int, tensor: torch.Tensor, offset: int) -> None:
     """Write a tensor's elements to an open file at byte `place`."""
     raw = tensor.contiguous().flatten().view(torch.uint8).numpy().data
     while raw:
-        count = os.pwrite(file, raw, place)
-        raw, place = raw[count:], place + count
+        count = os.pwrite(file, raw, offset)
+        raw, offset = raw[count:], offset + count

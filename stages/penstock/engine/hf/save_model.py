@@ -95,12 +95,12 @@ def write_hf_folder(
 def _with_dtype(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     """The config with this dtype, also for the language model of a multimodal one."""
     # transformers 4 wrote, and reads, `torch_dtype`.
-    both = ("dtype", *({"torch_dtype"} & config.keys()))
-    found = {**config, **dict.fromkeys(both, name)}
+    keys = ("dtype", *({"torch_dtype"} & config.keys()))
+    changed = {**config, **dict.fromkeys(keys, name)}
     text = config.get(TEXT_CONFIG)
     if isinstance(text, Mapping) and (declared := {"dtype", "torch_dtype"} & set(text)):
-        found[TEXT_CONFIG] = {**text, **dict.fromkeys(declared, name)}
-    return found
+        changed[TEXT_CONFIG] = {**text, **dict.fromkeys(declared, name)}
+    return changed
 
 
 def write_weights(
@@ -156,24 +156,24 @@ def _write_file(
                 pieces = quantizer.pieces(name, tensor, weights)
             else:
                 pieces = _pieces(name, tensor, kinds[name][name][1])
-            for leaf, row, made in pieces:
+            for leaf, row, rows in pieces:
                 stored = layout.tensors[leaf]
                 row_bytes = tensor_num_bytes((stored.shape[1:], stored.dtype))
-                put(file.fileno(), made, stored.start + row * row_bytes)
+                put(file.fileno(), rows, stored.start + row * row_bytes)
         file.truncate(layout.size)
 
 
 def _each(weights: HFStateDict, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
     """Iterate over tensors; small ones are read together, because each read has overhead."""
     batches: list[list[str]] = []
-    left = 0
+    budget = 0
     for name in names:
         size = tensor_num_bytes((weights.shapes[name], torch.float32))
-        if size > left:
+        if size > budget:
             batches.append([])
-            left = STRETCH
+            budget = STRETCH
         batches[-1].append(name)
-        left -= size
+        budget -= size
     for batch in batches:
         tensors = weights.read(batch)
         for name in batch:
@@ -217,8 +217,8 @@ def declared_dtype(hf_config: Mapping[str, Any]) -> torch.dtype | None:
     declares none or an unsupported one."""
     text = hf_config.get(TEXT_CONFIG)
     configs = [hf_config, text] if isinstance(text, Mapping) else [hf_config]
-    found = (each.get("dtype") or each.get("torch_dtype") for each in configs)
-    declared = next(filter(None, found), None)
+    dtypes = (section.get("dtype") or section.get("torch_dtype") for section in configs)
+    declared = next(filter(None, dtypes), None)
     default = torch.bfloat16 if hf_config.get("quantization_config") else None
     return DTYPES.get(str(declared).removeprefix("torch."), default)
 

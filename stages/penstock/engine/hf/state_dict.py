@@ -55,27 +55,27 @@ def in_checkpoint(reader: Tensors, names: WeightMap, formats: Formats | None = N
 
     Raises ArtifactError if it is of another model.
     """
-    found, shapes, kept = reader.shapes(), names.hf_shapes(), formats or {}
+    saved, shapes, quantized = reader.shapes(), names.hf_shapes(), formats or {}
     for name, shape in shapes.items():
-        there = found.get(f"{name}.codes" if name in kept else name, (None,))[0]
+        saved_shape = saved.get(f"{name}.codes" if name in quantized else name, (None,))[0]
         # A stack of experts [E, K, N] is quantized as rows of K columns.
         rows = shape[0] * math.prod(shape[2:])
-        wanted = (rows, kept[name].row_bytes(shape[1])) if name in kept else shape
-        if there != wanted:
+        expected = (rows, quantized[name].row_bytes(shape[1])) if name in quantized else shape
+        if saved_shape != expected:
             raise ArtifactError(
-                f"{name} is {there or 'absent'} in {reader.folder}, and the config makes it "
-                f"{wanted}.\n"
+                f"{name} is {saved_shape or 'absent'} in {reader.folder}, and the config makes it "
+                f"{expected}.\n"
                 "  model.config_path or model.foundation is not what the run was trained with."
             )
 
     def read(names: Sequence[str]) -> dict[str, torch.Tensor]:
-        plain = reader.read(name for name in names if name not in kept)
+        plain = reader.read(name for name in names if name not in quantized)
         for name in names:
-            if name in kept:
-                leaves = kept[name].widths(shapes[name][1])
+            if name in quantized:
+                leaves = quantized[name].widths(shapes[name][1])
                 stored = reader.read(f"{name}.{leaf}" for leaf in leaves)
                 of_leaf = {leaf: stored[f"{name}.{leaf}"] for leaf in leaves}
-                value = QuantizedTensor.of_bytes(kept[name], shapes[name][1], of_leaf)
+                value = QuantizedTensor.of_bytes(quantized[name], shapes[name][1], of_leaf)
                 plain[name] = dequantize(value, torch.float32)
                 if len(shapes[name]) == 3:
                     experts, _, outputs = shapes[name]
@@ -94,8 +94,10 @@ def in_source(source: TensorReader, names: WeightMap) -> HFStateDict:
     shapes = names.hf_shapes()
     source.require(shapes)
 
-    def read(wanted: Sequence[str]) -> dict[str, torch.Tensor]:
-        return {name: source.box(name, (0,) * len(shapes[name]), shapes[name]) for name in wanted}
+    def read(requested: Sequence[str]) -> dict[str, torch.Tensor]:
+        return {
+            name: source.box(name, (0,) * len(shapes[name]), shapes[name]) for name in requested
+        }
 
     return HFStateDict(shapes, read, _exact(names, shapes))
 
@@ -111,21 +113,21 @@ def in_multimodal(
     stored = folder.names()
     backbone = stored_backbone(stored)
     own = {stored_name(name, backbone): name for name in weights.shapes if not is_vision(name)}
-    own |= {name: here for name, here in vision_names.items() if here in weights.shapes}
-    others = {
+    own |= {name: native for name, native in vision_names.items() if native in weights.shapes}
+    frozen = {
         name: folder.stored(name) for name in stored if not is_language(name) and name not in own
     }
 
-    def read(wanted: Sequence[str]) -> dict[str, torch.Tensor]:
-        found = weights.read([own[name] for name in wanted if name in own])
-        return {name: found[own[name]] if name in own else folder[name] for name in wanted}
+    def read(requested: Sequence[str]) -> dict[str, torch.Tensor]:
+        tensors = weights.read([own[name] for name in requested if name in own])
+        return {name: tensors[own[name]] if name in own else folder[name] for name in requested}
 
     shapes = {name: weights.shapes[text] for name, text in own.items()}
     dtypes = {name: weights.dtypes[text] for name, text in own.items() if text in weights.dtypes}
     return HFStateDict(
-        shapes | {name: one.shape for name, one in others.items()},
+        shapes | {name: entry.shape for name, entry in frozen.items()},
         read,
-        dtypes | {name: one.dtype for name, one in others.items()},
+        dtypes | {name: entry.dtype for name, entry in frozen.items()},
     )
 
 

@@ -62,11 +62,11 @@ class TokenizerFiles:
     def generation_defaults(self) -> dict[str, Any]:
         """The special token ids for generation_config.json, by name."""
         tokenizer = self._load()
-        found = {
+        tokens = {
             name: getattr(tokenizer, name)
             for name in ("bos_token_id", "eos_token_id", "pad_token_id")
         }
-        return {name: token for name, token in found.items() if token is not None}
+        return {name: token for name, token in tokens.items() if token is not None}
 
     def with_end_of_turn(self, generation_config: Mapping[str, Any]) -> Mapping[str, Any]:
         """The generation_config.json, where generation also stops at the token with which the
@@ -75,8 +75,8 @@ class TokenizerFiles:
             return generation_config
         tokenizer = self.chat_template.apply(self._load())
         end = end_of_turn(tokenizer, self.chat_template.variables)
-        known: Any = generation_config.get("eos_token_id")
-        ends = known if isinstance(known, list) else [] if known is None else [known]
+        eos: Any = generation_config.get("eos_token_id")
+        ends = eos if isinstance(eos, list) else [] if eos is None else [eos]
         if end is None or end in ends:
             return generation_config
         return {**generation_config, "eos_token_id": [end, *ends] if ends else end}
@@ -99,15 +99,15 @@ class TokenizerFiles:
         if not paths:
             folder = local_folder(self.typed, self.source)
             paths = tuple(folder / name for name in names)
-        found = dict(zip(names, paths, strict=True))
-        for name, path in found.items():
+        path_by_name = dict(zip(names, paths, strict=True))
+        for name, path in path_by_name.items():
             if not path.is_file() or ".." in PurePosixPath(name).parts:
                 raise ArtifactError(
                     f"The tokenizer's {name} is no longer in {self.typed}.\n"
                     "  Put it back, or name the tokenizer again in model.tokenizer_path."
                 )
-        found.pop("config.json", None)
-        return found
+        path_by_name.pop("config.json", None)
+        return path_by_name
 
     def _save_built_in(self, out: Path) -> None:
         with tempfile.TemporaryDirectory() as folder:

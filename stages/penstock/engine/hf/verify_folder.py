@@ -87,15 +87,15 @@ def verify_adapter(folder: Path, hf_config: Mapping[str, Any]) -> None:
     except ImportError as error:
         raise NotVerifiedError("peft is not installed") from error
     config, class_ = _config(hf_config)
-    where: dict[str, Any] = {"low_cpu_mem_usage": True, "torch_device": "cpu"}
+    options: dict[str, Any] = {"low_cpu_mem_usage": True, "torch_device": "cpu"}
     with quiet_transformers(), warnings.catch_warnings(record=True) as noticed:
         warnings.simplefilter("always")
         with torch.device("meta"):
             model = class_._from_config(config)
         try:
-            adapted = PeftModel.from_pretrained(model, str(folder), **where)
+            adapted = PeftModel.from_pretrained(model, str(folder), **options)
             # The result of loading is of this method alone.
-            result = adapted.load_adapter(str(folder), "default", **where)
+            result = adapted.load_adapter(str(folder), "default", **options)
         except Exception as error:
             raise _unloadable(folder, _reason(error), "PEFT") from error
     if ignored := [text for text in map(_text, noticed) if text.startswith(UNKNOWN)]:
@@ -163,11 +163,11 @@ def _copied_from(base: Path | None, files: SafetensorsFolder) -> set[str]:
     """The tensors that the base model's files have with this name and dtype."""
     if base is None:
         return set()
-    with SafetensorsFolder(base) as others:
+    with SafetensorsFolder(base) as base_files:
         return {
             name
             for name in files.names()
-            if name in others and files.stored(name).dtype == others.stored(name).dtype
+            if name in base_files and files.stored(name).dtype == base_files.stored(name).dtype
         }
 
 
@@ -192,7 +192,7 @@ def _require_dtypes(
     copied: Collection[str],
 ) -> None:
     declared = getattr(torch, str(hf_config.get("dtype")), None)
-    others = [
+    differing = [
         name
         for name, tensor in tensors.items()
         if tensor.is_floating_point()
@@ -200,11 +200,11 @@ def _require_dtypes(
         and tensor.dtype not in (declared, torch.float32)
         and name not in copied
     ]
-    if declared and others:
+    if declared and differing:
         raise _unloadable(
             folder,
-            f"config.json says dtype {hf_config['dtype']}, and {len(others)} tensors are of "
-            f"another ({_some(others)})",
+            f"config.json says dtype {hf_config['dtype']}, and {len(differing)} tensors are of "
+            f"another ({_some(differing)})",
         )
 
 

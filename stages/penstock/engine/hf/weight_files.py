@@ -109,28 +109,28 @@ def prediction_tensors(names: Iterable[str], num_layers: int) -> list[str]:
     ]
 
 
-def require_tensors(names: Iterable[str], there: Collection[str]) -> None:
+def require_tensors(names: Iterable[str], present: Collection[str]) -> None:
     """Raise CapabilityError unless every name exists."""
-    if missing := [name for name in names if name not in there]:
+    if missing := [name for name in names if name not in present]:
         raise CapabilityError(
             f"the checkpoint lacks {len(missing)} tensors that its config.json implies, first "
             f"{missing[0]}.\n  {TOGETHER}"
         )
 
 
-def require_shape(name: str, found: Shape, implied: Shape) -> None:
+def require_shape(name: str, shape: Shape, implied: Shape) -> None:
     """Raise CapabilityError unless the tensor has the shape that the config implies."""
-    if found != implied:
+    if shape != implied:
         raise CapabilityError(
-            f"{name} is {found} in the checkpoint, and the config makes it {implied}.\n"
+            f"{name} is {shape} in the checkpoint, and the config makes it {implied}.\n"
             "  Check that the weights belong to this config.json."
         )
 
 
 def _require_no_more_layers(names: Iterable[str], num_layers: int) -> None:
     """Reject layers that would be dropped silently."""
-    found = (re.match(r"model\.(?:decoder\.)?layers\.(\d+)\.", name) for name in names)
-    layers = {int(match[1]) for match in found if match}
+    matches = (re.match(r"model\.(?:decoder\.)?layers\.(\d+)\.", name) for name in names)
+    layers = {int(match[1]) for match in matches if match}
     if more := sorted(layer for layer in layers if layer >= num_layers):
         raise CapabilityError(
             f"the checkpoint has {max(layers) + 1} layers, and its config.json says "

@@ -101,9 +101,9 @@ class Machines(RendezvousHandler):
         self._round = max(self._round, completed) + 1
         store.set(self._key(self._round, "called"), "1")
         store.set(self._key(self._round, self._number), "1")
-        wanted = [self._key(self._round, number) for number in range(self._count)]
+        keys = [self._key(self._round, number) for number in range(self._count)]
         deadline = time.monotonic() + JOIN_SECONDS
-        while not store.check(wanted):
+        while not store.check(keys):
             if store.check([CLOSED]):
                 raise RendezvousClosedError("another machine has ended this run")
             if time.monotonic() > deadline:
@@ -152,8 +152,8 @@ class Machines(RendezvousHandler):
         return False
 
     @staticmethod
-    def _key(round_number: int, what: int | str) -> str:
-        return f"round/{round_number}/{what}"
+    def _key(round_number: int, entry: int | str) -> str:
+        return f"round/{round_number}/{entry}"
 
     def _store(self) -> TCPStore:
         if self._connected is None:
@@ -170,9 +170,9 @@ class Machines(RendezvousHandler):
     def _listen(self, timeout: datetime.timedelta) -> TCPStore:
         address = listening_address(self._host)
         store, _ = listening_store(address, self._port, timeout=timeout)
-        where = address or f"every address of this machine ({self._host} is none of its own)"
+        interface = address or f"every address of this machine ({self._host} is none of its own)"
         sys.stderr.write(
-            f"launch: {self._count} machines rendezvous at {where}, port {self._port}, without "
+            f"launch: {self._count} machines rendezvous at {interface}, port {self._port}, without "
             "authentication: keep that network private\n"
         )
         return store

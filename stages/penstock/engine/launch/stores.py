@@ -58,12 +58,12 @@ def store_name(store: Path | tuple[str, int], round_number: int) -> str:
 
 def named_store(name: str, timeout: datetime.timedelta) -> Store:
     """The store that `store_name` names, as a rank uses it."""
-    kind, _, place = name.partition(":")
+    kind, _, location = name.partition(":")
     if kind == "file":
-        store = FileStore(place)
+        store = FileStore(location)
         store.set_timeout(timeout)
         return store
-    endpoint, _, round_number = place.rpartition("/")
+    endpoint, _, round_number = location.rpartition("/")
     host, _, port = endpoint.rpartition(":")
     client = TCPStore(host, int(port), timeout=timeout, wait_for_workers=False)
     return PrefixStore(f"ranks/{round_number}", client)

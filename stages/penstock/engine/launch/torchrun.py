@@ -52,8 +52,8 @@ def run_ranks(
     and may return text to print. Any exception, KeyboardInterrupt included, stops the ranks before
     it propagates; they have `patience` seconds to finish their step and save.
     """
-    words = [str(os.getpid()), str(deaths), str(patience), *arguments]
-    command = [sys.executable, "-m", "penstock.engine.launch.torchrun_agent", *words]
+    agent_arguments = [str(os.getpid()), str(deaths), str(patience), *arguments]
+    command = [sys.executable, "-m", "penstock.engine.launch.torchrun_agent", *agent_arguments]
     with subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -88,8 +88,8 @@ def _copy(
                 _say(sink, block)
             if time.monotonic() - looked >= 1.0:
                 looked = time.monotonic()
-                if said := watch():
-                    _say(sink, f"train: {said}\n".encode())
+                if report := watch():
+                    _say(sink, f"train: {report}\n".encode())
 
 
 def _say(sink: "ByteStream", text: bytes) -> None:

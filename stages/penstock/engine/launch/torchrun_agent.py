@@ -37,12 +37,12 @@ from penstock.engine.launch.torchrun import RDZV_BACKEND, SHUTDOWN_TIMEOUT
 
 def _pass_on(signum: int, _frame: FrameType | None) -> None:
     """Ask the ranks to stop; if there are none, exit at once."""
-    asked = 0
+    num_signals = 0
     for pid in child_processes(os.getpid()):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)
-            asked += 1
-    if not asked:
+            num_signals += 1
+    if not num_signals:
         number = signal.Signals(signum)
         raise api.SignalException(f"asked to end by {number.name}", sigval=number)
     if not signal.getitimer(signal.ITIMER_REAL)[0]:

@@ -87,26 +87,26 @@ class PolicyForwardBackward:
         Every rank has the same number of micro-batches, with `num_tokens` tokens in total. Returns
         the log-probs of all ranks' tokens by index, fp32 on every rank, and router metrics.
         """
-        found = self._empty_log_probs(batches, num_tokens)
-        calls = self._calls(batches, partial(self._train, found, loss))
+        log_probs = self._empty_log_probs(batches, num_tokens)
+        calls = self._calls(batches, partial(self._train, log_probs, loss))
         if self.routers:
             calls = self.routers.with_observers(
                 calls,
-                [each.batch for each in batches],
+                [loss_batch.batch for loss_batch in batches],
                 num_tokens,
                 self.layout.context,
                 self.layout.forward_for_observers,
             )
         self.layout.forward_backward(calls)
         router_metrics = self.routers.finish_step(num_tokens) if self.routers else {}
-        return self.ranks.all_reduce_sum(found), router_metrics
+        return self.ranks.all_reduce_sum(log_probs), router_metrics
 
     @torch.no_grad()
     def forward(self, batches: Sequence[LossBatch], num_tokens: int) -> torch.Tensor:
         """The same log-probs without gradients."""
-        found = self._empty_log_probs(batches, num_tokens)
-        self.layout.forward(self._calls(batches, partial(self._forward_only, found)))
-        return self.ranks.all_reduce_sum(found)
+        log_probs = self._empty_log_probs(batches, num_tokens)
+        self.layout.forward(self._calls(batches, partial(self._forward_only, log_probs)))
+        return self.ranks.all_reduce_sum(log_probs)
 
     def _empty_log_probs(self, batches: Sequence[LossBatch], num_tokens: int) -> torch.Tensor:
         # Every rank has a batch, possibly of padding, and all have the same number of targets.
@@ -115,59 +115,64 @@ class PolicyForwardBackward:
 
     def _calls(self, batches: Sequence[LossBatch], reduced: Any) -> Any:
         device = self.ranks.device
-        here = [_to_local(each, self.layout.context, device) for each in batches]
-        reduces: list[OutputFn] = [partial(reduced, mine) for mine in here]
+        local_batches = [
+            _to_local(loss_batch, self.layout.context, device) for loss_batch in batches
+        ]
+        reduces: list[OutputFn] = [partial(reduced, batch) for batch in local_batches]
         return [
-            self.layout.build_inputs(each.batch, reduce, device)
-            for each, reduce in zip(batches, reduces, strict=True)
+            self.layout.build_inputs(loss_batch.batch, reduce, device)
+            for loss_batch, reduce in zip(batches, reduces, strict=True)
         ]
 
     def _train(
         self,
-        found: torch.Tensor,
+        log_probs: torch.Tensor,
         loss: PolicyLoss,
-        mine: LossBatch,
+        loss_batch: LossBatch,
         hidden: torch.Tensor,
         head: nn.Module,
     ) -> torch.Tensor:
-        logp_T = self._record_log_probs(found, mine, hidden, head)
-        losses_T = loss.of_tokens(logp_T, mine.loss_inputs)
+        logp_T = self._record_log_probs(log_probs, loss_batch, hidden, head)
+        losses_T = loss.of_tokens(logp_T, loss_batch.loss_inputs)
         if losses_T is not None:
             return losses_T.sum()
         # Computed identically on all ranks that share the samples; each has the gradients of its
         # tokens.
         return (
             sequence_losses(
-                logp_T, mine.loss_inputs, loss.params, partial(self._sum_by_sample, mine)
+                logp_T,
+                loss_batch.loss_inputs,
+                loss.params,
+                partial(self._sum_by_sample, loss_batch),
             )
             .sum()
             .float()
         )
 
     def _forward_only(
-        self, found: torch.Tensor, mine: LossBatch, hidden: torch.Tensor, head: nn.Module
+        self, log_probs: torch.Tensor, loss_batch: LossBatch, hidden: torch.Tensor, head: nn.Module
     ) -> torch.Tensor:
-        self._record_log_probs(found, mine, hidden, head)
+        self._record_log_probs(log_probs, loss_batch, hidden, head)
         return hidden.new_zeros((), dtype=torch.float32)
 
     def _record_log_probs(
-        self, found: torch.Tensor, mine: LossBatch, hidden: torch.Tensor, head: nn.Module
+        self, log_probs: torch.Tensor, loss_batch: LossBatch, hidden: torch.Tensor, head: nn.Module
     ) -> torch.Tensor:
-        logp_T = self.log_probs(hidden, head, mine.batch.labels_T)
+        logp_T = self.log_probs(hidden, head, loss_batch.batch.labels_T)
         # Ranks along the tensor axis compute the same values; one of them reports them.
         if self.layout.mesh.index("tensor") == 0:
-            is_told = mine.position_T != NO_POSITION
-            found[mine.position_T[is_told]] = logp_T.detach()[is_told]
+            is_told = loss_batch.position_T != NO_POSITION
+            log_probs[loss_batch.position_T[is_told]] = logp_T.detach()[is_told]
         return logp_T
 
-    def _sum_by_sample(self, mine: LossBatch, x_T: torch.Tensor) -> torch.Tensor:
+    def _sum_by_sample(self, loss_batch: LossBatch, x_T: torch.Tensor) -> torch.Tensor:
         # In fp64, so that the number of ranks that share a sample does not matter.
         x_T = x_T.double()
-        sums = x_T.new_zeros(mine.num_samples + 1).index_add(0, mine.sample_T, x_T)
+        sums = x_T.new_zeros(loss_batch.num_samples + 1).index_add(0, loss_batch.sample_T, x_T)
         return self.layout.context.all_reduce_sum(sums[:-1])
 
 
-def _to_local(each: LossBatch, context: ContextParallel, device: torch.device) -> LossBatch:
+def _to_local(loss_batch: LossBatch, context: ContextParallel, device: torch.device) -> LossBatch:
     """Slice the batch to this context-parallel rank and move it to the device.
 
     Non-tensor fields still describe the full micro-batch.
@@ -176,15 +181,15 @@ def _to_local(each: LossBatch, context: ContextParallel, device: torch.device) -
     def part(x_T: torch.Tensor) -> torch.Tensor:
         return to_device(context.shard_tensor(x_T), device)
 
-    mine = context.shard_batch(each.batch)
+    local = context.shard_batch(loss_batch.batch)
     loss_inputs = {
-        field.name: part(getattr(each.loss_inputs, field.name))
-        for field in fields(each.loss_inputs)
+        field.name: part(getattr(loss_batch.loss_inputs, field.name))
+        for field in fields(loss_batch.loss_inputs)
     }
     return LossBatch(
-        MicroBatch(**{**vars(mine), "labels_T": to_device(mine.labels_T, device)}),
+        MicroBatch(**{**vars(local), "labels_T": to_device(local.labels_T, device)}),
         LossInputs(**loss_inputs),
-        part(each.sample_T),
-        each.num_samples,
-        part(each.position_T),
+        part(loss_batch.sample_T),
+        loss_batch.num_samples,
+        part(loss_batch.position_T),
     )

@@ -127,5 +127,5 @@ def shifted(values_T: torch.Tensor, lengths: Sequence[int], depths: int, fill: i
     """The values 1 to K positions further on in the document, [K, T]; `fill` where it has none."""
     sizes = torch.tensor(lengths)
     left_T = sizes.cumsum(0).repeat_interleave(sizes) - torch.arange(int(sizes.sum())) - 1
-    each = range(1, depths + 1)
-    return torch.stack([values_T.roll(-k).masked_fill(left_T < k, fill) for k in each])
+    steps = range(1, depths + 1)
+    return torch.stack([values_T.roll(-k).masked_fill(left_T < k, fill) for k in steps])

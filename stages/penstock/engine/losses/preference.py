@@ -121,8 +121,8 @@ class Preferences:
         self, batches: Sequence[MicroBatch], inputs: Sequence[PreferenceBatch]
     ) -> "list[CompletionLogProbs]":
         evaluated = [
-            CompletionLogProbs(policy_DA, each)
-            for policy_DA, each in zip(self.sums.gather(batches), inputs, strict=True)
+            CompletionLogProbs(policy_DA, batch)
+            for policy_DA, batch in zip(self.sums.gather(batches), inputs, strict=True)
         ]
         return evaluated if self.sums.is_loss_rank else []
 
@@ -150,15 +150,15 @@ class Preferences:
                 inputs.desirable_D,
                 config,
             )
-        found = metrics_by_name(self.sums.ranks.all_reduce_sum(metric_totals).tolist())
-        loss = config.pref_loss_ratio * found.get(PREFERENCE_LOSS, 0.0)
-        return loss + config.sft_weight * found.get(SFT_LOSS, 0.0), found
+        metrics = metrics_by_name(self.sums.ranks.all_reduce_sum(metric_totals).tolist())
+        loss = config.pref_loss_ratio * metrics.get(PREFERENCE_LOSS, 0.0)
+        return loss + config.sft_weight * metrics.get(SFT_LOSS, 0.0), metrics
 
     def _build_inputs(
         self, batches: Sequence[MicroBatch], references: Sequence[torch.Tensor]
     ) -> list[PreferenceBatch]:
         device = self.sums.ranks.device
-        found: list[PreferenceBatch] = []
+        inputs: list[PreferenceBatch] = []
         for index, batch in enumerate(batches):
             tokens_DA = to_device(num_tokens(batch), device).double()
             reference_DA = torch.zeros_like(tokens_DA)
@@ -174,7 +174,7 @@ class Preferences:
             prompt_tokens_D = torch.zeros_like(tokens_DA[:, 0])
             if self.config.learns_prompts:
                 prompt_tokens_D = to_device(num_prompt_tokens(batch), device).to(prompt_tokens_D)
-            found.append(
+            inputs.append(
                 PreferenceBatch(
                     reference_DA,
                     tokens_DA,
@@ -183,7 +183,7 @@ class Preferences:
                     gap_D,
                 )
             )
-        return found
+        return inputs
 
     def _baseline(self, evaluated: "Sequence[CompletionLogProbs]") -> torch.Tensor | None:
         """The baseline over all completions that any rank has evaluated, [A], the same on all

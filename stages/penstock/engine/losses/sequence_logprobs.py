@@ -62,11 +62,11 @@ class SequenceLogProbs:
             partial_sums = log_probs_T.new_zeros(count + samples + 1).index_add(
                 0, into_T, log_probs_T
             )
-            whole = context.all_reduce_sum(partial_sums[:-1])
-            answers_DA = whole[:count].view(-1, PER_SAMPLE)
+            totals = context.all_reduce_sum(partial_sums[:-1])
+            answers_DA = totals[:count].view(-1, PER_SAMPLE)
             if not self.with_prompts:
                 return answers_DA
-            return torch.cat([answers_DA, whole[count:, None]], dim=1)
+            return torch.cat([answers_DA, totals[count:, None]], dim=1)
 
         return sums
 
@@ -77,16 +77,16 @@ class SequenceLogProbs:
         They are on the one rank of a replica that reports them, and zeros on the others: an
         all-reduce gives all of them.
         """
-        found = [self._zeros(batch) for batch in batches]
+        log_probs = [self._zeros(batch) for batch in batches]
         self.layout.forward(
             [
                 self.layout.build_inputs(
                     batch, partial(self._record, into, self.reducer(batch)), self.ranks.device
                 )
-                for batch, into in zip(batches, found, strict=True)
+                for batch, into in zip(batches, log_probs, strict=True)
             ]
         )
-        return found
+        return log_probs
 
     def _zeros(self, batch: MicroBatch) -> torch.Tensor:
         shape = num_completions(batch) // PER_SAMPLE, PER_SAMPLE + self.with_prompts

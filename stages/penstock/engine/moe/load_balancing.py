@@ -94,10 +94,10 @@ class Routers:
             for layer, router in part.routers().items()
         }
         self._biases = {
-            layer_index: one
+            layer_index: param
             for layer_index, layer in enumerate(config.layers)
-            for one in params
-            if one.name == f"model.layers.{layer}.mlp.gate.{SELECTION_BIAS}"
+            for param in params
+            if param.name == f"model.layers.{layer}.mlp.gate.{SELECTION_BIAS}"
         }
         self._row_group = mesh.group("ring", "ulysses", "tensor")
         self._pass_group = mesh.group(*DATA_AXES, "tensor")
@@ -192,7 +192,7 @@ class Routers:
 
     def _metrics(self, counts_LE: torch.Tensor, shares_LE: torch.Tensor) -> dict[str, list[Any]]:
         """The metrics, with one entry per MoE layer in every list."""
-        found = {
+        metrics = {
             "layers": list(self._config.layers),
             "entropy": [round(entropy(shares_E), 6) for shares_E in shares_LE],
             "imbalance": [round(imbalance(counts_E), 6) for counts_E in counts_LE],
@@ -200,8 +200,8 @@ class Routers:
             "least": counts_LE.amin(1).long().tolist(),
         }
         if counts_LE.numel() <= MAX_LOGGED_COUNTS:
-            found["counts"] = counts_LE.long().tolist()
-        return found
+            metrics["counts"] = counts_LE.long().tolist()
+        return metrics
 
     def _totals(self) -> torch.Tensor:
         """The router statistics of the step by layer, summed over ranks.
@@ -297,7 +297,7 @@ class RouterStatsCollector:
             load = load_balancing_loss(grad_RE, shares_RE)
             losses = torch.stack((load, z_loss(stats.squares_R.detach())))
             sums = (stats.counts_RE.sum(0), shares_RE.sum(0), losses)
-            self.statistics[router] = torch.cat([each.double() for each in sums])
+            self.statistics[router] = torch.cat([part.double() for part in sums])
         return AuxLossGradient(self._load * grad_RE, self._z) if self.has_aux_loss else None
 
 
@@ -309,8 +309,8 @@ def _all_reduce(counts: torch.Tensor, group: dist.ProcessGroup | None) -> torch.
     return total
 
 
-def _add_box(whole: torch.Tensor, box: torch.Tensor, offsets: Sequence[int]) -> None:
+def _add_box(full: torch.Tensor, box: torch.Tensor, offsets: Sequence[int]) -> None:
     """Add the matching box of `whole` to a box of a tensor."""
     for dim, (offset, size) in enumerate(zip(offsets, box.shape, strict=True)):
-        whole = whole.narrow(dim, offset, size)
-    box.add_(whole.to(box.device, box.dtype))
+        full = full.narrow(dim, offset, size)
+    box.add_(full.to(box.device, box.dtype))

@@ -31,16 +31,16 @@ def optimizer_for(
     # Any weight decay: it only marks the groups with decay, and each step brings its own value.
     train = run.train.model_copy(update={"weight_decay": 1.0})
     built = substrate.built
-    made = build_distributed_optimizer(
+    optimizer = build_distributed_optimizer(
         run.model_copy(update={"train": train}),
         trained,
         substrate.family.roles,
         built.config,
         substrate.ranks,
     )
-    for group in made.param_groups:
+    for group in optimizer.param_groups:
         group[DECAYS] = bool(group["weight_decay"])
-    return made
+    return optimizer
 
 
 def override_optimizer(run: RunConfig, optimizer: Mapping[str, Any]) -> RunConfig:
@@ -58,9 +58,9 @@ def override_optimizer(run: RunConfig, optimizer: Mapping[str, Any]) -> RunConfi
         train = TrainConfig.model_validate({**written, **optimizer})
     except ValidationError as error:
         [first, *_] = error.errors()
-        where = ".".join(map(str, first["loc"]))
+        field = ".".join(map(str, first["loc"]))
         raise ConfigError(
-            f"no optimizer here can be {dict(optimizer)}: {where}: {first['msg']}.\n"
+            f"no optimizer here can be {dict(optimizer)}: {field}: {first['msg']}.\n"
             "  Leave optimizer_config out for the server's own."
         ) from None
     if train.optimizer == "muon" and run.lora.enable_lora:
@@ -68,7 +68,7 @@ def override_optimizer(run: RunConfig, optimizer: Mapping[str, Any]) -> RunConfi
             "Muon updates matrices of hidden layers, and a model with an adapter trains none of "
             "those: what it trains would be AdamW's.\n  Ask for adamw."
         )
-    found = run.model_copy(update={"train": train})
-    for fault in check_optimizer_kwargs(found):
+    overridden = run.model_copy(update={"train": train})
+    for fault in check_optimizer_kwargs(overridden):
         raise ConfigError(f"optimizer_config: {fault.path[-1]}: {fault.text}.")
-    return found
+    return overridden

@@ -53,7 +53,7 @@ class LoraSpec:
 
     def adapts(self, layer: str) -> bool:
         """Whether the adapter of a layer is trained; takes model or checkpoint names."""
-        return (found := layer_kind(layer)) is None or found in self.kinds
+        return (kind := layer_kind(layer)) is None or kind in self.kinds
 
     def trains(self, local_param: LocalParam) -> bool:
         """Whether this LoRA factor is trained."""
@@ -137,8 +137,8 @@ class ModelPool:
             trained = trainable
         else:
             self._require_possible(adapter)
-            trained = [one for one in trainable if adapter.trains(one)]
-        made = TenantModel(
+            trained = [param for param in trainable if adapter.trains(param)]
+        tenant = TenantModel(
             name,
             adapter,
             run,
@@ -148,10 +148,10 @@ class ModelPool:
         )
         self.deactivate()
         if self.substrate.sharing == "alone":
-            self.reset_weights(made)
+            self.reset_weights(tenant)
         elif adapter:
-            made.weights = self._init_adapter(adapter)
-        self._all[name] = made
+            tenant.weights = self._init_adapter(adapter)
+        self._all[name] = tenant
         return self.activate(name)
 
     def close(self, name: str) -> None:
@@ -179,8 +179,8 @@ class ModelPool:
         """Unload the current model; the weights in the base are undefined afterwards."""
         if self._active:
             # Full weights go to the CPU: there may be no memory for a second copy on the device.
-            at = None if self.substrate.sharing == "adapters" else torch.device("cpu")
-            self._active.weights = self.substrate.copy_params(self._model_params, at)
+            device = None if self.substrate.sharing == "adapters" else torch.device("cpu")
+            self._active.weights = self.substrate.copy_params(self._model_params, device)
         self._active = self.guest = None
 
     def accumulate_grads(self, resident: TenantModel, tokens: int, per: Per) -> None:
@@ -188,14 +188,14 @@ class ModelPool:
 
         `tokens` are its trained tokens.
         """
-        for one in self.substrate.trainable:
-            gradient, one.parameter.grad = one.parameter.grad, None
-            if gradient is None or (resident.adapter and not resident.adapter.trains(one)):
+        for param in self.substrate.trainable:
+            gradient, param.parameter.grad = param.parameter.grad, None
+            if gradient is None or (resident.adapter and not resident.adapter.trains(param)):
                 continue
-            if one.name in resident.gradients:
-                local(resident.gradients[one.name]).add_(local(gradient))
+            if param.name in resident.gradients:
+                local(resident.gradients[param.name]).add_(local(gradient))
             else:
-                resident.gradients[one.name] = gradient
+                resident.gradients[param.name] = gradient
         resident.tokens += tokens
         resident.per = per
 
@@ -208,24 +208,24 @@ class ModelPool:
         """
         if resident.norms is None:
             return {}
-        norm = resident.norms.of(lambda one: resident.gradients.get(one.name))
+        norm = resident.norms.of(lambda param: resident.gradients.get(param.name))
         over = max(1, resident.tokens) if resident.per == "token" else 1
         by_type = resident.norms.by_name(norm)
         return {f"grad_norm/{kind}:max": value / over for kind, value in by_type.items()}
 
     def zero_grad(self) -> None:
         """Clear the gradients of the parameters, such as those of a failed pass."""
-        for one in self.substrate.trainable:
-            one.parameter.grad = None
+        for param in self.substrate.trainable:
+            param.parameter.grad = None
 
     def with_alpha(self, adapter: LoraSpec, alpha: float) -> LoraSpec:
         """The adapter spec with another alpha.
 
         Raises CapabilityError if compiled graphs need another scaling.
         """
-        found = replace(adapter, alpha=alpha)
-        self._require_compiled(found)
-        return found
+        scaled = replace(adapter, alpha=alpha)
+        self._require_compiled(scaled)
+        return scaled
 
     def set_adapter_spec(self, resident: TenantModel, adapter: LoraSpec) -> None:
         """Set the adapter spec of the loaded model, with tensors of the same shapes."""
@@ -251,7 +251,7 @@ class ModelPool:
         """Load the base model without an adapter."""
         self.deactivate()
         factors = self.substrate.factors
-        zeros = [torch.zeros_like(local(one.parameter.detach())) for one in factors]
+        zeros = [torch.zeros_like(local(factor.parameter.detach())) for factor in factors]
         self.substrate.load_params(factors, zeros)
 
     def load_adapter(self, weights: Sequence[torch.Tensor], scale: float) -> None:
@@ -268,14 +268,14 @@ class ModelPool:
 
     def _init_adapter(self, adapter: LoraSpec) -> list[torch.Tensor]:
         """This rank's shards of a new adapter's tensors."""
-        found: list[torch.Tensor] = []
-        for one in self.substrate.trainable:
-            here = torch.zeros_like(local(one.parameter.detach()))
-            for piece in one.shards:
+        weights: list[torch.Tensor] = []
+        for param in self.substrate.trainable:
+            shard = torch.zeros_like(local(param.parameter.detach()))
+            for piece in param.shards:
                 start = padded_lora_init(piece.tensor, piece.full_shape, adapter.rank, adapter.seed)
-                copy_shard(start, piece, piece.view(here))
-            found.append(here)
-        return found
+                copy_shard(start, piece, piece.view(shard))
+            weights.append(shard)
+        return weights
 
     def _set_lora_scale(self, adapter: LoraSpec) -> None:
         self._scale(lora_scaling(adapter.rank, adapter.alpha, "rank"))
@@ -290,15 +290,15 @@ class ModelPool:
         if name in self._all:
             raise ConfigError(f"model {name} is open already.\n  Give the new one another name.")
         if self._all and self.substrate.sharing == "alone":
-            [other] = self._all
+            [occupant] = self._all
             why = (
                 "lora.merge_lora_interval merges adapters into the base"
                 if self.substrate.run.lora.enable_lora
                 else "enable_lora is false, so all weights are trained"
             )
             raise ConfigError(
-                f"{other} has all of the base: {why}, and one model at a time is trained then.\n"
-                f"  Unload {other} first, or serve with enable_lora and no merge_lora_interval."
+                f"{occupant} has all of the base: {why}, and one model at a time is trained then.\n"
+                f"  Unload {occupant} first, or serve with enable_lora and no merge_lora_interval."
             )
 
     def _require_possible(self, adapter: LoraSpec) -> None:
@@ -314,9 +314,9 @@ class ModelPool:
                 f"the rank is {adapter.rank}, and where adapters are merged while they are trained "
                 f"(merge_lora_interval) it is lora_rank, {max_rank}.\n  Ask for rank {max_rank}."
             )
-        there = self.kinds
+        served_kinds = self.kinds
         for kind in KINDS:
-            if kind in adapter.kinds and kind not in there:
+            if kind in adapter.kinds and kind not in served_kinds:
                 raise ConfigError(
                     f"train_{kind} is true, and {_KIND_NAMES[kind]} has no adapter here: "
                     "lora_target_modules is "
@@ -325,8 +325,8 @@ class ModelPool:
                 )
         if not any(map(adapter.adapts, adapted)):
             raise ConfigError("nothing would be trained.\n  Leave one of train_* true.")
-        mine = any(map(adapter.trains, self.substrate.trainable))
-        if self.substrate.ranks.any_rank(not mine):
+        is_trained = any(map(adapter.trains, self.substrate.trainable))
+        if self.substrate.ranks.any_rank(not is_trained):
             raise CapabilityError(
                 "a stage of the pipeline would have nothing to train.\n"
                 "  Train layers of all kinds, or serve without pipeline_parallel_size."

@@ -71,7 +71,9 @@ def estimate_sizes(trained: TrainState, ranks: ProcessInfo, exported: int | None
     ]
     # Several ranks hold some parts of a tensor: each counts once.
     everywhere = {
-        name: (size, numbers) for here in ranks.all_gather(parts) for name, size, numbers in here
+        name: (size, numbers)
+        for local_parts in ranks.all_gather(parts)
+        for name, size, numbers in local_parts
     }
     weights = sum(size for size, _ in everywhere.values())
     numbers = sum(count for _, count in everywhere.values())
@@ -239,8 +241,8 @@ class ModelStore:
         except Exception as error:
             LOG.exception("%s cannot be loaded on rank %d", folder, self._ranks.rank)
             fault = (False, f"{type(error).__name__}: {error}")
-        found = self._ranks.all_gather(fault)
-        faults = [(rank, *each) for rank, each in enumerate(found) if each is not None]
+        by_rank = self._ranks.all_gather(fault)
+        faults = [(rank, *report) for rank, report in enumerate(by_rank) if report is not None]
         if not faults:
             return
         rank, is_of_files, why = faults[0]
@@ -285,25 +287,26 @@ class ModelStore:
         return described
 
     def _require_alike(self, resident: TenantModel, folder: Path, state: Mapping[str, Any]) -> None:
-        there = state.get(OF_MODEL, {})
-        mine = self._described(resident)
-        if "config" in there and there["config"] != mine["config"]:
+        saved = state.get(OF_MODEL, {})
+        described = self._described(resident)
+        if "config" in saved and saved["config"] != described["config"]:
             raise ArtifactError(
-                f"{folder.name} was trained on {there['base_model']}, and this server serves "
+                f"{folder.name} was trained on {saved['base_model']}, and this server serves "
                 f"{self.base_model}, whose config.json is another.\n"
-                f"  Serve {there['base_model']}, or load a checkpoint of {self.base_model}."
+                f"  Serve {saved['base_model']}, or load a checkpoint of {self.base_model}."
             )
-        rank = there["rank"] if "rank" in there else _rank_in(folder)
-        if rank != mine["rank"]:
+        rank = saved["rank"] if "rank" in saved else _rank_in(folder)
+        if rank != described["rank"]:
             raise ArtifactError(
-                f"{folder.name} holds {_told(rank)}, and {resident.name} is {_told(mine['rank'])}."
-                f"\n  Create a model with {_wanted(rank)}, and load it there."
+                f"{folder.name} holds {_told(rank)}, and {resident.name} is "
+                f"{_told(described['rank'])}.\n"
+                f"  Create a model with {_wanted(rank)}, and load it there."
             )
         if resident.adapter is None:
             return
         substrate, learns = self.residents.substrate, resident.adapter.adapts
-        wanted = {layer for layer in substrate.adapted if learns(layer)}
-        if apart := sorted(wanted ^ _layers_in(folder)):
+        layers = {layer for layer in substrate.adapted if learns(layer)}
+        if apart := sorted(layers ^ _layers_in(folder)):
             raise ArtifactError(
                 f"{folder.name} and {resident.name} do not train the same layers: {apart[0]} is "
                 "only in one of them.\n"
@@ -326,14 +329,14 @@ class ModelStore:
             assert resident.adapter is not None
             write_json(out / SAMPLER, self._sampler(resident))
         else:
-            whole = in_checkpoint(reader, names, substrate.formats)
-            whole = adapters.merged_into(whole) if adapters else whole
+            state_dict = in_checkpoint(reader, names, substrate.formats)
+            state_dict = adapters.merged_into(state_dict) if adapters else state_dict
             out.mkdir()
             with ExitStack() as opened:
                 if substrate.vision:
-                    whole = as_in_files(whole, substrate.base, opened)
+                    state_dict = as_in_files(state_dict, substrate.base, opened)
                 write_hf_folder(
-                    whole,
+                    state_dict,
                     out,
                     HFFolderMeta(substrate.hf_config, self.tokenizer),
                     dtype=dtype or torch.bfloat16,
@@ -395,12 +398,12 @@ def sampler_in(folder: Path) -> Mapping[str, Any]:
     if not (folder / SAMPLER).is_file():
         raise ArtifactError(f"{folder.name} is nothing to sample from.\n  Save it again.")
     try:
-        said = json.loads(read_file(folder, SAMPLER))
+        record = json.loads(read_file(folder, SAMPLER))
     except (ArtifactError, ValueError, RecursionError) as error:
         raise _damaged(folder, [str(error)]) from error
-    if "digests" in said and not (folder / DIGESTS).is_file():
+    if "digests" in record and not (folder / DIGESTS).is_file():
         raise _damaged(folder, [f"{DIGESTS} is missing"])
-    return said
+    return record
 
 
 def require_whole_sampler(folder: Path, *, share: int, of: int) -> None:
@@ -422,11 +425,11 @@ def _damaged(folder: Path, faults: Sequence[str]) -> ArtifactError:
 
 def _require_optimizer(resident: TenantModel, folder: Path, state: Mapping[str, Any]) -> None:
     """Raise ArtifactError if the checkpoint's states belong to another optimizer."""
-    mine = type(resident.optimizer).__name__.lower()
-    if state["optimizer"] != mine:
+    optimizer = type(resident.optimizer).__name__.lower()
+    if state["optimizer"] != optimizer:
         raise ArtifactError(
             f"{folder.name} was trained with {state['optimizer']}, and {resident.name} is trained "
-            f"with {mine}.\n  Load its weights without the optimizer, or create a model with "
+            f"with {optimizer}.\n  Load its weights without the optimizer, or create a model with "
             f"{state['optimizer']}, and load it there."
         )
 

@@ -60,9 +60,11 @@ def step(residents: ModelPool, name: str, adam_params: AdamParams) -> dict[str, 
 
 def _step(residents: ModelPool, resident: TenantModel, adam_params: AdamParams) -> dict[str, float]:
     substrate, trained = residents.substrate, resident.trained
-    for one in trained:
-        one.parameter.grad = resident.gradients.get(one.name)
-    gradients = [local(one.parameter.grad) for one in trained if one.parameter.grad is not None]
+    for param in trained:
+        param.parameter.grad = resident.gradients.get(param.name)
+    gradients = [
+        local(param.parameter.grad) for param in trained if param.parameter.grad is not None
+    ]
     if resident.per == "token" and gradients:
         torch._foreach_div_(gradients, float(max(1, resident.tokens)))
     norm = gradient_norm(trained, substrate.ranks).item()
@@ -106,6 +108,6 @@ def _merge(residents: ModelPool, resident: TenantModel) -> None:
     merging = substrate.built.engine.relora
     if merging is None or resident.adapter is None or not merging.is_due(resident.step):
         return
-    mine = replace(merging, optimizer=resident.optimizer, seed=resident.adapter.seed)
-    mine.merge(resident.step)
+    relora = replace(merging, optimizer=resident.optimizer, seed=resident.adapter.seed)
+    relora.merge(resident.step)
     substrate.reshard()

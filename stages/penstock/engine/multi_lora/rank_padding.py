@@ -16,25 +16,25 @@ from penstock.engine.checkpoint.dcp_io import Boxes, ShardView
 from penstock.engine.checkpoint.train_state import MODEL, OPTIMIZER
 
 
-def padded_lora_init(name: str, whole: Sequence[int], rank: int, seed: int) -> torch.Tensor:
+def padded_lora_init(name: str, full_shape: Sequence[int], rank: int, seed: int) -> torch.Tensor:
     """The initial value of this factor with `rank`, padded to this shape; fp32 on the CPU."""
     factor = parse_lora_name(name)
     assert factor is not None, f"{name} is no part of an adapter"
-    shape, dim = list(whole), rank_dim(factor, len(whole))
+    shape, dim = list(full_shape), rank_dim(factor, len(full_shape))
     shape[dim] = rank
-    found = torch.zeros(*whole, dtype=torch.float32)
-    found.narrow(dim, 0, rank).copy_(initial_lora(name, shape, seed))
-    return found
+    padded = torch.zeros(*full_shape, dtype=torch.float32)
+    padded.narrow(dim, 0, rank).copy_(initial_lora(name, shape, seed))
+    return padded
 
 
-def padded(name: str, tensor: torch.Tensor, whole: Sequence[int]) -> torch.Tensor:
+def padded(name: str, tensor: torch.Tensor, full_shape: Sequence[int]) -> torch.Tensor:
     """A factor of a smaller rank, padded to this shape."""
     factor = parse_lora_name(name)
     assert factor is not None, f"{name} is no part of an adapter"
-    dim = rank_dim(factor, len(whole))
-    found = torch.zeros(*whole, dtype=tensor.dtype)
-    found.narrow(dim, 0, tensor.shape[dim]).copy_(tensor)
-    return found
+    dim = rank_dim(factor, len(full_shape))
+    padded_tensor = torch.zeros(*full_shape, dtype=tensor.dtype)
+    padded_tensor.narrow(dim, 0, tensor.shape[dim]).copy_(tensor)
+    return padded_tensor
 
 
 def rank_dim(factor: LoraParamName, dims: int) -> int:
@@ -47,14 +47,14 @@ def trim_lora_rank(rank: int, boxes: Boxes) -> Boxes:
 
     They are views.
     """
-    found: dict[str, list[ShardView]] = {}
+    trimmed: dict[str, list[ShardView]] = {}
     for name, parts in boxes.items():
         factor = _factor_in(name)
         # Per-tensor scalars are not trimmed.
         cut = [_cut(box, factor, rank) if factor and len(box.whole) > 1 else box for box in parts]
-        if kept := [box for box in cut if box is not None]:
-            found[name] = kept
-    return found
+        if boxes_within := [box for box in cut if box is not None]:
+            trimmed[name] = boxes_within
+    return trimmed
 
 
 def _factor_in(name: str) -> LoraParamName | None:
@@ -68,5 +68,5 @@ def _cut(box: ShardView, factor: LoraParamName, rank: int) -> ShardView | None:
     size = min(rank - box.offsets[dim], box.data.shape[dim])
     if size <= 0:
         return None
-    whole = (*box.whole[:dim], rank, *box.whole[dim + 1 :])
-    return replace(box, whole=whole, data=box.data.narrow(dim, 0, size))
+    trimmed_shape = (*box.whole[:dim], rank, *box.whole[dim + 1 :])
+    return replace(box, whole=trimmed_shape, data=box.data.narrow(dim, 0, size))

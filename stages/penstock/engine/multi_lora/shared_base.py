@@ -101,7 +101,7 @@ class SharedBase:
         """The parameters on this rank, except those of the frozen vision part."""
         params = self.built.engine.model.params
         frozen = left_to_base(params)
-        return [one for one in params if id(one.parameter) not in frozen]
+        return [param for param in params if id(param.parameter) not in frozen]
 
     @property
     def trainable(self) -> list[LocalParam]:
@@ -111,7 +111,7 @@ class SharedBase:
     @property
     def factors(self) -> list[LocalParam]:
         """The LoRA factors on this rank."""
-        return [one for one in self.trainable if parse_lora_name(one.name)]
+        return [param for param in self.trainable if parse_lora_name(param.name)]
 
     @property
     def base(self) -> BaseModelWeights:
@@ -154,13 +154,13 @@ class SharedBase:
         self, params: Sequence[LocalParam], device: torch.device | None = None
     ) -> list[torch.Tensor]:
         """Copies of this rank's shards of parameters, on their device or another."""
-        return [local(one.parameter.detach()).to(device, copy=True) for one in params]
+        return [local(param.parameter.detach()).to(device, copy=True) for param in params]
 
     @torch.no_grad()
     def load_params(self, params: Sequence[LocalParam], values: Sequence[torch.Tensor]) -> None:
         """Set this rank's shards of parameters."""
-        for one, value in zip(params, values, strict=True):
-            local(one.parameter.detach()).copy_(value)
+        for param, value in zip(params, values, strict=True):
+            local(param.parameter.detach()).copy_(value)
         self.reshard()
 
 

@@ -43,8 +43,8 @@ def build_distributed_optimizer(
     Raises ConfigError as `build_optimizer` does. Collective.
     """
     train = run.train
-    trained = [one for one in params if one.parameter.requires_grad]
-    matrices = [one for one in trained if is_matrix(one, roles)] if _is_muon(train) else []
+    trained = [param for param in params if param.parameter.requires_grad]
+    matrices = [param for param in trained if is_matrix(param, roles)] if _is_muon(train) else []
     head_rows = split_by_heads(config) if train.muon_split_heads else whole_matrices
     num_layers = config.num_hidden_layers
     bound = train.layerwise_lr_decay_bound
@@ -57,11 +57,11 @@ def build_distributed_optimizer(
         no_decay_params=train.no_decay_params,
         lora_plus_ratio=run.lora.lora_plus_ratio,
         lr_multiplier=with_part_lrs(by_depth, part, ratios),
-        matrices={one.name for one in matrices},
+        matrices={param.name for param in matrices},
         muon_lr_multiplier=train.muon_lr / train.lr if _is_muon(train) else 1.0,
     )
     return build_optimizer(
-        [(one.name, one.parameter) for one in trained],
+        [(param.name, param.parameter) for param in trained],
         train,
         grouping,
         precision=build_state_precision(train, trained),
@@ -80,9 +80,9 @@ def set_grad_dtype(train: TrainConfig, params: Sequence[LocalParam]) -> None:
         # Weight gradients of split backward passes bypass autograd's accumulation.
         return
     dtype = torch.bfloat16 if train.grad_accum_dtype == "bf16" else torch.float32
-    for one in params:
-        if one.parameter.requires_grad and one.parameter.dtype != dtype:
-            one.parameter.grad_dtype = dtype
+    for param in params:
+        if param.parameter.requires_grad and param.parameter.dtype != dtype:
+            param.parameter.grad_dtype = dtype
 
 
 def build_state_precision(train: TrainConfig, params: Sequence[LocalParam]) -> StatePrecision:
@@ -100,12 +100,12 @@ def build_rounding(params: Sequence[LocalParam], seed: int) -> Rounding:
     """Random numbers for stochastic rounding: a function of seed, step, and position in the
     checkpoint.
     """
-    pieces = {one.parameter: one.shards for one in params}
+    pieces = {param.parameter: param.shards for param in params}
 
     def of(parameter: nn.Parameter, step: int) -> tuple[list[RowKeys], int]:
-        its = pieces[parameter]
-        runs = [run for piece in its for run in _runs(piece, f"{seed}:{step}")]
-        return runs, its[0].offsets[-1] if len(its[0].sizes) > 1 else 0
+        shards = pieces[parameter]
+        runs = [run for piece in shards for run in _runs(piece, f"{seed}:{step}")]
+        return runs, shards[0].offsets[-1] if len(shards[0].sizes) > 1 else 0
 
     return of
 

@@ -17,15 +17,15 @@ def gradient_norm(params: Iterable[LocalParam], ranks: ProcessInfo) -> torch.Ten
     layout.
     """
     by_copies: dict[int, list[torch.Tensor]] = defaultdict(list)
-    for one in params:
-        if one.parameter.grad is None:
+    for param in params:
+        if param.parameter.grad is None:
             continue
-        gradient = local(one.parameter.grad)
-        if one.num_copies is not None:
-            by_copies[one.num_copies].append(gradient)
+        gradient = local(param.parameter.grad)
+        if param.num_copies is not None:
+            by_copies[param.num_copies].append(gradient)
             continue
-        for piece in one.shards:
-            by_copies[one.num_replicas * piece.num_copies].append(piece.view(gradient))
+        for piece in param.shards:
+            by_copies[param.num_replicas * piece.num_copies].append(piece.view(gradient))
     total = torch.zeros((), dtype=torch.float64, device=ranks.device)
     for copies, gradients in by_copies.items():
         norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
@@ -42,6 +42,8 @@ def scale_gradients(params: Iterable[LocalParam], norm: float, max_norm: float) 
     factor = (max_norm / (torch.tensor(norm, dtype=torch.float32) + 1e-6)).item()
     if max_norm <= 0 or factor >= 1:
         return
-    gradients = [local(one.parameter.grad) for one in params if one.parameter.grad is not None]
+    gradients = [
+        local(param.parameter.grad) for param in params if param.parameter.grad is not None
+    ]
     if gradients:
         torch._foreach_mul_(gradients, factor)

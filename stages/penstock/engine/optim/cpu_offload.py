@@ -28,8 +28,10 @@ class CPUOffloadedParams:
     @classmethod
     def of(cls, params: Sequence[LocalParam]) -> "CPUOffloadedParams":
         """Create CPU copies of the local shards of the trainable parameters of `params`."""
-        here = [one for one in params if one.parameter.requires_grad]
-        return cls(here, [replace(one, parameter=_copy(one.parameter)) for one in here])
+        trainable = [param for param in params if param.parameter.requires_grad]
+        return cls(
+            trainable, [replace(param, parameter=_copy(param.parameter)) for param in trainable]
+        )
 
     @torch.no_grad()
     def copy_to_cpu(self) -> None:

@@ -89,19 +89,19 @@ class Message:
 def matrix_shards(pieces: Sequence[TensorShard], head_rows: tuple[int, ...] = ()) -> list[Box]:
     """The boxes of all shards, in the order of their rows: for each shard one, or one for each
     matrix of a stack, or of a head."""
-    found: list[Box] = []
+    boxes: list[Box] = []
     for piece in pieces:
         shape, offsets, sizes = (
             _two(numbers[-2:]) for numbers in (piece.full_shape, piece.offsets, piece.sizes)
         )
         if len(piece.full_shape) == 3:
             numbers = range(piece.offsets[0], piece.offsets[0] + piece.sizes[0])
-            found += [Box((piece.tensor, number), shape, offsets, sizes) for number in numbers]
+            boxes += [Box((piece.tensor, number), shape, offsets, sizes) for number in numbers]
         elif head_rows:
-            found += _boxes_of_heads(piece.tensor, shape, offsets, sizes, head_rows)
+            boxes += _boxes_of_heads(piece.tensor, shape, offsets, sizes, head_rows)
         else:
-            found.append(Box((piece.tensor, 0), shape, offsets, sizes))
-    return found
+            boxes.append(Box((piece.tensor, 0), shape, offsets, sizes))
+    return boxes
 
 
 def _boxes_of_heads(
@@ -136,19 +136,19 @@ def planned(have: Sequence[Sequence[tuple[str, list[Box]]]], at_once: int) -> li
     several ranks share a wave. Matrices are assigned greedily, most expensive first, to the least
     loaded holder.
     """
-    places: dict[str, int] = {}
-    for mine in have:
-        for place, (name, _) in enumerate(mine):
-            places[name] = min(place, places.get(name, place))
-    boxes_by_name: dict[str, dict[Box, list[int]]] = {name: {} for name in places}
-    for rank, mine in enumerate(have):
-        for name, boxes in mine:
+    order: dict[str, int] = {}
+    for rank_params in have:
+        for index, (name, _) in enumerate(rank_params):
+            order[name] = min(index, order.get(name, index))
+    boxes_by_name: dict[str, dict[Box, list[int]]] = {name: {} for name in order}
+    for rank, rank_params in enumerate(have):
+        for name, boxes in rank_params:
             for box in boxes:
                 boxes_by_name[name].setdefault(box, []).append(rank)
     messages: list[Message] = []
     load = [0] * len(have)
     wave, room = -1, 0
-    for name in sorted(places, key=lambda name: (places[name], name)):
+    for name in sorted(order, key=lambda name: (order[name], name)):
         params = boxes_by_name[name]
         size = sum(box.numel for box in params)
         if size > room:
@@ -165,7 +165,7 @@ def _plan_messages(
     matrices: dict[tuple[str, int], list[Box]] = {}
     for box in params:
         matrices.setdefault(box.matrix, []).append(box)
-    for matrix in sorted(matrices, key=lambda one: (-_cost(matrices[one][0]), one)):
+    for matrix in sorted(matrices, key=lambda name: (-_cost(matrices[name][0]), name)):
         boxes = sorted(matrices[matrix], key=lambda box: box.offsets)
         candidates = sorted({rank for box in boxes for rank in params[box]})
         owner = min(candidates, key=lambda rank: (load[rank], rank))
@@ -197,12 +197,12 @@ class DistMuon:
     ) -> None:
         self._orthogonalizer, self._ranks = orthogonalizer, ranks
         self._boxes = {
-            one.parameter: matrix_shards(one.shards, head_rows(one.name)) for one in params
+            param.parameter: matrix_shards(param.shards, head_rows(param.name)) for param in params
         }
-        self._params = {one.parameter: one for one in params}
-        have = [(one.name, self._boxes[one.parameter]) for one in params]
+        self._params = {param.parameter: param for param in params}
+        have = [(param.name, self._boxes[param.parameter]) for param in params]
         messages = planned(ranks.all_gather(have), at_once)
-        self._waves = [list(some) for _, some in groupby(messages, attrgetter("wave"))]
+        self._waves = [list(wave) for _, wave in groupby(messages, attrgetter("wave"))]
         self._last_wave = self._last_waves()
 
     def __call__(
@@ -211,8 +211,8 @@ class DistMuon:
         """Yield the updates wave by wave."""
         assert {*parameters} == {*self._params}, "other parameters than in the constructor"
         for wave, messages in enumerate(self._waves):
-            mine = [one for one in parameters if self._last_wave[one] == wave]
-            momenta = {one: momentum_fn(one) for one in mine}
+            of_wave = [param for param in parameters if self._last_wave[param] == wave]
+            momenta = {param: momentum_fn(param) for param in of_wave}
             transpose = self._orthogonalized(messages, self._views(momenta))
             for parameter, momentum in momenta.items():
                 yield parameter, self._direction(parameter, momentum, transpose)
@@ -236,10 +236,10 @@ class DistMuon:
 
     def _views(self, momenta: Mapping[nn.Parameter, torch.Tensor]) -> dict[Box, torch.Tensor]:
         """Every local box, as a view of its parameter's momentum."""
-        found: dict[Box, torch.Tensor] = {}
+        views: dict[Box, torch.Tensor] = {}
         for parameter, momentum in momenta.items():
-            found.update(self._box_views(parameter, momentum))
-        return found
+            views.update(self._box_views(parameter, momentum))
+        return views
 
     def _box_views(
         self, parameter: nn.Parameter, local_tensor: torch.Tensor
@@ -255,36 +255,36 @@ class DistMuon:
                 first += box.sizes[0]
 
     def _orthogonalized(
-        self, messages: Sequence[Message], here: Mapping[Box, torch.Tensor]
+        self, messages: Sequence[Message], momenta: Mapping[Box, torch.Tensor]
     ) -> dict[Box, torch.Tensor]:
         """The orthogonalized update of every local box, in bfloat16."""
         me = self._ranks.rank
         owned = [message for message in messages if message.owner == me]
         arrived = self._exchange(
-            [(one.owner, here[one.box]) for one in messages if one.source == me != one.owner],
-            [(one.source, one.box) for one in owned if one.source != me],
-            communicates=any(one.source != one.owner for one in messages),
+            [(msg.owner, momenta[msg.box]) for msg in messages if msg.source == me != msg.owner],
+            [(msg.source, msg.box) for msg in owned if msg.source != me],
+            communicates=any(msg.source != msg.owner for msg in messages),
         )
-        boxes = {one.box: here[one.box] for one in owned if one.source == me} | arrived
+        boxes = {msg.box: momenta[msg.box] for msg in owned if msg.source == me} | arrived
         full_matrices: dict[tuple[str, int], torch.Tensor] = {}
-        for one in owned:
-            full_matrix = full_matrices.get(one.box.matrix)
+        for msg in owned:
+            full_matrix = full_matrices.get(msg.box.matrix)
             if full_matrix is None:
                 full_matrix = torch.empty(
-                    one.box.shape, dtype=torch.bfloat16, device=self._ranks.device
+                    msg.box.shape, dtype=torch.bfloat16, device=self._ranks.device
                 )
-                full_matrices[one.box.matrix] = full_matrix
-            one.box.within(full_matrix).copy_(boxes[one.box])
+                full_matrices[msg.box.matrix] = full_matrix
+            msg.box.within(full_matrix).copy_(boxes[msg.box])
         transpose = dict(
             zip(full_matrices, self._orthogonalizer(list(full_matrices.values())), strict=True)
         )
-        made = {one.box: one.box.within(transpose[one.box.matrix]) for one in owned}
+        directions = {msg.box: msg.box.within(transpose[msg.box.matrix]) for msg in owned}
         back = self._exchange(
-            [(rank, made[one.box]) for one in owned for rank in one.holders if rank != me],
-            [(one.owner, one.box) for one in messages if me in one.holders and one.owner != me],
-            communicates=any({*one.holders} != {one.owner} for one in messages),
+            [(rank, directions[msg.box]) for msg in owned for rank in msg.holders if rank != me],
+            [(msg.owner, msg.box) for msg in messages if me in msg.holders and msg.owner != me],
+            communicates=any({*msg.holders} != {msg.owner} for msg in messages),
         )
-        return made | back
+        return directions | back
 
     def _exchange(
         self,
@@ -299,15 +299,15 @@ class DistMuon:
         world, device = self._ranks.world_size, self._ranks.device
         out = [[part for to, part in outgoing if to == rank] for rank in range(world)]
         expected = [[box for source, box in incoming if source == rank] for rank in range(world)]
-        parts = [part.reshape(-1).to(device) for some in out for part in some]
+        parts = [part.reshape(-1).to(device) for of_rank in out for part in of_rank]
         empty = torch.empty(0, dtype=torch.bfloat16, device=device)
         # Sent as bytes, which every backend supports.
         sending = torch.cat([empty, *parts]).view(torch.uint8)
-        sends = [2 * sum(part.numel() for part in some) for some in out]
-        receives = [2 * sum(box.numel for box in some) for some in expected]
+        sends = [2 * sum(part.numel() for part in of_rank) for of_rank in out]
+        receives = [2 * sum(box.numel for box in of_rank) for of_rank in expected]
         received = torch.empty(sum(receives), dtype=torch.uint8, device=device)
         dist.all_to_all_single(received, sending, receives, sends)
-        boxes = [box for some in expected for box in some]
+        boxes = [box for of_rank in expected for box in of_rank]
         cut = received.view(torch.bfloat16).split([box.numel for box in boxes])
         return {box: part.view(box.sizes) for box, part in zip(boxes, cut, strict=True)}
 

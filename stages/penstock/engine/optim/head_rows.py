@@ -14,8 +14,8 @@ _ATTENTION_LAYER = re.compile(r"\.layers\.(\d+)\.self_attn\.(\w+)\.(?:weight|bia
 
 def attention_layer(name: str) -> tuple[int, str] | None:
     """The layer number and the linear layer ("q_proj") of a parameter; None for others."""
-    found = _ATTENTION_LAYER.search(name)
-    return (int(found[1]), found[2]) if found else None
+    match = _ATTENTION_LAYER.search(name)
+    return (int(match[1]), match[2]) if match else None
 
 
 def whole_matrices(name: str) -> tuple[int, ...]:

@@ -49,7 +49,7 @@ def build_norms(
     """The norm metrics of a run; None if only the total gradient norm is logged. Collective."""
     if train.log_grad_norm != "layers" and not train.log_param_norm:
         return None
-    return Norms(train, [one for one in params if one.parameter.requires_grad], ranks)
+    return Norms(train, [param for param in params if param.parameter.requires_grad], ranks)
 
 
 class Norms:
@@ -71,35 +71,37 @@ class Norms:
         names: list[str] = []
         if "layers" in (self.gradients, self.parameters):
             # Pipeline stages hold different layers.
-            everywhere = ranks.all_gather(sorted({named(one.name) for one in trained}))
-            names = sorted({name for here in everywhere for name in here}, key=_in_order)
+            everywhere = ranks.all_gather(sorted({named(param.name) for param in trained}))
+            names = sorted(
+                {name for local_names in everywhere for name in local_names}, key=_in_order
+            )
         self.names = names
         # Computed once: the number of ranks that hold each element, and its layer.
-        self._parts = [(one, part) for one in trained for part in _parts_of(one)]
+        self._parts = [(param, part) for param in trained for part in _parts_of(param)]
         copies = [part.copies for _, part in self._parts]
-        places = [names.index(named(one.name)) if names else 0 for one, _ in self._parts]
+        layer_index = [names.index(named(param.name)) if names else 0 for param, _ in self._parts]
         self._copies = torch.tensor(copies, dtype=torch.float64, device=ranks.device)
-        self._places = torch.tensor(places, dtype=torch.int64, device=ranks.device)
+        self._places = torch.tensor(layer_index, dtype=torch.int64, device=ranks.device)
 
     def of_gradients(self) -> Norm:
         """Norms of the current gradients."""
-        return self.of(lambda one: one.parameter.grad)
+        return self.of(lambda param: param.parameter.grad)
 
     def of_parameters(self) -> Norm:
         """Norms of the current parameters."""
-        return self.of(lambda one: one.parameter.detach())
+        return self.of(lambda param: param.parameter.detach())
 
     def metrics(self, gradients: Norm) -> dict[str, Any]:
         """The logged norms after an update, except the total gradient norm."""
-        found: dict[str, Any] = {}
+        metrics: dict[str, Any] = {}
         if self.gradients == "layers":
-            found["grad_norms"] = self.by_name(gradients)
+            metrics["grad_norms"] = self.by_name(gradients)
         if self.parameters != "none":
             norm = self.of_parameters()
-            found["param_norm"] = norm.total.item()
+            metrics["param_norm"] = norm.total.item()
             if self.parameters == "layers":
-                found["param_norms"] = self.by_name(norm)
-        return found
+                metrics["param_norms"] = self.by_name(norm)
+        return metrics
 
     def by_name(self, norm: Norm) -> Mapping[str, float]:
         """The norm of each layer."""
@@ -108,22 +110,22 @@ class Norms:
     @torch.no_grad()
     def of(self, tensor_of: Callable[[LocalParam], torch.Tensor | None]) -> Norm:
         """Norms of one tensor, or None, per parameter, with the parameter's layout."""
-        device, tensors, here = self._ranks.device, list[torch.Tensor](), list[int]()
-        for at, (one, part) in enumerate(self._parts):
-            tensor = tensor_of(one)
+        device, tensors, present = self._ranks.device, list[torch.Tensor](), list[int]()
+        for index, (param, part) in enumerate(self._parts):
+            tensor = tensor_of(param)
             if tensor is not None:
                 tensors.append(part.of(local(tensor)))
-                here.append(at)
+                present.append(index)
         squares_L = torch.zeros(max(1, len(self.names)), dtype=torch.float64, device=device)
         if tensors:
             norms = [norm.to(device) for norm in torch._foreach_norm(tensors, 2, torch.float32)]
-            counted, places = torch.stack(norms).double().square(), self._places
-            if len(here) == len(self._parts):
+            counted, layer_index = torch.stack(norms).double().square(), self._places
+            if len(present) == len(self._parts):
                 counted /= self._copies
             else:
-                chosen = to_device(torch.tensor(here), device)
-                counted, places = counted / self._copies[chosen], places[chosen]
-            squares_L.index_add_(0, places, counted)
+                chosen = to_device(torch.tensor(present), device)
+                counted, layer_index = counted / self._copies[chosen], layer_index[chosen]
+            squares_L.index_add_(0, layer_index, counted)
         squares_L = self._ranks.all_reduce_sum(squares_L)
         return Norm(squares_L.sum().sqrt().float(), squares_L.sqrt().float())
 
@@ -136,8 +138,8 @@ class _Part:
     """None: all of the tensor."""
     copies: int
 
-    def of(self, here: torch.Tensor) -> torch.Tensor:
-        return here if self.piece is None else self.piece.view(here)
+    def of(self, present: torch.Tensor) -> torch.Tensor:
+        return present if self.piece is None else self.piece.view(present)
 
 
 def parse_norm_detail(written: bool | Literal["layers"]) -> Detail:
@@ -152,8 +154,8 @@ def norm_layer_name(name: str) -> str:
 
     `layers.3`, `embed_tokens`, `norm`, `lm_head`.
     """
-    if found := _LAYER.match(name):
-        return f"layers.{found[1]}"
+    if match := _LAYER.match(name):
+        return f"layers.{match[1]}"
     return name.removeprefix("model.").partition(".")[0]
 
 
@@ -178,7 +180,7 @@ def _in_order(name: str) -> tuple[int, int, str]:
     return (0 if name.startswith("embed") else 3 if "head" in name else 2), 0, name
 
 
-def _parts_of(one: LocalParam) -> list[_Part]:
-    if one.num_copies is not None:
-        return [_Part(None, one.num_copies)]
-    return [_Part(piece, one.num_replicas * piece.num_copies) for piece in one.shards]
+def _parts_of(param: LocalParam) -> list[_Part]:
+    if param.num_copies is not None:
+        return [_Part(None, param.num_copies)]
+    return [_Part(piece, param.num_replicas * piece.num_copies) for piece in param.shards]

@@ -26,8 +26,8 @@ class OptimizerInBackward:
         """`params` are trainable, and the number of copies of each is the same on every rank."""
         self._optimizer, self._ranks, self._changes = optimizer, ranks, changes
         self._squares: list[torch.Tensor] = []
-        for one in params:
-            one.parameter.register_post_accumulate_grad_hook(self._on_gradient(one))
+        for param in params:
+            param.parameter.register_post_accumulate_grad_hook(self._on_gradient(param))
 
     def norm(self) -> torch.Tensor:
         """The gradient norm of the last backward pass, fp32 scalar; call it once per pass, on every

@@ -62,8 +62,10 @@ class QKClip:
     ) -> None:
         """Observe attention in `parts`; `params` are those that the optimizer steps."""
         self._threshold, self._config, self._ranks = threshold, config, ranks
-        named = [(attention_layer(one.name), one) for one in params]
-        self._params = [(of[0], one) for of, one in named if of and of[1] in SCALED]
+        named = [(attention_layer(param.name), param) for param in params]
+        self._params = [
+            (layer_of[0], param) for layer_of, param in named if layer_of and layer_of[1] in SCALED
+        ]
         self._max_LN = torch.full(
             (config.num_layers, config.num_attention_heads),
             float("-inf"),

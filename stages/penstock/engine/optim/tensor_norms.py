@@ -25,25 +25,27 @@ class TensorNorms(Tensors):
 
     def __init__(self, params: Sequence[LocalParam], ranks: ProcessInfo) -> None:
         self._ranks = ranks
-        self._pieces = {one.parameter: one.shards for one in params}
-        here = {(piece.tensor, piece.full_shape) for one in params for piece in one.shards}
-        everywhere = sorted({one for found in ranks.all_gather(sorted(here)) for one in found})
+        self._pieces = {param.parameter: param.shards for param in params}
+        local_tensors = {
+            (piece.tensor, piece.full_shape) for param in params for piece in param.shards
+        }
+        everywhere = sorted(local_tensors.union(*ranks.all_gather(sorted(local_tensors))))
         firsts: dict[str, int] = {}
         self._count = 0
-        for tensor, whole in everywhere:
+        for tensor, shape in everywhere:
             firsts[tensor] = self._count
-            self._count += whole[0] if len(whole) == 3 else 1
+            self._count += shape[0] if len(shape) == 3 else 1
         self._places: dict[nn.Parameter, torch.Tensor] = {}
         self._shares: dict[nn.Parameter, torch.Tensor] = {}
-        for one in params:
-            own = [(piece, number) for piece in one.shards for number in numbers_of(piece)]
-            places = [firsts[piece.tensor] + number for piece, number in own]
+        for param in params:
+            own = [(piece, number) for piece in param.shards for number in numbers_of(piece)]
+            slots = [firsts[piece.tensor] + number for piece, number in own]
             # Each element is summed by as many ranks as hold it.
-            shares = [1 / (one.num_replicas * piece.num_copies) for piece, _ in own]
-            self._places[one.parameter] = torch.tensor(
-                places, dtype=torch.int64, device=ranks.device
+            shares = [1 / (param.num_replicas * piece.num_copies) for piece, _ in own]
+            self._places[param.parameter] = torch.tensor(
+                slots, dtype=torch.int64, device=ranks.device
             )
-            self._shares[one.parameter] = torch.tensor(
+            self._shares[param.parameter] = torch.tensor(
                 shares, dtype=torch.float64, device=ranks.device
             )
 
@@ -51,9 +53,9 @@ class TensorNorms(Tensors):
         """One part for each shard."""
         return list(self._parts(parameter, here))
 
-    def _parts(self, parameter: nn.Parameter, here: torch.Tensor) -> Iterator[torch.Tensor]:
+    def _parts(self, parameter: nn.Parameter, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         for piece in self._pieces[parameter]:
-            yield piece.view(here).view(len(numbers_of(piece)), -1)
+            yield piece.view(tensor).view(len(numbers_of(piece)), -1)
 
     def square_norms(
         self, gradients: Mapping[nn.Parameter, torch.Tensor]

@@ -36,9 +36,9 @@ def read_peft_config(folder: Path) -> dict[str, Any]:
         raise CapabilityError(
             f"{folder} is an adapter of type {config.get('peft_type')}, and only LORA is read."
         )
-    for key, what in UNSUPPORTED.items():
+    for key, feature in UNSUPPORTED.items():
         if config.get(key):
-            raise CapabilityError(f"{folder} asks for {what} ({key}), which is not computed.")
+            raise CapabilityError(f"{folder} asks for {feature} ({key}), which is not computed.")
     start = config.get("init_lora_weights", True)
     if start not in STARTS_BESIDE_BASE:
         raise CapabilityError(

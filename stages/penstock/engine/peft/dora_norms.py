@@ -31,27 +31,31 @@ def norms_for(
     values `drawn`. Norms are computed from full rows in a fixed order, so they do not depend on the
     layout: by rank 0 alone, or with `all_ranks` a share by each.
     """
-    mine = {
+    local_layers = {
         factor.hf_module
-        for one in params
-        for piece in one.shards
+        for param in params
+        for piece in param.shards
         if (factor := parse_lora_name(piece.tensor)) and factor.side == MAGNITUDE
     }
-    wanted = sorted(set[str]().union(*ranks.all_gather(mine)))
-    if not wanted:
+    layers = sorted(set[str]().union(*ranks.all_gather(local_layers)))
+    if not layers:
         return {}
     if readers == "all_ranks":
-        here = wanted[ranks.rank :: ranks.world_size]
+        read_layers = layers[ranks.rank :: ranks.world_size]
     else:
-        here = wanted if ranks.is_main_process else []
-    found: dict[str, torch.Tensor] = {}
+        read_layers = layers if ranks.is_main_process else []
+    norms_by_layer: dict[str, torch.Tensor] = {}
     with SafetensorsFolder(weights) if weights else nullcontext() as opened:
         source = to_reader(opened) if opened else drawn
-        if here:
-            source.require(f"{layer}.weight" for layer in here)
-        for layer in here:
-            found[layer] = _norms(layer, _rows(source, f"{layer}.weight"))
-    return {layer: norms for some in ranks.all_gather(found) for layer, norms in some.items()}
+        if read_layers:
+            source.require(f"{layer}.weight" for layer in read_layers)
+        for layer in read_layers:
+            norms_by_layer[layer] = _norms(layer, _rows(source, f"{layer}.weight"))
+    return {
+        layer: norms
+        for rank_norms in ranks.all_gather(norms_by_layer)
+        for layer, norms in rank_norms.items()
+    }
 
 
 def _norms(layer: str, stretches: Iterable[torch.Tensor]) -> torch.Tensor:

@@ -78,9 +78,9 @@ class TransformersNames:
         if (model := self._model) is None:
             return {}
         transforms = get_model_conversion_mapping(model)
-        renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
-        known = dict.fromkeys(model.state_dict(), True)
+        renamings = [rule for rule in transforms if isinstance(rule, WeightRenaming)]
+        own_names = dict.fromkeys(model.state_dict(), True)
         return {
-            rename_source_key(name, renamings, [], model.base_model_prefix, known)[0]: name
+            rename_source_key(name, renamings, [], model.base_model_prefix, own_names)[0]: name
             for name in self._names
         }

@@ -40,30 +40,30 @@ class AdapterStart:
         """The full tensor of this name, fp32. Raises ConfigError if its shape differs."""
         factor = parse_lora_name(name)
         assert factor is not None, f"{name} is no part of an adapter"
-        found = self._of_experts(factor, shape) if factor.is_expert else self._of_layer(factor)
-        if found is None or tuple(found.shape) != shape:
-            there = "absent" if found is None else tuple(found.shape)
+        tensor = self._of_experts(factor, shape) if factor.is_expert else self._of_layer(factor)
+        if tensor is None or tuple(tensor.shape) != shape:
+            stored = "absent" if tensor is None else tuple(tensor.shape)
             raise ConfigError(
                 f"lora.init_adapter_path: {self._folder.folder} has {factor.side} of "
-                f"{factor.hf_module} as {there}, and the run makes it {shape}.\n"
+                f"{factor.hf_module} as {stored}, and the run makes it {shape}.\n"
                 "  Name the base model that it was trained on, and write the lora section as then."
             )
-        return found
+        return tensor
 
     def load_biases(self, params: Sequence[LocalParam]) -> None:
         """Load biases that were trained with the adapter."""
         with torch.no_grad():
-            for one in params:
-                for piece in one.shards:
+            for param in params:
+                for piece in param.shards:
                     is_bias = piece.tensor.endswith(".bias")
                     if is_bias and self._folder.replacement(piece.tensor):
-                        whole = self._folder.replacing(piece.tensor)
-                        copy_shard(whole, piece, piece.view(local(one.parameter)))
+                        bias = self._folder.replacing(piece.tensor)
+                        copy_shard(bias, piece, piece.view(local(param.parameter)))
 
     def _of_layer(self, factor: LoraParamName) -> torch.Tensor | None:
         if factor.side == MAGNITUDE:
-            found = self._folder.part(factor.hf_module, NORMS)
-            return None if found is None else found.flatten()
+            norms = self._folder.part(factor.hf_module, NORMS)
+            return None if norms is None else norms.flatten()
         ends = EMBEDDED if factor.is_embedding else LINEAR
         return self._folder.part(factor.hf_module, ends[factor.side == "lora_B"])
 
@@ -72,29 +72,29 @@ class AdapterStart:
         mixture = factor.hf_module.partition(f".{EACH}.")[0]
         end = LINEAR[factor.side == "lora_B"]
         if self._names.has_stacked_adapters:
-            each = self._of_fused_experts(mixture, factor)
+            factors = self._of_fused_experts(mixture, factor)
         else:
             layers = self._names.expert_layers(factor.part, mixture.removesuffix(".mlp"))
-            each = [self._folder.part(layer, end) for layer in layers]
-        found = [tensor for tensor in each if tensor is not None]
-        if len(found) < len(each) or not found:
+            factors = [self._folder.part(layer, end) for layer in layers]
+        stored = [tensor for tensor in factors if tensor is not None]
+        if len(stored) < len(factors) or not stored:
             return None
         if len(shape) > 2:
-            return torch.stack(found)
-        if any(not torch.equal(found[0], other) for other in found):
+            return torch.stack(stored)
+        if any(not torch.equal(stored[0], factor_of_expert) for factor_of_expert in stored):
             raise ConfigError(
                 f"lora.init_adapter_path: experts in {self._folder.folder} have each their own "
                 f"{factor.side} of {factor.hf_module}, which the run lets them share.\n"
                 "  Leave lora.moe_shared_lora and lora.moe_hybrid_shared_lora out."
             )
-        return found[0]
+        return stored[0]
 
     def _of_fused_experts(self, mixture: str, factor: LoraParamName) -> list[torch.Tensor | None]:
         """PEFT's factors of an expert stack. PEFT wraps the second such parameter outermost."""
         outer = self._names.hf_name(self._names.stack_parameter(f"{mixture}.experts"))
         inner = f"{outer}.base_layer"
-        both = inner in self._folder.modules()
-        module = inner if is_inner_expert_stack(factor.part, both) else outer
+        has_inner = inner in self._folder.modules()
+        module = inner if is_inner_expert_stack(factor.part, has_inner) else outer
         pair = [self._folder.part(module, end) for end in LINEAR]
         if pair[0] is None or pair[1] is None or not self._names.num_experts:
             return []
@@ -111,15 +111,15 @@ class AdapterStart:
                     "(modules_to_save), which is not trained on.\n"
                     "  Merge it with penstock merge, and start from the merged model."
                 )
-        there, wanted = set(folder.modules()), set(self._modules(chosen))
-        if lacking := sorted(wanted - there):
+        stored, expected = set(folder.modules()), set(self._modules(chosen))
+        if lacking := sorted(expected - stored):
             raise ConfigError(
                 f"lora.init_adapter_path: {folder.folder} does not adapt {lacking[0]}, which "
                 "lora.lora_target_modules names.\n"
                 "  Leave lora_target_modules out to train what it adapts."
             )
         # Layers that all experts have though only some of their matrices were trained.
-        more = sorted(module for module in there - wanted if self._changes(module))
+        more = sorted(module for module in stored - expected if self._changes(module))
         if more:
             raise ConfigError(
                 f"lora.init_adapter_path: {folder.folder} adapts {more[0]} as well, which "

@@ -100,9 +100,9 @@ class AdapterMerge:
         """Tied tensors share a copy of the base model's: the other's, if `target` has none."""
         own, ends = self.folder.replacement(target), self.embeddings
         if own is None and ends and ends.is_tied and target in (ends.embedding, ends.head):
-            other = ends.head if target == ends.embedding else ends.embedding
-            if other and not self.folder.is_replaced(other):
-                return other
+            tied = ends.head if target == ends.embedding else ends.embedding
+            if tied and not self.folder.is_replaced(tied):
+                return tied
         return target
 
     def _tie_or_untie(self, missing: list[str]) -> list[str]:
@@ -112,13 +112,13 @@ class AdapterMerge:
         if not ends or not ends.is_tied or not ends.embedding or not ends.head:
             return missing
         pair = (ends.embedding, ends.head)
-        there = [name for name in pair if name in self._base]
+        stored = [name for name in pair if name in self._base]
         changed = any(map(folder.is_trained, pair))
-        self.unties = changed and not (folder.ties(*pair) and len(there) == 1)
+        self.unties = changed and not (folder.ties(*pair) and len(stored) == 1)
         for name in pair:
             is_new = name not in self._base
-            if is_new and self.unties and there:
-                self._copied[name] = there[0]
+            if is_new and self.unties and stored:
+                self._copied[name] = stored[0]
             in_files = not is_new or name in self._copied
             touched = folder.is_trained(name) or folder.replacement(self._replaced_by(name))
             if in_files and touched and name not in self._plain:
@@ -148,8 +148,8 @@ class AdapterMerge:
 
     def change_of(self, target: str) -> WeightDelta | None:
         """The LoRA delta for this tensor, or None."""
-        made = self._of_experts.get(target)
-        return made() if made else self.folder.change_of(target)
+        build_change = self._of_experts.get(target)
+        return build_change() if build_change else self.folder.change_of(target)
 
     def _spread(self, module: str) -> bool:
         """Find the expert tensors of a layer; returns whether there are any."""
@@ -186,13 +186,13 @@ class AdapterMerge:
     def _apart(self, module: str, layer: str) -> bool:
         """Separate matrices of each expert; gate and up, if both are there, are row ranges of one
         factor."""
-        found = self._matrices(layer)
-        if not found:
+        matrices = self._matrices(layer)
+        if not matrices:
             return False
-        num_experts = 1 + max(expert for expert, _ in found)
+        num_experts = 1 + max(expert for expert, _ in matrices)
         out, width = self.folder.outline(module)
-        is_gated = any(kind == "gate" for _, kind in found)
-        for (expert, kind), name in found.items():
+        is_gated = any(kind == "gate" for _, kind in matrices)
+        for (expert, kind), name in matrices.items():
             rows, columns = self._base.stored(name).shape
             start = rows if kind == "up" and is_gated else 0
             parts = 2 if kind != "down" and is_gated else 1
@@ -200,21 +200,21 @@ class AdapterMerge:
                 self._of_experts[name] = partial(
                     self._one, module, num_experts, expert, slice(start, start + rows)
                 )
-        return any(name in self._of_experts for name in found.values())
+        return any(name in self._of_experts for name in matrices.values())
 
     def _matrices(self, layer: str) -> dict[tuple[int, str], str]:
         """An expert's matrices by its index and their kind."""
         # Mixtral's files use this name, and transformers' model uses mlp.
         old = layer.replace(".mlp.", ".block_sparse_moe.")
         pattern = re.compile(rf"({re.escape(layer)}|{re.escape(old)})\.(\d+)\.(\w+)\.weight")
-        found: dict[tuple[int, str], str] = {}
+        names: dict[tuple[int, str], str] = {}
         for name in self._base.names():
             if match := pattern.fullmatch(name):
                 last = match[3]
                 kind = "down" if last in DOWN else MATRICES.get(last)
                 if kind:
-                    found[int(match[2]), kind] = name
-        return found
+                    names[int(match[2]), kind] = name
+        return names
 
     def _stacked(self, module: str, num_experts: int, is_transposed: bool) -> WeightDelta:
         products = self._products(module, num_experts)

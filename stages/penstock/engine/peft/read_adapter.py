@@ -133,13 +133,13 @@ class PeftFolder:
     def outline(self, module: str) -> tuple[int, int]:
         """The output and input features of an adapted layer."""
         ends = self._layers[module]
-        (_, width), (out, _) = (self._tensors.stored(ends[side]).shape for side in LINEAR)
+        (_, width), (out, _) = (self._tensors.stored(ends[factor]).shape for factor in LINEAR)
         return out, width
 
     def products(self, module: str, num_experts: int) -> list[LoraDelta]:
         """The delta of each expert's matrix [out, in] of an expert stack."""
         ends = self._layers[module]
-        lora_A, lora_B = (self._read(ends[side]) for side in LINEAR)
+        lora_A, lora_B = (self._read(ends[factor]) for factor in LINEAR)
         a_ERI, b_EOR = separate_factors(lora_A, lora_B, num_experts)
         scale = self._scale(module, rank=a_ERI.shape[1])
         return [LoraDelta(b, a, scale) for a, b in zip(a_ERI, b_EOR, strict=True)]
@@ -170,22 +170,22 @@ class PeftFolder:
                 return
         trained = self.config.get("modules_to_save") or ()
         is_trained = leaf == "bias" or any(
-            module == each or module.endswith(f".{each}") for each in trained
+            module == layer or module.endswith(f".{layer}") for layer in trained
         )
         if self.config.get("ensure_weight_tying"):
-            names_known = any(each.rpartition(".")[2] in PEFT_EMBEDDINGS for each in trained)
+            names_known = any(layer.rpartition(".")[2] in PEFT_EMBEDDINGS for layer in trained)
             is_trained = is_trained or names_known
         (self._replaced if is_trained else self._of_base)[self._rename(inner)] = name
 
     def _product(self, module: str, ends: Mapping[str, str]) -> LoraDelta:
         is_embedding = EMBEDDED[0] in ends
         sides = EMBEDDED if is_embedding else LINEAR
-        if missing := [side for side in sides if side not in ends]:
+        if missing := [factor for factor in sides if factor not in ends]:
             raise CapabilityError(
                 f"{self.folder} lacks {module}.{missing[0]}, one half of an adapter.\n"
                 "  Save it again."
             )
-        lora_A, lora_B = (self._read(ends[side]) for side in sides)
+        lora_A, lora_B = (self._read(ends[factor]) for factor in sides)
         if lora_A.ndim != 2 or lora_B.ndim != 2:
             raise CapabilityError(
                 f"{self.folder} adapts {module}, a convolution; only linear layers and "
@@ -204,8 +204,8 @@ class PeftFolder:
         return LoraDelta(bias.unsqueeze(1), torch.ones(1, 1), scale)
 
     def _magnitude(self, module: str) -> torch.Tensor | None:
-        found = self.part(module, NORMS)
-        return None if found is None else found.flatten()
+        norms = self.part(module, NORMS)
+        return None if norms is None else norms.flatten()
 
     def _scale(self, module: str, rank: int) -> float:
         alpha = self.config.get("lora_alpha") or 8

@@ -71,17 +71,17 @@ class ReLoRA:
                     self.requantizer.add(adapted.weight, adapted.products)
         if self.requantizer:
             self.requantizer.require_finite(steps)
-        for one in self._factors():
-            for piece in one.shards:
+        for param in self._factors():
+            for piece in param.shards:
                 start = initial_lora(
                     piece.tensor, piece.full_shape, self.seed, merges=steps // self.interval
                 )
-                copy_shard(start, piece, piece.view(local(one.parameter)))
+                copy_shard(start, piece, piece.view(local(param.parameter)))
             if self.states == "forgotten":
-                self.optimizer.state.pop(one.parameter, None)
+                self.optimizer.state.pop(param.parameter, None)
 
     def _factors(self) -> list[LocalParam]:
-        return [one for one in self.params if parse_lora_name(one.name)]
+        return [param for param in self.params if parse_lora_name(param.name)]
 
     def _whole(self, factor: torch.Tensor) -> torch.Tensor:
         """The factor needed by this rank, gathered, fp32."""
@@ -129,10 +129,10 @@ def _add(weight: torch.Tensor, products: Sequence[tuple[int, LoraDelta]]) -> Non
     """Add products to the local rows, a block at a time."""
     columns = weight.shape[-1]
     first, end = rows_here(weight, 2)
-    here = local(weight).view(end - first, columns)
+    local_rows = local(weight).view(end - first, columns)
     at_once = max(1, STRETCH // (4 * columns))
     for start, product in products:
         low, high = max(first, start), min(end, start + product.shape[0])
         for row in range(low, high, at_once):
-            rows = here[row - first : min(row + at_once, high) - first]
+            rows = local_rows[row - first : min(row + at_once, high) - first]
             rows.copy_(product.add_to(rows, row - start))

@@ -59,13 +59,13 @@ class Rows:
     def quantized(self, shard_NK: torch.Tensor) -> Float8Matrix:
         """The rows quantized with the scales of the full weight."""
         sharing = self.scheme.of_weights
-        here = seen(shard_NK, self.scheme.block)
-        largest = largest_of_part(here, sharing, self.first, self.whole)
+        blocks = seen(shard_NK, self.scheme.block)
+        largest = largest_of_part(blocks, sharing, self.first, self.whole)
         largest = largest_over(self.group, largest)
         for agree in _reaching(self.product.agreement, sharing):
             largest = agree(largest)
         scales = compute_scales(largest, "e4m3")
-        codes = quantize(here, "e4m3", *_of_rows(sharing, scales, self.first, len(here))).codes
+        codes = quantize(blocks, "e4m3", *_of_rows(sharing, scales, self.first, len(blocks))).codes
         return Float8Matrix(codes, scales, sharing)
 
 
@@ -78,9 +78,9 @@ class Float8ShardedWeight(torch.Tensor):
     @staticmethod
     def of(shard_NK: torch.Tensor, rows: Rows) -> "Float8ShardedWeight":
         """A Float8ShardedWeight that shares the memory."""
-        made = torch.Tensor._make_subclass(Float8ShardedWeight, shard_NK)
-        made.rows = rows
-        return made
+        sharded = torch.Tensor._make_subclass(Float8ShardedWeight, shard_NK)
+        sharded.rows = rows
+        return sharded
 
     def fsdp_pre_all_gather(
         self,
@@ -145,8 +145,8 @@ def enable_fp8_all_gather(
 
 def _reaching(agreement: AmaxReduceGroups, sharing: str) -> list[Any]:
     """The amax reductions over ranks that hold other features of a weight's scale block."""
-    asked = {"tensor": (agreement.outputs, agreement.inputs), "rows": (agreement.inputs,)}
-    return [agree for agree in asked.get(sharing, ()) if agree]
+    groups = {"tensor": (agreement.outputs, agreement.inputs), "rows": (agreement.inputs,)}
+    return [agree for agree in groups.get(sharing, ()) if agree]
 
 
 def _of_rows(sharing: Sharing, scales: torch.Tensor, first: int, count: int) -> Scaled:

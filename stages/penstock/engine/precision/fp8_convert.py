@@ -60,9 +60,9 @@ def convert_to_float8_training(
 
 
 def _put(model: CausalLM, layers: Float8Layers, scheme: Float8Recipe) -> None:
-    here = dict(model.named_modules())
+    modules = dict(model.named_modules())
     for native in layers.chosen:
-        module = here.get(native)
+        module = modules.get(native)
         if isinstance(module, LoraLinear):
             module.affine = Float8Matmul(scheme)
         elif isinstance(module, nn.Linear):
@@ -87,7 +87,7 @@ def set_amax_reduce_groups(parts: Sequence[CausalLM], layers: Float8Layers, mesh
         return
     tokens, features = _largest(mesh, *OF_TOKENS), _largest(mesh, "tensor")
     shared = _largest(mesh, *OF_TOKENS, "tensor")
-    for name, product in (each for part in parts for each in products_in(part).items()):
+    for name, product in (item for part in parts for item in products_in(part).items()):
         if is_shared(name):
             product.agreement = AmaxReduceGroups(tokens=shared)
         elif layers.chosen[name] is ParallelStyle.COLWISE:
@@ -104,6 +104,6 @@ def _largest(mesh: Mesh, *axes: Axis) -> Agree | None:
 def largest_over(group: dist.ProcessGroup, largest: torch.Tensor) -> torch.Tensor:
     """All-reduce the elementwise maximum over a group. NaN becomes infinity."""
     # The MAX of some backends drops NaN, and none drops infinity.
-    known = torch.where(largest.isnan(), torch.inf, largest)
-    dist.all_reduce(known, dist.ReduceOp.MAX, group)
-    return known
+    amax = torch.where(largest.isnan(), torch.inf, largest)
+    dist.all_reduce(amax, dist.ReduceOp.MAX, group)
+    return amax

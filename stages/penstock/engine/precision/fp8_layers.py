@@ -63,7 +63,7 @@ def float8_layers(train: TrainConfig, names: WeightMap, roles: Roles) -> Float8L
     """
     fp8 = train.fp8
     require_known(FIELD, fp8.exclude_modules, names)
-    found, excluded = Float8Layers(), list[str]()
+    layers, excluded = Float8Layers(), list[str]()
     for native, role in _linear_layers(names, roles):
         parts = [name.removesuffix(".weight") for name in names.hf_names(f"{native}.weight")]
         left = [part for part in parts if is_among(fp8.exclude_modules, part)]
@@ -73,20 +73,20 @@ def float8_layers(train: TrainConfig, names: WeightMap, roles: Roles) -> Float8L
         if left:
             excluded.append(native)
         elif rows % MULTIPLE or columns % _unit(fp8):
-            found.uneven[native] = rows, columns
+            layers.uneven[native] = rows, columns
         else:
-            found.chosen[native] = role
-    if not found.chosen:
+            layers.chosen[native] = role
+    if not layers.chosen:
         why = f"{FIELD} leaves out the rest" if excluded else "they are too uneven"
         raise CapabilityError(
             f"train.enable_fp8_training: no linear layer has rows in multiples of {MULTIPLE} and "
             f"columns in multiples of {_unit(fp8)}, or {why}.\n"
             "  Leave enable_fp8_training out."
         )
-    _require_whole_parts(train, names, found)
+    _require_whole_parts(train, names, layers)
     experts = names.config.experts
     num_experts = experts.num_experts if experts else 0
-    return Float8Layers(found.chosen, found.uneven, tuple(excluded), num_experts)
+    return Float8Layers(layers.chosen, layers.uneven, tuple(excluded), num_experts)
 
 
 def require_float8(capability: tuple[int, int] | None) -> None:
@@ -95,7 +95,7 @@ def require_float8(capability: tuple[int, int] | None) -> None:
     A CPU emulates it, slowly.
     """
     if capability is not None and capability < CAPABILITY:
-        has, wants = (".".join(map(str, each)) for each in (capability, CAPABILITY))
+        has, wants = (".".join(map(str, version)) for version in (capability, CAPABILITY))
         raise CapabilityError(
             "train.enable_fp8_training is true, and this machine's GPUs have no numbers of 8 bits: "
             f"their compute capability is {has}, and {wants} (Ada, Hopper) is the first with them."
@@ -131,19 +131,19 @@ def _require_whole_parts(train: TrainConfig, names: WeightMap, layers: Float8Lay
     for native, role in layers.chosen.items():
         if is_shared(native):
             continue
-        whole = _unit(fp8) if role is ParallelStyle.ROWWISE else MULTIPLE
+        multiple = _unit(fp8) if role is ParallelStyle.ROWWISE else MULTIPLE
         if fp8.recipe == "blockwise":
-            whole = TILE
+            multiple = TILE
         for part in names.hf_names(f"{native}.weight"):
             features = names.hf_shapes()[part][role is ParallelStyle.ROWWISE]
             layer = part.removesuffix(".weight").rpartition(".")[2]
             grain = names.layer_config(part).head_dim if layer in ("k_proj", "v_proj") else 1
             # Key heads are replicated if there are fewer than ranks.
-            here = max(features / size, grain)
-            if here % whole:
+            local_features = max(features / size, grain)
+            if local_features % multiple:
                 raise CapabilityError(
-                    f"train.tensor_parallel_size {size} leaves {here:g} of {features} features of "
-                    f"{part.removesuffix('.weight')} on a rank, and train.fp8 needs multiples of "
-                    f"{whole}.\n"
+                    f"train.tensor_parallel_size {size} leaves {local_features:g} of {features} "
+                    f"features of {part.removesuffix('.weight')} on a rank, and train.fp8 needs "
+                    f"multiples of {multiple}.\n"
                     f"  Write a smaller tensor_parallel_size, or add {layer} to {FIELD}."
                 )

@@ -47,10 +47,10 @@ def fp32_params(
     parts: Sequence[CausalLM], params: Sequence[LocalParam], names: WeightMap
 ) -> frozenset[int]:
     """The ids of parameters that layers always use in fp32."""
-    exact = {one for part in parts for one in of_fp32_modules(part)}
+    exact = {tensor for part in parts for tensor in of_fp32_modules(part)}
     exact |= {
-        id(one.parameter)
-        for one in params
-        if any(names.is_exact(piece.tensor) for piece in one.shards)
+        id(param.parameter)
+        for param in params
+        if any(names.is_exact(piece.tensor) for piece in param.shards)
     }
     return frozenset(exact)

@@ -87,16 +87,18 @@ def group_in(folder: SafetensorsFolder) -> int | None:
 
 
 def _state(folder: SafetensorsFolder, name: str) -> _State:
-    said = name + STATE
-    if said not in folder:
-        raise malformed(said, "it is not there")
-    stored = folder.stored(said)
+    state_name = name + STATE
+    if state_name not in folder:
+        raise malformed(state_name, "it is not there")
+    stored = folder.stored(state_name)
     if stored.dtype != torch.uint8 or len(stored.shape) != 1:
-        raise malformed(said, f"it is {stored.dtype} {stored.shape}, and would be bytes of JSON")
+        raise malformed(
+            state_name, f"it is {stored.dtype} {stored.shape}, and would be bytes of JSON"
+        )
     try:
-        state = json.loads(folder[said].numpy().tobytes())
+        state = json.loads(folder[state_name].numpy().tobytes())
     except ValueError as error:
-        raise malformed(said, f"it is not JSON ({error})") from error
+        raise malformed(state_name, f"it is not JSON ({error})") from error
     match state:
         case {"quant_type": "nf4", "blocksize": int(group), "shape": [int(rows), int(columns)]} if (
             min(group, rows, columns) > 0
@@ -104,7 +106,7 @@ def _state(folder: SafetensorsFolder, name: str) -> _State:
             nested, offset = _nested(state)
             if (nested > 0) == (f"{name}.nested_absmax" in folder):
                 return _State((rows, columns), group, nested, offset)
-    raise malformed(said, f"it says {json.dumps(state)[:200]}")
+    raise malformed(state_name, f"it says {json.dumps(state)[:200]}")
 
 
 def _nested(state: dict[str, Any]) -> tuple[int, float]:
@@ -124,21 +126,21 @@ def _scales(
     folder: SafetensorsFolder, name: str, state: _State, count: int, first: int, end: int
 ) -> torch.Tensor:
     """The scales of blocks `first` to `end` of `count`, float32."""
-    each = f"{name}.absmax"
+    absmax = f"{name}.absmax"
     if not state.nested_group:
-        return _part(folder, each, torch.float32, count, first, end)
+        return _part(folder, absmax, torch.float32, count, first, end)
     # Dequantize full blocks of scales; the first few scales may belong to earlier rows.
     low, high = first // state.nested_group, -(-end // state.nested_group)
     begin = low * state.nested_group
     nested = -(-count // state.nested_group)
-    made = bitsandbytes_scales(
-        _part(folder, each, torch.uint8, count, begin, end),
+    scales = bitsandbytes_scales(
+        _part(folder, absmax, torch.uint8, count, begin, end),
         _part(folder, f"{name}.nested_quant_map", torch.float32, 256, 0, None),
         _part(folder, f"{name}.nested_absmax", torch.float32, nested, low, high),
         state.nested_offset,
         state.nested_group,
     )
-    return made[first - begin :]
+    return scales[first - begin :]
 
 
 def _packed(folder: SafetensorsFolder, name: str, count: int, first: int, end: int) -> torch.Tensor:
@@ -160,11 +162,15 @@ def _part(
     if name not in folder:
         raise malformed(name, "it is not there")
     stored = folder.stored(name)
-    long, *rest = stored.shape or (0,)
-    if stored.dtype != (dtype or stored.dtype) or long != count or any(one != 1 for one in rest):
+    long, *trailing = stored.shape or (0,)
+    if (
+        stored.dtype != (dtype or stored.dtype)
+        or long != count
+        or any(length != 1 for length in trailing)
+    ):
         raise malformed(
             name,
             f"it is {stored.dtype} {stored.shape}, and would be {count} of {dtype or stored.dtype}",
         )
     size = (count if end is None else end) - first
-    return folder.box(name, (first, *(0 for _ in rest)), (size, *rest)).flatten()
+    return folder.box(name, (first, *(0 for _ in trailing)), (size, *trailing)).flatten()

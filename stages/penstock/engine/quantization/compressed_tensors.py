@@ -83,10 +83,10 @@ def format_for(scheme: SchemeName, shapes: Mapping[str, tuple[int, ...]]) -> For
             if not any(shape[-1] % group for shape in shapes.values()):
                 return get_format("int4", group)
         _refuse(scheme, shapes, (1, INT4_GROUPS[-1]))
-    kept = FORMATS[scheme]
-    if kept.group is not None:
-        _refuse(scheme, shapes, (kept.tile_rows, kept.group))
-    return kept
+    format = FORMATS[scheme]
+    if format.group is not None:
+        _refuse(scheme, shapes, (format.tile_rows, format.group))
+    return format
 
 
 def _refuse(
@@ -94,10 +94,10 @@ def _refuse(
 ) -> None:
     for name, (rows, columns) in shapes.items():
         if rows % multiple[0] or columns % multiple[1]:
-            what = f"multiples of {multiple[0]} x {multiple[1]}" if multiple[0] > 1 else ""
+            sizes = f"multiples of {multiple[0]} x {multiple[1]}" if multiple[0] > 1 else ""
             raise CapabilityError(
                 f"export.quantise: {name} is {rows} x {columns}, and {scheme} needs "
-                f"{what or f'columns in multiples of {multiple[1]}'}.\n"
+                f"{sizes or f'columns in multiples of {multiple[1]}'}.\n"
                 "  Write fp8 or int8, which take every shape, or leave export.quantise out."
             )
 
@@ -109,41 +109,41 @@ def stored_tensors(layer: str, shape: tuple[int, ...], kept: Format) -> dict[str
     match kept.name:
         case "fp8" | "int8":
             dtype = torch.int8 if kept.name == "int8" else torch.float8_e4m3fn
-            found: dict[str, Kind] = {"weight": (shape, dtype), "weight_scale": scales}
+            kinds: dict[str, Kind] = {"weight": (shape, dtype), "weight_scale": scales}
         case "block_fp8":
             tiles: Kind = ((-(-rows // _TILE), scales[0][1]), torch.float32)
-            found = {"weight": (shape, torch.float8_e4m3fn), "weight_scale": tiles}
+            kinds = {"weight": (shape, torch.float8_e4m3fn), "weight_scale": tiles}
         case "int4":
-            found = {
+            kinds = {
                 "weight_packed": ((rows, columns // 8), torch.int32),
                 "weight_scale": scales,
                 "weight_shape": ((2,), torch.int64),
             }
         case "nvfp4":
-            found = {
+            kinds = {
                 "weight_packed": ((rows, columns // 2), torch.uint8),
                 "weight_scale": scales,
                 "weight_global_scale": ((1,), torch.float32),
             }
         case name:
             raise AssertionError(name)
-    return {f"{layer}.{leaf}": kind for leaf, kind in found.items()}
+    return {f"{layer}.{leaf}": kind for leaf, kind in kinds.items()}
 
 
 def of_rows(layer: str, made: QuantizedTensor) -> dict[str, torch.Tensor]:
     """The stored tensors of a block of rows, which begins at a tile's first row."""
     match made.format.name:
         case "fp8" | "block_fp8":
-            found = {"weight": made.codes.view(torch.float8_e4m3fn)}
+            tensors = {"weight": made.codes.view(torch.float8_e4m3fn)}
         case "int8":
-            found = {"weight": made.codes.view(torch.int8)}
+            tensors = {"weight": made.codes.view(torch.int8)}
         case "int4":
-            found = {"weight_packed": made.codes.view(torch.int32)}
+            tensors = {"weight_packed": made.codes.view(torch.int32)}
         case _:
-            found = {"weight_packed": made.codes}
+            tensors = {"weight_packed": made.codes}
     is_tiled = made.format.tile_rows > 1
-    found["weight_scale"] = tile_scales(made) if is_tiled else made.scales
-    return {f"{layer}.{leaf}": tensor for leaf, tensor in found.items()}
+    tensors["weight_scale"] = tile_scales(made) if is_tiled else made.scales
+    return {f"{layer}.{leaf}": tensor for leaf, tensor in tensors.items()}
 
 
 def of_whole(layer: str, shape: tuple[int, ...], made: QuantizedTensor) -> dict[str, torch.Tensor]:

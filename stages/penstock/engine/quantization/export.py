@@ -67,17 +67,17 @@ class Quantizer:
         rows = max(STRETCH // (4 * shape[1]) // tall, 1) * tall
         for first in range(0, shape[0], rows):
             try:
-                made = quantize(weight[first : first + rows], self.kept, shared)
+                quantized = quantize(weight[first : first + rows], self.kept, shared)
             except ValueError as error:
                 raise CapabilityError(
                     f"export.quantise: {name}: {error}.\n"
                     "  The run has diverged; export an earlier checkpoint."
                 ) from error
-            for leaf, rows_of_it in compressed_tensors.of_rows(layer, made).items():
+            for leaf, rows_of_it in compressed_tensors.of_rows(layer, quantized).items():
                 yield leaf, first // tall if leaf.endswith("_scale") else first, rows_of_it
             if not first:
-                for leaf, whole in compressed_tensors.of_whole(layer, shape, made).items():
-                    yield leaf, 0, whole
+                for leaf, tensor in compressed_tensors.of_whole(layer, shape, quantized).items():
+                    yield leaf, 0, tensor
 
     def leaving_out(self, names: Iterable[str]) -> "Quantizer":
         """The same beside these tensors, which are not quantized."""
@@ -86,20 +86,20 @@ class Quantizer:
 
     @cached_property
     def _parts(self) -> dict[str, list[str]]:
-        found: dict[str, list[str]] = {}
+        names_by_part: dict[str, list[str]] = {}
         for name in self.shapes:
-            found.setdefault(_part(name), []).append(name)
-        return found
+            names_by_part.setdefault(_part(name), []).append(name)
+        return names_by_part
 
     def _of_one_matrix(self, name: str, weight: torch.Tensor, weights: HFStateDict) -> torch.Tensor:
         """The amax of the fused matrix that a server builds from this one and its siblings."""
         part = _part(name)
         if part not in self._largest:
-            found = [
+            amaxes = [
                 largest(weight if like == name else weights.read([like])[like], self.kept)
                 for like in self._parts[part]
             ]
-            self._largest[part] = torch.stack([each for each in found if each is not None]).amax(0)
+            self._largest[part] = torch.stack([amax for amax in amaxes if amax is not None]).amax(0)
         return self._largest[part]
 
 
@@ -132,9 +132,9 @@ def quantizer_for(scheme: SchemeName, family: Family, names: WeightMap) -> Quant
         for name, shape in hf_shapes.items()
         if len(shape) == 2 and name not in {*chosen, stored.embedding, stored.positions}
     }
-    kept = compressed_tensors.format_for(scheme, chosen)
+    format = compressed_tensors.format_for(scheme, chosen)
     # A tied head has no tensor, but is a linear layer.
-    return Quantizer(scheme, kept, chosen, tuple(sorted({*untouched, _layer(HEAD_WEIGHT)})))
+    return Quantizer(scheme, format, chosen, tuple(sorted({*untouched, _layer(HEAD_WEIGHT)})))
 
 
 def _layer(name: str) -> str:

@@ -82,13 +82,15 @@ class Mxfp4:
             CapabilityError: a tensor is missing or malformed.
         """
         _, outputs, groups = _shape(folder, name)
-        found: list[QuantizedTensor] = []
+        quantized: list[QuantizedTensor] = []
         for expert in range(first // outputs, -(-end // outputs)):
             start = expert * outputs
             low, high = max(first - start, 0), min(end - start, outputs)
             part = _read(folder, name, (expert, low, 0), (1, high - low, groups))
-            found.append(QuantizedTensor(part.format, part.columns, part.codes[0], part.scales[0]))
-        return cat(found)
+            quantized.append(
+                QuantizedTensor(part.format, part.columns, part.codes[0], part.scales[0])
+            )
+        return cat(quantized)
 
 
 def _read(

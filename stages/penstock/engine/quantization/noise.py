@@ -36,7 +36,10 @@ class QuantNoise:
         noise = current_dropout_rng()
         if noise is None:
             return None
-        runs = [RowKeys(one.num_rows, noise.key(one.tensor), one.offsets[0]) for one in self.codes]
+        runs = [
+            RowKeys(shard.num_rows, noise.key(shard.tensor), shard.offsets[0])
+            for shard in self.codes
+        ]
         return lambda weight: add_noise_(weight, value, self.alpha, runs, self.first_column)
 
 

@@ -80,23 +80,23 @@ class RowwiseFormat:
 
     def shape(self, folder: SafetensorsFolder, name: str) -> tuple[int, int]:
         """(N, K) of a weight. Raises CapabilityError if its codes are malformed."""
-        codes, kept = self.codes_tensor_name(name), self.format
+        codes, format = self.codes_tensor_name(name), self.format
         if codes not in folder:
             raise malformed(codes, "it is not there")
         stored = folder.stored(codes)
-        if stored.dtype != CODES[kept.name] or len(stored.shape) != 2:
+        if stored.dtype != CODES[format.name] or len(stored.shape) != 2:
             raise malformed(
                 codes,
-                f"it is {stored.dtype} {stored.shape}, and {kept.name} is {CODES[kept.name]} of "
-                "rows and columns",
+                f"it is {stored.dtype} {stored.shape}, and {format.name} is {CODES[format.name]} "
+                "of rows and columns",
             )
         rows, width = stored.shape
-        if kept.codes != "levels":
+        if format.codes != "levels":
             return rows, width
         columns = 2 * width * stored.dtype.itemsize
-        assert kept.group is not None
-        if columns % kept.group:
-            raise malformed(codes, f"rows of {columns} columns are not groups of {kept.group}")
+        assert format.group is not None
+        if columns % format.group:
+            raise malformed(codes, f"rows of {columns} columns are not groups of {format.group}")
         return rows, columns
 
     def rows(self, folder: SafetensorsFolder, name: str, first: int, end: int) -> QuantizedTensor:
@@ -105,29 +105,29 @@ class RowwiseFormat:
         Raises:
             CapabilityError: a tensor is missing or malformed.
         """
-        whole, wanted = self.shape(folder, name), range(first, end)
+        full_shape, row_range = self.shape(folder, name), range(first, end)
         self._require_no_more(folder, name)
-        codes_name, names, kept = self.codes_tensor_name(name), NAMES[self.publisher], self.format
+        codes_name, names, format = self.codes_tensor_name(name), NAMES[self.publisher], self.format
         width = folder.stored(codes_name).shape[1]
-        codes = folder.box(codes_name, (first, 0), (len(wanted), width)).view(torch.uint8)
-        if kept.tile_rows > 1:
+        codes = folder.box(codes_name, (first, 0), (len(row_range), width)).view(torch.uint8)
+        if format.tile_rows > 1:
             tall, wide = FP8_BLOCK_SHAPE
             tiles = range(first // tall, -(-end // tall))
-            grid = (-(-whole[0] // tall), -(-whole[1] // wide))
+            grid = (-(-full_shape[0] // tall), -(-full_shape[1] // wide))
             return of_fp8_tiles(codes, _rows(folder, name + names.scales, grid, tiles), first)
-        grid = (whole[0], kept.num_groups(whole[1]))
-        if kept.scales == "e4m3":
+        grid = (full_shape[0], format.num_groups(full_shape[1]))
+        if format.scales == "e4m3":
             dtypes = (torch.float8_e4m3fn,)
-            scales = _rows(folder, name + names.scales, grid, wanted, dtypes)
+            scales = _rows(folder, name + names.scales, grid, row_range, dtypes)
             of_all = _one(folder, name + names.whole)
             if names.whole_is == "divided by":
                 of_all = of_all.reciprocal()
             return nvfp4_of_modelopt(codes, scales, of_all)
-        if kept.group is None and _is_one(folder, name + names.scales):
-            scales = _one(folder, name + names.scales).expand(len(wanted), 1).contiguous()
+        if format.group is None and _is_one(folder, name + names.scales):
+            scales = _one(folder, name + names.scales).expand(len(row_range), 1).contiguous()
         else:
-            scales = _rows(folder, name + names.scales, grid, wanted).float()
-        return QuantizedTensor(kept, whole[1], codes, scales)
+            scales = _rows(folder, name + names.scales, grid, row_range).float()
+        return QuantizedTensor(format, full_shape[1], codes, scales)
 
     def _require_no_more(self, folder: SafetensorsFolder, name: str) -> None:
         """Reject a weight with more than codes and scales."""
@@ -152,8 +152,10 @@ def _rows(
         raise malformed(name, "it is not there")
     stored = folder.stored(name)
     if stored.shape != shape or stored.dtype not in dtypes:
-        wanted = " or ".join(map(str, dtypes))
-        raise malformed(name, f"it is {stored.dtype} {stored.shape}, and would be {wanted} {shape}")
+        expected = " or ".join(map(str, dtypes))
+        raise malformed(
+            name, f"it is {stored.dtype} {stored.shape}, and would be {expected} {shape}"
+        )
     return folder.box(name, (rows.start, 0), (len(rows), shape[1]))
 
 

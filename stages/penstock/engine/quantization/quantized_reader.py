@@ -188,15 +188,17 @@ class QuantizeOnLoad:
 
         Called on all ranks with the names that each will read.
         """
-        mine = {
+        local_names = {
             base
             for base, leaf in map(split_name, names)
             if leaf and self._formats[base].scales == "e4m3" and not self._is_published(base)
         }
-        every = sorted(set[str]().union(*ranks.all_gather(mine)))
-        here = {name: self._largest_of(name) for name in every[ranks.rank :: ranks.world_size]}
-        for some in ranks.all_gather(here):
-            self._largest |= some
+        all_names = sorted(set[str]().union(*ranks.all_gather(local_names)))
+        largest_here = {
+            name: self._largest_of(name) for name in all_names[ranks.rank :: ranks.world_size]
+        }
+        for rank_largest in ranks.all_gather(largest_here):
+            self._largest |= rank_largest
 
     def _is_published(self, name: str) -> bool:
         published, folder = self._published, self._folder
@@ -241,16 +243,16 @@ class QuantizeOnLoad:
         """Rows of one component of a matrix; without `leaf`, dequantized to fp32."""
         if self._kept.name != name:
             self._kept = _Kept(name, {})
-        if leaf and (found := self._kept.blocks.get(block.start, {}).pop(leaf, None)) is not None:
-            return found
-        made = self._quantized(name, block)
+        if leaf and (cached := self._kept.blocks.get(block.start, {}).pop(leaf, None)) is not None:
+            return cached
+        quantized = self._quantized(name, block)
         if not leaf:
-            return dequantize(made, torch.float32).cpu()
-        tensors = made.as_bytes()
-        found = tensors.pop(leaf)
+            return dequantize(quantized, torch.float32).cpu()
+        tensors = quantized.as_bytes()
+        cached = tensors.pop(leaf)
         # Codes are read first. They are large, so they are not cached.
         self._kept.blocks[block.start] = tensors if leaf == COMPONENTS[0] else {}
-        return found
+        return cached
 
     def _quantized(self, name: str, block: range) -> QuantizedTensor:
         if self._is_published(name):
@@ -272,9 +274,9 @@ class QuantizeOnLoad:
         """The amax of a full matrix, [1, 1]."""
         if name not in self._largest:
             every = self._blocks(name, 0, self._shape(name)[0])
-            found = [largest(self._rows(name, block), self._formats[name]) for block in every]
-            each = torch.stack([one for one in found if one is not None])
-            self._largest[name] = each.amax(0).cpu()
+            amaxes = [largest(self._rows(name, block), self._formats[name]) for block in every]
+            present = torch.stack([amax for amax in amaxes if amax is not None])
+            self._largest[name] = present.amax(0).cpu()
         return self._largest[name]
 
     def _rows(self, name: str, block: range) -> torch.Tensor:

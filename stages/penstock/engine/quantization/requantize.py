@@ -55,8 +55,8 @@ class _Rows:
         tensors = {name: tensor.to(device) for name, tensor in self.value.tensors.items()}
         value = QuantizedTensor(self.value.format, self.value.columns, **tensors)
         product = self.product
-        there = replace(product, left=product.left.to(device), right=product.right.to(device))
-        return there.add_to_reproducibly(dequantize(value, torch.float32), self.start)
+        on_device = replace(product, left=product.left.to(device), right=product.right.to(device))
+        return on_device.add_to_reproducibly(dequantize(value, torch.float32), self.start)
 
 
 @dataclass(frozen=True)
@@ -69,13 +69,13 @@ class _Table:
 
     def raise_by(self, rows: _Rows, merged: torch.Tensor) -> None:
         """Raise the entries to the amax of a block of rows."""
-        found = largest(merged, rows.value.format, rows.first)
-        assert found is not None
+        amax = largest(merged, rows.value.format, rows.first)
+        assert amax is not None
         entries = self._entries(rows)
-        kept = range(int(entries[0]), int(entries[-1]) + 1)
-        firsts = [max(entry * self.tall - rows.first, 0) for entry in kept]
-        mine = self.most[kept.start : kept.stop, rows.columns]
-        mine.copy_(torch.maximum(mine, found.expand(len(merged), -1)[firsts]))
+        covered = range(int(entries[0]), int(entries[-1]) + 1)
+        firsts = [max(entry * self.tall - rows.first, 0) for entry in covered]
+        table_rows = self.most[covered.start : covered.stop, rows.columns]
+        table_rows.copy_(torch.maximum(table_rows, amax.expand(len(merged), -1)[firsts]))
 
     def of(self, rows: _Rows) -> torch.Tensor:
         """The amax argument of `quantize` for a block of rows."""
@@ -100,7 +100,7 @@ class MergeIntoQuantized:
 
         `group` is None for a single rank. Rows are computed on the device of `ranks`.
         """
-        self._params = {id(one.parameter): one for one in params}
+        self._params = {id(param.parameter): param for param in params}
         self._names, self._shapes = names, names.hf_shapes()
         self._ranks, self._group = ranks, group
         self._broken: set[str] = set()
@@ -112,20 +112,20 @@ class MergeIntoQuantized:
 
         Called on all ranks of the stage, with weights in the same order.
         """
-        here = list(self._rows(weight, products))
-        tables = self._tables(weight, here)
-        for rows in here:
+        adapted = list(self._rows(weight, products))
+        tables = self._tables(weight, adapted)
+        for rows in adapted:
             if rows.matrix in self._broken:
                 continue
             table = tables.get(rows.matrix)
-            for some in rows.blocks():
-                merged = some.merged(self._ranks.device)
+            for block in rows.blocks():
+                merged = block.merged(self._ranks.device)
                 try:
-                    made = quantize(merged, weight.format, table.of(some) if table else None)
+                    quantized = quantize(merged, weight.format, table.of(block) if table else None)
                 except ValueError:
                     self._broken.add(rows.matrix)
                     break
-                some.value.copy_(made)
+                block.value.copy_(quantized)
 
     def require_finite(self, steps: int) -> None:
         """Called on all ranks after all products are added.
@@ -153,7 +153,7 @@ class MergeIntoQuantized:
         flat = {leaf: local(raw.detach()).flatten(0, -2) for leaf, raw in parameters.items()}
         value = QuantizedTensor.of_bytes(weight.format, weight.columns, flat)
         codes, scales = (self._params[id(parameters[leaf])].shards for leaf in COMPONENTS[:2])
-        in_order = sorted(products, key=lambda one: one[0])
+        in_order = sorted(products, key=lambda pair: pair[0])
         starts = [start for start, _ in in_order]
         for piece, of_scales in zip(codes, scales, strict=True):
             row = begin + piece.start
@@ -175,7 +175,7 @@ class MergeIntoQuantized:
                     start=low - start,
                 )
 
-    def _tables(self, weight: QuantizedMatrix, here: Sequence[_Rows]) -> Mapping[str, _Table]:
+    def _tables(self, weight: QuantizedMatrix, adapted: Sequence[_Rows]) -> Mapping[str, _Table]:
         """The amax tables of all checkpoint matrices in a weight, reduced over all ranks.
 
         Empty if scales depend on local rows only.
@@ -197,15 +197,15 @@ class MergeIntoQuantized:
             matrix: _Table(part.view(size), _tall(weight, *shapes[matrix]))
             for (matrix, size), part in zip(sizes.items(), parts, strict=True)
         }
-        for rows in here:
-            for some in rows.blocks():
-                tables[rows.matrix].raise_by(some, some.merged(self._ranks.device))
+        for rows in adapted:
+            for block in rows.blocks():
+                tables[rows.matrix].raise_by(block, block.merged(self._ranks.device))
         if self._group is not None:
             with self._ranks.heartbeat.waiting():
                 dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=self._group)
         if not bool(flat.isfinite().all()):
             self._broken |= {
-                matrix for matrix, one in tables.items() if not bool(one.most.isfinite().all())
+                matrix for matrix, table in tables.items() if not bool(table.most.isfinite().all())
             }
         return tables
 

@@ -58,14 +58,14 @@ def select_formats(
         excluded = published.ignored_modules if published else ()
     else:
         require_known(FIELD, excluded, names)
-    found: dict[str, Format] = {}
+    formats: dict[str, Format] = {}
     for native, role in matrices(names, roles):
         parts = names.hf_names(native)
-        kept = [part for part in parts if not is_among(excluded, part.removesuffix(".weight"))]
-        if not kept:
+        chosen = [part for part in parts if not is_among(excluded, part.removesuffix(".weight"))]
+        if not chosen:
             continue
-        if len(kept) < len(parts):
-            raise CapabilityError(_in_part(native, next(p for p in parts if p not in kept)))
+        if len(chosen) < len(parts):
+            raise CapabilityError(_in_part(native, next(p for p in parts if p not in chosen)))
         is_stack = bool(names.config.experts and names.config.experts.is_stacked)
         if role is ParallelStyle.EXPERTS and is_stack and not names.is_transposed(native):
             raise CapabilityError(
@@ -73,8 +73,8 @@ def select_formats(
                 "no format here takes.\n"
                 "  Write exclude_modules: [experts] to quantize the rest."
             )
-        found |= dict.fromkeys(kept, of_experts if role is ParallelStyle.EXPERTS else linear)
-    return found
+        formats |= dict.fromkeys(chosen, of_experts if role is ParallelStyle.EXPERTS else linear)
+    return formats
 
 
 def require_formats(
@@ -110,8 +110,8 @@ def _pair(name: str, group: int | None) -> tuple[Format, Format]:
     """The formats of linear layers and of experts."""
     try:
         if name not in PAIRS:
-            both = get_format(name, group)
-            return both, both
+            format = get_format(name, group)
+            return format, format
         # The group size applies to the one of the two formats that has groups.
         linear, of_experts = PAIRS[name]
         return get_format(linear), get_format(of_experts, group)

@@ -161,7 +161,7 @@ def build_image_inputs(
     towers = [part.vision for part in parts if isinstance(part, Decoder) and part.vision]
     tower = towers[0] if towers else None
     weights = [*tower.parameters()] if tower else []
-    is_trained = any(one.requires_grad for one in weights)
+    is_trained = any(param.requires_grad for param in weights)
     is_gathered = bool(weights) and run.train.data_parallel_mode == "fsdp2"
     shares = ImageShares.of(mesh, residual)
     return ImageInputBuilder(
@@ -177,7 +177,7 @@ def left_to_base(params: Iterable[LocalParam]) -> set[int]:
     """The ids of the parameters that checkpoints leave out: frozen ones of the vision part, which
     are loaded from the base model, and exported as the base model has them."""
     return {
-        id(one.parameter)
-        for one in params
-        if one.name.startswith(VISION) and not one.parameter.requires_grad
+        id(param.parameter)
+        for param in params
+        if param.name.startswith(VISION) and not param.parameter.requires_grad
     }

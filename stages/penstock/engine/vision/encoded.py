@@ -60,8 +60,8 @@ def load_tower(hf_config: Mapping[str, Any], folder: Path) -> VisionTower:
     tower = VisionTower(read_vision(hf_config))
     device = rank_device(0)
     with SafetensorsFolder(folder) as stored:
-        here = {name: source for source, name in checkpoint_names(stored.names(), tower).items()}
-        weights = {name: here.get(BACKBONE + name, name) for name, _ in tower.named_parameters()}
+        names = {name: source for source, name in checkpoint_names(stored.names(), tower).items()}
+        weights = {name: names.get(BACKBONE + name, name) for name, _ in tower.named_parameters()}
         stored.require(weights.values())
         tower.to_empty(device=device)
         with torch.no_grad():
@@ -73,7 +73,9 @@ def load_tower(hf_config: Mapping[str, Any], folder: Path) -> VisionTower:
 def tower_digest(tower: VisionTower, *, projected: bool) -> str:
     """SHA-256 of what the stored features depend on: the weights, without those of a projector
     whose inputs are stored, and the config of all but the language model."""
-    hf_config = {name: one for name, one in tower.config.hf_config.items() if name not in IGNORED}
+    hf_config = {
+        name: value for name, value in tower.config.hf_config.items() if name not in IGNORED
+    }
     digest = sha256(json.dumps(hf_config, sort_keys=True, default=str).encode())
     for name, parameter in sorted(tower.named_parameters()):
         if projected or not tower.config.is_projector(name):

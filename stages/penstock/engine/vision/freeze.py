@@ -60,7 +60,7 @@ def checked_parts(
             return "language"
         return "projector" if vision.is_projector(name.removeprefix(VISION)) else "vision"
 
-    trained = {part(one.name) for one in params if one.parameter.requires_grad}
+    trained = {part(param.name) for param in params if param.parameter.requires_grad}
     for name, lr in (("vision", train.vision_lr), ("projector", train.projector_lr)):
         # The first pipeline stage has the vision part.
         if lr is not None and name not in trained and mesh.index("pipeline") == 0:

@@ -119,18 +119,18 @@ class ImageInputBuilder:
         is_image_T = np.isin(batch.input_ids_T.numpy(), self.config.modality_ids)
         is_text_T = 1 - shard(torch.from_numpy(is_image_T.astype(np.int64)))
         # Found on the host: on a GPU, finding them would wait for it.
-        places = (torch.nonzero(is_text_T == value).flatten() for value in (1, 0))
-        return ModalityTokens(*(to_device(one, device) for one in (is_text_T, *places)))
+        indices = (torch.nonzero(is_text_T == value).flatten() for value in (1, 0))
+        return ModalityTokens(*(to_device(tensor, device) for tensor in (is_text_T, *indices)))
 
     def _dummy(self, tower: VisionTower, device: torch.device) -> Mapping[str, torch.Tensor]:
-        found = dummy_hidden(tower) if self.is_encoded else dummy_image(tower)
-        return {name: to_device(one, device) for name, one in found.items()}
+        inputs = dummy_hidden(tower) if self.is_encoded else dummy_image(tower)
+        return {name: to_device(tensor, device) for name, tensor in inputs.items()}
 
     def unused(self) -> list[nn.Parameter]:
         """The trained parameters that have no gradient after a backward pass, as the features do
         not depend on them: an optimizer leaves these as they are, in every layout."""
         named = [] if self.tower is None or not self.fills else self.tower.parameters()
-        return [one for one in named if one.requires_grad and one.grad is None]
+        return [param for param in named if param.requires_grad and param.grad is None]
 
     def _places(self, batch: MicroBatch, images: ImageBatch) -> np.ndarray:
         tokens: int | tuple[int, ...] = self.config.image_token_id
@@ -144,16 +144,18 @@ class ImageInputBuilder:
             return None
         scale = np.float32(self.config.tokens_per_second)
         # Images have one temporal patch.
-        return [float(scale * np.float32(each)) for each in images.number_of_each(SECONDS, 0.0)]
+        return [
+            float(scale * np.float32(seconds)) for seconds in images.number_of_each(SECONDS, 0.0)
+        ]
 
 
 def require_videos(config: VisionConfig) -> int:
     """The token of videos. Raises CapabilityError for a model that is not trained on them."""
     if config.video_token_id is None:
-        known = ", ".join(name for name, one in VISION_TYPES.items() if one.video)
+        types = ", ".join(name for name, kind in VISION_TYPES.items() if kind.video)
         raise CapabilityError(
             f"the data has videos, and models of type {config.hf_config.get('model_type')} are not"
-            f" trained on them.\n  Use a model of one of these types: {known}."
+            f" trained on them.\n  Use a model of one of these types: {types}."
         )
     return config.video_token_id
 

@@ -41,7 +41,7 @@ class ImageShares:
         ends = [*accumulate(counts)]
         middles = (2 * end - count for end, count in zip(ends, counts, strict=True))
         ranks = [middle * self.size // (2 * ends[-1]) for middle in middles]
-        starts = [sum(rank < one for rank in ranks) for one in range(self.size + 1)]
+        starts = [sum(rank < rank_end for rank in ranks) for rank_end in range(self.size + 1)]
         return [range(start, end) for start, end in pairwise(starts)]
 
     def gather(self, mine: Sequence[torch.Tensor], counts: Sequence[int]) -> list[torch.Tensor]:

@@ -56,8 +56,8 @@ class ImageTextInputs:
             _require_kind("audio", self.traits, "the data has audio, and this model")
         ids_T = batch.input_ids_T.numpy()
         tokens = tuple(self.traits.token_ids.values())
-        places = image_places(ids_T, tokens, batch.images.token_counts)
-        index_T = torch.from_numpy(feature_index(places, len(ids_T)))
+        image_ranges = image_places(ids_T, tokens, batch.images.token_counts)
+        index_T = torch.from_numpy(feature_index(image_ranges, len(ids_T)))
         return ImageInputs(
             batch.images.repeat(batch.images.to_device(device)),
             to_device(shard(index_T), device),
@@ -116,11 +116,11 @@ def require_audio(hf_config: Mapping[str, Any], config: DecoderConfig) -> None:
     _require_kind("audio", traits, f"A {model_type}")
 
 
-def _require_kind(kind: str, traits: MediaTraits, what: str) -> None:
+def _require_kind(kind: str, traits: MediaTraits, model: str) -> None:
     if kind not in traits.token_ids:
         why = f": {traits.refused[kind]}" if kind in traits.refused else ""
         raise CapabilityError(
-            f"{what} is not trained on {kind}{why}.\n"
+            f"{model} is not trained on {kind}{why}.\n"
             f"  Use a model that takes {kind}, or data without it."
         )
 

@@ -22,20 +22,20 @@ def checkpoint_names(stored: Iterable[str], tower: VisionTower) -> Mapping[str, 
 
     model = tower.hf_model
     transforms = get_model_conversion_mapping(model)
-    renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
-    converters = [one for one in transforms if isinstance(one, WeightConverter)]
-    known = dict.fromkeys((name for name, _ in tower.named_parameters()), True)
+    renamings = [rule for rule in transforms if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in transforms if isinstance(rule, WeightConverter)]
+    own_names = dict.fromkeys((name for name, _ in tower.named_parameters()), True)
     prefix = model.base_model_prefix or BACKBONE.rstrip(".")
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     for source in stored:
         if is_language(source):
             continue
-        name, pattern = rename_source_key(source, renamings, converters, prefix, known)
+        name, pattern = rename_source_key(source, renamings, converters, prefix, own_names)
         if pattern is not None:
             raise CapabilityError(
                 f"{source} of the checkpoint is of the vision part in an older form.\n"
                 "  Load the model with transformers, save it again, and use that folder."
             )
-        if name in known:
-            found[source] = BACKBONE + name
-    return found
+        if name in own_names:
+            names[source] = BACKBONE + name
+    return names

@@ -32,11 +32,11 @@ def write_task_scores(
     """Store task scores (`task`, `metric`, `value`, `stderr`); they replace earlier scores of the
     same tasks."""
     rescored = {score["task"] for score in scores}
-    kept = [
+    other_scores = [
         each for each in read_eval_results(folder, key)["tasks"] if each["task"] not in rescored
     ]
     added = [{**score, "limit": limit, "time": _now()} for score in scores]
-    _update(folder, key, tasks=[*kept, *added])
+    _update(folder, key, tasks=[*other_scores, *added])
 
 
 def read_eval_results(folder: Path, key: str) -> dict[str, Any]:
@@ -44,8 +44,8 @@ def read_eval_results(folder: Path, key: str) -> dict[str, Any]:
     same folder are ignored."""
     path = folder / EVAL_RESULTS
     nothing: dict[str, Any] = {"held_out": None, "tasks": []}
-    found = read_json(path) if path.is_file() else nothing
-    return {**nothing, **found} if found.get("key") == key else nothing
+    stored = read_json(path) if path.is_file() else nothing
+    return {**nothing, **stored} if stored.get("key") == key else nothing
 
 
 def _update(folder: Path, key: str, **results: Any) -> None:
@@ -56,8 +56,8 @@ def _select_samples(samples: Sequence[Mapping[str, Any]]) -> list[Mapping[str, A
     """The first wrong and the first right samples, in their order."""
     of = {is_right: [s for s in samples if s["right"] == is_right] for is_right in (False, True)}
     wrong = min(len(of[False]), max(MAX_COMPLETIONS // 2, MAX_COMPLETIONS - len(of[True])))
-    kept = {id(sample) for sample in of[False][:wrong] + of[True][: MAX_COMPLETIONS - wrong]}
-    return [sample for sample in samples if id(sample) in kept]
+    selected = {id(sample) for sample in of[False][:wrong] + of[True][: MAX_COMPLETIONS - wrong]}
+    return [sample for sample in samples if id(sample) in selected]
 
 
 def _truncate_sample(sample: Mapping[str, Any]) -> dict[str, Any]:

@@ -88,11 +88,11 @@ class Evaluator:
 
         Raises StageError if the loss is not finite. Collective.
         """
-        found = self.evaluate(is_asked_to_stop, max_rows=batches * self._rows_per_batch)
-        if found and not math.isfinite(found[LOSS]):
+        metrics = self.evaluate(is_asked_to_stop, max_rows=batches * self._rows_per_batch)
+        if metrics and not math.isfinite(metrics[LOSS]):
             raise StageError(
                 f"before the first step the loss of {batches} batch(es) of evaluation rows is "
-                f"{found[LOSS]}, so every evaluation would be invalid.\n"
+                f"{metrics[LOSS]}, so every evaluation would be invalid.\n"
                 "  Check the weights of model.model_path and the evaluation data; "
                 "train.eval_sanity_batches: 0 disables this check."
             )
@@ -143,7 +143,7 @@ def build_evaluator(
     """
     train = job.config.train
     folder = job.packed_dir / "data" / "validation"
-    found = None
+    evaluator = None
     if folder.is_dir():
         rows = PackedRows(folder)
         preferences = built.engine.preferences
@@ -152,20 +152,20 @@ def build_evaluator(
         references = RefModel(job.ref_logprobs) if job.ref_logprobs else None
         metric = PreferenceMetrics(preferences, references) if preferences else None
         size = train.eval_rows_per_batch or rows_per_batch
-        found = Evaluator(
+        evaluator = Evaluator(
             rows, built, ranks, train, loader_config, rows_per_batch=size, metric=metric
         )
     eval_fields = ("eval_only", "eval_at_start", "eval_steps", "eval_epochs", "eval_sanity_batches")
     enabled = [name for name in eval_fields if getattr(train, name)]
     # Zero batches is a valid setting, except for a run that only evaluates.
-    if enabled and (found is None or (train.eval_only and not found)):
+    if enabled and (evaluator is None or (train.eval_only and not evaluator)):
         raise ConfigError(
             f"train.{enabled[0]} is {shown(getattr(train, enabled[0]))}, "
             "and there is no evaluation data.\n"
             "  Write data.test_datasets or data.val_set_size, and remove "
             "train.eval_max_batches: 0."
         )
-    return found or None
+    return evaluator or None
 
 
 def select_eval_rows(num_rows: int, limit: int | float | None, rows_per_batch: int) -> Integers:

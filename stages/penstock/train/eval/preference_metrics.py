@@ -36,8 +36,8 @@ class PreferenceMetrics:
 
     def compute(self) -> dict[str, float]:
         """Reduce over all ranks and return the metrics."""
-        loss, found = self._preferences.compute_loss(self._seen)
+        loss, metrics = self._preferences.compute_loss(self._seen)
         return {
             f"{PREFIX}loss": loss,
-            **{f"{PREFIX}{name}": value for name, value in found.items()},
+            **{f"{PREFIX}{name}": value for name, value in metrics.items()},
         }

@@ -58,10 +58,12 @@ class LogprobScorer:
         table = torch.zeros(shape, dtype=torch.float64, device=self._ranks.device)
         groups = self._local_micro_batches(rows)
         collated = collate(groups, pad_to_multiple_of=self._pad_to_multiple_of)
-        found = self._built.sequence_logprobs.gather(collated.micro_batches())
-        for group, scores_DA in zip(groups, found, strict=True):
-            its = [starts[id(row)] + index for row in group for index in range(len(_samples(row)))]
-            table[its] = scores_DA
+        logprobs = self._built.sequence_logprobs.gather(collated.micro_batches())
+        for group, scores_DA in zip(groups, logprobs, strict=True):
+            indices = [
+                starts[id(row)] + index for row in group for index in range(len(_samples(row)))
+            ]
+            table[indices] = scores_DA
         index_of = {sample: index for index, sample in enumerate(samples)}
         scores = self._ranks.all_reduce_sum(table).cpu().numpy()
         return SampleLogprobs(list(index_of), scores[list(index_of.values())])

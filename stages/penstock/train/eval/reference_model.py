@@ -91,14 +91,14 @@ class SyncedRefModel(RefModel):
         self._scores, self._last_update = RefLogprobs(folder), last
 
     def _update(self, folder: Path, cursor: Cursor) -> None:
-        found = list(self._scorer.iter_chunks(self._rows_until_next_update(cursor)))
+        chunks = list(self._scorer.iter_chunks(self._rows_until_next_update(cursor)))
         if self._ranks.is_main_process:
             remove(folder)
-            samples = [sample for scored in found for sample in scored.samples]
+            samples = [sample for scored in chunks for sample in scored.samples]
             write_shared_scores(
-                folder, samples, np.concatenate([scored.logprobs for scored in found])
+                folder, samples, np.concatenate([scored.logprobs for scored in chunks])
             )
-            updates = sorted(self._root.glob("step_*"), key=lambda each: int(each.name[5:]))
+            updates = sorted(self._root.glob("step_*"), key=lambda path: int(path.name[5:]))
             for old in updates[:-NUM_KEPT]:
                 remove(old)
         self._ranks.barrier()

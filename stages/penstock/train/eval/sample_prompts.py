@@ -43,31 +43,31 @@ class SamplePrompts:
         loaded = chat_template.apply(load_tokenizer(tokenizer, revision))
         ends: list[Any] = [loaded.eos_token_id]
         if loaded.chat_template:
-            asked = [[{"role": "user", "content": text}] for text in texts]
+            conversations = [[{"role": "user", "content": text}] for text in texts]
             rendered = [
                 loaded.apply_chat_template(
-                    one, tokenize=False, add_generation_prompt=True, **chat_template.variables
+                    messages, tokenize=False, add_generation_prompt=True, **chat_template.variables
                 )
-                for one in asked
+                for messages in conversations
             ]
             ends.append(end_of_turn(loaded, chat_template.variables))
             # The chat template already adds special tokens.
-            found = [loaded.encode(str(text), add_special_tokens=False) for text in rendered]
+            encoded = [loaded.encode(str(text), add_special_tokens=False) for text in rendered]
         else:
-            found = [loaded.encode(text) for text in texts]
+            encoded = [loaded.encode(text) for text in texts]
         stop_tokens = tuple(dict.fromkeys(end for end in ends if isinstance(end, int)))
-        return cls(tuple(texts), tuple(map(tuple, found)), stop_tokens, loaded)
+        return cls(tuple(texts), tuple(map(tuple, encoded)), stop_tokens, loaded)
 
     def decode(self, answers: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
         """Each prompt with its decoded completion, without the token that ends it."""
-        found: list[dict[str, Any]] = []
+        samples: list[dict[str, Any]] = []
         for text, answer in zip(self.texts, answers, strict=True):
             ended = bool(answer) and answer[-1] in self.stop_tokens
             text_out = self.tokenizer.decode(list(answer[:-1] if ended else answer))
-            found.append(
+            samples.append(
                 {"prompt": text, "answer": text_out, "tokens": len(answer), "ended": ended}
             )
-        return found
+        return samples
 
 
 class _StoppedError(Exception):
@@ -90,9 +90,9 @@ class SamplePromptGenerator:
         Raises ConfigError for a prompt that the model cannot complete, before training starts.
         """
         self._prompts, self._generator, self._ranks = prompts, built.generator, ranks
-        told = ranks.all_gather((prompts.token_ids, prompts.stop_tokens) if prompts else None)[0]
-        assert told is not None
-        tokens, stop_tokens = told
+        encoded = ranks.all_gather((prompts.token_ids, prompts.stop_tokens) if prompts else None)[0]
+        assert encoded is not None
+        tokens, stop_tokens = encoded
         sampling_params = SamplingParams(
             max_tokens=max_new_tokens, temperature=0, stop_tokens=stop_tokens
         )
@@ -112,10 +112,10 @@ class SamplePromptGenerator:
                 raise _StoppedError
 
         try:
-            found = self._generator.generate(self._generation_prompts, between=raise_if_stopped)
+            outputs = self._generator.generate(self._generation_prompts, between=raise_if_stopped)
         except _StoppedError:
             return None
-        answers = [one.completions[0].tokens for one in found]
+        answers = [output.completions[0].tokens for output in outputs]
         return self._prompts.decode(answers) if self._prompts else []
 
 

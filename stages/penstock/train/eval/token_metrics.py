@@ -51,7 +51,7 @@ class TokenMetrics:
         record = {LOSS: mean, PERPLEXITY: perplexity(mean), ACCURACY: right / max(1, tokens)}
         if self._sources:
             by_source = zip(self._sources.labels, counts, strict=True)
-            record |= {f"{LOSS}/{label}": its[0] / its[1] for label, its in by_source if its[1]}
+            record |= {f"{LOSS}/{label}": sums[0] / sums[1] for label, sums in by_source if sums[1]}
         return record
 
     def _source_ids(self, batch: MicroBatch) -> torch.Tensor:
@@ -61,8 +61,8 @@ class TokenMetrics:
         for number, size in batch.rows if self._sources else ():
             lengths = self._rows.row(number).lengths
             first = self._first_documents[number]
-            its = self._sources.of_documents[first : first + len(lengths)] if self._sources else 0
-            source_ids[start : start + size] = np.repeat(its, lengths)
+            ids = self._sources.of_documents[first : first + len(lengths)] if self._sources else 0
+            source_ids[start : start + size] = np.repeat(ids, lengths)
             start += size
         return torch.from_numpy(source_ids)
 

@@ -134,18 +134,18 @@ def describe(running: Sequence[RankStatus], stacks: Mapping[int, Stack], now: fl
         return "No rank of this node is still running."
     stragglers = find_stragglers(running, stacks)
     named = {beat.rank for beat in stragglers}
-    others = sorted((b for b in running if b.rank not in named), key=lambda b: b.progress)
+    waiting = sorted((b for b in running if b.rank not in named), key=lambda b: b.progress)
     if stragglers:
         lines = [f"Stragglers: {len(stragglers)} of {len(running)} rank(s) of this node."]
-        if others:
-            lines[0] = f"{lines[0][:-1]}; rank(s) {_format_ranks(others)} are waiting."
+        if waiting:
+            lines[0] = f"{lines[0][:-1]}; rank(s) {_format_ranks(waiting)} are waiting."
         shown = stragglers
     else:
         lines = [
             f"All {len(running)} rank(s) of this node wait for other ranks: for those of another "
             "node, for the network, or for each other in different collectives."
         ]
-        shown = others[:2]
+        shown = waiting[:2]
     for beat in shown:
         lines.append(
             f"rank {beat.rank} on {beat.host} (process {beat.pid}): {beat.step} step(s) done, "
@@ -160,8 +160,8 @@ def describe(running: Sequence[RankStatus], stacks: Mapping[int, Stack], now: fl
     return "\n    ".join(lines)
 
 
-def _format_ranks(some: Sequence[RankStatus]) -> str:
-    return ", ".join(str(rank) for rank in sorted(beat.rank for beat in some))
+def _format_ranks(beats: Sequence[RankStatus]) -> str:
+    return ", ".join(str(rank) for rank in sorted(beat.rank for beat in beats))
 
 
 def _running(last: Sequence[RankStatus]) -> list[RankStatus]:

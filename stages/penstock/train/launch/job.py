@@ -198,10 +198,10 @@ def remove_secrets(value: Any) -> Any:
     """
     if isinstance(value, dict):
         return {
-            name: each if name == PROMPTS else remove_secrets(each) for name, each in value.items()
+            name: item if name == PROMPTS else remove_secrets(item) for name, item in value.items()
         }
     if isinstance(value, list):
-        return [remove_secrets(each) for each in value]
+        return [remove_secrets(item) for item in value]
     return redact(value) if isinstance(value, str) else value
 
 

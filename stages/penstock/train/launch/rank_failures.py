@@ -83,7 +83,9 @@ def first_failure(logs: Path) -> str | None:
 
 def read_timeouts(logs: Path) -> list[Failure]:
     """Failures of ranks that timed out waiting for others."""
-    return [f for f in _read_failures(logs) if any(word in f.error for word in _TIMEOUT_WORDS)]
+    return [
+        f for f in _read_failures(logs) if any(pattern in f.error for pattern in _TIMEOUT_WORDS)
+    ]
 
 
 def build_error(logs: Path, status: int, hang_report: str | None = None) -> StageError:
@@ -118,7 +120,7 @@ def build_error(logs: Path, status: int, hang_report: str | None = None) -> Stag
 
 def _has_lost_peer(failure: Failure) -> bool:
     """Whether the rank failed because another one was gone."""
-    return not failure.message and any(word in failure.error for word in _LOST_PEER)
+    return not failure.message and any(pattern in failure.error for pattern in _LOST_PEER)
 
 
 def _retryable(text: str) -> StageError:
@@ -144,16 +146,16 @@ def _describe_crash(crash: RankCrash, logs: Path) -> str:
 
 
 def _read_failures(logs: Path) -> list[Failure]:
-    found: list[Failure] = []
+    failures: list[Failure] = []
     for path in logs.glob("failure_*.json"):
         with suppress(ValueError, TypeError):  # The file is being written.
-            found.append(Failure(**read_json(path)))
-    return sorted(found, key=lambda f: f.time)
+            failures.append(Failure(**read_json(path)))
+    return sorted(failures, key=lambda f: f.time)
 
 
 def _read_crashes(logs: Path) -> list[RankCrash]:
     """Crashes of the last start of the ranks on each node, except for ranks that were asked to
     stop."""
     lists = [record for path in logs.glob(CRASHES) for record in read_json(path)]
-    found = [RankCrash(**record) for record in lists]
-    return sorted((d for d in found if d.signal != signal.SIGTERM), key=lambda d: d.time)
+    crashes = [RankCrash(**record) for record in lists]
+    return sorted((d for d in crashes if d.signal != signal.SIGTERM), key=lambda d: d.time)

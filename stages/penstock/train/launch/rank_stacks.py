@@ -95,14 +95,14 @@ def dump_stacks(folder: Path, pids: dict[int, int]) -> dict[int, Stack]:
         if now == sizes and all(now[rank] > before[rank] for rank in pids):
             break
         sizes = now
-    found: dict[int, Stack] = {}
+    stacks: dict[int, Stack] = {}
     for rank in pids:
         with contextlib.suppress(OSError), stack_file(folder, rank).open("rb") as stream:
             stream.seek(before[rank])
             lines = stream.read().decode(errors="replace").splitlines()
             if stack := main_stack(lines):
-                found[rank] = stack
-    return found
+                stacks[rank] = stack
+    return stacks
 
 
 def main_stack(lines: Iterable[str]) -> Stack | None:

@@ -94,16 +94,16 @@ def gloo_interface(endpoint: str | None) -> dict[str, str]:
 def secret_purposes(job: Job) -> set[Purpose]:
     """Purposes for which the ranks need secrets. Remote files are downloaded before they start."""
     train = job.config.train
-    found: set[Purpose] = set()
+    purposes: set[Purpose] = set()
     if train.use_wandb is not False:  # Unset means: use W&B if there is a login.
-        found.add("wandb")
+        purposes.add("wandb")
     if train.use_mlflow:
-        found.add("mlflow")
+        purposes.add("mlflow")
     if train.use_trackio:
-        found.add("trackio")
+        purposes.add("trackio")
     if train.sample_prompts and job.tokenizer and not Path(job.tokenizer).exists():
-        found.add("hub")
-    return found
+        purposes.add("hub")
+    return purposes
 
 
 def build_environment(run: RunConfig) -> dict[str, str]:

@@ -82,7 +82,7 @@ def _newest_complete_step(out: Path) -> int:
 
 def _completion_markers(names: Collection[str], naming: CheckpointNaming) -> list[tuple[int, str]]:
     """(step, name) of the completion markers, oldest first."""
-    found: list[tuple[int, str]] = []
+    markers: list[tuple[int, str]] = []
     for name, match in ((name, _MARKER.fullmatch(name)) for name in names):
         if not match:
             continue
@@ -92,5 +92,5 @@ def _completion_markers(names: Collection[str], naming: CheckpointNaming) -> lis
                 f"the run has a checkpoint {match[1]}, which train.ckpt_name does not match, so "
                 "its step is unknown.\n  Write ckpt_name as it was when the run started."
             )
-        found.append((step, name))
-    return sorted(found)
+        markers.append((step, name))
+    return sorted(markers)

@@ -30,7 +30,7 @@ def write_environment(
     record: dict[str, Any] = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "total_steps": total_steps,
-        "findings": [each.as_json() for each in findings],
+        "findings": [finding.as_json() for finding in findings],
         "host": platform.node(),
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
         "device": device_name(ranks.device),

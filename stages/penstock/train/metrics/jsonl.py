@@ -17,9 +17,9 @@ class MetricsLog:
     """Appends records with a `step`. A resumed run first truncates the file to its start step."""
 
     def __init__(self, path: Path, resumed_step: int) -> None:
-        kept = [record for record in read_metrics(path) if record["step"] <= resumed_step]
+        earlier = [record for record in read_metrics(path) if record["step"] <= resumed_step]
         with atomic_write(path) as part:
-            part.write_text("".join(_line(record) for record in kept))
+            part.write_text("".join(_line(record) for record in earlier))
         self._file = os.open(path, os.O_WRONLY)
         self._end = os.lseek(self._file, 0, os.SEEK_END)
         self._buffer = b""

@@ -68,10 +68,10 @@ class LossSpikeDetector:
         if loss is None:
             return None
         losses = self._recent_losses
-        found: Spike | None = None
+        spike: Spike | None = None
         if self._threshold and len(losses) >= MIN_STEPS:
             usual = median(losses)
-            distance = median(abs(one - usual) for one in losses)
+            distance = median(abs(value - usual) for value in losses)
             self._initial_median = (
                 abs(usual) if self._initial_median is None else self._initial_median
             )
@@ -81,11 +81,11 @@ class LossSpikeDetector:
             deviation = max(STD_PER_MAD * distance, min_deviation)
             above = (loss - usual) / deviation
             if above >= self._threshold:
-                found = Spike(loss, usual, above)
+                spike = Spike(loss, usual, above)
         if math.isfinite(loss):
             losses.append(loss)
-        is_first, self._is_spiking = not self._is_spiking, found is not None
-        return found if is_first else None
+        is_first, self._is_spiking = not self._is_spiking, spike is not None
+        return spike if is_first else None
 
 
 @dataclass(frozen=True)
@@ -105,17 +105,17 @@ def highest_loss_rank(rank_losses: Sequence[RankLoss]) -> tuple[list[int], tuple
     """The ranks whose rows have the highest mean loss, these rows, and that mean relative to the
     step's mean. Ranks that share rows are grouped."""
     by_rows: dict[tuple[int, ...], list[RankLoss]] = {}
-    for each in rank_losses:
-        by_rows.setdefault(each.rows, []).append(each)
-    total = math.fsum(each.loss for each in rank_losses)
+    for part in rank_losses:
+        by_rows.setdefault(part.rows, []).append(part)
+    total = math.fsum(part.loss for part in rank_losses)
     weight = math.fsum(several[0].loss_weight for several in by_rows.values())
 
     def mean(several: Sequence[RankLoss]) -> float:
-        return math.fsum(each.loss for each in several) / (several[0].loss_weight or 1)
+        return math.fsum(part.loss for part in several) / (several[0].loss_weight or 1)
 
-    rows, most = max(by_rows.items(), key=lambda each: mean(each[1]))
-    whole = total / (weight or 1)
-    return [each.rank for each in most], rows, mean(most) / whole if whole else 1.0
+    rows, most = max(by_rows.items(), key=lambda part: mean(part[1]))
+    step_mean = total / (weight or 1)
+    return [part.rank for part in most], rows, mean(most) / step_mean if step_mean else 1.0
 
 
 class LossSpikeMonitor:
@@ -131,10 +131,10 @@ class LossSpikeMonitor:
         if spike is None:
             return None
         weight = math.fsum(batch.loss_weight for batch in batches)
-        mine = RankLoss(
+        rank_loss = RankLoss(
             self._ranks.rank, packed_row_numbers(batches), result.local_loss.item(), weight
         )
-        ranks, rows, times = highest_loss_rank(self._ranks.all_gather(mine))
+        ranks, rows, times = highest_loss_rank(self._ranks.all_gather(rank_loss))
         text = (
             f"the loss is {spike.loss:.4g}, {spike.deviations:.1f} standard deviations above "
             f"{spike.median:.4g}, the median of the steps before it; highest on rank(s) "

@@ -48,16 +48,16 @@ class PhaseTimer:
         """Seconds of each phase since the last call. The device must be synchronized."""
         last = self._clock.mark()
         self._clock.synchronize(last)
-        found: dict[str, float] = defaultdict(float)
+        totals: dict[str, float] = defaultdict(float)
         ends = [*(mark for _, _, mark in self._marks[1:]), last]
         for (phase, is_waiting, start), end in zip(self._marks, ends, strict=True):
             seconds = self._clock.elapsed(start, end)
-            found[phase] += seconds
+            totals[phase] += seconds
             if is_waiting:
-                found[COMMUNICATION] += seconds
+                totals[COMMUNICATION] += seconds
         self._phase, self._is_waiting = BETWEEN, False
         self._marks = [(BETWEEN, False, last)]
-        return {phase: round(seconds, 6) for phase, seconds in found.items()}
+        return {phase: round(seconds, 6) for phase, seconds in totals.items()}
 
 
 class _CpuClock:

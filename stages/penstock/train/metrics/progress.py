@@ -75,9 +75,9 @@ class _ProgressBar:
             if fields := _format_evaluation(record):
                 self.say(f"train: step {record['step']}: {fields}")
             return
-        left = self._eta.eta(record["step"])
+        eta = self._eta.eta(record["step"])
         if record["step"] % self._every == 0 or record["step"] == self._total:
-            self._bar.set_postfix_str("  ".join(_bar_fields(record, left)), refresh=False)
+            self._bar.set_postfix_str("  ".join(_bar_fields(record, eta)), refresh=False)
         self._bar.update(record["step"] - self._bar.n)
 
     def say(self, line: str) -> None:
@@ -131,19 +131,19 @@ class _EtaEstimator:
 
 def format_clock(seconds: float) -> str:
     """Format as H:MM:SS, with days if necessary."""
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, secs = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
     if days:
-        return f"{days}d {hours:02}:{minutes:02}:{rest:02}"
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes:02}:{rest:02}"
+        return f"{days}d {hours:02}:{minutes:02}:{secs:02}"
+    return f"{hours}:{minutes:02}:{secs:02}" if hours else f"{minutes:02}:{secs:02}"
 
 
-def _bar_fields(record: Mapping[str, Any], left: float) -> list[str]:
+def _bar_fields(record: Mapping[str, Any], eta: float) -> list[str]:
     """The most important values first; narrow terminals cut off the rest."""
     loss = record["loss"]
     first = "no loss" if loss is None else f"loss {loss:.4f}"
-    fields = [first, f"ETA {format_clock(left)}", f"lr {record['lr']:.2e}"]
+    fields = [first, f"ETA {format_clock(eta)}", f"lr {record['lr']:.2e}"]
     if "grad_norm" in record:
         fields.append(f"norm {record['grad_norm']:.2f}")
     fields.append(f"{record['tokens_per_second']:,.0f} tok/s")

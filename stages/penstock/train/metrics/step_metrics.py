@@ -34,11 +34,11 @@ def recovery_times(first_phases: Sequence[tuple[str, float]], now: float) -> dic
     before = [(phase, at) for phase, at in first_phases if phase != READING_ROWS]
     step = next((at for phase, at in first_phases if phase == READING_ROWS), now)
     marks = [*((phase, at) for phase, at in before if at < step), ("first step", step), ("", now)]
-    found: dict[str, float] = defaultdict(float)
+    times: dict[str, float] = defaultdict(float)
     for (phase, start), (_, end) in pairwise(marks):
-        found[phase.replace(" ", "_")] += end - start
-    found["all"] = now - marks[0][1]
-    return {phase: round(seconds, 3) for phase, seconds in found.items()}
+        times[phase.replace(" ", "_")] += end - start
+    times["all"] = now - marks[0][1]
+    return {phase: round(seconds, 3) for phase, seconds in times.items()}
 
 
 GIB = 1 << 30

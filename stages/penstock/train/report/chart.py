@@ -106,9 +106,9 @@ def build_chart(
 
     `unit` determines the number format of the tooltip.
     """
-    steps = [step for each in series for step in (each.steps[0], each.steps[-1])]
+    steps = [step for line in series for step in (line.steps[0], line.steps[-1])]
     x_axis = Axis(min(steps), max(steps), "linear")
-    finite = [value for each in series for value in each.values if math.isfinite(value)]
+    finite = [value for line in series for value in line.values if math.isfinite(value)]
     y_axis, y_ticks = build_y_axis(finite, label, 5)
     return Chart(
         name=name,
@@ -118,7 +118,7 @@ def build_chart(
         is_point=len(series) == len(series[0].values) == 1,
         x_ticks=build_step_ticks(x_axis),
         y_ticks=y_ticks,
-        lines=[_draw_line(each, x_axis, y_axis, label) for each in series],
+        lines=[_draw_line(line, x_axis, y_axis, label) for line in series],
         tooltip={
             "x": [x_axis.low, x_axis.high],
             "y": list(y_axis.limits),
@@ -145,12 +145,12 @@ def build_bar_chart(
     width = 100 / len(counts)
     bars = [
         Bar(
-            f"{move_to(width * (at + BAR_GAP), 100)}"
+            f"{move_to(width * (slot + BAR_GAP), 100)}"
             f"V{(100 - y_axis.position(count)) * VIEWBOX / 100:.1f}"
-            f"H{width * (at + 1 - BAR_GAP) * VIEWBOX / 100:.1f}V{VIEWBOX}Z",
+            f"H{width * (slot + 1 - BAR_GAP) * VIEWBOX / 100:.1f}V{VIEWBOX}Z",
             f"{name}: {count:,}",
         )
-        for at, (_, name, count) in enumerate(counts)
+        for slot, (_, name, count) in enumerate(counts)
         if count
     ]
     every = -(-len(counts) // MAX_LABELS)
@@ -159,9 +159,9 @@ def build_bar_chart(
         note=note,
         x_ticks=[
             # The shortest length range is labeled at its left edge.
-            Tick(width * (at + (0.5 if short == name else 0.0)), short)
-            for at, (short, name, _) in enumerate(counts)
-            if not at % every
+            Tick(width * (slot + (0.5 if short == name else 0.0)), short)
+            for slot, (short, name, _) in enumerate(counts)
+            if not slot % every
         ],
         y_ticks=[
             Tick(100 - y_axis.position(mark), label(mark)) for mark in marks if mark == round(mark)
@@ -203,12 +203,12 @@ def smooth_values(values: Sequence[float]) -> list[float]:
     keep = math.exp(-1 / max(1.0, SMOOTHING_SHARE * len(values)))
     before, after = _decayed_sums(values, keep), _decayed_sums(values[::-1], keep)[::-1]
     averages: list[float] = []
-    for value, (left, left_weight), (right, right_weight) in zip(
+    for value, (past, past_weight), (future, future_weight) in zip(
         values, before, after, strict=True
     ):
         own, own_weight = (value, 1.0) if math.isfinite(value) else (0.0, 0.0)
-        weight = left_weight + right_weight - own_weight
-        averages.append((left + right - own) / weight if weight else 0.0)
+        weight = past_weight + future_weight - own_weight
+        averages.append((past + future - own) / weight if weight else 0.0)
     return averages
 
 
@@ -236,8 +236,8 @@ def _draw_line(
         if any(map(math.isfinite, values)):
             smooth = _path([place(i, averaged[i]) for i in shown])
     elif series.kind == "dots" or len(values) == 1:
-        found = [place(i, v) for i, v in enumerate(values)]
-        dots = " ".join(f"{move_to(*each)}h0" for each in found if each)
+        points = [place(i, v) for i, v in enumerate(values)]
+        dots = " ".join(f"{move_to(*point)}h0" for point in points if point)
     return ChartLine(series.label, series.color, raw, smooth, dots, label(values[-1]))
 
 
@@ -252,15 +252,15 @@ def _decayed_sums(values: Sequence[float], keep: float) -> list[tuple[float, flo
     return sums
 
 
-def _path(places: Sequence[tuple[float, float] | None]) -> str:
+def _path(points: Sequence[tuple[float, float] | None]) -> str:
     """Lines between consecutive points, interrupted at None."""
     parts: list[str] = []
     pen = "up"
-    for place in places:
-        if place is None:
+    for point in points:
+        if point is None:
             pen = "up"
             continue
-        command = move_to(*place)
+        command = move_to(*point)
         # A zero-length line after the move makes a single point visible.
         parts.append(f"{command}h0" if pen == "up" else f"L{command[1:]}")
         pen = "down"

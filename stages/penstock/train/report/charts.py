@@ -73,17 +73,17 @@ def build_loss_chart(runs: Sequence[RunRecord]) -> Chart | None:
     """The main chart: training and evaluation loss of each run."""
     series: list[Series] = []
     for index, run in enumerate(runs):
-        whose = f"{letter(index)} " if len(runs) > 1 else ""
+        prefix = f"{letter(index)} " if len(runs) > 1 else ""
         kinds: list[tuple[Curve, Kind]] = [(LOSS, "raw and smooth"), (EVAL_LOSS, "dots")]
         for curve, kind in kinds:
-            word = f"{whose}{'loss' if curve is LOSS else curve.title}"
+            legend = f"{prefix}{'loss' if curve is LOSS else curve.title}"
             # A single run's evaluation loss has its own color; with several runs it has the run's
             # color.
             colour = index if len(runs) > 1 or curve is LOSS else 1
-            series += _series(run, index, curve, word, colour, kind)
+            series += _series(run, index, curve, legend, colour, kind)
     if not series:
         return None
-    is_smoothed = any(each.kind == "raw and smooth" and len(each.steps) > 1 for each in series)
+    is_smoothed = any(line.kind == "raw and smooth" and len(line.steps) > 1 for line in series)
     note = "Faint: each step. Bold: smoothed over about a hundredth of the run to either side."
     return build_chart("loss", "Loss", series, number, note=note if is_smoothed else "")
 
@@ -92,18 +92,18 @@ def build_chart_groups(runs: Sequence[RunRecord]) -> list[tuple[str, list[Chart]
     """(heading, charts) of the small charts; metrics that no run has are omitted."""
     is_rated = any(is_number(run.steps[-1].get("mfu")) for run in runs if run.steps)
     speed = SPEED if is_rated else (SPEED[0], TFLOPS, *SPEED[1:])
-    found = [
+    groups = [
         ("Optimization", list(_charts(runs, OPTIMIZATION))),
         ("Preference metrics", list(_charts(runs, PREFERENCE))),
         ("Evaluation", [*_charts(runs, EVALUATION), *_source_charts(runs)]),
         ("Speed and memory", list(_charts(runs, speed))),
     ]
-    return [(heading, charts) for heading, charts in found if charts]
+    return [(heading, charts) for heading, charts in groups if charts]
 
 
 def build_heat_maps(run: RunRecord) -> list[HeatMap]:
     """Heat maps of layers and experts."""
-    found: list[HeatMap] = []
+    maps: list[HeatMap] = []
     for column, title in (
         ("grad_norms", "Gradient norm by layer"),
         ("param_norms", "Parameter norm by layer"),
@@ -113,12 +113,12 @@ def build_heat_maps(run: RunRecord) -> list[HeatMap]:
             rows = list(present[-1][column])
             values = [[record[column].get(row, float("nan")) for row in rows] for record in present]
             steps = [record["step"] for record in present]
-            found.append(layer_step_map(column, title, rows, steps, values, scale="log"))
+            maps.append(layer_step_map(column, title, rows, steps, values, scale="log"))
     present = [record for record in run.steps if "routers" in record]
     if present:
         layers = [f"layer {layer}" for layer in present[-1]["routers"]["layers"]]
         steps = [record["step"] for record in present]
-        found.append(
+        maps.append(
             layer_step_map(
                 "imbalance",
                 "Expert load imbalance",
@@ -129,19 +129,19 @@ def build_heat_maps(run: RunRecord) -> list[HeatMap]:
                 palest=1.0,
             )
         )
-        found += _expert_load_maps(present, layers)
-    return found
+        maps += _expert_load_maps(present, layers)
+    return maps
 
 
 def tooltip_columns(run: RunRecord, most: int) -> dict[str, dict[str, list[float | None]]]:
     """The numbers embedded in the page: by kind of record, each column at the shown steps."""
     kinds = {"steps": run.steps, "evaluations": run.evaluations}
-    found: dict[str, dict[str, list[float | None]]] = {}
+    columns: dict[str, dict[str, list[float | None]]] = {}
     for kind, records in kinds.items():
-        shown = [records[at] for at in sample_indices(len(records), most)] if records else []
+        shown = [records[index] for index in sample_indices(len(records), most)] if records else []
         names = sorted({name for record in shown for name, v in record.items() if is_number(v)})
-        found[kind] = {name: [_finite(record.get(name)) for record in shown] for name in names}
-    return found
+        columns[kind] = {name: [_finite(record.get(name)) for record in shown] for name in names}
+    return columns
 
 
 def x_axis_values(run: RunRecord, most: int) -> dict[str, list[float]]:
@@ -150,12 +150,14 @@ def x_axis_values(run: RunRecord, most: int) -> dict[str, list[float]]:
     first = run.steps[0]["step"] - 1 if run.steps else 0
     tokens = list(accumulate((r["tokens"] for r in run.steps), initial=0))
     seconds = list(accumulate((r["seconds"] for r in run.steps), initial=0.0))
-    shown = [0, *(at + 1 for at in sample_indices(len(run.steps), most))] if run.steps else [0]
+    shown = (
+        [0, *(index + 1 for index in sample_indices(len(run.steps), most))] if run.steps else [0]
+    )
     return {
-        "step": [first, *(run.steps[at - 1]["step"] for at in shown[1:])],
-        "tokens": [tokens[at] for at in shown],
-        "epoch": [0, *(run.steps[at - 1]["epoch"] for at in shown[1:])],
-        "seconds": [round(seconds[at], 3) for at in shown],
+        "step": [first, *(run.steps[index - 1]["step"] for index in shown[1:])],
+        "tokens": [tokens[index] for index in shown],
+        "epoch": [0, *(run.steps[index - 1]["epoch"] for index in shown[1:])],
+        "seconds": [round(seconds[index], 3) for index in shown],
     }
 
 
@@ -185,9 +187,9 @@ def _source_charts(runs: Sequence[RunRecord]) -> Iterator[Chart]:
     )
     if len(runs) == 1 and names:
         series = [
-            one
+            chart_series
             for colour, name in enumerate(names)
-            for one in _series(
+            for chart_series in _series(
                 runs[0],
                 0,
                 Curve(name, "", records="evaluations"),
@@ -234,8 +236,8 @@ def _expert_load_maps(
     if not recent:
         return
     sums = [
-        [sum(counts) for counts in zip(*(each["counts"][at] for each in recent), strict=True)]
-        for at in range(len(layers))
+        [sum(counts) for counts in zip(*(each["counts"][layer] for each in recent), strict=True)]
+        for layer in range(len(layers))
     ]
     loads = [[count * len(row) / max(1, sum(row)) for count in row] for row in sums]
     yield layer_expert_map(

@@ -48,9 +48,9 @@ def build_data_section(
         packed=_packed_sources(packed.get("sources", {})),
         dropped=[
             (reason.replace("_", " "), f"{count:,}")
-            for reason, count in sorted(dropped.items(), key=lambda each: -each[1])
+            for reason, count in sorted(dropped.items(), key=lambda item: -item[1])
         ],
-        examples=[_dropped_sample(each) for each in prepared.get("dropped_samples", [])],
+        examples=[_dropped_sample(item) for item in prepared.get("dropped_samples", [])],
         samples=shown["samples"],
     )
 
@@ -86,17 +86,17 @@ def _lengths(
     coarse = prepared.get("lengths", packed["lengths"])
     for split, name in SPLITS.items():
         title = f"Tokens of {name} samples"
-        if found := shown.get(split):
-            edges, counts = found["edges"], found["counts"]
+        if histogram := shown.get(split):
+            edges, counts = histogram["edges"], histogram["counts"]
             shorts = [f"{edge:,}" for edge in edges]
             bars = list(zip(shorts, bar_names(edges), counts, strict=False))
-            yield build_bar_chart(title, bars, amount, note=_percentiles(found["percentiles"]))
+            yield build_bar_chart(title, bars, amount, note=_percentiles(histogram["percentiles"]))
         elif coarse[split]:
             yield build_bar_chart(title, _power_of_two_bars(coarse[split]), amount)
 
 
-def _percentiles(found: Mapping[str, int]) -> str:
-    rows = {name: f"{found[name]:,}" for name in PERCENTILES}
+def _percentiles(percentiles: Mapping[str, int]) -> str:
+    rows = {name: f"{percentiles[name]:,}" for name in PERCENTILES}
     return (
         f"Shortest {rows['shortest']}, median {rows['median']}, 90% up to {rows['90%']}, "
         f"99% up to {rows['99%']}, longest {rows['longest']}."
@@ -106,12 +106,12 @@ def _percentiles(found: Mapping[str, int]) -> str:
 def _power_of_two_bars(histogram: Mapping[str, int]) -> list[tuple[str, str, int]]:
     """(range, range, samples) of every power of two from the shortest to the longest."""
     uppers = sorted(map(int, histogram))
-    upper, found = uppers[0], list[tuple[str, str, int]]()
+    upper, bars = uppers[0], list[tuple[str, str, int]]()
     while upper <= uppers[-1]:
         name = f"{upper // 2 + 1:,} - {upper:,}" if upper > 2 else str(upper)
-        found.append((name, name, histogram.get(str(upper), 0)))
+        bars.append((name, name, histogram.get(str(upper), 0)))
         upper *= 2
-    return found
+    return bars
 
 
 def _sources(sources: Sequence[Mapping[str, Any]]) -> list[Row]:
@@ -125,36 +125,36 @@ def _sources(sources: Sequence[Mapping[str, Any]]) -> list[Row]:
 def _packed_sources(sources: Mapping[str, Any]) -> list[Row]:
     rows = [
         (
-            redact_text(each["label"]),
+            redact_text(source["label"]),
             SPLITS[split],
-            *(amount(each[name]) for name in ("rows", "samples", "tokens", "trained_tokens")),
-            f"{each['fill']:.1%}",
+            *(amount(source[name]) for name in ("rows", "samples", "tokens", "trained_tokens")),
+            f"{source['fill']:.1%}",
         )
         for split, of_split in sources.items()
-        for each in of_split or ()
+        for source in of_split or ()
     ]
     names = ("packed source", "used for", "rows", "samples", "tokens", "trained tokens", "fill")
     return [names, *rows] if rows else []
 
 
-def _source(its: Mapping[str, Any]) -> Row:
-    trained = f"{its['trained_tokens'] / its['tokens']:.1%}" if its["tokens"] else "-"
-    is_drawn = its["role"] == "train" and its["samples"]
+def _source(source: Mapping[str, Any]) -> Row:
+    trained = f"{source['trained_tokens'] / source['tokens']:.1%}" if source["tokens"] else "-"
+    is_drawn = source["role"] == "train" and source["samples"]
     return (
-        redact_text(its["label"]),
-        SPLITS[its["role"]],
-        f"{its['samples']:,}",
-        amount(its["tokens"]),
+        redact_text(source["label"]),
+        SPLITS[source["role"]],
+        f"{source['samples']:,}",
+        amount(source["tokens"]),
         trained,
-        f"{its['share']:.1%}" if is_drawn else "-",
-        f"{its['drawn'] / its['samples']:.2f}x" if is_drawn else "-",
+        f"{source['share']:.1%}" if is_drawn else "-",
+        f"{source['drawn'] / source['samples']:.2f}x" if is_drawn else "-",
     )
 
 
-def _dropped_sample(each: Mapping[str, Any]) -> tuple[str, str]:
-    if "file" in each:
-        numbered = f", record {each['record']}" if "record" in each else f":{each['line']}"
-        place = f"{each['file']}{numbered}"
+def _dropped_sample(sample: Mapping[str, Any]) -> tuple[str, str]:
+    if "file" in sample:
+        numbered = f", record {sample['record']}" if "record" in sample else f":{sample['line']}"
+        location = f"{sample['file']}{numbered}"
     else:
-        place = f"{each['source']}, record {each['row']} of slice {each['slice']}"
-    return redact_text(place), redact_text(each["why"])
+        location = f"{sample['source']}, record {sample['row']} of slice {sample['slice']}"
+    return redact_text(location), redact_text(sample["why"])

@@ -27,27 +27,27 @@ class EvaluationSection:
 
 def build_evaluation_section(run: RunRecord) -> EvaluationSection | None:
     """None if there was no evaluation and none is possible."""
-    asked, tasks = run.eval_results["held_out"], run.eval_results["tasks"]
+    held_out, tasks = run.eval_results["held_out"], run.eval_results["tasks"]
     can_be_asked = run.state == "finished" and run.holds_out and not run.config.train.eval_only
-    if not asked and not tasks and not can_be_asked:
+    if not held_out and not tasks and not can_be_asked:
         return None
     return EvaluationSection(
-        figures=_figures(asked) if asked else [],
-        answers=asked["samples"] if asked else [],
+        figures=_figures(held_out) if held_out else [],
+        answers=held_out["samples"] if held_out else [],
         tasks=[("task", "metric", "value", "standard error"), *map(_task, tasks)] if tasks else [],
-        command="" if asked or not can_be_asked else f"penstock eval {run.folder}",
+        command="" if held_out or not can_be_asked else f"penstock eval {run.folder}",
     )
 
 
-def _figures(asked: Mapping[str, Any]) -> list[tuple[str, str]]:
-    right, count, part = asked["right"], asked["asked"], asked["accuracy"]
+def _figures(held_out: Mapping[str, Any]) -> list[tuple[str, str]]:
+    right, count, part = held_out["right"], held_out["asked"], held_out["accuracy"]
     error = math.sqrt(part * (1 - part) / count)
-    pattern = asked["pattern"]
+    pattern = held_out["pattern"]
     return [
         ("exact match", f"{right:,} of {count:,}, {share(part)}"),
         ("standard error", share(error)),
         ("compared", f"the last match of {pattern}" if pattern else "the whole completion"),
-        ("evaluated", when(asked["time"])),
+        ("evaluated", when(held_out["time"])),
     ]
 
 

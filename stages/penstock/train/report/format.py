@@ -49,9 +49,9 @@ def duration(seconds: float) -> str:
     """Hours, minutes and seconds, the two largest of them."""
     if seconds < 60:
         return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, secs = divmod(round(seconds), 60)
     if minutes < 60:
-        return f"{minutes} min {rest} s"
+        return f"{minutes} min {secs} s"
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
 
@@ -70,5 +70,5 @@ def plain(value: Any) -> str:
     if isinstance(value, float):
         return number(value)
     if isinstance(value, list):
-        return f"[{', '.join(plain(each) for each in value)}]"
+        return f"[{', '.join(plain(item) for item in value)}]"
     return str(value)

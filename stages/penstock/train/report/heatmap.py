@@ -54,7 +54,7 @@ def layer_step_map(
     ends = [(i + 1) * len(steps) // count for i in range(count)]
     starts = [0, *ends[:-1]]
     table = [
-        [_mean([values[at][row] for at in range(start, end)]) for row in range(len(rows))]
+        [_mean([values[index][row] for index in range(start, end)]) for row in range(len(rows))]
         for start, end in zip(starts, ends, strict=True)
     ]
     names = [
@@ -118,7 +118,9 @@ def _build_map(
         low=number(low),
         high=number(high),
         x_ticks=x_ticks,
-        y_ticks=[Tick(100 * (at + 0.5) / len(rows), rows[at]) for at in range(0, len(rows), every)],
+        y_ticks=[
+            Tick(100 * (row + 0.5) / len(rows), rows[row]) for row in range(0, len(rows), every)
+        ],
         tooltip={
             "rows": list(rows),
             "columns": list(columns),

@@ -25,24 +25,26 @@ def build_lineage(run: RunRecord) -> list[Link]:
     """From the sources to the run itself; only the run if nothing else is known."""
     links: list[Link] = []
     if run.data:
-        made: Mapping[str, Any] = run.data.get("made", {})
-        if sources := made.get("prepare", {}).get("sources"):
-            links.append(Link("sources", "", "", [_source(n, its) for n, its in sources.items()]))
-        if "prepare" in made:
+        artifacts: Mapping[str, Any] = run.data.get("made", {})
+        if sources := artifacts.get("prepare", {}).get("sources"):
+            links.append(Link("sources", "", "", [_source(n, pin) for n, pin in sources.items()]))
+        if "prepare" in artifacts:
             links.append(
-                _link("prepare", made, run.build_info, _prepared(run.data["prepared"] or {}))
+                _link("prepare", artifacts, run.build_info, _prepared(run.data["prepared"] or {}))
             )
-        if "pack" in made:
-            links.append(_link("pack", made, run.build_info, _packed(run.data["packed"])))
+        if "pack" in artifacts:
+            links.append(_link("pack", artifacts, run.build_info, _packed(run.data["packed"])))
     return [*links, _train(run)]
 
 
-def _link(stage: str, made: Mapping[str, Any], making: Mapping[str, Any], facts: list[str]) -> Link:
+def _link(
+    stage: str, artifacts: Mapping[str, Any], making: Mapping[str, Any], facts: list[str]
+) -> Link:
     state = ""
-    if its := making.get(stage):
-        state = "reused" if its["reused"] else "built for this run"
-        facts = [*facts, f"{when(its['created'])}, in {duration(its['seconds'])}"]
-    return Link(stage, short(made[stage]["key"]), state, facts)
+    if build := making.get(stage):
+        state = "reused" if build["reused"] else "built for this run"
+        facts = [*facts, f"{when(build['created'])}, in {duration(build['seconds'])}"]
+    return Link(stage, short(artifacts[stage]["key"]), state, facts)
 
 
 def _train(run: RunRecord) -> Link:
@@ -61,10 +63,10 @@ def _prepared(facts: Mapping[str, Any]) -> list[str]:
 
 def _packed(facts: Mapping[str, Any]) -> list[str]:
     rows, fill = facts.get("rows", {}), facts.get("fill", {})
-    found = [f"{sum(rows.values()):,} row(s)"] if rows else []
+    facts_shown = [f"{sum(rows.values()):,} row(s)"] if rows else []
     if "train" in fill:
-        found.append(f"{share(fill['train'])} full")
-    return found
+        facts_shown.append(f"{share(fill['train'])} full")
+    return facts_shown
 
 
 def _source(name: str, pin: Mapping[str, Any]) -> str:
@@ -72,5 +74,5 @@ def _source(name: str, pin: Mapping[str, Any]) -> str:
     called = next((str(pin[n]) for n in ("repo", "label", "name") if pin.get(n)), name)
     mark = next((f"{n} {str(pin[n])[:12]}" for n in ("commit", "version") if pin.get(n)), "")
     files = f"{pin['files']} file(s)" if isinstance(pin.get("files"), int) else ""
-    rest = ", ".join(each for each in (mark, files) if each)
-    return redact_text(f"{called} ({rest})" if rest else called)
+    details = ", ".join(part for part in (mark, files) if part)
+    return redact_text(f"{called} ({details})" if details else called)

@@ -128,7 +128,7 @@ def render(run: RunRecord) -> str:
         environment=environment(run),
         sections=[
             *([("loss", "Loss")] if loss else []),
-            *((f"group-{at}", heading) for at, (heading, _) in enumerate(small, start=1)),
+            *((f"group-{number}", heading) for number, (heading, _) in enumerate(small, start=1)),
             *([("time", "Time")] if time else []),
             *([("layers", "Layers")] if maps else []),
             *([("evaluation", "Evaluation")] if evaluation else []),
@@ -143,7 +143,7 @@ def render(run: RunRecord) -> str:
 
 def render_comparison(runs: Sequence[RunRecord]) -> str:
     """Render the page of several runs."""
-    names = [f"{letter(at)} · {run.folder.resolve().name}" for at, run in enumerate(runs)]
+    names = [f"{letter(index)} · {run.folder.resolve().name}" for index, run in enumerate(runs)]
     loss, small = build_loss_chart(runs), build_chart_groups(runs)
     return _render_template(
         "comparison.html.jinja",
@@ -153,7 +153,7 @@ def render_comparison(runs: Sequence[RunRecord]) -> str:
         refresh=None,
         runs=runs,
         names=names,
-        letters=[letter(at) for at in range(len(runs))],
+        letters=[letter(index) for index in range(len(runs))],
         figures=_comparison_rows([dict(key_figures(run)) for run in runs]),
         loss=loss,
         groups=small,
@@ -200,14 +200,16 @@ def _render_template(
 
 def _samples(run: RunRecord) -> list[tuple[str, list[tuple[int, str]]]]:
     """(prompt, (step, completion) newest first), in prompt order."""
-    found: dict[str, list[tuple[int, str]]] = {}
+    completions: dict[str, list[tuple[int, str]]] = {}
     for record in run.samples:
         for sample in record["samples"]:
-            found.setdefault(sample["prompt"], []).insert(0, (record["step"], sample["answer"]))
-    return list(found.items())
+            completions.setdefault(sample["prompt"], []).insert(
+                0, (record["step"], sample["answer"])
+            )
+    return list(completions.items())
 
 
 def _comparison_rows(of_runs: Sequence[Mapping[str, str]]) -> list[tuple[str, ...]]:
     """One row per name that any run has, in order."""
-    names = list(dict.fromkeys(name for each in of_runs for name in each))
-    return [(name, *(each.get(name, MISSING) for each in of_runs)) for name in names]
+    names = list(dict.fromkeys(name for values in of_runs for name in values))
+    return [(name, *(values.get(name, MISSING) for values in of_runs)) for name in names]

@@ -101,8 +101,8 @@ class RunRecord:
         data = ", ".join(dataset.path for dataset in self.config.data.datasets)
         lora = self.config.lora
         kind = f"{'DoRA' if lora.use_dora else 'LoRA'} rank {lora.lora_rank}"
-        how = kind if lora.enable_lora else "all weights"
-        return redact_text(f"{start} on {data}, {how}")
+        method = kind if lora.enable_lora else "all weights"
+        return redact_text(f"{start} on {data}, {method}")
 
     @property
     def holds_out(self) -> bool:
@@ -119,7 +119,7 @@ class RunRecord:
     @property
     def css_class(self) -> str:
         """The CSS class of the status line: a finished run with too few steps is marked."""
-        names = {each["name"] for each in self.environment.get("findings", [])}
+        names = {finding["name"] for finding in self.environment.get("findings", [])}
         doubtful = self.state == "finished" and bool(names & {"few_steps"})
         return "stopped" if doubtful else self.state.replace(" ", "-")
 
@@ -131,8 +131,8 @@ class RunRecord:
     @cached_property
     def non_default_settings(self) -> set[str]:
         """Names of the settings that differ from their defaults."""
-        kept = self.config.model_dump(mode="json", exclude_defaults=True)
-        return {name for name in self.settings if _has_setting(kept, name)}
+        changed = self.config.model_dump(mode="json", exclude_defaults=True)
+        return {name for name in self.settings if _has_setting(changed, name)}
 
 
 def read_run(output_dir: Path, *, state: Literal["running"] | None = None) -> RunRecord:
@@ -147,7 +147,7 @@ def read_run(output_dir: Path, *, state: Literal["running"] | None = None) -> Ru
         )
     job = read_job(output_dir / JOB)
     records = list(read_metrics(output_dir / METRICS))
-    found, status = (state, "running") if state else _read_status(output_dir)
+    run_state, status = (state, "running") if state else _read_status(output_dir)
     steps = [record for record in records if "loss" in record]
     around = output_dir / ENVIRONMENT
     surroundings = read_json(around) if around.is_file() else {}
@@ -160,7 +160,7 @@ def read_run(output_dir: Path, *, state: Literal["running"] | None = None) -> Ru
         evaluations=[r for r in records if "eval_loss" in r],
         warnings=collect_warnings(records, steps, surroundings.get("findings", [])),
         samples=list(read_metrics(output_dir / SAMPLES)),
-        state=found,
+        state=run_state,
         status=status,
         versions=_read_versions(output_dir),
         environment=surroundings,
@@ -175,7 +175,7 @@ def read_run(output_dir: Path, *, state: Literal["running"] | None = None) -> Ru
 
 def _last_loss(steps: list[dict[str, Any]]) -> float | None:
     """The loss of the last step that trains a token."""
-    return next((each["loss"] for each in reversed(steps) if each["loss"] is not None), None)
+    return next((record["loss"] for record in reversed(steps) if record["loss"] is not None), None)
 
 
 def key_figures(run: RunRecord) -> Figures:
@@ -201,8 +201,8 @@ def key_figures(run: RunRecord) -> Figures:
     used = [r for r in run.steps if "memory_gib" in r]
     if used:
         most = max(used, key=lambda r: r["memory_gib"])
-        where = f" on rank {most['memory_rank']}" if "memory_rank" in most else ""
-        figures.append(("peak memory", gibibytes(most["memory_gib"]) + where))
+        on_rank = f" on rank {most['memory_rank']}" if "memory_rank" in most else ""
+        figures.append(("peak memory", gibibytes(most["memory_gib"]) + on_rank))
     figures.append(("training time", duration(sum(r["seconds"] for r in run.steps))))
     if run.state == "running" and (left := _eta_seconds(run)) is not None:
         figures.append(("ETA", duration(left)))
@@ -219,29 +219,29 @@ def time_by_phase(run: RunRecord) -> list[tuple[str, float, str]]:
         for phase, seconds in record.get("phases", {}).items():
             if phase != "communication":
                 totals[phase] = totals.get(phase, 0.0) + seconds
-    whole = sum(totals.values())
-    if not whole:
+    total = sum(totals.values())
+    if not total:
         return []
-    ordered = sorted(totals.items(), key=lambda each: -each[1])
+    ordered = sorted(totals.items(), key=lambda item: -item[1])
     return [
-        (PHASES.get(phase, phase.replace("_", " ")), seconds / whole, duration(seconds))
+        (PHASES.get(phase, phase.replace("_", " ")), seconds / total, duration(seconds))
         for phase, seconds in ordered
     ]
 
 
 def environment(run: RunRecord) -> Figures:
     """The hardware and software of the run."""
-    around, found = run.environment, Figures()
+    around, figures = run.environment, Figures()
     if around:
-        found += [
+        figures += [
             ("device", f"{around['device']}, {around['ranks']} rank(s)"),
             ("layout", layout_text(around["layout"])),
             ("host", around["host"]),
             ("system", around["system"]),
         ]
         if around["quantised"]:
-            found.append(("quantized to", ", ".join(around["quantised"])))
-    return [*found, *run.versions.items()]
+            figures.append(("quantized to", ", ".join(around["quantised"])))
+    return [*figures, *run.versions.items()]
 
 
 def _held_out_figures(run: RunRecord) -> Figures:
@@ -251,8 +251,8 @@ def _held_out_figures(run: RunRecord) -> Figures:
         figures.append(("evaluation loss", number(held["eval_loss"])))
         if "eval_token_accuracy" in held:
             figures.append(("evaluation token accuracy", share(held["eval_token_accuracy"])))
-    if asked := run.eval_results["held_out"]:
-        figures.append(("exact match", share(asked["accuracy"])))
+    if held_out := run.eval_results["held_out"]:
+        figures.append(("exact match", share(held_out["accuracy"])))
     return figures
 
 
@@ -304,17 +304,17 @@ def _read_versions(output_dir: Path) -> Mapping[str, str]:
 
 def _has_setting(tree: Any, name: str) -> bool:
     """Whether a config dump has the setting of that dotted name."""
-    at = tree
+    node = tree
     for part in name.replace("]", "").replace("[", ".").split("."):
-        if isinstance(at, list):
+        if isinstance(node, list):
             index = int(part)
-            if index >= len(at):
+            if index >= len(node):
                 return False
-            at = at[index]
-        elif isinstance(at, dict):
-            if part not in at:
+            node = node[index]
+        elif isinstance(node, dict):
+            if part not in node:
                 return False
-            at = at[part]
+            node = node[part]
         else:
             return True
     return True

@@ -47,8 +47,8 @@ def build_y_axis(
     values: list[float], label: Callable[[float], str], about: int
 ) -> tuple[Axis, list[Tick]]:
     """The y axis of a curve with these finite values, possibly none."""
-    found = values or [0.0]
-    low, high = min(found), max(found)
+    finite = values or [0.0]
+    low, high = min(finite), max(finite)
     scale: Scale = "log" if low > 0 and high / low >= LOG_SPAN else "linear"
     marks = log_ticks(low, high) if scale == "log" else linear_ticks(low, high, about)
     axis = Axis(min(low, marks[0]), max(high, marks[-1]), scale)

@@ -47,10 +47,10 @@ def collect_warnings(
             recovered.append((spike["loss"], row))
         else:
             active.append(row)
-    recovered.sort(key=lambda each: -each[0])
+    recovered.sort(key=lambda item: -item[0])
     return Warnings(
         active=[
-            *(("run", each["text"]) for each in findings),
+            *(("run", item["text"]) for item in findings),
             *reversed(active[-MAX_WARNINGS:]),
         ],
         recovered=[row for _, row in recovered[:MAX_WARNINGS]],
@@ -60,8 +60,8 @@ def collect_warnings(
 def _has_recovered(
     spike: Mapping[str, float], step: int, steps: Sequence[Mapping[str, Any]]
 ) -> bool:
-    following = (each for each in steps if step < each["step"] <= step + RECOVERY_STEPS)
-    later = [each["loss"] for each in following if each["loss"] is not None]
+    following = (record for record in steps if step < record["step"] <= step + RECOVERY_STEPS)
+    later = [record["loss"] for record in following if record["loss"] is not None]
     if len(later) < MIN_RECOVERY_STEPS:
         return False
     return median(later) - spike["usual"] <= MAX_REMAINING * (spike["loss"] - spike["usual"])

@@ -39,8 +39,8 @@ def _create(client: MlflowClient, run_info: RunInfo, memory: ResumeState) -> Non
     )
     memory |= {"id": run.info.run_id, "owes_settings": True}
     if (uri := resolve_mlflow_uri(run_info)).startswith("http"):
-        place = f"experiments/{run.info.experiment_id}/runs/{run.info.run_id}"
-        memory["url"] = f"{redact(uri).rstrip('/')}/#/{place}"
+        path = f"experiments/{run.info.experiment_id}/runs/{run.info.run_id}"
+        memory["url"] = f"{redact(uri).rstrip('/')}/#/{path}"
 
 
 def _log_params(client: MlflowClient, run_info: RunInfo, run_id: str) -> None:
@@ -58,8 +58,8 @@ class _Run:
 
     def log(self, step: int, values: Mapping[str, float], at: float) -> None:
         time = int(at * 1000)
-        found = [Metric(_clean_name(name), value, time, step) for name, value in values.items()]
-        self._client.log_batch(self._id, metrics=found)
+        metrics = [Metric(_clean_name(name), value, time, step) for name, value in values.items()]
+        self._client.log_batch(self._id, metrics=metrics)
 
     def close(self, ending: Ending) -> None:
         status = "FINISHED" if ending == "finished" else "KILLED"
@@ -67,14 +67,14 @@ class _Run:
 
 
 def _get_or_create_experiment(client: MlflowClient, name: str) -> str:
-    if found := client.get_experiment_by_name(name):
-        return found.experiment_id
+    if experiment := client.get_experiment_by_name(name):
+        return experiment.experiment_id
     try:
         return client.create_experiment(name)
     except MlflowException:
         # Another run has created it in the meantime.
-        if found := client.get_experiment_by_name(name):
-            return found.experiment_id
+        if experiment := client.get_experiment_by_name(name):
+            return experiment.experiment_id
         raise
 
 

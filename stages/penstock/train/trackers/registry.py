@@ -36,10 +36,10 @@ TRACKERS: Mapping[str, TrackerSpec] = {
 
 def require_trackers(train: TrainConfig) -> None:
     """Raise CapabilityError for a configured tracker whose package is not installed."""
-    for name, known in TRACKERS.items():
-        if getattr(train, f"use_{name}") and not known.is_installed:
+    for name, spec in TRACKERS.items():
+        if getattr(train, f"use_{name}") and not spec.is_installed:
             raise CapabilityError(
-                f"train.use_{name} is true, and the package {known.module} is not installed.\n"
+                f"train.use_{name} is true, and the package {spec.module} is not installed.\n"
                 f"  pip install 'penstock[{name}]', or leave it out: metrics.jsonl and report.html "
                 "are written anyway."
             )

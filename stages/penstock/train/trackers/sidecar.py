@@ -19,10 +19,10 @@ class RunEnd:
     def read_stdin(self) -> None:
         """Read standard input to its end."""
         # Not through sys.stdin, whose lock must not be held by a thread at interpreter exit.
-        word = b""
+        message = b""
         while more := os.read(0, 4096):
-            word += more
-        if word == b"finished":
+            message += more
+        if message == b"finished":
             self.ending = "finished"
         self.event.set()
 

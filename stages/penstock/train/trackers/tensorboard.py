@@ -32,8 +32,8 @@ class _EventFiles:
         self._writer.add_event(Event(step=last_step + 1, session_log=start))
 
     def log(self, step: int, values: Mapping[str, float], at: float) -> None:
-        found = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        self._writer.add_event(Event(wall_time=at, step=step, summary=Summary(value=found)))
+        scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._writer.add_event(Event(wall_time=at, step=step, summary=Summary(value=scalars)))
         self._writer.flush()
 
     def close(self, ending: Ending) -> None:  # noqa: ARG002 - event files have no status
