@@ -7,7 +7,6 @@ from collections.abc import Mapping
 import torch
 
 from penstock_kernels.attention.segments import VarlenMetadata
-from penstock_kernels.linear_attention import packages as _packages
 from penstock_kernels.linear_attention.chunked import chunked as _chunked
 from penstock_kernels.linear_attention.reference import decode_step
 from penstock_kernels.linear_attention.reference import recurrent as _recurrent
@@ -84,20 +83,6 @@ def _unsupported_on_triton(
     return None
 
 
-def _unsupported_by_fla(
-    q_TGK: torch.Tensor,
-    k_TGK: torch.Tensor,
-    v_TNV: torch.Tensor,
-    log_decay_TN: torch.Tensor,
-    beta_TN: torch.Tensor | None,
-    segments: VarlenMetadata,
-    scale: float,
-    initial_state_BNKV: torch.Tensor | None = None,
-) -> str | None:
-    args = q_TGK, k_TGK, v_TNV, log_decay_TN, beta_TN, segments, scale, initial_state_BNKV
-    return _misfit(*args) or _packages.unsupported_reason(q_TGK, log_decay_TN, beta_TN)
-
-
 _FAST: Mapping[str, KernelImpl[..., tuple[torch.Tensor, torch.Tensor]]] = {}
 if HAS_TRITON:
     from penstock_kernels.linear_attention.triton import WIDEST
@@ -111,10 +96,6 @@ linear_attention = Op(
     {
         **_FAST,
         "chunked": KernelImpl(_chunked, _unsupported_on_cpu),
-        # By name only, as one of the others supports all that it does.
-        "fla": KernelImpl(
-            _packages.fla, _unsupported_by_fla, missing_reason=_packages.missing_reason()
-        ),
     },
     reference_name="recurrent",
 )

@@ -1,15 +1,13 @@
 """Linear attention on CPUs, judged by the recurrence in fp64 and by transformers' functions."""
 
-import sys
 from collections.abc import Callable
-from types import ModuleType
 
 import pytest
 import torch
 from torch.library import opcheck
 
 from penstock_kernels.attention import VarlenMetadata
-from penstock_kernels.linear_attention import chunked, decode_step, linear_attention, packages, ssd
+from penstock_kernels.linear_attention import chunked, decode_step, linear_attention, ssd
 from penstock_kernels.op import UnsupportedError
 from tests.kernels.linear_attention.cases import drawn, error
 
@@ -144,33 +142,6 @@ def test_mamba_2_is_a_case_of_it():
             y[t], (state * c).sum(-1) + D[:, None] * x[t], atol=1e-4, rtol=1e-4
         )
     torch.testing.assert_close(last[1], state.mT, atol=1e-5, rtol=1e-4)
-
-
-def test_the_package_is_called_by_its_signature(monkeypatch):
-    """By a stand-in: it is not installed."""
-    case = drawn(11, documents=3, lengths=(3, 20), channels=False)
-    *given, _, initial = case.tensors
-    beta = torch.rand(given[2].shape[:2], dtype=torch.float64)
-
-    def stand_in(
-        q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, cu_seqlens=None
-    ):
-        assert output_final_state
-        assert isinstance(cu_seqlens, torch.Tensor)
-        assert cu_seqlens.dtype == torch.int64
-        segments = VarlenMetadata.of(cu_seqlens.diff().tolist())
-        y, final = on_cpu(*(x[0] for x in (q, k, v, g, beta)), segments, scale, initial_state)
-        return y[None], final
-
-    module = ModuleType("fla.ops.gated_delta_rule")
-    monkeypatch.setattr(module, "chunk_gated_delta_rule", stand_in, raising=False)
-    for name in ("fla", "fla.ops"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, "fla.ops.gated_delta_rule", module)
-    more = beta, VarlenMetadata.of(case.lengths), 0.5, initial
-    run: Callable[..., tuple[torch.Tensor, torch.Tensor]] = packages.fla
-    for mine, exact in zip(run(*given, *more), on_cpu(*given, *more), strict=True):
-        torch.testing.assert_close(mine, exact)
 
 
 def test_what_does_not_fit_is_refused():
