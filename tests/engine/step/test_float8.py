@@ -169,12 +169,13 @@ FIELDS = {
     "excluded": ({"exclude_modules": ["mlp"]}, {("e4m3", "rows"): 6}),
 }
 """What is rounded for one layer and micro-batch."""
-LAYERS, OF_ATTENTION, MICRO_BATCHES = 20, 8, 4
+LAYERS, OF_ATTENTION = 20, 8
 
 
 @pytest.mark.slow
 def test_every_field_of_fp8_decides_what_is_rounded(folder):
     plain: dict[str, Any] = {"data_parallel_mode": "none", "enable_gradient_checkpointing": False}
+    plain["global_batch_size"] = 1
     jobs = {
         name: job(folder, layout(name, fp8={"recipe": "rowwise", **fp8}, **plain))
         for name, (fp8, _) in FIELDS.items()
@@ -184,7 +185,7 @@ def test_every_field_of_fp8_decides_what_is_rounded(folder):
     for name, (_, counts) in FIELDS.items():
         rounded, blocks, _ = found[name]
         layers = OF_ATTENTION if name == "excluded" else LAYERS
-        want = {kind: count * layers * MICRO_BATCHES for kind, count in counts.items()}
+        want = {kind: count * layers for kind, count in counts.items()}
         assert Counter(each_[:2] for each_ in rounded) == want, name
         assert blocks == {"turned": {32}, "less": {16}}.get(name, set()), name
     assert found["off"] == ([], set(), None)
