@@ -58,9 +58,9 @@ def lr_at(step: int, total_steps: int, optim: OptimConfig) -> float:
     int(N decay_ratio) - constant_steps, and W, if it is set as a ratio of N, is rounded down.
     """
     style, more = optim.lr_decay_style, optim.lr_schedule_kwargs
+    warmup = optim.warmup_steps(total_steps)
     if style == "noam":
-        return _noam(step, warmup_steps(optim, total_steps), optim)
-    warmup = warmup_steps(optim, total_steps)
+        return _noam(step, warmup, optim)
     if warmup and step <= warmup:
         ahead = _plus_one(optim)
         return optim.lr_start + (optim.lr - optim.lr_start) * (step + ahead) / (warmup + ahead)
@@ -70,13 +70,6 @@ def lr_at(step: int, total_steps: int, optim: OptimConfig) -> float:
     if step < warmup + more.hold_steps:
         return optim.lr
     return _SCHEDULES[style](_SchedulePoint(step, total_steps, warmup, more.hold_steps, end), optim)
-
-
-def warmup_steps(optim: OptimConfig, total_steps: int) -> int:
-    """Number of warmup steps: `lr_warmup_steps`, else `lr_warmup_ratio` of all steps."""
-    if optim.lr_warmup_steps is not None:
-        return optim.lr_warmup_steps
-    return int(total_steps * optim.lr_warmup_ratio)
 
 
 def depends_on_length(optim: OptimConfig) -> bool:

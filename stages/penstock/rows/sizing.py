@@ -116,9 +116,6 @@ def run_size(
     lengths: Mapping[str, int] = packed["lengths"]["train"]
     epoch_rows: list[int] = packed.get("epoch_rows", {}).get("train") or [packed["rows"]["train"]]
     fallback = run.data.row_length
-    warmup = train.lr_warmup_steps
-    if warmup is None:
-        warmup = int(steps * train.lr_warmup_ratio)
     return RunSize(
         steps=steps,
         set_by=set_by,
@@ -128,7 +125,7 @@ def run_size(
         last_batch=run.data.last_batch,
         row_length=packed.get("row_length", {}).get("train", fallback),
         longest=max(map(int, lengths), default=0),
-        warmup_steps=warmup,
+        warmup_steps=train.warmup_steps(steps),
         samples=sum(prepared.get("rows", {}).values()) + sum(dropped.get(r, 0) for r in UNSELECTED),
         cut=prepared.get("truncated", 0),
         too_long=dropped.get("too_long", 0),

@@ -23,7 +23,7 @@ from penstock.engine.distributed.parallel_dims import accumulation_steps, rows_p
 from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.engine.optim.changed_weights import FEW_CHANGED, rounding_warning
 from penstock.engine.train_step import Prefetch, StepResult, TokenCounts
-from penstock.optim.schedule import lr_at, warmup_steps
+from penstock.optim.schedule import lr_at
 from penstock.rows.batches import Cursor, Integers, StepSampler, assign_micro_batches
 from penstock.rows.collate import MicroBatch
 from penstock.rows.sizing import Finding, findings, run_size
@@ -32,9 +32,9 @@ from penstock.train.dataloader import Groups, Loader, LoaderConfig, trained_rows
 from penstock.train.duration import Interval, WallClock, build_duration
 from penstock.train.eval.early_stopping import EarlyStopping
 from penstock.train.eval.evaluator import build_evaluator
+from penstock.train.eval.metrics import LOSS
 from penstock.train.eval.reference_model import build_ref_model
 from penstock.train.eval.sample_prompts import build_sample_generator
-from penstock.train.eval.token_metrics import LOSS
 from penstock.train.launch.job import METRICS, SAMPLES, Job
 from penstock.train.launch.stop_request import StopRequest
 from penstock.train.metrics.environment import write_environment
@@ -99,7 +99,7 @@ class Trainer:
         self._rounds_to_nearest = (
             self.train.keeps_in == "bfloat16" and not self.train.compensates_rounding
         )
-        self._warmup_steps = warmup_steps(self.train, self.total_steps)
+        self._warmup_steps = self.train.warmup_steps(self.total_steps)
         self._told_early: list[str] = []
         """Warnings from before the recorder was opened."""
         self._samples: MetricsLog | None = None
@@ -140,7 +140,8 @@ class Trainer:
 
     def _train_steps(self, due: set[Duty]) -> str | None:
         """Run the steps; returns what ended the run, or None if asked to stop earlier."""
-        stop_flag = self._sync_stop_flag()
+        # Clocks and signals may differ between ranks.
+        [stop_flag] = self.ranks.max_over_ranks(self._stop_flag())
         self._sanity_check_eval(due, stop_flag)
         while True:
             stopped = stop_flag == STOP and (bool(due) or not self._ended_by(stop_flag))
@@ -209,7 +210,7 @@ class Trainer:
         seconds = time.perf_counter() - started
         return {
             "step": self.at.step,
-            "epoch": self._epochs(),
+            "epoch": round(float(self.batches.progress(self.at.cursor)), 4),
             "loss": result.loss,
             "lr": lr,
             **({"grad_norm": result.grad_norm} if self.train.log_grad_norm else {}),
@@ -252,10 +253,6 @@ class Trainer:
             size=self.train.micro_batch_size,
             count=self.accumulation,
         )[self.built.engine.model.mesh.index("replicate", "shard")]
-
-    def _sync_stop_flag(self) -> int:
-        """All-reduce the stop flag: clocks and signals may differ between ranks."""
-        return self.ranks.max_over_ranks(self._stop_flag())[0]
 
     def _stop_flag(self) -> int:
         return STOP if self.stop else TIME_IS_UP if self.clock.is_up else GO_ON
@@ -433,9 +430,6 @@ class Trainer:
             self._recorder.warn(self.at.step, text, **details)
         elif self.ranks.is_main_process:
             self._told_early.append(text)
-
-    def _epochs(self) -> float:
-        return round(float(self.batches.progress(self.at.cursor)), 4)
 
     def _collect_garbage(self) -> None:
         step, train = self.at.step, self.train

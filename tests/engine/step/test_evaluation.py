@@ -17,7 +17,7 @@ from penstock.rows.reader import PackedRows
 from penstock.rows.tokenizer import byte_tokenizer
 from penstock.train.eval import evaluator
 from penstock.train.eval.evaluator import select_eval_rows
-from penstock.train.eval.token_metrics import TokenMetrics, perplexity
+from penstock.train.eval.metrics import TokenMetrics, perplexity
 from penstock.train.launch.stop_request import StopRequest
 from penstock.train.metrics.jsonl import read_metrics
 from tests.engine import runs

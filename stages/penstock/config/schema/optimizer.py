@@ -264,6 +264,12 @@ class OptimConfig(ConfigSection):
         arguments = self.optimizer_kwargs.items()
         return {name: value for name, value in arguments if (name, value) not in defaults.items()}
 
+    def warmup_steps(self, total_steps: int) -> int:
+        """The resolved number of warmup steps: `lr_warmup_steps`, else the ratio of all steps."""
+        if self.lr_warmup_steps is not None:
+            return self.lr_warmup_steps
+        return int(total_steps * self.lr_warmup_ratio)
+
     @property
     def keyed_warmup_steps(self) -> int | None:
         """`lr_warmup_steps`; none where the ratio says the same."""

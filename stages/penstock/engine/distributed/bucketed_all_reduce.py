@@ -104,13 +104,10 @@ def _buckets(parameters: Sequence[nn.Parameter], max_bytes: int) -> Iterable[_Bu
 
 def _flatten_grads(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
     # A missing gradient counts as zero: other ranks may have one.
-    return torch.cat(
-        [(_zero_grad(p) if p.grad is None else p.grad).reshape(-1) for p in parameters]
+    gradients = (
+        torch.zeros_like(p, dtype=p.grad_dtype) if p.grad is None else p.grad for p in parameters
     )
-
-
-def _zero_grad(parameter: nn.Parameter) -> torch.Tensor:
-    return torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+    return torch.cat([gradient.reshape(-1) for gradient in gradients])
 
 
 def _set_grads(bucket: _Bucket) -> None:

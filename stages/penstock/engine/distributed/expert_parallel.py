@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from penstock.engine.distributed.device_mesh import Mesh
-from penstock.engine.read_sizes import read_sizes
 from penstock.models.causal_lm import CausalLM
 from penstock.models.layers.experts import Experts
 from penstock.models.layers.moe import MoE
@@ -93,7 +93,7 @@ class AllToAllDispatcher:
         dist.all_to_all_single(recv_counts, send_counts, group=self.group)
         splits = torch.stack((send_counts.sum(1), recv_counts.sum(1)))
         evenly = choice_TK.numel() // self.group.size()
-        send_splits, recv_splits = read_sizes(splits, expected=evenly)
+        send_splits, recv_splits = _read_splits(splits, evenly)
         received_RD = _AllToAll.apply(rows, send_splits, recv_splits, self.group)
         # Rows that no backward pass reads, [T K, D] each, end here, and not with the function.
         del rows
@@ -143,3 +143,11 @@ def _all_to_all(
     out = rows.new_empty((sum(recv_splits), *rows.shape[1:]))
     dist.all_to_all_single(out, rows.contiguous(), recv_splits, send_splits, group=group)
     return out
+
+
+def _read_splits(splits: torch.Tensor, evenly: int) -> list[Any]:
+    """`splits.tolist()`, a host sync; `evenly` everywhere for fake tensors, without values."""
+    values = splits.tolist()
+    if isinstance(splits, FakeTensor):
+        return torch.full(splits.shape, evenly).tolist()
+    return values

@@ -4,10 +4,9 @@ The metrics do not depend on the parallel layout: every trained token of the row
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
-from typing import Protocol
 
 import numpy as np
 
@@ -17,35 +16,12 @@ from penstock.core.errors import ConfigError, StageError
 from penstock.engine.build import BuiltModel
 from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.rows.batches import Integers, assign_micro_batches
-from penstock.rows.collate import MicroBatch
 from penstock.rows.reader import PackedRows
 from penstock.train.dataloader import Groups, LoaderConfig, read
-from penstock.train.eval.preference_metrics import PreferenceMetrics
+from penstock.train.eval.metrics import LOSS, EvalMetric, PreferenceMetrics, TokenMetrics
 from penstock.train.eval.reference_model import RefModel
-from penstock.train.eval.token_metrics import LOSS, TokenMetrics
 from penstock.train.launch.job import Job
 from penstock.train.row_costs import row_costs
-
-
-class EvalMetric(Protocol):
-    """A metric accumulated over rows, the same on all ranks."""
-
-    @property
-    def names(self) -> list[str]:
-        """The keys of `record`."""
-        ...
-
-    def reset(self) -> None:
-        """Reset the accumulated values."""
-        ...
-
-    def update(self, batches: Sequence[MicroBatch]) -> None:
-        """Accumulate over this rank's micro-batches. Collective."""
-        ...
-
-    def compute(self) -> dict[str, float]:
-        """Reduce over all ranks and return the metrics. Collective."""
-        ...
 
 
 class Evaluator:

@@ -34,7 +34,7 @@ def build_progress(style: Style, total: int, done: int, every: int = 1) -> Progr
     """The display of `train.log_format`; shows every `every`-th step and the last one."""
     if style == "progress_bar":
         return _ProgressBar(total, done, every)
-    return _LogLines(total, done, every, _format_json if style == "json" else _format_fields)
+    return _LogLines(total, done, every, json.dumps if style == "json" else _format_fields)
 
 
 class _TqdmBar(tqdm):
@@ -163,10 +163,6 @@ def _format_fields(record: Mapping[str, Any]) -> str:
     # Per-layer values are only for plots.
     plain = {name: value for name, value in record.items() if not isinstance(value, dict | list)}
     return " ".join(f"{name}={_format_value(value)}" for name, value in plain.items())
-
-
-def _format_json(record: Mapping[str, Any]) -> str:
-    return json.dumps(dict(record))
 
 
 def _format_value(value: Any) -> str:

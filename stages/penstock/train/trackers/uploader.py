@@ -7,20 +7,22 @@ affecting training, and the next process continues after the last uploaded recor
 import faulthandler
 import os
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
 from penstock.core.file_lock import acquire_lock
+from penstock.core.file_tail import FileTail
 from penstock.core.files import read_json, write_json
 from penstock.train.launch.job import JOB, METRICS, Job
+from penstock.train.metrics.jsonl import parse_line
 from penstock.train.trackers.registry import TRACKERS
 from penstock.train.trackers.run_info import TRACKERS_FOLDER, RunInfo
 from penstock.train.trackers.scalars import record_kind, record_values
 from penstock.train.trackers.sidecar import RunEnd, start_sidecar
-from penstock.train.trackers.tail import follow_lines
 from penstock.train.trackers.tracker import ResumeState, StartRun, Tracker
 
 CALL_TIMEOUT_SECONDS = 120.0
@@ -29,6 +31,9 @@ RETRY_DELAYS = (1.0, 5.0, 25.0)
 """Seconds between tries of a failing call."""
 SAVE_SECONDS = 5.0
 """Seconds between saves of the upload state."""
+
+POLL_SECONDS = 0.5
+"""Seconds between reads of the file."""
 
 NICENESS = 10
 """Nice value: training has priority."""
@@ -73,6 +78,23 @@ def upload_run(name: str, folder: Path, start_run: StartRun, end: RunEnd) -> Non
     uploads.upload_last()
     write_json(file, state)
     _with_retries(lambda: tracker.close(end.ending))
+
+
+def follow_lines(path: Path, stop: threading.Event) -> Iterator[dict[str, Any] | None]:
+    """Yield each complete record in `path` as it appears; None if there is no more for now.
+
+    Ends once `stop` is set and the rest has been read.
+    """
+    tail = FileTail(path)
+    while True:
+        # Check before reading, so that everything written before the end is read.
+        is_last = stop.is_set()
+        for line in tail.read_new_lines():
+            yield parse_line(line, path, tail.num_lines)
+        if is_last:
+            return
+        yield None
+        stop.wait(POLL_SECONDS)
 
 
 class UploadState:
