@@ -22,6 +22,7 @@ import yaml
 
 from penstock.config.loading.load import loads
 from penstock.engine.distributed.ranks import init_process_group
+from penstock.engine.optim.norm_metrics import Norms
 from penstock.train.trainer import Trainer
 from tests.bench.data.packed import write_rows
 from tests.bench.pages import write_section
@@ -76,9 +77,9 @@ def measured(loop: Trainer) -> tuple[float, float]:
     timed(loop.measures, "step_fields", spent)
     timed(loop.measures, "peak_memory", spent)
     timed(loop.measures, "reserved_memory", spent)
-    if norms := loop.built.engine.norms:
+    if norms := loop.built.engine.part(Norms):
         timed(norms, "metrics", spent)
-        timed(norms, "of_gradients", spent)
+        timed(norms, "gradient_norm", spent)
     for _ in range(STEPS):
         spent.append(0.0)
         began = time.thread_time()

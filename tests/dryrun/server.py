@@ -7,6 +7,7 @@ import numpy as np
 
 from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.engine.losses.client_loss import PolicyForwardBackward
+from penstock.engine.moe.load_balancing import Routers
 from penstock.engine.multi_lora.model_pool import ModelPool
 from penstock.engine.multi_lora.model_store import ModelStore
 from penstock.engine.multi_lora.shared_base import SharedBase
@@ -56,7 +57,7 @@ def command_handlers(rank: BuiltRank, hf_config: Mapping[str, Any]) -> CommandHa
         models,
         cast(ModelStore, None),
         PolicyForwardBackward(
-            layout, rank.ranks, built.sequence_logprobs.log_probs, built.engine.routers
+            layout, rank.ranks, built.sequence_logprobs.log_probs, built.engine.part(Routers)
         ),
         BatchDispatcher(
             rank.run,

@@ -33,13 +33,13 @@ from penstock.engine.activations.offload import build_offloader, offload
 from penstock.engine.backends.compile import compile_layers
 from penstock.engine.backends.layer_ops import (
     dropout_config,
-    has_dropout,
     select_activation_impl,
     select_attention_dtype,
     select_layer_ops,
 )
 from penstock.engine.backends.select_attention import choose_attention
 from penstock.engine.backends.select_experts import select_moe_backend
+from penstock.engine.build_step import build_train_step
 from penstock.engine.checkpoint.async_staging import PreUpdateHooks
 from penstock.engine.checkpoint.train_state import TrainState
 from penstock.engine.distributed.collectives import Residual
@@ -66,30 +66,21 @@ from penstock.engine.hf.load_weights import Readers, load_weights
 from penstock.engine.hf.prediction_layers import describe_prediction_layers
 from penstock.engine.hf.unused_tensors import describe_unused
 from penstock.engine.losses.build import (
-    build_preference_loss,
     build_sequence_logprobs,
     eval_loss_fn,
     train_loss_fn,
 )
 from penstock.engine.losses.indexer_loss import (
-    build_indexer_losses,
     describe_indexers,
     set_trainable_indexers,
 )
-from penstock.engine.losses.multi_token_prediction import build_mtp_loss
 from penstock.engine.losses.sequence_logprobs import SequenceLogProbs
 from penstock.engine.model_source import quantization_args
-from penstock.engine.moe.load_balancing import Routers, build_routers
 from penstock.engine.moe.select_dispatcher import select_token_dispatcher
 from penstock.engine.optim.build import build_distributed_optimizer, set_grad_dtype
 from penstock.engine.optim.cpu_offload import CPUOffloadedParams
-from penstock.engine.optim.grad_scaler import GradScaler
-from penstock.engine.optim.norm_metrics import build_norms
-from penstock.engine.optim.optimizer_in_backward import OptimizerInBackward
-from penstock.engine.optim.qk_clip import build_qk_clip
 from penstock.engine.peft.dora_norms import norms_for
 from penstock.engine.peft.init_from_adapter import AdapterStart
-from penstock.engine.peft.relora import build_relora
 from penstock.engine.precision.fp8_all_gather import enable_fp8_all_gather
 from penstock.engine.precision.fp8_convert import convert_to_float8_training, set_amax_reduce_groups
 from penstock.engine.precision.param_dtype import (
@@ -99,6 +90,7 @@ from penstock.engine.precision.param_dtype import (
     rounded_to,
 )
 from penstock.engine.quantization.noise import add_noise
+from penstock.engine.split_by_length import is_padded
 from penstock.engine.train_step import TrainStep
 from penstock.engine.trainable import trainable_params
 from penstock.engine.validate_backend import describe_backend, require_backend
@@ -317,30 +309,16 @@ def assemble(
     )
     eval_loss = eval_loss_fn(run, config.logit_soft_cap)
     pre_update_hooks = PreUpdateHooks()
-    routers = build_routers(train, config, parts, params, mesh, ranks)
-    engine = TrainStep(
-        model=layout,
-        optimizer=optimizer,
-        ranks=ranks,
-        loss_fn=vocab_head.sum_cross_entropy(loss),
-        eval_loss_fn=vocab_head.sum_cross_entropy(eval_loss),
-        max_grad_norm=train.max_grad_norm,
-        splits_by_length=splits_by_length(train, config, routers),
-        dropout_seed=train.seed if run.lora.enable_aqn or any(map(has_dropout, parts)) else None,
-        preferences=build_preference_loss(run, layout, vocab_head, ranks),
-        routers=routers,
-        relora=build_relora(run, parts, params, optimizer, base.names, mesh, ranks),
-        optimizer_in_backward=(
-            OptimizerInBackward(optimizer, layout.trainable, ranks, pre_update_hooks)
-            if train.fuse_optimizer_step
-            else None
-        ),
-        qk_clip=build_qk_clip(train, config, parts, optimizer_params, mesh, ranks),
+    engine = build_train_step(
+        run,
+        layout,
+        optimizer,
+        ranks,
+        names=base.names,
+        vocab_head=vocab_head,
+        loss=loss,
+        eval_loss=eval_loss,
         cpu_offload=cpu_offload,
-        grad_scaler=GradScaler(train.loss_scale_init) if train.computes_in == "float16" else None,
-        norms=build_norms(train, params, ranks),
-        indexers=build_indexer_losses(train, config),
-        mtp=build_mtp_loss(train, config, layout, vocab_head.sum_cross_entropy(loss)),
         pre_update_hooks=pre_update_hooks,
     )
     return BuiltModel(
@@ -490,23 +468,6 @@ def build_pipeline(
 
     settings = {"residual": residual, "autocast": autocast}
     return Pipeline(parts, mesh, train, device=ranks.device, heartbeat=ranks.heartbeat, **settings)
-
-
-def is_padded(config: DecoderConfig) -> bool:
-    """Whether the model computes padded batches of documents, of which some can be taken out:
-    images cannot."""
-    if not isinstance(config, AutoModelConfig) or config.outline.media is not None:
-        return False
-    return not config.outline.traits.packing
-
-
-def splits_by_length(train: TrainConfig, config: DecoderConfig, routers: Routers | None) -> bool:
-    """Whether micro-batches are split into padded batches of similar length. The losses of samples
-    and of packed sequences need theirs in one pass, and an optimizer in the backward pass needs one
-    pass of all."""
-    if train.objective == "preference" or train.fuse_optimizer_step:
-        return False
-    return is_padded(config) and not (routers and routers.balances_rows)
 
 
 def autocast_context(train: TrainConfig, device: torch.device) -> AutocastContext:

@@ -14,6 +14,8 @@ from itertools import accumulate, pairwise
 import numpy as np
 import torch
 
+from penstock.models.automodel.outline import AutoModelConfig
+from penstock.models.decoder_config import DecoderConfig
 from penstock.rows.collate import MicroBatch
 from penstock.rows.schema import IGNORED
 
@@ -21,6 +23,14 @@ TOLERATED_PADDING = 0.25
 """A micro-batch is split until padding is at most this share of its tokens ..."""
 MAX_PARTS = 8
 """... or it has this many parts."""
+
+
+def is_padded(config: DecoderConfig) -> bool:
+    """Whether the model computes padded batches of documents, of which some can be taken out:
+    images cannot."""
+    if not isinstance(config, AutoModelConfig) or config.outline.media is not None:
+        return False
+    return not config.outline.traits.packing
 
 
 def num_parts(batch: MicroBatch) -> int:

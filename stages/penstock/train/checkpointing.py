@@ -13,6 +13,7 @@ from penstock.engine.checkpoint.folders import checkpoint_naming, read_state, un
 from penstock.engine.checkpoint.resume import newest_whole_checkpoint, require_whole
 from penstock.engine.checkpoint.train_state import States
 from penstock.engine.distributed.ranks import ProcessInfo
+from penstock.engine.optim.grad_scaler import GradScaler
 from penstock.rows.batches import Cursor
 from penstock.train.eval.early_stopping import required_steps
 from penstock.train.launch.job import CHECKPOINTS, Job
@@ -110,7 +111,7 @@ class Checkpointer:
             rng_state = state["rng"].get(str(self._ranks.rank))
             if rng_state and state["layout"] == self._built.layout:
                 rng.set_rng_state(rng_state)
-            if (scaling := self._built.engine.grad_scaler) and "loss_scale" in state:
+            if (scaling := self._built.engine.part(GradScaler)) and "loss_scale" in state:
                 scaling.restore(state["loss_scale"])
         self._step = state["step"] if folder.parent == self.root else None
         return state
@@ -189,7 +190,7 @@ class Checkpointer:
         self._ranks.heartbeat.set_phase("saving", step=at.step)
         states, scaling = (
             self._ranks.all_gather(rng.get_rng_state()),
-            self._built.engine.grad_scaler,
+            self._built.engine.part(GradScaler),
         )
         state = {
             "format": FORMAT,

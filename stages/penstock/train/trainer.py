@@ -22,7 +22,8 @@ from penstock.engine.checkpoint.folders import understanding
 from penstock.engine.distributed.parallel_dims import accumulation_steps, rows_per_step
 from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.engine.optim.changed_weights import FEW_CHANGED, rounding_warning
-from penstock.engine.train_step import Prefetch, StepResult, TokenCounts
+from penstock.engine.step_part import TokenCounts
+from penstock.engine.train_step import Prefetch, StepResult
 from penstock.optim.schedule import lr_at
 from penstock.rows.batches import Cursor, Integers, StepSampler, assign_micro_batches
 from penstock.rows.collate import MicroBatch
@@ -218,12 +219,7 @@ class Trainer:
             "trained_tokens": result.trained_tokens,
             "tokens_per_second": round(result.tokens / seconds, 1),
             "seconds": round(seconds, 5),
-            **result.preference_metrics,
-            **result.router_metrics,
-            **result.loss_scale_metrics,
-            **result.norm_metrics,
-            **result.qk_clip_metrics,
-            **result.further_losses,
+            **result.metrics,
             **self.measures.step_fields(result, batches, rows, seconds),
         }
 

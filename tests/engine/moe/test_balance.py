@@ -15,6 +15,7 @@ from penstock.engine.distributed.ranks import init_process_group
 from penstock.engine.hf.config import read_hf_config
 from penstock.engine.hf.state_dict import in_checkpoint
 from penstock.engine.moe.balancing_settings import BIAS_FAMILIES, MOE_FAMILIES
+from penstock.engine.moe.load_balancing import Routers
 from penstock.models.registry import FAMILIES, LANGUAGE_MODELS, get_family
 from penstock.pipeline.plan import check_machine
 from penstock.rows.reader import PackedRows
@@ -48,7 +49,7 @@ def told(job):
     """The numbers of the rows of a step, its record, and whether anybody looked at routers."""
     loop = loop_of(job)
     rows = loop.batches.rows(loop.at.cursor).tolist()
-    return rows, step(loop), loop.built.engine.routers is not None
+    return rows, step(loop), loop.built.engine.part(Routers) is not None
 
 
 def of_transformers(folder, rows):

@@ -16,6 +16,7 @@ from penstock.engine.distributed.param_shards import local
 from penstock.engine.hf.export import write_folders
 from penstock.engine.hf.load_weights import copy_shard
 from penstock.engine.model_source import ExportFormat
+from penstock.engine.peft.relora import ReLoRA
 from penstock.engine.quantization import requantize
 from penstock.pipeline.origins import resolve_model_source
 from penstock.train.launch.job import Job
@@ -101,8 +102,9 @@ def merged(job, spoilt=""):
             if piece.tensor == spoilt:
                 whole[0] = float("inf")
             copy_shard(whole, piece, piece.view(local(local_param.parameter).detach()))
-    assert engine.relora
-    engine.relora.merge(1)
+    relora = engine.part(ReLoRA)
+    assert relora
+    relora.merge(1)
     if loop.ranks.world_size == 1:
         save(loop)
     found = parameters_of(loop)

@@ -26,6 +26,6 @@ def test_a_loss_is_told_from_the_threshold_on_that_is_written(threshold, is_told
     empty = torch.zeros(0, dtype=torch.int64)
     batch = MicroBatch(empty, empty, empty, (), 10, 10, ((0, 10),))
     for loss in [*(2.0 + number % 2 / 100 for number in range(30)), 5.0]:
-        result = StepResult(loss, 1.0, 20, 20, {}, {}, {}, {}, {}, torch.tensor(1.0))
+        result = StepResult(loss, 1.0, 20, 20, {}, torch.tensor(1.0))
         metrics.step_fields(result, [batch], np.array([0]), 1.0)
     assert len(told) == is_told

@@ -1,6 +1,7 @@
 """What the settings of optimizers and precision do to a run. One process each."""
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,6 +27,10 @@ def folder(tmp_path_factory):
     runs.write_rows(folder / "packed", 8)
     runs.write_config(folder / "model")
     return folder
+
+
+STEP: Any = None
+"""A loss scale reads nothing of a step."""
 
 
 def job(folder, out, **train):
@@ -244,7 +249,8 @@ def scaled(job):
     loop, found = loop_of(job), []
     for _ in range(3):
         found.append((step(loop), parameters_of(loop)))
-    return found, loop.built.engine.grad_scaler and loop.built.engine.grad_scaler.as_json()
+    scaler = loop.built.engine.part(GradScaler)
+    return found, scaler and scaler.as_json()
 
 
 def test_a_step_that_overflows_is_left_out_and_the_scale_halved(folder):
@@ -276,19 +282,19 @@ def test_a_step_that_overflows_is_left_out_and_the_scale_halved(folder):
 def test_a_scale_grows_after_a_while_without_overflows_and_does_not_shrink_to_nothing():
     scale = GradScaler(4.0)
     for _ in range(GROWTH_INTERVAL - 1):
-        scale.on_finite_step()
+        scale.after_update(STEP)
     assert scale.scale == 4.0
-    scale.on_finite_step()
+    scale.after_update(STEP)
     assert scale.as_json() == {"scale": 8.0, "quiet": 0}
-    assert [scale.on_overflow() for _ in range(4)] == [True, True, True, False]
+    assert [scale.skips_update(STEP) for _ in range(4)] == [True, True, True, False]
 
 
 def test_a_scale_counts_quiet_steps_from_the_last_overflow():
     scale = GradScaler(4.0)
     for _ in range(GROWTH_INTERVAL - 1):
-        scale.on_finite_step()
-    assert scale.on_overflow()
-    scale.on_finite_step()
+        scale.after_update(STEP)
+    assert scale.skips_update(STEP)
+    scale.after_update(STEP)
     assert scale.as_json() == {"scale": 2.0, "quiet": 1}
 
 
@@ -298,9 +304,9 @@ def test_a_scale_grows_at_the_same_step_from_wherever_a_run_goes_on(overflows):
         scale, found = first, []
         for number in range(start, end):
             if number in overflows:
-                scale.on_overflow()
+                scale.skips_update(STEP)
             else:
-                scale.on_finite_step()
+                scale.after_update(STEP)
             found.append(scale.scale)
         return scale, found
 
@@ -319,7 +325,7 @@ def overflowing_once(job):
     weights are finite and others then."""
     loop = loop_of(job)
     first, before = step(loop), parameters_of(loop)
-    scaling = loop.built.engine.grad_scaler
+    scaling = loop.built.engine.part(GradScaler)
     assert scaling is not None
     scaling.scale = 1024.0
     second, after = step(loop), parameters_of(loop)
@@ -347,7 +353,7 @@ def resumed(job):
 def loop_after(job):
     loop = loop_of(job)
     loop._resume()
-    scaling = loop.built.engine.grad_scaler
+    scaling = loop.built.engine.part(GradScaler)
     assert scaling is not None
     return scaling.as_json()
 

@@ -201,7 +201,7 @@ def spike(rank_with_the_spike):
 
     def see(loss, share):
         batch = MicroBatch(empty, empty, empty, (), 10, 10, ((10 + ranks.rank, 10),))
-        result = StepResult(loss, 1.0, 20, 20, {}, {}, {}, {}, {}, torch.tensor(share))
+        result = StepResult(loss, 1.0, 20, 20, {}, torch.tensor(share))
         return watch.update(result, [batch])
 
     assert not any(see(2.0 + i % 2 / 100, 1.0) for i in range(30))

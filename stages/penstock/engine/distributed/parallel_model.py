@@ -249,11 +249,12 @@ class ParallelModel:
 
 
 def _without_loss(call: ModelInputs) -> ModelInputs:
-    further = call.further and call.further.with_output(_no_loss)
-    return replace(call, output_fn=_no_loss, further=further)
+    further = call.further and call.further.with_output(no_loss)
+    return replace(call, output_fn=no_loss, further=further)
 
 
-def _no_loss(hidden_TD: torch.Tensor, _: nn.Module) -> torch.Tensor:
+def no_loss(hidden_TD: torch.Tensor, _: nn.Module) -> torch.Tensor:
+    """The output function of a pass without a loss: zero."""
     return hidden_TD.new_zeros(())
 
 

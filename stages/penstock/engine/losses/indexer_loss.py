@@ -4,49 +4,53 @@ The divergences of all layers (`indexer_loss` of the kernels), summed over the t
 times the coefficient, divided by the tokens.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
 from penstock.config.schema.train import TrainConfig
 from penstock.engine.distributed.parallel_model import ModelInputs
+from penstock.engine.step_part import StepPart, StepState
 from penstock.models.causal_lm import CausalLM
 from penstock.models.decoder import Decoder
 from penstock.models.decoder_config import DecoderConfig
 from penstock.models.layers.indexer import LOSS, Indexer, IndexerLoss
-from penstock.rows.collate import MicroBatch
 
 
-@dataclass(frozen=True)
-class IndexerLosses:
+@dataclass
+class IndexerLosses(StepPart):
     """The loss of a run."""
 
     coefficient: float
     num_layers: int
+    _losses: list[IndexerLoss] = field(default_factory=list[IndexerLoss], init=False, repr=False)
+    """One for each micro-batch of the step, which its passes fill."""
 
-    def with_losses(
-        self,
-        calls: Sequence[ModelInputs],
-        batches: Sequence[MicroBatch],
-        tokens: int,
-        scale: float,
-    ) -> tuple[list[ModelInputs], list[IndexerLoss]]:
-        """The calls of a step of `tokens` tokens with their losses, multiplied by `scale`, like the
-        loss; and these losses, which the passes fill."""
-        factor = self.coefficient * scale / max(1, tokens)
-        losses = [IndexerLoss(factor, batch.num_tokens) for batch in batches]
-        found: list[ModelInputs] = []
-        for call, loss in zip(calls, losses, strict=True):
-            kept = {**call.segments.kept, LOSS: loss}
-            found.append(replace(call, segments=replace(call.segments, kept=kept)))
-        return found, losses
+    def before_forward(self, step: StepState) -> None:
+        """Give the calls their losses, multiplied by the loss scale."""
+        factor = self.coefficient * step.scale / max(1, step.counts.tokens)
+        self._losses = [IndexerLoss(factor, batch.num_tokens) for batch in step.batches]
+        pairs = zip(step.calls, self._losses, strict=True)
+        step.calls = [_with_loss(call, loss) for call, loss in pairs]
 
-    def total(self, losses: Sequence[IndexerLoss], device: torch.device) -> torch.Tensor:
+    def after_backward(self, step: StepState) -> torch.Tensor:
         """This rank's part of the sum over tokens, mean over layers; fp64 [1]."""
-        sums = [total.double() for loss in losses for total in loss.sums.values()]
+        sums = [total.double() for loss in self._losses for total in loss.sums.values()]
+        device = step.calls[0].input_ids_T.device
         total = torch.zeros((), dtype=torch.float64, device=device)
         return sum(sums, total)[None] / self.num_layers
+
+    def finish(self, step: StepState, totals: Sequence[float]) -> Mapping[str, Any]:
+        """The mean over tokens and layers."""
+        self._losses = []
+        return {"indexer_loss": totals[0] / max(1, step.counts.tokens)}
+
+
+def _with_loss(call: ModelInputs, loss: IndexerLoss) -> ModelInputs:
+    metadata = {**call.segments.kept, LOSS: loss}
+    return replace(call, segments=replace(call.segments, kept=metadata))
 
 
 def build_indexer_losses(train: TrainConfig, config: DecoderConfig) -> IndexerLosses | None:

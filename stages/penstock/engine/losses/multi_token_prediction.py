@@ -7,16 +7,18 @@ position counts at depth k if the token k + 1 further on is of its document and 
 depths.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from penstock.config.schema.train import TrainConfig
-from penstock.engine.distributed.parallel_model import ModelInputs, ParallelModel
+from penstock.engine.distributed.parallel_model import ParallelModel
 from penstock.engine.distributed.vocab_parallel import SumLossFn
+from penstock.engine.step_part import StepPart, StepState
 from penstock.engine.vision.image_inputs import ImageInputBuilder
 from penstock.losses.labels import IGNORED, Labels
 from penstock.models.decoder import OutputFn
@@ -26,50 +28,47 @@ from penstock.rows.collate import MicroBatch
 from penstock_kernels.to_device import to_device
 
 
-@dataclass(frozen=True)
-class MTPLoss:
+@dataclass
+class MTPLoss(StepPart):
     """The loss of a parallelized model with layers that predict further tokens."""
 
     weight: float
     depths: int
     layout: ParallelModel
     loss_fn: SumLossFn
+    _total: torch.Tensor = field(init=False, repr=False)
+    """This rank's mean over the depths, without weight and scale, which the forward passes add up;
+    fp64 [1]."""
 
-    def with_further_tokens(
-        self,
-        calls: Sequence[ModelInputs],
-        batches: Sequence[MicroBatch],
-        divisor: float,
-        scale: float,
-        total: torch.Tensor,
-    ) -> list[ModelInputs]:
-        """The calls of a step with the losses of all depths, divided by `divisor` and multiplied by
-        the loss scale.
-
-        This rank's mean over the depths, without weight and scale, is added to `total` (fp64 [1])
-        in the forward passes.
-        """
-
-        def output_fn(labels: Labels) -> OutputFn:
-            return partial(self._depth_loss, labels, divisor, scale, total)
-
+    def before_forward(self, step: StepState) -> None:
+        """Give the calls the losses of all depths, multiplied by the loss scale."""
+        device = step.calls[0].input_ids_T.device
+        self._total = torch.zeros(1, dtype=torch.float64, device=device)
         if all(head is None for *_, head in (part.edges for part in self.layout.parts)):
             # The last stage of a pipeline has those layers.
-            return list(calls)
-        found: list[ModelInputs] = []
-        for call, batch in zip(calls, batches, strict=True):
-            device = call.input_ids_T.device
+            return
+        depth_loss = partial(self._depth_loss, step.counts.divisor, step.scale, self._total)
+        for number, batch in enumerate(step.batches):
             ids_KT, labels_KT = map(self._own_tokens, further_tokens(batch, self.depths))
             weights_KT = self._further_weights(batch)
             labels = [
                 Labels.from_host(labels_S, device, weights_S)
                 for labels_S, weights_S in zip(labels_KT, weights_KT, strict=True)
             ]
-            outputs = list(map(output_fn, labels))
+            outputs: list[OutputFn] = [partial(depth_loss, depth) for depth in labels]
             index_KT = self._feature_index(batch, device)
             further = FurtherTokens(to_device(ids_KT, device), outputs, index_KT)
-            found.append(replace(call, further=further))
-        return found
+            step.calls[number] = replace(step.calls[number], further=further)
+
+    def after_backward(self, step: StepState) -> torch.Tensor:
+        """This rank's total."""
+        del step
+        return self._total
+
+    def finish(self, step: StepState, totals: Sequence[float]) -> Mapping[str, Any]:
+        """The mean over the depths."""
+        del step
+        return {"mtp_loss": totals[0]}
 
     def _further_weights(self, batch: MicroBatch) -> Sequence[torch.Tensor | None]:
         """This rank's loss weights of the labels of each depth."""
@@ -92,10 +91,10 @@ class MTPLoss:
 
     def _depth_loss(
         self,
-        labels: Labels,
         divisor: float,
         scale: float,
         total: torch.Tensor,
+        labels: Labels,
         hidden: torch.Tensor,
         head: nn.Module,
     ) -> torch.Tensor:

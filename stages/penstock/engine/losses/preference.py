@@ -6,13 +6,14 @@ step is split. D samples of a micro-batch, A completions of each.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from penstock.config.schema.preference import PreferenceConfig
 from penstock.engine.losses.sequence_logprobs import SequenceLogProbs, num_prompt_tokens, num_tokens
+from penstock.engine.step_part import StepPart, StepState
 from penstock.losses.preference import (
     PreferenceInputs,
     kl_baseline,
@@ -72,29 +73,40 @@ class PreferenceBatch:
         return self.desirable_D.to(self.tokens_DA.dtype)
 
 
-@dataclass(frozen=True)
-class Preferences:
+@dataclass
+class Preferences(StepPart):
     """Preference training of a parallelized model."""
 
     config: PreferenceConfig
     sums: SequenceLogProbs
+    _step: "PreferenceStep | None" = field(default=None, init=False, repr=False)
 
-    def start_step(
-        self,
-        batches: Sequence[MicroBatch],
-        references: Sequence[torch.Tensor],
-        scale: float = 1.0,
-    ) -> "PreferenceStep":
-        """Begin a step over these micro-batches; collective.
+    def before_forward(self, step: StepState) -> None:
+        """Set the loss, multiplied by the loss scale. With a baseline, all completions pass through
+        the model once more before."""
+        self._step = self._start(step)
+        step.set_output_fns([*map(self._step.reduce, step.batches, range(len(step.batches)))])
+        step.has_loss = True
 
-        `references` are the reference log-probs of their completions, [D, A] each; empty if the
-        loss needs none. With a baseline, all completions pass through the model once more before.
-        """
-        inputs = self._build_inputs(batches, references)
+    def after_backward(self, step: StepState) -> torch.Tensor:
+        """This rank's sums for the metrics."""
+        del step
+        assert self._step
+        return self._step.metric_totals.flatten()
+
+    def finish(self, step: StepState, totals: Sequence[float]) -> Mapping[str, Any]:
+        """The metrics of the step."""
+        del step
+        self._step = None
+        return metrics_by_name([totals[start : start + 2] for start in range(0, len(totals), 2)])
+
+    def _start(self, step: StepState) -> "PreferenceStep":
+        batches = step.batches
+        inputs = self._build_inputs(batches, step.references)
         counts = torch.zeros(2, dtype=torch.float64, device=self.sums.ranks.device)
-        counts[0] += sum(len(each.tokens_DA) for each in inputs)
-        for each in inputs:
-            counts[1] += each.sft_tokens_D.sum()
+        counts[0] += sum(len(batch.tokens_DA) for batch in inputs)
+        for batch in inputs:
+            counts[1] += batch.sft_tokens_D.sum()
         self.sums.ranks.all_reduce_sum(counts)
         samples, tokens = (counts / self.sums.layout.model_parallel_size).clamp_min(1.0).unbind()
         evaluated = self._evaluate(batches, inputs) if self.config.needs_baseline else []
@@ -104,7 +116,7 @@ class Preferences:
             samples,
             tokens,
             self._baseline(evaluated),
-            scale,
+            step.scale,
             self._empty_metrics(),
         )
 
@@ -258,8 +270,3 @@ class PreferenceStep:
             return (loss * self.scale).float()
 
         return reduced
-
-    @staticmethod
-    def metrics(totals: Sequence[float]) -> Mapping[str, float]:
-        """The metrics of the step by name, from all ranks' flattened `metric_totals`."""
-        return metrics_by_name([totals[at : at + 2] for at in range(0, len(totals), 2)])

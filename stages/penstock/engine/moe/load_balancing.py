@@ -5,7 +5,7 @@ and each token counts once, so nothing depends on the layout. T tokens of a micr
 rank, R packed sequences, E experts, L MoE layers.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from penstock.engine.distributed.parallel_model import ModelInputs
 from penstock.engine.distributed.param_shards import LocalParam, local
 from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.engine.moe.balancing_settings import LoadBalancingConfig, RoutedLayers
+from penstock.engine.step_part import StepPart, StepState
 from penstock.losses.load_balancing import (
     aux_loss_grad,
     entropy,
@@ -74,7 +75,7 @@ def routed_layers(config: DecoderConfig) -> RoutedLayers | None:
     return RoutedLayers(experts.layers, experts.num_experts, experts.aux_loss_coef)
 
 
-class Routers:
+class Routers(StepPart):
     """The routers of a run on one rank: those of some layers, with some of their tokens."""
 
     def __init__(
@@ -107,6 +108,24 @@ class Routers:
     def balances_rows(self) -> bool:
         """Whether a loss is computed of each packed sequence, which must then be in one pass."""
         return bool(self._balance.load) and self._balance.over == "row"
+
+    def before_forward(self, step: StepState) -> None:
+        """Observe the routers of the calls, which may run a forward pass of all of them."""
+        self._ranks.heartbeat.set_phase("forward")
+        model, tokens = step.model, step.counts.tokens
+        step.calls = self.with_observers(
+            step.calls,
+            step.batches,
+            tokens,
+            model.context,
+            model.forward_for_observers,
+            scale=step.scale,
+        )
+
+    def finish(self, step: StepState, totals: Sequence[float]) -> Mapping[str, Any]:
+        """See `finish_step`."""
+        del totals
+        return self.finish_step(step.counts.tokens)
 
     def with_observers(
         self,

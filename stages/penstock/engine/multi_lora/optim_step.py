@@ -11,6 +11,7 @@ from penstock.engine.distributed.param_shards import local
 from penstock.engine.multi_lora.client_optimizer import DECAYS
 from penstock.engine.multi_lora.model_pool import ModelPool, TenantModel
 from penstock.engine.optim.clip_grad import gradient_norm, scale_gradients
+from penstock.engine.peft.relora import ReLoRA
 from penstock.optim.groups import MATRICES, RATE
 
 
@@ -105,7 +106,7 @@ def _set(resident: TenantModel, adam_params: AdamParams, lr_of_file: float) -> N
 def _merge(residents: ModelPool, resident: TenantModel) -> None:
     """ReLoRA: merge the adapter into the base if the settings ask for it at this step."""
     substrate = residents.substrate
-    merging = substrate.built.engine.relora
+    merging = substrate.built.engine.part(ReLoRA)
     if merging is None or resident.adapter is None or not merging.is_due(resident.step):
         return
     relora = replace(merging, optimizer=resident.optimizer, seed=resident.adapter.seed)

@@ -8,6 +8,7 @@ from penstock.config.schema.memory import STOCHASTIC
 from penstock.config.schema.train import TrainConfig
 from penstock.engine.distributed.param_shards import LocalParam, local
 from penstock.engine.distributed.ranks import ProcessInfo
+from penstock.engine.step_part import StepPart, StepState
 
 SAMPLED_WEIGHTS = 4096
 """Weights of each parameter that are compared, at equal distances."""
@@ -16,26 +17,34 @@ FEW_CHANGED = 0.5
 """A smaller share of changed weights at the peak learning rate is warned about."""
 
 
-class ChangedWeights:
-    """Some of this rank's weights before an update, those with a gradient."""
+class ChangedWeights(StepPart):
+    """Compares some of this rank's weights before and after an update, those with a gradient."""
 
-    @torch.no_grad()
-    def __init__(self, params: Sequence[LocalParam]) -> None:
+    def __init__(self, params: Sequence[LocalParam], ranks: ProcessInfo) -> None:
+        self._params, self._ranks = params, ranks
         self._before: list[tuple[LocalParam, torch.Tensor, torch.Tensor]] = []
-        for param in params:
-            if param.parameter.grad is not None:
-                with_gradient = _sample(param.parameter.grad) != 0
-                self._before.append((param, _sample(param.parameter).clone(), with_gradient))
 
     @torch.no_grad()
-    def share(self, ranks: ProcessInfo) -> float | None:
-        """The share of them that has changed since; None if none has a gradient. Collective."""
-        counts = torch.zeros(2, dtype=torch.float64, device=ranks.device)
+    def before_update(self, step: StepState) -> None:
+        """Copy them."""
+        if step.measures_changes:
+            for param in self._params:
+                if param.parameter.grad is not None:
+                    with_gradient = _sample(param.parameter.grad) != 0
+                    self._before.append((param, _sample(param.parameter).clone(), with_gradient))
+
+    @torch.no_grad()
+    def after_update(self, step: StepState) -> None:
+        """Set `step.changed_weights`, unless none has a gradient on any rank."""
+        if not step.measures_changes:
+            return
+        counts = torch.zeros(2, dtype=torch.float64, device=self._ranks.device)
         for param, before, with_gradient in self._before:
             changed = (_sample(param.parameter) != before) & with_gradient
             counts += torch.stack([changed.sum(), with_gradient.sum()]).to(counts)
-        changed, compared = ranks.all_reduce_sum(counts).tolist()
-        return changed / compared if compared else None
+        self._before = []
+        changed, compared = self._ranks.all_reduce_sum(counts).tolist()
+        step.changed_weights = changed / compared if compared else None
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:

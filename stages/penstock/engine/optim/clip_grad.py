@@ -1,12 +1,14 @@
 """Gradient clipping by global norm; each element counts once, however it is sharded."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from penstock.engine.distributed.param_shards import LocalParam, local
 from penstock.engine.distributed.ranks import ProcessInfo
+from penstock.engine.step_part import StepPart, StepState
 
 
 @torch.no_grad()
@@ -47,3 +49,15 @@ def scale_gradients(params: Iterable[LocalParam], norm: float, max_norm: float) 
     ]
     if gradients:
         torch._foreach_mul_(gradients, factor)
+
+
+@dataclass(frozen=True)
+class GradClipping(StepPart):
+    """Clips the gradients of a run before each update."""
+
+    params: Sequence[LocalParam]
+    max_norm: float
+
+    def before_update(self, step: StepState) -> None:
+        """See `scale_gradients`."""
+        scale_gradients(self.params, step.grad_norm, self.max_norm)

@@ -14,12 +14,13 @@ from torch import nn
 
 from penstock.engine.device import uses_cuda
 from penstock.engine.distributed.param_shards import LocalParam, local
+from penstock.engine.step_part import StepPart, StepState
 
 HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class CPUOffloadedParams:
+class CPUOffloadedParams(StepPart):
     """Trainable parameters, and for each the CPU copy that the optimizer steps."""
 
     here: Sequence[LocalParam]
@@ -34,12 +35,13 @@ class CPUOffloadedParams:
         )
 
     @torch.no_grad()
-    def copy_to_cpu(self) -> None:
+    def before_update(self, step: StepState) -> None:
         """Copy weights and gradients to the CPU."""
-        for one, other in zip(self.here, self.there, strict=True):
-            copy, gradient = other.parameter, one.parameter.grad
+        del step
+        for param, other in zip(self.here, self.there, strict=True):
+            copy, gradient = other.parameter, param.parameter.grad
             # Weights too: a checkpoint or adapter merge may have changed them since the last step.
-            copy.copy_(local(one.parameter), non_blocking=True)
+            copy.copy_(local(param.parameter), non_blocking=True)
             if gradient is None:
                 copy.grad = None
                 continue
@@ -50,10 +52,11 @@ class CPUOffloadedParams:
             torch.cuda.synchronize()
 
     @torch.no_grad()
-    def copy_back(self) -> None:
+    def after_update(self, step: StepState) -> None:
         """Copy the updated weights back."""
-        for one, other in zip(self.here, self.there, strict=True):
-            local(one.parameter).copy_(other.parameter, non_blocking=True)
+        del step
+        for param, copy in zip(self.here, self.there, strict=True):
+            local(param.parameter).copy_(copy.parameter, non_blocking=True)
 
 
 def _copy(parameter: nn.Parameter) -> nn.Parameter:

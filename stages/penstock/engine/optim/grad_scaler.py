@@ -4,13 +4,14 @@ The scale is halved when gradients overflow, and doubled after a while without o
 (Micikevicius et al. 2018, "Mixed precision training").
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from penstock.engine.distributed.param_shards import LocalParam, local
+from penstock.engine.step_part import StepPart, StepState
 
 GROWTH_INTERVAL = 2000
 """The number of steps without overflow after which the scale doubles."""
@@ -19,30 +20,44 @@ MIN_SCALE = 1.0
 
 
 @dataclass
-class GradScaler:
+class GradScaler(StepPart):
     """The loss scale, the same on every rank because it follows global norms."""
 
     scale: float
     quiet: int = 0
     """Steps since the last change."""
+    params: Sequence[LocalParam] = field(default=(), repr=False)
+    """The trainable parameters."""
+
+    def before_forward(self, step: StepState) -> None:
+        """Set the scale."""
+        step.scale = self.scale
 
     @torch.no_grad()
-    def unscale(self, params: Sequence[LocalParam]) -> None:
+    def after_backward(self, step: StepState) -> None:
         """Divide all gradients by the scale, in place. Overflowed values stay infinite."""
-        gradients = [local(one.parameter.grad) for one in params if one.parameter.grad is not None]
+        parameters = [param.parameter for param in self.params]
+        gradients = [local(p.grad) for p in parameters if p.grad is not None]
         if gradients:
-            torch._foreach_mul_(gradients, 1 / self.scale)
+            torch._foreach_mul_(gradients, 1 / step.scale)
 
-    def on_finite_step(self) -> None:
+    def skips_update(self, step: StepState) -> bool:
+        """Halve the scale, and return whether that can help."""
+        del step
+        self.scale, self.quiet = self.scale / 2, 0
+        return self.scale >= MIN_SCALE
+
+    def after_update(self, step: StepState) -> None:
         """Record a step with finite gradients."""
+        del step
         self.quiet += 1
         if self.quiet == GROWTH_INTERVAL:
             self.scale, self.quiet = 2 * self.scale, 0
 
-    def on_overflow(self) -> bool:
-        """Record an overflow: halve the scale, and return whether that can help."""
-        self.scale, self.quiet = self.scale / 2, 0
-        return self.scale >= MIN_SCALE
+    def finish(self, step: StepState, totals: Sequence[float]) -> Mapping[str, Any]:
+        """The scale of this step, and whether its update was skipped."""
+        del totals
+        return {"loss_scale": step.scale, "skipped": not step.is_finite}
 
     def as_json(self) -> dict[str, Any]:
         """The state for a checkpoint."""

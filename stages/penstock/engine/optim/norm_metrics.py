@@ -14,6 +14,7 @@ import torch
 from penstock.config.schema.train import TrainConfig
 from penstock.engine.distributed.param_shards import LocalParam, TensorShard, local
 from penstock.engine.distributed.ranks import ProcessInfo
+from penstock.engine.step_part import StepPart, StepState
 from penstock.models.names import LINEAR_ATTN, SELF_ATTN
 from penstock_kernels.to_device import to_device
 
@@ -52,7 +53,7 @@ def build_norms(
     return Norms(train, [param for param in params if param.parameter.requires_grad], ranks)
 
 
-class Norms:
+class Norms(StepPart):
     """Logs the norms of a run's trainable parameters."""
 
     def __init__(
@@ -68,6 +69,8 @@ class Norms:
         self.gradients = parse_norm_detail(train.log_grad_norm)
         self.parameters = parse_norm_detail(train.log_param_norm)
         self._ranks = ranks
+        self._of_gradients: Norm | None = None
+        """As `gradient_norm` computed them; None with an optimizer in the backward pass."""
         names: list[str] = []
         if "layers" in (self.gradients, self.parameters):
             # Pipeline stages hold different layers.
@@ -83,6 +86,16 @@ class Norms:
         self._copies = torch.tensor(copies, dtype=torch.float64, device=ranks.device)
         self._places = torch.tensor(layer_index, dtype=torch.int64, device=ranks.device)
 
+    def gradient_norm(self) -> torch.Tensor:
+        """The total norm of the current gradients; keeps their norms for the metrics."""
+        self._of_gradients = self.of_gradients()
+        return self._of_gradients.total
+
+    def finish(self, step: StepState, totals: Sequence[float]) -> Mapping[str, Any]:
+        """The logged norms after the update, except the total gradient norm."""
+        del totals
+        return self.metrics(self._of_gradients) if step.is_finite else {}
+
     def of_gradients(self) -> Norm:
         """Norms of the current gradients."""
         return self.of(lambda param: param.parameter.grad)
@@ -91,10 +104,10 @@ class Norms:
         """Norms of the current parameters."""
         return self.of(lambda param: param.parameter.detach())
 
-    def metrics(self, gradients: Norm) -> dict[str, Any]:
-        """The logged norms after an update, except the total gradient norm."""
+    def metrics(self, gradients: Norm | None) -> dict[str, Any]:
+        """The logged norms, except the total gradient norm."""
         metrics: dict[str, Any] = {}
-        if self.gradients == "layers":
+        if self.gradients == "layers" and gradients:
             metrics["grad_norms"] = self.by_name(gradients)
         if self.parameters != "none":
             norm = self.of_parameters()
@@ -138,8 +151,8 @@ class _Part:
     """None: all of the tensor."""
     copies: int
 
-    def of(self, present: torch.Tensor) -> torch.Tensor:
-        return present if self.piece is None else self.piece.view(present)
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if self.piece is None else self.piece.view(tensor)
 
 
 def parse_norm_detail(written: bool | Literal["layers"]) -> Detail:

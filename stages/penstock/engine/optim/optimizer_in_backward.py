@@ -8,12 +8,14 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from penstock.core.errors import StageError
 from penstock.engine.checkpoint.async_staging import PreUpdateHooks
 from penstock.engine.distributed.param_shards import LocalParam, local
 from penstock.engine.distributed.ranks import ProcessInfo
+from penstock.engine.step_part import StepPart, StepState
 
 
-class OptimizerInBackward:
+class OptimizerInBackward(StepPart):
     """Steps each parameter when its gradient is complete; the norm is known only afterwards."""
 
     def __init__(
@@ -38,6 +40,15 @@ class OptimizerInBackward:
             total += square.to(total.device)
         self._squares = []
         return self._ranks.all_reduce_sum(total).sqrt().float()
+
+    def skips_update(self, step: StepState) -> bool:
+        """Raises StageError: the weights are not those of the step before."""
+        raise StageError(
+            f"the gradient norm of step {step.number + 1} is {step.grad_norm}, and with "
+            "train.fuse_optimizer_step the weights were already updated with it.\n"
+            "  Lower train.lr and resume from the last checkpoint, which is intact; without "
+            "fuse_optimizer_step the rows that cause it are found."
+        )
 
     def _on_gradient(self, local_param: LocalParam) -> Callable[[torch.Tensor], None]:
         copies = local_param.num_copies

@@ -7,8 +7,8 @@ the same tokens multiplied by gamma = t / S.
 L layers of the model, N query heads, K key heads, G = N / K; R rows of a weight.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 
@@ -17,6 +17,7 @@ from penstock.engine.distributed.device_mesh import Mesh
 from penstock.engine.distributed.param_shards import LocalParam, TensorShard, local
 from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.engine.optim.head_rows import attention_layer
+from penstock.engine.step_part import StepPart, StepState
 from penstock.models.causal_lm import CausalLM
 from penstock.models.decoder import Decoder
 from penstock.models.decoder_config import DecoderConfig
@@ -46,7 +47,7 @@ def build_qk_clip(
     return QKClip(train.qk_clip_threshold, config, parts, params, mesh, ranks, recompute=kind)
 
 
-class QKClip:
+class QKClip(StepPart):
     """The largest attention logits of a step, and the clipping of the weights that made them."""
 
     def __init__(
@@ -82,27 +83,31 @@ class QKClip:
                     _observe(mixer, max_N, recompute)
         self._reduced_LN = self._max_LN
 
-    def reduce(self) -> torch.Tensor:
+    def after_backward(self, step: StepState) -> torch.Tensor:
         """All-reduce the logits of this step, and begin the next. Returns the largest one and the
-        number of heads to clip, fp64 [2]. Collective."""
+        number of heads to clip, fp64 [2], on rank 0, and zeros on others."""
+        del step
         self._reduced_LN = self._ranks.all_reduce_max(self._max_LN.clone())
         self._max_LN.fill_(float("-inf"))
         over = (self._reduced_LN > self._threshold).sum()
-        return torch.stack([self._reduced_LN.max().double(), over.double()])
+        totals = torch.stack([self._reduced_LN.max().double(), over.double()])
+        return totals if self._ranks.rank == 0 else torch.zeros_like(totals)
 
-    @staticmethod
-    def metrics(largest: float, clipped: float) -> dict[str, float | int]:
-        """What `reduce` returned, by name."""
+    def finish(self, step: StepState, totals: Sequence[float]) -> Mapping[str, Any]:
+        """What `after_backward` returned, by name."""
+        del step
+        largest, clipped = totals
         return {"max_attention_logit": largest, "clipped_heads": int(clipped)}
 
     @torch.no_grad()
-    def clip(self) -> None:
+    def after_update(self, step: StepState) -> None:
         """Scale the weights of the heads that were over the threshold."""
+        del step
         gamma_LN = self._threshold / self._reduced_LN.clamp(min=self._threshold)
-        for layer, one in self._params:
-            for shard in one.shards:
+        for layer, param in self._params:
+            for shard in param.shards:
                 factors_R = self._row_factors(layer, shard, gamma_LN[layer])
-                rows = shard.view(local(one.parameter))
+                rows = shard.view(local(param.parameter))
                 rows.mul_(factors_R.to(rows.device).view(-1, *[1] * (rows.dim() - 1)))
 
     def _row_factors(self, layer: int, shard: TensorShard, gamma_N: torch.Tensor) -> torch.Tensor:

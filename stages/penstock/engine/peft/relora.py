@@ -6,9 +6,9 @@ and rounded once. No weight is gathered: every rank gathers all factors of one w
 updates its own rows. Merging into quantized matrices is in `quantization/requantize.py`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from penstock.engine.distributed.param_shards import LocalParam, local, rows_her
 from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.engine.hf.load_weights import copy_shard
 from penstock.engine.quantization.requantize import MergeIntoQuantized
+from penstock.engine.step_part import StepPart, StepState
 from penstock.models.weights import WeightMap
 
 STRETCH = 32 << 20
@@ -31,7 +32,7 @@ STRETCH = 32 << 20
 
 
 @dataclass(frozen=True)
-class ReLoRA:
+class ReLoRA(StepPart):
     """When adapters are merged, and how."""
 
     parts: Sequence[nn.Module]
@@ -51,6 +52,14 @@ class ReLoRA:
     def is_due(self, steps: int) -> bool:
         """Whether adapters are merged after so many steps."""
         return steps % self.interval == 0
+
+    def finish(self, step: StepState, totals: Sequence[float]) -> Mapping[str, Any]:
+        """Merge the adapters if it is due, also after a skipped update."""
+        del totals
+        if self.is_due(step.number + 1):
+            self.ranks.heartbeat.set_phase("merging adapters")
+            self.merge(step.number + 1)
+        return {}
 
     @torch.no_grad()
     def merge(self, steps: int) -> None:

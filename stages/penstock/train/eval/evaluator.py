@@ -15,6 +15,7 @@ from penstock.config.schema.train import TrainConfig
 from penstock.core.errors import ConfigError, StageError
 from penstock.engine.build import BuiltModel
 from penstock.engine.distributed.ranks import ProcessInfo
+from penstock.engine.losses.preference import Preferences
 from penstock.rows.batches import Integers, assign_micro_batches
 from penstock.rows.reader import PackedRows
 from penstock.train.dataloader import Groups, LoaderConfig, read
@@ -122,7 +123,7 @@ def build_evaluator(
     evaluator = None
     if folder.is_dir():
         rows = PackedRows(folder)
-        preferences = built.engine.preferences
+        preferences = built.engine.part(Preferences)
         # Fixed reference log-probs even if the training reference moves, so that evaluations are
         # comparable.
         references = RefModel(job.ref_logprobs) if job.ref_logprobs else None
