@@ -20,8 +20,10 @@ from transformers import (
     GemmaConfig,
     GPT2Config,
     GPTNeoXConfig,
+    LlamaConfig,
     OPTConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 from penstock.core.errors import CapabilityError
@@ -45,9 +47,22 @@ GPT2: dict[str, Any] = {
     "n_head": 2,
     "n_positions": 32,
 }
+MIXTURE: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
 MODELS = {
     # Config, its values; an attention layer, the embedding and the head in transformers' model.
     "qwen3": (Qwen3Config, LLAMA | {"attention_bias": True}, "q_proj", "embed_tokens", "lm_head"),
+    "llama": (LlamaConfig, LLAMA | {"attention_bias": True}, "q_proj", "embed_tokens", "lm_head"),
+    "qwen3_moe": (
+        Qwen3MoeConfig,
+        LLAMA | MIXTURE | {"attention_bias": True},
+        "q_proj",
+        "embed_tokens",
+        "lm_head",
+    ),
     "gemma": (GemmaConfig, LLAMA, "q_proj", "embed_tokens", "lm_head"),
     "gpt2": (GPT2Config, GPT2, "c_attn", "wte", "lm_head"),
     "gpt_neox": (
@@ -98,16 +113,23 @@ KINDS = {
         "ensure_weight_tying": True,
     },
 }
-CASES = list(
-    itertools.product(
+KINDS["experts"] = lambda layer, *_: {
+    "target_modules": [layer],
+    "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+}
+CASES = [
+    case
+    for case in itertools.product(
         MODELS, KINDS, ("tied", "untied"), ("", "resized"), ("as needed", "whole embeddings")
     )
-)
+    if case[1] != "experts" or case[0] == "qwen3_moe"
+]
 DRAWN = {
     *CASES[::29],
     ("qwen3", "embedding", "tied", "", "as needed"),
     ("gpt2", "saved embedding", "tied", "resized", "as needed"),
     ("gpt_neox", "saved both", "untied", "resized", "as needed"),
+    ("qwen3_moe", "experts", "untied", "", "as needed"),
 }
 
 
