@@ -141,6 +141,11 @@ class WeightMap:
         """Whether it is the language model of a multimodal model, or such a model."""
         return bool(self.multimodal)
 
+    @property
+    def absent_parts(self) -> tuple[str, ...]:
+        """Beginnings of the names in files of parts that are not built."""
+        return ()
+
     def module_name(self, hf_name: str) -> str:
         """Transformers' name of a checkpoint's module or parameter, by which PEFT knows it."""
         names = self.config.names

@@ -121,6 +121,8 @@ class Judge:
         if text not in self.known:
             config = self.folder / "run" / "run.yaml"
             config.write_text(text)
+            if values["data"].get("skip_prepare_dataset"):
+                penstock("prepare", config, "--data.skip_prepare_dataset", "false")
             with patch("penstock.core.env.num_gpus", lambda: GPUS):
                 said = penstock("check", config)
             self.known[text] = _verdict(said)

@@ -15,6 +15,7 @@ import torch
 import transformers
 
 from penstock.models.automodel.build import language_config
+from penstock.models.automodel.media.absent_tower import has_absent_tower, without_tower
 from tests.engine.automodel import tiny_images, tiny_models
 from tests.engine.automodel.tiny_images import AUDIO_TYPES, IMAGE_TYPES
 from tests.media import tiny_processors
@@ -129,6 +130,7 @@ CHANGES: tuple[tuple[str, dict[str, Any]], ...] = (
     (r"gemma-4-\d", {"text_config": {"hidden_size_per_layer_input": 0}}),
     (r"Mistral-Small-4", {"text_config": {"model_type": "mistral4"}}),
     (r"Cerebras-GPT", {"n_positions": 2048}),
+    (r"dbrx", {"attn_config": {"clip_qkv": 8, "kv_n_heads": 8, "rope_theta": 500_000}}),
     (r"ERNIE-4\.5-300B", {"num_attention_heads": 64, "num_key_value_heads": 8}),
 )
 """What their configs have, where the default of the type has another value."""
@@ -252,7 +254,8 @@ def _write_model(folder: Path, kind: str, changes: Mapping[str, Any]) -> None:
     config.save_pretrained(folder)
     try:
         with torch.device("meta"):
-            model = auto.from_config(config if has_media else text, dtype=torch.bfloat16)
+            built = without_tower(config) if has_absent_tower(config) else config
+            model = auto.from_config(built if has_media else text, dtype=torch.bfloat16)
     except (ValueError, ImportError, AttributeError, KeyError, TypeError) as error:
         (folder / "why_no_weights.txt").write_text(repr(error))
         return

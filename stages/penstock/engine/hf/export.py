@@ -49,7 +49,7 @@ from penstock.engine.hf.verify_folder import (
     verify_model,
 )
 from penstock.engine.hf.verify_logits import verify_logits
-from penstock.engine.hf.weight_files import prediction_tensors
+from penstock.engine.hf.weight_files import absent_tensors, prediction_tensors
 from penstock.engine.model_source import ExportFormat, ModelSource
 from penstock.engine.quantization.export import Quantizer, quantizer_for
 from penstock.engine.vision.build import build_outline, trained_shapes
@@ -78,7 +78,7 @@ def write_folders(
     names = family.weight_map(config)
     if names.multimodal:
         names = replace(names, vision=trained_shapes(reader.shapes(), hf_config))
-    reads_base = origin.quantizing or reader.state["adapter_only"] or names.multimodal
+    reads_base = origin.quantizing or reader.state["adapter_only"] or names.is_multimodal
     folder = _folder(origin) if reads_base else None
     vision = build_outline(hf_config) if names.vision else None
     weights = BaseModelWeights(names, origin.quantizing, hf_config, family.roles, folder, vision)
@@ -187,7 +187,12 @@ def _model(
 def as_in_files(weights: HFStateDict, model: BaseModelWeights, opened: ExitStack) -> HFStateDict:
     """The tensors as the model's files have them, with those that are not trained here."""
     if isinstance(model.names, AutoWeightMap):
-        return as_published(weights, model.hf_config, model.names)
+        published = as_published(weights, model.hf_config, model.names)
+        if model.folder is None:
+            return published
+        folder = opened.enter_context(SafetensorsFolder(model.folder))
+        absent = absent_tensors(folder.names(), model.names)
+        return with_tensors(published, prediction_layers(folder, absent, model.published))
     if not model.names.multimodal:
         return weights
     assert model.folder is not None

@@ -11,7 +11,7 @@ from typing import Any
 from penstock.core.errors import CapabilityError
 from penstock.core.safetensors_header import Entry, files_by_tensor, read_header
 from penstock.engine.hf.expert_parts import find_parts
-from penstock.engine.hf.weight_files import prediction_tensors
+from penstock.engine.hf.weight_files import absent_tensors, prediction_tensors
 from penstock.models.automodel.weight_map import AutoWeightMap
 from penstock.models.multimodal import is_language, text_name
 from penstock.models.names import HEAD_WEIGHT
@@ -71,6 +71,7 @@ class _Files:
         """The tensors that are read, or copied to exports as they are."""
         stored = self.indexed.keys() & self.entries.keys()
         further = prediction_tensors(stored, names.config.num_hidden_layers)
+        further += absent_tensors(stored, names)
         if isinstance(names, AutoWeightMap):
             from penstock.engine.hf.converted_weights import ConvertedWeights  # noqa: PLC0415
             from penstock.engine.hf.safetensors_reader import SafetensorsFolder  # noqa: PLC0415

@@ -17,6 +17,7 @@ from penstock.engine.hf.safetensors_reader import SafetensorsFolder
 from penstock.engine.hf.weight_files import prediction_tensors
 from penstock.engine.quantization.prequantized import PrequantizedFormat, published_in
 from penstock.models.automodel.build import build_config, model_class
+from penstock.models.automodel.media.absent_tower import has_absent_tower, without_tower
 from penstock.models.quantization_config import STORED
 from penstock.rows.tokenizer import load_tokenizer
 
@@ -136,9 +137,11 @@ def _config(hf_config: Mapping[str, Any]) -> tuple[Any, Any]:
     plain = {key: value for key, value in hf_config.items() if key != "quantization_config"}
     try:
         config = build_config(plain)
-        return config, model_class(config)
+        class_ = model_class(config)
     except (CapabilityError, ImportError) as error:
         raise NotVerifiedError(str(error).partition("\n")[0]) from error
+    # The tower's tensors are those of the base model.
+    return (without_tower(config) if has_absent_tower(config) else config), class_
 
 
 def _as_loaded(

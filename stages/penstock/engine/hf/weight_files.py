@@ -109,6 +109,12 @@ def prediction_tensors(names: Iterable[str], num_layers: int) -> list[str]:
     ]
 
 
+def absent_tensors(names: Iterable[str], weights: WeightMap) -> list[str]:
+    """The tensors of parts that are not built."""
+    built = weights.hf_shapes()
+    return [name for name in names if name.startswith(weights.absent_parts) and name not in built]
+
+
 def require_tensors(names: Iterable[str], present: Collection[str]) -> None:
     """Raise CapabilityError unless every name exists."""
     if missing := [name for name in names if name not in present]:

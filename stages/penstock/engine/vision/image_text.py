@@ -12,6 +12,7 @@ from penstock.config.schema.run import RunConfig
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.engine.vision.freeze import frozen_parts
 from penstock.models.automodel.causal_lm import AutoCausalLM
+from penstock.models.automodel.media.absent_tower import WHY
 from penstock.models.automodel.media.cross_attention import layers_of_images
 from penstock.models.automodel.outline import AutoModelConfig, MediaTraits
 from penstock.models.decoder_config import DecoderConfig
@@ -92,6 +93,11 @@ def check_image_text(
                 " parts.\n  Leave model.freeze out."
             )
         return
+    if config.outline.media.absent and images:
+        raise CapabilityError(
+            f"the data has images or audio, and a {model_type} is trained on text alone: {WHY}.\n"
+            "  Use another model, or data without them."
+        )
     if "language" in (parts or ()) and not images:
         raise ConfigError(
             f"model.freeze is {parts}, and the data has no images: nothing would be trained.\n"

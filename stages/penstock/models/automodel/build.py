@@ -9,9 +9,13 @@ import torch
 
 from penstock.core.errors import CapabilityError
 from penstock.models.automodel.attention import NAME, register
+from penstock.models.automodel.media.absent_tower import has_absent_tower, without_tower
 from penstock.models.automodel.media.cross_attention import is_cross_attended, keep_apart
 from penstock.models.automodel.outline import AttentionImpl
 from penstock.models.automodel.remote_code import AUTO_MAP, CODE, CONFIG, MODEL, load_class
+
+DBRX = "dbrx"
+"""transformers reads rope_parameters, and files have rope_theta in attn_config."""
 
 _MODEL_CLASSES: dict[type, Any] = {}
 """Of configs whose code is the model's own."""
@@ -50,6 +54,11 @@ def build_config(hf_config: Mapping[str, Any]) -> Any:
             f"the model's config.json says model_type {kind!r}, which neither is native nor known "
             f"to the installed transformers.{hint}\n"
             "  Install a newer transformers, or use another model."
+        )
+    if kind == DBRX and "rope_parameters" not in values:
+        theta = (values.get("attn_config") or {}).get("rope_theta")
+        values |= (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": theta}} if theta else {}
         )
     try:
         config = CONFIG_MAPPING[kind].from_dict(values)
@@ -147,8 +156,11 @@ def build_model(config: Any, attention: AttentionImpl) -> Any:
     auto: Any = AutoModelForMultimodalLM if is_whole else AutoModelForCausalLM
     make = own_class._from_config if own_class else auto.from_config
     kind = "a multimodal" if is_whole else "a causal language"
+    config = deepcopy(config)
+    if is_whole and has_absent_tower(config):
+        config = without_tower(config)
     try:
-        model = make(deepcopy(config), attn_implementation=implementation, dtype=torch.float32)
+        model = make(config, attn_implementation=implementation, dtype=torch.float32)
     except Exception as error:  # What a model's constructor may raise is not known.
         raise CapabilityError(
             f"transformers cannot build {kind} model of type {config.model_type}: "

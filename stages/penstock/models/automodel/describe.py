@@ -9,6 +9,7 @@ from torch import nn
 
 from penstock.core.errors import CapabilityError
 from penstock.models.automodel.build import build_config, build_meta, is_multimodal
+from penstock.models.automodel.media.absent_tower import has_absent_tower
 from penstock.models.automodel.media.traits import find_media_traits
 from penstock.models.automodel.normalize import (
     normalize,
@@ -59,6 +60,7 @@ def describe(hf_config: Mapping[str, Any]) -> ModelOutline:
             media,
             language=language_parts(model, modules, decoder),
             vision=tower_parts(model, modules),
+            absent=has_absent_tower(config),
         )
     layers = tuple(repeated_layers(model.get_submodule(decoder), decoder))
     routers = layer_indices(router_modules(model), layers) if traits.scoring else {}

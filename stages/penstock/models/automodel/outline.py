@@ -60,6 +60,9 @@ class MediaTraits:
     """Beginnings of the names of the language model's parameters, the head's included."""
     vision: tuple[str, ...] = ()
     """Those of the towers of images and audio; the others are of the projector."""
+    absent: bool = False
+    """Whether the vision tower is not built: its parameters, with these names, are in files
+    alone."""
 
 
 class SavedBytes(NamedTuple):
@@ -147,6 +150,7 @@ class ModelOutline:
                     media["refused"],
                     tuple(media["language"]),
                     tuple(media["vision"]),
+                    media["absent"],
                 ),
                 "traits": Traits(**traits, head=head and Head(**head)),
             }

@@ -179,7 +179,7 @@ LAYER_COUNTS = (
     "num_global_layers",
     "depth",
 )
-KEY_VALUE_HEADS = ("num_key_value_heads", "swa_num_key_value_heads", "num_kv_heads")
+KEY_VALUE_HEADS = ("num_key_value_heads", "swa_num_key_value_heads", "num_kv_heads", "kv_n_heads")
 EQUAL = (
     ("num_key_value_heads", "num_attention_heads"),
     ("head_dim", "qk_rope_head_dim"),

@@ -22,6 +22,12 @@ class AutoWeightMap(WeightMap):
         """Whether it takes images or audio."""
         return self.config.outline.media is not None
 
+    @property
+    def absent_parts(self) -> tuple[str, ...]:
+        """The vision tower, if it is not built."""
+        media = self.config.outline.media
+        return media.vision if media and media.absent else ()
+
     def native_names(self) -> tuple[str, ...]:
         """The model's parameters, without tied copies."""
         return tuple(self.config.outline.params)

@@ -14,6 +14,7 @@ from penstock.core.errors import CapabilityError
 from penstock.models.automodel.attention import attention_over
 from penstock.models.automodel.build import build_config, build_model, takes_images
 from penstock.models.automodel.inputs import accepted
+from penstock.models.automodel.media.absent_tower import WHY, has_absent_tower
 from penstock.models.automodel.media.inputs import join_media, media_inputs
 from penstock.models.automodel.media.synthetic import KINDS, Kind, MediaMaker, Tensors, find_maker
 from penstock.models.automodel.media.tiny_images import TOKENS
@@ -95,8 +96,9 @@ def find_media_traits(hf_config: Mapping[str, Any]) -> tuple[Traits, MediaTraits
                 why = str(error)
                 continue
         _add_noise(model)
+        is_text_only = has_absent_tower(config)
         try:
-            check_media(model, kind)
+            check_text(model) if is_text_only else check_media(model, kind)
         except Exception as error:  # noqa: BLE001 - what a model's forward may raise is not known
             why = (str(error).splitlines() or [type(error).__name__])[0]
             continue
@@ -105,9 +107,9 @@ def find_media_traits(hf_config: Mapping[str, Any]) -> tuple[Traits, MediaTraits
 
         head, head_why = find_head(_TextRun(model), config)
         traits = Traits(name, packing=False, positions_end=False, head=head, why=head_why)
-        refused: dict[str, str] = {}
+        refused: dict[str, str] = dict.fromkeys(token_ids(config) if is_text_only else (), WHY)
         for other_kind in KINDS:
-            if other_kind == kind or other_kind not in token_ids(config):
+            if is_text_only or other_kind == kind or other_kind not in token_ids(config):
                 continue
             try:
                 check_media(model, other_kind)
@@ -188,21 +190,37 @@ def check_media(model: Any, kind: Kind) -> None:
         document(model, maker, media, seed) for seed, media in enumerate(([0], [], [1, 2]))
     ]
     with torch.no_grad():
-        together = document_logits(model, documents)
-        alone = [document_logits(model, [document])[0] for document in documents]
-        if any(_differ(first, second) for first, second in zip(together, alone, strict=True)):
-            raise CapabilityError("a padded batch gives other results than each document alone")
+        alone = _logits_alone(model, documents)
         other = Document(documents[0].ids_L, [maker.make_one(2)[0]])
         after = int((other.ids_L == token_id(model.config, kind)).nonzero()[-1]) + 1
         if not _differ(document_logits(model, [other])[0][after], alone[0][after], 1e-7):
             raise CapabilityError(f"its logits do not depend on the {PLURALS[kind]}")
-        for sample, expected in zip(documents, alone, strict=True):
-            changed = sample.ids_L.clone()
-            changed[-1] = changed[-1] + 1
-            if _differ(
-                document_logits(model, [Document(changed, sample.media)])[0][:-1], expected[:-1]
-            ):
-                raise CapabilityError("tokens of text see the tokens after them")
+        _require_causal(model, documents, alone)
+
+
+@torch.no_grad()
+def check_text(model: Any) -> None:
+    """Raise CapabilityError unless a padded batch of text gives the logits of each document
+    alone."""
+    documents = [Document(text_ids(model, length, length), []) for length in (11, 5, 8)]
+    _require_causal(model, documents, _logits_alone(model, documents))
+
+
+def _logits_alone(model: Any, documents: list[Document]) -> list[torch.Tensor]:
+    together = document_logits(model, documents)
+    alone = [document_logits(model, [document])[0] for document in documents]
+    if any(_differ(first, second) for first, second in zip(together, alone, strict=True)):
+        raise CapabilityError("a padded batch gives other results than each document alone")
+    return alone
+
+
+def _require_causal(model: Any, documents: list[Document], logits: list[torch.Tensor]) -> None:
+    for sample, expected in zip(documents, logits, strict=True):
+        changed = sample.ids_L.clone()
+        changed[-1] = changed[-1] + 1
+        changed_logits_LV = document_logits(model, [Document(changed, sample.media)])[0]
+        if _differ(changed_logits_LV[:-1], expected[:-1]):
+            raise CapabilityError("tokens of text see the tokens after them")
 
 
 def _differ(first: torch.Tensor, second: torch.Tensor, tolerance: float = TOLERANCE) -> bool:
