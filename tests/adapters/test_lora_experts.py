@@ -2,16 +2,25 @@
 
 import copy
 import math
+from typing import cast
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.func import functional_call
 
 from penstock.adapters.inject import LoraSpec, inject
+from penstock.adapters.match_targets import stacked_layer
 from penstock.adapters.names import native_name, parse_lora_name
-from penstock.core.errors import ConfigError
+from penstock.adapters.validate_options import describe_undropped
+from penstock.core.errors import CapabilityError, ConfigError
+from penstock.engine.moe.deepep import Buffer, DeepEP
+from penstock.models.automodel.family import auto_family
+from penstock.models.layers.dropout import DropoutRNG, RowDropout, dropout_rng, rows_rng
 from penstock.models.layers.experts import Implementation, select_expert_ops
+from penstock.models.layers.moe import MoE
+from tests.engine.automodel import tiny_models
 from tests.models.twins import (
     assert_gradients_equal,
     documents,
@@ -21,7 +30,7 @@ from tests.models.twins import (
     twins,
 )
 
-ALPHA = 6.0
+ALPHA, RATE = 6.0, 0.3
 OF_EXPERTS = ["experts.*.gate_proj", "experts.*.up_proj", "experts.*.down_proj"]
 EACH = {"A": {"gate_proj", "up_proj", "down_proj"}, "B": {"gate_proj", "up_proj", "down_proj"}}
 OWN = {
@@ -32,12 +41,12 @@ OWN = {
 """The matrices of which each expert has a factor of its own."""
 
 
-def adapted(family, form, rank=4, *, implementation: Implementation = "eager"):
+def adapted(family, form, rank=4, *, implementation: Implementation = "eager", dropout=0.0):
     """A model, the same with adapters that change what it computes, and these."""
     pair = twins(family, experts=select_expert_ops(implementation))
     base = copy.deepcopy(pair.ours).requires_grad_(False)
     targets = OF_EXPERTS if pair.ours.config.gated else OF_EXPERTS[1:]
-    inject(pair.ours, LoraSpec(rank, ALPHA, targets, 11, experts=form))
+    inject(pair.ours, LoraSpec(rank, ALPHA, targets, 11, dropout, experts=form))
     factors = {n: p for n, p in pair.ours.named_parameters() if parse_lora_name(n)}
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
@@ -141,6 +150,84 @@ def test_training_starts_at_the_base_model_and_no_two_experts_start_alike():
     assert 0.8 / math.sqrt(32) < starts.abs().max() <= 1 / math.sqrt(32)
 
 
+class OfRow(nn.Module):
+    """Our dropout for PEFT's layers of experts, which get the row of one choice at a time."""
+
+    def __init__(self, site, part):
+        super().__init__()
+        self.dropout, self.part = RowDropout(RATE, site), part
+
+    def forward(self, x):
+        return self.dropout.drop_rows(x, self.part)
+
+
+class Loop(nn.Module):
+    """The experts of a layer as linear layers with PEFT's adapters, called row by row; a
+    `TokenDispatcher`."""
+
+    def __init__(self, site, base, factors):
+        super().__init__()
+        rows = {"gate_proj": base.gate_up_proj[:, : base.inner], "down_proj": base.down_proj}
+        rows["up_proj"] = base.gate_up_proj[:, base.inner :]
+        plain = nn.ModuleDict()
+        for expert in range(base.num_experts):
+            for matrix, weights in rows.items():
+                layer = nn.Linear(*weights.shape[:0:-1], bias=False)
+                layer.weight = nn.Parameter(weights[expert].clone())
+                plain[f"{matrix}_{expert}"] = layer
+        config = LoraConfig(r=4, lora_alpha=ALPHA, lora_dropout=RATE, target_modules=[*plain])
+        self.layers = get_peft_model(plain, config).base_model.model
+        for name, layer in self.layers.items():
+            matrix, _, expert = name.rpartition("_")
+            layer.lora_dropout["default"] = OfRow(site, matrix)
+            for side in ("lora_A", "lora_B"):
+                factor = factors[f"{site}.adapter.{side}.{matrix}"][int(expert)]
+                getattr(layer, side)["default"].weight = nn.Parameter(factor.detach().clone())
+
+    def forward(self, x_TD, choice_TK, weights_TK, _):
+        rows = []
+        for token, choice in enumerate(choice_TK.tolist()):
+            for number, expert in enumerate(choice):
+                gate, up, down = (
+                    self.layers[f"{m}_{expert}"] for m in ("gate_proj", "up_proj", "down_proj")
+                )
+                x, index = x_TD[token : token + 1], token * len(choice) + number
+                with rows_rng(torch.tensor([index])):
+                    y = down(nn.functional.silu(gate(x)) * up(x))
+                rows.append(weights_TK[token, number] * y[0])
+        return torch.stack(rows).unflatten(0, choice_TK.shape).sum(1)
+
+
+def test_adapters_of_experts_drop_from_their_inputs_as_in_peft():
+    base, ours, factors = adapted("qwen3_moe", "each", dropout=RATE)
+    loops = {}
+    for name, mixture in base.named_modules():
+        if isinstance(mixture, MoE):
+            loops[name] = Loop(f"{name}.experts", mixture.experts, factors)
+            mixture.dispatch = loops[name].forward
+    ids, labels = documents([9, 6])
+    plain = packed_logits(ours, ids).detach()
+    with dropout_rng(DropoutRNG(seed=1, step=2, token_indices_T=torch.arange(15))):
+        mine = packed_logits(ours, ids)
+        packed_loss(ours, ids, labels).backward()
+        expected = packed_logits(base, ids)
+        packed_loss(base, ids, labels).backward()
+        assert torch.equal(packed_logits(ours.eval(), ids), plain)
+    assert (mine - plain).abs().max() > 0.01
+    torch.testing.assert_close(mine, expected, atol=2e-5, rtol=1e-5)
+    wanted = {}
+    for name in factors:
+        mixture, _, rest = name.partition(".experts.adapter.")
+        side, _, matrix = rest.partition(".")
+        layers = loops[mixture].layers
+        count = len(layers) // 3
+        found = [getattr(layers[f"{matrix}_{e}"], side)["default"].weight for e in range(count)]
+        wanted[name] = torch.stack(
+            [torch.zeros_like(w) if w.grad is None else w.grad for w in found]
+        )
+    assert_gradients_equal(gradients(ours), wanted)
+
+
 def test_autocast_and_bf16_base_weights_stay_close_to_fp32():
     _, ours, factors = adapted("qwen3_moe", "hybrid", implementation="native")
     ids, _ = documents([20])
@@ -187,7 +274,7 @@ def test_a_name_reaches_every_layer_that_bears_it(family, targets, reached):
     [
         ("qwen3_moe", {"targets": ["gate"]}, "'gate' is a router"),
         ("qwen3_moe", {"targets": ["experts.3.up_proj"]}, r"write 'experts\.\*\.up_proj'"),
-        ("qwen3_moe", {"dropout": 0.1}, "lora_dropout is 0.1, and lora.lora_target_modules names"),
+        ("qwen3_moe", {"normed": "dora"}, "use_dora is true, and lora.lora_target_modules names"),
         ("qwen3_moe", {"targets": ["q_proj"], "experts": "shared"}, "moe_shared_lora is true"),
         ("qwen3", {"experts": "hybrid"}, "moe_hybrid_shared_lora is true.* the model has none"),
     ],
@@ -195,3 +282,19 @@ def test_a_name_reaches_every_layer_that_bears_it(family, targets, reached):
 def test_what_experts_cannot_have_is_refused(family, spec, says):
     with pytest.raises(ConfigError, match=says):
         inject(twins(family).ours, LoraSpec(2, 2.0, **spec))
+
+
+def test_dropout_that_rows_or_stacked_experts_cannot_have_is_refused_or_said():
+    values = tiny_models.tiny_config("qwen3_moe").to_dict()
+    family = auto_family(values)
+    names = family.weight_map(family.read(values))
+    stacked = [stacked_layer(native) for native in family.outline.stacked]
+    note = describe_undropped(["model.layers.0.self_attn.q_proj", *stacked], names, 0.1)
+    assert note
+    assert f"lora_dropout 0.1 is not of experts ({stacked[0]} is the first)" in note
+    assert describe_undropped(stacked, names, 0.0) is None
+    _, ours, _ = adapted("qwen3_moe", "each", dropout=RATE)
+    mixture = next(module for module in ours.modules() if isinstance(module, MoE))
+    dispatcher = DeepEP(cast(Buffer, None), 8, combining="at_once")
+    with pytest.raises(CapabilityError, match="does not say which token a row is of"):
+        dispatcher.register_hooks(mixture)

@@ -29,7 +29,7 @@ from penstock.models.automodel.causal_lm import AutoCausalLM
 from penstock.models.causal_lm import CausalLM
 from penstock.models.decoder import Decoder
 from penstock.models.family import LINEAR_PARTS
-from penstock.models.layers.dropout import Dropout
+from penstock.models.layers.dropout import Dropout, RowDropout
 from penstock.models.layers.experts import Matrix
 from penstock.models.layers.moe import MoE
 from penstock.models.vision.tower import VisionTower
@@ -103,7 +103,14 @@ def inject(
             matrix for matrix in mixture.experts.matrices if f"{name}.experts.{matrix}" in natives
         ]
         if matrices:
-            adapt_experts(mixture, matrices, rank=spec.rank, scale=spec.scale, form=spec.experts)
+            adapt_experts(
+                mixture,
+                matrices,
+                rank=spec.rank,
+                scale=spec.scale,
+                form=spec.experts,
+                dropout=RowDropout(spec.dropout, f"{name}.experts") if spec.dropout else None,
+            )
     if isinstance(model, AutoCausalLM):
         _adapt_stacked(model, natives, spec)
     for native in natives:

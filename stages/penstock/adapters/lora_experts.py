@@ -1,8 +1,8 @@
 """LoRA on all experts of a layer at once.
 
 R rows, E experts. Each expert's matrix [N, K] has A [r, K] and B [N, r], stored as tensors [E, r,
-K] and [E, N, r], or without E where all experts share one. (alpha / r) B A x of a row's own expert
-is added to the row.
+K] and [E, N, r], or without E where all experts share one. (alpha / r) B A dropout(x) of a row's
+own expert is added to the row.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +14,7 @@ from torch import nn
 
 from penstock.adapters.names import ADAPTER, EACH, EXPERTS, Side
 from penstock.models.causal_lm import CausalLM
+from penstock.models.layers.dropout import RowDropout
 from penstock.models.layers.experts import Experts, Matrix
 from penstock.models.layers.moe import MoE
 from penstock.models.weights import LAYERS
@@ -59,12 +60,15 @@ class ExpertAdapter(ExpertLoraParams):
         shared: ExpertLoraParams,
         scale: float,
         multiply: Multiply,
+        dropout: RowDropout | None,
     ) -> None:
-        """`shared`: the shared parameters; `multiply`: a grouped GEMM that supports any rank."""
+        """`shared`: the shared parameters; `multiply`: a grouped GEMM that supports any rank;
+        `dropout`: applied to the rows of each matrix."""
         super().__init__(shapes, device)
         # In a tuple, so that it is not a submodule: experts may be sharded over ranks, while their
         # shared parameters are replicated.
         self._shared = (shared,)
+        self._dropout = (dropout,)
         self.scale, self.multiply = scale, multiply
 
     def forward(
@@ -80,6 +84,8 @@ class ExpertAdapter(ExpertLoraParams):
         device = x_RK.device.type
         autocast = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if autocast else a.dtype
+        if (dropout := self._dropout[0]) is not None:
+            x_RK = dropout.drop_rows(x_RK, matrix)
         inner_Rr = self._multiply(x_RK.to(dtype), a.to(dtype), counts_E)
         return self._multiply(inner_Rr, b.to(dtype), counts_E) * self.scale
 
@@ -117,7 +123,13 @@ def expert_layers(model: CausalLM, name: str, experts: Experts) -> dict[str, str
 
 
 def adapt_experts(
-    mixture: MoE, matrices: Sequence[Matrix], *, rank: int, scale: float, form: ExpertSharing
+    mixture: MoE,
+    matrices: Sequence[Matrix],
+    *,
+    rank: int,
+    scale: float,
+    form: ExpertSharing,
+    dropout: RowDropout | None = None,
 ) -> None:
     """Add uninitialized LoRA parameters to these matrices of every expert, in place."""
     experts = mixture.experts
@@ -146,7 +158,9 @@ def adapt_experts(
         shared=shared_params,
         scale=scale,
         multiply=group_gemm.reference if is_plain else group_gemm,
+        dropout=dropout,
     )
+    experts.row_dropout = dropout
 
 
 def _empty_params(shapes: Shapes, side: Side, device: torch.device) -> nn.ParameterDict:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from penstock.adapters.match_targets import linear_layers
 from penstock.adapters.names import is_expert_layer
 from penstock.core.errors import ConfigError
+from penstock.models.automodel.weight_map import AutoWeightMap
 from penstock.models.vision.types import is_vision
 from penstock.models.weights import WeightMap
 
@@ -48,26 +49,41 @@ def _check_experts(
     names: WeightMap,
     dropout: float,
     normed: "Normed",
-    experts: "ExpertSharing",
+    sharing: "ExpertSharing",
 ) -> None:
     is_expert = [name for name in chosen if is_expert_layer(name)]
+    experts = names.config.experts
+    # Experts of one kind of tokens do not know their places among all.
+    cannot_drop = bool(experts and experts.of_images)
     for field, value, neutral in (
         ("lora_dropout", f"{dropout:g}" if dropout else "", "0"),
         ("use_dora", "true" if normed == "dora" else "", "false"),
     ):
-        if is_expert and value:
+        if is_expert and value and (cannot_drop or field == "use_dora"):
             raise ConfigError(
                 f"lora.{field} is {value}, and lora.lora_target_modules names experts "
                 f"({is_expert[0]} is the first), whose adapters have none.\n"
                 f"  Write {field}: {neutral}, or {NON_EXPERT_TARGETS_HINT}."
             )
-    if experts != "each" and not is_expert:
-        why = "lora_target_modules names none" if names.config.experts else "the model has none"
+    if sharing != "each" and not is_expert:
+        why = "lora_target_modules names none" if experts else "the model has none"
         raise ConfigError(
-            f"lora.{SHARING_FIELDS[experts]} is true, and no expert has an adapter: {why}.\n"
-            f"  Leave {SHARING_FIELDS[experts]} out, or train experts: lora_target_modules "
+            f"lora.{SHARING_FIELDS[sharing]} is true, and no expert has an adapter: {why}.\n"
+            f"  Leave {SHARING_FIELDS[sharing]} out, or train experts: lora_target_modules "
             "[gate_proj, up_proj, down_proj]."
         )
+
+
+def describe_undropped(chosen: Sequence[str], names: WeightMap, dropout: float) -> str | None:
+    """One line if some of the layers have no dropout: stacked experts of the transformers backend,
+    to whose weights the products are added. None otherwise."""
+    stacked = [name for name in chosen if is_expert_layer(name)]
+    if not (dropout and stacked and isinstance(names, AutoWeightMap)):
+        return None
+    return (
+        f"lora: lora_dropout {dropout:g} is not of experts ({stacked[0]} is the first), whose code "
+        "computes with the sum of a weight and its adapter, which has no input; other layers drop"
+    )
 
 
 def _check_vision(chosen: Sequence[str], dropout: float, bias: "Bias") -> None:

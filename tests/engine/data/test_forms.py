@@ -36,7 +36,6 @@ def test_layers_that_the_format_of_an_export_does_not_have_are_refused(tmp_path:
             "moe_hybrid_shared_lora is true, .* lora_target_modules names none",
         ),
         (MODELS["experts"], {"use_dora": True}, "use_dora is true, .* names experts"),
-        (MODELS["experts"], {"lora_dropout": 0.1}, r"lora_dropout is 0\.1, .* names experts"),
         (
             MODELS["sinks"],
             {"lora_bias": "all", "lora_target_modules": ["q_proj"]},

@@ -166,7 +166,7 @@ def stepped(job):
 
 
 @pytest.mark.slow
-def test_adapters_beside_experts_drop_alike_where_ranks_share_out_tokens(folder):
+def test_adapters_of_and_beside_experts_drop_alike_where_ranks_share_out_tokens(folder):
     sparse = runs.write_config(
         folder / "sparse",
         model_type="ernie4_5_moe",
@@ -181,7 +181,10 @@ def test_adapters_beside_experts_drop_alike_where_ranks_share_out_tokens(folder)
         "dropout": {"hidden": HIDDEN, "attention": HIDDEN},
         "lora": {
             "enable_lora": True,
-            "lora_target_modules": ["o_proj", "shared_experts.gate_proj", "mlp.down_proj"],
+            "lora_target_modules": [
+                *("o_proj", "shared_experts.gate_proj", "mlp.down_proj"),
+                *("experts.*.gate_proj", "experts.*.up_proj", "experts.*.down_proj"),
+            ],
             "lora_dropout": OF_ADAPTERS,
         },
         "optimizer": "sgd",
@@ -189,6 +192,12 @@ def test_adapters_beside_experts_drop_alike_where_ranks_share_out_tokens(folder)
         "max_steps": 2,
     }
     over_two = {**settings, "tensor_parallel_size": 2}
+    over_experts = {
+        **settings,
+        "data_parallel_mode": "fsdp2",
+        "data_parallel_shard_size": 2,
+        "expert_parallel_size": 2,
+    }
     [alone] = on_ranks(1, results, job(folder, "alone", **settings))
     [found, _] = on_ranks(
         2,
@@ -197,8 +206,16 @@ def test_adapters_beside_experts_drop_alike_where_ranks_share_out_tokens(folder)
         {
             "whole": job(folder, "whole", **over_two),
             "split": job(folder, "split", sequence_parallel=True, **over_two),
+            "exchanged": job(folder, "exchanged", **over_experts),
+            "gates recomputed": job(
+                folder,
+                "gates",
+                **over_experts,
+                enable_gradient_checkpointing=True,
+                moe_checkpoint_method="moe_act",
+            ),
         },
     )
-    for name in ("whole", "split"):
+    for name in found:
         for got, want in zip(found[name], alone, strict=True):
             assert got == pytest.approx(want, rel=1e-5), name

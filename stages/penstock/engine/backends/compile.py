@@ -85,10 +85,12 @@ def _mlp_modules_to_compile(network: nn.Module) -> Iterator[nn.Module]:
         yield network
         return
     experts = network.experts
-    # The reference grouped GEMM reads the row count of each expert on the host, and MoE activation
-    # checkpointing uses saved-tensor hooks: neither can be compiled.
+    # The reference grouped GEMM reads the row count of each expert on the host, MoE activation
+    # checkpointing uses saved-tensor hooks, and dropout of rows sets an RNG: none can be compiled.
     compiles_experts = (
-        experts.run is call_experts and experts.operations.group_gemm is not group_gemm.reference
+        experts.run is call_experts
+        and experts.operations.group_gemm is not group_gemm.reference
+        and experts.row_dropout is None
     )
     is_local = network.dispatch is dispatch_locally and network.finish_dispatch is no_op
     is_local = is_local and not isinstance(network, ModalityMoE)

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from penstock.engine.distributed.device_mesh import Mesh
 from penstock.models.causal_lm import CausalLM
+from penstock.models.layers.dropout import rows_rng
 from penstock.models.layers.experts import Experts
 from penstock.models.layers.moe import MoE
 from penstock_kernels.permute import sort_by_expert, unpermute
@@ -67,6 +68,7 @@ class AllToAllDispatcher:
 
     Five all-to-alls per layer and micro-batch: the row counts, the rows, their outputs, and in the
     backward pass the gradients of both. With activation checkpointing the first three are repeated.
+    Dropout in the experts' adapters adds one, of the rows' indices.
     """
 
     def __init__(self, group: dist.ProcessGroup, num_experts: int) -> None:
@@ -95,6 +97,9 @@ class AllToAllDispatcher:
         evenly = choice_TK.numel() // self.group.size()
         send_splits, recv_splits = _read_splits(splits, evenly)
         received_RD = _AllToAll.apply(rows, send_splits, recv_splits, self.group)
+        indices_R = experts.row_indices(order)
+        if indices_R is not None:
+            indices_R = _all_to_all(indices_R, send_splits, recv_splits, self.group)
         # Rows that no backward pass reads, [T K, D] each, end here, and not with the function.
         del rows
         # Received rows are ordered by source rank, then by expert.
@@ -106,7 +111,10 @@ class AllToAllDispatcher:
         local_order = sort_by_expert(expert_R.unsqueeze(1), experts.num_experts)
         sorted_RD = operations.permute(received_RD, local_order)
         del received_RD
-        y_RD = experts(sorted_RD, local_order.counts)
+        if indices_R is not None:
+            indices_R = indices_R[local_order.copy_of_row]
+        with rows_rng(indices_R):
+            y_RD = experts(sorted_RD, local_order.counts)
         del sorted_RD
         outputs_RD = unpermute(y_RD, None, local_order)
         del y_RD

@@ -19,7 +19,8 @@ from typing import Any, Literal, Protocol
 import torch
 import torch.distributed as dist
 
-from penstock.core.errors import ConfigError
+from penstock.core.errors import CapabilityError, ConfigError
+from penstock.engine.moe.deepep_requirements import NO_DROPOUT
 from penstock.models.layers.experts import Experts
 from penstock.models.layers.moe import MoE
 from penstock_kernels.permute import sort_by_expert
@@ -97,6 +98,8 @@ class DeepEP:
 
     def register_hooks(self, mixture: MoE) -> None:
         """Register the hooks on an MoE layer that holds this rank's experts."""
+        if mixture.experts.row_dropout is not None:
+            raise CapabilityError(NO_DROPOUT)
         mixture.dispatch = self
         if self._combining == "meanwhile":
             mixture.finish_dispatch = self.wait_combine

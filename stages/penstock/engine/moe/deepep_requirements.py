@@ -15,6 +15,12 @@ PACKAGE = "deep_ep"
 MIN_CAPABILITY = (9, 0)
 """The lowest CUDA compute capability supported here."""
 
+NO_DROPOUT = (
+    "model.ep_dispatch is deepep, which does not say which token a row is of, and lora.lora_dropout"
+    " is set for adapters of experts.\n"
+    "  Write model.ep_dispatch: alltoall, or lora_dropout: 0."
+)
+
 
 def require_nvlink(run: RunConfig, gpus: Gpus) -> None:
     """Reject `model.ep_dispatch: deepep` without its package, recent GPUs or NVLink.

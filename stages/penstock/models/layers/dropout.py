@@ -9,7 +9,7 @@ T tokens, F features.
 
 import hashlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
@@ -19,6 +19,7 @@ import torch
 from penstock.models.layers.module_registry import OpModule, module_by_id
 from penstock_kernels.custom_op import operator
 from penstock_kernels.dropout import dropout, on_host
+from penstock_kernels.permute import Order
 
 R = TypeVar("R")
 
@@ -179,6 +180,40 @@ class WeightDropout(Dropout):
         key, first_feature = rng.key(self.site), self.first_feature * length
         kept_LF = dropout(weights_LF, places_L, rate, key, first_feature)
         return kept_LF.unflatten(1, (heads, length)).transpose(0, 1)
+
+
+class RowDropout(Dropout):
+    """Dropout of the rows that are sent to experts: every choice of a token has a mask of its own,
+    wherever its expert is.
+
+    R rows, K choices of a token.
+    """
+
+    def indices(self, order: Order) -> torch.Tensor | None:
+        """An index of each row of `order`, int64 [R]; None without dropout."""
+        rng, num_choices = current_dropout_rng(), order.row_of_copy.shape[1]
+        if rng is None or not self.training:
+            return None
+        token_indices_T = self.local_token_indices(rng.token_indices_T)
+        token_R = order.copy_of_row // num_choices
+        return token_indices_T[token_R] * num_choices + order.copy_of_row % num_choices
+
+    def drop_rows(self, x_RF: torch.Tensor, part: str) -> torch.Tensor:
+        """Apply dropout to the inputs of a part of the experts, within `rows_rng`."""
+        rng = current_dropout_rng()
+        if rng is None or not self.training:
+            return x_RF
+        key = rng.key(f"{self.site}.{part}")
+        return dropout(x_RF, rng.token_indices_T, self.rate_in(rng.step), key)
+
+
+def rows_rng(indices_R: torch.Tensor | None) -> AbstractContextManager[None]:
+    """Context manager in which the tokens of the RNG are rows with these `RowDropout.indices`."""
+    # Compiled code cannot read a ContextVar, and has no indices.
+    rng = None if indices_R is None else current_dropout_rng()
+    if indices_R is None or rng is None:
+        return nullcontext()
+    return dropout_rng(replace(rng, token_indices_T=indices_R))
 
 
 def _identity(places_T: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from penstock.models.decoder_config import ExpertsConfig
+from penstock.models.layers.dropout import RowDropout
 from penstock.models.layers.quantized_linear import QuantizedMatrix
 from penstock_kernels.clamped_swiglu import clamped_gate
 from penstock_kernels.glu import packed_swiglu, swiglu
@@ -88,7 +89,8 @@ class Experts(nn.Module):
     Dimension 0 of both parameters is the expert, so expert parallelism shards it. The caller that
     builds the model may replace two hooks. `run` calls the two halves, e.g. with recomputation in
     the backward pass. `adapter` is called with a matrix's name, its input and the counts, and
-    returns what is added to the matmul's output, or None.
+    returns what is added to the matmul's output, or None; `row_dropout` is the dropout of its
+    inputs.
     """
 
     stacks: ClassVar[tuple[Stack, Stack]] = ("gate_up_proj", "down_proj")
@@ -105,6 +107,7 @@ class Experts(nn.Module):
         self.operations = operations
         self.run: RunExperts = call_experts
         self.adapter: nn.Module | None = None
+        self.row_dropout: RowDropout | None = None
 
     def _add_parameters(self, experts: int, inner: int, hidden_size: int) -> None:
         gate_up, down = (2 * inner, hidden_size), (hidden_size, inner)
@@ -121,6 +124,10 @@ class Experts(nn.Module):
         if self.is_stacked:
             return {"gate_up_proj": (2 * inner, width), **down}
         return {"gate_proj": (inner, width), "up_proj": (inner, width), **down}
+
+    def row_indices(self, order: Order) -> torch.Tensor | None:
+        """The indices of rows for dropout masks; None without dropout."""
+        return None if self.row_dropout is None else self.row_dropout.indices(order)
 
     def forward(self, x_RD: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
         """The experts' outputs, [R, D]. Rows are sorted by expert; `counts_E` is the number of rows
