@@ -17,7 +17,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from penstock.engine.distributed.device_mesh import Mesh
 from penstock.models.causal_lm import CausalLM
-from penstock.models.layers.dropout import rows_rng
 from penstock.models.layers.experts import Experts
 from penstock.models.layers.moe import MoE
 from penstock_kernels.permute import sort_by_expert, unpermute
@@ -113,8 +112,7 @@ class AllToAllDispatcher:
         del received_RD
         if indices_R is not None:
             indices_R = indices_R[local_order.copy_of_row]
-        with rows_rng(indices_R):
-            y_RD = experts(sorted_RD, local_order.counts)
+        y_RD = experts(sorted_RD, local_order.counts, indices_R)
         del sorted_RD
         outputs_RD = unpermute(y_RD, None, local_order)
         del y_RD

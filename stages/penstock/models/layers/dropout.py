@@ -9,7 +9,7 @@ T tokens, F features.
 
 import hashlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
@@ -207,13 +207,10 @@ class RowDropout(Dropout):
         return dropout(x_RF, rng.token_indices_T, self.rate_in(rng.step), key)
 
 
-def rows_rng(indices_R: torch.Tensor | None) -> AbstractContextManager[None]:
+def rows_rng(indices_R: torch.Tensor) -> AbstractContextManager[None]:
     """Context manager in which the tokens of the RNG are rows with these `RowDropout.indices`."""
-    # Compiled code cannot read a ContextVar, and has no indices.
-    rng = None if indices_R is None else current_dropout_rng()
-    if indices_R is None or rng is None:
-        return nullcontext()
-    return dropout_rng(replace(rng, token_indices_T=indices_R))
+    rng = current_dropout_rng()
+    return dropout_rng(rng and replace(rng, token_indices_T=indices_R))
 
 
 def _identity(places_T: torch.Tensor) -> torch.Tensor:

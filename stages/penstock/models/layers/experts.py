@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from penstock.models.decoder_config import ExpertsConfig
-from penstock.models.layers.dropout import RowDropout
+from penstock.models.layers.dropout import RowDropout, rows_rng
 from penstock.models.layers.quantized_linear import QuantizedMatrix
 from penstock_kernels.clamped_swiglu import clamped_gate
 from penstock_kernels.glu import packed_swiglu, swiglu
@@ -129,10 +129,18 @@ class Experts(nn.Module):
         """The indices of rows for dropout masks; None without dropout."""
         return None if self.row_dropout is None else self.row_dropout.indices(order)
 
-    def forward(self, x_RD: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self,
+        x_RD: torch.Tensor,
+        counts_E: torch.Tensor,
+        indices_R: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """The experts' outputs, [R, D]. Rows are sorted by expert; `counts_E` is the number of rows
-        of each."""
-        return self.run(self, x_RD, counts_E)
+        of each, `indices_R` their `row_indices`."""
+        if indices_R is None:
+            return self.run(self, x_RD, counts_E)
+        with rows_rng(indices_R):
+            return self.run(self, x_RD, counts_E)
 
     def gate_up(self, x_RD: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
         """gate_up_proj and the activation, [R, F]."""

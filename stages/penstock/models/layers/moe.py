@@ -13,7 +13,6 @@ from torch import nn
 from penstock.models.decoder_config import DecoderConfig, ExpertsConfig
 from penstock.models.layers.call_hook import CallHook, call
 from penstock.models.layers.clamped_experts import ClampedExperts
-from penstock.models.layers.dropout import rows_rng
 from penstock.models.layers.experts import ExpertOperations, Experts
 from penstock.models.layers.feed_forward import build_feed_forward
 from penstock.models.layers.layer_ops import ACTIVATIONS, LayerOps
@@ -47,8 +46,8 @@ def dispatch_locally(
     """Dispatch where all experts are local: sort tokens by expert, run the experts, and unsort."""
     operations = experts.operations
     order = sort_by_expert(choice_TK, experts.num_experts)
-    with rows_rng(experts.row_indices(order)):
-        y_RD = experts(operations.permute(x_TD, order), order.counts)
+    indices_R = experts.row_indices(order)
+    y_RD = experts(operations.permute(x_TD, order), order.counts, indices_R)
     return operations.unpermute(y_RD, weights_TK, order)
 
 
