@@ -138,7 +138,7 @@ def _run_checks(run: RunConfig) -> tuple[RunConfig, list[CheckResult]]:
         results += _run_check(
             "data.chat_template", lambda: (None, describe_template(template, tokenizer))
         )[1]
-    found: dict[str, list[DatasetConfig]] = {}
+    typed_datasets: dict[str, list[DatasetConfig]] = {}
     counts: dict[str, int] = {}
     if run.data.skip_prepare_dataset:
         results += _run_check("data.dataset_prepared_path", lambda: _check_prepared(run))[1]
@@ -149,13 +149,13 @@ def _run_checks(run: RunConfig) -> tuple[RunConfig, list[CheckResult]]:
             typed, of_data = _run_check(
                 field, lambda d=dataset, a=field: _check_dataset(run, a, d, tokenizer, counts)
             )
-            found.setdefault(name, []).append(typed or dataset)
+            typed_datasets.setdefault(name, []).append(typed or dataset)
             results += of_data
     if run.data.val_set_size and len(counts) == len(run.data.datasets):
         results += _run_check(
             "data.val_set_size", lambda: _check_validation_size(run, sum(counts.values()))
         )[1]
-    typed = run.model_copy(update={"data": run.data.model_copy(update=found)})
+    typed = run.model_copy(update={"data": run.data.model_copy(update=typed_datasets)})
     # Rules on dataset types, which were not known when the file was loaded.
     ruled = [
         CheckResult(dotted(fault.path), "fault", fault.text, 2) for fault in rule_violations(typed)

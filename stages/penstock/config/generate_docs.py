@@ -152,7 +152,7 @@ def server_page() -> str:
     for part in SERVER_PARTS:
         fields = part.model_fields.items()
         if part is ServerConfig:
-            above = {name for other in SERVER_PARTS[:-1] for name in other.model_fields}
+            above = {name for part in SERVER_PARTS[:-1] for name in part.model_fields}
             title, fields = "Checkpoints", [entry for entry in fields if entry[0] not in above]
         else:
             title = (part.__doc__ or "").partition("\n")[0].rstrip(".")
@@ -211,8 +211,10 @@ def _entry(name: str, section: type[ConfigSection], field: FieldInfo) -> str:
     default = "required" if field.is_required() else f"default `{_default(field)}`"
     kind = " or ".join(f"`{_kind(branch)}`" for branch in branches(field.annotation))
     only_with, not_with = conditions_of(section, name.rpartition(".")[2])
-    words = dict.fromkeys(describe(condition) for condition in only_with if condition != TRAINS)
-    notes = [f"only with {text}" for text in words]
+    conditions = dict.fromkeys(
+        describe(condition) for condition in only_with if condition != TRAINS
+    )
+    notes = [f"only with {text}" for text in conditions]
     if "." in name:  # a server has no keys, and other names of the settings that limit a field
         notes[:0] = [IN_KEY[part.role] for part in field.metadata if isinstance(part, CacheKey)]
         limits = dict.fromkeys(

@@ -124,10 +124,10 @@ class Features:
             for name, input in self.images.inputs([digest])[0].items()
         }
         with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
-            found = encode_images(self.tower, tensors, projected=self.settings.projected)
+            encoded = encode_images(self.tower, tensors, projected=self.settings.projected)
         features = {
             name: stored(tensor.cpu().numpy() if name in tensors else _to_array(tensor, dtype))
-            for name, tensor in found.items()
+            for name, tensor in encoded.items()
         }
         return StoredImage(digest, features, image.size)
 

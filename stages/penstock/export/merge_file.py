@@ -123,7 +123,7 @@ def _merge_tensor(
     replaced = changes.replacement(tensor_copy.name)
     rows, *trailing = tensor_copy.new.shape or (1,)
     columns = math.prod(trailing)
-    whole = (
+    merged_tensor = (
         changes.replacing(tensor_copy.name).to(tensor_copy.new.dtype).view(rows, *trailing)
         if replaced
         else None
@@ -132,8 +132,8 @@ def _merge_tensor(
     block_rows = rows if change and change.needs_all_rows else max(1, BLOCK_BYTES // (4 * columns))
     for start in range(0, rows, block_rows):
         count = min(block_rows, rows - start)
-        if whole is not None:
-            block = whole[start : start + count]
+        if merged_tensor is not None:
+            block = merged_tensor[start : start + count]
         else:
             block = weights.box(
                 tensor_copy.source, (start, *[0] * len(trailing)), (count, *trailing)

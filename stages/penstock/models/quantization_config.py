@@ -234,8 +234,8 @@ def _config_groups(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _group_weights(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    found = (group.get("weights") for group in _config_groups(config))
-    return [weights for weights in found if isinstance(weights, Mapping)]
+    weight_groups = (group.get("weights") for group in _config_groups(config))
+    return [weights for weights in weight_groups if isinstance(weights, Mapping)]
 
 
 def _read_names(config: Mapping[str, Any], *fields: str) -> tuple[str, ...]:

@@ -131,8 +131,10 @@ class StateLayerConfig(ABC):
     def heads_of_rank(self, tensor: int, context: int) -> tuple[int, ...]:
         """Those heads of a rank, where `context` ranks share those of each of `tensor` ranks."""
         counts = [max(1, heads // tensor) for heads, _ in self.exchanged]
-        each = [(count, *even_heads(count, counts[-1], context)) for count in counts]
-        return tuple((count * repeats + empty) // context for count, repeats, empty in each)
+        heads_by_count = [(count, *even_heads(count, counts[-1], context)) for count in counts]
+        return tuple(
+            (count * repeats + empty) // context for count, repeats, empty in heads_by_count
+        )
 
     def exchanged_by_rank(self, tensor: int, context: int) -> int:
         """Numbers of a token that a rank gets and gives back."""

@@ -306,24 +306,27 @@ class WeightMap:
             yield _same(f"{prefix}.sinks", (config.num_attention_heads,))
         leaves = {"weight": (width,), **({"bias": ()} if config.qkv_bias else {})}
         if config.fused_qkv:
-            for leaf, rest in leaves.items():
+            for leaf, leaf_shape in leaves.items():
                 name = f"{QKV_PROJ}.{leaf}"
-                shape = (sum(parts.values()), *rest)
+                shape = (sum(parts.values()), *leaf_shape)
                 yield _renamed(f"{prefix}.{name}", f"{stored}.{name}", shape)
         elif self.merge_qkv:
-            for leaf, rest in leaves.items():
+            for leaf, leaf_shape in leaves.items():
                 yield (
                     f"{prefix}.{QKV_PROJ}.{leaf}",
                     _NativeParam(
-                        (sum(parts.values()), *rest),
-                        {f"{stored}.{part}.{leaf}": (rows, *rest) for part, rows in parts.items()},
+                        (sum(parts.values()), *leaf_shape),
+                        {
+                            f"{stored}.{part}.{leaf}": (rows, *leaf_shape)
+                            for part, rows in parts.items()
+                        },
                     ),
                 )
         else:
             for part, rows in parts.items():
-                for leaf, rest in leaves.items():
+                for leaf, leaf_shape in leaves.items():
                     name = f"{part}.{leaf}"
-                    yield _renamed(f"{prefix}.{name}", f"{stored}.{name}", (rows, *rest))
+                    yield _renamed(f"{prefix}.{name}", f"{stored}.{name}", (rows, *leaf_shape))
         out = f"{stored_layer}.{config.names.o_proj}"
         outputs = config.num_attention_heads * config.head_dim
         yield from _linear(f"{prefix}.o_proj", out, (width, outputs), config.o_bias)

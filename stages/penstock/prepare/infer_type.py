@@ -61,10 +61,10 @@ def read_first_values(
 
 def infer_from_splits(pieces: Sequence[FileSplit]) -> InferredType | None:
     """Infer the format from the first records of a file split; None if none or several fit."""
-    found = islice(
+    first_records = islice(
         (value for piece in pieces[:1] for value in _iter_split(piece, None)), INFER_RECORDS
     )
-    records = [value for value in found if not isinstance(value, BadRecord)]
+    records = [value for value in first_records if not isinstance(value, BadRecord)]
     try:
         return infer_format(records, {}, objective="", location="")
     except ConfigError:

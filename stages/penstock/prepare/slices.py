@@ -180,13 +180,13 @@ def _record_stride(settings: DatasetSettings, held: str) -> tuple[int, int]:
 def _with_unique_keys(slices: list[Slice]) -> list[Slice]:
     """Give slices with the same records (a source listed twice, for weight) distinct keys."""
     counts: Counter[str] = Counter()
-    found: list[Slice] = []
+    unique_slices: list[Slice] = []
     for item in slices:
         again = counts[item.content]
         counts[item.content] += 1
         key = short(digest_json([item.content, again])) if again else item.content
-        found.append(replace(item, key=key))
-    return found
+        unique_slices.append(replace(item, key=key))
+    return unique_slices
 
 
 def _split_into_slices(

@@ -100,7 +100,7 @@ def publish_splits(
     """Write the files of both splits to `out/data`, except those that an earlier attempt wrote; its
     other files are deleted."""
     published: set[Path] = set()
-    whole: list[tuple[Path, Path]] = []
+    linked_files: list[tuple[Path, Path]] = []
     partial: list[tuple[DataFile, Path]] = []
     for split, files in plan_files(finished, selection, settings).items():
         for file in files:
@@ -108,11 +108,14 @@ def publish_splits(
             target.parent.mkdir(parents=True, exist_ok=True)
             published.add(target)
             if file.is_slice:
-                whole.append((file.shares[0].entry[1], target))
+                linked_files.append((file.shares[0].entry[1], target))
             elif not take_over(target):
                 partial.append((file, target))
     same = _find_same_files(out, {file.content for file, _ in partial}) if partial else {}
-    links = [*whole, *((same[f.content], target) for f, target in partial if f.content in same)]
+    links = [
+        *linked_files,
+        *((same[f.content], target) for f, target in partial if f.content in same),
+    ]
     links += _media_links(finished, selection, out)
     with keep_cached_across_links(source for source, _ in links):
         for source, target in links:
@@ -192,8 +195,8 @@ def _sub_part(share: SlicePart, first: int, last: int) -> SlicePart:
     return SlicePart(share.entry, share.start + start, share.start + stop, share.keep[start:stop])
 
 
-def _find_same_files(out: Path, wanted: set[str]) -> dict[str, Path]:
-    """Files with the `wanted` content in sealed artifacts beside `out`, verified by digest.
+def _find_same_files(out: Path, wanted_digests: set[str]) -> dict[str, Path]:
+    """Files with the `wanted_digests` content in sealed artifacts beside `out`, verified by digest.
 
     Artifacts that cannot be read are skipped."""
     files_by_digest: dict[str, tuple[Path, str]] = {}
@@ -211,7 +214,7 @@ def _find_same_files(out: Path, wanted: set[str]) -> dict[str, Path]:
             splits = read_json(folder / PLAN)["splits"]
             for entry in (entry for split in SPLITS for entry in splits[split]):
                 path = folder / entry["file"]
-                if entry["content"] in wanted and path.is_file():
+                if entry["content"] in wanted_digests and path.is_file():
                     files_by_digest[entry["content"]] = (path, sealed[entry["file"]])
         except (OSError, ArtifactError, KeyError, TypeError):
             continue

@@ -74,20 +74,20 @@ def use_external(step: PlannedStage, verify: Verify = "changed") -> StageResult:
 
 
 def find_user_prepared(
-    place: Path, own_key: Callable[[], str], tokenizer: Source, version: int
+    prepared_path: Path, own_key: Callable[[], str], tokenizer: Source, version: int
 ) -> PlannedStage | None:
-    """Find sealed prepared data at `place`: an artifact folder, or a root that contains one.
+    """Find sealed prepared data at `prepared_path`: an artifact folder, or a root that has one.
 
     If a root contains several, the one with this run's key is used; `own_key` is called only then.
     None if nothing is sealed. Raises ConfigError if none can be chosen, or if the data was made by
     another `version` of the stage or with another vocabulary than that of `tokenizer`;
     ArtifactError if a manifest was changed.
     """
-    candidates = _find_candidates(place)
+    candidates = _find_candidates(prepared_path)
     if not candidates:
         return None
     folder, manifest = (
-        candidates[0] if len(candidates) == 1 else _choose_own(candidates, place, own_key)
+        candidates[0] if len(candidates) == 1 else _choose_own(candidates, prepared_path, own_key)
     )
     step = PlannedStage(_stage_from_manifest(folder, manifest), folder)
     if step.stage.version != version:
@@ -119,10 +119,12 @@ def find_token_dataset(folder: Path) -> DatasetConfig | None:
         return DatasetConfig(path=str(folder), type="tokenized")
     kinds: tuple[Literal["parquet", "arrow"], ...] = ("parquet", "arrow")
     for kind in kinds:
-        found = [name for name in list_names(folder) if detect_file_kind(name) == kind]
+        file_names = [name for name in list_names(folder) if detect_file_kind(name) == kind]
         # Arrow files with a JSON file of the same name are slices of a slice cache.
-        if found and not any((folder / name).with_suffix(".json").is_file() for name in found):
-            names = select_data_files(str(folder), found, split=None, ds_type=kind)
+        if file_names and not any(
+            (folder / name).with_suffix(".json").is_file() for name in file_names
+        ):
+            names = select_data_files(str(folder), file_names, split=None, ds_type=kind)
             return DatasetConfig(path=str(folder), type="tokenized", data_files=names, ds_type=kind)
     return None
 
@@ -190,7 +192,7 @@ def _is_prepared(manifest: dict[str, Any] | None) -> bool:
 
 
 def _choose_own(
-    candidates: Sequence[Candidate], place: Path, own_key: Callable[[], str]
+    candidates: Sequence[Candidate], prepared_path: Path, own_key: Callable[[], str]
 ) -> Candidate:
     try:
         key, why = own_key(), ""
@@ -202,8 +204,8 @@ def _choose_own(
     listed = "\n".join(f"    {folder}  {_describe(manifest)}" for folder, manifest in candidates)
     reason = why or f" None of them is this run's ({short(key or '')})."
     raise ConfigError(
-        f"data.dataset_prepared_path {place} holds {len(candidates)} sets of prepared data, and "
-        f"data.skip_prepare_dataset is true.{reason}\n{listed}\n"
+        f"data.dataset_prepared_path {prepared_path} holds {len(candidates)} sets of prepared "
+        f"data, and data.skip_prepare_dataset is true.{reason}\n{listed}\n"
         "  Set data.dataset_prepared_path to one of them."
     )
 

@@ -22,14 +22,14 @@ def iter_new_samples(rows: Iterable[Row], digests: Collection[bytes]) -> Iterato
 
 def select_samples(row: Row, digests: Collection[bytes]) -> Row | None:
     """The row with only its `digests` samples; None if it has none of them."""
-    whole = row.branching
-    assert whole is not None
-    chosen = [index for index, sample in enumerate(whole.samples) if sample in digests]
-    if len(chosen) == len(whole.samples):
+    row_branching = row.branching
+    assert row_branching is not None
+    chosen = [index for index, sample in enumerate(row_branching.samples) if sample in digests]
+    if len(chosen) == len(row_branching.samples):
         return row
     if not chosen:
         return None
-    documents_per_sample = len(whole.prompts) // len(whole.samples)
+    documents_per_sample = len(row_branching.prompts) // len(row_branching.samples)
     documents = [
         sample * documents_per_sample + index
         for sample in chosen
@@ -41,12 +41,18 @@ def select_samples(row: Row, digests: Collection[bytes]) -> Row | None:
         [np.arange(ends[number] - row.lengths[number], ends[number]) for number in documents]
     )
     branching = PrefixSharing(
-        prompts=tuple(whole.prompts[number] for number in documents),
-        branches=tuple(whole.branches[number] for number in branches),
-        samples=tuple(whole.samples[sample] for sample in chosen),
-        desirable=tuple(whole.desirable[sample] for sample in chosen) if whole.desirable else (),
-        score_gaps=tuple(whole.score_gaps[sample] for sample in chosen) if whole.score_gaps else (),
-        image_counts=tuple(whole.image_counts[n] for n in documents) if whole.image_counts else (),
+        prompts=tuple(row_branching.prompts[number] for number in documents),
+        branches=tuple(row_branching.branches[number] for number in branches),
+        samples=tuple(row_branching.samples[sample] for sample in chosen),
+        desirable=tuple(row_branching.desirable[sample] for sample in chosen)
+        if row_branching.desirable
+        else (),
+        score_gaps=tuple(row_branching.score_gaps[sample] for sample in chosen)
+        if row_branching.score_gaps
+        else (),
+        image_counts=tuple(row_branching.image_counts[n] for n in documents)
+        if row_branching.image_counts
+        else (),
     )
     return replace(
         row,

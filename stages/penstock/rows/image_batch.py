@@ -120,9 +120,9 @@ class ImageBatch:
     def number_of_each(self, name: str, default: float) -> list[float]:
         """The number in output `name` of each image, in the order of their tokens; `default` of
         those without it."""
-        found = iter(self.tensors[name].tolist() if name in self.tensors else ())
+        image_sizes = iter(self.tensors[name].tolist() if name in self.tensors else ())
         sizes = self.sizes.get(name, (0,) * len(self))
-        distinct = np.array([next(found) if size else default for size in sizes])
+        distinct = np.array([next(image_sizes) if size else default for size in sizes])
         return self.of_each(distinct).tolist()
 
     def pin_memory(self) -> "ImageBatch":

@@ -271,8 +271,8 @@ class _Tensors:
     def read(self, row: int) -> StoredTensor:
         """The tensor in a row, as a view of the file."""
         form = self.form
-        at, end = unpack_from("<ii", self.shape_offsets, 4 * (self.first_shape + row))
-        shape = unpack_from(f"<{end - at}i", self.shapes, 4 * at)
+        begin, end = unpack_from("<ii", self.shape_offsets, 4 * (self.first_shape + row))
+        shape = unpack_from(f"<{end - begin}i", self.shapes, 4 * begin)
         start, end = unpack_from("<qq", self.offsets, 8 * (self.first + row))
         if start == end:
             return StoredTensor(shape, np.empty(shape, form.dtype))

@@ -121,31 +121,31 @@ class Checkpointer:
         self._verify(folder)
         self._checkpoints.load(folder, states="passed over")
 
-    def save(self, at: TrainerState, more: Mapping[str, Any]) -> None:
+    def save(self, state: TrainerState, more: Mapping[str, Any]) -> None:
         """Save, unless it is needless; `more` is added to state.json. Raises StageError if this
         checkpoint or the previous one cannot be written."""
-        if not self.is_needless(at.step):
+        if not self.is_needless(state.step):
             self._checkpoints.finish()
-            self._write(at, more)
+            self._write(state, more)
 
-    def try_save(self, at: TrainerState, more: Mapping[str, Any]) -> bool:
+    def try_save(self, state: TrainerState, more: Mapping[str, Any]) -> bool:
         """Save, but only warn if a checkpoint cannot be written. Returns whether a save was
         started."""
-        if self.is_needless(at.step):
+        if self.is_needless(state.step):
             return True
-        for act in (self._checkpoints.finish, lambda: self._write(at, more)):
+        for act in (self._checkpoints.finish, lambda: self._write(state, more)):
             try:
                 act()
             except StageError as error:
                 self._warn(str(error))
-        return self.is_needless(at.step)
+        return self.is_needless(state.step)
 
-    def save_best(self, at: TrainerState, more: Mapping[str, Any]) -> bool:
+    def save_best(self, state: TrainerState, more: Mapping[str, Any]) -> bool:
         """Save as `may` does, and mark this checkpoint as the best. Returns whether it was."""
-        if not self.try_save(at, more):
+        if not self.try_save(state, more):
             return False
         try:
-            self._checkpoints.link_best(at.step)
+            self._checkpoints.link_best(state.step)
         except StageError as error:
             self._warn(str(error))
             return False
@@ -186,8 +186,8 @@ class Checkpointer:
         is_meant = folder.parent != self.root or train.load_checkpoint_path == "auto"
         return "passed over" if is_meant and not train.load_optimizer else "read"
 
-    def _write(self, at: TrainerState, more: Mapping[str, Any]) -> None:
-        self._ranks.heartbeat.set_phase("saving", step=at.step)
+    def _write(self, trainer_state: TrainerState, more: Mapping[str, Any]) -> None:
+        self._ranks.heartbeat.set_phase("saving", step=trainer_state.step)
         states, scaling = (
             self._ranks.all_gather(rng.get_rng_state()),
             self._built.engine.part(GradScaler),
@@ -196,14 +196,14 @@ class Checkpointer:
             "format": FORMAT,
             "key": self._job.key,
             "packed_key": self._job.packed_key,
-            **at.as_json(),
+            **trainer_state.as_json(),
             **more,
             **({"loss_scale": scaling.as_json()} if scaling else {}),
             "layout": self._built.layout,
             "rng": {str(rank): state for rank, state in enumerate(states)},
         }
-        self._checkpoints.save(at.step, state)
-        self._step = at.step
+        self._checkpoints.save(trainer_state.step, state)
+        self._step = trainer_state.step
 
 
 def _lost(state: Mapping[str, Any], states: States) -> Iterator[str]:

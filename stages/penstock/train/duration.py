@@ -20,26 +20,26 @@ class Duration:
 
 
 def build_duration(
-    train: TrainConfig, batches: StepSampler, tokens: Integers, at: TrainerState
+    train: TrainConfig, batches: StepSampler, tokens: Integers, state: TrainerState
 ) -> Duration:
-    """Compute the duration of a run resumed at `at`; `tokens` are the token counts of every row.
+    """Compute the duration of a run resumed at `state`; `tokens` are the token counts of every row.
 
     `max_steps` and `max_tokens` apply if set, whichever is reached first; otherwise the remaining
     epochs. Exact, because the rows and their order are known.
     """
     if train.eval_only:
-        return Duration(at.step, "eval_only")
+        return Duration(state.step, "eval_only")
     ends: dict[str, int] = {}
     if train.max_steps is not None:
         ends["max_steps"] = train.max_steps
     if train.max_tokens is not None:
-        remaining = train.max_tokens - at.tokens
-        most = None if train.max_steps is None else max(0, train.max_steps - at.step)
-        steps = batches.steps_to_reach(remaining, tokens, at.cursor, most=most)
-        ends["max_tokens"] = at.step + steps
+        remaining = train.max_tokens - state.tokens
+        most = None if train.max_steps is None else max(0, train.max_steps - state.step)
+        steps = batches.steps_to_reach(remaining, tokens, state.cursor, most=most)
+        ends["max_tokens"] = state.step + steps
     if not ends:
         epochs = Fraction(str(train.num_train_epochs))
-        ends["num_train_epochs"] = at.step + batches.steps_until(epochs, at.cursor)
+        ends["num_train_epochs"] = state.step + batches.steps_until(epochs, state.cursor)
     first = min(ends, key=lambda name: ends[name])
     return Duration(ends[first], first)
 

@@ -157,8 +157,8 @@ def _one_run(job: Job, ranks: ProcessInfo) -> list[str]:
 
     Raises ConfigError on every rank if they have different configs.
     """
-    mine = (job.key, job.launch_id, platform.node())
-    launches: list[tuple[str, str, str]] = ranks.all_gather(mine)
+    own_run = (job.key, job.launch_id, platform.node())
+    launches: list[tuple[str, str, str]] = ranks.all_gather(own_run)
     other_hosts = sorted({host for key, _, host in launches if key != launches[0][0]})
     if other_hosts:
         raise ConfigError(

@@ -107,9 +107,9 @@ class Train(Stage):
             inputs["reference"] = self.reference
         return inputs
 
-    def ending(self, job: Job, ended: LaunchResult, where: str) -> dict[str, Any]:
+    def ending(self, job: Job, ended: LaunchResult, location: str) -> dict[str, Any]:
         """The facts of ranks that finished; otherwise raises the error that ended them."""
-        return build_facts(job, ended, where)
+        return build_facts(job, ended, location)
 
     def run(self, out: Path) -> Facts:
         """Train from the newest checkpoint in `out`. Raises Interrupted if asked to stop."""

@@ -438,21 +438,21 @@ class Trainer:
     def _facts(self, ended_by: str) -> dict[str, Any]:
         """The facts of a finished run. With `train.save_best` its result is the best checkpoint,
         with the evaluation of that checkpoint."""
-        at, best = self.at, self.judge.best
+        state, best = self.at, self.judge.best
         facts: dict[str, Any] = {
-            "steps": at.step,
+            "steps": state.step,
             "ended_by": ended_by,
-            "epochs": round(float(self.batches.passes(at.cursor)), 4),
+            "epochs": round(float(self.batches.passes(state.cursor)), 4),
             "rows": len(self.rows),
             "rows_per_step": self.batches.rows_per_step,
-            "tokens": at.tokens,
-            "trained_tokens": at.trained_tokens,
-            **({} if at.loss is None else {"final_loss": at.loss}),
+            "tokens": state.tokens,
+            "trained_tokens": state.trained_tokens,
+            **({} if state.loss is None else {"final_loss": state.loss}),
         }
         if warnings := self._findings():
             facts["warnings"] = [finding.as_json() for finding in warnings]
         if not self.train.eval_only:
-            last = self.saves.place_of(at.step)
+            last = self.saves.place_of(state.step)
             facts["checkpoint"] = self.saves.place_of(best["step"]) if best else last
             if best:
                 facts |= {"best_step": best["step"], "last_checkpoint": last}

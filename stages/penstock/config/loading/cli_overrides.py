@@ -38,7 +38,7 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[Override]]:
     argument, which may begin with a minus only if it is a number. Arguments after `--` are not
     parsed. Raises ConfigError naming every override without a value, or with two.
     """
-    rest: list[str] = []
+    remaining: list[str] = []
     overrides: list[Override] = []
     faults: list[str] = []
     arguments = list(argv)
@@ -47,13 +47,13 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[Override]]:
         argument = arguments[position]
         position += 1
         if argument == "--":
-            rest += arguments[position - 1 :]
+            remaining += arguments[position - 1 :]
             break
         option = OPTION.fullmatch(argument)
         if not option and OPTION.fullmatch(f"-{argument}"):
             faults.append(f"{argument}: settings have two dashes; write -{argument}")
         elif not option:
-            rest.append(argument)
+            remaining.append(argument)
         elif option["value"] is not None:
             overrides.append(Override(option["name"], option["value"]))
         elif position < len(arguments) and _is_value(arguments[position]):
@@ -70,7 +70,7 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[Override]]:
             faults.append(f"{override.option} is given twice, as {before} and as {override.text}")
     if faults:
         raise ConfigError("\n".join(faults))
-    return rest, overrides
+    return remaining, overrides
 
 
 def _is_value(argument: str) -> bool:

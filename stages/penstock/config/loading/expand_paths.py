@@ -124,15 +124,15 @@ def expand_paths(
 
     With `only`, expand only settings at these paths, or above or below them.
     """
-    places = _places(settings)
+    locations = _places(settings)
     if only is not None:
         chosen = list(only)
-        places = (
+        locations = (
             holder_path
-            for holder_path in places
+            for holder_path in locations
             if any(_is_within(holder_path[2], steps) for steps in chosen)
         )
-    return _expand(places)
+    return _expand(locations)
 
 
 def _is_within(path: Steps, steps: Steps) -> bool:
@@ -175,9 +175,9 @@ def expand_server_paths(settings: dict[str, Any]) -> list[ConfigIssue]:
     return _expand((settings, name, (name,)) for name in names)
 
 
-def _expand(places: Iterable[tuple[dict[str, Any], str, Steps]]) -> list[ConfigIssue]:
+def _expand(locations: Iterable[tuple[dict[str, Any], str, Steps]]) -> list[ConfigIssue]:
     faults: list[ConfigIssue] = []
-    for holder, key, path in places:
+    for holder, key, path in locations:
         try:
             typed = holder[key]
             if isinstance(typed, str) and not is_inline_template(typed):

@@ -98,20 +98,20 @@ def error_message(
         return _unknown(path, first["input"], root)
     if kind == "invalid_key":
         return f"{first['input']!r} is not a name of a setting; names are text"
-    place = _place(path, root)
+    location = _place(path, root)
     if kind == "missing":
-        return f"required; for example {place.name}: {place.example}"
+        return f"required; for example {location.name}: {location.example}"
     if kind == "value_error":
         return str(first["ctx"]["error"])
     if limits:
-        return _limit(place, first)
+        return _limit(location, first)
     if kind in ("too_short", "string_too_short"):
-        return f"is empty; write at least one, for example {place.example}"
+        return f"is empty; write at least one, for example {location.example}"
     if kind == "finite_number":
         return f"is {first['input']}; write a finite number"
     if any(detail["type"] == "string_pattern_mismatch" for detail in details):
-        return _no_choice(place, str(first["input"]))
-    return _wrong_type(place, first["input"])
+        return _no_choice(location, str(first["input"]))
+    return _wrong_type(location, first["input"])
 
 
 def _place(path: Steps, root: type[ConfigSection]) -> _Place:
@@ -122,12 +122,12 @@ def _place(path: Steps, root: type[ConfigSection]) -> _Place:
     return _Place(path, annotation_at(path, root), default)
 
 
-def _no_choice(place: _Place, value: str) -> str:
+def _no_choice(location: _Place, value: str) -> str:
     """For a setting that takes some names, and text that matches a pattern."""
-    choices = place.choices or [place.default]
+    choices = location.choices or [location.default]
     near = get_close_matches(value, choices, 1)
     meant = f"did you mean {near[0]}? It takes" if near else "write"
-    return f"is {shown(value)}; {meant} {', '.join(choices)}, or {PATTERN_EXAMPLES[place.name]}"
+    return f"is {shown(value)}; {meant} {', '.join(choices)}, or {PATTERN_EXAMPLES[location.name]}"
 
 
 def _unknown(path: Steps, value: Any, root: type[ConfigSection]) -> str:
@@ -147,36 +147,36 @@ def _unknown(path: Steps, value: Any, root: type[ConfigSection]) -> str:
     return f"{problem}; configs/{'REFERENCE' if sectioned else 'SERVER'}.md lists all fields"
 
 
-def _limit(place: _Place, detail: Detail) -> str:
-    name, words = LIMITS[detail["type"]]
+def _limit(location: _Place, detail: Detail) -> str:
+    name, limit = LIMITS[detail["type"]]
     bound = detail["ctx"][name]
     number = f"{bound:g}" if isinstance(bound, float) else str(bound)
-    if detail["type"] == "greater_than" and bound == 0 and int in place.kinds:
-        words, number = "at least", "1"
-    return f"is {shown(detail['input'])}; it must be {words} {number}"
+    if detail["type"] == "greater_than" and bound == 0 and int in location.kinds:
+        limit, number = "at least", "1"
+    return f"is {shown(detail['input'])}; it must be {limit} {number}"
 
 
-def _wrong_type(place: _Place, value: Any) -> str:
-    if place.path[-1] in SECRET and isinstance(value, str):
-        return f"is text; write {place.type_text} (a secret belongs in the environment)"
+def _wrong_type(location: _Place, value: Any) -> str:
+    if location.path[-1] in SECRET and isinstance(value, str):
+        return f"is text; write {location.type_text} (a secret belongs in the environment)"
     problem = f"is {_noun(value)}{_shown(value)}"
-    if any(map(is_section, place.kinds)):
-        return f"{problem}; wanted a mapping of settings, for example {place.example}"
-    if isinstance(value, str) and place.choices and str not in place.kinds:
+    if any(map(is_section, location.kinds)):
+        return f"{problem}; wanted a mapping of settings, for example {location.example}"
+    if isinstance(value, str) and location.choices and str not in location.kinds:
         meant = CHOICE_ALIASES.get(value.lower())
-        near = [meant] if meant in place.choices else []
-        near = near or get_close_matches(value, map(str, place.choices), 1)
-        if value.lower() in FOREIGN_STAGES and "train" in place.choices:
+        near = [meant] if meant in location.choices else []
+        near = near or get_close_matches(value, map(str, location.choices), 1)
+        if value.lower() in FOREIGN_STAGES and "train" in location.choices:
             return f"{problem}; write train, and set train.objective"
         if near:
-            return f"{problem}; did you mean {near[0]}? It takes {place.type_text}"
-        return f"{problem}; write {place.type_text}"
-    return f"{problem}; wanted {place.type_text}: {_instead(place, value)}"
+            return f"{problem}; did you mean {near[0]}? It takes {location.type_text}"
+        return f"{problem}; write {location.type_text}"
+    return f"{problem}; wanted {location.type_text}: {_instead(location, value)}"
 
 
-def _instead(place: _Place, value: Any) -> str:
+def _instead(location: _Place, value: Any) -> str:
     """What to write, derived from the wrong value where possible."""
-    kinds = place.kinds
+    kinds = location.kinds
     if isinstance(value, str):
         if bool in kinds and value.lower() in YES_AND_NO:
             return f"write {YES_AND_NO[value.lower()]}, since YAML 1.2 reads {value} as text"
@@ -195,7 +195,7 @@ def _instead(place: _Place, value: Any) -> str:
         return f"write {int(value)}"
     if isinstance(value, bool | int | float) and str in kinds:
         return f'write it in quotes, "{shown(value)}"'
-    return f"for example {place.example}"
+    return f"for example {location.example}"
 
 
 def _noun(value: Any) -> str:

@@ -84,12 +84,14 @@ def enclosing_field(path: Steps, root: type[ConfigSection] = RunConfig) -> Steps
 
 def describe_type(annotation: Any) -> str:
     """The values of this type, in words."""
-    words = list(dict.fromkeys(word for branch in branches(annotation) for word in _words(branch)))
-    *others, last = words
-    if not others:
+    type_names = list(
+        dict.fromkeys(type_name for branch in branches(annotation) for type_name in _words(branch))
+    )
+    *first_names, last = type_names
+    if not first_names:
         return last
-    comma = "," if any(" or " in word for word in words) else ""
-    return f"{', '.join(others)}{comma} or {last}"
+    comma = "," if any(" or " in type_name for type_name in type_names) else ""
+    return f"{', '.join(first_names)}{comma} or {last}"
 
 
 def _words(branch: Any) -> tuple[str, ...]:

@@ -102,9 +102,12 @@ def _faults(error: ValidationError, root: type[ConfigSection]) -> list[ConfigIss
     ]
 
 
-def _explained_within(path: Steps, others: Iterable[Steps]) -> bool:
+def _explained_within(path: Steps, other_paths: Iterable[Steps]) -> bool:
     """Whether an error at a deeper path explains this one more precisely."""
-    return any(len(other) > len(path) and other[: len(path)] == path for other in others)
+    return any(
+        len(other_path) > len(path) and other_path[: len(path)] == path
+        for other_path in other_paths
+    )
 
 
 def _steps(loc: tuple[int | str, ...], root: type[ConfigSection]) -> Steps:

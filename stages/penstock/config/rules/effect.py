@@ -38,8 +38,8 @@ def iter_effect_notices(run: RunConfig) -> Iterator[str]:
 
 def describe(condition: OnlyWith) -> str:
     """What to write so that a field with this condition has an effect."""
-    *others, last = (shown(value) for value in condition.values if value is not None)
-    either = f"{', '.join(others)} or {last}" if others else last
+    *first_values, last = (shown(value) for value in condition.values if value is not None)
+    either = f"{', '.join(first_values)} or {last}" if first_values else last
     return condition.words or f"{condition.name}: {either}"
 
 

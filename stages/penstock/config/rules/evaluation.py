@@ -20,10 +20,10 @@ PAIR_METRICS = (*PREFERENCE_METRICS, "eval_rewards/accuracies")
 def _unknown_metric(metric: str, run: RunConfig) -> str | None:
     """The error message for a metric that no evaluation has; None for a known one."""
     if run.train.objective == "preference":
-        known = PREFERENCE_METRICS if run.preference.loss_type == "kto" else PAIR_METRICS
-        if metric in known:
+        metrics = PREFERENCE_METRICS if run.preference.loss_type == "kto" else PAIR_METRICS
+        if metric in metrics:
             return None
-        return f"{metric} is not a metric of preference evaluations; write {', '.join(known)}"
+        return f"{metric} is not a metric of preference evaluations; write {', '.join(metrics)}"
     if metric in METRICS or metric.startswith("eval_loss/"):
         return None
     return (

@@ -43,7 +43,7 @@ def _check_reentrant(run: RunConfig) -> Issues:
 def _check_deepep(run: RunConfig) -> Issues:
     size = run.train.expert_parallel_size
     if run.model.ep_dispatch == "deepep" and size not in DEEPEP_SIZES:
-        nearest = min(DEEPEP_SIZES, key=lambda other: abs(other - size))
+        nearest = min(DEEPEP_SIZES, key=lambda candidate: abs(candidate - size))
         yield ConfigIssue(
             ("model", "ep_dispatch"),
             "deepep needs 2, 4 or 8 ranks on one node, and"

@@ -59,15 +59,15 @@ def _check_global_batch_size(run: RunConfig) -> Issues:
     train = run.train
     if train.global_batch_size is None:
         return
-    unit, words = train.micro_batch_size, f"micro_batch_size ({train.micro_batch_size})"
+    unit, unit_text = train.micro_batch_size, f"micro_batch_size ({train.micro_batch_size})"
     steps = train.is_non_default("gradient_accumulation_steps")
     if steps:
         unit *= train.gradient_accumulation_steps
-        words += f" x gradient_accumulation_steps ({train.gradient_accumulation_steps})"
+        unit_text += f" x gradient_accumulation_steps ({train.gradient_accumulation_steps})"
     if train.global_batch_size % unit:
         yield ConfigIssue(
             ("train", "global_batch_size"),
-            f"{train.global_batch_size} packed sequences are not a multiple of {words};"
+            f"{train.global_batch_size} packed sequences are not a multiple of {unit_text};"
             f" write a multiple of {unit}{', or leave gradient_accumulation_steps out' * steps}",
             ("train.micro_batch_size", "train.gradient_accumulation_steps"),
         )
@@ -78,25 +78,25 @@ def _check_merged_export(run: RunConfig) -> Issues:
     if not lora.enable_lora:
         return
     if run.export.mtp == "drop" and (not run.export.merge_lora or lora.save_lora_only):
-        other = "lora.save_lora_only" if lora.save_lora_only else "export.merge_lora"
+        field = "lora.save_lora_only" if lora.save_lora_only else "export.merge_lora"
         yield ConfigIssue(
             ("export", "mtp"),
-            f"drops layers of the merged model, which {other} does not export; leave one of the"
+            f"drops layers of the merged model, which {field} does not export; leave one of the"
             " two out",
-            (other,),
+            (field,),
         )
     if kind is None:
         return
-    for is_apart, other, value in (
+    for is_apart, field, value in (
         (not run.export.merge_lora, "export.merge_lora", "false"),
         (lora.save_lora_only, "lora.save_lora_only", "true"),
     ):
         if is_apart:
             yield ConfigIssue(
                 ("export", "quantise"),
-                f"{kind} quantizes the merged model, which {other}: {value} does not export;"
+                f"{kind} quantizes the merged model, which {field}: {value} does not export;"
                 " leave one of the two out",
-                (other,),
+                (field,),
             )
 
 
@@ -216,8 +216,8 @@ def check_output_dir(run: RunConfig) -> Issues:
     if set(normalized.parts) <= {".."}:
         yield ConfigIssue(path, f"{output} is the current folder, or one above; {INSTEAD}")
         return
-    for name, other in _input_paths(run):
-        if _normalize(other) == normalized:
+    for name, input_path in _input_paths(run):
+        if _normalize(input_path) == normalized:
             yield ConfigIssue(
                 path, f"{output} is {name} too, and would be overwritten; {INSTEAD}", (name,)
             )

@@ -60,8 +60,8 @@ def fields_keyed(section: type[ConfigSection], *roles: Role) -> frozenset[str]:
     return frozenset(name for name in names if cache_key(section, name).role in roles)
 
 
-def key_defaults(section: type[ConfigSection], at: str) -> Iterator[tuple[str, Any]]:
-    """Dotted names, beginning with `at`, of the fields that are left out of a key at their
+def key_defaults(section: type[ConfigSection], prefix: str) -> Iterator[tuple[str, Any]]:
+    """Dotted names, beginning with `prefix`, of the fields that are left out of a key at their
     defaults, and these defaults as JSON."""
     for name in section.model_fields:
         if cache_key(section, name).role != "unless default":
@@ -69,7 +69,7 @@ def key_defaults(section: type[ConfigSection], at: str) -> Iterator[tuple[str, A
         default = section.model_fields[name].get_default(call_default_factory=True)
         if isinstance(default, ConfigSection):
             for inner, value in default.model_dump(mode="json").items():
-                yield f"{at}.{name}.{inner}", value
-            yield f"{at}.{name}", {}
+                yield f"{prefix}.{name}.{inner}", value
+            yield f"{prefix}.{name}", {}
         else:
-            yield f"{at}.{name}", default
+            yield f"{prefix}.{name}", default

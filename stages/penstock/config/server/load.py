@@ -71,12 +71,12 @@ def load_server(
 
 def _require_flat(path: Path, settings: Mapping[str, Any]) -> None:
     dialect = detect_dialect(settings)
-    other = f"it is written for {dialect.title}" if dialect and dialect is not SERVER else ""
+    remark = f"it is written for {dialect.title}" if dialect and dialect is not SERVER else ""
     if sections := {"model", "train", "data"} & settings.keys():
-        other = f"it has the section {min(sections)}"
-    if other:
+        remark = f"it has the section {min(sections)}"
+    if remark:
         raise ConfigError(
-            f"{path} is no server's file: {other}.\n"
+            f"{path} is no server's file: {remark}.\n"
             "  A server's settings stand at the top, such as model_path: Qwen/Qwen3-8B;"
             " configs/SERVER.md lists them."
         )

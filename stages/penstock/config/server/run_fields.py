@@ -84,8 +84,8 @@ def _packing(entry: Entry) -> None:
 
 
 def _strategy(entry: Entry) -> None:
-    ours = {"sequential": "sequential", "best_fit": "multipack", "balanced_dp": "multipack"}
-    choice("data.sample_packing_method", ours)(entry)
+    strategies = {"sequential": "sequential", "best_fit": "multipack", "balanced_dp": "multipack"}
+    choice("data.sample_packing_method", strategies)(entry)
     if entry.value == "balanced_dp":
         entry.approximated("rows are filled well, and replicas share them out as they come")
 

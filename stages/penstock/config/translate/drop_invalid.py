@@ -65,7 +65,7 @@ def _drop(draft: Draft, issue: ConfigIssue) -> None:
         if value is missing:
             continue
         for line in list(draft.lines_of(name)):
-            line.names = [other for other in line.names if other != name]
+            line.names = [line_name for line_name in line.names if line_name != name]
             if line.kind == "assumed":
                 draft.lines.pop(line.key)
             else:
@@ -83,7 +83,9 @@ def _drop_item(draft: Draft, name: str, text: str) -> None:
     if not index.isdecimal() or not draft.has(item):
         return
     for line in list(draft.lines_of(item)):
-        line.names = [other for other in line.names if not f"{other}.".startswith(f"{item}.")]
+        line.names = [
+            line_name for line_name in line.names if not f"{line_name}.".startswith(f"{item}.")
+        ]
         if line.kind not in GAPS and not line.names:
             line.kind, line.why = "refused", f"here {name}, which is {text}"
     remove_at(draft.settings, item)

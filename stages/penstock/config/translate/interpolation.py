@@ -10,7 +10,7 @@ from penstock.core.errors import ConfigError
 
 INNERMOST = re.compile(r"\$\{([^${}]*)\}")
 
-FUNCTIONS: Mapping[str, Callable[[Any, Any], Any]] = {"multiply": lambda one, other: one * other}
+FUNCTIONS: Mapping[str, Callable[[Any, Any], Any]] = {"multiply": lambda left, right: left * right}
 """NeMo's resolvers."""
 
 MOST_REFERENCES = 10_000

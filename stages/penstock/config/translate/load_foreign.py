@@ -94,8 +94,8 @@ COUNTED: tuple[tuple[Kind, str], ...] = (
 
 
 def _summary(path: Path, translation: Translation) -> str:
-    numbers = [(len(translation.of(kind)), words) for kind, words in COUNTED]
-    counts = ", ".join(f"{number} {words}" for number, words in numbers if number)
+    numbers = [(len(translation.of(kind)), label) for kind, label in COUNTED]
+    counts = ", ".join(f"{number} {label}" for number, label in numbers if number)
     doubtful = ", ".join(line.key for line in translation.of("doubtful"))
     return (
         f"{path} is written for {translation.title}"

@@ -86,9 +86,9 @@ def chat_template(names: Mapping[str, str]) -> Rule:
                 "the tokenizer's own template renders conversations, unless one is written"
             )
         elif name.startswith(FALLBACK):
-            ours = names.get(name.removeprefix(FALLBACK), "another one")
+            template = names.get(name.removeprefix(FALLBACK), "another one")
             entry.put(TEMPLATE, TOKENIZER_TEMPLATE)
-            entry.explain(f"if the tokenizer has no template, write {TEMPLATE}: {ours}")
+            entry.explain(f"if the tokenizer has no template, write {TEMPLATE}: {template}")
         else:
             entry.approximated(
                 f"the tokenizer's own template is taken for {name}; {TEMPLATE} names another"

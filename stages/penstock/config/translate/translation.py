@@ -108,7 +108,7 @@ class Draft:
             return
         *above, last = name.split(".")
         for line in list(self.lines_of(name)):
-            line.names = [other for other in line.names if not _is_within(other, name)]
+            line.names = [line_name for line_name in line.names if not _is_within(line_name, name)]
             line.why = why
             if line.kind != "assumed":
                 line.kind = "approximated" if line.names else kind
@@ -118,16 +118,16 @@ class Draft:
         if isinstance(section, dict):
             cast("dict[str, Any]", section).pop(last, None)
 
-    def rename(self, name: str, other: str) -> None:
+    def rename(self, name: str, new_name: str) -> None:
         """Rename a setting of ours, if it is set."""
         if not self.has(name):
             return
         lines, value = list(self.lines_of(name)), self.value(name)
         above, _, last = name.rpartition(".")
         self.value(above).pop(last)
-        self.put(other, value)
+        self.put(new_name, value)
         for line in lines:
-            line.names = [other if current == name else current for current in line.names]
+            line.names = [new_name if current == name else current for current in line.names]
 
     def set_line(self, key: str, kind: Kind, why: str) -> None:
         """Set the kind and reason of a foreign key in the report."""
@@ -139,7 +139,7 @@ class Draft:
         return (
             line
             for line in self.lines.values()
-            if any(_is_within(other, name) for other in line.names)
+            if any(_is_within(line_name, name) for line_name in line.names)
         )
 
 
@@ -245,7 +245,9 @@ class Translation:
         first those that decide only this setting."""
         ranked: list[tuple[bool, int, str]] = []
         for line in self.lines:
-            if lengths := [len(other) for other in line.names if self._decides(other, name)]:
+            if lengths := [
+                len(line_name) for line_name in line.names if self._decides(line_name, name)
+            ]:
                 ranked.append((line.kind == "assumed", -max(lengths), line.key))
         return tuple(key for *_, key in sorted(ranked, key=lambda entry: entry[:2]))
 

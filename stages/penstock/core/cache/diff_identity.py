@@ -28,7 +28,9 @@ def differences(identity: Mapping[str, Any], other_identity: Mapping[str, Any]) 
 
     Sources are compared by their pinned content, so the diff names changed files.
     """
-    return sorted(_differences("", identity, other_identity), key=lambda each: each.field)
+    return sorted(
+        _differences("", identity, other_identity), key=lambda difference: difference.field
+    )
 
 
 def _differences(name: str, value: Any, other_value: Any) -> Iterator[Difference]:
@@ -62,5 +64,7 @@ def _shown(value: Any) -> str:
     is_digest = len(text) == 64 and all(c in "0123456789abcdef" for c in text)
     if is_digest:
         return text[:12] + "…"
-    first, *others = text.splitlines() or [""]
-    return f"{first[:LONGEST]}… ({len(text):,} characters)" if others or first[LONGEST:] else text
+    first, *more_lines = text.splitlines() or [""]
+    return (
+        f"{first[:LONGEST]}… ({len(text):,} characters)" if more_lines or first[LONGEST:] else text
+    )

@@ -124,9 +124,9 @@ class RemoteReleaseStore(ReleaseStore):
         folder = self._root / release_folder_name(number)
         for name in folder.files():  # Left by a writer that died before it created the manifest.
             (folder / name).delete()
-        there = RemotePath.from_url(stored).files() if stored else {}
+        stored_files = RemotePath.from_url(stored).files() if stored else {}
         for name, source in files.items():
-            if stored and name in there:
+            if stored and name in stored_files:
                 (RemotePath.from_url(stored) / name).copy(folder / name)
             else:
                 (folder / name).put(source)

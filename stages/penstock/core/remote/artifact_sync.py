@@ -168,13 +168,13 @@ class RemoteArtifact:
     def _fetch(self, file: dict[str, Any]) -> None:
         """Download one file; verify `bytes` and `sha256` where `file` has them."""
         name = require_relative(str(file["path"]))
-        target, wanted = self.folder / name, file.get("sha256")
-        if wanted and target.is_file() and target.stat().st_size == file["bytes"]:
+        target, expected_digest = self.folder / name, file.get("sha256")
+        if expected_digest and target.is_file() and target.stat().st_size == file["bytes"]:
             with target.open("rb") as stream:
-                if hashlib.file_digest(stream, "sha256").hexdigest() == wanted:
+                if hashlib.file_digest(stream, "sha256").hexdigest() == expected_digest:
                     return
         remote_path = self.root / name
-        if wanted and remote_path.info() is None:
+        if expected_digest and remote_path.info() is None:
             raise ArtifactError(
                 f"{self.root.redacted_url} has a manifest, but {name} is missing.\n"
                 "  Restore it, or build again with --force."
@@ -188,7 +188,7 @@ class RemoteArtifact:
             while block := source.read(CHUNK):
                 digest.update(block)
                 stream.write(block)
-            if wanted and digest.hexdigest() != wanted:
+            if expected_digest and digest.hexdigest() != expected_digest:
                 raise ArtifactError(
                     f"{remote_path.redacted_url} differs from its manifest: its SHA-256 does not "
                     "match.\n  Restore it, or build again with --force."

@@ -25,16 +25,16 @@ _NO_NAME = re.compile(
 def connection_fault(error: BaseException) -> str | None:
     """Why the connection failed, or None if the error is of another kind."""
     chain = list(iter_causes(error))
-    for each in chain:
-        if isinstance(each, socket.gaierror) or "DNSError" in type(each).__name__:
+    for cause in chain:
+        if isinstance(cause, socket.gaierror) or "DNSError" in type(cause).__name__:
             return "the server's name cannot be resolved (DNS)"
-        if isinstance(each, OSError) and each.errno == errno.ECONNREFUSED:
+        if isinstance(cause, OSError) and cause.errno == errno.ECONNREFUSED:
             return "the connection was refused: nothing listens at that address"
-        if isinstance(each, OSError) and each.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH):
+        if isinstance(cause, OSError) and cause.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH):
             return "there is no network route to the server"
-        if isinstance(each, TimeoutError) or _TIMED_OUT.search(type(each).__name__):
+        if isinstance(cause, TimeoutError) or _TIMED_OUT.search(type(cause).__name__):
             return "the server did not answer in time (timeout)"
-        if "Certificate" in type(each).__name__ or "SSLError" in type(each).__name__:
+        if "Certificate" in type(cause).__name__ or "SSLError" in type(cause).__name__:
             return "the server's TLS certificate was not accepted"
     text = " ".join(str(error) for error in chain)
     if _REFUSED.search(text):

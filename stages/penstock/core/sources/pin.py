@@ -139,9 +139,9 @@ def pin_data(
             }
         )
     _reject_for_files(path, name=name, revision=revision)
-    found = local_files.find_data(path, split=split, data_files=files or None, ds_type=ds_type)
+    local = local_files.find_data(path, split=split, data_files=files or None, ds_type=ds_type)
     return Source(
-        {"kind": "files", "label": found.label, "files": _digest_files(found)}, found.paths
+        {"kind": "files", "label": local.label, "files": _digest_files(local)}, local.paths
     )
 
 

@@ -201,11 +201,11 @@ def _pin_by_content(remote: RemoteFiles, more: dict[str, Any]) -> Source:
             with open_file(file.path.url) as source, target.open("wb") as stream:
                 shutil.copyfileobj(source, stream, CHUNK)
         digests = _digest_files(names, [Path(folder) / name for name in names])
-        kept = home / short(digest_json(digests))
+        digest_folder = home / short(digest_json(digests))
         for name in names:
-            (kept / name).parent.mkdir(parents=True, exist_ok=True)
-            (Path(folder) / name).replace(kept / name)
-    paths = tuple(kept / name for name in names)
+            (digest_folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (Path(folder) / name).replace(digest_folder / name)
+    paths = tuple(digest_folder / name for name in names)
     return Source({"kind": "files", **more, "files": digests}, paths)
 
 

@@ -121,32 +121,32 @@ def _recompute_unless_moe(
 
 
 def _with_recomputation(
-    form: Callable[..., Any], run: CallHook, module: nn.Module, x: torch.Tensor, *rest: Any
+    form: Callable[..., Any], run: CallHook, module: nn.Module, x: torch.Tensor, *args: Any
 ) -> Any:
     if not torch.is_grad_enabled():
         # Nothing will be recomputed; PyTorch's implementations have overhead even then.
-        return run(module, x, *rest)
+        return run(module, x, *args)
     # The backward pass of a micro-batch may run while another one's dropout RNG and router observer
     # are active, or none.
-    return form(preserve_modalities(preserve_observer(preserve_dropout_rng(run))), module, x, *rest)
+    return form(preserve_modalities(preserve_observer(preserve_dropout_rng(run))), module, x, *args)
 
 
-def _plain(run: CallHook, module: nn.Module, x: torch.Tensor, *rest: Any) -> Any:
+def _plain(run: CallHook, module: nn.Module, x: torch.Tensor, *args: Any) -> Any:
     # Dropout does not use torch's generators, whose saved state would cost a copy per layer.
     run = defer_losses(run)
-    return checkpoint(run, module, x, *rest, use_reentrant=False, preserve_rng_state=False)
+    return checkpoint(run, module, x, *args, use_reentrant=False, preserve_rng_state=False)
 
 
-def _reentrant(run: CallHook, module: nn.Module, x: torch.Tensor, *rest: Any) -> Any:
+def _reentrant(run: CallHook, module: nn.Module, x: torch.Tensor, *args: Any) -> Any:
     if not x.requires_grad:
         # Reentrant checkpointing only works if an input requires a gradient, and below the first
         # adapter none does.
         x = x.detach().requires_grad_()
-    return checkpoint(run, module, x, *rest, use_reentrant=True, preserve_rng_state=False)
+    return checkpoint(run, module, x, *args, use_reentrant=True, preserve_rng_state=False)
 
 
-def _once(run: CallHook, module: nn.Module, x: torch.Tensor, *rest: Any) -> Any:
-    return checkpoint_once(defer_losses(run), module, x, *rest)
+def _once(run: CallHook, module: nn.Module, x: torch.Tensor, *args: Any) -> Any:
+    return checkpoint_once(defer_losses(run), module, x, *args)
 
 
 IMPLEMENTATIONS = {"plain": _plain, "reentrant": _reentrant, "once": _once}

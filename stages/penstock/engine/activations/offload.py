@@ -159,9 +159,9 @@ class ActivationOffloader:
         self._fetching: list[tuple[torch.Tensor, Any]] = []
         self._newest: Group | None = None
 
-    def start_group(self, what: Literal["pass", "layer"]) -> Group:
+    def start_group(self, scope: Literal["pass", "layer"]) -> Group:
         """Start a group for a layer call; `pass` marks the first layer of a forward pass."""
-        self._newest = Group(self._newest if what == "layer" else None)
+        self._newest = Group(self._newest if scope == "layer" else None)
         self._offloading.append([])
         while len(self._offloading) > 2:
             for ref, event in self._offloading.popleft():

@@ -240,13 +240,13 @@ def _tp_forward(
     run: CallHook,
     module: nn.Module,
     x_TD: torch.Tensor,
-    *rest: Any,
+    *args: Any,
     group: dist.ProcessGroup,
     residual: Residual,
     reduce_dtype: ReduceDtype,
 ) -> torch.Tensor:
     """The output of a tensor-parallel module, reduced over all ranks."""
-    y_TD = run(module, copy_to_tp_region(x_TD, group, residual, reduce_dtype), *rest)
+    y_TD = run(module, copy_to_tp_region(x_TD, group, residual, reduce_dtype), *args)
     return reduce_from_tp_region(y_TD, group, residual, reduce_dtype)
 
 
@@ -254,12 +254,12 @@ def _moe_forward(
     run: CallHook,
     module: nn.Module,
     x_TD: torch.Tensor,
-    *rest: Any,
+    *args: Any,
     group: dist.ProcessGroup,
     residual: Residual,
 ) -> torch.Tensor:
     """The output of an unsharded module that each rank computes for its share of the tokens."""
     if residual == "split":
-        return run(module, x_TD, *rest)
-    y_TD = run(module, scatter_to_sequence_parallel(x_TD, group), *rest)
+        return run(module, x_TD, *args)
+    y_TD = run(module, scatter_to_sequence_parallel(x_TD, group), *args)
     return gather_from_sequence_parallel(y_TD, group, x_TD.shape[0])

@@ -51,11 +51,11 @@ class Buffer(Protocol):
     ) -> tuple[Any, Any, Any, Any, Event]: ...
 
     def dispatch(
-        self, x: torch.Tensor, **how: Any
+        self, x: torch.Tensor, **options: Any
     ) -> tuple[Any, Any, Any, Sequence[int], Any, Event]: ...
 
     def combine(
-        self, x: torch.Tensor, handle: Any, **how: Any
+        self, x: torch.Tensor, handle: Any, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None, Event]: ...
 
 
@@ -257,8 +257,8 @@ class _WaitCombine(torch.autograd.Function):
 
 
 def _dispatch_again(
-    dy_TD: torch.Tensor, layout: _DispatchLayout, **how: Any
+    dy_TD: torch.Tensor, layout: _DispatchLayout, **options: Any
 ) -> tuple[torch.Tensor, Event]:
     """Dispatch other values of the same tokens with the layout of the first dispatch."""
-    dy_SD, *_, event = layout.buffer.dispatch(dy_TD.contiguous(), handle=layout.handle, **how)
+    dy_SD, *_, event = layout.buffer.dispatch(dy_TD.contiguous(), handle=layout.handle, **options)
     return dy_SD, event

@@ -165,7 +165,9 @@ class Routers(StepPart):
         def build_observers(
             grad_fn: Callable[["LocalRows"], AuxLossGradFn | None], load: float, z: float
         ) -> list[ModelInputs]:
-            self._collectors = [RouterStatsCollector(one, grad_fn(one), load, z) for one in rows]
+            self._collectors = [
+                RouterStatsCollector(balancer, grad_fn(balancer), load, z) for balancer in rows
+            ]
             pairs = zip(calls, self._collectors, strict=True)
             return [replace(call, router_observer=collector) for call, collector in pairs]
 

@@ -49,9 +49,9 @@ class TensorNorms(Tensors):
                 shares, dtype=torch.float64, device=ranks.device
             )
 
-    def parts(self, parameter: nn.Parameter, here: torch.Tensor) -> list[torch.Tensor]:
+    def parts(self, parameter: nn.Parameter, tensor: torch.Tensor) -> list[torch.Tensor]:
         """One part for each shard."""
-        return list(self._parts(parameter, here))
+        return list(self._parts(parameter, tensor))
 
     def _parts(self, parameter: nn.Parameter, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         for piece in self._pieces[parameter]:

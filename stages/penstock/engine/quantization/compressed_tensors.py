@@ -102,13 +102,13 @@ def _refuse(
             )
 
 
-def stored_tensors(layer: str, shape: tuple[int, ...], kept: Format) -> dict[str, Kind]:
+def stored_tensors(layer: str, shape: tuple[int, ...], stored_format: Format) -> dict[str, Kind]:
     """The tensors that a layer's weight of this shape is stored as."""
     rows, columns = shape
-    scales: Kind = ((rows, kept.num_groups(columns)), kept.scales_dtype)
-    match kept.name:
+    scales: Kind = ((rows, stored_format.num_groups(columns)), stored_format.scales_dtype)
+    match stored_format.name:
         case "fp8" | "int8":
-            dtype = torch.int8 if kept.name == "int8" else torch.float8_e4m3fn
+            dtype = torch.int8 if stored_format.name == "int8" else torch.float8_e4m3fn
             kinds: dict[str, Kind] = {"weight": (shape, dtype), "weight_scale": scales}
         case "block_fp8":
             tiles: Kind = ((-(-rows // _TILE), scales[0][1]), torch.float32)
@@ -130,47 +130,53 @@ def stored_tensors(layer: str, shape: tuple[int, ...], kept: Format) -> dict[str
     return {f"{layer}.{leaf}": kind for leaf, kind in kinds.items()}
 
 
-def of_rows(layer: str, made: QuantizedTensor) -> dict[str, torch.Tensor]:
+def of_rows(layer: str, quantized: QuantizedTensor) -> dict[str, torch.Tensor]:
     """The stored tensors of a block of rows, which begins at a tile's first row."""
-    match made.format.name:
+    match quantized.format.name:
         case "fp8" | "block_fp8":
-            tensors = {"weight": made.codes.view(torch.float8_e4m3fn)}
+            tensors = {"weight": quantized.codes.view(torch.float8_e4m3fn)}
         case "int8":
-            tensors = {"weight": made.codes.view(torch.int8)}
+            tensors = {"weight": quantized.codes.view(torch.int8)}
         case "int4":
-            tensors = {"weight_packed": made.codes.view(torch.int32)}
+            tensors = {"weight_packed": quantized.codes.view(torch.int32)}
         case _:
-            tensors = {"weight_packed": made.codes}
-    is_tiled = made.format.tile_rows > 1
-    tensors["weight_scale"] = tile_scales(made) if is_tiled else made.scales
+            tensors = {"weight_packed": quantized.codes}
+    is_tiled = quantized.format.tile_rows > 1
+    tensors["weight_scale"] = tile_scales(quantized) if is_tiled else quantized.scales
     return {f"{layer}.{leaf}": tensor for leaf, tensor in tensors.items()}
 
 
-def of_whole(layer: str, shape: tuple[int, ...], made: QuantizedTensor) -> dict[str, torch.Tensor]:
-    """The tensors stored once per matrix of this shape; `made` is any block of its rows."""
-    if made.format.name == "int4":
+def of_whole(
+    layer: str, shape: tuple[int, ...], quantized: QuantizedTensor
+) -> dict[str, torch.Tensor]:
+    """The tensors stored once per matrix of this shape; `quantized` is any block of its rows."""
+    if quantized.format.name == "int4":
         return {f"{layer}.weight_shape": torch.tensor(shape)}
-    if made.global_scales is not None:
+    if quantized.global_scales is not None:
         # compressed-tensors divides by the global scale instead of multiplying.
-        return {f"{layer}.weight_global_scale": made.global_scales[0].reciprocal()}
+        return {f"{layer}.weight_global_scale": quantized.global_scales[0].reciprocal()}
     return {}
 
 
 def quantization_config(
-    scheme: SchemeName, kept: Format, untouched: Iterable[str]
+    scheme: SchemeName, stored_format: Format, untouched: Iterable[str]
 ) -> dict[str, Any]:
     """The config.json entry: every linear layer is quantized except those in `untouched`."""
-    what = SCHEMES[scheme]
-    group = {} if kept.group is None or kept.tile_rows > 1 else {"group_size": kept.group}
+    scheme_config = SCHEMES[scheme]
+    group = (
+        {}
+        if stored_format.group is None or stored_format.tile_rows > 1
+        else {"group_size": stored_format.group}
+    )
     return {
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
-        "format": what.format,
+        "format": scheme_config.format,
         "config_groups": {
             "group_0": {
                 "targets": ["Linear"],
-                "weights": {**what.weights, **group, "symmetric": True, "dynamic": False},
-                "input_activations": dict(what.inputs) if what.inputs else None,
+                "weights": {**scheme_config.weights, **group, "symmetric": True, "dynamic": False},
+                "input_activations": dict(scheme_config.inputs) if scheme_config.inputs else None,
                 "output_activations": None,
             }
         },

@@ -40,8 +40,8 @@ class Mxfp4Tensors:
         _shape(self.folder, name)
         (expert, first, output), (experts, inputs, outputs) = offsets, sizes
         group, end = first // GROUP, -(-(first + inputs) // GROUP)
-        at, size = (expert, output, group), (experts, outputs, end - group)
-        weight_ENK = dequantize(_read(self.folder, name, at, size), torch.bfloat16)
+        begin, size = (expert, output, group), (experts, outputs, end - group)
+        weight_ENK = dequantize(_read(self.folder, name, begin, size), torch.bfloat16)
         return weight_ENK.narrow(2, first - group * GROUP, inputs).mT.contiguous()
 
     def order(self, name: str) -> tuple[str, int]:

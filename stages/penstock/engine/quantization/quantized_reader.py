@@ -62,10 +62,10 @@ class RandomInitTensors:
 
     def box(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
         """A box of a tensor."""
-        found = self._whole(name)
+        tensor = self._whole(name)
         for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
-            found = found.narrow(dim, offset, size)
-        return found
+            tensor = tensor.narrow(dim, offset, size)
+        return tensor
 
     def order(self, name: str) -> tuple[str, int]:
         """Sort by name."""
@@ -139,12 +139,12 @@ class QuantizeOnLoad:
         if not leaf and (stack := self._stack(base)):
             return self._box_of_stack(base, stack, offsets, sizes)
         (first, left), (count, width) = offsets, sizes
-        found: list[torch.Tensor] = []
+        parts: list[torch.Tensor] = []
         for block in self._blocks(base, first, first + count):
             rows = self._tensor(base, leaf, block)
             low, high = max(first, block.start), min(first + count, block.stop)
-            found.append(rows[low - block.start : high - block.start, left : left + width])
-        return found[0] if len(found) == 1 else torch.cat(found)
+            parts.append(rows[low - block.start : high - block.start, left : left + width])
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _stack(self, name: str) -> tuple[int, int, int] | None:
         """The shape [E, K, N] of the matrices of all experts, which are quantized as the rows of

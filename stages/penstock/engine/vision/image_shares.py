@@ -44,14 +44,14 @@ class ImageShares:
         starts = [sum(rank < rank_end for rank in ranks) for rank_end in range(self.size + 1)]
         return [range(start, end) for start, end in pairwise(starts)]
 
-    def gather(self, mine: Sequence[torch.Tensor], counts: Sequence[int]) -> list[torch.Tensor]:
-        """The features of all ranks, `counts[i]` of rank i, of each kind [F, D]; `mine` may have
+    def gather(self, tensors: Sequence[torch.Tensor], counts: Sequence[int]) -> list[torch.Tensor]:
+        """The features of all ranks, `counts[i]` of rank i, of each kind [F, D]; `tensors` may have
         more than are this rank's, of a blank image."""
         most = max(counts)
-        mine_FD = torch.cat([*mine], dim=-1)[: counts[self.index]]
+        mine_FD = torch.cat([*tensors], dim=-1)[: counts[self.index]]
         padded_MD = F.pad(mine_FD, (0, 0, 0, most - len(mine_FD)))
         all_GD = copy_to_tp_region(padded_MD, self.group, "split")
         if all_GD.requires_grad and self.gradient_copies > 1:
             all_GD.register_hook(lambda gradient_GD: gradient_GD / self.gradient_copies)
-        each = (part[:count] for part, count in zip(all_GD.split(most), counts, strict=True))
-        return [*torch.cat([*each]).split([one.shape[-1] for one in mine], dim=-1)]
+        parts = (part[:count] for part, count in zip(all_GD.split(most), counts, strict=True))
+        return [*torch.cat([*parts]).split([tensor.shape[-1] for tensor in tensors], dim=-1)]

@@ -118,14 +118,14 @@ def with_row_length(
 
 def estimate_data(run: RunConfig, steps: Sequence[PlannedStage], vocab_size: int) -> Data | None:
     """Data counts from packed rows, prepared samples, or source files; None without any of them."""
-    made = DataFacts.read(steps)
-    if made.packed:
-        facts = {name: of.get("train") for name, of in made.packed.items()}
+    read_facts = DataFacts.read(steps)
+    if read_facts.packed:
+        facts = {name: of.get("train") for name, of in read_facts.packed.items()}
         rows = facts["epoch_rows"] or [facts["rows"]]
         counts = facts["tokens"], facts["documents"], facts["trained_tokens"]
         return Data(tuple(rows), *counts, "counted", facts.get("image_tokens") or 0)
-    if made.prepared:
-        facts = {name: made.prepared[name]["train"] for name in COUNTED}
+    if read_facts.prepared:
+        facts = {name: read_facts.prepared[name]["train"] for name in COUNTED}
         counts = facts["tokens"], facts["rows"], facts["trained_tokens"]
         rows = _estimate_rows(run.data, *counts[:2])
         return Data((rows,), *counts, "estimated", spread=SPREAD_PREPARED)

@@ -173,13 +173,13 @@ class DryRun:
     def limits(self) -> Mapping[str, float]:
         """Shares of the step of the slowest rank by what limits it."""
         slowest = max(self.ranks, key=lambda rank: rank.timeline.seconds).timeline
-        whole = slowest.seconds
+        step_seconds = slowest.seconds
         parts = {
             "compute": slowest.compute_seconds,
             "exposed communication": slowest.exposed_seconds,
             "host": slowest.host_bound,
         }
-        shares = {name: seconds / whole for name, seconds in parts.items()}
+        shares = {name: seconds / step_seconds for name, seconds in parts.items()}
         return {**shares, "waiting": max(0.0, 1 - sum(shares.values()))}
 
     @property

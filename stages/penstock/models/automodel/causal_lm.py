@@ -197,9 +197,9 @@ class AutoCausalLM(nn.Module):
         """The model without the head, or with it where it is not apart."""
         return self._base[0] if self.config.outline.traits.head else self._hf[0]
 
-    def _run(self, ids_BL: torch.Tensor, known: Mapping[str, Any]) -> torch.Tensor:
+    def _run(self, ids_BL: torch.Tensor, model_inputs: Mapping[str, Any]) -> torch.Tensor:
         model = self._called
-        inputs = accepted(model, {"use_cache": False, "return_dict": True, **known})
+        inputs = accepted(model, {"use_cache": False, "return_dict": True, **model_inputs})
         return model(input_ids=ids_BL, **inputs)[0]
 
     def _call_layer(

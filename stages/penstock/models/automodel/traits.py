@@ -59,7 +59,7 @@ def find_traits(hf_config: Mapping[str, Any]) -> Traits:
         implementations.remove("varlen")
     expected = _Run(tiny, "eager")
     require_causal(expected.model, tiny.model_type)
-    found: Traits | None = None
+    found_traits: Traits | None = None
     for name in implementations:
         try:
             run = _Run(tiny, name, like=expected.model)
@@ -82,13 +82,13 @@ def find_traits(hf_config: Mapping[str, Any]) -> Traits:
         )
         if traits.packing:
             return traits
-        found = found or traits
-    if found is None:
+        found_traits = found_traits or traits
+    if found_traits is None:
         raise CapabilityError(
             f"models of type {tiny.model_type} do not repeat their own results on the same tokens; "
             "they cannot be trained."
         )
-    return found
+    return found_traits
 
 
 def _positions_end(model: Any) -> bool:
@@ -244,9 +244,9 @@ class _Run:
 
 
 def _logits(
-    model: Any, ids_BL: torch.Tensor, known: Mapping[str, Any] | None = None
+    model: Any, ids_BL: torch.Tensor, model_inputs: Mapping[str, Any] | None = None
 ) -> torch.Tensor:
-    inputs = {"use_cache": False, "return_dict": True, **(known or {})}
+    inputs = {"use_cache": False, "return_dict": True, **(model_inputs or {})}
     return model(input_ids=ids_BL, **accepted(model, inputs)).logits
 
 

@@ -46,19 +46,19 @@ def resolve_chat_template(data: DataConfig) -> ChatTemplate | None:
     if value == TOKENIZER_TEMPLATE:
         return ChatTemplate(kwargs=kwargs) if data.chat_template_kwargs else None
     if is_inline_template(value):
-        text, where, is_included = value, "data.chat_template", False
+        text, field, is_included = value, "data.chat_template", False
     else:
         name = FAMILIES.get(value, value)
         path = TEMPLATES / f"{name}{SUFFIX}" if name in template_names() else Path(value)
-        text, where = _read(value, path), redact(value)
+        text, field = _read(value, path), redact(value)
         is_included = path.parent == TEMPLATES
     # jinja2 takes a tenth of a second to import, and most runs need no template at planning.
     from penstock.rows.template_syntax import template_variables  # noqa: PLC0415
 
     if not is_included:
-        require_bounded_template(text, where)
-    template_variables(text, where)
-    return ChatTemplate(text=text, kwargs=kwargs, where=where)
+        require_bounded_template(text, field)
+    template_variables(text, field)
+    return ChatTemplate(text=text, kwargs=kwargs, where=field)
 
 
 def describe_template(template: ChatTemplate, tokenizer: "PreTrainedTokenizerBase") -> str:

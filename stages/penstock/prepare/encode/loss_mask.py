@@ -167,13 +167,13 @@ def _byte_spans(document: Document) -> Sequence[tuple[int, int]]:
     text, spans = document.text, _spans(document)
     if text.isascii():
         return spans
-    found: list[int] = []
+    byte_spans: list[int] = []
     offset = size = 0
     for border in (border for span in spans for border in span):
         size += len(text[offset:border].encode())
         offset = border
-        found.append(size)
-    return list(zip(found[::2], found[1::2], strict=True))
+        byte_spans.append(size)
+    return list(zip(byte_spans[::2], byte_spans[1::2], strict=True))
 
 
 def _mask_spans(

@@ -105,9 +105,11 @@ class Renderer:
         """
         return self._render(conversation, "prompt", 0)
 
-    def _render(self, whole: Conversation, part: _Part, turns: int) -> Document:
+    def _render(self, full_conversation: Conversation, part: _Part, turns: int) -> Document:
         conversation = (
-            _drop_oldest_turns(whole, _turn_starts(whole, part), turns) if turns else whole
+            _drop_oldest_turns(full_conversation, _turn_starts(full_conversation, part), turns)
+            if turns
+            else full_conversation
         )
         if self._tokenizer.chat_template:
             document = self._render_template(conversation)
@@ -118,8 +120,8 @@ class Renderer:
         if self._images:
             document = self._images.expand(document, conversation.media)
         if self._may_drop and not turns:
-            document.droppable_turns = max(0, len(_turn_starts(whole, part)) - 1)
-            document.drop_turns = partial(self._render, whole, part)
+            document.droppable_turns = max(0, len(_turn_starts(full_conversation, part)) - 1)
+            document.drop_turns = partial(self._render, full_conversation, part)
         return document
 
     def _render_plain(self, conversation: Conversation) -> Document:
@@ -186,8 +188,10 @@ class Renderer:
         if is_per_turn:
             self._count_per_turn()
         text, turns = rendering
-        for other in unlocated:
-            turn = self._finder.locate(template.text, conversation, other, answers, find, text)
+        for message_index in unlocated:
+            turn = self._finder.locate(
+                template.text, conversation, message_index, answers, find, text
+            )
             turns += [turn] if turn else []
         if conversation.ranges:
             turns = [

@@ -42,10 +42,10 @@ def sft_turns(settings: DatasetSettings, record: Mapping[str, Any]) -> Conversat
         return text_info(settings, record)
     system, questions = _parse_prompt(settings, record)
     answers = _parse_texts("tgt", get_column(record, "tgt"))
-    given = record.get("label")
+    written_labels = record.get("label")
     labels = [True] * len(answers)
-    if given is not None:
-        labels = parse_labels("label", given, len(answers), "as long as tgt")
+    if written_labels is not None:
+        labels = parse_labels("label", written_labels, len(answers), "as long as tgt")
     answers, labels = _drop_system_entry(record, answers, len(questions)), labels[-len(questions) :]
     _require_counts(questions, answers, len(questions))
     turns = _alternate(questions, answers)

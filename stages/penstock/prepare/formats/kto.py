@@ -58,15 +58,15 @@ def _split_prompt(
 ) -> tuple[Messages, Messages]:
     """Prompt and answer."""
     name = settings.field_completion
-    asked = read_prompt(settings, record) or read_conversation(settings, record)
-    if asked and asked.ends_with_assistant and record.get(name) is None:
-        return asked.split_last_answer()
+    written_prompt = read_prompt(settings, record) or read_conversation(settings, record)
+    if written_prompt and written_prompt.ends_with_assistant and record.get(name) is None:
+        return written_prompt.split_last_answer()
     answer = parse_any_messages(settings, name, get_column(record, name), "assistant")
-    if asked is None and not answer.is_conversation:
+    if written_prompt is None and not answer.is_conversation:
         raise missing_prompt(settings, record)
-    if asked is None:
+    if written_prompt is None:
         return answer.split_last_answer()
-    prompt = asked.require_prompt()
+    prompt = written_prompt.require_prompt()
     if not answer.is_conversation:
         return prompt, answer
     if answer.starts_with(prompt.turns):

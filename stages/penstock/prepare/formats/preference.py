@@ -42,9 +42,13 @@ def preference(settings: DatasetSettings, record: Mapping[str, Any]) -> Preferen
 
 
 def _parse_pair(settings: DatasetSettings, record: Mapping[str, Any]) -> PreferencePair:
-    asked = read_prompt(settings, record) or read_conversation(settings, record)
-    if asked and asked.ends_with_assistant and record.get(settings.field_chosen) is None:
-        prompt, chosen = asked.split_last_answer()
+    written_prompt = read_prompt(settings, record) or read_conversation(settings, record)
+    if (
+        written_prompt
+        and written_prompt.ends_with_assistant
+        and record.get(settings.field_chosen) is None
+    ):
+        prompt, chosen = written_prompt.split_last_answer()
         name = settings.field_rejected
         worse = _parse_side(
             settings,
@@ -54,9 +58,9 @@ def _parse_pair(settings: DatasetSettings, record: Mapping[str, Any]) -> Prefere
         return build_pair(settings, record, prompt, chosen, worse)
     chosen = _parse_side(settings, settings.field_chosen, record)
     rejected = _parse_side(settings, settings.field_rejected, record)
-    if asked is None and not (chosen.is_conversation and rejected.is_conversation):
+    if written_prompt is None and not (chosen.is_conversation and rejected.is_conversation):
         return _pair_from_text(settings, record, chosen, rejected)
-    return build_pair(settings, record, *_split_prompt(asked, chosen, rejected))
+    return build_pair(settings, record, *_split_prompt(written_prompt, chosen, rejected))
 
 
 def build_pair(

@@ -50,8 +50,8 @@ def parse_weight(settings: DatasetSettings, value: Record | BadRecord) -> float:
     name = settings.field_weight
     if name is None or isinstance(value, BadRecord):
         return 1.0
-    given = get_column(value, name)
-    weight = 1.0 if given is None else check_weight(name, given)
+    value_of_column = get_column(value, name)
+    weight = 1.0 if value_of_column is None else check_weight(name, value_of_column)
     if not weight:
         raise BadRecord("no_trained_tokens", f"its {name} is 0")
     return weight

@@ -41,7 +41,7 @@ def find_first_media(
         from penstock.prepare.formats.registry import parse_record  # noqa: PLC0415
         from penstock.prepare.infer_type import read_first  # noqa: PLC0415
 
-        found: dict[str, set[str]] = {}
+        suffixes_by_kind: dict[str, set[str]] = {}
         for record in read_first(source, settings.ds_type, token, settings.max_record_bytes):
             try:
                 parsed = parse_record(settings, record, columns)
@@ -50,9 +50,9 @@ def find_first_media(
             for kind, ref in (
                 ref for conversation in conversations(parsed) for ref in conversation.media
             ):
-                suffixes = found.setdefault(kind, set())
+                suffixes = suffixes_by_kind.setdefault(kind, set())
                 suffixes.update(PurePosixPath(path).suffix.lower() for path in ref.paths)
-        return {kind: sorted(suffixes) for kind, suffixes in found.items()}
+        return {kind: sorted(suffixes) for kind, suffixes in suffixes_by_kind.items()}
 
     try:
         return cached_value(cache_key, find)

@@ -25,9 +25,12 @@ def with_image_columns(chunk: Chunk) -> Chunk:
     """Records with names of images as their images, unless they have a column of images."""
 
     def parse(items: Any) -> list[Value]:
-        return [_with_images(value) if isinstance(value, dict) else value for value in found(items)]
+        return [
+            _with_images(value) if isinstance(value, dict) else value
+            for value in inner_parse(items)
+        ]
 
-    found = chunk.parse
+    inner_parse = chunk.parse
     return Chunk(chunk.items, chunk.positions, parse)
 
 

@@ -32,7 +32,7 @@ def half_ngram(length: int) -> int:
 def count_short_ngrams(batches: Iterable[pa.RecordBatch], length: int) -> Hashes:
     """Short n-grams (half the length) of one slice and the number of samples with each, shape
     [2, n-grams], sorted by hash."""
-    found = [np.empty(0, dtype=np.uint64)]
+    slice_hashes = [np.empty(0, dtype=np.uint64)]
     for batch in batches:
         for samples in iter_samples(batch):
             runs = ngram_hashes(samples, half_ngram(length))
@@ -40,8 +40,8 @@ def count_short_ngrams(batches: Iterable[pa.RecordBatch], length: int) -> Hashes
             hashes, of = runs.hashes[order], runs.samples[order]
             first = np.ones(len(hashes), dtype=bool)
             first[1:] = (hashes[1:] != hashes[:-1]) | (of[1:] != of[:-1])
-            found.append(hashes[first])
-    unique, counts = np.unique(np.concatenate(found), return_counts=True)
+            slice_hashes.append(hashes[first])
+    unique, counts = np.unique(np.concatenate(slice_hashes), return_counts=True)
     return np.stack([unique, counts.astype(np.uint64)])
 
 

@@ -59,6 +59,6 @@ def load_seen_samples(prepared: Path, but: Collection[str] = ()) -> SeenSamples:
     """
     plan: dict[str, Any] = read_json(prepared / PLAN)
     entries = [entry for entry in plan["splits"]["train"] if entry["content"] not in but]
-    found = [token_digests(map_batches(prepared / entry["file"]))[0] for entry in entries]
-    digests = np.unique(np.concatenate([_no_hashes(), *found]))
+    file_digests = [token_digests(map_batches(prepared / entry["file"]))[0] for entry in entries]
+    digests = np.unique(np.concatenate([_no_hashes(), *file_digests]))
     return SeenSamples(digests, frozenset(entry["content"] for entry in entries))

@@ -255,9 +255,9 @@ def _split_validation(
             f"  Set data.val_set_size ({settings.val_set_size}) lower{groups_hint}."
         )
     masks_by_slice: dict[int, Mask] = {}
-    for place, mask in zip(slice_indices, masks, strict=True):
-        masks_by_slice[place] = np.zeros(len(state.keep_masks[place]), dtype=bool)
-        masks_by_slice[place][np.flatnonzero(state.keep_masks[place])[mask]] = True
+    for index, mask in zip(slice_indices, masks, strict=True):
+        masks_by_slice[index] = np.zeros(len(state.keep_masks[index]), dtype=bool)
+        masks_by_slice[index][np.flatnonzero(state.keep_masks[index])[mask]] = True
     return masks_by_slice
 
 

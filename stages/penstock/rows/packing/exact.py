@@ -57,14 +57,14 @@ def _fill(stock: "_Stock", capacity: int) -> list[int]:
     room = capacity
     while room and (top := stock.fitting(room)):
         if top < room and 3 * top >= room and (lengths := stock.pair(room) or stock.triple(room)):
-            taken = [*lengths]
+            taken_lengths = [*lengths]
         else:
             # Too much room for three samples: leave what three of this length can fill.
-            taken = [top] * max(1, min(stock.counts[top], -(-room // top) - 3))
-        for length in taken:
+            taken_lengths = [top] * max(1, min(stock.counts[top], -(-room // top) - 3))
+        for length in taken_lengths:
             stock.take(length, 1)
-        pattern += taken
-        room -= sum(taken)
+        pattern += taken_lengths
+        room -= sum(taken_lengths)
     return pattern
 
 

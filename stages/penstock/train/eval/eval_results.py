@@ -33,7 +33,7 @@ def write_task_scores(
     same tasks."""
     rescored = {score["task"] for score in scores}
     other_scores = [
-        each for each in read_eval_results(folder, key)["tasks"] if each["task"] not in rescored
+        score for score in read_eval_results(folder, key)["tasks"] if score["task"] not in rescored
     ]
     added = [{**score, "limit": limit, "time": _now()} for score in scores]
     _update(folder, key, tasks=[*other_scores, *added])

@@ -31,7 +31,7 @@ class DistributedStage(Protocol):
         """The job file of this node's ranks."""
         ...
 
-    def ending(self, job: Job, ended: LaunchResult, where: str) -> dict[str, Any]:
+    def ending(self, job: Job, ended: LaunchResult, location: str) -> dict[str, Any]:
         """Return the facts of ranks that finished; otherwise raise the error that ended them."""
         ...
 

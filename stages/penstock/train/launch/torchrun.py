@@ -195,15 +195,15 @@ def read_launch_outcome(job: Job) -> dict[str, Any] | None:
     return outcome if outcome and job.launch_id in outcome["launches"] else None
 
 
-def build_facts(job: Job, ended: LaunchResult, where: str) -> dict[str, Any]:
+def build_facts(job: Job, ended: LaunchResult, location: str) -> dict[str, Any]:
     """The facts of a finished run. Raises Interrupted if it was asked to stop and saved, and
-    StageError with the cause if it failed. `where` is the location shown to users."""
+    StageError with the cause if it failed. `location` is the location shown to users."""
     outcome = read_launch_outcome(job)
     if outcome is None:
         raise build_error(job.output_dir / LOGS, ended.exit_status, ended.hang_report)
     if outcome["facts"] is None:
         raise Interrupted(
-            f"train was asked to stop and saved step {outcome['step']} in {where}.\n"
+            f"train was asked to stop and saved step {outcome['step']} in {location}.\n"
             "  Run the same command again to resume from there.",
             signum=outcome["signal"] or signal.SIGTERM,
         )

@@ -31,9 +31,13 @@ def recovery_times(first_phases: Sequence[tuple[str, float]], now: float) -> dic
 
     `first_phases` are the phases of the process and their start times.
     """
-    before = [(phase, at) for phase, at in first_phases if phase != READING_ROWS]
-    step = next((at for phase, at in first_phases if phase == READING_ROWS), now)
-    marks = [*((phase, at) for phase, at in before if at < step), ("first step", step), ("", now)]
+    before = [(phase, begin) for phase, begin in first_phases if phase != READING_ROWS]
+    step = next((begin for phase, begin in first_phases if phase == READING_ROWS), now)
+    marks = [
+        *((phase, begin) for phase, begin in before if begin < step),
+        ("first step", step),
+        ("", now),
+    ]
     times: dict[str, float] = defaultdict(float)
     for (phase, start), (_, end) in pairwise(marks):
         times[phase.replace(" ", "_")] += end - start

@@ -59,7 +59,7 @@ EVALUATION = (
     Curve(
         "eval_token_accuracy", "Evaluation token accuracy", share, "share", records="evaluations"
     ),
-    *(replace(one, column=f"eval_{one.column}", records="evaluations") for one in PREFERENCE),
+    *(replace(chart, column=f"eval_{chart.column}", records="evaluations") for chart in PREFERENCE),
 )
 
 MAX_DOTS = 40
@@ -232,11 +232,14 @@ def _expert_load_maps(
 ) -> Iterator[HeatMap]:
     """Tokens per expert over the last tenth of the steps."""
     recent = [record["routers"] for record in present[-max(1, len(present) // 10) :]]
-    recent = [each for each in recent if "counts" in each]
+    recent = [record for record in recent if "counts" in record]
     if not recent:
         return
     sums = [
-        [sum(counts) for counts in zip(*(each["counts"][layer] for each in recent), strict=True)]
+        [
+            sum(counts)
+            for counts in zip(*(record["counts"][layer] for record in recent), strict=True)
+        ]
         for layer in range(len(layers))
     ]
     loads = [[count * len(row) / max(1, sum(row)) for count in row] for row in sums]

@@ -75,10 +75,10 @@ def layer_expert_map(
     table = [[row[expert] for row in values] for expert in range(experts)]
     every = max(1, -(-experts // 8))
     ticks = [
-        Tick(100 * (at + 0.5) / experts, f"expert {at}" if at == 0 else str(at))
-        for at in range(0, experts, every)
+        Tick(100 * (expert + 0.5) / experts, f"expert {expert}" if expert == 0 else str(expert))
+        for expert in range(0, experts, every)
     ]
-    columns = [f"expert {at}" for at in range(experts)]
+    columns = [f"expert {expert}" for expert in range(experts)]
     return _build_map(name, title, note, rows, columns, table, "linear", ticks, 0.0)
 
 

@@ -56,8 +56,8 @@ class _Run:
     def __init__(self, client: MlflowClient, run_id: str) -> None:
         self._client, self._id = client, run_id
 
-    def log(self, step: int, values: Mapping[str, float], at: float) -> None:
-        time = int(at * 1000)
+    def log(self, step: int, values: Mapping[str, float], timestamp: float) -> None:
+        time = int(timestamp * 1000)
         metrics = [Metric(_clean_name(name), value, time, step) for name, value in values.items()]
         self._client.log_batch(self._id, metrics=metrics)
 

@@ -31,9 +31,11 @@ class _EventFiles:
         start = SessionLog(status=SessionLog.START)
         self._writer.add_event(Event(step=last_step + 1, session_log=start))
 
-    def log(self, step: int, values: Mapping[str, float], at: float) -> None:
+    def log(self, step: int, values: Mapping[str, float], timestamp: float) -> None:
         scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        self._writer.add_event(Event(wall_time=at, step=step, summary=Summary(value=scalars)))
+        self._writer.add_event(
+            Event(wall_time=timestamp, step=step, summary=Summary(value=scalars))
+        )
         self._writer.flush()
 
     def close(self, ending: Ending) -> None:  # noqa: ARG002 - event files have no status

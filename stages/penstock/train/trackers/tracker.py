@@ -15,7 +15,7 @@ if any, is where users find the run."""
 class Tracker(Protocol):
     """One run at one tracker. May raise anything: the caller retries or gives up."""
 
-    def log(self, step: int, values: Mapping[str, float], at: float) -> None:
+    def log(self, step: int, values: Mapping[str, float], timestamp: float) -> None:
         """Log the values of a step, with its time in seconds since the epoch."""
 
     def close(self, ending: Ending) -> None:

@@ -29,7 +29,7 @@ class _Run:
     def __init__(self, run: trackio.Run) -> None:
         self._run = run
 
-    def log(self, step: int, values: Mapping[str, float], at: float) -> None:  # noqa: ARG002 - trackio sets the time
+    def log(self, step: int, values: Mapping[str, float], timestamp: float) -> None:  # noqa: ARG002 - trackio sets the time
         self._run.log(dict(values), step=step)
 
     def close(self, ending: Ending) -> None:  # noqa: ARG002 - not supported by trackio

@@ -37,8 +37,8 @@ class _Run:
     def __init__(self, run: wandb.Run) -> None:
         self._run = run
 
-    def log(self, step: int, values: Mapping[str, float], at: float) -> None:
-        self._run.log({**values, "_timestamp": at}, step=step)
+    def log(self, step: int, values: Mapping[str, float], timestamp: float) -> None:
+        self._run.log({**values, "_timestamp": timestamp}, step=step)
 
     def close(self, ending: Ending) -> None:
         self._run.finish(exit_code=0 if ending == "finished" else 1)

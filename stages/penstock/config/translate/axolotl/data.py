@@ -115,16 +115,16 @@ def _type(entry: Entry) -> None:
         _own_columns(entry, cast("dict[str, Any]", kind))
         return
     tables = {"kto": KTO_TYPES} if rl == "kto" else {}
-    known = tables.get(str(rl), PREFERENCE_TYPES if _prefers(entry) else TYPES)
+    types = tables.get(str(rl), PREFERENCE_TYPES if _prefers(entry) else TYPES)
     base = re.split(r"[.:]", str(kind))[0]
-    name = kind if kind in known else base
-    if name not in known or (name == base != kind and rl):
-        near = difflib.get_close_matches(str(kind), known, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+    name = kind if kind in types else base
+    if name not in types or (name == base != kind and rl):
+        near = difflib.get_close_matches(str(kind), types, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(types)}"
         entry.refuse(f"{str(kind)[:40]!r} has no counterpart; {hint}")
         return
     preferred = {"type": "kto" if rl == "kto" else "preference"} if rl else {}
-    columns = {**preferred, **known[name]}
+    columns = {**preferred, **types[name]}
     if columns["type"] == "chat" and _message_keys(entry.beside) == SHAREGPT_KEYS:
         columns["type"] = "sharegpt"
     for column, value in columns.items():
@@ -198,8 +198,8 @@ def _trained_roles(entry: Entry) -> None:
 
 def _trained_ends(entry: Entry) -> None:
     """`train_on_eot`, and `train_on_eos` unless the other one is written."""
-    other = entry.beside.get("train_on_eot") if entry.key.endswith("train_on_eos") else None
-    if other not in (None, entry.value):
+    train_on_eot = entry.beside.get("train_on_eot") if entry.key.endswith("train_on_eos") else None
+    if train_on_eot not in (None, entry.value):
         entry.approximated("train_on_eot says which tokens that end turns are trained")
     elif entry.value == "turn":
         entry.no_effect("the ends of trained turns are trained")

@@ -297,8 +297,8 @@ def _finalize(draft: Draft) -> None:
 
 SAME: Mapping[str, str] = {
     **{
-        name: ours
-        for name, ours in training_arguments.SAME.items()
+        name: field
+        for name, field in training_arguments.SAME.items()
         if name not in ("gradient_checkpointing", "per_device_train_batch_size", "run_name")
     },
     "base_model": "model.model_path",

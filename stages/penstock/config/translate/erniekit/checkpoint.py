@@ -133,13 +133,13 @@ IN_PARTS = {"ignore_merge_optimizer"}
 
 
 def _unified_config(entry: Entry) -> None:
-    words = set(str(entry.value).replace(",", " ").split())
-    if words & ASYNC:
+    options = set(str(entry.value).replace(",", " ").split())
+    if options & ASYNC:
         entry.put("train.save_async", True)
-    if words & (MASTER | COMPUTE):
-        entry.put("train.ckpt_weights", "master" if words & MASTER else "compute")
-    if others := sorted(words - ASYNC - MASTER - COMPUTE - IN_PARTS):
-        entry.approximated(f"{', '.join(others)} cannot be set for checkpoints here")
+    if options & (MASTER | COMPUTE):
+        entry.put("train.ckpt_weights", "master" if options & MASTER else "compute")
+    if unknown := sorted(options - ASYNC - MASTER - COMPUTE - IN_PARTS):
+        entry.approximated(f"{', '.join(unknown)} cannot be set for checkpoints here")
     elif not entry.is_handled:
         entry.no_effect("every rank saves its own part of weights and states")
 

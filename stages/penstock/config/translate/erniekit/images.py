@@ -44,8 +44,8 @@ def _multimodal(entry: Entry) -> None:
 
 def _freeze(entry: Entry) -> None:
     parts = str(entry.value or "").split()
-    if others := [part for part in parts if part != "freeze_vision"]:
-        entry.refuse(f"{', '.join(others)}: it takes freeze_vision")
+    if other_parts := [part for part in parts if part != "freeze_vision"]:
+        entry.refuse(f"{', '.join(other_parts)}: it takes freeze_vision")
     elif entry.get("fine_tuning") == "LoRA":
         entry.approximated(
             "with adapters all of the model's own weights are frozen, and adapters are of the"

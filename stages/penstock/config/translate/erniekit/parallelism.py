@@ -13,8 +13,8 @@ def _at_least_one(ranks: int) -> int:
 
 
 def _pipeline_words(entry: Entry) -> None:
-    words = str(entry.value).split()
-    if {"disable_p2p_cache_shape", "enable_clear_every_step_cache"} & set(words):
+    options = str(entry.value).split()
+    if {"disable_p2p_cache_shape", "enable_clear_every_step_cache"} & set(options):
         entry.put("train.pp_variable_seq_lengths", True)
     else:
         entry.no_effect("ways to overlap or release, which change no result")
@@ -52,14 +52,14 @@ def _tail(entry: Entry) -> None:
 
 
 def _sharding(entry: Entry) -> None:
-    words = str(entry.value).split()
-    stages = [int(word[-1]) for word in words if re.fullmatch(r"stage[123]", word)]
+    options = str(entry.value).split()
+    stages = [int(option[-1]) for option in options if re.fullmatch(r"stage[123]", option)]
     if stages:
         entry.put("train.data_parallel_mode", "fsdp2")
         entry.put("train.zero_stage", stages[0])
     else:
         entry.put("train.data_parallel_mode", "ddp")
-    if "offload" in words:
+    if "offload" in options:
         entry.put("train.optimizer_offload", "cpu")
 
 
@@ -91,12 +91,12 @@ DISPATCHES = {"v2", "alltoall", "allgather", "unpad", "text", ""}
 
 
 def _dispatch(entry: Entry) -> None:
-    words = set(str(entry.value).split("-"))
-    if not words <= DISPATCHES:
+    options = set(str(entry.value).split("-"))
+    if not options <= DISPATCHES:
         entry.refuse("it takes v2-alltoall-unpad, v2-alltoall, v2-allgather-unpad, v2-allgather")
         return
     entry.put("model.ep_dispatch", "alltoall")
-    if "alltoall" in words:
+    if "alltoall" in options:
         entry.explain("tokens travel to the ranks of their experts, without padding")
     else:
         entry.explain("tokens travel by all-to-all, which gives the same result")

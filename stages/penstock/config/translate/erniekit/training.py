@@ -61,12 +61,12 @@ IN_FP32 = (
 )
 
 
-def _operations(known: tuple[str, ...], dtype: str) -> Rule:
+def _operations(operations: tuple[str, ...], dtype: str) -> Rule:
     def rule(entry: Entry) -> None:
         value: Any = entry.value
         names = [str(name) for name in value] if isinstance(value, list) else str(value).split()  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
-        if others := [name for name in names if name not in known]:
-            entry.approximated(f"{', '.join(others)} is computed as everything around it")
+        if unknown := [name for name in names if name not in operations]:
+            entry.approximated(f"{', '.join(unknown)} is computed as everything around it")
         else:
             entry.no_effect(f"these are computed in {dtype} anyway")
 

@@ -205,15 +205,15 @@ def _finalize(draft: Draft) -> None:
 def _settle_bounds(draft: Draft) -> None:
     """Sizes of images and frames of videos are those of data sets with some."""
     sources: list[dict[str, Any]] = draft.value(SOURCES, [])
-    for theirs, ours in BOUNDS.items():
-        if theirs not in draft.written:
+    for key, field in BOUNDS.items():
+        if key not in draft.written:
             continue
-        names = [f"{SOURCES}.{i}.{ours}" for i, source in enumerate(sources) if ours in source]
-        draft.lines[theirs].names += names
+        names = [f"{SOURCES}.{i}.{field}" for i, source in enumerate(sources) if field in source]
+        draft.lines[key].names += names
         if names:
-            draft.set_line(theirs, "approximated", "the model's processor resizes in its own way")
+            draft.set_line(key, "approximated", "the model's processor resizes in its own way")
         else:
-            draft.set_line(theirs, "no effect", "no data set has a column of them")
+            draft.set_line(key, "no effect", "no data set has a column of them")
 
 
 def _settle_decay(draft: Draft) -> None:

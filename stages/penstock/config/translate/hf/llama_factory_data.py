@@ -44,7 +44,7 @@ BOUNDED: Mapping[str, Mapping[str, str]] = {
     "videos": {"video_fps": "video_fps", "video_maxlen": "video_max_frames"},
 }
 """Keys of a file for data sets with these columns, and their names here."""
-BOUNDS = {theirs: ours for keys in BOUNDED.values() for theirs, ours in keys.items()}
+BOUNDS = {key: field for keys in BOUNDED.values() for key, field in keys.items()}
 OURS: Mapping[str, str] = {"subset": "name", "num_samples": "max_samples"}
 """What an entry says besides, and its names here."""
 
@@ -112,11 +112,11 @@ def _unknown(entry: Entry, path: Path) -> dict[str, Any]:
 def media_bounds(entry: Entry, columns: Collection[str] = BOUNDED) -> dict[str, Any]:
     """Sizes of images and frames of videos of a data set with these columns."""
     bounds = {
-        ours: float(value) if ours == "video_fps" else value
+        field: float(value) if field == "video_fps" else value
         for column in BOUNDED
         if column in columns
-        for theirs, ours in BOUNDED[column].items()
-        if (value := entry.get(theirs)) is not None
+        for key, field in BOUNDED[column].items()
+        if (value := entry.get(key)) is not None
     }
     if "video_max_frames" in bounds:  # without a rate it takes 2 frames of a second
         bounds.setdefault("video_fps", 2.0)
@@ -140,7 +140,7 @@ def _source(
         named = {"query": "input", **columns} if "query" in columns else columns
         table = COLUMNS.get("alpaca" if kind == "instruction" else kind, {})
         source |= {
-            ours: (named or own)[key] for key, ours in table.items() if (named or own).get(key)
+            field: (named or own)[key] for key, field in table.items() if (named or own).get(key)
         }
         if columns.get("history"):
             reasons.append(f"the column {columns['history']} of earlier turns is not read")

@@ -173,7 +173,7 @@ LLAMA_FACTORY_V1 = Dialect(
         "cp_mode": decides("train.ulysses_parallel_size", "train.ringattn_parallel_size"),
         "full_determinism": determinism,
         "resume_from_checkpoint": put("train.load_checkpoint_path"),
-        **{name: put(ours) for name, ours in OF_PAIRS},
+        **{name: put(field) for name, field in OF_PAIRS},
         **dict.fromkeys(("batching_workers", "dist_timeout", "dp_size"), no_effect(OF_PYTHON)),
         "model_class": no_effect("the model's files say what it is"),
         "trust_remote_code": no_effect("model.trust_remote_code runs code of a commit"),

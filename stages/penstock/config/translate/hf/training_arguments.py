@@ -175,13 +175,13 @@ def _shard(entry: Entry, stage: int) -> None:
 
 def fsdp(entry: Entry) -> None:
     """`fsdp`: words, or a truth."""
-    words = " ".join(map(str, listed(entry.value)))
-    if words in ("", "False"):
+    options = " ".join(map(str, listed(entry.value)))
+    if options in ("", "False"):
         entry.no_effect("is off")
         return
     entry.put("train.data_parallel_mode", "fsdp2")
-    entry.put("train.zero_stage", 2 if "shard_grad_op" in words else 3)
-    if "offload" in words:
+    entry.put("train.zero_stage", 2 if "shard_grad_op" in options else 3)
+    if "offload" in options:
         entry.put("train.enable_fsdp_offload", True)
 
 

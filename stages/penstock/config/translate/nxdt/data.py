@@ -116,8 +116,8 @@ def _held_whole(held: Sequence[dict[str, Any]]) -> str:
 
 def _unweighed(sources: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The same sources, read whole; those of weight 0 left out."""
-    kept = [dict(source) for source in sources if source.get("weight", 1.0)]
-    return [{k: v for k, v in source.items() if k != "weight"} for source in kept]
+    weighed = [dict(source) for source in sources if source.get("weight", 1.0)]
+    return [{k: v for k, v in source.items() if k != "weight"} for source in weighed]
 
 
 def _splits(entry: Entry) -> None:
@@ -173,8 +173,8 @@ def _vocabulary(entry: Entry) -> None:
 
 def _prompt_length(entry: Entry) -> None:
     strategy = entry.key.rpartition(".")[0]
-    others = [key for key in entry.draft.written if key.startswith(f"{strategy}.")]
-    if entry.is_assumed and (not others or f"{DPO}.max_dpo_prompt_length" in others):
+    other_keys = [key for key in entry.draft.written if key.startswith(f"{strategy}.")]
+    if entry.is_assumed and (not other_keys or f"{DPO}.max_dpo_prompt_length" in other_keys):
         return
     entry.put("data.max_prompt_len", entry.value)
 
@@ -304,9 +304,9 @@ COMPUTED: Mapping[str, Rule] = {
     "data.tokenizer.vocab_file": _vocabulary,
     "data.packing": PACKING,
     f"{SFT}.packing": PACKING,
-    **{f"{way}.max_prompt_length": _prompt_length for way in (DPO, ORPO)},
+    **{f"{strategy}.max_prompt_length": _prompt_length for strategy in (DPO, ORPO)},
     f"{DPO}.max_dpo_prompt_length": _prompt_length,
-    **{f"{way}.truncation_mode": _truncation for way in (DPO, ORPO)},
+    **{f"{strategy}.truncation_mode": _truncation for strategy in (DPO, ORPO)},
     "data.tokenizer.merge_file": no_effect("read beside vocab_file"),
     **{
         f"data.tokenizer.{name}": OF_TOKENIZERS

@@ -32,7 +32,7 @@ LLAMA = "builtin:tiny-llama"
 VOCABULARIES = {"GPT2BPETokenizer": 50_257}
 LLAMAS_VOCABULARY = 32_000
 
-EPSILONS = sorted({one.epsilon for one in ARCHITECTURES.values()} - {""})
+EPSILONS = sorted({architecture.epsilon for architecture in ARCHITECTURES.values()} - {""})
 
 NONE = (None, "None", "none", "")
 

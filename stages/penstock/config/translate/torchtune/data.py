@@ -103,8 +103,8 @@ def sources(name: str) -> Rule:
 def _builder(entry: Entry) -> None:
     name = str(entry.value).removeprefix("torchtune.datasets.").removeprefix("torchtune.dev.grpo.")
     short = name.rpartition(".")[2]
-    known: Mapping[str, Any] = BUILDERS.get(name) or BUILDERS.get(short) or {}
-    if not known:
+    builder: Mapping[str, Any] = BUILDERS.get(name) or BUILDERS.get(short) or {}
+    if not builder:
         if "source" not in entry.beside:
             builders = ", ".join(BUILDERS)
             why = f"there are {builders}; others with source: and split:"
@@ -112,7 +112,7 @@ def _builder(entry: Entry) -> None:
             return
         entry.approximated("what its records hold is told by the first ones")
     source = entry.draft.value(entry.into.rstrip("."))
-    for column, value in known.items():
+    for column, value in builder.items():
         if column not in source:
             entry.put(column, value)
     entry.decides(f"{entry.into}type")
@@ -141,8 +141,8 @@ def _columns(entry: Entry) -> None:
     entry.decides(entry.into.rstrip("."))
     unread: list[str] = []
     for name, column in names.items():
-        if ours := COLUMNS.get(name):
-            entry.put(ours, column)
+        if field := COLUMNS.get(name):
+            entry.put(field, column)
         elif column != name:
             unread.append(f"{name}: {column}")
     if unread:

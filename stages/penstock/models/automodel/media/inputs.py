@@ -89,8 +89,8 @@ def media_inputs(
 
 def join_media(media: Iterable[Tensors]) -> dict[str, torch.Tensor]:
     """The outputs of the processors for several media, along their first dimension."""
-    found: dict[str, list[torch.Tensor]] = {}
+    tensors_by_name: dict[str, list[torch.Tensor]] = {}
     for sample in media:
         for name, tensor in sample.items():
-            found.setdefault(name, []).append(tensor)
-    return {name: torch.cat(tensors) for name, tensors in found.items()}
+            tensors_by_name.setdefault(name, []).append(tensor)
+    return {name: torch.cat(tensors) for name, tensors in tensors_by_name.items()}

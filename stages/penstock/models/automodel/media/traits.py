@@ -191,9 +191,9 @@ def check_media(model: Any, kind: Kind) -> None:
     ]
     with torch.no_grad():
         alone = _logits_alone(model, documents)
-        other = Document(documents[0].ids_L, [maker.make_one(2)[0]])
-        after = int((other.ids_L == token_id(model.config, kind)).nonzero()[-1]) + 1
-        if not _differ(document_logits(model, [other])[0][after], alone[0][after], 1e-7):
+        changed_document = Document(documents[0].ids_L, [maker.make_one(2)[0]])
+        after = int((changed_document.ids_L == token_id(model.config, kind)).nonzero()[-1]) + 1
+        if not _differ(document_logits(model, [changed_document])[0][after], alone[0][after], 1e-7):
             raise CapabilityError(f"its logits do not depend on the {PLURALS[kind]}")
         _require_causal(model, documents, alone)
 
