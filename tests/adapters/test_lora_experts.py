@@ -2,7 +2,7 @@
 
 import copy
 import math
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -175,8 +175,8 @@ class Loop(nn.Module):
                 layer = nn.Linear(*weights.shape[:0:-1], bias=False)
                 layer.weight = nn.Parameter(weights[expert].clone())
                 plain[f"{matrix}_{expert}"] = layer
-        config = LoraConfig(r=4, lora_alpha=ALPHA, lora_dropout=RATE, target_modules=[*plain])
-        self.layers = get_peft_model(plain, config).base_model.model
+        config = LoraConfig(r=4, lora_alpha=int(ALPHA), lora_dropout=RATE, target_modules=[*plain])
+        self.layers: Any = cast(Any, get_peft_model(cast(Any, plain), config)).base_model.model
         for name, layer in self.layers.items():
             matrix, _, expert = name.rpartition("_")
             layer.lora_dropout["default"] = OfRow(site, matrix)
