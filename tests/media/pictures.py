@@ -48,7 +48,7 @@ def _image(mode: str) -> Image.Image:
     return Image.open(BytesIO(picture(1))).convert(mode)
 
 
-def _exif(orientation: int) -> Image.Exif:
+def exif_of(orientation: int) -> Image.Exif:
     exif = Image.Exif()
     exif[0x0112] = orientation
     return exif
@@ -68,15 +68,15 @@ IMAGES = {
     "png 16 bit": lambda: encoded(_image("I;16"), "PNG"),
     "png palette": _transparent_palette,
     "png animated": lambda: _frames("PNG"),
-    "png transparent, turned": lambda: encoded(_image("RGBA"), "PNG", exif=_exif(7)),
-    "jpeg turned": lambda: picture(2, kind="JPEG", exif=_exif(6)),
+    "png transparent, turned": lambda: encoded(_image("RGBA"), "PNG", exif=exif_of(7)),
+    "jpeg turned": lambda: picture(2, kind="JPEG", exif=exif_of(6)),
     "jpeg cmyk": lambda: encoded(_image("CMYK"), "JPEG"),
     "jpeg progressive": lambda: picture(3, kind="JPEG", progressive=True),
     "webp": lambda: picture(4, kind="WEBP"),
     "webp animated": lambda: _frames("WEBP", "RGBA", lossless=True),
     "gif animated": lambda: _frames("GIF", "P", transparency=3),
     "bmp": lambda: picture(5, kind="BMP"),
-    "tiff": lambda: picture(6, kind="TIFF", compression="tiff_lzw", exif=_exif(3)),
+    "tiff": lambda: picture(6, kind="TIFF", compression="tiff_lzw", exif=exif_of(3)),
     "tiff 16 bit": lambda: encoded(_image("I;16"), "TIFF"),
     "tiff cmyk": lambda: encoded(_image("CMYK"), "TIFF", compression="tiff_adobe_deflate"),
     "ppm": lambda: picture(7, kind="PPM"),

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from penstock.media.decode import MAX_PIXELS
-from tests.media.test_decode import rotation
+from tests.media.pictures import exif_of
 from tests.media.tiny_processors import write_processor
 
 BOUND = 1.5
@@ -33,7 +33,7 @@ def test_an_image_of_the_largest_size_takes_no_more_memory_than_stated(tmp_path,
     side = int(MAX_PIXELS**0.5)
     model = write_processor("qwen3_vl", tmp_path / "model")
     path = tmp_path / ("a.jpg" if mode == "CMYK" else "a.png")
-    Image.new(mode, (side, side)).save(path, exif=rotation(), compress_level=1)
+    Image.new(mode, (side, side)).save(path, exif=exif_of(6), compress_level=1)
     command = [sys.executable, "-c", PROCESS, str(model), str(path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert float(done.stdout) < BOUND

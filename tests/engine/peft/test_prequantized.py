@@ -61,9 +61,9 @@ def read_back(at: Path, said: dict[str, Any], wanted: torch.Tensor, **tolerance:
         read: list[int] = []
         init_adapters = folder._fill
 
-        def counted(descriptor, into, place, name):
+        def counted(descriptor, into, offset, name):
             read.append(len(into))
-            init_adapters(descriptor, into, place, name)
+            init_adapters(descriptor, into, offset, name)
 
         folder._fill = counted
         for first, end in ((0, 1), (1, 7), (rows // 2 - 3, rows // 2 + 3), (rows - 1, rows)):

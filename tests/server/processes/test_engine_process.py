@@ -32,7 +32,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 
 def job_of(folder, workers_address):
-    config = ServerConfig(model_path="builtin:tiny-llama", output_dir=str(folder), enable_lora=True)
+    settings = {"model_path": "builtin:tiny-llama", "output_dir": str(folder), "enable_lora": True}
+    config = ServerConfig.model_validate(settings)
     engine = f"tcp://127.0.0.1:{_free_port()}"
     return ServerJob(
         config=config,

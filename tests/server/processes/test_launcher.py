@@ -235,7 +235,7 @@ def job_of(folder, config):
 
 
 def test_a_job_is_read_as_it_was_written_and_by_its_owner_alone(tmp_path):
-    config = ServerConfig(model_path="m", lora_rank=4)
+    config = ServerConfig.model_validate({"model_path": "m", "lora_rank": 4})
     job = job_of(tmp_path, config)
     file = job.write()
     read = ServerJob.read(file)

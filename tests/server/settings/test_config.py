@@ -122,7 +122,8 @@ def test_what_a_file_says_of_training_is_what_workers_are_told(name):
 
 
 def test_workers_start_on_the_device_that_the_file_says():
-    config = ServerConfig(model_path="org/m", data_parallel_mode="ddp", init_device="cpu")
+    fields = {"model_path": "org/m", "data_parallel_mode": "ddp", "init_device": "cpu"}
+    config = ServerConfig.model_validate(fields)
     assert to_run_config(config).train.init_device == "cpu"
 
 
@@ -136,19 +137,17 @@ def test_a_file_that_writes_every_default_is_as_good_as_one_that_writes_none():
 
 def test_a_default_is_no_contract_and_a_written_value_is():
     assert to_run_config(ServerConfig(model_path="org/m")).model.attn_implementation is None
-    written = ServerConfig(model_path="org/m", attn_implementation="flash_attention_3")
+    fields = {"model_path": "org/m", "attn_implementation": "flash_attention_3"}
+    written = ServerConfig.model_validate(fields)
     assert to_run_config(written).model.attn_implementation == "flash_attention_3"
 
 
 def test_padding_that_nobody_wrote_gives_way_to_a_layout_and_a_length():
-    run = to_run_config(
-        ServerConfig(model_path="m", ulysses_parallel_size=3, sample_packing_sequence_len=1000)
-    )
+    layout = {"model_path": "m", "ulysses_parallel_size": 3}
+    run = to_run_config(ServerConfig.model_validate(layout | {"sample_packing_sequence_len": 1000}))
     assert micro_batch_padding(run.data, run.train) == 3 * 128
     assert layout_errors(run, 3, None) == []
-    written = to_run_config(
-        ServerConfig(model_path="m", ulysses_parallel_size=3, pad_to_multiple_of=64)
-    )
+    written = to_run_config(ServerConfig.model_validate(layout | {"pad_to_multiple_of": 64}))
     assert "pad_to_multiple_of is 64" in str(layout_errors(written, 3, None)[0])
 
 
@@ -263,7 +262,7 @@ def test_options_come_last_and_read_numbers_as_text_where_text_is_meant(tmp_path
         Override("server.model_name", "12"),
         Override("server.foundation.num_hidden_layers", "2"),
     ]
-    config = load_server(path, overrides)
+    config: Any = load_server(path, overrides)
     assert (config.lora_rank, config.model_name) == (64, "12")
     assert config.foundation == {"num_hidden_layers": 2}
 

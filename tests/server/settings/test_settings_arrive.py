@@ -353,7 +353,7 @@ WHERE_IT_CAN_BE = {
 
 
 def test_workers_are_told_of_every_other_default_what_the_file_says_of_it():
-    config = ServerConfig(model_path="org/m")
+    config: Any = ServerConfig(model_path="org/m")
     run = to_run_config(config)
     others = set()
     for name, place in SAME.items():

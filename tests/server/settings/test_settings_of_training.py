@@ -31,9 +31,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.dist]
 
 
 def test_clients_are_told_of_the_model_as_it_is_written(model, tmp_path):
-    config = ServerConfig(
-        model_path=str(model), model_name="mine", tokenizer_path="a tokenizer", enable_lora=True
-    )
+    settings = {"model_path": str(model), "model_name": "mine", "tokenizer_path": "a tokenizer"}
+    config = ServerConfig.model_validate(settings | {"enable_lora": True})
     substrate = operations(model, tmp_path, lora={"lora_rank": 4}).models.substrate
     told = served_by(config, "elsewhere", substrate)
     assert (told.base_model, told.tokenizer) == ("mine", "a tokenizer")

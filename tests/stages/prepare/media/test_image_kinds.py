@@ -11,8 +11,7 @@ from penstock.core.errors import StageError
 from penstock.media.reference import image_digest
 from penstock.rows.image_files import MEDIA, ImageFiles
 from penstock.rows.tokenizer import load_tokenizer
-from tests.media.pictures import encoded
-from tests.media.test_decode import rotation
+from tests.media.pictures import encoded, exif_of
 from tests.media.tiny_processors import FAMILIES, write_processor
 from tests.stages.prepare.media.test_images import CHAT, FILES, PICTURES, asking, loaded, write_data
 from tests.stages.prepared import prepare, run, table_of, write_lines
@@ -20,7 +19,7 @@ from tests.stages.prepared import prepare, run, table_of, write_lines
 KINDS = {
     "named.png": ("0.jpg", {}),  # a JPEG
     "cmyk.jpg": ("CMYK", {}),
-    "rotated.jpg": ("RGB", {"exif": rotation()}),
+    "rotated.jpg": ("RGB", {"exif": exif_of(6)}),
     "animated.gif": ("RGB", {"save_all": True, "append_images": [Image.new("RGB", (64, 48))]}),
     "palette.png": ("P", {}),
     "transparent.png": ("RGBA", {}),
