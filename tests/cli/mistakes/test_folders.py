@@ -105,10 +105,10 @@ CONFIGS: dict[str, tuple[str | bytes, str]] = {
 
 FILES: dict[str, tuple[Change, str]] = {
     "a folder for weights": (instead(WEIGHTS, lambda d: (d / WEIGHTS).mkdir()), "m holds no model"),
-    "a pipe for weights": (instead(WEIGHTS, pipe(WEIGHTS)), "m holds no model"),
+    "a pipe for weights": (instead(WEIGHTS, pipe(WEIGHTS)), "model.safetensors is a link that"),
     "a broken link for weights": (
         instead(WEIGHTS, link(WEIGHTS, "../blobs/x")),
-        "m holds no model",
+        "model.safetensors is a link that leads nowhere",
     ),
     "no bytes": (write(WEIGHTS, ""), "its header would be 0 bytes"),
     "a text for weights": (write(WEIGHTS, "hello world, text"), "not a safetensors file"),
@@ -120,7 +120,10 @@ FILES: dict[str, tuple[Change, str]] = {
         instead(WEIGHTS, write(INDEX, '{"weight_map": {"a": "../../etc/passwd"}}')),
         "m/passwd is not there",
     ),
-    "a pipe for config.json": (instead("config.json", pipe("config.json")), "no config.json"),
+    "a pipe for config.json": (
+        instead("config.json", pipe("config.json")),
+        "config.json is a link that leads nowhere, a device, a pipe",
+    ),
     "a folder for config.json": (
         instead("config.json", lambda d: (d / "config.json").mkdir()),
         "no config.json",
