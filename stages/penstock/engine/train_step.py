@@ -11,6 +11,7 @@ What is optional, its loss included, is a part (`step_part.py`); `build_step.py`
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, TypeVar
 
 import torch
@@ -212,11 +213,12 @@ class TrainStep:
         pieces = [self.ranks.all_reduce_sum(sums), norm.double().reshape(1)]
         num_parts_needed = self._local_parts(upcoming.batches)
         if maxima := (*upcoming.maxima, *num_parts_needed):
-            numbers = to_device(torch.tensor(maxima, dtype=torch.int64), device)
-            pieces.append(self.ranks.all_reduce_max(numbers).double())
+            maxima_M = to_device(torch.tensor(maxima, dtype=torch.int64), device)
+            pieces.append(self.ranks.all_reduce_max(maxima_M).double())
         sizes = [0 if total is None else len(total) for total in local_totals]
         sizes = [1, 3, *sizes, 1, len(upcoming.maxima), len(num_parts_needed)]
-        values = [piece.tolist() for piece in torch.cat(pieces).cpu().split(sizes)]
+        numbers = iter(torch.cat(pieces).tolist())
+        values = [list(islice(numbers, size)) for size in sizes]
         [loss], [tokens, trained, loss_weight], *totals, [norm_value], highest, parts = values
         next_counts = None
         if upcoming.batches:
