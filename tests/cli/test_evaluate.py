@@ -1,6 +1,5 @@
 """What `penstock eval` can be asked of, and what it says where it cannot."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,7 @@ import pytest
 
 from penstock.cli.console import Console
 from penstock.cli.evaluate import EvalOptions, evaluate_target
+from penstock.core.cache.record import write_record
 from penstock.core.errors import ConfigError, StageError
 from tests.config.values import smallest
 
@@ -21,7 +21,7 @@ def refused(target: Path, wanted: EvalOptions, kind: type[Exception] = ConfigErr
 def run_in(folder: Path, **sections: Any) -> Path:
     """An output folder of a run that has begun."""
     folder.mkdir()
-    (folder / "job.json").write_text(json.dumps({"config": smallest(**sections)}))
+    write_record(folder / "job.json", {"config": smallest(**sections)})
     return folder
 
 
