@@ -73,7 +73,10 @@ def forget_links(export: Path) -> None:
 def _record_link(export: Path, link: Path) -> None:
     note = _links_folder(export) / f"{short(digest_json(str(link)))}.json"
     if not note.is_file():
-        write_json(note, {"link": os.path.relpath(link, export.resolve())})
+        # Runs that end at the same time write the same note: each renames a file of its own.
+        own_note = note.with_name(f"{note.name}.{os.getpid()}")
+        write_json(own_note, {"link": os.path.relpath(link, export.resolve())})
+        own_note.replace(note)
 
 
 def _read_links(export: Path) -> Iterator[Path]:
