@@ -214,7 +214,7 @@ MEMORIES: dict[str, Callable[[Path], None]] = {
     "no table": sql("DROP TABLE known"),
     "other columns": sql("DROP TABLE known", "CREATE TABLE known (device, inode, sha256)"),
     "digests exchanged": sql("UPDATE known SET sha256 = (SELECT max(sha256) FROM known)"),
-    "files exchanged": sql("UPDATE known SET inode = -inode"),
+    "files exchanged": sql("UPDATE OR REPLACE known SET inode = -inode"),
     "of another machine": of_another_machine,
 }
 
@@ -230,6 +230,8 @@ def test_a_damaged_or_strange_memory_neither_hides_a_change_nor_shows_one(text):
         text.judge(target, f"memory: {name}", is_neutral=True)
         damage(memory)
         text.check(target, "set_time_back")
+        with closing(digests._open_database()) as database:
+            assert database.execute("SELECT count(*) FROM known").fetchone()[0], name
 
 
 @pytest.mark.dist

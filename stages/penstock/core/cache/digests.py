@@ -58,6 +58,12 @@ MAX_READERS = 8
 CHECKSUM_DIGITS = 16
 """Number of hex digits of the digest that each cache row stores of itself."""
 
+COLUMNS = (
+    "device INTEGER, inode INTEGER, size INTEGER, mtime_ns INTEGER, sha256 TEXT, read_at INTEGER,"
+    " guard TEXT"
+)
+"""The columns of the table of file digests, in SQL."""
+
 
 def sha256_file(path: Path) -> str:
     """Return the SHA-256 of the file. Always reads the file."""
@@ -332,10 +338,12 @@ def _warn_shared(folder: Path) -> None:
 def _connect(file: Path) -> sqlite3.Connection:
     database = sqlite3.connect(file, timeout=10)
     try:
+        table = database.execute("PRAGMA table_info(known)").fetchall()
+        if table and ", ".join(f"{name} {kind}" for _, name, kind, *_ in table) != COLUMNS:
+            # Another version created it: no row could be stored in it.
+            database.execute("DROP TABLE known")
         database.execute(
-            "CREATE TABLE IF NOT EXISTS known (device INTEGER, inode INTEGER, size INTEGER,"
-            " mtime_ns INTEGER, sha256 TEXT, read_at INTEGER, guard TEXT,"
-            " PRIMARY KEY (device, inode))"
+            f"CREATE TABLE IF NOT EXISTS known ({COLUMNS}, PRIMARY KEY (device, inode))"
         )
         database.execute(
             "CREATE TABLE IF NOT EXISTS derived (content TEXT PRIMARY KEY, value TEXT)"
