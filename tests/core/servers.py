@@ -87,10 +87,13 @@ class Files(http.server.BaseHTTPRequestHandler):
         length = len(body)
         if self.command == "HEAD" and manners.get("halves HEAD"):
             length //= 2
-        self.send_header("Content-Length", str(length))
+        if manners.get("length", True):
+            self.send_header("Content-Length", str(length))
         self.end_headers()
         with contextlib.suppress(ConnectionError):
             self._send(body if with_body else b"")
+            while manners.get("endless"):
+                self.wfile.write(bytes(1 << 20))
 
     def _send(self, body):
         middle = len(body) // 2

@@ -1,16 +1,19 @@
 """What is read behind a URL is of one version, whole, and in its place, or it is an error."""
 
 import io
+import os
 import random
 import re
 import socket
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from penstock.core.errors import CapabilityError, PenstockError, StageError
 from penstock.core.process import retry
 from penstock.core.remote import answers
+from penstock.core.remote import open as remote_open
 from penstock.core.remote.addresses import is_public
 from penstock.core.remote.errors import describe_error
 from penstock.core.remote.open import open_file
@@ -161,6 +164,23 @@ def test_a_server_without_progress_is_given_up(web, url, monkeypatch):  # noqa: 
         web.manners["seconds for each byte"] = 0.05
         with pytest.raises(StageError, match=r"the server sent \d bytes in 0\.2 s"):
             stream.read()
+
+
+def test_a_body_without_an_end_is_given_up_before_the_disk_is_full(web, url, monkeypatch):  # noqa: F811
+    web.manners = {"endless": True, "ranges": False, "length": False}
+    free = remote_open.MIN_FREE_BYTES + (40 << 20)
+
+    def statvfs(descriptor):
+        return SimpleNamespace(f_bavail=free - os.fstat(descriptor).st_size, f_frsize=1)
+
+    monkeypatch.setattr(remote_open.os, "fstatvfs", statvfs)
+    with pytest.raises(StageError, match="does not say how long it is, and after 5"):
+        open_file(url)
+    # Without a version it is downloaded twice, and only the second body may be endless.
+    web.requests.clear()
+    web.before = lambda server: server.manners.update(endless=len(server.requests) >= 4)
+    with pytest.raises(StageError, match="was changed while it was being read"):
+        open_file(url)
 
 
 def test_a_link_that_is_cut_again_and_again_advances(web, url):  # noqa: F811

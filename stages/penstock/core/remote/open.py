@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import os
 import tempfile
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -22,6 +23,9 @@ BUFFER = 256 << 10
 """Buffer size of line readers in bytes."""
 
 CHUNK = 1 << 20
+
+MIN_FREE_BYTES = 1 << 30
+"""Bytes that a download of unknown length leaves free on its disk: its body may never end."""
 
 
 def open_file(
@@ -92,7 +96,7 @@ def _download_to_spool(path: RemotePath, info: Info, max_bytes: int | None) -> B
         try:
             digest = _fetch_whole(path, info, spool, max_bytes)
             is_same = bool(all_versions(info)) or digest == _fetch_whole(
-                path, info, None, max_bytes
+                path, {**info, "size": spool.tell()}, None, None
             )
         except StorageError as fault:
             raise to_run_error(fault, path.url, "read") from None
@@ -110,21 +114,30 @@ def _fetch_whole(
     """Write the file to `spool`, if it is not None; return its SHA-256."""
 
     def fetch() -> bytes:
-        digest, length = hashlib.sha256(), 0
+        digest, length, next_check = hashlib.sha256(), 0, 0
         if spool:
             spool.seek(0)
             spool.truncate()
 
         def write(chunk: bytes) -> None:
-            nonlocal length
+            nonlocal length, next_check
             digest.update(chunk)
             length += len(chunk)
             if max_bytes is not None and length > max_bytes:
                 raise AnswerError(f"it has more than {max_bytes:,} bytes")
             if info["size"] is not None and length > info["size"]:
                 raise ChangedError(f"it had {info['size']} bytes and more arrived")
-            if spool:
-                spool.write(chunk)
+            if not spool:
+                return
+            spool.write(chunk)
+            if info["size"] is None and length >= next_check:
+                disk, next_check = os.fstatvfs(spool.fileno()), length + 16 * CHUNK
+                if disk.f_bavail * disk.f_frsize < MIN_FREE_BYTES:
+                    raise AnswerError(
+                        f"the server does not say how long it is, and after {length:,} bytes less "
+                        f"than {MIN_FREE_BYTES:,} are free in {tempfile.gettempdir()}; download "
+                        "it, or set TMPDIR to a folder with more room"
+                    )
 
         if path.is_web:
             path.web_file.read_whole(info, write)
