@@ -242,6 +242,7 @@ def assemble(
             )
     if train.enable_activation_offload:
         offload(parts, build_offloader(ranks.device, train.activation_gpu_limit))
+    # Before FSDP, which cuts these boxes further (`local_params`).
     shards = [
         param_shards(part, base.names, mesh, roles=family.roles, residual=residual)
         for part in parts
@@ -251,6 +252,7 @@ def assemble(
             add_noise(part, part_shards, run.lora.aqn_alpha)
     set_amax_reduce_groups(parts, float8_modules, mesh)
     shard_parts(parts, mesh, train, run.model.basic_modules)
+    # After FSDP: what is one graph depends on its units.
     if train.enable_compile:
         for part in parts:
             compile_layers(part, ranks.device)
@@ -263,6 +265,7 @@ def assemble(
         if adapter
         else None
     )
+    # Fills every parameter: `to_empty` leaves memory as it is.
     (load or load_params)(
         local_params(parts, shards, mesh, train), base, weights, run, ranks, adapter_init
     )
@@ -377,6 +380,7 @@ def checked_family(
     carried = None if run.train.mtp_loss_weight else weights
     if carried and (line := describe_prediction_layers(carried, num_layers)):
         notify(line)
+    # Headers of all files are read, which one rank does for the others.
     if weights and ranks.is_main_process:
         names = family.weight_map(family.trained_config(hf_config, mtp=carried is None))
         if line := describe_unused(weights, hf_config, names):
@@ -517,6 +521,7 @@ def lora_target_layers(
         layers = linear_layers(family.weight_map(config))
         return [layer.name for layer in match_targets(targets, layers)]
     with torch.device("meta"):
+        # Of all layers: this rank's pipeline stage has some of them only.
         full_model = Decoder(config, merge_qkv=run.model.merge_qkv, vision=vision)
     return select_layers(full_model, targets, skip_missing=spec.skip_missing)
 
@@ -547,6 +552,7 @@ def load_params(
     to_reader = partial(base.quantized_reader, device=ranks.device)
     random_init = to_reader(base.random_init(seed))
     norms: dict[str, torch.Tensor] = {}
+    # The norms of the base model; a saved adapter has its own magnitudes.
     if run.lora.use_dora and not adapter_init:
         norms = norms_for(
             params, weights, random_init, readers=readers, ranks=ranks, to_reader=to_reader

@@ -40,6 +40,7 @@ class EvalModel:
         the loss weights; the number of trained tokens, and of those whose label is the most likely
         token. `kinds` has the kind of each batch's tokens [T], padding included.
         """
+        # fp64: counts are exact, and sums hardly depend on the order of ranks.
         totals = torch.zeros(num_kinds, 4, dtype=torch.float64, device=self.ranks.device)
         if self.splits_by_length:
             batches, kinds = self._split(batches, kinds)

@@ -15,11 +15,13 @@ def use_deterministic_algorithms() -> None:
     """
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.deterministic = True
+    # It times algorithms and takes the fastest, which need not be the same in each run.
     torch.backends.cudnn.benchmark = False
 
 
 def start(seed: int, rank: int) -> None:
     """Seed every generator of this rank, each rank differently."""
+    # More than any number of ranks, so that no two pairs of seed and rank give the same number.
     torch.manual_seed(seed * 1_000_003 + rank)
 
 

@@ -65,13 +65,16 @@ def cut(lengths: Sequence[int], number: int) -> list[list[int]]:
     by_length: dict[int, list[int]] = {}
     for document in sorted(range(len(lengths)), key=lambda doc: -lengths[doc]):
         by_length.setdefault(lengths[document], []).append(document)
+    # U distinct lengths, longest first; ends[i]: how many documents the first i of them have.
     widths_U = np.array(list(by_length), dtype=np.float64)
     ends = np.cumsum([0, *map(len, by_length.values())])
     # cost[i, j]: slots of one group of the distinct lengths i to j - 1.
     cost = widths_U[:, None] * (ends[None, :] - ends[:-1, None])
+    # No group is empty.
     cost[ends[None, :] <= ends[:-1, None]] = np.inf
     best, choices = cost[0], list[np.ndarray]()
     for _ in range(min(number, len(widths_U)) - 1):
+        # total[i, j]: the groups before cover lengths up to i, and the last one those from i to j.
         total = best[:-1, None] + cost
         choices.append(total.argmin(0))
         best = total.min(0)
@@ -112,7 +115,9 @@ def _part(
         lengths=lengths,
         num_tokens=len(tokens_T),
         num_trained=int((labels_T != IGNORED).sum()),
+        # The high 32 bits of a place are the number of the row.
         rows=tuple(zip((batch.places()[firsts] >> 32).tolist(), lengths, strict=True)),
+        # Dropout draws by place, so masks are those of the unsplit micro-batch.
         chosen_places_T=places_T,
     )
     return part, tokens_T

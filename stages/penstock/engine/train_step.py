@@ -217,6 +217,7 @@ class TrainStep:
             pieces.append(self.ranks.all_reduce_max(maxima_M).double())
         sizes = [0 if total is None else len(total) for total in local_totals]
         sizes = [1, 3, *sizes, 1, len(upcoming.maxima), len(num_parts_needed)]
+        # One copy to the host is the only sync. In fp64, where counts below 2^53 are exact.
         numbers = iter(torch.cat(pieces).tolist())
         values = [list(islice(numbers, size)) for size in sizes]
         [loss], [tokens, trained, loss_weight], *totals, [norm_value], highest, parts = values

@@ -98,6 +98,7 @@ def require_rows_within_positions(run: RunConfig, config: DecoderConfig) -> None
 
 def validate_model(run: RunConfig, hf: HfConfig) -> None:
     """Raise ConfigError or CapabilityError for the first invalid setting."""
+    # By the whole config.json, which gives the family; the others read the language model's part.
     require_mtp(run.train, hf)
     hf = language_config(hf)
     require_routers(run, hf)

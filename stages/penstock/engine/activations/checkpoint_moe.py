@@ -59,13 +59,16 @@ class _Call:
         # Not the tensor itself, which would keep the graph before it alive.
         self._x_RD, self._requires_grad = save_for_backward(x_RD), x_RD.requires_grad
         self._counts_E = counts_E
+        # Weak references: the graph alone keeps a slot, and with it a recomputed tensor, alive.
         self._places: list[weakref.ref[SavedTensorSlot] | None] = []
+        # Slot, shape, stride, and the storage offset relative to the first half's output.
         self._results: list[
             tuple[weakref.ref[SavedTensorSlot], tuple[int, ...], tuple[int, ...], int]
         ] = []
         self._saved: weakref.WeakKeyDictionary[SavedTensorSlot, torch.Tensor] | None = None
         self._inner: tuple[int, torch.dtype, int] = 0, x_RD.dtype, 0
         self._autocast = current_autocast(x_RD.device.type)
+        # In memory until the backward pass anyway, so recomputing them would free nothing.
         resident = (x_RD, counts_E, *experts.parameters())
         self._resident_storages = {_storage_key(tensor) for tensor in resident}
 
@@ -114,6 +117,7 @@ class _Call:
         hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
         with hooks, torch.enable_grad(), self._autocast:
             inner_RF = self._gated(x_RD, self._counts_E)
+        # Autograd packs tensors in the order of the operations, which is the same both times.
         for slot_ref, tensor in zip(self._places, recomputed, strict=True):
             if slot_ref and (slot := slot_ref()):
                 saved[slot] = tensor
@@ -126,4 +130,5 @@ class _Call:
 
 
 def _storage_key(tensor: torch.Tensor) -> int:
+    # Not the data pointer, which is 0 for every fake tensor of a dry run.
     return tensor.untyped_storage()._cdata

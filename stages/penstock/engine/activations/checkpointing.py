@@ -88,6 +88,7 @@ def apply_activation_checkpointing(
                 f"train.recompute_modules names {name}; a layer has "
                 f"{', '.join((*CALL_HOOKS, CORE_ATTENTION, VISION))}."
             )
+        # Without names, layers without experts are recomputed as a whole by `run_layer`.
         for layer in moe_layers if modules is None else layers:
             if name == "mlp" and layer in moe_layers:
                 checkpoint_moe_act(moe_layers[layer], recompute)
@@ -142,6 +143,7 @@ def _reentrant(run: CallHook, module: nn.Module, x: torch.Tensor, *args: Any) ->
         # Reentrant checkpointing only works if an input requires a gradient, and below the first
         # adapter none does.
         x = x.detach().requires_grad_()
+    # The first call runs without gradients, in which indexers compute no loss: none is deferred.
     return checkpoint(run, module, x, *args, use_reentrant=True, preserve_rng_state=False)
 
 

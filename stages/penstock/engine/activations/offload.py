@@ -96,6 +96,7 @@ class SyncCopier:
 MIN_BYTES = 1024
 """Bytes. Smaller tensors stay: copying them takes as long as copying one of this size."""
 
+# The autograd node of a change of dtype, by which autocast makes its copies of weights.
 TO_COPY_NODE = "ToCopyBackward0"
 
 
@@ -127,6 +128,7 @@ class OffloadedStorage:
     def on_device(self) -> torch.Tensor:
         """The tensor on the device, which must not have been modified."""
         assert self.here is not None
+        # Autograd compares versions only of tensors that are saved without hooks.
         if self.here._version != self.version:
             raise RuntimeError(
                 "a saved tensor was modified in place: it is at version "
@@ -155,6 +157,7 @@ class ActivationOffloader:
         )
         self._resident: dict[int, weakref.ref[OffloadedStorage]] = {}
         self._resident_bytes = 0
+        # The copies of each group that are in progress, the newest group last.
         self._offloading: deque[list[tuple[weakref.ref[OffloadedStorage], Any]]] = deque([[]])
         self._fetching: list[tuple[torch.Tensor, Any]] = []
         self._newest: Group | None = None
@@ -191,6 +194,7 @@ class ActivationOffloader:
 
     def _is_offloadable(self, tensor: torch.Tensor) -> bool:
         return (
+            # `set_` could not rebuild a subclass, such as a DTensor, from its bytes.
             type(tensor) in (torch.Tensor, FakeTensor)
             and tensor.device.type == self._device.type
             and tensor.untyped_storage().nbytes() >= MIN_BYTES
@@ -211,6 +215,7 @@ class ActivationOffloader:
     def _keep_on_device(self, stored: OffloadedStorage) -> None:
         number, size = id(stored), stored.size
 
+        # Called when no graph needs the storage any more: it no longer counts as resident.
         def on_freed(_: Any) -> None:
             if self._resident.pop(number, None):
                 self._resident_bytes -= size
@@ -252,6 +257,7 @@ class ActivationOffloader:
                 stored.version = stored.here._version
                 # Kept here too: its memory must not be freed while it is written.
                 self._fetching.append((stored.here, event))
+            # Pinned memory is not reused before the copy ends: torch records an event in `copy_`.
             stored.away = None
 
 

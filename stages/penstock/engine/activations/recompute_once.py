@@ -80,6 +80,7 @@ class _Call:
                 saved[slot] = tensor
             num_missing -= 1
             if not num_missing:
+                # As torch.utils.checkpoint stops early: nothing needs what comes after this.
                 raise _RecomputedError
             return tensor
 

@@ -31,6 +31,7 @@ def require_compiler(device: torch.device, setting: str, instead: str) -> None:
 
     `setting` is the setting that needs it; `instead` says what to write.
     """
+    # Inductor generates C++ for the CPU and Triton for GPUs.
     if device.type == "cpu":
         if any(map(shutil.which, COMPILERS)):
             return

@@ -92,6 +92,7 @@ class _Requirements:
     def _reason(self, name: str, config: DecoderConfig) -> str | None:
         """The same for the layers of one kind."""
         backend = attention.fast[name]
+        # Backends decide by shape, dtype and device; they read no values.
         q_1NH, k_1KH, sinks_N = (
             torch.empty(size, dtype=self.dtype, device=self.device)
             for size in (

@@ -68,6 +68,7 @@ def refusal(
     unsupported_reason = group_gemm.fast[name].unsupported_reason
     counts_E = torch.zeros(experts.num_experts, dtype=torch.int64, device=device)
     width, inner = experts.latent_size or config.hidden_size, experts.intermediate_size
+    # Gate and up projection are one GEMM.
     for inputs, outputs in ((width, (1 + config.gated) * inner), (inner, width)):
         x_RK = torch.empty((0, inputs), dtype=dtype, device=device)
         # One expert's memory is expanded to all.

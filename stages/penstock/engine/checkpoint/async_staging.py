@@ -39,6 +39,7 @@ class StagingBuffers:
 
     def __init__(self) -> None:
         self._memory: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
+        # Set unless a copy is in progress.
         self._made = threading.Event()
         self._made.set()
         self._on_cuda = uses_cuda()

@@ -128,6 +128,7 @@ class CheckpointManager:
             "compresses_states": self._trained.compresses_states,
             "digests": ALGORITHM,
         }
+        # Views: `pre_update_hooks` lets no weight change before they are copied.
         boxes = self._trained.boxes()
         if self._copies is None:
             self._write(step, boxes, state)
@@ -223,6 +224,7 @@ class CheckpointManager:
         except (RuntimeError, MemoryError) as error:
             fault = str(error)
         faults: list[str | None] = [None] * self._ranks.world_size
+        # Before anything is written: otherwise the other ranks would wait in `dcp.save`.
         dist.all_gather_object(faults, fault, group=self._group)
         if stage_faults := [fault for fault in faults if fault is not None]:
             raise StageError(
@@ -309,6 +311,7 @@ def _publish(
     write_json(aside / STATE, state)
     FolderDigests({**written, STATE: digest_of_file(aside / STATE)}).write(aside)
     (aside / COMPLETE).touch()
+    # Before the rename, so that after a crash a complete name stands for files on disk.
     for path in (*regular_files(aside), aside):
         fsync(path)
     if old := replace_folder(aside, final, final.with_name(f"{final.name}{REPLACED}")):
@@ -326,6 +329,7 @@ def _explain_write_error(error: BaseException, folder: Path) -> str:
 
 
 def _write_best_file(folder: Path, file: Path) -> None:
+    # The mark first, so that `best` never names a folder without it.
     (folder / BEST_MARK).touch()
     fsync(folder)
     with atomic_write(file) as part:

@@ -159,6 +159,7 @@ class _Saving(DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         """This rank's boxes, each once; the coordinator deduplicates across ranks."""
         items = [_write_item(name, box) for name, parts in self.state_dict.items() for box in parts]
+        # Two parameters of a rank may be the same box.
         return SavePlan(list({item.index: item for item in items}.values()))
 
     def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
@@ -216,6 +217,7 @@ class _Writer(FileSystemWriter):
     def __init__(self, path: Path) -> None:
         # No copy-ahead: it starts with the smallest tensors only on CUDA, and its thread would
         # allocate memory on another rank's device.
+        # `sync_files` calls fsync on each file before the manager publishes the folder.
         super().__init__(path, sync_files=True, thread_count=1, per_thread_copy_ahead=0)
         self.fs = self.files = _DigestedFiles()
 

@@ -128,6 +128,7 @@ class _QuantizedBox:
     def empty(self) -> Compressed:
         """Allocate memory to read it into."""
         codes, blocks = size_in(self.form, prod(self.shape))
+        # Scales: the value of code 0 and the step, of each block.
         return Compressed(torch.empty(codes, dtype=torch.uint8), torch.empty(blocks, 2))
 
     def overlaps(self, box: ShardView) -> bool:

@@ -38,6 +38,7 @@ def require_whole(folder: Path, ranks: ProcessInfo) -> None:
     and files are checked for existence and minimum size.
     """
     if not ranks.all_gather((folder / COMPLETE).is_file())[0]:
+        # It raises the error that says what is missing.
         read_state(folder)
     if faults := find_checkpoint_faults(folder, ranks):
         raise damaged_error(folder, faults)
@@ -82,6 +83,7 @@ def newest_whole_checkpoint(
     damaged: dict[str, list[str]] = {}
     unusable: dict[str, list[str]] = {}
     chosen: Path | None = None
+    # Rank 0's list and answers for all: a network file system may show ranks other folders.
     for name in ranks.all_gather(names)[0]:
         folder = root / name
         if not ranks.all_gather(ranks.is_main_process and may_belong_to(keys, folder))[0]:

@@ -68,6 +68,7 @@ class CheckpointFiles(FileSystemReader):
                 self._contents = self._read()
             except DamagedError as error:
                 raise damaged_error(self.folder, [str(error)]) from error
+        # As `FileSystemReader.read_metadata`, which `dcp.load` expects.
         self._contents.storage_meta = self._contents.storage_meta or StorageMeta()
         self._contents.storage_meta.load_id = self.load_id
         return self._contents

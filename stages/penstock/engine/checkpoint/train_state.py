@@ -150,6 +150,7 @@ class TrainState:
             if local_param.shards and saved_states.get(local_param.shards[0].tensor):
                 parameter = local_param.parameter
                 parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+        # Copies: `set_lr` fills a rate that is a tensor in place.
         rates = [deepcopy(group["lr"]) for group in self.optimizer.param_groups]
         set_lr(self.optimizer, 0.0)
         self.optimizer.step()
@@ -179,6 +180,7 @@ def _state_boxes(
     flatten = getattr(value, "__tensor_flatten__", None)
     if flatten is not None:
         for part in flatten()[0]:
+            # `like` without rows: no inner tensor is laid out as the parameter, even of its shape.
             yield from _state_boxes(local_param, f"{end}_{part}", getattr(value, part), like[:0])
     elif value.shape == like.shape:
         yield from _boxes(local_param, value, OPTIMIZER, end)

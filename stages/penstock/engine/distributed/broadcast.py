@@ -35,6 +35,7 @@ class ControlBroadcast:
         """All-gather the error of each rank, in rank order; None for ranks without an error."""
         has_error = torch.zeros(self._ranks.world_size, dtype=torch.int64)
         has_error[self._ranks.rank] = error is not None
+        # One collective for the flags; after it only ranks with an error send something.
         dist.all_reduce(has_error, group=self._group)
         return [
             self._broadcast_from(rank, error or b"") if flag else None
@@ -47,6 +48,7 @@ class ControlBroadcast:
         if not (count := int(size.item())):
             return b""
         if self._ranks.rank == rank:
+            # A copy that can be written to: torch warns of tensors over `bytes`.
             payload = torch.frombuffer(bytearray(frame), dtype=torch.uint8)
         else:
             payload = torch.empty(count, dtype=torch.uint8)

@@ -66,6 +66,7 @@ class BucketedAllReduce:
         while self._next < len(self._buckets):
             self._launch_next()
         for bucket in self._buckets:
+            # With NCCL the compute stream waits, and the host does not.
             bucket.work.wait()
             _set_grads(bucket)
 

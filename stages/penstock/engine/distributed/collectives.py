@@ -95,6 +95,7 @@ def gather_columns(
 
 def all_gather_dim0(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """All-gather equally large tensors along dimension 0."""
+    # Collectives read and write memory in one piece.
     x = x.contiguous()
     out = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
     _all_gather(out, x, group=group)

@@ -37,6 +37,7 @@ from penstock_kernels.sparse_attention import PartialSegments
 
 def multiple(degrees: ParallelDims) -> int:
     """What T must be a multiple of."""
+    # In zigzag order a ring rank has two chunks.
     return degrees.ulysses * (2 * degrees.ring if degrees.ring > 1 else 1)
 
 
@@ -182,6 +183,7 @@ class _GatheredKeys:
         all_TF = self.exchange.gather_in_sequence(torch.cat(flat, dim=1))
         split = all_TF.split([part.shape[1] for part in flat], dim=1)
         return tuple(
+            # `cat` has promoted all parts to the widest dtype.
             x.unflatten(1, part.shape[1:]).to(part.dtype)
             for x, part in zip(split, parts, strict=True)
         )

@@ -89,6 +89,7 @@ def shard(
     pinned = uses_cuda()
     offload = CPUOffloadPolicy(pin_memory=pinned) if policy.offload else OffloadPolicy()
     frees = policy.reshard_after == "nothing"
+    # Before the layers that contain them: a unit takes the parameters that no unit inside it has.
     for unit, its_mesh in elsewhere:
         fully_shard(
             unit,
@@ -151,6 +152,7 @@ class FSDPSync:
         """Reduce gradients over shards in this pass, and over replicas in the last."""
         reduces = last or not self._once
         for part in self._parts:
+            # Without a sync FSDP2 keeps unsharded gradients, and there is nothing to wait for.
             part.set_requires_gradient_sync(reduces)
             part.set_requires_all_reduce(last)
             part.set_is_last_backward(reduces)
@@ -249,6 +251,7 @@ def gradient_sync(
     # Reentrant checkpointing runs a backward pass within the backward pass.
     overlaps = not train.enable_reentrant and mesh.size("pipeline") == 1
     bucket_mb = train.comm_bucket_mb or BUCKET_MB
+    # Experts may have other replicas than the other weights have.
     by_copies: dict[int, list[LocalParam]] = {}
     for param in params:
         by_copies.setdefault(id(param.replica_group), []).append(param)
@@ -281,6 +284,7 @@ def shard_units(model: CausalLM, basic_modules: list[str]) -> list[nn.Module]:
             isinstance(model, Decoder) and _called(unit, _outline(model.config))
         ):
             raise CapabilityError(f"model.basic_modules names {unit}, and no module is called so.")
+        # Inner units first: `fully_shard` leaves parameters to the unit that has them already.
         units += [module for module in named_modules if module not in edges]
     tower = model.vision.blocks if isinstance(model, Decoder) and model.vision else []
     return [*units, *(layer for layer in (*tower, *model.blocks) if layer not in units)]

@@ -58,6 +58,7 @@ class Mesh:
         self._placement: Placement = experts
         self.dims, self.rank = dims, rank
         self.device_type = device_type
+        # Rank numbers, [pipeline, replicate, shard, ring, ulysses, tensor].
         self._grid = torch.arange(dims.world_size).reshape([self.size(axis) for axis in AXES])
         coords = (self._grid == rank).nonzero()[0].tolist()
         self._coords: dict[Axis, int] = dict(zip(AXES, coords, strict=True))
@@ -116,6 +117,7 @@ class Mesh:
             stages = self._grid.reshape(self.size("pipeline"), -1)
             count = self.dims.expert
             if self._placement == "adjacent":
+                # Axes: stage, 1, shard, expert.
                 laid = stages.reshape(len(stages), 1, -1, count)
             else:
                 laid = stages.reshape(len(stages), 1, count, -1).transpose(2, 3)
@@ -135,6 +137,7 @@ class Mesh:
         self, parts: Sequence[tuple[Axis, ...]], names: tuple[str, ...] | None = None
     ) -> DeviceMesh:
         """The grid reshaped to one axis per part, after one axis of all remaining axes."""
+        # Each DeviceMesh would create its process groups anew.
         key = tuple(parts), names
         if key not in self._meshes:
             self._meshes[key] = DeviceMesh(

@@ -50,6 +50,7 @@ def parallelize_experts(
         experts.num_experts = total // size
         # Including the adapters of each expert.
         for name, parameter in list(experts.named_parameters()):
+            # A clone: a view would keep the experts of all ranks in memory.
             local_experts = parameter.detach().chunk(size)[index].clone()
             owner, _, leaf = name.rpartition(".")
             local_param = nn.Parameter(local_experts, requires_grad=parameter.requires_grad)
@@ -92,6 +93,7 @@ class AllToAllDispatcher:
         send_counts = order.counts.reshape(self.group.size(), -1)
         recv_counts = torch.empty_like(send_counts)
         dist.all_to_all_single(recv_counts, send_counts, group=self.group)
+        # In one tensor, because reading each would stall the device once more.
         splits = torch.stack((send_counts.sum(1), recv_counts.sum(1)))
         evenly = choice_TK.numel() // self.group.size()
         send_splits, recv_splits = _read_splits(splits, evenly)

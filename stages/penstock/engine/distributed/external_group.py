@@ -103,6 +103,8 @@ class ExternalProcessGroup:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         if self._device.type == "cuda":
+            # The current device is a thread's own. NCCL waits for the current stream only, and
+            # tensors may have been written on another one.
             torch.cuda.set_device(self._device)
             torch.cuda.synchronize()
         else:

@@ -97,6 +97,7 @@ class FullTensorGather:
         self._send_request([self._index_by_name[name] for name in requested])
         for box in self._shards_sent_by(0, requested):
             box.within(full_tensors[box.tensor]).copy_(self._local_data(box))
+        # A rank sends one message for a request, so none of them waits for another.
         for rank, boxes, arrived in receives:
             with self._ranks.heartbeat.waiting():
                 dist.recv(arrived, src=rank)

@@ -82,6 +82,7 @@ class ObjectUnpickler(pickle.Unpickler):
 
 def rebuild_tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     """A CPU tensor from its bytes."""
+    # `frombuffer` rejects an empty buffer.
     if not math.prod(shape):
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).reshape(shape)
@@ -92,6 +93,7 @@ def rebuild_array(data: bytes, dtype: str, shape: tuple[int, ...] | None) -> Any
     kind = np.dtype(dtype)
     if kind.kind not in NUMERIC_KINDS:
         raise pickle.UnpicklingError(f"{dtype} is not a numeric dtype")
+    # A copy: arrays over `bytes` cannot be written to.
     array = np.frombuffer(bytearray(data), dtype=kind)
     return array[0] if shape is None else array.reshape(shape)
 

@@ -174,6 +174,7 @@ class ParallelModel:
         Returns this rank's share of the summed losses, a scalar in fp32.
         """
         if self.pipeline:
+            # Torch's stages set FSDP's flags for each pass themselves; DDP's sums begin here.
             self.sync.prepare_backward(last=True)
             total = self.pipeline.forward_backward(calls)
             self.heartbeat.set_phase("backward")
@@ -183,6 +184,7 @@ class ParallelModel:
         self.sync.wait()
         for parameter in unused:
             parameter.grad = None
+        # Only now: FSDP2 sets `grad` when it has reduced it over the data ranks.
         reduce_partial_grads(self.trainable, self.mesh)
         if self.pipeline:
             self.pipeline.all_reduce_copied_grads()

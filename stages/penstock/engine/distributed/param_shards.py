@@ -118,6 +118,7 @@ def rows_here(tensor: torch.Tensor, dims: int) -> tuple[int, int]:
     shape, offset = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements
     )
+    # FSDP2 shards as `chunk` does, so the last ranks may have no rows.
     if not math.prod(shape):
         return 0, 0
     return offset[0] * within, (offset[0] + shape[0]) * within

@@ -68,6 +68,7 @@ class Pipeline:
         }
         # A separate group: in a shared one, P2P messages would interleave with collectives in a
         # different order on each rank.
+        # Created by its own ranks: otherwise all would have to create that of each pipeline.
         group = dist.new_group(ranks, use_local_synchronization=True)
         assert isinstance(group, dist.ProcessGroup)
         self._group = group
@@ -164,6 +165,7 @@ class Pipeline:
         if stage in self._stage_indices:
             assert own_output is not None
             return own_output
+        # A stage computes in `computes_in`, so its output has that dtype.
         hidden_TD = torch.empty(self._shape(num_tokens), dtype=self._dtype, device=self._device)
         dist.recv(hidden_TD, self._rank_by_stage[stage], group=self._group)
         return hidden_TD

@@ -127,6 +127,7 @@ def _split_by_cost(costs: tuple[int, ...], stages: int, before: int, after: int)
     # Times the number of layers: all costs stay whole numbers.
     count = len(costs)
     total = [*accumulate((count * cost for cost in costs), initial=before * sum(costs))]
+    # By the end of the layers so far: the most costly stage, the sum of squared costs, all ends.
     best = {end: (cost, cost**2, [end]) for end, cost in enumerate(total)}
     for stage in range(1, stages):
         is_last = stage == stages - 1
@@ -138,6 +139,7 @@ def _split_by_cost(costs: tuple[int, ...], stages: int, before: int, after: int)
                 if end - start >= least
                 for cost in [total[end] - total[start] + extra]
             )
+            # Stages between the first and the last have a layer each.
             for end in ([count] if is_last else range(min(best) + 1, count + 1))
         }
     _, _, bounds = best[count]
@@ -168,6 +170,7 @@ def schedule_accepts(schedule: PipelineSchedule, num_ranks: int, micro_batches: 
     if schedule == "DualPipeV":
         return micro_batches >= 2 * num_ranks
     if schedule in INTERLEAVED:
+        # As torch's ScheduleInterleaved1F1B: so many rounds, which must be equally long.
         return micro_batches % max(1, micro_batches // num_ranks) == 0
     return True
 

@@ -105,6 +105,7 @@ def init_process_group(
                 rank=rank if store else -1,
                 world_size=world if store else -1,
                 timeout=timeout,
+                # NCCL connects at once then: its errors show here, not in a first collective.
                 device_id=device_id,
             )
     return ProcessInfo(rank, local_rank, world, device, heartbeat)
@@ -124,6 +125,7 @@ def _set_cuda_backends() -> None:
 def _store(rank: int, world: int, timeout: datetime.timedelta) -> dist.Store | None:
     """The rendezvous store of the ranks. None: not configured, so torch raises its own error."""
     if world == 1:
+        # In memory: nobody else could connect, so no port is opened.
         return dist.HashStore()
     if named := env.ranks_store():
         return named_store(named, timeout)

@@ -143,6 +143,7 @@ def ring_segments(
 
     transfers: list[tuple[int, range, list[KVRange]]] = [(0, range(0), kv_ranges_for(me, me))]
     for distance in range(1, size):
+        # For all ranks: the distances must be the same on each.
         if any(
             kv_ranges_for(tokens, rank_tokens[tokens.index - distance]) for tokens in rank_tokens
         ):
@@ -322,9 +323,11 @@ class _RingAttention(torch.autograd.Function):
         backend: str,
     ) -> torch.Tensor:
         attend = block.backend(backend)
+        # One message for both.
         kv_T2KH = torch.stack((k_TKH, v_TKH), dim=1)
         incoming = _KVPrefetcher(ring, segments.steps, kv_T2KH)
         y_TNH, lse_TN = attend(q_TNH, k_TKH, v_TKH, segments, scale, window, soft_cap)
+        # Each merge rounds the output, so it is summed in a wider dtype.
         y_TNH, lse_TN = y_TNH.to(_accum_dtype(q_TNH)), lse_TN.contiguous()
 
         def attend_blocks(parts: Sequence[AttentionBlock], kv_S2KH: torch.Tensor) -> None:
@@ -343,6 +346,7 @@ class _RingAttention(torch.autograd.Function):
             # Apply sinks once, after all keys are merged.
             y_TNH, lse_TN = with_sinks(y_TNH, lse_TN, sinks_N)
         y_TNH = y_TNH.to(q_TNH.dtype)
+        # The backward pass recomputes the softmax from the log-sum-exp of all keys.
         ctx.save_for_backward(q_TNH, kv_T2KH, y_TNH, lse_TN, sinks_N)
         ctx.segments, ctx.scale, ctx.window, ctx.soft_cap = segments, scale, window, soft_cap
         ctx.ring, ctx.backend = ring, backend
@@ -382,8 +386,10 @@ class _RingAttention(torch.autograd.Function):
                 dkv_S2KH = torch.zeros_like(received, dtype=wide)
                 attend_blocks(step.parts, received, dkv_S2KH)
                 kv_grads = dkv_S2KH.to(kv_T2KH.dtype)
+            # Gradients return the way that the keys came.
             transfer = ring.start_transfer(kv_grads, -step.distance, kv_T2KH, len(step.send))
             returns.append((step, transfer))
+            # The return before this one has overlapped with the last block.
             if len(returns) > 1:
                 _add_kv_grads(dkv_T2KH, *returns.pop(0))
         for step, transfer in returns:
@@ -399,6 +405,7 @@ def _merge(
     y_TNH: torch.Tensor, lse_TN: torch.Tensor, part_TNH: torch.Tensor, part_lse_TN: torch.Tensor
 ) -> None:
     """Merge attention to another part of the keys into the output and log-sum-exp, in place."""
+    # Finite: each query has seen its own key first, so no difference is inf - inf.
     joint_TN = torch.logaddexp(lse_TN, part_lse_TN)
     y_TNH *= (lse_TN - joint_TN).exp().unsqueeze(-1)
     y_TNH += part_TNH * (part_lse_TN - joint_TN).exp().unsqueeze(-1)

@@ -79,9 +79,11 @@ def parallelize_tensor(
     # Created now because all ranks must create groups, and a part may have no key projection.
     for copies in plan.copies():
         mesh.adjacent_group(copies)
+    # A list: the loop replaces the parameters.
     for name, parameter in list(model.named_parameters()):
         if not plan.is_in_moe(name):
             _set_param(model, name, plan.shard(name, parameter.detach()), parameter.requires_grad)
+    # `named_parameters` names a shared parameter once: the head still has the whole one.
     if model.is_tied:
         model.tie_weights()
     for name, module in model.named_modules():
@@ -172,6 +174,7 @@ def _resize(
             layer.rpartition(".")[2]: sum(span.count for span in plan.spans(layer, count))
             for layer, count in layers.items()
         }
+    # Of a row-parallel layer: dropout draws by feature, and squares of a row are on all ranks.
     if module.in_features != columns:
         for dropout in module.lora_dropout.values():
             assert isinstance(dropout, Dropout)
@@ -203,6 +206,7 @@ def _update_module(module: nn.Module, name: str, plan: TensorParallelPlan, mesh:
     if isinstance(module, PositionTable) and plan.residual == "split":
         module.local_positions = partial(local_share, group=group)
     if isinstance(module, WeightDropout):
+        # Its features are heads.
         module.first_feature = plan.span("q_proj").first // plan.names.config.query_features
     if isinstance(module, Indexer):
         sum_over_ranks = partial(_all_reduce_weights, group=group)

@@ -101,6 +101,7 @@ class TensorParallelPlan:
         if role is ParallelStyle.PER_HEAD:
             [tensor] = self.names.hf_names(name)
             sizes = self._shapes[tensor]
+            # Kimi Linear stores A_log as [1, 1, heads, 1].
             dim = next((dim for dim, size in enumerate(sizes) if size > 1), 0)
             return (self._shard(tensor, dim, _span(sizes[dim], self.size, self.index)),)
         if role is ParallelStyle.EXPERTS:
@@ -113,6 +114,7 @@ class TensorParallelPlan:
         """The shards of a linear layer or of a norm of its features, which are split."""
         for tensor in self.names.hf_names(name):
             stored, _, leaf = tensor.rpartition(".")
+            # Of a weight [out, in]: its rows, or its columns for a row-parallel layer.
             features = self._shapes[f"{stored}.weight"][role is ParallelStyle.ROWWISE]
             spans = self.spans(stored, features)
             if role is not ParallelStyle.ROWWISE:
@@ -261,6 +263,7 @@ class TensorParallelPlan:
             return
         role = find_parallel_style(factor.module, self.roles)
         is_rowwise = role in (ParallelStyle.ROWWISE, ParallelStyle.VOCAB)
+        # Columns of A are split in a row-parallel layer, rows of B in a column-parallel one.
         if is_a is not is_rowwise or role is ParallelStyle.REPLICATED:
             yield self._replicate(name, "tensor", full_shape)
             return
@@ -398,6 +401,7 @@ def _quantized_shard(shard: TensorShard, leaf: str, format: Format) -> TensorSha
         )
     width = format.widths(columns)[leaf]
     before, leaf_width = format.widths(first)[leaf] if first else 0, format.widths(count)[leaf]
+    # One scale for the whole row.
     if leaf_width == width:
         before = 0
     return replace(

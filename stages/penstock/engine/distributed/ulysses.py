@@ -64,7 +64,9 @@ class Ulysses:
             sinks_N: torch.Tensor | None = None,
             soft_cap: float | None = None,
         ) -> torch.Tensor:
+            # Values that are the keys themselves are sent once.
             is_one = v_SKH is k_SKH
+            # The least that makes their number a multiple of the group's size.
             repeats = self.size // math.gcd(self.size, k_SKH.shape[1])
             if repeats > 1 and is_one:
                 k_SKH = k_SKH.repeat_interleave(repeats, dim=1)
@@ -122,6 +124,7 @@ class Ulysses:
 
     def to_heads(self, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """[S, n, H] of each part, or [S, n], to [T, n / size, H], which are views of one tensor."""
+        # Each [ranks, S, features of a rank's heads].
         by_rank = [part.flatten(1).unflatten(1, (self.size, -1)).transpose(0, 1) for part in parts]
         received_TF = self._exchange(torch.cat(by_rank, dim=2)).flatten(0, 1)
         widths = [part.shape[2] for part in by_rank]
@@ -210,6 +213,7 @@ def _in_sequence(x_T: torch.Tensor, ring: int) -> torch.Tensor:
     if ring == 1:
         return x_T
     chunks = x_T.chunk(2 * ring)
+    # Rank i holds chunks i and 2 ring - 1 - i: the even ones ascend, the odd ones descend.
     return torch.cat((*chunks[::2], *chunks[::-2]))
 
 

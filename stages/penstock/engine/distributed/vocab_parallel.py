@@ -86,6 +86,7 @@ class VocabParallelEmbedding(nn.Embedding):
         self, rows_WD: nn.Parameter, first: int, group: dist.ProcessGroup, residual: Residual
     ) -> None:
         """`rows_WD` are the table's rows from `first` on."""
+        # On the meta device: the weight that nn.Embedding makes is replaced.
         super().__init__(rows_WD.shape[0], rows_WD.shape[1], device="meta")
         self.weight = rows_WD
         self.first, self.group = first, group
@@ -103,6 +104,7 @@ class VocabParallelEmbedding(nn.Embedding):
 def lookup_local_rows(ids_T: torch.Tensor, rows_WF: torch.Tensor, first: int) -> torch.Tensor:
     """Look up token ids in the rows from `first` on; zeros for ids on other ranks."""
     local_T, is_local_T = _to_local_rows(ids_T, first, rows_WF.shape[0])
+    # Ids of other ranks look up row 0; the mask also keeps gradients from it.
     return F.embedding(local_T, rows_WF).masked_fill(~is_local_T[:, None], 0)
 
 

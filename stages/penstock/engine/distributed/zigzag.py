@@ -192,6 +192,7 @@ def _within_window(
             )
             if start >= end or not keys:
                 continue
+            # Queries after this one see none of these keys.
             end = min(end, keys[-1] + branch_gap + window)
             reach = keys.start - first_key
             yield KVRange(
