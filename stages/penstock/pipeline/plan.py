@@ -35,6 +35,7 @@ from penstock.core.cache.store import (
     get_or_build,
 )
 from penstock.core.errors import ConfigError, StageError
+from penstock.core.extensions import FORMATS
 from penstock.core.process.timeout import Deadline
 from penstock.core.remote.local_mirror import local_cache_dir
 from penstock.core.remote.urls import is_url, url_join
@@ -692,6 +693,7 @@ def dataset_settings(
     if role == "test":
         shared -= {"dataset_shard_num", "dataset_shard_idx"}
     values = {**run.data.model_dump(include=shared), **dataset.model_dump(), "type": dataset.format}
+    values["part"] = FORMATS.record(dataset.format, dataset.type_kwargs)
     values["chat_template"] = resolve_chat_template(run.data)
     if dataset.splits_string is not None:
         values["document_split"] = (dataset.splits_string, dataset.split or "train")

@@ -7,15 +7,14 @@ from pydantic import Field, SerializerFunctionWrapHandler, field_validator, mode
 
 from penstock.config.schema.base import Settings
 from penstock.config.schema.dataset import (
-    KIND_OF_FORMAT,
     MAX_RECORD_BYTES,
     SCORES,
     FileKind,
-    FormatName,
     Kind,
     MessageRole,
     TrainedEos,
     TrainedRole,
+    kind_of_format,
 )
 from penstock.media.bounds import MediaBounds
 from penstock.rows.chat_template import ChatTemplate
@@ -35,6 +34,7 @@ LATER = (
     "drop_system_message",
     "field_weight",
     "allow_private_urls",
+    "part",
     *(field.name for field in fields(MediaBounds)),
 )
 """Settings that were added later: their defaults are not in keys, so that earlier keys stay
@@ -50,7 +50,10 @@ class DatasetSettings(Settings):
     config schema; those of the section `data` are the same for all sources.
     """
 
-    type: FormatName = "tokenized"
+    type: str = "tokenized"
+    part: dict[str, Any] | None = None
+    """Package, version and options of a type that is not ours."""
+
     ds_type: FileKind | None = None
     max_seq_len: int | None = Field(default=None, gt=0)
     shards: int | None = Field(default=None, gt=0)
@@ -118,7 +121,7 @@ class DatasetSettings(Settings):
     @property
     def kind(self) -> Kind:
         """Kind of its samples: SFT, preference or KTO."""
-        return KIND_OF_FORMAT.get(self.type, "sft")
+        return kind_of_format(self.type)
 
     @property
     def media_bounds(self) -> MediaBounds:
@@ -147,7 +150,7 @@ class DatasetSettings(Settings):
     def parsed_by(self) -> dict[str, Any]:
         """The settings that decide what is read of a record, as JSON."""
         values = self.model_dump(mode="json")
-        names = ("message_roles", "drop_system_message")
+        names = ("message_roles", "drop_system_message", "part")
         return {
             name: value
             for name, value in values.items()

@@ -101,6 +101,8 @@ def excerpt(name: str, value: Any) -> str:
 def watched_columns(settings: DatasetSettings, columns: Sequence[str] | None) -> tuple[str, ...]:
     """The columns with well-known names that this data set does not read; with `select_columns`
     (`columns`), only those of them."""
+    if settings.part:  # what a package's format reads is its own
+        return ()
     parts = () if settings.type in SINGLE_COLUMN_TYPES else WATCHED
     names = (*parts, *(WEIGHT_COLUMNS if settings.kind == "sft" else ()))
     named = {

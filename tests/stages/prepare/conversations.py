@@ -2,14 +2,14 @@
 
 from typing import Any
 
+from penstock.core.extensions import FORMATS
 from penstock.prepare.formats.conversation import Conversation
-from penstock.prepare.formats.registry import FORMATS
 from penstock.prepare.settings import DatasetSettings
 
 
 def parse(record: Any, **its: Any) -> Any:
     settings = DatasetSettings(**its)
-    return FORMATS[settings.type](settings, record)
+    return FORMATS.load(settings.type)(settings, record)
 
 
 def said(role: str, content: str) -> dict[str, Any]:

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from penstock.core.extensions import FORMATS
 from penstock.prepare.encode.encoder import Encoder
-from penstock.prepare.formats.registry import FORMATS
 from penstock.prepare.settings import DatasetSettings
 from tests.stages.prepare.conversations import said
 from tests.stages.prepare.encoding import (
@@ -67,7 +67,7 @@ def test_real_conversations_have_the_masks_that_transformers_gives(shared, templ
         samples = Encoder(settings, tokenizer)(records)
         assert samples.records == list(range(len(records)))
         for index, record in enumerate(records):
-            said_in: Any = FORMATS[settings.type](settings, record)
+            said_in: Any = FORMATS.load(settings.type)(settings, record)
             ids, labels, _ = samples.sides[0][index]
             assert (ids.tolist(), labels.tolist()) == judged(
                 tokenizer, said_in.messages, said_in.tools

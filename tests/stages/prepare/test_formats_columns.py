@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.core.extensions import FORMATS
 from penstock.prepare.bad_records import BadRecord
 from penstock.prepare.formats.conversation import Conversation, PreferencePair, RatedCompletion
-from penstock.prepare.formats.registry import FORMATS
 from penstock.prepare.readers.columnar import drop_nulls, parquet
 from penstock.prepare.readers.decompress import SourceFile
 from penstock.prepare.readers.documents import csv_rows
@@ -113,7 +113,7 @@ def test_lists_in_a_csv_or_in_columns_of_strings_are_read_as_json(kind, tmp_path
 def test_every_example_in_the_documents_can_be_read():
     document = (ROOT / "docs" / "reference" / "dataset-formats.md").read_text()
     found = re.findall(r"^### `(\w+)`\n(.*?)(?=^##)", document, flags=re.DOTALL | re.MULTILINE)
-    assert {kind for kind, _ in found} == set(FORMATS)
+    assert {kind for kind, _ in found} == set(FORMATS.builtins)
     for kind, section in found:
         examples = "".join(re.findall(r"^```json\n(.*?)^```$", section, re.DOTALL | re.MULTILINE))
         records = [json.loads(line) for line in examples.splitlines()]
@@ -182,7 +182,7 @@ def put(value, path, part):
 GONE = ["gone"]
 
 
-@pytest.mark.parametrize("kind", sorted(set(FORMATS) - {"tokenized", "text"}))
+@pytest.mark.parametrize("kind", sorted(set(FORMATS.builtins) - {"tokenized", "text"}))
 @given(data=st.data())
 def test_a_record_with_anything_in_it_is_a_conversation_or_a_bad_row(kind, data):
     record = WHOLE[kind]

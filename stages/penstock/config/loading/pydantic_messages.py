@@ -1,7 +1,7 @@
 """Error messages for pydantic's validation errors."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any, Literal, get_args, get_origin
 
@@ -18,6 +18,7 @@ from penstock.config.loading.schema_tree import (
 )
 from penstock.config.loading.suggest_name import suggest
 from penstock.config.schema.base import ConfigSection
+from penstock.config.schema.registered import UNREGISTERED
 from penstock.config.schema.run import RunConfig
 
 Detail = Mapping[str, Any]
@@ -101,6 +102,8 @@ def error_message(
     location = _place(path, root)
     if kind == "missing":
         return f"required; for example {location.name}: {location.example}"
+    if kind == UNREGISTERED:
+        return _unregistered(location, first)
     if kind == "value_error":
         return str(first["ctx"]["error"])
     if limits:
@@ -128,6 +131,14 @@ def _no_choice(location: _Place, value: str) -> str:
     near = get_close_matches(value, choices, 1)
     meant = f"did you mean {near[0]}? It takes" if near else "write"
     return f"is {shown(value)}; {meant} {', '.join(choices)}, or {PATTERN_EXAMPLES[location.name]}"
+
+
+def _unregistered(location: _Place, detail: Detail) -> str:
+    """For a name that no part has: as for a choice among the names of all parts."""
+    names = Literal[tuple(detail["ctx"]["names"])]  # pyright: ignore[reportInvalidTypeForm]
+    if location.name in PATTERN_EXAMPLES:
+        return _no_choice(replace(location, annotation=names), str(detail["input"]))
+    return _wrong_type(replace(location, annotation=names), detail["input"])
 
 
 def _unknown(path: Steps, value: Any, root: type[ConfigSection]) -> str:

@@ -12,6 +12,7 @@ from penstock.config.loading.fault import ConfigIssue, Issues, dotted
 from penstock.config.rules.data import DATA_RULES
 from penstock.config.rules.effect import check_declared
 from penstock.config.rules.evaluation import EVALUATION_RULES
+from penstock.config.rules.extensions import check_options
 from penstock.config.rules.optimizer import OPTIM_RULES
 from penstock.config.rules.parallelism import LAYOUT_RULES
 from penstock.config.rules.preference import PREFERENCE_RULES
@@ -249,6 +250,7 @@ RULES: tuple[Callable[[RunConfig], Issues], ...] = (
     _check_model_path,
     _check_encoders,
     *DATA_RULES,
+    check_options,
     check_output_dir,
     check_shared_folders,
     _check_global_batch_size,

@@ -10,7 +10,6 @@ from penstock.config.schema.dataset import (
     KIND_OF_FORMAT,
     MAX_RECORD_BYTES,
     DatasetConfig,
-    FormatName,
 )
 from penstock.config.schema.effect import NotWith, OnlyWith
 from penstock.config.schema.pipeline import Root
@@ -450,7 +449,7 @@ class DataConfig(ConfigSection):
     _chosen_row_length: int | None = PrivateAttr(default=None)
 
     @property
-    def sample_type(self) -> FormatName | None:
+    def sample_type(self) -> str | None:
         """Format of the first data source, if it is known."""
         return self.datasets[0].type
 

@@ -1,11 +1,14 @@
 """One data source: where its records are, their format, and which of them are used."""
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
 from penstock.config.schema.base import ConfigSection
 from penstock.config.schema.effect import NotWith, OnlyWith
+from penstock.config.schema.registered import Registered
+from penstock.core.extensions import FORMATS
 from penstock.core.sources.megatron_files import parse_splits
 
 FileKind = Literal["json", "csv", "parquet", "arrow", "text", "tar", "megatron"]
@@ -23,6 +26,9 @@ FormatName = Literal[
     "preference_turns",
 ]
 
+AnyFormatName = Annotated[FormatName | str, AfterValidator(Registered(FORMATS))]
+"""Also the formats of installed packages."""
+
 MessageRole = Literal["system", "user", "assistant", "tool", "tool_call"]
 """`tool_call`: a message of the assistant's whose content is tool calls, as JSON."""
 
@@ -38,6 +44,15 @@ KIND_OF_FORMAT: dict[FormatName, Kind] = {
     "kto": "kto",
 }
 """What samples of a format are used for; `sft` where it is not listed."""
+
+
+def kind_of_format(name: str) -> Kind:
+    """What samples of a format are used for; a format of a package says it itself."""
+    if FORMATS.find(name):
+        return FORMATS.load(name).kind
+    kinds: Mapping[str, Kind] = {**KIND_OF_FORMAT}
+    return kinds.get(name, "sft")
+
 
 MESSAGES: tuple[FormatName, ...] = ("chat", "sharegpt")
 PAIRS: tuple[FormatName, ...] = ("preference", "kto")
@@ -107,13 +122,17 @@ class DatasetConfig(ConfigSection):
     hub id (`org/name`); `builtin:arithmetic`, `builtin:shapes` (pictures), or `dummy` for
     synthetic token ids: 4,096 samples of 513 tokens, or of `max_seq_len`."""
 
-    type: FormatName | None = None
+    type: AnyFormatName | None = None
     """Format of the records. `chat`: a list of messages; loss on assistant turns. `sharegpt`: the
     same with `from` and `value`. `instruction` and `alpaca`: a question and an answer; loss on the
     answer. `text`: documents; loss on all tokens. `tokenized`: `input_ids` and `labels`.
     `preference`: a prompt, a chosen and a rejected completion. `kto`: a prompt, a completion and
     whether it is desirable. `sft_turns` and `preference_turns`: ERNIEKit's `src`, `tgt` and
-    `response`. Unset: detected from the first records, `tokenized` where they have `input_ids`."""
+    `response`. Or a format of an installed package. Unset: detected from the first records,
+    `tokenized` where they have `input_ids`."""
+
+    type_kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """Options of a `type` of an installed package."""
 
     name: str | None = None
     """Configuration (subset) of a hub dataset."""
@@ -337,7 +356,7 @@ class DatasetConfig(ConfigSection):
         return self.type is not None
 
     @property
-    def format(self) -> FormatName:
+    def format(self) -> str:
         """The format of records as far as it is known: `tokenized` unless something else is
         written."""
         return self.type or "tokenized"
@@ -345,4 +364,4 @@ class DatasetConfig(ConfigSection):
     @property
     def kind(self) -> Kind:
         """What its samples are used for."""
-        return KIND_OF_FORMAT.get(self.format, "sft")
+        return kind_of_format(self.format)

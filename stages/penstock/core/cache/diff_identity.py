@@ -19,6 +19,10 @@ class Difference:
     there: Any
 
     def __str__(self) -> str:
+        if self.field.endswith("part.package"):
+            name, _, release = str(self.here).rpartition(" ")
+            is_release = str(self.there).rpartition(" ")[0] == name
+            return f"{self.field}: {self.there} -> {release if is_release else self.here}"
         return f"{self.field}: {_shown(self.here)} here, {_shown(self.there)} there"
 
 

@@ -1,13 +1,16 @@
 """Parsed records, independent of the format: conversations, preference pairs, rated completions."""
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
+from penstock.config.schema.dataset import Kind
+from penstock.core.extensions import Part
 from penstock.media.kinds import KINDS
 from penstock.prepare.settings import DatasetSettings
 
@@ -137,3 +140,21 @@ def conversations(parsed: Parsed) -> list[Conversation]:
 Record = Mapping[str, Any]
 Format = Callable[[DatasetSettings, Record], Parsed]
 """Parses a record. Raises BadRecord if it cannot be used."""
+
+RESULTS: Mapping[Kind, type[Conversation | PreferencePair | RatedCompletion]] = {
+    "sft": Conversation,
+    "preference": PreferencePair,
+    "kto": RatedCompletion,
+}
+"""What formats of packages return."""
+
+
+class DatasetFormat(Part, ABC):
+    """A dataset format of a package (`penstock.formats`), with its options as fields."""
+
+    kind: ClassVar[Kind] = "sft"
+    """What its samples are used for; see RESULTS."""
+
+    @abstractmethod
+    def parse(self, record: Record) -> Conversation | PreferencePair | RatedCompletion:
+        """Parse a record, a mapping from column to value. Raises BadRecord if it cannot be used."""

@@ -1,45 +1,58 @@
-"""Table of formats by name."""
+"""Parses records by the format of their data set: one of ours, or one of an installed package."""
 
+import json
 from collections.abc import Sequence
+from functools import cache
 
-from penstock.config.schema.dataset import FormatName
+from penstock.core.errors import PenstockError, StageError
+from penstock.core.extensions import FORMATS, describe_failure
 from penstock.prepare.bad_records import BadRecord, check_weight, get_column
-from penstock.prepare.formats.alpaca import alpaca
-from penstock.prepare.formats.chat import chat
-from penstock.prepare.formats.conversation import Format, Parsed, Record
-from penstock.prepare.formats.erniekit import preference_turns, sft_turns
-from penstock.prepare.formats.instruction import instruction
-from penstock.prepare.formats.kto import kto
-from penstock.prepare.formats.plain import plain
-from penstock.prepare.formats.preference import preference
-from penstock.prepare.formats.sharegpt import sharegpt
+from penstock.prepare.formats.conversation import (
+    RESULTS,
+    DatasetFormat,
+    Parsed,
+    Record,
+)
 from penstock.prepare.formats.template_kwargs import with_template_kwargs
-from penstock.prepare.formats.tokenized import tokenized
 from penstock.prepare.settings import DatasetSettings
-
-FORMATS: dict[FormatName, Format] = {
-    "tokenized": tokenized,
-    "chat": chat,
-    "sharegpt": sharegpt,
-    "instruction": instruction,
-    "alpaca": alpaca,
-    "text": plain,
-    "preference": preference,
-    "kto": kto,
-    "sft_turns": sft_turns,
-    "preference_turns": preference_turns,
-}
 
 
 def parse_record(
     settings: DatasetSettings, value: Record | BadRecord, columns: Sequence[str] | None
 ) -> Parsed:
-    """Parse a record, of which only `columns` are used if they are given. Raises BadRecord."""
+    """Parse a record, of which only `columns` are used if they are given. Raises BadRecord; of a
+    package's format, StageError for any other error."""
     if isinstance(value, BadRecord):
         raise value
     if columns is not None:
         value = {name: get_column(value, name) for name in columns}
-    return with_template_kwargs(FORMATS[settings.type](settings, value), value)
+    if settings.part is None:
+        return with_template_kwargs(FORMATS.load(settings.type)(settings, value), value)
+    return _parse_with_package(settings, settings.part["package"], value)
+
+
+def _parse_with_package(settings: DatasetSettings, package: str, value: Record) -> Parsed:
+    assert settings.part
+    format = _dataset_format(settings.type, json.dumps(settings.part["options"]))
+    try:
+        parsed = format.parse(value)
+    except (BadRecord, PenstockError):
+        raise
+    except Exception as error:
+        raise StageError(
+            f"type: {settings.type} of {package} cannot parse a record: {describe_failure(error)}"
+        ) from error
+    if not isinstance(parsed, RESULTS[format.kind]):
+        raise StageError(
+            f"type: {settings.type} of {package} returns a {type(parsed).__name__}; formats of the "
+            f"kind {format.kind} return a {RESULTS[format.kind].__name__}."
+        )
+    return parsed
+
+
+@cache
+def _dataset_format(name: str, options: str) -> DatasetFormat:
+    return FORMATS.build(name, json.loads(options))
 
 
 def parse_weight(settings: DatasetSettings, value: Record | BadRecord) -> float:

@@ -1,0 +1,176 @@
+"""Parts by name: ours, and those that installed packages add with entry points.
+
+A package adds a dataset format `qa_csv` with these lines in its pyproject.toml; nothing of it is
+imported before a config names the format:
+
+    [project.entry-points."penstock.formats"]
+    qa_csv = "my_package.formats:QaCsv"
+"""
+
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict
+
+from penstock.core.errors import ConfigError
+from penstock.version import __version__
+
+
+class Part(BaseModel):
+    """A part of a user's package. Its fields are its options: they are validated like a section of
+    the config, and are in the cache keys of the results that the part affects."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    version: ClassVar[int] = 1
+    """Raise it if the same options give other results; older ones are then not reused. A release of
+    the package does the same."""
+
+
+class UnknownPartError(ConfigError):
+    """Neither Penstock nor an installed package has a part of this name."""
+
+
+@dataclass(frozen=True, eq=False)
+class Registry:
+    """The parts of one kind. Every method that takes a name raises ConfigError if no part has it,
+    or if two packages do."""
+
+    group: str
+    """The group of entry points."""
+    noun: str
+    """What such a part is called in messages."""
+    base: str
+    """The class of such parts of packages, as `module:attribute`."""
+    builtins: Mapping[str, Any]
+    """Ours by name: as `module:attribute`, imported when it is used, or the part itself."""
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all parts, ours first. Imports none."""
+        return [*self.builtins, *sorted(_installed(self.group).keys() - self.builtins.keys())]
+
+    def find(self, name: str) -> EntryPoint | None:
+        """The entry point of a package's part; None for one of ours. Imports nothing."""
+        entries = _installed(self.group).get(name, ())
+        owners = [f"penstock {__version__}"] * (name in self.builtins) + [*map(_package, entries)]
+        if len(owners) > 1:
+            raise ConfigError(
+                f"{self.noun} {name!r} is in {owners[0]} and in {owners[1]}.\n"
+                f"  Uninstall one of them, or rename its entry point in the group {self.group}."
+            )
+        if not owners:
+            near = get_close_matches(name, self.names, 1)
+            hint = f"Did you mean {near[0]}? " if near else ""
+            raise UnknownPartError(
+                f"there is no {self.noun} {name!r}.\n"
+                f"  {hint}There are {', '.join(self.names)}; packages add others as entry points "
+                f"of the group {self.group}."
+            )
+        return entries[0] if entries else None
+
+    def load(self, name: str) -> Any:
+        """The part. Raises ConfigError with file and line if its package cannot be imported."""
+        return _load(self, name)
+
+    def build(self, name: str, options: Mapping[str, Any]) -> Any:
+        """The part with its options; of ours, which have none, the part itself.
+
+        Raises pydantic's ValidationError for invalid options.
+        """
+        if self.find(name):
+            return self.load(name)(**options)
+        if options:
+            raise ConfigError(f"{self.noun} {name} has no options; those of packages may have some")
+        return self.load(name)
+
+    def record(self, name: str, options: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
+        """What is in a cache key about a package's part, as JSON; None for ours. Without `options`
+        they are in the key elsewhere."""
+        entry = self.find(name)
+        if entry is None:
+            return None
+        version = getattr(self.load(name), "version", 1)
+        record = {"package": _package(entry), "version": version}
+        if options is not None:
+            record["options"] = self.build(name, options).model_dump(mode="json")
+        return record
+
+
+def describe_failure(error: BaseException) -> str:
+    """The error of a user's code in one line, with the file and line that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    location = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}{location}"
+
+
+@cache
+def _installed(group: str) -> Mapping[str, tuple[EntryPoint, ...]]:
+    """The entry points of a group by name. Reads metadata and imports nothing."""
+    by_name: dict[str, tuple[EntryPoint, ...]] = {}
+    for entry in entry_points(group=group):
+        by_name[entry.name] = (*by_name.get(entry.name, ()), entry)
+    return by_name
+
+
+@cache
+def _load(registry: Registry, name: str) -> Any:
+    entry = registry.find(name)
+    if entry is None:
+        target = registry.builtins[name]
+        return _resolve(target) if isinstance(target, str) else target
+    try:
+        part = entry.load()
+    except (Exception, SystemExit) as error:
+        raise ConfigError(
+            f"{registry.noun} {name!r} of {_package(entry)} cannot be imported: "
+            f"{describe_failure(error)}.\n  Repair the package, or install another version."
+        ) from error
+    base = _resolve(registry.base)
+    if not isinstance(part, base) and not (isinstance(part, type) and issubclass(part, base)):
+        raise ConfigError(
+            f"{registry.noun} {name!r} of {_package(entry)} is {entry.value}, which is no "
+            f"{registry.base.replace(':', '.')}.\n  Repair the package."
+        )
+    return part
+
+
+def _resolve(target: str) -> Any:
+    """What `module:attribute` names."""
+    module, _, attribute = target.partition(":")
+    return getattr(import_module(module), attribute)
+
+
+def _package(entry: EntryPoint) -> str:
+    """Name and version of the distribution that declares it."""
+    return f"{entry.dist.name} {entry.dist.version}" if entry.dist else entry.module
+
+
+def _ours(package: str, **modules: str) -> Mapping[str, str]:
+    return {name: f"penstock.{package}.{target}" for name, target in modules.items()}
+
+
+FORMATS = Registry(
+    "penstock.formats",
+    "dataset format",
+    "penstock.prepare.formats.conversation:DatasetFormat",
+    _ours(
+        "prepare.formats",
+        tokenized="tokenized:tokenized",
+        chat="chat:chat",
+        sharegpt="sharegpt:sharegpt",
+        instruction="instruction:instruction",
+        alpaca="alpaca:alpaca",
+        text="plain:plain",
+        preference="preference:preference",
+        kto="kto:kto",
+        sft_turns="erniekit:sft_turns",
+        preference_turns="erniekit:preference_turns",
+    ),
+)
