@@ -1,10 +1,19 @@
 """What is kept of sequences that come, grow and end: all of it, and no more room than is needed."""
 
 import random
+from contextlib import nullcontext
 
 import pytest
 import torch
 
+from penstock.config.schema.train import TrainConfig
+from penstock.engine.distributed.context_parallel import ContextParallel
+from penstock.engine.distributed.data_parallel import ReplicatedSync
+from penstock.engine.distributed.device_mesh import Mesh
+from penstock.engine.distributed.parallel_dims import ParallelDims
+from penstock.engine.distributed.parallel_model import ParallelModel
+from penstock.engine.distributed.ranks import ProcessInfo
+from penstock.engine.generation.generator import build_generator
 from penstock.engine.generation.kv_cache import (
     ALLOCATION_STEP,
     KVCache,
@@ -12,7 +21,11 @@ from penstock.engine.generation.kv_cache import (
     decode_segments,
     prefill_segments,
 )
+from penstock.models.decoder import Decoder, PipelineStageModules
+from penstock.models.registry import get_family
 from penstock_kernels.attention import VarlenMetadata
+from tests.engine import runs
+from tests.engine.predicting import PREDICTING
 
 K, H = 2, 3
 CPU = torch.device("cpu")
@@ -126,3 +139,25 @@ def test_a_new_token_attends_to_itself_and_to_what_its_window_reaches(window, le
         v_TKH = torch.cat((v_TKH, v_BKH[row : row + 1]))[reach]
         shares_KT = (torch.einsum("kh,tkh->kt", q_BNH[row], k_TKH) * 0.5).softmax(-1)
         torch.testing.assert_close(y_BNH[row], torch.einsum("kt,tkh->kh", shares_KT, v_TKH))
+
+
+def test_a_pipeline_stage_has_room_for_the_keys_of_its_own_layers_that_generate():
+    hf = {**runs.TINY, **PREDICTING["glm4_moe"], "num_nextn_predict_layers": 1}
+    hf["num_hidden_layers"] = 2
+    train = TrainConfig.model_validate({"output_dir": "run"})
+    config = get_family(hf).trained_config(hf, mtp=True)
+
+    def bytes_per_token(*layers, **ends):
+        with torch.device("meta"):
+            part = Decoder(config, part=PipelineStageModules(layers, **ends))
+        mesh = Mesh(ParallelDims(), 0, "cpu")
+        layout = ParallelModel(
+            mesh, [part], [], ContextParallel(mesh), ReplicatedSync([]), None, nullcontext
+        )
+        ranks = ProcessInfo(0, 0, 1, CPU)
+        return build_generator(train, layout, ranks, iter).kv_cache_bytes_per_token
+
+    whole = bytes_per_token(0, 1, 2, has_embedding=True, has_head=True)
+    first = bytes_per_token(0, has_embedding=True, has_head=False)
+    last = bytes_per_token(1, 2, has_embedding=False, has_head=True)
+    assert first == last == whole / 2 > 0

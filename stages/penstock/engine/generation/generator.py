@@ -45,6 +45,7 @@ from penstock.engine.generation.sequences import (
 )
 from penstock.models.decoder_config import DecoderConfig
 from penstock.models.layers.block import Block
+from penstock.models.multi_token_prediction import PredictionLayer
 from penstock.models.names import LINEAR_ATTN, SELF_ATTN
 from penstock_kernels.to_device import to_device
 
@@ -346,18 +347,11 @@ def build_generator(
     """The generator of a model with these settings and layout."""
     config, degrees = layout.parts[0].config, layout.mesh.dims
     split = degrees.tensor * degrees.ulysses
-    linear = [
-        block
-        for part in layout.parts
-        for block in part.blocks
-        if isinstance(block, Block) and block.mixer_name == LINEAR_ATTN
-    ]
-    layers = sum(
-        not isinstance(block, Block) or block.mixer_name == SELF_ATTN
-        for part in layout.parts
-        for block in part.blocks
-    )
-    layers -= config.num_mtp_layers
+    # Layers that predict further tokens, which the last pipeline stage has, are not run.
+    blocks = [block for part in layout.parts for block in part.blocks]
+    blocks = [block for block in blocks if not isinstance(block, PredictionLayer)]
+    linear = sum(isinstance(block, Block) and block.mixer_name == LINEAR_ATTN for block in blocks)
+    layers = sum(not isinstance(block, Block) or block.mixer_name == SELF_ATTN for block in blocks)
     numbers = max(
         2 * -(-kind.num_key_value_heads // split) * kind.head_dim for kind in config.layer_kinds
     )
@@ -377,7 +371,7 @@ def build_generator(
             config.cacheable_length if layout.context.supports_kv_cache(config) else 0
         ),
         kv_cache_bytes_per_token=numbers * getattr(torch, train.computes_in).itemsize,
-        state_bytes=FP32 * len(linear) * state_size,
+        state_bytes=FP32 * linear * state_size,
     )
     if not train.enable_compile:
         return generator
