@@ -149,13 +149,14 @@ class Mesh:
 
     def _grid_by_axes(self, parts: Sequence[tuple[Axis, ...]]) -> torch.Tensor:
         """Rank numbers, shape [remaining, *sizes of the parts]."""
-        other_axes: tuple[Axis, ...] = tuple(
-            axis for axis in AXES if not any(axis in part for part in parts)
-        )
+        other_axes = _axes_outside(parts)
         order = [*other_axes, *(axis for part in parts for axis in part)]
         sizes = [self.size(*part) for part in (other_axes, *parts)]
         return self._grid.permute([AXES.index(axis) for axis in order]).reshape(sizes)
 
     def _rest_index(self, parts: Sequence[tuple[Axis, ...]]) -> int:
-        other_axes: list[Axis] = [axis for axis in AXES if not any(axis in part for part in parts)]
-        return self.index(*other_axes)
+        return self.index(*_axes_outside(parts))
+
+
+def _axes_outside(parts: Sequence[tuple[Axis, ...]]) -> tuple[Axis, ...]:
+    return tuple(axis for axis in AXES if not any(axis in part for part in parts))

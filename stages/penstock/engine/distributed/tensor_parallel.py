@@ -149,7 +149,7 @@ def _vocab_parallel_embedding(
         return VocabParallelEmbedding(table.get_parameter("weight"), first, group, residual)
     table.lookup = partial(lookup_local_rows, first=first)
     table.reduce_output = partial(reduce_from_tp_region, group=group, residual=residual)
-    table.sum_squares = partial(_all_reduce_squares, group=group)
+    table.sum_squares = partial(_all_reduce_sum, group=group)
     return table
 
 
@@ -179,7 +179,7 @@ def _resize(
         for dropout in module.lora_dropout.values():
             assert isinstance(dropout, Dropout)
             dropout.first_feature = plan.span(dropout.site, columns).first
-        module.sum_squares = partial(_all_reduce_squares, group=group)
+        module.sum_squares = partial(_all_reduce_sum, group=group)
 
 
 def _update_module(module: nn.Module, name: str, plan: TensorParallelPlan, mesh: Mesh) -> None:
@@ -209,15 +209,10 @@ def _update_module(module: nn.Module, name: str, plan: TensorParallelPlan, mesh:
         # Its features are heads.
         module.first_feature = plan.span("q_proj").first // plan.names.config.query_features
     if isinstance(module, Indexer):
-        sum_over_ranks = partial(_all_reduce_weights, group=group)
+        sum_over_ranks = partial(_all_reduce_sum, group=group)
         module.sharing = HeadSharing(plan.size, plan.index, sum_over_ranks)
     if isinstance(module, Router):
         module.local_rows = partial(local_share, group=group)
-
-
-def _all_reduce_weights(weights_CM: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    dist.all_reduce(weights_CM, group=group)
-    return weights_CM
 
 
 def _mean_squares(x_TD: torch.Tensor, features: int, group: dist.ProcessGroup) -> torch.Tensor:
@@ -228,9 +223,10 @@ def _mean_squares(x_TD: torch.Tensor, features: int, group: dist.ProcessGroup) -
     return summed_T1 / features
 
 
-def _all_reduce_squares(squares: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    dist.all_reduce(squares, group=group)
-    return squares
+def _all_reduce_sum(partial_sums: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The sum over ranks, in place, for tensors without gradients."""
+    dist.all_reduce(partial_sums, group=group)
+    return partial_sums
 
 
 def _has_sharded_tokens(name: str, plan: TensorParallelPlan) -> bool:

@@ -202,7 +202,8 @@ class InitializedWeights:
 
         with torch.device("cpu"), torch.random.fork_rng(devices=[]):
             torch.manual_seed(self._seed)
-            model = build_model(build_config(self._hf_config), _attention(self._names))
+            attention = self._names.config.outline.traits.attention
+            model = build_model(build_config(self._hf_config), attention)
         return {name: value.detach() for name, value in model.state_dict().items()}
 
     def stored(self, name: str) -> Stored:
@@ -322,10 +323,6 @@ def _box(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> 
 
 def _meta_model(hf_config: Mapping[str, Any]) -> Any:
     return build_meta(build_config(hf_config), "eager")
-
-
-def _attention(names: AutoWeightMap) -> Any:
-    return names.config.outline.traits.attention
 
 
 def _natural(name: str) -> list[tuple[int, int | str]]:

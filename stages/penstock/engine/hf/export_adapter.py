@@ -356,7 +356,7 @@ def _expert_layers(weights: WeightMap) -> dict[str, list[str]]:
     if experts is None or experts.is_stacked:
         return layers_by_stack
     for number in experts.layers:
-        layer_name = f"model.layers.{number}"
+        layer_name = f"{LAYERS}{number}"
         layers_by_stack[f"{layer_name}.{experts.names.module}.experts"] = [
             layer
             for matrix in weights.expert_matrices
