@@ -41,11 +41,8 @@ def require_whole_documents(train: TrainConfig, hf: HfConfig) -> None:
 
 
 def require_prompts_apart(data: DataConfig, hf: HfConfig) -> None:
-    """Raise CapabilityError if completions share a prompt, and RoPE depends on document length or
-    there is linear attention.
-
-    The RoPE type is that in this config.json.
-    """
+    """Raise CapabilityError if completions share a prompt, and the model of this config.json needs
+    one answer in a document: for chunks, linear attention, an indexer, or its RoPE type."""
     config = native_config(hf)
     if config is not None and config.chunked_layers and data.shares_prompts:
         raise CapabilityError(

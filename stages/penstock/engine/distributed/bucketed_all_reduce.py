@@ -41,7 +41,7 @@ class BucketedAllReduce:
     ) -> None:
         """With `overlaps`, a bucket is reduced as soon as the backward pass has filled it.
 
-        Without it all buckets are reduced by `finish`, as needed for reentrant checkpointing and
+        Without it all buckets are reduced by `wait`, as needed for reentrant checkpointing and
         pipelines, which run several backward passes.
         """
         self._group = group

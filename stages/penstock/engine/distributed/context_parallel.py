@@ -136,7 +136,7 @@ class ContextParallel:
         return Ulysses(group, size, index, zigzag=self._mesh.size("ring"))
 
     def all_reduce_sum(self, local_sum: torch.Tensor) -> torch.Tensor:
-        """All-reduce `mine` over the context-parallel ranks.
+        """All-reduce `local_sum` over the context-parallel ranks.
 
         The gradient of each rank's term is the gradient of the sum, so what follows must be
         computed identically on all ranks.

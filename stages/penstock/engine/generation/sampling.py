@@ -63,7 +63,7 @@ class SamplingParams:
 
 
 def uniform(seed: int, sample: int, index: int) -> float:
-    """The uniform number in [0, 1) that samples token `place` of completion `sample`."""
+    """The uniform number in [0, 1) that samples token `index` of completion `sample`."""
     packed = struct.pack("<Qqq", seed % 2**64, sample, index)
     digest = hashlib.blake2b(packed, digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53

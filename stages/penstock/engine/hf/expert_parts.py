@@ -72,8 +72,8 @@ def _parts_of_stack(
     shapes: Mapping[str, Shape],
     full_shape: Shape,
 ) -> Mapping[str, Part]:
-    """The parts of a stack whose matrices, of the shape `whole`, have these tensors in order; none
-    if it is of another model, or is in the map as it is."""
+    """The parts of a stack of the shape `full_shape` whose matrices have these tensors in order;
+    none if it is of another model, or is in the map as it is."""
     is_transposed = shape != full_shape
     if shape not in (full_shape, (full_shape[0], *full_shape[:0:-1])):
         return {}

@@ -67,7 +67,7 @@ def tensor_num_bytes(kind: Kind) -> int:
 
 
 def put(file: int, tensor: torch.Tensor, offset: int) -> None:
-    """Write a tensor's elements to an open file at byte `place`."""
+    """Write a tensor's elements to an open file from byte `offset` on."""
     raw = tensor.contiguous().flatten().view(torch.uint8).numpy().data
     while raw:
         count = os.pwrite(file, raw, offset)

@@ -77,7 +77,7 @@ def _spans_machines(run: RunConfig, world: int, ranks_per_machine: int) -> str |
 
 
 def _ranks_that_share(train: TrainConfig, world: int) -> Iterator[range]:
-    """The expert-parallel groups of `device_mesh.Mesh.experts` for each pipeline stage."""
+    """The expert-parallel groups of `device_mesh.Mesh.expert_mesh` for each pipeline stage."""
     stage, count = world // train.pipeline_parallel_size, train.expert_parallel_size
     groups = stage // count
     for first in range(0, world, stage):

@@ -331,7 +331,7 @@ def _all_reduce(counts: torch.Tensor, group: dist.ProcessGroup | None) -> torch.
 
 
 def _add_box(full: torch.Tensor, box: torch.Tensor, offsets: Sequence[int]) -> None:
-    """Add the matching box of `whole` to a box of a tensor."""
+    """Add the matching box of `full` to a box of a tensor."""
     for dim, (offset, size) in enumerate(zip(offsets, box.shape, strict=True)):
         full = full.narrow(dim, offset, size)
     box.add_(full.to(box.device, box.dtype))
