@@ -277,7 +277,7 @@ def assemble(
     params = local_params(parts, shards, mesh, train)
     set_grad_dtype(train, params)
     cpu_offload = CPUOffloadedParams.of(params) if train.optimizer_offload == "cpu" else None
-    optimizer_params = cpu_offload.there if cpu_offload else params
+    optimizer_params = cpu_offload.host_params if cpu_offload else params
     optimizer = build_distributed_optimizer(
         run,
         optimizer_params,

@@ -50,7 +50,7 @@ def build_train_step(
     """
     train, config, mesh, trainable = run.train, names.config, layout.mesh, layout.trainable
     token_loss = vocab_head.sum_cross_entropy(loss)
-    stepped = cpu_offload.there if cpu_offload else layout.params
+    stepped = cpu_offload.host_params if cpu_offload else layout.params
     routers = build_routers(train, config, layout.parts, layout.params, mesh, ranks)
     norms = build_norms(train, layout.params, ranks)
     grad_norm = norms.gradient_norm if norms else partial(gradient_norm, trainable, ranks)

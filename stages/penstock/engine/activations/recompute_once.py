@@ -105,7 +105,7 @@ def current_autocast(device: str) -> torch.autocast:
 class _Argument:
     """A tensor argument of a call."""
 
-    kept: SavedTensor
+    saved: SavedTensor
     wants_gradient: bool
 
     @staticmethod
@@ -118,4 +118,4 @@ class _Argument:
 
     def detached(self) -> torch.Tensor:
         """A detached copy that requires a gradient if the argument did."""
-        return self.kept().detach().requires_grad_(self.wants_gradient)
+        return self.saved().detach().requires_grad_(self.wants_gradient)

@@ -40,8 +40,8 @@ class StagingBuffers:
     def __init__(self) -> None:
         self._memory: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
         # Set unless a copy is in progress.
-        self._made = threading.Event()
-        self._made.set()
+        self._copied = threading.Event()
+        self._copied.set()
         self._on_cuda = uses_cuda()
         self._stream: torch.cuda.Stream | None = None
 
@@ -50,7 +50,7 @@ class StagingBuffers:
 
         The copy holds everything computed until now, and `wait` blocks from now on.
         """
-        self._made.clear()
+        self._copied.clear()
         if self._on_cuda:
             self._stream = self._stream or torch.cuda.Stream()
             self._stream.wait_stream(torch.cuda.current_stream())
@@ -68,15 +68,15 @@ class StagingBuffers:
             self._memory.clear()
             raise
         finally:
-            self._made.set()
+            self._copied.set()
 
     def wait(self) -> None:
         """Wait until the copy has ended or failed."""
-        self._made.wait()
+        self._copied.wait()
 
     def _copy(self, boxes: Boxes) -> Boxes:
         copied = {
-            name: [ShardView(box.whole, box.offsets, self._buffer(name, box)) for box in parts]
+            name: [ShardView(box.full_shape, box.offsets, self._buffer(name, box)) for box in parts]
             for name, parts in boxes.items()
         }
         into = [box.data for parts in copied.values() for box in parts]

@@ -49,9 +49,9 @@ from penstock.engine.checkpoint.safe_dcp_reader import CheckpointFiles
 
 @dataclass(frozen=True)
 class ShardView:
-    """A box of a tensor with full shape `whole`; `data` is written, or read into in place."""
+    """A box of a tensor with shape `full_shape`; `data` is written, or read into in place."""
 
-    whole: tuple[int, ...]
+    full_shape: tuple[int, ...]
     offsets: tuple[int, ...]
     data: torch.Tensor
     rounded_to: torch.dtype | None = None
@@ -105,7 +105,7 @@ def read_boxes(boxes: Boxes, files: CheckpointFiles) -> None:
         if not isinstance(entry, TensorStorageMetadata):
             raise _other_model(files, f"lacks {name}")
         saved_shape = tuple(entry.size)
-        if wrong := [box.whole for box in parts if box.whole != saved_shape]:
+        if wrong := [box.full_shape for box in parts if box.full_shape != saved_shape]:
             fault = f"holds {name} as {saved_shape}, and the model makes it {wrong[0]}"
             raise _other_model(files, fault)
         reads += _reads(files, name, entry, parts)
@@ -206,7 +206,7 @@ def _write_item(name: str, box: ShardView) -> WriteItem:
             chunk=box.chunk,
             # Only the dtype: other properties in memory must not change the file.
             properties=TensorProperties(dtype=box.dtype),
-            size=torch.Size(box.whole),
+            size=torch.Size(box.full_shape),
         ),
     )
 

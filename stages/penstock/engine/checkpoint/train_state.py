@@ -111,7 +111,7 @@ class TrainState:
             if local_param.parameter.requires_grad or not (self.only_trained or is_left):
                 yield local_param
 
-    def _step_counts(self) -> Sequence[LocalParam]:
+    def _optimizer_params(self) -> Sequence[LocalParam]:
         return self.params if self.stepped is None else self.stepped
 
     def _all(self) -> Iterator[tuple[str, ShardView]]:
@@ -131,7 +131,7 @@ class TrainState:
             yield from _boxes(local_param, part, MODEL, "", self.rounded_to if is_rounded else None)
 
     def _states(self) -> Iterator[tuple[str, ShardView]]:
-        for local_param in self._step_counts():
+        for local_param in self._optimizer_params():
             part = local(local_param.parameter.detach())
             for name, value in self.optimizer.state.get(local_param.parameter, {}).items():
                 if name in PER_TENSOR_STATES:
@@ -146,7 +146,7 @@ class TrainState:
         afterwards.
         """
         saved_states = _states(files)
-        for local_param in self._step_counts():
+        for local_param in self._optimizer_params():
             if local_param.shards and saved_states.get(local_param.shards[0].tensor):
                 parameter = local_param.parameter
                 parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)

@@ -146,7 +146,7 @@ class FSDPSync:
         self, parts: Sequence[nn.Module], reshard_after: ReshardAfter, *, once: bool
     ) -> None:
         self._parts = [part for part in parts if isinstance(part, FSDPModule)]
-        self._kept, self._once = reshard_after, once
+        self._reshard_after, self._once = reshard_after, once
 
     def prepare_backward(self, *, last: bool) -> None:
         """Reduce gradients over shards in this pass, and over replicas in the last."""
@@ -156,7 +156,7 @@ class FSDPSync:
             part.set_requires_gradient_sync(reduces)
             part.set_requires_all_reduce(last)
             part.set_is_last_backward(reduces)
-            part.set_reshard_after_backward(last or self._kept != "step")
+            part.set_reshard_after_backward(last or self._reshard_after != "step")
 
     def wait(self) -> None:
         """FSDP2 reduced the gradients during the last pass."""

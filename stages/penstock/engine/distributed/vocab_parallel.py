@@ -113,7 +113,7 @@ class VocabParallelHead:
     """The LM head and losses of a model that is split over the mesh's tensor axis.
 
     With `divided` logits a rank holds [C, W], and two numbers per token are communicated, or three
-    with label smoothing; with `all_gather_dim0` logits each rank holds [C, V].
+    with label smoothing; with `gathered` logits each rank holds [C, V].
     """
 
     mesh: Mesh
@@ -141,14 +141,14 @@ class VocabParallelHead:
     def log_probs(self, loss: Loss = CROSS_ENTROPY) -> LogProbsFn:
         """`losses.cross_entropy.token_log_probs` for such a model."""
 
-        def found(
+        def of_labels(
             hidden: torch.Tensor, head: nn.Module, labels_T: torch.Tensor | Labels
         ) -> torch.Tensor:
             return token_log_probs(
                 *self._head_inputs(hidden, head, loss), labels_T, self._loss(loss)
             )
 
-        return found if self._group else partial(token_log_probs, loss=loss)
+        return of_labels if self._group else partial(token_log_probs, loss=loss)
 
     def token_scores(self, loss: Loss = CROSS_ENTROPY) -> TokenScoresFn:
         """`losses.token_metrics.token_scores` for such a model."""
@@ -172,7 +172,7 @@ class VocabParallelHead:
         """
         gathering = replace(self, logits="gathered")
 
-        def found(
+        def capped(
             hidden: torch.Tensor, head: nn.Module, places_S: torch.Tensor
         ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
             inputs = gathering._head_inputs(hidden, head, loss)
@@ -180,7 +180,7 @@ class VocabParallelHead:
             for chunk, logits_CV in chunked_logits(*inputs, places_S, loss, self.size):
                 yield chunk, logits_CV if cap is None else (logits_CV / cap).tanh() * cap
 
-        return found
+        return capped
 
     @property
     def _group(self) -> dist.ProcessGroup | None:

@@ -131,7 +131,7 @@ class Prefill(PrefillSegments):
     """int64 [E]: the tokens to cache, once for each row they go to."""
     rows: torch.Tensor
     """int64 [E]: the row of each."""
-    places: torch.Tensor
+    positions: torch.Tensor
     """int64 [E]: the position of each in its row."""
     gather: GatherTokens
     documents: torch.Tensor
@@ -146,7 +146,7 @@ class Prefill(PrefillSegments):
         parts = _parts(k_TKH, v_TKH)
         cached = self.cache.layer(next(self.calls), parts)
         for x_BKCH, x_TKH in zip(cached, parts, strict=True):
-            x_BKCH[self.rows, :, self.places] = x_TKH[self.tokens].to(x_BKCH.dtype)
+            x_BKCH[self.rows, :, self.positions] = x_TKH[self.tokens].to(x_BKCH.dtype)
 
     def store_latents(self, x_S1H: torch.Tensor) -> None:
         """Cache what the heads of the current layer share, of this rank's tokens."""
@@ -248,11 +248,11 @@ class DecodeStep(DecodeSegments):
             return None
         key = "seen by newest", window
         if key not in self.kept:
-            places_C = torch.arange(first, self.longest, device=device)
+            positions_C = torch.arange(first, self.longest, device=device)
             last_B = self._last_B(device)
-            mask_BC = places_C <= last_B[:, None]
+            mask_BC = positions_C <= last_B[:, None]
             if window is not None:
-                mask_BC &= places_C > last_B[:, None] - window
+                mask_BC &= positions_C > last_B[:, None] - window
             self.kept[key] = mask_BC
         return self.kept[key]
 
@@ -283,13 +283,13 @@ def prefill_segments(
     documents = torch.arange(len(rows)).repeat_interleave(torch.tensor(rows))
     tokens: list[torch.Tensor] = []
     into: list[torch.Tensor] = []
-    row_places: list[torch.Tensor] = []
+    row_positions: list[torch.Tensor] = []
     for document, copies in enumerate(rows):
         length = segments.lengths[document]
         for _ in range(copies):
             within = torch.arange(length)
             tokens.append(within + starts[document])
-            row_places.append(within)
+            row_positions.append(within)
             into.append(torch.full((length,), len(cache.lengths)))
             cache.lengths.append(length)
     cache.reserve()
@@ -298,7 +298,7 @@ def prefill_segments(
         cache=cache,
         tokens=to_device(torch.cat(tokens), device),
         rows=to_device(torch.cat(into), device),
-        places=to_device(torch.cat(row_places), device),
+        positions=to_device(torch.cat(row_positions), device),
         gather=gather,
         documents=to_device(documents, device),
         first_row=first_row,

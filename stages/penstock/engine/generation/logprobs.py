@@ -18,7 +18,7 @@ class TopLogprobs:
     """Top-k logprobs of completions, recorded token by token on the rank that computes them."""
 
     def __init__(self) -> None:
-        self._found: dict[int, list[tuple[int, torch.Tensor, torch.Tensor]]] = {}
+        self._recorded: dict[int, list[tuple[int, torch.Tensor, torch.Tensor]]] = {}
         """For each sequence, by index: the positions computed here, with top-k tokens and log-probs
         [K] of each. Context-parallel ranks compute other positions.
         """
@@ -36,7 +36,7 @@ class TopLogprobs:
         for index, row in enumerate(rows):
             seq, top = after[row], slice(after[row].prompt.top_k)
             entries = len(seq.tokens), tokens_SK[index, top], best.values[index, top]
-            self._found.setdefault(seq.index, []).append(entries)
+            self._recorded.setdefault(seq.index, []).append(entries)
 
     def gather(
         self, sequences: Sequence[DecodingSequence], ranks: ProcessInfo
@@ -51,7 +51,7 @@ class TopLogprobs:
         log_probs_A = torch.full((sum(sizes),), -torch.inf, device=ranks.device)
         parts = tokens_A.split(sizes), log_probs_A.split(sizes)
         for seq, *into in zip(requesting, *parts, strict=True):
-            if recorded := self._found.get(seq.index):
+            if recorded := self._recorded.get(seq.index):
                 positions, *entries = zip(*recorded, strict=True)
                 for part, values in zip(into, entries, strict=True):
                     part.view(len(seq.tokens), -1)[list(positions)] = torch.stack(values)

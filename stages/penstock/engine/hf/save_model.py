@@ -151,7 +151,7 @@ def _write_file(
     )
     with finished_write(target) as part, part.open("wb") as file:
         os.pwrite(file.fileno(), layout.header, 0)
-        for name, tensor in _each(weights, kinds):
+        for name, tensor in _read_batched(weights, kinds):
             if quantizer and name in quantizer.shapes:
                 pieces = quantizer.pieces(name, tensor, weights)
             else:
@@ -163,7 +163,7 @@ def _write_file(
         file.truncate(layout.size)
 
 
-def _each(weights: HFStateDict, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+def _read_batched(weights: HFStateDict, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
     """Iterate over tensors; small ones are read together, because each read has overhead."""
     batches: list[list[str]] = []
     budget = 0

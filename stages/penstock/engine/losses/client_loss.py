@@ -66,7 +66,7 @@ class LossBatch:
     """The sample of each token, int64; padding belongs to one more."""
     num_samples: int
     position_T: torch.Tensor  # noqa: N815
-    """The index of its log-prob among all tokens, int64; NOWHERE for padding."""
+    """The index of its log-prob among all tokens, int64; NO_POSITION for padding."""
 
 
 @dataclass(frozen=True)
@@ -161,8 +161,8 @@ class PolicyForwardBackward:
         logp_T = self.log_probs(hidden, head, loss_batch.batch.labels_T)
         # Ranks along the tensor axis compute the same values; one of them reports them.
         if self.layout.mesh.index("tensor") == 0:
-            is_told = loss_batch.position_T != NO_POSITION
-            log_probs[loss_batch.position_T[is_told]] = logp_T.detach()[is_told]
+            has_position = loss_batch.position_T != NO_POSITION
+            log_probs[loss_batch.position_T[has_position]] = logp_T.detach()[has_position]
         return logp_T
 
     def _sum_by_sample(self, loss_batch: LossBatch, x_T: torch.Tensor) -> torch.Tensor:

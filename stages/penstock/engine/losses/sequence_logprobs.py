@@ -99,9 +99,9 @@ class SequenceLogProbs:
         hidden: torch.Tensor,
         head: nn.Module,
     ) -> torch.Tensor:
-        found_DA = sums(hidden, head)
+        log_probs_DA = sums(hidden, head)
         if self.layout.is_loss_rank:
-            into_DA.copy_(found_DA)
+            into_DA.copy_(log_probs_DA)
         return hidden.new_zeros((), dtype=torch.float32)
 
 

@@ -49,8 +49,8 @@ def select_token_dispatcher(
         gigabytes=model.deepep_buffer_size_gb,
         num_sms=model.deepep_num_sms,
     )
-    waits = config.experts.shared_intermediate_size and model.deepep_async_combine
-    combining = "meanwhile" if waits else "at_once"
+    overlaps = config.experts.shared_intermediate_size and model.deepep_async_combine
+    combining = "meanwhile" if overlaps else "at_once"
     return lambda mixture, _, total: DeepEP(buffer, total, combining=combining).register_hooks(
         mixture
     )

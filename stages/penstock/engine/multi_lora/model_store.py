@@ -66,7 +66,11 @@ def estimate_sizes(trained: TrainState, ranks: ProcessInfo, exported: int | None
     as many as are saved.
     """
     parts = [
-        (name, math.prod(boxes[0].whole) * boxes[0].data.element_size(), math.prod(boxes[0].whole))
+        (
+            name,
+            math.prod(boxes[0].full_shape) * boxes[0].data.element_size(),
+            math.prod(boxes[0].full_shape),
+        )
         for name, boxes in trained.boxes().items()
     ]
     # Several ranks hold some parts of a tensor: each counts once.

@@ -51,7 +51,9 @@ def trim_lora_rank(rank: int, boxes: Boxes) -> Boxes:
     for name, parts in boxes.items():
         factor = _factor_in(name)
         # Per-tensor scalars are not trimmed.
-        cut = [_cut(box, factor, rank) if factor and len(box.whole) > 1 else box for box in parts]
+        cut = [
+            _cut(box, factor, rank) if factor and len(box.full_shape) > 1 else box for box in parts
+        ]
         if boxes_within := [box for box in cut if box is not None]:
             trimmed[name] = boxes_within
     return trimmed
@@ -64,9 +66,9 @@ def _factor_in(name: str) -> LoraParamName | None:
 
 
 def _cut(box: ShardView, factor: LoraParamName, rank: int) -> ShardView | None:
-    dim = rank_dim(factor, len(box.whole))
+    dim = rank_dim(factor, len(box.full_shape))
     size = min(rank - box.offsets[dim], box.data.shape[dim])
     if size <= 0:
         return None
-    trimmed_shape = (*box.whole[:dim], rank, *box.whole[dim + 1 :])
-    return replace(box, whole=trimmed_shape, data=box.data.narrow(dim, 0, size))
+    trimmed_shape = (*box.full_shape[:dim], rank, *box.full_shape[dim + 1 :])
+    return replace(box, full_shape=trimmed_shape, data=box.data.narrow(dim, 0, size))

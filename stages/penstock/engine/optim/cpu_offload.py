@@ -23,8 +23,8 @@ HOST = torch.device("cpu")
 class CPUOffloadedParams(StepPart):
     """Trainable parameters, and for each the CPU copy that the optimizer steps."""
 
-    here: Sequence[LocalParam]
-    there: Sequence[LocalParam]
+    device_params: Sequence[LocalParam]
+    host_params: Sequence[LocalParam]
 
     @classmethod
     def of(cls, params: Sequence[LocalParam]) -> "CPUOffloadedParams":
@@ -38,8 +38,8 @@ class CPUOffloadedParams(StepPart):
     def before_update(self, step: StepState) -> None:
         """Copy weights and gradients to the CPU."""
         del step
-        for param, other in zip(self.here, self.there, strict=True):
-            copy, gradient = other.parameter, param.parameter.grad
+        for param, host_param in zip(self.device_params, self.host_params, strict=True):
+            copy, gradient = host_param.parameter, param.parameter.grad
             # Weights too: a checkpoint or adapter merge may have changed them since the last step.
             copy.copy_(local(param.parameter), non_blocking=True)
             if gradient is None:
@@ -55,7 +55,7 @@ class CPUOffloadedParams(StepPart):
     def after_update(self, step: StepState) -> None:
         """Copy the updated weights back."""
         del step
-        for param, copy in zip(self.here, self.there, strict=True):
+        for param, copy in zip(self.device_params, self.host_params, strict=True):
             local(param.parameter).copy_(copy.parameter, non_blocking=True)
 
 

@@ -213,9 +213,9 @@ class DistMuon:
         for wave, messages in enumerate(self._waves):
             of_wave = [param for param in parameters if self._last_wave[param] == wave]
             momenta = {param: momentum_fn(param) for param in of_wave}
-            transpose = self._orthogonalized(messages, self._views(momenta))
+            directions = self._orthogonalized(messages, self._views(momenta))
             for parameter, momentum in momenta.items():
-                yield parameter, self._direction(parameter, momentum, transpose)
+                yield parameter, self._direction(parameter, momentum, directions)
         for parameter in parameters:
             if self._last_wave[parameter] < 0:
                 # This rank holds no part of it. Its momentum is requested all the same, because it
@@ -275,10 +275,10 @@ class DistMuon:
                 )
                 full_matrices[msg.box.matrix] = full_matrix
             msg.box.within(full_matrix).copy_(boxes[msg.box])
-        transpose = dict(
+        orthogonal = dict(
             zip(full_matrices, self._orthogonalizer(list(full_matrices.values())), strict=True)
         )
-        directions = {msg.box: msg.box.within(transpose[msg.box.matrix]) for msg in owned}
+        directions = {msg.box: msg.box.within(orthogonal[msg.box.matrix]) for msg in owned}
         back = self._exchange(
             [(rank, directions[msg.box]) for msg in owned for rank in msg.holders if rank != me],
             [(msg.owner, msg.box) for msg in messages if me in msg.holders and msg.owner != me],
@@ -312,10 +312,13 @@ class DistMuon:
         return {box: part.view(box.sizes) for box, part in zip(boxes, cut, strict=True)}
 
     def _direction(
-        self, parameter: nn.Parameter, momentum: torch.Tensor, transpose: Mapping[Box, torch.Tensor]
+        self,
+        parameter: nn.Parameter,
+        momentum: torch.Tensor,
+        directions: Mapping[Box, torch.Tensor],
     ) -> torch.Tensor:
         """The update of the local part of a parameter, in float32."""
         direction = torch.empty_like(momentum, dtype=torch.float32)
         for box, into in self._box_views(parameter, direction):
-            into.copy_(transpose[box]).mul_(self._orthogonalizer.size(box.shape))
+            into.copy_(directions[box]).mul_(self._orthogonalizer.size(box.shape))
         return direction

@@ -46,7 +46,7 @@ class Rows:
     """Which rows of which weight a rank holds, and how they are quantized."""
 
     first: int
-    whole: int
+    num_rows: int
     group: dist.ProcessGroup
     """The group of ranks that hold the other rows."""
     product: Float8Matmul
@@ -60,7 +60,7 @@ class Rows:
         """The rows quantized with the scales of the full weight."""
         sharing = self.scheme.of_weights
         blocks = seen(shard_NK, self.scheme.block)
-        largest = largest_of_part(blocks, sharing, self.first, self.whole)
+        largest = largest_of_part(blocks, sharing, self.first, self.num_rows)
         largest = largest_over(self.group, largest)
         for agree in _reaching(self.product.agreement, sharing):
             largest = agree(largest)

@@ -38,7 +38,7 @@ class Quantizer:
     """How one model's tensors are stored."""
 
     scheme: SchemeName
-    kept: Format
+    format: Format
     shapes: Mapping[str, tuple[int, ...]]
     """The shapes of the quantized weights."""
     untouched: tuple[str, ...]
@@ -48,11 +48,11 @@ class Quantizer:
     @property
     def config(self) -> dict[str, Any]:
         """The `quantization_config` of config.json."""
-        return compressed_tensors.quantization_config(self.scheme, self.kept, self.untouched)
+        return compressed_tensors.quantization_config(self.scheme, self.format, self.untouched)
 
     def kinds(self, name: str) -> dict[str, Kind]:
         """The tensors that a quantized weight is stored as."""
-        return compressed_tensors.stored_tensors(_layer(name), self.shapes[name], self.kept)
+        return compressed_tensors.stored_tensors(_layer(name), self.shapes[name], self.format)
 
     def pieces(
         self, name: str, weight: torch.Tensor, weights: HFStateDict
@@ -62,12 +62,14 @@ class Quantizer:
         Scales that cover several matrices are computed by reading these from `weights`. Raises
         CapabilityError for non-finite values.
         """
-        shape, layer, tall = self.shapes[name], _layer(name), self.kept.tile_rows
-        shared = self._of_one_matrix(name, weight, weights) if self.kept.scales == "e4m3" else None
+        shape, layer, tall = self.shapes[name], _layer(name), self.format.tile_rows
+        shared = (
+            self._of_one_matrix(name, weight, weights) if self.format.scales == "e4m3" else None
+        )
         rows = max(STRETCH // (4 * shape[1]) // tall, 1) * tall
         for first in range(0, shape[0], rows):
             try:
-                quantized = quantize(weight[first : first + rows], self.kept, shared)
+                quantized = quantize(weight[first : first + rows], self.format, shared)
             except ValueError as error:
                 raise CapabilityError(
                     f"export.quantise: {name}: {error}.\n"
@@ -96,7 +98,7 @@ class Quantizer:
         part = _part(name)
         if part not in self._largest:
             amaxes = [
-                largest(weight if like == name else weights.read([like])[like], self.kept)
+                largest(weight if like == name else weights.read([like])[like], self.format)
                 for like in self._parts[part]
             ]
             self._largest[part] = torch.stack([amax for amax in amaxes if amax is not None]).amax(0)

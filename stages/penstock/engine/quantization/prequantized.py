@@ -46,9 +46,9 @@ class Names:
     """The suffixes of scale tensors after the weight's name."""
 
     scales: str
-    whole: str
+    global_scale: str
     """One scale for the whole matrix."""
-    whole_is: Literal["multiplied", "divided by"] = "multiplied"
+    global_scale_is: Literal["multiplied", "divided by"] = "multiplied"
 
 
 NAMES: Mapping[QuantMethod, Names] = {
@@ -119,8 +119,8 @@ class RowwiseFormat:
         if format.scales == "e4m3":
             dtypes = (torch.float8_e4m3fn,)
             scales = _rows(folder, name + names.scales, grid, row_range, dtypes)
-            of_all = _one(folder, name + names.whole)
-            if names.whole_is == "divided by":
+            of_all = _one(folder, name + names.global_scale)
+            if names.global_scale_is == "divided by":
                 of_all = of_all.reciprocal()
             return nvfp4_of_modelopt(codes, scales, of_all)
         if format.group is None and _is_one(folder, name + names.scales):
