@@ -323,7 +323,7 @@ def test_what_a_gone_api_had_asked_for_is_not_begun(tmp_path):
 def test_a_drawing_that_fails_is_no_failure_of_those_that_were_drawn_with_it(tmp_path):
     async def check():
         async with house(tmp_path) as here:
-            here.workers.fails = lambda order: 3 in order.counts
+            here.workers.fails = lambda order: any(each.count == 3 for each in order.samples)
             prompt = Array.of([1], "int32")
             asked = [
                 await here.client.ask(Sample(prompt=prompt, sampling=sampling(), count=count))
@@ -360,6 +360,6 @@ def test_asks_to_sample_from_the_same_are_drawn_together(tmp_path):
             ]
             ended = [await each for each in asked]
             assert [len(sampled.sequences) for sampled in ended] == [1, 2, 3]
-            assert [len(order.prompts) for order in here.workers.orders] == [3]
+            assert [len(order.samples) for order in here.workers.orders] == [3]
 
     asyncio.run(check())

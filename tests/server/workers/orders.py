@@ -13,7 +13,7 @@ from penstock.engine.distributed.ranks import init_process_group
 from penstock.engine.hf.config import read_hf_config
 from penstock.engine.hf.tokenizer_files import TokenizerFiles
 from penstock.engine.multi_lora.shared_base import build_shared_base
-from penstock.server.protocol.requests import OptimStep
+from penstock.server.protocol.requests import OptimStep, Sample
 from penstock.server.protocol.types import AdamParams, Array, Datum, LoraConfig, SamplingParams
 from penstock.server.protocol.worker_commands import (
     CreateModelCommand,
@@ -114,7 +114,7 @@ def answering(adapter: str | None = None, **more: Any) -> GenerateCommand:
     """Four of the likeliest tokens after a prompt; `more` is how."""
     how = SamplingParams(max_tokens=4, temperature=0.0, **more)
     prompt = Array.of([5, 6, 7], "int32")
-    return GenerateCommand(prompts=(prompt,), counts=(1,), settings=(how,), adapter=adapter)
+    return GenerateCommand(samples=(Sample(prompt=prompt, sampling=how),), adapter=adapter)
 
 
 def saving(model: str, folder: Path) -> SaveCheckpointCommand:

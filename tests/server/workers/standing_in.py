@@ -188,7 +188,8 @@ class StandIn:
                 del self.models[order.model]
                 return Done()
             case GenerateCommand():
-                return GenerateResult(results=tuple(self._drawn(order, n) for n in order.counts))
+                drawn = (self._drawn(order, sample.count) for sample in order.samples)
+                return GenerateResult(results=tuple(drawn))
             case WeightSyncCommand():
                 return SyncWeightsResult(
                     num_parameters=1, total_bytes=2, num_buckets=1, seconds=0.0, endpoints=()

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from msgspec.structs import replace
 
 from penstock.server.api.wire.chunks import ChunkDecoder
 from penstock.server.images.expand import load_expander
+from penstock.server.protocol.requests import Sample
 from penstock.server.protocol.types import Array, Datum, SamplingParams
 from penstock.server.protocol.worker_commands import (
     CreateModelCommand,
@@ -118,12 +120,8 @@ def test_a_step_is_that_of_torch_and_what_is_saved_has_the_vision_tower(folder, 
     assert ours.keys() == wanted.keys()
     sampled = workers.do(
         GenerateCommand(
-            prompts=(order.data[2].tokens,),
-            counts=(1,),
-            settings=(SamplingParams(max_tokens=0),),
+            samples=(drawing(order.data[2], order.images, max_tokens=0, prompt_logprobs=True),),
             adapter=str(tmp_path / "kept"),
-            prompt_logprobs=(True,),
-            images=(tuple(order.images[index] for index in order.data[2].images),),
         )
     )
     with torch.no_grad():
@@ -138,18 +136,26 @@ def test_a_step_is_that_of_torch_and_what_is_saved_has_the_vision_tower(folder, 
         assert ("visual" in name) == torch.equal(tensor, before[name])
 
 
+def drawing(datum, images, *, prompt_logprobs=False, **sampling):
+    """A greedy completion of a sample's tokens and images."""
+    return Sample(
+        prompt=datum.tokens,
+        images=tuple(images[index] for index in datum.images),
+        sampling=SamplingParams(temperature=0.0, **sampling),
+        prompt_logprobs=prompt_logprobs,
+    )
+
+
 def test_prompts_with_images_are_completed_as_by_transformers(folder, judge, expander, tmp_path):
     workers = operations(folder, tmp_path)
     data, images = encoded(expander, SAMPLES)
     count = 6
-    how = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
-    order = GenerateCommand(
-        prompts=tuple(datum.tokens for datum in data),
-        counts=(1, 2, 1, 1),
-        settings=(how,) * len(data),
-        prompt_logprobs=(True,) * len(data),
-        images=tuple(tuple(images[index] for index in datum.images) for datum in data),
-    )
+    samples = [
+        drawing(datum, images, max_tokens=count, ignore_eos=True, prompt_logprobs=True)
+        for datum in data
+    ]
+    samples[1] = replace(samples[1], count=2)
+    order = GenerateCommand(samples=tuple(samples))
     for parts, datum, result in zip(SAMPLES, data, workers.do(order).results, strict=True):
         prompt = datum.tokens.numpy()
         given = [*parts]
@@ -172,10 +178,7 @@ def shared_between_ranks(folder, out, settings):
     workers = operations(folder, out, **settings)
     order = a_pass(load_expander(str(folder)), SAMPLES, ((0,), (1,), (2,), (3,)))
     prompts = GenerateCommand(
-        prompts=tuple(datum.tokens for datum in order.data),
-        counts=(1,) * 4,
-        settings=(SamplingParams(max_tokens=3, temperature=0.0),) * 4,
-        images=tuple(tuple(order.images[at] for at in datum.images) for datum in order.data),
+        samples=tuple(drawing(datum, order.images, max_tokens=3) for datum in order.data),
         adapter=str(out / "kept"),
     )
     save = ExportCommand(model="m", folder=str(out / "kept"))

@@ -10,6 +10,7 @@ from penstock.core.cache.folder_digests import DIGESTS
 from penstock.core.errors import ArtifactError
 from penstock.engine.distributed.ranks import init_process_group
 from penstock.engine.multi_lora.model_store import SAMPLER
+from penstock.server.protocol.requests import Sample
 from penstock.server.protocol.types import Array, SamplingParams
 from penstock.server.protocol.worker_commands import (
     CreateModelCommand,
@@ -72,7 +73,7 @@ def test_answers_end_where_the_model_ends_a_text_unless_that_is_not_wanted(tmp_p
 
     def asking(**more):
         how = SamplingParams(max_tokens=40, temperature=0.0, **more)
-        return GenerateCommand(prompts=(prompt,), counts=(1,), settings=(how,))
+        return GenerateCommand(samples=(Sample(prompt=prompt, sampling=how),))
 
     plain = write_model(tmp_path / "plain")
     [whole] = drawn(plain, tmp_path, [asking(ignore_eos=True)])
@@ -95,15 +96,13 @@ def drawn(model, out, orders):
 def test_the_likeliest_tokens_of_answers_and_prompts_are_told_where_they_are_asked_for(
     model, tmp_path
 ):
-    prompts = tuple(Array.of(ids, "int32") for ids in ([5, 6, 7], [9, 8]))
+    prompts = [Array.of(ids, "int32") for ids in ([5, 6, 7], [9, 8])]
     how = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
-    order = GenerateCommand(
-        prompts=prompts,
-        counts=(2, 1),
-        settings=(how, how),
-        topk_prompt_logprobs=(0, 2),
-        topk_sample_logprobs=(3, 0),
+    samples = (
+        Sample(prompt=prompts[0], sampling=how, count=2, topk_sample_logprobs=3),
+        Sample(prompt=prompts[1], sampling=how, topk_prompt_logprobs=2),
     )
+    order = GenerateCommand(samples=samples)
     [generated] = done(model, tmp_path, [order])
     asked, other = generated.results
     for sequence in asked.sequences:

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from penstock.server.protocol.requests import ZeroGrad
+from penstock.server.protocol.results import Done
 from penstock.server.protocol.worker_commands import (
     CommandFailure,
     FromWorkers,
@@ -31,7 +32,7 @@ def test_workers_that_come_after_some_that_failed_and_ended_are_not_told_to_leav
         async with asyncio.timeout(5):
             while workers.ready is None:
                 await asyncio.sleep(0)
-            forgetting = asyncio.create_task(workers.run(ZeroGrad(model="m")))
+            forgetting = asyncio.create_task(workers.run(ZeroGrad(model="m"), Done))
             command = await first.receive()
             fault = CommandFailure(
                 id=command.id,

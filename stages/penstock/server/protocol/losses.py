@@ -1,6 +1,6 @@
 """Loss inputs and parameters that clients may set: per-token inputs, and scalars. No torch."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from penstock.server.protocol.types import Loss
 
@@ -53,3 +53,26 @@ PARAMS: Mapping[Loss, Mapping[str, float]] = {
 }
 """Parameters and their defaults. `eps_clip_c` above 1 bounds the loss of a token with negative
 advantage (Ye et al. 2020, "dual clip"); 0 disables it."""
+
+
+def inputs_fault(loss: Loss, names: Collection[str], *optional: str) -> str | None:
+    """Why a sample of this loss cannot have exactly the inputs `names`; None: it can. `optional`:
+    names that are accepted besides those of the loss."""
+    required = (TARGETS, *REQUIRED[loss])
+    if missing := [name for name in required if name not in names]:
+        return f"has no {', '.join(missing)}, which {loss} takes"
+    accepted = {*required, *OPTIONAL[loss], *optional}
+    if strange := sorted(name[:100] for name in names if name not in accepted):
+        return (
+            f"has {', '.join(strange[:5])}, which {loss} does not take;"
+            f" it takes {', '.join(sorted(accepted))}"
+        )
+    return None
+
+
+def params_fault(loss: Loss, names: Collection[str]) -> str | None:
+    """Why this loss cannot have the parameters `names`; None: it can."""
+    if strange := sorted(name[:100] for name in names if name not in PARAMS[loss]):
+        takes = ", ".join(PARAMS[loss]) or "no numbers"
+        return f"{loss} takes no {', '.join(strange[:5])}; it takes {takes}"
+    return None

@@ -9,11 +9,11 @@ from typing import Literal
 from msgspec import field
 
 from penstock.server.protocol.codec import Category, Code, Message
-from penstock.server.protocol.images import Image
 from penstock.server.protocol.requests import (
     ForwardBackward,
     ModelConfig,
     OptimStep,
+    Sample,
     WeightSyncOptions,
     ZeroGrad,
 )
@@ -25,12 +25,7 @@ from penstock.server.protocol.results import (
     ServedModel,
     SyncWeightsResult,
 )
-from penstock.server.protocol.types import (
-    Array,
-    Endpoint,
-    SamplingParams,
-    Secret,
-)
+from penstock.server.protocol.types import Endpoint, Secret
 
 
 class CreateModelCommand(ModelConfig):
@@ -80,20 +75,10 @@ class ExportCommand(Message):
 
 
 class GenerateCommand(Message):
-    """Sample completions: `prompts` int32 [T] each, each `counts` times.
+    """Sample completions. `adapter`: a folder written by ExportCommand; None: the base model."""
 
-    `adapter`: a folder written by ExportCommand; None: the base model. `settings`: one per prompt.
-    """
-
-    prompts: tuple[Array, ...]
-    counts: tuple[int, ...]
-    settings: tuple[SamplingParams, ...]
+    samples: tuple[Sample, ...]
     adapter: str | None = None
-    prompt_logprobs: tuple[bool, ...] = ()
-    topk_prompt_logprobs: tuple[int, ...] = ()
-    topk_sample_logprobs: tuple[int, ...] = ()
-    images: tuple[tuple[Image, ...], ...] = ()
-    """Of each prompt, in the order of their tokens; or none at all."""
 
 
 class WeightSyncCommand(WeightSyncOptions, kw_only=True):
@@ -165,7 +150,7 @@ class CheckpointSizes(Message):
 
 
 class GenerateResult(Message):
-    """Completions, one per prompt of GenerateCommand."""
+    """Completions, in the order of the samples of GenerateCommand."""
 
     results: tuple[SampleResult, ...]
 

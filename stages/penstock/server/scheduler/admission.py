@@ -1,11 +1,10 @@
 """Admission control: whether a request may enter the queue (ownership, validity, limits)."""
 
 import math
-from collections.abc import Callable
 
 from penstock.server.protocol.envelopes import Request
 from penstock.server.protocol.requests import CreateModel, ForwardBackward, ModelOperation, Sample
-from penstock.server.protocol.results import CreateModelResult, ServedModel
+from penstock.server.protocol.results import CreateModelResult
 from penstock.server.scheduler.checkpoint_names import model_name
 from penstock.server.scheduler.errors import RequestError
 from penstock.server.scheduler.models import Models
@@ -14,6 +13,7 @@ from penstock.server.scheduler.queue import Outcome, RequestQueue, Task
 from penstock.server.scheduler.sessions import Sessions, check_limit, check_metadata
 from penstock.server.scheduler.settings import SchedulerSettings
 from penstock.server.scheduler.validate_request import check, check_base
+from penstock.server.scheduler.worker_client import WorkerClient
 
 
 class Admission:
@@ -24,16 +24,13 @@ class Admission:
         queue: RequestQueue,
         sessions: Sessions,
         models: Models,
-        served: Callable[[], ServedModel | None],
-        base_names: Callable[[], list[str]],
+        workers: WorkerClient,
         settings: SchedulerSettings,
     ) -> None:
-        """`served`: information about the workers; None while unknown."""
         self._queue = queue
         self._sessions = sessions
         self._models = models
-        self._served = served
-        self._base_names = base_names
+        self._workers = workers
         self._settings = settings
         self._being_created: dict[str, Task] = {}
         """Models that are being created."""
@@ -45,7 +42,9 @@ class Admission:
         if isinstance(operation, Sample):
             task = Task(operation, request.owner, None, request_ids=[request.id])
             self.check(task)
-            self._touch_sampler(operation, request.owner)
+            if operation.sampler is not None:
+                self._sessions.sampler(operation.sampler, request.owner)
+                self._sessions.touch_sampler(operation.sampler)
             self._queue.put(task)
             return None
         if isinstance(operation, CreateModel):
@@ -65,12 +64,11 @@ class Admission:
             # Shapes are validated next.
             lengths = (math.prod(datum.tokens.shape) for datum in operation.data)
             check_lengths(lengths, self._settings.sample_packing_sequence_len)
-        served = self._served()
-        if served is None:
+        if self._workers.last is None:
             return
-        check(operation, served)
+        check(operation, self._workers.served)
         if isinstance(operation, CreateModel):
-            check_base(operation.base_model, self._base_names())
+            check_base(operation.base_model, self._workers.base_names)
         task.is_checked = True
 
     def on_task_end(self, task: Task) -> None:
@@ -158,8 +156,8 @@ class Admission:
         owners = list(
             (creating | {model.model: model.owner for model in self._models.open()}).values()
         )
-        served, settings = self._served(), self._settings
-        if owners and served is not None and served.trains == "all weights":
+        ready, settings = self._workers.last, self._settings
+        if owners and ready is not None and ready.served.trains == "all weights":
             raise RequestError(
                 "busy",
                 f"all weights are trained here, of one model at a time, and one is loaded.\n"
@@ -182,8 +180,3 @@ class Admission:
         ):
             return creating.operation.session
         return self._models.find_open(model, owner).session
-
-    def _touch_sampler(self, operation: Sample, owner: str) -> None:
-        if operation.sampler is not None:
-            self._sessions.sampler(operation.sampler, owner)
-            self._sessions.touch_sampler(operation.sampler)

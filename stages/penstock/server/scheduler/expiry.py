@@ -3,6 +3,7 @@
 Models of a session are saved before they are unloaded; a model that cannot be saved stays loaded.
 """
 
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from penstock.server.scheduler.models import Models
 from penstock.server.scheduler.queue import RequestQueue, Task
 from penstock.server.scheduler.sessions import Sessions
 from penstock.server.scheduler.settings import SchedulerSettings
-from penstock.server.scheduler.state_store import ModelRecord, SessionRecord
+from penstock.server.scheduler.state_store import SessionRecord
 
 LONGEST_INTERVAL = 30.0
 """Maximum seconds between checks."""
@@ -50,7 +51,8 @@ class Expiry:
     def sweep(self) -> None:
         """Unload models of expired sessions, and end sessions that have no model left."""
         for session in self._sessions.open():
-            if self._is_idle(session) and not self._open_models(session):
+            has_open = any(model.is_open for model in self._sessions.models(session.session))
+            if self._is_idle(session) and not has_open:
                 self.end(session, f"nothing was heard of its client for {self._timeout:g} s")
         self._unload_expired()
         now = time.time()
@@ -88,26 +90,17 @@ class Expiry:
             for record in self._sessions.models(session.session)
         )
 
-    def _open_models(self, session: SessionRecord) -> list[ModelRecord]:
-        return [model for model in self._sessions.models(session.session) if model.is_open]
-
     def _unload_expired(self) -> None:
-        expired = [record for record in self._models.open() if self.is_expired(record.model)]
-        names = {record.model for record in expired}
-        self._last_attempts = {
-            name: when for name, when in self._last_attempts.items() if name in names
-        }
-        for record in expired:
-            if not self._is_unloading(record.model):
-                self._unload(record)
-
-    def _is_unloading(self, model: str) -> bool:
-        return self._queue.pending(model) > self._queue.pending_from_clients(model)
-
-    def _unload(self, record: ModelRecord) -> None:
-        now = time.monotonic()
-        if now - self._last_attempts.get(record.model, -RETRY_SECONDS) < RETRY_SECONDS:
-            return
-        self._last_attempts[record.model] = now
-        operation = UnloadModel(model=record.model)
-        self._queue.put(Task(operation, record.owner, record.model, is_internal=True))
+        now, earlier, self._last_attempts = time.monotonic(), self._last_attempts, {}
+        for record in self._models.open():
+            model = record.model
+            if not self.is_expired(model):
+                continue
+            last_attempt = earlier.get(model, -math.inf)
+            is_unloading = self._queue.pending(model) > self._queue.pending_from_clients(model)
+            if not is_unloading and now - last_attempt >= RETRY_SECONDS:
+                self._queue.put(
+                    Task(UnloadModel(model=model), record.owner, model, is_internal=True)
+                )
+                last_attempt = now
+            self._last_attempts[model] = last_attempt

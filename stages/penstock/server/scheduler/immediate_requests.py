@@ -4,51 +4,20 @@ Each is handled on arrival.
 """
 
 from collections.abc import Callable, Collection
-from pathlib import Path
 
-from penstock.server.protocol.requests import (
-    AddEndpoint,
-    CreateSampler,
-    CreateSession,
-    DeleteCheckpoint,
-    EndSession,
-    GetCapabilities,
-    GetCheckpoint,
-    GetModel,
-    GetSampler,
-    GetSession,
-    Heartbeat,
-    ImmediateOperation,
-    ListCheckpoints,
-    ListEndpoints,
-    ListModels,
-    ListSessions,
-    RemoveEndpoint,
-    UpdateCheckpoint,
-)
-from penstock.server.protocol.results import (
-    CheckpointResult,
-    CreateSessionResult,
-    Done,
-    HeartbeatResult,
-    ListCheckpointsResult,
-    ListModelsResult,
-    ListSessionsResult,
-    ModelResult,
-    Result,
-    SamplerResult,
-    ServedModel,
-    SessionResult,
-)
+from penstock.server.protocol import requests, results
 from penstock.server.scheduler.checkpoint_catalog import CheckpointCatalog, to_checkpoint_info
 from penstock.server.scheduler.checkpoint_names import sampler_name
 from penstock.server.scheduler.errors import RequestError
+from penstock.server.scheduler.expiry import Expiry
 from penstock.server.scheduler.inference_endpoints import InferenceEndpoints
 from penstock.server.scheduler.models import Models
-from penstock.server.scheduler.queue import Outcome
+from penstock.server.scheduler.queue import Outcome, RequestQueue
 from penstock.server.scheduler.sessions import Sessions
-from penstock.server.scheduler.state_store import SamplerRecord, SessionRecord, StateStore
+from penstock.server.scheduler.state_store import SamplerRecord, StateStore
+from penstock.server.scheduler.storage import TrashCollector
 from penstock.server.scheduler.validate_request import check_base, check_ttl
+from penstock.server.scheduler.worker_client import WorkerClient
 
 MAX_PAGE = 1000
 """Maximum models per page."""
@@ -63,100 +32,119 @@ class ImmediateRequests:
         sessions: Sessions,
         models: Models,
         checkpoints: CheckpointCatalog,
-        *,
-        served: Callable[[], ServedModel],
-        base_names: Callable[[], list[str]],
-        pending: Callable[[str], int],
-        discard: Callable[[list[Path]], None],
-        end: Callable[[SessionRecord, str], None],
+        workers: WorkerClient,
+        queue: RequestQueue,
+        expiry: Expiry,
+        trash: TrashCollector,
         allowed_hosts: Collection[str],
     ) -> None:
-        """`served` raises RequestError while the workers are unknown; `pending` counts the requests
-        of a model; `discard` deletes folders in the background; `end` ends a session for a reason;
-        `allowed_hosts`: allowed inference servers."""
-        self._store = store
+        """`allowed_hosts`: allowed inference servers."""
         self._sessions = sessions
         self._models = models
         self._checkpoints = checkpoints
-        self._served = served
-        self._base_names = base_names
-        self._pending = pending
-        self._discard = discard
-        self._end = end
-        self._endpoints_file = InferenceEndpoints(store, allowed_hosts)
+        self._workers = workers
+        self._queue = queue
+        self._expiry = expiry
+        self._trash = trash
+        self._endpoints = InferenceEndpoints(store, allowed_hosts)
 
-    def run(self, operation: ImmediateOperation, owner: str) -> Result:
-        """Handle a request. Raises RequestError."""
-        match operation:
-            case CreateSession() | Heartbeat() | EndSession() | ListSessions() | GetSession():
-                return self._session(operation, owner)
-            case CreateSampler() | GetSampler():
-                return self._sampler(operation, owner)
-            case GetCapabilities():
-                return self._served()
-            case GetModel() | ListModels():
-                return self._model(operation, owner)
-            case ListCheckpoints() | DeleteCheckpoint() | UpdateCheckpoint() | GetCheckpoint():
-                return self._checkpoint(operation, owner)
-            case RemoveEndpoint() | ListEndpoints():
-                return self._endpoints_file.run(operation, owner)
-
-    def add(self, operation: AddEndpoint, owner: str, end: Callable[[Outcome], None]) -> None:
+    def add(
+        self, operation: requests.AddEndpoint, owner: str, end: Callable[[Outcome], None]
+    ) -> None:
         """Add an endpoint: the only immediate request that waits for another server; `end` receives
         its outcome."""
-        self._endpoints_file.add(operation, owner, end)
+        self._endpoints.add(operation, owner, end)
 
-    def _notice(self) -> str:
-        try:
-            return self._served().notice
-        except RequestError:
-            return ""
-
-    def _session(
-        self,
-        operation: CreateSession | Heartbeat | EndSession | ListSessions | GetSession,
-        owner: str,
-    ) -> Result:
+    def run(self, operation: requests.ImmediateOperation, owner: str) -> results.Result:
+        """Handle a request. Raises RequestError."""
         match operation:
-            case CreateSession():
+            case requests.CreateSession():
                 session = self._sessions.create(operation, owner)
-                return CreateSessionResult(session=session.session, notice=self._notice())
-            case Heartbeat():
-                return HeartbeatResult(
-                    sessions=self._sessions.record_heartbeats(operation.sessions, owner)
-                )
-            case EndSession():
-                record = self._sessions.find(operation.session, owner)
-                self._end(record, "its client has ended it")
-                return Done()
-            case ListSessions():
+                notice = self._workers.last.served.notice if self._workers.last else ""
+                return results.CreateSessionResult(session=session.session, notice=notice)
+            case requests.Heartbeat():
+                gone = self._sessions.record_heartbeats(operation.sessions, owner)
+                return results.HeartbeatResult(sessions=gone)
+            case requests.EndSession():
+                session = self._sessions.find(operation.session, owner)
+                self._expiry.end(session, "its client has ended it")
+                return results.Done()
+            case requests.ListSessions():
                 own = self._sessions.list_for_owner(owner)
-                return ListSessionsResult(sessions=tuple(record.session for record in own))
-            case GetSession():
-                record = self._sessions.find(operation.session, owner)
-                samplers = sorted(record.samplers, key=int)
-                return SessionResult(
-                    session=record.session,
-                    models=tuple(
-                        model.model
-                        for model in self._sessions.models(record.session)
-                        if model.owner == owner
-                    ),
-                    samplers=tuple(
-                        sampler_name(record.session, int(number)) for number in samplers
-                    ),
-                    user_metadata=record.user_metadata,
+                return results.ListSessionsResult(sessions=tuple(record.session for record in own))
+            case requests.GetSession():
+                return self._session(operation, owner)
+            case requests.CreateSampler():
+                return self._create_sampler(operation, owner)
+            case requests.GetSampler():
+                name, sampler = operation.sampler, self._sessions.sampler(operation.sampler, owner)
+                return results.SamplerResult(
+                    sampler=name, base_model=sampler.base_model, path=sampler.path
+                )
+            case requests.GetCapabilities():
+                return self._workers.served
+            case requests.RemoveEndpoint() | requests.ListEndpoints():
+                return self._endpoints.run(operation, owner)
+            case _:
+                return self._run_on_models(operation, owner)
+
+    def _run_on_models(
+        self,
+        operation: requests.GetModel
+        | requests.ListModels
+        | requests.ListCheckpoints
+        | requests.DeleteCheckpoint
+        | requests.UpdateCheckpoint
+        | requests.GetCheckpoint,
+        owner: str,
+    ) -> results.Result:
+        match operation:
+            case requests.GetModel():
+                record = self._models.find(operation.model, owner)
+                return results.ModelResult(
+                    info=self._checkpoints.model_info(record),
+                    served=self._workers.served,
+                    pending=self._queue.pending(record.model),
+                )
+            case requests.ListModels():
+                return self._list_models(operation, owner)
+            case requests.ListCheckpoints():
+                return self._list_checkpoints(operation, owner)
+            case requests.DeleteCheckpoint():
+                record = self._models.find(operation.model, owner)
+                self._trash.discard([self._checkpoints.delete(record, operation.name)])
+                return results.Done()
+            case requests.UpdateCheckpoint():
+                record = self._models.find(operation.model, owner)
+                check_ttl(operation.ttl_seconds)
+                self._checkpoints.keep(
+                    record, operation.name, operation.ttl_seconds, operation.public
+                )
+                return results.Done()
+            case requests.GetCheckpoint():
+                ref, checkpoint = self._checkpoints.read(operation.path, owner)
+                return results.CheckpointResult(
+                    base_model=checkpoint.base_model,
+                    lora=checkpoint.lora,
+                    checkpoint=to_checkpoint_info(ref.model, ref.relative_name, checkpoint),
                 )
 
-    def _sampler(self, operation: CreateSampler | GetSampler, owner: str) -> Result:
-        if isinstance(operation, GetSampler):
-            record = self._sessions.sampler(operation.sampler, owner)
-            return SamplerResult(
-                sampler=operation.sampler, base_model=record.base_model, path=record.path
-            )
+    def _session(self, operation: requests.GetSession, owner: str) -> results.Result:
+        record = self._sessions.find(operation.session, owner)
+        models = self._sessions.models(record.session)
+        return results.SessionResult(
+            session=record.session,
+            models=tuple(model.model for model in models if model.owner == owner),
+            samplers=tuple(
+                sampler_name(record.session, number) for number in sorted(map(int, record.samplers))
+            ),
+            user_metadata=record.user_metadata,
+        )
+
+    def _create_sampler(self, operation: requests.CreateSampler, owner: str) -> results.Result:
         session = self._sessions.find(operation.session, owner)
         self._sessions.touch(operation.session)
-        names = self._base_names()
+        names = self._workers.base_names
         check_base(operation.base_model, names)
         base_model, path = names[0], operation.path
         if path is not None:
@@ -174,16 +162,9 @@ class ImmediateRequests:
             path = str(ref)
         sampler = SamplerRecord(base_model=base_model, path=path)
         name = self._sessions.add_sampler(session, operation.number, sampler)
-        return SamplerResult(sampler=name, base_model=base_model, path=path)
+        return results.SamplerResult(sampler=name, base_model=base_model, path=path)
 
-    def _model(self, operation: GetModel | ListModels, owner: str) -> Result:
-        if isinstance(operation, GetModel):
-            record = self._models.find(operation.model, owner)
-            return ModelResult(
-                info=self._checkpoints.model_info(record),
-                served=self._served(),
-                pending=self._pending(record.model),
-            )
+    def _list_models(self, operation: requests.ListModels, owner: str) -> results.Result:
         if operation.limit < 1 or operation.offset < 0:
             raise RequestError(
                 "invalid",
@@ -191,43 +172,19 @@ class ImmediateRequests:
             )
         own = self._models.list_for_owner(owner)
         page = own[operation.offset : operation.offset + min(operation.limit, MAX_PAGE)]
-        return ListModelsResult(
+        return results.ListModelsResult(
             models=tuple(self._checkpoints.model_info(model) for model in page), total=len(own)
         )
 
-    def _checkpoint(
-        self,
-        operation: ListCheckpoints | DeleteCheckpoint | UpdateCheckpoint | GetCheckpoint,
-        owner: str,
-    ) -> Result:
-        match operation:
-            case ListCheckpoints():
-                if operation.model is not None:
-                    records = [self._models.find(operation.model, owner)]
-                else:
-                    records = self._models.list_for_owner(owner)
-                checkpoints = [
-                    checkpoint
-                    for record in records
-                    for checkpoint in self._checkpoints.list_for_model(record)
-                ]
-                checkpoints.sort(key=lambda checkpoint: checkpoint.time)
-                return ListCheckpointsResult(checkpoints=tuple(checkpoints))
-            case DeleteCheckpoint():
-                record = self._models.find(operation.model, owner)
-                self._discard([self._checkpoints.delete(record, operation.name)])
-                return Done()
-            case UpdateCheckpoint():
-                record = self._models.find(operation.model, owner)
-                check_ttl(operation.ttl_seconds)
-                self._checkpoints.keep(
-                    record, operation.name, operation.ttl_seconds, operation.public
-                )
-                return Done()
-            case GetCheckpoint():
-                ref, checkpoint = self._checkpoints.read(operation.path, owner)
-                return CheckpointResult(
-                    base_model=checkpoint.base_model,
-                    lora=checkpoint.lora,
-                    checkpoint=to_checkpoint_info(ref.model, ref.relative_name, checkpoint),
-                )
+    def _list_checkpoints(self, operation: requests.ListCheckpoints, owner: str) -> results.Result:
+        if operation.model is not None:
+            records = [self._models.find(operation.model, owner)]
+        else:
+            records = self._models.list_for_owner(owner)
+        checkpoints = [
+            checkpoint
+            for record in records
+            for checkpoint in self._checkpoints.list_for_model(record)
+        ]
+        checkpoints.sort(key=lambda checkpoint: checkpoint.time)
+        return results.ListCheckpointsResult(checkpoints=tuple(checkpoints))

@@ -6,18 +6,18 @@ still hold unchanged is kept.
 
 import logging
 
+from penstock.server.protocol.results import Done
 from penstock.server.protocol.worker_commands import (
     CheckpointSizes,
-    CreateModelCommand,
     LoadCheckpointCommand,
     Ready,
     UnloadModelCommand,
 )
 from penstock.server.scheduler.checkpoint_catalog import CheckpointCatalog
-from penstock.server.scheduler.checkpoint_names import CheckpointRef, parse_checkpoint_path
+from penstock.server.scheduler.checkpoint_names import parse_checkpoint_path
 from penstock.server.scheduler.errors import RequestError, WorkersLostError
 from penstock.server.scheduler.models import Models
-from penstock.server.scheduler.state_store import ModelRecord, ResumePoint, StateStore
+from penstock.server.scheduler.state_store import ModelRecord, StateStore, build_create_command
 from penstock.server.scheduler.validate_request import check_base
 from penstock.server.scheduler.worker_client import WorkerClient
 
@@ -57,11 +57,11 @@ class Recovery:
         restored: list[str] = []
         for name, record in loaded.items():
             if name in intact:
-                step, gathers = (
-                    ready.steps.get(name, record.step),
-                    name in ready.models_with_gradients,
+                self._models.adopt(
+                    record,
+                    step=ready.steps.get(name, record.step),
+                    has_gradients=name in ready.models_with_gradients,
                 )
-                self._models.adopt(record, step=step, has_gradients=gathers)
             else:
                 await self._open(record, ready, was_changing=name == interrupted)
                 restored.append(name)
@@ -70,7 +70,7 @@ class Recovery:
 
     async def _close(self, model: str) -> None:
         try:
-            await self._workers.run(UnloadModelCommand(model=model))
+            await self._workers.run(UnloadModelCommand(model=model), Done)
         except WorkersLostError:
             raise
         except RequestError as error:
@@ -81,13 +81,7 @@ class Recovery:
         is_held = False
         try:
             check_base(record.base_model, [ready.served.base_model])
-            sizes: CheckpointSizes = await self._workers.run(
-                CreateModelCommand(
-                    model=record.model,
-                    lora=record.lora,
-                    optimizer_config=record.optimizer_config,
-                )
-            )
+            sizes = await self._workers.run(build_create_command(record), CheckpointSizes)
             is_held = True
             await self._load(record)
         except WorkersLostError:
@@ -107,15 +101,13 @@ class Recovery:
             # Its checkpoint was deleted or overwritten: the newest existing one is closest to it.
             start = self._checkpoints.newest(record)
             record.start, record.is_unsaved = start, True
-            record.step = self._step(record, start)
+            record.step = 0
+            if start is not None:
+                ref = parse_checkpoint_path(start.path)
+                record.step = record.checkpoints[ref.relative_name].step
         if start is not None:
             folder = str(self._checkpoints.folder(parse_checkpoint_path(start.path)))
             await self._workers.run(
-                LoadCheckpointCommand(model=record.model, folder=folder, optimizer=start.optimizer)
+                LoadCheckpointCommand(model=record.model, folder=folder, optimizer=start.optimizer),
+                Done,
             )
-
-    def _step(self, record: ModelRecord, start: ResumePoint | None) -> int:
-        if start is None:
-            return 0
-        ref: CheckpointRef = parse_checkpoint_path(start.path)
-        return record.checkpoints[ref.relative_name].step

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
+from penstock.server.protocol.results import Done
 from penstock.server.protocol.worker_commands import ExportCommand, SaveCheckpointCommand
 from penstock.server.scheduler.checkpoint_names import CheckpointRef, Subfolder
 from penstock.server.scheduler.errors import RequestError
@@ -66,7 +67,8 @@ class CheckpointSaver:
             ref, record.state_bytes, f"a checkpoint of {ref.model}"
         )
         await self._workers.run(
-            SaveCheckpointCommand(model=record.model, folder=str(temp_folder), metadata=metadata)
+            SaveCheckpointCommand(model=record.model, folder=str(temp_folder), metadata=metadata),
+            Done,
         )
         checkpoint = await self._publish(record, ref, ttl_seconds, user_metadata, step, None)
         start = ResumePoint(path=str(ref), optimizer=True, time=checkpoint.time)
@@ -91,7 +93,7 @@ class CheckpointSaver:
         temp_folder = await self._prepare_temp_folder(
             ref, record.export_bytes, f"an export of {ref.model}"
         )
-        await self._workers.run(ExportCommand(model=record.model, folder=str(temp_folder)))
+        await self._workers.run(ExportCommand(model=record.model, folder=str(temp_folder)), Done)
         await self._publish(record, ref, ttl_seconds, user_metadata, live.step, only_for)
         return ref
 

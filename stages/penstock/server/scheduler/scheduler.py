@@ -31,7 +31,7 @@ from penstock.server.protocol.requests import (
     Sample,
     TrainingOperation,
 )
-from penstock.server.protocol.results import Result, ServedModel
+from penstock.server.protocol.results import Result
 from penstock.server.protocol.worker_commands import FromWorkers, Ready, ToWorkers
 from penstock.server.scheduler.admission import Admission
 from penstock.server.scheduler.checkpoint_catalog import CheckpointCatalog
@@ -51,12 +51,7 @@ from penstock.server.scheduler.save_checkpoint import CheckpointSaver
 from penstock.server.scheduler.sessions import Sessions
 from penstock.server.scheduler.settings import SchedulerSettings
 from penstock.server.scheduler.shutdown import GracefulShutdown
-from penstock.server.scheduler.state_store import (
-    QueueState,
-    ShutdownState,
-    StateStore,
-    build_model_record,
-)
+from penstock.server.scheduler.state_store import QueueState, ShutdownState, StateStore
 from penstock.server.scheduler.storage import Storage, TrashCollector
 from penstock.server.scheduler.training import TrainingRequests
 from penstock.server.scheduler.worker_client import WorkerClient, WorkersState
@@ -112,14 +107,11 @@ class Scheduler:
             saver,
             hosts,
         )
-        self._sampling = SamplingRequests(self._workers, storage, self._sessions, checkpoints)
         self._admission = Admission(
-            self._queue,
-            self._sessions,
-            self._models,
-            self._served,
-            self._base_names,
-            settings,
+            self._queue, self._sessions, self._models, self._workers, settings
+        )
+        self._sampling = SamplingRequests(
+            self._workers, self._sessions, checkpoints, self._admission.check
         )
         self._expiry = Expiry(
             settings, self._queue, self._sessions, self._models, checkpoints, trash.discard
@@ -129,12 +121,11 @@ class Scheduler:
             self._sessions,
             self._models,
             checkpoints,
-            served=self._served_now,
-            base_names=self._base_names,
-            pending=self._queue.pending,
-            discard=trash.discard,
-            end=self._expiry.end,
-            allowed_hosts=hosts,
+            self._workers,
+            self._queue,
+            self._expiry,
+            trash,
+            hosts,
         )
         self._shutdown = GracefulShutdown(
             settings, self._queue, self._workers, self._models, self._training
@@ -280,13 +271,6 @@ class Scheduler:
                 self._workers.serve()
             self._restored_workers = ready
 
-    def _samples_from(self, path: str | None, task: Task) -> bool:
-        assert isinstance(task.operation, Sample)
-        try:
-            return self._sampling.resolve_path(task.operation, task.owner) == path
-        except RequestError:
-            return False
-
     async def _run_task(self, task: Task) -> None:
         """Run a task; retry if the workers died and the model is then as before."""
         self._on_change()
@@ -297,7 +281,10 @@ class Scheduler:
             retries -= 1
             tasks, outcomes = await self._try_tasks(task, tasks)
         for finished, outcome in zip(tasks, outcomes, strict=True):
-            self._finish(finished, outcome)
+            self._queue.end(finished, outcome)
+            if finished.is_internal and isinstance(outcome, RequestError):
+                LOG.warning("model %s was not unloaded: %s", finished.model, outcome)
+            self._respond_to_all(finished, outcome)
         if not all(isinstance(outcome, RequestError) for outcome in outcomes):
             self._workers.consecutive_losses = 0
         self._on_change()
@@ -308,8 +295,7 @@ class Scheduler:
         if any(isinstance(outcome, OperationTimeoutError) for outcome in outcomes):
             return False
         return lost and (
-            isinstance(task.operation, Sample)
-            or self._training.is_repeatable(cast(TrainingOperation | CreateModel, task.operation))
+            isinstance(task.operation, Sample) or self._training.is_repeatable(task.operation)
         )
 
     async def _wait_for_workers(self) -> bool:
@@ -330,10 +316,10 @@ class Scheduler:
         outcomes: list[Outcome]
         try:
             if isinstance(task.operation, Sample):
-                path = self._sampling.resolve_path(task.operation, task.owner)
+                path = self._sampling.resolve_path(task)
                 most = self._settings.max_joined_samples - len(tasks)
-                tasks = tasks + self._queue.take_batch(most, partial(self._samples_from, path))
-                outcomes = await self._sample(tasks)
+                tasks = tasks + self._queue.take_batch(most, partial(self._sampling.is_from, path))
+                outcomes = await self._sampling.sample(tasks)
             else:
                 outcomes = [await self._run_operation(task)]
         except RequestError as error:
@@ -342,37 +328,15 @@ class Scheduler:
             outcomes = [internal_error(error)] * len(tasks)
         return tasks, outcomes
 
-    async def _sample(self, tasks: list[Task]) -> list[Outcome]:
-        refused: dict[int, RequestError] = {}
-        for index, task in enumerate(tasks):
-            try:
-                self._admission.check(task)
-            except RequestError as error:
-                refused[index] = error
-        operations = [
-            (cast(Sample, task.operation), task.owner)
-            for index, task in enumerate(tasks)
-            if index not in refused
-        ]
-        drawn = iter(await self._sampling.sample(operations))
-        return [refused.get(index) or next(drawn) for index in range(len(tasks))]
-
     async def _run_operation(self, task: Task) -> Result:
         self._admission.check(task)
         if isinstance(task.operation, CreateModel):
-            record = build_model_record(task.operation, task.owner)
-            return await self._training.create(task.operation, record, task.owner)
+            return await self._training.create(task.operation, task.owner)
         operation = cast(TrainingOperation, task.operation)
         if task.is_internal and not self._expiry.is_expired(operation.model):
             raise RequestError("cancelled", "its client is active again")
         why = self._expiry.unload_reason(operation.model) if task.is_internal else "it was unloaded"
         return await self._training.run(operation, task.owner, why)
-
-    def _finish(self, task: Task, outcome: Outcome) -> None:
-        self._queue.end(task, outcome)
-        if task.is_internal and isinstance(outcome, RequestError):
-            LOG.warning("model %s was not unloaded: %s", task.model, outcome)
-        self._respond_to_all(task, outcome)
 
     def _respond_to_all(self, task: Task, outcome: Outcome) -> None:
         """The response to every request that waits for the task."""
@@ -390,18 +354,15 @@ class Scheduler:
                 assert task.outcome is not None
                 self._respond_to_all(task, task.outcome)
             if now >= next_expiry:
-                self._expire()
+                try:
+                    self._expiry.sweep()
+                except Exception:
+                    # For example a full disk or a replaced folder: continue to serve.
+                    LOG.exception("the check for expired sessions and checkpoints failed")
+                self._on_change()
                 next_expiry = now + self._expiry.interval
             self._wake.set()
             await asyncio.sleep(min(CHECK_SECONDS, self._settings.sequence_gap_timeout / 4))
-
-    def _expire(self) -> None:
-        try:
-            self._expiry.sweep()
-        except Exception:
-            # For example a full disk or a replaced folder: continue to serve.
-            LOG.exception("the check for expired sessions and checkpoints failed")
-        self._on_change()
 
     async def _send_status_periodically(self) -> None:
         interval = self._settings.status_interval
@@ -419,42 +380,21 @@ class Scheduler:
         if self._workers.state != self._reported_state:
             self._send_status()
         if self._workers.state == "failed":
-            self._fail_waiting()
+            error = RequestError("unavailable", self._workers.reason)
+            for task in self._queue.drop_waiting():
+                self._respond_to_all(task, error)
         self._status_changed.set()
         self._wake.set()
 
     def _send_status(self) -> None:
         self._reported_state = self._workers.state
-        self._outbox.put_nowait(self._status())
-
-    def _fail_waiting(self) -> None:
-        """The workers have failed permanently: fail all waiting requests."""
-        error = RequestError("unavailable", self._workers.reason)
-        for task in self._queue.drop_waiting():
-            self._respond_to_all(task, error)
-
-    def _status(self) -> Status:
         running = self._queue.running
         request_ids = running[0].request_ids if running else []
-        return Status(
-            workers=self._workers.state,
-            reason=self._workers.reason,
-            queued=len(self._queue),
-            running=request_ids[0] if request_ids else "",
-        )
-
-    # Worker state.
-
-    def _served(self) -> ServedModel | None:
-        return self._workers.last.served if self._workers.last else None
-
-    def _served_now(self) -> ServedModel:
-        served = self._served()
-        if served is None:
-            raise RequestError(
-                "unavailable", "the workers are starting; the served model is not known yet"
+        self._outbox.put_nowait(
+            Status(
+                workers=self._workers.state,
+                reason=self._workers.reason,
+                queued=len(self._queue),
+                running=request_ids[0] if request_ids else "",
             )
-        return served
-
-    def _base_names(self) -> list[str]:
-        return [self._served_now().base_model, *self._settings.base_names]
+        )

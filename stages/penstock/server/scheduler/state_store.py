@@ -10,7 +10,6 @@ import hashlib
 import json
 import logging
 import re
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,6 +22,7 @@ from penstock.server.protocol.envelopes import Failure, Response
 from penstock.server.protocol.requests import CreateModel
 from penstock.server.protocol.secret import write_secret
 from penstock.server.protocol.types import LoraConfig, OptimizerConfig
+from penstock.server.protocol.worker_commands import CreateModelCommand
 
 
 class CheckpointRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -151,19 +151,10 @@ class ShutdownState(msgspec.Struct, frozen=True, kw_only=True):
     """Creation requests of models that received no request since."""
 
 
-def build_model_record(operation: CreateModel, owner: str) -> ModelRecord:
-    """The record of a model to be created."""
-    now = time.time()
-    return ModelRecord(
-        model=operation.model,
-        session=operation.session,
-        owner=owner,
-        base_model="",
-        lora=operation.lora,
-        optimizer_config=operation.optimizer_config,
-        user_metadata=operation.user_metadata,
-        created=now,
-        last_request=now,
+def build_create_command(record: ModelRecord) -> CreateModelCommand:
+    """The command that creates this model in workers."""
+    return CreateModelCommand(
+        model=record.model, lora=record.lora, optimizer_config=record.optimizer_config
     )
 
 

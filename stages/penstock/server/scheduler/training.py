@@ -8,38 +8,11 @@ from typing import Any
 
 from msgspec import structs
 
+from penstock.server.protocol import requests, results
+from penstock.server.protocol import worker_commands as commands
 from penstock.server.protocol.codec import Message
-from penstock.server.protocol.requests import (
-    CreateModel,
-    ForwardBackward,
-    LoadState,
-    OptimStep,
-    SaveSamplerWeights,
-    SaveState,
-    SyncWeights,
-    TrainingOperation,
-    UnloadModel,
-    WeightSyncOptions,
-    ZeroGrad,
-)
-from penstock.server.protocol.results import (
-    CreateModelResult,
-    Done,
-    ForwardBackwardResult,
-    OptimStepResult,
-    Result,
-    SaveResult,
-    ServedModel,
-)
+from penstock.server.protocol.results import Done
 from penstock.server.protocol.types import LoraConfig
-from penstock.server.protocol.worker_commands import (
-    CheckpointSizes,
-    CreateModelCommand,
-    ForwardBackwardCommand,
-    LoadCheckpointCommand,
-    UnloadModelCommand,
-    WeightSyncCommand,
-)
 from penstock.server.scheduler.checkpoint_catalog import CheckpointCatalog
 from penstock.server.scheduler.checkpoint_names import INITIAL, CheckpointRef, parse_checkpoint_path
 from penstock.server.scheduler.errors import RequestError, WorkersLostError
@@ -59,6 +32,7 @@ from penstock.server.scheduler.state_store import (
     ResumePoint,
     SamplerRecord,
     StateStore,
+    build_create_command,
 )
 from penstock.server.scheduler.worker_client import WorkerClient
 
@@ -92,18 +66,24 @@ class TrainingRequests:
         self._checkpoints = checkpoints
         self._saver = saver
 
-    async def run(self, operation: TrainingOperation, owner: str, why: str) -> Result:
+    async def run(
+        self, operation: requests.TrainingOperation, owner: str, why: str
+    ) -> results.Result:
         """Run a request. `why`: the reason for unloading a model. Raises RequestError."""
         record = self._models.find_open(operation.model, owner)
         record.last_request = time.time()
         match operation:
-            case ForwardBackward():
+            case requests.ForwardBackward():
                 return await self._pass(record, operation)
-            case OptimStep():
+            case requests.OptimStep():
                 return await self._step(record, operation)
-            case ZeroGrad():
-                return await self._zero_grad(record)
-            case SaveState():
+            case requests.ZeroGrad():
+                with self._models.modifying(record):
+                    await self._workers.run(operation, Done)
+                live = self._models.get_state(record)
+                live.has_gradients = live.lost_gradients = False
+                return Done()
+            case requests.SaveState():
                 self._models.check_not_corrupted(record)
                 ref = await self._saver.training(
                     record,
@@ -112,25 +92,31 @@ class TrainingRequests:
                     ttl_seconds=operation.ttl_seconds,
                     user_metadata=operation.user_metadata,
                 )
-                return SaveResult(model=record.model, name=ref.relative_name)
-            case LoadState():
+                return results.SaveResult(model=record.model, name=ref.relative_name)
+            case requests.LoadState():
                 return await self._load_state(record, operation, owner)
-            case SaveSamplerWeights():
+            case requests.SaveSamplerWeights():
                 return await self._save_sampler(record, operation, owner)
-            case SyncWeights():
+            case requests.SyncWeights():
                 return await self._sync(record, operation)
-            case UnloadModel():
-                return await self._unload(record, operation, why)
+            case requests.UnloadModel():
+                if operation.save and self._is_unsaved(record):
+                    await self.save(record)
+                await self._workers.run(commands.UnloadModelCommand(model=record.model), Done)
+                self._models.mark_unloaded(record, why)
+                return Done()
 
-    def is_repeatable(self, operation: TrainingOperation | CreateModel) -> bool:
+    def is_repeatable(self, operation: requests.ModelOperation) -> bool:
         """Whether a request that was lost with the workers can be retried once they are restored:
         it changed no unsaved state, or does not depend on the model's previous state."""
-        if isinstance(operation, CreateModel):
+        if isinstance(operation, requests.CreateModel):
             return True
         record = self._models.get(operation.model)
         if record is None or not record.is_open:
             return False
-        return isinstance(operation, LoadState) or not (record.is_unsaved or record.corrupted)
+        return isinstance(operation, requests.LoadState) or not (
+            record.is_unsaved or record.corrupted
+        )
 
     def unsaved(self) -> list[ModelRecord]:
         """Loaded models with unsaved changes, most recently requested first."""
@@ -140,20 +126,27 @@ class TrainingRequests:
         """Save it under a timestamp name. Raises RequestError."""
         return await self._saver.training(record, None)
 
-    async def create(self, operation: CreateModel, record: ModelRecord, owner: str) -> Result:
-        """Create a model. `record` is saved on success. Raises RequestError."""
+    async def create(self, operation: requests.CreateModel, owner: str) -> results.Result:
+        """Create a model. Raises RequestError."""
         start = None if operation.path is None else self._checkpoints.read(operation.path, owner)
-        served = self._served()
-        record.base_model = served.base_model
-        record.lora = self._lora(operation.lora, start, served)
+        ready = self._workers.ready
+        if ready is None:
+            raise WorkersLostError("the workers are not connected")
+        now = time.time()
+        record = ModelRecord(
+            model=operation.model,
+            session=operation.session,
+            owner=owner,
+            base_model=ready.served.base_model,
+            lora=self._lora(operation.lora, start, ready.served),
+            optimizer_config=operation.optimizer_config,
+            user_metadata=operation.user_metadata,
+            created=now,
+            last_request=now,
+        )
         if start is not None:
             self._check_fits(record, *start)
-        instance = self._instance()
-        sizes: CheckpointSizes = await self._workers.run(
-            CreateModelCommand(
-                model=record.model, lora=record.lora, optimizer_config=record.optimizer_config
-            )
-        )
+        sizes = await self._workers.run(build_create_command(record), commands.CheckpointSizes)
         previous = self._store.models.get(record.model)
         if previous is not None:
             record.checkpoints = previous.checkpoints
@@ -161,13 +154,13 @@ class TrainingRequests:
             if start is not None:
                 record.start = await self._load(record, *start, optimizer=operation.optimizer)
                 record.step = start[1].step if operation.optimizer else 0
-            self._models.mark_loaded(record, instance, sizes)
+            self._models.mark_loaded(record, ready.instance, sizes)
             if not self._settings.skip_initial_checkpoint:
                 await self._saver.training(record, INITIAL, overwrite=True)
         except (RequestError, OSError) as error:
             await self._undo_create(record, previous, error)
             raise
-        return CreateModelResult(model=record.model)
+        return results.CreateModelResult(model=record.model)
 
     async def _undo_create(
         self, record: ModelRecord, previous: ModelRecord | None, error: Exception
@@ -180,7 +173,7 @@ class TrainingRequests:
                 self._models.mark_unloaded(record, "it could not be created")
         if not isinstance(error, WorkersLostError):
             try:
-                await self._workers.run(UnloadModelCommand(model=record.model))
+                await self._workers.run(commands.UnloadModelCommand(model=record.model), Done)
             except RequestError as unload_error:
                 LOG.warning("model %s is not unloaded: %s", record.model, unload_error)
 
@@ -188,7 +181,7 @@ class TrainingRequests:
         self,
         requested: LoraConfig | None,
         start: tuple[CheckpointRef, CheckpointRecord] | None,
-        served: ServedModel,
+        served: results.ServedModel,
     ) -> LoraConfig | None:
         """The LoRA config of a new model, as requested, or that of its checkpoint."""
         if served.trains == "all weights":
@@ -225,12 +218,15 @@ class TrainingRequests:
                 "  Create a model of that kind from it.",
             )
 
-    async def _pass(self, record: ModelRecord, operation: ForwardBackward) -> Result:
+    async def _pass(
+        self, record: ModelRecord, operation: requests.ForwardBackward
+    ) -> results.Result:
         self._models.check_not_corrupted(record)
         lengths = [datum.tokens.shape[0] for datum in operation.data]
         ready = self._workers.ready
         rows = pack(lengths, self._settings, ready.replicas if ready else 1)
-        order = ForwardBackwardCommand(rows=rows, **_fields(operation, ForwardBackward))
+        fields = _fields(operation, requests.ForwardBackward)
+        order = commands.ForwardBackwardCommand(rows=rows, **fields)
         if operation.forward_only:
             return await self._run_pass(order)
         live = self._models.get_state(record)
@@ -239,32 +235,28 @@ class TrainingRequests:
             live.has_gradients, live.lost_gradients = True, False
         return passed
 
-    async def _run_pass(self, order: ForwardBackwardCommand) -> ForwardBackwardResult:
-        passed = await self._workers.run(order)
-        if not isinstance(passed, ForwardBackwardResult) or len(passed.outputs) != len(order.data):
-            raise RequestError(
-                "internal", "the workers returned another result for a forward-backward pass"
-            )
+    async def _run_pass(
+        self, order: commands.ForwardBackwardCommand
+    ) -> results.ForwardBackwardResult:
+        passed = await self._workers.run(order, results.ForwardBackwardResult)
+        if len(passed.outputs) != len(order.data):
+            raise RequestError("internal", "the workers returned outputs of other samples")
         return passed
 
-    async def _step(self, record: ModelRecord, operation: OptimStep) -> Result:
+    async def _step(self, record: ModelRecord, operation: requests.OptimStep) -> results.Result:
         self._models.check_not_corrupted(record)
         self._models.check_gradients(record)
         live = self._models.get_state(record)
         try:
             with self._models.modifying(record):
                 stepped = await self._workers.run(
-                    OptimStep(model=record.model, adam=operation.adam)
+                    structs.replace(operation, sync=None), results.OptimStepResult
                 )
         except RequestError as error:
             if error.code == "not_finite":
                 # The workers have dropped those gradients.
                 live.has_gradients = False
             raise
-        if not isinstance(stepped, OptimStepResult):
-            raise RequestError(
-                "internal", "the workers returned another result for an optimizer step"
-            )
         live.has_gradients = False
         live.step = int(stepped.metrics.get("step", live.step + 1))
         if operation.sync is not None:
@@ -273,7 +265,7 @@ class TrainingRequests:
         return stepped
 
     async def _sync_after_step(
-        self, record: ModelRecord, operation: SyncWeights
+        self, record: ModelRecord, operation: requests.SyncWeights
     ) -> dict[str, float]:
         """Whether the weights were synced. The step was taken either way, so a failed sync must not
         look like a failed step."""
@@ -288,13 +280,6 @@ class TrainingRequests:
             return {SYNCED: 0.0}
         return {SYNCED: 1.0}
 
-    async def _zero_grad(self, record: ModelRecord) -> Result:
-        with self._models.modifying(record):
-            await self._workers.run(ZeroGrad(model=record.model))
-        live = self._models.get_state(record)
-        live.has_gradients = live.lost_gradients = False
-        return Done()
-
     async def _load(
         self,
         record: ModelRecord,
@@ -305,11 +290,14 @@ class TrainingRequests:
     ) -> ResumePoint:
         folder = str(self._checkpoints.folder(ref))
         await self._workers.run(
-            LoadCheckpointCommand(model=record.model, folder=folder, optimizer=optimizer)
+            commands.LoadCheckpointCommand(model=record.model, folder=folder, optimizer=optimizer),
+            Done,
         )
         return ResumePoint(path=str(ref), optimizer=optimizer, time=checkpoint.time)
 
-    async def _load_state(self, record: ModelRecord, operation: LoadState, owner: str) -> Result:
+    async def _load_state(
+        self, record: ModelRecord, operation: requests.LoadState, owner: str
+    ) -> results.Result:
         ref, checkpoint = self._checkpoints.read(operation.path, owner)
         self._check_fits(record, ref, checkpoint)
         with self._models.modifying(record):
@@ -319,11 +307,11 @@ class TrainingRequests:
         live.step = checkpoint.step if operation.optimizer else 0
         record.corrupted = False
         self._models.set_resume_point(record, start, step=live.step)
-        return CreateModelResult(model=record.model)
+        return results.CreateModelResult(model=record.model)
 
     async def _save_sampler(
-        self, record: ModelRecord, operation: SaveSamplerWeights, owner: str
-    ) -> Result:
+        self, record: ModelRecord, operation: requests.SaveSamplerWeights, owner: str
+    ) -> results.Result:
         self._models.check_not_corrupted(record)
         session = (
             None if operation.session is None else self._sessions.find(operation.session, owner)
@@ -336,33 +324,26 @@ class TrainingRequests:
             user_metadata=operation.user_metadata,
         )
         if session is None or operation.number is None:
-            return SaveResult(model=record.model, name=(await save()).relative_name)
+            return results.SaveResult(model=record.model, name=(await save()).relative_name)
         name = self._sessions.new_sampler_name(session, operation.number)
         ref = await save(only_for=None if operation.keep else name)
         sampler = SamplerRecord(base_model=record.base_model, path=str(ref))
         self._sessions.add_sampler(session, operation.number, sampler)
-        return SaveResult(model=record.model, name=ref.relative_name, sampler=name)
+        return results.SaveResult(model=record.model, name=ref.relative_name, sampler=name)
 
-    async def _sync(self, record: ModelRecord, operation: SyncWeights) -> Result:
+    async def _sync(self, record: ModelRecord, operation: requests.SyncWeights) -> results.Result:
         self._models.check_not_corrupted(record)
         sent = target_endpoints(self._store, record.owner, operation.pools, self._allowed_hosts)
-        order = WeightSyncCommand(
+        order = commands.WeightSyncCommand(
             endpoints=tuple(endpoint for endpoint, _ in sent),
             api_keys=tuple(key for _, key in sent),
-            **_fields(operation, WeightSyncOptions),
+            **_fields(operation, requests.WeightSyncOptions),
         )
         try:
-            return await self._workers.run(order)
+            return await self._workers.run(order, results.SyncWeightsResult)
         except WorkersLostError:
             resume_inference_servers(sent, operation.group_name)
             raise
-
-    async def _unload(self, record: ModelRecord, operation: UnloadModel, why: str) -> Result:
-        if operation.save and self._is_unsaved(record):
-            await self.save(record)
-        await self._workers.run(UnloadModelCommand(model=record.model))
-        self._models.mark_unloaded(record, why)
-        return Done()
 
     def _is_unsaved(self, record: ModelRecord) -> bool:
         """A model that was restored and not changed since is already saved, under its own name."""
@@ -371,14 +352,6 @@ class TrainingRequests:
             return True
         is_own = parse_checkpoint_path(start.path).model == record.model
         return not is_own or not self._checkpoints.exists(start)
-
-    def _served(self) -> ServedModel:
-        if self._workers.ready is None:
-            raise WorkersLostError("the workers are not connected")
-        return self._workers.ready.served
-
-    def _instance(self) -> str:
-        return self._workers.ready.instance if self._workers.ready else ""
 
 
 def _rank(lora: LoraConfig | None) -> str:

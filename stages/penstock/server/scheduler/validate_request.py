@@ -10,27 +10,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from penstock.server.protocol import requests
 from penstock.server.protocol.images import Image
 from penstock.server.protocol.losses import (
     FACTORS,
     MAX_TARGETS,
-    OPTIONAL,
-    PARAMS,
-    REQUIRED,
     SEVERAL_TARGETS,
     TARGETS,
+    inputs_fault,
+    params_fault,
 )
-from penstock.server.protocol.requests import (
-    CreateModel,
-    ForwardBackward,
-    LoadState,
-    ModelOperation,
-    OptimStep,
-    Sample,
-    SaveSamplerWeights,
-    SaveState,
-    SyncWeights,
-)
+from penstock.server.protocol.requests import CreateModel, ForwardBackward, Sample
 from penstock.server.protocol.results import ServedModel
 from penstock.server.protocol.types import AdamParams, Array, Datum, Loss, SamplingParams
 from penstock.server.scheduler.checkpoint_names import (
@@ -52,29 +42,29 @@ MAX_TOPK_VALUES = 1 << 22
 answered in one frame."""
 
 
-def check(operation: ModelOperation | Sample, served: ServedModel) -> None:
+def check(operation: requests.ModelOperation | Sample, served: ServedModel) -> None:
     """Raises RequestError for a request that is invalid for every model."""
     match operation:
         case ForwardBackward():
             _check_pass(operation, served)
-        case OptimStep():
+        case requests.OptimStep():
             _check_adam(operation.adam)
         case Sample():
             _check_sample(operation, served)
         case CreateModel():
             _check_create(operation, served)
-        case SaveState() | SaveSamplerWeights():
+        case requests.SaveState() | requests.SaveSamplerWeights():
             if operation.name is not None:
                 checkpoint_name(operation.name)
-            if isinstance(operation, SaveState) and operation.name == INITIAL:
+            if isinstance(operation, requests.SaveState) and operation.name == INITIAL:
                 raise _invalid(
                     f"{INITIAL} is the initial checkpoint of every model; choose another name"
                 )
             check_ttl(operation.ttl_seconds)
             check_metadata((), operation.user_metadata)
-        case LoadState():
+        case requests.LoadState():
             parse_checkpoint_path(operation.path)
-        case SyncWeights():
+        case requests.SyncWeights():
             if operation.buffer_size_mb < 1:
                 raise _invalid(f"buffer_size_mb is {operation.buffer_size_mb}; it is 1 at least")
             if not 0 <= operation.master_port <= 65535:
@@ -86,13 +76,9 @@ def check(operation: ModelOperation | Sample, served: ServedModel) -> None:
 def _check_pass(operation: ForwardBackward, served: ServedModel) -> None:
     if not operation.data:
         raise _invalid("the pass has no samples")
-    accepted = PARAMS[operation.loss]
+    if fault := params_fault(operation.loss, operation.params):
+        raise _invalid(fault)
     for name, value in operation.params.items():
-        if name not in accepted:
-            raise _invalid(
-                f"{operation.loss} takes no {name[:100]};"
-                f" it takes {', '.join(accepted) or 'no numbers'}"
-            )
         if not math.isfinite(value):
             raise _invalid(f"{name} of {operation.loss} is {value}, which is not finite")
     for index, datum in enumerate(operation.data):
@@ -108,11 +94,8 @@ def _check_datum(
 ) -> None:
     tokens = _check_tokens(datum.tokens, served, f"tokens of {loc}")
     _check_images(tokens, images, served, loc)
-    required = (TARGETS, *REQUIRED[loss])
-    missing = [name for name in required if name not in datum.inputs]
-    if missing:
-        raise _invalid(f"{loc} has no {', '.join(missing)}, which {loss} takes")
-    accepted = {*required, *OPTIONAL[loss]}
+    if fault := inputs_fault(loss, datum.inputs):
+        raise _invalid(f"{loc} {fault}")
     shape = datum.inputs[TARGETS].shape
     if len(shape) != 2 or loss not in SEVERAL_TARGETS or not shape[1]:
         shape = tokens.shape
@@ -120,11 +103,6 @@ def _check_datum(
         raise _invalid(f"{loc} has {shape[1]} targets of each token; {MAX_TARGETS} may be")
     arrays: dict[str, Numbers] = {}
     for name, array in datum.inputs.items():
-        if name not in accepted:
-            raise _invalid(
-                f"{loc} has {name[:100]}, which {loss} does not take;"
-                f" it takes {', '.join(sorted(accepted))}"
-            )
         numbers = _read_array(array, f"{name} of {loc}")
         if numbers.shape != shape or len(numbers) != len(tokens):
             unit = "each token" if len(shape) == 1 else "each target of each token"

@@ -10,9 +10,10 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Literal
+from typing import Literal, TypeVar
 
 from penstock.server.protocol.codec import Channel, FrameError, PeerLostError
+from penstock.server.protocol.results import ServedModel
 from penstock.server.protocol.worker_commands import (
     Command,
     CommandFailure,
@@ -20,6 +21,7 @@ from penstock.server.protocol.worker_commands import (
     Hello,
     Ready,
     Reply,
+    Result,
     Shutdown,
     ToWorkers,
     WorkerHeartbeat,
@@ -37,6 +39,7 @@ LOG = logging.getLogger(__name__)
 EXIT_SECONDS = 5.0
 """Seconds for the workers to exit after a shutdown message."""
 
+R = TypeVar("R", bound=Result)
 WorkersState = Literal["starting", "ready", "down", "failed"]
 
 
@@ -120,11 +123,24 @@ class WorkerClient:
                     self._changed()
             await asyncio.sleep(self._settings.status_interval)
 
-    async def run(self, order: WorkerOperation) -> Any:
-        """Run a command and return the reply. Raises RequestError, or WorkersLostError if the
-        workers die.
+    @property
+    def served(self) -> ServedModel:
+        """The served model. Raises RequestError before workers have ever connected."""
+        if self.last is None:
+            raise RequestError(
+                "unavailable", "the workers are starting; the served model is not known yet"
+            )
+        return self.last.served
 
-        One at a time.
+    @property
+    def base_names(self) -> list[str]:
+        """The names of the base model. Raises RequestError as `served`."""
+        return [self.served.base_model, *self._settings.base_names]
+
+    async def run(self, order: WorkerOperation, kind: type[R]) -> R:
+        """Run a command and return its result, of this type. One at a time.
+
+        Raises RequestError, or WorkersLostError if the workers die.
         """
         assert self._waiting is None
         if self.ready is None:
@@ -137,13 +153,19 @@ class WorkerClient:
         limit = self._settings.operation_timeout
         try:
             async with asyncio.timeout(limit):
-                return (await future).result
+                result = (await future).result
         except TimeoutError:
             operation = type(order).__name__
             self._give_up(f"{operation} took more than operation_timeout ({limit:g} s)")
             raise OperationTimeoutError(self.reason) from None
         finally:
             self._waiting = None
+        if not isinstance(result, kind):
+            raise RequestError(
+                "internal",
+                f"the workers returned a {type(result).__name__} for a {type(order).__name__}",
+            )
+        return result
 
     async def shut_down(self) -> None:
         """Shut down the workers and wait for LEAVING_SECONDS."""

@@ -18,11 +18,11 @@ from penstock.server.protocol.images import Image
 from penstock.server.protocol.losses import (
     CLIPS,
     FACTORS,
-    OPTIONAL,
     PARAMS,
-    REQUIRED,
     SEVERAL_TARGETS,
     TARGETS,
+    inputs_fault,
+    params_fault,
 )
 from penstock.server.protocol.types import Array, Datum
 from penstock.server.protocol.worker_commands import ForwardBackwardCommand
@@ -59,14 +59,9 @@ class Sample:
 def build_client_loss(command: ForwardBackwardCommand) -> PolicyLoss:
     """The loss with default parameters filled in. Raises CommandError for an unknown parameter or
     an invalid value."""
-    takes = PARAMS[command.loss]
-    if strange := sorted(command.params.keys() - takes.keys()):
-        raise CommandError(
-            "invalid",
-            f"{command.loss} takes no {strange[0]}; it takes {', '.join(takes) or 'no numbers'}.\n"
-            "  Leave it out.",
-        )
-    params = {**takes, **command.params}
+    if fault := params_fault(command.loss, command.params):
+        raise CommandError("invalid", f"{fault}.\n  Leave it out.")
+    params = {**PARAMS[command.loss], **command.params}
     low, high = (params.get(name, 0.0) for name in CLIPS)
     if low > high:
         raise CommandError(
@@ -103,14 +98,10 @@ def _sample(
     tokens = datum.tokens.numpy()
     count = len(tokens)
     inputs = dict(datum.inputs)
-    takes = (TARGETS, *REQUIRED[loss.name], *OPTIONAL[loss.name])
-    for name in (TARGETS, *REQUIRED[loss.name]):
-        if name not in inputs:
-            raise _invalid_sample(number, f"has no {name}, which {loss.name} is computed from")
+    if fault := inputs_fault(loss.name, inputs):
+        raise _invalid_sample(number, fault)
     shape = _shape(number, inputs[TARGETS], count, loss)
     for name, array in inputs.items():
-        if name not in takes:
-            raise _invalid_sample(number, f"has {name}, and {loss.name} takes {', '.join(takes)}")
         if array.shape != shape:
             raise _invalid_sample(
                 number, f"has {TARGETS} of shape {shape}, and {name} of shape {array.shape}"

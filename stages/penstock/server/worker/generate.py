@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import structs
 
 from penstock.adapters.names import parse_lora_name
 from penstock.adapters.scaling import lora_scaling
@@ -30,6 +31,7 @@ from penstock.engine.multi_lora.model_pool import ModelPool
 from penstock.engine.multi_lora.model_store import require_whole_sampler, sampler_in
 from penstock.engine.multi_lora.rank_padding import padded, rank_dim
 from penstock.engine.peft.init_from_adapter import AdapterStart
+from penstock.server.protocol.requests import Sample
 from penstock.server.protocol.results import SampleResult
 from penstock.server.protocol.types import Array, SampledSequence
 from penstock.server.protocol.worker_commands import GenerateCommand, GenerateResult
@@ -69,34 +71,23 @@ class GenerationHandler:
         Raises ArtifactError for a folder without weights to sample from, ConfigError for an invalid
         prompt.
         """
-        prompts = [self._prompt(command, number) for number in range(len(command.prompts))]
+        prompts = list(map(self._prompt, command.samples))
         self._activate_weights(Path(command.adapter) if command.adapter else None)
         outputs = self.models.substrate.built.generator.generate(prompts, self.decode)
         return GenerateResult(results=tuple(map(_to_sample_result, outputs)))
 
-    def _prompt(self, command: GenerateCommand, number: int) -> Prompt:
-        params = command.settings[number]
-        extra_stop_tokens = () if params.ignore_eos else self.stop_token_ids
+    def _prompt(self, sample: Sample) -> Prompt:
+        sampling = structs.asdict(sample.sampling)
+        if not sampling.pop("ignore_eos"):
+            sampling["stop_tokens"] += self.stop_token_ids
         return Prompt(
-            command.prompts[number].numpy().tolist(),
-            SamplingParams(
-                max_tokens=params.max_tokens,
-                temperature=params.temperature,
-                top_k=params.top_k,
-                top_p=params.top_p,
-                seed=params.seed,
-                stop_tokens=(*params.stop_tokens, *extra_stop_tokens),
-                stop_texts=params.stop_texts,
-            ),
-            num_completions=command.counts[number],
-            needs_prompt_logprobs=command.prompt_logprobs[number]
-            if command.prompt_logprobs
-            else False,
-            prompt_top_k=command.topk_prompt_logprobs[number]
-            if command.topk_prompt_logprobs
-            else 0,
-            top_k=command.topk_sample_logprobs[number] if command.topk_sample_logprobs else 0,
-            images=tuple(map(build_image, command.images[number])) if command.images else (),
+            sample.prompt.numpy().tolist(),
+            SamplingParams(**sampling),
+            num_completions=sample.count,
+            needs_prompt_logprobs=sample.prompt_logprobs,
+            prompt_top_k=sample.topk_prompt_logprobs,
+            top_k=sample.topk_sample_logprobs,
+            images=tuple(map(build_image, sample.images)),
         )
 
     def _activate_weights(self, folder: Path | None) -> None:
@@ -206,7 +197,6 @@ class GenerationHandler:
 
 
 def _to_sample_result(output: GenerationOutput) -> SampleResult:
-    """As a message."""
     log_probs_T = output.log_probs_T
     tokens, log_probs = _to_arrays(output.top_k_logprobs)
     return SampleResult(

@@ -1,10 +1,11 @@
 """Command handlers, run on every rank. Only rank 0's results are sent."""
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec import structs
 
 from penstock.engine.losses.client_loss import PolicyForwardBackward
 from penstock.engine.model_source import LoraArgs
@@ -65,22 +66,40 @@ class CommandHandlers:
 
         Raises PenstockError if it fails; nothing has then changed, except as the error says.
         """
-        act: Callable[[Any], Result] = {
-            CreateModelCommand: self._create_model,
-            UnloadModelCommand: self._unload_model,
-            ForwardBackwardCommand: self._forward_backward,
-            OptimStep: self._optim_step,
-            ZeroGrad: self._zero_grad,
-            SaveCheckpointCommand: self._save_checkpoint,
-            LoadCheckpointCommand: self._load_checkpoint,
-            ExportCommand: self._export,
-            GenerateCommand: self.sampling.generate,
-            WeightSyncCommand: self._sync_weights,
-        }[type(command)]
         try:
-            return act(command)
+            return self._run(command) or Done()
         finally:
             self.models.zero_grad()
+
+    def _run(self, command: WorkerOperation) -> Result | None:
+        match command:
+            case CreateModelCommand():
+                return self._create_model(command)
+            case UnloadModelCommand():
+                self.models.close(command.model)
+            case ForwardBackwardCommand():
+                return self._forward_backward(command)
+            case OptimStep():
+                adam = AdamParams(**structs.asdict(command.adam))
+                return OptimStepResult(metrics=step(self.models, command.model, adam))
+            case ZeroGrad():
+                self.models.get(command.model).zero_grad()
+            case SaveCheckpointCommand():
+                self.model_store.save(command.model, Path(command.folder), command.metadata)
+            case LoadCheckpointCommand():
+                folder = Path(command.folder)
+                if not folder.is_dir():
+                    raise CommandError(
+                        "not_found", f"there is no checkpoint {folder.name}.\n  Save first."
+                    )
+                self.model_store.load(command.model, folder, optimizer=command.optimizer)
+            case ExportCommand():
+                self.model_store.export(command.model, Path(command.folder), command.dtype)
+            case GenerateCommand():
+                return self.sampling.generate(command)
+            case WeightSyncCommand():
+                return self._sync_weights(command)
+        return None
 
     def _create_model(self, command: CreateModelCommand) -> CheckpointSizes:
         config, optimizer = command.optimizer_config, dict[str, Any]()
@@ -129,10 +148,6 @@ class CommandHandlers:
             ),
         )
 
-    def _unload_model(self, command: UnloadModelCommand) -> Done:
-        self.models.close(command.model)
-        return Done()
-
     def _forward_backward(self, command: ForwardBackwardCommand) -> ForwardBackwardResult:
         resident, loss = self.models.get(command.model), build_client_loss(command)
         substrate = self.models.substrate
@@ -172,38 +187,7 @@ class CommandHandlers:
             },
         )
 
-    def _optim_step(self, command: OptimStep) -> OptimStepResult:
-        adam = command.adam
-        numbers = AdamParams(
-            learning_rate=adam.learning_rate,
-            beta1=adam.beta1,
-            beta2=adam.beta2,
-            eps=adam.eps,
-            weight_decay=adam.weight_decay,
-            grad_clip_norm=adam.grad_clip_norm,
-        )
-        return OptimStepResult(metrics=step(self.models, command.model, numbers))
-
-    def _zero_grad(self, command: ZeroGrad) -> Done:
-        self.models.get(command.model).zero_grad()
-        return Done()
-
-    def _save_checkpoint(self, command: SaveCheckpointCommand) -> Done:
-        self.model_store.save(command.model, Path(command.folder), command.metadata)
-        return Done()
-
-    def _load_checkpoint(self, command: LoadCheckpointCommand) -> Done:
-        folder = Path(command.folder)
-        if not folder.is_dir():
-            raise CommandError("not_found", f"there is no checkpoint {folder.name}.\n  Save first.")
-        self.model_store.load(command.model, folder, optimizer=command.optimizer)
-        return Done()
-
-    def _export(self, command: ExportCommand) -> Done:
-        self.model_store.export(command.model, Path(command.folder), command.dtype)
-        return Done()
-
-    def _sync_weights(self, command: WeightSyncCommand) -> SyncWeightsResult | Done:
+    def _sync_weights(self, command: WeightSyncCommand) -> SyncWeightsResult | None:
         """Only rank 0 has a result."""
         resident = self.models.activate(command.model)
         substrate, adapter = self.models.substrate, resident.adapter
@@ -216,4 +200,4 @@ class CommandHandlers:
             formats=substrate.formats,
             multimodal=substrate.base if substrate.vision else None,
         )
-        return sync_weights(command, live, substrate.ranks, allowed=self.allowed_hosts) or Done()
+        return sync_weights(command, live, substrate.ranks, allowed=self.allowed_hosts)

@@ -30,10 +30,9 @@ from penstock.server.api.wire.tensors import (
 from penstock.server.protocol.losses import (
     FACTORS,
     MAX_TARGETS,
-    OPTIONAL,
-    REQUIRED,
     SEVERAL_TARGETS,
     TARGETS,
+    inputs_fault,
 )
 from penstock.server.protocol.types import Array, Datum, Loss
 
@@ -199,17 +198,8 @@ def _check_model_inputs(written: Mapping[str, Any], length: int, loc: str) -> No
 
 def _check_names(names: Collection[str], loss: Loss, loc: str) -> None:
     """Checked before decoding, so that unsupported inputs cost nothing."""
-    required = (TARGETS, *REQUIRED[loss])
-    missing = [name for name in required if name not in names]
-    if missing:
-        raise ApiError(f"{loc} has no {', '.join(missing)}, which {loss} takes")
-    accepted = {*required, *OPTIONAL[loss], *((RATIO_MASK,) if loss == "gspo" else ())}
-    strange = sorted(name for name in names if name not in accepted)
-    if strange:
-        raise ApiError(
-            f"{loc} has {', '.join(name[:100] for name in strange[:5])}, which {loss} does not"
-            f" take; it takes {', '.join(sorted(accepted))}"
-        )
+    if fault := inputs_fault(loss, names, *((RATIO_MASK,) if loss == "gspo" else ())):
+        raise ApiError(f"{loc} {fault}")
 
 
 def _build_datum(model_input: ModelInput, arrays: LossInputArrays, loss: Loss, loc: str) -> Datum:

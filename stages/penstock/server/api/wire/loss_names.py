@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.server.api.errors import ApiError
-from penstock.server.protocol.losses import PARAMS
+from penstock.server.protocol.losses import PARAMS, params_fault
 from penstock.server.protocol.types import Loss
 
 
@@ -63,13 +63,8 @@ def resolve_loss(name: str, params: Mapping[str, Any]) -> LossSpec:
         raise ApiError(
             f"there is no loss {name[:100]!r} here; there are {', '.join(sorted(PARAMS))}"
         )
-    accepted = PARAMS[loss]
-    strange = sorted(key for key in params if key not in accepted)
-    if strange:
-        raise ApiError(
-            f"{name} takes no {', '.join(key[:100] for key in strange[:5])};"
-            f" it takes {', '.join(accepted) or 'no numbers'}"
-        )
+    if fault := params_fault(loss, params):
+        raise ApiError(fault)
     return LossSpec(loss, {key: _number(key, value) for key, value in params.items()})
 
 
