@@ -171,7 +171,7 @@ def _most_partials(device: torch.device, warps: int) -> int:
 def _normalized(
     x: torch.Tensor, stream: torch.Tensor | None, weight: torch.Tensor, eps: float, plus_one: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The sum (None without a residual stream), its norm, and the factor of each row."""
+    """The sum (empty without a residual stream), its norm, and the factor of each row."""
     D = x.shape[-1]
     num_rows = x.numel() // D
     y = x.new_empty(x.shape)
@@ -205,7 +205,7 @@ def _gradients(
     plus_one: bool,
     wants_weight: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradient of x, plus `dsum`, and that of the weight, or None if it is not needed."""
+    """The gradient of x, plus `dsum`, and that of the weight, empty if it is not needed."""
     D = x.shape[-1]
     num_rows = x.numel() // D
     dx = x.new_empty(x.shape)

@@ -48,9 +48,9 @@ def _heads(
         y_head = y_ptr + (token * heads + head) * H
         inside = (head < heads) & (pair < R // 2)[None, :]
         x0 = tl.load(x_head + first[None, :], mask=inside, other=0).to(tl.float32)
-        two = tl.load(x_head + second[None, :], mask=inside, other=0).to(tl.float32)
-        tl.store(y_head + first[None, :], x0 * cos - two * sin, mask=inside)
-        tl.store(y_head + second[None, :], two * cos + x0 * sin, mask=inside)
+        x1 = tl.load(x_head + second[None, :], mask=inside, other=0).to(tl.float32)
+        tl.store(y_head + first[None, :], x0 * cos - x1 * sin, mask=inside)
+        tl.store(y_head + second[None, :], x1 * cos + x0 * sin, mask=inside)
         if REST:
             offs = R + tl.arange(0, REST)[None, :]
             still = (head < heads) & (offs < H)

@@ -48,36 +48,36 @@ class AutotuneCache:
         self.path = folder / f"{name}-{'.'.join(map(str, device.capability))}.json"
         self._warned = False
 
-    def find(self, question: AutotuneKey) -> Choice | None:
+    def find(self, key: AutotuneKey) -> Choice | None:
         """The stored result, if there is one."""
-        kernel = self._read().get(question.kernel, {})
-        if kernel.get("made_by") != question.made_by:
+        kernel = self._read().get(key.kernel, {})
+        if kernel.get("made_by") != key.made_by:
             return None
-        return kernel["choices"].get(question.inputs, {}).get("choice")
+        return kernel["choices"].get(key.inputs, {}).get("choice")
 
-    def add(self, question: AutotuneKey, choice: Choice, microseconds: dict[str, float]) -> None:
-        """Store a result and its measurements. Call it within `alone`."""
+    def add(self, key: AutotuneKey, choice: Choice, microseconds: dict[str, float]) -> None:
+        """Store a result and its measurements. Call it within `lock`."""
         kernels = self._read()
-        kernel = kernels.get(question.kernel, {})
-        if kernel.get("made_by") != question.made_by:
-            kernel = {"made_by": question.made_by, "choices": {}}
-        kernel["choices"][question.inputs] = {
+        kernel = kernels.get(key.kernel, {})
+        if kernel.get("made_by") != key.made_by:
+            kernel = {"made_by": key.made_by, "choices": {}}
+        kernel["choices"][key.inputs] = {
             "choice": list(choice),
             "microseconds": microseconds,
         }
-        book = {
+        content = {
             "format": FORMAT,
             "device": self.device.name,
             "capability": list(self.device.capability),
-            "kernels": {**kernels, question.kernel: kernel},
+            "kernels": {**kernels, key.kernel: kernel},
         }
-        aside = self.path.with_suffix(f".{os.getpid()}.part")
+        partial = self.path.with_suffix(f".{os.getpid()}.part")
         try:
-            aside.write_text(json.dumps(book, indent=1, sort_keys=True) + "\n")
-            aside.replace(self.path)
+            partial.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
+            partial.replace(self.path)
         except OSError as error:
             with suppress(OSError):
-                aside.unlink()
+                partial.unlink()
             self._warn(f"cannot be written ({error}); the next process measures again")
 
     @contextmanager
@@ -106,14 +106,14 @@ class AutotuneCache:
     def _read(self) -> dict[str, Any]:
         """The kernels in the file; none if it is missing or unreadable."""
         try:
-            book = json.loads(self.path.read_text())
+            content = json.loads(self.path.read_text())
         except (FileNotFoundError, NotADirectoryError):
             return {}
         except (OSError, ValueError) as error:
             self._warn(f"cannot be read ({error}); what it held is measured again")
             return {}
-        kernels = book.get("kernels") if isinstance(book, dict) else None
-        if not isinstance(kernels, dict) or book.get("format") != FORMAT:
+        kernels = content.get("kernels") if isinstance(content, dict) else None
+        if not isinstance(kernels, dict) or content.get("format") != FORMAT:
             self._warn(f"is not of format {FORMAT}; what it held is measured again")
             return {}
         well_formed = {

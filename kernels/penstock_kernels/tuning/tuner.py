@@ -24,13 +24,13 @@ def size_class(sizes: Sequence[int]) -> str:
 class Autotuner:
     """The choices of one process for one device."""
 
-    def __init__(self, book: AutotuneCache, measure: Measure) -> None:
-        self._book, self._measure = book, measure
+    def __init__(self, cache: AutotuneCache, measure: Measure) -> None:
+        self._cache, self._measure = cache, measure
         self._known: dict[tuple[Any, ...], Any] = {}
 
     def choose(
         self,
-        question: AutotuneKey,
+        key: AutotuneKey,
         candidates: Sequence[Candidate],
         run: Callable[[Candidate], Any],
         *,
@@ -40,32 +40,32 @@ class Autotuner:
 
         `run` launches a candidate, possibly repeatedly.
         """
-        key = question, candidates[0]
-        if (remembered := self._known.get(key)) is not None:
+        known_key = key, candidates[0]
+        if (remembered := self._known.get(known_key)) is not None:
             return remembered
         # The rule's choice is part of the key: others are measured against it.
-        first_question = question._replace(inputs=f"{question.inputs} {_name(candidates[0])}")
-        candidate = _among(candidates, self._book.find(first_question))
+        rule_key = key._replace(inputs=f"{key.inputs} {_name(candidates[0])}")
+        candidate = _among(candidates, self._cache.find(rule_key))
         if candidate is None and not may_measure:
             return candidates[0]
         if candidate is None:
-            candidate = self._measured(first_question, candidates, run)
+            candidate = self._measured(rule_key, candidates, run)
         if candidate is None:
             # Another process measures; its choice is in the file at a later launch.
             return candidates[0]
-        self._known[key] = candidate
+        self._known[known_key] = candidate
         return candidate
 
     def _measured(
         self,
-        first_question: AutotuneKey,
+        rule_key: AutotuneKey,
         candidates: Sequence[Candidate],
         run: Callable[[Candidate], Any],
     ) -> Candidate | None:
         """The fastest candidate; None if another process is measuring."""
-        with self._book.lock() as is_alone:
+        with self._cache.lock() as is_alone:
             # Another process may have measured since the file was read.
-            measured = _among(candidates, self._book.find(first_question))
+            measured = _among(candidates, self._cache.find(rule_key))
             if measured is not None or not is_alone:
                 return measured
             works = [lambda candidate=candidate: run(candidate) for candidate in candidates]
@@ -77,7 +77,7 @@ class Autotuner:
                 for candidate, time in zip(candidates, times, strict=True)
                 if time < math.inf
             }
-            self._book.add(first_question, chosen, durations)
+            self._cache.add(rule_key, chosen, durations)
             return chosen
 
 
