@@ -93,6 +93,8 @@ def copy_tables(
 
 def _table(runs: Sequence[RowKeys]) -> tuple[list[int], list[int], list[int]]:
     ends = list(accumulate(run.rows for run in runs))
+    # Two's complement: PyTorch has no arithmetic for uint64, and the bits are what counts.
     keys = [run.key - 2**64 if run.key >= 2**63 else run.key for run in runs]
+    # A run's rows begin at its end less its length; added to a row, this gives the tensor's row.
     further = [run.first_row + run.rows - end for run, end in zip(runs, ends, strict=True)]
     return ends, keys, further

@@ -22,6 +22,8 @@ def to_spans(x: torch.Tensor) -> Spans:
     # The stride of a dimension of one element is arbitrary.
     dimensions = [(size, step) for size, step in zip(x.shape, x.stride(), strict=True) if size != 1]
     length = 1
+    # Inner dimensions without gaps are one span, and the next outer ones count spans if each
+    # continues at the same stride.
     while dimensions and dimensions[-1][1] == length:
         length *= dimensions.pop()[0]
     if not dimensions:
@@ -29,6 +31,7 @@ def to_spans(x: torch.Tensor) -> Spans:
     size, stride = dimensions.pop()
     while dimensions and dimensions[-1][1] == stride * size:
         size *= dimensions.pop()[0]
+    # Rows at more than one stride, or elements apart: reading those costs more than a copy.
     if dimensions or length == 1:
         return Spans(x.contiguous(), x.numel(), 0)
     return Spans(x, length, stride)

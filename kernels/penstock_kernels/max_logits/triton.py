@@ -73,6 +73,7 @@ def _max_logits(
             last = tl.load(start_rows_ptr + key, mask=key < T, other=0)
             sees = sees & (query[:, None] < last[None, :])
         largest = tl.maximum(largest, tl.max(tl.where(sees, scores, float("-inf")), 1))
+    # scale is positive, so that the largest product is the largest logit.
     tl.store(largest_ptr + tl.program_id(0) * N + head, tl.max(largest, 0) * scale)
 
 

@@ -28,6 +28,7 @@ def _ends(keys_ptr, R, expert):
     low = tl.zeros_like(expert).to(tl.int64)
     high = low + R
     step = R
+    # A loop of one length for all lanes: a lane whose interval is empty keeps its bounds.
     while step > 0:
         middle = (low + high) // 2
         is_open = low < high

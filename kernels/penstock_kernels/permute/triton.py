@@ -86,6 +86,7 @@ def _weighed(
     dy: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, copy_of_row: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     drows = rows.new_empty(rows.shape)
+    # Zeros: a copy without an expert has no row, and no program writes its weight's gradient.
     dweights = weights.new_zeros(weights.shape, dtype=torch.float32)
     R, D = rows.shape
     if drows.numel():

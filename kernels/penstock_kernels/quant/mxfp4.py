@@ -24,6 +24,7 @@ def quantize(weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def e8m0_scales(largest: torch.Tensor) -> torch.Tensor:
     """The scales of groups with these absolute maxima."""
+    # SMALLEST is about 2^-40, so that the biased exponent stays far above 2.
     exponent = largest.clamp(min=SMALLEST).view(torch.int32) >> 23 & 255
     biased = torch.where(exponent == 255, 255, exponent - 2)
     return biased.to(torch.uint8).view(torch.float8_e8m0fnu)

@@ -34,5 +34,6 @@ def e2m1(x: torch.Tensor) -> torch.Tensor:
     """Codes of numbers from -6 to 6. OCP Microscaling Formats 1.0; ties up in magnitude."""
     size = x.abs()
     fine = (2 * size + 0.5).int().clamp(max=3)
+    # Levels up to 2 are 0.5 apart; the bounds are midpoints of 1.5, 2, 3, 4 and 6.
     coarse = 4 + (size >= 2.5).int() + (size >= 3.5).int() + (size >= 5.0).int()
     return torch.where(size >= 1.75, coarse, fine) + 8 * (x < 0).int()

@@ -41,6 +41,7 @@ def from_e4m3(code):
     """The value of each byte, float32."""
     wide = code.to(tl.uint16)
     # float16 has the same fields, wider, and an exponent that is 8 larger.
+    # 0x7F, which is NaN, becomes 480: `quantize` refuses numbers that are not finite.
     half = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
     return half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
 
@@ -49,6 +50,7 @@ def from_e4m3(code):
 def from_e8m0(code):
     """The power of two of each byte, float32; 255 is NaN."""
     wide = code.to(tl.uint32)
+    # 2^-127 is subnormal in float32: its exponent field is 0.
     bits = tl.where(wide == 0, 0x00400000, wide << 23)
     return tl.where(wide == 255, 0x7FC00000, bits).to(tl.uint32).to(tl.float32, bitcast=True)
 
@@ -60,8 +62,10 @@ def to_float8(x, FRACTION: tl.constexpr, BIAS: tl.constexpr):
     size = bits & 0x7FFFFFFF
     dropped: tl.constexpr = 23 - FRACTION
     half: tl.constexpr = (1 << (dropped - 1)) - 1
+    # Round half to even: the lowest kept bit is added to just under one half.
     normal = (size + half + ((size >> dropped) & 1)) >> dropped
     normal -= (127 - BIAS) << FRACTION
+    # Below the smallest normal number, codes count steps of 2^(1 - BIAS - FRACTION).
     subnormal = round_even(tl.abs(x) * (1 << (BIAS - 1 + FRACTION))).to(tl.uint32)
     code = tl.where(size < (128 - BIAS) << 23, subnormal, normal)
     return (code | ((bits >> 24) & 0x80)).to(tl.uint8)

@@ -31,6 +31,7 @@ class _RMSNorm(torch.autograd.Function):
         for_x, for_weight, *_ = ctx.needs_input_grad
         dx_TD = dweight_D = None
         slope_TD = dy_TD.float()
+        # A copy in fp32 too: x is the caller's, and other graphs may have saved it.
         normed_TD = x_TD.to(torch.float32, copy=True).mul_(scale_T1)
         product_TD = slope_TD * normed_TD
         if for_weight:
@@ -64,6 +65,7 @@ def _normed(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The result, and the factor of each row, fp32 [T, 1]."""
     wide_TD = x_TD.float()
+    # One pass over x, without a tensor of squares.
     scale_T1 = torch.linalg.vector_norm(wide_TD, dim=-1, keepdim=True)
     scale_T1.square_().div_(x_TD.shape[-1]).add_(eps).rsqrt_()
     if wide_TD is x_TD or plus_one:

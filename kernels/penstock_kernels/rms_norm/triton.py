@@ -52,6 +52,7 @@ def _factor(weight_ptr, offs, D, dtype: tl.constexpr, PLUS_ONE: tl.constexpr):
         return weight.to(dtype).to(tl.float32)
 
 
+# Triton compiles another program for integers that are 1 or divisible by 16: num_rows varies.
 @triton.jit(do_not_specialize=["num_rows"])
 def _forward(
     x_ptr,
@@ -130,6 +131,7 @@ def _backward(
         if dsum_ptr is not None:
             dx += tl.load(dsum_ptr + row_offs, mask=inside, other=0).to(tl.float32)
         tl.store(dx_ptr + row_offs, dx, mask=inside)
+        # Rows are reduced once, after the loop: a reduction in it would cross threads each time.
         dweight += dy * normed
     if dweight_ptr is not None:
         tl.store(
@@ -175,6 +177,7 @@ def _normalized(
     D = x.shape[-1]
     num_rows = x.numel() // D
     y = x.new_empty(x.shape)
+    # An operator's schema has no optional results: an empty tensor stands for none.
     total = x.new_empty(x.shape if stream is not None else (0,))
     scale = x.new_empty(num_rows, dtype=torch.float32)
     if num_rows:
@@ -213,6 +216,7 @@ def _gradients(
         return dx, weight.new_zeros(D if wants_weight else 0)
     spans, launch = to_spans(x), tile(D)
     most = _most_partials(x.device, launch["num_warps"])
+    # Whole tiles: only the last tile of all rows is masked.
     rows_each = cdiv(cdiv(num_rows, most), launch["ROWS"]) * launch["ROWS"]
     parts = cdiv(num_rows, rows_each)
     partial = x.new_empty(parts, D, dtype=torch.float32) if wants_weight else None
@@ -317,6 +321,7 @@ def _back_add_norm(
 ) -> tuple[torch.Tensor | None, ...]:
     del dscale
     total, weight, scale = ctx.saved_tensors
+    # The norm was not used, only the sum.
     if dy is None:
         return dsum, dsum, None, None, None
     needs_grad = ctx.needs_input_grad[2]

@@ -79,6 +79,7 @@ def _turn(
     PAIR: tl.constexpr,
     REST: tl.constexpr,
 ):
+    # Offsets of 64 bits: tokens times features of all heads may exceed 2^31.
     token = tl.program_id(0).to(tl.int64)
     pair = tl.arange(0, PAIR)
     # Angles are stored twice; each is read at its pair's first feature.
@@ -165,11 +166,13 @@ def _turned(
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     del output
     _, _, cos, sin, ctx.pairs, ctx.back = inputs
+    # A rotation is linear: its gradient needs neither q nor k.
     ctx.save_for_backward(cos, sin)
 
 
 def _turn_back(ctx: Any, dq: torch.Tensor, dk: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     cos, sin = ctx.saved_tensors
+    # The transpose of a rotation is the rotation by the negative angle.
     return *_turned_of(dq, dk, cos, sin, ctx.pairs, not ctx.back), None, None, None, None
 
 

@@ -92,6 +92,7 @@ def _attend(
 ) -> torch.Tensor:
     q, k, v = (part.transpose(0, 1)[None] for part in (q_CNH, k_MNH, v_MNH))
     mask = mask_CM[None, None]
+    # Autocast would cast the operands, which may be fp32 on purpose, to its dtype.
     with torch.autocast(q.device.type, enabled=False):
         y_1NCH = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     return y_1NCH[0].transpose(0, 1)
@@ -139,6 +140,7 @@ def _backward(
     for chunk in query_chunks(cu_seqlens.diff().tolist(), queries, PAIRS):
         own, keys = chunk.rows, chunk.keys
         mask_CM = selection_mask(selected_TS[own], chunk.first, chunk.end - chunk.first)
+        # A backward pass runs in no-grad mode unless its own graph is created.
         with torch.enable_grad():
             q, k, v = (
                 part.detach().to(_computed(part)).requires_grad_()

@@ -10,10 +10,12 @@ def highest(scores_CM: torch.Tensor, count: int) -> torch.Tensor:
     another layout. Does not synchronize.
     """
     rows, columns = scores_CM.shape
+    # The values of top-k are the same however it breaks ties; only its indices are not.
     least_C1 = scores_CM.topk(count, dim=-1, sorted=False).values.amin(-1, keepdim=True)
     above_CM, equal_CM = scores_CM > least_C1, scores_CM == least_C1
     missing_C1 = count - above_CM.sum(-1, keepdim=True)
     chosen_CM = above_CM | (equal_CM & (equal_CM.cumsum(-1) <= missing_C1))
+    # Columns that are not chosen go to a slot past the last, which is cut off.
     slot_CM = torch.where(chosen_CM, chosen_CM.cumsum(-1) - 1, count)
     column_CM = torch.arange(columns, device=scores_CM.device).expand(rows, -1)
     # Zeros, for a row with NaN fills no slot.

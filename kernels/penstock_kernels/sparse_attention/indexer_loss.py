@@ -97,6 +97,8 @@ class _IndexerLoss(torch.autograd.Function):
         total = torch.zeros((), dtype=wide, device=q_TJI.device)
         index = q_TJI, k_TI, weight_TJ
         if deferred:
+            # Checkpointing compares shapes with the recomputation's. An expanded scalar has the
+            # shape without the memory.
             ctx.save_for_backward(*(part.new_empty(()).expand(part.shape) for part in index))
             return total
         grads = [torch.zeros(part.shape, dtype=wide, device=part.device) for part in index]
@@ -115,14 +117,17 @@ class _IndexerLoss(torch.autograd.Function):
                 else:
                     mask_CM = selection_mask(selected_TS[own], first, end - first)
                 weights_CM = _attention_weights(q_TNH[own], k_TNH[keys], mask_CM, scale)
+                # Before the queries are shared out: a collective has the same shape on every rank.
                 weights_CM = sharing.sum_over_ranks(weights_CM) / sharing.ranks
                 share = sharing.share(end - start)
                 mask_CM, weights_CM = mask_CM[share], weights_CM[share]
                 own = slice(row + share.start, row + share.stop)
                 scores_CM = index_scores(q_TJI[own], k_TI[keys], weight_TJ[own])
                 log_CM = scores_CM.masked_fill(~mask_CM, float("-inf")).log_softmax(-1)
+                # Hidden keys have a weight of 0, and 0 times their logarithm, -inf, would be NaN.
                 ratio_CM = weights_CM.clamp_min(SMALLEST).log() - log_CM.masked_fill(~mask_CM, 0)
                 total += (weights_CM * ratio_CM).sum()
+                # As the weights p of a query sum to 1: d KL(p || softmax(I)) / dI = softmax(I) - p.
                 dscores_CM = log_CM.exp() - weights_CM
                 for part, into, grad in zip(
                     (own, keys, own),

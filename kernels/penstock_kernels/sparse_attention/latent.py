@@ -125,6 +125,7 @@ def _forward(
     selected_TS: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    # The kernel writes rows without gaps, and empty_like alone keeps the strides of q.
     y_TNR = torch.empty_like(q_TNR, memory_format=torch.contiguous_format)
     log_sum_TN = q_TNR.new_empty(q_TNR.shape[:2], dtype=torch.float32)
     q_TNR, q_TNP = map(_with_whole_rows, (q_TNR, q_TNP))
@@ -216,6 +217,7 @@ def _backward(
             own = slice(start, start + block_tokens)
             add_gradients(own, parts)
             _add_in_order(parts, selected_TS[own], dkeys_TL)
+    # Not .to(): in fp32 it returns views of one tensor, and an operator returns new memory.
     dlatent_TR, dk_TP = (
         torch.empty_like(part).copy_(gradient)
         for part, gradient in zip((latent_TR, k_TP), dkeys_TL.split((rank, rope), -1), strict=True)
@@ -226,6 +228,8 @@ def _backward(
 def _add_in_order(parts: torch.Tensor, selected_CS: torch.Tensor, dkeys_TL: torch.Tensor) -> None:
     """Each key's gradients in the order of the queries and slots that they are from."""
     tokens, width = dkeys_TL.shape
+    # Stable: the pairs of a key stay in the order of their queries. NO_KEY, which is -1, is sorted
+    # before the first border and so is added nowhere.
     key_of_pair, order = selected_CS.flatten().sort(stable=True)
     borders = torch.arange(tokens + 1, dtype=torch.int32, device=dkeys_TL.device)
     starts = torch.searchsorted(key_of_pair, borders, out_int32=True)

@@ -65,6 +65,7 @@ def top_k_of_chunk(scores_CM: torch.Tensor, start: int, top_k: int) -> torch.Ten
 
 def selection_mask(selected_CS: torch.Tensor, first: int, keys: int) -> torch.Tensor:
     """Whether each query attends to each of the `keys` tokens from `first` on, bool [C, keys]."""
+    # NO_KEY marks one more column, which is cut off: scatter_ has no index to skip.
     place_CS = torch.where(selected_CS == NO_KEY, keys, selected_CS.long() - first)
     mask_CM = place_CS.new_zeros((len(selected_CS), keys + 1), dtype=torch.bool)
     return mask_CM.scatter_(1, place_CS, True)[:, :keys]

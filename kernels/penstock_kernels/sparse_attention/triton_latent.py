@@ -87,6 +87,7 @@ def attend(
         k_rope = _rows(k_rope_ptr, key * P, is_key, P, ROPE)
         scores = _dot(q, tl.trans(latent), UPCAST) + _dot(q_rope, tl.trans(k_rope), UPCAST)
         scores = tl.where(is_key[None, :], scores * scale, float("-inf"))
+        # Online softmax (Milakov and Gimelshein 2018): a larger maximum rescales what is summed.
         larger = tl.maximum(largest, tl.max(scores, 1))
         # No key yet: any number will do, and infinities have no difference.
         reference = tl.where(larger == float("-inf"), 0.0, larger)
@@ -146,6 +147,8 @@ def add_gradients(
     dy = _rows(dy_ptr, token * dy_token_stride + far * dy_head_stride, is_head, R, RANK)
     log_sum = tl.load(log_sum_ptr + row, mask=is_head, other=0)
     y = _rows(y_ptr, row * R, is_head, R, RANK)
+    # sum_k weight_k dweight_k without a pass over keys: it equals y . dy (Dao et al. 2022,
+    # "FlashAttention", appendix B.2).
     delta = tl.sum(y.to(tl.float32) * dy.to(tl.float32), 1)
     dq = tl.zeros([HEADS, RANK], tl.float32)
     dq_rope = tl.zeros([HEADS, ROPE], tl.float32)
@@ -161,6 +164,7 @@ def add_gradients(
         dscores = (weights * (dweights - delta[:, None]) * scale).to(latent.dtype)
         dq += _dot(dscores, latent, UPCAST)
         dq_rope += _dot(dscores, k_rope, UPCAST)
+        # A latent vector is a value and, by the next line, a key.
         dlatent = _dot(tl.trans(weights.to(latent.dtype)), dy, UPCAST)
         dlatent += _dot(tl.trans(dscores), q, UPCAST)
         dk_rope = _dot(tl.trans(dscores), q_rope, UPCAST)

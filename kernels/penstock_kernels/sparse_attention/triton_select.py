@@ -55,6 +55,7 @@ def score(
     first = tl.load(first_ptr + query, mask=is_query, other=T)
     sees = (key[None, :] <= query[:, None]) & (key[None, :] >= first[:, None])
     scores = tl.zeros([QUERIES, KEYS], tl.float32)
+    # Tiles above the diagonal or of earlier documents are not computed.
     if tl.max(sees.to(tl.int32)) > 0:
         offs = tl.arange(0, WIDTH)
         inside = (offs < width)[None, :]

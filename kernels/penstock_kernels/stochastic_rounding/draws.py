@@ -34,6 +34,7 @@ def random_words(
     runs = tl.arange(0, RUNS)
     # Missing ends are set beyond all rows.
     ends = tl.load(runs_ptr + runs, mask=runs < num_runs, other=0x7FFFFFFFFFFFFFFF)
+    # As many runs end at or before a row as come before its own.
     run = tl.sum((ends[None, :] <= row[:, None]).to(tl.int32), axis=1)
     run = tl.minimum(run, num_runs - 1)
     key = tl.load(runs_ptr + num_runs + run)[:, None]

@@ -65,5 +65,7 @@ def rounded(x: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
     """float32 to bfloat16, rounded up where the low half of its bits plus `drawn`, 0 to 65535,
     exceeds 65535.
     """
+    # Bits without the sign are ordered as magnitudes: a carry out of the low half gives the next
+    # bfloat16 away from zero, in the next binade too.
     bits = (x.contiguous().view(torch.int32) + drawn.to(torch.int32)) & ~LOW
     return torch.where(x.isnan(), x, bits.view(torch.float32)).to(torch.bfloat16)

@@ -36,6 +36,8 @@ def _round(
 ):
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     drawn = random_words(row, runs_ptr, num_runs, first, ROWS, ACROSS, RUNS)
+    # Random words come in groups of four columns of the full tensor: a shard that begins within a
+    # group begins SHIFT columns into its first tile.
     column = tl.program_id(1) * ACROSS - SHIFT + tl.arange(0, ACROSS)
     inside = (row < R)[:, None] & ((column >= 0) & (column < K))[None, :]
     offs = row[:, None] * K + column[None, :]

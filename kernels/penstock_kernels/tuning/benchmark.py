@@ -22,6 +22,7 @@ def microseconds(works: Sequence[Callable[[], Any]]) -> list[float]:
     """Of a launch of each; infinity for launches that do not fit on the device. Synchronizes."""
     launches = [_launches(work) for work in works]
     durations: list[list[float]] = [[] for _ in works]
+    # One round of each in turn: a change of clocks then affects all candidates alike.
     for _ in range(ROUNDS):
         for work, count, times in zip(works, launches, durations, strict=True):
             if count:
