@@ -67,8 +67,8 @@ def checkpoint_layers(model: CausalLM, native: str) -> dict[str, int]:
 def existing_targets(model: CausalLM, targets: Iterable[str]) -> list[str]:
     """The family's default targets without those of layers that only other of its models have."""
     layers = targetable_layers(model)
-    named = [name for native_names in layers.items() for name in native_names]
-    return [target for target in targets if any(matches(target, name) for name in named)]
+    names = [name for hf_and_native in layers.items() for name in hf_and_native]
+    return [target for target in targets if any(matches(target, name) for name in names)]
 
 
 def weight_map(model: CausalLM) -> WeightMap:

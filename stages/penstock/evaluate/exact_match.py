@@ -104,10 +104,12 @@ def exact_match(
             )
     model = _load_model(hf_folder)
     ends = _eos_token_ids(model, tokenizer)
-    asking = _GreedyDecoder(model, ends, tokenizer.pad_token_id or 0, room=2 if part else 1)
+    decoder = _GreedyDecoder(model, ends, tokenizer.pad_token_id or 0, room=2 if part else 1)
     samples = [
-        _score_completion(question, answer, ends, tokenizer, part)
-        for question, answer in zip(questions, asking.answers(questions, batch_size), strict=True)
+        _score_completion(question, token_ids, ends, tokenizer, part)
+        for question, token_ids in zip(
+            questions, decoder.answers(questions, batch_size), strict=True
+        )
     ]
     return Report(
         num_asked=len(questions),

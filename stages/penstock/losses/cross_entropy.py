@@ -145,9 +145,9 @@ def token_log_probs(
         raise ValueError(f"log-probabilities have no {loss.terms}")
     labels = Labels.of(labels_T)
     tokens = _TrainedTokens.of(hidden_TD, head, labels)
-    found_T = hidden_TD.new_zeros(labels.values.shape, dtype=torch.float32)
+    log_probs_T = hidden_TD.new_zeros(labels.values.shape, dtype=torch.float32)
     if not len(tokens.labels):
-        return found_T + tokens.zero(loss)
+        return log_probs_T + tokens.zero(loss)
     is_label_S = tokens.labels != IGNORED
     if labels.values.dim() > 1:
         # Ignored labels of a token that has others: compute them as token 0, masked below.
@@ -163,8 +163,8 @@ def token_log_probs(
         )
     else:
         losses_S = torch.cat([*tokens.losses_by_chunks(loss)])
-    found_S = (-losses_S.float()).where(is_label_S, 0.0)
-    return found_T.index_put((tokens.trained,), found_S)
+    log_probs_S = (-losses_S.float()).where(is_label_S, 0.0)
+    return log_probs_T.index_put((tokens.trained,), log_probs_S)
 
 
 @dataclass(frozen=True)

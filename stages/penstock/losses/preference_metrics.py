@@ -49,7 +49,7 @@ def metric_sums(
         sft: for the SFT (cross-entropy) term of each sample, the summed log-probability and the
             number of tokens, [D] each.
         desirable_D: KTO labels; None for pairs.
-        how: the preference config.
+        preference: the preference config.
     """
     rewards_DA, policy_DA = implicit_rewards(ratios_DA, preference), policy_DA.detach()
     one_D = torch.ones_like(losses_D)

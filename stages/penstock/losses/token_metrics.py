@@ -46,7 +46,7 @@ def token_scores(
         labels_T: shifted labels; -100 is ignored.
         width: maximum vocabulary entries per rank.
         loss: the loss to compute.
-        highest: max all-reduce, needed if the head has only the vocabulary shard `loss.divided`.
+        max_reduce: max all-reduce, needed if the head has only the vocabulary shard `loss.divided`.
     """
     first = loss.divided.first if loss.divided else 0
     losses: list[torch.Tensor] = []

@@ -99,9 +99,9 @@ def step_adamw(state: State, group: dict[str, Any], precision: StatePrecision) -
         params_by_step.setdefault(int(param_state["step"].item()), []).append((parameter, update))
     for number, pairs in params_by_step.items():
         beta1, beta2 = group["betas"]
-        now = Settings(group["lr"], beta1, beta2, group["eps"], group["weight_decay"], number)
+        settings = Settings(group["lr"], beta1, beta2, group["eps"], group["weight_decay"], number)
         if precision.rounding is None:
-            adamw_foreach_([update for _, update in pairs], now, adamw_)
+            adamw_foreach_([update for _, update in pairs], settings, adamw_)
             continue
         pairs = [pair for pair in pairs if pair[1].weight.numel()]
         roundings = [precision.rounding(parameter, number) for parameter, _ in pairs]
@@ -112,7 +112,7 @@ def step_adamw(state: State, group: dict[str, Any], precision: StatePrecision) -
             tables = copy_tables([runs for runs, _ in roundings], devices.pop())
         for (_, update), (runs, first_column), table in zip(pairs, roundings, tables, strict=True):
             weight, gradient, first, second = (view_2d(part) for part in update[:4])
-            adamw_(weight, gradient, first, second, now, runs, first_column, table=table)
+            adamw_(weight, gradient, first, second, settings, runs, first_column, table=table)
 
 
 def apply_update(
@@ -124,7 +124,7 @@ def apply_update(
     *,
     decay: float = 1.0,
 ) -> None:
-    """Update the local shard of a parameter in place: weight * kept - lr * direction, in fp32.
+    """Update the local shard of a parameter in place: weight * decay - lr * direction, in fp32.
 
     `step`, from 1, selects the random numbers of stochastic rounding.
     """

@@ -114,11 +114,11 @@ class Muon(torch.optim.Optimizer):
             gradient = torch.zeros_like(buffer, dtype=torch.float32)
         else:
             gradient = local(parameter.grad).float()
-        now = buffer if buffer.dtype == torch.float32 else buffer.float()
-        now.lerp_(gradient, 1 - group["momentum"])
-        if now is not buffer:
-            buffer.copy_(now)
-        ahead = gradient.lerp(now, group["momentum"]) if group["nesterov"] else now
+        momentum = buffer if buffer.dtype == torch.float32 else buffer.float()
+        momentum.lerp_(gradient, 1 - group["momentum"])
+        if momentum is not buffer:
+            buffer.copy_(momentum)
+        ahead = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
         return ahead.bfloat16()
 
 

@@ -94,8 +94,8 @@ def _resolve_class(name: str) -> Callable[..., torch.optim.Optimizer]:
             "such as adamw."
         )
     attribute: Any = getattr(module, leaf, None)
-    is_one = isinstance(attribute, type) and issubclass(attribute, torch.optim.Optimizer)
-    if not is_one or attribute is torch.optim.Optimizer:
+    is_optimizer = isinstance(attribute, type) and issubclass(attribute, torch.optim.Optimizer)
+    if not is_optimizer or attribute is torch.optim.Optimizer:
         optimizer_names = [
             other_name
             for other_name, optimizer_class in vars(module).items()
