@@ -198,6 +198,9 @@ def _sample_rows(folder: Path, limit: int, seed: int) -> list[tuple[list[int], l
 def _load_model(folder: Path) -> Any:
     base = read_base_model(folder)
     model: Any = AutoModelForCausalLM.from_pretrained(base or folder, dtype="auto")
+    # generate() takes what a call's config leaves unset from the model's: a repetition penalty or
+    # beams, which model authors publish there, would replace greedy decoding (transformers 5).
+    model.generation_config = GenerationConfig(eos_token_id=model.generation_config.eos_token_id)
     if base:
         from peft import PeftModel  # noqa: PLC0415 - an optional package
 

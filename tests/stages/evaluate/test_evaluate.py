@@ -80,6 +80,8 @@ def exported(tmp_path):
     model.generation_config.eos_token_id = end
     model.generation_config.temperature = 0.5  # sampling advice, which greedy decoding ignores
     model.generation_config.do_sample = True
+    model.generation_config.repetition_penalty = 3.0
+    model.generation_config.num_beams = 2
     model.save_pretrained(tmp_path / "hf")
     byte_tokenizer().save_pretrained(tmp_path / "hf")
     return tmp_path / "hf", model, end
