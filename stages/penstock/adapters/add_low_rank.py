@@ -21,6 +21,7 @@ def can_add_in_place(y: torch.Tensor, factors: Iterable[tuple[torch.Tensor, torc
     """Whether y is memory of its own, and all are in one dtype; a compiler fuses by itself."""
     return (
         not torch.compiler.is_compiling()
+        # In a view, autograd would rebuild the history of its base for the write.
         and y._base is None
         and y.is_contiguous()
         and all(down.dtype == up.dtype == y.dtype for down, up in factors)

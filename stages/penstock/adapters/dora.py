@@ -35,6 +35,7 @@ def no_reduce(squares: torch.Tensor) -> torch.Tensor:
 def row_norms(rows: Rows, delta: LoraDelta, sum_squares: SumSquares) -> torch.Tensor:
     """The norm of each row of `weight + delta`, fp32."""
     device = delta.left.device
+    # Autocast would compute the product of A and B in 16 bits, and so the norms.
     with torch.autocast(device.type, enabled=False):
         count, columns = delta.shape
         norms = torch.empty(count, dtype=torch.float32, device=device)

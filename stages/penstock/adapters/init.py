@@ -24,6 +24,7 @@ def initial_lora(name: str, shape: Sequence[int], seed: int, *, merges: int = 0)
     factor = parse_lora_name(name)
     assert factor is not None, f"{name} is not the name of a low-rank factor"
     assert factor.side in SIDES, f"{name} starts at norms of the base weight"
+    # Generators of devices draw different numbers from one seed.
     with torch.device("cpu"):
         if factor.side == ("lora_A" if factor.is_embedding else "lora_B"):
             return torch.zeros(*shape, dtype=torch.float32)
@@ -32,6 +33,7 @@ def initial_lora(name: str, shape: Sequence[int], seed: int, *, merges: int = 0)
         generator = generator_for(f"{factor.hf_module}.{factor.side}{after}", seed)
         if factor.is_embedding:
             return start.normal_(generator=generator)
+        # As one matrix: of a stack [E, r, in], kaiming_uniform_ would take r * in for the fan.
         nn.init.kaiming_uniform_(start.view(-1, shape[-1]), a=math.sqrt(5), generator=generator)
         return start
 

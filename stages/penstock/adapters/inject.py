@@ -93,6 +93,7 @@ def inject(
         experts=spec.experts,
         bias=spec.bias,
     )
+    # Before everything is frozen: biases that are frozen already stay so.
     named = model.named_parameters()
     biases = [p for name, p in named if p.requires_grad and name.endswith(".bias")]
     model.requires_grad_(False)

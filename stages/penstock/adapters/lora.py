@@ -114,6 +114,7 @@ class LoraLinear(nn.Linear, LinearTerms):
         by = dora_scale(self.lora_magnitude[part], self._norms(part))
         more = self._lora_down(x, part) * self.scale, self.lora_B[part]
         dropped = self.lora_dropout[part](x)
+        # The module returns its input where it drops nothing.
         if dropped is x:
             return [(by, [(x, self.weight), more])]
         return [(None, [(x, self.weight)]), (by - 1, [(dropped, self.weight)]), (by, [more])]

@@ -35,6 +35,7 @@ class StackedAdapter(ExpertLoraParams):
         self.scale = scale
         experts.add_module(ADAPTER, self)
         experts.register_forward_pre_hook(self._put_in_place)
+        # Also if the call raises, by which checkpointing ends a recomputation early.
         experts.register_forward_hook(self._remove, always_call=True)
 
     def adapted(self, matrix: str, weight: torch.Tensor) -> torch.Tensor:

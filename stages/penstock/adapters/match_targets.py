@@ -51,6 +51,7 @@ def matches(target: str, layer: str) -> bool:
     module of it, such as `visual.blocks.*.attn.qkv`."""
     if is_vision(layer) and not names_vision(target):
         return False
+    # PEFT matches the names of single experts, of which one stands for all.
     if target.startswith(REGEX):
         return bool(re.fullmatch(target.removeprefix(REGEX), layer.replace("*", "0")))
     if target == ALL_LINEAR:

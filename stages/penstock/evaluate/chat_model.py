@@ -102,7 +102,9 @@ class ChatModel:
         def on_token(_prompt: int, token: int) -> None:
             nonlocal shown
             tokens.append(token)
+            # All tokens again: decoders may join a token's spaces or bytes to the ones before.
             text = decoded()
+            # Printed text cannot be taken back: what later tokens may change waits.
             if text.endswith(INCOMPLETE) or not text.startswith(shown):
                 return
             if text != shown:

@@ -240,6 +240,7 @@ class _GreedyDecoder:
         width = max(len(question.prompt) for question in questions)
         ids_BT = torch.full((len(questions), width), self.pad)
         mask_BT = torch.zeros_like(ids_BT)
+        # Padded on the left, because generation continues at the last column.
         for row, question in enumerate(questions):
             ids_BT[row, width - len(question.prompt) :] = torch.tensor(question.prompt)
             mask_BT[row, width - len(question.prompt) :] = 1

@@ -95,6 +95,7 @@ def _plain(text: str) -> str:
 
 def _number(text: str) -> Decimal | None:
     try:
+        # Decimal: 0.50 equals .5, and large numbers are not rounded to a float's.
         return Decimal(_plain(text).replace(",", "").replace("$", "").removesuffix("%"))
     except InvalidOperation:
         return None

@@ -23,6 +23,8 @@ def read_base_model(folder: Path) -> str | None:
             "  pip install peft, or export with export.merge_lora true."
         )
     named = read_json_object(folder / ADAPTER)["base_model_name_or_path"]
+    # Exports may name a folder relative to the adapter's. Of an absolute path `/` keeps the second
+    # operand, and a hub id is no folder here.
     beside = folder / named
     return str(beside) if beside.is_dir() else named
 

@@ -220,6 +220,7 @@ class _TrainedTokens:
             some = slice(start, start + chunk)
             rng = self.rng.select(some) if self.rng else None
             arguments = self.hidden[some], self.head, self.labels[some], loss, rng
+            # Reentrant checkpoints have no gradient unless an input has: a frozen body gives none.
             yield checkpoint(_chunk_losses, *arguments, use_reentrant=False)
 
 

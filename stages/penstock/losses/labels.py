@@ -49,4 +49,5 @@ class Labels:
 
 def _trained_positions(labels: torch.Tensor) -> torch.Tensor:
     is_label = labels != IGNORED
+    # nonzero() reads its number of results from the device: on a host tensor nothing waits.
     return (is_label.any(1) if labels.dim() > 1 else is_label).nonzero().squeeze(1)

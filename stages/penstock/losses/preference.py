@@ -162,7 +162,9 @@ def _odds(inputs: PreferenceInputs, config: PreferenceConfig) -> torch.Tensor:
 
 def _log1mexp(x: torch.Tensor) -> torch.Tensor:
     """log(1 - exp(x)) for x <= 0, numerically stable (Mächler 2012)."""
+    # A probability of 1 would have infinite odds.
     x = x.clamp(max=-torch.finfo(x.dtype).eps)
+    # -log 2: above it expm1 is accurate, below it log1p is.
     near = x > -0.6931
     # Each branch gets valid inputs: the branch that `where` discards still has a gradient.
     by_expm1 = torch.log(-torch.expm1(torch.where(near, x, -0.5)))

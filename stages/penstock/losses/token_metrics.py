@@ -59,6 +59,7 @@ def token_scores(
         at_C = labels_C - first
         elsewhere_C = (at_C < 0) | (at_C >= logits_CV.shape[1])
         own_C = logits_CV.gather(1, at_C.masked_fill(elsewhere_C, 0)[:, None]).squeeze(1)
+        # -inf on ranks without the label's logit, so that the maximum over ranks is that logit.
         pair = torch.stack([own_C.masked_fill(elsewhere_C, -torch.inf), logits_CV.amax(1)]).float()
         label_C, best_C = max_reduce(pair) if max_reduce else pair
         is_correct.append(label_C >= best_C)

@@ -80,6 +80,7 @@ def step_adamw(state: State, group: dict[str, Any], precision: StatePrecision) -
     `state` of each parameter has the same names as torch's AdamW (`step`, `exp_avg`,
     `exp_avg_sq`), and `lost` with Kahan summation.
     """
+    # Bias correction counts a parameter's own steps: one without a gradient has fewer than others.
     params_by_step: dict[int, list[tuple[nn.Parameter, StepTensors]]] = {}
     for parameter in group["params"]:
         if parameter.grad is None:
@@ -103,6 +104,7 @@ def step_adamw(state: State, group: dict[str, Any], precision: StatePrecision) -
         if precision.rounding is None:
             adamw_foreach_([update for _, update in pairs], settings, adamw_)
             continue
+        # FSDP leaves a rank no rows of a parameter that has fewer of them than there are ranks.
         pairs = [pair for pair in pairs if pair[1].weight.numel()]
         roundings = [precision.rounding(parameter, number) for parameter, _ in pairs]
         # One copy to the device, where each of hundreds would wait for the last.
@@ -149,6 +151,7 @@ def view_2d(tensor: torch.Tensor) -> torch.Tensor:
 def _initial_state(parameter: nn.Parameter, precision: StatePrecision) -> dict[str, torch.Tensor]:
     """Initial optimizer state of a parameter."""
     param_state = {
+        # On the CPU, as torch.optim keeps it: reading it does not wait for the device.
         "step": torch.zeros(()),
         "exp_avg": torch.zeros_like(parameter, dtype=precision.states),
         "exp_avg_sq": torch.zeros_like(parameter, dtype=precision.states),

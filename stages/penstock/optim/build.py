@@ -72,6 +72,7 @@ def build_optimizer(
             precision=precision,
             directions=directions or UnshardedDirections(newton_schulz_args(optim)),
         )
+    # torch.optim's AdamW would keep the states of bfloat16 weights, and add to them, in bfloat16.
     if optim.optimizer == "anyprecision_adamw" or not _is_exact(groups):
         return AnyPrecisionAdamW(groups, **adam, precision=precision)
     # Fused: one pass over each tensor, instead of several temporaries of every weight's size.

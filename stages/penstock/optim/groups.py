@@ -32,6 +32,7 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Set the learning rate of every group to `lr` times its multiplier."""
     for group in optimizer.param_groups:
         rate = lr * group.get(RATE, 1.0)
+        # A compiled step keeps the rate in a tensor: a new number would recompile it.
         if isinstance(group["lr"], torch.Tensor):
             group["lr"].fill_(rate)
         else:

@@ -110,11 +110,13 @@ class Muon(torch.optim.Optimizer):
             )
         param_state["step"] += 1
         buffer = local(param_state["momentum_buffer"])
+        # Ranks orthogonalize a matrix together, so that each needs a momentum of its shard.
         if parameter.grad is None:
             gradient = torch.zeros_like(buffer, dtype=torch.float32)
         else:
             gradient = local(parameter.grad).float()
         momentum = buffer if buffer.dtype == torch.float32 else buffer.float()
+        # An average, as in Jordan's code; the scale is lost in the orthogonalization anyway.
         momentum.lerp_(gradient, 1 - group["momentum"])
         if momentum is not buffer:
             buffer.copy_(momentum)

@@ -122,6 +122,7 @@ class NovoGrad(torch.optim.Optimizer):
             param_state["exp_avg"] = torch.zeros_like(parameter, dtype=self.precision.states)
             param_state.update({name: torch.zeros_like(squares) for name in _state_names(group)})
         param_state["step"] += 1
+        # A copy, for it is divided in place, and the gradient is still the parameter's.
         direction = gradient.to(torch.float32, copy=True)
         parts = self._tensors.parts(parameter, direction)
         norms = _norms(param_state, squares, group).split([len(part) for part in parts])
