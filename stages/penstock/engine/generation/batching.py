@@ -130,6 +130,7 @@ class KVCachedDecode:
 
     def remove_finished(self) -> None:
         """Free the cache rows of finished sequences."""
+        # Backwards: the last row, which takes the place of a freed one, has been looked at.
         for row in reversed(range(len(self._active))):
             if self._active[row].finish_reason:
                 self._cache.free(row)
@@ -148,6 +149,7 @@ class KVCachedDecode:
             tokens += 0 if is_same else len(seq.prompt.tokens)
             if seq.needs_kv_cache:
                 rows, longest = rows + 1, max(longest, seq.max_length)
+            # All rows are as wide as the longest sequence may become.
             row_size = longest + self._limits.state_tokens
             has_room = rows <= 1 or rows * row_size <= self._limits.kv_cache_tokens
             if not has_room or (groups and tokens > self._limits.prefill_tokens):

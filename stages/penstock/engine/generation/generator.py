@@ -228,6 +228,7 @@ class Generator:
         if self.ranks.device.type != "cuda":
             return self.kv_cache_tokens
         free, _ = torch.cuda.mem_get_info(self.ranks.device)
+        # What torch's allocator holds and has not given out is free as well.
         cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         # A pipeline stage may have no layer, and so no cache.
         fits = (free + cached) // 2 // max(1, self.kv_cache_bytes_per_token)
@@ -235,6 +236,7 @@ class Generator:
         return min(self.kv_cache_tokens, -self.ranks.max_over_ranks(-fits)[0])
 
     def _start_sequences(self, prompts: Sequence[Prompt]) -> list[DecodingSequence]:
+        # Rank 0's for all: the ranks of a replica must sample the same tokens.
         [seeds, *_] = self.ranks.all_gather([secrets.randbits(63) for _ in prompts])
         limit = self._config.max_position_embeddings
         results: list[DecodingSequence] = []
@@ -321,6 +323,7 @@ class Generator:
         """Score each token of these prompts except the first."""
         into_T = torch.full((sum(batch.batch.lengths),), -1, dtype=torch.int64)
         for start, sequences in read:
+            # One token less than the prompt has: a position predicts the token after it.
             scored = results.prompt_logprobs.places(sequences.prompt_index)
             into_T[start : start + len(scored)] = torch.arange(scored.start, scored.stop)
         part = self.layout.context.shard_tensor
@@ -332,6 +335,7 @@ class Generator:
             rows = slice(start, start + len(chunk))
             start += len(chunk)
             log_probs_CV = logits_CV.float().log_softmax(-1)
+            # Raised by all ranks together, in `_append_tokens`: the others are in this pass too.
             if log_probs_CV.isnan().any():
                 results.samples[2, read[0][1].index] = 1
                 continue
@@ -352,10 +356,12 @@ def build_generator(
     blocks = [block for block in blocks if not isinstance(block, PredictionLayer)]
     linear = sum(isinstance(block, Block) and block.mixer_name == LINEAR_ATTN for block in blocks)
     layers = sum(not isinstance(block, Block) or block.mixer_name == SELF_ATTN for block in blocks)
+    # Keys and values; the heads of different kinds of layers may have different sizes.
     numbers = max(
         2 * -(-kind.num_key_value_heads // split) * kind.head_dim for kind in config.layer_kinds
     )
     if config.latent:
+        # One vector for all heads (DeepSeek-V2, arXiv:2405.04434, section 2.1).
         numbers = config.latent.cached_dim
     numbers *= layers
     state_size = 0

@@ -233,6 +233,7 @@ class DecodeStep(DecodeSegments):
         """The cache rows with the new tokens written to them."""
         x_BKH = x_TKH[: self.rows]
         if self.shortest == self.longest:
+            # Rows of one length need no index tensors.
             x_BKCH.select(2, self.longest - 1).copy_(x_BKH)
         else:
             rows_B = self._tensor("rows", range(self.rows), x_BKH.device)

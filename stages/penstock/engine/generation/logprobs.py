@@ -83,6 +83,7 @@ class PromptLogprobs:
         lengths = [len(prompts[number].tokens) for number in read]
         widths = [prompts[number].prompt_top_k for number in read]
         ends = list(accumulate(lengths, initial=0))
+        # `ends` has one more: the number of all tokens.
         self._first = dict(zip(read, ends, strict=False))
         self._widest = max(widths, default=0)
         widths_P = torch.tensor(
@@ -114,6 +115,7 @@ class PromptLogprobs:
         self._log_probs_P[places_S] = own_S
         if not self._widest:
             return
+        # One topk for all positions; what was not requested is masked out.
         best = log_probs_SV.topk(self._widest, dim=-1)
         order_K = torch.arange(self._widest, device=places_S.device)
         asked_SK = order_K < self._widths_P[places_S][:, None]

@@ -66,6 +66,7 @@ def uniform(seed: int, sample: int, index: int) -> float:
     """The uniform number in [0, 1) that samples token `index` of completion `sample`."""
     packed = struct.pack("<Qqq", seed % 2**64, sample, index)
     digest = hashlib.blake2b(packed, digest_size=8).digest()
+    # 53 bits, which a double holds exactly: the result is never rounded to 1.
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
@@ -122,6 +123,7 @@ def _search_cumulative(shares: Sequence[float], weights_RV: torch.Tensor) -> tor
         runs_RB = torch.cat((runs_RB, rest_R1), dim=1)
     sums_RB = runs_RB.double().cumsum(-1)
     aims_R1 = _below(_column(shares, sums_RB) * sums_RB[:, -1:], sums_RB[:, -1:])
+    # `right`: the first sum above the aim, so no entry of weight 0 is sampled.
     # With non-finite sums the token is arbitrary.
     run_R1 = torch.searchsorted(sums_RB, aims_R1, right=True).clamp_(max=runs_RB.shape[1] - 1)
     aims_R1 = aims_R1 - F.pad(sums_RB, (1, 0)).gather(1, run_R1)

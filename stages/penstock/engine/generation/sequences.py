@@ -14,6 +14,7 @@ Decode = Callable[[Sequence[int]], str]
 
 Ending = Literal["stop", "length"]
 
+# UTF-8 has up to four bytes for a character, and a token may be a single byte.
 MAX_TOKENS_PER_CHARACTER = 4
 """A character may begin so many tokens before the token that completes it."""
 

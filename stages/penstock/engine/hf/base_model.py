@@ -65,6 +65,7 @@ class BaseModelWeights:
         checkpoint = published_in(self.hf_config, self.folder)
         if checkpoint is None or not self.names.multimodal:
             return checkpoint
+        # The publisher names modules as in the files, with the prefix of the language model.
         ignored = tuple(map(text_name, checkpoint.ignored_modules))
         return replace(checkpoint, declared=replace(checkpoint.declared, ignored_modules=ignored))
 

@@ -36,6 +36,7 @@ class _Group:
 
     def convert(self, tensors: Mapping[str, torch.Tensor], model: Any) -> dict[str, torch.Tensor]:
         """The results of these sources, by name."""
+        # A copy: `add_tensor` collects the tensors in the transform.
         transform = deepcopy(self.transform)
         for source, pattern in self.sources:
             transform.add_tensor(self.name, source, pattern, tensors[source])
@@ -163,6 +164,7 @@ class ConvertedWeights:
         is_own = {**dict.fromkeys(self._shapes, True), **tied}
         sources: dict[str, _Group | str] = {}
         grouped: dict[str, _Group] = {}
+        # Experts are stacked in the order in which their tensors are added.
         for source in sorted(self._folder.names(), key=_natural):
             name, pattern = rename_source_key(
                 source, renamings, converters, model.base_model_prefix, is_own
@@ -181,6 +183,7 @@ class ConvertedWeights:
         for source, name in self._copies:
             sources.setdefault(name, source)
         for group in grouped.values():
+            # On the meta device a conversion tells the names of its results without reading a file.
             meta = {
                 source: torch.empty(self._folder.stored(source).shape, device="meta")
                 for source, _ in group.sources
@@ -200,6 +203,7 @@ class InitializedWeights:
     def _tensors(self) -> Mapping[str, torch.Tensor]:
         from penstock.models.automodel.build import build_model  # noqa: PLC0415
 
+        # The CPU's generator alone is used, so it alone has to be restored.
         with torch.device("cpu"), torch.random.fork_rng(devices=[]):
             torch.manual_seed(self._seed)
             attention = self._names.config.outline.traits.attention
@@ -239,9 +243,11 @@ def as_published(
     )
 
     model = _meta_model(hf_config)
+    # Legacy rules are for loading older files: reversed, they would write such names.
     transforms = get_model_conversion_mapping(model, add_legacy=False)
     # Whether a prefix was removed on loading is not known; none is added.
     rules = [rule for rule in transforms if not isinstance(rule, PrefixChange)]
+    # What loading does last, saving undoes first.
     reverse = [rule.reverse_transform() for rule in rules[::-1]]
     renamings = [rule for rule in reverse if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in reverse if isinstance(rule, WeightConverter)]

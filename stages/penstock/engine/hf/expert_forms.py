@@ -39,6 +39,7 @@ class TensorParts:
         if part is None:
             return self.folder.box(name, offsets, sizes)
         tensor = self.folder.box(part.source, *part.box(offsets, sizes))
+        # Further dimensions of the source come first, and are 1 in the box.
         tensor = tensor.flatten(0, tensor.ndim - len(sizes))
         return tensor.mT.contiguous() if part.is_transposed else tensor
 

@@ -34,6 +34,7 @@ class Part:
         """(offsets, sizes) in the source of a box of the tensor."""
         offsets, sizes = list(offsets), list(sizes)
         if self.is_transposed:
+            # The last two, exchanged.
             offsets[-2:], sizes[-2:] = offsets[:-3:-1], sizes[:-3:-1]
         more = len(self.start) - len(offsets)
         offsets = [a + b for a, b in zip(self.start, [0] * more + offsets, strict=True)]
@@ -82,6 +83,7 @@ def _parts_of_stack(
     parts: dict[str, Part] = {}
     first = 0
     for name in stored:
+        # Gate and up projection of an expert are rows of one matrix of the stack.
         expert, row = divmod(first, full_shape[1])
         parts[name] = Part(
             stack, (expert, 0, row) if is_transposed else (expert, row, 0), is_transposed

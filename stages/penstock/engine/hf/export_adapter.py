@@ -126,6 +126,7 @@ class Adapters:
             for name in requested:
                 if name in layers:
                     change = self.pairs[layers[name]].change(factors, scale, layers[name])
+                    # In fp32, and rounded once when it is written.
                     tensors[name] = change.apply_to(tensors[name].float())
                 elif name in fused:
                     stack = tensors[name].float()

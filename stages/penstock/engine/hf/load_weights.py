@@ -183,6 +183,7 @@ def _receive(
     for box in boxes:
         local_boxes.setdefault(box.piece.tensor, []).append(box)
     sender = _Sender(folder, wishes, ranks.device, group) if folder else None
+    # All ranks go through the same blocks in the same order, so sends and receives pair up.
     for name, (shape, dtype) in order.items():
         for first, end in row_blocks(shape, dtype):
             if sender:
@@ -219,6 +220,7 @@ def _agreed(
             names = sorted(shapes, key=folder.order)
             answer = [{name: (shapes[name], folder.stored(name).dtype) for name in names}]
         except CapabilityError as error:
+            # Sent as the answer that the other ranks wait for: all raise it.
             answer = [error]
     dist.broadcast_object_list(answer, src=0, group=group)
     if isinstance(answer[0], CapabilityError):

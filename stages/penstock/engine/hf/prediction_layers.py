@@ -39,6 +39,7 @@ def copies_of_ends(config: DecoderConfig) -> dict[str, str]:
     for layer in range(config.num_hidden_layers, config.num_layers):
         sources[config.mtp.names.embedding.format(layer=layer)] = config.names.embedding
         sources[config.mtp.names.head.format(layer=layer)] = head
+    # Families without a copy of their own have no name for it.
     sources.pop("", None)
     return sources
 

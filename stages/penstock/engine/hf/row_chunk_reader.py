@@ -48,6 +48,7 @@ class RowChunkReader:
                 else []
             )
             first += chunk.num_rows
+        # A box without rows is empty in any tensor.
         return torch.cat(boxes) if boxes else self.inner.box(name, (0,) * len(sizes), sizes)
 
     def order(self, name: str) -> tuple[str, int]:

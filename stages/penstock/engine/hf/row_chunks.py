@@ -35,6 +35,7 @@ def find_row_chunks(
         if not native.endswith(JOINED) or len(stored) == 1 or not {*stored} <= {*in_files}:
             continue
         total, *columns = names.native_shape(native)
+        # As `torch.chunk`: all but the last have the rounded-up share.
         chunk = -(-total // len(stored))
         chunks = {name: min(chunk, total - index * chunk) for index, name in enumerate(stored)}
         if {name: stored_shape(name) for name in stored} != {

@@ -148,6 +148,7 @@ class SafetensorsFolder:
     def _fill(self, descriptor: int, into: memoryview, offset: int, name: str) -> None:
         done = 0
         while done < len(into):
+            # May return less: Linux reads at most 2 GiB at a time.
             count = os.preadv(descriptor, [into[done:]], offset + done)
             if not count:
                 raise unreadable(self._files[name], f"it ends within {name}")
@@ -165,6 +166,7 @@ def _runs(
         for dim, (size, full_size) in enumerate(zip(sizes, shape, strict=True))
         if size < full_size
     ]
+    # Dimensions after the last cut one are whole, so from it on a run is contiguous.
     depth = cut[-1] if cut else 0
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     count = math.prod(sizes[depth:])

@@ -46,6 +46,7 @@ def file_layout(kinds: Mapping[str, Kind]) -> Layout:
         }
         offset = end
     text = json.dumps(entries, separators=(",", ":")).encode()
+    # The format fills its header up with spaces, so that data begins at a multiple of 8 bytes.
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
     tensors = {
@@ -68,6 +69,7 @@ def tensor_num_bytes(kind: Kind) -> int:
 
 def put(file: int, tensor: torch.Tensor, offset: int) -> None:
     """Write a tensor's elements to an open file from byte `offset` on."""
+    # As bytes: numpy has neither bfloat16 nor float8.
     raw = tensor.contiguous().flatten().view(torch.uint8).numpy().data
     while raw:
         count = os.pwrite(file, raw, offset)

@@ -115,6 +115,7 @@ def write_weights(
     kinds = {name: _kinds(name, weights, dtype, quantizer) for name in weights.shapes}
     # All tensors stored for one weight stay in one file.
     sizes = {name: sum(map(tensor_num_bytes, stored.values())) for name, stored in kinds.items()}
+    # On the meta device: the hub's function reads sizes alone, and takes none for shared memory.
     planned = {
         name: torch.empty(size, dtype=torch.uint8, device="meta") for name, size in sizes.items()
     }
@@ -160,6 +161,7 @@ def _write_file(
                 stored = layout.tensors[leaf]
                 row_bytes = tensor_num_bytes((stored.shape[1:], stored.dtype))
                 put(file.fileno(), rows, stored.start + row * row_bytes)
+        # An empty last tensor writes nothing, and the file must still have its size.
         file.truncate(layout.size)
 
 

@@ -101,6 +101,7 @@ class TokenizerFiles:
             paths = tuple(folder / name for name in names)
         path_by_name = dict(zip(names, paths, strict=True))
         for name, path in path_by_name.items():
+            # A pinned name must not lead out of the folder that is written.
             if not path.is_file() or ".." in PurePosixPath(name).parts:
                 raise ArtifactError(
                     f"The tokenizer's {name} is no longer in {self.typed}.\n"
@@ -110,6 +111,7 @@ class TokenizerFiles:
         return path_by_name
 
     def _save_built_in(self, out: Path) -> None:
+        # Elsewhere first: `save_pretrained` does not write atomically.
         with tempfile.TemporaryDirectory() as folder:
             load_tokenizer(self.typed).save_pretrained(folder)
             for path in regular_files(Path(folder)):

@@ -111,6 +111,7 @@ class _Files:
     def _require_equal(self, ties: Iterable[tuple[str, str]]) -> None:
         """Raise CapabilityError for a copy that differs from its original."""
         for copy, original in ties:
+            # Of unequal lengths the first blocks, dtype and shape, differ already.
             if not all(
                 a == b for a, b in zip(self._blocks(copy), self._blocks(original), strict=False)
             ):

@@ -63,6 +63,7 @@ def verify_model(folder: Path, base: Path | None = None, *, runs_code: bool = Fa
                 state_dict=tensors,
                 device_map="meta",
                 output_loading_info=True,
+                # Reported with all other faults instead of raised as the first.
                 ignore_mismatched_sizes=True,
             )
         except Exception as error:

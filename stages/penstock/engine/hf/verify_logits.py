@@ -34,6 +34,7 @@ def verify_logits(
         StageError: they differ.
         NotVerifiedError: both models do not fit in half of this machine's memory.
     """
+    # Two models, four bytes a number.
     needed, memory = 2 * 4 * weights.num_parameters, memory_bytes()
     if memory and needed > memory / 2:
         raise NotVerifiedError(
@@ -49,6 +50,7 @@ def verify_logits(
         )
         theirs_TV = model.eval()(ids_T[None], use_cache=False).logits[0]
     difference = float((theirs_TV - ours_TV).norm() / ours_TV.norm())
+    # Not `>`: NaN must not pass.
     if not difference <= TOLERANCES[dtype]:
         raise StageError(
             f"{folder.name}/ was written, and its logits in transformers differ from those of the "

@@ -132,6 +132,7 @@ class Machines(RendezvousHandler):
 
     def num_nodes_waiting(self) -> int:
         """Whether a machine has requested the next round: 0 or 1."""
+        # The agent polls it, and restarts its ranks when it is above 0.
         return int(self._store().check([self._key(self._round + 1, "called")]))
 
     def get_run_id(self) -> str:

@@ -82,6 +82,7 @@ def _copy(
         selector.register(stream, selectors.EVENT_READ)
         while True:
             if selector.select(timeout=1.0):
+                # Returns what is there without waiting: at most what a pipe holds on Linux.
                 block = os.read(stream.fileno(), 65536)
                 if not block:
                     return

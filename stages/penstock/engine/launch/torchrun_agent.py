@@ -45,6 +45,7 @@ def _pass_on(signum: int, _frame: FrameType | None) -> None:
     if not num_signals:
         number = signal.Signals(signum)
         raise api.SignalException(f"asked to end by {number.name}", sigval=number)
+    # The first request starts the clock, and later ones do not wind it up again.
     if not signal.getitimer(signal.ITIMER_REAL)[0]:
         signal.signal(signal.SIGALRM, _give_up)
         signal.setitimer(signal.ITIMER_REAL, float(sys.argv[3]))
@@ -65,6 +66,7 @@ def _tell_deaths(file: Path, failed: ChildFailedError) -> None:
             "time": failure.timestamp,
         }
         for rank, failure in failed.failures.items()
+        # Python's exit code of a process that a signal ended is the negative number of the signal.
         if failure.exitcode < 0
     ]
     file.write_text(json.dumps(deaths))

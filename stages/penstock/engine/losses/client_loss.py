@@ -111,6 +111,7 @@ class PolicyForwardBackward:
     def _empty_log_probs(self, batches: Sequence[LossBatch], num_tokens: int) -> torch.Tensor:
         # Every rank has a batch, possibly of padding, and all have the same number of targets.
         targets = batches[0].batch.labels_T.shape[1:]
+        # Zeros: one rank fills an index, and the sum over ranks has all.
         return torch.zeros(num_tokens, *targets, dtype=torch.float32, device=self.ranks.device)
 
     def _calls(self, batches: Sequence[LossBatch], reduced: Any) -> Any:

@@ -125,6 +125,7 @@ def further_tokens(batch: MicroBatch, depths: int) -> tuple[torch.Tensor, torch.
 def shifted(values_T: torch.Tensor, lengths: Sequence[int], depths: int, fill: int) -> torch.Tensor:
     """The values 1 to K positions further on in the document, [K, T]; `fill` where it has none."""
     sizes = torch.tensor(lengths)
+    # How many tokens of the document come after each, [T].
     left_T = sizes.cumsum(0).repeat_interleave(sizes) - torch.arange(int(sizes.sum())) - 1
     steps = range(1, depths + 1)
     return torch.stack([values_T.roll(-k).masked_fill(left_T < k, fill) for k in steps])

@@ -86,6 +86,7 @@ class Preferences(StepPart):
         the model once more before."""
         self._step = self._start(step)
         step.set_output_fns([*map(self._step.reduce, step.batches, range(len(step.batches)))])
+        # The loss is of samples, however many tokens count as trained.
         step.has_loss = True
 
     def after_backward(self, step: StepState) -> torch.Tensor:
@@ -108,6 +109,7 @@ class Preferences(StepPart):
         for batch in inputs:
             counts[1] += batch.sft_tokens_D.sum()
         self.sums.ranks.all_reduce_sum(counts)
+        # Every rank of a replica has counted the same samples.
         samples, tokens = (counts / self.sums.layout.model_parallel_size).clamp_min(1.0).unbind()
         evaluated = self._evaluate(batches, inputs) if self.config.needs_baseline else []
         return PreferenceStep(

@@ -186,6 +186,7 @@ class _DispatchTokens(torch.autograd.Function):
             num_tokens_per_expert=to_experts,
             is_token_in_rank=is_sent,
         )
+        # Python integers: `dispatch` has waited for the counts on the host.
         layout.num_rows = sum(counts)
         ctx.mark_non_differentiable(choice_SK)
         return x_SD, choice_SK, weights_SK

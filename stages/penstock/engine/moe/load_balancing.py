@@ -101,6 +101,7 @@ class Routers(StepPart):
             if param.name == f"model.layers.{layer}.mlp.gate.{SELECTION_BIAS}"
         }
         self._row_group = mesh.group("ring", "ulysses", "tensor")
+        # Ranks of the tensor axis route different tokens.
         self._pass_group = mesh.group(*DATA_AXES, "tensor")
         self._collectors: list[RouterStatsCollector] = []
 
@@ -145,6 +146,7 @@ class Routers(StepPart):
         backward pass. In a step of one pass the ranks exchange counts during it; with more, all
         micro-batches run an extra forward pass first.
         """
+        # Losses are means over tokens and layers.
         factor = scale / (max(1, tokens) * len(self._config.layers))
         load, z = self._balance.load * factor, self._balance.z * factor
         rows = [LocalRows.of(batch, context, self._ranks.device) for batch in batches]

@@ -53,6 +53,7 @@ def override_optimizer(run: RunConfig, optimizer: Mapping[str, Any]) -> RunConfi
     for name in STEP_HYPERPARAMETERS:
         if name in optimizer.get("optimizer_kwargs", {}):
             raise ConfigError(f"{name} is sent with each step.\n  Leave it out of kwargs.")
+    # Without defaults, which may be others for the client's optimizer.
     written = run.train.model_dump(exclude_unset=True)
     try:
         train = TrainConfig.model_validate({**written, **optimizer})

@@ -169,6 +169,7 @@ class ModelPool:
         self.deactivate()
         if resident.weights is not None:
             self.substrate.load_params(self._model_params, resident.weights)
+            # Loaded, the tensors of the base are the only copy.
             resident.weights = None
         if resident.adapter:
             self._set_lora_scale(resident.adapter)

@@ -349,6 +349,7 @@ class ModelStore:
         written = regular_files(out)
         digests = {path.relative_to(out).as_posix(): digest_of_file(path) for path in written}
         FolderDigests(digests).write(out)
+        # On disk before the rename: a folder with the final name is complete after a crash too.
         for path in (*written, out):
             fsync(path)
         remove(folder)
@@ -369,6 +370,7 @@ class ModelStore:
 
     def _on_main_process(self, act: Callable[[], None]) -> None:
         """Run `act` on rank 0 while the others wait. All raise StageError if it failed."""
+        # What the other ranks are told of an exception that is not caught here.
         fault: str | None = "it failed"
         try:
             if self._ranks.is_main_process:

@@ -204,6 +204,7 @@ def build_shared_base(
         head = family.outline.head if isinstance(family, AutoFamily) else HEAD
         targets = [*family.lora_targets, *([] if is_tied else [head])]
         lora = lora.model_copy(update={"lora_target_modules": targets})
+    # Not None, which means the model's own coefficient.
     train = run.train.model_copy(update={"moe_aux_loss_coef": 0.0})
     run = run.model_copy(update={"lora": lora, "train": train})
     built = assemble(run, hf_config, weights, ranks, notify, images=bool(family.multimodal))

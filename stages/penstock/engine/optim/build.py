@@ -50,6 +50,7 @@ def build_distributed_optimizer(
     bound = train.layerwise_lr_decay_bound
     by_depth = constant_multiplier if bound == 1 else layerwise_lr_decay(bound, num_layers)
     lrs: dict[Part, float | None] = {"vision": train.vision_lr, "projector": train.projector_lr}
+    # Relative to `lr`, so that these parts follow the same schedule.
     ratios = {name: lr / train.lr for name, lr in lrs.items() if lr is not None}
     grouping = Grouping(
         weight_decay=train.weight_decay,

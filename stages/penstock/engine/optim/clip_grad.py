@@ -31,6 +31,7 @@ def gradient_norm(params: Iterable[LocalParam], ranks: ProcessInfo) -> torch.Ten
     total = torch.zeros((), dtype=torch.float64, device=ranks.device)
     for copies, gradients in by_copies.items():
         norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
+        # fp64: a square of an fp32 norm may overflow.
         squares = torch.stack(list(norms)).double().square().sum()
         total += squares.to(ranks.device) / copies
     return ranks.all_reduce_sum(total).sqrt().float()
@@ -41,6 +42,7 @@ def scale_gradients(params: Iterable[LocalParam], norm: float, max_norm: float) 
     """Scale all gradients so that their norm is at most `max_norm`; 0 or less disables clipping."""
     # In fp32, as on the device. With a Python scalar _foreach_mul_ takes its fused path; with a
     # tensor it launches a kernel for each gradient.
+    # 1e-6 as in `torch.nn.utils.clip_grad_norm_`.
     factor = (max_norm / (torch.tensor(norm, dtype=torch.float32) + 1e-6)).item()
     if max_norm <= 0 or factor >= 1:
         return

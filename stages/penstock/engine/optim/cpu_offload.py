@@ -48,6 +48,7 @@ class CPUOffloadedParams(StepPart):
             if copy.grad is None:
                 copy.grad = _like(local(gradient))
             copy.grad.copy_(local(gradient), non_blocking=True)
+        # The optimizer steps on the host, which does not wait for copies by itself.
         if uses_cuda():
             torch.cuda.synchronize()
 
@@ -56,6 +57,7 @@ class CPUOffloadedParams(StepPart):
         """Copy the updated weights back."""
         del step
         for param, copy in zip(self.device_params, self.host_params, strict=True):
+            # The host writes to the copy again after the next `before_update` has synchronized.
             local(param.parameter).copy_(copy.parameter, non_blocking=True)
 
 

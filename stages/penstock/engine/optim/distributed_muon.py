@@ -22,6 +22,7 @@ from penstock.engine.optim.head_rows import HeadRows, whole_matrices
 from penstock.models.tp_roles import ParallelStyle, Roles, find_parallel_style
 from penstock.optim.muon import MomentumFn, Orthogonalizer
 
+# 128 MiB in bfloat16.
 GATHER_ELEMENTS = 1 << 26
 """The largest number of elements a rank gathers at a time, unless one parameter is larger."""
 
@@ -172,11 +173,13 @@ def _plan_messages(
         load[owner] += _cost(boxes[0])
         for box in boxes:
             holders = params[box]
+            # Different holders send to different owners.
             source = owner if owner in holders else holders[owner % len(holders)]
             yield Message(wave, box, source, owner, tuple(holders))
 
 
 def _cost(box: Box) -> int:
+    # Newton-Schulz multiplies by the Gram matrix of the shorter side (Jordan et al. 2024, "Muon").
     rows, columns = box.shape
     return rows * columns * min(rows, columns)
 
@@ -303,6 +306,7 @@ class DistMuon:
         empty = torch.empty(0, dtype=torch.bfloat16, device=device)
         # Sent as bytes, which every backend supports.
         sending = torch.cat([empty, *parts]).view(torch.uint8)
+        # In bytes: two for each element.
         sends = [2 * sum(part.numel() for part in of_rank) for of_rank in out]
         receives = [2 * sum(box.numel for box in of_rank) for of_rank in expected]
         received = torch.empty(sum(receives), dtype=torch.uint8, device=device)

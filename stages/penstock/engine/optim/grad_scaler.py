@@ -13,6 +13,7 @@ import torch
 from penstock.engine.distributed.param_shards import LocalParam, local
 from penstock.engine.step_part import StepPart, StepState
 
+# As in torch.amp.GradScaler.
 GROWTH_INTERVAL = 2000
 """The number of steps without overflow after which the scale doubles."""
 MIN_SCALE = 1.0
@@ -39,6 +40,7 @@ class GradScaler(StepPart):
         parameters = [param.parameter for param in self.params]
         gradients = [local(p.grad) for p in parameters if p.grad is not None]
         if gradients:
+            # Exact if the scale is a power of two, as it is unless `loss_scale_init` is none.
             torch._foreach_mul_(gradients, 1 / step.scale)
 
     def skips_update(self, step: StepState) -> bool:

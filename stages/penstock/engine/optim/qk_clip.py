@@ -87,6 +87,7 @@ class QKClip(StepPart):
         """All-reduce the logits of this step, and begin the next. Returns the largest one and the
         number of heads to clip, fp64 [2], on rank 0, and zeros on others."""
         del step
+        # A copy: it is reduced in place, and layers write to views of `_max_LN`.
         self._reduced_LN = self._ranks.all_reduce_max(self._max_LN.clone())
         self._max_LN.fill_(float("-inf"))
         over = (self._reduced_LN > self._threshold).sum()
@@ -103,6 +104,7 @@ class QKClip(StepPart):
     def after_update(self, step: StepState) -> None:
         """Scale the weights of the heads that were over the threshold."""
         del step
+        # 1 for heads that are not over the threshold.
         gamma_LN = self._threshold / self._reduced_LN.clamp(min=self._threshold)
         for layer, param in self._params:
             for shard in param.shards:
@@ -175,4 +177,5 @@ def _observe(attention: TokenMixer, max_N: torch.Tensor, recompute: Recompute) -
 
 
 def _is_in_backward() -> bool:
+    # As FSDP2 and torch.utils.module_tracker ask; no public function tells it.
     return torch._C._current_graph_task_id() != -1

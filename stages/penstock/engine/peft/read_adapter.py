@@ -208,8 +208,10 @@ class PeftFolder:
         return None if norms is None else norms.flatten()
 
     def _scale(self, module: str, rank: int) -> float:
+        # PEFT's default.
         alpha = self.config.get("lora_alpha") or 8
         for pattern, value in (self.config.get("alpha_pattern") or {}).items():
+            # As `get_pattern_key` of PEFT, of which the first match counts.
             if re.fullmatch(rf"(.*\.)?({self._rename(pattern)})", module):
                 alpha = value
                 break

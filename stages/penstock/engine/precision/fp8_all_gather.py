@@ -73,6 +73,7 @@ class Float8ShardedWeight(torch.Tensor):
     """A rank's rows of a weight, with FSDP's all-gather hooks; otherwise a plain tensor."""
 
     rows: Rows
+    # Operations on it give plain tensors.
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
     @staticmethod

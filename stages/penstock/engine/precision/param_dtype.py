@@ -20,6 +20,7 @@ def cast_frozen_params(dtype: torch.dtype, model: CausalLM) -> None:
     for parameter in model.parameters():
         is_matrix = parameter.is_floating_point() and parameter.dim() > 1
         if is_matrix and not parameter.requires_grad and id(parameter) not in exact:
+            # `data` keeps the Parameter object, which tied modules share.
             parameter.data = parameter.data.to(dtype)
 
 

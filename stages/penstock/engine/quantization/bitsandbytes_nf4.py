@@ -73,6 +73,7 @@ class Nf4:
                 "share scales with the next",
             )
         _require_levels(folder, name, self.format)
+        # Two codes in a byte.
         total = rows * columns // 2
         packed = _packed(folder, name, total, first * columns // 2, end * columns // 2)
         groups = columns // state.group
@@ -135,6 +136,7 @@ def _scales(
     nested = -(-count // state.nested_group)
     scales = bitsandbytes_scales(
         _part(folder, absmax, torch.uint8, count, begin, end),
+        # Scales are quantized to 8 bits.
         _part(folder, f"{name}.nested_quant_map", torch.float32, 256, 0, None),
         _part(folder, f"{name}.nested_absmax", torch.float32, nested, low, high),
         state.nested_offset,

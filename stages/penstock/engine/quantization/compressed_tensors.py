@@ -115,12 +115,14 @@ def stored_tensors(layer: str, shape: tuple[int, ...], stored_format: Format) ->
             kinds = {"weight": (shape, torch.float8_e4m3fn), "weight_scale": tiles}
         case "int4":
             kinds = {
+                # Eight codes in a word.
                 "weight_packed": ((rows, columns // 8), torch.int32),
                 "weight_scale": scales,
                 "weight_shape": ((2,), torch.int64),
             }
         case "nvfp4":
             kinds = {
+                # Two codes in a byte.
                 "weight_packed": ((rows, columns // 2), torch.uint8),
                 "weight_scale": scales,
                 "weight_global_scale": ((1,), torch.float32),

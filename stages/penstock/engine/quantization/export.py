@@ -63,9 +63,11 @@ class Quantizer:
         CapabilityError for non-finite values.
         """
         shape, layer, tall = self.shapes[name], _layer(name), self.format.tile_rows
+        # NVFP4: the scales of groups are relative to one of the whole matrix.
         shared = (
             self._of_one_matrix(name, weight, weights) if self.format.scales == "e4m3" else None
         )
+        # Whole tiles.
         rows = max(STRETCH // (4 * shape[1]) // tall, 1) * tall
         for first in range(0, shape[0], rows):
             try:

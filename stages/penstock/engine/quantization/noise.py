@@ -51,5 +51,6 @@ def add_noise(model: CausalLM, pieces: Mapping[str, tuple[TensorShard, ...]], al
     for name, module in model.named_modules():
         if isinstance(module, QuantizedMatrix):
             codes = pieces[f"{name}.codes"]
+            # Codes of four bits are stored in pairs, and offsets of the shard count bytes.
             in_a_byte = 2 if module.format.codes == "levels" else 1
             module.transform = QuantNoise(alpha, codes, codes[0].offsets[1] * in_a_byte)

@@ -93,6 +93,7 @@ class RowwiseFormat:
         rows, width = stored.shape
         if format.codes != "levels":
             return rows, width
+        # Two codes in a byte, and four bytes in a word of int4.
         columns = 2 * width * stored.dtype.itemsize
         assert format.group is not None
         if columns % format.group:
@@ -124,6 +125,7 @@ class RowwiseFormat:
                 of_all = of_all.reciprocal()
             return nvfp4_of_modelopt(codes, scales, of_all)
         if format.group is None and _is_one(folder, name + names.scales):
+            # One scale for the matrix is that of each row.
             scales = _one(folder, name + names.scales).expand(len(row_range), 1).contiguous()
         else:
             scales = _rows(folder, name + names.scales, grid, row_range).float()

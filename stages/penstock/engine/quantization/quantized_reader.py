@@ -262,6 +262,7 @@ class QuantizeOnLoad:
 
     def _made(self, name: str, rows: torch.Tensor) -> QuantizedTensor:
         format = self._formats[name]
+        # NVFP4's scale of the whole matrix follows from its largest value.
         most = self._largest_of(name) if format.scales == "e4m3" else None
         try:
             return quantize(rows, format, None if most is None else most.to(rows.device))

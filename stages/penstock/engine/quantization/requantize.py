@@ -192,6 +192,7 @@ class MergeIntoQuantized:
         if not sizes:
             return {}
         flat = torch.zeros(sum(map(math.prod, sizes.values())), device=self._ranks.device)
+        # Views of one tensor: one all-reduce for all matrices.
         parts = flat.split([math.prod(size) for size in sizes.values()])
         tables = {
             matrix: _Table(part.view(size), _tall(weight, *shapes[matrix]))
@@ -215,6 +216,7 @@ def _tall(weight: QuantizedMatrix, rows: int, columns: int) -> int:
     if weight.format.scales == "e4m3":
         return rows
     if weight.format.group is None:
+        # One scale for a row, of which other ranks have columns.
         return int(weight.columns < columns)
     return weight.format.tile_rows if weight.format.tile_rows > 1 else 0
 

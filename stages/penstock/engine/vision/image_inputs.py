@@ -57,6 +57,7 @@ class ImageInputBuilder:
             return batch
         grids, counts = images.of_each(images.tensors[GRID].cpu().numpy()), images.token_counts
         if self.config.type.video and self.config.type.video.is_split:
+            # Each temporal patch of a video counts as an image of its own.
             frames = grids[:, 0]
             counts = np.repeat(np.array(counts) // frames, frames).tolist()
             grids = np.repeat(grids, frames, axis=0)
@@ -142,6 +143,7 @@ class ImageInputBuilder:
         """Positions between temporal patches of each image or video; None: 1."""
         if self.config.tokens_per_second is None or SECONDS not in images.tensors:
             return None
+        # In fp32, as transformers multiplies them.
         scale = np.float32(self.config.tokens_per_second)
         # Images have one temporal patch.
         return [

@@ -52,6 +52,7 @@ class ImageShares:
         padded_MD = F.pad(mine_FD, (0, 0, 0, most - len(mine_FD)))
         all_GD = copy_to_tp_region(padded_MD, self.group, "split")
         if all_GD.requires_grad and self.gradient_copies > 1:
+            # The reduction adds the whole gradient of each of these ranks.
             all_GD.register_hook(lambda gradient_GD: gradient_GD / self.gradient_copies)
         parts = (part[:count] for part, count in zip(all_GD.split(most), counts, strict=True))
         return [*torch.cat([*parts]).split([tensor.shape[-1] for tensor in tensors], dim=-1)]
