@@ -11,6 +11,7 @@ from penstock.core.cache.store import StageResult
 from penstock.pipeline.plan import RebuildOptions, execute_stage, plan
 from penstock.reference.stage import SCORES
 from penstock.rows.ref_logprobs import FILES, read_scores
+from penstock.train.launch.multi_node import is_worker_node
 from penstock.train.metrics.jsonl import read_metrics
 from tests.pipeline.runs import write_run
 from tests.ranks import on_ranks
@@ -124,6 +125,13 @@ def test_of_answers_that_are_packed_otherwise_nothing_is_computed_again(trained)
 
 @pytest.mark.dist
 @pytest.mark.slow
+def test_of_reference_and_train_a_further_machine_runs_the_ranks_alone(tmp_path):
+    launch = {"nnodes": 2, "node_rank": 1, "rdzv_endpoint": "127.0.0.1:29500", "nproc_per_node": 1}
+    ddp = {"data_parallel_mode": "ddp"}
+    planned = plan(load(write_preferences(tmp_path, launch=launch, train=ddp)), ("train",))
+    assert [s.stage.name for s in planned.steps if is_worker_node(s)] == ["reference", "train"]
+
+
 def test_a_damaged_score_that_runs_share_is_computed_again(trained):
     folder, outcomes = trained
     [[file]] = scores(folder).values()

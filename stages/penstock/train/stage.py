@@ -107,7 +107,7 @@ class Train(Stage):
             inputs["reference"] = self.reference
         return inputs
 
-    def ending(self, job: Job, ended: LaunchResult, location: str) -> dict[str, Any]:
+    def read_facts(self, job: Job, ended: LaunchResult, location: str) -> dict[str, Any]:
         """The facts of ranks that finished; otherwise raises the error that ended them."""
         return build_facts(job, ended, location)
 
@@ -124,7 +124,7 @@ class Train(Stage):
         (out / LOGS).mkdir(parents=True, exist_ok=True)
         ended = start_ranks(job, file) if self.ranks == "torchrun" else _here(job)
         _report(out)
-        facts = self.ending(job, ended, self._where(out))
+        facts = self.read_facts(job, ended, self._where(out))
         if self.run_config.train.save_hf_weights and "checkpoint" in facts:
             self._write_hf_weights(out / facts["checkpoint"])
         return facts

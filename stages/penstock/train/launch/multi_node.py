@@ -31,7 +31,7 @@ class DistributedStage(Protocol):
         """The job file of this node's ranks."""
         ...
 
-    def ending(self, job: Job, ended: LaunchResult, location: str) -> dict[str, Any]:
+    def read_facts(self, job: Job, ended: LaunchResult, location: str) -> dict[str, Any]:
         """Return the facts of ranks that finished; otherwise raise the error that ended them."""
         ...
 
@@ -71,5 +71,5 @@ def run_worker_node(step: PlannedStage, cache: Cache, notify: Callable[[str], No
         file = folder / JOB
         job.save(file)
         ended = start_ranks(job, file, module=stage.module)
-    facts = stage.ending(job, ended, step.where)
+    facts = stage.read_facts(job, ended, step.where)
     return StageResult(stage.name, key, "ran", step.path, time.monotonic() - started, facts)
