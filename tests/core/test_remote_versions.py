@@ -214,6 +214,8 @@ def test_redirects_lead_to_private_addresses_only_from_such(web, url):  # noqa: 
     for name in ("a.txt", "b.txt"):
         with pytest.raises(CapabilityError, match=r"127\.0\.0\.1, a private"):
             RemotePath.from_url(f"{web.url}/{name}", is_trusted=False).info()
+        with pytest.raises(CapabilityError, match=r"127\.0\.0\.1, a private"):
+            (RemotePath.from_url(web.url, is_trusted=False) / name).info()
 
 
 @pytest.mark.parametrize(

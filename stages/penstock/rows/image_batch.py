@@ -41,8 +41,8 @@ class PixelBytes:
         rows, channels, pixels = codes_RCP.shape
         firsts_C1 = torch.arange(0, 256 * channels, 256, dtype=torch.int32, device=device)[:, None]
         gathered = values.index_select(0, (codes_RCP + firsts_C1).flatten())
-        found_RC1P = gathered.view(rows, channels, 1, pixels)
-        return found_RC1P.expand(-1, -1, self.repeats, -1).reshape(self.shape)
+        values_RC1P = gathered.view(rows, channels, 1, pixels)
+        return values_RC1P.expand(-1, -1, self.repeats, -1).reshape(self.shape)
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,7 @@ class ReleaseStore(ABC):
 
     @property
     def withdrawn(self) -> set[int]:
-        """The releases passed to `point` as withdrawn, without the one that `latest` points to."""
+        """The releases withdrawn by `set_latest`, without the one that `latest` points to."""
         return set(self._withdrawn()) - {self.latest()}
 
 

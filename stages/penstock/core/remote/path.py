@@ -90,9 +90,8 @@ class RemotePath:
 
     def __truediv__(self, name: str) -> "RemotePath":
         """Join a name to this folder. Raises ArtifactError for a name that escapes the folder."""
-        return RemotePath(
-            url_join(self.url, require_relative(name)), self.system, posixpath.join(self.path, name)
-        )
+        url, path = url_join(self.url, require_relative(name)), posixpath.join(self.path, name)
+        return RemotePath(url, self.system, path, self.is_trusted)
 
     def info(self, *, tries: int = RUN_TRIES) -> Info | None:
         """The metadata of this file, or None if it does not exist."""
@@ -150,7 +149,8 @@ class RemotePath:
         """Create a small file if it does not exist; only one of several writers gets True."""
         try:
             retry_until_connected(
-                lambda: self.system.pipe_file(self.path, content, mode="create"), tries=1
+                lambda: self.system.pipe_file(self.path, content, mode="create"),
+                tries=1,
             )
         except StorageError as fault:
             if fault.kind == "exists":

@@ -88,10 +88,10 @@ class _StoreRanges:
     """Ranges by fsspec, with the version compared after each: GCS, Azure and others."""
 
     def __init__(self, path: RemotePath, info: Mapping[str, Any]) -> None:
-        self._place, self._info = path, info
+        self._path, self._info = path, info
 
     def read(self, start: int, stop: int, write: Write) -> None:
-        block: bytes = self._place.system.cat_file(self._place.path, start=start, end=stop)
+        block: bytes = self._path.system.cat_file(self._path.path, start=start, end=stop)
         self.verify()
         if len(block) > stop - start:
             raise AnswerError(f"{len(block)} bytes arrived where {stop - start} were requested")
@@ -100,7 +100,7 @@ class _StoreRanges:
             raise StalledError(f"{len(block)} of {stop - start} bytes arrived")
 
     def verify(self) -> None:
-        now = self._place.info(tries=1)
+        now = self._path.info(tries=1)
         require_same(now or {}, self._info)
 
 

@@ -32,7 +32,7 @@ class RemoteStream(SeekableRawIO):
 
     def __init__(self, path: RemotePath, info: Info) -> None:
         super().__init__()
-        self._place = path
+        self._path = path
         self._size: int = info["size"]
         self._ranges = open_ranges(path, info)
         self._is_verified = True
@@ -130,4 +130,4 @@ class RemoteStream(SeekableRawIO):
         except StorageError as fault:
             # After an error there is nothing to verify: its reader has no data.
             self._is_verified = True
-            raise to_run_error(fault, self._place.url, "read") from None
+            raise to_run_error(fault, self._path.url, "read") from None

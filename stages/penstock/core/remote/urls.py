@@ -65,10 +65,10 @@ def redact(location: str) -> str:
 
 def redact_text(text: str) -> str:
     """Redact every URL in the text. Of an invalid URL, only the beginning is kept."""
-    return _URL.sub(_spoken_in_text, text)
+    return _URL.sub(_redact_match, text)
 
 
-def _spoken_in_text(match: re.Match[str]) -> str:
+def _redact_match(match: re.Match[str]) -> str:
     try:
         return redact(match[0])
     except ValueError:

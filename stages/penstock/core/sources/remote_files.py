@@ -103,40 +103,34 @@ def _label(path: RemotePath) -> str:
     return PurePosixPath(path.redacted_url.split("://", 1)[1]).name
 
 
-def _glob(place: RemotePath) -> RemoteFiles:
+def _glob(path: RemotePath) -> RemoteFiles:
     """Files that match the glob, named relative to the last folder without a wildcard."""
     try:
-        place.system.invalidate_cache()
+        path.system.invalidate_cache()
         entries: Any = retry_until_connected(
-            lambda: place.system.glob(place.path, detail=True), tries=PLANNING_TRIES
+            lambda: path.system.glob(path.path, detail=True), tries=PLANNING_TRIES
         )
     except StorageError as fault:
         if fault.kind != "absent":
-            raise to_planning_error(fault, place.url) from None
+            raise to_planning_error(fault, path.url) from None
         entries = {}
     infos = {
-        path: info
-        for path, info in sorted(entries.items())
-        if info.get("type") == "file" and not PurePosixPath(path).name.startswith(".")
+        name: info
+        for name, info in sorted(entries.items())
+        if info.get("type") == "file" and not PurePosixPath(name).name.startswith(".")
     }
-    plain = place.path[: (GLOB.search(place.path) or _never()).start()]
-    root = plain.rpartition("/")[0]
-    url = place.url[: (GLOB.search(place.url) or _never()).start()].rpartition("/")[0]
+    root = GLOB.split(path.path, 1)[0].rpartition("/")[0]
+    url = GLOB.split(path.url, 1)[0].rpartition("/")[0]
     if not infos:
         names = RemotePath.from_url(url).names()
         raise ConfigError(
-            f"{place.redacted_url} matches no file.\n  {url} holds {abbreviate(sorted(names))}."
+            f"{path.redacted_url} matches no file.\n  {url} holds {abbreviate(sorted(names))}."
         )
-    folder = RemotePath(url, place.system, root)
-    names = {path: path.removeprefix(root + "/") for path in infos}
+    folder = RemotePath(url, path.system, root)
+    files = ((name.removeprefix(root + "/"), info) for name, info in infos.items())
     return RemoteFiles(
-        _label(folder),
-        tuple(RemoteFile(names[path], folder / names[path], infos[path]) for path in infos),
+        _label(folder), tuple(RemoteFile(name, folder / name, info) for name, info in files)
     )
-
-
-def _never() -> Any:
-    raise AssertionError("the caller has checked that there is a pattern")
 
 
 def _resolve_web_file(path: RemotePath, name: str) -> RemoteFile:
