@@ -50,6 +50,7 @@ def num_processors() -> int:
 def num_gpus() -> int:
     """Number of CUDA devices available to this process, without importing torch."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    # Not nvidiactl, nvidia-uvm or nvidia-modeset, which are no devices to compute on.
     present = len([p for p in Path("/dev").glob("nvidia[0-9]*") if p.name[6:].isdigit()])
     if visible is None:
         return present
@@ -88,6 +89,7 @@ def master_address() -> tuple[str, int] | None:
     None."""
     if "MASTER_ADDR" not in os.environ:
         return None
+    # 29500 is torchrun's default port.
     return os.environ["MASTER_ADDR"], int(os.environ.get("MASTER_PORT", 29500))
 
 
@@ -118,6 +120,7 @@ def be_rank_of_slurm() -> None:
     tasks = os.environ["SLURM_STEP_NUM_TASKS"]
     if os.environ.get("SLURM_STEP_NUM_NODES") == "1":
         default({"LOCAL_WORLD_SIZE": tasks})
+    # 101 apart, so that the steps of a job do not have the ports of the next job's.
     number = 101 * int(os.environ["SLURM_JOB_ID"]) + int(os.environ.get("SLURM_STEP_ID", 0))
     default(
         {

@@ -22,8 +22,11 @@ def atomic_write(target: Path) -> Generator[Path]:
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(target.name + PART)
     yield part
+    # Some file systems write the rename before the data: after a power failure, `target` would be
+    # empty.
     fsync(part)
     part.replace(target)
+    # The new name is content of the folder, which has to reach the disk too.
     fsync(target.parent)
 
 
@@ -90,6 +93,7 @@ def link(source: Path, target: Path) -> None:
     """Hard-link `source` to `target`, or copy it if links are not supported. Replaces another file
     at `target`."""
     if target.exists():
+        # Where both are one path, unlinking `target` would delete its only name.
         if target.samefile(source):
             return
         target.unlink()
@@ -103,11 +107,13 @@ def link(source: Path, target: Path) -> None:
 def is_relative_name(name: str) -> bool:
     """Whether the name is of a file below its folder."""
     parts = PurePosixPath(name).parts
+    # A backslash separates folders on Windows, and C libraries end a name at NUL.
     return bool(parts) and not (name.startswith("/") or ".." in parts or set("\\\0") & set(name))
 
 
 def remove(path: Path) -> None:
     """Delete a file, a link or a folder tree, if it exists."""
+    # Links first: is_dir follows them, and rmtree refuses a link to a folder.
     if path.is_symlink() or path.is_file():
         path.unlink()
     elif path.is_dir():

@@ -88,6 +88,7 @@ def read_header(file: Path) -> Mapping[str, Entry]:
                 raise unreadable(file, "it is a pointer of Git LFS (git lfs pull fetches the file)")
             length = int.from_bytes(first, "little")
             size = file.stat().st_size
+            # The shortest header is `{}`.
             if not 2 <= length <= min(MAX_HEADER, size - 8):
                 raise unreadable(file, f"its header would be {length} bytes of {size}")
             header: object = json.loads(stream.read(length))
@@ -108,6 +109,7 @@ def read_header(file: Path) -> Mapping[str, Entry]:
         if name != "__metadata__"
     }
     end = begin
+    # By size too: an empty tensor begins where the next one does, and must come before it.
     for name, tensor in sorted(
         tensors.items(), key=lambda item: (item[1].start, item[1].num_bytes)
     ):

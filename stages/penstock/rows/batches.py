@@ -213,14 +213,17 @@ def epoch_order(costs: Integers, group: int, seed: Sequence[int]) -> Integers:
     order = random.permutation(len(costs))
     groups = len(costs) // group
     windows = max(MIN_WINDOWS, groups // WINDOW)
+    # In integers: every rank, on any machine, must come to the same order.
     even = 100 * len(costs) * int(costs.max()) <= EVEN_PERCENT * int(costs.sum())
     if group == 1 or groups < 2 * windows or even:
         return order
+    # Windows end at group boundaries, so that no group has rows of two windows.
     ends = [index * groups // windows * group for index in range(windows + 1)]
     for start, end in pairwise(ends):
         block = order[start:end]
         block[:] = block[np.argsort(costs[block], kind="stable")]
     grouped = order[: groups * group].reshape(groups, group)
+    # Groups in random order, then the rows of each, so that cost no longer depends on the position.
     grouped[:] = random.permuted(grouped[random.permutation(groups)], axis=1)
     return order
 

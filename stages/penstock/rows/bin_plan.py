@@ -74,7 +74,9 @@ def next_fit(sizes: Sizes, capacity: int) -> Indices:
     reach += capacity
     following = np.searchsorted(totals, reach, side="right")
     if len(sizes) and sizes.max() > capacity:
+        # A sample that is longer than a row has `following` at itself: the loop would not advance.
         np.maximum(following, np.arange(1, len(sizes) + 1), out=following)
+    # A memoryview is indexed with Python integers, much faster than an array with its scalars.
     jump, last = following.data, len(sizes)
     ends: list[int] = []
     start = 0

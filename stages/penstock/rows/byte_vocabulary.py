@@ -17,6 +17,7 @@ def byte_library_tokenizer() -> Tokenizer:
     """Build the byte-level tokenizer with ChatML special tokens, as a `tokenizers.Tokenizer`."""
     unprinted = (byte for byte in range(256) if byte not in _PRINTED)
     spelled = {byte: chr(byte) for byte in _PRINTED}
+    # GPT-2's bytes_to_unicode: the other bytes take the code points from 256 on.
     spelled.update((byte, chr(256 + index)) for index, byte in enumerate(unprinted))
     vocabulary = {character: byte for byte, character in spelled.items()}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))

@@ -76,6 +76,8 @@ class MicroBatch:
         if self.branching:
             samples = self.branching.sample_of_prompt_tokens(self.labels_T.numpy())
             positions = np.flatnonzero(samples >= 0)
+            # The last shared token is followed by the first branch, which begins with the prompt's
+            # last token.
             labels[positions] = self.input_ids_T.numpy()[positions + 1]
             sample[positions] = samples[positions]
         return torch.from_numpy(labels), torch.from_numpy(sample)
@@ -145,6 +147,7 @@ class CollatedStep:
             weights = self.loss_weights
             weights_T = None if weights is None else weights.narrow(0, start, size)
             micro_batches.append(
+                # Not dataclasses.asdict, which copies all that is in a part.
                 MicroBatch(ids, labels, positions, **vars(part), loss_weights_T=weights_T)
             )
             start += size
@@ -236,4 +239,5 @@ def _totals(used: Sequence[int], multiple: int, pad_to: PadTo) -> list[int]:
         padded = [pad_to] * len(used)
     else:
         padded = [longest] * len(used) if pad_to == "longest" else used
+    # At least one multiple: a replica without rows still takes part in the collectives.
     return [max(1, -(-tokens // multiple)) * multiple for tokens in padded]

@@ -36,6 +36,7 @@ class PixelBytes:
 
     def to_device(self, device: torch.device) -> torch.Tensor:
         """The tensor, whose values are looked up on `device`, float32."""
+        # The bytes cross the bus; uint8 could not hold the offsets of further channels.
         codes_RCP = to_device(self.codes_RCP, device).to(torch.int32)
         values = to_device(self.values_CB, device).flatten()
         rows, channels, pixels = codes_RCP.shape

@@ -60,6 +60,7 @@ def write_images(
     kind: str = IMAGE,
 ) -> int:
     """Write images in order; returns their number. Outputs in `unused` are not read for models."""
+    # The schema needs the first usable image, since an unusable one has no tensors.
     ahead: list[StoredImage] = []
     for image in images:
         ahead.append(image)
@@ -94,6 +95,7 @@ class ImageFiles:
         self._forms: list[_Form] = []
         self._files: set[Path] = set()
         self._index: _Index | None = None
+        # Of the instance: on the method, the cache would hold all instances and their maps.
         self._open = lru_cache(OPEN_BATCHES)(self._open_batch)
         self.add(files)
 
@@ -271,6 +273,7 @@ class _Tensors:
     def read(self, row: int) -> StoredTensor:
         """The tensor in a row, as a view of the file."""
         form = self.form
+        # From the buffers, as pyarrow makes an object for every scalar.
         begin, end = unpack_from("<ii", self.shape_offsets, 4 * (self.first_shape + row))
         shape = unpack_from(f"<{end - begin}i", self.shapes, 4 * begin)
         start, end = unpack_from("<qq", self.offsets, 8 * (self.first + row))
@@ -325,6 +328,7 @@ def _schema(tensors: Mapping[str, StoredTensor], unused: frozenset[str]) -> pa.S
         if tensor.table:
             about[TABLE] = tensor.table.values.tobytes().hex().encode()
             about[REPEATS] = str(tensor.table.repeats).encode()
+        # With 64-bit offsets: `binary` holds at most 2 GiB in a batch, which one video may exceed.
         fields.append(pa.field(name, pa.large_binary(), nullable=False, metadata=about))
         fields.append(pa.field(f"{name}{SHAPE}", pa.list_(pa.int32()), nullable=False))
     return pa.schema(fields)

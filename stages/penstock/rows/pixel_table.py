@@ -41,6 +41,7 @@ class PixelTable:
             return None
         blocks = pixels.reshape(len(pixels), len(self.values), self.repeats, -1)
         first = blocks[:, :, 0]
+        # The conversion wraps around; the comparison shows values that are no bytes.
         codes = first.astype(np.uint8)
         is_exact = np.array_equal(codes, first) and all(
             np.array_equal(blocks[:, :, index], first) for index in range(1, self.repeats)

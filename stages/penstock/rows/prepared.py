@@ -255,6 +255,7 @@ class PreparedSamples:
 def trained_tokens(labels: Tokens, offsets: Tokens) -> Indices:
     """Number of trained labels of each list; the first label of a list is never trained."""
     is_trained = labels != IGNORED
+    # Not of empty lists, whose offset is that of the next list's first label.
     is_trained[offsets[:-1][np.diff(offsets) > 0]] = False
     before = np.concatenate([[0], np.cumsum(is_trained, dtype=np.int64)])
     return before[offsets[1:]] - before[offsets[:-1]]

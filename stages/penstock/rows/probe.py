@@ -95,6 +95,8 @@ def _pre_tokenize(parts: Mapping[str, Any]) -> str:
 
     model = {"type": "BPE", "vocab": {}, "merges": []}
     tokenizer = Tokenizer.from_str(json.dumps({"version": "1.0", **parts, "model": model}))
+    # After the import, whose own CPU time does not count. SIGXCPU comes at the first limit, SIGKILL
+    # at the second.
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS + 1))
     texts = [part * (RUN_LENGTH // len(part)) + end for part in RUNS for end in ("", "_", "b")]
     try:

@@ -199,6 +199,7 @@ class _ListColumn:
         return self._sums(used * used)
 
     def _sums(self, values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        # Not np.add.reduceat, which gives an element instead of 0 for an empty list.
         totals = np.concatenate([np.zeros(1, np.int64), np.cumsum(values)])
         return np.diff(totals[self.offsets - self.offsets[0]])
 

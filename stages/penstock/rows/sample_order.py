@@ -65,6 +65,7 @@ def epoch_orders(num_rows: Sequence[int], mixing: DatasetMixer) -> list[Indices]
     else:
         epochs = [_interleaved(num_rows, mixing)]
     if mixing.shuffle_merged_datasets:
+        # The first epoch is shuffled as the single epoch of other strategies is.
         streams = [(number,) if number else () for number in range(len(epochs))]
         for epoch, stream in zip(epochs, streams, strict=True):
             generator(mixing.seed, _MERGED, *stream).shuffle(epoch)
@@ -113,6 +114,7 @@ def draws_until(
     chosen = np.empty(0, dtype=np.int64)
     size = int(min(expected) if ends == "first" else max(expected)) + 1000
     while True:
+        # Doubles come one by one from the stream, so the sizes of blocks do not change the draws.
         more = np.searchsorted(bounds, random.random(size), side="right")
         chosen = np.concatenate([chosen, more])
         positions = (np.flatnonzero(chosen == of) for of in drawable)

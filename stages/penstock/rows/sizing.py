@@ -201,6 +201,7 @@ def _untrained_rows(size: RunSize) -> Iterator[Finding]:
     if not size.untrained_rows:
         return
     share = size.untrained_rows / size.packed_rows
+    # Expected steps without any trained row, if rows are drawn independently.
     steps = size.steps * share**size.rows_per_step
     expected = f", about {steps:,.0f} of {size.steps:,} here" if steps >= 1 else ""
     yield Finding(

@@ -134,6 +134,7 @@ def load_stop_token_ids(path: str, revision: str | None = None) -> tuple[int, ..
     is_absent = folder.exists() and not (file.exists() or file.is_symlink())
     if path.startswith("builtin:") or is_absent:
         return ()
+    # cached_file returns None, instead of raising, where these private options are False.
     if not folder.exists():
         file = cached_file(
             path,

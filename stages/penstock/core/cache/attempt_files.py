@@ -20,10 +20,13 @@ SUFFIX = f".finished{PART}"
 @contextmanager
 def finished_write(target: Path) -> Generator[Path]:
     """Write `target` as `core.files.atomic_write` does, then its note."""
+    # The old note goes first: a crash after the rename leaves a file without a note, which is
+    # written again.
     remove(_note(target))
     with atomic_write(target) as part:
         yield part
         written = digest_written(part)
+    # After the rename, which changes the ctime that the cached digest is valid for.
     cache_written(target, written)
     write_record(_note(target), {"sha256": written.sha256})
 

@@ -57,6 +57,7 @@ def _children(value: Any) -> list[tuple[str, Any]]:
     if isinstance(value, list | tuple):
         entries = cast("list[Any]", value)
         if all(isinstance(entry, Mapping) for entry in entries):
+            # By name, as an entry that is inserted would shift the numbers of all after it.
             return [(str(e.get("name") or i), e) for i, e in enumerate(entries)]
     return []
 

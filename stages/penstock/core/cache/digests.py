@@ -80,6 +80,7 @@ def digest_files(paths: Iterable[Path], *, reread: bool = False) -> list[str]:
     try:
         with closing(_open_database()) as database:
             return _digest_with_cache(database, paths, reread=reread)
+    # OperationalError is a DatabaseError, so this clause must come first: the database is intact.
     except sqlite3.OperationalError:  # The database is locked, or the disk is full.
         return _read_all(paths)
     except sqlite3.DatabaseError:
@@ -154,6 +155,8 @@ def cached_value(content: str, compute: Callable[[], Any]) -> Any:
     value = compute()
     with_checksum = _with_checksum(content, json.dumps(value))
     try:
+        # A connection's own `with` commits but does not close; `closing` alone would discard the
+        # write.
         with closing(_open_database()) as database, database:
             database.execute("REPLACE INTO derived VALUES (?, ?)", (content, with_checksum))
     except sqlite3.Error:
@@ -185,6 +188,7 @@ class _Stat(NamedTuple):
     @classmethod
     def of(cls, path: Path) -> "_Stat":
         # Opening a file has a network file system ask its server for the current times.
+        # Without O_NONBLOCK, opening a pipe waits for its writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         try:
             stat = os.fstat(descriptor)
@@ -205,6 +209,7 @@ class _Stat(NamedTuple):
         kind = file_system_type(self.device)
         if not self.ctime_ns or kind in WITHOUT_CTIME or kind.startswith("fuse"):
             return None
+        # With nanoseconds this is so once in a billion files, and costs one more read of the file.
         is_coarse = self.ctime_ns % 1_000_000_000 == 0
         if is_coarse and kind == "overlay":  # of an image below, which may have made its times up
             return None
@@ -255,6 +260,7 @@ def _digest_with_cache(
     stats = [_Stat.of(path) for path in paths]
     digests = [None if reread else _cached_digest(database, stat) for stat in stats]
     missing = [number for number, digest in enumerate(digests) if digest is None]
+    # A server's clock cannot be compared with this machine's: wait for one tick of it instead.
     time.sleep(max((stats[number].unsettled_ns for number in missing), default=0) / 1e9)
     # Take the time before reading: a write during the read may leave the same file times.
     now = time.time_ns()
@@ -262,6 +268,7 @@ def _digest_with_cache(
     read = _read_all([paths[number] for number in missing])
     for number, digest in zip(missing, read, strict=True):
         digests[number], stat = digest, stats[number]
+        # The second stat shows a write during the read, which may have hashed a mix of old and new.
         if stat.is_settled(now) and _Stat.of(paths[number]) == stat:
             rows.append(_Row.of(stat, digest))
     _store_rows(database, rows)
@@ -308,6 +315,7 @@ def _open_database() -> sqlite3.Connection:
     file = _database_file()
     try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # lstat: a link could lead to a folder that is this user's but not the one that is checked.
         folder = file.parent.lstat()
     except OSError as error:
         raise sqlite3.OperationalError(str(error)) from error

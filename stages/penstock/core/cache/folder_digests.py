@@ -55,6 +55,8 @@ class Digester:
         """Append bytes of the file."""
         remaining = memoryview(data).cast("B")
         self._bytes += len(remaining)
+        # Not `>=`: a file whose length is a multiple of the chunk would end with an empty chunk,
+        # and `read` expects ceil(bytes / part_bytes) of them.
         while len(remaining) > self._room:
             self._part.update(remaining[: self._room])
             remaining = remaining[self._room :]
@@ -137,6 +139,7 @@ class FolderDigests:
         called after each chunk.
         """
         damage: dict[str, str] = {}
+        # Chunks in turn, not files: one large file is spread over all readers.
         parts = list(islice(self._iter_parts(), share, None, of))
 
         def check_part(part: tuple[str, int]) -> str | None:
@@ -195,6 +198,7 @@ def _digest_between(descriptor: int, begin: int, end: int) -> str:
     digest, block = xxhash.xxh3_128(), memoryview(bytearray(min(BLOCK_BYTES, end - begin)))
     while begin < end:
         count = os.preadv(descriptor, [block[: end - begin]], begin)
+        # The file was truncated after fstat; the digest then differs.
         if count == 0:
             break
         digest.update(block[:count])

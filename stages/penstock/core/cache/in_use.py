@@ -34,6 +34,7 @@ def pin_artifacts(steps: Iterable[PlannedStage]) -> Generator[None]:
     for step in steps:
         key = stage_key(step.stage)
         if step.path.name == key[: len(step.path.name)]:  # Otherwise the user chose the folder.
+            # <root>/<stage>/<key>: pins are in the root, which `penstock prune` locks as a whole.
             keys[step.path.parent.parent].append(key)
     with ExitStack() as held:
         for root, root_keys in keys.items():
@@ -65,6 +66,7 @@ def _pin(root: Path, keys: list[str]) -> ExitStack:
     with FileLock(pins / GATE_LOCK):
         _remove_stale(pins)
         lock = FileLock(pin.with_suffix(".lock"))
+        # Locked before the pin is written: readers take an unlocked pin for that of a dead process.
         lock.acquire()
         held.callback(_unpin, pin, lock)
         write_json(pin, keys)

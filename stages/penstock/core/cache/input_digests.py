@@ -99,6 +99,8 @@ def reopen(folder: Path) -> None:
     if manifest := read_manifest(folder):
         digests = dict(_recorded_digests(manifest))
         attempt = {**recorded_identity(manifest), "key": manifest["key"], DIGESTS: digests}
+        # Before the manifest goes: a crash in between leaves both, and the folder is still
+        # complete.
         write_record(folder / ATTEMPT, attempt)
         (folder / MANIFEST).unlink()
 

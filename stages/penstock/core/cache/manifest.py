@@ -106,6 +106,7 @@ def _files_fault(files: list[Any]) -> str | None:
                 f"files names {path!r}, which is no file inside its folder, and may have been "
                 "written to overwrite others"
             )
+        # Not isinstance: JSON's `true` is a bool, which is an int.
         if type(num_bytes) is not int or num_bytes < 0:
             return f"{path} has {num_bytes!r} bytes"
         if not isinstance(sha256, str) or not _SHA256.fullmatch(sha256):
@@ -118,4 +119,5 @@ def _files_fault(files: list[Any]) -> str | None:
 
 def _is_listable(path: str) -> bool:
     """Whether a manifest lists a file so: one name per file, and not the manifest itself."""
+    # `a//b` and `./a` are second names of files, which the check for duplicates would not see.
     return is_relative_name(path) and str(PurePosixPath(path)) == path != MANIFEST

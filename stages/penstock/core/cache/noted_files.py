@@ -90,6 +90,7 @@ def prunable(
     latest = time.time() - max(older_than, DAY)
     for key, paths in sorted(by_key.items()):
         is_linked = any(
+            # Artifacts use a file by a hard link, so a count above 1 means that one still needs it.
             path.stat().st_nlink > 1 + loose[_inode(path)]
             for path in paths
             if path.suffix == ".arrow"
@@ -98,6 +99,7 @@ def prunable(
             continue
         with _lock(folder / f"{key}.arrow", "skip") as is_mine:
             if is_mine:
+                # The caller deletes while this generator is suspended, thus while the lock is held.
                 yield sorted(paths)
 
 

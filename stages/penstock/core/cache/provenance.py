@@ -22,6 +22,7 @@ def versions() -> dict[str, str]:
 
 def _commit() -> str | None:
     folder = Path(__file__).resolve().parent
+    # A virtual environment inside a checkout of something else would give that checkout's commit.
     if "site-packages" in folder.parts:
         return None
     command = ["git", "-C", str(folder), "rev-parse", "HEAD"]

@@ -24,6 +24,7 @@ Record = dict[str, Any]
 
 def digest_json(value: Any) -> str:
     """SHA-256 of the canonical JSON of `value`, as 64 hex digits."""
+    # ASCII: a lone surrogate, which JSON can hold, cannot be encoded as UTF-8.
     canonical = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(canonical.encode()).hexdigest()
 
@@ -69,6 +70,7 @@ def parse_record(content: bytes, location: str, remedy: str) -> Record:
     """
     try:
         value = json.loads(content)
+    # json raises RecursionError for brackets that are nested deeper than the stack.
     except (ValueError, RecursionError) as error:
         raise ArtifactError(f"{location} cannot be read: it is not JSON.\n  {remedy}") from error
     if not isinstance(value, dict):

@@ -168,10 +168,13 @@ def get_or_build(
             raise StageError(
                 f"{step.path}, for {step.where}: {describe_os_error(error)}."
             ) from error
+    # Without the lock, which needs a folder that can be written to: results may be on a read-only
+    # mount.
     if cache == "reuse" and (manifest := _find_current(step)):
         require_content(step.path, manifest, verify)
         return _stage_result(step, "cached", started, manifest["facts"])
     with _folder_lock(step, notify):
+        # Another process may have completed it while this one waited for the lock.
         if cache == "reuse" and (manifest := _find_current(step, notify)):
             require_content(step.path, manifest, verify)
             return _stage_result(step, "cached", started, manifest["facts"])
@@ -273,6 +276,7 @@ def _get_or_build_remote(
             assert manifest, "lease.acquire found it complete"
             return _stage_result(step, "cached", started, manifest["facts"])
         with lease:
+            # Another machine may have published it between the check above and the lease.
             if manifest := there():
                 lease.clear()
                 return _stage_result(step, "cached", started, manifest["facts"])
@@ -396,15 +400,18 @@ def _rebuild(step: PlannedStage, started: float, request: _Request) -> StageResu
     had_result = (step.path / MANIFEST).exists()
     from_scratch = request.cache == "off"
     aside = step.path.with_name(f"{step.path.name}{REPLACED}")
+    # A rebuild that died between the manifest and the removal of `aside` leaves both complete.
     if had_result:
         remove(aside)
     if had_result or (from_scratch and step.path.exists() and not aside.exists()):
         step.path.rename(aside)
+    # `aside` holds the last complete result; only the attempt of an interrupted rebuild goes.
     elif from_scratch:
         remove(step.path)
     restores_previous = request.cache != "reuse" and (aside / MANIFEST).is_file()
     try:
         return _build(step, started, request, restores_previous=restores_previous)
+    # The attempt stays in place for the next run, which finds the previous result in `aside`.
     except Interrupted:
         raise
     except Exception:
@@ -491,6 +498,7 @@ def _seal(
     """
     stage, out = step.stage, step.path
     owned = sorted(stage.owned_files(out))
+    # After a power failure, a manifest must not name files whose blocks never reached the disk.
     with ThreadPoolExecutor(
         MAX_CONCURRENT_FLUSHES
     ) as pool:  # Concurrent flushes cost little more than one flush.
@@ -522,6 +530,7 @@ def _seal(
         "host": platform.node(),
     }
     write_record(out / MANIFEST, manifest)
+    # After the manifest: a crash in between leaves a complete folder, with a mark that is not read.
     for mark in (ATTEMPT, ERROR_LOG):
         (out / mark).unlink(missing_ok=True)
     return manifest
@@ -548,6 +557,7 @@ def _failure(
     text = str(error) if isinstance(error, PenstockError) else describe_os_error(error, step.path)
     failure = StageError(f"{step.stage.name} failed after {seconds:.0f}s: {text}\n  {advice}")
     if isinstance(error, PenstockError):
+        # 2 means that nothing has started, which is not so here.
         failure.exit_code = error.exit_code if error.exit_code != 2 else 1
     return failure
 

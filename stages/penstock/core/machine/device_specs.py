@@ -63,6 +63,7 @@ def _device(
     )
 
 
+# GB/s of 16 lanes, per direction.
 _PCIE4, _PCIE5 = 32, 64
 
 DEVICES: Mapping[str, Device] = {

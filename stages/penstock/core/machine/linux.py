@@ -40,6 +40,7 @@ def proc_lines(name: str) -> list[str]:
 
 def proc_fields(name: str) -> dict[str, str]:
     """The lines `field: value` of a file of `/proc`, the first of each field."""
+    # Reversed, because a dict keeps the last of equal names: cpuinfo repeats them for every CPU.
     pairs = [line.partition(":") for line in reversed(proc_lines(name))]
     return {field.strip(): " ".join(value.split()) for field, _, value in pairs}
 
@@ -71,6 +72,7 @@ def cpu_model() -> str:
 def memory_bytes() -> float | None:
     """Memory of this machine in bytes; None if unknown."""
     if total := proc_fields("meminfo").get("MemTotal"):
+        # The `kB` of /proc are 1024 bytes.
         return float(total.split()[0]) * 1024
     with suppress(ValueError, OSError):
         return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
@@ -84,6 +86,7 @@ def peak_memory_bytes() -> int:
         return int(peak.split()[0]) * 1024
     import resource  # noqa: PLC0415 - of Unix
 
+    # getrusage(2): ru_maxrss is in bytes on macOS, in units of 1024 bytes on Linux.
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
@@ -136,6 +139,8 @@ def _ps(*arguments: str) -> str:
 def signal_on_parent_death(number: int) -> bool:
     """Have the kernel send this process a signal when its parent dies; False if it cannot."""
     with suppress(AttributeError, OSError):
+        # prctl(2): the parent is the thread that forked, so a starter must fork from a lasting
+        # thread.
         return ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number) == 0
     return False
 
@@ -179,6 +184,7 @@ def copy_file_range(old: int, new: int, count: int, source: int, target: int) ->
     except AttributeError:
         return None
     except OSError as error:
+        # EXDEV: two file systems before Linux 5.3, two types of file systems since 5.19.
         if error.errno in (*UNSUPPORTED, errno.EXDEV):
             return None
         raise
@@ -188,6 +194,7 @@ def interface_of(address: str, probe: socket.socket) -> str | None:
     """The network interface that has this IPv4 address; None if unknown."""
     for _, name in socket.if_nameindex() if sys.platform.startswith("linux") else ():
         with suppress(OSError):  # The interface has no address.
+            # netdevice(7): ifreq is a name of 16 bytes, then a sockaddr_in: family, port, address.
             request = struct.pack("256s", name.encode()[:15])
             if socket.inet_ntoa(fcntl.ioctl(probe, SIOCGIFADDR, request)[20:24]) == address:
                 return name

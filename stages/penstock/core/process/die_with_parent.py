@@ -22,6 +22,7 @@ def end_with_parent(parent: int | None = None) -> None:
     """
     if not signal_on_parent_death(signal.SIGTERM):
         _on_parent_death(lambda: os.kill(os.getpid(), signal.SIGTERM))
+    # After the request: the kernel sends no signal for a parent that is dead by then.
     if (os.getppid() != parent) if parent else (os.getppid() == 1):
         sys.exit(1)
 
@@ -35,6 +36,7 @@ def outlive_parent_by(seconds: float) -> None:
 
     def end() -> None:
         time.sleep(seconds)
+        # sys.exit raises SystemExit, which in a thread ends that thread alone.
         os._exit(1)
 
     _on_parent_death(end)

@@ -70,9 +70,11 @@ def listening_address(host: str) -> str:
         address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]
         family = socket.AF_INET6 if ":" in str(address) else socket.AF_INET
         with socket.socket(family) as probe:
+            # Only an address of this machine can be bound.
             probe.bind((address, 0))
     except OSError:
         return ""
+    # A link-local IPv6 address ends with its zone: fe80::1%eth0.
     is_loopback = ipaddress.ip_address(str(address).partition("%")[0]).is_loopback
     return "" if is_loopback and not is_loopback_host(host) else str(address)
 

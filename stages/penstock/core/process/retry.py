@@ -65,5 +65,6 @@ def retry_until_connected(call: Callable[[], Result], *, tries: int = RUN_TRIES)
                 # The text may contain a signed URL, which a chained traceback would print.
                 raise StorageError(kind, error) from None
             delay = retry_after(error) or 0.0
+        # With jitter: ranks that lost a server at the same time do not come back at the same time.
         time.sleep(max(min(delay, LONGEST_ASKED), pause * random.uniform(0.5, 1.5)))
         pause = min(2 * pause, LONGEST_PAUSE)

@@ -43,6 +43,7 @@ def _remove_stale(kind: str) -> None:
 
 
 def _is_stale(folder: Path) -> bool:
+    # Every user can write to the system's folder: a link that somebody put there is not followed.
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         status = os.fstat(handle)

@@ -174,6 +174,7 @@ class LocalReleaseStore(ReleaseStore):
                 link(source, target)
         write_record(part / MANIFEST, manifest_of(number))
         for folder in {path.parent for path in part.rglob("*")}:
+            # Hard links add no data, and `link` flushes what it copies; the folders are new.
             fsync(folder)
         # A rename never replaces a folder that has files.
         part.rename(self.folder(number))
@@ -182,6 +183,8 @@ class LocalReleaseStore(ReleaseStore):
 
     def set_latest(self, number: int, withdrawn: Collection[int]) -> None:
         """Rename a new symbolic link over the old one."""
+        # Before the pointer: after a crash in between, `withdrawn` leaves out what is still the
+        # latest.
         write_record(self._folder / WITHDRAWN, {WITHDRAWN_NUMBERS: sorted(withdrawn)})
         aside = self._folder / f".{LATEST}{PART}"
         aside.unlink(missing_ok=True)
@@ -205,6 +208,7 @@ class LocalReleaseStore(ReleaseStore):
             size = os.fstat(descriptor).st_size
             if size and os.pread(descriptor, 1, size - 1) != b"\n":
                 line = f"\n{line}"  # A line that a power failure truncated stays by itself.
+            # One write with O_APPEND: on a local disk, lines of two writers do not mix.
             os.write(descriptor, line.encode())
             os.fsync(descriptor)
         finally:

@@ -130,6 +130,7 @@ class RemoteReleaseStore(ReleaseStore):
                 (RemotePath.from_url(stored) / name).copy(folder / name)
             else:
                 (folder / name).put(source)
+        # The copies above may take longer than the lease lasts.
         self._check_lease()
         content = _to_json(manifest_of(number))
         if not (folder / MANIFEST).create(content):

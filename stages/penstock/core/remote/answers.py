@@ -61,6 +61,8 @@ async def receive(
     while True:
         try:
             remaining = since + PROGRESS_SECONDS - clock()
+            # At a timeout of 0, wait_for cancels before it looks for a chunk that has already
+            # arrived.
             chunk = await asyncio.wait_for(anext(chunks), max(remaining, 0.001))
         except StopAsyncIteration:
             return length

@@ -60,6 +60,8 @@ class RemoteArtifact:
         (self.root / MANIFEST).delete()
         self._sent_by_this_run = {}
         self.send([str(file["path"]) for file in manifest["files"]])
+        # After the upload, which may outlast the lease: another machine's manifest is not
+        # overwritten.
         lease.check()
         (self.root / MANIFEST).write((self.folder / MANIFEST).read_bytes())
         (self.root / ATTEMPT).delete()
@@ -121,6 +123,8 @@ class RemoteArtifact:
         aside = RemotePath.from_url(parent) / f"{name}.old-{number}"
         files = [file for file in self.root.files() if not file.startswith(LEASES)]
         marks = [file for file in (MANIFEST, ATTEMPT) if file in files]
+        # The manifest first: after a kill in between, what is left is not taken for a complete
+        # artifact.
         for file in (*marks, *(file for file in files if file not in marks)):
             (self.root / file).move(aside / file)
         self._sent, self._sent_by_this_run = {}, {}
@@ -152,6 +156,7 @@ class RemoteArtifact:
 
     def _send(self, name: str) -> None:
         path, remote_path = self.folder / name, self.root / name
+        # Before the upload: a file that changes during it has another stamp, and is sent again.
         stamp = _file_stamp(path)
         remote_path.put(path)
         info = remote_path.info()
@@ -188,6 +193,7 @@ class RemoteArtifact:
             while block := source.read(CHUNK):
                 digest.update(block)
                 stream.write(block)
+            # Inside the block: an exception keeps atomic_write from renaming the file to its name.
             if expected_digest and digest.hexdigest() != expected_digest:
                 raise ArtifactError(
                     f"{remote_path.redacted_url} differs from its manifest: its SHA-256 does not "

@@ -67,6 +67,7 @@ _NETWORK_LIBRARIES = (
 """Libraries whose errors without a status are lost connections."""
 
 _CONNECTION_ERRNOS = {
+    # s3fs raises EBUSY for SlowDown and ServiceUnavailable, EREMOTEIO for InternalError.
     errno.EBUSY,
     errno.ECONNABORTED,
     errno.ECONNREFUSED,
@@ -116,6 +117,7 @@ def _classify_type(error: BaseException) -> Fault:
             return "exists"
         case ConnectionError() | TimeoutError():
             return "cut"
+        # The system's own only: errors of requests and aiohttp are subclasses of OSError too.
         case OSError() if type(error).__module__ == "builtins":
             return (
                 "cut" if error.errno in _CONNECTION_ERRNOS or connection_fault(error) else "local"
@@ -287,6 +289,8 @@ def _classify_status(status: int) -> Fault:
         return "denied"
     if status in (404, 410):
         return "absent"
+    # 409: S3 answers two conditional writes at once with ConditionalRequestConflict, to be
+    # repeated.
     if status in (408, 409, 425, 429) or status >= 500:
         return "cut"
     return "exists" if status == 412 else "other"

@@ -128,6 +128,7 @@ class Lease:
         return max(numbers), _parse(content) if content else None
 
     def _is_free(self, record: dict[str, Any] | None) -> bool:
+        # There is no lease, or its owner deleted it between the listing and the read.
         if record is None:
             return True
         return record.get("state") == "released" or record.get("holder") == self._holder
@@ -146,6 +147,8 @@ class Lease:
         return True
 
     def _renew(self) -> None:
+        # A failed renewal is repeated after a fraction of the term, which has room for some of
+        # them.
         while not self._stop_event.wait(self._term / RENEWALS):
             with contextlib.suppress(PenstockError):
                 if self._highest()[0] != self._number:
@@ -162,6 +165,7 @@ class Lease:
             "state": state,
             "holder": self._holder,
             "token": self._token,
+            # Each renewal is another content, by which those who wait see that the owner lives.
             "beat": self._num_renewals,
             "host": platform.node(),
         }

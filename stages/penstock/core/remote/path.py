@@ -117,6 +117,7 @@ class RemotePath:
         return {
             path.removeprefix(below): info
             for path, info in sorted(entries.items())
+            # Some tools store an empty object `folder/` in place of a folder.
             if path.startswith(below) and info.get("type") == "file" and not path.endswith("/")
         }
 
@@ -149,6 +150,8 @@ class RemotePath:
         """Create a small file if it does not exist; only one of several writers gets True."""
         try:
             retry_until_connected(
+                # One try: a second one would meet the object of a first one that was stored, and
+                # report a loss.
                 lambda: self.system.pipe_file(self.path, content, mode="create"),
                 tries=1,
             )
@@ -201,6 +204,7 @@ class RemotePath:
         return self.web_file.info() if self.is_web else self._request("info")
 
     def _request(self, method: str, **options: Any) -> Any:
+        # fsspec keeps listings, which lack what other machines have written since.
         self.system.invalidate_cache()
         return getattr(self.system, method)(self.path, **options)
 

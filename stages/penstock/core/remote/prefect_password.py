@@ -21,6 +21,7 @@ def answers_without_password(api_url: str) -> bool:
     if not api_url.startswith(("http://", "https://")):
         return False
     try:
+        # Not /health or /ready, which Prefect answers without the password in any case.
         with urllib.request.urlopen(f"{api_url.rstrip('/')}/admin/version", timeout=TIMEOUT):
             return True
     except (HTTPError, URLError, OSError, ValueError):

@@ -30,6 +30,7 @@ def open_ranges(path: RemotePath, info: Mapping[str, Any]) -> Ranges:
     """The ranges of the file in the version that `info` describes."""
     if path.is_web:
         return _WebRanges(path, info)
+    # `cat_file` of s3fs has no If-Match. `_call_s3` is not public, so a release may lack it.
     if path.is_s3 and info.get("ETag") and hasattr(path.system, "_call_s3"):
         return _S3Ranges(path, info)
     return _StoreRanges(path, info)
@@ -92,6 +93,7 @@ class _StoreRanges:
 
     def read(self, start: int, stop: int, write: Write) -> None:
         block: bytes = self._path.system.cat_file(self._path.path, start=start, end=stop)
+        # Before the bytes are passed on: what is written cannot be taken back.
         self.verify()
         if len(block) > stop - start:
             raise AnswerError(f"{len(block)} bytes arrived where {stop - start} were requested")

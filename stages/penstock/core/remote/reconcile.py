@@ -26,6 +26,7 @@ def sync_mirror(remote: RemoteArtifact, stage: Stage) -> str | None:
     if remote_key is None:
         return None
     if mirror_key is None and remote_key["key"] != own_key:
+        # The `claim` callback of the store looks at the folder on this machine.
         remote.copy_record(MANIFEST if complete else ATTEMPT, remote_key)
     if attempt and not complete and attempt["key"] == own_key:
         if changed_inputs(stage, attempt, digests_of_inputs(stage)):

@@ -79,6 +79,8 @@ class RemoteStream(SeekableRawIO):
         if ahead and ahead[0] == start:
             self._block = ahead[1].result()
         else:
+            # After a seek, read little: a Parquet reader goes from footer to column chunk to column
+            # chunk.
             if not is_sequential:
                 self._length = FIRST_BLOCK
             self._block = self._fetch_in_order(start, max(num_bytes, self._length))
@@ -101,6 +103,8 @@ class RemoteStream(SeekableRawIO):
     def _fetch(self, start: int, length: int) -> bytes:
         """Download `length` bytes from `start`, or to the end of the file, or fewer on an
         unreliable connection."""
+        # Each try asks for a quarter: a connection that is cut every few seconds ends no long
+        # range.
         lengths = (max(min(length, SMALLEST_BLOCK), length // GROWTH**n) for n in count())
         block = bytearray()
 

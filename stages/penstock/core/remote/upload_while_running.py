@@ -57,6 +57,7 @@ class BackgroundUploader:
         if not groups and not changing:
             return
         folder = self._depot.folder
+        # The record first: another machine resumes no files whose build is unknown.
         news = sum(self._sent(group) for group in ([folder / ATTEMPT], *groups))
         self._kept |= {path.relative_to(folder).as_posix(): None for g in groups for path in g}
         self._drop()

@@ -40,6 +40,7 @@ def local_path(location: str) -> str:
 def url_scheme(url: str) -> str:
     """The scheme in lower case. Raises ConfigError for an unsupported scheme."""
     scheme = url.split("://", 1)[0].lower()
+    # fsspec opens `zip://a::s3://b` as a chain of file systems, each of which may be any.
     if scheme not in PACKAGE_OF or "::" in url:
         schemes = ", ".join(f"{name}://" for name in PACKAGE_OF if name != "memory")
         raise ConfigError(

@@ -21,6 +21,7 @@ def content_version(info: Info) -> dict[str, str] | None:
 def all_versions(info: Info) -> dict[str, str]:
     """Every identifier of the current content, the best one first."""
     versions: dict[str, str] = {}
+    # MD5 of Google, Azure, web servers; tags of S3 and the web, Azure; times of S3, the web.
     for name, value in (
         ("md5", _text(info.get("md5Hash"))),
         ("md5", _text(_inner(info.get("content_settings"), "content_md5"))),
@@ -39,6 +40,7 @@ def is_digest(version: dict[str, str]) -> bool:
     return "md5" in version or bool(_DIGEST.fullmatch(version.get("etag", "")))
 
 
+# With a number: S3's tag of a multipart upload, an MD5 of the MD5s of that many parts.
 _DIGEST = re.compile(r"[0-9a-f]{32}(-\d+)?")
 
 

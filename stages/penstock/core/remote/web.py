@@ -184,6 +184,7 @@ class WebFile:
         if self._is_trusted:
             if host == first:
                 return await self._system.set_session()
+            # In a thread: getaddrinfo blocks, and fsspec has one event loop for all transfers.
             named = await asyncio.to_thread(addresses.resolve, first)
             if not all(map(addresses.is_public, named)):
                 return await self._system.set_session()
@@ -192,6 +193,7 @@ class WebFile:
             named = await asyncio.to_thread(addresses.resolve, host)
             addresses.require_public(named, host)
             return await self._system.set_session()
+        # A proxy of the environment would connect in place of the guarded socket.
         options = {**self._system.client_kwargs, "trust_env": False}
         guarded = import_module("fsspec").filesystem(
             "http", get_client=_public_client, client_kwargs=options

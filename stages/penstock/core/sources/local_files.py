@@ -260,6 +260,7 @@ def select_data_files(
     """
     data = [
         name
+        # By parts, as Path objects sort: in plain text, `a-b/x` would come before `a/x`.
         for name in sorted(names, key=lambda name: PurePosixPath(name).parts)
         if (kind := detect_file_kind(name))
         # Other formats also use .idx files, so .idx alone does not make a Megatron dataset.

@@ -169,6 +169,7 @@ def pin_tokenizer(path: str, revision: str | None = None) -> Source:
         )
     more: dict[str, Any] = {}
     if (folder / "config.json").is_file():
+        # Without it, AutoTokenizer takes the class from config.json, which then is part of the pin.
         if _read_entry(folder / "tokenizer_config.json", "tokenizer_class"):
             # For some types of model, transformers takes another class than the one named here.
             more = {"model_type": _read_entry(folder / "config.json", "model_type")}
@@ -538,6 +539,7 @@ def _cached_commit(repo: str, revision: str, kind: Literal["dataset", "model"]) 
 
     folder = Path(HF_HUB_CACHE) / f"{kind}s--{repo.replace('/', '--')}" / "refs"
     ref = folder / revision
+    # The revision is a user's text, which may hold `..`.
     if not ref.resolve().is_relative_to(folder.resolve()) or not ref.is_file():
         return None
     commit = ref.read_text().strip()

@@ -118,6 +118,7 @@ def download_source(source: Source) -> Path:
                 _download_record(folder),
                 {"files": _digest_files(names, [part / name for name in names])},
             )
+            # After the record: a folder without one would count as damaged.
             part.rename(folder)
     return folder
 
@@ -217,5 +218,6 @@ def _digest_files(names: Sequence[str], paths: Sequence[Path]) -> list[dict[str,
 
 
 def _matches(name: str, pattern: str) -> bool:
+    # PurePath.match compares from the right: `*.json` would match `a/b.json` too.
     same_depth = name.count("/") == pattern.count("/")
     return same_depth and PurePosixPath(name).match(pattern)

@@ -78,4 +78,5 @@ def _files_of_hub(repo: str, commit: str) -> list[PinnedFile]:
 
 def _git_digest(path: Path) -> str:
     content = path.read_bytes()
+    # Git's object id of a file.
     return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()

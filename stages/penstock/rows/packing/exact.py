@@ -40,6 +40,7 @@ def exact_fit(counts: Indices, capacity: int, choose: Choose) -> Patterns:
     plan = Patterns()
     while stock.lengths:
         pattern = Counter(_fill(stock, capacity))
+        # How often more: `_fill` has taken the samples of the first row.
         again = min(stock.counts[length] // count for length, count in pattern.items())
         held = 0
         for length, count in pattern.items():
@@ -97,6 +98,7 @@ class _Stock:
 
     def fitting(self, room: int) -> int:
         """The longest length that fits; 0 if none does."""
+        # Bits 0 to `room`.
         lengths = self.lengths & ((2 << room) - 1)
         while lengths:
             top = lengths.bit_length() - 1
@@ -121,6 +123,7 @@ class _Stock:
         lengths = self.lengths & ((2 << room) - 1)
         for _ in range(TRIES):
             first = lengths.bit_length() - 1
+            # The first is the longest of three, so shorter ones cannot fill the room.
             if 3 * first < room:
                 return None
             lengths ^= 1 << first

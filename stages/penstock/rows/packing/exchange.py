@@ -27,6 +27,7 @@ def exchange(rows: Rows, rounds: int, rng: np.random.Generator) -> None:
         chance = np.frombuffer(rng.bytes(num_rows), dtype=np.uint8)
         coins = np.frombuffer(rng.bytes(len(row)), dtype=np.uint8)
         offered = coins < chance[row]
+        # With weights, bincount sums in float64, which is exact for integers below 2**53.
         parts = np.bincount(row, sizes * offered, num_rows).astype(np.int64)
         shuffled = rng.permutation(num_rows)
         by_part = shuffled[stable_argsort(parts[shuffled], rows.capacity)]
