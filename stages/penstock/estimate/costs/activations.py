@@ -115,7 +115,7 @@ class _SavedInputs:
     """Which linear layers save their input: those whose weight or adapter is trainable."""
 
     def __init__(self, sharded: ShardedModel, layer: int) -> None:
-        self._cut = sharded
+        self._sharded = sharded
         self._all_trainable = not sharded.run.lora.enable_lora
         adapters = sharded.model.adapters
         prefix = f"model.layers.{layer}."
@@ -130,7 +130,8 @@ class _SavedInputs:
     def lora_a_bytes(self, *parts: str) -> float:
         """Bytes of the outputs of LoRA A."""
         count = sum(part in self._adapted for part in parts)
-        return count * self._cut.tokens * self._cut.run.lora.lora_rank * self._cut.compute_bytes
+        sharded = self._sharded
+        return count * sharded.tokens * sharded.run.lora.lora_rank * sharded.compute_bytes
 
 
 def _attention(sharded: ShardedModel, saved_inputs: _SavedInputs, config: DecoderConfig) -> float:

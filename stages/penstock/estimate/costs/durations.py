@@ -88,11 +88,11 @@ def estimate_step(sharded: ShardedModel, machine: Machine, work: Work) -> Step |
     ranks = sharded.degrees.world_size
     flops = step_flops(sharded.config, work, learning=sharded.model.trainable)
     products = (flops + _recompute_flops(sharded, work)) / ranks / speed
-    if sharded.run.train.enable_fp8_training and (eight := machine.speed(1)):
+    if sharded.run.train.enable_fp8_training and (fp8_speed := machine.speed(1)):
         inner = step_flops(
             sharded.config, Work(work.tokens, 0, 0, 0), learning=sharded.model.trainable
         )
-        products += inner / ranks * (1 / eight - 1 / speed)
+        products += inner / ranks * (1 / fp8_speed - 1 / speed)
     if vision := sharded.model.vision:
         # Pipeline stages wait for the first one, whose ranks divide the images.
         rows = sharded.micro_batches * sharded.run.train.micro_batch_size
@@ -117,9 +117,9 @@ def estimate_step(sharded: ShardedModel, machine: Machine, work: Work) -> Step |
     step = Step(products, memory, communication, bubble, _optimizer_seconds(sharded, bandwidth))
     run = sharded.run
     if run.train.objective == "preference" and run.preference.needs_baseline:
-        looking = estimate_forward(sharded, machine, work)
-        assert looking is not None
-        return step.add(looking)
+        baseline_pass = estimate_forward(sharded, machine, work)
+        assert baseline_pass is not None
+        return step.add(baseline_pass)
     return step
 
 

@@ -93,7 +93,7 @@ def predict(
     epochs = float(run.train.num_train_epochs)
     if length and data and length.set_by != "num_train_epochs":
         epochs = length.tokens * len(data.epoch_rows) / max(1, data.tokens)
-    looking = (
+    forward = (
         estimate_forward(sharded, machine, work) if "reference" in run.stages and data else None
     )
     unread = None
@@ -110,6 +110,6 @@ def predict(
         + (model.vision.flops(rows) if model.vision else 0.0),
         length=length,
         disk=estimate_disk(sharded, data, length.steps if length else None, epochs),
-        reference_seconds=looking.total * data.rows / rows if looking and data else None,
+        reference_seconds=forward.total * data.rows / rows if forward and data else None,
         unread_rows=unread,
     )

@@ -22,7 +22,7 @@ from penstock.estimate.costs.token_counts import Data, estimate_work
 Settings = Mapping[str, Any]
 """Fields of the config section `train`."""
 
-AXIS_FIELDS = (1, 2, 4, 8)
+PARALLEL_SIZES = (1, 2, 4, 8)
 MICRO_BATCHES = (1, 2, 4, 8)
 LONG = 16_384
 """Row length in tokens from which context parallelism is tried."""
@@ -60,7 +60,7 @@ class _Candidate:
 
 
 def find_fastest_layouts(search: LayoutSearch, *, limit: int = 5) -> list[Proposal]:
-    """At most `most` layouts that fit in memory, fastest first; empty if none fits."""
+    """At most `limit` layouts that fit in memory, fastest first; empty if none fits."""
     best: list[_Candidate] = []
     for axes in _parallel_sizes(search):
         # Keep the best micro-batch size, ZeRO stage and recomputation of each set of sizes.
@@ -123,12 +123,12 @@ def _candidates(search: LayoutSearch, axes: Settings) -> Iterator[_Candidate]:
 def _parallel_sizes(search: LayoutSearch) -> Iterator[Settings]:
     """Yield valid parallel sizes for the devices whose state at rest fits in memory."""
     devices, machine = search.devices, search.machine
-    within = [size for size in AXIS_FIELDS if size <= min(devices, machine.ranks_per_node)]
+    within = [size for size in PARALLEL_SIZES if size <= min(devices, machine.ranks_per_node)]
     long = search.run.data.row_length >= LONG
-    experts = [size for size in (*AXIS_FIELDS, 16, 32) if search.model.config.experts]
+    experts = [size for size in (*PARALLEL_SIZES, 16, 32) if search.model.config.experts]
     sizes = {
         "tensor_parallel_size": within,
-        "pipeline_parallel_size": [size for size in AXIS_FIELDS if size <= devices],
+        "pipeline_parallel_size": [size for size in PARALLEL_SIZES if size <= devices],
         "expert_parallel_size": [size for size in experts if size <= devices] or [1],
         "ulysses_parallel_size": within if long else [1],
         "ringattn_parallel_size": [1, 2] if long else [1],
@@ -179,7 +179,7 @@ RESET_FIELDS = (
 
 
 def with_train(run: RunConfig, settings: Settings) -> RunConfig:
-    """The run with these `train` settings as if the config set them; `FREED` ones are reset."""
+    """The run with these `train` settings as if the config set them, and `RESET_FIELDS` reset."""
     train = type(run.train).model_construct(
         _fields_set=(run.train.model_fields_set - {*RESET_FIELDS}) | set(settings),
         **{

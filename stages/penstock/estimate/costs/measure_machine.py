@@ -12,15 +12,15 @@ import torch
 
 from penstock.engine.device import rank_device
 
-AXIS_FIELDS = {"cpu": 1024, "cuda": 8192}
-COPIED = {"cpu": 64 << 20, "cuda": 2 << 30}
+MATRIX_SIZES = {"cpu": 1024, "cuda": 8192}
+COPY_BYTES = {"cpu": 64 << 20, "cuda": 2 << 30}
 ROUNDS = 5
 
 
 def measure() -> dict[str, float | str | None]:
     """Median FLOP/s of square matmuls, and bytes per second read and written by a copy."""
     device = rank_device(0)
-    size = AXIS_FIELDS[device.type]
+    size = MATRIX_SIZES[device.type]
     measurement: dict[str, float | str | None] = {"name": None, "torch": torch.__version__}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -28,7 +28,7 @@ def measure() -> dict[str, float | str | None]:
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         a = torch.randn(size, size, device=device).to(dtype)
         measurement[name] = 2.0 * size**3 / _seconds(lambda a=a: a @ a, device)
-    numbers = torch.zeros(COPIED[device.type], dtype=torch.uint8, device=device)
+    numbers = torch.zeros(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
     target = torch.empty_like(numbers)
     measurement["bandwidth"] = 2.0 * len(numbers) / _seconds(lambda: target.copy_(numbers), device)
     return measurement

@@ -189,8 +189,8 @@ class DryRunMode(TorchDispatchMode):
             if isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8):
                 self._sync("mask as index")
                 count = int(index.numel() * NONZERO_SHARE)
-                place = self._empty((count,), torch.int64, args[0].device)
-                indices += [place] * index.dim()
+                positions = self._empty((count,), torch.int64, args[0].device)
+                indices += [positions] * index.dim()
             else:
                 indices.append(index)
         return [args[0], indices, *args[2:]]
