@@ -247,6 +247,7 @@ def _experts(sharded: ShardedModel, experts: ExpertsConfig, saved_inputs: _Saved
     )
     if sharded.kind == "cpu":
         # PyTorch weights and sums expert outputs in fp32, and saves the permutation twice.
+        # index_select saves 8 bytes of an index for each row, and masked_fill 1 of a mask.
         saved += rows * (FP32 * features + 2 * (8 + 1))
     else:
         saved += row

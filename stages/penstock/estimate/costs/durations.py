@@ -181,6 +181,7 @@ def _exposed_data_parallel(
     gradients = sum(t.num_elements * 4 for t in tensors if t.is_trainable)
     if sharded.is_sharded:
         shards = sharded.shards
+        # A forward and a backward pass each gather what is not kept since the one before.
         times = {"nothing": 2 * num_micro_batches, "backward": num_micro_batches, "step": 1}[
             sharded.reshard_after
         ]
@@ -199,6 +200,7 @@ def _exposed_data_parallel(
         speed = _link_bandwidth(
             machine, copies * (sharded.shards if sharded.is_sharded else 1), inner
         )
+        # A ring all-reduce: a reduce-scatter and an all-gather, each of (n - 1) / n of the bytes.
         seconds += 2 * (copies - 1) / copies * reduced / speed
     return max(seconds - compute_seconds, EXPOSED_SHARE * seconds)
 
@@ -263,6 +265,8 @@ def _bubble_share(sharded: ShardedModel) -> float:
     if size == 1:
         return 0.0
     schedule = train.pipeline_parallel_schedule
+    # Narayanan et al. 2021, "Efficient large-scale language model training on GPU clusters using
+    # Megatron-LM", section 2.2: (p - 1) / m, divided by the virtual stages if interleaved.
     waits = (size - 1) / sharded.micro_batches
     if schedule in INTERLEAVED:
         waits /= virtual_stages(train)

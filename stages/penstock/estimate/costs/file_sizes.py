@@ -135,6 +135,7 @@ def _first_records(path: Path) -> _FirstRecords | None:
             raw = file.read(SAMPLE_BYTES)
     except OSError:
         return None
+    # The last line of what was read is cut off, unless the file ends there.
     lines = raw if len(raw) < SAMPLE_BYTES else raw[: raw.rfind(b"\n") + 1]
     read = {"json": _json_texts, "csv": _csv_texts, "text": _line_texts}[kind]
     records = list(read(lines.decode("utf-8-sig", "replace")))

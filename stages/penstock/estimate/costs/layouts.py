@@ -97,6 +97,7 @@ def _is_not_default(name: str, value: Any) -> bool:
 
 def _candidates(search: LayoutSearch, axes: Settings) -> Iterator[_Candidate]:
     """Yield the layouts with these parallel sizes that fit."""
+    # A pipeline's stages stay gathered until their last backward pass: ZeRO 3 would save nothing.
     options = product([3, 2] if axes["pipeline_parallel_size"] == 1 else [2], [False, True])
     for stage, recomputes in options:
         for several in MICRO_BATCHES:
@@ -180,6 +181,8 @@ RESET_FIELDS = (
 
 def with_train(run: RunConfig, settings: Settings) -> RunConfig:
     """The run with these `train` settings as if the config set them, and `RESET_FIELDS` reset."""
+    # Not validated, for there are thousands of layouts; `rule_violations` checks those in question
+    # by the fields that count as written.
     train = type(run.train).model_construct(
         _fields_set=(run.train.model_fields_set - {*RESET_FIELDS}) | set(settings),
         **{

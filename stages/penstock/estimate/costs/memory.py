@@ -176,10 +176,13 @@ class _Rank:
             return several
         if schedule in INTERLEAVED:
             virtual = train.resolved_virtual_stages
+            # Forward passes of virtual stages before the first backward one, as PyTorch counts
+            # them (_get_warmup_ops), and the one after them.
             first = (virtual - 1) * size + 2 * (size - self.pipeline - 1) + 1
             return min(several, first / virtual)
         if schedule in V_SHAPED:
             return min(several, size)
+        # 1F1B: a rank is ahead by one micro-batch for each rank after it.
         return min(several, size - self.pipeline)
 
     def _saved_activations(self, upto: int, flight: float) -> float:

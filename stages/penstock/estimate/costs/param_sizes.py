@@ -68,6 +68,7 @@ class Tensor:
     @property
     def num_local_elements(self) -> int:
         """Number of elements of this rank's shard."""
+        # FSDP2 cuts as torch.chunk does: the first shards have the most rows.
         return -(-self.rows // self.shards) * self.columns
 
     @property
@@ -207,6 +208,7 @@ def _local_shape(sharded: ShardedModel, name: str, shape: tuple[int, ...]) -> tu
         parts = {"qkv_proj": (queries, rows - queries)}
         parts |= dict.fromkeys(("q_proj", "q_norm"), (rows, 0))
         queries, keys_values = parts.get(module.rpartition(".")[2], (0, rows))
+        # With more ranks than key heads, ranks have copies of a head.
         kv_ranks = min(size, config.num_key_value_heads)
         return -(-queries // size) + -(-keys_values // kv_ranks), columns
     return -(-rows // size), columns
@@ -246,6 +248,7 @@ def _bytes_per_element(format: str, columns: int, group_size: int | None) -> flo
         return code_bytes + scale / columns
     size = (group_size if format in ("nf4", "int4") else None) or group
     groups = -(-columns // size)
+    # Rows of 4-bit codes are padded to whole groups.
     codes = groups * size * code_bytes if code_bytes < 1 else columns
     return (codes + groups * scale + global_bytes) / columns
 

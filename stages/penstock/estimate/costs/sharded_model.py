@@ -137,6 +137,7 @@ class ShardedModel:
         degrees = self.degrees
         if degrees.expert == degrees.tensor == 1:
             return self.shards
+        # Tensor parallelism does not split experts, so its ranks shard them too.
         return degrees.world_size // degrees.pipeline // degrees.expert
 
     @property

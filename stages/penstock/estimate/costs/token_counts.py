@@ -182,6 +182,7 @@ def estimate_length(run: RunConfig, data: Data | None, rows_per_step: int) -> Le
     if not ends:
         if data is None:
             return None
+        # Exact: the rounding error of a float would be rounded up to another step.
         epochs = Fraction(str(train.num_train_epochs))
         ends["num_train_epochs"] = _steps(run, data, rows_per_step, epochs), certain
     first = min(ends, key=lambda name: ends[name][0])

@@ -28,6 +28,7 @@ def main(paths: Sequence[Path]) -> int:
     device = find_device(name)
     assert device, name
     trace = Trace()
+    # A forked child has none of the threads of OpenMP's pool, and would wait for them.
     torch.set_num_threads(1)
     fake_cuda.install(name.lower(), device, trace, local_ranks=local_ranks)
     # Only now: kernels look for CUDA when they are imported.

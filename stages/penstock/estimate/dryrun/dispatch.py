@@ -101,6 +101,7 @@ class DryRunMode(TorchDispatchMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        # A DTensor calls operators of its local tensors, which come here in turn.
         if any(_is_foreign(kind) for kind in types):
             return NotImplemented
         kwargs = dict(kwargs or {})
@@ -124,6 +125,7 @@ class DryRunMode(TorchDispatchMode):
             return special
         if func.namespace == "penstock":
             # Its implementation instead of its fake one: it launches kernels and uses memory.
+            # A mode is off while it handles an operator, and those within are to be recorded.
             with self:
                 return func._op_dk(_EXPLICIT, *args, **kwargs)
         self._check_devices(func, tensors)

@@ -156,6 +156,7 @@ def install(name: str, device: Device, trace: Trace, *, local_ranks: int = 8) ->
         major=capability[0],
         minor=capability[1],
         total_memory=memory,
+        # Those of an H100, from here on, on every device: kernels choose their grids by them.
         multi_processor_count=132,
         shared_memory_per_block_optin=_shared_memory(capability),
         shared_memory_per_block=49_152,

@@ -73,6 +73,7 @@ class MemoryTracker:
             if storage._cdata not in self._numbers:
                 number = self._numbers[storage._cdata] = next(self._next_number)
                 self._live[number] = self._describe(tensor), 0
+                # PyTorch keeps the Python object of a storage for as long as the storage itself.
                 weakref.finalize(storage, self._free, storage._cdata)
                 self._resize(number, storage.nbytes())
 

@@ -15,6 +15,7 @@ def init_fake_process_group(rank: int, world_size: int, local_ranks: int) -> Pro
     from torch.testing._internal.distributed import fake_pg  # noqa: F401
 
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=dist.HashStore())
+    # The fake backend transfers nothing, and these would unpickle uninitialized buffers.
     dist.all_gather_object = _all_gather_object
     dist.gather_object = _gather_object
     dist.broadcast_object_list = _keep

@@ -117,6 +117,7 @@ class Roofline:
 
     def _attention_flops(self, name: str, query: torch.Tensor) -> float:
         # Scores and weighted values: 2 matmuls of head_dim multiply-adds per pair.
+        # Backward has 5 matmuls, with the scores computed again (Dao 2023, "FlashAttention-2").
         backward = 2.5 if "backward" in name else 1.0
         return 4 * query.numel() * self.pairs_per_token * backward
 

@@ -160,6 +160,7 @@ class _Replay:
     def _run(self, number: int, stream: _Stream, record: Record, issued: float) -> bool:
         """Run the head of a stream; False if it waits for an event or a peer."""
         if isinstance(record, RecordEvent):
+            # The event passes when all that was queued before it has ended.
             self.events[record.event] = max(stream.clock, issued), stream.waited_for
             return True
         if isinstance(record, WaitEvent):

@@ -23,6 +23,7 @@ MATMULS: Mapping[str, Callable[[Mapping[str, Any]], float]] = {
     "_by_rows": lambda args: 2.0 * args["y_ptr"].numel() * args["K"],
     "_of_groups": lambda args: 2.0 * args["T"] * args["M"] * args["N"],
     "_multiply": lambda args: 2.0 * args["y_ptr"].numel() * args["K"],
+    # One triangle of a symmetric product is computed.
     "_symmetric": lambda args: 1.0 * args["y_ptr"].numel() * args["K"],
 }
 """FLOPs of the kernels that multiply matrices, by what they are given."""
