@@ -215,11 +215,11 @@ class _Run:
 
     def apart(self) -> list[torch.Tensor]:
         """Logits of each document and gradients, from one pass for each document."""
-        differences = []
+        logits = []
         for ids in self.ids:
             with attention_over(VarlenMetadata.of([len(ids)], ids.device)):
-                differences.append(_logits(self.model, ids[None])[0])
-        return self._with_gradients(differences)
+                logits.append(_logits(self.model, ids[None])[0])
+        return self._with_gradients(logits)
 
     def packed(self) -> list[torch.Tensor]:
         """The same, of both documents in one sequence."""
@@ -238,8 +238,8 @@ class _Run:
         params = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         gradients = torch.autograd.grad(loss, params, allow_unused=True)
         return [
-            *(gradient.detach() for gradient in logits),
-            *(logit for logit in gradients if logit is not None),
+            *(logit.detach() for logit in logits),
+            *(gradient for gradient in gradients if gradient is not None),
         ]
 
 

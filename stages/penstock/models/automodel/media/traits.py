@@ -78,9 +78,7 @@ def find_media_traits(hf_config: Mapping[str, Any]) -> tuple[Traits, MediaTraits
     kind: Kind = "image" if takes_images(config) else "audio"
     tiny = type(config).from_dict(shrink(config.to_dict()))
     model_type = str(config.model_type)
-    if any(
-        hf_config.is_encoder_decoder for hf_config in (config, config.get_text_config(decoder=True))
-    ):
+    if any(part.is_encoder_decoder for part in (config, config.get_text_config(decoder=True))):
         raise CapabilityError(
             f"a {model_type} is an encoder-decoder: its encoder reads the tokens, and it is not a "
             "causal language model."
