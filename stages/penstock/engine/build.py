@@ -233,6 +233,7 @@ def assemble(
             reduce_dtype=REDUCE_DTYPES[train.tp_reduce_dtype],
         )
         parallelize_experts(part, mesh, register_dispatcher)
+        # After the hooks that communicate, which are then inside what is recomputed.
         if train.enable_gradient_checkpointing:
             apply_activation_checkpointing(
                 part,
@@ -240,6 +241,7 @@ def assemble(
                 checkpoint_kind(train),
                 moe_recompute=checkpoint_moe_settings(train),
             )
+    # Last: what checkpointing saves, the inputs of layers, is offloaded.
     if train.enable_activation_offload:
         offload(parts, build_offloader(ranks.device, train.activation_gpu_limit))
     # Before FSDP, which cuts these boxes further (`local_params`).

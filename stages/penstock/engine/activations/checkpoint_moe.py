@@ -66,6 +66,7 @@ class _Call:
             tuple[weakref.ref[SavedTensorSlot], tuple[int, ...], tuple[int, ...], int]
         ] = []
         self._saved: weakref.WeakKeyDictionary[SavedTensorSlot, torch.Tensor] | None = None
+        # Storage, dtype and storage offset of the first half's output.
         self._inner: tuple[int, torch.dtype, int] = 0, x_RD.dtype, 0
         self._autocast = current_autocast(x_RD.device.type)
         # In memory until the backward pass anyway, so recomputing them would free nothing.

@@ -241,6 +241,7 @@ class ActivationOffloader:
         for _, event in self._fetching:
             self._copies.wait(event)
         self._fetching.clear()
+        # Copied while the backward pass of this group is computed.
         if group.before:
             self._fetch(group.before)
 

@@ -238,9 +238,11 @@ class CheckpointManager:
         final = self.root / self._naming.name(step, state)
         aside = self.root / f"{final.name}{PART}"
         try:
+            # An interrupted save of this step may have left files there.
             self._on_main_process(lambda: _recreate(aside))
             digests = self._gather_digests(write_boxes(boxes, aside, self._group))
             self._on_main_process(lambda: _publish(aside, final, state, digests))
+            # Only when the new one is complete: a crash in between leaves one too many.
             self._on_main_process(lambda: self._delete_old(final))
         except (OSError, CheckpointException) as error:
             # Rank 0's reason: it reads the free disk space before the partial save is deleted.

@@ -219,6 +219,7 @@ class _Writer(FileSystemWriter):
         # allocate memory on another rank's device.
         # `sync_files` calls fsync on each file before the manager publishes the folder.
         super().__init__(path, sync_files=True, thread_count=1, per_thread_copy_ahead=0)
+        # The base class writes through `fs`, so digests need no second pass over the files.
         self.fs = self.files = _DigestedFiles()
 
     def storage_meta(self) -> StorageMeta:
@@ -260,6 +261,7 @@ class _DigestedFiles(FileSystem):
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         """Rename a file and its digest."""
         super().rename(path, new_path)
+        # DCP writes `.metadata` under another name first.
         self.digests[Path(new_path).name] = self.digests.pop(Path(path).name)
 
 

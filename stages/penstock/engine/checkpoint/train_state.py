@@ -127,6 +127,7 @@ class TrainState:
     def _parameters(self) -> Iterator[tuple[str, ShardView]]:
         for local_param in self._kept():
             part = local(local_param.parameter.detach())
+            # Codes of quantized weights are integers.
             is_rounded = part.is_floating_point() and id(local_param.parameter) not in self.exact
             yield from _boxes(local_param, part, MODEL, "", self.rounded_to if is_rounded else None)
 

@@ -308,6 +308,7 @@ def _stage_errors(train: TrainConfig, dims: ModelDims) -> Iterable[LayoutError]:
         )
         return
     try:
+        # Equal costs: those of the layers do not follow from these dimensions.
         layers_of_stages(train, [1] * dims.num_hidden_layers)
     except ConfigError as error:
         is_listed = train.pipeline_parallel_split != "uniform"

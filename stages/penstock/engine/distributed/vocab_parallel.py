@@ -159,6 +159,7 @@ class VocabParallelHead:
             return token_scores(
                 *self._head_inputs(hidden, head, loss),
                 labels_T,
+                # Of the widest shard: all ranks must cut the tokens into the same chunks.
                 width=self._max_shard_size,
                 loss=self._loss(loss),
                 max_reduce=self._all_reduce_max if self._is_sharded else None,

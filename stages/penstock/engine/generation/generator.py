@@ -142,6 +142,7 @@ class Generator:
         )
         passes = self._passes(sequences)
         with self.eager_context(), self.layout.eval_mode():
+            # Alike on every rank, because each appends the tokens of all.
             while not all(seq.finish_reason for seq in sequences):
                 between()
                 self.ranks.heartbeat.set_phase("generating")

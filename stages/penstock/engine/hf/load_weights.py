@@ -68,6 +68,7 @@ def load_weights(
     """
     drawn = [param for param in params if weights is None or _is_adapter(param)]
     stored = [param for param in params if weights is not None and not _is_adapter(param)]
+    # Without communication: initial values follow from name and seed.
     for param in drawn:
         for piece in param.shards:
             copy_shard(

@@ -45,6 +45,7 @@ class OneMachine(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Begin the next round, with its own file."""
         self._round += 1
+        # The ranks inherit the environment of this agent.
         env.set_ranks_store(store_name(self._folder, self._round))
         return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", 0))
 
@@ -116,6 +117,7 @@ class Machines(RendezvousHandler):
             store.set(COMPLETED, str(self._round))
         env.set_ranks_store(store_name((self._host, self._port), self._round))
         return RendezvousInfo(
+            # Keys of an earlier round are not those of this one.
             PrefixStore(f"agents/{self._round}", store),
             self._number,
             self._count,

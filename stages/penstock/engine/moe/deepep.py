@@ -68,6 +68,7 @@ def open_buffer(group: dist.ProcessGroup, *, width: int, gigabytes: float, num_s
     # The import loads GPU kernels, so it must follow the choice of this process's device.
     from deep_ep import Buffer  # noqa: PLC0415
 
+    # Before the configs are asked for, which depend on it.
     Buffer.set_num_sms(num_sms)
     size = int(gigabytes * 1e9) // ALIGNMENT * ALIGNMENT
     ranks = group.size()

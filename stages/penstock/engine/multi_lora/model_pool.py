@@ -190,6 +190,7 @@ class ModelPool:
         `tokens` are its trained tokens.
         """
         for param in self.substrate.trainable:
+            # Taken without a copy: the next pass allocates its own.
             gradient, param.parameter.grad = param.parameter.grad, None
             if gradient is None or (resident.adapter and not resident.adapter.trains(param)):
                 continue
@@ -285,6 +286,7 @@ class ModelPool:
         for part in self.substrate.built.engine.model.parts:
             for module in part.modules():
                 if isinstance(module, (LoraLinear, LoraEmbedding, ExpertAdapter)):
+                    # Read in each call, except by compiled graphs (`_require_compiled`).
                     module.scale = scale
 
     def _require_room(self, name: str) -> None:

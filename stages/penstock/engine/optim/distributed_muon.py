@@ -166,6 +166,7 @@ def _plan_messages(
     matrices: dict[tuple[str, int], list[Box]] = {}
     for box in params:
         matrices.setdefault(box.matrix, []).append(box)
+    # The name breaks ties: every rank must plan the same.
     for matrix in sorted(matrices, key=lambda name: (-_cost(matrices[name][0]), name)):
         boxes = sorted(matrices[matrix], key=lambda box: box.offsets)
         candidates = sorted({rank for box in boxes for rank in params[box]})

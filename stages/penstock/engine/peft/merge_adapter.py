@@ -76,6 +76,7 @@ class AdapterMerge:
         """The names of the merged model's tensors, by the base model's files."""
         files = self._base.by_file()
         for target, source in self._copied.items():
+            # A copy goes into the file of its source.
             next(names for names in files.values() if source in names).append(target)
         return files
 

@@ -78,6 +78,7 @@ class Quantizer:
                     "  The run has diverged; export an earlier checkpoint."
                 ) from error
             for leaf, rows_of_it in compressed_tensors.of_rows(layer, quantized).items():
+                # A row of scales is for `tall` rows.
                 yield leaf, first // tall if leaf.endswith("_scale") else first, rows_of_it
             if not first:
                 for leaf, tensor in compressed_tensors.of_whole(layer, shape, quantized).items():

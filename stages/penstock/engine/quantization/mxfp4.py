@@ -37,6 +37,7 @@ class Mxfp4Tensors:
         """A box of a tensor, on the CPU; reads only its groups."""
         if not self._is_quantized(name):
             return self.folder.box(name, offsets, sizes)
+        # For its checks.
         _shape(self.folder, name)
         (expert, first, output), (experts, inputs, outputs) = offsets, sizes
         group, end = first // GROUP, -(-(first + inputs) // GROUP)

@@ -38,6 +38,7 @@ CODES = {
 """The dtype of stored codes; 4-bit codes are packed in pairs."""
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+# e8m0 is an exponent alone: a power of two.
 SCALES = (*FLOATS, torch.float8_e8m0fnu)
 
 
@@ -138,6 +139,7 @@ class RowwiseFormat:
         if (order := f"{name}_g_idx") in folder:
             raise malformed(order, "columns are in another order, and those in their own are read")
         zero = f"{name}_zero_point"
+        # As bytes: zero points may be packed.
         if zero in folder and folder[zero].flatten().view(torch.uint8).any():
             raise malformed(zero, "it is not zero, and weights without zero points are read")
 

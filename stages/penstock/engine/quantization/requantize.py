@@ -75,6 +75,7 @@ class _Table:
         covered = range(int(entries[0]), int(entries[-1]) + 1)
         firsts = [max(entry * self.tall - rows.first, 0) for entry in covered]
         table_rows = self.most[covered.start : covered.stop, rows.columns]
+        # In place: what is all-reduced has these numbers. Rows of an entry share a maximum.
         table_rows.copy_(torch.maximum(table_rows, amax.expand(len(merged), -1)[firsts]))
 
     def of(self, rows: _Rows) -> torch.Tensor:
@@ -225,5 +226,6 @@ def _entries_of_columns(weight: QuantizedMatrix, scales: TensorShard) -> slice:
     """The table entries for the local columns."""
     if weight.format.tile_rows == 1:
         return slice(0, 1)
+    # Components are stored as bytes.
     first = scales.offsets[1] // weight.format.scales_dtype.itemsize
     return slice(first, first + weight.format.num_groups(weight.columns))
