@@ -90,4 +90,4 @@ def test_what_programs_ask_of_modules_by_number():
     router = Router(config, 8, precision="fp32")
     scores = drawn(3, 2, learns=False), drawn(3, 4, learns=False), drawn(3, learns=False)
     choice = torch.tensor([[0, 1], [2, 3], [1, 0]], device=DEVICE)
-    opcheck(operator("router_told"), (*scores, choice, module_by_id(router)), test_utils=PLAIN)
+    opcheck(operator("observe_router"), (*scores, choice, module_by_id(router)), test_utils=PLAIN)

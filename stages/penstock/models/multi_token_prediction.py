@@ -72,14 +72,14 @@ class EmbeddingApart(torch.autograd.Function):
         """Return what `embed` does."""
         del hidden_TD
         with torch.enable_grad():
-            ctx.found_TD = embed()
-        return ctx.found_TD.detach()
+            ctx.embedded_TD = embed()
+        return ctx.embedded_TD.detach()
 
     @staticmethod
     def backward(ctx: Any, grad_TD: torch.Tensor) -> tuple[None, None]:
         """Hidden states get no gradient from here."""
-        if ctx.found_TD.requires_grad:
-            ctx.found_TD.backward(grad_TD)
+        if ctx.embedded_TD.requires_grad:
+            ctx.embedded_TD.backward(grad_TD)
         return None, None
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from penstock.models.automodel.outline import Scoring
-from penstock.models.layers.router import AddAuxLoss
+from penstock.models.layers.router import AddAuxLoss, score_shares, sum_by_row
 from penstock.models.layers.router_observer import (
     AuxLossGradient,
     RouterObserver,
@@ -49,7 +49,7 @@ def infer_scoring(output: Any, tokens: int, num_experts: int) -> Scoring | None:
     weights_TK = weights.double() / weights.double().sum(-1, keepdim=True)
     scorings: tuple[Scoring, ...] = ("softmax", "sigmoid")
     for scoring in scorings:
-        chosen_TK = _shares(logits.double(), scoring).gather(1, choice)
+        chosen_TK = score_shares(logits.double(), scoring).gather(1, choice)
         chosen_TK = chosen_TK / chosen_TK.sum(-1, keepdim=True)
         if torch.allclose(chosen_TK, weights_TK, rtol=TOLERANCE):
             return scoring
@@ -69,7 +69,9 @@ def observe_router(module: nn.Module, scoring: Scoring) -> None:
             torch.set_grad_enabled(torch.is_grad_enabled() and observer.has_aux_loss),
             torch.autocast(device, enabled=False),
         ):
-            stats = _stats(observer, logits_TE.float(), choice_TK, scoring)
+            wide_TE = logits_TE.float()
+            scores = score_shares(wide_TE, scoring), wide_TE.logsumexp(-1).square()
+            stats = sum_by_row(observer.row_T, observer.num_rows, *scores, choice_TK)
             grad = observer.observe(router, stats)
             if grad is None:
                 return None
@@ -121,28 +123,3 @@ def layer_indices(routers: Mapping[str, nn.Module], layers: tuple[str, ...]) -> 
         if router.startswith(f"{layer}.")
     }
     return indices if len({*indices.values()}) == len(routers) else {}
-
-
-def _stats(
-    observer: RouterObserver, logits_TE: torch.Tensor, choice_TK: torch.Tensor, scoring: Scoring
-) -> RouterStats:
-    """Sums over the tokens of each row."""
-    experts, row_T = logits_TE.shape[-1], observer.row_T
-    chosen = (row_T[:, None] * experts + choice_TK).flatten()
-    counts = chosen.new_zeros((observer.num_rows + 1) * experts)
-    counts.scatter_add_(0, chosen, torch.ones_like(chosen))
-    numbers_R = torch.arange(1, observer.num_rows + 1, device=row_T.device)
-    row_mask_RT = (row_T == numbers_R[:, None]).float()
-    return RouterStats(
-        counts_RE=counts.view(-1, experts)[1:],
-        shares_RE=row_mask_RT @ _shares(logits_TE, scoring),
-        squares_R=row_mask_RT @ logits_TE.logsumexp(-1).square(),
-    )
-
-
-def _shares(logits_TE: torch.Tensor, scoring: Scoring) -> torch.Tensor:
-    """Each expert's share of a token's scores."""
-    if scoring == "softmax":
-        return logits_TE.softmax(-1)
-    scores_TE = logits_TE.sigmoid()
-    return scores_TE / scores_TE.sum(-1, keepdim=True)

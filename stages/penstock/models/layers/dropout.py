@@ -87,7 +87,7 @@ class DropoutRates:
     """Linear warmup: the rate is 0 in the first step and reaches its full value after so many
     steps; 0: no warmup."""
     depth: Literal["alike", "rising"] = "alike"
-    """`run_with_rng`: one rate for all layers; `rising`: layer l of L, from 0, has l / L of the
+    """`alike`: one rate for all layers; `rising`: layer l of L, from 0, has l / L of the
     rate."""
 
     def site(

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from penstock.models.decoder_config import ExpertsConfig
+from penstock.models.decoder_config import ExpertsConfig, Scoring
 from penstock.models.layers.modality.tokens import current_modalities
 from penstock.models.layers.module_registry import OpModule, module_by_id
 from penstock.models.layers.router_observer import RouterObserver, RouterStats, current_observer
@@ -115,9 +115,7 @@ class Router(OpModule):
 
     def _row_mask(self, observer: RouterObserver) -> torch.Tensor:
         """Mask of the local tokens of each row, fp32 [R, T]."""
-        row_T = self._local_rows(observer)
-        numbers_R = torch.arange(1, observer.num_rows + 1, device=row_T.device)
-        return (row_T == numbers_R[:, None]).float()
+        return row_mask(self._local_rows(observer), observer.num_rows)
 
     def _routing_stats(
         self,
@@ -127,18 +125,9 @@ class Router(OpModule):
         choice_TK: torch.Tensor,
     ) -> RouterStats:
         """Sums of the statistics over the tokens of each row."""
-        experts, row_T = self.config.num_experts, self._local_rows(observer)
-        # Not `torch.bincount`, which synchronizes with the GPU.
-        chosen = (row_T[:, None] * experts + choice_TK).flatten()
-        counts = chosen.new_zeros((observer.num_rows + 1) * experts)
-        counts.scatter_add_(0, chosen, torch.ones_like(chosen))
-        row_mask_RT = self._row_mask(observer)
+        row_T = self._local_rows(observer)
         with torch.autocast(shares_TE.device.type, enabled=False):
-            return RouterStats(
-                counts_RE=counts.view(-1, experts)[1:],
-                shares_RE=row_mask_RT @ shares_TE,
-                squares_R=row_mask_RT @ squares_T,
-            )
+            return sum_by_row(row_T, observer.num_rows, shares_TE, squares_T, choice_TK)
 
     def _logits(self, x_TD: torch.Tensor) -> torch.Tensor:
         dtype = torch.float32 if self.precision == "fp32" else x_TD.dtype
@@ -149,17 +138,49 @@ class Router(OpModule):
     def _scores(self, logits_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Each expert's share of a token's scores, and the squared logsumexp of the token's logits
         (z-loss)."""
-        if self.config.scoring == "softmax":
-            shares_TE = logits_TE.softmax(-1)
-        else:
-            scores_TE = logits_TE.sigmoid()
-            shares_TE = scores_TE / scores_TE.sum(-1, keepdim=True)
+        shares_TE = score_shares(logits_TE, self.config.scoring)
         return shares_TE, logits_TE.logsumexp(-1).square()
 
     def extra_repr(self) -> str:
         """What `print(model)` shows."""
         experts, width = self.weight.shape
         return f"{width} -> {self.config.experts_per_token} of {experts}, {self.config.scoring}"
+
+
+def score_shares(logits_TE: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+    """Each expert's share of a token's scores."""
+    if scoring == "softmax":
+        return logits_TE.softmax(-1)
+    scores_TE = logits_TE.sigmoid()
+    return scores_TE / scores_TE.sum(-1, keepdim=True)
+
+
+def row_mask(row_T: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Mask of the tokens of each row, from 1, fp32 [R, T]."""
+    numbers_R = torch.arange(1, num_rows + 1, device=row_T.device)
+    return (row_T == numbers_R[:, None]).float()
+
+
+def sum_by_row(
+    row_T: torch.Tensor,
+    num_rows: int,
+    shares_TE: torch.Tensor,
+    squares_T: torch.Tensor,
+    choice_TK: torch.Tensor,
+) -> RouterStats:
+    """Sums over the tokens of each row; tokens of row 0 are in none."""
+    experts = shares_TE.shape[-1]
+    # Not `torch.bincount`, which synchronizes with the GPU.
+    chosen = (row_T[:, None] * experts + choice_TK).flatten()
+    counts = chosen.new_zeros((num_rows + 1) * experts)
+    counts.scatter_add_(0, chosen, torch.ones_like(chosen))
+    # Matmuls with the mask: index_add_ on CUDA adds in any order.
+    row_mask_RT = row_mask(row_T, num_rows)
+    return RouterStats(
+        counts_RE=counts.view(-1, experts)[1:],
+        shares_RE=row_mask_RT @ shares_TE,
+        squares_R=row_mask_RT @ squares_T,
+    )
 
 
 class AddAuxLoss(torch.autograd.Function):
@@ -207,9 +228,9 @@ def _observe(
     choice: torch.Tensor,
     op_id: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The weights unchanged, and the gradients from `Router.grads`. The weights are an output so
-    that the forward pass needs the operator: otherwise the compiler moves it into the backward
-    pass, where another observer may be current."""
+    """The weights unchanged, and the gradients from `Router.aux_loss_grads`. The weights are an
+    output so that the forward pass needs the operator: otherwise the compiler moves it into the
+    backward pass, where another observer may be current."""
     router = module_by_id(op_id)
     assert isinstance(router, Router)
     return weights.clone(), *router.aux_loss_grads(shares, squares, choice)
@@ -223,4 +244,4 @@ def _identity(row_T: torch.Tensor) -> torch.Tensor:
     return row_T
 
 
-_observe_op = operator("router_told", _observe, fake=_observe_fake)
+_observe_op = operator("observe_router", _observe, fake=_observe_fake)

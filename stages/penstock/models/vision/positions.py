@@ -64,7 +64,7 @@ def mrope_positions(
     """Positions on each axis, int64 [T, 3].
 
     Args:
-        places: the places of the image tokens.
+        image_positions: the places of the image tokens.
         positions_T: positions on one axis, as of text alone.
         lengths: document lengths, whose sum is T.
         grids: patches of each image along time, height and width, [images, 3].
