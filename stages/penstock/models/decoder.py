@@ -303,6 +303,7 @@ class Decoder(nn.Module):
         x_TD = self.model.embed_tokens(ids_T)
         if (scale := self.config.embedding_scale) != 1:
             rounds = self.config.rounds_embedding_scale
+            # A tensor is rounded to the embeddings' dtype, as Gemma's factor is; a number is not.
             x_TD = x_TD * (x_TD.new_full((), scale) if rounds else scale)
         if self.model.embed_positions is not None:
             x_TD = x_TD + self.model.embed_positions(position_ids_T)

@@ -225,6 +225,7 @@ class AutoCausalLM(nn.Module):
         rng = current_dropout_rng()
         if not (self.training and self.config.outline.dropout and rng):
             return None
+        # 56 bits: the numbers of layers are added, and manual_seed takes no more than 64.
         return rng.key(f"pass.{int(rng.token_indices_T[0])}") >> 8
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> "AutoCausalLM":
@@ -240,6 +241,7 @@ class AutoCausalLM(nn.Module):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "AutoCausalLM":
         """Move or convert parameters, then tie them again, as `Decoder` does."""
         super()._apply(fn, recurse)
+        # Those of the model's own module, which torch replaced here and not in `_hf`.
         for name, parameter in self._parameters.items():
             self._hf[0]._parameters[name] = parameter
         for alias, name in self.config.outline.tied.items():

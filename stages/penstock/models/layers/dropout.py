@@ -41,6 +41,7 @@ class DropoutRNG:
     def key(self, site: str) -> int:
         """The 64-bit key of a site, from seed, step and site name."""
         text = f"{self.seed}:{self.step}:{site}".encode()
+        # Not hash(), which for text differs from process to process.
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
@@ -140,6 +141,7 @@ class Dropout(OpModule):
             return x_TF
         op_id = self.traced_op_id()
         if op_id is not None:
+            # Detached: the operator has no gradient, and reads the number of rows alone.
             places_T, rate, key = _mask_inputs_op(x_TF.detach(), op_id)
             return dropout(x_TF, places_T, rate, key, self.first_feature)
         rng = current_dropout_rng()

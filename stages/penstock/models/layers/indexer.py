@@ -157,6 +157,7 @@ class Indexer(nn.Module):
     def _weights(self, x_TD: torch.Tensor) -> torch.Tensor:
         wide = torch.promote_types(x_TD.dtype, torch.float32)
         with torch.autocast(x_TD.device.type, enabled=False):
+            # A layer with an adapter, or quantized, has no single matrix to cast.
             if type(self.weights_proj) is nn.Linear:
                 return F.linear(x_TD.to(wide), self.weights_proj.weight.to(wide))
             return self.weights_proj(x_TD).to(wide)

@@ -26,6 +26,7 @@ class OpModule(nn.Module):
         """Register the module. The registry holds a weak reference."""
         number = next(_NEXT_ID)
         _MODULES[number] = self
+        # On the CPU whatever the default device is: reading it must not wait for a GPU.
         self.op_id = torch.tensor(number, device="cpu")
 
     def traced_op_id(self) -> torch.Tensor | None:

@@ -124,6 +124,7 @@ class QuantizedLinear(nn.Linear):
 def set_weight(layer: nn.Linear, weight: nn.Parameter | QuantizedMatrix) -> None:
     """Set the layer's weight. A QuantizedMatrix has the attributes of a parameter that other code
     uses: shape and device."""
+    # nn.Module refuses to assign a module to the name of a parameter.
     del layer.weight
     layer.weight = cast(nn.Parameter, weight)
 

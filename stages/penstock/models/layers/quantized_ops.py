@@ -125,6 +125,7 @@ def _recompute_weight(
 ) -> torch.Tensor:
     del columns
     has_rng, seed, step = rng_state.tolist()
+    # Noise has no tokens: its key follows from seed and step.
     rng = DropoutRNG(seed, step, rng_state[:0]) if has_rng else None
     with dropout_rng(rng):
         return _matrix(op_id).weight((codes, scales, global_scales), dtype)

@@ -140,6 +140,7 @@ class _RopeFormula:
         if self.parameters["rope_type"] == "dynamic":
             return self.frequencies(lengths_D1)[0]
         trained = self.parameters["original_max_position_embeddings"]
+        # longrope has two tables of frequencies, for lengths up to that of training and beyond.
         short, long = (
             self.frequencies(length)[0].to(lengths_D.device) for length in (trained, trained + 1)
         )

@@ -132,6 +132,7 @@ class Router(OpModule):
     def _logits(self, x_TD: torch.Tensor) -> torch.Tensor:
         dtype = torch.float32 if self.precision == "fp32" else x_TD.dtype
         bias = None if self.bias is None else self.bias.to(dtype)
+        # Autocast would compute fp32 logits in 16 bits.
         with torch.autocast(x_TD.device.type, enabled=False):
             return F.linear(x_TD.to(dtype), self.weight.to(dtype), bias).float()
 
@@ -233,6 +234,7 @@ def _observe(
     backward pass, where another observer may be current."""
     router = module_by_id(op_id)
     assert isinstance(router, Router)
+    # An operator returns new memory: its inputs may not be its outputs.
     return weights.clone(), *router.aux_loss_grads(shares, squares, choice)
 
 

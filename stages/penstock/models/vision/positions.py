@@ -36,6 +36,7 @@ def image_runs(positions: np.ndarray, lengths: Sequence[int]) -> tuple[tuple[int
     `positions` are those of the image tokens, and `lengths` the document lengths.
     """
     documents = np.searchsorted(np.cumsum(lengths), positions, side="right")
+    # -2 is no neighbor of position 0, which so begins a run.
     is_first = (np.diff(positions, prepend=-2) > 1) | (np.diff(documents, prepend=-1) > 0)
     begins = np.flatnonzero(is_first)
     ends = [*(begins[1:] - 1), len(positions) - 1]
@@ -95,6 +96,7 @@ def mrope_positions(
         grid_3F = np.indices((frames, rows, columns)).reshape(3, -1)
         grid_3F[0] = grid_3F[0].astype(np.float32) * np.float32(step)
         positions_T3[first : last + 1] = positions_T3[first] + grid_3F.T
+        # As text, the image's tokens would have taken `count` positions.
         positions_T3[last + 1 : ends[document]] -= count - max(rows, columns)
         used += count
     return positions_T3

@@ -237,6 +237,7 @@ def _rope_axes(hf: Mapping[str, Any], kind: VisionType) -> tuple[int, ...] | Non
     if kind.mrope == "pairs":
         height, width, time = sections
         return (1, 2) * ((height + width) // 2) + (0,) * time
+    # Time has what height and width leave: every third pair, and all after their sections.
     axes = [0] * sum(sections)
     for axis in (1, 2):
         for pair in range(axis, min(3 * sections[axis], len(axes)), 3):

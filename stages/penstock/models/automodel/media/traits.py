@@ -147,6 +147,7 @@ def text_ids(model: Any, length: int, seed: int = 0) -> torch.Tensor:
     candidates = [
         token for token in torch.randperm(size, generator=generator).tolist() if token > 7
     ]
+    # A check changes a token to the next id, which must be text as well.
     return torch.tensor(
         [token for token in candidates if not {token, token + 1} & special][:length]
     )

@@ -166,6 +166,7 @@ class GatedDeltaNet(RecurrentMixer):
     def _log_decay_TN(self, a_TN: torch.Tensor, of_heads: OfHeads) -> torch.Tensor:  # noqa: N802
         wide, blocks = torch.promote_types(a_TN.dtype, torch.float32), self.head_blocks()[2]
         bias_N, A_log_N = (of_heads(x, blocks).to(wide) for x in (self.dt_bias, self.A_log))
+        # The logarithm of a rate is trained, so that decays stay between 0 and 1 (Gu and Dao 2023).
         return -A_log_N.exp() * F.softplus(a_TN.to(wide) + bias_N)
 
     def _heads(
