@@ -88,9 +88,9 @@ def _write_jobs(
     targets = set(changes.targets())
     for tensor in tensors:
         if tensor.name not in targets:
-            yield lambda one=tensor: _copy_tensor(one, old, new)
+            yield lambda tensor=tensor: _copy_tensor(tensor, old, new)
         else:
-            yield lambda one=tensor: _merge_tensor(one, weights, changes, new)
+            yield lambda tensor=tensor: _merge_tensor(tensor, weights, changes, new)
 
 
 def _copy_tensor(tensor_copy: _TensorCopy, old: int, new: int) -> None:

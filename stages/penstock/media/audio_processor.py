@@ -10,13 +10,12 @@ from typing import Any
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.media.audio import decode_audio, require_packages
 from penstock.media.audio_codecs import BadAudio, Samples
-from penstock.media.kinds import AUDIO, BadMedia
+from penstock.media.kinds import AUDIO, BadMedia, first_line
 from penstock.media.model_processor import (
     ModelProcessor,
     ProcessorFiles,
     Tensors,
     assemble,
-    first_line,
     processor_class,
     to_arrays,
 )

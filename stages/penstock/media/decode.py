@@ -11,7 +11,7 @@ from io import BytesIO
 from typing import TYPE_CHECKING
 
 from penstock.core.errors import CapabilityError
-from penstock.media.kinds import MAX_BYTES, BadMedia
+from penstock.media.kinds import MAX_BYTES, BadMedia, first_line
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -63,7 +63,7 @@ def decode(content: bytes) -> "Image":
             image.load()
             return image if image.mode == "RGB" else image.convert("RGB")
         except Exception as error:  # its plug-ins raise errors of any type
-            raise BadImage(f"it is damaged: {_first_line(error)}") from error
+            raise BadImage(f"it is damaged: {first_line(error)}") from error
 
 
 def _open(content: bytes) -> "Image":
@@ -102,7 +102,3 @@ def _name_content(content: bytes) -> str:
         return "a PDF file, not an image"
     formats = ", ".join(name for name in FORMATS if name != "MPO")
     return f"not an image that can be decoded (known are {formats})"
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -12,6 +12,11 @@ class BadMedia(Exception):  # noqa: N818 - caught where the record is known
     """An image, audio or video cannot be used; the message says why, as part of a sentence."""
 
 
+def first_line(error: Exception) -> str:
+    """The first line of an error's message."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
 AUDIO_EXTRA = "audio"
 """The extra of this package that decodes and resamples audio."""
 

@@ -196,8 +196,3 @@ def to_arrays(outputs: Any) -> Arrays:
             raise BadMedia(f"{name} is no array")
         arrays[name] = np.ascontiguousarray(array)
     return arrays
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error's message."""
-    return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -18,14 +18,13 @@ import numpy as np
 from penstock.core.errors import CapabilityError, ConfigError, PenstockError
 from penstock.media.bounds import UNBOUNDED, MediaBounds
 from penstock.media.decode import BadImage, decode, require_pillow
-from penstock.media.kinds import IMAGE, BadMedia
+from penstock.media.kinds import IMAGE, BadMedia, first_line
 from penstock.media.model_processor import (
     Arrays,
     ModelProcessor,
     ProcessorFiles,
     Tensors,
     assemble,
-    first_line,
     processor_class,
     to_arrays,
 )

@@ -14,7 +14,14 @@ import numpy.typing as npt
 
 from penstock.media.decode import BadImage, decode, read_header, require_pillow
 from penstock.media.frames import MAGIC, FrameList, split_frames
-from penstock.media.kinds import VIDEO, VIDEO_EXTRA, BadMedia, MissingPackages, has_extra
+from penstock.media.kinds import (
+    VIDEO,
+    VIDEO_EXTRA,
+    BadMedia,
+    MissingPackages,
+    first_line,
+    has_extra,
+)
 
 MAX_SECONDS = 3_600
 """Maximum length of a video."""
@@ -196,7 +203,7 @@ def _stream(content: bytes, container: str) -> Iterator[tuple[Any, Any]]:
                 raise BadVideo("its codec is not known to this FFmpeg")
             yield file, stream
     except (av.FFmpegError, EOFError, ValueError, OSError, MemoryError) as error:
-        raise BadVideo(f"it is damaged: {_first_line(error)}") from error
+        raise BadVideo(f"it is damaged: {first_line(error)}") from error
 
 
 def _to_rgb(frame: Any) -> Frame:
@@ -221,7 +228,3 @@ def _container(content: bytes) -> str:
     if content.startswith((b"GIF8", b"\x89PNG", b"\xff\xd8")) or content[8:12] == b"WEBP":
         raise BadVideo(f"it is an image, not a video ({containers}); give its frames as a list")
     raise BadVideo(f"it is not a video that can be decoded (known are {containers})")
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -14,7 +14,7 @@ import numpy as np
 
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.media.bounds import UNBOUNDED, MediaBounds
-from penstock.media.kinds import VIDEO, BadMedia
+from penstock.media.kinds import VIDEO, BadMedia, first_line
 from penstock.media.model_processor import (
     IMAGE_PROCESSOR,
     PROCESSOR,
@@ -22,7 +22,6 @@ from penstock.media.model_processor import (
     ProcessorFiles,
     Tensors,
     assemble,
-    first_line,
     processor_class,
 )
 from penstock.media.video import BadVideo, Frame, Video, open_video, require_packages

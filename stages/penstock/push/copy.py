@@ -28,8 +28,6 @@ from penstock.push.contents import PushFile, obsolete_files
 
 INDEX = "penstock-push.json"
 
-"""Fields of indexes that predate record digests."""
-
 Entries = dict[str, dict[str, Any]]
 
 _CHUNK = 8 << 20

@@ -30,8 +30,6 @@ log = logging.getLogger("penstock.push")
 PLAN = "plan.json"
 """The differences found by the first attempt; a resumed push reports the same."""
 
-"""Fields of plans that predate record digests."""
-
 _REPO_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 

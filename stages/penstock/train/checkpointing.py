@@ -141,7 +141,7 @@ class Checkpointer:
         return self.is_needless(state.step)
 
     def save_best(self, state: TrainerState, more: Mapping[str, Any]) -> bool:
-        """Save as `may` does, and mark this checkpoint as the best. Returns whether it was."""
+        """Save as `try_save` does, and mark this checkpoint as the best. Returns whether it was."""
         if not self.try_save(state, more):
             return False
         try:

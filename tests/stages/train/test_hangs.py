@@ -57,12 +57,12 @@ def job(folder: Path, **launch: object) -> Job:
 
 
 @contextmanager
-def ranks(job: Job, *what: str):
+def ranks(job: Job, *what: str, module: str = "penstock.train"):
     """Processes that look like ranks of `job`, each in the middle of something."""
     folders = [str(job.output_dir / LOGS), str(heartbeat_folder(job))]
     started = [
         subprocess.Popen(
-            [sys.executable, "-c", RANK, "penstock.train", *folders, str(rank), each],
+            [sys.executable, "-c", RANK, module, *folders, str(rank), each],
             stdout=subprocess.PIPE,
         )
         for rank, each in enumerate(what)
@@ -90,10 +90,11 @@ def told_by(watch: HangWatchdog) -> str:
     raise AssertionError("it saw nothing")
 
 
-def test_a_rank_that_hangs_is_told_with_its_host_and_stack_and_all_are_killed(tmp_path):
+@pytest.mark.parametrize("module", ["penstock.train", "penstock.reference"])
+def test_a_rank_that_hangs_is_told_with_its_host_and_stack_and_all_are_killed(module, tmp_path):
     watched = job(tmp_path, timeout=0.5)
-    watch = HangWatchdog(watched)
-    with ranks(watched, "waits", "hangs", "waits") as started:
+    watch = HangWatchdog(watched, module)
+    with ranks(watched, "waits", "hangs", "waits", module=module) as started:
         said = told_by(watch)
         assert [process.wait(10) for process in started] == [-signal.SIGKILL] * 3
         assert f"rank 1 on {platform.node()} (process {started[1].pid}): 7 step(s) done" in said

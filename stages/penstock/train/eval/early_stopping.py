@@ -77,7 +77,7 @@ class EarlyStopping:
 
     @property
     def should_stop(self) -> bool:
-        """Whether the number of evaluations without improvement exceeds the patience."""
+        """Whether the number of evaluations without improvement reaches the patience."""
         return (
             bool(self.early_stopping.patience)
             and self._num_bad_evals >= self.early_stopping.patience
@@ -93,7 +93,7 @@ class EarlyStopping:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state from `as_json`, if present."""
+        """Restore the state from `state_dict`, if present."""
         if saved := state.get("judged"):
             self.best = saved["best"]
             self._best_value, self._num_bad_evals = saved["reached"], saved["waited"]

@@ -22,7 +22,7 @@ class EvalMetric(Protocol):
 
     @property
     def names(self) -> list[str]:
-        """The keys of `record`."""
+        """The keys of `compute`."""
         ...
 
     def reset(self) -> None:
@@ -53,7 +53,7 @@ class TokenMetrics:
 
     @property
     def names(self) -> list[str]:
-        """The keys of `record`."""
+        """The keys of `compute`."""
         labels = self._sources.labels if self._sources else ()
         return [LOSS, PERPLEXITY, TOKEN_ACCURACY, *(f"{LOSS}/{label}" for label in labels)]
 
@@ -113,7 +113,7 @@ class PreferenceMetrics:
 
     @property
     def names(self) -> list[str]:
-        """The keys of `record`."""
+        """The keys of `compute`."""
         # KTO has unpaired completions, so there is no preference accuracy.
         left_out = {ACCURACY} if self._preferences.config.loss_type == "kto" else set[str]()
         names = ("loss", *NAMES, MARGINS)

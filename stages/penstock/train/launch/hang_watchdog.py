@@ -25,10 +25,10 @@ MAX_FRAMES = 6
 
 
 class HangWatchdog:
-    """Polled every second while the ranks run that `job` started on this node."""
+    """Polled every second while the ranks run that `job` started on this node, each as `module`."""
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
+    def __init__(self, job: Job, module: str = "penstock.train") -> None:
+        self._job, self._module = job, module
         self._logs = job.output_dir / LOGS
         self._limit = job.config.launch.timeout
         self._heartbeats = heartbeat_folder(job)
@@ -54,7 +54,7 @@ class HangWatchdog:
         if self._has_reported:
             return None
         self._has_reported = True
-        running = _running(last)
+        running = self._running(last)
         if not running and self._limit:
             raise StageError(
                 f"no rank has started within {limit:g} s (launch.timeout).\n"
@@ -91,10 +91,14 @@ class HangWatchdog:
         if records <= self._handled_timeouts:
             return None
         self._handled_timeouts |= records
-        if running := _running(last):
+        if running := self._running(last):
             self._write_report("a rank timed out waiting for another rank", running)
             return self.report
         return None
+
+    def _running(self, last: Sequence[RankStatus]) -> list[RankStatus]:
+        """The ranks that still run; a pid may have been reused for another process."""
+        return [beat for beat in last if self._module in command_line(beat.pid)]
 
     def _write_report(self, reason: str, running: Sequence[RankStatus]) -> None:
         stacks = dump_stacks(self._logs, {beat.rank: beat.pid for beat in running})
@@ -162,15 +166,6 @@ def describe(running: Sequence[RankStatus], stacks: Mapping[int, Stack], now: fl
 
 def _format_ranks(beats: Sequence[RankStatus]) -> str:
     return ", ".join(str(rank) for rank in sorted(beat.rank for beat in beats))
-
-
-def _running(last: Sequence[RankStatus]) -> list[RankStatus]:
-    return [beat for beat in last if _is_rank(beat.pid)]
-
-
-def _is_rank(pid: int) -> bool:
-    """Whether that process is still our rank, and not another process with a reused pid."""
-    return "penstock.train" in command_line(pid)
 
 
 def _kill(beat: RankStatus) -> None:

@@ -214,7 +214,7 @@ def build_job(
     *checkpoints: Source | None,
 ) -> Job:
     """Build the job of a new start of ranks that read `packed` and initialize from the model
-    `origin`, or from `checkpoints`."""
+    `model_source`, or from `checkpoints`."""
     config_path = model_source.config_path
     if model_source.config.pin["kind"] != "builtin":
         files = (*MODEL_FILES, "*.py") if model_source.runs_code else MODEL_FILES

@@ -89,7 +89,7 @@ def read_timeouts(logs: Path) -> list[Failure]:
 
 
 def build_error(logs: Path, status: int, hang_report: str | None = None) -> StageError:
-    """Why the ranks did not finish; `hung` is the hang watchdog's report.
+    """Why the ranks did not finish; `hang_report` is the hang watchdog's report.
 
     The earliest error is reported: later ones are mostly lost connections to the rank that failed.
     """

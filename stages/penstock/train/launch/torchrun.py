@@ -54,7 +54,7 @@ def start_ranks(job: Job, file: Path, *, module: str = "penstock.train") -> Laun
     address = (
         rendezvous_address(launch.rdzv_endpoint, launch.node_rank) if launch.rdzv_endpoint else None
     )
-    watch = HangWatchdog(job)
+    watch = HangWatchdog(job, module)
     status = run_ranks(
         [*torchrun_arguments(job.config, address), "-m", module, str(file)],
         environment=env.child_environment(

@@ -171,7 +171,7 @@ def build_bar_chart(
 
 
 def sample_indices(count: int, limit: int = MAX_POINTS) -> list[int]:
-    """At most `most` evenly spaced indices below `count`, including the last one."""
+    """At most `limit` evenly spaced indices below `count`, including the last one."""
     stretches = min(count, limit)
     return [(i + 1) * count // stretches - 1 for i in range(stretches)]
 

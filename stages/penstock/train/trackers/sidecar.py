@@ -28,7 +28,7 @@ class RunEnd:
 
 
 def start_sidecar(niceness: int) -> RunEnd:
-    """Lower this process's priority; return the End to wait for."""
+    """Lower this process's priority; return the RunEnd to wait for."""
     for signum in (signal.SIGINT, signal.SIGTERM):
         # Signals reach the whole process group; the rank finishes its step first and then ends us.
         signal.signal(signum, signal.SIG_IGN)
