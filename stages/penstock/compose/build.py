@@ -186,5 +186,7 @@ def _grown(name: str, tensor: torch.Tensor, rows: int) -> torch.Tensor:
     """The tensor; embedding and head with rows for new tokens, the mean of those there are."""
     if name not in (EMBEDDING_WEIGHT, HEAD_WEIGHT) or len(tensor) >= rows:
         return tensor
+    # Rows at the mean leave the probabilities of the tokens there are nearly as they were (Hewitt
+    # 2021).
     mean = tensor.float().mean(0, keepdim=True).to(tensor.dtype)
     return torch.cat((tensor, mean.expand(rows - len(tensor), -1)))

@@ -151,6 +151,8 @@ def _require_positions(vision: Mapping[str, Any], encoder: Encoder) -> None:
     )
     embeddings = modeling_idefics3.Idefics3VisionEmbeddings(config)
     with torch.no_grad():
+        # Position p is embedded as the number p and every patch as 0, so the output is the
+        # positions.
         embeddings.position_embedding.weight.copy_(torch.arange(side**2)[:, None])
         embeddings.patch_embedding.weight.zero_()
         assert embeddings.patch_embedding.bias is not None

@@ -86,6 +86,7 @@ class Encoder:
 
         vision = dict(vision_config)
         config = AutoConfig.for_model(vision.pop("model_type"), **vision)
+        # transformers draws from the global generator. Without devices, no CUDA context is created.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = AutoModel.from_config(config, dtype=torch.float32)

@@ -120,6 +120,8 @@ class Features:
         device = next(self.tower.parameters()).device
         dtype = getattr(torch, self.settings.dtype)
         tensors = {
+            # A copy: the views of the file are read-only, of which torch has no notion but a
+            # warning.
             name: torch.from_numpy(np.array(input.numpy())).to(device)
             for name, input in self.images.inputs([digest])[0].items()
         }

@@ -65,6 +65,7 @@ def _plan_layout(
     shapes = {name: changes.shape(name) for name in names}
     sources = {name: changes.source(name) for name in names}
     if all(shapes[name] == was.shape and sources[name] == name for name, was in old.items()):
+        # No tensor changes its place, so the header is copied, with its metadata.
         with source.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
             stream.seek(0)

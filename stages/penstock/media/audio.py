@@ -139,6 +139,7 @@ def _find_chunks(content: bytes) -> dict[bytes, tuple[int, int]]:
     while offset + 8 <= len(content):
         name, size = struct.unpack_from("<4sI", content, offset)
         chunks.setdefault(name, (offset + 8, size))
+        # RIFF pads every chunk to an even length.
         offset += 8 + size + size % 2
     return chunks
 

@@ -82,6 +82,7 @@ def resample(samples: Samples, rate: int, to: int) -> Samples:
     import soxr  # noqa: PLC0415 - optional
 
     resampled = soxr.resample(samples, rate, to, quality=QUALITY)
+    # The length to which librosa.resample cuts or pads; soxr alone may give a sample more or less.
     out = np.zeros(math.ceil(len(samples) * to / rate), np.float32)
     out[: len(resampled)] = resampled[: len(out)]
     return out

@@ -60,6 +60,7 @@ def decode(content: bytes) -> "Image":
     with _open(content) as image:
         try:
             ImageOps.exif_transpose(image, in_place=True)
+            # Pillow decodes here, not when it opens the file, so damage shows here.
             image.load()
             return image if image.mode == "RGB" else image.convert("RGB")
         except Exception as error:  # its plug-ins raise errors of any type
@@ -80,6 +81,7 @@ def _open(content: bytes) -> "Image":
             Image.init()  # registers the formats
             formats = [name for name in FORMATS if name in Image.OPEN]
             image = Image.open(BytesIO(content), formats=formats)
+    # Raised above twice the pixels of which Pillow warns.
     except Image.DecompressionBombError as error:
         raise BadImage(f"it has too many pixels; {MAX_PIXELS:,} are allowed") from error
     except Exception as error:  # its plug-ins raise errors of any type

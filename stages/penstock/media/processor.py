@@ -200,6 +200,7 @@ class ImageProcessor(ModelProcessor):
         does_both = all(getattr(images, name, False) for name in ("do_rescale", "do_normalize"))
         if not does_both or PIXELS not in self._run(_probes()[:1]):
             return self
+        # Shape (channels, 1, 256): an image that has every byte in each channel.
         codes = np.tile(np.arange(256, dtype=np.uint8), (3, 1, 1))
         rescaled = images.rescale(codes, images.rescale_factor)
         values = images.normalize(rescaled, images.image_mean, images.image_std)
@@ -240,6 +241,7 @@ def _byte_patches(
     channels, height, width = image.shape
     rows, columns = height // patch_size, width // patch_size
     tiles = (merge_size, patch_size)
+    # Shape: channels, rows / merge, merge, patch, columns / merge, merge, patch.
     blocks = image.reshape(channels, rows // merge_size, *tiles, columns // merge_size, *tiles)
     return blocks.transpose(1, 4, 2, 5, 0, 3, 6).reshape(rows * columns, -1), rows, columns
 

@@ -110,6 +110,8 @@ def from_base64(text: str, kind: str = IMAGE.name) -> ImageRef:
             raise BadImage("the data URI is not in base64")
         text = body
     try:
+        # MIME breaks the lines. Without validate, other characters are skipped, and the image is
+        # another.
         content = base64.b64decode("".join(text.split()), validate=True)
         return ImageRef(content=content, kind=kind)
     except (binascii.Error, ValueError) as error:

@@ -164,6 +164,7 @@ class FileVideo:
         counts = Counter(indices)
         frames_left = len(counts)
         with _stream(self.content, self.container) as (file, stream):
+            # From the start: a seek leads to key frames only, and not exactly in every container.
             for number, frame in enumerate(file.decode(stream)):
                 if number in counts:
                     array = _to_rgb(frame)
@@ -195,6 +196,8 @@ def _stream(content: bytes, container: str) -> Iterator[tuple[Any, Any]]:
     import av  # noqa: PLC0415 - optional
 
     try:
+        # The format is named, since FFmpeg's own choice may be a playlist, which names other files
+        # and URLs.
         with av.open(BytesIO(content), format=container) as file:
             if not file.streams.video:
                 raise BadVideo("it has no video stream")

@@ -110,6 +110,7 @@ class VideoProcessor(ModelProcessor):
         frames = np.empty((padded, 3, *size), np.uint8)
         for position, frame in enumerate(video.read(indices)):
             frames[position] = self._resize(frame, size)
+        # As transformers does: the last frame fills a temporal patch.
         frames[len(indices) :] = frames[len(indices) - 1]
         fps = header.fps or DEFAULT_FPS
         sampled_fps = len(indices) / header.frames * fps
@@ -151,6 +152,7 @@ class VideoProcessor(ModelProcessor):
         )
         rows, columns = (side // settings.merge_size for side in grid[1:])
         sides = settings.merge_size, settings.patch_size
+        # Shape: time, frames of a patch, channels, rows, merge, patch, columns, merge, patch.
         blocks = frames.reshape(
             grid[0], settings.temporal_patch_size, channels, rows, *sides, columns, *sides
         )

@@ -78,6 +78,8 @@ class PreferenceSamples:
                 ids[position : first + 1] = own[shared : cause + 1]
                 ids[first + 1 : end] = answer[:-1]
                 labels[position:first] = IGNORED
+                # The prompt's last token predicts the answer's first; the answer's last token is a
+                # label only.
                 labels[first:end] = targets
                 position = end
 
@@ -115,6 +117,7 @@ class PreferenceSamples:
         processed them."""
         digest = blake2b(digest_size=DIGEST_BYTES)
         digest.update(
+            # With the lengths: the tokens alone do not say where the prompt and the answers end.
             np.append(self._prompt_ends[sample], self._completion_lengths[sample]).tobytes()
         )
         for branch in range(PER_SAMPLE):

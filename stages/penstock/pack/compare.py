@@ -80,6 +80,7 @@ def _methods_to_compare(form: RowSamples, capacity: int, chosen: Method) -> list
 
 def _row_lengths(layout: Layout) -> np.ndarray:
     """Number of tokens of every row."""
+    # No row is empty; for one, reduceat would give the next row's first size instead of 0.
     return np.add.reduceat(layout.sizes, layout.bins.ends - layout.bins.sizes())
 
 

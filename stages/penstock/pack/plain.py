@@ -53,6 +53,7 @@ class SFTSamples:
         stored = samples.stored[""]
         files = np.searchsorted(samples.starts, chosen[order], side="right") - 1
         cuts = np.flatnonzero(np.diff(files, prepend=-1, append=len(stored)))
+        # Memoryviews: slicing arrays costs more than copying a short sample.
         to_ids, to_labels = ids.data, labels.data
         for cut, following in pairwise(cuts.tolist()):
             file = int(files[cut])

@@ -26,6 +26,7 @@ SHARD_BYTES = 256 << 20
 """Approximate size of one file: large enough for object stores, small enough to read several in
 parallel."""
 
+# Token id and label, int32 each.
 BYTES_PER_TOKEN = 8
 
 MIN_TOKENS_PER_PROCESS = 16 << 20
@@ -110,6 +111,7 @@ def _in_processes(
     pool = ProcessPoolExecutor(count, get_context(start_method), _init_worker)
     try:
         with without_main_module():
+            # The pool starts its processes at the first submit.
             futures = [pool.submit(_write_in_worker, shard) for shard in shards]
         wait(futures, return_when=FIRST_EXCEPTION)
     finally:

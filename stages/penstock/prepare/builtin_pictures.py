@@ -54,7 +54,9 @@ def write_png(rows: list[bytes]) -> bytes:
         check = zlib.crc32(name + content)
         return struct.pack(">I", len(content)) + name + content + struct.pack(">I", check)
 
+    # Width, height, 8 bits, RGB; then the only compression and filter methods, and no interlacing.
     header = struct.pack(">IIBBBBB", len(rows[0]) // 3, len(rows), 8, 2, 0, 0, 0)
+    # Each row begins with the type of its filter, here none.
     pixels = b"".join(b"\0" + row for row in rows)
     return b"".join(
         (

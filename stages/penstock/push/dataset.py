@@ -127,6 +127,8 @@ class DatasetTarget:
                         ],
                         commit_message=f"Upload prepared data {self.config}",
                         repo_type="dataset",
+                        # The hub answers 412 where another commit came first, whose card this one
+                        # would overwrite.
                         parent_commit=info.sha,
                     )
                 except HfHubHTTPError as error:

@@ -65,6 +65,7 @@ class HubTarget:
             if self.settings.create_pr and any(self._difference(files, revision)):
                 pull_request = self._open_pull_request(title)
                 revision = pull_request.git_reference if pull_request else revision
+            # Again, as the pull request may hold the files of an earlier push.
             send, remove = self._difference(files, revision)
             if not send and not remove:
                 commit = self.api.model_info(self._repo, revision=revision).sha

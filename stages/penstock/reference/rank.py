@@ -44,6 +44,7 @@ def reference(
             notify(line)
     if job.init_checkpoint:
         Checkpointer(job, built, ranks, notify).load_weights(job.init_checkpoint)
+    # After the weights are loaded, once per machine, as each may have files of its own.
     if ranks.local_rank == 0:
         job.require_unchanged_sources()
     held: list[SampleLogprobs] = []
@@ -53,6 +54,7 @@ def reference(
     ):
         held.append(scored)
         count += len(scored.samples)
+        # The collective comes first, so that every rank calls it.
         is_stopped = ranks.any_rank(bool(stop)) and count < len(missing)
         if is_stopped or time.monotonic() - written > SAVE_SECONDS:
             _save(job, held, ranks)
@@ -69,6 +71,7 @@ def _missing_samples(job: Job, ranks: ProcessInfo) -> list[bytes]:
     digests: list[bytes] = []
     if ranks.is_main_process:
         digests = RefLogprobs(job.ref_logprobs).missing(sample_digests(job.packed_dir))
+    # Machines may see new files of a network file system at different times.
     return ranks.all_gather(digests)[0]
 
 

@@ -75,6 +75,7 @@ def _spread(ends: npt.NDArray[np.int64], number: int) -> Iterator[tuple[int, int
     """(row, document index) of evenly spaced documents. `ends` is the cumulative document count per
     row."""
     total = int(ends[-1])
+    # The middles of `number` equal intervals.
     for document in sorted({(2 * index + 1) * total // (2 * number) for index in range(number)}):
         row = int(np.searchsorted(ends, document, side="right"))
         yield row, document - (int(ends[row - 1]) if row else 0)

@@ -97,12 +97,16 @@ class Loader:
                 DataLoader(
                     _Steps(type(rows), rows.folder, reading),
                     sampler=steps,
+                    # An index that the sampler gives is a whole step, which DataLoader must not
+                    # batch again.
                     batch_size=None,
                     collate_fn=_as_it_is,
                     num_workers=reading.num_workers,
                     prefetch_factor=reading.steps_ahead,
                     pin_memory=reading.pin_memory,
                     worker_init_fn=_begin,
+                    # fork would copy a process with a CUDA context and NCCL's threads, which do not
+                    # survive it; spawn would import torch in each worker.
                     multiprocessing_context="forkserver",
                     # A separate generator: drawing from the global one would change the run's RNG
                     # state.
@@ -139,6 +143,7 @@ class Loader:
 
     def close(self) -> None:
         """Stop the workers."""
+        # DataLoader's iterator ends its workers when it is deleted.
         self._ahead = None
 
 

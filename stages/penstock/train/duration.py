@@ -58,6 +58,7 @@ class Interval:
             return True
         if not self.epochs:
             return False
+        # Through the text: the float 0.1 is not a tenth, and boundaries would drift.
         interval = Fraction(str(self.epochs))
         return now // interval > before // interval
 

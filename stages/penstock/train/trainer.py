@@ -113,10 +113,12 @@ class Trainer:
     def run(self) -> dict[str, Any] | None:
         """Train to the end and return the facts, or None if asked to stop earlier."""
         due = self._resume()
+        # After the weights are loaded, once per machine, as each may have files of its own.
         if self.ranks.local_rank == 0:
             self.job.require_unchanged_sources()
         self._open()
         if self.train.gc_steps:
+            # Python collects at other steps on each rank, and all ranks wait for one that does.
             gc.disable()
         try:
             ended_by = self._train_steps(due)
@@ -196,6 +198,7 @@ class Trainer:
             measures_changes=self._rounds_to_nearest and step == self._warmup_steps,
         )
         self._counts = result.next_counts
+        # Polled while the device computes, and read with the step's loss in one copy to the host.
         self._polled, *self._memory = result.maxima
         self._evaluated = None
         self.at = TrainerState(

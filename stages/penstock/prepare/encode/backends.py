@@ -138,6 +138,7 @@ class TextEncoder:
         """
         if self.fallback_reason:
             return
+        # False comes first: texts with other characters, on which tokenizers differ most.
         by_difficulty = sorted(texts, key=str.isascii)
         sample = [text[:CHECK_CHARACTERS] for text in by_difficulty[:how_many]]
         if sample and (differing := self._find_mismatches(sample)):

@@ -158,6 +158,7 @@ def _weigh_tokens(
     weights = np.zeros(len(starts), dtype=np.float32)
     for (start, end), weight in spans:
         if start < end:
+            # A token that ends where the span starts, or starts where it ends, does not overlap it.
             first = np.searchsorted(ends, start, side="right")
             weights[first : np.searchsorted(starts, end, side="left")] = weight
     return weights
@@ -195,5 +196,6 @@ def _mask_spans(
     edges[:, 1] = np.searchsorted(bytes_before[:-1], filled[:, 1], side="left")
     # A token across the border of two spans is an end after a start.
     ordered = np.maximum.accumulate(edges.ravel())
+    # Runs of tokens take turns, the first one untrained, so those with an odd index are trained.
     lengths = np.diff(ordered, prepend=0, append=len(bytes_before) - 1)
     return np.repeat(np.arange(len(lengths)) % 2 == 1, lengths)

@@ -152,6 +152,7 @@ class Truncator:
         shortest = self._encode_without(documents, most)
         if not self._fits(shortest):
             return shortest, most
+        # Each try renders and encodes the conversation, so the number of turns is bisected.
         while most - fewest > 1:
             turns = (fewest + most) // 2
             shorter = self._encode_without(documents, turns)

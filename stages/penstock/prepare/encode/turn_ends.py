@@ -45,6 +45,7 @@ class TurnEnds:
         self._special = {token.content for token in added.values() if token.special} | stops
         # Some tokenizers have runs of blanks as added tokens, which end nothing.
         named = {content for content in contents.values() if content.strip()} | stops
+        # Longest first: an alternation takes the first that matches, which may begin another one.
         pattern = "|".join(map(re.escape, sorted(named, key=len, reverse=True))) or r"(?!)"
         self._added = re.compile(pattern)
         self._next = re.compile(rf"\s*({pattern})")

@@ -70,6 +70,7 @@ class EarlyStopping:
             if self._best_value is None
             else self._best_value + self.early_stopping.min_delta
         )
+        # A NaN is never above it, so a diverged run counts as one that does not improve.
         if value > threshold:
             self._best_value, self._num_bad_evals = value, 0
         else:

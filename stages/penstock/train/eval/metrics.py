@@ -60,6 +60,7 @@ class TokenMetrics:
     def reset(self) -> None:
         """Reset the accumulated values."""
         self._num_sources = len(self._sources.labels) if self._sources else 1
+        # float32 cannot count by ones beyond 2**24 tokens.
         self._counts = torch.zeros(
             self._num_sources, 4, dtype=torch.float64, device=self._ranks.device
         )

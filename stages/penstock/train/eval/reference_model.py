@@ -101,6 +101,7 @@ class SyncedRefModel(RefModel):
             updates = sorted(self._root.glob("step_*"), key=lambda path: int(path.name[5:]))
             for old in updates[:-NUM_KEPT]:
                 remove(old)
+        # All ranks read the files next.
         self._ranks.barrier()
 
     def _rows_until_next_update(self, cursor: Cursor) -> Iterator[Row]:

@@ -169,5 +169,6 @@ def _format_ranks(beats: Sequence[RankStatus]) -> str:
 
 
 def _kill(beat: RankStatus) -> None:
+    # A rank's handler of SIGTERM sets a flag, which a rank that hangs never reads.
     with suppress(ProcessLookupError):
         os.kill(beat.pid, signal.SIGKILL)

@@ -78,6 +78,7 @@ def register_stack_dump(folder: Path, rank: int) -> None:
     _open_files.append(
         stream
     )  # The handler only keeps the file descriptor, so the file must stay open.
+    # Chained, the default action of SIGUSR1 would end the process.
     faulthandler.register(DUMP_SIGNAL, file=stream, all_threads=True, chain=False)
 
 
@@ -92,6 +93,7 @@ def dump_stacks(folder: Path, pids: dict[int, int]) -> dict[int, Stack]:
     while time.monotonic() < deadline:
         time.sleep(0.2)
         now = {rank: _size(stack_file(folder, rank)) for rank in pids}
+        # Two equal polls: a dump is written line by line.
         if now == sizes and all(now[rank] > before[rank] for rank in pids):
             break
         sizes = now

@@ -107,6 +107,7 @@ def highest_loss_rank(rank_losses: Sequence[RankLoss]) -> tuple[list[int], tuple
     by_rows: dict[tuple[int, ...], list[RankLoss]] = {}
     for part in rank_losses:
         by_rows.setdefault(part.rows, []).append(part)
+    # fsum rounds once, so the order of summands does not matter.
     total = math.fsum(part.loss for part in rank_losses)
     weight = math.fsum(several[0].loss_weight for several in by_rows.values())
 

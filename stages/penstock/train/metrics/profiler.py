@@ -76,6 +76,8 @@ class StepProfiler:
         try:
             recorder.start()
             if self._records_memory:
+                # PyTorch's documentation of memory snapshots uses these private functions; none are
+                # public.
                 torch.cuda.memory._record_memory_history(max_entries=MAX_MEMORY_EVENTS)
         except RuntimeError as error:
             log.warning("the profiler did not start: %s", error)

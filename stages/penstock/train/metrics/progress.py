@@ -64,6 +64,7 @@ class _ProgressBar:
             total=total,
             initial=done,
             desc="train",
+            # Some terminals wrap a line that fills them.
             ncols=width and width - 1,
             dynamic_ncols=width is None,
             mininterval=0.5,

@@ -186,6 +186,7 @@ def min_max_points(values: Sequence[float]) -> Iterator[tuple[int, float]]:
     for last in sample_indices(len(values)):
         stretch = range(start, last + 1)
         finite = [i for i in stretch if math.isfinite(values[i])]
+        # Both extremes, so that a spike of one step is seen however long the run is.
         chosen = (
             {min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)}
             if finite

@@ -71,6 +71,7 @@ def linear_ticks(low: float, high: float, about: int) -> list[float]:
         return [low]
     rough = (high - low) / about
     power = 10.0 ** math.floor(math.log10(rough))
+    # Rounding of `rough` must not skip a step that fits.
     step = next(power * m for m in (1, 2, 2.5, 5, 10) if power * m >= rough * 0.999)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [round(i * step, 12) if step > 1e-9 else i * step for i in range(first, last + 1)]

@@ -140,6 +140,7 @@ def _with_retries(call: Callable[[], T]) -> T:
 
 
 def _with_timeout(call: Callable[[], T]) -> T:
+    # Its thread needs no GIL, so it also ends a call that blocks in native code.
     faulthandler.dump_traceback_later(CALL_TIMEOUT_SECONDS, exit=True)
     try:
         return call()
