@@ -6,12 +6,11 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Literal
 
-from penstock.core.errors import ConfigError
 from penstock.models.latent_config import IndexerConfig, LatentAttentionConfig
 from penstock.models.mtp_config import MTPConfig
 from penstock.models.names import LINEAR_ATTN, SELF_ATTN
 from penstock.models.size_limits import MAX_LAYERS
-from penstock.models.state_layer_config import StateLayerConfig
+from penstock.models.state_layer_config import StateLayerConfig, config_error
 
 POSITIVE_INT_FIELDS = (
     "vocab_size",
@@ -236,7 +235,7 @@ class ExpertsConfig:
         _require_numbers(self)
         for name in EXPERT_POSITIVE_INT_FIELDS:
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
-                raise _config_error(
+                raise config_error(
                     f"{name} is {getattr(self, name)!r}; it must be an integer of 1 or more"
                 )
         for experts, features in (
@@ -245,28 +244,28 @@ class ExpertsConfig:
             ("experts of images", self.image_intermediate_size),
         ):
             if not isinstance(features, int) or features < 0:
-                raise _config_error(f"{experts} have {features!r} features; it is 0 or more")
+                raise config_error(f"{experts} have {features!r} features; it is 0 or more")
         if self.num_experts % self.num_groups:
-            raise _config_error(
+            raise config_error(
                 f"{self.num_experts} experts are not a multiple of their groups ({self.num_groups})"
             )
         if self.groups_per_token > self.num_groups:
-            raise _config_error(
+            raise config_error(
                 f"a token chooses {self.groups_per_token} of {self.num_groups} groups of experts"
             )
         num_candidates = self.num_experts // self.num_groups * self.groups_per_token
         if self.experts_per_token > num_candidates:
-            raise _config_error(
+            raise config_error(
                 f"a token chooses {self.experts_per_token} of {num_candidates} experts"
             )
         if self.scales_inputs and self.experts_per_token > 1:
-            raise _config_error(
+            raise config_error(
                 f"a token chooses {self.experts_per_token} experts, and weights that multiply "
                 "inputs are of one"
             )
         has_pairs = self.num_experts // self.num_groups > 1
         if self.num_groups > 1 and self.group_score == "best_two" and not has_pairs:
-            raise _config_error(
+            raise config_error(
                 f"{self.num_groups} groups of {self.num_experts} experts have one each, and groups "
                 "are scored by their two best experts"
             )
@@ -425,16 +424,16 @@ class DecoderConfig:
         _require_numbers(self)
         for name in POSITIVE_INT_FIELDS:
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
-                raise _config_error(
+                raise config_error(
                     f"{name} is {getattr(self, name)!r}; it must be an integer of 1 or more"
                 )
         if self.num_hidden_layers > MAX_LAYERS:
-            raise _config_error(
+            raise config_error(
                 f"num_hidden_layers is {self.num_hidden_layers:,}; it must be at most "
                 f"{MAX_LAYERS:,}"
             )
         if self.num_attention_heads % self.num_key_value_heads:
-            raise _config_error(
+            raise config_error(
                 f"num_attention_heads ({self.num_attention_heads}) is not a multiple of its "
                 f"num_key_value_heads ({self.num_key_value_heads})"
             )
@@ -444,14 +443,14 @@ class DecoderConfig:
             self._check_rope(parameters, head_dim)
         for name in ("attention_soft_cap", "logit_soft_cap"):
             if (cap := getattr(self, name)) is not None and cap <= 0:
-                raise _config_error(f"{name} is {cap}; it must be more than 0, or null")
+                raise config_error(f"{name} is {cap}; it must be more than 0, or null")
         if self.chunked_layers and (self.attention_chunk is None or self.attention_chunk < 1):
-            raise _config_error(
+            raise config_error(
                 f"attention_chunk_size is {self.attention_chunk}, and {len(self.chunked_layers)} "
                 "layers use it; it is a number of tokens, 1 or more"
             )
         if self.sliding_layers and (self.sliding_window is None or self.sliding_window < 1):
-            raise _config_error(
+            raise config_error(
                 f"sliding_window is {self.sliding_window}, and {len(self.sliding_layers)} layers "
                 "use it; it is a number of tokens, 1 or more"
             )
@@ -460,14 +459,14 @@ class DecoderConfig:
         rotary_dim = _rotary_dim(parameters, head_dim)
         if rotary_dim % 2 or not rotary_dim:
             share = "" if rotary_dim == head_dim else f", of which {rotary_dim} are rotated"
-            raise _config_error(
+            raise config_error(
                 f"head_dim is {head_dim}{share}; RoPE rotates features in pairs, so their "
                 "number must be even"
             )
         for factors in ("short_factor", "long_factor"):
             count = len(parameters.get(factors) or ())
             if parameters["rope_type"] == "longrope" and count != rotary_dim // 2:
-                raise _config_error(
+                raise config_error(
                     f"{factors} (rope_parameters) has {count} numbers, and {rotary_dim // 2} "
                     "pairs of features are rotated"
                 )
@@ -660,10 +659,4 @@ def _require_numbers(config: Any) -> None:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         is_absent = value is None and config_field.type == (float | None)
         if config_field.type in (float, float | None) and not (is_number or is_absent):
-            raise _config_error(f"{config_field.name} is {value!r}, which is not a number")
-
-
-def _config_error(fault: str) -> ConfigError:
-    return ConfigError(
-        f"the model's {fault}. Correct the config.json that model.config_path names."
-    )
+            raise config_error(f"{config_field.name} is {value!r}, which is not a number")

@@ -312,7 +312,7 @@ def _parse_error(base: HfConfig, entries: Mapping[str, Any], error: Exception) -
     """The error for overrides with which config.json cannot be read; it names those whose removal
     alone would fix it."""
     leaves = list(_iter_leaves(entries))
-    failing = [leave for leave in leaves if _try_parse(base, _remove_path(entries, leave[0]))]
+    failing = [leaf for leaf in leaves if _try_parse(base, _remove_path(entries, leaf[0]))]
     named = ", ".join(
         f"model.foundation.{'.'.join(path)} ({value!r})" for path, value in failing or leaves
     )

@@ -84,9 +84,9 @@ UNGATED: Mapping[str, Activation] = {**ACTIVATIONS, "relu": "relu", "relu2": "re
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 LINEAR = "linear_attention"
+"""`layer_types` values of full, sliding-window, chunked and linear attention."""
 OLD_LAYER_TYPES: Mapping[str, str] = {"attention": FULL, "mamba": LINEAR}
 """What files of transformers before version 5 say for them."""
-"""`layer_types` values of full, sliding-window, chunked and linear attention."""
 
 
 def decoder_config(

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from penstock.core.errors import ConfigError
+from penstock.models.state_layer_config import config_error
 
 FIELDS: Mapping[str, str] = {
     "q_rank": "q_lora_rank",
@@ -75,19 +75,19 @@ class LatentAttentionConfig:
             if name != "q_rank" or size is not None:
                 _require_size(field, size)
         if self.rope_dim % 2:
-            raise _config_error(
+            raise config_error(
                 f"qk_rope_head_dim is {self.rope_dim}; RoPE rotates features in pairs, so their "
                 "number must be even"
             )
         if self.indexer is None:
             return
         if self.q_rank is None:
-            raise _config_error(
+            raise config_error(
                 "q_lora_rank is null; the indexer's queries are projected from the latent vector "
                 "of queries"
             )
         if self.indexer.head_dim < self.rope_dim:
-            raise _config_error(
+            raise config_error(
                 f"index_head_dim is {self.indexer.head_dim}, and RoPE rotates {self.rope_dim} of "
                 "its features (qk_rope_head_dim)"
             )
@@ -144,10 +144,4 @@ class LatentAttentionConfig:
 
 def _require_size(field: str, size: object) -> None:
     if type(size) is not int or size < 1:
-        raise _config_error(f"{field} is {size!r}; it must be an integer of 1 or more")
-
-
-def _config_error(fault: str) -> ConfigError:
-    return ConfigError(
-        f"the model's {fault}. Correct the config.json that model.config_path names."
-    )
+        raise config_error(f"{field} is {size!r}; it must be an integer of 1 or more")
