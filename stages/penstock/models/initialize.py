@@ -41,6 +41,7 @@ def initialize(name: str, shape: Sequence[int], seed: int, config: DecoderConfig
         if config.linear and ".layers." in name and module in ("norm", "o_norm"):
             return torch.ones(*shape, dtype=torch.float32)
         if "norm" in module:
+            # QK norms are RMSNorm in any family: `layer_1p` is of the residual stream alone.
             is_of_stream = module.endswith("layernorm") or module == "norm"
             is_plus_one = config.norm == "rms_1p" or (config.norm == "layer_1p" and is_of_stream)
             return torch.full(shape, 0.0 if is_plus_one else 1.0, dtype=torch.float32)

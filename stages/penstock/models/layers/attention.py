@@ -171,6 +171,7 @@ class SelfAttention(nn.Module):
         q, k, v = self._project_qkv(x_TD)
         gate_TNH = None
         if self.output_gate:
+            # In q_proj the rows of a head's gate follow those of its query.
             q, gate_TNH = q.view(len(q), -1, 2 * self.head_dim).chunk(2, dim=-1)
         if self.qk_norm and self.qk_norm_over == "projection":
             q, k = self.q_norm(q), self.k_norm(k)
@@ -217,4 +218,5 @@ class SelfAttention(nn.Module):
             q, k, *v = self.qkv_proj(x_TD).split(self.qkv_sizes, dim=-1)
         else:
             q, k, *v = (getattr(self, part)(x_TD) for part in QKV[: len(self.qkv_sizes)])
+        # Keys that are values are so before norm and RoPE.
         return q, k, v[0] if v else k

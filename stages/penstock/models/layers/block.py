@@ -117,6 +117,7 @@ class Block(nn.Module):
             y_TD = self._scaled(self.drop_attn(self.attention_output_norm(y_TD)))
             if self.mlp is None:
                 return self._output(x_TD + y_TD)
+            # The norm adds its two inputs as well, so that a kernel reads each of them once.
             x_TD, after_TD = self.post_attention_layernorm(y_TD, x_TD)
             normed_TD = normed_TD if self.is_parallel else after_TD
         assert self.mlp is not None, "a layer has one part or both"

@@ -27,6 +27,7 @@ def granite_config(hf: HfConfig, **specific: Any) -> DecoderConfig:
         embedding_scale=config_get(hf, "embedding_multiplier", 1.0),
         residual_scale=config_get(hf, "residual_multiplier", 1.0),
         attention_scale=config_get(hf, "attention_multiplier", 1.0),
+        # config.json has the divisor.
         logit_scale=1 / config_get(hf, "logits_scaling", 1.0),
         **specific,
     )

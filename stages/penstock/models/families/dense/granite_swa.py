@@ -42,6 +42,7 @@ def read(hf: HfConfig) -> DecoderConfig:
         num_key_value_heads=config_get(
             hf,
             "num_key_value_heads",
+            # transformers reads null as the number of query heads, and takes 4 where it is absent.
             4 if "num_key_value_heads" not in hf else config_require(hf, "num_attention_heads"),
         ),
         rms_norm_eps=config_get(hf, "rms_norm_eps", 1e-5),

@@ -49,6 +49,7 @@ def _rope(hf: HfConfig, head_dim: int) -> Mapping[str, Any]:
     rope = rope_parameters(hf)
     if rope["rope_type"] != "dynamic" or not rope_entries.get("alpha"):
         return rope
+    # NTK-aware scaling: the lowest frequency, theta^(2/d - 1), is divided by alpha.
     theta = rope["rope_theta"] * rope_entries["alpha"] ** (head_dim / (head_dim - 2))
     return {"rope_type": "default", "rope_theta": theta}
 

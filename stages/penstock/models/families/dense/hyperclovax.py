@@ -23,6 +23,7 @@ def read(hf: HfConfig) -> DecoderConfig:
         embedding_scale=config_get(hf, "embedding_multiplier", 1.0),
         residual_scale=config_get(hf, "residual_multiplier", 1.0),
         attention_scale=config_get(hf, "attention_multiplier", head_dim**-0.5),
+        # A factor, where Granite's field of this name is a divisor.
         logit_scale=config_get(hf, "logits_scaling", 1.0),
         names=NAMES,
     )

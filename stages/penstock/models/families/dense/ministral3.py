@@ -40,6 +40,7 @@ def read(hf: HfConfig) -> DecoderConfig:
     return decoder_config(
         hf,
         num_key_value_heads=config_get(hf, "num_key_value_heads", 8),
+        # transformers derives it where it is null, and takes 128 where it is absent.
         head_dim=config_get(hf, "head_dim", _head_dim(hf) if "head_dim" in hf else 128),
         rms_norm_eps=config_get(hf, "rms_norm_eps", 1e-5),
         rope_parameters=require_full_rotary(rope_parameters({**hf, "rope_scaling": rope_entries})),

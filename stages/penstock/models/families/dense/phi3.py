@@ -27,6 +27,7 @@ def read(hf: HfConfig) -> DecoderConfig:
     rope = dict(hf.get("rope_scaling") or hf.get("rope_parameters") or {})
     kind = rope.pop("type", "default")
     kind = rope.setdefault("rope_type", kind)
+    # As transformers' Phi3Config: the first files named LongRoPE otherwise.
     if kind in OLD_NAMES_OF_LONGROPE:
         kind = rope["rope_type"] = "longrope"
     if kind not in ("default", "longrope"):

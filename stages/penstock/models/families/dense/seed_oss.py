@@ -23,6 +23,7 @@ def read(hf: HfConfig) -> DecoderConfig:
         hf,
         unsupported=faults,
         num_key_value_heads=config_get(hf, "num_key_value_heads", 8),
+        # transformers derives it where it is null, and takes 128 where it is absent.
         head_dim=config_get(hf, "head_dim", width if "head_dim" in hf else 128),
         qkv_bias=bool(config_get(hf, "attention_bias", True)),
         o_bias=bool(config_get(hf, "attention_out_bias", False)),

@@ -25,6 +25,7 @@ def gemma2_config(hf: HfConfig, *, output_norms: bool) -> DecoderConfig:
         hf,
         hidden_act="hidden_activation",
         output_norms=output_norms,
+        # Not of head_dim: some sizes have other heads than this scalar says.
         attention_scale=config_get(hf, "query_pre_attn_scalar", 256) ** -0.5,
         attention_soft_cap=hf.get("attn_logit_softcapping", 50.0),
         logit_soft_cap=hf.get("final_logit_softcapping", 30.0),
