@@ -83,6 +83,7 @@ def _backward(
     offs = tl.arange(0, BLOCK)[None, :]
     weight = tl.load(weight_ptr + group * D + offs, mask=offs < D, other=0)
     weight = weight.to(dx_ptr.dtype.element_ty).to(tl.float32)
+    # Rows are added up once, after the loop.
     dweight = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
     end = tl.minimum((part + 1) * tokens_each, tokens)
     for first in range(part * tokens_each, end, ROWS):
@@ -96,6 +97,7 @@ def _backward(
         scale = tl.load(scale_ptr + row, mask=token < end, other=0)[:, None]
         share = tl.sigmoid(gate)
         gated = gate * share if SILU else share
+        # The derivative of `gated`.
         rise = share + gated * (1 - share) if SILU else share * (1 - share)
         if NORM_FIRST:
             normed = x * scale
@@ -176,6 +178,7 @@ def _gradients(
     if not tokens:
         return dx, dgate, weight.new_zeros(weight.shape)
     launch = tile(D)
+    # Whole tiles: the last of every part would be masked otherwise.
     tokens_each = cdiv(cdiv(tokens, MOST_PARTIALS), launch["ROWS"]) * launch["ROWS"]
     parts = cdiv(tokens, tokens_each)
     dweight = x.new_empty(parts, groups * D, dtype=torch.float32)

@@ -199,6 +199,7 @@ def by_rows(x_TK: torch.Tensor, weight_GNK: torch.Tensor, counts_G: torch.Tensor
         return y_TN
     counts_G = counts_G.contiguous()
     weight = "contracted" if weight_GNK.stride(-1) == 1 else "resulting"
+    # A descriptor's last dimension is the contiguous one.
     stored = weight_GNK if weight == "contracted" else weight_GNK.mT
     copy = "descriptors" if _take_descriptors(x_TK, stored) else "pointers"
 

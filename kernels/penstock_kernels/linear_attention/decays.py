@@ -61,6 +61,7 @@ class HeadDecays:
 
     def gradient(self, dsums_HCK: torch.Tensor) -> torch.Tensor:
         """The gradient of log decays from those of G by channel."""
+        # A log decay is in its own token's sum and in all later ones.
         return dsums_HCK.sum(-1).flip(-1).cumsum_(-1).flip(-1)
 
 
@@ -104,6 +105,7 @@ class ChannelDecays:
 
     def products(self, left_HRCK: torch.Tensor, right_HCK: torch.Tensor) -> torch.Tensor:
         """[H, R, C, C] of a row's product with each column no later than it, decayed between."""
+        # A token is in no half that meets itself, and nothing decays between.
         products = torch.diag_embed((left_HRCK * right_HCK.unsqueeze(1)).sum(-1))
         for half, to_late, to_border in self._halves:
             early = _early_and_late(right_HCK, half)[0] * to_border

@@ -48,6 +48,7 @@ def tile(K: int, V: int, itemsize: int) -> dict[str, int]:
 def _planned(cu_seqlens: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Chunks and each document's first; and how many there may be."""
     documents = len(cu_seqlens) - 1
+    # An upper bound: the number itself is known on the GPU alone.
     num_chunks = num_tokens // CHUNK + documents
     chunks = cu_seqlens.new_empty(num_chunks, 2)
     firsts = cu_seqlens.new_empty(documents + 1)
@@ -170,6 +171,7 @@ def _gradients(
     dv, dinitial = v.new_empty(v.shape), v.new_empty(0)
     if initial is not None:
         dinitial = initial.new_empty(initial.shape)
+    # A part of each block of values: added up afterwards, in the same order every time.
     dbeta = v.new_empty((0,) if beta is None else (blocks_v, T, N), dtype=torch.float32)
     backward.scan_gradients[(documents, N, blocks_v)](
         *(q, k, dy, sums, beta, scores, solution, deltas, dfinal, chunks, firsts),
@@ -179,6 +181,7 @@ def _gradients(
         **flags,
         **scan,
     )
+    # Heads that share a key have a gradient each, unrounded until they are added up.
     dq, dk = (k.new_empty(T, N, K, dtype=torch.float32 if N > G else None) for _ in range(2))
     parts = sums.shape if by_channel else (blocks_k, T, N)
     dlog_decay = sums.new_empty(parts)
@@ -225,6 +228,7 @@ _gradients_of = operator("linear_attention_gradients", _gradients, fake=_gradien
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    # Mostly nobody has a gradient of the final states.
     ctx.set_materialize_grads(False)
     *tensors, ctx.scale = inputs
     ctx.save_for_backward(*output[2:], *tensors)

@@ -239,11 +239,14 @@ def make_gradients(
         if beta_ptr is not None:
             dlate, dearly = _sides(k, k, dproducts * between, True, 1.0, 1.0, k_ptr, UPCAST)
             dk_row, dk = dk_row + dlate, dk + dearly
+    # By G, the derivative of x e^G is itself, and that of k e^-G its negative.
     dsums = q * dq - k * dk + k * dk_row
+    # What decays until the chunk's end depends on the last sum.
     dsums += tl.where(row == length - 1, dtotal, 0.0)
     store_rows(dq_ptr, dq * scale, start, length, head, N, K, first, BLOCK_K)
     store_rows(dk_ptr, dk + dk_row, start, length, head, N, K, first, BLOCK_K)
     if CHANNELS:
+        # A log decay is in its own token's sum and in all later ones.
         slopes = tl.cumsum(dsums, axis=0, reverse=True)
         store_rows(dlog_decay_ptr, slopes, start, length, head, N, K, first, BLOCK_K)
     else:

@@ -27,6 +27,7 @@ def plan(cu_seqlens_ptr, chunks_ptr, firsts_ptr, num_documents, num_chunks, BLOC
     length 0 past the last. A program for each document, and one for the chunks past the last."""
     document = tl.program_id(0)
     first = 0
+    # Counted anew by each program, as none waits for another.
     for low in range(0, document, BLOCK):
         index = low + tl.arange(0, BLOCK)
         start = tl.load(cu_seqlens_ptr + index, mask=index < document, other=0)
@@ -88,6 +89,7 @@ def make_products(
         if CHANNELS:
             q, k = q.to(tl.float32), k.to(tl.float32)
             sums = load_sums(sums_ptr, row, start, length, head, N, K, first, BLOCK, True)
+            # A token is in no half that meets itself, and nothing decays between.
             scores += tl.where(row == column, tl.sum(q * k, axis=1)[:, None], 0.0)
             for level in range(LEVELS):
                 is_late, border = halves(row, level)

@@ -89,6 +89,7 @@ def _yarn_factor(hf: HfConfig) -> float:
     )
     if kind == "default" or not scale or factor <= 1:
         return 1.0
+    # The attention temperature of Peng et al. 2023, "YaRN", a factor of queries and of keys.
     return 0.1 * scale * math.log(factor) + 1.0
 
 

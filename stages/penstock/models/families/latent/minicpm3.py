@@ -29,6 +29,7 @@ def read(hf: HfConfig) -> DecoderConfig:
         mlp_bias=bool(config_get(hf, "mlp_bias", False)),
         embedding_scale=config_get(hf, "scale_emb", 12),
         rounds_embedding_scale=True,
+        # Hu et al. 2024, "MiniCPM": outputs of layers shrink with the root of their number.
         residual_scale=1.0 if depth is None else depth / math.sqrt(layers),
         logit_scale=1.0 if base is None else base / width,
     )

@@ -88,6 +88,7 @@ def _query_scale(hf: HfConfig) -> QueryScale | None:
     if not config_get(hf, "attn_temperature_tuning", True):
         return None
     beta, length = config_get(hf, "attn_scale", 0.1), config_get(hf, "floor_scale", 8192)
+    # transformers counts positions from 1 here.
     return QueryScale(beta, length, first=1, only_without_rope=True)
 
 
