@@ -211,7 +211,9 @@ def make_gradients(
     q = load_rows(q_ptr, start, length, key_head, G, K, first, BLOCK_K).to(tl.float32) * scale
     k = load_rows(k_ptr, start, length, key_head, G, K, first, BLOCK_K).to(tl.float32)
     sums = load_sums(sums_ptr, row, start, length, head, N, K, first, BLOCK_K, CHANNELS)
-    end = tl.zeros([1, 1], tl.int32) + length - 1
+    # Chunks past the last have no last token: of a row before the first, sums past the end of all
+    # would be read.
+    end = tl.zeros([1, 1], tl.int32) + tl.maximum(length - 1, 0)
     last = load_sums(sums_ptr, end, start, length, head, N, K, first, BLOCK_K, CHANNELS)
     since_start = decay(sums)
     dq, dk_row = dq * since_start, dk_row * since_start

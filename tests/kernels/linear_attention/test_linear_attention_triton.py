@@ -9,7 +9,7 @@ from torch.library import opcheck
 
 from penstock_kernels.attention import VarlenMetadata
 from penstock_kernels.linear_attention import linear_attention
-from penstock_kernels.op import UnsupportedError
+from penstock_kernels.op import INTERPRETED, UnsupportedError
 from tests.kernels.linear_attention.cases import drawn, error
 from tests.kernels.where import DEVICE, needs_triton
 
@@ -82,6 +82,30 @@ def test_a_packed_neighbour_changes_nothing():
 
     for mine, theirs in zip(beside(1), beside(0.5), strict=True):
         torch.testing.assert_close(mine, theirs, atol=0, rtol=0)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")
+def test_chunks_past_the_last_read_nothing(monkeypatch):
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    from penstock_kernels.linear_attention import triton
+
+    # There may be four chunks: two of 128 tokens, and one more for each document.
+    segments = VarlenMetadata.of((64, 64), DEVICE)
+    q, v, log_decay = torch.randn(128, 1, 4), torch.randn(128, 1, 4), -torch.rand(128, 1)
+    given = q, q, v, log_decay, None, None, segments.cu_seqlens, 1.0
+    _, _, deltas, sums, *products = triton._run(*given)
+    sums, past = torch.cat((sums, torch.empty(256, 1))).split((128, 256))
+    load, addresses = InterpreterBuilder.create_masked_load, set()
+
+    def recorded(builder, ptrs, mask, *options):
+        addresses.update(ptrs.data[mask.data].flatten().tolist())
+        return load(builder, ptrs, mask, *options)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", recorded)
+    triton._gradients(v, None, deltas, sums, *products, *given)
+    assert sums.data_ptr() in addresses
+    assert addresses.isdisjoint(range(past.data_ptr(), past.data_ptr() + past.nbytes))
 
 
 def test_unsupported_inputs_are_refused():
