@@ -39,6 +39,8 @@ def operator(
     """
     schema = torch.library.infer_schema(run, mutates_args=writes)
     _LIBRARY.define(f"{name}{schema}")
+    # One implementation for all devices, which the compiler does not trace into, as it would into
+    # a CompositeImplicitAutograd one.
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     qualified = f"penstock::{name}"
     torch.library.register_fake(qualified, fake, lib=_LIBRARY)

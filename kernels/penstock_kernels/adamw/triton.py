@@ -29,6 +29,7 @@ def _store(ptrs, x, inside):
     tl.store(ptrs, x, mask=inside)
 
 
+# Triton compiles another program for integers that are 1 or divisible by 16: these vary.
 @triton.jit(
     do_not_specialize=[
         *("R", "num_runs", "first_column", "forgets1", "beta2", "forgets2"),
@@ -69,6 +70,7 @@ def _step(
     w = tl.load(weight_ptr + offs, mask=inside, other=0).to(tl.float32)
     m = m + (g - m) * forgets1
     v = v * beta2 + g * g * forgets2
+    # To the nearest, as PyTorch does: Triton's own division and root of fp32 are approximate.
     update = tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), root) + eps)
     if lost_ptr is not None:
         w += tl.load(lost_ptr + offs, mask=inside, other=0).to(tl.float32)
@@ -90,6 +92,7 @@ def _step(
         )
     _store(weight_ptr + offs, stored, inside)
     if lost_ptr is not None:
+        # Exact: what bfloat16 leaves of a float32 has fewer bits than that.
         remainder = w - stored
         if lost_ptr.dtype.element_ty == tl.bfloat16:
             remainder = round_to_nearest(remainder)

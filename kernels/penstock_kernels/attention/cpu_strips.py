@@ -163,6 +163,7 @@ class _Walk:
         keys_pEH = self._k_PWH[strip.pairs, : strip.end]
         torch.bmm(self._q_PnRH[strip.pairs, strip.number], keys_pEH.mT, out=scores)
         queries = self._lay.queries
+        # Keys before the strip's own are earlier than all of its queries: only these may be later.
         scores.unflatten(1, (-1, queries))[..., strip.end - queries :].add_(self._later)
         return torch.softmax(scores, -1, out=scores)
 
@@ -214,6 +215,7 @@ class _Strips(torch.autograd.Function):
             dv_PWH[keys].add_(torch.bmm(weights.mT, dy_PnRH[index]))
             slope = slopes.rows(strip)
             torch.bmm(precise_dy_PnRH[index], precise_v_PWH[keys].mT, out=slope)
+            # In place: the kernel reads a row of gradients before it writes that row.
             torch.ops.aten._softmax_backward_data.out(
                 slope, probabilities, -1, slope.dtype, grad_input=slope
             )

@@ -27,6 +27,7 @@ def _documents(lengths: tuple[int, ...]) -> VarlenMetadata:
 def _segments(
     cu_seqlens: torch.Tensor, start_rows_T: torch.Tensor | None, run_ends_T: torch.Tensor | None
 ) -> VarlenMetadata:
+    # On a CPU reading values waits for no device.
     documents = _documents(tuple(cu_seqlens.diff().tolist()))
     return replace(documents, start_rows=start_rows_T, run_ends=run_ends_T, kept={})
 

@@ -110,10 +110,12 @@ def _slopes(
             WIDTH,
         )
         share = tl.sigmoid(x)
+        # The derivative of x times its sigmoid.
         dy *= share * (1 + x * (1 - share))
     return dy
 
 
+# Not specialized on whether they are 1 or divisible by 16: both vary from step to step.
 @triton.jit(do_not_specialize=["T", "num_documents"])
 def _forward(
     x_ptr,
@@ -176,6 +178,7 @@ def _backward(
     """dx, and parts of the gradients of taps, [parts, WIDTH, C], and of the bias, [parts, C]."""
     part = tl.program_id(0)
     column = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
+    # 4, for WIDTH is at most that, and Triton's ranges are powers of two.
     tap = tl.arange(0, 4)[:, None]
     dweight = tl.zeros([4, BLOCK], tl.float32)
     dbias = tl.zeros([1, BLOCK], tl.float32)
@@ -204,6 +207,7 @@ def _backward(
             )
             weight_ptrs = weight_ptr + column * WIDTH + WIDTH - 1 - ago
             dx += slopes * tl.load(weight_ptrs, mask=column < C, other=0).to(tl.float32)
+            # Here the slopes are those of this tile's own tokens: each is counted once.
             if ago == 0:
                 dbias += tl.sum(slopes, axis=0)[None, :]
                 for earlier in tl.static_range(WIDTH):
@@ -219,6 +223,7 @@ def _backward(
                         WIDTH,
                     )
                     summed = tl.sum(slopes * x, axis=0)[None, :]
+                    # Registers have no index: the sum is added to its row, and 0 to the others.
                     dweight += tl.where(tap == WIDTH - 1 - earlier, summed, 0.0)
         if dfinal_ptr is not None:
             row = document.to(tl.int64) * (WIDTH - 1) + WIDTH - 1 + token - end
@@ -282,8 +287,8 @@ def _states(
         if dfinal_ptr is not None:
             # Of states that a short document keeps.
             final_row = row - length
-            weight_ptrs = dfinal_ptr + (of + final_row) * C + column
-            state += tl.load(weight_ptrs, mask=inside & (final_row >= 0), other=0).to(tl.float32)
+            final_ptrs = dfinal_ptr + (of + final_row) * C + column
+            state += tl.load(final_ptrs, mask=inside & (final_row >= 0), other=0).to(tl.float32)
     else:
         position = length - (WIDTH - 1) + row
         state = _inputs(x_ptr, initial_ptr, document, start, position, column, inside, C, WIDTH)

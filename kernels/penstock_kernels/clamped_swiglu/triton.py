@@ -31,6 +31,7 @@ def _forward(both_ptr, y_ptr, alpha, limit, n, BLOCK: tl.constexpr):
     gate = tl.minimum(gate, limit)
     up = tl.minimum(tl.maximum(up, -limit), limit)
     offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    # gpt-oss adds 1 to the up half: at 0 the gate alone passes.
     tl.store(y_ptr + offs, (up + 1) * gate * tl.sigmoid(alpha * gate), mask=offs < n)
 
 

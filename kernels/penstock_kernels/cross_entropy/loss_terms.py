@@ -81,6 +81,7 @@ class VocabShard:
 
 def losses(tally: SoftmaxStats, vocab_size: int, terms: LossOptions) -> torch.Tensor:
     """The loss of each token, [C]; of each of its labels, [C, K], where it has several."""
+    # `_require_plain` refuses the other terms for several labels.
     if tally.target.dim() > 1:
         return tally.log_sum[:, None] - tally.target
     loss = tally.log_sum - (1 - terms.smoothing) * tally.target
@@ -105,6 +106,8 @@ def slopes(
     """
     hit_C = torch.ones_like(log_sum_C) if upstream_C is None else upstream_C.to(log_sum_C.dtype)
     rise_C = hit_C.sum(1) if hit_C.dim() > 1 else hit_C
+    # d log_sum / dy is the softmax of the whole vocabulary, and z-loss adds 2 z log_sum of it.
+    # The last factor turns the softmax of the local logits into it.
     share_C = rise_C * (1 + 2 * terms.z * log_sum_C) * (own_log_sum_C - log_sum_C).exp()
     floor_C = rise_C * (terms.smoothing / vocab_size) if terms.smoothing else None
     return LogitGradFactors(share_C, hit_C * (1 - terms.smoothing), floor_C)

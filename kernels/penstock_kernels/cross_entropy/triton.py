@@ -124,6 +124,7 @@ def _slope(
         grad -= tl.load(floor_ptr + row)
     grad = tl.where(offs == tl.load(labels_ptr + row), grad - tl.load(hit_ptr + row), grad)
     if CAPPED:
+        # The derivative of cap tanh(x / cap) is 1 - tanh^2, and y / cap is the tanh.
         bent = y / cap
         grad *= 1 - bent * bent
     tl.store(logits_ptr + offs, grad, mask=inside)
@@ -183,6 +184,7 @@ def slope_(
         )
 
     @cache
+    # Cached: every candidate is timed on the same copy, which is made only if any is.
     def some_rows() -> torch.Tensor:
         return logits_CV[: max(1, TRIED // (width * logits_CV.element_size()))].clone()
 

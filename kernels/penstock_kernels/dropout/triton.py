@@ -13,6 +13,7 @@ GROUPS = 256
 """Groups of four features in a program: one draw makes four words."""
 
 
+# Triton compiles another program for integers that are 1 or divisible by 16, as words may be.
 @triton.jit(do_not_specialize=["key_low", "key_high", "least", "first"])
 def _drop(
     x_ptr, places_ptr, y_ptr, F, first, least, scale, key_low, key_high, GROUPS: tl.constexpr
@@ -43,6 +44,7 @@ def drop(
     x_TF, places_T = x_TF.contiguous(), places_T.contiguous()
     y_TF = torch.empty_like(x_TF)
     T, F = x_TF.shape
+    # Of the full tensor: a shard that begins or ends within a group draws for all of it.
     groups = -(-(first_feature + F) // 4) - first_feature // 4
     if x_TF.numel():
         _drop[(T, cdiv(groups, GROUPS))](

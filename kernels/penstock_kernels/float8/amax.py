@@ -48,4 +48,5 @@ def _of_groups(x_RC: torch.Tensor) -> torch.Tensor:
 
 
 def _largest(x: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
+    # Not x.abs().amax(), which would write all magnitudes to memory.
     return torch.linalg.vector_norm(x, float("inf"), dim=dims, keepdim=True).float()

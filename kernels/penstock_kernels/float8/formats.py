@@ -26,7 +26,9 @@ def compute_scales(largest: torch.Tensor, kind: Kind) -> torch.Tensor:
     NaN for non-finite maxima, so that they are not hidden.
     """
     bits = largest.float().view(torch.int32)
+    # The largest value is 1.75 times a power of two: a larger fraction needs the next power.
     exponent = (bits >> 23) - EXPONENTS[kind] + ((bits & FRACTION) > THREE_QUARTERS).int()
+    # Exponent 0 is that of subnormal numbers, which GPUs may take for zero.
     scales = (exponent.clamp(min=1) << 23).view(torch.float32)
     return torch.where(largest.isfinite(), scales, torch.nan)
 

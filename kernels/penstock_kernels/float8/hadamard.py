@@ -16,6 +16,7 @@ def hadamard(size: int, device: torch.device, dtype: torch.dtype) -> torch.Tenso
     shared = index[:, None] & index
     odd = torch.zeros_like(shared)
     while size > 1:
+        # The sign is the parity of the bits that the indices of row and column share.
         odd ^= shared & 1
         shared = shared >> 1
         size //= 2

@@ -44,6 +44,7 @@ def linear(
     x_TK = x.reshape(-1, columns)
     if torch.compiler.is_compiling():
         assert agreement == ALONE
+        # FSDP gathers in FP8 only where layers are not compiled.
         assert not isinstance(weight_NK, Float8WeightShard)
         y_TN = float8_linear(x_TK, weight_NK, scheme)
     else:

@@ -75,6 +75,7 @@ def coded(
 
     Groups and tiles never span shards.
     """
+    # Scales of rows reach over shards of columns, and one of a tensor over both.
     reaches = {"tensor": (rows, columns), "rows": (columns,)}.get(sharing, ())
     sharers = [agree for agree in reaches if agree]
     if not sharers:
@@ -174,6 +175,7 @@ def _input_gradient(
         if not is_quantized:
             return turned(dy_TN @ weight.numbers(dtype), scheme.block)
         across = transposed(weight)
+    # Scales of rows and groups run along N here, and along T in W's gradient: dy is coded for each.
     dy = dy or coded(dy_TN, scheme.gradients, scheme.of_rows, agreement.tokens, agreement.outputs)
     return turned(multiply(dy, across, dtype), scheme.block)
 

@@ -42,7 +42,7 @@ class Float8WeightShard(torch.Tensor):
 
     def __repr__(self, **_: Any) -> str:
         """What print shows."""
-        return f"CodedWeight({list(self.shape)}, {self.coded.sharing})"
+        return f"Float8WeightShard({list(self.shape)}, {self.coded.sharing})"
 
     @classmethod
     def __torch_dispatch__(

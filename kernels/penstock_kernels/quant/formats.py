@@ -56,7 +56,7 @@ class Format:
         return columns
 
     def widths(self, columns: int) -> dict[str, int]:
-        """Bytes of a row in each tensor of a Quantized, by name."""
+        """Bytes of a row in each tensor of a QuantizedTensor, by name."""
         bits = {
             "codes": self.row_bytes(columns),
             "scales": self.num_groups(columns) * self.scales_dtype.itemsize,

@@ -98,6 +98,7 @@ def _added(first_BCN: torch.Tensor, pairs_R2CN: torch.Tensor) -> tuple[torch.Ten
     batch, chunk = first_BCN.shape[:2]
     pairs = pairs_R2CN.unflatten(0, (batch, -1))
     earlier, own = pairs[:, :, :chunk], pairs[:, :, chunk:].clone()
+    # The last chunk is nobody's previous one.
     own[:, :-1] += earlier[:, 1:]
     return first_BCN + earlier[:, 0], own.flatten(0, 1)
 

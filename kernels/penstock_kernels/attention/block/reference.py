@@ -63,6 +63,7 @@ def block_backward(
         capped_NQS = _capped(_scores(q, k_SNH, scale), soft_cap)
         scores_NQS = _masked(capped_NQS, hidden)
         weights_NQS = (scores_NQS - lse_QN[queries].t().unsqueeze(-1)).exp()
+        # The sum over keys of weight times its gradient: y is that of weights times values.
         delta_NQ1 = (dy * y).sum(-1).t().unsqueeze(-1)
         dweights_NQS = torch.einsum("qnh,snh->nqs", dy, v_SNH)
         dscores_NQS = weights_NQS * (dweights_NQS - delta_NQ1) * scale

@@ -198,6 +198,7 @@ def _forward(
     q, k, v = (part.transpose(1, 2) for part in (q_BLNH, k_BSKH, v_BSKH))
     causal, bias = keys == "past", _bias(hidden_LS, q)
     if q.is_cuda:
+        # The memory-efficient kernel takes as many heads of keys as of queries.
         k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], dim=1) for part in (k, v))
         y, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
             q, k, v, bias, True, 0.0, causal, scale=scale
@@ -228,6 +229,7 @@ def _backward(
     if q.is_cuda:
         grouped = k.shape[1]
         k, v = (part.repeat_interleave(q.shape[1] // grouped, dim=1) for part in (k, v))
+        # exp(score - inf) is 0: rows that only fill up add nothing.
         padded = F.pad(lse, (0, -lse.shape[2] % CUDA_ROWS), value=float("inf")).contiguous()
         # Without dropout the RNG state is never read.
         state = torch.zeros((), dtype=torch.int64)
