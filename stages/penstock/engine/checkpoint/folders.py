@@ -214,6 +214,7 @@ def _verified_state(folder: Path) -> tuple[dict[str, Any], FolderDigests | None]
     state = cast("dict[str, Any]", state)
     if digests is None and not isinstance(state.get("step"), int):
         raise DamagedError(f"{STATE} does not say the step")
+    # It was saved with digests: without their file, damage to other files would go unseen.
     if digests is None and state.get("digests") is not None:
         raise DamagedError(f"{DIGESTS} is missing")
     return state, digests

@@ -129,6 +129,7 @@ class Adapters:
                     # In fp32, and rounded once when it is written.
                     tensors[name] = change.apply_to(tensors[name].float())
                 elif name in fused:
+                    # Its matrices, [out, in] as adapters are, are views and merged in place.
                     stack = tensors[name].float()
                     _merge_experts(
                         stack.mT if name in turned else stack, fused[name], factors, scale

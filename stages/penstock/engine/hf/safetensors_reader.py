@@ -119,6 +119,7 @@ class SafetensorsFolder:
         entry = self.stored(name)
         width = entry.dtype.itemsize
         raw = torch.empty(math.prod(sizes) * width, dtype=torch.uint8, device="cpu")
+        # The tensor's own memory, into which files are read without a copy.
         into = raw.numpy().data
         descriptor, done = self._descriptor(self._files[name]), 0
         for first, count in _runs(entry.shape, offsets, sizes):

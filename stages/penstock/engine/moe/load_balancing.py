@@ -100,6 +100,7 @@ class Routers(StepPart):
             for param in params
             if param.name == f"model.layers.{layer}.mlp.gate.{SELECTION_BIAS}"
         }
+        # Ranks that share out the tokens of each packed sequence.
         self._row_group = mesh.group("ring", "ulysses", "tensor")
         # Ranks of the tensor axis route different tokens.
         self._pass_group = mesh.group(*DATA_AXES, "tensor")
@@ -194,6 +195,7 @@ class Routers(StepPart):
         totals, experts = self._totals(), self._config.num_experts
         if self._balance.bias_rate:
             for layer_index, local_param in self._biases.items():
+                # Of totals over all ranks: the copies of a bias move alike without communication.
                 moves_E = update_expert_bias(totals[layer_index, :experts], self._balance.bias_rate)
                 for piece in local_param.shards:
                     _add_box(

@@ -131,6 +131,7 @@ class Norms(StepPart):
                 present.append(index)
         squares_L = torch.zeros(max(1, len(self.names)), dtype=torch.float64, device=device)
         if tensors:
+            # Summed in fp32, of 16 bits too; those of offloaded parameters are on the host.
             norms = [norm.to(device) for norm in torch._foreach_norm(tensors, 2, torch.float32)]
             counted, layer_index = torch.stack(norms).double().square(), self._places
             if len(present) == len(self._parts):

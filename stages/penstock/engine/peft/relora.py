@@ -87,6 +87,7 @@ class ReLoRA(StepPart):
                 )
                 copy_shard(start, piece, piece.view(local(param.parameter)))
             if self.states == "forgotten":
+                # Optimizers initialize the states of a parameter without any, in its next step.
                 self.optimizer.state.pop(param.parameter, None)
 
     def _factors(self) -> list[LocalParam]:
