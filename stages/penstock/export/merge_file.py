@@ -49,7 +49,8 @@ def write_file(
     header, tensors, size = _plan_layout(weights, changes, names, source)
     with source.open("rb") as old, target.open("w+b") as new:
         allocate(new.fileno(), size)
-        os.pwrite(new.fileno(), header, 0)
+        new.write(header)
+        new.flush()  # The tensors are written by offset, past this buffer.
         with ThreadPoolExecutor(max_workers=min(THREADS, env.num_processors())) as pool:
             jobs = _write_jobs(weights, changes, tensors, old.fileno(), new.fileno())
             for done in [pool.submit(job) for job in jobs]:

@@ -264,13 +264,16 @@ class CheckpointManager:
 
     def _on_main_process(self, act: Callable[[], None]) -> None:
         """Run `act` on rank 0 while the others wait. All raise OSError if it failed."""
-        outcome: list[OSError | None] = [None]
-        if self._ranks.is_main_process:
-            try:
+        outcome: list[OSError | None] = [OSError("rank 0 failed")]
+        try:
+            if self._ranks.is_main_process:
                 act()
-            except OSError as error:
-                outcome = [error]
-        dist.broadcast_object_list(outcome, src=0, group=self._group)
+            outcome = [None]
+        except OSError as error:
+            outcome = [error]
+        finally:
+            # Also if another exception is raised: the other ranks must not wait forever.
+            dist.broadcast_object_list(outcome, src=0, group=self._group)
         if outcome[0] is not None:
             raise outcome[0]
 

@@ -4,7 +4,6 @@ Weights are written tensor by tensor, so that about one tensor is in memory. Eac
 complete or not at all, existing shards are not written again, and equal weights give equal bytes.
 """
 
-import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -151,7 +150,8 @@ def _write_file(
         aligned({leaf: kind for own in kinds.values() for leaf, kind in own.items()})
     )
     with finished_write(target) as part, part.open("wb") as file:
-        os.pwrite(file.fileno(), layout.header, 0)
+        file.write(layout.header)
+        file.flush()  # The tensors are written by offset, past this buffer.
         for name, tensor in _read_batched(weights, kinds):
             if quantizer and name in quantizer.shapes:
                 pieces = quantizer.pieces(name, tensor, weights)
