@@ -14,7 +14,7 @@ import tinker
 from tinker.lib.retryable_exception import RetryableException
 
 from penstock.config.server.config import ServerConfig
-from penstock.server.api.wire.encode_results import OPTIMIZER_STEP
+from penstock.server.api.wire.response_bodies import OPTIMIZER_STEP
 from penstock.server.launch.child_process import ManagedProcess
 from penstock.server.launch.multi_node import OtherNode
 from penstock.server.launch.prepare import prepare

@@ -83,7 +83,10 @@ async def serve(job: ServerJob, keys: tuple[str, ...]) -> None:
             timeout_graceful_shutdown=GRACE_SECONDS,
         )
     )
-    _freeze_modules()
+    # With the objects of all modules, a full garbage collection takes some 50 ms, during which no
+    # heartbeat is answered.
+    gc.collect()
+    gc.freeze()
     service: AppState = app.state.service
     ending = asyncio.create_task(_end_polls(server, service.shutting_down))
     warming = asyncio.create_task(service.codec_pool.start())
@@ -92,13 +95,6 @@ async def serve(job: ServerJob, keys: tuple[str, ...]) -> None:
     finally:
         ending.cancel()
         warming.cancel()
-
-
-def _freeze_modules() -> None:
-    """gc.freeze: with the objects of all modules, a full garbage collection takes some 50 ms,
-    during which no heartbeat is answered."""
-    gc.collect()
-    gc.freeze()
 
 
 async def _end_polls(server: uvicorn.Server, shutting_down: asyncio.Event) -> None:

@@ -1,7 +1,8 @@
 """FastAPI application of the training server. No torch and no training code."""
 
+import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -77,16 +78,21 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        scheduler.start()
-        futures.start()
-        heartbeats.start()
-        service.connections.start()
+        loops = (
+            scheduler.listen(),
+            scheduler.greet(),
+            futures.sweep_periodically(),
+            heartbeats.forward_periodically(),
+            service.connections.sweep_periodically(),
+        )
+        tasks = [asyncio.create_task(loop) for loop in loops]
         yield
-        await service.connections.stop()
         await service.codec_pool.stop()
-        await heartbeats.stop()
-        await futures.stop()
-        await scheduler.stop()
+        for task in reversed(tasks):
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+        scheduler.close()
 
     # The Swagger and ReDoc pages are disabled: they load scripts from a CDN.
     app = FastAPI(

@@ -5,7 +5,6 @@ connections. Owners share the limit fairly: the owner with the most connections 
 """
 
 import asyncio
-import contextlib
 import math
 import time
 from collections import Counter
@@ -62,23 +61,11 @@ class Connections:
         self._open: dict[Client, None] = {}
         self._by_owner: Counter[str] = Counter()
         self._closing: dict[Client, float] = {}
-        self._sweeper: asyncio.Task[None] | None = None
         self.evicted = 0
         """Number of connections closed because of the limit."""
 
     def __len__(self) -> int:
         return len(self._open)
-
-    def start(self) -> None:
-        """Start closing timed-out connections, until `stop`."""
-        self._sweeper = asyncio.create_task(self._sweep())
-
-    async def stop(self) -> None:
-        """Stop the sweep task."""
-        if self._sweeper:
-            self._sweeper.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._sweeper
 
     def admit(self, client: Client) -> None:
         """Register a new connection. Above the limit, another one or this one is closed."""
@@ -103,7 +90,9 @@ class Connections:
         if client not in self._open:
             return
         if client.owner != owner:
-            self._move(client, owner)
+            self._count(client.owner, -1)
+            client.owner = owner
+            self._count(owner, 1)
         identified = len(self._open) - self._by_owner[NOBODY]
         if identified <= self.limit - self._reserved:
             return
@@ -138,6 +127,12 @@ class Connections:
             if now - since > limit:
                 client.abort()
 
+    async def sweep_periodically(self) -> None:
+        """Close connections that have timed out, until cancelled."""
+        while True:
+            await asyncio.sleep(SWEEP_SECONDS)
+            self.sweep()
+
     def _evict(self, client: Client) -> None:
         self.evicted += 1
         self.forget(client)
@@ -157,17 +152,7 @@ class Connections:
         owners = (item for item in self._by_owner.most_common(2) if item[0] != NOBODY)
         return next((owner for owner, _ in owners), None)
 
-    def _move(self, client: Client, owner: str) -> None:
-        self._count(client.owner, -1)
-        client.owner = owner
-        self._count(owner, 1)
-
     def _count(self, owner: str, change: int) -> None:
         self._by_owner[owner] += change
         if not self._by_owner[owner]:
             del self._by_owner[owner]
-
-    async def _sweep(self) -> None:
-        while True:
-            await asyncio.sleep(SWEEP_SECONDS)
-            self.sweep()

@@ -23,6 +23,7 @@ from penstock.server.api.middleware.body_limit import BodyMemory, BoundedRequest
 from penstock.server.api.middleware.concurrency_limit import ConcurrencyLimit
 from penstock.server.api.middleware.rate_limit import RateLimit
 from penstock.server.api.scheduler_client import SchedulerClient
+from penstock.server.api.schemas.responses import FutureResponse
 from penstock.server.api.session_heartbeats import SessionHeartbeats
 from penstock.server.api.settings import ApiSettings
 from penstock.server.api.wire.codec_pool import CodecPool
@@ -147,7 +148,7 @@ class RequestContext:
         seq: int | None = None,
         retry_key: str = "",
         **result_format: Any,
-    ) -> dict[str, Any]:
+    ) -> FutureResponse:
         """Submit a request to the scheduler and return its future. `model`: for an encoded request.
 
         `retry_key` is the idempotency key if the client's names identify a repeated request;
@@ -161,7 +162,7 @@ class RequestContext:
             seq=seq,
             idempotency=retry_key or self.idempotency,
         )
-        return {"request_id": future.id, "model_id": model}
+        return FutureResponse(request_id=future.id, model_id=model)
 
 
 async def get_context(request: Request) -> RequestContext:

@@ -114,7 +114,6 @@ class Futures:
         self._pending: Counter[str] = Counter()
         self._pending_bytes: Counter[str] = Counter()
         self._result_bytes: Counter[str] = Counter()
-        self._sweeper: asyncio.Task[None] | None = None
 
     def __len__(self) -> int:
         return len(self._futures)
@@ -124,16 +123,11 @@ class Futures:
         """Number of pending futures."""
         return self._pending.total()
 
-    def start(self) -> None:
-        """Start expiring futures, until `stop`."""
-        self._sweeper = asyncio.create_task(self._sweep())
-
-    async def stop(self) -> None:
-        """Stop the expiry task."""
-        if self._sweeper:
-            self._sweeper.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._sweeper
+    async def sweep_periodically(self) -> None:
+        """Drop expired results, until cancelled."""
+        while True:
+            await asyncio.sleep(min(SWEEP_SECONDS, self._ttl))
+            self.expire()
 
     async def submit(
         self,
@@ -237,7 +231,10 @@ class Futures:
             self._evict_over_limit(future)
 
     def _finish(self, future: FutureRecord) -> None:
-        self._stop_counting(future)
+        for counter, count in ((self._pending, 1), (self._pending_bytes, future.request_size)):
+            counter[future.owner] -= count
+            if not counter[future.owner]:
+                del counter[future.owner]
         if future.response.cancelled():
             self._forget(future)
             return
@@ -266,12 +263,6 @@ class Futures:
         self._forget(oldest)
         return True
 
-    def _stop_counting(self, future: FutureRecord) -> None:
-        for counter, count in ((self._pending, 1), (self._pending_bytes, future.request_size)):
-            counter[future.owner] -= count
-            if not counter[future.owner]:
-                del counter[future.owner]
-
     def expire(self) -> None:
         """Drop results whose time to live is over."""
         oldest = self._clock() - self._ttl
@@ -293,11 +284,6 @@ class Futures:
                 del self._result_bytes[future.owner]
         if future.retry_key and self._by_retry_key.get(future.retry_key) == future.id:
             del self._by_retry_key[future.retry_key]
-
-    async def _sweep(self) -> None:
-        while True:
-            await asyncio.sleep(min(SWEEP_SECONDS, self._ttl))
-            self.expire()
 
 
 def _is_retryable(end: asyncio.Future[AnyResponse]) -> bool:

@@ -1,7 +1,6 @@
 """Scheduler client: the API's end of the channel to the scheduler."""
 
 import asyncio
-import contextlib
 import logging
 import secrets
 import time
@@ -37,23 +36,13 @@ class SchedulerClient:
     def __init__(self, channel: Channel[ToScheduler | Encoded, FromScheduler]) -> None:
         self._channel = channel
         self._waiting: dict[str, asyncio.Future[AnyResponse]] = {}
-        self._tasks: list[asyncio.Task[None]] = []
         self._instance = secrets.token_hex(8)
         self._greeted = ""
         self.status: Status | None = None
         """None until the scheduler is connected and after the connection is lost."""
 
-    def start(self) -> None:
-        """Connect to the scheduler and receive, until `stop`."""
-        self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._greet())]
-
-    async def stop(self) -> None:
-        """Stop receiving; requests in flight fail."""
-        for task in self._tasks:
-            task.cancel()
-        for task in self._tasks:
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+    def close(self) -> None:
+        """Close the channel; requests in flight fail."""
         self._fail_all("the server stops; send it again once it is back")
         self._channel.close()
 
@@ -119,7 +108,8 @@ class SchedulerClient:
         """Cancel the request unless it has started."""
         await self._channel.send(Cancel(id=name))
 
-    async def _listen(self) -> None:
+    async def listen(self) -> None:
+        """Receive results and status, until cancelled."""
         while True:
             try:
                 message = await self._channel.receive()
@@ -128,16 +118,13 @@ class SchedulerClient:
                 continue
             match message:
                 case Status():
-                    self._on_message(message)
+                    if self.status is None or self.status.workers != message.workers:
+                        LOG.info("the workers are %s %s", message.workers, message.reason)
+                    self.status = message
                 case Response() | Failure():
                     response = self._waiting.get(message.id)
                     if response and not response.done():
                         response.set_result(message)
-
-    def _on_message(self, status: Status) -> None:
-        if self.status is None or self.status.workers != status.workers:
-            LOG.info("the workers are %s %s", status.workers, status.reason)
-        self.status = status
 
     def _on_peer_lost(self) -> None:
         if self.status is not None:
@@ -153,7 +140,7 @@ class SchedulerClient:
             if not response.done():
                 response.set_result(Failure(id=name, error=why, category="server", code="lost"))
 
-    async def _greet(self) -> None:
+    async def greet(self) -> None:
         """Send hello messages until the scheduler sends its status: it may not be running yet."""
         sent_at = 0.0
         while True:

@@ -6,7 +6,6 @@ the forwarded sessions have ended.
 """
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections import defaultdict
@@ -46,18 +45,6 @@ class SessionHeartbeats:
         self._heard: dict[tuple[str, str], float] = {}
         """Time of the last heartbeat of each known session, by owner and name."""
         self._unsent: defaultdict[str, set[str]] = defaultdict(set)
-        self._task: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        """Start forwarding heartbeats, until `stop`."""
-        self._task = asyncio.create_task(self._forward())
-
-    async def stop(self) -> None:
-        """Stop forwarding."""
-        if self._task:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
 
     async def beat(self, owner: str, session: str) -> None:
         """Record a heartbeat of a session.
@@ -88,7 +75,8 @@ class SessionHeartbeats:
         assert isinstance(result, HeartbeatResult)
         return result.sessions
 
-    async def _forward(self) -> None:
+    async def forward_periodically(self) -> None:
+        """Forward heartbeats, until cancelled."""
         while True:
             await asyncio.sleep(self._interval)
             untold, self._unsent = self._unsent, defaultdict(set)

@@ -1,6 +1,7 @@
 """Checkpoint routes: training and sampler checkpoints, and the models that they belong to."""
 
 from collections.abc import Sequence
+from datetime import UTC, datetime
 
 from penstock.server.api.checkpoint_uris import (
     TRAINED,
@@ -35,9 +36,9 @@ from penstock.server.api.schemas.responses import (
     RunsResponse,
     WeightsResponse,
 )
-from penstock.server.api.wire.encode_results import encode_checkpoint, encode_run
+from penstock.server.api.wire.decode_params import user_metadata
 from penstock.server.protocol import requests, results
-from penstock.server.protocol.types import Checkpoint
+from penstock.server.protocol.types import Checkpoint, ModelInfo
 
 router = guarded_router("weights")
 
@@ -55,7 +56,7 @@ async def save_weights(body: SaveBody, context: Context) -> FutureResponse:
         ttl_seconds=body.ttl_seconds,
         user_metadata=body.user_metadata or {},
     )
-    return FutureResponse(**await context.submit("save_weights", operation, seq=body.seq_id))
+    return await context.submit("save_weights", operation, seq=body.seq_id)
 
 
 @router.post("/api/v1/save_weights_for_sampler")
@@ -76,9 +77,7 @@ async def save_weights_for_sampler(body: SaveSamplerBody, context: Context) -> F
         user_metadata=body.user_metadata or {},
         keep=name is not None or number is None,
     )
-    return FutureResponse(
-        **await context.submit("save_weights_for_sampler", operation, seq=body.seq_id)
-    )
+    return await context.submit("save_weights_for_sampler", operation, seq=body.seq_id)
 
 
 @router.post("/api/v1/weights_info")
@@ -114,7 +113,7 @@ async def training_runs(
         requests.ListModels(limit=limit, offset=offset), results.ListModelsResult
     )
     return RunsResponse(
-        training_runs=[RunResponse(**encode_run(run, context.owner)) for run in result.models],
+        training_runs=[_to_run(run, context.owner) for run in result.models],
         cursor=CursorResponse(offset=offset, limit=limit, total_count=result.total),
     )
 
@@ -125,7 +124,7 @@ async def training_run(
 ) -> RunResponse:
     """One model."""
     result = await context.call(requests.GetModel(model=model_id), results.ModelResult)
-    return RunResponse(**encode_run(result.info, context.owner))
+    return _to_run(result.info, context.owner)
 
 
 @router.get("/api/v1/checkpoints")
@@ -211,4 +210,39 @@ async def _update_checkpoint(
 
 def _to_response(checkpoints: Sequence[Checkpoint]) -> list[CheckpointResponse]:
     newest = sorted(checkpoints, key=lambda checkpoint: checkpoint.time, reverse=True)
-    return [CheckpointResponse(**encode_checkpoint(checkpoint)) for checkpoint in newest]
+    return list(map(_to_checkpoint, newest))
+
+
+def _to_checkpoint(checkpoint: Checkpoint) -> CheckpointResponse:
+    return CheckpointResponse(
+        checkpoint_id=checkpoint.name,
+        checkpoint_type=checkpoint.kind,
+        time=_format_time(checkpoint.time),
+        path=write_path(checkpoint.model, checkpoint.name),
+        tinker_path=f"tinker://{checkpoint.model}/{checkpoint.name}",
+        size_bytes=checkpoint.size,
+        public=checkpoint.public,
+        expires_at=None if checkpoint.expires is None else _format_time(checkpoint.expires),
+        user_metadata=checkpoint.user_metadata,
+    )
+
+
+def _to_run(run: ModelInfo, owner: str) -> RunResponse:
+    last, sampler = run.last_checkpoint, run.last_sampler_checkpoint
+    return RunResponse(
+        training_run_id=run.model,
+        base_model=run.base_model,
+        model_owner=owner,
+        is_lora=run.rank is not None,
+        corrupted=run.corrupted,
+        lora_rank=run.rank,
+        last_request_time=_format_time(run.last_request),
+        last_checkpoint=last and _to_checkpoint(last),
+        last_sampler_checkpoint=sampler and _to_checkpoint(sampler),
+        user_metadata=user_metadata(run.user_metadata),
+    )
+
+
+def _format_time(seconds: float) -> str:
+    """ISO 8601 of seconds since the epoch, in UTC."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat()

@@ -12,11 +12,12 @@ from penstock.server.api.middleware.body_limit import JSON, PROTOBUF
 from penstock.server.api.middleware.guarded_route import guarded_router
 from penstock.server.api.schemas.requests import CancelBody, RetrieveBody
 from penstock.server.api.schemas.responses import ResponseModel
-from penstock.server.api.wire.encode_results import encode, json_of_failure
 from penstock.server.api.wire.response_bodies import (
     ChunkedResponse,
     ResultJob,
+    encode,
     is_small,
+    json_of_failure,
     negotiate_format,
     write,
 )
@@ -112,20 +113,16 @@ async def _encode_result(
 def _pending_response(
     future: FutureRecord, body: RetrieveBody, context: RequestContext
 ) -> Response:
-    status = context.service.scheduler.status
-    waits = status is None or status.workers != "ready"
+    status, reason = context.service.scheduler.status, None
+    if status is None:
+        reason = "the scheduler is being restarted"
+    elif status.workers != "ready":
+        reason = status.reason or f"the workers are {status.workers}"
     response = TryAgainResponse(
         request_id=future.id,
-        queue_state="paused_capacity" if waits else "active",
-        queue_state_reason=_pending_reason(context) if waits else None,
+        queue_state="active" if reason is None else "paused_capacity",
+        queue_state_reason=reason,
     )
     # The SDK takes a 408 as its short form; xorl's clients read the body of a 200.
     code = 200 if body.allow_metadata_only is None else 408
     return Response(encode(response.model_dump(exclude_none=True)), code, media_type=JSON)
-
-
-def _pending_reason(context: RequestContext) -> str:
-    status = context.service.scheduler.status
-    if status is None:
-        return "the scheduler is being restarted"
-    return status.reason or f"the workers are {status.workers}"

@@ -60,10 +60,8 @@ async def asample(request: Request, context: Context) -> FutureResponse:
             retry_key=decoded.retry_key,
             last_prompt_logprobs=decoded.last_prompt_logprobs,
         )
-    result["sample_sequence_ids"] = [
-        f"{result['request_id']}:{index}" for index in range(decoded.count)
-    ]
-    return FutureResponse(**result)
+    result.sample_sequence_ids = [f"{result.request_id}:{index}" for index in range(decoded.count)]
+    return result
 
 
 async def _create_from_path(

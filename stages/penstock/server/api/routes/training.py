@@ -57,7 +57,7 @@ async def create_model(body: CreateModelBody, context: Context) -> FutureRespons
         # A model that a client names is its own session.
         await context.call(requests.CreateSession(session=session), results.CreateSessionResult)
     retry_key = f"model {model}" if body.session_id is not None else ""
-    return FutureResponse(**await context.submit("create_model", operation, retry_key=retry_key))
+    return await context.submit("create_model", operation, retry_key=retry_key)
 
 
 @router.post("/api/v1/load_weights")
@@ -75,8 +75,7 @@ async def load_weights(body: LoadBody, context: Context) -> FutureResponse:
         operation = requests.LoadState(
             model=body.model_id or "default", path=path, optimizer=body.optimizer
         )
-        result = await context.submit("load_weights", operation, seq=body.seq_id, path=body.path)
-        return FutureResponse(**result)
+        return await context.submit("load_weights", operation, seq=body.seq_id, path=body.path)
     if body.model_id is not None or body.seq_id is not None:
         raise ApiError("a new model has neither model_id nor seq_id yet")
     model = model_name(body.session_id, body.model_seq_id)
@@ -90,18 +89,15 @@ async def load_weights(body: LoadBody, context: Context) -> FutureResponse:
         path=path,
         optimizer=body.optimizer,
     )
-    result = await context.submit(
+    return await context.submit(
         "load_weights", operation, path=body.path, retry_key=f"model {model}"
     )
-    return FutureResponse(**result)
 
 
 @router.post("/api/v1/unload_model")
 async def unload_model(body: ModelBody, context: Context) -> FutureResponse:
     """Save a model and free its resources."""
-    return FutureResponse(
-        **await context.submit("unload_model", requests.UnloadModel(model=body.model_id))
-    )
+    return await context.submit("unload_model", requests.UnloadModel(model=body.model_id))
 
 
 @router.post("/api/v1/kill_session")
@@ -147,18 +143,14 @@ async def forward_backward(request: Request, context: Context) -> FutureResponse
     """A forward and backward pass, or only a forward pass if the SDK's message says so."""
     async with context.decoding(request, "forward_backward") as (decoded, operation):
         kind = "forward" if decoded.forward_only else "forward_backward"
-        return FutureResponse(
-            **await context.submit(kind, operation, model=decoded.model, seq=decoded.seq)
-        )
+        return await context.submit(kind, operation, model=decoded.model, seq=decoded.seq)
 
 
 @router.post("/api/v1/forward", openapi_extra=body_schema("ForwardBody"))
 async def forward(request: Request, context: Context) -> FutureResponse:
     """A forward pass without gradients."""
     async with context.decoding(request, "forward") as (decoded, operation):
-        return FutureResponse(
-            **await context.submit("forward", operation, model=decoded.model, seq=decoded.seq)
-        )
+        return await context.submit("forward", operation, model=decoded.model, seq=decoded.seq)
 
 
 @router.post("/api/v1/optim_step")
@@ -178,13 +170,11 @@ async def optim_step(body: StepBody, context: Context) -> FutureResponse:
     operation = requests.OptimStep(
         model=body.model_id, adam=parse_adam_params(body, metadata), sync=sync
     )
-    return FutureResponse(**await context.submit("optim_step", operation, seq=body.seq_id))
+    return await context.submit("optim_step", operation, seq=body.seq_id)
 
 
 @router.post("/api/v1/abort_gradient_epoch")
 async def abort_gradient_epoch(body: DropBody, context: Context) -> FutureResponse:
     """Drop the gradients accumulated since the last step (xorl)."""
     operation = requests.ZeroGrad(model=body.model_id)
-    return FutureResponse(
-        **await context.submit("abort_gradient_epoch", operation, seq=body.seq_id)
-    )
+    return await context.submit("abort_gradient_epoch", operation, seq=body.seq_id)

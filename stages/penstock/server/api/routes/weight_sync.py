@@ -4,13 +4,13 @@ from penstock.server.api.context import Context, RequestContext
 from penstock.server.api.errors import ApiError
 from penstock.server.api.middleware.guarded_route import guarded_router
 from penstock.server.api.schemas import responses
-from penstock.server.api.schemas.sync_requests import (
+from penstock.server.api.schemas.requests import (
     EndpointBody,
     QuantizationBody,
     RemoveEndpointBody,
     SyncBody,
-    parse_quantization,
 )
+from penstock.server.api.wire.decode_params import parse_quantization
 from penstock.server.protocol import requests, results, types
 
 router = guarded_router("inference servers")
@@ -57,7 +57,7 @@ async def add_inference_endpoint(
     return responses.EndpointResponse(
         success=True,
         message=f"{body.host}:{body.port} is sent weights from now on",
-        endpoint=_to_response(added),
+        endpoint=responses.Endpoint.model_validate(added),
         weights_synced=is_synced,
         sync_message=message,
     )
@@ -78,7 +78,7 @@ async def remove_inference_endpoint(
 async def list_inference_endpoints(context: Context) -> responses.EndpointsResponse:
     """The registered inference servers."""
     result = await context.call(requests.ListEndpoints(), results.EndpointsResult)
-    endpoints = [_to_response(endpoint) for endpoint in result.endpoints]
+    endpoints = [responses.Endpoint.model_validate(endpoint) for endpoint in result.endpoints]
     return responses.EndpointsResponse(endpoints=endpoints, count=len(endpoints))
 
 
@@ -130,16 +130,6 @@ async def _sync(context: RequestContext, body: SyncBody) -> responses.SyncedResp
         cache_invalidation_mode=body.cache_invalidation_mode,
         flush_cache=flush,
         endpoints_synced=[
-            responses.EndpointSynced(host=endpoint.host, port=endpoint.port)
-            for endpoint in done.endpoints
+            responses.EndpointSynced.model_validate(endpoint) for endpoint in done.endpoints
         ],
-    )
-
-
-def _to_response(endpoint: types.Endpoint) -> responses.Endpoint:
-    return responses.Endpoint(
-        host=endpoint.host,
-        port=endpoint.port,
-        world_size=endpoint.world_size,
-        pool=endpoint.pool,
     )

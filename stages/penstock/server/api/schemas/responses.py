@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict
 class ResponseModel(BaseModel):
     """Base class of all response bodies."""
 
-    model_config = ConfigDict(protected_namespaces=())
+    model_config = ConfigDict(protected_namespaces=(), from_attributes=True)
 
 
 class ErrorResponse(ResponseModel):

@@ -1,4 +1,4 @@
-"""Decode LoRA, optimizer and sampling parameters from client requests."""
+"""Decode LoRA, optimizer, sampling and quantization parameters from client requests."""
 
 import json
 from collections.abc import Mapping
@@ -9,9 +9,11 @@ from penstock.server.api.schemas.requests import (
     AdamBody,
     LoraBody,
     OptimizerBody,
+    Quantization,
     SamplingBody,
     StepBody,
 )
+from penstock.server.protocol import types
 from penstock.server.protocol.types import AdamParams, LoraConfig, OptimizerConfig, SamplingParams
 
 STEP = "optimizer."
@@ -114,3 +116,15 @@ def parse_sampling_params(body: SamplingBody) -> SamplingParams:
         stop_texts=tuple(part for part in stop if isinstance(part, str)),
         ignore_eos=body.stop == [],
     )
+
+
+def parse_quantization(quantization: Quantization | None) -> types.Quantization | None:
+    """Convert to the type of the protocol: lists of integers to tuples, other lists to strings."""
+    converted: types.Quantization = {}
+    for name, value in (quantization or {}).items():
+        if isinstance(value, list):
+            numbers = tuple(part for part in value if isinstance(part, int))
+            converted[name] = numbers if len(numbers) == len(value) else str(value)
+        else:
+            converted[name] = value
+    return None if quantization is None else converted

@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 from fastapi.exceptions import RequestValidationError
+from google.protobuf.message import DecodeError
 from pydantic import BaseModel, ValidationError
 
 from penstock.server.api.checkpoint_uris import read_path, uri_scheme
@@ -27,19 +28,16 @@ from penstock.server.api.schemas.requests import (
     ForwardBody,
     SamplesBody,
 )
-from penstock.server.api.wire.chunks import (
-    ChunkDecoder,
-    ExpandedImage,
-    ImageExpander,
-)
+from penstock.server.api.wire import tinker_pb2 as pb
+from penstock.server.api.wire.chunks import ChunkDecoder, ExpandedImage, ImageExpander
 from penstock.server.api.wire.datums import (
     count_values_in_json,
     count_values_in_proto,
     datums_from_json,
+    datums_from_proto,
 )
 from penstock.server.api.wire.decode_params import parse_sampling_params
 from penstock.server.api.wire.loss_names import resolve_loss, resolve_xorl_loss
-from penstock.server.api.wire.protobuf import parse_forward_backward, parse_loss, read_pass
 from penstock.server.api.wire.tensors import token_array
 from penstock.server.protocol import requests
 from penstock.server.protocol.codec import Category, Code
@@ -171,17 +169,37 @@ class BodyDecoder:
             raise NotInlineError from refusal
 
     def _decode_proto_pass(self, body: bytes) -> tuple[DecodedBody, requests.ForwardBackward]:
-        message = read_pass(body)
+        try:
+            message = pb.ForwardBackwardRequest.FromString(body)
+        except DecodeError as error:
+            raise ApiError("the body is no ForwardBackwardRequest") from error
         self.model_and_seq = {"model_id": message.model_id, "seq_id": message.seq_id}
         if message.seq_id < 1:
             raise ApiError(f"seq_id is {message.seq_id}, and the first is 1")
         self._require_samples(len(message.data))
-        chosen = parse_loss(message)
+        params: dict[str, float | str] = dict(message.loss_fn_config)
+        if message.loss_fn_config_v2:
+            params = {
+                name: value.text if value.WhichOneof("value") == "text" else value.number
+                for name, value in message.loss_fn_config_v2.items()
+            }
+        if not message.data:
+            raise ApiError("there are no samples in the request")
+        chosen = resolve_loss(message.loss_fn, params)
         self._require_numbers(count_values_in_proto(message.data, chosen.loss))
         decoded = DecodedBody(
             seq=message.seq_id, forward_only=message.forward_only, model=message.model_id
         )
-        return decoded, parse_forward_backward(message, chosen, self._chunks)
+        operation = requests.ForwardBackward(
+            model=message.model_id,
+            data=datums_from_proto(message.data, chosen.loss, self._chunks),
+            images=tuple(self._chunks.images),
+            loss=chosen.loss,
+            params=chosen.params,
+            forward_only=message.forward_only,
+            loss_reduction="sum",
+        )
+        return decoded, operation
 
     def _decode_json_pass(
         self, request: ForwardBackwardBody | ForwardBody, body: SamplesBody, *, forward_only: bool
