@@ -49,7 +49,7 @@ from penstock.core.cache.store import StageResult
 from penstock.core.errors import Interrupted, PenstockError
 from penstock.core.process.retry import backoff_seconds
 from penstock.core.remote.errors import is_transient
-from penstock.pipeline.plan import Plan, RebuildOptions, StageName, execute_stage, plan
+from penstock.pipeline.plan import Plan, RebuildOptions, execute_stage, plan
 from prefect_artifacts import (
     build_notify,
     forward_prepare_logs,
@@ -89,7 +89,7 @@ def _build_task_run_name() -> str:
 
 
 @task(task_run_name=_build_task_run_name, cache_policy=NO_CACHE, persist_result=False)
-def run_stage(planned: Plan, name: StageName, rebuild: RebuildOptions) -> State[StageResult]:
+def run_stage(planned: Plan, name: str, rebuild: RebuildOptions) -> State[StageResult]:
     """Run one stage, or reuse its result; the state is `Cached` if it was reused."""
     step, called, logger = planned.step(name), planned.run.pipeline.name, get_run_logger()
     try:
@@ -104,7 +104,7 @@ def run_stage(planned: Plan, name: StageName, rebuild: RebuildOptions) -> State[
     return Completed(name="Cached" if reused else "Completed", message=message, data=outcome)
 
 
-def run_stage_with_retries(planned: Plan, name: StageName, rebuild: RebuildOptions) -> StageResult:
+def run_stage_with_retries(planned: Plan, name: str, rebuild: RebuildOptions) -> StageResult:
     """Run one stage as a task with retries after transient errors. Raises what the stage raises."""
     options = planned.run.pipeline
     persistent = run_stage.with_options(
@@ -123,7 +123,7 @@ def _is_transient_failure(_task: object, _run: object, state: State[StageResult]
 
 
 def run_pipeline(
-    run: RunConfig, rebuild: RebuildOptions, chat: Sequence[str], *wanted: StageName
+    run: RunConfig, rebuild: RebuildOptions, chat: Sequence[str], *wanted: str
 ) -> list[StageResult]:
     """Run every stage in order, in the flow's own thread: only there can it be cancelled.
 
@@ -134,7 +134,7 @@ def run_pipeline(
     for name in rebuild.force:
         planned.step(name)  # raises for a stage that the run does not have
 
-    def bring(planned: Plan, name: StageName, rebuild: RebuildOptions) -> StageResult:
+    def bring(planned: Plan, name: str, rebuild: RebuildOptions) -> StageResult:
         if runner and name == "prepare":
             with forward_prepare_logs(logger):
                 prepare_on_cluster(planned, runner, num_shares(run))
@@ -154,7 +154,7 @@ def finetune(config: ConfigFile, overrides: Overrides = None, force: Forced = No
     return _run_flow(config, overrides, force)
 
 
-def _build_stage_flow(stage: StageName) -> Flow[..., Ending]:
+def _build_stage_flow(stage: str) -> Flow[..., Ending]:
     """A flow that runs this stage and first the stages that it needs."""
 
     def bring(config: ConfigFile, overrides: Overrides = None, force: Forced = None) -> Ending:
@@ -176,7 +176,7 @@ export = _build_stage_flow("export")
 push = _build_stage_flow("push")
 
 
-def _run_flow(config: Path, overrides: Overrides, force: Forced, *wanted: StageName) -> Ending:
+def _run_flow(config: Path, overrides: Overrides, force: Forced, *wanted: str) -> Ending:
     rebuild = RebuildOptions(force=frozenset(force or ()))
     try:
         run, chat = load_run(config, overrides), chat_command(config, overrides)

@@ -21,7 +21,7 @@ from cluster import build_task_runner, num_shares, prepare_on_cluster
 from parameters import ConfigFile, Overrides, load_run
 from penstock.core.cache.store import StageResult
 from penstock.core.errors import Interrupted
-from penstock.pipeline.plan import Plan, RebuildOptions, StageName
+from penstock.pipeline.plan import Plan, RebuildOptions
 from penstock.pipeline.recurring import Verdict, tick
 from penstock.pipeline.releasing import open_releases
 
@@ -50,7 +50,7 @@ def recurring(config: ConfigFile, overrides: Overrides = None) -> State[str]:
     run, notify = load_run(config, overrides), get_run_logger().info
     runner = build_task_runner(run)
 
-    def bring(planned: Plan, name: StageName) -> StageResult:
+    def bring(planned: Plan, name: str) -> StageResult:
         if runner and name == "prepare":
             prepare_on_cluster(planned, runner, num_shares(run))
         return run_stage_with_retries(planned, name, RebuildOptions())

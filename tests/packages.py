@@ -45,5 +45,6 @@ def installed(*folders: Path) -> Iterator[None]:
 
 
 def _forget() -> None:
+    extensions._all_entry_points.cache_clear()
     extensions._installed.cache_clear()
     extensions._load.cache_clear()

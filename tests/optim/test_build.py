@@ -8,12 +8,15 @@ import pytest
 import torch
 from torch import nn
 
+from penstock.config.loading.load import loads
 from penstock.config.schema.optimizer import Argument, OptimConfig
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.optim.anyprecision import AnyPrecisionAdamW, StatePrecision
 from penstock.optim.build import build_optimizer
 from penstock.optim.groups import MATRICES, RATE, Grouping, layerwise_lr_decay, parameter_groups
 from penstock.optim.optimizer_by_name import named_optimizer
+from tests.config.values import smallest
+from tests.packages import installed, write_package
 
 NAMED = {
     "adamw": ({}, torch.optim.AdamW, {"betas": (0.9, 0.95), "eps": 1e-8}),
@@ -209,3 +212,20 @@ def test_an_optimizer_of_a_package_that_is_not_there_is_refused():
 def test_decay_that_an_optimizer_does_not_know_is_refused():
     with pytest.raises(ConfigError, match=r"is 0\.1, and torch\.optim\.Rprop has no"):
         named_optimizer(OptimConfig(optimizer="torch.optim.Rprop", weight_decay=0.1))
+
+
+def test_an_optimizer_of_a_package_steps_as_it_does_by_itself(tmp_path):
+    code = "import torch\nclass Plain(torch.optim.SGD):\n    version = 2\n    elementwise = True\n"
+    entry = {"penstock.optimizers": {"plain": "plain_package:Plain"}}
+    with installed(write_package(tmp_path, "plain_package", "1.0", entry, code)):
+        told: dict[str, Argument] = {"momentum": 0.9}
+        optim = OptimConfig(optimizer="plain", lr=0.01, optimizer_kwargs=told)
+        ours, theirs = model(), model()
+        after = steps(ours, build_optimizer(ours.named_parameters(), optim, Grouping(0.1)))
+        with pytest.raises(ConfigError, match="Did you mean momentum"):
+            named_optimizer(optim.model_copy(update={"optimizer_kwargs": {"momentun": 0.9}}))
+        sharded = {"data_parallel_mode": "fsdp2", "optimizer": "plain"}
+        run = loads(smallest(train=sharded))
+    reference = torch.optim.SGD(theirs.parameters(), lr=0.01, weight_decay=0.1, momentum=0.9)
+    torch.testing.assert_close(after, steps(theirs, reference))
+    assert run.train.optimizer == "plain"

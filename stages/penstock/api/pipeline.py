@@ -2,21 +2,19 @@
 
 import threading
 from collections.abc import Callable, Collection, Generator
-from typing import cast
 
 from penstock.config.schema.run import RunConfig
 from penstock.core.cache.in_use import pin_artifacts
 from penstock.core.cache.stage import short
 from penstock.core.cache.store import StageResult, fetch_cached, find_cached
 from penstock.core.errors import ConfigError
+from penstock.core.extensions import STAGES
 from penstock.core.process.retry import backoff_seconds, retry_with_backoff
 from penstock.export.stage import Export
 from penstock.pipeline.outputs import require_writable
 from penstock.pipeline.plan import (
-    ORDER,
     Plan,
     RebuildOptions,
-    StageName,
     execute_stage,
     require_upstream,
 )
@@ -24,7 +22,7 @@ from penstock.pipeline.plan import (
 Notify = Callable[[str], None]
 """Receives each log line."""
 
-RunStage = Callable[[Plan, StageName, RebuildOptions], StageResult]
+RunStage = Callable[[Plan, str, RebuildOptions], StageResult]
 """Runs one stage of a plan, here or elsewhere."""
 
 ALL = RebuildOptions()
@@ -37,7 +35,7 @@ def run_stages(
     rebuild: RebuildOptions = ALL,
     *,
     notify: Notify,
-    last: StageName | None = None,
+    last: str | None = None,
     upstream: bool = True,
 ) -> Generator[StageResult]:
     """Run the stages of the plan one after the other, each with `run_stage`; yields each result.
@@ -59,7 +57,7 @@ def run_stages(
     require_main_thread(planned.run)
     with pin_artifacts(planned.used):
         for step in planned.steps:
-            name = cast(StageName, step.stage.name)
+            name = step.stage.name
             if upstream or name == last:
                 yield run_stage(planned, name, rebuild)
             if name == last:
@@ -69,7 +67,7 @@ def run_stages(
 def build_local_runner(notify: Notify) -> RunStage:
     """A function that runs stages on this machine, without Prefect, with the retries of the run."""
 
-    def run_stage(planned: Plan, name: StageName, rebuild: RebuildOptions) -> StageResult:
+    def run_stage(planned: Plan, name: str, rebuild: RebuildOptions) -> StageResult:
         step, options = planned.step(name), planned.run.pipeline
         if name == "prepare" and options.task_runner and find_cached(step) is None:
             notify(
@@ -126,8 +124,8 @@ def rebuild_options(
     """Which stages to build again. Raises ConfigError for an unknown stage."""
     forced = frozenset([force] if isinstance(force, str) else force)
     for name in (*forced, *([start] if start else [])):
-        if name not in ORDER:
-            raise ConfigError(f"{name} is not a stage.\n  Stages are {', '.join(ORDER)}.")
+        if name not in STAGES.names:
+            raise ConfigError(f"{name} is not a stage.\n  Stages are {', '.join(STAGES.names)}.")
     return RebuildOptions(forced, start, fresh)
 
 

@@ -96,8 +96,8 @@ class Run:
     def run(
         self,
         *,
-        force: StageName | Collection[StageName] = (),
-        start: StageName | None = None,
+        force: str | Collection[str] = (),
+        start: str | None = None,
         fresh: bool = False,
     ) -> RunResult:
         """Run every stage, in order, as `penstock run`.
@@ -134,6 +134,10 @@ class Run:
     def push(self, *, force: bool = False) -> Result:
         """Send the exported model to the hub or to a URL."""
         return self._stage("push", force)
+
+    def stage(self, name: str, *, force: bool = False) -> Result:
+        """Run a stage of an installed package (`pipeline.extra_stages`), or one of ours."""
+        return self._stage(name, force)
 
     def model(
         self, *, adapter: "AdapterForm | None" = None, **options: Any
@@ -175,11 +179,11 @@ class Run:
         except (PenstockError, OSError):
             return html_table([("stage",), *((name,) for name in self.stages)])
 
-    def _stage(self, name: StageName, force: bool, *, fresh: bool = False) -> Result:
+    def _stage(self, name: str, force: bool, *, fresh: bool = False) -> Result:
         rebuild = RebuildOptions(frozenset([name] if force else []), fresh=fresh)
         return self._run_stages(name, rebuild)[name]
 
-    def _run_stages(self, last: StageName | None, rebuild: RebuildOptions) -> RunResult:
+    def _run_stages(self, last: str | None, rebuild: RebuildOptions) -> RunResult:
         planned = plan(self.config, (last,) if last else None)
         run_stage, notify = build_local_runner(self._notify), self._notify
         try:

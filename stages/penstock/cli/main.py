@@ -241,6 +241,25 @@ def pack(
         run_stage(request, "pack", rebuild, console, upstream=not no_upstream)
 
 
+def stage(
+    console: Console,
+    name: Annotated[str, typer.Argument(metavar="STAGE", help="As in pipeline.extra_stages.")],
+    config: Config,
+    force: Force = [],  # noqa: B006
+    start: From = None,
+    no_upstream: NoUpstream = False,
+    dry_run: DryRun = False,
+) -> dict[str, Any] | None:
+    """Run a stage of an installed package."""
+    from penstock.cli.run import run_stage
+
+    request, rebuild = run_request(config), _rebuild_options(force, start)
+    if dry_run:
+        return _print_plan(request, console, name)
+    run_stage(request, name, rebuild, console, upstream=not no_upstream)
+    return None
+
+
 def recur(console: Console, config: Config) -> dict[str, Any]:
     """Train on new samples; release the model if it is better."""
     from penstock.cli.recur import recur as look
@@ -338,7 +357,7 @@ for _name, _summary in {
     "push": "Send the exported model to the hub or to a URL.",
 }.items():
     _stage_command(_name, _summary)
-for _function in (recur, launch, plan, check, translate):
+for _function in (stage, recur, launch, plan, check, translate):
     add_command(app, _function)
 add_command(app, schema)
 for _function in (doctor, serve, flow, deploy):

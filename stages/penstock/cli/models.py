@@ -10,6 +10,7 @@ import typer
 from penstock.api.tables import table
 from penstock.cli.console import Console, run
 from penstock.cli.options import add_command
+from penstock.core.extensions import FAMILIES
 
 JsonObject = dict[str, Any]
 
@@ -22,12 +23,12 @@ def list_models(console: Console) -> JsonObject:
     """List the model types that can be trained."""
     from penstock.models.automodel.proved import AUDIO_FILE, IMAGE_FILE, ProvedModels
     from penstock.models.multimodal import MULTIMODAL
-    from penstock.models.registry import FAMILIES
     from penstock.models.vision.types import VISION_TYPES
 
     proved = ProvedModels.read()
-    model_types = sorted({*proved.models, *FAMILIES})
-    entries = {name: _entry(name, name in FAMILIES, proved) for name in model_types}
+    native_types = FAMILIES.names
+    model_types = sorted({*proved.models, *native_types})
+    entries = {name: _entry(name, name in native_types, proved) for name in model_types}
     images = ProvedModels.read(IMAGE_FILE).models.items()
     entries |= {
         n: _media_entry(entry, "images")

@@ -6,7 +6,7 @@ from penstock.api.pipeline import build_local_runner
 from penstock.cli.console import Console
 from penstock.cli.run import Request
 from penstock.core.cache.store import StageResult
-from penstock.pipeline.plan import Plan, RebuildOptions, StageName
+from penstock.pipeline.plan import Plan, RebuildOptions
 from penstock.pipeline.recurring import tick
 
 
@@ -14,7 +14,7 @@ def recur(request: Request, console: Console) -> dict[str, Any]:
     """Run one tick as the section `release` says, and print the decision."""
     run_stage = build_local_runner(console.say)
 
-    def run_and_record(planned: Plan, name: StageName) -> StageResult:
+    def run_and_record(planned: Plan, name: str) -> StageResult:
         outcome = run_stage(planned, name, RebuildOptions())
         console.outcomes.append(outcome)
         return outcome

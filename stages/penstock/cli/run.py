@@ -9,7 +9,7 @@ from penstock.cli.console import Console, outcome_table
 from penstock.cli.run_summary import print_summary
 from penstock.config.loading.cli_overrides import Override
 from penstock.config.schema.run import RunConfig
-from penstock.pipeline.plan import RebuildOptions, StageName, plan
+from penstock.pipeline.plan import RebuildOptions, plan
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ def run_chain(request: Request, rebuild: RebuildOptions, console: Console) -> No
 
 
 def run_stage(
-    request: Request, name: StageName, rebuild: RebuildOptions, console: Console, *, upstream: bool
+    request: Request, name: str, rebuild: RebuildOptions, console: Console, *, upstream: bool
 ) -> None:
     """Run one stage, and first the stages that it needs."""
     _run_stages(request, rebuild, console, name, upstream=upstream)
@@ -43,7 +43,7 @@ def _run_stages(
     request: Request,
     rebuild: RebuildOptions,
     console: Console,
-    last: StageName | None = None,
+    last: str | None = None,
     *,
     upstream: bool = True,
 ) -> None:

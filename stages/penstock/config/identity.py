@@ -15,6 +15,7 @@ from penstock.config.schema.lora import LoraConfig
 from penstock.config.schema.model import ModelConfig
 from penstock.config.schema.run import RunConfig
 from penstock.config.schema.train import TrainConfig
+from penstock.core.extensions import LOSSES, METRICS, OPTIMIZERS
 
 KEYED_SECTIONS: Mapping[str, type[ConfigSection]] = {
     "model": ModelConfig,
@@ -52,18 +53,32 @@ def eval_identity_fields(run: RunConfig) -> dict[str, Any] | None:
     """The evaluation settings, if evaluations decide when a run ends or which checkpoint is its
     result; if they are the result, those that say of what; else None."""
     train = without_unused(run).train
+    records = {name: METRICS.record(name, options) for name, options in train.eval_metrics.items()}
+    metrics = {"eval_metrics": records} if records else {}
     if train.eval_only:
         written = (name for name in AMOUNT if train.is_non_default(name))
-        return {name: getattr(train, name) for name in written} or None
+        return {**{name: getattr(train, name) for name in written}, **metrics} or None
     if not train.early_stopping.patience and not train.save_best.metric:
         return None
     fields = train.model_dump(
         mode="json", include=set(fields_keyed(TrainConfig, "if evaluations decide"))
     )
+    del fields["eval_metrics"]
     # Left out if unset, so that keys from before the field existed stay valid.
     if fields["eval_rows_per_batch"] is None or not train.counts_batches:
         del fields["eval_rows_per_batch"]
-    return fields
+    return {**fields, **metrics}
+
+
+def part_identity(run: RunConfig) -> dict[str, Any]:
+    """What training uses of packages, with their versions; empty if all is ours."""
+    train = without_unused(run).train
+    records = {
+        "loss": LOSSES.record(train.loss, train.loss_kwargs),
+        # Its arguments are in the key as those of ours are.
+        "optimizer": None if "." in train.optimizer else OPTIMIZERS.record(train.optimizer),
+    }
+    return {name: record for name, record in records.items() if record}
 
 
 def preference_identity(run: RunConfig) -> dict[str, Any] | None:

@@ -8,7 +8,8 @@ imported before a config names the format:
 """
 
 import traceback
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
@@ -110,12 +111,16 @@ def describe_failure(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}{location}"
 
 
+# Metadata of every distribution is read once.
+_all_entry_points = cache(entry_points)
+
+
 @cache
-def _installed(group: str) -> Mapping[str, tuple[EntryPoint, ...]]:
-    """The entry points of a group by name. Reads metadata and imports nothing."""
-    by_name: dict[str, tuple[EntryPoint, ...]] = {}
-    for entry in entry_points(group=group):
-        by_name[entry.name] = (*by_name.get(entry.name, ()), entry)
+def _installed(group: str) -> Mapping[str, Sequence[EntryPoint]]:
+    """The entry points of a group by name. Imports nothing."""
+    by_name: dict[str, list[EntryPoint]] = defaultdict(list)
+    for entry in _all_entry_points().select(group=group):
+        by_name[entry.name].append(entry)
     return by_name
 
 
@@ -152,25 +157,109 @@ def _package(entry: EntryPoint) -> str:
     return f"{entry.dist.name} {entry.dist.version}" if entry.dist else entry.module
 
 
-def _ours(package: str, **modules: str) -> Mapping[str, str]:
-    return {name: f"penstock.{package}.{target}" for name, target in modules.items()}
-
-
 FORMATS = Registry(
     "penstock.formats",
     "dataset format",
     "penstock.prepare.formats.conversation:DatasetFormat",
-    _ours(
-        "prepare.formats",
-        tokenized="tokenized:tokenized",
-        chat="chat:chat",
-        sharegpt="sharegpt:sharegpt",
-        instruction="instruction:instruction",
-        alpaca="alpaca:alpaca",
-        text="plain:plain",
-        preference="preference:preference",
-        kto="kto:kto",
-        sft_turns="erniekit:sft_turns",
-        preference_turns="erniekit:preference_turns",
+    {
+        "tokenized": "penstock.prepare.formats.tokenized:tokenized",
+        "chat": "penstock.prepare.formats.chat:chat",
+        "sharegpt": "penstock.prepare.formats.sharegpt:sharegpt",
+        "instruction": "penstock.prepare.formats.instruction:instruction",
+        "alpaca": "penstock.prepare.formats.alpaca:alpaca",
+        "text": "penstock.prepare.formats.plain:plain",
+        "preference": "penstock.prepare.formats.preference:preference",
+        "kto": "penstock.prepare.formats.kto:kto",
+        "sft_turns": "penstock.prepare.formats.erniekit:sft_turns",
+        "preference_turns": "penstock.prepare.formats.erniekit:preference_turns",
+    },
+)
+
+STAGES = Registry(
+    "penstock.stages",
+    "stage",
+    "penstock.core.cache.package_stage:PackageStage",
+    {
+        name: f"penstock.{name}.stage:{name.title()}"
+        for name in ("prepare", "encode", "pack", "reference", "train", "export", "push")
+    },
+)
+
+LOSSES = Registry(
+    "penstock.losses",
+    "loss",
+    "penstock.losses.logits_loss:LogitsLoss",
+    {"cross_entropy": "penstock.losses.cross_entropy:CROSS_ENTROPY"},
+)
+
+METRICS = Registry(
+    "penstock.metrics",
+    "metric",
+    "penstock.losses.logits_loss:LogitsMetric",
+    # Ours are in every evaluation.
+    dict.fromkeys(
+        ("loss", "perplexity", "token_accuracy"), "penstock.train.eval.metrics:TokenMetrics"
     ),
+)
+
+OPTIMIZERS = Registry(
+    "penstock.optimizers",
+    "optimizer",
+    "torch.optim:Optimizer",
+    {
+        name: f"penstock.optim.build:{name}"
+        for name in ("adamw", "anyprecision_adamw", "sgd", "muon", "novograd")
+    },
+)
+
+TRACKERS = Registry(
+    "penstock.trackers",
+    "tracker",
+    "penstock.train.trackers.tracker:PackageTracker",
+    {
+        name: f"penstock.train.trackers.{name}:start_run"
+        for name in ("wandb", "tensorboard", "mlflow", "trackio")
+    },
+)
+
+_FAMILIES = {
+    "dense": """
+        llama qwen2 qwen3 ernie4_5 arcee jais2 nemotron stablelm opt mistral ministral
+        ministral3 phi3 smollm3 olmo2 olmo2:olmo3 granite glm glm:glm4 seed_oss
+        hunyuan_v1_dense exaone4 hyperclovax like_llama:internlm3 like_llama:iquestcoder
+        like_llama:cwm like_llama:helium olmo granite_swa
+    """,
+    "moe": """
+        qwen3_moe qwen2_moe mixtral ernie4_5_moe glm4_moe dots1 gpt_oss granitemoe
+        hunyuan_v1_moe minimax_m2 olmoe exaone_moe flex_olmo hy_v3 llama4:llama4_text
+        mellum solar_open
+    """,
+    "gemma": "gemma gemma2 gemma3:gemma3_text gemma4:gemma4_text vaultgemma",
+    "latent": """
+        deepseek_v3 deepseek_v2 glm4_moe_lite sparse:deepseek_v32 sparse:glm_moe_dsa
+        minicpm3 youtu
+    """,
+    "parallel": "cohere cohere:cohere2 cohere2_moe",
+    "hybrid": """
+        qwen3_next qwen3_5:qwen3_5_text qwen3_5:qwen3_5_moe_text granitemoehybrid bamba
+        nemotron_h lfm2 lfm2:lfm2_moe olmo_hybrid kimi_linear
+    """,
+}
+"""By folder, the model types; with their module where it has another name."""
+
+
+def _families() -> Iterator[tuple[str, str]]:
+    for folder, entries in _FAMILIES.items():
+        for entry in entries.split():
+            module, _, separate = entry.partition(":")
+            name = separate or module
+            attribute = name.removesuffix("_text").upper()
+            yield name, f"penstock.models.families.{folder}.{module}:{attribute}"
+
+
+FAMILIES = Registry(
+    "penstock.families",
+    "model family",
+    "penstock.models.family:Family",
+    dict(_families()),
 )

@@ -25,6 +25,7 @@ from penstock.adapters.validate_options import describe_undropped
 from penstock.config.schema.lora import LoraConfig
 from penstock.config.schema.run import RunConfig
 from penstock.config.schema.train import TrainConfig
+from penstock.core.extensions import METRICS
 from penstock.engine.activations.checkpointing import (
     apply_activation_checkpointing,
     checkpoint_kind,
@@ -314,6 +315,7 @@ def assemble(
         heartbeat=ranks.heartbeat,
     )
     eval_loss = eval_loss_fn(run, config.logit_soft_cap)
+    metrics = [METRICS.build(*item) for item in train.eval_metrics.items()]
     pre_update_hooks = PreUpdateHooks()
     engine = build_train_step(
         run,
@@ -329,7 +331,13 @@ def assemble(
     )
     return BuiltModel(
         engine=engine,
-        evaluator=EvalModel(layout, ranks, vocab_head.token_scores(eval_loss), is_padded(config)),
+        evaluator=EvalModel(
+            layout,
+            ranks,
+            vocab_head.token_scores(eval_loss, metrics),
+            is_padded(config),
+            len(metrics),
+        ),
         sequence_logprobs=build_sequence_logprobs(run, layout, vocab_head, ranks),
         generator=build_generator(train, layout, ranks, vocab_head.full_logits(eval_loss)),
         train_state=TrainState(

@@ -29,19 +29,23 @@ class EvalModel:
     scores: TokenScoresFn
     splits_by_length: bool = False
     """As in `TrainStep`."""
+    num_metrics: int = 0
+    """Number of metrics of packages in the scores."""
 
     @torch.no_grad()
     def counts(
         self, batches: Sequence[MicroBatch], kinds: Sequence[torch.Tensor], num_kinds: int
     ) -> torch.Tensor:
-        """This rank's share, fp64 [num_kinds, 4]; the sum over all ranks is the result.
+        """This rank's share, fp64 [num_kinds, 4 + M]; the sum over all ranks is the result.
 
         For every kind of token: the summed cross-entropy, each times its loss weight; the sum of
         the loss weights; the number of trained tokens, and of those whose label is the most likely
-        token. `kinds` has the kind of each batch's tokens [T], padding included.
+        token; and the weighted sum of each of the M metrics of packages. `kinds` has the kind of
+        each batch's tokens [T], padding included.
         """
         # fp64: counts are exact, and sums hardly depend on the order of ranks.
-        totals = torch.zeros(num_kinds, 4, dtype=torch.float64, device=self.ranks.device)
+        columns = 4 + self.num_metrics
+        totals = torch.zeros(num_kinds, columns, dtype=torch.float64, device=self.ranks.device)
         if self.splits_by_length:
             batches, kinds = self._split(batches, kinds)
         self.model.forward(
@@ -83,6 +87,7 @@ class EvalModel:
             weights = ones if weights_T is None else weights_T[scores.positions]
             weights = weights.double() * labels.weight_scale
             token_metrics = [scores.losses * weights, weights, ones, scores.is_correct]
+            token_metrics += (scores.values * weights).unbind()
             totals.index_add_(
                 0,
                 kinds_T[scores.positions],

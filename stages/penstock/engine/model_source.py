@@ -82,7 +82,7 @@ class ModelSource:
     """Whether the code beside the config.json is run (`model.trust_remote_code`)."""
     adapter_path: str | None = None
     """Its folder or hub id, as typed."""
-    layer_versions: Mapping[str, int] = field(default_factory=dict)
+    layer_versions: Mapping[str, Any] = field(default_factory=dict)
     """Versions of layers that are part of the cache keys of this model's results."""
 
 

@@ -8,10 +8,11 @@ from penstock.models.multimodal import language_config
 def native_config(hf: HfConfig) -> DecoderConfig | None:
     """The config of a model that its native family computes; None for others."""
     # Imported here: a finished run needs no families.
-    from penstock.models.registry import FAMILIES, LANGUAGE_MODELS  # noqa: PLC0415
+    from penstock.models.registry import LANGUAGE_MODELS, find_family  # noqa: PLC0415
 
     hf = language_config(hf)
-    family = {**FAMILIES, **LANGUAGE_MODELS}.get(native_type(hf) or "")
+    model_type = native_type(hf) or ""
+    family = find_family(model_type) or LANGUAGE_MODELS.get(model_type)
     try:
         return family.read(hf) if family else None
     except NotNativeError:

@@ -20,6 +20,7 @@ from penstock.core import env
 from penstock.core.cache.digests import cached_value
 from penstock.core.cache.record import digest_json
 from penstock.core.errors import CapabilityError, ConfigError
+from penstock.core.extensions import OPTIMIZERS
 from penstock.core.machine.gpus import Gpus, detect_gpus
 from penstock.core.remote.urls import is_url, redact
 from penstock.core.sources.hub import local_folder
@@ -175,8 +176,8 @@ def check_optimizer(run: RunConfig, gpus: int) -> None:
         )
     if run.train.fuse_optimizer_step:
         require_single_micro_batch(run)
-    if "." in run.train.optimizer:
-        # Imports torch, which only optimizers by name need here.
+    if run.train.optimizer not in OPTIMIZERS.builtins:
+        # Imports torch, which only optimizers that are not ours need here.
         from penstock.optim.optimizer_by_name import named_optimizer
 
         named_optimizer(run.train)

@@ -14,6 +14,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from penstock.losses.labels import IGNORED, Labels
+from penstock.losses.logits_loss import LogitsLoss, per_token
 from penstock.models.layers.autocast import as_autocast
 from penstock.models.layers.dropout import DropoutRNG, current_dropout_rng, dropout_rng
 from penstock.models.layers.linear_terms import WeightedRows, linear_terms, scaled_linear_terms
@@ -56,6 +57,9 @@ class Loss:
     divided: VocabShard | None = None
     """Vocabulary shard of the head (vocab parallel); None if the head has the whole vocabulary."""
     precision: Precision = "model"
+    package: LogitsLoss | None = None
+    """The loss of a package, in place of cross-entropy and its options but the soft cap. It has
+    logits of the whole vocabulary."""
 
     @property
     def passes(self) -> Passes:
@@ -64,6 +68,9 @@ class Loss:
 
     def of_logits(self, logits_CV: torch.Tensor, labels_C: torch.Tensor) -> torch.Tensor:
         """Loss per token, [C]; with labels [C, K], loss per label, [C, K]."""
+        if self.package:
+            logits_CV = soft_capped(logits_CV.float(), self.terms.soft_cap)
+            return per_token(self.package, self.package.token_losses(logits_CV, labels_C), labels_C)
         if self.mode == "eager" and self.divided is None:
             return eager_cross_entropies(logits_CV, labels_C, self.terms)
         return cross_entropies(
@@ -200,8 +207,9 @@ class _TrainedTokens:
             return compute_logits(self.hidden, self.head, loss.precision).float().sum()
 
     def products(self, loss: Loss) -> Sequence[WeightedRows] | None:
-        """The linear terms whose sum is the logits; None with `eager`, or if the head is opaque."""
-        if loss.mode == "eager":
+        """The linear terms whose sum is the logits; None if the loss takes logits, or the head is
+        opaque."""
+        if loss.mode == "eager" or loss.package:
             return None
         is_fp32 = loss.precision == "fp32"
         hidden_SD = self.hidden.float() if is_fp32 else as_autocast(self.hidden)
@@ -247,6 +255,11 @@ def compute_logits(hidden_CD: torch.Tensor, head: Head, precision: Precision) ->
         if groups is None:
             return head(x_CD if precision == "fp32" else hidden_CD)
         return reduce(torch.add, (_scaled(*group) for group in groups))
+
+
+def soft_capped(logits_CV: torch.Tensor, cap: float | None) -> torch.Tensor:
+    """cap tanh(logits / cap), as in Gemma 2 (arXiv 2408.00118)."""
+    return logits_CV if cap is None else (logits_CV / cap).tanh() * cap
 
 
 def _scaled(by_V: torch.Tensor | None, products: Sequence[WeightedRows]) -> torch.Tensor:

@@ -3,13 +3,14 @@
 T tokens, S requested tokens, C tokens of a chunk, D hidden size, V vocabulary size.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
-from penstock.losses.cross_entropy import CROSS_ENTROPY, Head, Loss, compute_logits
+from penstock.losses.cross_entropy import CROSS_ENTROPY, Head, Loss, compute_logits, soft_capped
 from penstock.losses.labels import Labels
+from penstock.losses.logits_loss import LogitsMetric, per_token
 from penstock_kernels.logit_chunks import tokens_at_once
 
 MaxReduceFn = Callable[[torch.Tensor], torch.Tensor]
@@ -26,6 +27,8 @@ class Scores(NamedTuple):
     """Cross-entropy, fp32 [S]."""
     is_correct: torch.Tensor
     """Whether the label has the highest logit (ties count), bool [S]."""
+    values: torch.Tensor
+    """Those of the metrics of packages, fp32 [M, S]."""
 
 
 @torch.no_grad()
@@ -37,6 +40,7 @@ def token_scores(
     width: int,
     loss: Loss = CROSS_ENTROPY,
     max_reduce: MaxReduceFn | None = None,
+    metrics: Sequence[LogitsMetric] = (),
 ) -> Scores:
     """Loss and top-1 accuracy of each trained token. labels[t] is the target of position t.
 
@@ -47,12 +51,15 @@ def token_scores(
         width: maximum vocabulary entries per rank.
         loss: the loss to compute.
         max_reduce: max all-reduce, needed if the head has only the vocabulary shard `loss.divided`.
+        metrics: those of packages, which need a head with the whole vocabulary.
     """
     first = loss.divided.first if loss.divided else 0
     losses: list[torch.Tensor] = []
     is_correct: list[torch.Tensor] = []
     labels = Labels.of(labels_T)
     positions = labels.trained
+    values_MS = hidden_TD.new_zeros((len(metrics), len(positions)), dtype=torch.float32)
+    start = 0
     for some, logits_CV in chunked_logits(hidden_TD, head, positions, loss, width):
         labels_C = labels.values.index_select(0, some)
         losses.append(loss.of_logits(logits_CV, labels_C).float())
@@ -63,9 +70,18 @@ def token_scores(
         pair = torch.stack([own_C.masked_fill(elsewhere_C, -torch.inf), logits_CV.amax(1)]).float()
         label_C, best_C = max_reduce(pair) if max_reduce else pair
         is_correct.append(label_C >= best_C)
+        if metrics:
+            logits_CV = soft_capped(logits_CV.float(), loss.terms.soft_cap)
+        for metric, values_S in zip(metrics, values_MS, strict=True):
+            values_C = metric.token_values(logits_CV, labels_C)
+            values_S[start : start + len(some)] = per_token(metric, values_C, labels_C)
+        start += len(some)
     nothing = hidden_TD.new_zeros(0, dtype=torch.float32)
     return Scores(
-        positions, torch.cat([nothing, *losses]), torch.cat([nothing.bool(), *is_correct])
+        positions,
+        torch.cat([nothing, *losses]),
+        torch.cat([nothing.bool(), *is_correct]),
+        values_MS,
     )
 
 

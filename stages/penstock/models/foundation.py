@@ -23,7 +23,7 @@ from penstock.models.hf_config import (
     NotNativeError,
     native_type,
 )
-from penstock.models.registry import FAMILIES, get_family, native_family
+from penstock.models.registry import find_family, get_family, native_family
 from penstock.models.size_limits import validate_sizes
 
 ROPE = "rope_parameters"
@@ -87,7 +87,7 @@ def apply_overrides(base: HfConfig, entries: Mapping[str, Any]) -> dict[str, Any
         merged["per_layer_config"] = _resize_per_layer(merged)
     model_type = merged.get("model_type")
     is_other = model_type != base.get("model_type") and "architectures" not in entries
-    if is_other and (family := FAMILIES.get(native_type(merged) or "")):
+    if is_other and (family := find_family(native_type(merged) or "")):
         merged["architectures"] = [family.architecture]
     return merged
 

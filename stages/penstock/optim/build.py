@@ -1,6 +1,7 @@
 """Build the optimizer of a run."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 
 from penstock.config.schema.optimizer import KWARGS, OptimConfig
 from penstock.core.errors import ConfigError
+from penstock.core.extensions import OPTIMIZERS
 from penstock.optim.anyprecision import AnyPrecisionAdamW, StatePrecision
 from penstock.optim.groups import RATE, Grouping, parameter_groups
 from penstock.optim.muon import Directions, Muon, Orthogonalizer, UnshardedDirections
@@ -45,38 +47,75 @@ def build_optimizer(
             "no parameter of the model is trainable. "
             "Set lora.enable_lora, or load a model whose parameters are not all frozen."
         )
-    kwargs: dict[str, Any] = {**KWARGS.get(optim.optimizer, {}), **optim.optimizer_kwargs}
-    if optim.optimizer == "sgd":
-        # Not fused: torch has no fused SGD kernel for sharded parameters (DTensor).
-        return torch.optim.SGD(groups, lr=optim.lr, foreach=True, **kwargs)
-    if "." in optim.optimizer:
+    if optim.optimizer not in OPTIMIZERS.builtins:
         return named_optimizer(optim)(groups, lr=optim.lr)
-    if optim.optimizer == "novograd":
-        return NovoGrad(
-            groups,
-            lr=optim.lr,
-            betas=tuple(kwargs["betas"]),
-            eps=kwargs["eps"],
-            grad_averaging=kwargs["grad_averaging"],
-            amsgrad=kwargs["amsgrad"],
-            precision=precision,
-            tensors=tensors or UnshardedTensors(),
-        )
-    adam = {"lr": optim.lr, "betas": tuple(kwargs["betas"]), "eps": kwargs["eps"]}
-    if optim.optimizer == "muon":
-        return Muon(
-            groups,
-            **adam,
-            momentum=optim.muon_momentum,
-            nesterov=optim.muon_nesterov,
-            precision=precision,
-            directions=directions or UnshardedDirections(newton_schulz_args(optim)),
-        )
+    build = OPTIMIZERS.load(optim.optimizer)
+    return build(groups, optim, Sharding(precision, directions, tensors))
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How optimizers of ours compute over shards, and in which precision."""
+
+    precision: StatePrecision = EXACT
+    directions: Directions | None = None
+    tensors: Tensors | None = None
+
+
+Groups = list[dict[str, Any]]
+
+
+def adamw(groups: Groups, optim: OptimConfig, sharding: Sharding) -> torch.optim.Optimizer:
+    """AdamW: torch's if all is float32."""
     # torch.optim's AdamW would keep the states of bfloat16 weights, and add to them, in bfloat16.
-    if optim.optimizer == "anyprecision_adamw" or not _is_exact(groups):
-        return AnyPrecisionAdamW(groups, **adam, precision=precision)
+    if not _is_exact(groups):
+        return anyprecision_adamw(groups, optim, sharding)
     # Fused: one pass over each tensor, instead of several temporaries of every weight's size.
-    return torch.optim.AdamW(groups, **adam, fused=True)
+    return torch.optim.AdamW(groups, **_adam(optim), fused=True)
+
+
+def anyprecision_adamw(groups: Groups, optim: OptimConfig, sharding: Sharding) -> AnyPrecisionAdamW:
+    """AdamW with states and weights of any precision."""
+    return AnyPrecisionAdamW(groups, **_adam(optim), precision=sharding.precision)
+
+
+def sgd(groups: Groups, optim: OptimConfig, _: Sharding) -> torch.optim.SGD:
+    """SGD. Not fused: torch has no fused SGD kernel for sharded parameters (DTensor)."""
+    return torch.optim.SGD(groups, lr=optim.lr, foreach=True, **_kwargs(optim))
+
+
+def muon(groups: Groups, optim: OptimConfig, sharding: Sharding) -> Muon:
+    """Muon for hidden matrices, and AdamW for the rest."""
+    return Muon(
+        groups,
+        **_adam(optim),
+        momentum=optim.muon_momentum,
+        nesterov=optim.muon_nesterov,
+        precision=sharding.precision,
+        directions=sharding.directions or UnshardedDirections(newton_schulz_args(optim)),
+    )
+
+
+def novograd(groups: Groups, optim: OptimConfig, sharding: Sharding) -> NovoGrad:
+    """NovoGrad, as in NeMo."""
+    kwargs = _kwargs(optim)
+    return NovoGrad(
+        groups,
+        **_adam(optim),
+        grad_averaging=kwargs["grad_averaging"],
+        amsgrad=kwargs["amsgrad"],
+        precision=sharding.precision,
+        tensors=sharding.tensors or UnshardedTensors(),
+    )
+
+
+def _kwargs(optim: OptimConfig) -> dict[str, Any]:
+    return {**KWARGS[optim.optimizer], **optim.optimizer_kwargs}
+
+
+def _adam(optim: OptimConfig) -> dict[str, Any]:
+    kwargs = _kwargs(optim)
+    return {"lr": optim.lr, "betas": tuple(kwargs["betas"]), "eps": kwargs["eps"]}
 
 
 def newton_schulz_args(optim: OptimConfig) -> Orthogonalizer:

@@ -1,4 +1,5 @@
-"""Optimizers of PyTorch and torchao by fully qualified name, with checked arguments."""
+"""Optimizers of PyTorch and torchao by fully qualified name, and of packages, with checked
+arguments."""
 
 import importlib
 import inspect
@@ -11,6 +12,7 @@ from torch import nn
 
 from penstock.config.schema.optimizer import OptimConfig
 from penstock.core.errors import CapabilityError, ConfigError
+from penstock.core.extensions import OPTIMIZERS
 
 BUILTIN = {"Muon": "muon"}
 """torch.optim classes with a sharded implementation here."""
@@ -41,7 +43,7 @@ def named_optimizer(optim: OptimConfig) -> Callable[..., torch.optim.Optimizer]:
         CapabilityError: its package is not installed.
     """
     name, kwargs = optim.optimizer, optim.optimizer_kwargs
-    optimizer_class = _resolve_class(name)
+    optimizer_class = _resolve_class(name) if "." in name else OPTIMIZERS.load(name)
     parameters = inspect.signature(optimizer_class).parameters
     if optim.weight_decay and "weight_decay" not in parameters:
         raise ConfigError(

@@ -11,6 +11,7 @@ from penstock.config.schema.lora import LoraConfig
 from penstock.config.schema.run import RunConfig
 from penstock.core.cache.stage import Source
 from penstock.core.errors import CapabilityError, ConfigError
+from penstock.core.extensions import FAMILIES
 from penstock.core.remote.urls import redact
 from penstock.core.sources.hub import local_folder
 from penstock.core.sources.nxd_checkpoint import reject_nxd_checkpoint
@@ -94,8 +95,15 @@ def resolve_model_source(run: RunConfig) -> ModelSource:
         quantizing=quantization_args(run),
         adapter=pin_adapter(lora.init_adapter_path) if lora.init_adapter_path else None,
         adapter_path=lora.init_adapter_path,
-        layer_versions=LAYER_VERSIONS.get(_model_type(model.config_source, config), {}),
+        layer_versions=_layer_versions(_model_type(model.config_source, config)),
     )
+
+
+def _layer_versions(model_type: str) -> Mapping[str, Any]:
+    """Those of a family of ours, or the package of another."""
+    if model_type in FAMILIES.names and (record := FAMILIES.record(model_type)):
+        return record
+    return LAYER_VERSIONS.get(model_type, {})
 
 
 def _model_type(typed: str, config: Source) -> str:

@@ -27,10 +27,15 @@ def output_folders(run: RunConfig, stages: Iterable[str]) -> dict[str, str]:
         "pipeline.artifacts_path": run.pipeline.artifacts_path,
     }
     stage_names = set(stages)
+    package_stages = stage_names.intersection(run.pipeline.extra_stages)
     return {
         name: folder
         for name, folder in folders.items()
-        if not is_url(folder) and stage_names & set(FOLDER_STAGES[name])
+        if not is_url(folder)
+        and (
+            stage_names & set(FOLDER_STAGES[name])
+            or (package_stages and name == "pipeline.artifacts_path")
+        )
     }
 
 

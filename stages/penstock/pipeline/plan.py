@@ -9,9 +9,14 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
-from penstock.config.identity import eval_identity_fields, identity_fields, preference_identity
+from penstock.config.identity import (
+    eval_identity_fields,
+    identity_fields,
+    part_identity,
+    preference_identity,
+)
 from penstock.config.schema.dataset import DatasetConfig
 from penstock.config.schema.effect import without_unused
 from penstock.config.schema.pipeline import STAGES, StageName
@@ -66,6 +71,7 @@ from penstock.pipeline.origins import (
     resolve_model_source,
     with_adapter,
 )
+from penstock.pipeline.packages import split_stages, stage_order, with_package_steps
 from penstock.pipeline.pins import (
     pin_init_checkpoint,
     pin_load_checkpoint,
@@ -136,12 +142,12 @@ class RebuildOptions:
 
 def plan(
     run: RunConfig,
-    stage_names: tuple[StageName, ...] | None = None,
+    targets: tuple[str, ...] | None = None,
     *,
     ranks: Literal["torchrun", "this_process"] = "torchrun",
     for_this_machine: bool = True,
 ) -> Plan:
-    """The steps that lead to the `stage_names` stages (default: those the run lists), in order.
+    """The steps that lead to the stages `targets` (default: all that the run has), in order.
     Where `for_this_machine`, the precision that is not written is one that this machine computes
     in.
 
@@ -157,7 +163,7 @@ def plan(
     run, notes = (run, ()) if run.data.skip_prepare_dataset else resolve_dataset_types(run)
     written, run = run, with_adapter(resolve_init_checkpoint(run))
     notes += adapter_notes(written, run)
-    stage_names = stage_names or run.stages
+    stage_names, package_stages = split_stages(run, targets)
     lists_push = run.push.dry_run and tuple(stage_names) == ("push",)
     if includes_stage(stage_names, "pack"):
         run, apart = with_prompts_apart(run)
@@ -188,6 +194,7 @@ def plan(
     if includes_stage(stage_names, "push"):
         steps.append(push_step(run, steps[-1].artifact))
     _check_media(run, steps, stage_names)
+    steps = with_package_steps(run, steps, package_stages)
     return Plan(run, tuple(steps), notes, composed, lists_push)
 
 
@@ -253,7 +260,7 @@ def execute_stage(
     Raises StageError if it takes longer than `pipeline.timeouts` allows.
     """
     name = step.stage.name
-    limit = run.pipeline.timeouts.get(cast(StageName, name))
+    limit = run.pipeline.timeouts.get(name)
     step = _laid_out(step, notify)
     deadline = Deadline(limit)
     with deadline.enforce(
@@ -366,8 +373,10 @@ def push_prepared_to_hub(
 def resolve_cache(step: PlannedStage, run: RunConfig, rebuild: RebuildOptions) -> Cache:
     """The cache mode of this step."""
     name = step.stage.name
-    started = rebuild.start is not None and ORDER.index(name) >= ORDER.index(rebuild.start)
-    if name in rebuild.force or started:
+    order = stage_order(run)
+    if rebuild.start in order and order.index(name) >= order.index(rebuild.start):
+        return "refresh"
+    if name in rebuild.force:
         return "refresh"
     return run.pipeline.cache
 
@@ -607,6 +616,7 @@ def train_step(
         judging=eval_identity_fields(run),
         preference=preference_identity(run),
         layer_versions=dict(origin.layer_versions),
+        parts=part_identity(run),
     )
     stage = Train(
         settings=settings,

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 from filelock import Timeout
 
@@ -38,7 +38,7 @@ from penstock.core.remote.path import RemotePath
 from penstock.core.remote.urls import is_url
 from penstock.core.replace_folder import delete_folder
 from penstock.pipeline.origins import with_adapter
-from penstock.pipeline.plan import Plan, StageName, plan
+from penstock.pipeline.plan import Plan, plan
 from penstock.pipeline.releasing import (
     Candidate,
     Figures,
@@ -62,7 +62,7 @@ from penstock.prepare.stage import Prepare
 if TYPE_CHECKING:
     from penstock.prepare.select.seen_samples import SeenSamples
 
-RunStage = Callable[[Plan, StageName], StageResult]
+RunStage = Callable[[Plan, str], StageResult]
 """Runs one stage of a plan, here or elsewhere, and returns its result."""
 
 LOCK_FILE = ".at_work.lock"
@@ -206,7 +206,7 @@ class _Tick:
             run = continue_from_export(
                 run, self._release_folder(start), self.released["facts"]["folders"]
             )
-        last_stage: StageName = "push" if has_target(run) else "export"
+        last_stage: str = "push" if has_target(run) else "export"
         planned = with_own_output_dir(plan(run, (last_stage,)))
         keys = {step.stage.name: short(stage_key(step.stage)) for step in planned.steps}
         fields: dict[str, Any] = {**new_data.as_fields(), "keys": keys}
@@ -221,7 +221,7 @@ class _Tick:
             return Decision(verdict, f"{self.release_status}: {why}", self.latest, **fields)
         with pin_artifacts(planned.used):
             for step in planned.steps:
-                name = cast(StageName, step.stage.name)
+                name = step.stage.name
                 if name != "push" and (name != "prepare" or find_cached(step) is None):
                     self.run_stage(planned, name)
             return self._compare_and_release(planned, start, new_data, fields)

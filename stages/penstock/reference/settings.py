@@ -33,7 +33,7 @@ class ReferenceSettings(Settings):
     """Settings of the adapter that training starts from; None if it starts from none."""
     encode_dtype: str | None = None
     """Data type of stored features of images; None where images are computed in the step."""
-    layer_versions: dict[str, int] = Field(default_factory=dict)
+    layer_versions: dict[str, Any] = Field(default_factory=dict)
     """As in the settings of training."""
 
 

@@ -53,8 +53,11 @@ class TrainSettings(Settings):
     """Early stopping and best-checkpoint settings, which depend on evaluations."""
     preference: dict[str, Any] | None = None
     """The preference loss settings, if any."""
-    layer_versions: dict[str, int] = Field(default_factory=dict)
-    """Those of the model's layers, where they have any (`identity.LAYER_VERSIONS`)."""
+    layer_versions: dict[str, Any] = Field(default_factory=dict)
+    """Those of the model's layers, where they have any (`identity.LAYER_VERSIONS`), or the package
+    of its family."""
+    parts: dict[str, Any] = Field(default_factory=dict)
+    """The loss and the optimizer, if they are of packages (`identity.part_identity`)."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,7 @@ class Train(Stage):
         "isolate_samples": True,
         "preference": None,
         "layer_versions": {},
+        "parts": {},
     }
 
     settings: TrainSettings

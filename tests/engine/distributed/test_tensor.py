@@ -36,6 +36,7 @@ from penstock.models.tp_roles import DECODER_ROLES
 from penstock.models.weights import WeightMap
 from penstock_kernels.attention import VarlenMetadata
 from tests.engine.losses.divided_losses import Products, check_terms
+from tests.losses.test_logits_loss import Entropy, Focal
 from tests.models.twins import documents, hf_model, positions, their_loss
 from tests.ranks import on_ranks
 
@@ -387,6 +388,38 @@ def test_a_token_is_foretold_if_its_label_is_the_likeliest_of_all_ranks(logits):
     one, other = on_ranks(2, scored, logits)
     assert one == other
     assert 3 < sum(one) < len(one) - 3
+
+
+def of_packages():
+    """On each of two ranks: a package's loss, the gradient of the rank's rows, and a metric, as a
+    share of what all logits give."""
+    generator = torch.Generator().manual_seed(4)
+    hidden_TD, head_VD = (torch.randn(n, 9, generator=generator) for n in (23, 131))
+    labels_T = torch.where(torch.arange(23) % 4 == 3, -100, torch.arange(23) * 5)
+    mesh = Mesh(ParallelDims(tensor=2), torch.distributed.get_rank(), "cpu")
+    rows = slice(0, 65) if mesh.index("tensor") == 0 else slice(65, 131)
+    head = nn.Linear(9, rows.stop - rows.start, bias=False)
+    head.weight.data.copy_(head_VD[rows])
+    vocabulary = VocabParallelHead(mesh, 131)
+    loss = Loss(chunk=5, package=Focal())
+    total = vocabulary.sum_cross_entropy(loss)(hidden_TD, head, labels_T)
+    total.backward()
+    scores = vocabulary.token_scores(BY_FIVE, [Entropy()])(hidden_TD, head, labels_T)
+
+    kept = labels_T != -100
+    head_VD.requires_grad_()
+    logits_SV = (hidden_TD @ head_VD.t())[kept]
+    expected = Focal().token_losses(logits_SV, labels_T[kept]).sum()
+    (gradient_VD,) = torch.autograd.grad(expected, head_VD)
+    entropies = Entropy().token_values(logits_SV.detach(), labels_T[kept])
+    torch.testing.assert_close(total.detach(), expected.detach())
+    torch.testing.assert_close(head.weight.grad, gradient_VD[rows])
+    torch.testing.assert_close(scores.values, entropies[None])
+
+
+@pytest.mark.dist
+def test_losses_and_metrics_of_packages_have_the_logits_of_all_ranks():
+    on_ranks(2, of_packages)
 
 
 @st.composite

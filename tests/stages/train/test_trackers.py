@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import subprocess
+import sys
 import threading
 import time
 
@@ -13,12 +15,13 @@ from penstock.train.launch.job import METRICS
 from penstock.train.metrics.jsonl import MetricsLog, read_metrics
 from penstock.train.metrics.recorder import MetricsRecorder
 from penstock.train.trackers import registry, supervisor, uploader
-from penstock.train.trackers.registry import TRACKERS, require_trackers, select_trackers
+from penstock.train.trackers.registry import SPECS, require_trackers, select_trackers
 from penstock.train.trackers.run_info import RunInfo, resolve_mlflow_uri
 from penstock.train.trackers.scalars import record_values
 from penstock.train.trackers.supervisor import TrackerSupervisor
 from penstock.train.trackers.tracker import Ending
 from penstock.train.trackers.uploader import RunEnd, upload_run
+from tests.packages import installed, write_package
 from tests.stages.train.told_runs import falling, job_in, record, tell
 
 EVALUATION = {"step": 4, "eval_loss": 1.5, "eval_loss/a": 1.25, "time": 1_700_000_004.5}
@@ -188,7 +191,7 @@ def nothing_installed(monkeypatch):
 
 
 @pytest.mark.usefixtures("nothing_installed")
-@pytest.mark.parametrize("name", TRACKERS)
+@pytest.mark.parametrize("name", SPECS)
 def test_a_tracker_whose_package_is_missing_is_refused_before_any_work(tmp_path, name):
     with pytest.raises(CapabilityError, match=re.escape(f"pip install 'penstock[{name}]'")):
         require_trackers(job_in(tmp_path, train={f"use_{name}": True}).config.train)
@@ -337,3 +340,50 @@ def test_events_of_tensorboard_go_where_it_is_written(tmp_path):
     assert (
         RunInfo.from_job(job_in(tmp_path / "a")).tensorboard_dir == tmp_path / "a" / "tensorboard"
     )
+
+
+NOTES = """
+import json
+from pathlib import Path
+from penstock.train.trackers.tracker import PackageTracker
+
+class Notes(PackageTracker):
+    file: str
+
+    def start_run(self, run_info, state):
+        return Run(run_info.folder / self.file)
+
+class Run:
+    def __init__(self, file):
+        self.file = file
+
+    def log(self, step, values, timestamp):
+        with self.file.open("a") as stream:
+            stream.write(json.dumps([step, values["train/loss"]]) + "\\n")
+
+    def close(self, ending):
+        with self.file.open("a") as stream:
+            stream.write(json.dumps(ending) + "\\n")
+"""
+
+
+def test_a_tracker_of_a_package_is_told_records_with_its_options(tmp_path):
+    entry = {"penstock.trackers": {"notes": "notes_package:Notes"}}
+    package = write_package(tmp_path / "package", "notes_package", "1.0", entry, NOTES)
+    folder = tmp_path / "run"
+    with installed(package):
+        job = job_in(folder, train={"trackers": {"notes": {"file": "notes.jsonl"}}})
+        assert "notes" in select_trackers(job.config.train)[0]
+        with pytest.raises(ConfigError, match=r"train\.trackers\.notes\.file: field required"):
+            job_in(tmp_path / "other", train={"trackers": {"notes": {}}})
+        with pytest.raises(ConfigError, match=r"write train\.use_wandb: true"):
+            job_in(tmp_path / "other", train={"trackers": {"wandb": {}}})
+    tell(folder, falling(2))
+    subprocess.run(
+        [sys.executable, "-m", "penstock.train.trackers", "notes", str(folder)],
+        env={**os.environ, "PYTHONPATH": str(package)},
+        input=b"finished",
+        check=True,
+    )
+    lines = [json.loads(line) for line in (folder / "notes.jsonl").read_text().splitlines()]
+    assert lines == [[1, 5.0], [2, 3.0], "finished"]

@@ -102,8 +102,9 @@ def error_message(
     location = _place(path, root)
     if kind == "missing":
         return f"required; for example {location.name}: {location.example}"
-    if kind == UNREGISTERED:
-        return _unregistered(location, first)
+    for detail in details:
+        if detail["type"] == UNREGISTERED:
+            return _unregistered(location, detail)
     if kind == "value_error":
         return str(first["ctx"]["error"])
     if limits:

@@ -24,10 +24,11 @@ def _unknown_metric(metric: str, run: RunConfig) -> str | None:
         if metric in metrics:
             return None
         return f"{metric} is not a metric of preference evaluations; write {', '.join(metrics)}"
-    if metric in METRICS or metric.startswith("eval_loss/"):
+    metrics = (*METRICS, *(f"eval_{name}" for name in run.train.eval_metrics))
+    if metric in metrics or metric.startswith("eval_loss/"):
         return None
     return (
-        f"{metric} is not a metric of evaluations; write {', '.join(METRICS)}, or eval_loss/ and"
+        f"{metric} is not a metric of evaluations; write {', '.join(metrics)}, or eval_loss/ and"
         " the name of a data set"
     )
 

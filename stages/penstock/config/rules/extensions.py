@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from penstock.config.loading.fault import ConfigIssue, Issues, Steps
+from penstock.config.schema.dataset import SCORES
 from penstock.config.schema.run import RunConfig
 from penstock.core.errors import ConfigError
-from penstock.core.extensions import FORMATS, Registry
+from penstock.core.extensions import FORMATS, LOSSES, METRICS, STAGES, TRACKERS, Registry
 
 
 class NamedPart(NamedTuple):
@@ -26,6 +27,45 @@ def named_parts(run: RunConfig) -> Iterator[NamedPart]:
         for index, entry in enumerate(getattr(run.data, field)):
             path = ("data", field, index, "type_kwargs")
             yield NamedPart(FORMATS, entry.format, entry.type_kwargs, path)
+    train = run.train
+    yield NamedPart(LOSSES, train.loss, train.loss_kwargs, ("train", "loss_kwargs"))
+    for name, options in train.eval_metrics.items():
+        yield NamedPart(METRICS, name, options, ("train", "eval_metrics", name))
+    for name, options in run.pipeline.extra_stages.items():
+        yield NamedPart(STAGES, name, options, ("pipeline", "extra_stages", name))
+    for name, options in train.trackers.items():
+        yield NamedPart(TRACKERS, name, options, ("train", "trackers", name))
+
+
+def check_fields_of_ours(run: RunConfig) -> Issues:
+    """Fields of a data set that formats of ours read, with one of a package."""
+    for part in named_parts(run):
+        if part.registry is not FORMATS or FORMATS.find(part.name) is None:
+            continue
+        _, field, index, _ = part.path
+        entry = getattr(run.data, str(field))[index]
+        for name in ("roles_to_train", "field_system", *SCORES):
+            if entry.is_non_default(name):
+                yield ConfigIssue(
+                    (*part.path[:-1], name),
+                    f"is read by formats of ours; {part.name} has options of its own, in "
+                    "type_kwargs; leave it out",
+                )
+
+
+def check_reads(run: RunConfig) -> Issues:
+    """Stages of packages that read what is not there."""
+    available: list[str] = [*run.stages]
+    for name in run.pipeline.extra_stages:
+        missing = [read for read in STAGES.load(name).reads if read not in available]
+        if missing:
+            yield ConfigIssue(
+                ("pipeline", "extra_stages", name),
+                f"reads {' and '.join(missing)}, and before it there are {', '.join(available)};"
+                " add what is missing, or leave it out",
+                ("pipeline.stages",),
+            )
+        available.append(name)
 
 
 def check_options(run: RunConfig) -> Issues:

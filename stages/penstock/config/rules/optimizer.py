@@ -10,6 +10,7 @@ from penstock.config.loading.fault import ConfigIssue, Issues, shown
 from penstock.config.schema.lr_schedule import ENDING
 from penstock.config.schema.memory import RESULT_DTYPES, STOCHASTIC
 from penstock.config.schema.run import RunConfig
+from penstock.core.extensions import OPTIMIZERS
 
 ELEMENTWISE = tuple(
     f"torch.optim.{name}"
@@ -85,6 +86,8 @@ def check_optimizer_kwargs(run: RunConfig) -> Issues:
 def _check_sharded_optimizer(run: RunConfig) -> Issues:
     train, name = run.train, run.train.optimizer
     if name in ARGUMENTS or name in ELEMENTWISE:
+        return
+    if "." not in name and getattr(OPTIMIZERS.load(name), "elementwise", False):
         return
     layouts = {
         "data_parallel_mode": (train.data_parallel_mode == "fsdp2", "none or ddp"),

@@ -12,7 +12,7 @@ from penstock.config.loading.fault import ConfigIssue, Issues, dotted
 from penstock.config.rules.data import DATA_RULES
 from penstock.config.rules.effect import check_declared
 from penstock.config.rules.evaluation import EVALUATION_RULES
-from penstock.config.rules.extensions import check_options
+from penstock.config.rules.extensions import check_fields_of_ours, check_options, check_reads
 from penstock.config.rules.optimizer import OPTIM_RULES
 from penstock.config.rules.parallelism import LAYOUT_RULES
 from penstock.config.rules.preference import PREFERENCE_RULES
@@ -251,6 +251,7 @@ RULES: tuple[Callable[[RunConfig], Issues], ...] = (
     _check_encoders,
     *DATA_RULES,
     check_options,
+    check_fields_of_ours,
     check_output_dir,
     check_shared_folders,
     _check_global_batch_size,
@@ -261,6 +262,7 @@ RULES: tuple[Callable[[RunConfig], Issues], ...] = (
     check_declared,
     _check_merged_export,
     _check_stages,
+    check_reads,
     _check_push,
     _check_rendezvous,
     _check_shared_output_dir,

@@ -26,7 +26,7 @@ FormatName = Literal[
     "preference_turns",
 ]
 
-AnyFormatName = Annotated[FormatName | str, AfterValidator(Registered(FORMATS))]
+AnyFormatName = Annotated[FormatName | str, Registered(FORMATS)]
 """Also the formats of installed packages."""
 
 MessageRole = Literal["system", "user", "assistant", "tool", "tool_call"]

@@ -1,13 +1,15 @@
 """Evaluation during training: when, on how much data, and sample generations."""
 
 from dataclasses import replace
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
 from penstock.config.schema.base import ConfigSection
 from penstock.config.schema.cache_key import KeyedIfEvaluated, KeyedUnlessDefault, Unkeyed
 from penstock.config.schema.effect import NotWith, OnlyWith
+from penstock.config.schema.registered import Registered
+from penstock.core.extensions import METRICS
 
 
 def _check_max_batches(value: int | float | None) -> int | float | None:
@@ -113,6 +115,27 @@ class EvaluationConfig(ConfigSection):
 
     eval_micro_batch_size: Annotated[Unkeyed[int | None], EVALUATES] = Field(default=None, gt=0)
     """Sequences that one rank evaluates at once. Unset: `micro_batch_size`."""
+
+    eval_metrics: Annotated[
+        KeyedIfEvaluated[
+            dict[
+                Annotated[
+                    str,
+                    Registered(METRICS, "is always reported; leave {name} out"),
+                ],
+                dict[str, Any],
+            ]
+        ],
+        EVALUATES,
+        NotWith(
+            "train.objective",
+            ("preference",),
+            why="are means over tokens, and train.objective is {value}",
+            instead="leave {field} out",
+        ),
+    ] = Field(default_factory=dict[str, dict[str, Any]])
+    """Further metrics, of installed packages, by name, each with its options: `{entropy: {}}`.
+    Reported as `eval_<name>`."""
 
     eval_only: Annotated[KeyedUnlessDefault[bool], EVALUATES] = False
     """Evaluate the model that training would start from; train and export nothing. Settings of the

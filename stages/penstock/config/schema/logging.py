@@ -1,13 +1,15 @@
 """Logs, trackers, the report and the profiler."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
 from penstock.config.schema.base import ConfigSection
 from penstock.config.schema.cache_key import Unkeyed
 from penstock.config.schema.effect import OnlyWith
+from penstock.config.schema.registered import Registered
 from penstock.config.schema.served import Served
+from penstock.core.extensions import TRACKERS
 from penstock.core.remote.urls import is_url, redact
 
 
@@ -106,6 +108,14 @@ class LoggingConfig(ConfigSection):
 
     use_trackio: Unkeyed[bool] = False
     """Log to trackio, on this machine."""
+
+    trackers: Unkeyed[
+        dict[
+            Annotated[str, Registered(TRACKERS, "is ours; write train.use_{name}: true")],
+            dict[str, Any],
+        ]
+    ] = Field(default_factory=dict[str, dict[str, Any]])
+    """Further trackers, of installed packages, by name, each with its options."""
 
     wandb_project: Unkeyed[str] = Field(default="penstock", min_length=1)
     """Project in Weights & Biases and trackio, experiment in MLflow."""

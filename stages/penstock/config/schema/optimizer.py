@@ -15,7 +15,9 @@ from penstock.config.schema.lr_schedule import (
     DecayStyle,
     ScheduleConfig,
 )
+from penstock.config.schema.registered import Registered
 from penstock.config.schema.served import Served
+from penstock.core.extensions import OPTIMIZERS
 
 FullName = Annotated[str, Field(pattern=r"^torch(ao)?\.optim\.\w+$")]
 """An optimizer of PyTorch or torchao, by its full name."""
@@ -52,11 +54,15 @@ class OptimConfig(ConfigSection):
     conditions: ClassVar[tuple[OnlyWith, ...]] = (TRAINS,)
 
     optimizer: Keyed[
-        Literal["adamw", "anyprecision_adamw", "sgd", "muon", "novograd"] | FullName
+        Annotated[
+            Literal["adamw", "anyprecision_adamw", "sgd", "muon", "novograd"] | str,
+            Registered(OPTIMIZERS),
+        ]
+        | FullName
     ] = "adamw"
     """Optimizer: `adamw`, `anyprecision_adamw` (states in `optimizer_dtype`), `sgd`, `muon` or
     `novograd`; or any other of PyTorch's or torchao's by its full name, such as `torch.optim.RAdam`
-    or `torchao.optim.AdamW8bit`."""
+    or `torchao.optim.AdamW8bit`; or one of an installed package by its name."""
 
     optimizer_dtype: Annotated[
         Keyed[Literal["fp32", "bf16"]],

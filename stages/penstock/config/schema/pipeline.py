@@ -1,12 +1,14 @@
 """The stages of a run, where their results are, and how training processes are started."""
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
 from penstock.config.schema.base import ConfigSection
 from penstock.config.schema.effect import OnlyWith
+from penstock.config.schema.registered import Registered
+from penstock.core.extensions import STAGES as REGISTRY
 from penstock.core.process.rendezvous_endpoint import parse_endpoint
 from penstock.core.remote.urls import PACKAGE_OF, WEB, is_url, redact
 
@@ -110,6 +112,13 @@ class PipelineConfig(ConfigSection):
     `data.encode_images` is true, and `reference` if `train` is there and its loss needs a reference
     model."""
 
+    extra_stages: dict[
+        Annotated[str, Registered(REGISTRY, "is ours; write it in pipeline.stages")],
+        dict[str, Any],
+    ] = Field(default_factory=dict[str, dict[str, Any]])
+    """Stages of installed packages to run besides, by name, each with its options: `{data_card:
+    {bins: 20}}`. Each runs after the stages that it reads; its results are in `artifacts_path`."""
+
     artifacts_path: Root = Field(default="artifacts", min_length=1)
     """Folder for exports and records of pushes. May be the URL of an object store."""
 
@@ -130,9 +139,10 @@ class PipelineConfig(ConfigSection):
     retry_delay: float = Field(default=10, ge=0, allow_inf_nan=False)
     """Seconds before a stage is retried; doubled with each retry of the stage."""
 
-    timeouts: dict[StageName, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(
-        default_factory=dict[StageName, float]
-    )
+    timeouts: dict[
+        Annotated[StageName | str, Registered(REGISTRY)],
+        Annotated[float, Field(gt=0, allow_inf_nan=False)],
+    ] = Field(default_factory=dict[str, float])
     """Timeout of each stage in seconds, for example `prepare: 3600`. What the stage has written is
     kept, and training saves a checkpoint first; there is no automatic retry. Time spent waiting for
     another run that builds the same result does not count."""

@@ -1,8 +1,10 @@
 """Fields that name a part: one of ours, or one that an installed package adds."""
 
 from dataclasses import dataclass
+from typing import Any
 
-from pydantic_core import PydanticCustomError
+from pydantic import GetCoreSchemaHandler
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from penstock.core.errors import ConfigError
 from penstock.core.extensions import Registry, UnknownPartError
@@ -13,24 +15,41 @@ UNREGISTERED = "unregistered"
 
 @dataclass(frozen=True)
 class Registered:
-    """Validates names of the registry: `Annotated[Literal["adamw", "sgd"] | str, AfterValidator(
-    Registered(OPTIMIZERS))]`. The literals are for editors, and are the names of ours."""
+    """Names of a registry: `Annotated[Literal["adamw", "sgd"] | str, Registered(OPTIMIZERS)]`. The
+    literals, which are the names of ours, are for the reference page and for type checkers; the
+    JSON Schema has the names of installed packages too."""
 
     registry: Registry
+    not_ours: str = ""
+    """Why names of ours are not written in this field, where they are not."""
 
-    def __call__(self, name: str) -> str:
+    @property
+    def names(self) -> list[str]:
+        """The names that may be written."""
+        hidden = self.registry.builtins if self.not_ours else ()
+        return [name for name in self.registry.names if name not in hidden]
+
+    def validate(self, name: str) -> str:
         """The name, with the package of its part imported. Raises ValueError."""
         try:
-            if self.registry.find(name):
+            entry = self.registry.find(name)
+            if entry:
                 self.registry.load(name)
         except UnknownPartError:
-            names = {"names": self.registry.names}
-            raise PydanticCustomError(UNREGISTERED, "unknown name", names) from None
+            if not self.names:
+                raise ValueError(f"no installed package has a {self.registry.noun}") from None
+            raise PydanticCustomError(UNREGISTERED, "unknown", {"names": self.names}) from None
         except ConfigError as error:
-            raise ValueError(one_line(error)) from None
+            lines = (line.strip().rstrip(".") for line in str(error).splitlines())
+            raise ValueError("; ".join(lines)) from None
+        if self.not_ours and entry is None:
+            raise ValueError(self.not_ours.format(name=name))
         return name
 
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self.validate, handler(source))
 
-def one_line(error: ConfigError) -> str:
-    """The message without line breaks, as errors of fields are written."""
-    return "; ".join(line.strip().rstrip(".") for line in str(error).splitlines())
+    def __get_pydantic_json_schema__(self, *_: Any) -> dict[str, Any]:
+        return {"enum": self.names, "type": "string"} if self.names else {"not": {}}

@@ -15,7 +15,9 @@ from penstock.config.schema.logging import LoggingConfig
 from penstock.config.schema.memory import MemoryConfig
 from penstock.config.schema.optimizer import OptimConfig
 from penstock.config.schema.parallelism import ParallelConfig
+from penstock.config.schema.registered import Registered
 from penstock.config.schema.served import Served
+from penstock.core.extensions import LOSSES
 
 
 def _not_with(setting: str, why: str, **matched: tuple[Any, ...]) -> NotWith:
@@ -154,6 +156,11 @@ TOKEN_LOSS = OnlyWith(
 )
 
 
+OF_CROSS_ENTROPY = OnlyWith(
+    "train.loss", ("cross_entropy",), why="is a term of cross-entropy, and {name} is {value}"
+)
+
+
 class LossConfig(ConfigSection):
     """The loss. Validation always reports plain cross-entropy of tokens."""
 
@@ -162,8 +169,27 @@ class LossConfig(ConfigSection):
     as completions. `pretrain`: cross-entropy of all tokens of plain text (data of type `text`).
     `preference`: DPO and similar losses on pairs of completions (section `preference`)."""
 
+    loss: Annotated[
+        KeyedUnlessDefault[Annotated[Literal["cross_entropy"] | str, Registered(LOSSES)]],
+        TOKEN_LOSS,
+        TRAINS,
+    ] = "cross_entropy"
+    """Loss of each trained token: `cross_entropy`, or one of an installed package."""
+
+    loss_kwargs: Annotated[KeyedByContent[dict[str, Any]], TOKEN_LOSS, TRAINS] = Field(
+        default_factory=dict[str, Any]
+    )
+    """Options of a `loss` of an installed package."""
+
     ce_mode: Annotated[
         Unkeyed[Literal["eager", "compiled", "chunked"]],
+        NotWith(
+            "train.loss",
+            unless=("cross_entropy",),
+            of=("compiled",),
+            why="compiles cross-entropy, and loss is {value}",
+            instead="leave {field} out",
+        ),
         Served(
             documented="compiled",
             doc="Implementation of the LM head and the cross-entropy, as `train.ce_mode` of a run. "
@@ -176,13 +202,15 @@ class LossConfig(ConfigSection):
     PyTorch operations on the logits of all trained tokens at once, which takes by far the most
     memory. Tokens that are not trained are never passed to the LM head."""
 
-    label_smoothing: Annotated[KeyedUnlessDefault[float], TOKEN_LOSS, TRAINS] = Field(
-        default=0.0, ge=0, lt=1
+    label_smoothing: Annotated[KeyedUnlessDefault[float], TOKEN_LOSS, OF_CROSS_ENTROPY, TRAINS] = (
+        Field(default=0.0, ge=0, lt=1)
     )
     """Label smoothing: fraction of the target that is distributed uniformly over the vocabulary.
     `loss` in the metrics includes it."""
 
-    z_loss_coef: Annotated[KeyedUnlessDefault[float], TOKEN_LOSS, TRAINS] = Field(default=0.0, ge=0)
+    z_loss_coef: Annotated[KeyedUnlessDefault[float], TOKEN_LOSS, OF_CROSS_ENTROPY, TRAINS] = Field(
+        default=0.0, ge=0
+    )
     """Coefficient of the z-loss, logsumexp(logits)^2 of each token, which keeps logits from
     drifting. 1e-4 is a common value. `loss` in the metrics includes it."""
 

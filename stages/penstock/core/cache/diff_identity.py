@@ -19,7 +19,7 @@ class Difference:
     there: Any
 
     def __str__(self) -> str:
-        if self.field.endswith("part.package"):
+        if self.field.rpartition(".")[2] == "package":
             name, _, release = str(self.here).rpartition(" ")
             is_release = str(self.there).rpartition(" ")[0] == name
             return f"{self.field}: {self.there} -> {release if is_release else self.here}"

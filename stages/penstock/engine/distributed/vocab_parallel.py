@@ -4,7 +4,7 @@ T tokens, S trained tokens, C tokens of a chunk, D model width, V vocabulary, W 
 of this rank.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, Protocol
@@ -29,10 +29,12 @@ from penstock.losses.cross_entropy import (
     Head,
     Loss,
     compute_logits,
+    soft_capped,
     sum_cross_entropy,
     token_log_probs,
 )
 from penstock.losses.labels import Labels
+from penstock.losses.logits_loss import LogitsMetric
 from penstock.losses.token_metrics import Scores, chunked_logits, token_scores
 from penstock_kernels.cross_entropy import SoftmaxStats, VocabShard
 
@@ -124,6 +126,7 @@ class VocabParallelHead:
 
     def sum_cross_entropy(self, loss: Loss = CROSS_ENTROPY) -> SumLossFn:
         """`losses.cross_entropy.sum_cross_entropy` for such a model."""
+        parallel = replace(self, logits="gathered") if loss.package else self
 
         def summed(
             hidden: torch.Tensor,
@@ -133,8 +136,8 @@ class VocabParallelHead:
             *,
             scale: float = 1,
         ) -> torch.Tensor:
-            inputs = self._head_inputs(hidden, head, loss)
-            return sum_cross_entropy(*inputs, labels_T, self._loss(loss), scale=scale)
+            inputs = parallel._head_inputs(hidden, head, loss)
+            return sum_cross_entropy(*inputs, labels_T, parallel._loss(loss), scale=scale)
 
         return summed if self._group else partial(sum_cross_entropy, loss=loss)
 
@@ -150,19 +153,23 @@ class VocabParallelHead:
 
         return of_labels if self._group else partial(token_log_probs, loss=loss)
 
-    def token_scores(self, loss: Loss = CROSS_ENTROPY) -> TokenScoresFn:
+    def token_scores(
+        self, loss: Loss = CROSS_ENTROPY, metrics: Sequence[LogitsMetric] = ()
+    ) -> TokenScoresFn:
         """`losses.token_metrics.token_scores` for such a model."""
+        parallel = replace(self, logits="gathered") if metrics else self
 
         def scored(
             hidden: torch.Tensor, head: nn.Module, labels_T: torch.Tensor | Labels
         ) -> Scores:
             return token_scores(
-                *self._head_inputs(hidden, head, loss),
+                *parallel._head_inputs(hidden, head, loss),
                 labels_T,
                 # Of the widest shard: all ranks must cut the tokens into the same chunks.
-                width=self._max_shard_size,
-                loss=self._loss(loss),
-                max_reduce=self._all_reduce_max if self._is_sharded else None,
+                width=parallel._max_shard_size,
+                loss=parallel._loss(loss),
+                max_reduce=self._all_reduce_max if parallel._is_sharded else None,
+                metrics=metrics,
             )
 
         return scored
@@ -177,9 +184,8 @@ class VocabParallelHead:
             hidden: torch.Tensor, head: nn.Module, places_S: torch.Tensor
         ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
             inputs = gathering._head_inputs(hidden, head, loss)
-            cap = loss.terms.soft_cap
             for chunk, logits_CV in chunked_logits(*inputs, places_S, loss, self.size):
-                yield chunk, logits_CV if cap is None else (logits_CV / cap).tanh() * cap
+                yield chunk, soft_capped(logits_CV, loss.terms.soft_cap)
 
         return capped
 

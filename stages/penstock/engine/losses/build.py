@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 
 from penstock.config.schema.run import RunConfig
+from penstock.core.extensions import LOSSES
 from penstock.engine.backends.compile import require_compiler
 from penstock.engine.distributed.parallel_model import ParallelModel
 from penstock.engine.distributed.ranks import ProcessInfo
@@ -12,6 +13,7 @@ from penstock.engine.distributed.vocab_parallel import VocabParallelHead
 from penstock.engine.losses.preference import Preferences
 from penstock.engine.losses.sequence_logprobs import SequenceLogProbs
 from penstock.losses.cross_entropy import Loss, Precision
+from penstock.losses.logits_loss import LogitsLoss
 from penstock_kernels.cross_entropy import LossOptions
 
 
@@ -26,7 +28,9 @@ def train_loss_fn(run: RunConfig, device: torch.device, soft_cap: float | None =
             device, "train.ce_mode is compiled", "Write chunked, which needs no compiler."
         )
     terms = LossOptions(train.label_smoothing, train.z_loss_coef, soft_cap)
-    return Loss(terms, mode=train.ce_mode, precision=_precision(run))
+    loss = LOSSES.build(train.loss, train.loss_kwargs)
+    package = loss if isinstance(loss, LogitsLoss) else None
+    return Loss(terms, mode=train.ce_mode, precision=_precision(run), package=package)
 
 
 def eval_loss_fn(run: RunConfig, soft_cap: float | None) -> Loss:

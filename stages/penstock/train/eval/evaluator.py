@@ -48,7 +48,7 @@ class Evaluator:
         self._rows_per_batch = rows_per_batch
         self._row_ids = select_eval_rows(len(rows), train.eval_max_batches, rows_per_batch)
         self._costs = row_costs(built, rows).total
-        self._metric = metric or TokenMetrics(rows, built, ranks)
+        self._metric = metric or TokenMetrics(rows, built, ranks, train.eval_metrics)
 
     def __len__(self) -> int:
         """Number of evaluation rows."""

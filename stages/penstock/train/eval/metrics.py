@@ -1,7 +1,7 @@
 """Evaluation metrics: of tokens, and of preferences."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -38,15 +38,24 @@ class EvalMetric(Protocol):
         ...
 
 
+PREFIX = "eval_"
 LOSS, PERPLEXITY, TOKEN_ACCURACY = "eval_loss", "eval_perplexity", "eval_token_accuracy"
 
 
 class TokenMetrics:
     """Mean cross-entropy over the trained tokens, weighted by their loss weights; perplexity; top-1
-    token accuracy; and the mean loss of each data set if there are several."""
+    token accuracy; the mean of each metric of `metrics`, of packages; and the mean loss of each
+    data set if there are several."""
 
-    def __init__(self, rows: PackedRows, built: BuiltModel, ranks: ProcessInfo) -> None:
+    def __init__(
+        self,
+        rows: PackedRows,
+        built: BuiltModel,
+        ranks: ProcessInfo,
+        metrics: Iterable[str] = (),
+    ) -> None:
         self._rows, self._built, self._ranks = rows, built, ranks
+        self._metrics = [f"{PREFIX}{name}" for name in metrics]
         self._sources = Sources.read(rows.folder)
         self._first_documents = np.cumsum(rows.documents()) - rows.documents()
         self.reset()
@@ -55,14 +64,18 @@ class TokenMetrics:
     def names(self) -> list[str]:
         """The keys of `compute`."""
         labels = self._sources.labels if self._sources else ()
-        return [LOSS, PERPLEXITY, TOKEN_ACCURACY, *(f"{LOSS}/{label}" for label in labels)]
+        by_source = (f"{LOSS}/{label}" for label in labels)
+        return [LOSS, PERPLEXITY, TOKEN_ACCURACY, *self._metrics, *by_source]
 
     def reset(self) -> None:
         """Reset the accumulated values."""
         self._num_sources = len(self._sources.labels) if self._sources else 1
         # float32 cannot count by ones beyond 2**24 tokens.
         self._counts = torch.zeros(
-            self._num_sources, 4, dtype=torch.float64, device=self._ranks.device
+            self._num_sources,
+            4 + len(self._metrics),
+            dtype=torch.float64,
+            device=self._ranks.device,
         )
 
     def update(self, batches: Sequence[MicroBatch]) -> None:
@@ -73,9 +86,11 @@ class TokenMetrics:
     def compute(self) -> dict[str, float]:
         """Reduce over all ranks and return the metrics."""
         counts: list[list[float]] = self._ranks.all_reduce_sum(self._counts).tolist()
-        loss, weight, tokens, right = (sum(column) for column in zip(*counts, strict=True))
+        sums = [sum(column) for column in zip(*counts, strict=True)]
+        loss, weight, tokens, right, *of_metrics = sums
         mean = loss / (weight or 1)
         record = {LOSS: mean, PERPLEXITY: perplexity(mean), TOKEN_ACCURACY: right / max(1, tokens)}
+        record |= {n: of / (weight or 1) for n, of in zip(self._metrics, of_metrics, strict=True)}
         if self._sources:
             by_source = zip(self._sources.labels, counts, strict=True)
             record |= {f"{LOSS}/{label}": sums[0] / sums[1] for label, sums in by_source if sums[1]}
@@ -100,9 +115,6 @@ def perplexity(loss: float) -> float:
         return math.exp(loss)
     except OverflowError:
         return math.inf
-
-
-PREFIX = "eval_"
 
 
 class PreferenceMetrics:

@@ -14,7 +14,7 @@ from penstock.core.os_errors import describe_os_error
 from penstock.train.launch.job import LOGS, METRICS, Job
 from penstock.train.metrics.jsonl import MetricsLog
 from penstock.train.metrics.progress import build_progress
-from penstock.train.trackers.registry import TRACKERS, select_trackers
+from penstock.train.trackers.registry import SPECS, select_trackers
 from penstock.train.trackers.supervisor import TrackerSupervisor
 from penstock.train.trackers.tracker import Ending
 
@@ -45,7 +45,8 @@ class MetricsRecorder:
         for note in notes:
             self.log_message(note)
         for name in names:
-            self._start_process(TRACKERS[name].title, "penstock.train.trackers", name)
+            title = SPECS[name].title if name in SPECS else name
+            self._start_process(title, "penstock.train.trackers", name)
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Write a step record, with its `loss`, or an evaluation record."""

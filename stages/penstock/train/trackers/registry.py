@@ -17,8 +17,6 @@ class TrackerSpec:
     """The name shown to users."""
     module: str
     """The required module; the extra of this package that installs it has the tracker's name."""
-    adapter: str
-    """Our module with its `start_run`."""
 
     @property
     def is_installed(self) -> bool:
@@ -26,17 +24,18 @@ class TrackerSpec:
         return find_spec(self.module) is not None
 
 
-TRACKERS: Mapping[str, TrackerSpec] = {
-    "wandb": TrackerSpec("Weights & Biases", "wandb", "wandb"),
-    "tensorboard": TrackerSpec("TensorBoard", "tensorboard", "tensorboard"),
-    "mlflow": TrackerSpec("MLflow", "mlflow", "mlflow"),
-    "trackio": TrackerSpec("trackio", "trackio", "trackio"),
+SPECS: Mapping[str, TrackerSpec] = {
+    "wandb": TrackerSpec("Weights & Biases", "wandb"),
+    "tensorboard": TrackerSpec("TensorBoard", "tensorboard"),
+    "mlflow": TrackerSpec("MLflow", "mlflow"),
+    "trackio": TrackerSpec("trackio", "trackio"),
 }
+"""Ours."""
 
 
 def require_trackers(train: TrainConfig) -> None:
     """Raise CapabilityError for a configured tracker whose package is not installed."""
-    for name, spec in TRACKERS.items():
+    for name, spec in SPECS.items():
         if getattr(train, f"use_{name}") and not spec.is_installed:
             raise CapabilityError(
                 f"train.use_{name} is true, and the package {spec.module} is not installed.\n"
@@ -47,11 +46,11 @@ def require_trackers(train: TrainConfig) -> None:
 
 def select_trackers(train: TrainConfig) -> tuple[list[str], list[str]]:
     """Names of the trackers to use, and messages about that."""
-    names = [name for name in TRACKERS if getattr(train, f"use_{name}")]
+    names = [name for name in SPECS if getattr(train, f"use_{name}")]
     notes: list[str] = []
     is_logged_in = env.wandb_is_logged_in()
     if train.use_wandb is None and is_logged_in:
-        if TRACKERS["wandb"].is_installed:
+        if SPECS["wandb"].is_installed:
             names.insert(0, "wandb")
         else:
             notes.append(
@@ -64,4 +63,4 @@ def select_trackers(train: TrainConfig) -> tuple[list[str], list[str]]:
             "there is no login to Weights & Biases, so the run is logged offline in the folder "
             "wandb of output_dir; `wandb sync` uploads it later"
         )
-    return names, notes
+    return [*names, *train.trackers], notes

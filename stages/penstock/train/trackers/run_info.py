@@ -52,7 +52,9 @@ class RunInfo:
             tensorboard_dir=Path(train.log_dir) if train.log_dir else job.output_dir / TENSORBOARD,
             log_intervals={
                 "wandb": train.wandb_log_interval,
-                **dict.fromkeys(("tensorboard", "mlflow", "trackio"), train.log_interval),
+                **dict.fromkeys(
+                    ("tensorboard", "mlflow", "trackio", *train.trackers), train.log_interval
+                ),
             },
         )
 

@@ -1,8 +1,10 @@
 """Tracker interface: an experiment tracker that receives the metrics of a run."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol
 
+from penstock.core.extensions import Part
 from penstock.train.trackers.run_info import RunInfo
 
 Ending = Literal["finished", "stopped"]
@@ -24,3 +26,12 @@ class Tracker(Protocol):
 
 StartRun = Callable[[RunInfo, ResumeState], Tracker]
 """Create a run, or resume the one in the resume state; store its id there."""
+
+
+class PackageTracker(Part, ABC):
+    """A tracker of a package (`penstock.trackers`), with its options as fields. It has a process of
+    its own, to which `launch.pass_env` passes credentials."""
+
+    @abstractmethod
+    def start_run(self, run_info: RunInfo, state: ResumeState) -> Tracker:
+        """See `StartRun`."""

@@ -10,20 +10,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
+from penstock.core.extensions import TRACKERS
 from penstock.core.file_lock import acquire_lock
 from penstock.core.file_tail import FileTail
 from penstock.core.files import read_json, write_json
 from penstock.train.launch.job import JOB, METRICS, Job
 from penstock.train.metrics.jsonl import parse_line
-from penstock.train.trackers.registry import TRACKERS
 from penstock.train.trackers.run_info import TRACKERS_FOLDER, RunInfo
 from penstock.train.trackers.scalars import record_kind, record_values
 from penstock.train.trackers.sidecar import RunEnd, start_sidecar
-from penstock.train.trackers.tracker import ResumeState, StartRun, Tracker
+from penstock.train.trackers.tracker import PackageTracker, ResumeState, StartRun, Tracker
 
 CALL_TIMEOUT_SECONDS = 120.0
 """Timeout in seconds of one tracker call; on a timeout this process exits."""
@@ -45,9 +44,9 @@ def main(name: str, folder: Path) -> None:
     """Upload until standard input closes. On failure, the last line on stderr says why."""
     end = start_sidecar(NICENESS)
     try:
-        start_run: StartRun = import_module(
-            f"penstock.train.trackers.{TRACKERS[name].adapter}"
-        ).start_run
+        options = Job.read(folder / JOB).config.train.trackers.get(name, {})
+        tracker = TRACKERS.build(name, options)
+        start_run: StartRun = tracker.start_run if isinstance(tracker, PackageTracker) else tracker
         # The uploader of an earlier start of the ranks may still be finishing.
         with acquire_lock(folder / TRACKERS_FOLDER / f".{name}.lock"):
             upload_run(name, folder, start_run, end)

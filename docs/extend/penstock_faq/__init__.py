@@ -1,0 +1,1 @@
+"""Parts for Penstock, as an example of a package that adds some."""

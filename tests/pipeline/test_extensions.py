@@ -1,0 +1,209 @@
+"""The example package of docs/extend.md, built and installed: its parts in a run."""
+
+import csv
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig
+
+from penstock.config.loading.load import load
+from penstock.core.cache.stage import identity
+from penstock.core.errors import CapabilityError
+from penstock.pipeline.plan import plan
+from penstock.rows.tokenizer import byte_tokenizer
+from tests.conftest import ROOT
+from tests.packages import installed, write_package
+from tests.pipeline.runs import outcome, penstock, write_run
+
+EXAMPLE = ROOT / "docs" / "extend"
+DYING = """
+import os, signal, sys
+from penstock_faq import stages
+count_lengths = stages.count_lengths
+
+def die(folder, bins):
+    if folder.name == "validation":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return count_lengths(folder, bins)
+
+stages.count_lengths = die
+from penstock.cli.main import main
+main(sys.argv[1:])
+"""
+
+
+def build(source: Path, folder: Path) -> Path:
+    """Build the wheel of a project and unpack it into `folder`, as an installer does."""
+    wheels = folder.with_suffix(".wheels")
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(wheels)]
+    subprocess.run(command, cwd=source, check=True, capture_output=True)
+    (wheel,) = wheels.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    return folder
+
+
+def raised(source: Path, target: Path, file: str, old: str, new: str) -> Path:
+    """A copy of the project with a higher version somewhere."""
+    shutil.copytree(source, target)
+    text = (target / file).read_text()
+    assert text.count(old) == 1
+    (target / file).write_text(text.replace(old, new))
+    return target
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory):
+    return build(EXAMPLE, tmp_path_factory.mktemp("site") / "packages")
+
+
+@pytest.fixture
+def use(monkeypatch, example):
+    """Puts a folder of packages, by default that of the example, on the path of commands."""
+
+    def use(folder: Path = example) -> None:
+        monkeypatch.setenv("PYTHONPATH", str(folder))
+
+    use()
+    return use
+
+
+def faq_run(folder: Path, **train) -> Path:
+    rows = folder / "faq.csv"
+    with rows.open("w", newline="") as stream:
+        writer = csv.writer(stream)
+        writer.writerow(["Frage", "Antworten", "Thema"])
+        writer.writerows(
+            [f"What is {n} doubled?", f"{2 * n}|twice {n}", "numbers"] for n in range(40)
+        )
+    columns = {"question": "Frage", "answers": "Antworten", "topic": "Thema"}
+    return write_run(
+        folder,
+        data={
+            "datasets": [{"path": str(rows), "type": "faq_csv", "type_kwargs": columns}],
+            "dataset_prepared_path": str(folder / "prepared"),
+            "sample_packing_sequence_len": 256,
+            "val_set_size": 4,
+            "dataset_num_proc": 1,
+        },
+        train={
+            "output_dir": str(folder / "out"),
+            "data_parallel_mode": "none",
+            "enable_mixed_precision": False,
+            "lr": 0.01,
+            "loss": "focal",
+            "loss_kwargs": {"gamma": 1.0},
+            "eval_metrics": {"entropy": {}},
+            "max_steps": 2,
+            "log_format": "structured",
+            **train,
+        },
+        pipeline={
+            "artifacts_path": str(folder / "artifacts"),
+            "extra_stages": {"data_card": {"bins": 4}},
+        },
+    )
+
+
+def plan_of(config: Path) -> dict[str, dict]:
+    return {stage["stage"]: stage for stage in outcome(penstock("plan", config, "--json"))["plan"]}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("use")
+def test_parts_of_a_package_run_are_cached_resumed_and_built_again_by_their_versions(tmp_path, use):
+    config = faq_run(tmp_path)
+    killed = subprocess.run(
+        [sys.executable, "-c", DYING, "stage", "data_card", str(config)],
+        check=False,
+        capture_output=True,
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    (counted,) = (tmp_path / "artifacts" / "data_card").glob("*/train.json")
+    written = counted.stat().st_mtime_ns
+    assert plan_of(config)["data_card"]["standing"] == "partial"
+
+    run = outcome(penstock("run", config, "--json"))
+    statuses = {stage["stage"]: stage["status"] for stage in run["stages"]}
+    assert list(statuses) == ["prepare", "pack", "data_card", "train", "export"]
+    assert statuses["data_card"] == "resumed"
+    assert counted.stat().st_mtime_ns == written
+    manifest = json.loads((counted.parent / "manifest.json").read_text())
+    assert manifest["facts"]["samples"] == {"train": 36, "validation": 4}
+    assert manifest["settings"] == {"package": "penstock-faq 1.0", "options": {"bins": 4}}
+    assert "## validation: 4 samples" in (counted.parent / "card.md").read_text()
+    lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    (evaluation,) = [record for record in records if "eval_loss" in record]
+    assert 0 < evaluation["eval_entropy"] < 6
+    again = outcome(penstock("run", config, "--json"))
+    assert {stage["status"] for stage in again["stages"]} == {"cached"}
+
+    release = raised(
+        EXAMPLE, tmp_path / "release", "pyproject.toml", 'version = "1.0"', 'version = "1.1"'
+    )
+    use(build(release, tmp_path / "released"))
+    table = penstock("plan", config).stdout
+    assert "datasets.0.part.package: penstock-faq 1.0 -> 1.1" in table
+    assert "parts.loss.package: penstock-faq 1.0 -> 1.1" in table
+    assert "    package: penstock-faq 1.0 -> 1.1" in table
+
+    stages = raised(
+        EXAMPLE,
+        tmp_path / "stages",
+        "penstock_faq/stages.py",
+        "version: ClassVar[int] = 1",
+        "version: ClassVar[int] = 2",
+    )
+    use(build(stages, tmp_path / "raised"))
+    standings = {name: stage["standing"] for name, stage in plan_of(config).items()}
+    assert standings == {**dict.fromkeys(standings, "cached"), "data_card": "missing"}
+    assert plan_of(config)["data_card"]["changed"] == [{"field": "version", "here": 2, "there": 1}]
+
+
+def test_without_the_package_each_name_is_refused_where_it_is_written(tmp_path, monkeypatch):
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    refused = penstock("plan", faq_run(tmp_path), check=2).stderr
+    for field in ("data.datasets.0.type", "train.loss", "train.eval_metrics", "extra_stages"):
+        assert field in refused
+    assert "Traceback" not in refused
+
+
+FAMILY = """
+from dataclasses import replace
+from penstock.models.families.dense.llama import LLAMA
+MINE = replace(LLAMA, model_type="my_llama")
+"""
+
+
+def test_a_family_of_a_package_is_native_and_its_release_is_in_the_key_of_training(tmp_path):
+    entry = {"penstock.families": {"my_llama": "my_models:MINE"}}
+    package = write_package(tmp_path / "packages", "my_models", "2.0", entry, FAMILY)
+    folder = tmp_path / "model"
+    LlamaConfig(
+        vocab_size=320,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    ).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "my_llama"}))
+    model = {"config_path": str(folder), "tokenizer_path": str(folder), "backend": "native"}
+    file = write_run(tmp_path / "run", model=model)
+    with installed(package):
+        train = plan(load(file)).step("train").stage
+    assert identity(train)["settings"]["layer_versions"] == {
+        "package": "my_models 2.0",
+        "version": 1,
+    }
+    with pytest.raises(CapabilityError, match="my_llama"):
+        plan(load(file))
