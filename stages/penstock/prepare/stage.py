@@ -37,7 +37,8 @@ class Prepare(Stage):
     Version 2: slices keep source order; samples are shuffled by index
     (`penstock.rows.sample_order`). Version 3: nulls in tools are kept, and conversations whose chat
     template renders earlier answers differently are rendered turn by turn. Version 4: conversations
-    have the tokens of their whole text, and a turn ends with one stop token.
+    have the tokens of their whole text, and a turn ends with one stop token. Version 5:
+    tokenized records have the loss weights of their column.
     """
 
     name: ClassVar[str] = "prepare"

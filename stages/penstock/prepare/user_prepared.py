@@ -146,8 +146,8 @@ def no_prepared_data(folder: Path) -> ConfigError:
 
 
 def artifacts_root(folder: Path) -> Path:
-    """Root folder for other results beside user-supplied data: `folder`, or the root of "
-    "`folder`."""
+    """Root folder for other results beside user-supplied data: `folder`, or the root of
+    `folder`."""
     if _is_prepared(read_manifest(folder)) and folder.parent.name == ExternalPrepared.name:
         return folder.parent.parent
     return folder

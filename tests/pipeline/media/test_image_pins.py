@@ -73,8 +73,8 @@ def in_parts(name):
     return {"messages": [{"role": "user", "content": asking(name)[0]["content"]}]}
 
 
-def in_json(name):
-    return {"messages": json.dumps(asking(name))}
+def in_json(*names):
+    return {"messages": json.dumps(asking(*names))}
 
 
 @pytest.mark.parametrize("form", [in_column, in_parts, in_json], ids=lambda form: form.__name__)
@@ -84,6 +84,34 @@ def test_paths_in_columnar_files_are_found(tmp_path, model, form):
     before = key(model, tmp_path / "a.parquet")
     (tmp_path / "1.png").write_bytes(picture(1))
     assert key(model, tmp_path / "a.parquet") != before
+
+
+def test_paths_in_the_last_of_several_row_groups_are_found(tmp_path, model):
+    texts = [in_json()["messages"]] * 2999 + [in_json("0.png")["messages"]]
+    pq.write_table(pa.table({"messages": texts}), tmp_path / "a.parquet", row_group_size=1000)
+    before = key(model, tmp_path / "a.parquet")
+    (tmp_path / "0.png").write_bytes(picture(1))
+    assert key(model, tmp_path / "a.parquet") != before
+
+
+def dictionary(form):
+    """A column whose texts are in a dictionary."""
+    if form is in_json:
+        return pa.array([in_json("0.png")["messages"]] * 3).dictionary_encode()
+    texts = pa.dictionary(pa.int32(), pa.string())
+    part = pa.struct([("type", texts), ("path", pa.string()), ("text", pa.string())])
+    turn = pa.struct([("role", pa.string()), ("content", pa.list_(part))])
+    return pa.array([in_parts("0.png")["messages"]], pa.list_(turn))
+
+
+@pytest.mark.parametrize("form", [in_json, in_parts], ids=lambda form: form.__name__)
+def test_paths_in_dictionaries_are_found(tmp_path, model, form):
+    table = pa.table({"messages": dictionary(form)})
+    with pa.ipc.new_file(str(tmp_path / "a.arrow"), table.schema) as file:
+        file.write_table(table)
+    before = key(model, tmp_path / "a.arrow")
+    (tmp_path / "0.png").write_bytes(picture(1))
+    assert key(model, tmp_path / "a.arrow") != before
 
 
 def test_records_without_images_are_not_parsed(tmp_path, model, monkeypatch):

@@ -44,8 +44,8 @@ class SourceFile:
         return detect_compression(self.name)
 
     def too_large(self, location: str) -> StageError:
-        """The error for a record of more than `max_record_bytes`; `location` is what is too "
-        "large."""
+        """The error for a record of more than `max_record_bytes`; `location` is what is
+        too large."""
         return StageError(
             f"{self.name}: {location} has more than {self.max_record_bytes:,} bytes "
             "(data.max_record_bytes).\n  Split it, or raise data.max_record_bytes."

@@ -36,7 +36,7 @@ from penstock.prepare.readers.records import Chunk, Value
 from penstock.prepare.readers.registry import read_chunks
 from penstock.prepare.settings import DatasetSettings
 
-FORMAT = 4
+FORMAT = 5
 """Increase it if the same data must be found to name other images."""
 
 WORDS = (*MEDIA_WORDS, "image_info", *FOLDER_COLUMNS)
@@ -47,6 +47,10 @@ MENTION = re.compile(rb'"(?:%s)\\*"' % "|".join(WORDS).encode())
 
 BARE = re.compile("|".join(KINDS).encode())
 """The same among the values of a column."""
+
+
+Searched = dict[tuple[int, int], tuple[pa.Buffer, bool]]
+"""The buffers of a batch by address and size, and whether each has a word."""
 
 
 def image_root(piece: FileSplit, settings: DatasetSettings) -> Folder | None:
@@ -184,7 +188,7 @@ def _named_paths(
 def _iter_paths(
     piece: FileSplit, settings: DatasetSettings, columns: tuple[str, ...] | None
 ) -> Iterator[str]:
-    searched: dict[int, bool] = {}
+    searched: Searched = {}
     for chunk in read_chunks(piece):
         for value in _mentioning(chunk, searched):
             try:
@@ -195,7 +199,7 @@ def _iter_paths(
                 yield from (path for _, ref in conversation.media for path in ref.paths)
 
 
-def _mentioning(chunk: Chunk, searched: dict[int, bool]) -> list[Value]:
+def _mentioning(chunk: Chunk, searched: Searched) -> list[Value]:
     """The records that may have images; the others are not parsed."""
     items = chunk.items
     if isinstance(items, pa.RecordBatch):
@@ -205,21 +209,45 @@ def _mentioning(chunk: Chunk, searched: dict[int, bool]) -> list[Value]:
     return chunk.values()
 
 
-def _mentions(batch: pa.RecordBatch, searched: dict[int, bool]) -> bool:
+def _mentions(batch: pa.RecordBatch, searched: Searched) -> bool:
     names = set(_field_names(batch.schema))
-    if names & {*WORDS}:
+    if names & {*WORDS} or any(map(_has_inner_dictionary, batch.schema.types)):
         return True
     pattern = BARE if "type" in names else MENTION
-    for buffer in (buffer for column in batch.columns for buffer in column.buffers() if buffer):
-        if buffer.address not in searched:
-            searched[buffer.address] = pattern.search(memoryview(buffer)) is not None
-        if searched[buffer.address]:
+    buffers = {(buffer.address, buffer.size): buffer for buffer in _buffers(batch.columns)}
+    # The chunks of a batch share its buffers. Once it is freed, the next one's may be where
+    # they were: a buffer is known by its address only as long as it is held.
+    for key in searched.keys() - buffers.keys():
+        del searched[key]
+    for key, buffer in buffers.items():
+        if key not in searched:
+            searched[key] = buffer, pattern.search(memoryview(buffer)) is not None
+        if searched[key][1]:
             return True
     return False
+
+
+def _buffers(arrays: Iterable[Any]) -> Iterator[pa.Buffer]:
+    """Those of arrays and of their dictionaries, which `Array.buffers` leaves out."""
+    for array in arrays:
+        yield from filter(None, array.buffers())
+        if pa.types.is_dictionary(array.type):
+            yield from _buffers([array.dictionary])
+
+
+def _has_inner_dictionary(kind: pa.DataType) -> bool:
+    """Whether lists or structs have a dictionary, which is not searched."""
+    kinds = [field.type for field in _fields(kind)]
+    return any(pa.types.is_dictionary(inner) or _has_inner_dictionary(inner) for inner in kinds)
 
 
 def _field_names(fields: Iterable[pa.Field]) -> Iterator[str]:
     for field in fields:
         yield field.name
-        kind = field.type
-        yield from _field_names(kind.field(index) for index in range(kind.num_fields))
+        yield from _field_names(_fields(field.type))
+
+
+def _fields(kind: pa.DataType) -> list[pa.Field]:
+    """Those of a type, or of the values of a dictionary."""
+    inner = kind.value_type if pa.types.is_dictionary(kind) else kind
+    return [inner.field(index) for index in range(inner.num_fields)]
