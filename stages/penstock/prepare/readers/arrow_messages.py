@@ -43,6 +43,7 @@ def check_footer(raw: BinaryIO, expansion: Expansion) -> list[Block]:
         length, _ = TRAILER.unpack(raw.read(TRAILER.size))
         raw.seek(max(0, size - TRAILER.size - length))
         footer = _read_table(raw, length)
+        # Footer: 2 is its dictionaries, 3 its record batches.
         dictionaries, batches = (footer.structs(field, BLOCK) for field in (2, 3))
     except (struct.error, ValueError, OSError) as error:
         raise _damaged(expansion, f"its footer cannot be read ({error})") from error
@@ -82,6 +83,7 @@ def _read_metadata(raw: BinaryIO, offset: int, expansion: Expansion) -> "tuple[_
     try:
         raw.seek(offset)
         prefix = raw.read(4)
+        # Messages of before Arrow 0.15 do not have it.
         if prefix == CONTINUATION:
             prefix = raw.read(4)
         if prefix in (b"", bytes(4)):
@@ -123,11 +125,13 @@ def _claims(
     raw: BinaryIO, message: "_Table", body: int, file_bytes: int | None
 ) -> tuple[int, int, int]:
     """(type of a message, its rows, bytes of its compressed buffers after decompression)."""
+    # Message: 1 is the type of its header, 2 the header, 3 the length of its body.
     kind, length = message.byte(1), message.long(3)
     if length < 0 or body + length > (file_bytes or body + length):
         raise ValueError(f"a body of {length:,} bytes")
     batch = message.table(2) if kind in (DICTIONARY_BATCH, RECORD_BATCH) else None
     if batch and kind == DICTIONARY_BATCH:
+        # A DictionaryBatch wraps a record batch with one column.
         batch = batch.table(1)
     if batch is None:
         return kind, 0, 0
@@ -136,6 +140,7 @@ def _claims(
 
 def _num_bytes(raw: BinaryIO, batch: "_Table", body: int, length: int) -> int:
     """Bytes of the compressed buffers of a batch after decompression."""
+    # RecordBatch: 0 is its rows, 2 its buffers, 3 its compression.
     buffers = batch.structs(2, PAIR)
     total = 0
     for start, size in buffers:
@@ -144,6 +149,7 @@ def _num_bytes(raw: BinaryIO, batch: "_Table", body: int, length: int) -> int:
         if size and batch.has(3):
             raw.seek(body + start)
             claimed = int.from_bytes(raw.read(8), "little", signed=True)
+            # -1 says that this buffer alone is not compressed, as it would have grown.
             if claimed < -1:
                 raise ValueError(f"a buffer of {claimed:,} bytes")
             total += max(0, claimed)
@@ -163,6 +169,8 @@ class _Table:
     def __init__(self, content: bytes, position: int) -> None:
         self._content = content
         self._position = position
+        # A table begins with the distance back to its vtable: its own size, the table's, and where
+        # each field is, 16 bits each; 0 is a field that is not there.
         self._fields = position - self._unpack("<i", position)
         self._num_bytes: int = self._unpack("<H", self._fields)
 

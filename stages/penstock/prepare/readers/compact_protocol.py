@@ -34,7 +34,10 @@ class CompactReader:
         fields, number = Struct(), 0
         while header := self._byte():
             delta, kind = header >> 4, header & 0xF
+            # Fields in ascending order are written as differences of 1 to 15, others with their
+            # number.
             number = number + delta if delta else self._signed()
+            # Of a field, 1 and 2 are true and false themselves; in a list they take a byte.
             fields[number] = kind == 1 if kind in (1, 2) else self._value(kind, depth)
         return fields
 
@@ -43,6 +46,8 @@ class CompactReader:
             raise ValueError("nested too deeply")
         if kind in (1, 2, 3):
             return self._byte()
+        # Integers of 16, 32 and 64 bits; 7 is a double, 8 a text or bytes, 9 a list, 10 a set, 12 a
+        # structure. Parquet has no maps (11).
         if kind in (4, 5, 6):
             return self._signed()
         if kind == 7:
@@ -51,6 +56,7 @@ class CompactReader:
             return self._skip(self.varint())
         if kind in (9, 10):
             header = self._byte()
+            # Up to 14 entries are counted in the header.
             count = header >> 4 if header < 0xF0 else self.varint()
             values = (self._value(header & 0xF, depth + 1) for _ in range(count))
             return [value for value in values if isinstance(value, dict)]
@@ -64,6 +70,7 @@ class CompactReader:
 
     def _signed(self) -> int:
         number = self.varint()
+        # Zigzag: 0, -1, 1, -2 are written as 0, 1, 2, 3.
         return (number >> 1) ^ -(number & 1)
 
     def _skip(self, count: int) -> int:

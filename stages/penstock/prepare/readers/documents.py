@@ -83,8 +83,10 @@ def csv_rows(file: SourceFile) -> Iterator[Chunk]:
 
     Raises StageError if it is not CSV.
     """
+    # The process has one limit, 131,072 characters unless it is set.
     csv.field_size_limit(file.max_record_bytes)
     with file.open() as raw:
+        # With newline="", line ends within quotes stay as they are in the file.
         stream = io.TextIOWrapper(raw, encoding="utf-8-sig", newline="")
         lines = _iter_text_lines(stream, file)
         reader = csv.reader(lines, strict=True, delimiter=detect_delimiter(file))
@@ -244,6 +246,8 @@ class _JsonReader:
         if len(unread) > self._file.max_record_bytes:
             raise self._file.too_large(f"the value at line {self.line:,}")
         try:
+            # A value is decoded anew after each read: as reads double the text, all attempts cost
+            # about twice the last.
             more = self._stream.read(max(CHUNK, len(unread)))
         except UnicodeDecodeError as error:
             raise StageError(

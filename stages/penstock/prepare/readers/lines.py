@@ -59,6 +59,7 @@ def text_lines(file: SourceFile, span: Span | None) -> Iterator[Chunk]:
 def parse_line(line: bytes) -> Value:
     """Parse one JSON line."""
     try:
+        # As `json.loads` decodes bytes.
         value = JSON.decode(line.decode(json.detect_encoding(line), "surrogatepass"))
     except RecursionError:
         return BadRecord("invalid_json", "not JSON: nested too deeply")
@@ -88,6 +89,7 @@ def line_start(stream: BinaryIO, offset: int) -> int:
     """Offset of the first line that starts at or after `offset`, or the end of the file."""
     if not offset:
         return 0
+    # From the byte before: if it ends a line, the next one starts at `offset` itself.
     stream.seek(offset - 1)
     while block := stream.readline(BLOCK):
         offset += len(block)

@@ -172,6 +172,8 @@ def column_chunks(
 
 def read_codecs(stream: BinaryIO) -> list[list[int]]:
     """The codec of each column of each row group: pyarrow ends the process at an unknown one."""
+    # A file ends with the footer, its length and "PAR1". FileMetaData: 4 is the row groups.
+    # RowGroup: 1 is its columns. ColumnChunk: 3 is its metadata. ColumnMetaData: 4 is its codec.
     stream.seek(-8, io.SEEK_END)
     length = int.from_bytes(stream.read(4), "little")
     stream.seek(-8 - length, io.SEEK_END)
@@ -218,6 +220,9 @@ def _read_header(stream: BinaryIO, offset: int) -> tuple[Struct, int]:
 
 
 def _page(header: Struct, start: int) -> Page:
+    # PageHeader: 1 is the type, 2 the bytes after decompression, 3 those in the file; 5, 7 and 8
+    # are the headers of the types. In theirs 1 is the values; then 2 is the encoding and 4 that of
+    # repetition levels, and in version 2 4 is the encoding and 6 the bytes of those levels.
     kind = header.get(1)
     fields = header.get({DATA: 5, DICTIONARY: 7, DATA_V2: 8}.get(cast("int", kind), 0))
     values: Struct = fields if isinstance(fields, dict) else {}
@@ -296,6 +301,8 @@ def _zeros(content: bytes, width: int, num_values: int) -> _RowStarts | None:
     while position < num_values and compact.at < len(content):
         header = compact.varint()
         count = min(header >> 1, num_values - position)
+        # An odd header counts groups of eight packed levels, an even one repeats the level after
+        # it.
         if header & 1:
             packed = np.frombuffer(content, np.uint8, offset=compact.at)
             packed = packed[: (header >> 1) * width]

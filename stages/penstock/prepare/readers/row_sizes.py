@@ -42,6 +42,7 @@ def row_sizes(array: Any) -> Sizes:
     if _is_text(kind):
         return VALUE_BYTES + _numbers(pc.call_function("binary_length", [array]).fill_null(0))
     if kind in (pa.string_view(), pa.binary_view()):
+        # A view has 16 bytes; the first four are the length.
         lengths = np.frombuffer(array.buffers()[1], np.int32)[::4]
         return VALUE_BYTES + lengths[array.offset : array.offset + len(array)].astype(np.int64)
     return VALUE_BYTES + (kind.byte_width if pa.types.is_fixed_size_binary(kind) else 0)

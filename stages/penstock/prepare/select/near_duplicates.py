@@ -47,6 +47,8 @@ def rows_per_band(threshold: float) -> int:
     At least one of b = PERMUTATIONS // r bands of r hashes agrees with probability
     1 - (1 - t**r)**b.
     """
+    # The S-curve of locality-sensitive hashing: Leskovec, Rajaraman and Ullman, Mining of
+    # Massive Datasets, section 3.4.
     fitting = [
         r
         for r in range(1, PERMUTATIONS + 1)

@@ -24,6 +24,7 @@ CHUNK_SAMPLES = 1 << 12
 """Approximate tokens and samples that are hashed at once: they fit in the CPU cache."""
 
 _BASE = 0x9E3779B97F4A7C15
+# 2**64 over the golden ratio; only odd numbers have an inverse modulo 2**64.
 _BASE_INVERSE = pow(_BASE, -1, 1 << 64)
 
 
@@ -83,6 +84,8 @@ def ngram_hashes(
     values = samples.values
     sums = np.zeros(len(values) + 1, dtype=np.uint64)
     tokens = splitmix64(values.astype(np.uint64) + np.uint64(1))
+    # Prefix sums of token * base**place, modulo 2**64: a difference is an n-gram's polynomial times
+    # base**start, which the inverse takes away wherever it starts.
     np.cumsum(tokens * _powers(_BASE, len(values)), out=sums[1:])
     hashes = (sums[ends] - sums[starts]) * _powers(_BASE_INVERSE, len(values))[starts]
     hashes = splitmix64(hashes + (ends - starts).astype(np.uint64))
