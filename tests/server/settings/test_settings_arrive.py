@@ -27,8 +27,7 @@ from penstock.server.launch import child_main
 from penstock.server.launch.addresses import free_port, workers_address, workers_bind
 from penstock.server.launch.job import ServerJob
 from penstock.server.launch.prepare import LaunchPlan, prepare
-from penstock.server.launch.supervisor import managed_processes
-from penstock.server.launch.torchrun import torchrun_words, workers_environment
+from penstock.server.launch.supervisor import managed_processes, torchrun_words, workers_environment
 from penstock.server.protocol.requests import AddEndpoint, ListEndpoints
 from penstock.server.protocol.types import Endpoint
 from penstock.server.scheduler.__main__ import read_settings

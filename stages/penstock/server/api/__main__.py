@@ -21,7 +21,7 @@ from penstock.server.api.context import AppState
 from penstock.server.api.http_protocol import Connection, max_open_connections
 from penstock.server.api.log_limit import LogLimit
 from penstock.server.api.settings import ApiSettings
-from penstock.server.launch.job import ServerJob
+from penstock.server.launch.job import ServerJob, select_settings
 from penstock.server.protocol.envelopes import FromScheduler
 from penstock.server.protocol.zmq_channel import connecting
 
@@ -106,16 +106,8 @@ async def _end_polls(server: uvicorn.Server, shutting_down: asyncio.Event) -> No
 
 def read_settings(config: ServerConfig, keys: tuple[str, ...]) -> ApiSettings:
     """The API settings of a server config."""
-    return ApiSettings(
-        keys=keys,
-        max_request_bytes=config.max_request_mb << 20,
-        max_connections=config.max_connections,
-        max_pending_requests=config.max_pending_requests,
-        requests_per_minute=config.requests_per_minute,
-        operation_timeout=config.operation_timeout,
-        future_ttl=config.future_ttl,
-        idle_session_timeout=config.idle_session_timeout,
-        sync_after_step=config.sync_after_step,
+    return select_settings(
+        config, ApiSettings, keys=keys, max_request_bytes=config.max_request_mb << 20
     )
 
 

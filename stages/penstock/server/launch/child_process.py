@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from penstock.core import env
-from penstock.server.launch.multi_node import MultiNode, SingleNode
+from penstock.server.launch.multi_node import MultiNode
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 """First and maximum seconds before a restart; each pause doubles the previous one."""
@@ -33,7 +33,7 @@ class ManagedProcess:
     settled_seconds: float = SETTLED_SECONDS
     pass_env: Sequence[str] = ()
     """Further variables of the launcher to pass on."""
-    together: MultiNode = field(default_factory=SingleNode)
+    together: MultiNode = field(default_factory=MultiNode)
     """Coordination of restarts with other machines."""
     deaths: int = 0
     """Consecutive deaths."""
@@ -68,7 +68,10 @@ class ManagedProcess:
             return
         status = self._process.poll()
         if status is None:
-            self._end_with_others()
+            if not self._is_ending and self.together.must_end():
+                self._is_ending = True
+                self.say(f"{self.name} of another machine ended, so these are ended too")
+                self._process.terminate()
             return
         self._kill_group()
         self._process = None
@@ -82,13 +85,6 @@ class ManagedProcess:
         pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (self.deaths - 1))
         self._again_at = now + pause
         self.say(f"{self.name} {ended}; started again in {pause:g} s")
-
-    def _end_with_others(self) -> None:
-        assert self._process is not None
-        if not self._is_ending and self.together.must_end():
-            self._is_ending = True
-            self.say(f"{self.name} of another machine ended, so these are ended too")
-            self._process.terminate()
 
     @property
     def is_alive(self) -> bool:

@@ -4,12 +4,17 @@ It contains no secrets; those are passed in the environment (`penstock.core.env`
 """
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from penstock.config.server.config import ServerConfig
 from penstock.core.files import atomic_write, read_json
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+S = TypeVar("S", bound="DataclassInstance")
 
 FOLDER = "server"
 """State folder of the server processes in the output folder."""
@@ -78,6 +83,12 @@ class ServerJob:
                 "weights": Path(record["weights"]) if record["weights"] else None,
             }
         )
+
+
+def select_settings(config: ServerConfig, kind: type[S], **own: Any) -> S:
+    """The settings of a process, a dataclass: fields as in the config, and its `own` values."""
+    names = {field.name for field in fields(kind)} & ServerConfig.model_fields.keys()
+    return kind(**{name: getattr(config, name) for name in names} | own)
 
 
 def _text(job: ServerJob) -> str:

@@ -4,6 +4,7 @@ import re
 import socket
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,10 +15,11 @@ from penstock.core.errors import CapabilityError, ConfigError
 from penstock.core.files import read_json_object
 from penstock.core.process.rendezvous_endpoint import is_loopback_host
 from penstock.core.remote.urls import is_url
-from penstock.core.sources.hub import local_folder
+from penstock.core.sources.hub import MODEL_FILES, local_folder
 from penstock.core.sources.pin import (
     PROCESSOR_FILES,
     TOKENIZER_AND_CONFIG,
+    Source,
     pin_config,
     pin_model,
     pin_tokenizer,
@@ -151,10 +153,15 @@ def prepare(config: ServerConfig, mode: Mode, worker_address: str | None = None)
     else:
         bind = workers_bind(config, alone=mode == "workers")
         address = workers_address(config, bind)
-        secret = _kept_secret(folder) if mode == "workers" else new_secret()
+        # A scheduler that is connected knows only the secret of workers that ran here before.
+        secret_file = folder / WORKERS_SECRET
+        keeps_secret = mode == "workers" and secret_file.is_file()
+        secret = read_secret(secret_file) if keeps_secret else new_secret()
     port = free_port(config.api_host, config.api_port, "api_port") if serves else config.api_port
-    config_path = _config(config.config_path or config.model_path)
-    tokenizer = _tokenizer(config.tokenizer_path or config.config_path or config.model_path)
+    typed = config.config_path or config.model_path
+    config_path = _local(typed, pin_config(typed), MODEL_FILES)
+    typed = config.tokenizer_path or typed
+    tokenizer = _local(typed, pin_tokenizer(typed), TOKENIZER_AND_CONFIG)
     job = ServerJob(
         config=config,
         mode=mode,
@@ -212,13 +219,6 @@ def _require_address(address: str, mode: Mode) -> None:
         )
 
 
-def _kept_secret(folder: Path) -> str:
-    """The secret of workers that ran here before, if any: a connected scheduler knows only that
-    one."""
-    path = folder / WORKERS_SECRET
-    return read_secret(path) if path.is_file() else new_secret()
-
-
 def _written(path: Path, config: ServerConfig) -> str:
     """The line in a file that another process is about to write."""
     seconds = config.worker_connection_timeout
@@ -242,16 +242,11 @@ def _from_elsewhere(job: ServerJob) -> str:
     return job.workers_address
 
 
-def _config(typed: str) -> str:
-    source = pin_config(typed)
-    return typed if source.pin["kind"] == "builtin" else str(local_folder(typed, source).resolve())
-
-
-def _tokenizer(typed: str) -> str:
-    source = pin_tokenizer(typed)
+def _local(typed: str, source: Source, patterns: Sequence[str]) -> str:
+    """`builtin:<name>` as it is, else a local folder."""
     if source.pin["kind"] == "builtin":
         return typed
-    return str(local_folder(typed, source, TOKENIZER_AND_CONFIG).resolve())
+    return str(local_folder(typed, source, patterns).resolve())
 
 
 def _image_processor(config: ServerConfig, config_path: str, tokenizer: str) -> str:

@@ -6,6 +6,7 @@ restarting workers.
 
 import http.client
 import json
+import math
 import os
 import signal
 import sys
@@ -18,14 +19,17 @@ from types import FrameType
 
 from filelock import Timeout
 
+from penstock.config.server.config import ServerConfig
+from penstock.core import env
 from penstock.core.errors import ConfigError, StageError
 from penstock.core.file_lock import acquire_lock
+from penstock.core.process.rendezvous_endpoint import interface_towards
+from penstock.engine.launch.torchrun import RDZV_BACKEND, SHUTDOWN_TIMEOUT
 from penstock.server.launch.addresses import in_url, near
 from penstock.server.launch.child_process import ManagedProcess
 from penstock.server.launch.job import GIVEN_UP
-from penstock.server.launch.multi_node import FirstNode, MultiNode, OtherNode, SingleNode
+from penstock.server.launch.multi_node import FirstNode, OtherNode
 from penstock.server.launch.prepare import LaunchPlan
-from penstock.server.launch.torchrun import torchrun_words, workers_environment
 
 LOOK_SECONDS = 0.1
 HEALTH_SECONDS = 0.5
@@ -41,6 +45,9 @@ LEAVING_SECONDS = 10.0
 MACHINES = "machines"
 """Coordination folder of the nodes, in the server's folder."""
 STOPPING = (signal.SIGINT, signal.SIGTERM)
+FAILING_SECONDS = 10.0
+"""Seconds for the other ranks to exit after one has died; their results are lost anyway."""
+DEATHS = "deaths.json"
 
 
 def managed_processes(prepared: LaunchPlan, say: Callable[[str], None]) -> list[ManagedProcess]:
@@ -68,17 +75,59 @@ def managed_processes(prepared: LaunchPlan, say: Callable[[str], None]) -> list[
                 most_deaths=config.max_restarts,
                 stop_seconds=config.stop_timeout + MARGIN_SECONDS,
                 pass_env=config.pass_env,
-                together=_build_multi_node(prepared),
             )
         )
+        if config.nnodes > 1:
+            node = OtherNode if config.node_rank else FirstNode
+            processes[-1].together = node(job.folder / MACHINES)
     return processes
 
 
-def _build_multi_node(prepared: LaunchPlan) -> MultiNode:
-    config, folder = prepared.job.config, prepared.job.folder / MACHINES
-    if config.nnodes == 1:
-        return SingleNode()
-    return OtherNode(folder) if config.node_rank else FirstNode(folder)
+def num_local_workers(config: ServerConfig) -> int:
+    """Number of workers on this machine."""
+    count = config.num_workers
+    return max(1, env.num_gpus()) if count == "auto" else count
+
+
+def torchrun_words(config: ServerConfig, folder: Path) -> list[str]:
+    """The arguments after `python -m`: the agent, which dies with this process, and torchrun's
+    options.
+
+    `folder`: where the agent lists ranks that were killed by a signal.
+    """
+    count = num_local_workers(config)
+    common = ["--nproc-per-node", str(count)]
+    endpoint = ["--nnodes", str(config.nnodes), "--rdzv-backend", RDZV_BACKEND]
+    if config.nnodes > 1:
+        # Static node ranks, so that rank 0 runs beside the scheduler.
+        endpoint += [
+            *("--node-rank", str(config.node_rank)),
+            *("--rdzv-endpoint", f"{in_url(str(config.master_addr))}:{config.master_port}"),
+            *("--rdzv-conf", f"rank={config.node_rank}"),
+        ]
+    agent = ["penstock.engine.launch.torchrun_agent", str(os.getpid()), str(folder / DEATHS)]
+    return [*agent, str(config.stop_timeout), *endpoint, *common]
+
+
+def workers_environment(config: ServerConfig) -> dict[str, str]:
+    """Variables that are set for torchrun and the workers."""
+    threads = max(1, env.num_processors() // num_local_workers(config))
+    wished = {
+        "OMP_NUM_THREADS": str(threads),
+        **env.openmp_waiting(),
+        **env.cuda_allocator(),
+    }
+    if config.nnodes > 1 and (interface := interface_towards(str(config.master_addr))):
+        # By default gloo listens on the interface of the host name.
+        wished["GLOO_SOCKET_IFNAME"] = interface
+    return {
+        **env.unless_set(wished),
+        SHUTDOWN_TIMEOUT: str(math.ceil(min(FAILING_SECONDS, config.stop_timeout))),
+        # Keep our folders off sys.path, so that ranks cannot import them by bare name.
+        "PYTHONSAFEPATH": "1",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
 
 
 def serve(prepared: LaunchPlan, say: Callable[[str], None]) -> None:

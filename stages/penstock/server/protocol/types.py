@@ -173,6 +173,11 @@ class Endpoint(Value):
     """Number of receiving ranks: its tensor parallel size."""
     pool: str = "default"
 
+    @property
+    def address(self) -> str:
+        """Its host and port, with brackets for an IPv6 address."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
 
 class Secret(Value):
     """A value that must not appear in logs, errors and responses."""

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from penstock.core import env
-from penstock.server.launch.job import GIVEN_UP, ServerJob
+from penstock.server.launch.job import GIVEN_UP, ServerJob, select_settings
 from penstock.server.protocol.envelopes import ToScheduler
 from penstock.server.protocol.worker_commands import FromWorkers
 from penstock.server.protocol.zmq_channel import connecting, listening
@@ -51,28 +51,15 @@ def _hear_signals(engine: Scheduler) -> None:
 def read_settings(job: ServerJob) -> SchedulerSettings:
     """The scheduler settings of a server config."""
     config = job.config
-    return SchedulerSettings(
+    return select_settings(
+        config,
+        SchedulerSettings,
         output_dir=job.output_dir,
         base_names=config.base_names,
         storage_limit=config.storage_limit_bytes,
-        skip_initial_checkpoint=config.skip_initial_checkpoint,
-        idle_session_timeout=config.idle_session_timeout,
-        sequence_gap_timeout=config.sequence_gap_timeout,
-        sample_packing_sequence_len=config.sample_packing_sequence_len,
-        enable_packing=config.enable_packing,
-        sample_packing_strategy=config.sample_packing_strategy,
-        max_models=config.max_models,
-        max_owner_models=config.max_owner_models,
-        max_sessions=config.max_sessions,
-        max_owner_sessions=config.max_owner_sessions,
-        stop_timeout=config.stop_timeout,
         ends_workers=job.mode == "auto",
-        worker_connection_timeout=config.worker_connection_timeout,
-        worker_max_retries=config.worker_max_retries,
         worker_max_restarts=config.max_restarts,
-        operation_timeout=config.operation_timeout,
         given_up=job.folder / GIVEN_UP,
-        sync_allowed_hosts=config.sync_allowed_hosts,
         requires_keys=job.requires_keys,
     )
 

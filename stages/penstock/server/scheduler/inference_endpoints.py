@@ -14,13 +14,13 @@ from penstock.server.scheduler.errors import RequestError, internal_error, not_f
 from penstock.server.scheduler.queue import Outcome
 from penstock.server.scheduler.state_store import EndpointRecord, StateStore
 from penstock.server.weight_sync.allowed_hosts import why_not_allowed
-from penstock.server.weight_sync.background_thread import run_in_background
-from penstock.server.weight_sync.errors import SyncError, named
+from penstock.server.weight_sync.errors import SyncError
 from penstock.server.weight_sync.sglang_client import (
     EngineParallelism,
     InferenceServer,
     Limits,
     recovery_requests,
+    run_in_background,
 )
 
 LOG = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class InferenceEndpoints:
         world_size = new.world_size if operation.is_sized or sizes is None else sizes.tensor
         fault = sizes.fault(world_size) if sizes else None
         if fault is not None:
-            raise RequestError("invalid", f"{named(new)}: {fault}")
+            raise RequestError("invalid", f"{new.address}: {fault}")
         record = EndpointRecord(
             owner=owner,
             host=new.host,
@@ -181,4 +181,4 @@ async def _sizes(server: InferenceServer) -> EngineParallelism | None:
     except TimeoutError:
         return None
     except SyncError as error:
-        raise RequestError("invalid", f"{named(server.endpoint)}: {error.fault}") from error
+        raise RequestError("invalid", f"{server.endpoint.address}: {error.fault}") from error

@@ -163,7 +163,7 @@ class ModelQueue:
 
     def begin(self, task: Task) -> None:
         """The candidate has started."""
-        self._remove(task)
+        self.remove(task)
         self.running = task
 
     def end(self, outcome: Outcome) -> None:
@@ -183,15 +183,11 @@ class ModelQueue:
         """Skip requests that were already rejected, and return them."""
         skipped: list[Task] = []
         while (task := self.candidate()) is not None and task.outcome is not None:
-            self._remove(task)
+            self.remove(task)
             if task.seq is not None:
                 self._complete(task, task.outcome)
             skipped.append(task)
         return skipped
-
-    def remove(self, task: Task) -> None:
-        """Drop a request that has not started, as if it had not arrived."""
-        self._remove(task)
 
     def accept_any_next(self) -> None:
         """Accept any next sequence number: those in between may be lost."""
@@ -221,22 +217,20 @@ class ModelQueue:
             f"number {lowest} of model {self.model} waited {gap:g} s for number {self._next}, which"
             " did not come.\n  Number the requests of a model consecutively.",
         )
-        self._remove(task)
+        self.remove(task)
         self._complete(task, task.outcome)
         return task
 
-    def left(self, subfolder: int) -> QueueState:
-        """State for the next process: the last outcomes, of up to `room` bytes, and at least the
+    def left(self, max_bytes: int) -> QueueState:
+        """State for the next process: the last outcomes, of up to `max_bytes`, and at least the
         last one."""
-        total = itertools.accumulate(
-            checkpoint.bytes for checkpoint in reversed(self._outcomes.values())
-        )
-        count = max(1, sum(size <= subfolder for size in total))
+        totals = itertools.accumulate(stored.bytes for stored in reversed(self._outcomes.values()))
+        count = max(1, sum(total <= max_bytes for total in totals))
         ended = [
             CompletedRequest(
-                seq=seq, kind=checkpoint.kind.__name__, end=to_response("", checkpoint.outcome)
+                seq=seq, kind=stored.kind.__name__, end=to_response("", stored.outcome)
             )
-            for seq, checkpoint in list(self._outcomes.items())[-count:]
+            for seq, stored in list(self._outcomes.items())[-count:]
         ]
         return QueueState(next=self._next, ended=tuple(ended))
 
@@ -248,7 +242,8 @@ class ModelQueue:
                 self._store_outcome(ended.seq, _KINDS[ended.kind], to_outcome(ended.end))
         self._next, self._is_next_known = state.next, False
 
-    def _remove(self, task: Task) -> None:
+    def remove(self, task: Task) -> None:
+        """Drop a request that has not started, as if it had not arrived."""
         self.stalled_since = None
         if task.seq is None:
             self._unnumbered.remove(task)
@@ -262,8 +257,8 @@ class ModelQueue:
         self._next, self._is_next_known = task.seq + 1, True
 
     def _store_outcome(self, seq: int, kind: type, outcome: Outcome) -> None:
-        checkpoint = self._outcomes[seq] = _StoredOutcome(kind, outcome, outcome_num_bytes(outcome))
-        self._outcome_bytes += checkpoint.bytes
+        stored = self._outcomes[seq] = _StoredOutcome(kind, outcome, outcome_num_bytes(outcome))
+        self._outcome_bytes += stored.bytes
         while len(self._outcomes) > MAX_OUTCOMES or (
             self._outcome_bytes > MAX_OUTCOME_BYTES and len(self._outcomes) > 1
         ):
@@ -430,8 +425,8 @@ class RequestQueue:
 
     def left(self) -> dict[str, QueueState]:
         """State of each model's queue for the next process."""
-        subfolder = MAX_SHUTDOWN_STATE_BYTES // max(1, len(self._model_queues))
-        return {model: lane.left(subfolder) for model, lane in self._model_queues.items()}
+        max_bytes = MAX_SHUTDOWN_STATE_BYTES // max(1, len(self._model_queues))
+        return {model: lane.left(max_bytes) for model, lane in self._model_queues.items()}
 
     def restore(self, model: str, state: QueueState) -> None:
         """Restore the state of this model's queue."""

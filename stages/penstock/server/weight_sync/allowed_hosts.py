@@ -7,6 +7,7 @@ where requests go.
 import ipaddress
 import socket
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 
 from penstock.server.protocol.types import Endpoint
 from penstock.server.weight_sync.errors import refused
@@ -25,11 +26,12 @@ def why_not_allowed(endpoint: Endpoint, allowed: Collection[str]) -> str | None:
     """Why a server is not allowed: its host matches none of these names and addresses (with port,
     if given) or networks (`10.0.0.0/8`). None if it is allowed."""
     host = endpoint.host.lower()
-    if {host, f"{_in_brackets(host)}:{endpoint.port}"} & {name.lower() for name in allowed}:
+    if {host, endpoint.address.lower()} & {name.lower() for name in allowed}:
         return None
-    address = _address(host)
-    if address and any(address in network for network in map(_network, allowed) if network):
-        return None
+    with suppress(ValueError):
+        address = ipaddress.ip_address(host)
+        if any(address in network for network in map(_network, allowed) if network):
+            return None
     return (
         f"{host[:200]!r} is no host that is allowed ({', '.join(allowed) or 'none is'}).\n"
         "  The server's operator may add it, or its network, to sync_allowed_hosts."
@@ -63,17 +65,6 @@ def _own_address(endpoint: Endpoint) -> str:
             return str(asking.getsockname()[0])
     except OSError as error:
         raise refused(f"there is no way to it: {error}", endpoint) from error
-
-
-def _in_brackets(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
-
-
-def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    try:
-        return ipaddress.ip_address(host)
-    except ValueError:
-        return None
 
 
 def _network(name: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:

@@ -24,10 +24,8 @@ class SyncError(PenstockError):
         code: Code = "unavailable",
     ) -> None:
         """`endpoint` None: not specific to one endpoint."""
-        step_name = (
-            f"{named(endpoint)} at the step {step!r}" if endpoint else f"at the step {step!r}"
-        )
-        super().__init__(f"weights were not sent: {step_name}: {fault}")
+        address = f"{endpoint.address} " if endpoint else ""
+        super().__init__(f"weights were not sent: {address}at the step {step!r}: {fault}")
         self.fault, self.step, self.endpoint = fault, step, endpoint
         self.category: Category = category
         self.code: Code = code
@@ -36,9 +34,3 @@ class SyncError(PenstockError):
 def refused(fault: str, endpoint: Endpoint | None = None) -> SyncError:
     """An error that the client can fix."""
     return SyncError(fault, step="settings", endpoint=endpoint, category="user", code="invalid")
-
-
-def named(endpoint: Endpoint) -> str:
-    """Its host and port."""
-    host = f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host
-    return f"{host}:{endpoint.port}"

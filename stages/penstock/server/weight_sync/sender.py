@@ -36,15 +36,15 @@ from penstock.models.weights import WeightMap
 from penstock.server.protocol.results import SyncWeightsResult
 from penstock.server.protocol.worker_commands import WeightSyncCommand
 from penstock.server.weight_sync.allowed_hosts import LOOPBACK, address_towards, require_allowed
-from penstock.server.weight_sync.background_thread import run_in_background
 from penstock.server.weight_sync.block_fp8 import quantized_shapes, wants_fp8
 from penstock.server.weight_sync.buckets import BucketPlan
-from penstock.server.weight_sync.errors import Step, SyncError, named, refused
+from penstock.server.weight_sync.errors import Step, SyncError, refused
 from penstock.server.weight_sync.sglang_client import (
     InferenceServer,
     Limits,
     is_absent,
     recovery_requests,
+    run_in_background,
 )
 
 LOG = logging.getLogger(__name__)
@@ -348,7 +348,7 @@ class _WeightSync:
         ]
         if late or (sending and not sending.done()):
             # Servers that wait for a hung server hang, too.
-            late_names = f" from {', '.join(map(named, late))}" if late else ""
+            late_names = f" from {', '.join(server.address for server in late)}" if late else ""
             raise SyncError(
                 f"no end within {seconds:g} s{late_names}",
                 step=step,

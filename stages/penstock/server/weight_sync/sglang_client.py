@@ -6,14 +6,18 @@ Requests go to the endpoint's own host and port, without redirects or proxies, a
 import http.client
 import json
 import logging
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any
+from typing import Any, TypeVar
 
 from penstock.server.protocol.types import Endpoint, Secret
-from penstock.server.weight_sync.errors import Step, SyncError, named, refused
+from penstock.server.weight_sync.errors import Step, SyncError, refused
+
+T = TypeVar("T")
 
 LOG = logging.getLogger(__name__)
 
@@ -193,14 +197,11 @@ class InferenceServer:
 
     def _log(self, path: str, body_bytes: bytes, read: Any) -> None:
         """Log a response for the server's operator."""
-        LOG.warning("%s%s: %r", named(self.endpoint), path, self._extract_message(body_bytes, read))
-
-    def _extract_message(self, body_bytes: bytes, read: Any) -> str:
         message = read.get("message") if isinstance(read, dict) else None
         text = message if isinstance(message, str) else body_bytes.decode(errors="replace")
         if self.key:
             text = text.replace(self.key.text, "...")
-        return text[:MAX_MESSAGE]
+        LOG.warning("%s%s: %r", self.endpoint.address, path, text[:MAX_MESSAGE])
 
     def _to_sync_error(self, step: Step, path: str, error: Exception) -> SyncError:
         """The error for a failed request."""
@@ -215,6 +216,22 @@ class InferenceServer:
             category="user",
             code="invalid",
         )
+
+
+def run_in_background(act: Callable[[], T]) -> Future[T]:
+    """Run in a daemon thread, which does not block process exit."""
+    future: Future[T] = Future()
+    # Mark as running, so that the future cannot be cancelled: the call completes anyway.
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            future.set_result(act())
+        except BaseException as error:  # noqa: BLE001 - raised by future.result()
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="penstock-sync", daemon=True).start()
+    return future
 
 
 def recovery_requests(group_name: str) -> tuple[tuple[Step, str, dict[str, Any]], ...]:

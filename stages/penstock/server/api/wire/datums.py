@@ -50,10 +50,17 @@ def datums_from_proto(
 ) -> tuple[Datum, ...]:
     """Decode the SDK's protobuf samples. Raises ApiError naming the sample and the invalid
     input."""
-    return tuple(
-        _datum_from_proto(datum, loss, chunks, f"sample {index}")
-        for index, datum in enumerate(data)
-    )
+    decoded: list[Datum] = []
+    for index, datum in enumerate(data):
+        loc = f"sample {index}"
+        _check_names(datum.loss_fn_inputs, loss, loc)
+        model_input = chunks.from_proto(datum.model_input, f"the model_input of {loc}")
+        arrays = {
+            name: from_proto(tensor, f"{name} of {loc}")
+            for name, tensor in datum.loss_fn_inputs.items()
+        }
+        decoded.append(_build_datum(model_input, arrays, loss, loc))
+    return tuple(decoded)
 
 
 def datums_from_json(
@@ -123,16 +130,6 @@ def _add_values(total: int, shapes: Mapping[str, tuple[int, ...]], loss: Loss, l
             f"the samples have over {MAX_NUMBERS} numbers; send fewer at once", status=413
         )
     return total
-
-
-def _datum_from_proto(datum: pb.Datum, loss: Loss, chunks: ChunkDecoder, loc: str) -> Datum:
-    _check_names(datum.loss_fn_inputs, loss, loc)
-    model_input = chunks.from_proto(datum.model_input, f"the model_input of {loc}")
-    arrays = {
-        name: from_proto(tensor, f"{name} of {loc}")
-        for name, tensor in datum.loss_fn_inputs.items()
-    }
-    return _build_datum(model_input, arrays, loss, loc)
 
 
 def _datum_from_json(
