@@ -35,7 +35,7 @@ from penstock.server.scheduler.checkpoint_names import (
     parse_checkpoint_name,
     parse_checkpoint_path,
 )
-from penstock.server.scheduler.errors import RequestError, StorageLimitError
+from penstock.server.scheduler.errors import RequestError
 from penstock.server.scheduler.state_store import StateStore
 from penstock.server.scheduler.storage import Storage, folder_num_bytes
 from tests.server.engine_house import a_pass, a_step, house, sampling
@@ -184,12 +184,12 @@ def test_there_is_room_up_to_the_limit_and_no_further(tmp_path, used, fits):
     if fits:
         storage.check_space(400, "it")
     else:
-        with pytest.raises(StorageLimitError, match="storage_limit"):
+        with pytest.raises(RequestError, match="storage_limit"):
             storage.check_space(400, "it")
 
 
 def test_a_disk_that_has_no_room_is_a_limit_too(tmp_path):
-    with pytest.raises(StorageLimitError, match="the disk of output_dir has"):
+    with pytest.raises(RequestError, match="the disk of output_dir has"):
         Storage(tmp_path, limit=10**24).check_space(10**20, "it")
 
 

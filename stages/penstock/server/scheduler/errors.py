@@ -21,13 +21,6 @@ class RequestError(Exception):
         return Failure(id=request_id, error=str(self), category=self.category, code=self.code)
 
 
-class StorageLimitError(RequestError):
-    """A checkpoint would exceed `storage_limit`. Nothing has been written."""
-
-    def __init__(self, error: str) -> None:
-        super().__init__("storage_limit", error)
-
-
 class WorkersLostError(RequestError):
     """The workers died during the request."""
 

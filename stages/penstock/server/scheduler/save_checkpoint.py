@@ -115,7 +115,7 @@ class CheckpointSaver:
         return next(ref for ref in refs if not self._is_taken(record, ref))
 
     async def _prepare_temp_folder(self, ref: CheckpointRef, needed: int, purpose: str) -> Path:
-        """A new temporary folder for `needed` bytes. Raises StorageLimitError."""
+        """A new temporary folder for `needed` bytes. Raises RequestError."""
         # Folders being deleted still use space.
         await self._trash.done()
         await asyncio.to_thread(self._storage.check_space, needed, purpose)

@@ -17,7 +17,7 @@ from penstock.server.scheduler.checkpoint_names import (
     CheckpointRef,
     Subfolder,
 )
-from penstock.server.scheduler.errors import RequestError, StorageLimitError
+from penstock.server.scheduler.errors import RequestError
 
 SUBFOLDERS: tuple[Subfolder, ...] = ("weights", "sampler_weights")
 
@@ -52,21 +52,23 @@ class Storage:
         return folder_num_bytes(self.folder(ref))
 
     def check_space(self, needed: int, purpose: str) -> None:
-        """Raises StorageLimitError if `needed` more bytes would exceed the limit or fill
+        """Raises RequestError if `needed` more bytes would exceed the limit or fill
         the disk."""
         used = folder_num_bytes(self.root)
         if used + needed > self.limit:
-            raise StorageLimitError(
+            raise RequestError(
+                "storage_limit",
                 f"{purpose} takes about {format_bytes(needed)}, and output_dir holds"
                 f" {format_bytes(used)}: together more than storage_limit"
                 f" ({format_bytes(self.limit)}).\n"
-                "  Delete checkpoints, or raise storage_limit."
+                "  Delete checkpoints, or raise storage_limit.",
             )
         free = shutil.disk_usage(self.root).free
         if needed > free:
-            raise StorageLimitError(
+            raise RequestError(
+                "storage_limit",
                 f"{purpose} takes about {format_bytes(needed)}, and the disk of output_dir has"
-                f" {format_bytes(free)} left.\n  Delete checkpoints, or make room on the disk."
+                f" {format_bytes(free)} left.\n  Delete checkpoints, or make room on the disk.",
             )
 
     def temp_folder(self, ref: CheckpointRef) -> Path:

@@ -12,6 +12,7 @@ from penstock.engine.model_source import LoraArgs
 from penstock.engine.multi_lora.model_pool import KINDS, LoraSpec, ModelPool
 from penstock.engine.multi_lora.model_store import ModelStore
 from penstock.engine.multi_lora.optim_step import AdamParams, step
+from penstock.server.protocol import worker_commands as commands
 from penstock.server.protocol.requests import OptimStep, ZeroGrad
 from penstock.server.protocol.results import (
     Done,
@@ -20,19 +21,6 @@ from penstock.server.protocol.results import (
     SyncWeightsResult,
 )
 from penstock.server.protocol.types import Array, LoraConfig
-from penstock.server.protocol.worker_commands import (
-    CheckpointSizes,
-    CreateModelCommand,
-    ExportCommand,
-    ForwardBackwardCommand,
-    GenerateCommand,
-    LoadCheckpointCommand,
-    Result,
-    SaveCheckpointCommand,
-    UnloadModelCommand,
-    WeightSyncCommand,
-    WorkerOperation,
-)
 from penstock.server.weight_sync.allowed_hosts import LOOPBACK
 from penstock.server.weight_sync.sender import RankModelView, sync_weights
 from penstock.server.worker.batching import BatchDispatcher
@@ -61,7 +49,7 @@ class CommandHandlers:
     allowed_hosts: tuple[str, ...] = LOOPBACK
     """Allowed hosts of weight sync."""
 
-    def do(self, command: WorkerOperation) -> Result:
+    def do(self, command: commands.WorkerOperation) -> commands.Result:
         """Run a command. Collective.
 
         Raises PenstockError if it fails; nothing has then changed, except as the error says.
@@ -71,37 +59,37 @@ class CommandHandlers:
         finally:
             self.models.zero_grad()
 
-    def _run(self, command: WorkerOperation) -> Result | None:
+    def _run(self, command: commands.WorkerOperation) -> commands.Result | None:
         match command:
-            case CreateModelCommand():
+            case commands.CreateModelCommand():
                 return self._create_model(command)
-            case UnloadModelCommand():
+            case commands.UnloadModelCommand():
                 self.models.close(command.model)
-            case ForwardBackwardCommand():
+            case commands.ForwardBackwardCommand():
                 return self._forward_backward(command)
             case OptimStep():
                 adam = AdamParams(**structs.asdict(command.adam))
                 return OptimStepResult(metrics=step(self.models, command.model, adam))
             case ZeroGrad():
                 self.models.get(command.model).zero_grad()
-            case SaveCheckpointCommand():
+            case commands.SaveCheckpointCommand():
                 self.model_store.save(command.model, Path(command.folder), command.metadata)
-            case LoadCheckpointCommand():
+            case commands.LoadCheckpointCommand():
                 folder = Path(command.folder)
                 if not folder.is_dir():
                     raise CommandError(
                         "not_found", f"there is no checkpoint {folder.name}.\n  Save first."
                     )
                 self.model_store.load(command.model, folder, optimizer=command.optimizer)
-            case ExportCommand():
+            case commands.ExportCommand():
                 self.model_store.export(command.model, Path(command.folder), command.dtype)
-            case GenerateCommand():
+            case commands.GenerateCommand():
                 return self.sampling.generate(command)
-            case WeightSyncCommand():
+            case commands.WeightSyncCommand():
                 return self._sync_weights(command)
         return None
 
-    def _create_model(self, command: CreateModelCommand) -> CheckpointSizes:
+    def _create_model(self, command: commands.CreateModelCommand) -> commands.CheckpointSizes:
         config, optimizer = command.optimizer_config, dict[str, Any]()
         if config.kind is not None:
             optimizer["optimizer"] = config.kind
@@ -117,7 +105,7 @@ class CommandHandlers:
         except BaseException:
             self.models.close(command.model)
             raise
-        return CheckpointSizes(state_bytes=sizes.state, export_bytes=sizes.export)
+        return commands.CheckpointSizes(state_bytes=sizes.state, export_bytes=sizes.export)
 
     def _build_lora_spec(self, lora: LoraConfig | None) -> LoraSpec | None:
         """The requested LoRA config, completed from the server config."""
@@ -148,7 +136,7 @@ class CommandHandlers:
             ),
         )
 
-    def _forward_backward(self, command: ForwardBackwardCommand) -> ForwardBackwardResult:
+    def _forward_backward(self, command: commands.ForwardBackwardCommand) -> ForwardBackwardResult:
         resident, loss = self.models.get(command.model), build_client_loss(command)
         substrate = self.models.substrate
         samples = build_samples(command, substrate.built.vocab_size)
@@ -187,7 +175,7 @@ class CommandHandlers:
             },
         )
 
-    def _sync_weights(self, command: WeightSyncCommand) -> SyncWeightsResult | None:
+    def _sync_weights(self, command: commands.WeightSyncCommand) -> SyncWeightsResult | None:
         """Only rank 0 has a result."""
         resident = self.models.activate(command.model)
         substrate, adapter = self.models.substrate, resident.adapter

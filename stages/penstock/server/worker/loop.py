@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-import msgspec
 from msgspec.structs import replace
 
 from penstock.core.errors import PenstockError
@@ -68,14 +67,7 @@ class CommandHandler(Protocol):
         ...
 
 
-class _RankError(msgspec.Struct, frozen=True):
-    """The error of a command on one rank."""
-
-    error: str
-    code: Code
-
-
-_RANK_ERROR = Codec[_RankError](_RankError)
+_FAILURES = Codec[CommandFailure](CommandFailure)
 _COMMANDS = Codec[ToWorkers](ToWorkers)
 
 
@@ -121,11 +113,11 @@ class Outcome:
 def run_command(command: Command, handlers: CommandHandler, broadcast: ControlBroadcast) -> Outcome:
     """Run it on this rank, and agree on the outcome with the other ranks."""
     result: Result | None = None
-    rank_error: _RankError | None = None
+    failure: CommandFailure | None = None
     try:
         result = handlers.do(command.operation)
     except PenstockError as error:
-        rank_error = _RankError(str(error), error_code(error))
+        failure = _to_failure(command, str(error), error_code(error))
     except Exception as error:
         # No agreement: other ranks may be blocked elsewhere until this rank exits.
         log.exception("%s failed", type(command.operation).__name__)
@@ -134,29 +126,18 @@ def run_command(command: Command, handlers: CommandHandler, broadcast: ControlBr
             f"the workers failed: {why}\n  They are restarted, with every model as it was saved "
             "last."
         )
-        return Outcome(
-            _to_failure(command.id, _RankError(message, "internal"), needs_restart=True), why
-        )
-    frames = broadcast.all_gather_errors(
-        None if rank_error is None else _RANK_ERROR.encode(rank_error)
-    )
-    failures = [_RANK_ERROR.decode(frame) for frame in frames if frame is not None]
+        failure = _to_failure(command, message, "internal")
+        return Outcome(replace(failure, needs_restart=True), why)
+    frames = broadcast.all_gather_errors(None if failure is None else _FAILURES.encode(failure))
+    failures = [_FAILURES.decode(frame) for frame in frames if frame is not None]
     if failures:
-        return Outcome(_to_failure(command.id, failures[0]))
+        return Outcome(failures[0])
     assert result is not None
     return Outcome(Reply(id=command.id, result=result))
 
 
-def _to_failure(
-    number: str, rank_error: _RankError, *, needs_restart: bool = False
-) -> CommandFailure:
-    return CommandFailure(
-        id=number,
-        error=rank_error.error,
-        category=error_category(rank_error.code),
-        code=rank_error.code,
-        needs_restart=needs_restart,
-    )
+def _to_failure(command: Command, error: str, code: Code) -> CommandFailure:
+    return CommandFailure(id=command.id, error=error, category=error_category(code), code=code)
 
 
 def _receive(end: ChannelEnd, ready: Callable[[], Ready]) -> ToWorkers | None:

@@ -6,7 +6,6 @@ import logging
 import sys
 import uuid
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +70,11 @@ def build_handlers(
             replica=layout.mesh.index("replicate", "shard"),
             pin_memory=ranks.device.type == "cuda",
         ),
-        GenerationHandler(models, partial(_decoded, reading), stop_token_ids(substrate, reading)),
+        GenerationHandler(
+            models,
+            lambda tokens: str(reading.decode(list(tokens), skip_special_tokens=False)),
+            stop_token_ids(substrate, reading),
+        ),
         init_checkpoint,
         tuple(allowed_hosts),
     )
@@ -87,10 +90,6 @@ def stop_token_ids(substrate: SharedBase, tokenizer: PreTrainedTokenizerBase) ->
         ends = config.get("eos_token_id")
         token_ids += ends if isinstance(ends, list) else [ends]
     return tuple(sorted({end for end in token_ids if isinstance(end, int)}))
-
-
-def _decoded(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
-    return str(tokenizer.decode(list(tokens), skip_special_tokens=False))
 
 
 MARGIN_SECONDS = 30.0
@@ -110,7 +109,11 @@ def main(path: Path) -> None:
     job = ServerJob.read(path)
     outlive_parent_by(job.config.stop_timeout)
     rank, _, _ = env.rank_variables() or (0, 0, 1)
-    _log_to(job, rank)
+    logging.basicConfig(
+        level=job.config.log_level if rank == 0 else logging.WARNING,
+        format=f"%(asctime)s worker {rank} %(levelname)s %(message)s",
+        stream=sys.stderr,
+    )
     faulthandler.enable()
     ranks = init_process_group(
         job.config.operation_timeout + MARGIN_SECONDS,
@@ -213,11 +216,3 @@ def _check_image_processor(folder: str, image_token_id: int) -> None:
             f"the image processor in {folder} writes token {token_id} for images, and the model's"
             f" config.json says {image_token_id}.\n  Write the tokenizer_path of the same model."
         )
-
-
-def _log_to(job: ServerJob, rank: int) -> None:
-    logging.basicConfig(
-        level=job.config.log_level if rank == 0 else logging.WARNING,
-        format=f"%(asctime)s worker {rank} %(levelname)s %(message)s",
-        stream=sys.stderr,
-    )

@@ -14,28 +14,8 @@ from penstock.server.api.checkpoint_uris import (
 from penstock.server.api.context import Context, RequestContext
 from penstock.server.api.errors import ApiError
 from penstock.server.api.middleware.guarded_route import guarded_router
-from penstock.server.api.schemas.requests import (
-    CheckpointsBody,
-    DeleteCheckpointBody,
-    Limit,
-    Offset,
-    SaveBody,
-    SaveSamplerBody,
-    Scope,
-    TtlBody,
-    WeightsInfoBody,
-)
-from penstock.server.api.schemas.responses import (
-    CheckpointResponse,
-    CheckpointsResponse,
-    CursorResponse,
-    DeletedResponse,
-    FutureResponse,
-    LoraResponse,
-    RunResponse,
-    RunsResponse,
-    WeightsResponse,
-)
+from penstock.server.api.schemas import requests as bodies
+from penstock.server.api.schemas import responses
 from penstock.server.api.wire.decode_params import user_metadata
 from penstock.server.protocol import requests, results
 from penstock.server.protocol.types import Checkpoint, ModelInfo
@@ -47,7 +27,7 @@ ONE_CHECKPOINT = RUN_CHECKPOINTS + "/{checkpoint:path}"
 
 
 @router.post("/api/v1/save_weights")
-async def save_weights(body: SaveBody, context: Context) -> FutureResponse:
+async def save_weights(body: bodies.SaveBody, context: Context) -> responses.FutureResponse:
     """Save a checkpoint for resuming training."""
     operation = requests.SaveState(
         model=body.model_id,
@@ -60,7 +40,9 @@ async def save_weights(body: SaveBody, context: Context) -> FutureResponse:
 
 
 @router.post("/api/v1/save_weights_for_sampler")
-async def save_weights_for_sampler(body: SaveSamplerBody, context: Context) -> FutureResponse:
+async def save_weights_for_sampler(
+    body: bodies.SaveSamplerBody, context: Context
+) -> responses.FutureResponse:
     """Save weights for sampling: under a name, or as a sampler of the model's session."""
     name = body.path if body.path is not None else body.name
     if None not in (body.path, body.name):
@@ -81,7 +63,7 @@ async def save_weights_for_sampler(body: SaveSamplerBody, context: Context) -> F
 
 
 @router.post("/api/v1/weights_info")
-async def weights_info(body: WeightsInfoBody, context: Context) -> WeightsResponse:
+async def weights_info(body: bodies.WeightsInfoBody, context: Context) -> responses.WeightsResponse:
     """Metadata of a checkpoint."""
     written = body.tinker_path if body.tinker_path is not None else body.xorl_path
     if written is None or None not in (body.tinker_path, body.xorl_path):
@@ -91,13 +73,15 @@ async def weights_info(body: WeightsInfoBody, context: Context) -> WeightsRespon
     )
     lora = result.lora
     if lora is None:
-        return WeightsResponse(base_model=result.base_model, is_lora=False)
+        return responses.WeightsResponse(base_model=result.base_model, is_lora=False)
     alpha = lora.alpha
-    return WeightsResponse(
+    return responses.WeightsResponse(
         base_model=result.base_model,
         is_lora=True,
         lora_rank=lora.rank,
-        lora_config=None if alpha is None else LoraResponse(lora_rank=lora.rank, lora_alpha=alpha),
+        lora_config=None
+        if alpha is None
+        else responses.LoraResponse(lora_rank=lora.rank, lora_alpha=alpha),
         train_attn=lora.train_attn,
         train_mlp=lora.train_mlp,
         train_unembed=lora.train_unembed,
@@ -106,22 +90,25 @@ async def weights_info(body: WeightsInfoBody, context: Context) -> WeightsRespon
 
 @router.get("/api/v1/training_runs")
 async def training_runs(
-    context: Context, limit: Limit = 20, offset: Offset = 0, _scope: Scope = "owned"
-) -> RunsResponse:
+    context: Context,
+    limit: bodies.Limit = 20,
+    offset: bodies.Offset = 0,
+    _scope: bodies.Scope = "owned",
+) -> responses.RunsResponse:
     """The owner's models, newest first."""
     result = await context.call(
         requests.ListModels(limit=limit, offset=offset), results.ListModelsResult
     )
-    return RunsResponse(
+    return responses.RunsResponse(
         training_runs=[_to_run(run, context.owner) for run in result.models],
-        cursor=CursorResponse(offset=offset, limit=limit, total_count=result.total),
+        cursor=responses.CursorResponse(offset=offset, limit=limit, total_count=result.total),
     )
 
 
 @router.get("/api/v1/training_runs/{model_id}")
 async def training_run(
-    model_id: ModelName, context: Context, _scope: Scope = "owned"
-) -> RunResponse:
+    model_id: ModelName, context: Context, _scope: bodies.Scope = "owned"
+) -> responses.RunResponse:
     """One model."""
     result = await context.call(requests.GetModel(model=model_id), results.ModelResult)
     return _to_run(result.info, context.owner)
@@ -129,34 +116,38 @@ async def training_run(
 
 @router.get("/api/v1/checkpoints")
 async def checkpoints(
-    context: Context, limit: Limit = 100, offset: Offset = 0
-) -> CheckpointsResponse:
+    context: Context, limit: bodies.Limit = 100, offset: bodies.Offset = 0
+) -> responses.CheckpointsResponse:
     """A page of the owner's checkpoints, newest first."""
     result = (
         await context.call(requests.ListCheckpoints(), results.ListCheckpointsResult)
     ).checkpoints
-    cursor = CursorResponse(offset=offset, limit=limit, total_count=len(result))
-    return CheckpointsResponse(
+    cursor = responses.CursorResponse(offset=offset, limit=limit, total_count=len(result))
+    return responses.CheckpointsResponse(
         checkpoints=_to_response(result)[offset : offset + limit], cursor=cursor
     )
 
 
 @router.post("/api/v1/list_checkpoints")
-async def list_checkpoints(body: CheckpointsBody, context: Context) -> CheckpointsResponse:
+async def list_checkpoints(
+    body: bodies.CheckpointsBody, context: Context
+) -> responses.CheckpointsResponse:
     """All checkpoints of one model, newest first (xorl)."""
     return await _list_checkpoints_of(context, body.model_id)
 
 
 @router.post("/api/v1/delete_checkpoint")
-async def delete_checkpoint(body: DeleteCheckpointBody, context: Context) -> DeletedResponse:
+async def delete_checkpoint(
+    body: bodies.DeleteCheckpointBody, context: Context
+) -> responses.DeletedResponse:
     """Delete a checkpoint of a model (xorl)."""
     name = read_checkpoint(body.checkpoint_id, body.model_id)
     await context.call(requests.DeleteCheckpoint(model=body.model_id, name=name), results.Done)
-    return DeletedResponse(success=True, deleted_path=write_path(body.model_id, name))
+    return responses.DeletedResponse(success=True, deleted_path=write_path(body.model_id, name))
 
 
 @router.get(RUN_CHECKPOINTS)
-async def run_checkpoints(model_id: ModelName, context: Context) -> CheckpointsResponse:
+async def run_checkpoints(model_id: ModelName, context: Context) -> responses.CheckpointsResponse:
     """All checkpoints of one model, newest first."""
     return await _list_checkpoints_of(context, model_id)
 
@@ -174,7 +165,7 @@ async def unpublish(model_id: ModelName, checkpoint: str, context: Context) -> N
 
 
 @router.put(ONE_CHECKPOINT + "/ttl", status_code=204)
-async def ttl(model_id: ModelName, checkpoint: str, body: TtlBody, context: Context) -> None:
+async def ttl(model_id: ModelName, checkpoint: str, body: bodies.TtlBody, context: Context) -> None:
     """Change the expiry time of a checkpoint."""
     await _update_checkpoint(context, model_id, checkpoint, ttl_seconds=body.ttl_seconds)
 
@@ -186,11 +177,13 @@ async def delete(model_id: ModelName, checkpoint: str, context: Context) -> None
     await context.call(requests.DeleteCheckpoint(model=model_id, name=name), results.Done)
 
 
-async def _list_checkpoints_of(context: RequestContext, model: str) -> CheckpointsResponse:
+async def _list_checkpoints_of(
+    context: RequestContext, model: str
+) -> responses.CheckpointsResponse:
     result = await context.call(
         requests.ListCheckpoints(model=model), results.ListCheckpointsResult
     )
-    return CheckpointsResponse(checkpoints=_to_response(result.checkpoints))
+    return responses.CheckpointsResponse(checkpoints=_to_response(result.checkpoints))
 
 
 async def _update_checkpoint(
@@ -208,13 +201,13 @@ async def _update_checkpoint(
     await context.call(operation, results.Done)
 
 
-def _to_response(checkpoints: Sequence[Checkpoint]) -> list[CheckpointResponse]:
+def _to_response(checkpoints: Sequence[Checkpoint]) -> list[responses.CheckpointResponse]:
     newest = sorted(checkpoints, key=lambda checkpoint: checkpoint.time, reverse=True)
     return list(map(_to_checkpoint, newest))
 
 
-def _to_checkpoint(checkpoint: Checkpoint) -> CheckpointResponse:
-    return CheckpointResponse(
+def _to_checkpoint(checkpoint: Checkpoint) -> responses.CheckpointResponse:
+    return responses.CheckpointResponse(
         checkpoint_id=checkpoint.name,
         checkpoint_type=checkpoint.kind,
         time=_format_time(checkpoint.time),
@@ -227,9 +220,9 @@ def _to_checkpoint(checkpoint: Checkpoint) -> CheckpointResponse:
     )
 
 
-def _to_run(run: ModelInfo, owner: str) -> RunResponse:
+def _to_run(run: ModelInfo, owner: str) -> responses.RunResponse:
     last, sampler = run.last_checkpoint, run.last_sampler_checkpoint
-    return RunResponse(
+    return responses.RunResponse(
         training_run_id=run.model,
         base_model=run.base_model,
         model_owner=owner,

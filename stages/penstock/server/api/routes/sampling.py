@@ -53,7 +53,12 @@ async def asample(request: Request, context: Context) -> FutureResponse:
     """Sample completions of a prompt."""
     async with context.decoding(request, "asample") as (decoded, operation):
         if decoded.base_model is not None:
-            await _require_served(context, decoded.base_model)
+            served = await context.call(requests.GetCapabilities(), results.ServedModel)
+            if decoded.base_model != served.base_model:
+                raise ApiError(
+                    f"{decoded.base_model[:200]!r} is not served here; {served.base_model!r} is",
+                    code="not_found",
+                )
         result = await context.submit(
             "sample",
             operation,
@@ -82,11 +87,3 @@ async def _create_from_path(
         lora_name=f"{checkpoint.model}/{checkpoint.name}",
         message="sample from it with asample and this model_path",
     )
-
-
-async def _require_served(context: RequestContext, base_model: str) -> None:
-    served = await context.call(requests.GetCapabilities(), results.ServedModel)
-    if base_model != served.base_model:
-        raise ApiError(
-            f"{base_model[:200]!r} is not served here; {served.base_model!r} is", code="not_found"
-        )

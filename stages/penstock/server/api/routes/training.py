@@ -9,20 +9,8 @@ from penstock.server.api.errors import ApiError
 from penstock.server.api.middleware.body_limit import PROTOBUF
 from penstock.server.api.middleware.guarded_route import guarded_router
 from penstock.server.api.openapi import body_schema
-from penstock.server.api.schemas.requests import (
-    CreateModelBody,
-    DropBody,
-    KillSessionBody,
-    LoadBody,
-    ModelBody,
-    StepBody,
-)
-from penstock.server.api.schemas.responses import (
-    FutureResponse,
-    InfoResponse,
-    KillSessionResponse,
-    ModelData,
-)
+from penstock.server.api.schemas import requests as bodies
+from penstock.server.api.schemas import responses
 from penstock.server.api.wire.decode_params import (
     parse_adam_params,
     parse_lora,
@@ -35,7 +23,7 @@ router = guarded_router("training")
 
 
 @router.post("/api/v1/create_model")
-async def create_model(body: CreateModelBody, context: Context) -> FutureResponse:
+async def create_model(body: bodies.CreateModelBody, context: Context) -> responses.FutureResponse:
     """Create a model for training."""
     if (body.session_id is None) != (body.model_seq_id is None):
         raise ApiError("send session_id and model_seq_id, both, or model_id instead of them")
@@ -61,7 +49,7 @@ async def create_model(body: CreateModelBody, context: Context) -> FutureRespons
 
 
 @router.post("/api/v1/load_weights")
-async def load_weights(body: LoadBody, context: Context) -> FutureResponse:
+async def load_weights(body: bodies.LoadBody, context: Context) -> responses.FutureResponse:
     """Load a checkpoint: into an existing model, or into a new one of a session."""
     path = read_path(body.path)
     if body.session_id is None or body.model_seq_id is None:
@@ -95,13 +83,15 @@ async def load_weights(body: LoadBody, context: Context) -> FutureResponse:
 
 
 @router.post("/api/v1/unload_model")
-async def unload_model(body: ModelBody, context: Context) -> FutureResponse:
+async def unload_model(body: bodies.ModelBody, context: Context) -> responses.FutureResponse:
     """Save a model and free its resources."""
     return await context.submit("unload_model", requests.UnloadModel(model=body.model_id))
 
 
 @router.post("/api/v1/kill_session")
-async def kill_session(body: KillSessionBody, context: Context) -> KillSessionResponse:
+async def kill_session(
+    body: bodies.KillSessionBody, context: Context
+) -> responses.KillSessionResponse:
     """Unload a model and wait for it (xorl)."""
     operation = requests.UnloadModel(model=body.model_id, save=body.save_checkpoint)
     await context.call(operation, results.Done, by_workers=True)
@@ -115,21 +105,21 @@ async def kill_session(body: KillSessionBody, context: Context) -> KillSessionRe
         ]
         last = max(training, key=lambda checkpoint: checkpoint.time, default=None)
         path = last and write_path(last.model, last.name)
-    return KillSessionResponse(
+    return responses.KillSessionResponse(
         success=True, message=f"{body.model_id} is unloaded", checkpoint_path=path
     )
 
 
 @router.post("/api/v1/get_info")
-async def get_info(body: ModelBody, context: Context) -> InfoResponse:
+async def get_info(body: bodies.ModelBody, context: Context) -> responses.InfoResponse:
     """Metadata of a model."""
     result = await context.call(requests.GetModel(model=body.model_id), results.ModelResult)
-    data = ModelData(
+    data = responses.ModelData(
         arch=result.served.arch,
         model_name=result.served.base_model,
         tokenizer_id=result.served.tokenizer,
     )
-    return InfoResponse(
+    return responses.InfoResponse(
         model_id=result.info.model,
         is_lora=result.info.rank is not None,
         lora_rank=result.info.rank,
@@ -139,7 +129,7 @@ async def get_info(body: ModelBody, context: Context) -> InfoResponse:
 
 
 @router.post("/api/v1/forward_backward", openapi_extra=body_schema("ForwardBackwardBody", PROTOBUF))
-async def forward_backward(request: Request, context: Context) -> FutureResponse:
+async def forward_backward(request: Request, context: Context) -> responses.FutureResponse:
     """A forward and backward pass, or only a forward pass if the SDK's message says so."""
     async with context.decoding(request, "forward_backward") as (decoded, operation):
         kind = "forward" if decoded.forward_only else "forward_backward"
@@ -147,14 +137,14 @@ async def forward_backward(request: Request, context: Context) -> FutureResponse
 
 
 @router.post("/api/v1/forward", openapi_extra=body_schema("ForwardBody"))
-async def forward(request: Request, context: Context) -> FutureResponse:
+async def forward(request: Request, context: Context) -> responses.FutureResponse:
     """A forward pass without gradients."""
     async with context.decoding(request, "forward") as (decoded, operation):
         return await context.submit("forward", operation, model=decoded.model, seq=decoded.seq)
 
 
 @router.post("/api/v1/optim_step")
-async def optim_step(body: StepBody, context: Context) -> FutureResponse:
+async def optim_step(body: bodies.StepBody, context: Context) -> responses.FutureResponse:
     """One optimizer step with the accumulated gradients."""
     metadata: dict[str, str] = {}
     if body.adam_params is None:
@@ -174,7 +164,7 @@ async def optim_step(body: StepBody, context: Context) -> FutureResponse:
 
 
 @router.post("/api/v1/abort_gradient_epoch")
-async def abort_gradient_epoch(body: DropBody, context: Context) -> FutureResponse:
+async def abort_gradient_epoch(body: bodies.DropBody, context: Context) -> responses.FutureResponse:
     """Drop the gradients accumulated since the last step (xorl)."""
     operation = requests.ZeroGrad(model=body.model_id)
     return await context.submit("abort_gradient_epoch", operation, seq=body.seq_id)

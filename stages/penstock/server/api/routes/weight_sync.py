@@ -3,13 +3,8 @@
 from penstock.server.api.context import Context, RequestContext
 from penstock.server.api.errors import ApiError
 from penstock.server.api.middleware.guarded_route import guarded_router
+from penstock.server.api.schemas import requests as bodies
 from penstock.server.api.schemas import responses
-from penstock.server.api.schemas.requests import (
-    EndpointBody,
-    QuantizationBody,
-    RemoveEndpointBody,
-    SyncBody,
-)
 from penstock.server.api.wire.decode_params import parse_quantization
 from penstock.server.protocol import requests, results, types
 
@@ -18,7 +13,7 @@ router = guarded_router("inference servers")
 
 @router.post("/add_inference_endpoint")
 async def add_inference_endpoint(
-    body: EndpointBody, context: Context
+    body: bodies.EndpointBody, context: Context
 ) -> responses.EndpointResponse:
     """Register an inference server for weight sync."""
     if body.worker_port not in (None, body.port):
@@ -41,7 +36,7 @@ async def add_inference_endpoint(
     )
     is_synced, message = False, None
     if body.sync_weights:
-        sync = SyncBody(
+        sync = bodies.SyncBody(
             master_address=body.master_address or "",
             master_port=body.master_port,
             group_name=body.group_name,
@@ -65,7 +60,7 @@ async def add_inference_endpoint(
 
 @router.post("/remove_inference_endpoint")
 async def remove_inference_endpoint(
-    body: RemoveEndpointBody, context: Context
+    body: bodies.RemoveEndpointBody, context: Context
 ) -> responses.RemovedResponse:
     """Unregister an inference server."""
     await context.call(
@@ -84,14 +79,16 @@ async def list_inference_endpoints(context: Context) -> responses.EndpointsRespo
 
 @router.post("/sync_inference_weights", include_in_schema=False)
 @router.post("/api/v1/sync_inference_weights")
-async def sync_inference_weights(body: SyncBody, context: Context) -> responses.SyncedResponse:
+async def sync_inference_weights(
+    body: bodies.SyncBody, context: Context
+) -> responses.SyncedResponse:
     """Send a model's weights to inference servers and wait for completion."""
     return await _sync(context, body)
 
 
 @router.post("/api/v1/set_sync_quantization")
 async def set_sync_quantization(
-    body: QuantizationBody, context: Context
+    body: bodies.QuantizationBody, context: Context
 ) -> responses.QuantizationResponse:
     """Set the default quantization of weight sync until this process ends."""
     context.service.quantization[context.owner] = parse_quantization(body.quantization)
@@ -100,7 +97,7 @@ async def set_sync_quantization(
     )
 
 
-async def _sync(context: RequestContext, body: SyncBody) -> responses.SyncedResponse:
+async def _sync(context: RequestContext, body: bodies.SyncBody) -> responses.SyncedResponse:
     if body.cache_invalidation_mode == "none" and body.flush_cache:
         raise ApiError("flush_cache is true, and cache_invalidation_mode is none: send one of them")
     flush = body.flush_cache or body.cache_invalidation_mode == "flush"

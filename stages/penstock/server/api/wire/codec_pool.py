@@ -120,25 +120,16 @@ class CodecPool:
         self._start_jobs()
         try:
             await asyncio.shield(slot)
-        except asyncio.CancelledError:
-            self._cancel_slot(owner, slot)
-            raise
-        try:
             yield
         finally:
-            self._stop_counting(owner)
-
-    def _stop_counting(self, owner: str) -> None:
-        self._busy.discard(owner)
-        self._start_jobs()
-
-    def _cancel_slot(self, owner: str, slot: "asyncio.Future[None]") -> None:
-        if slot.done():
-            self._stop_counting(owner)
-            return
-        self._waiting[owner].remove(slot)
-        if not self._waiting[owner]:
-            del self._waiting[owner]
+            if slot.done():
+                self._busy.discard(owner)
+                self._start_jobs()
+            else:
+                # It was cancelled while it waited.
+                self._waiting[owner].remove(slot)
+                if not self._waiting[owner]:
+                    del self._waiting[owner]
 
     def _start_jobs(self) -> None:
         """Start jobs of owners that have none, while there are free processes."""
