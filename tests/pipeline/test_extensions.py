@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -162,17 +163,21 @@ def test_parts_of_a_package_run_are_cached_resumed_and_built_again_by_their_vers
         "version: ClassVar[int] = 2",
     )
     use(build(stages, tmp_path / "raised"))
-    standings = {name: stage["standing"] for name, stage in plan_of(config).items()}
+    planned = plan_of(config)
+    standings = {name: stage["standing"] for name, stage in planned.items()}
     assert standings == {**dict.fromkeys(standings, "cached"), "data_card": "missing"}
-    assert plan_of(config)["data_card"]["changed"] == [{"field": "version", "here": 2, "there": 1}]
+    assert planned["data_card"]["changed"] == [{"field": "version", "here": 2, "there": 1}]
 
 
 def test_without_the_package_each_name_is_refused_where_it_is_written(tmp_path, monkeypatch):
     monkeypatch.delenv("PYTHONPATH", raising=False)
     refused = penstock("plan", faq_run(tmp_path), check=2).stderr
-    for field in ("data.datasets.0.type", "train.loss", "train.eval_metrics", "extra_stages"):
-        assert field in refused
-    assert "Traceback" not in refused
+    assert re.findall(r"run\.yaml:\d+: ([\w.]+): ", refused) == [
+        "data.datasets.0.type",
+        "pipeline.extra_stages.data_card",
+        "train.eval_metrics.entropy",
+        "train.loss",
+    ]
 
 
 FAMILY = """

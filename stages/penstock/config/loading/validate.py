@@ -115,6 +115,8 @@ def _steps(loc: tuple[int | str, ...], root: type[ConfigSection]) -> Steps:
     annotation: Any = root
     steps: list[int | str] = []
     for step in loc:
+        if step == "[key]":  # the name of an entry of a mapping, which is the step before
+            continue
         within = child_annotation(annotation, step)
         if within is not None:
             annotation = within

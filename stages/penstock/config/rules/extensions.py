@@ -19,16 +19,19 @@ class NamedPart(NamedTuple):
     name: str
     options: Mapping[str, Any]
     path: Steps
+    named_by: str = ""
+    """The field with its name, if that is not the last part of the path."""
 
 
 def named_parts(run: RunConfig) -> Iterator[NamedPart]:
     """The parts that the run names and gives options to."""
     for field in ("datasets", "test_datasets", "decontaminate_datasets"):
         for index, entry in enumerate(getattr(run.data, field)):
-            path = ("data", field, index, "type_kwargs")
-            yield NamedPart(FORMATS, entry.format, entry.type_kwargs, path)
+            path, named_by = ("data", field, index, "type_kwargs"), f"data.{field}.{index}.type"
+            yield NamedPart(FORMATS, entry.format, entry.type_kwargs, path, named_by)
     train = run.train
-    yield NamedPart(LOSSES, train.loss, train.loss_kwargs, ("train", "loss_kwargs"))
+    path = ("train", "loss_kwargs")
+    yield NamedPart(LOSSES, train.loss, train.loss_kwargs, path, "train.loss")
     for name, options in train.eval_metrics.items():
         yield NamedPart(METRICS, name, options, ("train", "eval_metrics", name))
     for name, options in run.pipeline.extra_stages.items():
@@ -80,7 +83,7 @@ def check_options(run: RunConfig) -> Issues:
                 path = (*part.path, *detail["loc"])
                 yield ConfigIssue(path, _reason(part, detail["type"], detail["msg"]))
         except ConfigError as error:
-            yield ConfigIssue(part.path, str(error))
+            yield ConfigIssue(part.path, str(error), (part.named_by,))
 
 
 def _reason(part: NamedPart, kind: str, message: str) -> str:
