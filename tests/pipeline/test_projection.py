@@ -188,7 +188,7 @@ CHANGES = {
     "data.datasets[].split": (hub(split="test"), hub(), "prepare"),
     "data.datasets[].revision": (hub(revision=COMMIT[::-1]), hub(), "prepare"),
     "data.datasets[].data_files": (hub(data_files="a.parquet"), hub(), "prepare"),
-    "data.datasets[].ds_type": (dataset(ds_type="json"), dataset(), "prepare"),
+    "data.datasets[].ds_type": (dataset(ds_type="text"), dataset(), "prepare"),
     "data.datasets[].splits_string": (dataset(splits_string="9,1"), dataset(), "prepare"),
     "data.datasets[].streaming": (hub(streaming=True), hub(), "prepare"),
     "data.datasets[].shards": (dataset(shards=2), dataset(), "prepare"),
@@ -217,7 +217,11 @@ CHANGES = {
     ),
     "data.train_on_turns": (section("data", train_on_turns="last"), PLAIN, "prepare"),
     "data.train_on_prompt": (section("data", train_on_prompt=True), PLAIN, "prepare"),
-    "data.add_eos": (section("data", add_eos=False), PLAIN, "prepare"),
+    "data.add_eos": (
+        beside(dataset(type="text"), add_eos=False),
+        dataset(type="text"),
+        "prepare",
+    ),
     "data.datasets[].roles_to_train": (
         dataset(roles_to_train=["tool", "assistant"]),
         PLAIN,

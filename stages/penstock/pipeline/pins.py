@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from penstock.config.loading.fault import dotted
+from penstock.config.rules.effect import iter_effect_notices
 from penstock.config.rules.run import rule_violations
 from penstock.config.schema.dataset import DatasetConfig
 from penstock.config.schema.run import RunConfig
@@ -57,7 +58,8 @@ def _require_image_folder(location: str, folder: str | None) -> None:
 
 def resolve_dataset_types(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     """The run with the types of its data sets, and a line for each type that was inferred from the
-    first records. Raises ConfigError if a type cannot be inferred."""
+    first records, and for what has no effect on samples of these types. Raises ConfigError if a
+    type cannot be inferred."""
     notes: list[str] = []
     lists: dict[str, list[DatasetConfig]] = {}
     for name in DATASET_FIELDS:
@@ -71,6 +73,8 @@ def resolve_dataset_types(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     resolved = run.model_copy(update={"data": run.data.model_copy(update=lists)})
     if faults := [f"{dotted(fault.path)}: {fault.text}" for fault in rule_violations(resolved)]:
         raise ConfigError("\n".join([*faults, *notes]))
+    notices = {*iter_effect_notices(run)}
+    notes += (line for line in iter_effect_notices(resolved) if line not in notices)
     return resolved, tuple(notes)
 
 

@@ -18,7 +18,7 @@ from penstock.config.identity import (
     preference_identity,
 )
 from penstock.config.schema.dataset import DatasetConfig
-from penstock.config.schema.effect import without_unused
+from penstock.config.schema.effect import used_part, without_unused
 from penstock.config.schema.pipeline import STAGES, StageName
 from penstock.config.schema.run import (
     RunConfig,
@@ -44,6 +44,7 @@ from penstock.core.extensions import FORMATS
 from penstock.core.process.timeout import Deadline
 from penstock.core.remote.local_mirror import local_cache_dir
 from penstock.core.remote.urls import is_url, url_join
+from penstock.core.sources.local_files import detect_file_kind
 from penstock.core.sources.pin import has_processor_files, pin_tokenizer
 from penstock.core.sources.pin_remote import resolve_folder
 from penstock.encode.settings import encode_settings
@@ -73,6 +74,7 @@ from penstock.pipeline.origins import (
 )
 from penstock.pipeline.packages import split_stages, stage_order, with_package_steps
 from penstock.pipeline.pins import (
+    DATASET_FIELDS,
     pin_init_checkpoint,
     pin_load_checkpoint,
     pin_sources,
@@ -95,6 +97,9 @@ from penstock.train.launch.multi_node import DistributedStage, is_worker_node, r
 from penstock.train.stage import Train, TrainSettings
 
 ORDER = STAGES
+NO_SEED: int = TrainConfig.model_fields["seed"].default
+"""The seed in keys of what is not random."""
+
 BATCH = ("micro_batch_size", "gradient_accumulation_steps", "global_batch_size")
 
 
@@ -396,15 +401,12 @@ def require_upstream(plan: Plan, name: str) -> None:
 
 def prepare_step(run: RunConfig) -> PlannedStage:
     """The prepare step: tokenizes the data."""
-    data = run.data
+    data = without_unused(run).data
     root = data.dataset_prepared_path
     tokenizer = pin_tokenizer(run.model.tokenizer_source)
+    sources = {field: pin_sources(run, field) for field in DATASET_FIELDS}
     settings = PrepareSettings(
-        datasets=tuple(dataset_settings(run, d, "train") for d in data.datasets),
-        test_datasets=tuple(dataset_settings(run, d, "test") for d in data.test_datasets),
-        decontaminate_datasets=tuple(
-            dataset_settings(run, d, "test") for d in data.decontaminate_datasets
-        ),
+        **{field: _read_settings(run, field, pins, tokenizer) for field, pins in sources.items()},
         mix=tuple(_mix(d) for d in data.datasets),
         test_mix=tuple(_mix(d) for d in data.test_datasets),
         mix_strategy=data.mix_strategy,
@@ -421,13 +423,15 @@ def prepare_step(run: RunConfig) -> PlannedStage:
         shuffle_before_merging_datasets=data.shuffle_before_merging_datasets,
         num_dataset_shards_to_save=data.num_dataset_shards_to_save,
         bad_rows_allowed=data.bad_rows_allowed,
-        seed=run.train.seed,
+        seed=run.train.seed if data.draws_samples else NO_SEED,
     )
+    if has_processor_files(tokenizer):
+        sources = {field: _pin_images(run, field, sources[field], settings) for field in sources}
     stage = Prepare(
         settings=settings,
-        sources=_pin_with_images(run, "datasets", settings, tokenizer),
-        test_sources=_pin_with_images(run, "test_datasets", settings, tokenizer),
-        decontaminate_sources=_pin_with_images(run, "decontaminate_datasets", settings, tokenizer),
+        sources=sources["datasets"],
+        test_sources=sources["test_datasets"],
+        decontaminate_sources=sources["decontaminate_datasets"],
         tokenizer=tokenizer,
         tokenizer_path=resolve_folder(run.model.tokenizer_source, tokenizer),
         slices_url=url_join(root, SLICES) if is_url(root) else None,
@@ -437,14 +441,25 @@ def prepare_step(run: RunConfig) -> PlannedStage:
     return PlannedStage.in_root(stage, root)
 
 
-def _pin_with_images(
-    run: RunConfig, field: str, settings: PrepareSettings, tokenizer: Source
+def _read_settings(
+    run: RunConfig, field: str, sources: Sequence[Source], tokenizer: Source
+) -> tuple[DatasetSettings, ...]:
+    """Settings of the data sets in a field of the section `data`, without those that say what the
+    names of the pinned files do, and without those of images if the model takes none."""
+    unread = {} if has_processor_files(tokenizer) else {"allow_private_urls": False}
+    all_settings: list[DatasetSettings] = []
+    for dataset, source in zip(getattr(run.data, field), sources, strict=True):
+        settings = dataset_settings(run, dataset, "train" if field == "datasets" else "test")
+        kinds = {detect_file_kind(str(file["name"])) for file in source.pin.get("files", ())}
+        implied = {"ds_type": None} if kinds <= {settings.ds_type} else {}
+        all_settings.append(settings.model_copy(update={**implied, **unread}))
+    return tuple(all_settings)
+
+
+def _pin_images(
+    run: RunConfig, field: str, sources: Sequence[Source], settings: PrepareSettings
 ) -> tuple[Source, ...]:
-    """The sources in a field of the section `data`, with the images that they name by path, if the
-    model may have an image processor."""
-    sources = pin_sources(run, field)
-    if not has_processor_files(tokenizer):
-        return sources
+    """The sources in a field of the section `data`, with the images that they name by path."""
     from penstock.prepare.readers.image_pins import with_image_pin
 
     datasets: tuple[DatasetSettings, ...] = getattr(settings, field)
@@ -538,7 +553,7 @@ def pack_step(run: RunConfig, prepared: Artifact, encoded: Artifact | None = Non
         sample_packing_group_size=data.sample_packing_group_size,
         eval_sample_packing=data.eval_sample_packing is not False,
         num_shards=data.num_dataset_shards_to_save,
-        seed=run.train.seed,
+        seed=run.train.seed if data.packing_method == "multipack" else NO_SEED,
         share_prompts=data.share_prompts is not False,
         **_kl_pairing(run),
     )
@@ -606,13 +621,14 @@ def train_step(
     reference: Artifact | None,
 ) -> PlannedStage:
     """The train step: trains on packed rows and writes checkpoints."""
+    data = without_unused(run).data
     settings = TrainSettings(
         model=identity_fields(run, "model"),
         train=identity_fields(run, "train"),
         lora=identity_fields(run, "lora") if run.lora.enable_lora else {},
         rows_per_step=resolve_rows_per_step(_with_keyed_batch(run)),
-        last_batch=run.data.last_batch,
-        isolate_samples=run.data.isolate_samples,
+        last_batch=data.last_batch,
+        isolate_samples=data.isolate_samples,
         judging=eval_identity_fields(run),
         preference=preference_identity(run),
         layer_versions=dict(origin.layer_versions),
@@ -697,14 +713,20 @@ def _with_sources(run: RunConfig, tokens: DatasetConfig) -> RunConfig:
 def dataset_settings(
     run: RunConfig, dataset: DatasetConfig, role: Literal["train", "test"]
 ) -> DatasetSettings:
-    """The fields of the data set, and those of the section `data` that decide its samples."""
-    # Not all of `data`: it has every other data set, and this is called for each.
+    """The fields of the data set, and those of the section `data` that decide its samples, without
+    those that have no effect on them."""
+    only = {"datasets": [dataset], "test_datasets": [], "decontaminate_datasets": []}
+    alone = run.model_copy(update={"data": run.data.model_copy(update=only)})
+    data = used_part(alone.data, alone)
+    [dataset] = data.datasets
     shared = set(DatasetSettings.model_fields)
     if role == "test":
         shared -= {"dataset_shard_num", "dataset_shard_idx"}
-    values = {**run.data.model_dump(include=shared), **dataset.model_dump(), "type": dataset.format}
+    values = {**data.model_dump(include=shared), **dataset.model_dump(), "type": dataset.format}
     values["part"] = FORMATS.record(dataset.format, dataset.type_kwargs)
-    values["chat_template"] = resolve_chat_template(run.data)
+    # The exported tokenizer has it whatever the data is, so it is no field without effect.
+    template = resolve_chat_template(data)
+    values["chat_template"] = None if dataset.type in ("text", "tokenized") else template
     if dataset.splits_string is not None:
         values["document_split"] = (dataset.splits_string, dataset.split or "train")
     return DatasetSettings(**{n: v for n, v in values.items() if n in DatasetSettings.model_fields})

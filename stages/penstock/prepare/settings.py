@@ -3,7 +3,13 @@
 from dataclasses import fields
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer
+from pydantic import (
+    Field,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from penstock.config.schema.base import Settings
 from penstock.config.schema.dataset import (
@@ -39,6 +45,9 @@ LATER = (
 )
 """Settings that were added later: their defaults are not in keys, so that earlier keys stay
 valid."""
+
+USUAL_MESSAGES = {"chat": "messages", "sharegpt": "conversations"}
+"""Column of messages where `field_messages` is unset, of types that read one column."""
 
 MixStrategy = Literal["concat", "random", "interleave_under", "interleave_over"]
 
@@ -139,6 +148,29 @@ class DatasetSettings(Settings):
     def trained_ends(self) -> TrainedEos:
         """Which tokens that end a turn are trained."""
         return "none" if self.mask_eos_in_loss else self.train_on_eos
+
+    @model_validator(mode="before")
+    @classmethod
+    def _spell_once(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """One spelling of values that mean the same, as they are part of keys."""
+        values = dict(values)
+        for count, index in (
+            ("shards", "shards_idx"),
+            ("dataset_shard_num", "dataset_shard_idx"),
+        ):
+            if values.get(count) == 1:
+                values |= {count: None, index: None}
+        usual = USUAL_MESSAGES.get(values.get("type", ""))
+        if usual and values.get("field_messages") == usual:
+            values["field_messages"] = None
+        if values.get("train_on_eos") == "none":
+            values |= {"train_on_eos": "turn", "mask_eos_in_loss": True}
+        values["shards_idx"] = values.get("shards_idx") or None
+        named = {
+            role: names for role, names in (values.get("message_roles") or {}).items() if names
+        }
+        values["message_roles"] = named or None
+        return values
 
     @field_validator("roles_to_train")
     @classmethod

@@ -10,8 +10,9 @@ from penstock.config.schema.dataset import (
     KIND_OF_FORMAT,
     MAX_RECORD_BYTES,
     DatasetConfig,
+    FormatName,
 )
-from penstock.config.schema.effect import NotWith, OnlyWith
+from penstock.config.schema.effect import TRAINS, NotWith, OnlyWith
 from penstock.config.schema.pipeline import Root
 from penstock.config.schema.served import Served
 
@@ -111,6 +112,14 @@ TRUNCATES = OnlyWith(
 )
 
 
+def _unread_by(
+    *types: FormatName, why: str, unmet: Literal["notice", "silent"] = "notice"
+) -> OnlyWith:
+    """The condition of a field without effect on samples of these types."""
+    read_by = f"datasets of another type than {', '.join(types)}"
+    return OnlyWith("data.types", unless=types, words=read_by, why=why, unmet=unmet)
+
+
 def _not_of_completions(why: str, instead: str, of: tuple[Any, ...] | None = None) -> NotWith:
     """What does not go with samples whose loss is one of whole completions."""
     reads = ("data.datasets.0.type",)
@@ -201,21 +210,37 @@ class DataConfig(ConfigSection):
     """Decontamination: length of the shared n-gram, in tokens, for which a sample is dropped."""
 
     truncation_mode: Annotated[
-        Literal["keep_start", "keep_end", "drop", "drop_turns"], TRUNCATES
+        Literal["keep_start", "keep_end", "drop", "drop_turns"],
+        TRUNCATES,
+        OnlyWith(
+            "data.drops_turns",
+            of=("drop_turns",),
+            words="datasets of conversations",
+            why="no dataset has conversations whose turns could be dropped",
+            unmet="notice",
+        ),
     ] = "keep_start"
     """Truncation of samples longer than `max_seq_len`: `keep_start` and `keep_end` cut off the
     other end, `drop` leaves out the sample, `drop_turns` leaves out its oldest turns but keeps the
     system prompt. What is cut off or left out is counted."""
 
-    max_prompt_len: Annotated[int | None, TRUNCATES] = Field(default=None, gt=0)
+    max_prompt_len: Annotated[
+        int | None, TRUNCATES, _unread_by("text", why="no dataset has prompts that are not trained")
+    ] = Field(default=None, gt=0)
     """Maximum length in tokens of the prompt (what comes before the first trained token) of a
     sample that is longer than `max_seq_len`. Of a longer prompt, `truncation_mode: keep_start`
     keeps the start, all other modes the end."""
 
-    train_on_prompt: Annotated[bool, WHOLE_COMPLETIONS] = False
+    train_on_prompt: Annotated[
+        bool, WHOLE_COMPLETIONS, _unread_by("text", why="texts have no prompt", unmet="silent")
+    ] = False
     """Train on prompt tokens too, not only on completions."""
 
-    train_on_turns: Annotated[Literal["all", "last"], WHOLE_COMPLETIONS] = "all"
+    train_on_turns: Annotated[
+        Literal["all", "last"],
+        WHOLE_COMPLETIONS,
+        _unread_by("text", "tokenized", "instruction", why="no dataset has turns to choose from"),
+    ] = "all"
     """Train on all assistant turns or only on the last one."""
 
     chat_template: Annotated[str, AfterValidator(_check_chat_template)] = TOKENIZER_TEMPLATE
@@ -230,19 +255,29 @@ class DataConfig(ConfigSection):
     """Variables of the chat template, such as `enable_thinking: false`. In the exported template
     they are defaults. The column `chat_template_kwargs` of a record sets its own, by name."""
 
-    turn_rendering: Literal["auto", "whole", "per_turn"] = "auto"
+    turn_rendering: Annotated[
+        Literal["auto", "whole", "per_turn"],
+        _unread_by("text", "tokenized", why="no dataset has conversations to render"),
+    ] = "auto"
     """How conversations are rendered. Some chat templates change earlier assistant turns once
     others follow (Qwen3's removes their reasoning). `per_turn`: every turn is rendered as if it
     were the last, so all turns can be trained. `whole`: the template renders the whole
     conversation; conversations whose trained turns change are invalid. `auto`: `per_turn` for
     templates that change turns, `whole` for all others, for which both give the same."""
 
-    add_eos: bool = True
+    add_eos: Annotated[
+        bool,
+        _unread_by(
+            *("tokenized", "chat", "sharegpt", "sft_turns"),
+            why="tokens that are given, and those of a chat template, stay as they are",
+        ),
+    ] = True
     """Append the end-of-sequence token to `text` documents and to completions without a chat
     template."""
 
     mask_eos_in_loss: Annotated[
         bool,
+        _unread_by("tokenized", why="the labels of tokenized data say what is trained"),
         NotWith(
             "train.objective",
             ("pretrain",),
@@ -295,11 +330,20 @@ class DataConfig(ConfigSection):
     """`multiprocessing` start method of the processes that write packed sequences. Unset:
     `spawn`."""
 
-    eval_sample_packing: bool | None = None
+    eval_sample_packing: Annotated[
+        bool | None,
+        OnlyWith(
+            "data.has_held_out_data",
+            words="val_set_size or test_datasets",
+            why="there are no evaluation samples",
+            unmet="notice",
+        ),
+    ] = None
     """False: do not pack evaluation samples; each has a sequence of its own."""
 
     isolate_samples: Annotated[
         bool,
+        TRAINS,
         _not_of_completions(
             "completions of {value} samples must not attend to other samples", "leave {field} out"
         ),
@@ -372,7 +416,7 @@ class DataConfig(ConfigSection):
     dataloader_pin_memory: bool = True
     """Load batches into pinned memory, from which copies to a GPU are faster."""
 
-    dataloader_drop_last: bool | None = None
+    dataloader_drop_last: Annotated[bool | None, TRAINS] = None
     """Drop the packed sequences at the end of an epoch that do not fill a step, unless there are no
     others. Unset: true with `sample_packing_sequence_len`; without it, only where they are at most
     5 % of the epoch."""
@@ -404,7 +448,9 @@ class DataConfig(ConfigSection):
     shuffle_merged_datasets: bool = True
     """Shuffle the samples after mixing the sources."""
 
-    shuffle_before_merging_datasets: bool = True
+    shuffle_before_merging_datasets: Annotated[
+        bool, OnlyWith("data.mixes_samples", words="several datasets", unmet="silent")
+    ] = True
     """Shuffle each source before mixing."""
 
     max_record_bytes: int = Field(default=MAX_RECORD_BYTES, gt=0)
@@ -454,10 +500,41 @@ class DataConfig(ConfigSection):
         return self.datasets[0].type
 
     @property
+    def sources(self) -> tuple[DatasetConfig, ...]:
+        """All data sources."""
+        return (*self.datasets, *self.test_datasets, *self.decontaminate_datasets)
+
+    @property
+    def types(self) -> frozenset[str | None]:
+        """Formats of the data sources; None is one that is not known yet."""
+        return frozenset(source.type for source in self.sources)
+
+    @property
     def limits_samples(self) -> bool:
         """Whether samples of a source have a maximum length."""
-        sources = (*self.datasets, *self.test_datasets, *self.decontaminate_datasets)
-        return any(source.max_seq_len for source in sources)
+        return any(source.max_seq_len for source in self.sources)
+
+    @property
+    def drops_turns(self) -> bool:
+        """Whether `truncation_mode: drop_turns` is another than `keep_start`. Of samples without
+        turns the two keep other parts of a prompt that has a maximum length."""
+        without_turns = {"text", "tokenized", "instruction"}
+        without_parts = without_turns if self.max_prompt_len is None else {"text"}
+        return not self.types <= without_parts
+
+    @property
+    def mixes_samples(self) -> bool:
+        """Whether samples are drawn from several sources, or from one repeatedly."""
+        return len(self.datasets) > 1 or self.mix_strategy != "concat"
+
+    @property
+    def draws_samples(self) -> bool:
+        """Whether the prepared samples, or their order, are random."""
+        shuffles_each = self.mixes_samples and self.shuffle_before_merging_datasets
+        is_interleaved = self.mix_strategy in ("interleave_under", "interleave_over")
+        return bool(
+            self.val_set_size or self.shuffle_merged_datasets or shuffles_each or is_interleaved
+        )
 
     @property
     def has_held_out_data(self) -> bool:

@@ -293,7 +293,9 @@ class DatasetConfig(ConfigSection):
     )
     """`instruction` and `alpaca`: column with the answer."""
 
-    field_system: str | None = Field(default=None, min_length=1)
+    field_system: Annotated[
+        str | None, _read_by(*MESSAGES, "instruction", "alpaca", *TURNS, *PAIRS)
+    ] = Field(default=None, min_length=1)
     """Optional column with the system prompt. Unset: all types but `chat` and `instruction` read
     `system` where a record has it."""
 
@@ -330,9 +332,17 @@ class DatasetConfig(ConfigSection):
     """`kto`: column that says whether the completion is desirable (true or false). `chat`: optional
     column with a list of 0 (not trained) or 1 (trained), one for each assistant turn."""
 
-    roles_to_train: Annotated[list[TrainedRole], OF_TURNS] = Field(
-        default_factory=lambda: list[TrainedRole](["assistant"]), min_length=1
-    )
+    roles_to_train: Annotated[
+        list[TrainedRole],
+        OF_TURNS,
+        OnlyWith(
+            ".type",
+            unless=("instruction",),
+            words="type: alpaca",
+            why="of type: {value} the answer alone is trained",
+            unmet="notice",
+        ),
+    ] = Field(default_factory=lambda: list[TrainedRole](["assistant"]), min_length=1)
     """Conversations: roles whose messages are trained (`assistant`, `user`, `system`, `tool`), with
     the token that ends their turn where the chat template has one. A message that the record
     excludes is not trained."""

@@ -6,7 +6,7 @@ read the first (`config/identity.py`: a value without effect is in no key); the 
 (`rules/effect.py`) and the reference page read both.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from inspect import get_annotations
@@ -55,9 +55,12 @@ class _Condition:
         return attrgetter(self.name if is_beside else self.setting)(section if is_beside else run)
 
     def matches(self, run: ConfigSection, section: ConfigSection) -> bool:
-        """Whether the setting has one of the values."""
+        """Whether the setting, or an element of one that is a set, has one of the values."""
         value = self.value_in(run, section)
-        return value in self.values if self.unless is None else value not in self.unless
+        elements: Iterable[Any] = cast("Any", value) if isinstance(value, frozenset) else (value,)
+        if self.unless is None:
+            return any(element in self.values for element in elements)
+        return any(element not in self.unless for element in elements)
 
     def is_for(self, value: Any) -> bool:
         """Whether it concerns this value of the field, which is not its default."""
@@ -126,9 +129,12 @@ class DeclaredField(NamedTuple):
         return not self.section.is_non_default(self.name)
 
     def unmet(self, run: ConfigSection) -> Iterator[OnlyWith]:
-        """The conditions that do not hold."""
+        """The conditions of its value that do not hold."""
         return (
-            condition for condition in self.only_with if not condition.matches(run, self.section)
+            condition
+            for condition in self.only_with
+            if (condition.of is None or self.value in condition.of)
+            and not condition.matches(run, self.section)
         )
 
 
@@ -163,16 +169,20 @@ def declared_fields(section: ConfigSection, path: Path = ()) -> Iterator[Declare
             yield DeclaredField(field_path, section, only_with, not_with)
 
 
-def unused_fields(run: ConfigSection) -> Iterator[DeclaredField]:
-    """The fields that have no effect in the run, whatever their values."""
-    return (field for field in declared_fields(run) if any(True for _ in field.unmet(run)))
+def unused_fields(section: ConfigSection, run: ConfigSection) -> Iterator[DeclaredField]:
+    """The fields of a section of the run that have no effect, whatever their values."""
+    return (field for field in declared_fields(section) if any(field.unmet(run)))
 
 
 def without_unused(run: Root) -> Root:
-    """The run in which every field that has no effect has its default. Items of lists stay: their
-    fields without effect are errors."""
-    unused = {field.path for field in unused_fields(run) if not field.is_default}
-    return _with_defaults(run, (), unused) if unused else run
+    """The run in which every field that has no effect has its default."""
+    return used_part(run, run)
+
+
+def used_part(section: Section, run: ConfigSection) -> Section:
+    """The section of the run in which every field that has no effect has its default."""
+    unused = {field.path for field in unused_fields(section, run) if not field.is_default}
+    return _with_defaults(section, (), unused) if unused else section
 
 
 def _with_defaults(section: Section, path: Path, unused: set[Path]) -> Section:
@@ -183,4 +193,12 @@ def _with_defaults(section: Section, path: Path, unused: set[Path]) -> Section:
             changed[name] = field.get_default(call_default_factory=True)
         elif isinstance(value, ConfigSection):
             changed[name] = _with_defaults(value, field_path, unused)
+        elif isinstance(value, list):
+            items = enumerate(cast("list[Any]", value))
+            changed[name] = [
+                _with_defaults(item, (*field_path, index), unused)
+                if isinstance(item, ConfigSection)
+                else item
+                for index, item in items
+            ]
     return section.model_copy(update=changed)
