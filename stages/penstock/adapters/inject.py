@@ -134,9 +134,13 @@ def _adapt_stacked(model: AutoCausalLM, natives: Sequence[str], spec: LoraSpec) 
         if native in model.config.outline.stacked:
             module, _, matrix = native.rpartition(".")
             matrices.setdefault(module, []).append(cast(Matrix, matrix))
-    for module, matrix_factors in matrices.items():
+    for module, matrices_of_module in matrices.items():
         StackedAdapter(
-            model.get_submodule(module), matrix_factors, rank=spec.rank, scale=spec.scale
+            model.get_submodule(module),
+            matrices_of_module,
+            rank=spec.rank,
+            scale=spec.scale,
+            dropout=RowDropout(spec.dropout, module) if spec.dropout else None,
         )
 
 

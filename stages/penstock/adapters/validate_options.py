@@ -53,16 +53,14 @@ def _check_experts(
 ) -> None:
     is_expert = [name for name in chosen if is_expert_layer(name)]
     experts = names.config.experts
-    # Experts of one kind of tokens do not know their places among all.
-    cannot_drop = bool(experts and experts.of_images)
-    for field, value, neutral in (
-        ("lora_dropout", f"{dropout:g}" if dropout else "", "0"),
-        ("use_dora", "true" if normed == "dora" else "", "false"),
+    for field, value, neutral, why in (
+        ("lora_dropout", f"{dropout:g}" if dropout else "", "0", _why_undropped(names)),
+        ("use_dora", "true" if normed == "dora" else "", "false", "have no magnitudes"),
     ):
-        if is_expert and value and (cannot_drop or field == "use_dora"):
+        if is_expert and value and why:
             raise ConfigError(
                 f"lora.{field} is {value}, and lora.lora_target_modules names experts "
-                f"({is_expert[0]} is the first), whose adapters have none.\n"
+                f"({is_expert[0]} is the first), whose adapters {why}.\n"
                 f"  Write {field}: {neutral}, or {NON_EXPERT_TARGETS_HINT}."
             )
     if sharing != "each" and not is_expert:
@@ -74,16 +72,17 @@ def _check_experts(
         )
 
 
-def describe_undropped(chosen: Sequence[str], names: WeightMap, dropout: float) -> str | None:
-    """One line if some of the layers have no dropout: stacked experts of the transformers backend,
-    to whose weights the products are added. None otherwise."""
-    stacked = [name for name in chosen if is_expert_layer(name)]
-    if not (dropout and stacked and isinstance(names, AutoWeightMap)):
-        return None
-    return (
-        f"lora: lora_dropout {dropout:g} is not of experts ({stacked[0]} is the first), whose code "
-        "computes with the sum of a weight and its adapter, which has no input; other layers drop"
-    )
+def _why_undropped(names: WeightMap) -> str:
+    """Why adapters of experts cannot have dropout; empty if they can."""
+    experts = names.config.experts
+    if experts and experts.of_images:
+        return "have no dropout: experts of one kind of tokens do not know which of all these are"
+    if isinstance(names, AutoWeightMap) and not names.config.outline.replaceable_experts:
+        return (
+            f"have no dropout: the experts of {names.config.outline.architecture} are called by "
+            "code of their own, which computes with sums of weights and adapters"
+        )
+    return ""
 
 
 def _check_vision(chosen: Sequence[str], dropout: float, bias: "Bias") -> None:

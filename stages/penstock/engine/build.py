@@ -21,7 +21,6 @@ from penstock.adapters.inject import LoraSpec, inject
 from penstock.adapters.match_targets import linear_layers, match_targets, require_adaptable
 from penstock.adapters.names import MAGNITUDE, parse_lora_name
 from penstock.adapters.targets import select_layers
-from penstock.adapters.validate_options import describe_undropped
 from penstock.config.schema.lora import LoraConfig
 from penstock.config.schema.run import RunConfig
 from penstock.config.schema.train import TrainConfig
@@ -376,12 +375,6 @@ def checked_family(
     if isinstance(family, AutoFamily):
         require_backend(run, family, family.read(hf_config))
         notify(describe_backend(family))
-        if run.lora.enable_lora:
-            config = family.read(hf_config)
-            chosen = lora_target_layers(run, family, config)
-            names = family.weight_map(config)
-            if line := describe_undropped(chosen, names, run.lora.lora_dropout):
-                notify(line)
     else:
         validate_model(run, hf_config)
         if line := describe_indexers(run.train, family.read(hf_config)):

@@ -327,8 +327,8 @@ def check_weights(run: RunConfig) -> None:
 
 def check_model(run: RunConfig) -> tuple[str, ...]:
     """Refuse a model that is not trained here, and weights in a folder of this machine that are
-    not those its config.json implies: what only the ranks would find out otherwise. Notes name
-    tensors that are not used, and adapters without dropout."""
+    not those its config.json implies: what only the ranks would find out otherwise. A note names
+    tensors that are not used."""
     from penstock.engine.hf.weight_files import require_adapter
     from penstock.engine.validate_backend import require_backend
     from penstock.models.automodel.family import AutoFamily
@@ -365,9 +365,8 @@ def check_model(run: RunConfig) -> tuple[str, ...]:
 
         require_encodable(run, read_vision(config))
     require_rows_within_positions(run, shape)
-    notes: list[str] = []
-    if run.lora.enable_lora and (note := _require_adapters(run, config, family)):
-        notes.append(note)
+    if run.lora.enable_lora:
+        _require_adapters(run, config, family)
     adapter = run.lora.init_adapter_path
     if adapter and not is_url(adapter) and Path(adapter).is_dir():
         file = Path(adapter) / "adapter_model.safetensors"
@@ -379,7 +378,7 @@ def check_model(run: RunConfig) -> tuple[str, ...]:
             "is initialized here, not its other parts.\n"
             "  Name a folder or hub id that has the weights of all parts."
         )
-    return (*notes, *_check_base_files(run, config, family, shape.num_hidden_layers))
+    return _check_base_files(run, config, family, shape.num_hidden_layers)
 
 
 def _check_base_files(
@@ -411,12 +410,12 @@ def _check_base_files(
     return (unused,) if unused else ()
 
 
-def _require_adapters(run: RunConfig, config: HfConfig, family: "Family") -> str | None:
+def _require_adapters(run: RunConfig, config: HfConfig, family: "Family") -> None:
     """Refuse a rank that is too large, and options that adapters of the targeted layers do not
-    have. A note names those of them that have no dropout."""
+    have."""
     from penstock.adapters.match_targets import linear_layers, match_targets, require_adaptable
     from penstock.adapters.names import is_expert_layer
-    from penstock.adapters.validate_options import describe_undropped, require_options
+    from penstock.adapters.validate_options import require_options
     from penstock.engine.distributed.pipeline_stages import require_trained_stages
     from penstock.engine.moe.deepep_requirements import NO_DROPOUT
     from penstock.models.flops import layer_flops
@@ -462,7 +461,6 @@ def _require_adapters(run: RunConfig, config: HfConfig, family: "Family") -> str
         from penstock.engine.quantization.select_layers import require_formats
 
         require_formats(quantization_args(run), names, family.roles, run.train.tensor_parallel_size)
-    return describe_undropped([layer.name for layer in chosen], names, lora.lora_dropout)
 
 
 def _adapted_names(run: RunConfig, config: HfConfig, family: "Family") -> "WeightMap":

@@ -204,6 +204,27 @@ def test_parts_learn_at_their_own_rates_in_any_layout(folder):
         assert seen == rates.keys()
 
 
+def _dropped(jobs: list[Job]) -> list[tuple[list[float], bool]]:
+    found = []
+    for job in jobs:
+        losses, _, resumes = examine.trained(job)
+        found.append((losses, resumes))
+    return found
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_adapters_drop_from_inputs_that_are_tokens_of_padded_documents_or_of_images(folder):
+    jobs = []
+    for kind in ("gemma3", "mllama"):
+        tiny_images.write_image_model(folder / f"dropped-{kind}", kind)
+        lora = {"enable_lora": True, "lora_rank": 4, "lora_dropout": 0.3}
+        jobs.append(examine.image_job(folder / f"dropped-{kind}", "lora", lora=lora))
+    for losses, resumes in on_ranks(2, _dropped, jobs)[0]:
+        assert losses[-1] < losses[0]
+        assert resumes
+
+
 def _trained_names(jobs: dict[str, Job]):
     found = {}
     for name, job in jobs.items():

@@ -32,6 +32,7 @@ from penstock.server.worker.generate import GenerationHandler as Drawing
 from penstock.server.worker.loop import UnrecoverableError, serve
 from penstock.server.worker.self_test import self_test
 from penstock_kernels.op import Op
+from tests.engine.automodel.tiny_models import write_model as write_stacked
 from tests.ranks import on_ranks
 from tests.server.workers.orders import (
     answering,
@@ -122,6 +123,16 @@ def test_clients_get_the_same_from_either_model_code(model, tmp_path):
         results[-1].results[0].sequences[0].tokens.numpy() for results in found.values()
     )
     assert np.array_equal(ours, others)
+
+
+def test_adapters_of_stacked_experts_have_the_rank_and_alpha_of_their_client(tmp_path):
+    write_stacked(tmp_path / "model", "gpt_oss", noise=0.1)
+    orders = [opening("a", 4), passing("a", data(3)), stepping("a"), passing("a", data(3))]
+    logprobs = []
+    for backend in ("native", "transformers"):
+        *_, after = done(tmp_path / "model", tmp_path / backend, orders, model={"backend": backend})
+        logprobs.append(np.concatenate([out["logprobs"].numpy() for out in after.outputs]))
+    assert np.allclose(*logprobs, rtol=1e-4)
 
 
 def _sampled(folder):

@@ -5,6 +5,7 @@ T packed tokens, D model width, V vocabulary; B documents of a padded batch, of 
 
 import inspect
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -31,7 +32,7 @@ from penstock.models.decoder import OutputFn
 from penstock.models.layers.attention import AttentionFn
 from penstock.models.layers.autocast import as_autocast
 from penstock.models.layers.call_hook import CallHook, call
-from penstock.models.layers.dropout import current_dropout_rng
+from penstock.models.layers.dropout import current_dropout_rng, dropout_rng
 from penstock.models.layers.router_observer import current_observer, observe_routers
 from penstock.models.vision.tower import ImageInputs
 from penstock_kernels.attention import VarlenMetadata, attention
@@ -137,7 +138,11 @@ class AutoCausalLM(nn.Module):
         traits = self.config.outline.traits
         self._dropout_seed = self._seed_of_pass()
         seed_dropout(self._dropout_seed)
-        with attention_over(segments, self.attend):
+        rng = current_dropout_rng()
+        with (
+            attention_over(segments, self.attend),
+            dropout_rng(rng and replace(rng, any_rows=True)),
+        ):
             if traits.packing:
                 y_TD = self._packed(inputs, position_ids_T, segments)
             else:
@@ -176,8 +181,12 @@ class AutoCausalLM(nn.Module):
         longest = int(lengths.max())
         here_BL = (torch.arange(longest) < lengths[:, None]).to(ids_T.device)
         ids_BL = ids_T.new_zeros(here_BL.shape).masked_scatter(here_BL, ids_T)
-        observer = current_observer()
-        with observe_routers(observer and PaddedObserver(observer, here_BL)):
+        observer, rng = current_observer(), current_dropout_rng()
+        if rng:
+            padding_BL = rng.token_indices_T.new_full(here_BL.shape, -1)
+            indices_BL = padding_BL.masked_scatter(here_BL, rng.token_indices_T)
+            rng = replace(rng, token_indices_T=indices_BL.flatten())
+        with observe_routers(observer and PaddedObserver(observer, here_BL)), dropout_rng(rng):
             return self._run(ids_BL, self._known(ids_BL, here_BL, images))[here_BL]
 
     def _known(

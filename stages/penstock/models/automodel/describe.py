@@ -45,6 +45,7 @@ def describe(hf_config: Mapping[str, Any]) -> ModelOutline:
     else:
         traits = find_traits(hf_config)
     model = build_meta(config, traits.attention)
+    stacked = stacked_experts(model)
     changed = {
         "scalars": tuple(scalars(model)),
         "transposed": tuple(transposed_layers(model)),
@@ -83,7 +84,8 @@ def describe(hf_config: Mapping[str, Any]) -> ModelOutline:
         norm=_final_norm(model, modules),
         experts_per_token=first_size(text, EXPERTS_PER_TOKEN),
         num_experts=first_size(text, EXPERTS),
-        stacked=stacked_experts(model),
+        stacked=stacked,
+        replaceable_experts=all(_is_replaceable(model, name) for name in stacked),
         routers=routers,
         aux_loss_coef=_aux_loss_coef(text),
         dropout=_has_dropout(config),
@@ -174,6 +176,11 @@ def stacked_experts(model: nn.Module) -> dict[str, bool]:
                 transposed[f"{name}.{leaf}"] = bool(getattr(module, "is_transposed", False))
                 sizes.add(parameter.shape[0])
     return transposed if len(sizes) == 1 else {}
+
+
+def _is_replaceable(model: nn.Module, parameter: str) -> bool:
+    """Whether transformers' `use_experts_implementation` decorates the class of these experts."""
+    return hasattr(model.get_submodule(parameter.rpartition(".")[0]), "_is_expert_parallel")
 
 
 def _final_norm(model: Any, modules: Mapping[int, str]) -> str:

@@ -24,7 +24,7 @@ from penstock.models.decoder_config import (
 from penstock.models.family import Family
 from penstock.models.hf_config import HfConfig
 
-REVISION = 12
+REVISION = 13
 """Raised when `describe` finds something else for the same config."""
 
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "context_length")

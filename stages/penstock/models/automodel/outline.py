@@ -103,6 +103,9 @@ class ModelOutline:
     stacked: Mapping[str, bool]
     """The tensors of all experts of a layer, which may have adapters, and whether a matrix in them
     is [in, out]; all have the same number of experts."""
+    replaceable_experts: bool
+    """Whether the code of stacked experts can be replaced: it is called through transformers'
+    `ALL_EXPERTS_FUNCTIONS`, with tokens and their choices."""
     routers: Mapping[str, int]
     """The routers that are observed, and the numbers of their layers."""
     aux_loss_coef: float

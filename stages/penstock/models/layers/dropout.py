@@ -33,10 +33,20 @@ class DropoutRNG:
     """Optimizer step, from 0."""
     token_indices_T: torch.Tensor  # noqa: N815 - T names the dimension
     """Index in the data of each token of the pass, int64."""
+    any_rows: bool = False
+    """Whether layers may have other inputs than the tokens of the pass, as in transformers' code,
+    which calls layers with the tokens of an expert, or with patches of images."""
 
     def select(self, selection: torch.Tensor | slice) -> "DropoutRNG":
         """The RNG of a subset of the pass's tokens."""
         return replace(self, token_indices_T=self.token_indices_T[selection])
+
+    def indices(self, rows: int) -> torch.Tensor:
+        """Indices of the tokens, or other ones if there are so many rows instead of tokens."""
+        tokens_T = self.token_indices_T
+        if self.any_rows and rows != len(tokens_T):
+            return tokens_T[0] + torch.arange(rows, device=tokens_T.device)
+        return tokens_T
 
     def key(self, site: str) -> int:
         """The 64-bit key of a site, from seed, step and site name."""
@@ -148,7 +158,7 @@ class Dropout(OpModule):
         rate = self.rate_in(rng.step) if rng else 0.0
         if rng is None or not rate:
             return x_TF
-        places_T = self.local_token_indices(rng.token_indices_T)
+        places_T = self.local_token_indices(rng.indices(len(x_TF)))
         return dropout(x_TF, places_T, rate, rng.key(self.site), self.first_feature)
 
     def rate_in(self, step: int) -> float:
@@ -193,10 +203,10 @@ class RowDropout(Dropout):
 
     def indices(self, order: Order) -> torch.Tensor | None:
         """An index of each row of `order`, int64 [R]; None without dropout."""
-        rng, num_choices = current_dropout_rng(), order.row_of_copy.shape[1]
+        rng, (num_tokens, num_choices) = current_dropout_rng(), order.row_of_copy.shape
         if rng is None or not self.training:
             return None
-        token_indices_T = self.local_token_indices(rng.token_indices_T)
+        token_indices_T = self.local_token_indices(rng.indices(num_tokens))
         token_R = order.copy_of_row // num_choices
         return token_indices_T[token_R] * num_choices + order.copy_of_row % num_choices
 
