@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from pathlib import Path
 
 # Set before triton is first imported: without a GPU, kernels run in Triton's interpreter.
@@ -13,18 +14,26 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Hundreds of processes import the same modules, and each would compile them again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 import hypothesis
 import pytest
 
 from penstock.core.machine.linux import num_cpus
 from tests.buckets import bucket, s3_server  # noqa: F401 - fixtures for all tests
+from tests.turns import DAY
+from tests.warm_ranks import warm_ranks  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"
+FLOWS = "tests/flows/"
 
 # How long one example takes says more of the machine than of what is tested.
 hypothesis.settings.register_profile("any speed", deadline=None)
 hypothesis.settings.load_profile("any speed")
+
+sys.dont_write_bytecode = False
 
 # Whoever starts the tests in the background of a script has SIGINT ignored, and so would have every
 # process that a test starts and interrupts.
@@ -37,6 +46,21 @@ def pytest_xdist_auto_num_workers(config):
     can be debugged."""
     whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
     return num_cpus() + 1 if whole else 0
+
+
+def pytest_xdist_make_scheduler(config, log):
+    """Files of flows go to the same process, as they share a server; every other file to any."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            return FLOWS if nodeid.startswith(FLOWS) else super()._split_scope(nodeid)
+
+    return Scheduling(config, log) if config.option.dist == "loadfile" else None
+
+
+def pytest_report_header():
+    return f"cases that take turns: TEST_DAY={DAY}"
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -22,6 +22,7 @@ def cells():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm_ranks")
 def test_the_notebook_of_the_guide_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}

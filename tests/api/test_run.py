@@ -24,6 +24,8 @@ from penstock.rows.schema import IGNORED
 from tests.cli.command import penstock, small_run
 from tests.pipeline.runs import write_run
 
+pytestmark = pytest.mark.usefixtures("warm_ranks")
+
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):

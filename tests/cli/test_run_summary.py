@@ -7,6 +7,8 @@ import pytest
 from penstock.cli.run_summary import serving_commands
 from tests.cli.command import penstock, small_run
 
+pytestmark = pytest.mark.usefixtures("warm_ranks")
+
 
 def test_a_run_names_what_can_be_done_with_its_model(tmp_path):
     config = small_run(tmp_path, train={"max_steps": 1}, data={"val_set_size": 2})

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from penstock.core.machine import linux
+from tests.cli.command import penstock
 from tests.conftest import ROOT
 from tests.pipeline.runs import write_run
 from tests.waiting import soon
@@ -81,25 +82,23 @@ def test_a_process_ends_with_its_parent(where, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.usefixtures("warm_ranks")
 def test_a_run_ends_with_the_same_bytes_where_nothing_is_there_that_only_linux_has(tmp_path):
     (tmp_path / "hiding").mkdir()
     (tmp_path / "hiding/sitecustomize.py").write_text(
         "from tests.core.without_linux import hide\nhide()\n"
     )
     hidden = os.pathsep.join((str(tmp_path / "hiding"), str(ROOT)))
-    models: list[bytes] = []
-    for name, path in (("linux", str(ROOT)), ("elsewhere", hidden)):
-        folder = tmp_path / name
-        folder.mkdir()
-        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-        if name == "elsewhere":
-            for statement in ("import triton", "open('/proc/self/stat')", "import os; os.fork()"):
-                words = [sys.executable, "-c", statement]
-                assert subprocess.run(words, env=environment, capture_output=True).returncode == 1
-        command = [sys.executable, "-m", "penstock.cli.main", "run", str(write_run(folder))]
-        done = subprocess.run(
-            command, cwd=folder, env=environment, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        models.append((folder / "out/hf/model.safetensors").read_bytes())
-    assert models[0] == models[1]
+    environment = {**os.environ, "PYTHONPATH": hidden, "OMP_NUM_THREADS": "1"}
+    for statement in ("import triton", "open('/proc/self/stat')", "import os; os.fork()"):
+        words = [sys.executable, "-c", statement]
+        assert subprocess.run(words, env=environment, capture_output=True).returncode == 1
+    here, there = (write_run(tmp_path / name) for name in ("linux", "elsewhere"))
+    command = [sys.executable, "-m", "penstock.cli.main", "run", str(there)]
+    done = subprocess.run(
+        command, cwd=there.parent, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert penstock("run", here).code == 0
+    models = [config.parent / "out/hf/model.safetensors" for config in (here, there)]
+    assert models[0].read_bytes() == models[1].read_bytes()

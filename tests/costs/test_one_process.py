@@ -13,6 +13,8 @@ from penstock.estimate.costs.one_process import with_one_process_layout
 from tests.cli.command import penstock, small_run
 from tests.config.values import smallest
 
+pytestmark = pytest.mark.usefixtures("warm_ranks")
+
 ROOMY = Machine("CPU", "cpu", {}, None, memory=16e9)
 
 

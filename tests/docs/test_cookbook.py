@@ -10,6 +10,8 @@ from penstock.config.loading.load import load
 from tests.cli.command import penstock
 from tests.conftest import ROOT
 
+pytestmark = pytest.mark.usefixtures("warm_ranks")
+
 PAGES = sorted([*(ROOT / "docs" / "cookbook").glob("*.md"), ROOT / "docs/migrate/torchtune.md"])
 CONFIG = re.compile(r"^```yaml\n# ([\w-]+\.yaml)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 CONFIGS = {name: text for page in PAGES for name, text in CONFIG.findall(page.read_text())}

@@ -12,9 +12,10 @@ from tests.flows.server import PREFECT, Prefect
 from tests.waiting import soon
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def prefect(tmp_path_factory):
-    """A server; tests that leave it alone begin without waiting for it."""
+    """A server; tests that leave it alone begin without waiting for it. It ends with this folder's
+    tests: idle it takes a twentieth of a core."""
     here = Prefect(tmp_path_factory.mktemp("prefect"))
     try:
         here.start()
@@ -23,7 +24,7 @@ def prefect(tmp_path_factory):
         here.stop()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def deployed(prefect):
     """The server with a worker and all deployments, as the README makes them."""
     prefect.work("--limit", "4")

@@ -25,6 +25,8 @@ from tests.pipeline.runs import sealed, write_chats, write_run
 from tests.ranks import on_ranks
 from tests.stages.report.report_pages import section_of
 
+pytestmark = pytest.mark.usefixtures("warm_ranks")
+
 RUN = [sys.executable, "-m", "penstock.cli.main", "run"]
 
 

@@ -13,6 +13,8 @@ from penstock.config.loading import yaml12
 from tests.cli.command import penstock
 from tests.config.dialects.stand_ins import ANSWER, QUESTION, write_records
 
+pytestmark = pytest.mark.usefixtures("warm_ranks")
+
 ROOT = Path(__file__).parents[2]
 FOREIGN = ROOT / "configs" / "foreign"
 CORPUS = ROOT / "tests" / "config" / "dialects" / "corpus"

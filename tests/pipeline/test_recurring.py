@@ -28,7 +28,7 @@ from tests.engine import runs
 from tests.pipeline.runs import write_chats, write_run
 from tests.ranks import on_ranks
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow]
+pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.usefixtures("warm_ranks")]
 
 
 def recurring_run(folder: Path, **sections) -> Path:

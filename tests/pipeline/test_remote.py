@@ -27,6 +27,8 @@ from tests.core.servers import web  # noqa: F401
 from tests.pipeline.runs import write_chats, write_run
 from tests.ranks import on_ranks
 
+pytestmark = pytest.mark.usefixtures("warm_ranks")
+
 
 @pytest.fixture
 def on(tmp_path, monkeypatch):

@@ -17,6 +17,8 @@ from penstock.pipeline.plan import Plan, RebuildOptions, execute_stage, plan
 from tests.pipeline.runs import write_run
 from tests.stages.prepared import table_of
 
+pytestmark = pytest.mark.usefixtures("warm_ranks")
+
 TAKEN = {"skip_prepare_dataset": True}
 
 

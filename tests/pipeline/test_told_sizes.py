@@ -8,7 +8,7 @@ import pytest
 
 from tests.cli.command import penstock, small_run
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm_ranks")]
 
 RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, str]]] = {
     "rows that fill no step": (

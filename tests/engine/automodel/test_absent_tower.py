@@ -17,6 +17,8 @@ from penstock.models.automodel.tiny_config import shrink
 from tests.cli.command import penstock, small_run
 from tests.engine import runs
 
+pytestmark = pytest.mark.usefixtures("warm_ranks")
+
 TOWER = "model.vision_tower.timm_model.conv_stem.weight"
 
 

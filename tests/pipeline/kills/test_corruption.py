@@ -14,8 +14,9 @@ from penstock.core.cache.store import PlannedStage
 from penstock.core.errors import PenstockError
 from penstock.core.files import remove
 from penstock.pipeline.plan import Plan, RebuildOptions, execute_stage, plan
+from tests.cli.command import penstock
 from tests.corruption import Damage, damaged, damages_of
-from tests.pipeline.runs import penstock, write_run
+from tests.pipeline.runs import write_run
 
 SEEDS = 3
 """Places that are flipped, cut and zeroed in each file."""
@@ -52,11 +53,12 @@ def _listed(step: PlannedStage) -> list[Path]:
 
 
 @pytest.fixture(scope="module")
-def chain(tmp_path_factory) -> Chain:
+def chain(warm_ranks, tmp_path_factory) -> Chain:
+    del warm_ranks
     folder = tmp_path_factory.mktemp("run")
     train = {"num_train_epochs": 1, "save_steps": 0}
     config = write_run(folder, train=train, push={"url": f"file://{folder}/pushed"})
-    penstock("run", config)
+    assert penstock("run", config).code == 0
     run = load(config, ())
     made = Chain(run, plan(run))
     assert made.bring("push") == ["cached"] * 5

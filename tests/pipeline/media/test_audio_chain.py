@@ -13,6 +13,8 @@ from tests.media.sounds import MELS, RATE, write_audio_processor
 from tests.pipeline.runs import write_run
 from tests.stages.prepare.media.test_audio import SOUNDS, hearing, write_data
 
+pytestmark = pytest.mark.usefixtures("warm_ranks")
+
 CONVERSATIONS = [
     hearing(),
     *(hearing(f"{n % 4}.wav", answer=f"The sound {n % 4}.") for n in range(10)),

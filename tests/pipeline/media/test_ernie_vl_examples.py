@@ -16,6 +16,8 @@ from tests.pipeline.media.test_image_chain import expected, write_model
 from tests.stages.prepare.media.test_images import asking
 from tests.stages.prepared import write_lines
 
+pytestmark = pytest.mark.usefixtures("warm_ranks")
+
 SHARED = Path(__file__).parents[4] / "shared"
 EXAMPLES = sorted((SHARED / "examples" / "erniekit").glob("*VL*.yaml"))
 

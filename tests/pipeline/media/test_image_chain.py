@@ -13,6 +13,8 @@ from tests.pipeline.runs import write_run
 from tests.stages.prepare.media.test_images import asking, expected, loaded, write_data
 from tests.stages.prepared import write_lines
 
+pytestmark = pytest.mark.usefixtures("warm_ranks")
+
 CONVERSATIONS = [
     asking(),
     *(asking(f"{n % 6}.jpg", answer=f"The picture {n % 6}.") for n in range(10)),

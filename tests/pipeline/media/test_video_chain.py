@@ -17,6 +17,8 @@ from tests.pipeline.runs import write_run
 from tests.stages.prepare.media.test_videos import FRAMES, PLAIN, watching, write_data
 from tests.stages.prepared import table_of, write_lines
 
+pytestmark = pytest.mark.usefixtures("warm_ranks")
+
 VIDEOS = [
     [{"type": "video", "path": "0.mp4"}],
     [{"type": "image", "path": "a.png"}, {"type": "video", "path": "1.mp4"}],

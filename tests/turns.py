@@ -1,0 +1,33 @@
+"""Cases of a matrix that take turns: a few each day, and all of them within some days.
+
+The day is a number in the environment, which the head of a test run shows: with it the same are run
+again. All cases are run with `pytest -m "exhaustive or not exhaustive"`.
+"""
+
+import datetime
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+import pytest
+
+T = TypeVar("T")
+
+DAY = int(os.environ.setdefault("TEST_DAY", str(datetime.date.today().toordinal())))
+"""Set for the other processes of this run too, which must collect the same across midnight."""
+
+
+def todays(cases: Sequence[T], count: int) -> list[T]:
+    """`count` of the cases, the next ones each day, in their order."""
+    chosen = {(DAY * count + at) % len(cases) for at in range(count)}
+    return [case for at, case in enumerate(cases) if at in chosen]
+
+
+def taking_turns(cases: Iterable[Any], count: int) -> list[Any]:
+    """The cases as parameters, of which all but today's are exhaustive."""
+    cases = list(cases)
+    today = todays(range(len(cases)), count)
+    return [
+        case if at in today else pytest.param(case, marks=pytest.mark.exhaustive)
+        for at, case in enumerate(cases)
+    ]
