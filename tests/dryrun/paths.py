@@ -1,4 +1,4 @@
-"""What an engine does besides steps, on fake GPUs: `python -m tests.dryrun.paths PATH JOB...`.
+"""What an engine does besides steps, on fake GPUs: `python -m tests.dryrun.paths [PATH JOB]...`.
 
 Each job's faults, with how often, are written to its output.
 """
@@ -25,20 +25,22 @@ from penstock.estimate.dryrun.job import DryRunJob
 from penstock.estimate.dryrun.trace import Trace
 
 
-def run_paths(path: str, jobs: Sequence[DryRunJob]) -> list[Mapping[str, object]]:
-    """Take this path on each job's rank, in another process; returns faults and counts."""
-    files = [Path(job.output).with_suffix(".job") for job in jobs]
-    for job, file in zip(jobs, files, strict=True):
+def run_paths(steps: Sequence[tuple[str, DryRunJob]]) -> list[Mapping[str, object]]:
+    """Take each path on its job's rank, in another process; returns faults and counts."""
+    words = []
+    for path, job in steps:
+        file = Path(job.output).with_suffix(".job")
         job.write(file)
+        words += [path, str(file)]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.dryrun.paths", path, *map(str, files)],
+        [sys.executable, "-m", "tests.dryrun.paths", *words],
         check=False,
         capture_output=True,
         text=True,
         env=env.child_environment({"TRITON_INTERPRET": "0"}),
     )
     assert not done.returncode, done.stderr[-4000:]
-    return [read_json(Path(job.output)) for job in jobs]
+    return [read_json(Path(job.output)) for _, job in steps]
 
 
 def take(path: str, job: DryRunJob, trace: Trace) -> None:
@@ -108,16 +110,19 @@ def take(path: str, job: DryRunJob, trace: Trace) -> None:
 
 
 def main() -> None:
-    path, *files = sys.argv[1:]
+    words = sys.argv[1:]
     faulthandler.enable()
     torch.set_num_threads(1)
-    jobs = [DryRunJob.read(Path(file)) for file in files]
+    steps = [
+        (path, DryRunJob.read(Path(file)))
+        for path, file in zip(words[::2], words[1::2], strict=True)
+    ]
     trace = Trace()
-    name = jobs[0].device
+    name, local_ranks = steps[0][1].device, steps[0][1].local_ranks
     device = find_device(name)
     assert device
-    fake_cuda.install(name.lower(), device, trace, local_ranks=jobs[0].local_ranks)
-    for job in jobs:
+    fake_cuda.install(name.lower(), device, trace, local_ranks=local_ranks)
+    for path, job in steps:
         pid = os.fork()
         if not pid:
             code = 1

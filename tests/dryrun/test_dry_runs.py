@@ -5,8 +5,10 @@ import json
 import pytest
 
 from penstock.estimate.dryrun.summary import DryRun
+from penstock.estimate.dryrun.trace import Launch, records_from_json
 from tests.dryrun.cases import CASES, GOLDEN, counts
-from tests.dryrun.layouts import DENSE, MOE, ROW, dry_runs, estimated_memory
+from tests.dryrun.layouts import DENSE, MOE, ROW, Case, dry_runs, estimated_memory
+from tests.turns import taking_turns
 
 pytestmark = pytest.mark.slow
 
@@ -34,14 +36,34 @@ SMALL = {
 }
 
 
-OFTEN = {
-    *("one device", "one device, lora", "ddp", "fsdp", "fsdp, muon", "fsdp, offload"),
-    *("fsdp, fp8", "fsdp, dpo", "tp, sequence parallel", "ring x ulysses", "1f1b x tp", "zbv"),
-    *("moe", "moe, triton", "ep x 1f1b", "ep, lora"),
-}
-"""One layout of each path of the engine; the others are run with `pytest -m exhaustive`."""
+PATHS = [
+    *("one device, lora", "ddp", "fsdp, muon", "fsdp, offload", "fsdp, fp8", "fsdp, dpo"),
+    *("tp, sequence parallel", "ring x ulysses", "1f1b x tp", "zbv", "ep x 1f1b", "ep, lora"),
+]
+"""One layout of each further path of the engine."""
 
-EACH = [pytest.param(name, marks=[] if name in OFTEN else pytest.mark.exhaustive) for name in CASES]
+EACH = [
+    *sorted(NEEDED),
+    *taking_turns(PATHS, 4),
+    *taking_turns([name for name in CASES if name not in {*NEEDED, *PATHS}], 1),
+]
+
+
+MOST_LAUNCHES = {"Qwen3": 41, "Qwen3-MoE": 104}
+"""Of a layer, without casts of weights and gradients, which FSDP has none of."""
+
+IN_BF16 = {
+    "data_parallel_mode": "none",
+    "enable_gradient_checkpointing": False,
+    "enable_mixed_precision": False,
+    "precision": "bf16",
+    "grad_accum_dtype": "bf16",
+}
+LAYERS = {
+    f"{name} {count}": Case(world=1, model={**shape, "num_hidden_layers": count}, train=IN_BF16)
+    for name, shape in {"Qwen3": DENSE, "Qwen3-MoE": MOE}.items()
+    for count in (1, 2)
+}
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +71,7 @@ def found(request: pytest.FixtureRequest) -> dict[str, DryRun]:
     """The layouts that are asked for, in one start of the processes."""
     specs = [getattr(item, "callspec", None) for item in request.session.items]
     asked = {spec.params.get("name") for spec in specs if spec}
-    return dry_runs({name: case for name, case in CASES.items() if name in asked | NEEDED})
+    return dry_runs({**LAYERS, **{name: CASES[name] for name in CASES if name in asked | NEEDED}})
 
 
 @pytest.mark.parametrize("name", EACH)
@@ -81,6 +103,20 @@ def test_what_holds_the_peak_is_told_apart(found: dict[str, DryRun]) -> None:
         assert sum(holders.values()) == rank.result.peak
         assert {kind for kind in kinds if not holders[kind]} == set(), (name, holders)
         assert holders["temporary"] < 0.2 * rank.result.peak
+
+
+@pytest.mark.parametrize("name", MOST_LAUNCHES)
+def test_a_layer_launches_few_kernels_forward_and_backward(
+    found: dict[str, DryRun], name: str
+) -> None:
+    one, two = (
+        sum(
+            isinstance(record, Launch) and record.phase in ("forward", "backward")
+            for record in records_from_json(found[f"{name} {count}"].ranks[0].result.records)
+        )
+        for count in (1, 2)
+    )
+    assert two - one <= MOST_LAUNCHES[name]
 
 
 def test_a_dry_run_finds_the_same_again(found: dict[str, DryRun]) -> None:

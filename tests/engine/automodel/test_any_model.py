@@ -22,6 +22,7 @@ from tests.engine.automodel import examine, page, tiny_models
 from tests.engine.traces import loss_of_transformers
 from tests.models.twins import SIZES
 from tests.ranks import on_ranks
+from tests.turns import taking_turns
 
 KINDS = (
     "apertus",  # scalar parameters
@@ -53,7 +54,9 @@ def _examined(folder: Path, model_type: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", [kind for kind in KINDS if kind != "gemma3n_text"])
+@pytest.mark.parametrize(
+    "model_type", taking_turns([kind for kind in KINDS if kind != "gemma3n_text"], 4)
+)
 def test_a_model_trains_resumes_and_is_exported(folder, model_type):
     assert _examined(folder, model_type) == []
 
@@ -138,6 +141,7 @@ def _with_dropout(folder: Path) -> dict[str, tuple[list[float], loops.Arrays, bo
     return {name: examine.trained(job) for name, job in jobs.items()}
 
 
+@pytest.mark.slow
 def test_dropout_of_the_model_is_the_same_when_recomputed_and_resumed(folder):
     own = folder / "dropout"
     tiny_models.write_model(own, "gpt2", resid_pdrop=0.3, embd_pdrop=0.1, attn_pdrop=0.1)

@@ -11,6 +11,7 @@ from tests.engine.laid import ROWS_PER_STEP, alone
 from tests.engine.layouts import LAYOUTS
 from tests.engine.loops import each, loop_of, save, step
 from tests.ranks import on_ranks
+from tests.turns import taking_turns
 
 BEFORE, AFTER = 3, 2
 """Steps. Adapters that are merged every second step are in the middle of theirs."""
@@ -52,11 +53,7 @@ def gone_on(job):
 
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "changes",
-    [CHANGES[:4], pytest.param(CHANGES[4:], marks=pytest.mark.exhaustive)],
-    ids=["of each kind", "others"],
-)
+@pytest.mark.parametrize("changes", taking_turns([CHANGES[at::8] for at in range(8)], 1))
 def test_a_run_goes_on_under_another_layout_as_if_it_had_never_changed(tmp_path, changes):
     write_inputs(tmp_path, ROWS_PER_STEP * (BEFORE + AFTER))
     layouts = {"one process": alone("tied"), **LAYOUTS}

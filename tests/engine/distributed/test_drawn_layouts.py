@@ -35,9 +35,9 @@ MOVES = 4
 ROUNDINGS = 8
 """How often a layout may round, in roundings of the weights and by what these do to the result."""
 
-TOGETHER = 6
+TOGETHER = 4
 """Draws that share a start of the ranks."""
-GROUPS = 34
+GROUPS = 51
 
 
 def accepted(folder: Path, name: str) -> tuple[Drawn, Job]:
