@@ -35,7 +35,12 @@ def test_a_run_with_workers_and_two_ranks_listens_on_loopback_and_survives_every
     config = write_run(
         tmp_path,
         data={"datasets": [{"path": name, "type": "chat"} for name in names]},
-        train={"data_parallel_mode": "ddp", "global_batch_size": 2, "max_steps": 100},
+        train={
+            "data_parallel_mode": "ddp",
+            "global_batch_size": 2,
+            "max_steps": 40,
+            "save_steps": 0,
+        },
         launch=TWO_RANKS,
     )
     ran = tmp_path / "payload-ran"

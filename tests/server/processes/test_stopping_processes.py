@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 
+import httpx
 import pytest
 import tinker
 from tinker.lib.retryable_exception import RetryableException
@@ -21,6 +22,7 @@ from penstock.server.launch.prepare import prepare
 from penstock.server.launch.supervisor import Launcher, managed_processes
 from tests.server.processes.test_kills import data, done
 from tests.server.serving import Server, soon, write_model
+from tests.sockets import Observer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
 
@@ -127,14 +129,33 @@ def test_a_second_signal_does_not_wait_for_what_is_saved(tmp_path):
     assert "engine did not end in time and is killed" in said
 
 
-def test_a_server_that_is_stopped_has_the_same_weights_after_its_next_start(tmp_path):
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """Of two ranks."""
+    folder = tmp_path_factory.mktemp("two")
+    sizes = {"nproc_per_node": 2, "data_parallel_shard_size": 2}
     server = Server(
-        tmp_path / "served",
-        write_model(tmp_path / "model"),
-        data_parallel_mode="fsdp2",
-        data_parallel_shard_size=2,
+        folder / "served", write_model(folder / "model"), data_parallel_mode="fsdp2", **sizes
     ).start()
+    yield server
+    server.stop()
 
+
+@pytest.mark.dist
+def test_a_server_of_two_ranks_listens_on_loopback_and_survives_every_payload(server, tmp_path):
+    ran = tmp_path / "payload-ran"
+    with Observer(server.pid, ran) as observer:
+        soon(lambda: observer.seen, 60)
+    processes = server.processes()
+    assert {"api", "engine", "rank 0", "rank 1"} <= processes.keys()
+    assert processes["rank 1"] in {one.pid for one in observer.seen}
+    assert observer.reachable_by_others == set()
+    assert observer.stores == []
+    assert not ran.exists()
+    assert httpx.get(f"{server.url}/health", timeout=30).json()["workers"] == "ready"
+
+
+def test_a_server_that_is_stopped_has_the_same_weights_after_its_next_start(server):
     def outputs():
         told = done(server, "forward", {"model_id": "m", "forward_input": data(1)})
         return told["loss_fn_outputs"]
@@ -144,24 +165,21 @@ def test_a_server_that_is_stopped_has_the_same_weights_after_its_next_start(tmp_
         body = {"model_id": "m", "adam_params": {"learning_rate": 1e-2}}
         return done(server, "optim_step", body)["metrics"]
 
-    try:
-        done(server, "create_model", {"model_id": "m", "base_model": str(server.model)})
-        first = outputs()
-        step()
-        step()
-        before = outputs()
-        assert before != first
-        server.stop()
-        assert server.status == 0
-        assert "model m is saved at step 2: m/weights/checkpoint-" in server.log
-        # Ranks that die of a signal have torchrun tell of a failure.
-        assert "exitcode" not in server.log
-        assert "is killed" not in server.log
-        server.start()
-        assert outputs() == before
-        assert step()["step"] == 3
-    finally:
-        server.stop()
+    done(server, "create_model", {"model_id": "m", "base_model": str(server.model)})
+    first = outputs()
+    step()
+    step()
+    before = outputs()
+    assert before != first
+    server.stop()
+    assert server.status == 0
+    assert "model m is saved at step 2: m/weights/checkpoint-" in server.log
+    # Ranks that die of a signal have torchrun tell of a failure.
+    assert "exitcode" not in server.log
+    assert "is killed" not in server.log
+    server.start()
+    assert outputs() == before
+    assert step()["step"] == 3
 
 
 @pytest.mark.exhaustive
