@@ -44,6 +44,8 @@ from tests.changes.worlds import SEED, Target, World, step_of
 from tests.cli.command import penstock
 from tests.ranks import on_ranks
 
+pytestmark = pytest.mark.usefixtures("warm_ranks")
+
 DRAWN = 15
 
 
@@ -70,6 +72,7 @@ def cases(world: World) -> list[tuple[Target, str]]:
     return [*product(full, [*CHANGES, *NEUTRAL])]
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_drawn_changes_are_noticed_and_what_changes_nothing_is_not(text):
     for target, kind in random.Random(SEED).sample(cases(text), DRAWN):

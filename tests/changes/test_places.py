@@ -183,6 +183,7 @@ def with_tokenizer(folder: Path, path: str) -> Path:
     return write_run(folder, model=model, data=named)
 
 
+@pytest.mark.slow
 def test_a_downloaded_file_that_was_changed_is_downloaded_again(bucket, tmp_path, monkeypatch):
     monkeypatch.setenv("PENSTOCK_CACHE_HOME", str(tmp_path / "cache"))
     for file in write_tokenizer(tmp_path / "tokenizer").iterdir():

@@ -182,6 +182,7 @@ def test_without_credentials_the_error_says_so_and_what_to_set(file, tmp_path, m
     file.system.clear_instance_cache()  # for the next test has credentials
 
 
+@pytest.mark.slow
 def test_a_large_file_is_sent_in_parts_and_arrives_whole(bucket, tmp_path):
     (tmp_path / "large").write_bytes(CONTENT * 12)
     place = RemotePath.from_url(f"{bucket}/large")

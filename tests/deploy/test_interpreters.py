@@ -56,6 +56,7 @@ def python(file: Path, code: str, *words: object) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", PYTHONS)
 def test_every_source_compiles_and_what_needs_no_package_can_be_imported(version):
     roots = [ROOT / name for name in ("stages", "kernels", "flows")]

@@ -51,6 +51,7 @@ def found() -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXPECTED)
 def test_what_is_planted_is_found(found: dict[str, Any], name: str) -> None:
     one = found[name]

@@ -110,6 +110,7 @@ def _send_event(address: str) -> None:
         websocket.recv(10)
 
 
+@pytest.mark.slow
 def test_no_name_of_the_host_and_no_socket_replaces_the_password(closed):
     api = str(closed.api.base_url).rstrip("/")
     hosts = ["127.0.0.1", "attacker.example", f"attacker.example:{closed.port}", "localhost/health"]
@@ -123,6 +124,7 @@ def test_no_name_of_the_host_and_no_socket_replaces_the_password(closed):
     assert closed.api.post("/flows/filter", json={}).status_code == 200
 
 
+@pytest.mark.slow
 def test_only_the_pages_of_the_server_itself_may_read_its_answers(closed):
     def allowed(origin):
         asked = {"origin": origin, "access-control-request-method": "POST"}
@@ -156,6 +158,7 @@ def visit(server: Prefect, folder: Path, *, rebound: bool = False) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
 def test_a_page_of_another_origin_in_a_browser_reads_and_makes_nothing(closed, prefect, tmp_path):
     assert "cors refused; no-cors opaque 0; done" in visit(closed, tmp_path / "closed")
@@ -168,6 +171,7 @@ def test_a_page_of_another_origin_in_a_browser_reads_and_makes_nothing(closed, p
     prefect.api.delete("/work_pools/of-a-page")
 
 
+@pytest.mark.slow
 def test_doctor_names_a_server_that_answers_without_a_password(closed, prefect):
     [found] = check_prefect_password(str(prefect.api.base_url))
     assert found.standing == "absent"

@@ -65,11 +65,13 @@ def test_processes_read_a_default_and_validation_what_was_written(tmp_path, vali
     assert told.stdout.split() == ["1e-07", "0.001", *refused] * 2, told.stderr
 
 
+@pytest.mark.slow
 def test_a_sample_of_mutants_is_noticed():
     told = run("-m", "tests.mutate", "--no-preload", *(f"--field={name}" for name in SAMPLE))
     assert told.returncode == 0, told.stdout + told.stderr
 
 
+@pytest.mark.slow
 def test_a_mutant_that_no_test_notices_is_told():
     test = "tests/mutate/test_mutate.py::test_the_tests_of_the_table_exist"
     told = run("-m", "tests.mutate", "--no-preload", f"--field={SAMPLE[0]}", f"--test={test}")

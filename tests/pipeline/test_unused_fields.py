@@ -159,12 +159,14 @@ def assert_keys_follow(
     return counts[True], counts[False]
 
 
+@pytest.mark.slow
 def test_a_setting_of_an_optimizer_is_in_the_key_where_it_changes_its_steps() -> None:
     bases = [*OPTIMIZERS, *({**one, "weight_decay": 0.1} for one in OPTIMIZERS)]
     found = assert_keys_follow(trained, bases, OPTIMIZER_FIELDS)
     assert min(found) > 25
 
 
+@pytest.mark.slow
 def test_a_setting_of_a_schedule_is_in_the_key_where_it_changes_a_learning_rate() -> None:
     bases = [
         {"lr_decay_style": style, **warmup, **length}

@@ -78,6 +78,7 @@ def test_every_step_ends_with_a_verdict_and_the_page_has_its_figures(tmp_path):
     assert [one["value"] for one in again.steps["a good"].figures] == [2.0, 2.0]
 
 
+@pytest.mark.slow
 def test_a_run_that_was_cut_off_goes_on_and_what_is_done_stays_done(tmp_path):
     results = Results(tmp_path / "gpu.json", MACHINE)
     steps = (a_step("good", GOOD), a_step("slow", SLOW, 4))

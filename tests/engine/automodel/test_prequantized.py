@@ -81,6 +81,7 @@ def _losses(published: Path, floats: Path) -> tuple[list[float], list[float], in
 
 
 # Experts that are stored one by one; a name that the class has changed.
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.parametrize(
     "model_type", ["deepseek_v3", pytest.param("falcon_h1", marks=pytest.mark.exhaustive)]

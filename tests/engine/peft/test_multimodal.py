@@ -154,6 +154,7 @@ def test_language_models_with_experts_are_trained_and_exported_so_too(tmp_path, 
     trained_and_exported(tmp_path, {model_type: ("weights", "adapters")}, lora)
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_it_is_trained_as_transformers_computes_it_and_all_else_is_exported_as_it_was(

@@ -216,6 +216,7 @@ def assert_alike(folder, world, layouts):
             assert (got - wanted[tensor]).norm() <= 2e-5 * length, f"{layout}: {tensor}"
 
 
+@pytest.mark.slow
 def test_two_ranks_compute_what_transformers_modules_do(folder):
     fsdp2 = {"data_parallel_shard_size": 2}
     layouts = {
@@ -313,6 +314,7 @@ TWICE = {"max_steps": 2, "num_train_epochs": 2, "lr": 0.01}
 EXPORTED = {"deepseek_v3": "num_nextn_predict_layers", "qwen3_next": "num_nextn_predict_layers"}
 
 
+@pytest.mark.slow
 def test_a_resumed_run_ends_with_the_same_bits(folder, trained_twice):
     jobs, _ = trained_twice
     again = {}

@@ -45,6 +45,7 @@ def each_saved(jobs):
     return {name: steps(job, saved=True) for name, job in jobs.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_parts_that_are_frozen_are_not_trained_and_are_exported_as_they_were(tmp_path):
     model = write_model(tmp_path / "qwen3_vl", "qwen3_vl")

@@ -129,6 +129,7 @@ def test_an_image_that_is_added_is_the_only_one_encoded(tmp_path):
     assert features_of(third) == features_of(first)
 
 
+@pytest.mark.slow
 def test_a_stage_that_is_killed_continues_and_stores_the_same(tmp_path):
     sections = sections_of(tmp_path, conversations=MANY)
     ran(tmp_path, sections, "prepare")

@@ -74,6 +74,7 @@ def test_real_conversations_have_the_masks_that_transformers_gives(shared, templ
             )
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(ASKED, st.sampled_from([CHATML, HEADERS]), st.sampled_from(KINDS))
 def test_without_marks_the_tokens_are_those_with_marks(messages, template, kind):

@@ -98,6 +98,7 @@ def test_qwen3s_changed_turns_are_unusable_as_published():
         document("qwen3", PLAIN, turn_rendering="whole")
 
 
+@pytest.mark.slow
 def test_both_ways_are_alike_wherever_a_published_template_keeps_its_prefix():
     alike, by_turn, refused = [], [], []
     for name in PUBLISHED:

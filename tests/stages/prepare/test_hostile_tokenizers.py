@@ -93,6 +93,7 @@ TEMPLATES = {
 SLOW = pytest.mark.exhaustive
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "what",
     [pytest.param(what, marks=SLOW) if what in ("loops", "powers") else what for what in TEMPLATES],

@@ -42,6 +42,7 @@ def ids_in(folder, split="train"):
     return table_of(folder, split)["input_ids"].to_pylist()
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(DOCUMENTS, CODES, WRITERS, st.sampled_from([16, 1 << 24]))
 def test_documents_are_read_as_they_were_written(tmp_path_factory, documents, code, write, size):

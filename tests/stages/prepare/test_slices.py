@@ -72,6 +72,7 @@ def numbers_in(items):
     ]
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(
     kind=st.sampled_from(KINDS),
