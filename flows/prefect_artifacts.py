@@ -33,7 +33,7 @@ from penstock.core.cache.store import StageResult
 from penstock.core.file_tail import FileTail
 from penstock.core.files import read_json
 from penstock.train.launch.job import ENVIRONMENT, METRICS, REPORT
-from penstock.train.trackers.registry import TRACKERS
+from penstock.train.trackers.registry import SPECS
 from penstock.train.trackers.run_info import TRACKERS_FOLDER
 from training_log import Logger, TrainingLog, server_only
 from training_progress import TrainingProgress
@@ -133,10 +133,10 @@ class TrainingLinks:
     def _known(self) -> Iterator[tuple[str, str, str]]:
         if (report := self._folder / REPORT).is_file():
             yield "penstock-report", report.resolve().as_uri(), "report"
-        for name, tracker in TRACKERS.items():
-            memory = self._folder / TRACKERS_FOLDER / f"{name}.json"
-            if memory.is_file() and (url := read_json(memory).get("url")):
-                yield f"penstock-{name}", url, tracker.title
+        for memory in sorted((self._folder / TRACKERS_FOLDER).glob("*.json")):
+            name = memory.stem
+            if url := read_json(memory).get("url"):
+                yield f"penstock-{name}", url, SPECS[name].title if name in SPECS else name
 
 
 @contextmanager

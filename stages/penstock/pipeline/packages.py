@@ -5,7 +5,6 @@ from typing import cast
 
 from penstock.config.schema.pipeline import STAGES, StageName
 from penstock.config.schema.run import RunConfig
-from penstock.core.cache.package_stage import PackageStage, PackageStep
 from penstock.core.cache.store import PlannedStage
 from penstock.core.errors import ConfigError
 from penstock.core.extensions import STAGES as REGISTRY
@@ -51,6 +50,9 @@ def with_package_steps(
     """The steps with those of packages, in order."""
     if not names:
         return [*steps]
+    # A finished run without stages of packages needs none of it.
+    from penstock.core.cache.package_stage import PackageStep  # noqa: PLC0415
+
     planned = {step.stage.name: step for step in steps}
     results = {name: step.artifact for name, step in planned.items()}
     for name in names:
@@ -62,4 +64,4 @@ def with_package_steps(
 
 
 def _reads(name: str) -> tuple[str, ...]:
-    return cast("type[PackageStage]", REGISTRY.load(name)).reads
+    return REGISTRY.load(name).reads
