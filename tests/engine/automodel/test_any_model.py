@@ -158,6 +158,34 @@ def test_dropout_of_the_model_is_the_same_when_recomputed_and_resumed(folder):
     assert abs(losses[0] - without) > 1e-3 * without
 
 
+def _continued(folder: Path) -> float:
+    """The loss of the weights that the export has."""
+    more = {"max_steps": 4, "num_train_epochs": 4, "data_parallel_mode": "none"}
+    job = examine.job_of(folder, "out", **more, data_parallel_shard_size=1)
+    examine.trained(job)
+    loop = loops.loop_of(job)
+    loop._resume()
+    return loops.step(loop)["loss"]
+
+
+@pytest.mark.slow
+def test_an_export_of_dbrx_has_the_rope_theta_of_its_attention_where_transformers_reads_it(folder):
+    own = folder / "dbrx-as-released"
+    tiny_models.write_model(own, "dbrx", noise=0.1)
+    file = own / "config.json"
+    released = json.loads(file.read_text())
+    del released["rope_parameters"]
+    file.write_text(json.dumps(released))
+    [loss] = on_ranks(1, _continued, own)
+    exported = examine.export(own, examine.job_of(own, "out"), examine.STEPS)
+    model = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).eval()
+    assert model.config.rope_parameters["rope_theta"] == released["attn_config"]["rope_theta"]
+    rows = PackedRows(folder / "packed" / "data" / "train")
+    with torch.no_grad():
+        of_export = loss_of_transformers(model, rows, [0, 1, 2, 3]).item()
+    assert of_export == pytest.approx(loss, rel=1e-5)
+
+
 def _gradients(folder: Path) -> tuple[float, loops.Arrays] | None:
     loop = loops.loop_of(examine.job_of(folder, "gradients", max_grad_norm=0.0))
     found = loops.before_each_update(loop, lambda: loops.gradients_of(loop))

@@ -6,6 +6,8 @@ If adapters were merged during training (ReLoRA), the adapters alone are not the
 only `hf/`.
 """
 
+import json
+import logging
 import operator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -53,8 +55,11 @@ from penstock.engine.hf.weight_files import absent_tensors, prediction_tensors
 from penstock.engine.model_source import ExportFormat, ModelSource
 from penstock.engine.quantization.export import Quantizer, quantizer_for
 from penstock.engine.vision.build import build_outline, trained_shapes
+from penstock.models.automodel.build import absent_rope
 from penstock.models.automodel.weight_map import AutoWeightMap
 from penstock.models.registry import get_family
+
+log = logging.getLogger("penstock.export")
 
 GENERATION_CONFIG = "generation_config.json"
 
@@ -137,6 +142,12 @@ def _with_adapters(
         revision=origin.weights.pin.get("commit") if origin.weights else None,
         dtype=None if form.dtype == "auto" else DTYPES[form.dtype],
     )
+    if origin.model_path and (rope := absent_rope(extras.hf_config)):
+        log.warning(
+            "export: adapter/ is of a base model with the rope_theta of attn_config, which "
+            "transformers 5 does not read: add %s to the config.json of %s before loading both",
+            *(json.dumps(rope)[1:-1], origin.model_path),
+        )
     if form.verify != "off":
         with noting_unverified(out / "adapter"):
             verify_adapter(out / "adapter", model.hf_config)

@@ -21,6 +21,7 @@ from penstock.engine.hf.safetensors_writer import Kind, aligned, file_layout, pu
 from penstock.engine.hf.state_dict import HFStateDict
 from penstock.engine.hf.tokenizer_files import TokenizerFiles
 from penstock.engine.quantization.export import Quantizer
+from penstock.models.automodel.build import absent_rope
 from penstock.models.automodel.remote_code import CODE, code_files
 from penstock.models.multimodal import TEXT_CONFIG
 
@@ -68,6 +69,7 @@ def write_hf_folder(
     # The export is not quantized in the base model's format.
     replaced = {"torch_dtype", "quantization_config", CODE}
     config = {key: value for key, value in extras.hf_config.items() if key not in replaced}
+    config |= absent_rope(config)
     if quantizer:
         config["quantization_config"] = quantizer.config
     write_json(out / "config.json", _with_dtype(config, dtype_name(dtype)))

@@ -14,9 +14,6 @@ from penstock.models.automodel.media.cross_attention import is_cross_attended, k
 from penstock.models.automodel.outline import AttentionImpl
 from penstock.models.automodel.remote_code import AUTO_MAP, CODE, CONFIG, MODEL, load_class
 
-DBRX = "dbrx"
-"""transformers reads rope_parameters, and files have rope_theta in attn_config."""
-
 _MODEL_CLASSES: dict[type, Any] = {}
 """Of configs whose code is the model's own."""
 
@@ -39,6 +36,7 @@ def build_config(hf_config: Mapping[str, Any]) -> Any:
     values.pop("quantization_config", None)
     if CODE in hf_config:
         return _config_of_code(hf_config, values)
+    values |= absent_rope(values)
     kind = values.pop("model_type", None)
     if kind not in CONFIG_MAPPING:
         near = get_close_matches(str(kind), CONFIG_MAPPING, n=1)
@@ -55,11 +53,6 @@ def build_config(hf_config: Mapping[str, Any]) -> Any:
             f"to the installed transformers.{hint}\n"
             "  Install a newer transformers, or use another model."
         )
-    if kind == DBRX and "rope_parameters" not in values:
-        theta = (values.get("attn_config") or {}).get("rope_theta")
-        values |= (
-            {"rope_parameters": {"rope_type": "default", "rope_theta": theta}} if theta else {}
-        )
     try:
         config = CONFIG_MAPPING[kind].from_dict(values)
         return config if is_multimodal(config) else language_config(config)
@@ -68,6 +61,15 @@ def build_config(hf_config: Mapping[str, Any]) -> Any:
             f"transformers refuses the model's config.json: {error}\n"
             "  Correct it, or overwrite the value with model.foundation."
         ) from error
+
+
+def absent_rope(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """The `rope_parameters` that a config.json of DBRX lacks: its rope_theta, 500000, is in
+    attn_config, where transformers 5 does not read it, and would compute with 10000."""
+    theta = (hf_config.get("attn_config") or {}).get("rope_theta")
+    if hf_config.get("model_type") != "dbrx" or "rope_parameters" in hf_config or not theta:
+        return {}
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": theta}}
 
 
 def _config_of_code(hf_config: Mapping[str, Any], values: dict[str, Any]) -> Any:
