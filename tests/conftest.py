@@ -1,5 +1,6 @@
 """What every test stands on: kernels interpreted without a GPU, caches of its own, no network."""
 
+import gc
 import os
 import signal
 import sys
@@ -46,6 +47,17 @@ def pytest_xdist_auto_num_workers(config):
     can be debugged."""
     whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
     return num_cpus() + 1 if whole else 0
+
+
+def pytest_collection():
+    """A million objects of imported modules live to the end: nobody looks for garbage among
+    them."""
+    gc.disable()
+
+
+def pytest_collection_finish():
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_xdist_make_scheduler(config, log):

@@ -1,25 +1,20 @@
 """`penstock plan --dry-run` as a command."""
 
 import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
-PLAN = ("-m", "penstock.cli.main", "plan", "configs/quickstart.yaml", "--json")
+from tests.cli.command import penstock
+from tests.conftest import ROOT
+
 FSDP = ("--train.data_parallel_mode", "fsdp2")
 
 
 def plan(*arguments: str) -> tuple[int, dict[str, Any]]:
     """The exit code and the JSON object."""
-    done = subprocess.run(
-        [sys.executable, *PLAN, *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return done.returncode, json.loads(done.stdout.splitlines()[-1])
+    said = penstock("plan", ROOT / "configs/quickstart.yaml", "--json", *arguments)
+    return said.code, said.last
 
 
 @pytest.mark.slow

@@ -32,7 +32,7 @@ SEED = int(os.environ.get("LAYOUT_SEED") or secrets.randbelow(10**9))
 """Of the layouts that are drawn; a failure shows it, and with this variable in the environment the
 same are drawn again."""
 
-DRAWN = {1: 2, 2: 6, 4: 4}
+DRAWN = {1: 1, 2: 4, 4: 2}
 """So many of the layouts on so many ranks are drawn by default, whose kinds of layers take turns;
 all are compared with `pytest -m exhaustive`."""
 

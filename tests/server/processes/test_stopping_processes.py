@@ -1,4 +1,4 @@
-"""Processes of a server that is stopped: how long they have, in which order, what is left."""
+"""Processes of a server: where they listen, who is told a key, and how they are stopped."""
 
 import os
 import signal
@@ -7,11 +7,13 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import tinker
+from safetensors.torch import load_file
 from tinker.lib.retryable_exception import RetryableException
 
 from penstock.config.server.config import ServerConfig
@@ -21,7 +23,8 @@ from penstock.server.launch.multi_node import OtherNode
 from penstock.server.launch.prepare import prepare
 from penstock.server.launch.supervisor import Launcher, managed_processes
 from tests.server.processes.test_kills import data, done
-from tests.server.serving import Server, soon, write_model
+from tests.server.serving import Server, post, soon, write_model
+from tests.server.sync.receiver import receiving
 from tests.sockets import Observer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
@@ -131,11 +134,15 @@ def test_a_second_signal_does_not_wait_for_what_is_saved(tmp_path):
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    """Of two ranks."""
+    """Of two ranks; tests take it on from one another, and the last one stops it for good."""
     folder = tmp_path_factory.mktemp("two")
     sizes = {"nproc_per_node": 2, "data_parallel_shard_size": 2}
     server = Server(
-        folder / "served", write_model(folder / "model"), data_parallel_mode="fsdp2", **sizes
+        folder / "served",
+        write_model(folder / "model"),
+        data_parallel_mode="fsdp2",
+        log_level="DEBUG",
+        **sizes,
     ).start()
     yield server
     server.stop()
@@ -180,6 +187,52 @@ def test_a_server_that_is_stopped_has_the_same_weights_after_its_next_start(serv
     server.start()
     assert outputs() == before
     assert step()["step"] == 3
+
+
+KEY = "tml-of-theirs-alone"
+
+
+def said_by(server, path, body):
+    answer = httpx.post(f"{server.url}/{path}", json=body, timeout=60)
+    return answer.status_code, answer.text
+
+
+@pytest.mark.dist
+def test_weights_arrive_at_a_server_with_a_key_that_is_found_nowhere(server, tmp_path):
+    with receiving(tmp_path) as receiver:
+        receiver.key, receiver.info = KEY, {"tp_size": 1, "api_key": KEY}
+        there = {"host": "127.0.0.1", "port": receiver.endpoint.port}
+        answers = [
+            said_by(server, "add_inference_endpoint", body)
+            for body in (
+                there,
+                {**there, "api_key": KEY, "world_size": 3},
+                {**there, "api_key": KEY},
+            )
+        ]
+        assert [status for status, _ in answers] == [400, 400, 200]
+        assert "HTTP 401" in answers[0][1]
+        assert "its tp_size is 1" in answers[1][1]
+        created = post(
+            server, "create_model", {"model_id": "default", "base_model": str(server.model)}
+        )
+        assert created.status_code == 200
+        answers.append(said_by(server, "sync_inference_weights", {"flush_cache": True}))
+        assert answers[-1][0] == 200, answers[-1]
+        got = receiver.tensors()
+    answers.append((0, httpx.get(f"{server.url}/list_inference_endpoints").text))
+    processes = [Path(f"/proc/{pid}") for pid in server.processes().values()]
+    told = [file.read_bytes() for one in processes for file in (one / "cmdline", one / "environ")]
+    server.stop()
+    want = load_file(server.model / "model.safetensors")
+    # A new adapter changes nothing.
+    assert want.keys() == got.keys()
+    assert all(tensor.bfloat16().equal(got[name]) for name, tensor in want.items())
+    assert not any(KEY.encode() in each for each in told)
+    assert KEY not in f"{answers} {server.log}"
+    kept = [path for path in server.folder.rglob("*") if path.is_file()]
+    holding = [path.name for path in kept if KEY.encode() in path.read_bytes()]
+    assert holding == ["endpoints.json"]
 
 
 @pytest.mark.exhaustive
