@@ -28,3 +28,9 @@ def rank_device(local_rank: int) -> torch.device:
         return CPU
     # A scheduler may show each process only its own device, as number 0.
     return torch.device("cuda", local_rank % torch.cuda.device_count())
+
+
+def empty_cache() -> None:
+    """Return the memory that PyTorch caches to the GPU; nothing on a CPU."""
+    if uses_cuda():
+        torch.cuda.empty_cache()

@@ -19,6 +19,7 @@ from penstock.core.errors import ConfigError
 from penstock.engine import rng
 from penstock.engine.build import BuiltModel
 from penstock.engine.checkpoint.folders import understanding
+from penstock.engine.device import empty_cache
 from penstock.engine.distributed.parallel_dims import accumulation_steps, rows_per_step
 from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.engine.optim.changed_weights import FEW_CHANGED, rounding_warning
@@ -434,9 +435,8 @@ class Trainer:
         step, train = self.at.step, self.train
         if train.gc_steps and step % train.gc_steps == 0:
             gc.collect()
-        on_cuda = self.ranks.device.type == "cuda"
-        if on_cuda and train.empty_cache_steps and step % train.empty_cache_steps == 0:
-            torch.cuda.empty_cache()
+        if train.empty_cache_steps and step % train.empty_cache_steps == 0:
+            empty_cache()
 
     def _facts(self, ended_by: str) -> dict[str, Any]:
         """The facts of a finished run. With `train.save_best` its result is the best checkpoint,

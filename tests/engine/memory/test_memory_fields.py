@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from penstock.core.errors import CapabilityError
+from penstock.engine import device
 from penstock.engine.distributed.ranks import ProcessInfo, destroy_process_group
 from penstock.pipeline.plan import check_machine
 from penstock.rows.reader import PackedRows
@@ -356,14 +357,14 @@ def own_group():
     destroy_process_group()
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("every", "steps"), [(2, [2, 4]), (0, [])])
 @pytest.mark.usefixtures("own_group")
-def test_cached_memory_is_returned_at_the_steps_asked_for(folder, monkeypatch):
-    loop, emptied = loop_of(job(folder, "cache", empty_cache_steps=2, max_steps=5)), []
+def test_cached_memory_is_returned_at_the_steps_asked_for(every, steps, folder, monkeypatch):
+    loop, emptied = loop_of(job(folder, f"cache {every}", empty_cache_steps=every, max_steps=5)), []
+    monkeypatch.setattr(device, "uses_cuda", lambda: True)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(loop.at.step))
     loop.run()
-    assert emptied == [2, 4]
+    assert emptied == steps
 
 
 @pytest.mark.gpu
