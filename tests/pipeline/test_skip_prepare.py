@@ -52,6 +52,23 @@ def test_data_is_taken_from_the_root_and_what_follows_keeps_its_key_without_any_
     assert stage_status(planned(config, **TAKEN).steps[0]).standing == "skipped"
 
 
+def test_what_the_data_was_not_prepared_with_is_told_and_what_it_was_is_not(prepared):
+    config, _ = prepared
+    assert planned(config, **TAKEN).notes == ()
+    others = {
+        "val_set_size": 5,
+        "train_on_turns": "last",
+        "chat_template_kwargs": {"x": 1},
+        "sample_packing_sequence_len": 128,
+    }
+    used = {"chat_template": "null", "train_on_turns": "all", "val_set_size": "4"}
+    lines = sorted(planned(config, **others, **TAKEN).notes)
+    for line, (name, value) in zip(lines, used.items(), strict=True):
+        assert line.startswith(f"data.{name}: ")
+        assert "is not used, since data.skip_prepare_dataset is true" in line
+        assert line.endswith(f"the prepared data was made with {value}")
+
+
 def test_a_folder_named_itself_is_taken_where_it_lies_and_wherever_it_is_moved(prepared, tmp_path):
     config, (made, packed) = prepared
     lose_the_source(config)

@@ -89,6 +89,7 @@ from penstock.prepare.user_prepared import (
     find_token_dataset,
     find_user_prepared,
     no_prepared_data,
+    unused_settings,
     use_external,
 )
 from penstock.reference.settings import reference_settings
@@ -174,6 +175,7 @@ def plan(
         run, apart = with_prompts_apart(run)
         notes += apart
     steps = [user_prepared_step(run) if run.data.skip_prepare_dataset else prepare_step(run)]
+    notes += tuple(unused_settings(run.data, steps[0].stage))
     steps += encode_steps(run, steps[0].artifact, stage_names)
     if includes_stage(stage_names, "pack"):
         steps.append(pack_step(run, *(step.artifact for step in steps)))

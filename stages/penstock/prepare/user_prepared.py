@@ -9,13 +9,15 @@ Token data sets of other programs have no manifest. They are ordinary sources of
 pinned by content.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar, Literal
 
 from pydantic import ConfigDict, RootModel
 
+from penstock.config.loading.fault import shown
+from penstock.config.schema.data import DataConfig
 from penstock.config.schema.dataset import DatasetConfig
 from penstock.core.cache.manifest import MANIFEST, read_manifest
 from penstock.core.cache.stage import ATTEMPT, Facts, Source, Stage, short, stage_key
@@ -24,6 +26,13 @@ from penstock.core.cache.verify import Verify, require_content
 from penstock.core.errors import ArtifactError, ConfigError, PenstockError, StageError
 from penstock.core.sources.datasets_folder import read_saved_folder
 from penstock.core.sources.local_files import detect_file_kind, list_names, select_data_files
+from penstock.prepare.chat_templates.resolve import resolve_chat_template
+from penstock.prepare.settings import DatasetSettings, PrepareSettings
+
+UNUSED = DataConfig.model_fields.keys() & (
+    PrepareSettings.model_fields.keys() | DatasetSettings.model_fields.keys()
+) - {"datasets", "test_datasets", "decontaminate_datasets", "chat_template"}
+"""Settings of the section `data`, besides sources, that decide what is prepared."""
 
 _VOCABULARY = frozenset({"tokenizer.json", "vocab.json", "merges.txt", "vocab.txt"})
 _VOCABULARY_SUFFIXES = (".model", ".tiktoken")
@@ -127,6 +136,30 @@ def find_token_dataset(folder: Path) -> DatasetConfig | None:
             names = select_data_files(str(folder), file_names, split=None, ds_type=kind)
             return DatasetConfig(path=str(folder), type="tokenized", data_files=names, ds_type=kind)
     return None
+
+
+def unused_settings(data: DataConfig, prepared: Stage) -> Iterator[str]:
+    """A line for each written setting of the section `data` with which user-supplied data was not
+    prepared. Its sources are not looked at."""
+    if not isinstance(prepared, ExternalPrepared):
+        return
+    sealed = prepared.settings.root
+    written = data.model_dump(
+        mode="json", include={name for name in UNUSED if data.is_non_default(name)}
+    )
+    if template := resolve_chat_template(data):
+        written["chat_template"] = template.model_dump(mode="json")
+    for name, value in written.items():
+        if name in PrepareSettings.model_fields:
+            used = [sealed.get(name, PrepareSettings.model_fields[name].default)]
+        else:
+            default = DatasetSettings.model_fields[name].default
+            used = [dataset.get(name, default) for dataset in sealed["datasets"]]
+        if value not in used:
+            yield (
+                f"data.{name}: {shown(value)} is not used, since data.skip_prepare_dataset is true,"
+                f" and the prepared data was made with {shown(used[0])}"
+            )
 
 
 def no_prepared_data(folder: Path) -> ConfigError:
