@@ -148,6 +148,19 @@ def test_losses_and_gradients_are_those_of_all_logits_in_fp64(dtype):
             check_close(mine, theirs, dtype, what=what)
 
 
+def test_backward_passes_over_a_kept_graph_give_the_same_gradients():
+    x, labels = torch.randn(8, 4, device=DEVICE), torch.arange(8, device=DEVICE)
+    head = torch.randn(10, 4, device=DEVICE, requires_grad=True)
+    total = linear_cross_entropy([(x, head)], labels)
+    total.backward(retain_graph=True)
+    assert head.grad is not None
+    want = head.grad.clone()
+    for keeps in (True, False):
+        head.grad.zero_()
+        total.backward(retain_graph=keeps)
+        assert torch.equal(head.grad, want)
+
+
 needs_cpu = pytest.mark.skipif(DEVICE != "cpu", reason="it runs on a CPU alone")
 BACKENDS = [
     ("reference", range(104)),

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch._C._autograd import _get_current_graph_task_keep_graph
 
 from penstock_kernels.cross_entropy import reference
 from penstock_kernels.cross_entropy.gradients import largest, scale_
@@ -187,33 +188,16 @@ class _Summed(torch.autograd.Function):
             needs_grad = any(ctx.needs_input_grad)
             total = _total(work, computed(sides), gradients if needs_grad else None)
         ctx.save_for_backward(*gradients.take())
-        ctx.scaled_by = None
         return total * scale
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gradients = ctx.saved_tensors
-        if ctx.scaled_by is None:
-            ctx.scaled_by = grads[0]
-            # Bypasses autograd's version counter: a second backward handles scaled ones.
-            return (
-                None,
-                None,
-                *(
-                    gradient if gradient is None else scale_(gradient.data, grads[0])
-                    for gradient in gradients
-                ),
-            )
-        # Some pipeline schedules run one backward pass for each operand.
-        again = grads[0] / ctx.scaled_by
-        return (
-            None,
-            None,
-            *(
-                gradient if gradient is None else scale_(gradient.clone(), again)
-                for gradient in gradients
-            ),
-        )
+        # Some pipeline schedules run one backward pass for each operand. All but the last pass
+        # leave what is saved as it was: a leaf's `grad` may become the very tensor it is given.
+        if _get_current_graph_task_keep_graph():
+            gradients = [x if x is None else x.clone() for x in gradients]
+        return None, None, *(x if x is None else scale_(x, grads[0]) for x in gradients)
 
 
 def _total(work: _Work, sides: Sides, gradients: SideGradients | None) -> torch.Tensor:
