@@ -33,7 +33,7 @@ def _store(ptrs, x, inside):
 @triton.jit(
     do_not_specialize=[
         *("R", "num_runs", "first_column", "forgets1", "beta2", "forgets2"),
-        *("eps", "kept", "size", "root"),
+        *("eps", "decay", "size", "root"),
     ]
 )
 def _step(

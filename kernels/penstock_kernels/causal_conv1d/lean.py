@@ -122,10 +122,11 @@ def _backward(
     )
     for document, tokens in _documents(cu_seqlens):
         state_WC = None if initial_BWC is None else initial_BWC[document]
-        # Of the first inputs after a block, which its last outputs do not reach.
+        # Of a block's last inputs, by the outputs after it and the final state.
         carried_WC = x_TC.new_zeros(before, x_TC.shape[1], dtype=wide)
         if dfinal_BWC is not None:
             carried_WC += dfinal_BWC[document]
+        # From the last: a block's outputs read the last inputs of the one before.
         for block, inputs_LC in reversed([*taps.blocks(x_TC, tokens, state_WC)]):
             slopes_LC = dy_TC[block].to(wide)
             if silu:

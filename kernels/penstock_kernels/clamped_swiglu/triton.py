@@ -20,7 +20,7 @@ def _read(both_ptr, n, BLOCK: tl.constexpr):
     splits.
     """
     offs = tl.program_id(0).to(tl.int64) * (2 * BLOCK) + tl.arange(0, 2 * BLOCK)
-    # Not `at < 2 * n`: n is int32, and its double overflows.
+    # Not `offs < 2 * n`: n is int32, and its double overflows.
     gate_up = tl.load(both_ptr + offs, mask=offs // 2 < n, other=0).to(tl.float32)
     return tl.split(gate_up.reshape(BLOCK, 2))
 

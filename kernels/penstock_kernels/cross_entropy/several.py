@@ -43,6 +43,7 @@ def slope_by_(
     if terms.soft_cap is not None:
         own_CK = capped(logits_CV.gather(1, at_CK), terms)
         hit_CK = hit_CK * (1 - (own_CK / terms.soft_cap).square())
+    # No floor: several labels have no smoothing.
     shares = LogitGradFactors(slopes.share, torch.zeros_like(slopes.share), None)
     slope_(logits_CV, _nowhere(labels), log_sum_C, shares, terms)
     logits_CV.scatter_add_(1, at_CK, -hit_CK.to(logits_CV.dtype))

@@ -75,6 +75,7 @@ class SideGradients:
 
 def seen_by_autograd(products: Sequence[Product]) -> list[torch.Tensor]:
     """Rows and matrix of one product after another; detached if gradients are disabled."""
+    # `needs_input_grad` is true under `no_grad`, too.
     sides = [side for product in products for side in product]
     return sides if torch.is_grad_enabled() else [side.detach() for side in sides]
 

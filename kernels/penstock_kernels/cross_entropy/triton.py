@@ -122,6 +122,7 @@ def _slope(
     grad = tl.exp(y - tl.load(log_sum_ptr + row)) * tl.load(share_ptr + row)
     if SMOOTHED:
         grad -= tl.load(floor_ptr + row)
+    # No entry is -1, the label of what another shard has.
     grad = tl.where(offs == tl.load(labels_ptr + row), grad - tl.load(hit_ptr + row), grad)
     if CAPPED:
         # The derivative of cap tanh(x / cap) is 1 - tanh^2, and y / cap is the tanh.

@@ -42,6 +42,7 @@ def _gradients(
     results = gradients(
         dy, x, weight, scales, _scheme(scheme, block), ALONE, needs_grad=(wants_x, wants_weight)
     )
+    # A list of an operator's holds no None, and its tensors lie as those of the fake one do.
     return [gradient.contiguous() for gradient in results if gradient is not None]
 
 

@@ -118,6 +118,7 @@ def outputs(
     else:
         full = seen(weight_NK.to(x_TK.dtype), scheme.block)
         weight = coded(full, "e4m3", scheme.of_weights, agreement.outputs, agreement.inputs)
+    # As torchao's tensorwise recipe: sums of outputs are fast, those of gradients exact.
     return multiply(x, weight, x_TK.dtype, "fast"), x, weight
 
 
@@ -196,6 +197,7 @@ def _weight_gradient(
             x = coded(full, "e4m3", "tensor", agreement.tokens, agreement.inputs)
         return seen(multiply(transposed(dy), transposed(x), dy_TN.dtype), scheme.block)
     assert isinstance(x, torch.Tensor)
+    # Tokens are contracted here, so scales are shared along them.
     tokens, sharing = agreement.tokens, scheme.of_rows
     down = coded(dy_TN.mT, scheme.gradients, sharing, agreement.outputs, tokens)
     along = coded(turned(x, scheme.block).mT, "e4m3", sharing, agreement.inputs, tokens)

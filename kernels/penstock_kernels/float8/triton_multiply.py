@@ -84,6 +84,7 @@ def _multiply(
             a, b = _number(a, A_KIND), _number(b, B_KIND)
         acc += tl.dot(a, b.T, input_precision="ieee") * a_scale[:, None] * b_scale[None, :]
     inside = (m < M)[:, None] & (n < N)[None, :]
+    # The interpreter's own cast drops bits.
     if UPCAST and y_ptr.dtype.element_ty == tl.bfloat16:
         acc = to_bf16_grid(acc)
     y_at = y_ptr + m[:, None] * N + n[None, :]

@@ -101,6 +101,7 @@ def _quantize(
             tl.store(scale_ptr, scale)
     scaled = x / scale
     most = E4M3_MOST if KIND == "e4m3" else E5M2_MOST
+    # Saturated, as the reference does.
     scaled = tl.minimum(tl.maximum(scaled, -most), most)
     if HARDWARE:
         rounded = scaled.to(tl.float8e4nv if KIND == "e4m3" else tl.float8e5)
@@ -137,9 +138,11 @@ def _run(
     out_scales = x.new_empty(shape_of_scales(sharing, R, C), dtype=torch.float32)
     largest = None
     if scales is not None:
+        # An operator may not return what it was given.
         out_scales.copy_(scales)
     elif sharing in ("tensor", "rows"):
         largest = amax(x, sharing)
+        # No program runs that would store them.
         if not x.numel():
             out_scales.copy_(compute_scales(largest, kind))
     codes = x.new_empty((R, C), dtype=torch.uint8)
