@@ -127,7 +127,7 @@ class LoraLinear(nn.Linear, LinearTerms):
     def _low_rank_factors(self, x: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """A dropout(x) [T, r] and B [out, r] of each adapted part, in one dtype under autocast."""
         dropped = {part: self.lora_dropout[part](x) for part in self.lora_A}
-        if len(dropped) > 1 and all(input is x for input in dropped.values()):
+        if len(dropped) > 1 and all(dropped_x is x for dropped_x in dropped.values()):
             # One matmul for all parts: each would have a gradient of x, and autograd add them.
             stacked = torch.cat([*self.lora_A.values()])
             downs = dict(

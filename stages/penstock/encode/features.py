@@ -122,8 +122,8 @@ class Features:
         tensors = {
             # A copy: the views of the file are read-only, of which torch has no notion but a
             # warning.
-            name: torch.from_numpy(np.array(input.numpy())).to(device)
-            for name, input in self.images.inputs([digest])[0].items()
+            name: torch.from_numpy(np.array(column.numpy())).to(device)
+            for name, column in self.images.inputs([digest])[0].items()
         }
         with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
             encoded = encode_images(self.tower, tensors, projected=self.settings.projected)

@@ -136,7 +136,7 @@ class ImageFiles:
                     f"the tensors of image {digest.hex()[:16]} are missing.\n"
                     "  Build the data again with --force prepare."
                 )
-            inputs.append({input.form.name: input.read(index[1]) for input in opened.inputs})
+            inputs.append({column.form.name: column.read(index[1]) for column in opened.inputs})
         return inputs
 
     def _read(self, digest: bytes, number: int, row: int) -> StoredImage:

@@ -60,7 +60,7 @@ def _sources(inputs: dict[str, Any]) -> dict[str, Any]:
     """The source pins of the prepared data by name. For local files, only their number, because
     there may be many."""
     sources: dict[str, Any] = {}
-    for name, input in inputs.items():
-        pin = input["source"]
+    for name, record in inputs.items():
+        pin = record["source"]
         sources[name] = {**pin, "files": len(pin["files"])} if "files" in pin else pin
     return sources

@@ -110,7 +110,7 @@ def _recorded_digests(record: Mapping[str, Any]) -> dict[str, str]:
         return record[DIGESTS]
     inputs: Mapping[str, Any] = record["inputs"]
     return {
-        name: input["digest"]
-        for name, input in inputs.items()
-        if isinstance(input, Mapping) and "digest" in input
+        name: entry["digest"]
+        for name, entry in inputs.items()
+        if isinstance(entry, Mapping) and "digest" in entry
     }

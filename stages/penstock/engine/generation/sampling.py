@@ -86,7 +86,7 @@ def sample_token(
     shifted_SV = logits_SV - logits_SV.amax(-1, keepdim=True)
     weights_SV = shifted_SV.exp()
     log_sums_S = weights_SV.sum(-1).log_()
-    rows = [row for row, r in enumerate(params) if r.temperature > 0]
+    rows = [row for row, own in enumerate(params) if own.temperature > 0]
     if len(rows) == len(params):
         tokens_S = _sample(shifted_SV, weights_SV, params, uniforms)
     else:
@@ -143,14 +143,14 @@ def _below(aims_R1: torch.Tensor, sums_R1: torch.Tensor) -> torch.Tensor:
 def _apply_top_k_top_p(weights_RV: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
     """Apply top-k, then top-p: set the other weights to 0, in place."""
     vocabulary = weights_RV.shape[1]
-    tops = {row: r.top_k for row, r in enumerate(params) if 0 < r.top_k < vocabulary}
+    tops = {row: own.top_k for row, own in enumerate(params) if 0 < own.top_k < vocabulary}
     if tops:
         rows = [*tops]
         limited_RV = weights_RV[rows]
         best = limited_RV.topk(max(tops.values()), dim=-1).values
         last = to_device(torch.tensor([[top - 1] for top in tops.values()]), limited_RV.device)
         weights_RV[rows] = limited_RV.masked_fill(limited_RV < best.gather(1, last), 0)
-    rows = [row for row, r in enumerate(params) if r.top_p < 1]
+    rows = [row for row, own in enumerate(params) if own.top_p < 1]
     if rows:
         limited_RV = weights_RV[rows]
         ordered = limited_RV.sort(dim=-1, descending=True).values

@@ -233,12 +233,12 @@ class _Run:
 
     def _with_gradients(self, logits: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         weights = torch.linspace(-1, 1, logits[0].shape[-1])
-        loss = sum((logit.float() * weights).square().sum() for logit in logits)
+        loss = sum((logits_LV.float() * weights).square().sum() for logits_LV in logits)
         assert isinstance(loss, torch.Tensor)
         params = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         gradients = torch.autograd.grad(loss, params, allow_unused=True)
         return [
-            *(logit.detach() for logit in logits),
+            *(logits_LV.detach() for logits_LV in logits),
             *(gradient for gradient in gradients if gradient is not None),
         ]
 

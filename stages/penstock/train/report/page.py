@@ -173,7 +173,7 @@ def _render_template(
     template: str,
     records: Sequence[RunRecord],
     charts: Sequence[Chart | None],
-    tiles: Sequence[HeatMap],
+    heat_maps: Sequence[HeatMap],
     **values: Any,
 ) -> str:
     templates = Environment(
@@ -187,7 +187,7 @@ def _render_template(
         "tables": [tooltip_columns(run, MAX_POINTS) for run in records],
         "axes": [x_axis_values(run, MAX_POINTS) for run in records],
         "charts": {chart.name: chart.tooltip for chart in charts if chart},
-        "maps": {map.name: map.tooltip for map in tiles},
+        "maps": {heat_map.name: heat_map.tooltip for heat_map in heat_maps},
     }
     return templates.get_template(template).render(
         numbers=numbers,

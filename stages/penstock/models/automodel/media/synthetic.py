@@ -97,9 +97,9 @@ class _Counter:
     @torch.no_grad()
     def __call__(self, tensors: Tensors) -> int:
         features = _features(self.model, self.kind)
-        names = inspect.signature(features).parameters
-        takes_any = any(name.kind is name.VAR_KEYWORD for name in names.values())
-        kwargs = {k: v for k, v in tensors.items() if takes_any or k in names}
+        params = inspect.signature(features).parameters
+        takes_any = any(param.kind is param.VAR_KEYWORD for param in params.values())
+        kwargs = {k: v for k, v in tensors.items() if takes_any or k in params}
         outputs = features(**kwargs, return_dict=True)
         return next(filter(None, map(count_features, _outputs(outputs))), 0)
 
