@@ -36,8 +36,12 @@ Found = dict[tuple[str, str], list[Mapping[str, object]]]
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
     """What is asked for, in one start of the processes."""
-    specs = [getattr(item, "callspec", None) for item in request.session.items]
-    asked = {(spec.params.get("path"), spec.params.get("layout")) for spec in specs if spec}
+    specs = [
+        item.callspec
+        for item in request.session.items
+        if item.path == request.path and isinstance(item, pytest.Function)
+    ]
+    asked = {(spec.params.get("path"), spec.params.get("layout")) for spec in specs}
     steps = [
         (pair, job)
         for pair in pairs(PATHS) + pairs(MORE)
