@@ -2,6 +2,7 @@
 
 import random
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -155,7 +156,8 @@ def test_a_pipeline_stage_has_room_for_the_keys_of_its_own_layers_that_generate(
             mesh, [part], [], ContextParallel(mesh), ReplicatedSync([]), None, nullcontext
         )
         ranks = ProcessInfo(0, 0, 1, CPU)
-        return build_generator(train, layout, ranks, iter).kv_cache_bytes_per_token
+        logits: Any = None  # no token is generated
+        return build_generator(train, layout, ranks, logits).kv_cache_bytes_per_token
 
     whole = bytes_per_token(0, 1, 2, has_embedding=True, has_head=True)
     first = bytes_per_token(0, has_embedding=True, has_head=False)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -93,8 +94,9 @@ def test_chunks_past_the_last_read_nothing(monkeypatch):
     # There may be four chunks: two of 128 tokens, and one more for each document.
     segments = VarlenMetadata.of((64, 64), DEVICE)
     q, v, log_decay = torch.randn(128, 1, 4), torch.randn(128, 1, 4), -torch.rand(128, 1)
-    given = q, q, v, log_decay, None, None, segments.cu_seqlens, 1.0
-    _, _, deltas, sums, *products = triton._run(*given)
+    given: Any = (q, q, v, log_decay, None, None, segments.cu_seqlens, 1.0)
+    results: Any = triton._run(*given)
+    _, _, deltas, sums, *products = results
     sums, past = torch.cat((sums, torch.empty(256, 1))).split((128, 256))
     load, addresses = InterpreterBuilder.create_masked_load, set()
 

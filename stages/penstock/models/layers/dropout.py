@@ -219,10 +219,12 @@ class RowDropout(Dropout):
         return dropout(x_RF, rng.token_indices_T, self.rate_in(rng.step), key)
 
 
-def rows_rng(indices_R: torch.Tensor) -> AbstractContextManager[None]:
+def rows_rng(indices_R: torch.Tensor | None) -> AbstractContextManager[None]:
     """Context manager in which the tokens of the RNG are rows with these `RowDropout.indices`."""
     rng = current_dropout_rng()
-    return dropout_rng(rng and replace(rng, token_indices_T=indices_R))
+    if rng is not None and indices_R is not None:
+        rng = replace(rng, token_indices_T=indices_R)
+    return dropout_rng(rng)
 
 
 def _identity(places_T: torch.Tensor) -> torch.Tensor:
