@@ -13,10 +13,10 @@ import pytest
 from penstock.config.identity import LAYER_VERSIONS
 from penstock.config.loading.load import loads
 from penstock.core.cache.stage import identity, stage_key
-from penstock.models.registry import FAMILIES
 from penstock.pipeline.plan import plan
 from tests.engine import runs
 from tests.engine.inputs import MODELS, SHAPE
+from tests.models.families import FAMILIES
 
 GOLDEN = Path(__file__).parent / "golden" / "identities.json"
 KEYS = Path(__file__).parent / "golden" / "keys.json"

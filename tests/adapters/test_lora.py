@@ -20,7 +20,7 @@ from penstock.adapters.weight_delta import LoraDelta, WeightDelta
 from penstock.core.errors import ConfigError
 from penstock.models.decoder import Decoder
 from penstock.models.layers.dropout import Dropout, DropoutRNG, dropout_rng
-from penstock.models.registry import FAMILIES
+from tests.models.families import FAMILIES
 from tests.models.stored import to_hf
 from tests.models.twins import (
     HYBRID,

@@ -13,9 +13,9 @@ from penstock.models.initialize import initialize
 from penstock.models.layers.attention import in_bf16
 from penstock.models.layers.experts import Experts
 from penstock.models.layers.router import Router
-from penstock.models.registry import FAMILIES
 from penstock.models.tp_roles import ParallelStyle, find_parallel_style, shard_unit
 from penstock_kernels.attention import VarlenMetadata, attention
+from tests.models.families import FAMILIES
 from tests.models.stored import from_hf
 from tests.models.twins import FAMILIES as DENSE
 from tests.models.twins import (

@@ -13,8 +13,9 @@ from penstock.models.automodel.family import AutoFamily
 from penstock.models.decoder import Decoder
 from penstock.models.foundation import NO_EFFECT, apply_overrides, check_foundation
 from penstock.models.initialize import generator_for, initialize
-from penstock.models.registry import FAMILIES, get_family
+from penstock.models.registry import get_family
 from penstock_kernels.attention import VarlenMetadata
+from tests.models.families import FAMILIES
 from tests.models.twins import HYBRID, LATENT, LLAMA3_ROPE, NEEDED, SIZES, SPARSE, marked
 
 TOKENS = 24

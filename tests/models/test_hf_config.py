@@ -12,7 +12,8 @@ from penstock.models.builtin import builtin_config
 from penstock.models.foundation import apply_overrides
 from penstock.models.layers.rotary import Rotary
 from penstock.models.multimodal import MULTIMODAL
-from penstock.models.registry import FAMILIES, get_family
+from penstock.models.registry import get_family
+from tests.models.families import FAMILIES
 from tests.models.twins import LLAMA3_ROPE, NEEDED, SIZES
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}

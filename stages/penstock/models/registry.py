@@ -1,12 +1,11 @@
 """Maps `model_type` in Hugging Face's config.json to a model family."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from difflib import get_close_matches
 from typing import Literal
 
 from penstock.core.errors import CapabilityError, ConfigError
-from penstock.core.extensions import FAMILIES as REGISTRY
+from penstock.core.extensions import FAMILIES
 from penstock.models.automodel.family import auto_family
 from penstock.models.decoder_config import DecoderConfig
 from penstock.models.families.vision.ernie4_5_vl_moe import ERNIE4_5_VL_MOE
@@ -16,9 +15,6 @@ from penstock.models.family import Family
 from penstock.models.hf_config import HfConfig, NotNativeError, native_type
 from penstock.models.multimodal import MULTIMODAL, language_config
 from penstock.models.quantization_config import parse_quantization_config
-
-FAMILIES: Mapping[str, Family] = {name: REGISTRY.load(name) for name in REGISTRY.builtins}
-"""Ours, by model type."""
 
 LANGUAGE_MODELS = {
     family.model_type: family for family in (ERNIE4_5_VL_MOE, GLM4V, GLM4V_MOE, QWEN3_VL_MOE)
@@ -53,14 +49,14 @@ def get_family(hf_config: HfConfig, backend: Backend = "auto", *, adapters: bool
         text_type = language_config(hf_config)["model_type"]
         raise CapabilityError(
             f"model.backend is native, and the language model of this {model_type} is of the type "
-            f"{text_type!r} (text_config in config.json); {', '.join(REGISTRY.names)} are native.\n"
+            f"{text_type!r} (text_config in config.json); {', '.join(FAMILIES.names)} are native.\n"
             "  Write model.backend: auto, or use a model with one of these."
         )
-    near = get_close_matches(model_type, REGISTRY.names, n=1)
+    near = get_close_matches(model_type, FAMILIES.names, n=1)
     hint = f" Did you mean {near[0]}?" if near else ""
     raise CapabilityError(
         f"model.backend is native, and the model's config.json says model_type {model_type!r}; "
-        f"{', '.join(REGISTRY.names)} are native.{hint}\n"
+        f"{', '.join(FAMILIES.names)} are native.{hint}\n"
         "  Write model.backend: auto, or use a model of one of these families."
     )
 
@@ -81,7 +77,7 @@ def native_family(hf_config: HfConfig) -> Family | None:
 def find_family(model_type: str) -> Family | None:
     """The family of this type, ours or an installed package's; None without one. Raises ConfigError
     for a type of two packages, or of one that cannot be imported."""
-    return REGISTRY.load(model_type) if model_type in REGISTRY.names else None
+    return FAMILIES.load(model_type) if model_type in FAMILIES.names else None
 
 
 def _refusal(family: Family, hf_config: HfConfig, adapters: bool) -> NotNativeError | None:

@@ -97,7 +97,6 @@ from penstock.reference.stage import Reference, no_reference
 from penstock.train.launch.multi_node import DistributedStage, is_worker_node, run_worker_node
 from penstock.train.stage import Train, TrainSettings
 
-ORDER = STAGES
 NO_SEED: int = TrainConfig.model_fields["seed"].default
 """The seed in keys of what is not random."""
 
@@ -256,7 +255,7 @@ def precision_notes(run: RunConfig, train: PlannedStage) -> tuple[str, ...]:
 
 def includes_stage(stage_names: tuple[str, ...], name: str) -> bool:
     """Whether a run of the `stage_names` stages contains stage `name` or one that reads it."""
-    return any(later in stage_names for later in ORDER[ORDER.index(name) :])
+    return any(later in stage_names for later in STAGES[STAGES.index(name) :])
 
 
 def execute_stage(

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from penstock.models.automodel.proved import AUDIO_FILE, FILE, IMAGE_FILE, ProvedModel, ProvedModels
 from penstock.models.multimodal import MULTIMODAL
-from penstock.models.registry import FAMILIES
 from penstock.models.vision.types import VISION_TYPES
+from tests.models.families import FAMILIES
 
 PAGE = Path(__file__).parents[3] / "docs" / "models.md"
 

@@ -15,11 +15,12 @@ from penstock.engine.generation.sequences import Prompt
 from penstock.engine.validate_backend import UNSUPPORTED, describe_backend, require_backend
 from penstock.models.automodel.family import AutoFamily, auto_family
 from penstock.models.automodel.proved import AUDIO_FILE, FILE, IMAGE_FILE, ProvedModels
-from penstock.models.registry import FAMILIES, get_family
+from penstock.models.registry import get_family
 from penstock.rows.reader import PackedRows
 from tests.engine import loops, runs
 from tests.engine.automodel import examine, page, tiny_models
 from tests.engine.traces import loss_of_transformers
+from tests.models.families import FAMILIES
 from tests.models.twins import SIZES
 from tests.ranks import on_ranks
 from tests.turns import taking_turns

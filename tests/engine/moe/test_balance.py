@@ -16,11 +16,12 @@ from penstock.engine.hf.config import read_hf_config
 from penstock.engine.hf.state_dict import in_checkpoint
 from penstock.engine.moe.balancing_settings import BIAS_FAMILIES, MOE_FAMILIES
 from penstock.engine.moe.load_balancing import Routers
-from penstock.models.registry import FAMILIES, LANGUAGE_MODELS, get_family
+from penstock.models.registry import LANGUAGE_MODELS, get_family
 from penstock.pipeline.plan import check_machine
 from penstock.rows.reader import PackedRows
 from tests.engine import runs
 from tests.engine.loops import each, loop_of, parameters_of, step
+from tests.models.families import FAMILIES
 from tests.models.twins import NEEDED, hf_model
 from tests.models.twins import SPARSE as SHAPES
 from tests.ranks import on_ranks

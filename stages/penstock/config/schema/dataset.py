@@ -38,7 +38,7 @@ TrainedRole = Literal["assistant", "user", "system", "tool"]
 
 TrainedEos = Literal["turn", "all", "last", "none"]
 
-KIND_OF_FORMAT: dict[FormatName, Kind] = {
+KIND_OF_FORMAT: Mapping[str, Kind] = {
     "preference": "preference",
     "preference_turns": "preference",
     "kto": "kto",
@@ -50,8 +50,7 @@ def kind_of_format(name: str) -> Kind:
     """What samples of a format are used for; a format of a package says it itself."""
     if FORMATS.find(name):
         return FORMATS.load(name).kind
-    kinds: Mapping[str, Kind] = {**KIND_OF_FORMAT}
-    return kinds.get(name, "sft")
+    return KIND_OF_FORMAT.get(name, "sft")
 
 
 MESSAGES: tuple[FormatName, ...] = ("chat", "sharegpt")
