@@ -316,9 +316,10 @@ def test_any_values_make_a_run_or_a_refusal_in_our_words(changes: list[Any]) -> 
     for (place, name), value in changes:
         at: Any = values
         for step in place.replace("[]", ".0").replace("{}", ".image").split("."):
-            inner = at[int(step)] if isinstance(at, list) and at else None
-            inner = at.setdefault(step, {}) if isinstance(at, dict) else inner
-            at = inner
+            if isinstance(at, list):  # which may stand where a mapping is meant
+                at = at[0] if at and step == "0" else None
+            else:
+                at = at.setdefault(step, {}) if isinstance(at, dict) else None
         if isinstance(at, dict):
             at[name] = deepcopy(value)
     try:
