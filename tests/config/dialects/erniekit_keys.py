@@ -3,6 +3,7 @@
 from typing import Any
 
 DPO, IMAGES = {"stage": "DPO"}, {"stage": "VL-SFT"}
+TEXTS = {"train_dataset_path": "", "text_dataset_path": "t.jsonl"}
 LORA = {"fine_tuning": "LoRA"}
 EVAL = {"do_eval": True, "eval_dataset_path": "e.jsonl"}
 FP8 = {"compute_type": "fp8"}
@@ -146,6 +147,10 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "moe_use_aux_free_update_coef": (1e-3, IMAGES),
     "text_dataset_path": ("t.jsonl", IMAGES),
     "text_dataset_prob": ("1.0", IMAGES),
+    "dataset_name": ("FunctionCallSFTReader", {**IMAGES, **TEXTS}),
+    "chat_template": ("ernie_vl_thinking", {}),
+    "split_multi_turn": (True, {}),
+    "input_dir": ("0.4 tokens/part0 0.6 tokens/part1", {}),
     "modality_ratio": ("[1,1]", {**IMAGES, "text_dataset_path": "t.jsonl"}),
     "variable_resolution": (0, IMAGES),
     **dict.fromkeys(("moe_gate_lr_ratio", "visual_ld", "vit_lr_ratio"), (0.5, IMAGES)),
@@ -162,5 +167,6 @@ IDLE = {
     *("serialize_output", "add_sys_token", "same_data", "trigger_data_prob", "gc_interval"),
     *("drop_history_with_k", "pp_need_data", "pp_need_data_degree", "disable_pipeline_warmup"),
     *("save_sharding_stage1_model_include_freeze_params", "pre_alloc_memory"),
-    "use_attn_mask_startend_row_indices",
+    *("use_attn_mask_startend_row_indices", "load_sharded_model", "save_sharded_model"),
+    *("dataset_type", "split", "eval_iters"),
 }

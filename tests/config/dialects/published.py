@@ -22,7 +22,7 @@ from penstock.config.loading.fault import Steps, dotted
 from penstock.config.loading.load import loads, read_document
 from penstock.config.translate.fit_parallel_sizes import Devices
 from penstock.config.translate.load_foreign import load_translation
-from penstock.config.translate.translation import GAPS, Translation
+from penstock.config.translate.translation import FATAL, GAPS, Translation
 from penstock.core.errors import ConfigError
 from tests.cli.command import Said, penstock
 from tests.config.dialects.stand_ins import StandIns
@@ -30,6 +30,7 @@ from tests.config.dialects.stand_ins import StandIns
 SUFFIXES = (".yaml", ".yml", ".json")
 NO_RUN = (" is no training run: it is ", " is a config of no known tool")
 GPUS = 8
+OF_THE_REST = "pass without their refused keys"
 DESCRIPTIONS = ("dataset_info.json",)
 """Files that others read beside them."""
 
@@ -142,12 +143,8 @@ def _verdict(said: Said) -> Verdict:
 
 def table(folder: Path, judge: Judge) -> str:
     """The outcomes of all projects in a folder."""
-    rows = [
-        "| project | training configs | whole | with gaps | pass `check` | keys refused "
-        "| refused by `check` | needs a package | other files |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
     details: list[str] = []
+    counts: dict[str, Counter[str]] = {}
     for project in sorted(path for path in folder.iterdir() if path.is_dir()):
         outcomes = translate_all(project)
         others = [outcome for outcome in outcomes if any(no in outcome.error for no in NO_RUN)]
@@ -156,13 +153,21 @@ def table(folder: Path, judge: Judge) -> str:
         gaps = [one.translation for one in done if one.translation and one.translation.of(*GAPS)]
         judged = [(one, judge.check(one)) for one in done]
         # `penstock run` does not start a file with such keys, whatever the rest is.
-        without = [(one, verdict) for one, verdict in judged if not _is_refused(one)]
-        passed = [one for one, verdict in without if not verdict.code]
-        lacking = [verdict for _, verdict in without if verdict.needs]
-        rows.append(
-            f"| {project.name} | {len(done) + len(refused)} | {len(done) - len(gaps)} "
-            f"| {len(gaps)} | {len(passed)} | {len(done) - len(without)} "
-            f"| {len(without) - len(passed) - len(lacking)} | {len(lacking)} | {len(others)} |"
+        without = [verdict for one, verdict in judged if not _is_refused(one)]
+        lacking = [verdict for verdict in without if verdict.needs]
+        failed = [verdict for verdict in without if verdict.code]
+        counts[project.name] = Counter(
+            {
+                "training configs": len(done) + len(refused),
+                "whole": len(done) - len(gaps),
+                "with gaps": len(gaps),
+                "pass `check`": len(without) - len(failed),
+                "keys refused": len(done) - len(without),
+                "refused by `check`": len(failed) - len(lacking),
+                "needs a package": len(lacking),
+                "other files": len(others),
+                OF_THE_REST: sum(not verdict.code for one, verdict in judged if _is_refused(one)),
+            }
         )
         details += ["", f"**{project.name}**", "", *_gaps(gaps)]
         for outcome in (*refused, *(other for other in others if NO_RUN[1] in other.error)):
@@ -177,12 +182,37 @@ def table(folder: Path, judge: Judge) -> str:
         details += [
             f"- **crash** of check: {one.file}" for one, verdict in judged if verdict.is_crash
         ]
-        details += _refusals(verdict for _, verdict in without if verdict.code)
-    return "\n".join([*rows, *details])
+        details += _refusals(verdict for _, verdict in judged if verdict.code)
+    return "\n".join([*_counted(counts), *details])
+
+
+def _counted(counts: Mapping[str, Counter[str]]) -> list[str]:
+    """A row for each project and one for all of them, and the shares that pass."""
+    total = Counter[str]()
+    for count in counts.values():
+        total.update(count)
+    columns = [name for name in next(iter(counts.values())) if name != OF_THE_REST]
+    rows = [f"| project | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+    for name, count in (*counts.items(), ("all", total)):
+        rows.append(f"| {name} | {' | '.join(str(count[column]) for column in columns)} |")
+    configs, passed = total["training configs"], total["pass `check`"]
+    written = passed + total[OF_THE_REST]
+    startable = configs - total["keys refused"]
+    return [
+        *rows,
+        "",
+        f"- written configs that pass, of all: {_share(written, configs)}",
+        f"- of the files without a refused key: {_share(passed, startable)}",
+        f"- files without a refused key that pass, of all: {_share(passed, configs)}",
+    ]
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part} of {whole} ({100 * part / max(1, whole):.1f} %)"
 
 
 def _is_refused(outcome: Outcome) -> bool:
-    return bool(outcome.translation and outcome.translation.of("refused"))
+    return bool(outcome.translation and outcome.translation.of(*FATAL))
 
 
 def _refusals(verdicts: Iterable[Verdict]) -> list[str]:

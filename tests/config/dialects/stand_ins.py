@@ -131,7 +131,7 @@ CHANGES: tuple[tuple[str, dict[str, Any]], ...] = (
     (r"Mistral-Small-4", {"text_config": {"model_type": "mistral4"}}),
     (r"Cerebras-GPT", {"n_positions": 2048}),
     (r"dbrx", {"attn_config": {"clip_qkv": 8, "kv_n_heads": 8, "rope_theta": 500_000}}),
-    (r"ERNIE-4\.5-300B", {"num_attention_heads": 64, "num_key_value_heads": 8}),
+    (r"ERNIE-4\.5-300B", {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128}),
 )
 """What their configs have, where the default of the type has another value."""
 

@@ -86,6 +86,25 @@ def test_a_key_that_changes_nothing_says_why(key: str) -> None:
     assert with_it.settings == translated().settings
 
 
+def test_a_recipe_for_images_may_have_texts_alone() -> None:
+    texts = {"stage": "VL-SFT", "train_dataset_path": "", "train_dataset_prob": ""}
+    texts |= {"text_dataset_path": "a.jsonl,b.jsonl", "text_dataset_prob": "0.2,0.8"}
+    found = translated(**texts, modality_ratio="[1,1]", dataset_name="FunctionCallSFTReader")
+    assert not found.of(*GAPS)
+    assert [(s["path"], s["type"], s["weight"]) for s in found.settings["data"]["datasets"]] == [
+        ("a.jsonl", "chat", 0.2), ("b.jsonl", "chat", 0.8),
+    ]  # fmt: skip
+    both = translated(**{**texts, "train_dataset_path": "c.jsonl", "train_dataset_prob": "1"})
+    assert {line.key for line in both.of("refused")} == {"text_dataset_path", "text_dataset_prob"}
+
+
+def test_tokenized_data_is_refused_with_what_to_write() -> None:
+    keys = {"dataset_type": "pretrain", "input_dir": "1.0 tokens", "split": "998,1,1"}
+    named = {key: value for key, value in BASE.items() if key != "train_dataset_path"}
+    [line] = translate({**named, "stage": "PT", **keys}, ERNIEKIT, GPUS).of(*GAPS)
+    assert (line.key, "train_dataset_path" in line.why) == ("input_dir", True)
+
+
 def test_these_are_all_keys_that_are_known() -> None:
     assert {*CHANGES, *IDLE} == ERNIEKIT.keys
 

@@ -335,6 +335,24 @@ def test_each_machine_speaks_where_its_trainer_would(dialect: Dialect) -> None:
     assert run_of(dialect, log_on_each_node=False).train.log_ranks == "global0"
 
 
+def test_files_of_training_by_rewards_are_refused_by_each_key_that_says_so() -> None:
+    of_rewards = {field.name for field in dataclasses.fields(trl.GRPOConfig)} - {
+        field.name
+        for config in (trl.SFTConfig, trl.DPOConfig)
+        for field in dataclasses.fields(config)
+    }
+    for key in of_rewards - {"max_completion_length", "chat_template_kwargs"}:
+        values = {"model_name_or_path": "m", "dataset_name": "d", "beta": 0.04, key: 8}
+        assert detect_dialect({**values, "num_generations": 8}) is TRL
+        assert key in {line.key for line in translate(values, TRL, GPUS).of("refused")}, key
+
+
+def test_a_file_of_kto_is_not_trained_as_pairs() -> None:
+    values = {"model_name_or_path": "m", "dataset_name": "d", "desirable_weight": 1.0}
+    assert detect_dialect(values) is TRL_DPO
+    assert [line.key for line in translate(values, TRL_DPO, GPUS).of(*GAPS)] == ["desirable_weight"]
+
+
 def test_trls_losses_may_have_cross_entropy_beside_them() -> None:
     mixed = run_of(TRL_DPO, loss_type=["ipo", "sft"], loss_weights=[0.5, 0.25]).preference
     assert (mixed.loss_type, mixed.pref_loss_ratio, mixed.sft_loss_ratio) == ("ipo", 0.5, 0.25)

@@ -3,17 +3,21 @@
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.config.translate.dialect import Rule, no_effect, put, when
+from penstock.config.translate.dialect import Rule, no_effect, put, refused, when
 from penstock.config.translate.erniekit.checkpoint import NO_EVALUATION, evaluates, explicit_steps
-from penstock.config.translate.erniekit.images import has_samples_alone
+from penstock.config.translate.erniekit.images import has_samples_alone, if_of_images, is_of_images
 from penstock.config.translate.erniekit.objective import OF_DPO_ALONE, is_preference
+from penstock.config.translate.templates import chat_template
 from penstock.config.translate.translation import Draft, Entry
 
 TYPES: Mapping[str, Mapping[str, str]] = {
-    "SFT": {"erniekit": "sft_turns", "alpaca": "alpaca", "chatml": "chat"},
-    "DPO": {"erniekit": "preference_turns", "alpaca": "preference", "chatml": "preference"},
+    "SFT": {"erniekit": "sft_turns", "alpaca": "alpaca", "chatml": "chat", "messages": "chat"},
+    "DPO": {
+        "erniekit": "preference_turns",
+        **dict.fromkeys(("alpaca", "chatml", "messages"), "preference"),
+    },
     "PT": {"erniekit": "text"},
-    "VL-SFT": {"erniekit": "sft_turns", "chatml": "chat"},
+    "VL-SFT": {"erniekit": "sft_turns", "chatml": "chat", "messages": "chat"},
 }
 """By stage, what their types of data are called here."""
 
@@ -39,7 +43,7 @@ def _numbers(value: Any) -> list[float]:
 
 
 def _sources(entry: Entry, kind: str) -> list[dict[str, Any]]:
-    """The sources of `kind` (`train` or `eval`) as entries of ours, weighted."""
+    """The sources of `kind` (`train`, `text` or `eval`) as entries of ours, weighted."""
     paths = _listed(entry.value)
     types = _listed(entry.get(f"{kind}_dataset_type", "erniekit"))
     shares = _numbers(entry.get(f"{kind}_dataset_prob", "1.0"))
@@ -49,6 +53,8 @@ def _sources(entry: Entry, kind: str) -> list[dict[str, Any]]:
     for index, path in enumerate(paths):
         named = types[index] if index < len(types) else types[-1] if types else "erniekit"
         source: dict[str, Any] = {"path": path, "type": of_stage.get(named, named)}
+        if kind == "text" and entry.get("dataset_name") == FUNCTIONS:
+            source["type"] = "chat"
         if source["type"] == "text":
             source["field_text"] = "tgt"
         if length is not None:
@@ -59,8 +65,51 @@ def _sources(entry: Entry, kind: str) -> list[dict[str, Any]]:
     return sources
 
 
+FUNCTIONS = "FunctionCallSFTReader"
+
+
+def _train_paths(entry: Entry) -> list[str]:
+    """The sources of training; a recipe for images may have text alone."""
+    paths = _listed(entry.get("train_dataset_path", ""))
+    return paths or (_listed(entry.get("text_dataset_path", "")) if is_of_images(entry) else [])
+
+
+def _text_path(entry: Entry) -> None:
+    if not entry.value:
+        entry.no_effect("is off")
+    elif _listed(entry.get("train_dataset_path", "")):
+        entry.refuse("write all sources in train_dataset_path")
+    else:
+        _put_sources(entry, "text")
+        if entry.get("dataset_name") != FUNCTIONS:
+            entry.approximated("records are read as those of train_dataset_type erniekit")
+
+
+def _text_share(entry: Entry) -> None:
+    if not entry.value:
+        entry.no_effect("is off")
+    elif _listed(entry.get("train_dataset_path", "")):
+        entry.refuse("write all sources in train_dataset_path")
+    else:
+        _part_of("text", "weight")(entry)
+
+
+def _reader(entry: Entry) -> None:
+    if entry.value == FUNCTIONS:
+        entry.decides(f"{TRAIN}.0.type")
+    else:
+        entry.no_effect("a class of their program; the types of sources say what records hold")
+
+
 def _train_path(entry: Entry) -> None:
-    sources = _sources(entry, "train")
+    if _listed(entry.value):
+        _put_sources(entry, "train")
+    else:
+        entry.no_effect("names no source")
+
+
+def _put_sources(entry: Entry, kind: str) -> None:
+    sources = _sources(entry, kind)
     for source in sources:
         weight = source.pop("weight", 1.0)
         if len(sources) > 1 and (entry.get("mix_strategy") in WEIGHTED or weight == 0):
@@ -81,7 +130,10 @@ def _part_of(kind: str, name: str) -> Rule:
             entry.no_effect(NO_EVALUATION)
             return
         sources = len(_listed(entry.get(f"{kind}_dataset_path", "")))
-        entry.decides(f"{TRAIN if kind == 'train' else TEST}.0.{name}")
+        if not sources:
+            entry.no_effect(f"{kind}_dataset_path names no source")
+            return
+        entry.decides(f"{TEST if kind == 'eval' else TRAIN}.0.{name}")
         if name != "weight":
             return
         if len(_listed(entry.value)) != sources:
@@ -106,15 +158,14 @@ def _length(entry: Entry) -> None:
 
 
 def _mix(entry: Entry) -> None:
-    if len(_listed(entry.get("train_dataset_path", ""))) < 2:
+    if len(_train_paths(entry)) < 2:
         entry.no_effect("one source is read whole, and again from the start in another order")
     else:
         entry.put("data.mix_strategy", entry.value)
 
 
 def _virtual_epoch(entry: Entry) -> None:
-    sources = len(_listed(entry.get("train_dataset_path", "")))
-    if sources < 2:
+    if len(_train_paths(entry)) < 2:
         entry.no_effect("one source is read whole, and again from the start in another order")
     elif entry.get("mix_strategy") != "random":
         entry.no_effect("read by mix_strategy random alone")
@@ -179,6 +230,12 @@ def data_is_there(draft: Draft) -> None:
         )
 
 
+TOKENIZED = (
+    "files of token ids in Paddle's form are not read; write train_dataset_path with the texts, or"
+    " translate the file and name Megatron's .bin and .idx as a source with ds_type: megatron"
+)
+
+
 DATA: Mapping[str, Rule] = {
     "train_dataset_path": _train_path,
     "train_dataset_prob": _part_of("train", "weight"),
@@ -186,6 +243,19 @@ DATA: Mapping[str, Rule] = {
     "eval_dataset_path": when(evaluates, _test_sources, NO_EVALUATION),
     "eval_dataset_prob": _part_of("eval", "weight"),
     "eval_dataset_type": _part_of("eval", "type"),
+    "text_dataset_path": if_of_images(_text_path),
+    "text_dataset_prob": if_of_images(_text_share),
+    "dataset_name": if_of_images(_reader),
+    "chat_template": chat_template({}),
+    "split_multi_turn": when(
+        lambda entry: entry.value,
+        put("data.turn_rendering", lambda _: "per_turn"),
+        "a conversation is one sample, of which all turns are trained",
+    ),
+    "input_dir": refused(TOKENIZED),
+    "dataset_type": no_effect("read with input_dir alone"),
+    "split": no_effect("read with input_dir alone"),
+    "eval_iters": no_effect("read with input_dir alone; max_evaluate_steps says how many batches"),
     "max_seq_len": _length,
     "mix_strategy": _mix,
     "num_samples_each_epoch": _virtual_epoch,

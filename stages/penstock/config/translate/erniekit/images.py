@@ -18,17 +18,18 @@ def is_of_images(entry: Entry) -> bool:
     return entry.get("stage") == STAGE
 
 
-def _if_of_images(rule: Rule) -> Rule:
+def if_of_images(rule: Rule) -> Rule:
+    """The rule of a key that recipes for images alone read."""
     return when(is_of_images, rule, f"read by stage {STAGE} alone")
 
 
 def _idle(why: str) -> Rule:
-    return _if_of_images(no_effect(why))
+    return if_of_images(no_effect(why))
 
 
 def _only_if_off(why: str) -> Rule:
     """The rule of a key that is refused unless its value is false, 0 or empty."""
-    return _if_of_images(refused(why))
+    return if_of_images(refused(why))
 
 
 def _multimodal(entry: Entry) -> None:
@@ -87,28 +88,26 @@ OF_VIDEO = "of videos, which data here has none of"
 
 IMAGES: Mapping[str, Rule] = {
     "multimodal": _multimodal,
-    "freeze_config": _if_of_images(_freeze),
-    "text_dataset_path": _only_if_off("write all sources in train_dataset_path"),
-    "text_dataset_prob": _only_if_off("write all sources in train_dataset_path"),
-    "modality_ratio": _if_of_images(
+    "freeze_config": if_of_images(_freeze),
+    "modality_ratio": if_of_images(
         when(
-            lambda entry: entry.get("text_dataset_path"),
+            lambda entry: entry.get("text_dataset_path") and entry.get("train_dataset_path"),
             lambda entry: entry.refuse(
                 "sources are mixed by train_dataset_prob; write all sources there"
             ),
-            "there are no text sources beside those with images",
+            "there are no text sources beside others with images",
         )
     ),
-    "variable_resolution": _if_of_images(
+    "variable_resolution": if_of_images(
         when(
             lambda entry: not entry.value,
             lambda entry: entry.refuse("one size of all images is not set here; write 1"),
             "images have the size that the image processor gives them",
         )
     ),
-    "one_sample_in_one_seq": _if_of_images(_alone),
-    "prefetch_factor": _if_of_images(put("data.dataloader_prefetch_factor")),
-    "moe_use_aux_free_update_coef": _if_of_images(
+    "one_sample_in_one_seq": if_of_images(_alone),
+    "prefetch_factor": if_of_images(put("data.dataloader_prefetch_factor")),
+    "moe_use_aux_free_update_coef": if_of_images(
         when(
             lambda entry: entry.value and entry.get("moe_use_aux_free", True),
             put("train.moe_bias_update_rate", float),
@@ -116,7 +115,7 @@ IMAGES: Mapping[str, Rule] = {
         )
     ),
     "moe_use_aux_free": _idle("moe_use_aux_free_update_coef says how much"),
-    **dict.fromkeys(("moe_gate_lr_ratio", "visual_ld", "vit_lr_ratio"), _if_of_images(_own_rate)),
+    **dict.fromkeys(("moe_gate_lr_ratio", "visual_ld", "vit_lr_ratio"), if_of_images(_own_rate)),
     "from_scratch": _only_if_off("weights are those of model_name_or_path; write 0"),
     "render_timestamp": _idle(OF_VIDEO),
     "use_moe": _idle(OF_MODEL),

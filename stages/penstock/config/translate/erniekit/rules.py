@@ -74,6 +74,8 @@ IDLE: Mapping[str, str] = {
     "use_attn_mask_startend_row_indices": "documents of a row are kept apart by their lengths",
     "use_sparse_flash_attn": "what is masked is skipped wherever the attention kernel can",
     "use_flash_attn_with_mask": "what is masked is skipped wherever the attention kernel can",
+    "load_sharded_model": "weights are always read in parts",
+    "save_sharded_model": "every rank saves its own part of weights and states",
     "use_sparse_head_and_loss_fn": "tokens that are not trained never reach the head",
 }
 """Keys that change nothing here."""

@@ -15,6 +15,7 @@ from penstock.config.translate.dialect import (
     is_on,
     no_effect,
     only,
+    refused,
     truth,
     typed,
     when,
@@ -37,8 +38,26 @@ OF_PAIRS = (
     *("beta", "loss_weights", "label_smoothing", "precompute_ref_log_probs", "max_prompt_length"),
     *("sync_ref_model", "f_divergence_type", "use_weighting", "rpo_alpha", "reference_free"),
     *("precompute_ref_batch_size", "max_completion_length", "disable_dropout"),
+    *("desirable_weight", "undesirable_weight"),
 )
 """Keys that `trl dpo` alone has."""
+
+OF_REWARDS = (
+    *("num_generations", "scale_rewards", "num_iterations", "steps_per_generation", "delta"),
+    *("generation_batch_size", "epsilon", "epsilon_high", "importance_sampling_level"),
+    *("mask_truncated_completions", "log_completions", "temperature", "top_p", "top_k", "min_p"),
+    *("repetition_penalty", "use_vllm", "generation_kwargs", "cache_implementation"),
+    *("multi_objective_aggregation", "max_tool_calling_iterations", "num_completions_to_print"),
+    *("off_policy_mask_threshold", "top_entropy_quantile", "use_adaptive_entropy"),
+    *("use_bias_correction_kl", "cast_lm_head_to_fp32", "log_multimodal", "log_unique_prompts"),
+    *("ds3_gather_for_generation", "ref_model_mixup_alpha", "ref_model_sync_steps"),
+    "transformers_continuous_batching_config",
+)
+FAMILIES_OF_REWARDS = (
+    *("vllm_", "reward_", "entropy_", "sapo_", "vespo_", "use_transformers_", "num_generations_"),
+    "log_completions_",
+)
+"""Keys, and prefixes of keys, that `trl grpo` has, which generates while it trains."""
 
 OF_OTHERS = (
     *("stage", "finetuning_type", "template", "base_model", "train_dataset_path", "fine_tuning"),
@@ -70,7 +89,20 @@ def _is_trl(values: Values) -> bool:
 
 def _is_of_pairs(values: Values) -> bool:
     losses = names_in(values.get("loss_type") or [])
+    if any(name in values for name in OF_REWARDS):
+        return False
     return any(name in values for name in OF_PAIRS) or any(name in LOSSES for name in losses)
+
+
+def _is_by_rewards(entry: Entry) -> bool:
+    return any(name in entry.draft.written for name in OF_REWARDS)
+
+
+def _loss(entry: Entry) -> None:
+    if _is_by_rewards(entry):
+        entry.refuse(BY_REWARDS)
+    else:
+        only("nll", "chunked_nll")(entry)
 
 
 def _whole_loss(entry: Entry) -> None:
@@ -171,12 +203,19 @@ IDLE = {
         (
             *("device_map", "offload_embedding", "unsloth_force_compile", "auto_model", "token"),
             *("fast_inference", "gpu_memory_utilization", "max_lora_rank", "load_in_16bit"),
-            *("unsloth_tiled_mlp", "float8_kv_cache", "use_exact_model_name", "max_memory"),
+            *(
+                "unsloth_tiled_mlp",
+                "float8_kv_cache",
+                "device_map_planner_kwargs",
+                "use_exact_model_name",
+                "max_memory",
+            ),
         ),
         training_arguments.OF_PYTHON,
     ),
 }
 
+BY_REWARDS = "models are not trained by rewards: clients of penstock serve generate and train"
 OF_LABELS = "models are trained to continue text, and not to choose among labels"
 SWITCHES = ("true", "false", "unsloth")
 
@@ -195,6 +234,7 @@ UNSUPPORTED = {
     "loftq_config": "adapters start at zero",
     "init_lora_weights": "adapters start at zero",
     "embedding_learning_rate": "one rate for all weights",
+    "load_in_fp8": "load_in_4bit and load_in_8bit quantize base weights",
     "qat_scheme": "weights are trained as they are; export.quantise quantizes the result",
     **dict.fromkeys(("num_labels", "id2label", "label2id", "task_type"), OF_LABELS),
     "sync_ref_model": "the reference stays what it was at the start",
@@ -291,6 +331,7 @@ TRL = Dialect(
     types=TYPES,
     same=SAME,
     computed={
+        **{key: refused(BY_REWARDS) for key in (*OF_REWARDS, *OF_PAIRS) if key not in UNSUPPORTED},
         **COMPUTED,
         **data_rules("sft"),
         "dataset_text_field": decides(f"{SOURCES}.0.field_text"),
@@ -298,10 +339,11 @@ TRL = Dialect(
         "packing_strategy": _packing_strategy,
         "assistant_only_loss": _whole_loss,
         "completion_only_loss": _answers_alone,
-        "loss_type": only("nll", "chunked_nll"),
+        "loss_type": _loss,
     },
     unsupported=UNSUPPORTED,
     defaults={**DEFAULTS, "learning_rate": 2e-5, "assistant_only_loss": False},
+    families=dict.fromkeys(FAMILIES_OF_REWARDS, refused(BY_REWARDS)),
     overridden_by={**BEATEN, "assistant_only_loss": ("completion_only_loss",)},
     finalize=_finalize,
 )
@@ -326,6 +368,10 @@ TRL_DPO = Dialect(
         "loss_type": lambda entry: shared.losses(entry, entry.get("loss_weights")),
         "loss_weights": decides("preference.pref_loss_ratio", "preference.sft_loss_ratio"),
         "precompute_ref_log_probs": shared.PRECOMPUTES,
+        **dict.fromkeys(
+            ("desirable_weight", "undesirable_weight"),
+            refused("of trl kto; write preference.loss_type: kto, and type: kto of its data"),
+        ),
         "f_divergence_type": only("reverse_kl"),
         "f_alpha_divergence_coef": no_effect("read of other divergences alone"),
         "discopop_tau": no_effect("read of the loss discopop alone"),
