@@ -46,6 +46,7 @@ from penstock.engine.moe.deepep_requirements import require_nvlink, require_one_
 from penstock.engine.validate_model import (
     require_dense_attention,
     require_dense_networks,
+    require_fused_projections,
     require_mtp,
     require_prompts_apart,
     require_rows_within_positions,
@@ -346,6 +347,7 @@ def check_model(run: RunConfig) -> tuple[str, ...]:
         quantizer_for(run.export.quantise, family, family.weight_map(shape))
     require_mtp(run.train, config)
     if not isinstance(family, AutoFamily):
+        require_fused_projections(run, language_config(config))
         require_unnormalized_queries(run.train, language_config(config))
         require_dense_attention(run.train, language_config(config))
     if run.model.trust_remote_code and not isinstance(family, AutoFamily):

@@ -15,6 +15,7 @@ from penstock.engine.validate_model import (
     require_prompts_apart,
     require_whole_documents,
 )
+from penstock.estimate.machine import check_model
 from penstock.models.layers.attention import SelfAttention
 from penstock.models.layers.block import Block
 from penstock.pipeline.plan import check_machine
@@ -143,8 +144,12 @@ def test_projections_that_a_checkpoint_has_as_one_layer_are_not_split(folder):
     phi3 = {**runs.TINY, "model_type": "phi3"}
     require_fused_projections(split, runs.TINY)
     require_fused_projections(job(folder, "merged").config, phi3)
-    with pytest.raises(CapabilityError, match=r"merge_qkv is false, and q, k and v of a phi3"):
-        require_fused_projections(split, phi3)
+    fused = runs.write_config(folder / "fused", model_type="phi3")
+    planned = {"config_path": str(fused), "model_path": None}
+    planned = split.model_copy(update={"model": split.model.model_copy(update=planned)})
+    for refuse in (lambda: require_fused_projections(split, phi3), lambda: check_model(planned)):
+        with pytest.raises(CapabilityError, match=r"merge_qkv is false, and q, k and v of a phi3"):
+            refuse()
 
 
 def test_prompts_are_not_shared_where_documents_turn_by_their_length(folder):
