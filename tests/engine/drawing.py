@@ -5,7 +5,7 @@ Draws are not made valid: `penstock check` refuses those that are not.
 
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -90,6 +90,11 @@ class Drawn:
     rows: str
     """A folder that `write_drawn_rows` writes."""
 
+    @property
+    def is_quantized(self) -> bool:
+        """Whether adapters are on quantized weights."""
+        return "enable_qlora" in LORA_FORMS.get(self.layout.lora, {})
+
     def job(self, folder: Path, out: str) -> Job:
         """The run of this layout."""
         launch = {"nproc_per_node": self.layout.world}
@@ -117,9 +122,9 @@ class Drawn:
         return ", ".join([*words, *(f"{name} {value}" for name, value in named.items() if value)])
 
 
-def drawn(rng: random.Random) -> Drawn:
-    """A layout on one of WORLDS, of one of MODELS, valid or not."""
-    kind = rng.choice([*MODELS])
+def drawn(rng: random.Random, kinds: Sequence[str] = tuple(MODELS)) -> Drawn:
+    """A layout on one of WORLDS, of one of these MODELS, valid or not."""
+    kind = rng.choice(kinds)
     world = rng.choice(WORLDS)
     sizes = _sizes(rng, world)
     content, rows = _content(rng, kind)
@@ -147,6 +152,29 @@ def drawn(rng: random.Random) -> Drawn:
         **_nested(content, split),
     )
     return Drawn(layout, _nested(content), rows)
+
+
+def accepted(
+    folder: Path,
+    seed: int,
+    name: str,
+    kinds: Sequence[str] = tuple(MODELS),
+    *,
+    is_quantized: bool | None = None,
+) -> tuple[Drawn, Job]:
+    """The first draw of this name that `penstock check` accepts, quantized or not."""
+    rng = random.Random(f"{seed}: {name}")
+    while True:
+        draw = drawn(rng, kinds)
+        if is_quantized not in (None, draw.is_quantized):
+            continue
+        write_model(folder, draw.layout.kind)
+        try:
+            job = draw.job(folder, name)
+        except (ConfigError, CapabilityError):
+            continue
+        if refusal(job) is None:
+            return draw, job
 
 
 def _sizes(rng: random.Random, world: int) -> dict[str, int]:

@@ -1,7 +1,6 @@
 """Layouts drawn at random that `penstock check` accepts compute what one process does."""
 
 import os
-import random
 import secrets
 from dataclasses import replace
 from pathlib import Path
@@ -10,14 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from penstock.core.errors import CapabilityError, ConfigError
-from penstock.train.launch.job import Job
 from tests.engine.drawing import (
     WORLDS,
     Drawn,
-    drawn,
+    accepted,
     link_rows,
-    refusal,
     write_drawn_rows,
     write_model,
 )
@@ -38,20 +34,6 @@ ROUNDINGS = 8
 TOGETHER = 4
 """Draws that share a start of the ranks."""
 GROUPS = 51
-
-
-def accepted(folder: Path, name: str) -> tuple[Drawn, Job]:
-    """The first draw of this name that `penstock check` accepts."""
-    rng = random.Random(f"{SEED}: {name}")
-    while True:
-        draw = drawn(rng)
-        write_model(folder, draw.layout.kind)
-        try:
-            job = draw.job(folder, name)
-        except (ConfigError, CapabilityError):
-            continue
-        if refusal(job) is None:
-            return draw, job
 
 
 def routed_alike(got: Trace, want: Trace) -> tuple[Trace, Trace]:
@@ -116,7 +98,7 @@ def folder(tmp_path_factory):
 )
 def test_what_check_accepts_computes_what_one_process_does(group, folder):
     names = [f"draw {number}" for number in range(group * TOGETHER, (group + 1) * TOGETHER)]
-    draws = {name: accepted(folder, name) for name in names}
+    draws = {name: accepted(folder, SEED, name) for name in names}
     print(f"LAYOUT_SEED={SEED}", *(f"{name}: {draws[name][0]}" for name in names), sep="\n")
     alone = {name: draw.job_alone(folder, f"{name}, alone") for name, (draw, _) in draws.items()}
     [wanted] = on_ranks(1, each, trace_here, alone, timeout=300)

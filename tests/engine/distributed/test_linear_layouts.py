@@ -1,6 +1,9 @@
-"""What linear attention does not support is refused before any work, with what to write instead."""
+"""Layouts of linear attention compute what one process does, to the last places of float64; what
+it does not support is refused before any work, with what to write instead."""
 
 import json
+import os
+import secrets
 
 import pytest
 
@@ -11,7 +14,12 @@ from penstock.engine.validate_model import require_prompts_apart
 from penstock.estimate.machine import check_layout, with_prompts_apart
 from tests.config.values import smallest
 from tests.engine import runs
+from tests.engine.drawing import WORLDS, accepted, write_drawn_rows
+from tests.engine.float64 import trace_in_float64
 from tests.engine.inputs import MODELS, SHAPE
+from tests.engine.loops import each
+from tests.engine.traces import Errors, errors
+from tests.ranks import on_ranks
 
 MODEL = {**runs.TINY, **SHAPE, **MODELS["linear attention"]}
 
@@ -73,3 +81,48 @@ def test_prompts_are_not_shared_unless_that_is_written_which_is_refused(tmp_path
     written = run_of(tmp_path, 1, {**data, "share_prompts": True}, objective="preference")
     with pytest.raises(CapabilityError, match=r"Write data\.share_prompts: false"):
         require_prompts_apart(written.data, MODEL)
+
+
+SEED = int(os.environ.get("LAYOUT_SEED") or secrets.randbelow(10**9))
+"""Of all draws; with this variable in the environment the same are drawn again."""
+
+LIMITS = Errors(loss=1e-10, norm=1e-10, gradients=1e-10, weights=1e-10)
+"""In float32, gradients differ by up to 1e-4: what two layouts round differently, a state carries
+from token to token."""
+
+LINEAR = (
+    "linear attention",
+    "dense linear attention",
+    "separate linear attention",
+    "channel linear attention",
+    "mamba",
+    "dense mamba",
+    "layers of one part",
+    "experts without a gate",
+    "convolutions",
+    "convolutions and experts",
+)
+TOGETHER = 2
+"""Draws that share a start of the ranks."""
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "group", [0, *(pytest.param(at, marks=pytest.mark.exhaustive) for at in range(1, 20))]
+)
+def test_layouts_of_linear_attention_differ_by_rounding_alone(group, tmp_path):
+    write_drawn_rows(tmp_path)
+    names = [f"draw {number}" for number in range(group * TOGETHER, (group + 1) * TOGETHER)]
+    # Scales of quantized weights are float32 whatever is computed in.
+    draws = {n: accepted(tmp_path, SEED, n, LINEAR, is_quantized=False) for n in names}
+    print(f"LAYOUT_SEED={SEED}", *(f"{name}: {draws[name][0]}" for name in names), sep="\n")
+    alone = {name: draw.job_alone(tmp_path, f"{name}, alone") for name, (draw, _) in draws.items()}
+    [wanted] = on_ranks(1, each, trace_in_float64, alone, timeout=300)
+    for world in WORLDS:
+        jobs = {name: job for name, (draw, job) in draws.items() if draw.layout.world == world}
+        traces = on_ranks(world, each, trace_in_float64, jobs, timeout=300)[0] if jobs else {}
+        for name, trace in traces.items():
+            far = errors(trace, wanted[name])
+            print(f"{name}: {far}")
+            assert far.within(LIMITS), f"{name}: {far}"
