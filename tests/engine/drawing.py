@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.cli.check import _validate_model
+from penstock.config.schema.run import needs_reference
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.train.launch.job import Job
 from tests.engine import runs
@@ -107,12 +108,10 @@ class Drawn:
 
     def _job(self, layout: Layout, folder: Path, out: str, **more: Any) -> Job:
         job = layout.job(folder, out, max_steps=STEPS, **more)
-        scores = folder / f"{self.rows} scores"
-        return replace(
-            job,
-            packed_dir=folder / self.rows,
-            ref_logprobs=scores if scores.is_dir() else None,
-        )
+        # Of a loss without a reference model, log-probs minus scores would be no log-probs: ORPO
+        # would take the odds of probabilities above 1.
+        scores = folder / f"{self.rows} scores" if needs_reference(job.config) else None
+        return replace(job, packed_dir=folder / self.rows, ref_logprobs=scores)
 
     def __str__(self) -> str:
         layout = self.layout

@@ -8,6 +8,8 @@ import pytest
 import torch
 import transformers
 
+from penstock.config.schema.preference import PreferenceConfig
+from penstock.losses.preference import PreferenceInputs, preference_losses
 from penstock.pack.layout import build_row_samples
 from penstock.pack.settings import PackSettings
 from penstock.pack.shards import write_shard
@@ -361,3 +363,18 @@ def test_ten_steps_of_kto_are_those_of_trl(models, tmp_path):
     assert losses == pytest.approx(losses_of(trainer, order), rel=CLOSE)
     kl = [record["kl"] for record in trainer.state.log_history if "kl" in record]
     assert sum(each > 0.1 for each in kl) > 2
+
+
+def test_odds_near_certainty_in_float32_are_those_of_trl_in_float64():
+    log1mexp = importlib.import_module("trl.experimental.orpo.orpo_trainer").log1mexp
+    near = torch.tensor([-2e-7, -1e-6, -1e-4, -1e-2, -0.5, -0.69, -0.7, -2.0, -9.0, -40.0])
+    ratios_DA = torch.cartesian_prod(near, near).requires_grad_()
+    losses = preference_losses(PreferenceInputs(ratios_DA), PreferenceConfig(loss_type="orpo"))
+    losses.sum().backward()
+    wide_DA = ratios_DA.detach().double().requires_grad_()
+    chosen_D, rejected_D = (wide_DA - log1mexp(wide_DA)).unbind(1)
+    wanted = -torch.nn.functional.logsigmoid(chosen_D - rejected_D)
+    wanted.sum().backward()
+    torch.testing.assert_close(losses.double(), wanted, rtol=1e-5, atol=1e-6)
+    assert ratios_DA.grad is not None
+    torch.testing.assert_close(ratios_DA.grad.double(), wide_DA.grad, rtol=1e-5, atol=1e-6)
