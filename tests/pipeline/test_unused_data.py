@@ -380,3 +380,36 @@ def test_what_has_no_effect_on_samples_of_a_type_that_is_detected_is_told(tmp_pa
 def test_a_system_prompt_is_no_column_of_samples_without_messages(kind: str) -> None:
     with pytest.raises(ConfigError, match=rf"field_system: type: {kind} does not read it; write"):
         run_of(source(type=kind, field_system="group"))
+
+
+@pytest.mark.parametrize("mixed", ["concat", "random"])
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_source_of_weight_zero_is_not_read_and_told_and_only_its_place_is_in_a_key(
+    number: int, mixed: str, tmp_path: Path
+) -> None:
+    def excluding(**values: Any) -> RunConfig:
+        other = {"path": "beside.jsonl", "weight": 0, **values}
+        datasets = [{"path": "records.jsonl", "type": "chat"}]
+        datasets.insert(number, other)
+        train: dict[str, Any] = {"data_parallel_mode": "none"}
+        return loads(smallest(data={"datasets": datasets, "mix_strategy": mixed}, train=train))
+
+    written = excluding()
+    assert [*iter_notices(written)] == [
+        f"data.datasets.{number}.weight: is 0, so beside.jsonl is not read"
+    ]
+    stage = prepare_step(written).stage
+    assert isinstance(stage, Prepare)
+    others = ({"type": "text"}, {"max_samples": 3}, {"path": "org/data"}, {"max_seq_len": 40})
+    assert {stage_key(prepare_step(excluding(**other)).stage) for other in others} == {
+        stage_key(stage)
+    }
+    assert [*planned(written, ("prepare",)).notes] == []
+    # A stage that is given the source all the same prepares the same.
+    write_lines(tmp_path / "beside.jsonl", RECORDS[:9])
+    given_all = prepare_step(excluding(weight=1)).stage
+    assert isinstance(given_all, Prepare)
+    settings = given_all.settings.model_copy(update={"mix": stage.settings.mix})
+    assert stage_key(given_all) != stage_key(stage)
+    other = replace(given_all, settings=settings)
+    assert prepared(stage, tmp_path / "a") == prepared(other, tmp_path / "b")

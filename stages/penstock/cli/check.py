@@ -146,12 +146,15 @@ def _run_checks(run: RunConfig) -> tuple[RunConfig, list[CheckResult]]:
     for name in () if run.data.skip_prepare_dataset else DATASET_FIELDS:
         for index, dataset in enumerate(getattr(run.data, name)):
             field = f"data.{name}.{index}"
+            if not dataset.is_read:
+                typed_datasets.setdefault(name, []).append(dataset)
+                continue
             typed, of_data = _run_check(
                 field, lambda d=dataset, a=field: _check_dataset(run, a, d, tokenizer, counts)
             )
             typed_datasets.setdefault(name, []).append(typed or dataset)
             results += of_data
-    if run.data.val_set_size and len(counts) == len(run.data.datasets):
+    if run.data.val_set_size and len(counts) == len(run.data.read_datasets):
         results += _run_check(
             "data.val_set_size", lambda: _check_validation_size(run, sum(counts.values()))
         )[1]

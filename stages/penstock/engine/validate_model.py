@@ -81,9 +81,8 @@ def require_rows_within_positions(run: RunConfig, config: DecoderConfig) -> None
     if config.learned_positions is None or row is None:
         return
     joins = data.sample_packing_method == "wrapped" or not data.isolate_samples
-    longest = (
-        row if joins else max([source.max_seq_len or row for source in data.datasets] or [row])
-    )
+    limits = [source.max_seq_len or row for source in data.read_datasets]
+    longest = row if joins else max(limits, default=row)
     if longest > limit:
         raise ConfigError(
             f"data.sample_packing_sequence_len is {row}, and the model learns {limit} positions "

@@ -28,6 +28,8 @@ RESULT_FOLDERS = (
 DATASET_FIELDS = ("datasets", "test_datasets", "decontaminate_datasets")
 """Fields of the section `data` that name sources."""
 
+UNREAD = Source({"kind": "unread"})
+"""In place of a source with a weight of 0, whose content no result depends on."""
 
 CHECKPOINT_FIELDS = ("load_checkpoint_path", "init_checkpoint_path")
 """Fields of the section `train` that name checkpoints."""
@@ -38,9 +40,14 @@ def pin_sources(run: RunConfig, field: str) -> tuple[Source, ...]:
     outputs."""
     data = run.data
     datasets: list[DatasetConfig] = getattr(data, field)
-    sources = tuple(pin_dataset(dataset, data.hf_use_auth_token) for dataset in datasets)
+    sources = tuple(
+        pin_dataset(dataset, data.hf_use_auth_token) if dataset.is_read else UNREAD
+        for dataset in datasets
+    )
     root = local_cache_dir(data.dataset_prepared_path)
     for index, (dataset_config, source) in enumerate(zip(datasets, sources, strict=True)):
+        if source is UNREAD:
+            continue
         require_not_own_files(
             f"data.{field}[{index}].path", dataset_config, source, root, RESULT_FOLDERS
         )
@@ -86,7 +93,7 @@ def resolve_dataset_type(
 
     Raises ConfigError if it cannot be inferred.
     """
-    if dataset.is_typed:
+    if dataset.is_typed or not dataset.is_read:
         return dataset
     # Imported only for runs that do not set all types.
     from penstock.prepare.dataset_type import infer_dataset_type  # noqa: PLC0415

@@ -446,10 +446,14 @@ def _read_settings(
     run: RunConfig, field: str, sources: Sequence[Source], tokenizer: Source
 ) -> tuple[DatasetSettings, ...]:
     """Settings of the data sets in a field of the section `data`, without those that say what the
-    names of the pinned files do, and without those of images if the model takes none."""
+    names of the pinned files do, and without those of images if the model takes none. One that is
+    not read has none: it only keeps its place, by which the others are shuffled."""
     unread = {} if has_processor_files(tokenizer) else {"allow_private_urls": False}
     all_settings: list[DatasetSettings] = []
     for dataset, source in zip(getattr(run.data, field), sources, strict=True):
+        if not dataset.is_read:
+            all_settings.append(DatasetSettings())
+            continue
         settings = dataset_settings(run, dataset, "train" if field == "datasets" else "test")
         kinds = {detect_file_kind(str(file["name"])) for file in source.pin.get("files", ())}
         implied = {"ds_type": None} if kinds <= {settings.ds_type} else {}
@@ -570,7 +574,7 @@ def pack_step(run: RunConfig, prepared: Artifact, encoded: Artifact | None = Non
 
 def _kl_pairing(run: RunConfig) -> dict[str, Any]:
     """How KTO samples are paired to estimate the KL divergence; empty for other data."""
-    entries = [*run.data.datasets, *run.data.test_datasets]
+    entries = [*run.data.read_datasets, *run.data.test_datasets]
     if all(entry.kind != "kto" for entry in entries):
         return {}
     limits = [entry.max_seq_len for entry in entries if entry.max_seq_len is not None]
@@ -734,6 +738,8 @@ def dataset_settings(
 
 
 def _mix(dataset: DatasetConfig) -> MixSettings:
+    if not dataset.is_read:
+        return MixSettings(weight=0)
     return MixSettings(
         weight=dataset.weight,
         max_samples=dataset.max_samples,

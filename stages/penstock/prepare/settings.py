@@ -285,4 +285,11 @@ class PrepareSettings(Settings):
     @property
     def kind(self) -> Kind:
         """Kind of the samples, the same for all sources."""
-        return self.datasets[0].kind
+        return self.first_read.kind
+
+    @property
+    def first_read(self) -> DatasetSettings:
+        """Settings of the first training source that has a weight."""
+        if not self.mix:
+            return self.datasets[0]
+        return next(s for s, mix in zip(self.datasets, self.mix, strict=True) if mix.weight)

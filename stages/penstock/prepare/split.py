@@ -122,7 +122,7 @@ def publish_splits(
             link(source, target)
     for file, target in partial:
         if file.content not in same:
-            dataset = settings.datasets[0]
+            dataset = settings.first_read
             images = any(share.entry[2].media for share in file.shares)
             schema = prepared_schema(
                 dataset.kind,

@@ -7,6 +7,7 @@ from penstock.config.schema.dataset import DatasetConfig
 from penstock.config.schema.memory import STOCHASTIC
 from penstock.config.schema.run import RunConfig, has_target, is_explicitly_set
 from penstock.config.schema.train import TrainConfig
+from penstock.core.remote.urls import redact
 
 COMMON_LORA_FIELDS = ("lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules")
 """LoRA settings that may be written without LoRA, for a later run."""
@@ -53,6 +54,9 @@ def iter_notices(run: RunConfig) -> Iterator[str]:
         )
     yield from iter_effect_notices(run)
     yield from _iter_lr_notices(run)
+    for index, entry in enumerate(run.data.datasets):
+        if not entry.is_read:
+            yield f"data.datasets.{index}.weight: is 0, so {redact(entry.path)} is not read"
     yield from _iter_test_data_notices(run)
     if has_target(run) and run.pipeline.stages is not None and "push" not in run.stages:
         yield "push: has a target, but pipeline.stages has no push: nothing is uploaded"
@@ -103,7 +107,7 @@ def _iter_rounding_notices(train: TrainConfig) -> Iterator[str]:
 
 
 def _iter_test_data_notices(run: RunConfig) -> Iterator[str]:
-    trained = [_selected_records(entry) for entry in run.data.datasets]
+    trained = [_selected_records(entry) for entry in run.data.read_datasets]
     for index, entry in enumerate(run.data.test_datasets):
         if _selected_records(entry) in trained:
             yield (

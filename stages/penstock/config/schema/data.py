@@ -496,13 +496,18 @@ class DataConfig(ConfigSection):
 
     @property
     def sample_type(self) -> str | None:
-        """Format of the first data source, if it is known."""
-        return self.datasets[0].type
+        """Format of the first data source that is read, if it is known."""
+        return next((source.type for source in self.read_datasets), None)
+
+    @property
+    def read_datasets(self) -> tuple[DatasetConfig, ...]:
+        """The training sources whose records are used."""
+        return tuple(source for source in self.datasets if source.is_read)
 
     @property
     def sources(self) -> tuple[DatasetConfig, ...]:
-        """All data sources."""
-        return (*self.datasets, *self.test_datasets, *self.decontaminate_datasets)
+        """All data sources that are read."""
+        return (*self.read_datasets, *self.test_datasets, *self.decontaminate_datasets)
 
     @property
     def types(self) -> frozenset[str | None]:
@@ -587,4 +592,5 @@ class DataConfig(ConfigSection):
     @property
     def shares_prompts(self) -> bool:
         """Whether the two completions of a sample share their prompt."""
-        return self.share_prompts is not False and self.datasets[0].kind != "sft"
+        is_sft = all(source.kind == "sft" for source in self.read_datasets[:1])
+        return self.share_prompts is not False and not is_sft

@@ -204,7 +204,7 @@ class DatasetConfig(ConfigSection):
 
     weight: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     """Weight of this source in the mix, relative to the others (see `data.mix_strategy`). 0 leaves
-    it out."""
+    it out: it is not read."""
 
     loss_weight: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     """Loss weight of the tokens of this source. The loss of a step is the mean over its trained
@@ -369,6 +369,11 @@ class DatasetConfig(ConfigSection):
         """The format of records as far as it is known: `tokenized` unless something else is
         written."""
         return self.type or "tokenized"
+
+    @property
+    def is_read(self) -> bool:
+        """Whether its records are used: not with a weight of 0."""
+        return self.weight > 0
 
     @property
     def kind(self) -> Kind:

@@ -13,6 +13,7 @@ from penstock.estimate.costs.file_sizes import FileSizes, estimate_samples
 from penstock.estimate.machine import rows_per_step_to_pack
 from penstock.models.decoder_config import DecoderConfig
 from penstock.models.flops import Work
+from penstock.prepare.settings import MixSettings
 from penstock.prepare.stage import Prepare
 from penstock.rows.row_length import SampleSizes, fitted_row_length
 from penstock.rows.sizing import keeps_rest
@@ -143,8 +144,10 @@ def _estimate_sources(steps: Sequence[PlannedStage], vocab_size: int) -> FileSiz
     prepare = next((step.stage for step in steps if step.stage.name == "prepare"), None)
     if not isinstance(prepare, Prepare):
         return None
-    limits = [mix.max_samples for mix in prepare.settings.mix]
-    return estimate_samples(prepare.sources, vocab_size, limits)
+    mix = prepare.settings.mix or (MixSettings(),) * len(prepare.sources)
+    read = [pair for pair in zip(prepare.sources, mix, strict=True) if pair[1].weight]
+    limits = [settings.max_samples for _, settings in read]
+    return estimate_samples([source for source, _ in read], vocab_size, limits)
 
 
 def _training_share(held_out: float | None, samples: int) -> float:

@@ -98,7 +98,7 @@ class RunRecord:
         """Model and data, as named in the config."""
         model = self.config.model
         start = model.model_path or f"{model.config_path} from random weights"
-        data = ", ".join(dataset.path for dataset in self.config.data.datasets)
+        data = ", ".join(dataset.path for dataset in self.config.data.read_datasets)
         lora = self.config.lora
         kind = f"{'DoRA' if lora.use_dora else 'LoRA'} rank {lora.lora_rank}"
         method = kind if lora.enable_lora else "all weights"
