@@ -1,4 +1,5 @@
-"""Cases of a matrix that take turns: a few each day, and all of them within some days.
+"""Cases of a matrix, and tests that start many processes, take turns: a few each day, and all of
+them within some days.
 
 The day is a number in the environment, which the head of a test run shows: with it the same are run
 again. All cases are run with `pytest -m "exhaustive or not exhaustive"`.
@@ -31,3 +32,8 @@ def taking_turns(cases: Iterable[Any], count: int) -> list[Any]:
         case if at in today else pytest.param(case, marks=pytest.mark.exhaustive)
         for at, case in enumerate(cases)
     ]
+
+
+def one_day_in(days: int, *, of: int) -> pytest.MarkDecorator:
+    """Marks a test as slow on the day with the remainder `of`, and as exhaustive on the others."""
+    return pytest.mark.slow if DAY % days == of % days else pytest.mark.exhaustive

@@ -81,6 +81,8 @@ def _rank(rank: int, command: Sequence[str], variables: Mapping[str, str], said:
         os.dup2(output, stream)
     os.environ.clear()
     os.environ.update(variables, RANK=str(rank), LOCAL_RANK=str(rank))
+    # The interpreter reads this only as it starts.
+    sys.path[:0] = filter(None, variables.get("PYTHONPATH", "").split(os.pathsep))
     torch.set_num_threads(int(variables["OMP_NUM_THREADS"]))
     sys.argv = [*command]
     runpy.run_module(command[0], run_name="__main__", alter_sys=True)

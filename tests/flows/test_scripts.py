@@ -269,7 +269,8 @@ def test_words_of_ranks_keep_their_levels_lose_what_is_secret_and_cannot_flood(t
 
     logs = tmp_path / "logs"
     logs.mkdir()
-    now = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time.time() + 1))
+    since = time.time()
+    now = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(since + 1))
     value = secrets.token_hex(16)
     entries = [
         ("rank_0.log", "INFO attention: sdpa"),
@@ -282,7 +283,7 @@ def test_words_of_ranks_keep_their_levels_lose_what_is_secret_and_cannot_flood(t
         with (logs / name).open("a") as stream:
             stream.write(f"{now},000 {text}\n")
     said = Said()
-    log = training_log.TrainingLog(tmp_path, said.logger, since=time.time())
+    log = training_log.TrainingLog(tmp_path, said.logger, since=since)
     log.forward_rank_logs()
     assert said.lines[:2] == ["INFO attention: sdpa", "WARNING step 5: see https://host/rows"]
     assert said.lines[-2:] == [

@@ -24,6 +24,8 @@ from tests.pipeline import runs
 from tests.pipeline.runs import sealed, write_chats, write_run
 from tests.ranks import on_ranks
 from tests.stages.report.report_pages import section_of
+from tests.turns import one_day_in
+from tests.waiting import soon
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
 
@@ -153,7 +155,7 @@ def test_forcing_a_stage_builds_it_again_to_the_same_bytes(done):
     assert after == before
 
 
-@pytest.mark.slow
+@one_day_in(3, of=2)
 @pytest.mark.dist
 def test_two_runs_at_once_do_the_work_once(tmp_path):
     both = on_ranks(2, penstock_alone, "run", write_run(tmp_path), "--json", timeout=240)
@@ -214,19 +216,11 @@ def steps_of(folder):
     return len(metrics.read_bytes().splitlines()) if metrics.exists() else 0
 
 
-@pytest.mark.slow
+@one_day_in(2, of=0)
 @pytest.mark.dist
 def test_a_signal_and_a_file_end_training_with_a_checkpoint_saved_and_no_process_left(tmp_path):
     write_chats(tmp_path / "chats.jsonl", 400)
-    config = write_run(
-        tmp_path, data={"datasets": datasets(tmp_path)}, train={"num_train_epochs": 400}
-    )
-    out = tmp_path / "out"
-
-    def until_more_than(before):
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline and steps_of(tmp_path) == before:
-            time.sleep(0.1)
+    config, out = write_run(tmp_path, train={"num_train_epochs": 400}), tmp_path / "out"
 
     def saved():
         steps = [json.loads(s)["step"] for s in (out / "metrics.jsonl").read_text().splitlines()]
@@ -237,7 +231,7 @@ def test_a_signal_and_a_file_end_training_with_a_checkpoint_saved_and_no_process
     process = subprocess.Popen(
         [*RUN, str(config)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
-    until_more_than(0)
+    soon(lambda: steps_of(tmp_path))
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130, said
@@ -245,7 +239,7 @@ def test_a_signal_and_a_file_end_training_with_a_checkpoint_saved_and_no_process
     (out / "STOP").touch()  # of no concern to a start that comes after it
     with ThreadPoolExecutor(1) as pool:
         rank = pool.submit(on_ranks, 1, by_hand.main, [str(config)])
-        until_more_than(before)
+        soon(lambda: steps_of(tmp_path) > before)
         (out / "STOP").touch()
         assert rank.result() == [143]
     assert saved() > before

@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,9 +20,10 @@ from penstock.core.cache.stage import identity
 from penstock.core.errors import CapabilityError
 from penstock.pipeline.plan import plan
 from penstock.rows.tokenizer import byte_tokenizer
+from tests.cli.command import penstock
 from tests.conftest import ROOT
 from tests.packages import installed, write_package
-from tests.pipeline.runs import outcome, penstock, write_run
+from tests.pipeline.runs import write_run
 
 EXAMPLE = ROOT / "docs" / "extend"
 DYING = """
@@ -59,23 +62,15 @@ def raised(source: Path, target: Path, file: str, old: str, new: str) -> Path:
     return target
 
 
-@pytest.fixture(scope="module")
-def example(tmp_path_factory):
-    return build(EXAMPLE, tmp_path_factory.mktemp("site") / "packages")
+@contextmanager
+def packages(folder: Path) -> Iterator[None]:
+    """A folder of packages is on the path of this process and of those that it starts."""
+    with installed(folder), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(folder))
+        yield
 
 
-@pytest.fixture
-def use(monkeypatch, example):
-    """Puts a folder of packages, by default that of the example, on the path of commands."""
-
-    def use(folder: Path = example) -> None:
-        monkeypatch.setenv("PYTHONPATH", str(folder))
-
-    use()
-    return use
-
-
-def faq_run(folder: Path, **train) -> Path:
+def faq_run(folder: Path) -> Path:
     rows = folder / "faq.csv"
     with rows.open("w", newline="") as stream:
         writer = csv.writer(stream)
@@ -86,93 +81,86 @@ def faq_run(folder: Path, **train) -> Path:
     columns = {"question": "Frage", "answers": "Antworten", "topic": "Thema"}
     return write_run(
         folder,
-        data={
-            "datasets": [{"path": str(rows), "type": "faq_csv", "type_kwargs": columns}],
-            "dataset_prepared_path": str(folder / "prepared"),
-            "sample_packing_sequence_len": 256,
-            "val_set_size": 4,
-            "dataset_num_proc": 1,
-        },
+        data={"datasets": [{"path": str(rows), "type": "faq_csv", "type_kwargs": columns}]},
         train={
-            "output_dir": str(folder / "out"),
-            "data_parallel_mode": "none",
-            "enable_mixed_precision": False,
-            "lr": 0.01,
             "loss": "focal",
             "loss_kwargs": {"gamma": 1.0},
             "eval_metrics": {"entropy": {}},
             "max_steps": 2,
-            "log_format": "structured",
-            **train,
         },
-        pipeline={
-            "artifacts_path": str(folder / "artifacts"),
-            "extra_stages": {"data_card": {"bins": 4}},
-        },
+        pipeline={"extra_stages": {"data_card": {"bins": 4}}},
     )
+
+
+def outcome(*words: object) -> dict:
+    ended = penstock(*words, "--json")
+    assert ended.code == 0, ended.err
+    return ended.last
 
 
 def plan_of(config: Path) -> dict[str, dict]:
-    return {stage["stage"]: stage for stage in outcome(penstock("plan", config, "--json"))["plan"]}
+    return {stage["stage"]: stage for stage in outcome("plan", config)["plan"]}
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("use")
-def test_parts_of_a_package_run_are_cached_resumed_and_built_again_by_their_versions(tmp_path, use):
+@pytest.mark.usefixtures("warm_ranks")
+def test_parts_of_a_package_run_are_cached_resumed_and_built_again_by_their_versions(tmp_path):
     config = faq_run(tmp_path)
-    killed = subprocess.run(
-        [sys.executable, "-c", DYING, "stage", "data_card", str(config)],
-        check=False,
-        capture_output=True,
-    )
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    (counted,) = (tmp_path / "artifacts" / "data_card").glob("*/train.json")
-    written = counted.stat().st_mtime_ns
-    assert plan_of(config)["data_card"]["standing"] == "partial"
+    example = build(EXAMPLE, tmp_path / "packages")
+    with packages(example):
+        killed = subprocess.run(
+            [sys.executable, "-c", DYING, "stage", "data_card", str(config)],
+            check=False,
+            capture_output=True,
+        )
+        assert killed.returncode == -signal.SIGKILL, killed.stderr
+        (counted,) = (tmp_path / "artifacts" / "data_card").glob("*/train.json")
+        written = counted.stat().st_mtime_ns
+        assert plan_of(config)["data_card"]["standing"] == "partial"
 
-    run = outcome(penstock("run", config, "--json"))
-    statuses = {stage["stage"]: stage["status"] for stage in run["stages"]}
-    assert list(statuses) == ["prepare", "pack", "data_card", "train", "export"]
-    assert statuses["data_card"] == "resumed"
-    assert counted.stat().st_mtime_ns == written
-    manifest = json.loads((counted.parent / "manifest.json").read_text())
-    assert manifest["facts"]["samples"] == {"train": 36, "validation": 4}
-    assert manifest["settings"] == {"package": "penstock-faq 1.0", "options": {"bins": 4}}
-    assert "## validation: 4 samples" in (counted.parent / "card.md").read_text()
-    lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
-    (evaluation,) = [record for record in records if "eval_loss" in record]
-    assert 0 < evaluation["eval_entropy"] < 6
-    again = outcome(penstock("run", config, "--json"))
-    assert {stage["status"] for stage in again["stages"]} == {"cached"}
+        stages = outcome("run", config)["stages"]
+        statuses = {stage["stage"]: stage["status"] for stage in stages}
+        assert list(statuses) == ["prepare", "pack", "data_card", "train", "export"]
+        assert statuses["data_card"] == "resumed"
+        assert counted.stat().st_mtime_ns == written
+        manifest = json.loads((counted.parent / "manifest.json").read_text())
+        assert manifest["facts"]["samples"] == {"train": 36, "validation": 4}
+        assert manifest["settings"] == {"package": "penstock-faq 1.0", "options": {"bins": 4}}
+        assert "## validation: 4 samples" in (counted.parent / "card.md").read_text()
+        lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+        records = [json.loads(line) for line in lines]
+        (evaluation,) = [record for record in records if "eval_loss" in record]
+        assert 0 < evaluation["eval_entropy"] < 6
+        stages = outcome("run", config)["stages"]
+    assert {stage["status"] for stage in stages} == {"cached"}
 
     release = raised(
         EXAMPLE, tmp_path / "release", "pyproject.toml", 'version = "1.0"', 'version = "1.1"'
     )
-    use(build(release, tmp_path / "released"))
-    table = penstock("plan", config).stdout
+    with packages(build(release, tmp_path / "released")):
+        table = penstock("plan", config).out
     assert "datasets.0.part.package: penstock-faq 1.0 -> 1.1" in table
     assert "parts.loss.package: penstock-faq 1.0 -> 1.1" in table
     assert "    package: penstock-faq 1.0 -> 1.1" in table
 
-    stages = raised(
+    changed = raised(
         EXAMPLE,
         tmp_path / "stages",
         "penstock_faq/stages.py",
         "version: ClassVar[int] = 1",
         "version: ClassVar[int] = 2",
     )
-    use(build(stages, tmp_path / "raised"))
-    planned = plan_of(config)
+    with packages(build(changed, tmp_path / "raised")):
+        planned = plan_of(config)
     standings = {name: stage["standing"] for name, stage in planned.items()}
     assert standings == {**dict.fromkeys(standings, "cached"), "data_card": "missing"}
     assert planned["data_card"]["changed"] == [{"field": "version", "here": 2, "there": 1}]
 
 
-def test_without_the_package_each_name_is_refused_where_it_is_written(tmp_path, monkeypatch):
-    monkeypatch.delenv("PYTHONPATH", raising=False)
-    refused = penstock("plan", faq_run(tmp_path), check=2).stderr
-    assert re.findall(r"run\.yaml:\d+: ([\w.]+): ", refused) == [
+def test_without_the_package_each_name_is_refused_where_it_is_written(tmp_path):
+    refused = penstock("plan", faq_run(tmp_path))
+    assert refused.code == 2
+    assert re.findall(r"run\.yaml:\d+: ([\w.]+): ", refused.err) == [
         "data.datasets.0.type",
         "pipeline.extra_stages.data_card",
         "train.eval_metrics.entropy",

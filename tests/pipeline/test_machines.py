@@ -17,6 +17,7 @@ import pytest
 
 from penstock.core.cache.manifest import MANIFEST
 from tests.pipeline.runs import write_run
+from tests.turns import one_day_in
 
 PATIENCE = 100.0
 
@@ -103,7 +104,7 @@ def steps(folder: Path) -> list[int]:
     return [record["step"] for record in records if "loss" in record]
 
 
-@pytest.mark.slow
+@one_day_in(3, of=0)
 @pytest.mark.dist
 def test_two_machines_stop_together_save_and_go_on_to_the_end(machines, tmp_path):
     train = {"data_parallel_mode": "fsdp2", "global_batch_size": 2, "max_steps": 150}

@@ -26,6 +26,7 @@ from tests.cli.command import penstock
 from tests.core.servers import web  # noqa: F401
 from tests.pipeline.runs import write_chats, write_run
 from tests.ranks import on_ranks
+from tests.turns import one_day_in
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
 
@@ -230,7 +231,7 @@ def test_the_page_in_a_bucket_tells_what_eval_finds(bucket, tmp_path, on):
     assert "the report does not show it" in said.err
 
 
-@pytest.mark.slow
+@one_day_in(2, of=0)
 @pytest.mark.dist
 def test_training_that_was_stopped_goes_on_on_another_machine(bucket, tmp_path, on):
     config = write_run(

@@ -21,11 +21,12 @@ from tests.conftest import ROOT
 from tests.pipeline.runs import write_chats, write_run
 from tests.ranks import on_ranks
 from tests.sockets import Observer, Payload, listening
+from tests.turns import one_day_in
 
 TWO_RANKS = {"nproc_per_node": 2, "env": {"OMP_NUM_THREADS": "1"}}
 
 
-@pytest.mark.slow
+@one_day_in(2, of=1)
 @pytest.mark.dist
 def test_a_run_with_workers_and_two_ranks_listens_on_loopback_and_survives_every_payload(
     tmp_path, monkeypatch

@@ -15,6 +15,7 @@ from tests.config.dialects import document_examples as said
 from tests.config.dialects.test_document_examples import nxdt_values, words_of
 from tests.pipeline.runs import penstock
 from tests.stages.prepare.megatron_files import write_mapped
+from tests.turns import one_day_in
 
 pytestmark = pytest.mark.slow
 
@@ -41,6 +42,7 @@ def here(folder):
     }
 
 
+@one_day_in(2, of=0)
 def test_the_whole_run_of_local_training_trains_by_the_printed_command(model, tmp_path):
     (tmp_path / "config.yaml").write_text(said.LOCAL["a whole run"])
     rows = [{"input_ids": [n % 250, 1, 2, 3], "labels": [-100, 1, 2, 3]} for n in range(64)]

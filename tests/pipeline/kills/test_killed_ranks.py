@@ -22,6 +22,7 @@ from penstock.train.launch.job import CHECKPOINTS, LOGS, Job
 from penstock.train.launch.torchrun import build_facts, start_ranks
 from tests.engine import runs
 from tests.ranks import on_ranks
+from tests.turns import one_day_in
 
 STEPS = 24
 DEADLINE = 120.0
@@ -75,7 +76,7 @@ def content(job: Job) -> dict[str, bytes]:
     return {**bits, "state.json": (folder / "state.json").read_bytes()}
 
 
-@pytest.mark.slow
+@one_day_in(3, of=1)
 @pytest.mark.dist
 def test_a_killed_rank_is_started_again_and_named_and_changes_no_weight(tmp_path):
     runs.write_config(tmp_path / "model")
@@ -101,7 +102,7 @@ def test_a_killed_rank_is_started_again_and_named_and_changes_no_weight(tmp_path
     assert content(again) == content(undisturbed)
 
 
-@pytest.mark.slow
+@one_day_in(3, of=2)
 @pytest.mark.dist
 def test_what_every_rank_refuses_is_told_once_and_without_a_traceback(tmp_path, capfdbinary):
     runs.write_config(tmp_path / "model")

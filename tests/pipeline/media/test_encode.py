@@ -22,6 +22,7 @@ from tests.pipeline.media.test_image_chain import CONVERSATIONS, write_model
 from tests.pipeline.runs import write_run
 from tests.stages.prepare.media.test_images import asking, write_data
 from tests.stages.prepared import write_lines
+from tests.turns import one_day_in
 
 MANY = [asking(f"n{n}.jpg", answer=f"It is {n}.") for n in range(200)]
 """More images than a file of features holds."""
@@ -129,7 +130,7 @@ def test_an_image_that_is_added_is_the_only_one_encoded(tmp_path):
     assert features_of(third) == features_of(first)
 
 
-@pytest.mark.slow
+@one_day_in(2, of=1)
 def test_a_stage_that_is_killed_continues_and_stores_the_same(tmp_path):
     sections = sections_of(tmp_path, conversations=MANY)
     ran(tmp_path, sections, "prepare")
