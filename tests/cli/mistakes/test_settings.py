@@ -66,6 +66,10 @@ SETTINGS = {
     "no data": ({"data": {"datasets": []}}, "write at least one"),
     "data without a path": ({"data": {"datasets": [{"type": "text"}]}}, "path: required"),
     "a model left empty": (model(config_path=None), "is not set; write model_path"),
+    "a model without weights": (
+        model(model_path="builtin:tiny-qwen3"),
+        "which has no weights; write it as config_path",
+    ),
     "a fraction of a row": (train(micro_batch_size=1.5), "wanted a whole number"),
     "minus one for never": (train(save_steps=-1), "it must be at least 0"),
     "minus one for no limit": (train(max_steps=-1), "it must be at least 1"),

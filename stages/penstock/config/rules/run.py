@@ -20,6 +20,9 @@ from penstock.config.schema.pipeline import DEFAULT_STAGES, STAGES
 from penstock.config.schema.run import RunConfig, has_target, needs_reference
 from penstock.core.remote.urls import is_url
 
+BUILT_IN = "builtin:"
+"""Prefix of models that ship with the code, without weights."""
+
 ADDED = ("encode", "reference")
 """Stages that are added where a run needs them."""
 
@@ -35,6 +38,12 @@ def _check_model_path(run: RunConfig) -> Issues:
         yield ConfigIssue(
             ("model", "model_path"),
             "is not set; write model_path (pre-trained weights), or config_path for random weights",
+            ("model.config_path",),
+        )
+    elif (path := run.model.model_path or "").startswith(BUILT_IN):
+        yield ConfigIssue(
+            ("model", "model_path"),
+            f"is {path}, which has no weights; write it as config_path, for random weights",
             ("model.config_path",),
         )
 
