@@ -134,7 +134,7 @@ def test_no_value_whatever_is_more_than_refused(dialect: Dialect) -> None:
 def test_dialects_name_settings_that_there_are() -> None:
     for dialect in DIALECTS:
         assert find_dialect(dialect.name) is dialect
-        tables = [dialect.same, dialect.computed, dialect.unsupported]
+        tables = [dialect.same, dialect.computed, dialect.unsupported, dialect.idle]
         assert sum(map(len, tables)) == len(dialect.keys), dialect.name
         assert all(len(key) > 1 for key in dialect.keys), dialect.name
         assert dialect.defaults.keys() | dialect.overridden_by.keys() <= dialect.keys

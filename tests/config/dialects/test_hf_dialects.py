@@ -80,7 +80,7 @@ def test_the_order_of_keys_decides_nothing(file: Path) -> None:
 def test_a_key_has_one_table_and_a_default_has_a_key(name: str) -> None:
     dialect = find_dialect(name)
     assert dialect in DIALECTS
-    tables = [dialect.same, dialect.computed, dialect.unsupported]
+    tables = [dialect.same, dialect.computed, dialect.unsupported, dialect.idle]
     assert sum(map(len, tables)) == len(dialect.keys)
     assert dialect.defaults.keys() | dialect.overridden_by.keys() <= dialect.keys
     smallest = loads(translate(BASES[name], dialect, GPUS).settings)

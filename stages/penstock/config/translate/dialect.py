@@ -1,14 +1,15 @@
 """A dialect: the config format of another tool, in tables.
 
-Every key is in one of three tables: `same`, values that are copied to a setting of ours;
-`computed`, values that a rule converts; and `unsupported`, values that are left out. Items of lists
-have tables of their own.
+Every key is in one of four tables: `same`, values that are copied to a setting of ours;
+`computed`, values that a rule converts; `unsupported`, values that are left out; and `idle`, values
+that change nothing here. Items of lists have tables of their own.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import inf
-from typing import Any, Literal, cast
+from typing import Any, Literal, Self, cast
 
 from penstock.config.loading.fault import shown
 from penstock.config.translate.translation import Draft, Entry
@@ -40,16 +41,35 @@ class Table:
     unsupported: Mapping[str, str] = field(default_factory=dict[str, str])
     """Foreign key to the reason why it is left out unless its value is in `OFF`."""
 
+    idle: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Foreign key to the reason why it has no effect here, whatever its value."""
+
     types: Mapping[str, "ValueType"] = field(default_factory=dict[str, "ValueType"])
     """Foreign key to the type of its value, for rules that would take any."""
 
     families: Mapping[str, Rule] = field(default_factory=dict[str, Rule])
     """Prefixes of keys that are in no table to their rule."""
 
-    @property
+    @cached_property
     def keys(self) -> set[str]:
         """All known keys."""
-        return {*self.same, *self.computed, *self.unsupported}
+        return {*self.same, *self.computed, *self.unsupported, *self.idle}
+
+    def over(self, base: "Table", *unknown: str) -> Self:
+        """This table, and that of a tool which it is built on for keys that are not in it.
+        `unknown` are keys of the latter that are not passed on."""
+
+        def inherited(entries: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+            hidden = {*self.keys, *unknown}
+            return {**{key: entries[key] for key in entries if key not in hidden}, **own}
+
+        return replace(
+            self,
+            same=inherited(base.same, self.same),
+            computed=inherited(base.computed, self.computed),
+            unsupported=inherited(base.unsupported, self.unsupported),
+            idle=inherited(base.idle, self.idle),
+        )
 
 
 @dataclass(frozen=True)
@@ -110,6 +130,20 @@ def typed(**names: str) -> dict[str, "ValueType"]:
     return {name: cast("ValueType", kind) for kind, keys in names.items() for name in keys.split()}
 
 
+def by_reason(text: str) -> dict[str, str]:
+    """Foreign keys to their reasons, of a text such as `key key: reason`, where keys that share a
+    reason may stand in several lines."""
+    reasons: dict[str, str] = {}
+    keys: list[str] = []
+    for line in text.splitlines():
+        names, colon, why = line.partition(": ")
+        keys += names.split()
+        if colon:
+            reasons |= dict.fromkeys(keys, why)
+            keys = []
+    return reasons
+
+
 def is_flat(values: Values) -> bool:
     """Whether a file has none of our sections, as in all flat dialects."""
     return not any(isinstance(values.get(name), dict) for name in ("model", "data", "train"))
@@ -155,9 +189,43 @@ def if_on(rule: Rule, otherwise: str) -> Rule:
     return lambda entry: rule(entry) if entry.value else entry.no_effect(otherwise)
 
 
-def when(holds: Callable[[Entry], Any], rule: Rule, otherwise: str) -> Rule:
-    """Rule of a key that is read only where something holds."""
-    return lambda entry: rule(entry) if holds(entry) else entry.no_effect(otherwise)
+def when(holds: Callable[[Entry], Any], rule: Rule, otherwise: str | Rule) -> Rule:
+    """Rule of a key that is read only where something holds; `otherwise` is why it has no effect,
+    or another rule."""
+    other_rule = no_effect(otherwise) if isinstance(otherwise, str) else otherwise
+    return lambda entry: rule(entry) if holds(entry) else other_rule(entry)
+
+
+def sets(settings: Mapping[str, Any], why: str = "") -> Rule:
+    """Rule of a key that stands for these settings, whatever its value; `why` explains them."""
+
+    def rule(entry: Entry) -> None:
+        for name, value in settings.items():
+            entry.put(name, value)
+        if why:
+            entry.explain(why)
+
+    return rule
+
+
+def in_turn(*rules: Rule) -> Rule:
+    """Several rules of one key."""
+
+    def rule(entry: Entry) -> None:
+        for each_rule in rules:
+            each_rule(entry)
+
+    return rule
+
+
+def explained(rule: Rule, why: str) -> Rule:
+    """A rule whose result is the same as there, for a reason that the report gives."""
+    return in_turn(rule, lambda entry: entry.explain(why))
+
+
+def left_out(why: str) -> Rule:
+    """Rule of a value that is left out."""
+    return lambda entry: entry.leave_out(why)
 
 
 def decides(*names: str) -> Rule:

@@ -1,11 +1,19 @@
 """Rules for models, adapters and packing that tools around Hugging Face's libraries share."""
 
 import re
-from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any, cast
 
-from penstock.config.translate.dialect import Rule, if_true, listed
+from penstock.config.translate.dialect import (
+    Rule,
+    if_on,
+    if_true,
+    in_turn,
+    listed,
+    put,
+    sets,
+    where,
+)
 from penstock.config.translate.translation import Draft, Entry
 
 SOURCES, TESTS = "data.datasets", "data.test_datasets"
@@ -13,18 +21,18 @@ ROW, GROUP = "data.sample_packing_sequence_len", "data.sample_packing_group_size
 METHOD = "data.sample_packing_method"
 
 FLASH = (
-    "flash_attention_2",
-    "flash_attention_3",
-    "fa2",
-    "fa3",
-    "auto",
-    "xformers",
+    *("flash_attention_2", "flash_attention_3", "fa2", "fa3", "auto", "xformers"),
     "flex_attention",
 )
 PLAIN = {"sdpa": "sdpa", "eager": "eager", "disabled": "eager"}
 
 REGEX_SIGNS = re.compile(r"[\\()\[\]|*+?^$]")
 
+BESIDE_ADAPTERS = (
+    "whole layers beside adapters are not trained; lora_target_modules may name embed_tokens and"
+    " lm_head"
+)
+SIZED = "images are resized as preprocessor_config.json of the model says; write its size there"
 BEST_HERE = "the best attention backend on this machine is used, FlashAttention if installed"
 
 
@@ -60,26 +68,33 @@ def put_targets(entry: Entry) -> None:
             entry.assume("lora.missing_targets", "skip", "PEFT passes over names of other models")
 
 
-def in_order(entry: Entry) -> None:
-    """A boolean that keeps the samples in the order of their files."""
-    if entry.value:
-        entry.put("data.shuffle_merged_datasets", False)
-        entry.put("data.shuffle_before_merging_datasets", False)
-    else:
-        entry.no_effect("samples are shuffled")
+IN_ORDER = sets(
+    {"data.shuffle_merged_datasets": False, "data.shuffle_before_merging_datasets": False}
+)
+"""Samples stay in the order of their files."""
+
+
+INTERLEAVED = in_turn(
+    put("train.pipeline_parallel_virtual_stages"),
+    sets({"train.pipeline_parallel_schedule": "Interleaved1F1B"}),
+)
+"""Rule of a number of pipeline stages on each rank, above 1."""
+
+
+def quantizes(kind: str) -> Rule:
+    """Rule of what asks for base weights in this format."""
+    return sets({"lora.enable_qlora": True, "lora.quant_format": kind})
 
 
 def in_few_bits(kind: str) -> Rule:
     """Rule of a boolean that asks for quantized base weights."""
+    return if_on(quantizes(kind), "base weights keep their precision")
 
-    def rule(entry: Entry) -> None:
-        if entry.value:
-            entry.put("lora.enable_qlora", True)
-            entry.put("lora.quant_format", kind)
-        else:
-            entry.no_effect("base weights keep their precision")
 
-    return rule
+def of_adapters(key: str, *values: Any, **names: str) -> dict[str, Rule]:
+    """Rules of settings of adapters, by their keys, which are read where `key` has one of `values`:
+    `lora_r="lora_rank"`."""
+    return {foreign: where(key, *values, name=f"lora.{name}") for foreign, name in names.items()}
 
 
 def lay_rows(draft: Draft, longest: Any, packing: str | None, *, pairs: bool) -> None:
@@ -111,17 +126,8 @@ def settle_precision(draft: Draft, weights: Any) -> None:
         draft.put("train.precision", "bf16")
 
 
-LOSSES: Mapping[str, str] = {
-    "sigmoid": "sigmoid",
-    "hinge": "hinge",
-    "ipo": "ipo",
-    "kto_pair": "kto_pair",
-    "nca_pair": "nca_pair",
-    "sppo_hard": "sppo_hard",
-    "orpo": "orpo",
-    "simpo": "simpo",
-}
-"""Foreign names of losses to ours, which are the same."""
+LOSSES = ("sigmoid", "hinge", "ipo", "kto_pair", "nca_pair", "sppo_hard", "orpo", "simpo")
+"""Losses of TRL and LLaMA-Factory that have the same names here."""
 
 
 def losses(entry: Entry, loss_weights: Any) -> None:
@@ -132,7 +138,7 @@ def losses(entry: Entry, loss_weights: Any) -> None:
     if len(chosen) != 1 or chosen[0] not in LOSSES or len(weights) != len(names):
         entry.refuse(f"one of {', '.join(LOSSES)} is taken, with sft beside it if it is wanted")
         return
-    entry.put("preference.loss_type", LOSSES[chosen[0]])
+    entry.put("preference.loss_type", chosen[0])
     if "sft" in weights:
         entry.put("preference.sft_loss_ratio", float(weights["sft"]))
     if weights[chosen[0]] != 1.0:
@@ -160,6 +166,7 @@ RESUMES = if_true("train.load_checkpoint_path", "auto", otherwise="nothing is re
 
 
 TRACKERS = ("wandb", "tensorboard", "mlflow", "trackio")
+NO_TRACKER = f"no tracker here ({', '.join(TRACKERS)}); metrics.jsonl has all metrics"
 EVENTS = "train.use_tensorboard"
 
 

@@ -67,6 +67,8 @@ def translate_key(entry: Entry, table: Table, key: str, title: str, *, is_null: 
         entry.put(table.same[key], line.value)
     elif why := why_not_of(table.types.get(key), line.value):
         entry.refuse(why)
+    elif key in table.idle:
+        entry.no_effect(table.idle[key])
     else:
         rule = table.computed.get(key) or table.families[family or ""]
         apply_rule(rule, entry)

@@ -9,15 +9,16 @@ from penstock.config.translate.axolotl.reasons import FAMILIES, IDLE, UNSUPPORTE
 from penstock.config.translate.dialect import (
     Dialect,
     Rule,
-    Values,
     approximated,
     decides,
     if_on,
     if_true,
+    in_turn,
     is_flat,
-    no_effect,
+    left_out,
     put,
     refused,
+    sets,
     truth,
     typed,
     when,
@@ -28,6 +29,8 @@ from penstock.config.translate.shared import (
     SOURCES,
     TESTS,
     lay_rows,
+    of_adapters,
+    quantizes,
     settle_precision,
     tracks,
 )
@@ -43,18 +46,13 @@ AUTO_WARMUP = 0.03
 """Of all steps, where neither their number nor their share is written; at most 100 there."""
 
 
-def _recognizes(values: Values) -> bool:
-    return is_flat(values) and "base_model" in values
-
-
 def _adapter(entry: Entry) -> None:
     if entry.value not in (*WITH_LORA, ""):
         entry.refuse(f"it takes {', '.join(WITH_LORA)}")
         return
     entry.put("lora.enable_lora", bool(entry.value))
     if entry.value == "qlora":
-        entry.put("lora.enable_qlora", True)
-        entry.put("lora.quant_format", "nf4")
+        quantizes("nf4")(entry)
 
 
 def _few_bits(entry: Entry) -> None:
@@ -146,11 +144,6 @@ def _saves(entry: Entry) -> None:
         training_arguments.savings(entry)
 
 
-def _save_steps(entry: Entry) -> None:
-    entry.put("train.save_epochs", 0.0)
-    entry.put("train.save_steps", entry.value)
-
-
 def _eval_steps(entry: Entry) -> None:
     if isinstance(entry.value, float) and entry.value < 1:
         entry.put("train.eval_epochs", entry.value * entry.get("num_epochs", 1))
@@ -177,15 +170,6 @@ def _unfrozen(entry: Entry) -> None:
 
 
 MERGES = "lora.merge_lora_interval"
-
-
-def _restarts(entry: Entry) -> None:
-    """Restarts of the learning rate, at which ReLoRA merges."""
-    if entry.get("relora") and entry.get(ON) in WITH_LORA:
-        entry.put(MERGES, entry.value)
-        entry.approximated("adapters are merged then; the learning rate does not restart")
-    else:
-        entry.leave_out("the learning rate does not restart")
 
 
 def _pruning(entry: Entry) -> None:
@@ -251,22 +235,10 @@ def _processor(entry: Entry) -> None:
         entry.approximated("the processor is that of the model's files")
 
 
-def _frozen_images(entry: Entry) -> None:
-    if entry.value or entry.get("processor_type") is None:
-        entry.no_effect("vision tower and projector are frozen unless model.freeze says otherwise")
-    else:
-        entry.decides("model.freeze")
-
-
 def _special(entry: Entry) -> None:
     if entry.key == "special_tokens" and not isinstance(entry.value, dict):
         raise TypeError("it takes names of tokens, each with its text")
     entry.approximated("the tokenizer keeps its own; put them into its files if they differ")
-
-
-def _project(entry: Entry) -> None:
-    tracks("wandb")(entry)
-    entry.put("train.wandb_project", entry.value)
 
 
 def _offloading(entry: Entry) -> None:
@@ -296,11 +268,6 @@ def _finalize(draft: Draft) -> None:
 
 
 SAME: Mapping[str, str] = {
-    **{
-        name: field
-        for name, field in training_arguments.SAME.items()
-        if name not in ("gradient_checkpointing", "per_device_train_batch_size", "run_name")
-    },
     "base_model": "model.model_path",
     "base_model_config": "model.config_path",
     "tokenizer_config": "model.tokenizer_path",
@@ -340,14 +307,12 @@ SAME: Mapping[str, str] = {
 }
 
 COMPUTED: Mapping[str, Rule] = {
-    **{
-        name: rule
-        for name, rule in training_arguments.COMPUTED.items()
-        if name != "num_train_epochs"
-    },
     "processor_type": _processor,
-    "freeze_mm_modules": _frozen_images,
-    "skip_prepare_dataset": no_effect("data is prepared once, before training"),
+    "freeze_mm_modules": when(
+        lambda entry: not entry.value and entry.get("processor_type") is not None,
+        decides("model.freeze"),
+        "vision tower and projector are frozen unless model.freeze says otherwise",
+    ),
     "datasets": data.sources(SOURCES),
     "test_datasets": data.sources(TESTS),
     "pretraining_dataset": data.sources(SOURCES),
@@ -361,7 +326,7 @@ COMPUTED: Mapping[str, Rule] = {
     "dataset_exact_deduplication": if_true(
         "data.deduplicate", "exact", otherwise="duplicates are kept"
     ),
-    "curriculum_sampling": shared.in_order,
+    "curriculum_sampling": if_on(shared.IN_ORDER, "samples are shuffled"),
     "streaming": if_on(
         approximated(
             "data is prepared once, in parts, before training; write streaming: true"
@@ -378,7 +343,15 @@ COMPUTED: Mapping[str, Rule] = {
         put(MERGES),
         "is off, or there are no adapters to merge",
     ),
-    "jagged_restart_steps": _restarts,
+    # The learning rate restarts, and ReLoRA merges with it.
+    "jagged_restart_steps": when(
+        lambda entry: entry.get("relora") and entry.get(ON) in WITH_LORA,
+        in_turn(
+            put(MERGES),
+            approximated("adapters are merged then; the learning rate does not restart"),
+        ),
+        left_out("the learning rate does not restart"),
+    ),
     "relora_prune_method": _pruning,
     "relora_prune_ratio": _pruning,
     "rope_theta": put("model.foundation.rope_theta"),
@@ -402,12 +375,16 @@ COMPUTED: Mapping[str, Rule] = {
     ON: _adapter,
     "load_in_4bit": _few_bits,
     "load_in_8bit": _few_bits,
-    "lora_r": where(ON, *WITH_LORA, name="lora.lora_rank"),
-    "lora_alpha": where(ON, *WITH_LORA, name="lora.lora_alpha"),
-    "lora_dropout": where(ON, *WITH_LORA, name="lora.lora_dropout"),
-    "peft_use_dora": where(ON, *WITH_LORA, name="lora.use_dora"),
-    "peft_use_rslora": where(ON, *WITH_LORA, name="lora.use_rslora"),
-    "loraplus_lr_ratio": where(ON, *WITH_LORA, name="lora.lora_plus_ratio"),
+    **of_adapters(
+        ON,
+        *WITH_LORA,
+        lora_r="lora_rank",
+        lora_alpha="lora_alpha",
+        lora_dropout="lora_dropout",
+        peft_use_dora="use_dora",
+        peft_use_rslora="use_rslora",
+        loraplus_lr_ratio="lora_plus_ratio",
+    ),
     "lora_target_modules": _targets,
     "lora_target_linear": _targets,
     "optimizer": schedule.optimizer,
@@ -423,7 +400,7 @@ COMPUTED: Mapping[str, Rule] = {
     "evals_per_epoch": _a_share_of_epochs("eval"),
     "saves_per_epoch": _a_share_of_epochs("save"),
     "eval_steps": _eval_steps,
-    "save_steps": _save_steps,
+    "save_steps": in_turn(sets({"train.save_epochs": 0.0}), put("train.save_steps")),
     "save_strategy": _saves,
     "early_stopping_patience": put("train.early_stopping.patience"),
     "batch_size": _in_steps,
@@ -442,16 +419,15 @@ COMPUTED: Mapping[str, Rule] = {
     "simpo_gamma": where("rl", "simpo", name="preference.simpo_gamma"),
     "kto_desirable_weight": where("rl", "kto", name="preference.desirable_weight"),
     "kto_undesirable_weight": where("rl", "kto", name="preference.undesirable_weight"),
-    "wandb_project": _project,
+    "wandb_project": in_turn(tracks("wandb"), put("train.wandb_project")),
     "use_mlflow": tracks("mlflow"),
     "use_wandb": tracks("wandb"),
-    **{name: no_effect(why) for name, why in IDLE.items()},
 }
 
 AXOLOTL = Dialect(
     name="axolotl",
     title="Axolotl",
-    recognizes=_recognizes,
+    recognizes=lambda values: is_flat(values) and "base_model" in values,
     same=SAME,
     computed=COMPUTED,
     types=typed(
@@ -462,6 +438,7 @@ AXOLOTL = Dialect(
         text="chat_template processor_type",
     ),
     unsupported=UNSUPPORTED,
+    idle={**IDLE, "skip_prepare_dataset": "data is prepared once, before training"},
     families=FAMILIES,
     defaults={
         "micro_batch_size": 1,
@@ -486,5 +463,5 @@ AXOLOTL = Dialect(
         "bf16": ("bfloat16", "float16"),
     },
     finalize=_finalize,
-)
+).over(training_arguments.TRAINER, "per_device_train_batch_size", "run_name", "num_train_epochs")
 """Files with `base_model`."""

@@ -9,16 +9,18 @@ from penstock.config.translate.dialect import (
     Rule,
     Values,
     approximated,
+    by_reason,
     choice,
     decides,
     if_on,
+    in_turn,
     is_flat,
     no_effect,
     only,
     put,
+    sets,
     typed,
     when,
-    where,
 )
 from penstock.config.translate.hf import schedule, training_arguments
 from penstock.config.translate.hf.llama_factory_data import BOUNDS, sources
@@ -27,6 +29,8 @@ from penstock.config.translate.shared import (
     SOURCES,
     TESTS,
     lay_rows,
+    of_adapters,
+    quantizes,
 )
 from penstock.config.translate.templates import LLAMA_FACTORY as LLAMA_FACTORY_TEMPLATES
 from penstock.config.translate.templates import chat_template
@@ -39,7 +43,7 @@ SIGNATURE = (
 """Keys of which its files have at least two."""
 
 ON, WITH_LORA = "finetuning_type", ("lora", "oft")
-STAGES = ("sft", "pt", "dpo", "kto")
+STAGES = {"sft": "sft", "pt": "pretrain", "dpo": "preference", "kto": "preference"}
 
 
 def _recognizes(values: Values) -> bool:
@@ -55,19 +59,14 @@ def _recognizes(values: Values) -> bool:
 
 def _stage(entry: Entry) -> None:
     name = str(entry.value)
-    if name == "pt":
-        entry.put("train.objective", "pretrain")
-    elif name == "dpo":
-        entry.put("train.objective", "preference")
-    elif name == "kto":
-        entry.put("train.objective", "preference")
+    if name not in STAGES:
+        entry.refuse(f"it takes {', '.join(STAGES)}")
+        return
+    entry.put("train.objective", STAGES[name])
+    if name == "kto":
         entry.put("preference.loss_type", "kto")
         entry.put("preference.kl_pairing", "rotate")
         entry.put("preference.kl_rotation_size", entry.get("preprocessing_batch_size", 1000))
-    elif name == "sft":
-        entry.put("train.objective", "sft")
-    else:
-        entry.refuse(f"it takes {', '.join(STAGES)}")
 
 
 FREEZES = {
@@ -94,19 +93,9 @@ def _freeze(entry: Entry) -> None:
 
 def _bits(entry: Entry) -> None:
     if entry.value in (4, 8):
-        entry.put("lora.enable_qlora", True)
-        entry.put("lora.quant_format", "nf4" if entry.value == 4 else "int8")
+        quantizes("nf4" if entry.value == 4 else "int8")(entry)
     else:
         entry.refuse("it takes 4 and 8")
-
-
-def _muon(entry: Entry) -> None:
-    if entry.value:
-        entry.put("train.muon_lr", entry.get("learning_rate", 5e-5))
-        entry.put("train.muon_adjust_lr_fn", "match_rms_adamw")
-        entry.decides("train.optimizer")
-    else:
-        entry.no_effect("optim says it")
 
 
 def _packing(entry: Entry) -> None:
@@ -116,21 +105,6 @@ def _packing(entry: Entry) -> None:
             entry.explain("documents are one stream, cut every cutoff_len tokens")
     elif entry.value and not entry.get("neat_packing"):
         entry.approximated("samples do not see those before them in a row, as with neat_packing")
-
-
-def _longest(entry: Entry) -> None:
-    entry.decides(shared.ROW, f"{SOURCES}.0.max_seq_len")
-    if entry.get("stage") != "pt":
-        entry.approximated(
-            "a longer sample loses its end; there prompt and answer are truncated in proportion"
-        )
-
-
-def _first_training(entry: Entry) -> None:
-    if entry.value or not entry.get("do_eval"):
-        entry.no_effect("a run trains")
-    else:
-        entry.put("train.eval_only", True)
 
 
 def _beta(entry: Entry) -> None:
@@ -155,29 +129,21 @@ def _of_dpo(name: str, *losses: str) -> Rule:
     )
 
 
+OVER_TOKENS = (
+    "cross-entropy is averaged over all tokens of answers; there each answer's own mean counts the"
+    " same"
+)
+
+
 def _loss(entry: Entry) -> None:
     if entry.get("stage") != "dpo":
         entry.no_effect("read with stage: dpo alone")
     elif entry.value in LOSSES:
-        entry.put("preference.loss_type", LOSSES[entry.value])
+        entry.put("preference.loss_type", entry.value)
         if entry.value == "orpo":
-            entry.approximated(
-                "cross-entropy is averaged over all tokens of answers; there each answer's own mean"
-                " counts the same"
-            )
+            entry.approximated(OVER_TOKENS)
     else:
         entry.refuse(f"it takes {', '.join(LOSSES)}")
-
-
-def _with_sft(entry: Entry) -> None:
-    if _prefers(entry.draft) and entry.get("pref_loss") != "orpo":
-        entry.put("preference.sft_loss_ratio", float(entry.value))
-        entry.approximated(
-            "cross-entropy is averaged over all tokens of answers; there each answer's own mean"
-            " counts the same"
-        )
-    else:
-        entry.no_effect("this stage and loss do not read it")
 
 
 def _finalize(draft: Draft) -> None:
@@ -228,135 +194,104 @@ def _settle_decay(draft: Draft) -> None:
     schedule.require_decay_steps(draft, "lr_scheduler_type")
 
 
-SIZED = "images are resized as preprocessor_config.json of the model says; write its size there"
-SAMPLED = "frames are resized as video_preprocessor_config.json of the model says"
-OF_OTHER_STAGES = "read by stages that are not here"
-
-OF_ENGINES = "of another engine; parallel sizes are taken"
-
-IDLE = {
-    "overwrite_cache": "what is prepared is found again by its content",
-    "tokenized_path": "what is prepared is found again by its content",
-    "plot_loss": "report.html has the curves",
-    "neat_packing": "samples of a row never see one another",
-    "enable_liger_kernel": "fused kernels are taken wherever they serve",
-    "use_unsloth": "fused kernels are taken wherever they serve",
-    "use_v1_kernels": "fused kernels are taken wherever they serve",
-    "fp8_backend": "there is one implementation of FP8 matmuls",
-    "use_distributed_optimizer": "states are sharded",
-    "use_unsloth_gc": "activations are recomputed in the one way there is",
-    "quantization_method": "base weights are quantized as they are read",
-    "double_quantization": "scales are kept as they are, a little larger",
-    "low_cpu_mem_usage": "weights are read shard by shard",
-    "dataset_dir": "dataset and eval_dataset are looked for in it",
-    "buffer_size": "sources are always read in parts",
-    "streaming": "sources are always read in parts",
-    "data_shared_file_system": "machines meet by what they share",
-    "use_audio_in_video": "videos are read without their audio",
-    "audio_sampling_rate": "audio has the rate that preprocessor_config.json of the model says",
-    "ref_model_adapters": OF_OTHER_STAGES,
-    "ignore_pad_token_for_loss": "padding is never trained",
-    "use_fast_tokenizer": "the tokenizer is read by transformers, whatever this says",
-    "split_special_tokens": "special tokens are whole",
-    "include_num_input_tokens_seen": "token counts are always logged",
-    "ray_run_name": "torchrun starts the processes",
-    "predict_with_generate": "read by do_predict alone",
-    "use_kt": "experts compute on GPUs; train.enable_fsdp_offload keeps weights on the host",
-    "cache_dir": "HF_HOME in the environment says where downloads are kept",
-    "use_reentrant_gc": "activations are recomputed in the one way there is",
-    "upcast_layernorm": "norms compute in float32",
-    "print_param_status": "penstock plan counts parameters",
-    "eval_on_each_dataset": "evaluations are of all data together",
-    "compute_accuracy": "evaluations log loss and perplexity",
-    "include_effective_tokens_per_second": "tokens per second are always logged",
-    "master_addr": "launch.rdzv_endpoint says it, in a native file",
-    "master_port": "launch.rdzv_endpoint says it, in a native file",
-    "compute_dtype": "bf16 and fp16 say it",
-    "model_max_length": "cutoff_len says it",
-    "block_diag_attn": "samples of a row never see one another",
-    "fsdp_transformer_layer_cls_to_wrap": "every decoder layer is a unit of FSDP",
-    "use_mca": "there is one engine",
-    "use_megatron_bridge": "there is one engine",
-    "use_hyper_parallel": "there is one engine",
-    **dict.fromkeys(
-        (
-            *("moe_grouped_gemm", "moe_token_dispatcher_type", "recompute_granularity"),
-            *("mixed_precision", "use_packed_sequences", "export_hf_on_finish"),
-            *("overlap_param_gather", "overlap_grad_reduce"),
-            *("virtual_pipeline_model_parallel_size", "bias_activation_fusion"),
-            *("apply_rope_fusion", "megatron_bridge_args", "hyper_parallel_args"),
-        ),
-        OF_ENGINES,
-    ),
-}
-
-OF_INFERENCE = "read by inference alone"
-OF_EXPORT = "read by exports alone; export and push of a native file say it"
-OF_TRACKERS = f"no tracker here ({', '.join(shared.TRACKERS)}); metrics.jsonl has all metrics"
+IDLE = by_reason(
+    """
+    overwrite_cache tokenized_path: what is prepared is found again by its content
+    plot_loss: report.html has the curves
+    neat_packing block_diag_attn: samples of a row never see one another
+    enable_liger_kernel use_unsloth use_v1_kernels: fused kernels are taken wherever they serve
+    fp8_backend: there is one implementation of FP8 matmuls
+    use_distributed_optimizer: states are sharded
+    use_unsloth_gc use_reentrant_gc: activations are recomputed in the one way there is
+    quantization_method: base weights are quantized as they are read
+    double_quantization: scales are kept as they are, a little larger
+    low_cpu_mem_usage: weights are read shard by shard
+    dataset_dir: dataset and eval_dataset are looked for in it
+    buffer_size streaming: sources are always read in parts
+    data_shared_file_system: machines meet by what they share
+    use_audio_in_video: videos are read without their audio
+    audio_sampling_rate: audio has the rate that preprocessor_config.json of the model says
+    ref_model_adapters: read by stages that are not here
+    ignore_pad_token_for_loss: padding is never trained
+    use_fast_tokenizer: the tokenizer is read by transformers, whatever this says
+    split_special_tokens: special tokens are whole
+    include_num_input_tokens_seen: token counts are always logged
+    ray_run_name: torchrun starts the processes
+    predict_with_generate: read by do_predict alone
+    use_kt: experts compute on GPUs; train.enable_fsdp_offload keeps weights on the host
+    cache_dir: HF_HOME in the environment says where downloads are kept
+    upcast_layernorm: norms compute in float32
+    print_param_status: penstock plan counts parameters
+    eval_on_each_dataset: evaluations are of all data together
+    compute_accuracy: evaluations log loss and perplexity
+    include_effective_tokens_per_second: tokens per second are always logged
+    master_addr master_port: launch.rdzv_endpoint says it, in a native file
+    compute_dtype: bf16 and fp16 say it
+    model_max_length: cutoff_len says it
+    fsdp_transformer_layer_cls_to_wrap: every decoder layer is a unit of FSDP
+    use_mca use_megatron_bridge use_hyper_parallel: there is one engine
+    moe_grouped_gemm moe_token_dispatcher_type recompute_granularity mixed_precision
+    use_packed_sequences export_hf_on_finish overlap_param_gather overlap_grad_reduce
+    virtual_pipeline_model_parallel_size bias_activation_fusion apply_rope_fusion
+    megatron_bridge_args hyper_parallel_args: of another engine; parallel sizes are taken
+    """
+)
 
 FAMILIES: Mapping[str, Rule] = {
-    **dict.fromkeys(
-        (
-            *("vllm_", "sglang_", "infer_", "do_sample", "temperature", "top_p", "top_k"),
-            *("num_beams", "max_length", "max_new_tokens", "repetition_penalty"),
-            *("length_penalty", "skip_special_tokens", "use_kv_cache", "offload_folder"),
-            "eval_num_beams",
-        ),
-        no_effect(OF_INFERENCE),
-    ),
-    **dict.fromkeys(("export_",), no_effect(OF_EXPORT)),
-    **dict.fromkeys(("ppo_", "reward_model_"), no_effect("read by stages that are refused")),
-    **dict.fromkeys(("galore_", "apollo_", "badam_"), no_effect("read with that optimizer alone")),
-    **dict.fromkeys(("oft_", "module_dropout"), no_effect("read with finetuning_type: oft alone")),
-    **dict.fromkeys(("use_swanlab", "swanlab_"), no_effect(OF_TRACKERS)),
-    **dict.fromkeys(("ray_",), no_effect("torchrun starts the processes")),
-    **dict.fromkeys(("kt_",), no_effect("read with use_kt alone")),
-    **dict.fromkeys(("enable_torch_profiler",), no_effect("write train.enable_profiling")),
-    **dict.fromkeys(("profiler_", "profile_modules"), no_effect("read with a profiler alone")),
-    **dict.fromkeys(("asft_alpha", "eaft_alpha"), no_effect("read with that loss alone")),
+    prefix: no_effect(why)
+    for prefix, why in by_reason(
+        f"""
+        vllm_ sglang_ infer_ do_sample temperature top_p top_k num_beams max_length max_new_tokens
+        repetition_penalty length_penalty skip_special_tokens use_kv_cache offload_folder
+        eval_num_beams: read by inference alone
+        export_: read by exports alone; export and push of a native file say it
+        ppo_ reward_model_: read by stages that are refused
+        galore_ apollo_ badam_: read with that optimizer alone
+        oft_ module_dropout: read with finetuning_type: oft alone
+        use_swanlab swanlab_: {shared.NO_TRACKER}
+        ray_: torchrun starts the processes
+        kt_: read with use_kt alone
+        enable_torch_profiler: write train.enable_profiling
+        profiler_ profile_modules: read with a profiler alone
+        asft_alpha eaft_alpha: read with that loss alone
+        """
+    ).items()
 }
 """Prefixes of keys that concern one thing."""
 
-UNSUPPORTED = {
-    **training_arguments.UNSUPPORTED,
-    "ref_model": "the reference is the model that training starts from",
-    "reward_model": "models are not trained by rewards",
-    "rope_scaling": "write it into the model's config.json, or model.foundation in a native file",
-    "shift_attn": "documents are attended to whole",
-    "mixture_of_depths": "every layer computes every token",
-    "use_galore": "optimizers that project gradients are not here",
-    "use_apollo": "optimizers that project gradients are not here",
-    "use_badam": "all layers are trained in every step",
-    "pissa_init": "adapters start at zero; write adapter_name_or_path to start from another",
-    "additional_target": "whole layers beside adapters are not trained",
-    "resize_vocab": "the vocabulary is that of the checkpoint",
-    "add_tokens": "the vocabulary is that of the checkpoint",
-    "create_new_adapter": "one adapter is trained",
-    "efficient_eos": "the tokenizer's own template says what ends an answer",
-    "tool_format": "the tokenizer's own template says how tools are written",
-    "use_llama_pro": "layers are not added",
-    "freeze_trainable_layers": "adapters, or all weights, are trained",
-    "use_dft_loss": "the loss is cross-entropy",
-    "use_eaft_loss": "the loss is cross-entropy",
-    "use_asft_loss": "the loss is cross-entropy",
-    "use_adam_mini": "write another optim",
-    "pissa_iter": "adapters start at zero; write adapter_name_or_path to start from another",
-    "pissa_convert": "adapters start at zero; write adapter_name_or_path to start from another",
-    "freeze_trainable_modules": "adapters, or all weights, are trained",
-    "freeze_extra_modules": "adapters, or all weights, are trained",
-    "loraplus_lr_embedding": "embeddings beside adapters are not trained",
-    "add_special_tokens": "the vocabulary is that of the checkpoint",
-    "new_special_tokens_config": "the vocabulary is that of the checkpoint",
-    "init_special_tokens": "the vocabulary is that of the checkpoint",
-    "pref_bco_weight": "the loss is that of pref_loss alone",
-    "ref_model_quantization_bit": "the reference is the model that training starts from",
-    "ld_alpha": "all tokens of an answer count the same",
-    "default_system": "write it into the data, or the chat template",
-    "preserve_thinking": "write data.turn_rendering in a native file",
-    "early_stopping_steps": "write train.early_stopping in a native file",
-    **dict.fromkeys(("image_do_pan_and_scan", "crop_to_patches"), SIZED),
-    **dict.fromkeys(("video_max_pixels", "video_min_pixels"), SAMPLED),
-}
+UNSUPPORTED = by_reason(
+    f"""
+    ref_model ref_model_quantization_bit: the reference is the model that training starts from
+    reward_model: models are not trained by rewards
+    rope_scaling: write it into the model's config.json, or model.foundation in a native file
+    shift_attn: documents are attended to whole
+    mixture_of_depths: every layer computes every token
+    use_galore use_apollo: optimizers that project gradients are not here
+    use_badam: all layers are trained in every step
+    pissa_init pissa_iter
+    pissa_convert: adapters start at zero; write adapter_name_or_path to start from another
+    additional_target: whole layers beside adapters are not trained
+    resize_vocab add_tokens add_special_tokens new_special_tokens_config
+    init_special_tokens: the vocabulary is that of the checkpoint
+    create_new_adapter: one adapter is trained
+    efficient_eos: the tokenizer's own template says what ends an answer
+    tool_format: the tokenizer's own template says how tools are written
+    use_llama_pro: layers are not added
+    freeze_trainable_layers freeze_trainable_modules
+    freeze_extra_modules: adapters, or all weights, are trained
+    use_dft_loss use_eaft_loss use_asft_loss: the loss is cross-entropy
+    use_adam_mini: write another optim
+    loraplus_lr_embedding: embeddings beside adapters are not trained
+    pref_bco_weight: the loss is that of pref_loss alone
+    ld_alpha: all tokens of an answer count the same
+    default_system: write it into the data, or the chat template
+    preserve_thinking: write data.turn_rendering in a native file
+    early_stopping_steps: write train.early_stopping in a native file
+    image_do_pan_and_scan crop_to_patches: {shared.SIZED}
+    video_max_pixels
+    video_min_pixels: frames are resized as video_preprocessor_config.json of the model says
+    """
+)
 
 LLAMA_FACTORY = Dialect(
     name="llama-factory",
@@ -369,7 +304,6 @@ LLAMA_FACTORY = Dialect(
         text="template",
     ),
     same={
-        **training_arguments.SAME,
         "model_name_or_path": "model.model_path",
         "adapter_name_or_path": "lora.init_adapter_path",
         "train_on_prompt": "data.train_on_prompt",
@@ -385,7 +319,6 @@ LLAMA_FACTORY = Dialect(
         "fp8": "train.enable_fp8_training",
     },
     computed={
-        **training_arguments.COMPUTED,
         "stage": _stage,
         "dataset": sources(SOURCES),
         "eval_dataset": sources(TESTS),
@@ -396,7 +329,17 @@ LLAMA_FACTORY = Dialect(
             {name: name for name in ("concat", "interleave_under", "interleave_over")},
         ),
         "template": chat_template(LLAMA_FACTORY_TEMPLATES),
-        "cutoff_len": _longest,
+        "cutoff_len": in_turn(
+            decides(shared.ROW, f"{SOURCES}.0.max_seq_len"),
+            when(
+                lambda entry: entry.get("stage") == "pt",
+                decides(),
+                approximated(
+                    "a longer sample loses its end; there prompt and answer are truncated in"
+                    " proportion"
+                ),
+            ),
+        ),
         "packing": _packing,
         "mask_history": put("data.train_on_turns", lambda last: "last" if last else "all"),
         "val_size": put("data.val_set_size", lambda share: share or None),
@@ -410,23 +353,34 @@ LLAMA_FACTORY = Dialect(
         **dict.fromkeys(BOUNDS, decides()),
         "model_revision": only("main"),
         ON: choice("lora.enable_lora", {"lora": True, "full": False}, refuses=True),
-        "lora_rank": where(ON, *WITH_LORA, name="lora.lora_rank"),
-        "lora_alpha": where(ON, *WITH_LORA, name="lora.lora_alpha"),
-        "lora_dropout": where(ON, *WITH_LORA, name="lora.lora_dropout"),
+        **of_adapters(
+            ON,
+            *WITH_LORA,
+            lora_rank="lora_rank",
+            lora_alpha="lora_alpha",
+            lora_dropout="lora_dropout",
+            loraplus_lr_ratio="lora_plus_ratio",
+            use_rslora="use_rslora",
+            use_dora="use_dora",
+        ),
         "lora_target": when(
             lambda entry: entry.get(ON) == "lora",
             shared.put_targets,
             "read with finetuning_type: lora alone",
         ),
-        "loraplus_lr_ratio": where(ON, *WITH_LORA, name="lora.lora_plus_ratio"),
-        "use_rslora": where(ON, *WITH_LORA, name="lora.use_rslora"),
-        "use_dora": where(ON, *WITH_LORA, name="lora.use_dora"),
         "quantization_bit": _bits,
-        "use_muon": _muon,
+        "use_muon": if_on(
+            in_turn(
+                lambda entry: entry.put("train.muon_lr", entry.get("learning_rate", 5e-5)),
+                sets({"train.muon_adjust_lr_fn": "match_rms_adamw"}),
+                decides("train.optimizer"),
+            ),
+            "optim says it",
+        ),
         "fp8_enable_fsdp_float8_all_gather": shared.gathers_8_bits,
         "quantization_type": only("nf4"),
         "pure_bf16": if_on(decides("train.precision"), "bf16 and fp16 say it"),
-        "disable_shuffling": shared.in_order,
+        "disable_shuffling": if_on(shared.IN_ORDER, "samples are shuffled"),
         "train_from_scratch": if_on(decides("model.config_path"), "weights are those of the model"),
         "enable_thinking": approximated("the chat template says how reasoning is rendered"),
         **dict.fromkeys(
@@ -436,7 +390,11 @@ LLAMA_FACTORY = Dialect(
         "disable_gradient_checkpointing": put(
             "train.enable_gradient_checkpointing", lambda off: not off
         ),
-        "do_train": _first_training,
+        "do_train": when(
+            lambda entry: not entry.value and entry.get("do_eval"),
+            sets({"train.eval_only": True}),
+            "a run trains",
+        ),
         "do_eval": no_effect("eval_strategy says when"),
         "preprocessing_batch_size": when(
             lambda entry: entry.get("stage") == "kto",
@@ -445,14 +403,18 @@ LLAMA_FACTORY = Dialect(
         ),
         "pref_beta": _beta,
         "pref_loss": _loss,
-        "pref_ftx": _with_sft,
+        "pref_ftx": when(
+            lambda entry: _prefers(entry.draft) and entry.get("pref_loss") != "orpo",
+            in_turn(put("preference.sft_loss_ratio", float), approximated(OVER_TOKENS)),
+            "this stage and loss do not read it",
+        ),
         "simpo_gamma": _of_dpo("preference.simpo_gamma", "simpo"),
         "dpo_label_smoothing": _of_dpo("preference.label_smoothing", "sigmoid", "simpo"),
         "kto_chosen_weight": put("preference.desirable_weight"),
         "kto_rejected_weight": put("preference.undesirable_weight"),
-        **{name: no_effect(why) for name, why in IDLE.items()},
     },
     unsupported=UNSUPPORTED,
+    idle=IDLE,
     families=FAMILIES,
     defaults={
         **training_arguments.DEFAULTS,
@@ -471,5 +433,5 @@ LLAMA_FACTORY = Dialect(
         "gradient_checkpointing": ("disable_gradient_checkpointing",),
     },
     finalize=_finalize,
-)
+).over(training_arguments.TRAINER)
 """Files with `model_name_or_path` and at least two of its own keys."""

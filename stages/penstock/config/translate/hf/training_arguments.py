@@ -6,7 +6,9 @@ from typing import Any, cast
 
 from penstock.config.translate.dialect import (
     Rule,
+    Table,
     approximated,
+    by_reason,
     choice,
     decides,
     if_on,
@@ -18,7 +20,7 @@ from penstock.config.translate.dialect import (
     when,
 )
 from penstock.config.translate.hf import schedule
-from penstock.config.translate.shared import events_folder, reports
+from penstock.config.translate.shared import IN_ORDER, events_folder, reports
 from penstock.config.translate.translation import Draft, Entry
 
 EVALUATING = (
@@ -80,10 +82,6 @@ def evaluations(entry: Entry) -> None:
         entry.leave_out(f"it takes {', '.join(STRATEGIES)}")
 
 
-def _evaluates_by_steps(entry: Entry) -> bool:
-    return (entry.get("eval_strategy") or entry.get("evaluation_strategy")) == "steps"
-
-
 def savings(entry: Entry) -> None:
     """`save_strategy`; ours saves by epochs unless that is 0."""
     name = str(entry.value)
@@ -121,14 +119,6 @@ def resuming(entry: Entry) -> None:
         entry.approximated("a trainer's checkpoint is not read; name one of a run made here")
 
 
-def recomputing_arguments(entry: Entry) -> None:
-    """`gradient_checkpointing_kwargs`."""
-    if not isinstance(entry.value, dict):
-        entry.refuse("is a mapping, such as {use_reentrant: false}")
-        return
-    entry.no_effect("either form of recomputation gives the same gradients")
-
-
 def in_bits(entry: Entry) -> None:
     """`bf16` and `fp16` over weights in float32."""
     if entry.value not in (True, False, "auto", "full"):
@@ -162,15 +152,11 @@ def deepspeed(entry: Entry) -> None:
     else:
         match = STAGE_IN_NAME.search(str(value))
         stage = int(match[1]) if match else 3
-    _shard(entry, stage)
-    entry.approximated("only the ZeRO stage of the file is used, from its name or the mapping")
-
-
-def _shard(entry: Entry, stage: int) -> None:
     if stage:
         entry.put("train.zero_stage", stage)
     else:
         entry.put("train.data_parallel_mode", "ddp")
+    entry.approximated("only the ZeRO stage of the file is used, from its name or the mapping")
 
 
 def fsdp(entry: Entry) -> None:
@@ -183,17 +169,6 @@ def fsdp(entry: Entry) -> None:
     entry.put("train.zero_stage", 2 if "shard_grad_op" in options else 3)
     if "offload" in options:
         entry.put("train.enable_fsdp_offload", True)
-
-
-def order(entry: Entry) -> None:
-    """`train_sampling_strategy`."""
-    if entry.value == "sequential":
-        entry.put("data.shuffle_merged_datasets", False)
-        entry.put("data.shuffle_before_merging_datasets", False)
-    elif entry.value == "random":
-        entry.no_effect("samples are shuffled")
-    else:
-        entry.approximated("samples are shuffled, and stand beside others of any length")
 
 
 def determinism(entry: Entry) -> None:
@@ -215,51 +190,52 @@ def settle_evaluations(draft: Draft) -> None:
 
 OF_PYTHON = "how the program does its work, which changes no result"
 FROM_FIRST = "evaluations begin with the first one that is due"
-OF_MEMORY = "memory is freed as it is needed"
+RECOMPUTED_ALIKE = when(
+    lambda entry: not isinstance(entry.value, dict),
+    lambda entry: entry.refuse("is a mapping, such as {use_reentrant: false}"),
+    "either form of recomputation gives the same gradients",
+)
+OF_BEST = when(
+    lambda entry: entry.get("load_best_model_at_end"),
+    decides("train.save_best"),
+    "read with load_best_model_at_end alone",
+)
 
-IDLE: Mapping[str, str] = {
-    **dict.fromkeys(
-        (
-            *("overwrite_output_dir", "disable_tqdm", "log_level", "log_level_replica"),
-            *("logging_first_step", "logging_strategy"),
-            *("logging_nan_inf_filter", "include_num_input_tokens_seen", "prediction_loss_only"),
-            *("include_tokens_per_second", "include_for_metrics", "batch_eval_metrics"),
-            *("remove_unused_columns", "label_names", "save_safetensors", "save_on_each_node"),
-            *("dataloader_persistent_workers", "dataloader_in_order", "skip_memory_metrics"),
-            *("use_cache", "debug", "local_rank", "ignore_data_skip", "do_predict"),
-            *("ddp_timeout", "ddp_backend", "ddp_bucket_cap_mb", "ddp_find_unused_parameters"),
-            *("ddp_broadcast_buffers", "ddp_static_graph", "eval_do_concat_batches"),
-            *("dataloader_multiprocessing_context", "enable_jit_checkpoint", "length_column_name"),
-            *("eval_use_gather_object", "restore_callback_states_from_checkpoint", "no_cuda"),
-            *("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id", "use_cpu"),
-            *("bf16_full_eval", "fp16_full_eval", "hub_strategy", "hub_always_push", "project"),
-        ),
-        OF_PYTHON,
-    ),
-    "torch_empty_cache_steps": OF_MEMORY,
-    "eval_accumulation_steps": OF_MEMORY,
-    "use_liger_kernel": "fused kernels are taken wherever they serve",
-    "torch_compile_backend": "torch.compile's own is taken",
-    "torch_compile_mode": "torch.compile's own is taken",
-    "tf32": "products of float32 are exact here",
-    "average_tokens_across_devices": "the loss is a mean over all tokens of a step, on all ranks",
-    "fsdp_config": "every decoder layer is a unit of FSDP, and checkpoints are whole",
-    "trust_remote_code": "model.trust_remote_code runs code of a commit, in a native file",
-    "liger_kernel_config": "fused kernels are taken wherever they serve",
-    "group_by_length": "sequences are padded to a multiple of 128 tokens in any case",
-    "do_train": "a run trains; train.eval_only evaluates alone",
-    "do_eval": "eval_strategy says when",
-}  # fmt: skip
+IDLE = by_reason(
+    f"""
+    overwrite_output_dir disable_tqdm log_level log_level_replica logging_first_step
+    logging_strategy logging_nan_inf_filter include_num_input_tokens_seen prediction_loss_only
+    include_tokens_per_second include_for_metrics batch_eval_metrics remove_unused_columns
+    label_names save_safetensors save_on_each_node dataloader_persistent_workers dataloader_in_order
+    skip_memory_metrics use_cache debug local_rank ignore_data_skip do_predict ddp_timeout
+    ddp_backend ddp_bucket_cap_mb ddp_find_unused_parameters ddp_broadcast_buffers ddp_static_graph
+    eval_do_concat_batches dataloader_multiprocessing_context enable_jit_checkpoint
+    length_column_name eval_use_gather_object restore_callback_states_from_checkpoint no_cuda
+    trackio_space_id trackio_bucket_id trackio_static_space_id use_cpu bf16_full_eval fp16_full_eval
+    hub_strategy hub_always_push project: {OF_PYTHON}
+    torch_empty_cache_steps eval_accumulation_steps: memory is freed as it is needed
+    use_liger_kernel liger_kernel_config: fused kernels are taken wherever they serve
+    torch_compile_backend torch_compile_mode: torch.compile's own is taken
+    tf32: products of float32 are exact here
+    average_tokens_across_devices: the loss is a mean over all tokens of a step, on all ranks
+    fsdp_config: every decoder layer is a unit of FSDP, and checkpoints are whole
+    trust_remote_code: model.trust_remote_code runs code of a commit, in a native file
+    group_by_length: sequences are padded to a multiple of 128 tokens in any case
+    do_train: a run trains; train.eval_only evaluates alone
+    do_eval: eval_strategy says when
+    """
+)
 
-UNSUPPORTED: Mapping[str, str] = {
-    "neftune_noise_alpha": "no noise is added to embeddings",
-    "auto_find_batch_size": "a step has the rows that are written; penstock plan says what fits",
-    "optim_args": "write train.optimizer_kwargs in a native file",
-    "optim_target_modules": "optimizers that project gradients are not here",
-    "accelerator_config": "write settings of train in a native file",
-    "parallelism_config": "write settings of train in a native file",
-    "hub_token": "a secret belongs in the environment: set HF_TOKEN",
-}
+UNSUPPORTED = by_reason(
+    """
+    neftune_noise_alpha: no noise is added to embeddings
+    auto_find_batch_size: a step has the rows that are written; penstock plan says what fits
+    optim_args: write train.optimizer_kwargs in a native file
+    optim_target_modules: optimizers that project gradients are not here
+    accelerator_config parallelism_config: write settings of train in a native file
+    hub_token: a secret belongs in the environment: set HF_TOKEN
+    """
+)
 
 SAME: Mapping[str, str] = {
     "output_dir": "train.output_dir",
@@ -301,7 +277,7 @@ COMPUTED: Mapping[str, Rule] = {
     "eval_strategy": evaluations,
     "evaluation_strategy": evaluations,
     "eval_steps": when(
-        _evaluates_by_steps,
+        lambda entry: (entry.get("eval_strategy") or entry.get("evaluation_strategy")) == "steps",
         decides("train.eval_steps", "train.eval_epochs"),
         "read with eval_strategy: steps alone",
     ),
@@ -313,22 +289,22 @@ COMPUTED: Mapping[str, Rule] = {
     ),
     "save_only_model": negated("train.save_optimizer"),
     "load_best_model_at_end": best,
-    "metric_for_best_model": when(
-        lambda entry: entry.get("load_best_model_at_end"),
-        decides("train.save_best"),
-        "read with load_best_model_at_end alone",
-    ),
-    "greater_is_better": when(
-        lambda entry: entry.get("load_best_model_at_end"),
-        decides("train.save_best"),
-        "read with load_best_model_at_end alone",
-    ),
+    **dict.fromkeys(("metric_for_best_model", "greater_is_better"), OF_BEST),
     "report_to": reports,
     "logging_dir": events_folder,
     "resume_from_checkpoint": resuming,
-    "gradient_checkpointing_kwargs": recomputing_arguments,
-    "activation_checkpointing_kwargs": recomputing_arguments,
-    "train_sampling_strategy": order,
+    **dict.fromkeys(
+        ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"), RECOMPUTED_ALIKE
+    ),
+    "train_sampling_strategy": when(
+        lambda entry: entry.value == "sequential",
+        IN_ORDER,
+        when(
+            lambda entry: entry.value == "random",
+            no_effect("samples are shuffled"),
+            approximated("samples are shuffled, and stand beside others of any length"),
+        ),
+    ),
     "data_seed": when(
         lambda entry: entry.value != entry.get("seed", 42),
         approximated("train.seed decides the order of samples too"),
@@ -342,8 +318,10 @@ COMPUTED: Mapping[str, Rule] = {
     "deepspeed": deepspeed,
     "fsdp": fsdp,
     "full_determinism": determinism,
-    **{name: no_effect(why) for name, why in IDLE.items()},
 }
+
+TRAINER = Table(same=SAME, computed=COMPUTED, unsupported=UNSUPPORTED, idle=IDLE)
+"""The keys of the trainer, over which tools that are built on it write their own."""
 
 DEFAULTS: Mapping[str, Any] = {
     "per_device_train_batch_size": 8,

@@ -9,17 +9,20 @@ from penstock.config.translate.dialect import (
     Rule,
     Values,
     approximated,
+    by_reason,
     decides,
     if_on,
     is_flat,
     is_on,
+    left_out,
     no_effect,
     only,
+    put,
     refused,
+    sets,
     truth,
     typed,
     when,
-    where,
 )
 from penstock.config.translate.hf import schedule, training_arguments
 from penstock.config.translate.hf.trl_data import columns_of, data_rules
@@ -29,6 +32,7 @@ from penstock.config.translate.shared import (
     in_few_bits,
     lay_rows,
     names_in,
+    of_adapters,
     settle_precision,
 )
 from penstock.config.translate.templates import chat_template
@@ -94,49 +98,10 @@ def _is_of_pairs(values: Values) -> bool:
     return any(name in values for name in OF_PAIRS) or any(name in LOSSES for name in losses)
 
 
-def _is_by_rewards(entry: Entry) -> bool:
-    return any(name in entry.draft.written for name in OF_REWARDS)
-
-
-def _loss(entry: Entry) -> None:
-    if _is_by_rewards(entry):
-        entry.refuse(BY_REWARDS)
-    else:
-        only("nll", "chunked_nll")(entry)
-
-
-def _whole_loss(entry: Entry) -> None:
-    if columns_of(entry, "sft")["type"] == "chat":
-        entry.put("data.train_on_prompt", not entry.value)
-    else:
-        entry.no_effect("read of conversations alone")
-
-
-def _answers_alone(entry: Entry) -> None:
-    if entry.value:
-        entry.decides(SOURCES)
-    else:
-        entry.put("data.train_on_prompt", True)
-
-
 def _dtype(entry: Entry) -> None:
     entry.decides("train.precision")
     if entry.value == "auto":
         entry.approximated("bfloat16 is taken for what the checkpoint is stored in")
-
-
-def _whole_part(entry: Entry) -> None:
-    if entry.value:
-        entry.no_effect("adapters are on the layers of lora_target_modules")
-    else:
-        entry.leave_out("name the other layers in lora_target_modules")
-
-
-def _padding(entry: Entry) -> None:
-    if isinstance(entry.value, int):
-        entry.put("data.pad_to_multiple_of", entry.value)
-    else:
-        entry.no_effect("rows are padded to whole 128 tokens")
 
 
 def _data_arguments(entry: Entry) -> None:
@@ -185,66 +150,52 @@ def _objective(draft: Draft) -> None:
     _finalize(draft)
 
 
-IDLE = {
-    "padding_free": "rows have no padding between samples",
-    "ignore_bias_buffers": "there are no such buffers",
-    "use_bnb_nested_quant": "scales are kept as they are, a little larger",
-    "bnb_4bit_quant_storage": "how bits lie in memory, which changes no result",
-    "lora_task_type": "language models are all that is trained",
-    "shuffle_dataset": "samples are shuffled in any case, there by the trainer",
-    "pad_token": "padding is never trained, whatever token it is",
-    "disable_dropout": "nothing is dropped unless train.dropout says so",
-    "precompute_ref_batch_size": "micro_batch_size is taken",
-    "dataset_test_split": "read where evaluations are asked for",
-    "dataset_streaming": "sources are always read in parts",
-    "full_finetuning": "use_peft says it",
-    "random_state": "train.seed decides where adapters start",
-    **dict.fromkeys(
-        (
-            *("device_map", "offload_embedding", "unsloth_force_compile", "auto_model", "token"),
-            *("fast_inference", "gpu_memory_utilization", "max_lora_rank", "load_in_16bit"),
-            *(
-                "unsloth_tiled_mlp",
-                "float8_kv_cache",
-                "device_map_planner_kwargs",
-                "use_exact_model_name",
-                "max_memory",
-            ),
-        ),
-        training_arguments.OF_PYTHON,
-    ),
-}
+IDLE = by_reason(
+    f"""
+    padding_free: rows have no padding between samples
+    ignore_bias_buffers: there are no such buffers
+    use_bnb_nested_quant: scales are kept as they are, a little larger
+    bnb_4bit_quant_storage: how bits lie in memory, which changes no result
+    lora_task_type: language models are all that is trained
+    shuffle_dataset: samples are shuffled in any case, there by the trainer
+    pad_token: padding is never trained, whatever token it is
+    disable_dropout: nothing is dropped unless train.dropout says so
+    precompute_ref_batch_size: micro_batch_size is taken
+    dataset_test_split: read where evaluations are asked for
+    dataset_streaming: sources are always read in parts
+    full_finetuning: use_peft says it
+    random_state: train.seed decides where adapters start
+    device_map offload_embedding unsloth_force_compile auto_model token fast_inference
+    gpu_memory_utilization max_lora_rank load_in_16bit unsloth_tiled_mlp float8_kv_cache
+    device_map_planner_kwargs use_exact_model_name max_memory: {training_arguments.OF_PYTHON}
+    """
+)
 
 BY_REWARDS = "models are not trained by rewards: clients of penstock serve generate and train"
-OF_LABELS = "models are trained to continue text, and not to choose among labels"
 SWITCHES = ("true", "false", "unsloth")
 
-OF_LAYERS = "name layers in lora_target_modules"
 
-UNSUPPORTED = {
-    **training_arguments.UNSUPPORTED,
-    "eos_token": "put it into the tokenizer, and name that as model.tokenizer_path",
-    "model_init_kwargs": "write what it says as settings of model in a native file",
-    "lora_modules_to_save": "whole layers beside adapters are not trained",
-    "lora_target_parameters": OF_LAYERS,
-    "layers_to_transform": OF_LAYERS,
-    "layers_pattern": OF_LAYERS,
-    "modules_to_save": "whole layers beside adapters are not trained; lora_target_modules may name"
-    " embed_tokens and lm_head",
-    "loftq_config": "adapters start at zero",
-    "init_lora_weights": "adapters start at zero",
-    "embedding_learning_rate": "one rate for all weights",
-    "load_in_fp8": "load_in_4bit and load_in_8bit quantize base weights",
-    "qat_scheme": "weights are trained as they are; export.quantise quantizes the result",
-    **dict.fromkeys(("num_labels", "id2label", "label2id", "task_type"), OF_LABELS),
-    "sync_ref_model": "the reference stays what it was at the start",
-    "use_weighting": "all pairs weigh the same",
-    "ld_alpha": "all tokens of an answer count the same",
-    "max_completion_length": "write max_length, of which the prompt is a part",
-}
+UNSUPPORTED = by_reason(
+    f"""
+    eos_token: put it into the tokenizer, and name that as model.tokenizer_path
+    model_init_kwargs: write what it says as settings of model in a native file
+    lora_modules_to_save: whole layers beside adapters are not trained
+    lora_target_parameters layers_to_transform layers_pattern: name layers in lora_target_modules
+    modules_to_save: {shared.BESIDE_ADAPTERS}
+    loftq_config init_lora_weights: adapters start at zero
+    embedding_learning_rate: one rate for all weights
+    load_in_fp8: load_in_4bit and load_in_8bit quantize base weights
+    qat_scheme: weights are trained as they are; export.quantise quantizes the result
+    num_labels id2label label2id
+    task_type: models are trained to continue text, and not to choose among labels
+    sync_ref_model: the reference stays what it was at the start
+    use_weighting: all pairs weigh the same
+    ld_alpha: all tokens of an answer count the same
+    max_completion_length: write max_length, of which the prompt is a part
+    """
+)
 
 SAME: Mapping[str, str] = {
-    **training_arguments.SAME,
     "model_name_or_path": "model.model_path",
     "dataset_num_proc": "data.dataset_num_proc",
     "tokenizer_name_or_path": "model.tokenizer_path",
@@ -258,7 +209,6 @@ SAME: Mapping[str, str] = {
 }
 
 COMPUTED: Mapping[str, Rule] = {
-    **training_arguments.COMPUTED,
     "dataset_config": decides(f"{SOURCES}.0.name"),
     "dataset_train_split": decides(f"{SOURCES}.0.split"),
     "dtype": _dtype,
@@ -269,22 +219,34 @@ COMPUTED: Mapping[str, Rule] = {
         ("max_length", "max_seq_length"), decides(shared.ROW, f"{SOURCES}.0.max_seq_len")
     ),
     **dict.fromkeys(("chat_template", "chat_template_path"), chat_template({})),
-    "pad_to_multiple_of": _padding,
+    "pad_to_multiple_of": when(
+        lambda entry: isinstance(entry.value, int),
+        put("data.pad_to_multiple_of"),
+        "rows are padded to whole 128 tokens",
+    ),
     "dataset_kwargs": _data_arguments,
     **dict.fromkeys(("use_flash_attention_2", "use_unsloth"), no_effect(shared.BEST_HERE)),
     ON: truth("lora.enable_lora"),
-    "lora_r": where(ON, True, name="lora.lora_rank"),
-    "lora_alpha": where(ON, True, name="lora.lora_alpha"),
-    "lora_dropout": where(ON, True, name="lora.lora_dropout"),
-    "use_rslora": where(ON, True, name="lora.use_rslora"),
-    "use_dora": where(ON, True, name="lora.use_dora"),
+    **of_adapters(
+        ON,
+        True,
+        lora_r="lora_rank",
+        lora_alpha="lora_alpha",
+        lora_dropout="lora_dropout",
+        use_rslora="use_rslora",
+        use_dora="use_dora",
+    ),
     "lora_target_modules": when(
         lambda entry: entry.get(ON), shared.put_targets, f"read with {ON}: true alone"
     ),
     "use_gradient_checkpointing": _checkpointing,
     **dict.fromkeys(
         ("finetune_language_layers", "finetune_attention_modules", "finetune_mlp_modules"),
-        _whole_part,
+        when(
+            lambda entry: entry.value,
+            no_effect("adapters are on the layers of lora_target_modules"),
+            left_out("name the other layers in lora_target_modules"),
+        ),
     ),
     **dict.fromkeys(
         ("finetune_vision_layers", "finetune_audio_layers"),
@@ -296,7 +258,6 @@ COMPUTED: Mapping[str, Rule] = {
     "load_in_4bit": in_few_bits("nf4"),
     "load_in_8bit": in_few_bits("int8"),
     "bnb_4bit_quant_type": only("nf4"),
-    **{name: no_effect(why) for name, why in IDLE.items()},
 }
 
 DEFAULTS: Mapping[str, Any] = {
@@ -331,22 +292,37 @@ TRL = Dialect(
     types=TYPES,
     same=SAME,
     computed={
-        **{key: refused(BY_REWARDS) for key in (*OF_REWARDS, *OF_PAIRS) if key not in UNSUPPORTED},
+        **{
+            key: refused(BY_REWARDS)
+            for key in (*OF_REWARDS, *OF_PAIRS)
+            if key not in UNSUPPORTED and key not in IDLE
+        },
         **COMPUTED,
         **data_rules("sft"),
         "dataset_text_field": decides(f"{SOURCES}.0.field_text"),
         "packing": decides(shared.METHOD, shared.GROUP),
         "packing_strategy": _packing_strategy,
-        "assistant_only_loss": _whole_loss,
-        "completion_only_loss": _answers_alone,
-        "loss_type": _loss,
+        "assistant_only_loss": when(
+            lambda entry: columns_of(entry, "sft")["type"] == "chat",
+            put("data.train_on_prompt", lambda alone: not alone),
+            "read of conversations alone",
+        ),
+        "completion_only_loss": when(
+            lambda entry: entry.value, decides(SOURCES), sets({"data.train_on_prompt": True})
+        ),
+        "loss_type": when(
+            lambda entry: any(key in entry.draft.written for key in OF_REWARDS),
+            lambda entry: entry.refuse(BY_REWARDS),
+            only("nll", "chunked_nll"),
+        ),
     },
     unsupported=UNSUPPORTED,
+    idle=IDLE,
     defaults={**DEFAULTS, "learning_rate": 2e-5, "assistant_only_loss": False},
     families=dict.fromkeys(FAMILIES_OF_REWARDS, refused(BY_REWARDS)),
     overridden_by={**BEATEN, "assistant_only_loss": ("completion_only_loss",)},
     finalize=_finalize,
-)
+).over(training_arguments.TRAINER)
 """`trl sft`."""
 
 TRL_DPO = Dialect(
@@ -379,8 +355,9 @@ TRL_DPO = Dialect(
         "ref_model_sync_steps": no_effect("read with sync_ref_model alone"),
     },
     unsupported=UNSUPPORTED,
+    idle=IDLE,
     defaults={**DEFAULTS, "learning_rate": 1e-6, "loss_type": ["sigmoid"], "beta": 0.1},
     overridden_by=BEATEN,
     finalize=_objective,
-)
+).over(training_arguments.TRAINER)
 """`trl dpo`: a file with keys that it alone has."""

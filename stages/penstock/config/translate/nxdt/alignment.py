@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.config.translate.dialect import Rule, listed, no_effect, when
+from penstock.config.translate.dialect import Rule, approximated, in_turn, listed, put, sets, when
 from penstock.config.translate.nxdt.data import DPO, ORPO, PEFT
 from penstock.config.translate.shared import PRECOMPUTES
 from penstock.config.translate.translation import Draft, Entry
@@ -68,22 +68,6 @@ def _targets(entry: Entry) -> None:
         )
 
 
-def _merged(entry: Entry) -> None:
-    if entry.get(f"{PEFT}.save_lora_base") is False:
-        entry.no_effect("save_lora_base: false keeps the adapter alone")
-    else:
-        entry.put("export.merge_lora", bool(entry.value))
-
-
-def _first_adapter(entry: Entry) -> None:
-    path = entry.get(START)
-    if entry.value and path:
-        entry.put("lora.init_adapter_path", path)
-        entry.approximated("name a folder with adapter_config.json, as peft writes it")
-    else:
-        entry.no_effect("adapters are initialized from scratch")
-
-
 OF_ADAPTER_FILES = "how adapters lie in NxD's own files; here they lie as peft writes them"
 
 COMPUTED: Mapping[str, Rule] = {
@@ -98,14 +82,22 @@ COMPUTED: Mapping[str, Rule] = {
     f"{PEFT}.target_modules": _targets,
     f"{PEFT}.save_lora_base": when(
         lambda entry: not entry.value,
-        lambda entry: entry.put("lora.save_lora_only", True),
+        sets({"lora.save_lora_only": True}),
         "an export holds the model and the adapter",
     ),
-    f"{PEFT}.merge_lora": _merged,
-    f"{PEFT}.load_lora_from_ckpt": _first_adapter,
-    f"{PEFT}.lora_verbose": no_effect(OF_ADAPTER_FILES),
-    f"{PEFT}.save_lora_config_adapter": no_effect(OF_ADAPTER_FILES),
-    f"{PEFT}.merge_sharded_lora": no_effect(OF_ADAPTER_FILES),
+    f"{PEFT}.merge_lora": when(
+        lambda entry: entry.get(f"{PEFT}.save_lora_base") is not False,
+        put("export.merge_lora", bool),
+        "save_lora_base: false keeps the adapter alone",
+    ),
+    f"{PEFT}.load_lora_from_ckpt": when(
+        lambda entry: entry.value and entry.get(START),
+        in_turn(
+            lambda entry: entry.put("lora.init_adapter_path", entry.get(START)),
+            approximated("name a folder with adapter_config.json, as peft writes it"),
+        ),
+        "adapters are initialized from scratch",
+    ),
 }
 
 DEFAULTS: Mapping[str, Any] = {

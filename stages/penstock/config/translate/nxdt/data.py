@@ -3,15 +3,21 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from penstock.config.translate.dialect import Rule, decides, no_effect, truth
+from penstock.config.translate.dialect import (
+    Rule,
+    approximated,
+    decides,
+    explained,
+    put,
+    truth,
+    when,
+)
+from penstock.config.translate.shared import GROUP, ROW, SOURCES, TESTS
 from penstock.config.translate.translation import Draft, Entry
 from penstock.core.sources.megatron_files import parse_splits
 
 ALIGNMENT = "model_alignment_strategy"
 DPO, ORPO, SFT, PEFT = (f"{ALIGNMENT}.{name}" for name in ("dpo", "orpo", "sft", "peft"))
-
-SOURCES, TESTS = "data.datasets", "data.test_datasets"
-ROW, GROUP = "data.sample_packing_sequence_len", "data.sample_packing_group_size"
 
 OF_SFT = {"type": "instruction", "field_instruction": "input", "field_output": "output"}
 OF_PAIRS = {"type": "preference"}
@@ -33,16 +39,11 @@ def prefers(draft: Draft) -> bool:
     return any(key.startswith((f"{DPO}.", f"{ORPO}.")) for key in draft.written)
 
 
-def _columns(draft: Draft, path: str) -> dict[str, Any]:
-    if prefers(draft):
-        return OF_PAIRS
-    return OF_SFT if path.rstrip("/").endswith(LINES) else OF_TOKENS
-
-
 def _source(name: str) -> Rule:
     def rule(entry: Entry) -> None:
         path = str(entry.value)
-        columns = _columns(entry.draft, path)
+        is_text = path.rstrip("/").endswith(LINES)
+        columns = OF_PAIRS if prefers(entry.draft) else OF_SFT if is_text else OF_TOKENS
         entry.put(name, [{"path": path, **columns}])
         if columns is OF_SFT:
             entry.explain(
@@ -158,19 +159,6 @@ def _order(entry: Entry) -> None:
     entry.put("data.shuffle_before_merging_datasets", is_mixed)
 
 
-def _tokenizer(entry: Entry) -> None:
-    if entry.get("data.tokenizer.library") == "megatron":
-        entry.no_effect("the name of a class; vocab_file says where the tokenizer is")
-    else:
-        entry.put("model.tokenizer_path", entry.value)
-
-
-def _vocabulary(entry: Entry) -> None:
-    folder, _, _ = str(entry.value).rpartition("/")
-    entry.put("model.tokenizer_path", folder or ".")
-    entry.explain("the folder of both files, which transformers reads as vocab.json and merges.txt")
-
-
 def _prompt_length(entry: Entry) -> None:
     strategy = entry.key.rpartition(".")[0]
     other_keys = [key for key in entry.draft.written if key.startswith(f"{strategy}.")]
@@ -257,15 +245,6 @@ def _in_file_order(draft: Draft) -> None:
             draft.put(f"data.{name}", False)
 
 
-def _counts_within(entry: Entry) -> None:
-    if bool(entry.value) == bool(entry.get("data.reset_attention_mask", entry.value)):
-        entry.no_effect("positions restart where attention does; reset_attention_mask decides it")
-    else:
-        entry.approximated(
-            "positions restart where attention does, as reset_attention_mask decides"
-        )
-
-
 def _boundaries(entry: Entry) -> None:
     """Megatron masks the position whose input is the end of a document, so what it foretells is the
     next document's first token."""
@@ -281,8 +260,7 @@ def _boundaries(entry: Entry) -> None:
 
 LENGTH = decides(ROW, f"{SOURCES}.0.max_seq_len")
 PACKING = decides("data.sample_packing_method", GROUP)
-OF_TOKENIZERS = no_effect("the tokenizer is read by transformers, whatever this says")
-OF_MAPPED_FILES = "how Megatron reads its files, which changes no sample"
+DROPS_ROWS = "an evaluation takes every row; of training, data.dataloader_drop_last says it"
 
 SAME: Mapping[str, str] = {
     "data.micro_batch_size": "train.micro_batch_size",
@@ -300,29 +278,29 @@ COMPUTED: Mapping[str, Rule] = {
     "model.encoder_seq_length": LENGTH,
     "data.splits_string": _splits,
     "data.dataloader_type": _order,
-    "data.tokenizer.type": _tokenizer,
-    "data.tokenizer.vocab_file": _vocabulary,
+    "data.tokenizer.type": when(
+        lambda entry: entry.get("data.tokenizer.library") != "megatron",
+        put("model.tokenizer_path"),
+        "the name of a class; vocab_file says where the tokenizer is",
+    ),
+    "data.tokenizer.vocab_file": explained(
+        put("model.tokenizer_path", lambda file: str(file).rpartition("/")[0] or "."),
+        "the folder of both files, which transformers reads as vocab.json and merges.txt",
+    ),
     "data.packing": PACKING,
     f"{SFT}.packing": PACKING,
     **{f"{strategy}.max_prompt_length": _prompt_length for strategy in (DPO, ORPO)},
     f"{DPO}.max_dpo_prompt_length": _prompt_length,
     **{f"{strategy}.truncation_mode": _truncation for strategy in (DPO, ORPO)},
-    "data.tokenizer.merge_file": no_effect("read beside vocab_file"),
-    **{
-        f"data.tokenizer.{name}": OF_TOKENIZERS
-        for name in ("library", "model", "delimiter", "sentencepiece_legacy", "use_fast")
-    },
-    "data.reset_position_ids": _counts_within,
+    "data.reset_position_ids": when(
+        lambda entry: (
+            bool(entry.value) != bool(entry.get("data.reset_attention_mask", entry.value))
+        ),
+        approximated("positions restart where attention does, as reset_attention_mask decides"),
+        "positions restart where attention does; reset_attention_mask decides it",
+    ),
     "data.reset_attention_mask": truth("data.isolate_samples"),
     "data.eod_mask_loss": _boundaries,
-    "data.data_impl": no_effect(OF_MAPPED_FILES),
-    "data.skip_warmup": no_effect(OF_MAPPED_FILES),
-    "data.no_seqlen_plus_one_input_tokens": no_effect("labels are shifted when rows are packed"),
-    "data.validation_drop_last": no_effect("an evaluation takes every row, however many there are"),
-    "data.pad_samples_to_global_batch_size": no_effect(
-        "an evaluation takes every row; of training, data.dataloader_drop_last says it"
-    ),
-    "data.use_sft_style_data_module": no_effect("train_dir says what it holds"),
 }
 
 DEFAULTS: Mapping[str, Any] = {

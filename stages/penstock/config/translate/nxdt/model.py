@@ -15,6 +15,7 @@ from penstock.config.translate.dialect import (
     no_effect,
     only,
     put,
+    sets,
     when,
 )
 from penstock.config.translate.nxdt import architecture
@@ -24,6 +25,7 @@ from penstock.config.translate.nxdt.architecture import (
     POSITIONS,
     put_architecture,
 )
+from penstock.config.translate.shared import BEST_HERE
 from penstock.config.translate.translation import Draft, Entry
 
 LLAMA = "builtin:tiny-llama"
@@ -52,53 +54,29 @@ def _number(name: str) -> Rule:
     )
 
 
-def _source(entry: Entry) -> None:
-    if entry.value == "megatron":
-        entry.put("model.config_path", LLAMA)
-        entry.explain("a model of the numbers in this file")
-    elif entry.value == "hf":
-        entry.no_effect("model.model_config says where config.json is")
-    else:
-        entry.refuse("it takes hf and megatron")
+def _folder_of(path: Any) -> Any:
+    """Theirs is config.json itself, ours the folder that holds it."""
+    return path.removesuffix("/config.json") if isinstance(path, str) else path
 
 
-def _config(entry: Entry) -> None:
-    if is_megatron(entry.draft):
-        entry.no_effect("model_source: megatron builds the model of the numbers in this file")
-    else:
-        # Theirs is the file itself, ours the folder that holds it.
-        is_file = isinstance(entry.value, str) and entry.value.endswith("/config.json")
-        entry.put(
-            "model.config_path", entry.value[: -len("/config.json")] if is_file else entry.value
-        )
+def _if_megatron(rule: Rule, otherwise: str | Rule) -> Rule:
+    return when(lambda entry: is_megatron(entry.draft), rule, otherwise)
 
 
-def _turning(entry: Entry) -> None:
-    if is_megatron(entry.draft):
-        entry.put(f"{FOUNDATION}.rope_parameters.rope_theta", entry.value)
-    else:
-        entry.put(f"{FOUNDATION}.rope_theta", entry.value)
-
-
-def _of_megatron(entry: Entry) -> bool:
-    """Whether the key counts; models of Hugging Face's have it in config.json."""
-    if not is_megatron(entry.draft):
-        entry.no_effect("config.json says it where model_source is hf")
-    return is_megatron(entry.draft)
+def _of_megatron(rule: Rule) -> Rule:
+    """The rule of a key that models of Hugging Face's have in config.json."""
+    return _if_megatron(rule, "config.json says it where model_source is hf")
 
 
 def _one_of(*values: str) -> Rule:
     """The rule of a part of the architecture, which is settled of all parts together."""
-
-    def rule(entry: Entry) -> None:
-        if not _of_megatron(entry):
-            return
-        if str(entry.value).lower() in values:
-            entry.decides(f"{FOUNDATION}.model_type")
-        else:
-            entry.refuse(f"it takes {' and '.join(values)}")
-
-    return rule
+    return _of_megatron(
+        when(
+            lambda entry: str(entry.value).lower() in values,
+            decides(f"{FOUNDATION}.model_type"),
+            lambda entry: entry.refuse(f"it takes {' and '.join(values)}"),
+        )
+    )
 
 
 def _epsilon(entry: Entry) -> None:
@@ -109,8 +87,6 @@ def _epsilon(entry: Entry) -> None:
 
 
 def _positions(entry: Entry) -> None:
-    if not _of_megatron(entry):
-        return
     if entry.value == "rope":
         entry.decides(f"{FOUNDATION}.model_type")
     elif entry.value == "learned_absolute":
@@ -120,8 +96,6 @@ def _positions(entry: Entry) -> None:
 
 
 def _share_of_heads(entry: Entry) -> None:
-    if not _of_megatron(entry):
-        return
     if entry.get(POSITIONS) == "learned_absolute":
         entry.no_effect("positions are learned, and nothing is turned")
     elif not 0 < float(entry.value) <= 1:
@@ -130,20 +104,6 @@ def _share_of_heads(entry: Entry) -> None:
         entry.no_effect("whole heads are turned")
     else:
         entry.decides(f"{FOUNDATION}.model_type", f"{FOUNDATION}.rope_parameters")
-
-
-def _biases(entry: Entry) -> None:
-    if _of_megatron(entry):
-        entry.decides(f"{FOUNDATION}.attention_bias", f"{FOUNDATION}.mlp_bias")
-
-
-def _attention(entry: Entry) -> None:
-    if entry.value:
-        entry.no_effect(
-            "the best attention backend on this machine is used, FlashAttention if installed"
-        )
-    else:
-        entry.put("model.attn_implementation", "sdpa")
 
 
 def _dropout(name: str) -> Rule:
@@ -191,20 +151,22 @@ def settle_model(draft: Draft) -> None:
     draft.lines[key].names = [f"{FOUNDATION}.vocab_size"]
 
 
-IDLE = {
-    "model.qkv_linear": "any number of heads may share keys and values",
-    "model.fusions.softmax": "the attention kernel decides how it computes its softmax",
-    "model.apply_query_key_layer_scaling": "guards a softmax in few bits; here it has 32",
-    "model.persist_layer_norm": "a choice of kernels on GPUs, which is made by itself",
-    "model.transpose_nki_inputs": "a layout of Trainium's kernels",
-    "model.save_logits": "logits are never kept",
-}
-
 SAME: Mapping[str, str] = {"model.fuse_qkv": "model.merge_qkv"}
 
 COMPUTED: Mapping[str, Rule] = {
-    "model_source": _source,
-    "model.model_config": _config,
+    "model_source": when(
+        lambda entry: entry.value == "megatron",
+        sets({"model.config_path": LLAMA}, "a model of the numbers in this file"),
+        when(
+            lambda entry: entry.value != "hf",
+            lambda entry: entry.refuse("it takes hf and megatron"),
+            "model.model_config says where config.json is",
+        ),
+    ),
+    "model.model_config": _if_megatron(
+        no_effect("model_source: megatron builds the model of the numbers in this file"),
+        put("model.config_path", _folder_of),
+    ),
     **{
         f"model.{theirs}": _number(ours)
         for theirs, ours in {
@@ -224,13 +186,17 @@ COMPUTED: Mapping[str, Rule] = {
             "moe.output_router_logits": "output_router_logits",
         }.items()
     },
-    "model.rope_theta": _turning,
+    "model.rope_theta": _if_megatron(
+        put(f"{FOUNDATION}.rope_parameters.rope_theta"), put(f"{FOUNDATION}.rope_theta")
+    ),
     "model.layernorm_epsilon": _epsilon,
     "model.normalization": _one_of("rmsnorm", "layernorm"),
     "model.activation": _one_of("swiglu", "gelu"),
-    "model.position_embedding_type": _positions,
-    "model.rotary_percentage": _share_of_heads,
-    "model.has_bias": _biases,
+    "model.position_embedding_type": _of_megatron(_positions),
+    "model.rotary_percentage": _of_megatron(_share_of_heads),
+    "model.has_bias": _of_megatron(
+        decides(f"{FOUNDATION}.attention_bias", f"{FOUNDATION}.mlp_bias")
+    ),
     "model.use_scaled_init_method": if_on(
         approximated(
             "all matrices start as wide as init_method_std says; there those that lead out of a"
@@ -239,15 +205,16 @@ COMPUTED: Mapping[str, Rule] = {
         "all matrices start alike here",
     ),
     "model.transformer_block_type": only("pre_ln"),
-    "model.make_vocab_size_divisible_by": when(
-        lambda entry: is_megatron(entry.draft),
+    "model.make_vocab_size_divisible_by": _if_megatron(
         decides(f"{FOUNDATION}.vocab_size"),
         "the vocabulary of config.json is split over any number of ranks as it is",
     ),
-    "model.fusions.flash_attention": _attention,
+    "model.fusions.flash_attention": when(
+        lambda entry: not entry.value, sets({"model.attn_implementation": "sdpa"}), BEST_HERE
+    ),
     "model.use_cpu_initialization": when(
         lambda entry: entry.value and entry.get("distributed_strategy.zero1") is False,
-        lambda entry: entry.put("train.init_device", "cpu"),
+        sets({"train.init_device": "cpu"}),
         "weights are made shard by shard where they will lie",
     ),
     "model.hidden_dropout": _dropout("hidden"),
@@ -257,8 +224,6 @@ COMPUTED: Mapping[str, Rule] = {
     "model.moe.routing_algorithm": _as_in_mixtral("tokens choose experts", "top_k", "topk"),
     "model.moe.router_activation": _as_in_mixtral("experts are weighed by softmax", "softmax"),
     "model.moe.normalize_top_k_affinities": _as_in_mixtral("weights of experts add up to 1", True),
-    "model.moe.sinkhorn_iterations": no_effect("read by sinkhorn routing alone, which is refused"),
-    "model.moe.sinkhorn_tol": no_effect("read by sinkhorn routing alone, which is refused"),
     "model.moe.dropout": only(0, *NONE),
     "model.moe.dropless": when(
         lambda entry: entry.value not in (True, *NONE),
@@ -273,7 +238,6 @@ COMPUTED: Mapping[str, Rule] = {
     "model.moe.router_aux_loss_coef": when(
         lambda entry: entry.value not in NONE, put("train.moe_aux_loss_coef", float), "is off"
     ),
-    **{name: no_effect(why) for name, why in IDLE.items()},
 }
 
 DEFAULTS: Mapping[str, Any] = {"model.hidden_dropout": 0.1, **architecture.DEFAULTS}

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.config.translate.dialect import Rule, decides, no_effect, when
+from penstock.config.translate.dialect import Rule, decides, explained, left_out, put, when
 from penstock.config.translate.translation import Draft, Entry
 
 ADAM = ("adamw", "adamw_fp32OptState")
@@ -114,11 +114,6 @@ def _amsgrad(entry: Entry) -> None:
         )
     else:
         entry.no_effect("is off")
-
-
-def _decay_of_norms(entry: Entry) -> None:
-    entry.put("train.no_decay_params", ["bias"] if entry.value else ["bias", "norm"])
-    entry.explain("as documented; upstream does the opposite for models of source hf")
 
 
 def _schedule(entry: Entry) -> None:
@@ -295,25 +290,21 @@ COMPUTED: Mapping[str, Rule] = {
     "model.optim.amsgrad": _amsgrad,
     "model.optim.luc": when(
         lambda entry: entry.value and entry.get("model.optim.name") == NOVOGRAD,
-        lambda entry: entry.leave_out(
-            "updates are not clipped by norms of weights here: write false"
-        ),
+        left_out("updates are not clipped by norms of weights here: write false"),
         "is off",
     ),
-    **{
-        f"model.optim.{name}": no_effect("read with luc alone") for name in ("luc_trust", "luc_eps")
-    },
-    "model.optim.capturable": no_effect("concerns CUDA graphs of the optimizer"),
-    "model.do_layer_norm_weight_decay": _decay_of_norms,
+    "model.do_layer_norm_weight_decay": explained(
+        put("train.no_decay_params", lambda decays: ["bias"] if decays else ["bias", "norm"]),
+        "as documented; upstream does the opposite for models of source hf",
+    ),
     f"{SCHEDULE}.name": _schedule,
-    f"{SCHEDULE}.max_steps": no_effect("trainer.max_steps overrides it, there too"),
     f"{SCHEDULE}.warmup_ratio": _warmup_ratio,
     f"{SCHEDULE}.min_lr": _least_rate,
     f"{SCHEDULE}.hold_ratio": _share_of_steps("hold_steps"),
     f"{SCHEDULE}.constant_ratio": _share_of_steps("constant_steps"),
     f"{SCHEDULE}.cycle": when(
         lambda entry: entry.value and str(entry.get(f"{SCHEDULE}.name")).startswith("Polynomial"),
-        lambda entry: entry.leave_out("a polynomial decay does not begin again here"),
+        left_out("a polynomial decay does not begin again here"),
         "nothing begins again",
     ),
     **{f"{SCHEDULE}.{argument}": _of_schedule(argument) for argument in OF_STYLE},
@@ -322,7 +313,6 @@ COMPUTED: Mapping[str, Rule] = {
     "precision.fp32_grad_acc": _of_manual("train.grad_accum_dtype", "train.fsdp_reduce_dtype"),
     **dict.fromkeys(BITS, _of_manual("train.precision")),
     ROUNDING: _rounding,
-    "precision.fp32_grads_cc": no_effect("read by nothing, there either"),
 }
 
 DEFAULTS: Mapping[str, Any] = {

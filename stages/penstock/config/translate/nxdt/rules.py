@@ -7,23 +7,28 @@ where the program does otherwise.
 from collections.abc import Mapping
 from typing import Any
 
+from penstock.config.translate import shared
 from penstock.config.translate.dialect import (
     Dialect,
     Rule,
-    Values,
+    approximated,
+    by_reason,
     choice,
+    decides,
+    explained,
     if_true,
+    in_turn,
     listed,
     no_effect,
     put,
+    sets,
     typed,
     unless_minus_one,
     when,
 )
 from penstock.config.translate.interpolation import resolve_references
 from penstock.config.translate.nxdt import alignment, data, model, optimizer
-from penstock.config.translate.nxdt.data import TESTS
-from penstock.config.translate.shared import RESUMES, tracks
+from penstock.config.translate.shared import RESUMES, TESTS, tracks
 from penstock.config.translate.translation import Draft, Entry
 
 SECTIONS = ("trainer", "exp_manager", "distributed_strategy")
@@ -43,10 +48,6 @@ EVALUATING = ("eval_steps", "eval_epochs", "eval_sanity_batches", "eval_max_batc
 METRICS = {"val_loss": "eval_loss", "val_perplexity": "eval_perplexity"}
 
 
-def _recognizes(values: Values) -> bool:
-    return all(isinstance(values.get(name), dict) for name in SECTIONS)
-
-
 def _evaluations(entry: Entry) -> None:
     every = entry.get("trainer.check_val_every_n_epoch")
     if isinstance(entry.value, float):
@@ -55,13 +56,6 @@ def _evaluations(entry: Entry) -> None:
     entry.put("train.eval_steps", entry.value)
     if every:
         entry.approximated("steps are counted over the whole run, not within each epoch")
-
-
-def _every_epochs(entry: Entry) -> None:
-    if entry.get("trainer.val_check_interval") is not None:
-        entry.decides("train.eval_epochs", "train.eval_steps")
-    else:
-        entry.put("train.eval_epochs", float(entry.value))
 
 
 def _folder(entry: Entry) -> None:
@@ -105,64 +99,6 @@ def _weights_alone(entry: Entry) -> None:
         entry.no_effect("a run that is resumed takes up all of it")
 
 
-def _saving(entry: Entry) -> None:
-    if not entry.value or entry.get(f"{SAVING}.save_top_k") == 0:
-        entry.put("train.save_steps", 0)
-    else:
-        entry.decides("train.save_steps")
-    entry.put("train.save_epochs", 0.0)
-
-
-def _save_steps(entry: Entry) -> None:
-    is_off = entry.get(f"{MANAGER}.create_checkpoint_callback") is False
-    if is_off or entry.get(f"{SAVING}.save_top_k") == 0:
-        entry.no_effect("nothing is saved but the end")
-    else:
-        entry.put("train.save_steps", entry.value)
-
-
-def _kept(entry: Entry) -> None:
-    if entry.value == -1:
-        entry.no_effect("all are kept")
-    elif entry.value == 0:
-        entry.decides("train.save_steps")
-    else:
-        entry.put("train.save_total_limit", entry.value)
-
-
-def _monitor(entry: Entry) -> None:
-    if entry.value in METRICS:
-        entry.put("train.save_best.metric", METRICS[entry.value])
-    elif entry.value == "step":
-        entry.no_effect("the newest are kept")
-    else:
-        entry.approximated("the newest are kept: no evaluation tells it")
-
-
-def _shards(entry: Entry) -> None:
-    if entry.value:
-        entry.put("train.zero_stage", 1)
-    else:
-        entry.put("train.data_parallel_mode", "ddp")
-        entry.explain("master weights are kept as precision.type says; upstream drops them so")
-
-
-def _copies_of_keys(entry: Entry) -> None:
-    if entry.value in (None, 1):
-        entry.no_effect("each key head is on one rank")
-    else:
-        entry.decides("train.tensor_parallel_size")
-        entry.explain("a key head is replicated on as many ranks as there are for each")
-
-
-def _chunks(entry: Entry) -> None:
-    if entry.value == 1:
-        entry.no_effect("one stage on each rank")
-    else:
-        entry.put("train.pipeline_parallel_virtual_stages", entry.value)
-        entry.put("train.pipeline_parallel_schedule", "Interleaved1F1B")
-
-
 def _cuts(entry: Entry) -> None:
     """Names of layers (`model.layers.8`) before which the model is cut."""
     numbers = [str(name).rpartition(".")[2] for name in listed(entry.value)]
@@ -194,14 +130,6 @@ def _recomputed(entry: Entry) -> None:
         entry.approximated(f"{', '.join(foreign)} is not known, and ignored upstream too")
 
 
-def _ring(entry: Entry) -> None:
-    if entry.value:
-        entry.decides("train.ringattn_parallel_size")
-        entry.explain("context_parallel_size says over how many ranks")
-    else:
-        entry.no_effect("rows are split over ranks where context_parallel_size says so")
-
-
 def _finalize(draft: Draft) -> None:
     data.settle_data(draft)
     model.settle_model(draft)
@@ -211,26 +139,45 @@ def _finalize(draft: Draft) -> None:
             draft.drop(f"train.{name}", "there is nothing to evaluate on")
 
 
-ON_TRAINIUM = "concerns Trainium's compiler and runtime"
 OF_XLA = "checkpoints are written by PyTorch's distributed checkpoints, whatever this says"
 
-IDLE: Mapping[str, str] = {
-    "trainer.lnc": ON_TRAINIUM,
-    "trainer.sequential_move_factor": "weights are made shard by shard where they will lie",
-    "trainer.limit_test_batches": "nothing is tested, there either",
-    f"{MANAGER}.save_xser": OF_XLA,
-    f"{MANAGER}.load_xser": OF_XLA,
-    f"{MANAGER}.save_bf16": "read by nothing, there either",
-    f"{MANAGER}.ckpt_ptl_version": "the version of another program's files",
-    f"{SAVING}.save_last": "the last step is always saved",
-    f"{SAVING}.model_parallel_size": "read by nothing",
-    "distributed_strategy.token_shuffle_group_size": "no token is dropped, so none is shuffled",
-    "compiler_flags": ON_TRAINIUM,
-    "compiler_cache_url": ON_TRAINIUM,
-    "aync_exec_max_inflight_requests": ON_TRAINIUM,
-    "neuron_rt_exec_timeout": ON_TRAINIUM,
-    "neuron_experimental_compress_rg": ON_TRAINIUM,
-}
+IDLE = by_reason(
+    f"""
+    trainer.lnc compiler_flags compiler_cache_url aync_exec_max_inflight_requests
+    neuron_rt_exec_timeout
+    neuron_experimental_compress_rg: concerns Trainium's compiler and runtime
+    trainer.sequential_move_factor: weights are made shard by shard where they will lie
+    trainer.limit_test_batches: nothing is tested, there either
+    {MANAGER}.save_xser {MANAGER}.load_xser: {OF_XLA}
+    {MANAGER}.save_bf16 precision.fp32_grads_cc: read by nothing, there either
+    {MANAGER}.ckpt_ptl_version: the version of another program's files
+    {SAVING}.save_last: the last step is always saved
+    {SAVING}.model_parallel_size: read by nothing
+    distributed_strategy.token_shuffle_group_size: no token is dropped, so none is shuffled
+    {alignment.PEFT}.lora_verbose {alignment.PEFT}.save_lora_config_adapter
+    {alignment.PEFT}.merge_sharded_lora: {alignment.OF_ADAPTER_FILES}
+    data.tokenizer.merge_file: read beside vocab_file
+    data.tokenizer.library data.tokenizer.model data.tokenizer.delimiter
+    data.tokenizer.sentencepiece_legacy
+    data.tokenizer.use_fast: the tokenizer is read by transformers, whatever this says
+    data.data_impl data.skip_warmup: how Megatron reads its files, which changes no sample
+    data.no_seqlen_plus_one_input_tokens: labels are shifted when rows are packed
+    data.validation_drop_last: an evaluation takes every row, however many there are
+    data.pad_samples_to_global_batch_size: {data.DROPS_ROWS}
+    data.use_sft_style_data_module: train_dir says what it holds
+    model.qkv_linear: any number of heads may share keys and values
+    model.fusions.softmax: the attention kernel decides how it computes its softmax
+    model.apply_query_key_layer_scaling: guards a softmax in few bits; here it has 32
+    model.persist_layer_norm: a choice of kernels on GPUs, which is made by itself
+    model.transpose_nki_inputs: a layout of Trainium's kernels
+    model.save_logits: logits are never kept
+    model.moe.sinkhorn_iterations
+    model.moe.sinkhorn_tol: read by sinkhorn routing alone, which is refused
+    model.optim.luc_trust model.optim.luc_eps: read with luc alone
+    model.optim.capturable: concerns CUDA graphs of the optimizer
+    {optimizer.SCHEDULE}.max_steps: trainer.max_steps overrides it, there too
+    """
+)
 
 SAME: Mapping[str, str] = {
     "name": "pipeline.name",
@@ -263,7 +210,11 @@ COMPUTED: Mapping[str, Rule] = {
     "trainer.max_steps": unless_minus_one("train.max_steps", "trainer.max_epochs ends the run"),
     "trainer.gradient_clip_val": put("train.max_grad_norm", lambda norm: float(norm or 0)),
     "trainer.val_check_interval": _evaluations,
-    "trainer.check_val_every_n_epoch": _every_epochs,
+    "trainer.check_val_every_n_epoch": when(
+        lambda entry: entry.get("trainer.val_check_interval") is not None,
+        decides("train.eval_epochs", "train.eval_steps"),
+        put("train.eval_epochs", float),
+    ),
     f"{MANAGER}.create_tensorboard_logger": tracks("tensorboard"),
     f"{MANAGER}.log_local_rank_0_only": choice("train.log_ranks", {True: "local0", False: "all"}),
     **{f"{MANAGER}.{name}": _folder for name in ("explicit_log_dir", "exp_dir", "name")},
@@ -275,10 +226,36 @@ COMPUTED: Mapping[str, Rule] = {
     ),
     f"{MANAGER}.resume_from_checkpoint": _start,
     "model.weight_init_only": _weights_alone,
-    f"{MANAGER}.create_checkpoint_callback": _saving,
-    f"{SAVING}.every_n_train_steps": _save_steps,
-    f"{SAVING}.save_top_k": _kept,
-    f"{SAVING}.monitor": _monitor,
+    f"{MANAGER}.create_checkpoint_callback": in_turn(
+        when(
+            lambda entry: entry.value and entry.get(f"{SAVING}.save_top_k") != 0,
+            decides("train.save_steps"),
+            sets({"train.save_steps": 0}),
+        ),
+        sets({"train.save_epochs": 0.0}),
+    ),
+    f"{SAVING}.every_n_train_steps": when(
+        lambda entry: (
+            entry.get(f"{MANAGER}.create_checkpoint_callback") is not False
+            and entry.get(f"{SAVING}.save_top_k") != 0
+        ),
+        put("train.save_steps"),
+        "nothing is saved but the end",
+    ),
+    f"{SAVING}.save_top_k": when(
+        lambda entry: entry.value != 0,
+        unless_minus_one("train.save_total_limit", "all are kept"),
+        decides("train.save_steps"),
+    ),
+    f"{SAVING}.monitor": when(
+        lambda entry: entry.value in METRICS,
+        put("train.save_best.metric", METRICS.get),
+        when(
+            lambda entry: entry.value == "step",
+            no_effect("the newest are kept"),
+            approximated("the newest are kept: no evaluation tells it"),
+        ),
+    ),
     f"{SAVING}.mode": when(
         lambda entry: entry.get(f"{SAVING}.monitor") in METRICS,
         put("train.save_best.mode"),
@@ -289,23 +266,47 @@ COMPUTED: Mapping[str, Rule] = {
         "master",
         otherwise="checkpoints hold master weights, there beside the optimizer's states",
     ),
-    "distributed_strategy.kv_replicator": _copies_of_keys,
-    "distributed_strategy.zero1": _shards,
+    "distributed_strategy.kv_replicator": when(
+        lambda entry: entry.value not in (None, 1),
+        explained(
+            decides("train.tensor_parallel_size"),
+            "a key head is replicated on as many ranks as there are for each",
+        ),
+        "each key head is on one rank",
+    ),
+    "distributed_strategy.zero1": when(
+        lambda entry: entry.value,
+        sets({"train.zero_stage": 1}),
+        sets(
+            {"train.data_parallel_mode": "ddp"},
+            "master weights are kept as precision.type says; upstream drops them so",
+        ),
+    ),
     "bucket_size_collectives": when(
         lambda entry: entry.get("distributed_strategy.zero1") is False,
         put("train.comm_bucket_mb"),
         "sharded gradients are added up layer by layer",
     ),
-    "distributed_strategy.virtual_pipeline_model_parallel_size": _chunks,
+    "distributed_strategy.virtual_pipeline_model_parallel_size": when(
+        lambda entry: entry.value != 1,
+        shared.INTERLEAVED,
+        "one stage on each rank",
+    ),
     "model.pipeline_cuts": _cuts,
     "model.activations_checkpoint_granularity": _recomputing,
     "model.activations_checkpoint_recompute": _recomputed,
-    "model.fusions.ring_attention": _ring,
+    "model.fusions.ring_attention": when(
+        lambda entry: entry.value,
+        explained(
+            decides("train.ringattn_parallel_size"),
+            "context_parallel_size says over how many ranks",
+        ),
+        "rows are split over ranks where context_parallel_size says so",
+    ),
     **alignment.COMPUTED,
     **data.COMPUTED,
     **model.COMPUTED,
     **optimizer.COMPUTED,
-    **{name: no_effect(why) for name, why in IDLE.items()},
 }
 
 DEFAULTS: Mapping[str, Any] = {
@@ -324,9 +325,10 @@ DEFAULTS: Mapping[str, Any] = {
 NXDT = Dialect(
     name="nxdt",
     title="NxDT",
-    recognizes=_recognizes,
+    recognizes=lambda values: all(isinstance(values.get(name), dict) for name in SECTIONS),
     same=SAME,
     computed=COMPUTED,
+    idle=IDLE,
     types=typed(
         switch="exp_manager.create_tensorboard_logger exp_manager.resume_if_exists"
         " exp_manager.resume_ignore_no_checkpoint exp_manager.create_checkpoint_callback"

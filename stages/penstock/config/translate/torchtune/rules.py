@@ -8,12 +8,15 @@ from penstock.config.translate.dialect import (
     Dialect,
     Rule,
     Values,
+    by_reason,
     choice,
     decides,
+    left_out,
     listed,
     no_effect,
     put,
     refused,
+    sets,
     truth,
     typed,
     unsupported,
@@ -29,7 +32,6 @@ from penstock.core.errors import ConfigError
 
 COMPONENT = "_component_"
 MODEL, LOSS, OPTIMIZER = (f"{name}.{COMPONENT}" for name in ("model", "loss", "optimizer"))
-SCHEDULER = f"lr_scheduler.{COMPONENT}"
 ADAPTED = ("lora_", "qlora_", "dora_", "qdora_")
 """Prefixes of builders of models with adapters."""
 
@@ -57,6 +59,7 @@ OPTIMIZERS: Mapping[str, str] = {
     "Adam": "torch.optim.Adam",
     "Adagrad": "torch.optim.Adagrad",
 }
+TRACKERS = {"WandBLogger": "wandb", "TensorBoardLogger": "tensorboard"}
 PARTS = {
     "model.encoder_trainable": "vision",
     "model.fusion_trainable": "projector",
@@ -88,11 +91,10 @@ def _is_adapted(draft: Draft) -> bool:
 def _model(entry: Entry) -> None:
     name = _last(entry)
     entry.put("lora.enable_lora", name.startswith(ADAPTED))
-    if name.startswith("q"):
-        is_quantized = name.startswith(ADAPTED)
-        entry.put("lora.enable_qlora", is_quantized)
-        if is_quantized:
-            entry.put("lora.quant_format", "nf4")
+    if name.startswith(("qlora_", "qdora_")):
+        shared.quantizes("nf4")(entry)
+    elif name.startswith("q"):
+        entry.put("lora.enable_qlora", False)
     if name.startswith(("dora_", "qdora_")):
         entry.put("lora.use_dora", True)
     entry.explain("config.json in checkpointer.checkpoint_dir says the architecture")
@@ -124,14 +126,6 @@ def _targets(entry: Entry) -> None:
         entry.approximated("checkpoints of this model have one layer for q, k and v")
     else:
         entry.put("lora.lora_target_modules", names)
-
-
-def _quantized_base(entry: Entry) -> None:
-    if entry.value and _is_adapted(entry.draft):
-        entry.put("lora.enable_qlora", True)
-        entry.put("lora.quant_format", "nf4")
-    else:
-        entry.no_effect("base weights keep their precision")
 
 
 def _trainable(entry: Entry) -> None:
@@ -166,14 +160,6 @@ def _optimizer(entry: Entry) -> None:
         entry.approximated("states are in float32, on the devices")
 
 
-def _scheduler(entry: Entry) -> None:
-    if _last(entry) != "get_cosine_schedule_with_warmup":
-        entry.leave_out("it takes get_cosine_schedule_with_warmup")
-        return
-    entry.put("train.lr_decay_style", "cosine")
-    entry.put("train.lr_min", 0.0)
-
-
 COMPILED = frozenset({"model", "loss", "optimizer_step", "scale_grads"})
 """Keys of `compile` as a mapping."""
 
@@ -195,15 +181,6 @@ def _steps(entry: Entry) -> None:
         entry.explain("of all epochs")
 
 
-def _logger(entry: Entry) -> None:
-    name = _last(entry)
-    tracker = {"WandBLogger": "wandb", "TensorBoardLogger": "tensorboard"}.get(name)
-    if tracker:
-        shared.track(entry, tracker)
-    else:
-        entry.no_effect("metrics.jsonl and report.html are always written")
-
-
 def _finalize(draft: Draft) -> None:
     pairs = draft.value("train.objective") == "preference"
     packs = any(item.get("packed") for item in _items(draft))
@@ -221,80 +198,48 @@ def _items(draft: Draft) -> list[dict[str, Any]]:
 
 
 OF_PYTHON = "how the program does its work, which changes no result"
+RESUMED = "checkpoints are in output_dir, and the same command resumes from the newest"
 OF_FILES = "the model's files say it"
-OF_REWARDS = "read by training with rewards alone"
-OF_TEACHERS = "models are not trained on log-probs of others"
-OF_INFERENCE = "read by generation alone"
 OF_LAYERS = "every layer computes every token, and the last one gives the loss"
 
-IDLE: Mapping[str, str] = {
-    **dict.fromkeys(
-        (
-            *("device", "log_level", "log_peak_memory_stats", "name", "custom_sharded_layers"),
-            *(
-                "memory_efficient_fsdp_wrap",
-                "low_cpu_ram",
-                "use_distributed_state_dict",
-                "use_flex",
-            ),
-            *(
-                "dist_backend",
-                "debug_logging_enabled",
-                "debug_num_samples_per_step",
-                "optimizer.fused",
-            ),
-            *("tensor_parallel_plan", "collate_fn", "dataloader.collate_fn", "num_output_chunks"),
-            *("dataloader.parallel_method", "dataloader.shuffle", "dataloader.packed"),
-            *("metric_logger.log_dir", "metric_logger.filename", "ac_mode", "ac_option"),
-            *("loss.num_output_chunks", "loss.ignore_index", "enable_fp8_training_recipe"),
-        ),
-        OF_PYTHON,
-    ),
-    **dict.fromkeys(
-        (
-            *("checkpointer._component_", "checkpointer.checkpoint_files"),
-            *("checkpointer.model_type", "checkpointer.checkpoint_files.filename_format"),
-            *("checkpointer.checkpoint_files.max_filename", "base_model_path"),
-        ),
-        OF_FILES,
-    ),
-    **dict.fromkeys(
-        ("checkpointer.output_dir", "checkpointer.recipe_checkpoint"),
-        "checkpoints are in output_dir, and the same command resumes from the newest",
-    ),
-    "checkpointer.safe_serialization": "weights are always written as safetensors",
-}
+IDLE = by_reason(
+    f"""
+    device log_level log_peak_memory_stats name custom_sharded_layers memory_efficient_fsdp_wrap
+    low_cpu_ram use_distributed_state_dict use_flex dist_backend debug_logging_enabled
+    debug_num_samples_per_step optimizer.fused tensor_parallel_plan collate_fn dataloader.collate_fn
+    num_output_chunks dataloader.parallel_method dataloader.shuffle dataloader.packed
+    metric_logger.log_dir metric_logger.filename ac_mode ac_option loss.num_output_chunks
+    loss.ignore_index enable_fp8_training_recipe: {OF_PYTHON}
+    checkpointer._component_ checkpointer.checkpoint_files checkpointer.model_type
+    checkpointer.checkpoint_files.filename_format checkpointer.checkpoint_files.max_filename
+    base_model_path: {OF_FILES}
+    checkpointer.output_dir checkpointer.recipe_checkpoint: {RESUMED}
+    checkpointer.safe_serialization: weights are always written as safetensors
+    """
+)
 
 FAMILIES: Mapping[str, Rule] = {
-    **dict.fromkeys(
-        ("ref_checkpointer.", "ref_policy_checkpointer."),
-        no_effect("the reference is the model that training starts from"),
-    ),
-    **dict.fromkeys(("tokenizer.", "model.image_size", "model.max_seq_len"), no_effect(OF_FILES)),
-    **dict.fromkeys(
-        ("model.vocab_size", "model.num_", "model.embed_dim", "model.norm_eps"), no_effect(OF_FILES)
-    ),
-    **dict.fromkeys(
-        (
-            *("policy_model.", "reward_", "value_checkpointer.", "ppo_", "grpo_", "num_steps"),
-            *("forward_batch_size", "penalise_no_eos", "stop_token_ids", "min_response_length"),
-            *("whiten_rewards", "kl_coeff", "gamma", "lmbda", "loss.epsilon", "loss.kl_coeff"),
-            *("loss.value_", "inference.", "postprocessing.", "training.", "orchestration."),
-        ),
-        no_effect(OF_REWARDS),
-    ),
-    **dict.fromkeys(("teacher_", "kd_ratio"), no_effect("read with kd_loss, which is refused")),
-    **dict.fromkeys(
-        (
-            *("max_generated_tokens", "max_new_tokens", "temperature", "top_k", "prompt"),
-            *("enable_kv_cache", "apply_chat_template"),
-        ),
-        no_effect(OF_INFERENCE),
-    ),
-    "profiler.": no_effect("read with profiler.enabled alone; train.profile_start_step says when"),
-    "layer_dropout.": unsupported(OF_LAYERS),
-    "early_exit_loss.": unsupported(OF_LAYERS),
-    "fsdp.": no_effect(OF_PYTHON),
+    **{
+        prefix: no_effect(why)
+        for prefix, why in by_reason(
+            f"""
+            ref_checkpointer.
+            ref_policy_checkpointer.: the reference is the model that training starts from
+            tokenizer. model.image_size model.max_seq_len model.vocab_size model.num_
+            model.embed_dim model.norm_eps: {OF_FILES}
+            policy_model. reward_ value_checkpointer. ppo_ grpo_ num_steps forward_batch_size
+            penalise_no_eos stop_token_ids min_response_length whiten_rewards kl_coeff gamma lmbda
+            loss.epsilon loss.kl_coeff loss.value_ inference. postprocessing. training.
+            orchestration.: read by training with rewards alone
+            teacher_ kd_ratio: read with kd_loss, which is refused
+            max_generated_tokens max_new_tokens temperature top_k prompt enable_kv_cache
+            apply_chat_template: read by generation alone
+            profiler.: read with profiler.enabled alone; train.profile_start_step says when
+            fsdp.: {OF_PYTHON}
+            """
+        ).items()
+    },
+    **dict.fromkeys(("layer_dropout.", "early_exit_loss."), unsupported(OF_LAYERS)),
 }
 
 SAME: Mapping[str, str] = {
@@ -350,14 +295,22 @@ COMPUTED: Mapping[str, Rule] = {
     "model.apply_lora_to_mlp": _targets,
     "model.apply_lora_to_output": _targets,
     "model.attn_dropout": unsupported("attention has no dropout"),
-    "model.quantize_base": _quantized_base,
+    "model.quantize_base": when(
+        lambda entry: entry.value and _is_adapted(entry.draft),
+        shared.quantizes("nf4"),
+        "base weights keep their precision",
+    ),
     **dict.fromkeys(PARTS, _trainable),
     LOSS: _loss,
     "loss.beta": _of_pairs("preference.beta"),
     "loss.label_smoothing": _of_pairs("preference.label_smoothing"),
     "loss.gamma": _of_pairs("preference.simpo_gamma"),
     OPTIMIZER: _optimizer,
-    SCHEDULER: _scheduler,
+    f"lr_scheduler.{COMPONENT}": when(
+        lambda entry: _last(entry) == "get_cosine_schedule_with_warmup",
+        sets({"train.lr_decay_style": "cosine", "train.lr_min": 0.0}),
+        left_out("it takes get_cosine_schedule_with_warmup"),
+    ),
     "lr_scheduler.num_cycles": when(
         lambda entry: entry.value != 0.5, put(f"{schedule.MORE}.num_cycles"), "the rate falls once"
     ),
@@ -368,16 +321,19 @@ COMPUTED: Mapping[str, Rule] = {
     "max_steps_per_epoch": _steps,
     "clip_grad_norm": put("train.max_grad_norm", lambda norm: norm or 0.0),
     **dict.fromkeys(("fsdp_cpu_offload", "fsdp.cpu_offload"), truth("train.enable_fsdp_offload")),
-    f"metric_logger.{COMPONENT}": _logger,
+    f"metric_logger.{COMPONENT}": when(
+        lambda entry: _last(entry) in TRACKERS,
+        lambda entry: shared.track(entry, TRACKERS[_last(entry)]),
+        "metrics.jsonl and report.html are always written",
+    ),
     "profiler.enabled": put("train.enable_profiling", bool),
     "resume_from_checkpoint": shared.RESUMES,
     "save_every_n_epochs": put("train.save_epochs", float),
     "save_adapter_weights_only": truth("lora.save_lora_only"),
-    "kd_loss": refused(OF_TEACHERS),
+    "kd_loss": refused("models are not trained on log-probs of others"),
     "quantizer": unsupported(
         "weights are trained as they are; export.quantise quantizes the result"
     ),
-    **{name: no_effect(why) for name, why in IDLE.items()},
 }
 
 TORCHTUNE = Dialect(
@@ -393,6 +349,7 @@ TORCHTUNE = Dialect(
         number="tokenizer.max_seq_len",
         text="model._component_",
     ),
+    idle=IDLE,
     families=FAMILIES,
     defaults={
         "optimizer.weight_decay": 0.01,
