@@ -11,40 +11,16 @@ from pathlib import Path
 from typing import Any, cast
 
 from penstock.config.loading.fault import ConfigIssue, Steps
-from penstock.config.loading.schema_tree import sections
+from penstock.config.loading.schema_tree import field_at
+from penstock.config.schema.base import FOLDER, ConfigSection, FilePath
 from penstock.config.schema.data import is_inline_template
+from penstock.config.schema.run import RunConfig
 from penstock.core import env
 from penstock.core.process.allowed_env import is_secret
 from penstock.core.remote.urls import is_url
 from penstock.core.sources.local_files import GLOB
 from penstock.core.sources.megatron_files import find_index
 
-PATH_FIELDS = frozenset(
-    {
-        *("model.model_path", "model.config_path", "model.tokenizer_path"),
-        *("lora.init_adapter_path", "data.dataset_prepared_path", "pipeline.artifacts_path"),
-        "data.chat_template",
-        *("train.output_dir", "train.load_checkpoint_path", "train.init_checkpoint_path"),
-        *("train.log_dir", "train.profile_trace_dir", "train.mlflow_tracking_uri", "push.url"),
-    }
-)
-WRITTEN_FIELDS = frozenset(
-    {
-        *("data.dataset_prepared_path", "pipeline.artifacts_path"),
-        *("train.output_dir", "train.log_dir", "train.profile_trace_dir"),
-    }
-)
-"""Those of folders that a run writes."""
-
-SERVER_PATH_FIELDS = frozenset(
-    {
-        *("model_path", "config_path", "tokenizer_path", "output_dir", "load_checkpoint_path"),
-        "api_keys_file",
-    }
-)
-ENCODER_FIELDS = ("model_path", "config_path")
-DATASET_LISTS = ("datasets", "test_datasets", "decontaminate_datasets")
-DATASET_FIELDS = ("path", "data_files", "image_folder")
 VARIABLE = re.compile(
     r"\$(?:(?P<dollar>\$)|(?P<bare>[A-Za-z_]\w*)|"
     r"\{(?P<name>[A-Za-z_]\w*)(?::-(?P<default>[^{}]*))?\}|(?P<broken>\{[^}]*\}?))"
@@ -117,22 +93,47 @@ def _require_path(text: str) -> str:
 
 
 def expand_paths(
-    settings: Mapping[str, Any], only: Iterable[Steps] | None = None
+    settings: Mapping[str, Any],
+    only: Iterable[Steps] | None = None,
+    root: type[ConfigSection] = RunConfig,
 ) -> list[ConfigIssue]:
-    """Expand a run's path settings in place. A setting that cannot be expanded stays, with an
-    issue.
+    """Expand path settings in place. A setting that cannot be expanded stays, with an issue.
 
     With `only`, expand only settings at these paths, or above or below them.
     """
-    locations = _places(settings)
-    if only is not None:
-        chosen = list(only)
-        locations = (
-            holder_path
-            for holder_path in locations
-            if any(_is_within(holder_path[2], steps) for steps in chosen)
-        )
-    return _expand(locations)
+    chosen = None if only is None else list(only)
+    issues: list[ConfigIssue] = []
+    for holder, key, path in paths_in(settings, root):
+        if chosen is not None and not any(_is_within(path, steps) for steps in chosen):
+            continue
+        try:
+            typed = holder[key]
+            if isinstance(typed, str) and not is_inline_template(typed):
+                holder[key] = expand(typed)
+            elif isinstance(typed, list):
+                entries = cast("list[Any]", typed)
+                holder[key] = [
+                    expand(entry) if isinstance(entry, str) else entry for entry in entries
+                ]
+        except ExpansionError as error:
+            issues.append(ConfigIssue(path, str(error)))
+    return issues
+
+
+def paths_in(
+    values: Any, root: type[ConfigSection] = RunConfig, above: Steps = ()
+) -> Iterator[tuple[Any, Any, Steps]]:
+    """The settings in these values that are declared to be paths: the mapping that holds each, its
+    key there, and its path."""
+    if not isinstance(values, dict | list):
+        return
+    holder = cast("dict[Any, Any] | list[Any]", values)
+    for key, value in list(holder.items() if isinstance(holder, dict) else enumerate(holder)):
+        field = field_at((*above, key), root)
+        if field and any(isinstance(part, FilePath) for part in field.metadata):
+            yield holder, key, (*above, key)
+        else:
+            yield from paths_in(value, root, (*above, key))
 
 
 def _is_within(path: Steps, steps: Steps) -> bool:
@@ -147,16 +148,17 @@ def anchor_paths(settings: dict[str, Any], folder: Path) -> None:
     Folders that a run writes are paths, also by default. Other values are paths if they exist, and
     else the id of a hub repository or a name.
     """
-    for name in WRITTEN_FIELDS:
-        section, _, key = name.partition(".")
-        default = sections()[section].model_fields[key].get_default()
-        if isinstance(default, str):
-            settings.setdefault(section, {}).setdefault(key, default)
-    for holder, key, path in _places(settings):
+    for section, section_field in RunConfig.model_fields.items():
+        fields = cast("type[ConfigSection]", section_field.annotation).model_fields
+        for key, field in fields.items():
+            if FOLDER in field.metadata and isinstance(field.default, str):
+                settings.setdefault(section, {}).setdefault(key, field.default)
+    for holder, key, path in paths_in(settings):
         value = holder[key]
         if key == "data_files" or not isinstance(value, str) or is_inline_template(value):
             continue
-        is_written = ".".join(map(str, path)) in WRITTEN_FIELDS
+        field = field_at(path)
+        is_written = field is not None and FOLDER in field.metadata
         if not is_url(value) and (is_written or _exists(folder, value)):
             holder[key] = str(folder / value)
 
@@ -167,52 +169,3 @@ def _exists(folder: Path, value: str) -> bool:
         return True
     is_glob = GLOB.search(value) and not Path(value).is_absolute()
     return bool(is_glob) and any(True for _ in folder.glob(value))
-
-
-def expand_server_paths(settings: dict[str, Any]) -> list[ConfigIssue]:
-    """The same for a server's settings, which have no sections."""
-    names = sorted(SERVER_PATH_FIELDS & settings.keys())
-    return _expand((settings, name, (name,)) for name in names)
-
-
-def _expand(locations: Iterable[tuple[dict[str, Any], str, Steps]]) -> list[ConfigIssue]:
-    faults: list[ConfigIssue] = []
-    for holder, key, path in locations:
-        try:
-            typed = holder[key]
-            if isinstance(typed, str) and not is_inline_template(typed):
-                holder[key] = expand(typed)
-            elif isinstance(typed, list):
-                entries = cast("list[Any]", typed)
-                holder[key] = [
-                    expand(entry) if isinstance(entry, str) else entry for entry in entries
-                ]
-        except ExpansionError as error:
-            faults.append(ConfigIssue(path, str(error)))
-    return faults
-
-
-def _places(settings: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], str, Steps]]:
-    for name in sorted(PATH_FIELDS):
-        section, _, key = name.partition(".")
-        holder = settings.get(section)
-        if isinstance(holder, dict) and key in holder:
-            yield cast("dict[str, Any]", holder), key, (section, key)
-    yield from _encoder_places(settings.get("model"))
-    data = settings.get("data")
-    for name in DATASET_LISTS if isinstance(data, dict) else ():
-        entries = cast("dict[str, Any]", data).get(name)
-        listed = cast("list[Any]", entries) if isinstance(entries, list) else []
-        for number, entry in enumerate(listed):
-            for key in DATASET_FIELDS if isinstance(entry, dict) else ():
-                if key in entry:
-                    yield cast("dict[str, Any]", entry), key, ("data", name, number, key)
-
-
-def _encoder_places(model: Any) -> Iterator[tuple[dict[str, Any], str, Steps]]:
-    encoders = cast("dict[str, Any]", model).get("encoders") if isinstance(model, dict) else None
-    entries = cast("dict[str, Any]", encoders) if isinstance(encoders, dict) else {}
-    for kind, entry in entries.items():
-        for key in ENCODER_FIELDS if isinstance(entry, dict) else ():
-            if key in entry:
-                yield cast("dict[str, Any]", entry), key, ("model", "encoders", kind, key)

@@ -4,7 +4,11 @@ Neither `"3"` nor `3.0` nor `true` is accepted for the integer 3, so that a typo
 converted into a value.
 """
 
-from pydantic import BaseModel, ConfigDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict
 
 
 class Settings(BaseModel):
@@ -29,3 +33,27 @@ class ConfigSection(Settings):
         """Whether the field has another value than its default, whether or not it was written."""
         field = type(self).model_fields[name]
         return getattr(self, name) != field.get_default(call_default_factory=True)
+
+
+@dataclass(frozen=True)
+class FilePath:
+    """Declared with the type of a setting that is a path or a URL: `~` and variables in it are
+    expanded when a file is read (`loading/expand_paths.py`)."""
+
+    is_written: bool = False
+    """Whether it is of a folder that a run writes, and so a path whatever is there."""
+
+
+PATH, FOLDER = FilePath(), FilePath(is_written=True)
+
+
+def require(holds: Callable[[Any], object], message: str) -> AfterValidator:
+    """Declared with the type of a setting: a condition of its values other than null. `{value}` in
+    the message of the error is the value."""
+
+    def check(value: Any) -> Any:
+        if value is not None and not holds(value):
+            raise ValueError(message.format(value=value))
+        return value
+
+    return AfterValidator(check)

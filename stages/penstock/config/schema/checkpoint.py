@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from penstock.config.schema.base import ConfigSection
+from penstock.config.schema.base import PATH, ConfigSection
 from penstock.config.schema.cache_key import (
     KeyedByContent,
     KeyedIfEvaluated,
@@ -75,10 +75,6 @@ NOT_RELEASED = NotWith(
     why="every run would start from this checkpoint",
     instead="leave it out, and write model.model_path for the first run",
 )
-
-
-def _empty_to_none(value: str | None) -> str | None:
-    return value or None
 
 
 class SaveBestConfig(ConfigSection):
@@ -173,7 +169,8 @@ class CheckpointConfig(ConfigSection):
     """Also save the final weights in Hugging Face's format."""
 
     load_checkpoint_path: Annotated[
-        KeyedByContent[Annotated[str | None, AfterValidator(_empty_to_none)]], NOT_RELEASED
+        KeyedByContent[Annotated[str | None, PATH, AfterValidator(lambda path: path or None)]],
+        NOT_RELEASED,
     ] = None
     """Checkpoint to start from; `auto`: the newest one in `output_dir`. Unset or empty: a new run
     starts from scratch, an interrupted run resumes from its own checkpoints in `output_dir`."""
@@ -217,6 +214,7 @@ class CheckpointConfig(ConfigSection):
 
     init_checkpoint_path: Annotated[
         KeyedByContent[str | None],
+        PATH,
         NotWith(
             "train.load_checkpoint_path",
             unless=(None, "auto"),

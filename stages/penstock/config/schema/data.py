@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, PrivateAttr
 
-from penstock.config.schema.base import ConfigSection
+from penstock.config.schema.base import PATH, ConfigSection
 from penstock.config.schema.dataset import (
     KIND_OF_FORMAT,
     MAX_RECORD_BYTES,
@@ -243,7 +243,7 @@ class DataConfig(ConfigSection):
     ] = "all"
     """Train on all assistant turns or only on the last one."""
 
-    chat_template: Annotated[str, AfterValidator(_check_chat_template)] = TOKENIZER_TEMPLATE
+    chat_template: Annotated[str, PATH, AfterValidator(_check_chat_template)] = TOKENIZER_TEMPLATE
     """Chat template that renders conversations: `tokenizer` for the tokenizer's own, the name of
     one that Penstock includes (`chatml`, `llama3`, `qwen3`; docs/reference/chat-templates.md lists
     all), a path to a `.jinja` file, or the text of a Jinja template. The exported tokenizer has

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from penstock.config.schema.base import ConfigSection
+from penstock.config.schema.base import PATH, ConfigSection, require
 from penstock.config.schema.effect import NotWith, OnlyWith
 from penstock.config.schema.registered import Registered
 from penstock.core.extensions import FORMATS
@@ -85,15 +85,6 @@ SCORES = ("field_chosen_score", "field_rejected_score")
 """Columns with the scores of the completions of a pair."""
 
 
-def _check_trust_remote_code(value: bool) -> bool:
-    if value:
-        raise ValueError(
-            "loading scripts are not run; convert the dataset to parquet or jsonl, "
-            "and leave trust_remote_code out"
-        )
-    return value
-
-
 def _check_splits(value: str | None) -> str | None:
     if value is not None:
         parse_splits(value)
@@ -116,7 +107,7 @@ def _check_message_roles(
 class DatasetConfig(ConfigSection):
     """One data source."""
 
-    path: str = Field(min_length=1)
+    path: Annotated[str, PATH] = Field(min_length=1)
     """A file, a folder or a glob; a URL (`s3://`, `gs://`, `abfs://`, `https://`); a Hugging Face
     hub id (`org/name`); `builtin:arithmetic`, `builtin:shapes` (pictures), or `dummy` for
     synthetic token ids: 4,096 samples of 513 tokens, or of `max_seq_len`."""
@@ -146,10 +137,17 @@ class DatasetConfig(ConfigSection):
     streaming: bool = False
     """Stream a hub dataset: read it while it is downloaded, without keeping a copy of its files."""
 
-    trust_remote_code: Annotated[bool, AfterValidator(_check_trust_remote_code)] = False
+    trust_remote_code: Annotated[
+        bool,
+        require(
+            lambda trusts: not trusts,
+            "loading scripts are not run; convert the dataset to parquet or jsonl, and leave"
+            " trust_remote_code out",
+        ),
+    ] = False
     """Must be false: loading scripts of datasets are not run."""
 
-    data_files: str | list[str] | None = None
+    data_files: Annotated[str | list[str] | None, PATH] = None
     """The files to read, relative to `path`: a name or a list; globs are allowed."""
 
     ds_type: FileKind | None = None
@@ -171,7 +169,7 @@ class DatasetConfig(ConfigSection):
     """`megatron`: fractions of the documents, in order, for train, validation and test, such as
     `980,10,10`; `split` selects the one that is read (unset: `train`). Unset: all documents."""
 
-    image_folder: Annotated[str | None, OF_MEDIA] = Field(default=None, min_length=1)
+    image_folder: Annotated[str | None, PATH, OF_MEDIA] = Field(default=None, min_length=1)
     """Local folder to which paths of images are relative, and which holds them. Unset: the folder
     of the data file."""
 

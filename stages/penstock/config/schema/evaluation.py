@@ -3,23 +3,13 @@
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
-from penstock.config.schema.base import ConfigSection
+from penstock.config.schema.base import ConfigSection, require
 from penstock.config.schema.cache_key import KeyedIfEvaluated, KeyedUnlessDefault, Unkeyed
 from penstock.config.schema.effect import NotWith, OnlyWith
 from penstock.config.schema.registered import Registered
 from penstock.core.extensions import METRICS
-
-
-def _check_max_batches(value: int | float | None) -> int | float | None:
-    if value is None:
-        return None
-    if value < 0 or (isinstance(value, float) and value > 1):
-        raise ValueError(
-            f"is {value}; write a whole number of batches (10), or a fraction up to 1.0 (0.25)"
-        )
-    return value
 
 
 def metric_sign(metric: str, mode: Literal["min", "max"] | None = None) -> int:
@@ -62,12 +52,6 @@ def _not_nothing(setting: str, none: object) -> NotWith:
     return NotWith(setting, unless=(none,), of=(0,), why=why, instead="leave one of them out")
 
 
-def _check_prompt(value: str) -> str:
-    if not value.strip():
-        raise ValueError("is empty; write a prompt")
-    return value
-
-
 class EvaluationConfig(ConfigSection):
     """Evaluation on held-out data (`data.test_datasets`, `data.val_set_size`), and sample
     generations."""
@@ -91,7 +75,11 @@ class EvaluationConfig(ConfigSection):
     check."""
 
     eval_max_batches: Annotated[
-        KeyedIfEvaluated[Annotated[int | float | None, AfterValidator(_check_max_batches)]],
+        KeyedIfEvaluated[int | float | None],
+        require(
+            lambda batches: batches >= 0 and (isinstance(batches, int) or batches <= 1),
+            "is {value}; write a whole number of batches (10), or a fraction up to 1.0 (0.25)",
+        ),
         replace(EVALUATES, spares=(0,)),
         _not_nothing("train.early_stopping.patience", none=0),
         _not_nothing("train.save_best.metric", none=None),
@@ -141,9 +129,9 @@ class EvaluationConfig(ConfigSection):
     """Evaluate the model that training would start from; train and export nothing. Settings of the
     optimizer, the loss and the length of a run are then in no cache key."""
 
-    sample_prompts: Unkeyed[list[Annotated[str, AfterValidator(_check_prompt)]]] = Field(
-        default_factory=list[str]
-    )
+    sample_prompts: Unkeyed[
+        list[Annotated[str, require(str.strip, "is empty; write a prompt")]]
+    ] = Field(default_factory=list[str])
     """Prompts for which the model generates completions during training, with greedy decoding: as a
     user message if the tokenizer has a chat template, else as text to continue. The completions are
     in `samples.jsonl` and in the report."""

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
-from penstock.config.schema.base import ConfigSection
+from penstock.config.schema.base import PATH, ConfigSection, require
 from penstock.config.schema.effect import NativeOnly, NotWith
 from penstock.core.remote.urls import PACKAGE_OF, WEB
 
@@ -59,10 +59,7 @@ def _check_url(value: str | None) -> str | None:
     return value
 
 
-def _check_repo_id(value: str | None) -> str | None:
-    if value is None or re.fullmatch(r"[\w.-]+(/[\w.-]+)?", value):
-        return value
-    raise ValueError(f"{value!r} is not a hub repository; write one such as your-name/my-model")
+REPO_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 ELSEWHERE = {
@@ -142,11 +139,18 @@ OF_REPOSITORIES = NotWith(
 class PushConfig(ConfigSection):
     """Upload of the exported model to a hub repository or to a folder at a URL."""
 
-    repo_id: Annotated[str | None, AfterValidator(_check_repo_id)] = None
+    repo_id: Annotated[
+        str | None,
+        require(
+            REPO_ID.fullmatch,
+            "{value!r} is not a hub repository; write one such as your-name/my-model",
+        ),
+    ] = None
     """Hugging Face hub repository, `org/name`. Not together with `url`."""
 
     url: Annotated[
         str | None,
+        PATH,
         AfterValidator(_check_url),
         NotWith(
             "push.repo_id",

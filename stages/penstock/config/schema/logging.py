@@ -2,35 +2,15 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
-from penstock.config.schema.base import ConfigSection
+from penstock.config.schema.base import FOLDER, PATH, ConfigSection, require
 from penstock.config.schema.cache_key import Unkeyed
 from penstock.config.schema.effect import OnlyWith
 from penstock.config.schema.registered import Registered
 from penstock.config.schema.served import Served
 from penstock.core.extensions import TRACKERS
 from penstock.core.remote.urls import is_url, redact
-
-
-def _check_tracking_uri(uri: str | None) -> str | None:
-    if uri is not None and uri != redact(uri):
-        raise ValueError(
-            "contains a secret, and the config of a run is stored with its results; write only the "
-            "address, and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the "
-            "environment"
-        )
-    return uri
-
-
-def _check_log_dir(folder: str | None) -> str | None:
-    if folder is not None and is_url(folder):
-        raise ValueError(
-            "is a URL, but event files are written to a local folder; leave it out: event files in"
-            " train.output_dir are uploaded with it"
-        )
-    return folder
-
 
 LogRanks = Literal["all", "local0", "global0"]
 
@@ -94,7 +74,12 @@ class LoggingConfig(ConfigSection):
 
     log_dir: Annotated[
         Unkeyed[str | None],
-        AfterValidator(_check_log_dir),
+        FOLDER,
+        require(
+            lambda folder: not is_url(folder),
+            "is a URL, but event files are written to a local folder; leave it out: event files in"
+            " train.output_dir are uploaded with it",
+        ),
         OnlyWith(
             "train.use_tensorboard",
             why="is the folder of TensorBoard's event files, and {name} is {value}",
@@ -130,7 +115,15 @@ class LoggingConfig(ConfigSection):
     """Weights & Biases: log every `wandb_log_interval` steps."""
 
     mlflow_tracking_uri: Annotated[
-        Unkeyed[str | None], AfterValidator(_check_tracking_uri), OnlyWith("train.use_mlflow")
+        Unkeyed[str | None],
+        PATH,
+        require(
+            lambda uri: uri == redact(uri),
+            "contains a secret, and the config of a run is stored with its results; write only the"
+            " address, and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the"
+            " environment",
+        ),
+        OnlyWith("train.use_mlflow"),
     ] = Field(default=None, min_length=1)
     """MLflow: URI of the tracking server or store. Unset: MLFLOW_TRACKING_URI, else the file
     mlflow.db in `output_dir`."""
@@ -145,7 +138,7 @@ class LoggingConfig(ConfigSection):
     profile_end_step: Unkeyed[int] = Field(default=2, ge=0)
     """Profiler: stop after this many steps."""
 
-    profile_trace_dir: Unkeyed[str] = Field(default="./trace", min_length=1)
+    profile_trace_dir: Unkeyed[Annotated[str, FOLDER]] = Field(default="./trace", min_length=1)
     """Profiler: folder for traces, whose names begin with the run's cache key."""
 
     profile_record_shapes: Unkeyed[bool] = True

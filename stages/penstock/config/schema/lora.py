@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from penstock.config.schema.base import ConfigSection
+from penstock.config.schema.base import PATH, ConfigSection
 from penstock.config.schema.cache_key import (
     CacheKey,
     Keyed,
@@ -99,7 +99,7 @@ class LoraConfig(ConfigSection):
     with `skip` a line in the log, as PEFT passes over them. If none names a layer, it is an error
     either way."""
 
-    init_adapter_path: Annotated[KeyedByContent[str | None], LORA] = None
+    init_adapter_path: Annotated[KeyedByContent[str | None], PATH, LORA] = None
     """Adapter to start from: a folder or hub id with `adapter_config.json`. Rank, alpha, targets
     and variant are read from it; if they are written here too, they must agree."""
 

@@ -2,9 +2,9 @@
 
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
-from penstock.config.schema.base import ConfigSection
+from penstock.config.schema.base import PATH, ConfigSection, require
 from penstock.config.schema.cache_key import Keyed, KeyedByContent, KeyedUnlessDefault, Unkeyed
 from penstock.config.schema.effect import OWN_EXPERTS, NativeOnly, NotWith, OnlyWith
 from penstock.config.schema.served import Served
@@ -26,22 +26,14 @@ ROUNDS = OnlyWith("train.computes_in", ("bfloat16", "float16"), unmet="silent")
 CASTS = OnlyWith("train.computes_in", ("float32", "float16"), unmet="silent")
 
 
-def _check_freeze(value: list[Part] | None) -> list[Part] | None:
-    if value is not None and {*value} == {*get_args(Part)}:
-        raise ValueError(
-            f"is {value}, all parts of a model, and nothing would be trained; leave one out"
-        )
-    return value
-
-
 class EncoderConfig(ConfigSection):
     """An encoder that is put before a text model."""
 
-    model_path: str | None = Field(default=None, min_length=1)
+    model_path: Annotated[str | None, PATH] = Field(default=None, min_length=1)
     """Pre-trained weights of the vision tower: the hub id or local folder of a CLIP, SigLIP or
     DINOv2 model. Unset: the tower of `config_path`, with random initial weights."""
 
-    config_path: str | None = Field(default=None, min_length=1)
+    config_path: Annotated[str | None, PATH] = Field(default=None, min_length=1)
     """The encoder's config.json and preprocessor_config.json, if they are not in `model_path`: a
     hub id, a local folder, `builtin:tiny-clip` or `builtin:tiny-siglip`. Unset: the same as
     `model_path`."""
@@ -76,15 +68,15 @@ class EncoderConfig(ConfigSection):
 class ModelConfig(ConfigSection):
     """The base model, its tokenizer and its implementation."""
 
-    model_path: KeyedByContent[str | None] = Field(default=None, min_length=1)
+    model_path: KeyedByContent[Annotated[str | None, PATH]] = Field(default=None, min_length=1)
     """Pre-trained weights: a Hugging Face hub id or a local folder. Unset: the model of
     `config_path`, with random initial weights."""
 
-    config_path: KeyedByContent[str | None] = Field(default=None, min_length=1)
+    config_path: KeyedByContent[Annotated[str | None, PATH]] = Field(default=None, min_length=1)
     """The model's config.json, if it is not in `model_path`: a hub id, a local folder or
     `builtin:tiny-qwen3` (or `tiny-qwen3-moe`, `tiny-gpt-oss`). Unset: the same as `model_path`."""
 
-    tokenizer_path: KeyedByContent[str | None] = Field(default=None, min_length=1)
+    tokenizer_path: KeyedByContent[Annotated[str | None, PATH]] = Field(default=None, min_length=1)
     """The tokenizer: a hub id, a local folder or `builtin:bytes`. Unset: the same as
     `config_path`."""
 
@@ -202,7 +194,10 @@ class ModelConfig(ConfigSection):
 
     freeze: Annotated[
         KeyedUnlessDefault[list[Part] | None],
-        AfterValidator(_check_freeze),
+        require(
+            lambda parts: {*parts} != {*get_args(Part)},
+            "is {value}, all parts of a model, and nothing would be trained; leave one out",
+        ),
         NotWith(
             "lora.enable_lora",
             why="is {own}, and with lora.enable_lora all of the model's own weights are frozen",

@@ -3,29 +3,15 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
-from penstock.config.schema.base import ConfigSection
+from penstock.config.schema.base import ConfigSection, require
 from penstock.config.schema.cache_key import KeyedUnlessDefault, Unkeyed
 from penstock.config.schema.effect import NativeOnly, NotWith, OnlyWith
 from penstock.config.schema.served import Served
 
 MAX_RANKS = 1024 * 100_000
 """As many as `launch.nproc_per_node` on each of `launch.nnodes` can be."""
-
-
-def _check_ranks(value: int) -> int:
-    if value > MAX_RANKS:
-        raise ValueError(f"is {value}; it must be at most {MAX_RANKS}")
-    if value == -1 or value > 0:
-        return value
-    raise ValueError(f"is {value}; write a number of ranks, 1 or more, or -1 for all that are left")
-
-
-def _check_split(value: Literal["uniform"] | list[int]) -> Literal["uniform"] | list[int]:
-    if value == "uniform" or (value[:1] == [0] and value == sorted(value)):
-        return value
-    raise ValueError(f"is {value}; write the first layer of each stage, rising from 0, or uniform")
 
 
 PipelineSchedule = Literal[
@@ -93,7 +79,14 @@ SPLITS = NativeOnly(
 )
 
 Ranks = Annotated[int, Field(gt=0, le=MAX_RANKS)]
-RanksOrRest = Annotated[int, AfterValidator(_check_ranks)]
+RanksOrRest = Annotated[
+    int,
+    require(lambda ranks: ranks <= MAX_RANKS, f"is {{value}}; it must be at most {MAX_RANKS}"),
+    require(
+        lambda ranks: ranks == -1 or ranks > 0,
+        "is {value}; write a number of ranks, 1 or more, or -1 for all that are left",
+    ),
+]
 
 
 class ParallelConfig(ConfigSection):
@@ -179,7 +172,12 @@ class ParallelConfig(ConfigSection):
     schedules, 2 for `ZBVZeroBubble` and `DualPipeV`. Unset: the minimum of the schedule."""
 
     pipeline_parallel_split: Annotated[
-        Unkeyed[Literal["uniform"] | list[int]], AfterValidator(_check_split), PIPELINE
+        Unkeyed[Literal["uniform"] | list[int]],
+        require(
+            lambda split: split == "uniform" or (split[:1] == [0] and split == sorted(split)),
+            "is {value}; write the first layer of each stage, rising from 0, or uniform",
+        ),
+        PIPELINE,
     ] = "uniform"
     """Layers of each pipeline stage: `uniform`, stages of equal cost as far as whole layers allow,
     or the index of each stage's first layer, for example `[0, 5, 11, 17]`."""

@@ -1,11 +1,11 @@
 """The stages of a run, where their results are, and how training processes are started."""
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, Field
 
-from penstock.config.schema.base import ConfigSection
+from penstock.config.schema.base import FOLDER, ConfigSection
 from penstock.config.schema.effect import OnlyWith
 from penstock.config.schema.registered import Registered
 from penstock.core.extensions import STAGES as REGISTRY
@@ -32,21 +32,13 @@ def _check_result_path(value: str) -> str:
     return value.rstrip("/")
 
 
-Root = Annotated[str, AfterValidator(_check_result_path)]
+Root = Annotated[str, FOLDER, AfterValidator(_check_result_path)]
 """A folder for results. Results at a URL are written to a local mirror of it and uploaded."""
 
 
 StageName = Literal["prepare", "encode", "pack", "reference", "train", "export", "push"]
 
-STAGES: tuple[StageName, ...] = (
-    "prepare",
-    "encode",
-    "pack",
-    "reference",
-    "train",
-    "export",
-    "push",
-)
+STAGES: tuple[StageName, ...] = get_args(StageName)
 """All stages, in the only order in which they can run."""
 
 DEFAULT_STAGES: tuple[StageName, ...] = ("prepare", "pack", "train", "export")

@@ -2,9 +2,9 @@
 
 from typing import Annotated, ClassVar, Literal, get_args
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
-from penstock.config.schema.base import ConfigSection
+from penstock.config.schema.base import ConfigSection, require
 from penstock.config.schema.effect import NotWith, OnlyWith, conditions_of
 
 LossType = Literal[
@@ -44,21 +44,6 @@ LOSS = "preference.loss_type"
 
 def _used_by(*losses: LossType) -> OnlyWith:
     return OnlyWith(LOSS, losses, why="{name}: {value} does not use it")
-
-
-def _check_update_steps(value: int) -> int:
-    if value < 1 and value != -1:
-        raise ValueError(f"{value} is not a number of steps; write -1 for never")
-    return value
-
-
-def _check_precompute(value: bool) -> bool:
-    if not value:
-        raise ValueError(
-            "reference log-probs are always computed before training and reused by other runs;"
-            " leave precompute_ref_logps out"
-        )
-    return value
 
 
 class PreferenceConfig(ConfigSection):
@@ -157,7 +142,10 @@ class PreferenceConfig(ConfigSection):
 
     ref_update_steps: Annotated[
         int,
-        AfterValidator(_check_update_steps),
+        require(
+            lambda steps: steps >= 1 or steps == -1,
+            "{value} is not a number of steps; write -1 for never",
+        ),
         NotWith(
             "preference.has_reference",
             (False,),
@@ -175,7 +163,14 @@ class PreferenceConfig(ConfigSection):
     Evaluations always use the initial model as the reference. Not with adapters, whose reference is
     the base model."""
 
-    precompute_ref_logps: Annotated[bool, AfterValidator(_check_precompute)] = True
+    precompute_ref_logps: Annotated[
+        bool,
+        require(
+            bool,
+            "reference log-probs are always computed before training and reused by other runs;"
+            " leave precompute_ref_logps out",
+        ),
+    ] = True
     """Must be true: the stage `reference` computes reference log-probs before training, once for
     all runs that start from the same model."""
 

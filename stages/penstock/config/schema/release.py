@@ -4,20 +4,13 @@ one."""
 import re
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
-from penstock.config.schema.base import ConfigSection
+from penstock.config.schema.base import ConfigSection, require
 from penstock.config.schema.effect import OnlyWith
 from penstock.config.schema.evaluation import metric_sign
 
-
-def _check_name(value: str | None) -> str | None:
-    if value is None or re.fullmatch(r"[A-Za-z0-9][\w.-]*", value, re.ASCII):
-        return value
-    raise ValueError(
-        f"{value!r} is not a valid folder name; write letters, digits, and - _ . between them"
-    )
-
+FOLDER_NAME = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
 
 COMPARED = OnlyWith(
     "release.metric", unless=(None,), words="metric", why="is not used with metric: null"
@@ -37,7 +30,13 @@ class ReleaseConfig(ConfigSection):
         ),
     )
 
-    name: Annotated[str | None, AfterValidator(_check_name)] = None
+    name: Annotated[
+        str | None,
+        require(
+            FOLDER_NAME.fullmatch,
+            "{value!r} is not a valid folder name; write letters, digits, and - _ . between them",
+        ),
+    ] = None
     """Name of the model: releases are `releases/<name>/0001` and so on, in
     `pipeline.artifacts_path`. Unset: nothing is released."""
 

@@ -8,12 +8,13 @@ import math
 import re
 from dataclasses import replace
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
 from penstock.config.loading.fault import ConfigIssue, Issues, dotted
 from penstock.config.loading.validate import ValidationResult, depends_on_invalid, validate
+from penstock.config.schema.base import PATH, require
 from penstock.config.schema.data import LONGEST_ROW
 from penstock.config.schema.run import RunConfig
 from penstock.config.server.run_fields import BUILT_IN, OWN_DEFAULTS, SAME, SERVER
@@ -49,17 +50,32 @@ HERE = {
 class ServerConfig(ServerServing, ServerTraining, ServerModel):
     """The config of a training server."""
 
-    output_dir: str = Field(default="outputs", min_length=1)
+    output_dir: Annotated[str, PATH] = Field(default="outputs", min_length=1)
     """Folder for checkpoints, logs and the server's state. With several nodes it must be on a
     shared file system."""
 
-    load_weights_mode: Literal["auto", "safetensors", "dcp"] = "auto"
+    load_weights_mode: Annotated[
+        Literal["auto", "safetensors", "dcp"],
+        require(
+            lambda mode: mode != "dcp",
+            "is dcp; a DCP folder tells neither its model's architecture nor which tensors are the"
+            " base's and which an adapter's: write auto or safetensors, with a folder that"
+            " `penstock export` has written, or name the checkpoint in load_checkpoint_path",
+        ),
+    ] = "auto"
     """Format of the weights in `model_path`: Hugging Face's. `dcp` is an error."""
 
-    ckpt_manager: Literal["dcp", "torch"] = "dcp"
+    ckpt_manager: Annotated[
+        Literal["dcp", "torch"],
+        require(
+            lambda manager: manager == "dcp",
+            "is torch; one file of torch.save needs all weights on one rank, is read by"
+            " unpickling, and fits no other layout: write dcp",
+        ),
+    ] = "dcp"
     """Checkpoint format: `dcp`, PyTorch Distributed Checkpoint. `torch` is an error."""
 
-    load_checkpoint_path: str = ""
+    load_checkpoint_path: Annotated[str, PATH] = ""
     """Training checkpoint that every new model starts from. Empty: the base model."""
 
     storage_limit: str = "10TB"
@@ -83,27 +99,6 @@ class ServerConfig(ServerServing, ServerTraining, ServerModel):
     @classmethod
     def _is_a_size(cls, value: str) -> str:
         parse_byte_size(value)
-        return value
-
-    @field_validator("load_weights_mode")
-    @classmethod
-    def _is_read_here(cls, value: str) -> str:
-        if value == "dcp":
-            raise ValueError(
-                "is dcp; a DCP folder tells neither its model's architecture nor which tensors are"
-                " the base's and which an adapter's: write auto or safetensors, with a folder that"
-                " `penstock export` has written, or name the checkpoint in load_checkpoint_path"
-            )
-        return value
-
-    @field_validator("ckpt_manager")
-    @classmethod
-    def _is_written_here(cls, value: str) -> str:
-        if value == "torch":
-            raise ValueError(
-                "is torch; one file of torch.save needs all weights on one rank, is read by"
-                " unpickling, and fits no other layout: write dcp"
-            )
         return value
 
     @property

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.config.loading.cli_overrides import Override, apply
-from penstock.config.loading.expand_paths import expand_server_paths
+from penstock.config.loading.expand_paths import expand_paths
 from penstock.config.loading.fault_locations import (
     ErrorLocator,
     LocatedError,
@@ -58,7 +58,7 @@ def load_server(
     ]
     quoted = [quote_text_value(option, ServerConfig) for option in options]
     values, refused = apply(document.value, quoted)
-    unexpanded = expand_server_paths(values)
+    unexpanded = expand_paths(values, root=ServerConfig)
     config, faults = validate_fields(values, ServerConfig)
     faults += unexpanded
     validated = validate_server(config)

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, field_validator
 
-from penstock.config.schema.base import ConfigSection
+from penstock.config.schema.base import PATH, ConfigSection, require
 from penstock.config.schema.pipeline import variable_names
 
 LAST_PORT = 65535
@@ -20,7 +20,7 @@ class ServerServing(ConfigSection):
     api_port: int = Field(default=8000, ge=0, le=LAST_PORT)
     """Port of the API; 0: any free port."""
 
-    api_keys_file: str | None = Field(default=None, min_length=1)
+    api_keys_file: Annotated[str | None, PATH] = Field(default=None, min_length=1)
     """File with one API key per line; other users must not be able to read it. Unset: the
     comma-separated keys in the environment variable `PENSTOCK_SERVER_KEYS`; without any, all users
     of this machine have access as one owner."""
@@ -77,7 +77,14 @@ class ServerServing(ConfigSection):
     """Address at which the scheduler connects to rank 0. Unset: `worker_bind_host`, or loopback if
     that is all addresses."""
 
-    worker_bind_address: str = Field(default="auto", pattern=r"^(auto|tcp://.+:[0-9]+)$")
+    worker_bind_address: Annotated[
+        str,
+        Field(pattern=r"^(auto|tcp://.+:[0-9]+)$"),
+        require(
+            lambda address: address == "auto" or int(address.rpartition(":")[2]) <= LAST_PORT,
+            f"is {{value}}; ports end at {LAST_PORT}",
+        ),
+    ] = "auto"
     """Address and port on which rank 0 listens: `tcp://host:port`. `auto`: `worker_bind_host` and
     `worker_bind_port`."""
 
@@ -144,13 +151,6 @@ class ServerServing(ConfigSection):
     """Names of further environment variables of the launcher that are passed to the workers. Those
     of the system, compilers, CUDA and torch are always passed. No other process of the server gets
     more."""
-
-    @field_validator("worker_bind_address")
-    @classmethod
-    def _has_a_port(cls, value: str) -> str:
-        if value != "auto" and int(value.rpartition(":")[2]) > LAST_PORT:
-            raise ValueError(f"is {value}; ports end at {LAST_PORT}")
-        return value
 
     @field_validator("sync_allowed_hosts")
     @classmethod

@@ -1,10 +1,10 @@
 """Model and training settings of a server: those that a run has too, and its own."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from penstock.config.schema.base import ConfigSection
+from penstock.config.schema.base import PATH, ConfigSection
 from penstock.config.schema.data import DataConfig
 from penstock.config.schema.lora import LoraConfig
 from penstock.config.schema.model import ModelConfig
@@ -19,7 +19,7 @@ class ServerModel(ConfigSection):
     Fields without a docstring have that of the run's field.
     """
 
-    model_path: str = Field(min_length=1)
+    model_path: Annotated[str, PATH] = Field(min_length=1)
     """Pre-trained weights: a Hugging Face hub id, a local folder, or `builtin:tiny-qwen3`, a model
     with random weights."""
 
@@ -27,8 +27,8 @@ class ServerModel(ConfigSection):
     """Name that clients may use for the model, besides its path. Unset: the same as
     `model_path`."""
 
-    config_path: str | None = Field(default=None, min_length=1)
-    tokenizer_path: str | None = Field(default=None, min_length=1)
+    config_path: Annotated[str | None, PATH] = Field(default=None, min_length=1)
+    tokenizer_path: Annotated[str | None, PATH] = Field(default=None, min_length=1)
     backend: Literal["auto", "native", "transformers"] = "auto"
     encoders: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Must be empty: a server serves the model of one folder. `penstock models compose` writes one

@@ -154,8 +154,8 @@ IDLE = by_reason(
     {SAVING}.save_last: the last step is always saved
     {SAVING}.model_parallel_size: read by nothing
     distributed_strategy.token_shuffle_group_size: no token is dropped, so none is shuffled
-    {alignment.PEFT}.lora_verbose {alignment.PEFT}.save_lora_config_adapter
-    {alignment.PEFT}.merge_sharded_lora: {alignment.OF_ADAPTER_FILES}
+    {data.PEFT}.lora_verbose {data.PEFT}.save_lora_config_adapter
+    {data.PEFT}.merge_sharded_lora: {alignment.OF_ADAPTER_FILES}
     data.tokenizer.merge_file: read beside vocab_file
     data.tokenizer.library data.tokenizer.model data.tokenizer.delimiter
     data.tokenizer.sentencepiece_legacy
