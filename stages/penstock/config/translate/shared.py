@@ -32,6 +32,7 @@ BESIDE_ADAPTERS = (
     "whole layers beside adapters are not trained; lora_target_modules may name embed_tokens and"
     " lm_head"
 )
+OF_PYTHON = "how the program does its work, which changes no result"
 SIZED = "images are resized as preprocessor_config.json of the model says; write its size there"
 BEST_HERE = "the best attention backend on this machine is used, FlashAttention if installed"
 
@@ -73,6 +74,9 @@ IN_ORDER = sets(
 )
 """Samples stay in the order of their files."""
 
+
+ALONE = sets({METHOD: "multipack", GROUP: 1})
+"""Rule of what asks for a sequence of its own for each sample."""
 
 INTERLEAVED = in_turn(
     put("train.pipeline_parallel_virtual_stages"),

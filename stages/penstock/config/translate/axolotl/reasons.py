@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from penstock.config.translate import shared
 from penstock.config.translate.dialect import Rule, by_reason, no_effect, unsupported
 
-OF_OTHERS = "how the program does its work, which changes no result"
 OF_REWARDS = "read by training with rewards alone"
 OF_GROUPS = "one rate for all weights; train.vision_lr and train.projector_lr set two others"
 DEQUANTIZED = "weights that are stored quantized are dequantized as they are read"
@@ -36,7 +35,7 @@ IDLE = by_reason(
     fsdp_final_state_dict_type torch_dtype adapter_dtype lora_on_cpu base_model_ignore_patterns
     full_finetune test_value qlora_sharded_model_loading overrides_of_model_kwargs
     dpo_use_logits_to_keep eval_table_size eval_max_new_tokens dynamic_checkpoint
-    type_of_model: {OF_OTHERS}
+    type_of_model: {shared.OF_PYTHON}
     loss_watchdog_threshold loss_watchdog_patience: a high loss does not end a run
     tiled_mlp tiled_mlp_num_shards tiled_mlp_use_original_mlp selective_checkpointing
     layer_offloading relora_cpu_offload embeddings_skip_upcast
@@ -123,7 +122,7 @@ FAMILIES: Mapping[str, Rule] = {
             use_ray ray_ resources_per_worker: torchrun starts it
             gradio_: penstock chat answers prompts
             lm_eval_: penstock eval RUN --harness TASKS evaluates
-            expert_parallel_: {OF_OTHERS}
+            expert_parallel_: {shared.OF_PYTHON}
             """
         ).items()
     },

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from penstock.config.translate.dialect import Rule, put, when
+from penstock.config.translate.dialect import Rule, put, sets, when
 from penstock.config.translate.fit_parallel_sizes import EVAL_ROWS
 from penstock.config.translate.translation import Entry
 
@@ -23,12 +23,6 @@ def explicit_steps(entry: Entry) -> int | None:
 def rows_at_once(entry: Entry) -> int:
     """Rows that a rank trains on at once."""
     return entry.get("batch_size") or entry.get("per_device_train_batch_size") or 1
-
-
-def _steps(entry: Entry) -> None:
-    entry.put("train.max_steps", entry.value if entry.value > 0 else None)
-    if entry.value <= 0:
-        entry.explain("as many steps as num_train_epochs has")
 
 
 def _by_steps_or_epochs(entry: Entry, name: str, chosen: str) -> None:
@@ -121,11 +115,6 @@ def _eval_batches(entry: Entry) -> None:
         entry.put("train.eval_max_batches", None)
 
 
-def _unified(entry: Entry) -> None:
-    entry.put("train.ckpt_manager", "dcp")
-    entry.explain("checkpoints can be read in any layout, and are saved in parts")
-
-
 ASYNC = {"async_save", "enable_all_options"}
 MASTER = {"skip_save_model_weight", "enable_all_options"}
 COMPUTE = {"remove_master_weight", "master_weight_compatible"}
@@ -142,13 +131,6 @@ def _unified_config(entry: Entry) -> None:
         entry.approximated(f"{', '.join(unknown)} cannot be set for checkpoints here")
     elif not entry.is_handled:
         entry.no_effect("every rank saves its own part of weights and states")
-
-
-def _load_states(entry: Entry) -> None:
-    if entry.value and entry.get("overwrite_output_dir"):
-        entry.no_effect("overwrite_output_dir is true, so the run starts from scratch")
-    else:
-        entry.put("train.load_optimizer", not entry.value)
 
 
 COMPRESSIONS = {"O1": "int8", "O2": "int4"}
@@ -178,7 +160,11 @@ def _quantized_stage(entry: Entry) -> None:
 
 
 SAVING: Mapping[str, Rule] = {
-    "max_steps": _steps,
+    "max_steps": when(
+        lambda entry: entry.value > 0,
+        put("train.max_steps"),
+        sets({"train.max_steps": None}, "as many steps as num_train_epochs has"),
+    ),
     "save_strategy": _save,
     "save_steps": _interval("save", "save_strategy"),
     "evaluation_strategy": _evaluate,
@@ -194,10 +180,17 @@ SAVING: Mapping[str, Rule] = {
         "train.load_checkpoint_path", lambda overwrites: None if overwrites else "auto"
     ),
     "resume_from_checkpoint": put("train.load_checkpoint_path"),
-    "unified_checkpoint": _unified,
+    "unified_checkpoint": sets(
+        {"train.ckpt_manager": "dcp"},
+        "checkpoints can be read in any layout, and are saved in parts",
+    ),
     "unified_checkpoint_config": _unified_config,
     "disable_ckpt_quant": _quantized_states,
     "ckpt_quant_stage": _quantized_stage,
     "ignore_save_lr_and_optim": put("train.save_optimizer", lambda left_out: not left_out),
-    "ignore_load_lr_and_optim": _load_states,
+    "ignore_load_lr_and_optim": when(
+        lambda entry: not (entry.value and entry.get("overwrite_output_dir")),
+        put("train.load_optimizer", lambda left_out: not left_out),
+        "overwrite_output_dir is true, so the run starts from scratch",
+    ),
 }

@@ -3,10 +3,22 @@
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.config.translate.dialect import Rule, no_effect, put, refused, when
+from penstock.config.translate.dialect import (
+    Rule,
+    decides,
+    explained,
+    in_turn,
+    no_effect,
+    put,
+    refused,
+    when,
+)
 from penstock.config.translate.erniekit.checkpoint import NO_EVALUATION, evaluates, explicit_steps
 from penstock.config.translate.erniekit.images import has_samples_alone, if_of_images, is_of_images
 from penstock.config.translate.erniekit.objective import OF_DPO_ALONE, is_preference
+from penstock.config.translate.shared import ALONE, GROUP, METHOD
+from penstock.config.translate.shared import SOURCES as TRAIN
+from penstock.config.translate.shared import TESTS as TEST
 from penstock.config.translate.templates import chat_template
 from penstock.config.translate.translation import Draft, Entry
 
@@ -21,8 +33,6 @@ TYPES: Mapping[str, Mapping[str, str]] = {
 }
 """By stage, what their types of data are called here."""
 
-METHOD, GROUP = "data.sample_packing_method", "data.sample_packing_group_size"
-TRAIN, TEST = "data.datasets", "data.test_datasets"
 WEIGHTED = ("random", "interleave_under", "interleave_over")
 
 
@@ -175,20 +185,6 @@ def _virtual_epoch(entry: Entry) -> None:
         entry.put("data.samples_per_epoch", entry.value)
 
 
-def _shuffle(entry: Entry) -> None:
-    entry.put("data.shuffle_merged_datasets", bool(entry.value))
-    entry.put("data.shuffle_before_merging_datasets", bool(entry.value))
-
-
-def _packing(entry: Entry) -> None:
-    if entry.value:
-        entry.decides(METHOD)
-    else:
-        entry.put(METHOD, "multipack")
-        entry.put(GROUP, 1)
-        entry.explain("each sample has a sequence of its own")
-
-
 def _greedy(entry: Entry) -> None:
     if not entry.get("packing"):
         entry.no_effect("packing is false")
@@ -259,8 +255,14 @@ DATA: Mapping[str, Rule] = {
     "max_seq_len": _length,
     "mix_strategy": _mix,
     "num_samples_each_epoch": _virtual_epoch,
-    "random_shuffle": _shuffle,
-    "packing": _packing,
+    "random_shuffle": in_turn(
+        put("data.shuffle_merged_datasets", bool), put("data.shuffle_before_merging_datasets", bool)
+    ),
+    "packing": when(
+        lambda entry: entry.value,
+        decides(METHOD),
+        explained(ALONE, "each sample has a sequence of its own"),
+    ),
     "greedy_intokens": _greedy,
     "buffer_size": put(GROUP),
     "max_prompt_len": when(is_preference, _prompt, OF_DPO_ALONE),

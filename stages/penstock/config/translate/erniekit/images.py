@@ -2,7 +2,16 @@
 
 from collections.abc import Mapping
 
-from penstock.config.translate.dialect import Rule, no_effect, put, refused, when
+from penstock.config.translate.dialect import (
+    Rule,
+    by_reason,
+    if_on,
+    no_effect,
+    put,
+    refused,
+    when,
+)
+from penstock.config.translate.shared import ALONE, OF_PYTHON
 from penstock.config.translate.translation import Entry
 
 STAGE = "VL-SFT"
@@ -21,26 +30,6 @@ def is_of_images(entry: Entry) -> bool:
 def if_of_images(rule: Rule) -> Rule:
     """The rule of a key that recipes for images alone read."""
     return when(is_of_images, rule, f"read by stage {STAGE} alone")
-
-
-def _idle(why: str) -> Rule:
-    return if_of_images(no_effect(why))
-
-
-def _only_if_off(why: str) -> Rule:
-    """The rule of a key that is refused unless its value is false, 0 or empty."""
-    return if_of_images(refused(why))
-
-
-def _multimodal(entry: Entry) -> None:
-    if is_of_images(entry):
-        entry.no_effect("data with images says it")
-    elif entry.value:
-        entry.refuse(
-            f"stage {entry.get('stage')} reads text; write stage: {STAGE}, or leave it out"
-        )
-    else:
-        entry.no_effect("is off")
 
 
 def _freeze(entry: Entry) -> None:
@@ -68,26 +57,22 @@ def _own_rate(entry: Entry) -> None:
         entry.refuse(NOT_SAID)
 
 
-def _alone(entry: Entry) -> None:
-    if entry.value:
-        entry.put("data.sample_packing_method", "multipack")
-        entry.put("data.sample_packing_group_size", 1)
-    else:
-        entry.no_effect("packing says it")
-
-
 def has_samples_alone(entry: Entry) -> bool:
     """Whether each sample has a sequence of its own, whatever `packing` says."""
     return is_of_images(entry) and bool(entry.get("one_sample_in_one_seq"))
 
 
-WORK = "how the program does its work, which changes no result"
-OF_MODEL = "as the model's config.json says"
-OF_TEMPLATE = "the tokenizer's chat template says it"
-OF_VIDEO = "of videos, which data here has none of"
-
 IMAGES: Mapping[str, Rule] = {
-    "multimodal": _multimodal,
+    "multimodal": when(
+        is_of_images,
+        no_effect("data with images says it"),
+        if_on(
+            lambda entry: entry.refuse(
+                f"stage {entry.get('stage')} reads text; write stage: {STAGE}, or leave it out"
+            ),
+            "is off",
+        ),
+    ),
     "freeze_config": if_of_images(_freeze),
     "modality_ratio": if_of_images(
         when(
@@ -105,7 +90,7 @@ IMAGES: Mapping[str, Rule] = {
             "images have the size that the image processor gives them",
         )
     ),
-    "one_sample_in_one_seq": if_of_images(_alone),
+    "one_sample_in_one_seq": if_of_images(if_on(ALONE, "packing says it")),
     "prefetch_factor": if_of_images(put("data.dataloader_prefetch_factor")),
     "moe_use_aux_free_update_coef": if_of_images(
         when(
@@ -114,23 +99,24 @@ IMAGES: Mapping[str, Rule] = {
             "biases of routers are left as they are",
         )
     ),
-    "moe_use_aux_free": _idle("moe_use_aux_free_update_coef says how much"),
     **dict.fromkeys(("moe_gate_lr_ratio", "visual_ld", "vit_lr_ratio"), if_of_images(_own_rate)),
-    "from_scratch": _only_if_off("weights are those of model_name_or_path; write 0"),
-    "render_timestamp": _idle(OF_VIDEO),
-    "use_moe": _idle(OF_MODEL),
-    "moe_use_hard_gate": _idle(OF_MODEL),
-    "add_sys_token": _idle(OF_TEMPLATE),
-    "drop_history_with_k": _idle("turns are left out where a sample is too long"),
-    "same_data": _idle("a run that goes on reads the data where it stopped"),
-    "trigger_data_prob": _idle("every record is read"),
-    "pad_to_max_seqlen": _idle("sequences are padded to whole 128 tokens, which changes no result"),
-    **dict.fromkeys(
-        (
-            *("use_recompute_loss_fn", "serialize_output", "gc_interval", "pre_alloc_memory"),
-            *("pp_need_data", "pp_need_data_degree", "disable_pipeline_warmup"),
-            "save_sharding_stage1_model_include_freeze_params",
-        ),
-        _idle(WORK),
-    ),
+    "from_scratch": if_of_images(refused("weights are those of model_name_or_path; write 0")),
+    **{
+        key: if_of_images(no_effect(why))
+        for key, why in by_reason(
+            f"""
+            moe_use_aux_free: moe_use_aux_free_update_coef says how much
+            render_timestamp: of videos, which data here has none of
+            use_moe moe_use_hard_gate: as the model's config.json says
+            add_sys_token: the tokenizer's chat template says it
+            drop_history_with_k: turns are left out where a sample is too long
+            same_data: a run that goes on reads the data where it stopped
+            trigger_data_prob: every record is read
+            pad_to_max_seqlen: sequences are padded to whole 128 tokens, which changes no result
+            use_recompute_loss_fn serialize_output gc_interval pre_alloc_memory pp_need_data
+            pp_need_data_degree disable_pipeline_warmup
+            save_sharding_stage1_model_include_freeze_params: {OF_PYTHON}
+            """
+        ).items()
+    },
 }

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from penstock.config.schema.preference import AVERAGED, REFERENCE_FREE, LossType, is_used
-from penstock.config.translate.dialect import Rule, Values, choice, truth, when
+from penstock.config.translate.dialect import Rule, Values, choice, if_on, sets, truth, when
 from penstock.config.translate.translation import Draft, Entry
 
 OBJECTIVES = {"SFT": "sft", "DPO": "preference", "PT": "pretrain", "VL-SFT": "sft"}
@@ -59,13 +59,6 @@ def _of_loss(name: str) -> Rule:
             entry.no_effect(f"loss_type {loss} does not read it")
 
     return when(is_preference, rule, OF_DPO_ALONE)
-
-
-def _sft_ratio(entry: Entry) -> None:
-    if is_preference(entry) and entry.get("loss_type") == "orpo":
-        entry.no_effect("loss_type orpo has a ratio of 1")
-    else:
-        _of_loss("sft_loss_ratio")(entry)
 
 
 def _normalized(entry: Entry) -> None:
@@ -126,15 +119,6 @@ def _alpha(entry: Entry) -> None:
         entry.explain("-1 is 4 with rslora" if root else "-1 is twice the rank")
 
 
-def _plus(entry: Entry) -> None:
-    if not (entry.value and _is_lora(entry.draft)):
-        entry.no_effect("is off" if not entry.value else "no adapters are trained")
-        return
-    entry.put("lora.use_rslora", True)
-    entry.put("lora.lora_plus_ratio", 4.0)
-    entry.put("lora.lora_alpha", 4)
-
-
 def adapters_are_whole(draft: Draft) -> None:
     """What only adapters can be trained beside needs adapters."""
     if draft.value("lora.enable_qlora") and not draft.value("lora.enable_lora"):
@@ -159,7 +143,11 @@ OBJECTIVE: Mapping[str, Rule] = {
         "is off",
     ),
     "pref_loss_ratio": _of_loss("pref_loss_ratio"),
-    "sft_loss_ratio": _sft_ratio,
+    "sft_loss_ratio": when(
+        lambda entry: not is_preference(entry) or entry.get("loss_type") != "orpo",
+        _of_loss("sft_loss_ratio"),
+        "loss_type orpo has a ratio of 1",
+    ),
     "dpop_lambda": _of_loss("dpop_lambda"),
     "normalize_logps": when(is_preference, _normalized, OF_DPO_ALONE),
     "reference_free": when(is_preference, _without_reference, OF_DPO_ALONE),
@@ -170,6 +158,13 @@ OBJECTIVE: Mapping[str, Rule] = {
     "lora_alpha": _alpha,
     "rslora": _of_lora("use_rslora"),
     "lora_plus_scale": _of_lora("lora_plus_ratio"),
-    "rslora_plus": _plus,
+    "rslora_plus": if_on(
+        when(
+            lambda entry: _is_lora(entry.draft),
+            sets({"lora.use_rslora": True, "lora.lora_plus_ratio": 4.0, "lora.lora_alpha": 4}),
+            "no adapters are trained",
+        ),
+        "is off",
+    ),
     "lora_path": _of_lora("init_adapter_path"),
 }

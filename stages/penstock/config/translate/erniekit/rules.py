@@ -13,10 +13,12 @@ from penstock.config.translate.dialect import (
     Rule,
     Values,
     approximated,
+    by_reason,
+    decides,
     if_true,
+    in_turn,
     is_flat,
     negated,
-    no_effect,
     put,
     typed,
     when,
@@ -61,28 +63,26 @@ SAME: Mapping[str, str] = {
     "moe_aux_loss_lambda": "train.moe_aux_loss_coef",
 }
 
-OVERLAP = "a way to overlap or lay out communication, which changes no result"
-
-IDLE: Mapping[str, str] = {
-    "release_grads": "gradients are always released after the step",
-    "fuse_linear": "bias and product are always one operation",
-    "optim_shard_num": "every rank saves its own part, tensor by tensor",
-    "sharding_parallel_config": OVERLAP,
-    "sharding_comm_buffer_size_MB": OVERLAP,
-    "use_sp_callback": "another place for the same sum of gradients",
-    "use_attn_mask_start_row_indices": "documents of a row are kept apart by their lengths",
-    "use_attn_mask_startend_row_indices": "documents of a row are kept apart by their lengths",
-    "use_sparse_flash_attn": "what is masked is skipped wherever the attention kernel can",
-    "use_flash_attn_with_mask": "what is masked is skipped wherever the attention kernel can",
-    "load_sharded_model": "weights are always read in parts",
-    "save_sharded_model": "every rank saves its own part of weights and states",
-    "use_sparse_head_and_loss_fn": "tokens that are not trained never reach the head",
-}
+IDLE = by_reason(
+    """
+    release_grads: gradients are always released after the step
+    fuse_linear: bias and product are always one operation
+    optim_shard_num: every rank saves its own part, tensor by tensor
+    sharding_parallel_config
+    sharding_comm_buffer_size_MB: a way to overlap or lay out communication, which changes no result
+    use_sp_callback: another place for the same sum of gradients
+    use_attn_mask_start_row_indices
+    use_attn_mask_startend_row_indices: documents of a row are kept apart by their lengths
+    use_sparse_flash_attn
+    use_flash_attn_with_mask: what is masked is skipped wherever the attention kernel can
+    load_sharded_model: weights are always read in parts
+    save_sharded_model: every rank saves its own part of weights and states
+    use_sparse_head_and_loss_fn: tokens that are not trained never reach the head
+    """
+)
 """Keys that change nothing here."""
 
-UNSUPPORTED: Mapping[str, str] = {
-    "num_nextn_predict_layers": "layers that predict several tokens are not trained here; write 0",
-}
+SEVERAL = "layers that predict several tokens are not trained here; write 0"
 
 PADDLE, PUBLISHED = "-Paddle", "-PT"
 
@@ -100,13 +100,6 @@ def _model(entry: Entry) -> None:
         entry.approximated(f"{PADDLE} weights are in Paddle's layout; {PUBLISHED} has the same")
 
 
-def _continue(entry: Entry) -> None:
-    entry.decides("model.model_path", "model.config_path")
-    entry.explain(
-        "pre-trained weights" if entry.value else "random weights of the model's configuration"
-    )
-
-
 def _attention(entry: Entry) -> None:
     plain = "eager" if entry.get("attention_probs_dropout_prob") else "sdpa"
     entry.put("model.attn_implementation", None if entry.value else plain)
@@ -120,9 +113,14 @@ def _log_dir(entry: Entry) -> None:
         entry.put("train.log_dir", entry.value)
 
 
-MORE: Mapping[str, Rule] = {
+RULES: Mapping[str, Rule] = {
     "model_name_or_path": _model,
-    "continue_training": _continue,
+    "continue_training": in_turn(
+        decides("model.model_path", "model.config_path"),
+        lambda entry: entry.explain(
+            "pre-trained weights" if entry.value else "random weights of the model's configuration"
+        ),
+    ),
     "download_hub": when(
         lambda entry: entry.value != "huggingface",
         approximated("models are taken from the Hugging Face hub, or from a folder"),
@@ -223,8 +221,7 @@ ERNIEKIT = Dialect(
         text="train_dataset_path eval_dataset_path model_name_or_path logging_dir sharding optim",
     ),
     computed={
-        **{key: no_effect(why) for key, why in IDLE.items()},
-        **MORE,
+        **RULES,
         **DATA,
         **SAVING,
         **LAYOUT,
@@ -232,7 +229,8 @@ ERNIEKIT = Dialect(
         **OBJECTIVE,
         **IMAGES,
     },
-    unsupported=UNSUPPORTED,
+    unsupported={"num_nextn_predict_layers": SEVERAL},
+    idle=IDLE,
     defaults=DEFAULTS,
     inferred=infer_stage,
     overridden_by=BEATEN,

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.config.translate.dialect import Rule, if_true, put, when, where
+from penstock.config.translate.dialect import Rule, if_on, if_true, in_turn, put, sets, when, where
+from penstock.config.translate.shared import quantizes
 from penstock.config.translate.translation import Entry
 
 PRECISIONS = {"bf16": "bf16_mixed", "fp16": "fp16_mixed"}
@@ -29,8 +30,7 @@ def _compute(entry: Entry) -> None:
         entry.put("train.enable_fp8_training", True)
         entry.put("train.fp8.recipe", "tensorwise")
     elif kind in QUANTIZED:
-        entry.put("lora.enable_qlora", True)
-        entry.put("lora.quant_format", QUANTIZED[kind])
+        quantizes(QUANTIZED[kind])(entry)
     elif entry.key != "compute_type":
         entry.no_effect("says only what is computed in")
 
@@ -73,18 +73,6 @@ def _operations(operations: tuple[str, ...], dtype: str) -> Rule:
     return rule
 
 
-def _accumulation(entry: Entry) -> None:
-    if entry.value == -1:
-        entry.refuse("-1 chooses it by the size of the data; write a number")
-    else:
-        entry.put("train.gradient_accumulation_steps", entry.value)
-
-
-def _decay(entry: Entry) -> None:
-    entry.put("train.weight_decay", entry.value)
-    entry.put("train.no_decay_params", ["bias", "norm"])
-
-
 def _betas(entry: Entry) -> None:
     betas = [entry.get("adam_beta1"), entry.get("adam_beta2")]
     entry.put("train.optimizer_kwargs.betas", betas)
@@ -96,14 +84,6 @@ def _optimizer(entry: Entry) -> None:
     entry.decides("train.optimizer")
     if entry.value not in ("adamw", "adamw_custom"):
         entry.approximated(f"{entry.value} is no optimizer here; AdamW takes its place")
-
-
-def _low_moments(entry: Entry) -> None:
-    if entry.value:
-        entry.put("train.optimizer", "anyprecision_adamw")
-        entry.put("train.optimizer_dtype", "bf16")
-    else:
-        entry.no_effect("states are kept in fp32")
 
 
 def _offload(entry: Entry) -> None:
@@ -227,7 +207,7 @@ TRAINING: Mapping[str, Rule] = {
     "bf16": put("train.precision", lambda on: "bf16_mixed" if on else "fp32"),
     "fp16_opt_level": when(
         lambda entry: entry.value == "O0",
-        lambda entry: entry.put("train.precision", "fp32"),
+        sets({"train.precision": "fp32"}),
         "weights are kept in fp32 beside what is computed in fewer bits, as in O2",
     ),
     "scale_loss": when(
@@ -238,13 +218,22 @@ TRAINING: Mapping[str, Rule] = {
     "amp_master_grad": _master_gradients,
     "amp_custom_white_list": _operations(IN_BF16, "bf16"),
     "amp_custom_black_list": _operations(IN_FP32, "fp32"),
-    "gradient_accumulation_steps": _accumulation,
-    "weight_decay": _decay,
+    "gradient_accumulation_steps": when(
+        lambda entry: entry.value != -1,
+        put("train.gradient_accumulation_steps"),
+        lambda entry: entry.refuse("-1 chooses it by the size of the data; write a number"),
+    ),
+    "weight_decay": in_turn(
+        put("train.weight_decay"), sets({"train.no_decay_params": ["bias", "norm"]})
+    ),
     "adam_beta1": _betas,
     "adam_beta2": _betas,
     "adam_epsilon": put("train.optimizer_kwargs.eps"),
     "optim": _optimizer,
-    "use_lowprecision_moment": _low_moments,
+    "use_lowprecision_moment": if_on(
+        sets({"train.optimizer": "anyprecision_adamw", "train.optimizer_dtype": "bf16"}),
+        "states are kept in fp32",
+    ),
     "offload_optim": _offload,
     "tensorwise_offload_optimizer": _offload,
     "lr_scheduler_type": _schedule,

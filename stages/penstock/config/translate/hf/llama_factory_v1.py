@@ -106,7 +106,6 @@ def _finalize(draft: Draft) -> None:
 
 
 OF_BATCHES = "rows are packed up to their length, and never see one another"
-OF_PYTHON = "how the program does its work, which changes no result"
 OF_PAIRS = (
     ("pref_loss", "preference.loss_type"),
     ("pref_beta", "preference.beta"),
@@ -174,7 +173,9 @@ LLAMA_FACTORY_V1 = Dialect(
         "full_determinism": determinism,
         "resume_from_checkpoint": put("train.load_checkpoint_path"),
         **{name: put(field) for name, field in OF_PAIRS},
-        **dict.fromkeys(("batching_workers", "dist_timeout", "dp_size"), no_effect(OF_PYTHON)),
+        **dict.fromkeys(
+            ("batching_workers", "dist_timeout", "dp_size"), no_effect(shared.OF_PYTHON)
+        ),
         "model_class": no_effect("the model's files say what it is"),
         "trust_remote_code": no_effect("model.trust_remote_code runs code of a commit"),
     },
@@ -183,9 +184,9 @@ LLAMA_FACTORY_V1 = Dialect(
         "lr_scheduler_config": "write train.lr_decay_style in a native file",
     },
     families={
-        **dict.fromkeys(("kernel_config", "init_config"), no_effect(OF_PYTHON)),
+        **dict.fromkeys(("kernel_config", "init_config"), no_effect(shared.OF_PYTHON)),
         **dict.fromkeys(("sample_backend", "max_new_tokens"), no_effect("of inference")),
-        **dict.fromkeys(("dist_config.", "quant_config"), no_effect(OF_PYTHON)),
+        **dict.fromkeys(("dist_config.", "quant_config"), no_effect(shared.OF_PYTHON)),
         "peft_config.freeze_": unsupported("adapters, or all weights, are trained"),
     },
     defaults={

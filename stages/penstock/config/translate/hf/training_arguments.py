@@ -20,7 +20,7 @@ from penstock.config.translate.dialect import (
     when,
 )
 from penstock.config.translate.hf import schedule
-from penstock.config.translate.shared import IN_ORDER, events_folder, reports
+from penstock.config.translate.shared import IN_ORDER, OF_PYTHON, events_folder, reports
 from penstock.config.translate.translation import Draft, Entry
 
 EVALUATING = (
@@ -188,7 +188,6 @@ def settle_evaluations(draft: Draft) -> None:
         draft.put("train.eval_epochs", 1.0)
 
 
-OF_PYTHON = "how the program does its work, which changes no result"
 FROM_FIRST = "evaluations begin with the first one that is due"
 RECOMPUTED_ALIKE = when(
     lambda entry: not isinstance(entry.value, dict),

@@ -167,7 +167,7 @@ IDLE = by_reason(
     random_state: train.seed decides where adapters start
     device_map offload_embedding unsloth_force_compile auto_model token fast_inference
     gpu_memory_utilization max_lora_rank load_in_16bit unsloth_tiled_mlp float8_kv_cache
-    device_map_planner_kwargs use_exact_model_name max_memory: {training_arguments.OF_PYTHON}
+    device_map_planner_kwargs use_exact_model_name max_memory: {shared.OF_PYTHON}
     """
 )
 

@@ -197,7 +197,6 @@ def _items(draft: Draft) -> list[dict[str, Any]]:
     return [cast("dict[str, Any]", item) for item in items if isinstance(item, dict)]
 
 
-OF_PYTHON = "how the program does its work, which changes no result"
 RESUMED = "checkpoints are in output_dir, and the same command resumes from the newest"
 OF_FILES = "the model's files say it"
 OF_LAYERS = "every layer computes every token, and the last one gives the loss"
@@ -209,7 +208,7 @@ IDLE = by_reason(
     debug_num_samples_per_step optimizer.fused tensor_parallel_plan collate_fn dataloader.collate_fn
     num_output_chunks dataloader.parallel_method dataloader.shuffle dataloader.packed
     metric_logger.log_dir metric_logger.filename ac_mode ac_option loss.num_output_chunks
-    loss.ignore_index enable_fp8_training_recipe: {OF_PYTHON}
+    loss.ignore_index enable_fp8_training_recipe: {shared.OF_PYTHON}
     checkpointer._component_ checkpointer.checkpoint_files checkpointer.model_type
     checkpointer.checkpoint_files.filename_format checkpointer.checkpoint_files.max_filename
     base_model_path: {OF_FILES}
@@ -235,7 +234,7 @@ FAMILIES: Mapping[str, Rule] = {
             max_generated_tokens max_new_tokens temperature top_k prompt enable_kv_cache
             apply_chat_template: read by generation alone
             profiler.: read with profiler.enabled alone; train.profile_start_step says when
-            fsdp.: {OF_PYTHON}
+            fsdp.: {shared.OF_PYTHON}
             """
         ).items()
     },
