@@ -9,6 +9,7 @@ from typing import Any
 from penstock.config.loading.fault import ConfigIssue, Issues, shown
 from penstock.config.schema.lr_schedule import ENDING
 from penstock.config.schema.memory import RESULT_DTYPES, STOCHASTIC
+from penstock.config.schema.optimizer import KWARGS
 from penstock.config.schema.run import RunConfig
 from penstock.core.extensions import OPTIMIZERS
 
@@ -19,7 +20,7 @@ ELEMENTWISE = tuple(
         *("NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
     )
 )
-"""Element-wise optimizers besides those of `ARGUMENTS`: they work on shards of a tensor."""
+"""Element-wise optimizers besides those of `KWARGS`: they work on shards of a tensor."""
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 """Dtypes in settings to torch's names."""
@@ -44,20 +45,17 @@ NUMBER: Check = (_is_number, "a number of 0 or more")
 FRACTION: Check = (_is_fraction, "a number from 0 to below 1")
 BOOL: Check = (lambda value: isinstance(value, bool), "true or false")
 
-ARGUMENTS: Mapping[str, Mapping[str, Check]] = {
-    "adamw": {"betas": BETAS, "eps": NUMBER},
-    "anyprecision_adamw": {"betas": BETAS, "eps": NUMBER, "use_kahan_summation": BOOL},
-    "sgd": {"momentum": FRACTION, "dampening": NUMBER, "nesterov": BOOL},
-    "muon": {"betas": BETAS, "eps": NUMBER},
-    "novograd": {"betas": BETAS, "eps": NUMBER, "grad_averaging": BOOL, "amsgrad": BOOL},
+ARGUMENTS: Mapping[str, Check] = {
+    **{"betas": BETAS, "eps": NUMBER, "momentum": FRACTION, "dampening": NUMBER},
+    **dict.fromkeys(("use_kahan_summation", "nesterov", "grad_averaging", "amsgrad"), BOOL),
 }
-"""The `optimizer_kwargs` of each optimizer with a short name."""
+"""Values of `optimizer_kwargs`."""
 
 
 def check_optimizer_kwargs(run: RunConfig) -> Issues:
     """Unknown or invalid `optimizer_kwargs`."""
     name, arguments = run.train.optimizer, run.train.optimizer_kwargs
-    known = ARGUMENTS.get(name)
+    known = KWARGS.get(name)
     if known is None:
         return
     for argument, value in arguments.items():
@@ -68,12 +66,9 @@ def check_optimizer_kwargs(run: RunConfig) -> Issues:
             yield ConfigIssue(
                 path, f"{name} takes {' and '.join(known)}{meant}", ("train.optimizer",)
             )
-        elif not known[argument][0](value):
-            yield ConfigIssue(
-                path,
-                f"is {shown(value)}; write {known[argument][1]}",
-                ("train.optimizer",),
-            )
+        elif not ARGUMENTS[argument][0](value):
+            why = f"is {shown(value)}; write {ARGUMENTS[argument][1]}"
+            yield ConfigIssue(path, why, ("train.optimizer",))
     nesterov = arguments.get("nesterov") is True
     if name == "sgd" and nesterov and (not arguments.get("momentum") or arguments.get("dampening")):
         yield ConfigIssue(
@@ -85,7 +80,7 @@ def check_optimizer_kwargs(run: RunConfig) -> Issues:
 
 def _check_sharded_optimizer(run: RunConfig) -> Issues:
     train, name = run.train, run.train.optimizer
-    if name in ARGUMENTS or name in ELEMENTWISE:
+    if name in KWARGS or name in ELEMENTWISE:
         return
     if "." not in name and getattr(OPTIMIZERS.load(name), "elementwise", False):
         return

@@ -11,11 +11,10 @@ from pathlib import Path
 from penstock.config.loading.fault import ConfigIssue, Issues, dotted
 from penstock.config.rules.data import DATA_RULES
 from penstock.config.rules.effect import check_declared
-from penstock.config.rules.evaluation import EVALUATION_RULES
 from penstock.config.rules.extensions import check_fields_of_ours, check_options, check_reads
+from penstock.config.rules.objective import OBJECTIVE_RULES
 from penstock.config.rules.optimizer import OPTIM_RULES
 from penstock.config.rules.parallelism import LAYOUT_RULES
-from penstock.config.rules.preference import PREFERENCE_RULES
 from penstock.config.schema.pipeline import DEFAULT_STAGES, STAGES
 from penstock.config.schema.run import RunConfig, has_target, needs_reference
 from penstock.core.remote.urls import is_url
@@ -266,8 +265,7 @@ RULES: tuple[Callable[[RunConfig], Issues], ...] = (
     _check_global_batch_size,
     *LAYOUT_RULES,
     *OPTIM_RULES,
-    *EVALUATION_RULES,
-    *PREFERENCE_RULES,
+    *OBJECTIVE_RULES,
     check_declared,
     _check_merged_export,
     _check_stages,

@@ -18,10 +18,12 @@ from penstock.config.translate.dialect import (
     Dialect,
     Rule,
     Values,
+    approximated,
     choice,
+    decides,
     is_flat,
-    no_effect,
     put,
+    when,
 )
 from penstock.config.translate.translation import Entry
 
@@ -60,29 +62,6 @@ OF_THE_SERVER: Mapping[str, str] = {
 """Reasons why a field has no counterpart in a run, unless `COMPUTED` has a rule for it."""
 
 
-def _model(entry: Entry) -> None:
-    if not entry.value.startswith(BUILT_IN):
-        entry.put("model.model_path", entry.value)
-    elif entry.get("config_path"):
-        entry.no_effect("config_path says which model starts from the seed")
-    else:
-        entry.put("model.config_path", entry.value)
-
-
-def _weights(entry: Entry) -> None:
-    if entry.value == "dcp":
-        entry.refuse("weights are read in Hugging Face's format; write auto or safetensors")
-    else:
-        entry.no_effect("weights are read from safetensors wherever they are")
-
-
-def _packing(entry: Entry) -> None:
-    if entry.value:
-        entry.no_effect("samples share rows")
-    else:
-        entry.approximated("samples share rows all the same, and do not see one another there")
-
-
 def _strategy(entry: Entry) -> None:
     strategies = {"sequential": "sequential", "best_fit": "multipack", "balanced_dp": "multipack"}
     choice("data.sample_packing_method", strategies)(entry)
@@ -90,35 +69,44 @@ def _strategy(entry: Entry) -> None:
         entry.approximated("rows are filled well, and replicas share them out as they come")
 
 
-def _workers(entry: Entry) -> None:
-    if entry.value == "auto":
-        entry.no_effect("as many as the parallel sizes multiply to")
-    else:
-        entry.put("launch.nproc_per_node", entry.value)
-
-
-def _meeting(entry: Entry) -> None:
-    entry.put("launch.rdzv_endpoint", f"{entry.value}:{entry.get('master_port', 29500)}")
-
-
-def _port(entry: Entry) -> None:
-    if entry.get("master_addr"):
-        entry.decides("launch.rdzv_endpoint")
-    else:
-        entry.no_effect("there is no master_addr")
-
-
 COMPUTED: Mapping[str, Rule] = {
-    **{key: no_effect(why) for key, why in OF_THE_SERVER.items() if key not in SAME},
-    "model_path": _model,
-    "load_weights_mode": _weights,
-    "enable_packing": _packing,
+    "model_path": when(
+        lambda entry: not entry.value.startswith(BUILT_IN),
+        put("model.model_path"),
+        when(
+            lambda entry: not entry.get("config_path"),
+            put("model.config_path"),
+            "config_path says which model starts from the seed",
+        ),
+    ),
+    "load_weights_mode": when(
+        lambda entry: entry.value == "dcp",
+        lambda entry: entry.refuse(
+            "weights are read in Hugging Face's format; write auto or safetensors"
+        ),
+        "weights are read from safetensors wherever they are",
+    ),
+    "enable_packing": when(
+        lambda entry: not entry.value,
+        approximated("samples share rows all the same, and do not see one another there"),
+        "samples share rows",
+    ),
     "sample_packing_strategy": _strategy,
     "load_checkpoint_path": put("train.load_checkpoint_path", lambda path: path or None),
     "ckpt_manager": choice("train.ckpt_manager", {"dcp": "dcp"}),
-    "nproc_per_node": _workers,
-    "master_addr": _meeting,
-    "master_port": _port,
+    "nproc_per_node": when(
+        lambda entry: entry.value != "auto",
+        put("launch.nproc_per_node"),
+        "as many as the parallel sizes multiply to",
+    ),
+    "master_addr": lambda entry: entry.put(
+        "launch.rdzv_endpoint", f"{entry.value}:{entry.get('master_port', 29500)}"
+    ),
+    "master_port": when(
+        lambda entry: entry.get("master_addr"),
+        decides("launch.rdzv_endpoint"),
+        "there is no master_addr",
+    ),
     "log_gradient_norms": choice("train.log_grad_norm", {True: "layers", False: True}),
 }
 
@@ -138,7 +126,8 @@ DEFAULTS: Mapping[str, Any] = {
 }
 """Those of them that change results."""
 
-UNMISTAKABLE = {*SAME, *COMPUTED} - {"model_path"}
+IDLE = {key: why for key, why in OF_THE_SERVER.items() if key not in SAME and key not in COMPUTED}
+UNMISTAKABLE = {*SAME, *COMPUTED, *IDLE} - {"model_path"}
 
 
 def _recognizes(values: Values) -> bool:
@@ -155,6 +144,7 @@ SERVER = Dialect(
     recognizes=_recognizes,
     same=SAME,
     computed=COMPUTED,
+    idle=IDLE,
     defaults=DEFAULTS,
     placeholders={"data.datasets": [{"path": "dummy"}]},
 )

@@ -9,14 +9,17 @@ from penstock.config.translate import shared
 from penstock.config.translate.dialect import (
     Dialect,
     Rule,
-    Values,
+    by_reason,
     choice,
     decides,
+    in_turn,
     no_effect,
     put,
+    sets,
     truth,
     typed,
     unsupported,
+    when,
     where,
 )
 from penstock.config.translate.hf.training_arguments import determinism
@@ -26,13 +29,9 @@ from penstock.config.translate.templates import chat_template
 from penstock.config.translate.translation import Draft, Entry
 
 SIGNATURE = ("model_class", "train_dataset", "peft_config", "dist_config", "kernel_config")
-PEFT, ON_LORA = "peft_config.name", ("lora",)
+PEFT = "peft_config.name"
 MUON = "optim_config.name"
 CONVERTERS = {"alpaca": "alpaca", "sharegpt": "sharegpt", "pair": "preference"}
-
-
-def _recognizes(values: Values) -> bool:
-    return isinstance(values.get("model"), str) and any(name in values for name in SIGNATURE)
 
 
 def _sources(name: str) -> Rule:
@@ -43,10 +42,9 @@ def _sources(name: str) -> Rule:
         if not path.endswith((".yaml", ".yml")):
             entry.put(name, [{"path": path}])
             return
-        file = next(
-            (candidate for candidate in _files(entry.draft.folder, path) if candidate.is_file()),
-            None,
-        )
+        beside = entry.draft.folder
+        files = [Path(path), *(folder / path for folder in (beside, *beside.parents))]
+        file = next(filter(Path.is_file, files), None)
         if file is None:
             entry.refuse(f"there is no {path}, which says where the data is and what it holds")
             return
@@ -60,21 +58,12 @@ def _sources(name: str) -> Rule:
     return rule
 
 
-def _files(beside: Path, path: str) -> list[Path]:
-    return [Path(path), *(folder / path for folder in (beside, *beside.parents))]
-
-
 def _source(info: Mapping[str, Any]) -> dict[str, Any]:
     source: dict[str, Any] = {"path": info["path"]}
     if kind := CONVERTERS.get(str(info.get("converter"))):
         source["type"] = kind
     names = {"split": "split", "size": "max_samples", "weight": "weight"}
     return source | {names[key]: info[key] for key in names if key in info}
-
-
-def _bits(entry: Entry) -> None:
-    entry.put("lora.enable_qlora", True)
-    entry.put("lora.quant_format", {4: "nf4", 8: "int8"}[entry.value])
 
 
 def _dist(entry: Entry) -> None:
@@ -92,11 +81,6 @@ def _optimizer(entry: Entry) -> None:
         entry.put("train.muon_lr", entry.get("learning_rate", 1e-4))
 
 
-def _context(entry: Entry) -> None:
-    ulysses = entry.get("cp_mode", "ulysses") == "ulysses"
-    entry.put(f"train.{'ulysses' if ulysses else 'ringattn'}_parallel_size", entry.value)
-
-
 def _finalize(draft: Draft) -> None:
     pairs = any(source.get("type") == "preference" for source in draft.value(SOURCES) or ())
     if pairs:
@@ -105,19 +89,12 @@ def _finalize(draft: Draft) -> None:
     lay_rows(draft, draft.get("cutoff_len"), "multipack" if packs else None, pairs=pairs)
 
 
-OF_BATCHES = "rows are packed up to their length, and never see one another"
-OF_PAIRS = (
-    ("pref_loss", "preference.loss_type"),
-    ("pref_beta", "preference.beta"),
-    ("pref_ftx", "preference.sft_loss_ratio"),
-    ("simpo_gamma", "preference.simpo_gamma"),
-    ("dpo_label_smoothing", "preference.label_smoothing"),
-)
-
 LLAMA_FACTORY_V1 = Dialect(
     name="llama-factory-v1",
     title="LLaMA-Factory v1",
-    recognizes=_recognizes,
+    recognizes=lambda values: (
+        isinstance(values.get("model"), str) and any(name in values for name in SIGNATURE)
+    ),
     types=typed(
         switch="bf16",
         number="cutoff_len",
@@ -153,13 +130,16 @@ LLAMA_FACTORY_V1 = Dialect(
         "custom_chat_template": chat_template(LLAMA_FACTORY_TEMPLATES),
         "flash_attn": shared.attention,
         PEFT: choice("lora.enable_lora", {"lora": True}, refuses=True),
-        "peft_config.r": where(PEFT, *ON_LORA, name="lora.lora_rank"),
-        "peft_config.lora_alpha": where(PEFT, *ON_LORA, name="lora.lora_alpha"),
-        "peft_config.lora_dropout": where(PEFT, *ON_LORA, name="lora.lora_dropout"),
+        "peft_config.r": where(PEFT, "lora", name="lora.lora_rank"),
+        "peft_config.lora_alpha": where(PEFT, "lora", name="lora.lora_alpha"),
+        "peft_config.lora_dropout": where(PEFT, "lora", name="lora.lora_dropout"),
         "peft_config.use_rslora": truth("lora.use_rslora"),
         "peft_config.use_dora": truth("lora.use_dora"),
         "peft_config.target_modules": shared.put_targets,
-        "quant_config.quantization_bit": _bits,
+        "quant_config.quantization_bit": in_turn(
+            sets({"lora.enable_qlora": True}),
+            put("lora.quant_format", lambda bits: {4: "nf4", 8: "int8"}[bits]),
+        ),
         "dist_config.name": _dist,
         MUON: _optimizer,
         "optim_config.momentum": where(MUON, "muon", name="train.muon_momentum"),
@@ -168,21 +148,31 @@ LLAMA_FACTORY_V1 = Dialect(
         "bf16": put("train.precision", lambda on: "bf16" if on else "fp32"),
         "cutoff_len": decides(shared.ROW, f"{SOURCES}.0.max_seq_len"),
         "batching_strategy": decides(shared.METHOD, shared.GROUP),
-        "cp_size": _context,
+        "cp_size": when(
+            lambda entry: entry.get("cp_mode", "ulysses") == "ulysses",
+            put("train.ulysses_parallel_size"),
+            put("train.ringattn_parallel_size"),
+        ),
         "cp_mode": decides("train.ulysses_parallel_size", "train.ringattn_parallel_size"),
         "full_determinism": determinism,
         "resume_from_checkpoint": put("train.load_checkpoint_path"),
-        **{name: put(field) for name, field in OF_PAIRS},
-        **dict.fromkeys(
-            ("batching_workers", "dist_timeout", "dp_size"), no_effect(shared.OF_PYTHON)
-        ),
-        "model_class": no_effect("the model's files say what it is"),
-        "trust_remote_code": no_effect("model.trust_remote_code runs code of a commit"),
+        "pref_loss": put("preference.loss_type"),
+        "pref_beta": put("preference.beta"),
+        "pref_ftx": put("preference.sft_loss_ratio"),
+        "simpo_gamma": put("preference.simpo_gamma"),
+        "dpo_label_smoothing": put("preference.label_smoothing"),
     },
     unsupported={
         "ld_alpha": "all tokens of an answer count the same",
         "lr_scheduler_config": "write train.lr_decay_style in a native file",
     },
+    idle=by_reason(
+        f"""
+        batching_workers dist_timeout dp_size: {shared.OF_PYTHON}
+        model_class: the model's files say what it is
+        trust_remote_code: model.trust_remote_code runs code of a commit
+        """
+    ),
     families={
         **dict.fromkeys(("kernel_config", "init_config"), no_effect(shared.OF_PYTHON)),
         **dict.fromkeys(("sample_backend", "max_new_tokens"), no_effect("of inference")),
