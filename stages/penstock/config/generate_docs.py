@@ -67,6 +67,7 @@ SERVER_PARTS: tuple[type[ConfigSection], ...] = (
 
 def describe_fields(*models: type[BaseModel]) -> None:
     """Set `description` of every field that has none to the docstring beneath its declaration."""
+    # Pydantic's `use_attribute_docstrings` would parse the sources whenever the schema is imported.
     for model in models:
         for base in reversed(model.__mro__):
             written = _module_docstrings(base.__module__).get(base.__qualname__, {})

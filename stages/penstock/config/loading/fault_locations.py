@@ -61,6 +61,7 @@ class ErrorLocator:
     ) -> list[LocatedError]:
         """Syntax errors of the file, errors that do not follow from them, and overrides that
         failed."""
+        # A value that YAML could not read is null here, of which the schema would complain too.
         syntax = {fault.path for fault in self.faults}
         located = [self.in_file(fault) for fault in self.faults]
         located += [self._anywhere(fault) for fault in faults if fault.path not in syntax]

@@ -31,6 +31,7 @@ def branches(annotation: Any) -> tuple[Any, ...]:
     """The members of a union; any other type alone. `Annotated` is removed."""
     if get_origin(annotation) is Annotated:
         return branches(get_args(annotation)[0])
+    # `int | None` is a UnionType; a union with `Annotated` or a Literal in it may be a Union.
     if get_origin(annotation) in (Union, types.UnionType):
         return tuple(inner for branch in get_args(annotation) for inner in branches(branch))
     return (annotation,)

@@ -114,6 +114,7 @@ def _steps(loc: tuple[int | str, ...], root: type[ConfigSection]) -> Steps:
     """The path of a pydantic error, without the names of members of unions."""
     annotation: Any = root
     steps: list[int | str] = []
+    # Of a union pydantic's loc names the member that was tried: ("data", "path", "list[str]", 0).
     for step in loc:
         if step == "[key]":  # the name of an entry of a mapping, which is the step before
             continue

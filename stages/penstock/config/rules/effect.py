@@ -10,6 +10,7 @@ from penstock.config.schema.run import RunConfig
 def check_declared(run: RunConfig) -> Issues:
     """Values that have no effect, and else values that do not go with others."""
     for field in _changed_fields(run):
+        # What has no effect excludes nothing: one error of a setting is enough.
         unused = next((unmet for unmet in field.unmet(run) if _is_error(unmet, field)), None)
         violated = (
             [unused]

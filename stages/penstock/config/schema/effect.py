@@ -143,6 +143,7 @@ def conditions_of(
     section: type[ConfigSection], name: str
 ) -> tuple[tuple[OnlyWith, ...], tuple[NotWith, ...]]:
     """The conditions of a field: those of the class that declares it, and its own."""
+    # `model_fields` has inherited fields too, and not where they were declared.
     owner = next(base for base in section.__mro__ if name in get_annotations(base))
     declared = (*owner.__dict__.get("conditions", ()), *section.model_fields[name].metadata)
     return (
@@ -201,4 +202,5 @@ def _with_defaults(section: Section, path: Path, unused: set[Path]) -> Section:
                 else item
                 for index, item in items
             ]
+    # A copy is not validated again: defaults are valid, and most sections are large.
     return section.model_copy(update=changed)

@@ -38,6 +38,7 @@ class Registered:
         except UnknownPartError:
             if not self.names:
                 raise ValueError(f"no installed package has a {self.registry.noun}") from None
+            # Of a ValueError only the text would reach the message, which suggests a name.
             raise PydanticCustomError(UNREGISTERED, "unknown", {"names": self.names}) from None
         except ConfigError as error:
             lines = (line.strip().rstrip(".") for line in str(error).splitlines())

@@ -66,6 +66,7 @@ def with_served(
                 default = field.get_default(call_default_factory=True)
             annotation = Annotated[field.annotation, *field.metadata]  # pyright: ignore[reportInvalidTypeForm]
             definitions[name] = (annotation, Field(default, description=served.doc or None))
+        # Pydantic collects the fields of a class when it is created: later ones need a subclass.
         return create_model(
             server.__name__,
             __base__=server,

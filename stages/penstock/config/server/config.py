@@ -144,6 +144,7 @@ def parse_byte_size(text: str) -> int:
 def validate_server(config: ServerConfig) -> ValidationResult:
     """The run whose settings the workers have, and what is said of it, under the names here."""
     of_run = validate(_run_values(config))
+    # Beside another optimizer a run refuses them; here a client may request Muon.
     muon = {key: getattr(config, key) for key in MUON if key in config.model_fields_set}
     train = of_run.run.train.model_copy(update=muon)
     faults = list(_machines_can_meet(config))

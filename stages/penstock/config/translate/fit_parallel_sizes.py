@@ -117,6 +117,8 @@ def _divide(draft: Draft, name: str, free_ranks: int) -> int:
     """Set an axis to as many of the `left` ranks as it asks for and as divide them; returns the
     ranks left for other axes."""
     size = _size(draft, name)
+    # The largest share of the written size that divides the ranks, so that heads and layers, which
+    # the written size divides, are divided by it too.
     fits = math.gcd(size, free_ranks)
     if fits != size:
         draft.change(name, fits, f"{size} there; fitted to the devices here")

@@ -65,6 +65,7 @@ def put_targets(entry: Entry) -> None:
     else:
         names = names_in(entry.value)
         entry.put("lora.lora_target_modules", names)
+        # PEFT raises only if no name at all is of a layer.
         if names[1:]:
             entry.assume("lora.missing_targets", "skip", "PEFT passes over names of other models")
 
@@ -126,6 +127,7 @@ def settle_precision(draft: Draft, weights: Any) -> None:
     float32."""
     is_whole = not draft.value("lora.enable_lora")
     is_mixed = draft.value("train.precision") == "bf16_mixed"
+    # The trainer's autocast keeps the dtype of the weights, and PEFT casts adapters to float32.
     if weights in ("bfloat16", "bf16") and is_whole and is_mixed:
         draft.put("train.precision", "bf16")
 

@@ -46,6 +46,7 @@ def decay(entry: Entry) -> None:
     """`weight_decay`, which leaves norms and biases alone there."""
     entry.put("train.weight_decay", entry.value)
     if entry.value:
+        # Trainer.get_decay_parameter_names leaves out biases and layers of the norms' types.
         entry.put("train.no_decay_params", ["bias", "norm"])
 
 
