@@ -24,6 +24,7 @@ from tests.conftest import ROOT
 from tests.flows.server import FLOW, PREFECT, Prefect
 from tests.pipeline.runs import write_run
 from tests.sockets import listening
+from tests.turns import one_day_in
 from tests.waiting import soon
 
 COMPOSE = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())
@@ -204,8 +205,8 @@ def test_a_run_may_not_say_what_its_worker_executes_unless_the_worker_allows_it(
 @pytest.mark.parametrize(
     "number",
     [
-        pytest.param(signal.SIGKILL, id="killed"),
-        pytest.param(signal.SIGTERM, id="ended", marks=pytest.mark.exhaustive),
+        pytest.param(signal.SIGKILL, id="killed", marks=one_day_in(4, of=0)),
+        pytest.param(signal.SIGTERM, id="ended", marks=one_day_in(4, of=2)),
     ],
 )
 def test_the_temporary_server_of_a_flow_asks_for_a_password_and_dies_with_its_flow(

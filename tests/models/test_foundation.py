@@ -16,7 +16,8 @@ from penstock.models.initialize import generator_for, initialize
 from penstock.models.registry import get_family
 from penstock_kernels.attention import VarlenMetadata
 from tests.models.families import FAMILIES
-from tests.models.twins import HYBRID, LATENT, LLAMA3_ROPE, NEEDED, SIZES, SPARSE, marked
+from tests.models.twins import ALIKE, HYBRID, LATENT, LLAMA3_ROPE, NEEDED, SIZES, SPARSE
+from tests.turns import taking_turns
 
 TOKENS = 24
 
@@ -157,7 +158,13 @@ def changes(base: dict[str, Any], own: torch.Tensor, name: str, value: Any) -> b
     return own.shape != other.shape or not torch.equal(own, other)
 
 
-@pytest.mark.parametrize("model_type", marked(FAMILIES))
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        *taking_turns([name for name in FAMILIES if name not in ALIKE], 20),
+        *(pytest.param(n, marks=pytest.mark.exhaustive) for n in FAMILIES if n in ALIKE),
+    ],
+)
 def test_every_entry_changes_the_model_or_is_refused(model_type: str) -> None:
     torch.manual_seed(0)
     base = transformers.AutoConfig.for_model(model_type, **BASES[model_type]).to_dict()
@@ -304,7 +311,8 @@ UNLIKE = (
 """Families whose config.json have different entries; others are tried by `-m exhaustive`."""
 
 BY_KIND = [
-    pytest.param(name, marks=() if name in UNLIKE else pytest.mark.exhaustive) for name in FAMILIES
+    *taking_turns(UNLIKE, 3),
+    *(pytest.param(n, marks=pytest.mark.exhaustive) for n in FAMILIES if n not in UNLIKE),
 ]
 
 KINDS: list[Any] = ["x", "4", {}, {"a": 1}, {"a": {}}, [1], [{}], True, 0, 1.5, float("inf"), None]

@@ -21,6 +21,7 @@ from penstock.config.translate.translation import put_at
 from penstock.server import __main__ as server
 from tests.config.dialects import document_examples as said
 from tests.config.values import smallest
+from tests.turns import taking_turns
 
 GPUS = Devices(ranks=32)
 
@@ -123,7 +124,7 @@ UNLIKE = {"save_strategy", "dataloader_num_workers"}
 written; processes that load data are started where that is written, and change nothing."""
 
 
-@pytest.mark.parametrize("context", ERNIEKIT_CONTEXTS)
+@pytest.mark.parametrize("context", taking_turns(ERNIEKIT_CONTEXTS, 5))
 def test_a_default_of_erniekit_may_be_written_wherever_it_may_be_left_out(context: str) -> None:
     keys = ERNIEKIT_CONTEXTS[context]
     expected = of_erniekit(**keys)

@@ -15,6 +15,7 @@ from penstock.config.server.load import load_server
 from penstock.config.translate.translation import put_at
 from penstock.core.errors import ConfigError
 from tests.config.values import smallest
+from tests.turns import taking_turns
 
 LOCAL: dict[str, dict[str, Any]] = json.loads(
     (Path(__file__).parents[2] / "golden" / "local_fields.json").read_text()
@@ -100,7 +101,7 @@ def effect(run: RunConfig) -> dict[str, Any]:
     return known
 
 
-@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("context", taking_turns(CONTEXTS, 12))
 def test_a_documented_default_may_be_written_wherever_it_may_be_left_out(context: str) -> None:
     settings = smallest(**CONTEXTS[context])
     expected = effect(loads(settings))
@@ -204,7 +205,7 @@ OF_THE_MACHINE = (
 alone depend on them."""
 
 
-@pytest.mark.parametrize("context", SERVERS)
+@pytest.mark.parametrize("context", taking_turns(SERVERS, 4))
 def test_a_servers_default_may_be_written_wherever_it_may_be_left_out(context: str) -> None:
     base = {"model_path": "org/m", **SERVERS[context]}
     expected = validate_server(ServerConfig.model_validate(base))

@@ -26,6 +26,7 @@ from tests.server.processes.test_kills import data, done
 from tests.server.serving import Server, post, soon, write_model
 from tests.server.sync.receiver import receiving
 from tests.sockets import Observer
+from tests.turns import one_day_in
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
 
@@ -148,6 +149,7 @@ def server(tmp_path_factory):
     server.stop()
 
 
+@one_day_in(2, of=1)
 @pytest.mark.dist
 def test_a_server_of_two_ranks_listens_on_loopback_and_survives_every_payload(server, tmp_path):
     ran = tmp_path / "payload-ran"
@@ -162,6 +164,7 @@ def test_a_server_of_two_ranks_listens_on_loopback_and_survives_every_payload(se
     assert httpx.get(f"{server.url}/health", timeout=30).json()["workers"] == "ready"
 
 
+@one_day_in(2, of=1)
 def test_a_server_that_is_stopped_has_the_same_weights_after_its_next_start(server):
     def outputs():
         told = done(server, "forward", {"model_id": "m", "forward_input": data(1)})
@@ -197,6 +200,7 @@ def said_by(server, path, body):
     return answer.status_code, answer.text
 
 
+@one_day_in(2, of=1)
 @pytest.mark.dist
 def test_weights_arrive_at_a_server_with_a_key_that_is_found_nowhere(server, tmp_path):
     with receiving(tmp_path) as receiver:

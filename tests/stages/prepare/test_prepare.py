@@ -16,6 +16,7 @@ from penstock.prepare.builtin import GENERATORS
 from penstock.prepare.readers import file_splits
 from penstock.rows.tokenizer import byte_tokenizer
 from tests.stages.prepared import GSM8K, contents, prepare, run, said, table_of, texts, write_lines
+from tests.turns import one_day_in
 
 TEXT = {"type": "text"}
 
@@ -117,7 +118,7 @@ def test_the_store_runs_seals_and_reuses_it(tmp_path):
     assert str(tmp_path) not in (step.path / MANIFEST).read_text()
 
 
-@pytest.mark.slow
+@one_day_in(2, of=0)
 def test_any_number_of_processes_writes_the_same_bytes(tmp_path, monkeypatch):
     monkeypatch.setattr(workers, "MIN_BYTES_PER_PROCESS", 1)
     paths = [write_lines(tmp_path / f"{name}.jsonl", texts(20, name)) for name in "ab"]

@@ -22,6 +22,7 @@ from penstock.push.dataset import push_dataset
 from tests.pipeline.runs import write_chats, write_run
 from tests.stages.prepared import prepare, table_of, texts, write_lines
 from tests.stages.push.hub_stand_in import Hub, running
+from tests.turns import one_day_in
 
 # The client's own way to send a file, which its HTTP library calls old.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>':DeprecationWarning")
@@ -261,7 +262,7 @@ def test_the_login_goes_to_the_hub_as_written(written, sent, hub, tmp_path):
     assert {login for (_, path), login in asked if REPO in path} == {sent}
 
 
-@pytest.mark.slow
+@one_day_in(2, of=1)
 def test_records_of_the_hub_are_read_without_the_login_if_so_written(hub, tmp_path):
     hub.public = True
     rows = b"".join(json.dumps(row).encode() + b"\n" for row in texts(20))
