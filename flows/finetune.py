@@ -123,14 +123,14 @@ def _is_transient_failure(_task: object, _run: object, state: State[StageResult]
 
 
 def run_pipeline(
-    run: RunConfig, rebuild: RebuildOptions, chat: Sequence[str], *wanted: str
+    run: RunConfig, rebuild: RebuildOptions, chat: Sequence[str], *stages: str
 ) -> list[StageResult]:
     """Run every stage in order, in the flow's own thread: only there can it be cancelled.
 
     `chat` is the command to chat with the model.
     """
     runner, logger = build_task_runner(run), get_run_logger()
-    planned = plan(run, wanted or None)
+    planned = plan(run, stages or None)
     for name in rebuild.force:
         planned.step(name)  # raises for a stage that the run does not have
 
@@ -176,21 +176,21 @@ export = _build_stage_flow("export")
 push = _build_stage_flow("push")
 
 
-def _run_flow(config: Path, overrides: Overrides, force: Forced, *wanted: str) -> Ending:
+def _run_flow(config: Path, overrides: Overrides, force: Forced, *stages: str) -> Ending:
     rebuild = RebuildOptions(force=frozenset(force or ()))
     try:
         run, chat = load_run(config, overrides), chat_command(config, overrides)
-        return run_pipeline(run, rebuild, chat, *wanted)[-1].where
+        return run_pipeline(run, rebuild, chat, *stages)[-1].where
     except Interrupted as stopped:
         return Cancelled(name="Stopped", message=str(stopped))
 
 
-def run_from_command_line(which: Flow[..., Any], script: str) -> int:
+def run_from_command_line(pipeline_flow: Flow[..., Any], script: str) -> int:
     """Run a flow with the arguments of the script; returns the exit code."""
     try:
         arguments = parse_argv(sys.argv[1:], script)
         with nullcontext() if require_server() else temporary_server():
-            ended = which(*arguments, return_state=True)
+            ended = pipeline_flow(*arguments, return_state=True)
         if ended.is_cancelled():
             raise Interrupted(ended.message or "", signal.SIGTERM)
         ended.result()

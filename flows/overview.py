@@ -64,8 +64,13 @@ def _show(
         lines += [_row(step, done.get(step.stage.name)) for step in planned.steps]
         result = run_result(done)
         if error:
-            what = "Stopped" if isinstance(error, Interrupted) else "Failed"
-            lines += ["", f"**{what}:**", "", *(f"    {line}" for line in str(error).splitlines())]
+            heading = "Stopped" if isinstance(error, Interrupted) else "Failed"
+            lines += [
+                "",
+                f"**{heading}:**",
+                "",
+                *(f"    {line}" for line in str(error).splitlines()),
+            ]
         elif facts := list(_result_rows(result)):
             lines += ["", "| result | |", "| --- | --- |"]
             lines += [f"| {name} | {_escape_cell(value)} |" for name, value in facts]

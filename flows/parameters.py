@@ -89,9 +89,9 @@ def load_run(config: Path, overrides: Mapping[str, JsonValue] | None) -> RunConf
     )
 
 
-def parse_argv(words: list[str], script: str) -> tuple[Path, dict[str, JsonValue]]:
+def parse_argv(arguments: list[str], script: str) -> tuple[Path, dict[str, JsonValue]]:
     """Parse a script's arguments: the config and overrides."""
-    positional, written = split_overrides(words)
+    positional, written = split_overrides(arguments)
     if len(positional) != 1 or positional[0].startswith("-"):
         raise ConfigError(
             f"{len(positional)} words that are no settings: {' '.join(positional) or 'none'}.\n"

@@ -107,13 +107,13 @@ def forward_prepare_logs(run_logger: Logger) -> Generator[None]:
 
 
 @contextmanager
-def ignore_server_errors(what: str, logger: Logger) -> Generator[None]:
+def ignore_server_errors(action: str, logger: Logger) -> Generator[None]:
     """Few retries, and a warning instead of an exception, for requests that may fail."""
     try:
         with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: RETRIES}):
             yield
     except (httpx.HTTPError, PrefectException) as error:
-        logger.warning("%s could not be shown: %s: %s", what, type(error).__name__, error)
+        logger.warning("%s could not be shown: %s: %s", action, type(error).__name__, error)
 
 
 class TrainingLinks:

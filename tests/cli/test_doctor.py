@@ -35,7 +35,7 @@ def standing(versions):
             raise PackageNotFoundError(package)
         return versions[package]
 
-    return {finding.what: finding for finding in check_required(version_of)}
+    return {finding.subject: finding for finding in check_required(version_of)}
 
 
 def test_good_versions_are_all_right():
@@ -56,20 +56,20 @@ def test_good_versions_are_all_right():
 def test_a_version_that_breaks_things_is_found_with_its_mend(package, have):
     findings = standing({**GOOD, package: have})
     assert [name for name, each in findings.items() if each.standing == "wrong"] == [package]
-    assert findings[package].seen == have
+    assert findings[package].finding == have
     oldest, _ = REQUIRED[package]
     assert f"pip install '{package}>={oldest}" in findings[package].mend
 
 
 def test_a_missing_package_is_wrong_when_needed_and_absent_when_not():
-    assert standing({k: v for k, v in GOOD.items() if k != "datasets"})["datasets"].seen == (
+    assert standing({k: v for k, v in GOOD.items() if k != "datasets"})["datasets"].finding == (
         "not installed"
     )
 
     def nothing(package):
         raise PackageNotFoundError(package)
 
-    assert {each.what: each.standing for each in check_optional(nothing)} == dict.fromkeys(
+    assert {each.subject: each.standing for each in check_optional(nothing)} == dict.fromkeys(
         OPTIONAL, "absent"
     )
 
@@ -86,7 +86,7 @@ def test_a_measured_machine_is_remembered_by_what_computes(monkeypatch, tmp_path
     [finding] = measure_speed()
     assert finding.standing == "ok"
     machine, half = detect_machine(1), detect_machine(2)
-    assert finding.seen.startswith(machine.name)
+    assert finding.finding.startswith(machine.name)
     assert machine.source == "measured"
     assert machine.bandwidth
     # Anything that runs this multiplies more than a hundred million numbers a second.
@@ -113,7 +113,7 @@ def test_a_run_in_bfloat16_where_that_was_measured_to_be_slower_is_told_so_once(
 
 def test_a_driver_that_is_too_old_is_wrong_and_a_build_without_cuda_is_said():
     def standing_of(cuda, driver):
-        return [(one.what, one.standing) for one in check_gpu_stack(cuda, [], [], driver)]
+        return [(one.subject, one.standing) for one in check_gpu_stack(cuda, [], [], driver)]
 
     assert standing_of("13.0", "570.10") == [("driver", "wrong")]
     assert standing_of("13.0", "580.65.06") == [("driver, CUDA, Triton", "ok")]

@@ -30,8 +30,8 @@ def saved(run: RunConfig, folder: Path) -> str:
 
 def forms(run: RunConfig, folder: Path) -> dict[str, str]:
     return {
-        "check": print_config(run, whole=False),
-        "check --all": print_config(run, whole=True),
+        "check": print_config(run, all_fields=False),
+        "check --all": print_config(run, all_fields=True),
         "config.yaml": saved(run, folder),
     }
 

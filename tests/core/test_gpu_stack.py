@@ -35,7 +35,7 @@ def test_a_driver_runs_the_cuda_of_its_time_and_earlier(cuda, driver, fits):
     assert (found is None) == fits
     if found:
         assert driver is not None
-        assert driver in found.seen
+        assert driver in found.finding
 
 
 @pytest.mark.parametrize(

@@ -89,9 +89,9 @@ def capped(soft_cap: float) -> Callable[..., torch.Tensor]:
 
 def blocks(segments: VarlenMetadata, window: int | None) -> "BlockMask":
     """The block mask. Computed once for each window."""
-    if ("flex", window) not in segments.kept:
-        segments.kept["flex", window] = _blocks(segments, window)
-    return segments.kept["flex", window]
+    if ("flex", window) not in segments.memo:
+        segments.memo["flex", window] = _blocks(segments, window)
+    return segments.memo["flex", window]
 
 
 def _blocks(segments: VarlenMetadata, window: int | None) -> "BlockMask":

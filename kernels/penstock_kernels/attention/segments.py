@@ -65,7 +65,7 @@ class VarlenMetadata:
     run_ends: torch.Tensor | None = field(default=None, kw_only=True)
     """int32 [T] on the device: for each token the first later one that it does not see: the end of
     its bidirectional run, or the next token. None without such runs."""
-    kept: dict[Any, Any] = field(default_factory=dict, repr=False, kw_only=True)
+    memo: dict[Any, Any] = field(default_factory=dict, repr=False, kw_only=True)
     """Values that backends compute once for all layers."""
 
     @property
@@ -73,10 +73,10 @@ class VarlenMetadata:
         """None if the documents are one bucket in order: nothing needs to be copied."""
         if len(set(self.lengths)) == 1:
             return None
-        if "layout" not in self.kept:
+        if "layout" not in self.memo:
             groups, device = _groups(self.lengths), self.cu_seqlens.device
-            self.kept["layout"] = _layout(groups, self.buckets, self.lengths, device)
-        return self.kept["layout"]
+            self.memo["layout"] = _layout(groups, self.buckets, self.lengths, device)
+        return self.memo["layout"]
 
     def effective_window(self, window: int | None) -> int | None:
         """The window, if it masks a token of some document; else None.
@@ -105,10 +105,10 @@ class VarlenMetadata:
             raise ValueError(
                 "documents with branches or bidirectional runs cannot be cut into chunks"
             )
-        if ("chunks", size) not in self.kept:
+        if ("chunks", size) not in self.memo:
             lengths = chunk_lengths(self.lengths, size)
-            self.kept["chunks", size] = VarlenMetadata.of(lengths, self.cu_seqlens.device)
-        return self.kept["chunks", size]
+            self.memo["chunks", size] = VarlenMetadata.of(lengths, self.cu_seqlens.device)
+        return self.memo["chunks", size]
 
     def document_start_rows(self, first: int, length: int) -> torch.Tensor | None:
         """The start rows of a document, counted from its own first token."""

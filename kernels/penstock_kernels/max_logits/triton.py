@@ -79,12 +79,12 @@ def _max_logits(
 
 def _document_starts(segments: VarlenMetadata) -> torch.Tensor:
     """int32 [T]: the first token of each token's document."""
-    if "document_starts" not in segments.kept:
+    if "document_starts" not in segments.memo:
         starts = segments.cu_seqlens
-        segments.kept["document_starts"] = torch.repeat_interleave(
+        segments.memo["document_starts"] = torch.repeat_interleave(
             starts[:-1], starts.diff(), output_size=segments.num_tokens
         )
-    return segments.kept["document_starts"]
+    return segments.memo["document_starts"]
 
 
 @torch.no_grad()

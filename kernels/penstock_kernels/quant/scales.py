@@ -43,14 +43,14 @@ def largest(weight_NK: torch.Tensor, format: Format, first_row: int = 0) -> torc
 
 
 def row_maxima(
-    weight_NK: torch.Tensor, format: Format, given: torch.Tensor | None
+    weight_NK: torch.Tensor, format: Format, row_max: torch.Tensor | None
 ) -> torch.Tensor | None:
     """`largest`, given or computed, for each row of the weight: [..., N, 1] or [..., N, G].
 
     Raises:
         ValueError: the given one has another shape, or the format takes none.
     """
-    maxima = largest(weight_NK, format) if given is None else given
+    maxima = largest(weight_NK, format) if row_max is None else row_max
     if maxima is None:
         return None
     *rows, columns = weight_NK.shape

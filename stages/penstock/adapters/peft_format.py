@@ -37,7 +37,7 @@ class AdaptedExperts:
     """Modules of experts without adapters."""
     fused: Sequence[str]
     """Fused tensors of a layer's experts that have one pair of LoRA matrices per expert."""
-    known: bool = True
+    is_representable: bool = True
     """Whether PEFT takes a target with the name of an expert's layer for all experts."""
 
 
@@ -148,7 +148,7 @@ def adapter_config(
     # none of those, are target_parameters.
     parameters = [f"{name}.weight" for name in adapted if name.rpartition(".")[2] in experts.parts]
     patterns: dict[str, Any] = {}
-    if experts.modules and not experts.untouched and experts.known:
+    if experts.modules and not experts.untouched and experts.is_representable:
         targets |= set(experts.parts)
     elif experts.modules:
         parameters += [f"{module}.{name}" for module in experts.modules for name in FUSED_EXPERTS]

@@ -87,14 +87,14 @@ class CheckResult:
         return f"{self.status}: {self.message}"
 
 
-def check_run(run: RunConfig, console: Console, *, whole: bool) -> dict[str, Any]:
+def check_run(run: RunConfig, console: Console, *, all_fields: bool) -> dict[str, Any]:
     """Print the config as YAML and a line for each check; returns both for --json.
 
     Only fields that are set are printed, or with `whole` every field, and the resolved values of
     null fields as a comment. Raises ConfigError or CapabilityError if a check finds a fault.
     """
     typed, results = _compose_and_check(run)
-    console.result(print_config(typed, whole=whole))
+    console.result(print_config(typed, all_fields=all_fields))
     for look in results:
         if look.status != "fault":
             console.say(str(look))
@@ -436,9 +436,9 @@ def _check_push(run: RunConfig) -> list[CheckResult]:
     ]
 
 
-def print_config(run: RunConfig, *, whole: bool) -> str:
+def print_config(run: RunConfig, *, all_fields: bool) -> str:
     """The config as YAML that loads as the same run: the fields that are set, or with `whole`
     all."""
-    text = yaml12.dump(run.model_dump(mode="json", exclude_unset=not whole)).rstrip()
+    text = yaml12.dump(run.model_dump(mode="json", exclude_unset=not all_fields)).rstrip()
     resolved = "\n# ".join(yaml12.dump(resolve(run)).splitlines())
-    return f"{text}\n# Resolved:\n# {resolved}" if whole else text
+    return f"{text}\n# Resolved:\n# {resolved}" if all_fields else text

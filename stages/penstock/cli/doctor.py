@@ -29,9 +29,9 @@ Standing = Literal["ok", "absent", "wrong"]
 class DoctorCheck:
     """The result of one check."""
 
-    what: str
+    subject: str
     standing: Standing
-    seen: str
+    finding: str
     mend: str = ""
 
 
@@ -76,11 +76,11 @@ def run_checks(console: Console, more: Sequence[DoctorCheck] = ()) -> dict[str, 
     findings = [*_check_system(), *check_required(), *check_optional()]
     findings += [*_check_torch(), *_run_probes(), *check_prefect_password(prefect_api_url()), *more]
     rows = [("what", "standing", "seen", "what to do")]
-    rows += [(f.what, f.standing, f.seen, f.mend) for f in findings]
+    rows += [(f.subject, f.standing, f.finding, f.mend) for f in findings]
     console.result(table(rows))
     wrong = [finding for finding in findings if finding.standing == "wrong"]
     if wrong:
-        mends = "\n".join(f"  {f.what}: {f.seen}; {f.mend}" for f in wrong)
+        mends = "\n".join(f"  {f.subject}: {f.finding}; {f.mend}" for f in wrong)
         raise CapabilityError(f"{len(wrong)} of {len(findings)} findings are wrong:\n{mends}")
     return {"findings": [vars(finding) for finding in findings]}
 
@@ -192,7 +192,8 @@ def check_gpu_stack(
         mismatches.append(gpu_stack.check_driver(cuda, driver))
     if wrong := [mismatch for mismatch in mismatches if mismatch]:
         return [
-            DoctorCheck(mismatch.what, "wrong", mismatch.seen, mismatch.fix) for mismatch in wrong
+            DoctorCheck(mismatch.subject, "wrong", mismatch.finding, mismatch.fix)
+            for mismatch in wrong
         ]
     if driver is None:
         return [DoctorCheck("NVIDIA driver", "absent", "none is loaded", "nothing, without a GPU")]

@@ -59,7 +59,7 @@ def plan(
 def check(
     console: Console,
     config: Config,
-    whole: Annotated[
+    all_fields: Annotated[
         bool, typer.Option("--all", help="Print every field, not only those that are set.")
     ] = False,
     strict: Strict = False,
@@ -67,7 +67,7 @@ def check(
     """Check the config and the data, model and folders that it names."""
     from penstock.cli.check import check_run
 
-    return check_run(run_request(config, strict=strict).load(), console, whole=whole)
+    return check_run(run_request(config, strict=strict).load(), console, all_fields=all_fields)
 
 
 def translate(

@@ -270,7 +270,7 @@ def recur(console: Console, config: Config) -> dict[str, Any]:
 def launch(
     console: Console,
     config: Config,
-    way: Annotated[
+    launcher: Annotated[
         str | None,
         typer.Argument(
             metavar="[torchrun|slurm|kubernetes]", help="With --print: only this launcher."
@@ -303,8 +303,8 @@ def launch(
         from penstock.cli.launch.kubernetes import Cluster
 
         cluster = Cluster(image, claim, mount, secret) if image else None
-        return print_launch(request, way, LaunchTarget(gpus, cpus, cluster), console)
-    if way or image or claim or secret or gpus is not None or cpus is not None:
+        return print_launch(request, launcher, LaunchTarget(gpus, cpus, cluster), console)
+    if launcher or image or claim or secret or gpus is not None or cpus is not None:
         raise ConfigError(
             "penstock launch starts the run on this machine, where only the config says how.\n"
             "  Add --print to see what starts it elsewhere."

@@ -34,7 +34,7 @@ UPDATE = "/update_weights_from_distributed"
 DESTROY = "/destroy_weights_update_group"
 CONTINUE = "/continue_generation"
 
-LIMITS = Limits(health=5, group=20, pause=5, update=20, tensor=2, word=1, recovery=5)
+LIMITS = Limits(health=5, group=20, pause=5, update=20, tensor=2, report=1, recovery=5)
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,7 @@ class Target:
 
     model: Path
     adapter: Path | None
-    what: str
+    description: str
     """Description of the model."""
 
 
@@ -63,7 +63,7 @@ def resolve_target(
             "on a model.\n  Leave --adapter out, or name the base model."
         )
     laid = _local_folder(adapter)
-    return Target(target.model, laid, f"{target.what} with the adapter {laid}")
+    return Target(target.model, laid, f"{target.description} with the adapter {laid}")
 
 
 def load_target(

@@ -65,7 +65,7 @@ class Conversation:
     """A model and its messages so far."""
 
     label: str
-    what: str
+    description: str
     model: "ChatModel"
     messages: list[dict[str, str]] = field(default_factory=list[dict[str, str]])
 
@@ -180,10 +180,10 @@ def chat(options: ChatOptions, overrides: Sequence[Override], console: Console) 
                 folder = scratch / label
                 folder.mkdir()
                 target = resolve_target(name, overrides, adapter, folder, console.say)
-                console.say(f"{label}: {target.what}")
+                console.say(f"{label}: {target.description}")
                 conversations.append(
                     Conversation(
-                        label, target.what, load_target(target, ranks, folder, console.say)
+                        label, target.description, load_target(target, ranks, folder, console.say)
                     )
                 )
             session = ChatSession(options, console, conversations, options.system)
@@ -234,7 +234,7 @@ def _answer_as_json(
 ) -> dict[str, Any]:
     result: dict[str, Any] = {"prompt": prompt}
     for conversation, reply in zip(session.conversations, replies, strict=True):
-        result[conversation.label] = {**vars(reply), "from": conversation.what}
+        result[conversation.label] = {**vars(reply), "from": conversation.description}
     return result
 
 

@@ -142,7 +142,7 @@ class Layout:
     """A layout that was run dry, beside the estimate from its shapes."""
 
     name: str
-    found: DryRun
+    dry_run: DryRun
     estimate: Prediction
 
 
@@ -165,17 +165,17 @@ def print_dry_run(
     values = [
         {
             "settings": layout.name,
-            **layout.found.as_json(),
+            **layout.dry_run.as_json(),
             "estimated_memory": layout.estimate.memory.total,
         }
         for layout in done
     ]
     console.more["dry_run"] = values
     if options.trace:
-        write_chrome_trace(done[0].found.ranks, options.trace)
+        write_chrome_trace(done[0].dry_run.ranks, options.trace)
         console.say(f"timeline: {options.trace}")
-    if not any(layout.found.fits for layout in done):
-        raise CapabilityError(_misfit(min(done, key=lambda layout: layout.found.peak)))
+    if not any(layout.dry_run.fits for layout in done):
+        raise CapabilityError(_misfit(min(done, key=lambda layout: layout.dry_run.peak)))
     return {}
 
 
@@ -208,7 +208,7 @@ def _device_name(options: DryRunOptions) -> str:
 
 
 def _misfit(layout: Layout) -> str:
-    result = layout.found
+    result = layout.dry_run
     worst = max(result.ranks, key=lambda rank: rank.result.peak)
     most = max(worst.result.holders.items(), key=lambda item: item[1])
     return (
@@ -219,7 +219,7 @@ def _misfit(layout: Layout) -> str:
 
 
 def _format_layout(layout: Layout) -> str:
-    result = layout.found
+    result = layout.dry_run
     dims = result.dims
     lines = [
         f"dry run of {format_ranks(dims)} on {result.device_name}: {_format_ranks(result.ranks)} "
@@ -295,9 +295,9 @@ def _syncs(rank: RankSummary) -> str:
 def _format_comparison(layouts: Sequence[Layout]) -> str:
     rows = [("step", "tokens/s", "memory", "estimate", "exposed", "syncs", "launches", "settings")]
     for layout in sorted(
-        layouts, key=lambda candidate: (not candidate.found.fits, candidate.found.seconds)
+        layouts, key=lambda candidate: (not candidate.dry_run.fits, candidate.dry_run.seconds)
     ):
-        result = layout.found
+        result = layout.dry_run
         worst = max(result.ranks, key=lambda rank: rank.timeline.seconds)
         rows.append(
             (
@@ -311,7 +311,7 @@ def _format_comparison(layouts: Sequence[Layout]) -> str:
                 layout.name or "the config",
             )
         )
-    device = layouts[0].found.device_name
+    device = layouts[0].dry_run.device_name
     return f"dry runs on {device}\n{_indented(rows)}"
 
 

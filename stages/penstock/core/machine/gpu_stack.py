@@ -25,8 +25,8 @@ DRIVER_FILE = PROC / "driver/nvidia/version"
 class Mismatch:
     """Two parts that do not work together."""
 
-    what: str
-    seen: str
+    subject: str
+    finding: str
     fix: str
 
 

@@ -168,14 +168,14 @@ class _GatheredKeys:
     """This rank's share of a per-token tensor."""
 
     def segments(self, segments: VarlenMetadata) -> VarlenMetadata:
-        if "partial" not in segments.kept:
+        if "partial" not in segments.memo:
             unsharded = segments.unsharded() if isinstance(segments, RingSegments) else segments
             own = self.shard(torch.arange(unsharded.num_tokens)).tolist()
             queries = tuple(_ranges(own))
-            segments.kept["partial"] = PartialSegments(
+            segments.memo["partial"] = PartialSegments(
                 **{**vars(unsharded), "kept": {}}, queries=queries
             )
-        return segments.kept["partial"]
+        return segments.memo["partial"]
 
     def gather(self, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
         # Separate collectives would cost as many times the latency.

@@ -99,10 +99,10 @@ class RingSegments(VarlenMetadata):
 
     def unsharded(self) -> VarlenMetadata:
         """The documents of the packed sequence, for a rank with all tokens; cached."""
-        if "unsharded" not in self.kept:
+        if "unsharded" not in self.memo:
             documents = VarlenMetadata.of(self.doc_lengths, self.cu_seqlens.device)
-            self.kept["unsharded"] = documents
-        return self.kept["unsharded"]
+            self.memo["unsharded"] = documents
+        return self.memo["unsharded"]
 
     def in_chunks(self, size: int) -> "RingSegments":
         """The segments of documents cut into chunks of `size` tokens; cached."""
@@ -112,11 +112,11 @@ class RingSegments(VarlenMetadata):
             raise ValueError(
                 "documents with branches or bidirectional runs cannot be cut into chunks"
             )
-        if ("chunks", size) not in self.kept:
+        if ("chunks", size) not in self.memo:
             lengths = chunk_lengths(self.doc_lengths, size)
             ring_rank = self.size, self.index, self.cu_seqlens.device
-            self.kept["chunks", size] = ring_segments(lengths, *ring_rank)
-        return self.kept["chunks", size]
+            self.memo["chunks", size] = ring_segments(lengths, *ring_rank)
+        return self.memo["chunks", size]
 
 
 def ring_segments(

@@ -213,12 +213,12 @@ class DecodeStep(DecodeSegments):
     def states(self) -> tuple[torch.Tensor, ...]:
         """The states of the current layer, [rows, ...] each."""
         every = self.cache.states(next(self.state_calls))
-        self.kept[STATES] = tuple(state[: self.rows] for state in every)
-        return self.kept[STATES]
+        self.memo[STATES] = tuple(state[: self.rows] for state in every)
+        return self.memo[STATES]
 
     def replace_states(self, *states: torch.Tensor) -> None:
         """Write those after the new tokens."""
-        for cached, state in zip(self.kept[STATES], states, strict=True):
+        for cached, state in zip(self.memo[STATES], states, strict=True):
             cached.copy_(state)
 
     def _append(self, parts: Sequence[torch.Tensor], first: int = 0) -> list[torch.Tensor]:
@@ -248,23 +248,23 @@ class DecodeStep(DecodeSegments):
         if self.shortest == self.longest and not is_narrow:
             return None
         key = "seen by newest", window
-        if key not in self.kept:
+        if key not in self.memo:
             positions_C = torch.arange(first, self.longest, device=device)
             last_B = self._last_B(device)
             mask_BC = positions_C <= last_B[:, None]
             if window is not None:
                 mask_BC &= positions_C > last_B[:, None] - window
-            self.kept[key] = mask_BC
-        return self.kept[key]
+            self.memo[key] = mask_BC
+        return self.memo[key]
 
     def _last_B(self, device: torch.device) -> torch.Tensor:  # noqa: N802 - B names the dimension
         """The position of each row's newest token."""
         return self._tensor("last", [length - 1 for length in self.cache.lengths], device)
 
     def _tensor(self, name: str, values: Sequence[int], device: torch.device) -> torch.Tensor:
-        if name not in self.kept:
-            self.kept[name] = to_device(torch.tensor(values, dtype=torch.int64), device)
-        return self.kept[name]
+        if name not in self.memo:
+            self.memo[name] = to_device(torch.tensor(values, dtype=torch.int64), device)
+        return self.memo[name]
 
 
 def prefill_segments(

@@ -276,7 +276,8 @@ def write_adapter_folder(
             modules=bearing,
             untouched=[name for name in experts if name not in bearing],
             fused=[weights.stack_parameter(name) for name in adapters.fused],
-            known=weights.config.experts is None or weights.config.experts.names.known_to_peft,
+            is_representable=weights.config.experts is None
+            or weights.config.experts.names.known_to_peft,
         ),
     )
     for field in ("target_modules", "target_parameters"):

@@ -49,7 +49,7 @@ class IndexerLosses(StepPart):
 
 
 def _with_loss(call: ModelInputs, loss: IndexerLoss) -> ModelInputs:
-    metadata = {**call.segments.kept, LOSS: loss}
+    metadata = {**call.segments.memo, LOSS: loss}
     return replace(call, segments=replace(call.segments, kept=metadata))
 
 

@@ -26,7 +26,7 @@ def _events(rank: RankSummary) -> list[dict[str, Any]]:
             named.add(span.stream)
             name = "compute" if span.stream == DEFAULT_STREAM else f"stream {span.stream}"
             events.append(_name(rank.rank, span.stream, name))
-        arguments: dict[str, Any] = {"where": record.where}
+        arguments: dict[str, Any] = {"where": record.call_site}
         if not isinstance(record, Launch):
             arguments |= {
                 "bytes": record.num_bytes,

@@ -67,4 +67,4 @@ def _identity(record: Collective, *, named: bool) -> tuple[str, str, int]:
 
 
 def _text(record: Collective) -> str:
-    return f"{record.name} of {record.num_bytes} bytes {record.dtype} at {record.where}"
+    return f"{record.name} of {record.num_bytes} bytes {record.dtype} at {record.call_site}"

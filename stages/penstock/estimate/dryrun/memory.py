@@ -20,7 +20,7 @@ class Allocation:
     shape: tuple[int, ...]
     dtype: torch.dtype
     phase: str
-    where: str
+    call_site: str
     """The innermost frame of Penstock, or empty."""
     library: str
     """The innermost frame of PyTorch inside it, or empty."""

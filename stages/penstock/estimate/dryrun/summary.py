@@ -47,13 +47,13 @@ class RankSummary:
     def copies(self) -> Counter[tuple[str, str]]:
         """Copies between host and device by (direction, place)."""
         copies = (r for r in self.records if isinstance(r, Launch) and r.kind == "copy")
-        return Counter((r.name, r.where) for r in copies)
+        return Counter((r.name, r.call_site) for r in copies)
 
     @property
     def syncs(self) -> Counter[tuple[str, str, str]]:
         """Host syncs by (what, phase, place)."""
         syncs = (r for r in self.records if isinstance(r, HostSync))
-        return Counter((r.what, r.phase, r.where) for r in syncs)
+        return Counter((r.what, r.phase, r.call_site) for r in syncs)
 
     @property
     def syncs_in_micro_batches(self) -> int:
@@ -82,11 +82,11 @@ class RankSummary:
         for record in self.records:
             if not isinstance(record, Collective):
                 continue
-            key = record.name, len(record.ranks), record.dtype, record.phase, record.where
+            key = record.name, len(record.ranks), record.dtype, record.phase, record.call_site
             times[key] += 1
             sizes[key] += record.num_bytes
         for record, waited in self.timeline.exposed:
-            key = record.name, len(record.ranks), record.dtype, record.phase, record.where
+            key = record.name, len(record.ranks), record.dtype, record.phase, record.call_site
             seconds[key] += waited
             exposed[key] += record.num_bytes
         collectives = [CollectiveUse(*k, times[k], sizes[k], seconds[k], exposed[k]) for k in times]

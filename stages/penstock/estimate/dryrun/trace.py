@@ -33,7 +33,7 @@ class Launch:
     host_seconds: float
     """Time that the host needs to launch it."""
     phase: Phase
-    where: str
+    call_site: str
     kind: Literal["kernel", "triton", "copy"] = "kernel"
 
 
@@ -53,7 +53,7 @@ class Collective:
     shape: tuple[int, ...]
     seconds: float
     phase: Phase
-    where: str
+    call_site: str
     peer: int | None = None
     """The other rank of a send or receive."""
 
@@ -79,7 +79,7 @@ class HostSync:
     """The host waits for the device: for an event, or for a stream."""
 
     what: str
-    where: str
+    call_site: str
     phase: Phase
     stream: int | None
     event: int | None = None

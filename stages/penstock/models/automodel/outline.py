@@ -68,8 +68,8 @@ class MediaTraits:
 class SavedBytes(NamedTuple):
     """Bytes that a layer saves for its backward pass, per token."""
 
-    each: float
-    pair: float
+    per_token: float
+    per_pair: float
     """Times the tokens of its document."""
 
 

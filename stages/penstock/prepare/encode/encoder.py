@@ -100,7 +100,7 @@ class _ParsedBatch:
     records: list[int] = field(default_factory=list[int])
     sides: list[list[Document]] = field(default_factory=list[list[Document]])
     """Per side, one document per record; empty for tokenized records."""
-    given: list[LabeledTokens] = field(default_factory=list[LabeledTokens])
+    tokenized: list[LabeledTokens] = field(default_factory=list[LabeledTokens])
     weights: list[float] = field(default_factory=list[float])
     """Loss weight of each record."""
     desirable: list[bool] = field(default_factory=list[bool])
@@ -228,7 +228,7 @@ class Encoder:
         """
         parsed = self._parse_batch(values, folder)
         if self._its.type == "tokenized":
-            sides, faults = [TokenSequences.from_list(parsed.given)], {}
+            sides, faults = [TokenSequences.from_list(parsed.tokenized)], {}
         else:
             sides, faults = self._encode_sides(parsed.sides)
         desirable = dict(zip(parsed.records, parsed.desirable, strict=False))
@@ -328,12 +328,14 @@ class Encoder:
             parsed.sides[0].append(Document(turn.text))
             parsed.repeated_bos += self._special_tokens.repeats_bos(turn.text)
         elif isinstance(turn, TokenizedSample):
-            parsed.given.append(self._check_vocabulary(turn))
+            parsed.tokenized.append(self._check_vocabulary(turn))
         elif isinstance(turn, PreferencePair):
-            both = [self._renderer.render_completion(side) for side in (turn.chosen, turn.rejected)]
-            for side, document in zip(parsed.sides, both, strict=True):
+            completions = [
+                self._renderer.render_completion(side) for side in (turn.chosen, turn.rejected)
+            ]
+            for side, document in zip(parsed.sides, completions, strict=True):
                 side.append(document)
-            parsed.without_end += any(document.lacks_end for document in both)
+            parsed.without_end += any(document.lacks_end for document in completions)
             parsed.assistant_first += turn.chosen.begins_with_assistant
             if turn.score_gap is not None:
                 parsed.score_gaps.append(turn.score_gap)
@@ -409,15 +411,15 @@ class Encoder:
         for sample in _samples_to_check(sides, longest, trained, limit):
             if sample in known_faults:
                 continue
-            both = [side[sample] for side in sides]
+            completions = [side[sample] for side in sides]
             documents = [documents[sample] for documents in of_side]
             try:
                 _require_trained(longest[sample], trained[sample])
-                aligned = align_prompts(both, documents)
-                if aligned is not both:
-                    replaced[sample] = both = aligned
+                aligned = align_prompts(completions, documents)
+                if aligned is not completions:
+                    replaced[sample] = completions = aligned
                 if limit is not None and longest[sample] > limit:
-                    replaced[sample], turns = self._truncator(both, documents, cuts)
+                    replaced[sample], turns = self._truncator(completions, documents, cuts)
                     if turns and self._images:
                         for texts, document in zip(of_side, documents, strict=True):
                             texts[sample] = _without_turns(document, turns)

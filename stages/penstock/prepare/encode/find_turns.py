@@ -83,9 +83,9 @@ class TurnFinder:
         ends = [num_messages, *(turn + 1 for turn in answers if turn + 1 < num_messages)]
         (text, *closed), _ = self._render(template, conversation, ends, "closed")
         after = dict(zip(ends, [text, *closed], strict=True))
-        asked = [turn for turn in answers if turn]
-        asking, _ = self._render(template, conversation, asked, "asking")
-        before = dict(zip(asked, asking, strict=True))
+        prompted = [turn for turn in answers if turn]
+        asking, _ = self._render(template, conversation, prompted, "asking")
+        before = dict(zip(prompted, asking, strict=True))
         tail = self._tail(template)
         turns: list[Turn] = []
         for turn in answers:

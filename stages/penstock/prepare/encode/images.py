@@ -63,14 +63,14 @@ class LoadedKind:
 
     processor: ModelProcessor
     files: ImageFiles
-    found: Mapping[Located, bytes | BadRecord]
+    digests: Mapping[Located, bytes | BadRecord]
     """Digest of each, or why it cannot be used."""
     lacking: Collection[str] = ()
     """Extras of this package that some need."""
 
     def resolve(self, ref: ImageRef, folder: Folder | None, *, several: bool) -> bytes:
         """The digest under which its tensors are stored. Raises BadRecord if it cannot be used."""
-        digest = self.found[locate(ref, folder)]
+        digest = self.digests[locate(ref, folder)]
         if isinstance(digest, BadRecord):
             raise digest
         digest = self.processor.stored_digest(digest, several=several)
@@ -103,13 +103,13 @@ class SliceImages:
     """The images, audio and videos of a slice, by kind."""
 
     kinds: Mapping[str, LoadedKind]
-    others: Sequence[ModelProcessor] = ()
+    unused_processors: Sequence[ModelProcessor] = ()
     """The model's processors of the kinds that the slice has none of."""
 
     @property
     def processors(self) -> list[ModelProcessor]:
         """The model's processors of all kinds."""
-        return [*(kind.processor for kind in self.kinds.values()), *self.others]
+        return [*(kind.processor for kind in self.kinds.values()), *self.unused_processors]
 
     @property
     def token_ids(self) -> list[int]:

@@ -65,8 +65,8 @@ class Messages:
 
     def split_last_answer(self) -> tuple["Messages", "Messages"]:
         """Split before the final assistant messages."""
-        others = [index for index, turn in enumerate(self.turns) if not turn.is_answer]
-        return self.split_at(others[-1] + 1 if others else 0)
+        prompt_turns = [index for index, turn in enumerate(self.turns) if not turn.is_answer]
+        return self.split_at(prompt_turns[-1] + 1 if prompt_turns else 0)
 
     def require_prompt(self) -> "Messages":
         """Return self. Raises BadRecord if it ends with the assistant."""

@@ -57,23 +57,23 @@ class Slots:
 
     length: Indices
     row: Indices
-    each: Indices
+    count: Indices
     """Number of samples."""
-    held: Indices
+    num_before: Indices
     """Number of samples before them in the row."""
     num_rows: int
 
     def widths(self) -> Indices:
         """Number of samples that each row gets."""
-        return np.bincount(self.row, self.each, self.num_rows).astype(np.int64)
+        return np.bincount(self.row, self.count, self.num_rows).astype(np.int64)
 
     def totals(self) -> Indices:
         """Number of tokens that each row gets."""
-        return np.bincount(self.row, self.each * self.length, self.num_rows).astype(np.int64)
+        return np.bincount(self.row, self.count * self.length, self.num_rows).astype(np.int64)
 
     def places(self, starts: Indices) -> Indices:
         """Position of each sample, shortest first, if row i starts at `starts[i]`."""
-        return ranges(starts[self.row] + self.held, self.each)
+        return ranges(starts[self.row] + self.num_before, self.count)
 
 
 def plan_slots(plan: Patterns) -> Slots:

@@ -25,7 +25,7 @@ class ManagedProcess:
     command: Sequence[str]
     environment: Mapping[str, str]
     """Its environment variables besides the common ones, including secrets."""
-    say: Callable[[str], None]
+    log: Callable[[str], None]
     most_deaths: int | None = None
     """Consecutive deaths after which it is not restarted; None: always restarted."""
     stop_seconds: float = 10.0
@@ -55,7 +55,7 @@ class ManagedProcess:
             stdin=subprocess.DEVNULL,
             process_group=0,
         )
-        self.say(f"{self.name} started (pid {self._process.pid})")
+        self.log(f"{self.name} started (pid {self._process.pid})")
 
     def look(self) -> None:
         """Poll for its death, and restart it once the pause is over."""
@@ -70,7 +70,7 @@ class ManagedProcess:
         if status is None:
             if not self._is_ending and self.together.must_end():
                 self._is_ending = True
-                self.say(f"{self.name} of another machine ended, so these are ended too")
+                self.log(f"{self.name} of another machine ended, so these are ended too")
                 self._process.terminate()
             return
         self._kill_group()
@@ -80,11 +80,11 @@ class ManagedProcess:
         ended = _ending(status)
         if self.most_deaths is not None and self.deaths > self.most_deaths:
             self.is_given_up = True
-            self.say(f"{self.name} {ended}, {self.deaths} times in a row: not started again")
+            self.log(f"{self.name} {ended}, {self.deaths} times in a row: not started again")
             return
         pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (self.deaths - 1))
         self._again_at = now + pause
-        self.say(f"{self.name} {ended}; started again in {pause:g} s")
+        self.log(f"{self.name} {ended}; started again in {pause:g} s")
 
     @property
     def is_alive(self) -> bool:
@@ -105,7 +105,7 @@ class ManagedProcess:
         deadline = time.monotonic() + self.stop_seconds
         while self._process.poll() is None:
             if time.monotonic() > deadline or at_once():
-                self.say(f"{self.name} did not end in time and is killed")
+                self.log(f"{self.name} did not end in time and is killed")
                 break
             time.sleep(0.05)
         self.ended_well = self._process.poll() == 0

@@ -50,7 +50,7 @@ FAILING_SECONDS = 10.0
 DEATHS = "deaths.json"
 
 
-def managed_processes(prepared: LaunchPlan, say: Callable[[str], None]) -> list[ManagedProcess]:
+def managed_processes(prepared: LaunchPlan, log: Callable[[str], None]) -> list[ManagedProcess]:
     """The processes that this launcher starts, in stop order."""
     job, config, secrets = prepared.job, prepared.job.config, prepared.secrets
     processes: list[ManagedProcess] = []
@@ -60,7 +60,7 @@ def managed_processes(prepared: LaunchPlan, say: Callable[[str], None]) -> list[
             arguments = [str(os.getpid()), name, module, str(prepared.file)]
             command = [sys.executable, "-m", "penstock.server.launch.child_main", *arguments]
             environment = {"PYTHONSAFEPATH": "1", **secrets[name]}
-            process = ManagedProcess(name, command, environment, say)
+            process = ManagedProcess(name, command, environment, log)
             if name == "engine":
                 process.stop_seconds = config.stop_timeout + ENGINE_MARGIN_SECONDS
             processes.append(process)
@@ -71,7 +71,7 @@ def managed_processes(prepared: LaunchPlan, say: Callable[[str], None]) -> list[
                 "workers",
                 [sys.executable, "-m", *arguments, str(prepared.file)],
                 {**workers_environment(config), **secrets["workers"]},
-                say,
+                log,
                 most_deaths=config.max_restarts,
                 stop_seconds=config.stop_timeout + MARGIN_SECONDS,
                 pass_env=config.pass_env,
@@ -130,7 +130,7 @@ def workers_environment(config: ServerConfig) -> dict[str, str]:
     }
 
 
-def serve(prepared: LaunchPlan, say: Callable[[str], None]) -> None:
+def serve(prepared: LaunchPlan, log: Callable[[str], None]) -> None:
     """Run the server until it is asked to stop.
 
     `say` is called with one line per event. Raises StageError if the workers never come up, and
@@ -142,7 +142,7 @@ def serve(prepared: LaunchPlan, say: Callable[[str], None]) -> None:
         prepared.publish()
         given_up = job.folder / GIVEN_UP
         given_up.unlink(missing_ok=True)
-        Launcher(managed_processes(prepared, say), say, api, given_up).run()
+        Launcher(managed_processes(prepared, log), log, api, given_up).run()
 
 
 @contextmanager
@@ -164,7 +164,7 @@ class Launcher:
     """Monitors the processes until asked to stop."""
 
     children: Sequence[ManagedProcess]
-    say: Callable[[str], None]
+    log: Callable[[str], None]
     api: tuple[str, int] | None
     """Address of the API, if this launcher runs it."""
     given_up: Path | None = None
@@ -187,7 +187,7 @@ class Launcher:
                 # Workers that have just started also get the shutdown message.
                 self._last_health_check = 0.0
                 self._poll_health()
-                self.say(f"stopping ({signal.Signals(self._signals[0]).name})")
+                self.log(f"stopping ({signal.Signals(self._signals[0]).name})")
             finally:
                 self._stop_all()
 
@@ -243,7 +243,7 @@ class Launcher:
         host, port = self.api
         if is_server_ready(near(host), port):
             self.is_ready = True
-            self.say(f"serving at http://{in_url(near(host))}:{port}")
+            self.log(f"serving at http://{in_url(near(host))}:{port}")
 
     @contextmanager
     def _handle_signals(self) -> Generator[None]:

@@ -287,7 +287,7 @@ class _WeightSync:
             for server in self._servers
             for step, path, body in recovery_requests(self._order.group_name)
         ]
-        wait(calls, timeout=self._limits.word)
+        wait(calls, timeout=self._limits.report)
         group.close_store()
         wait(calls, timeout=self._limits.recovery)
         for call in calls:
@@ -325,10 +325,12 @@ class _WeightSync:
         """Wait for the servers, in order, and for our own part, until one fails. A server's own
         error takes precedence over errors here or at other servers."""
         everything = [*calls, *([sending] if sending else [])]
-        done, _ = wait(everything, timeout=seconds + self._limits.word, return_when=FIRST_EXCEPTION)
+        done, _ = wait(
+            everything, timeout=seconds + self._limits.report, return_when=FIRST_EXCEPTION
+        )
         broke = sending.exception() if sending in done and sending else None
         if broke or _errors(calls):
-            wait(calls, timeout=self._limits.word)
+            wait(calls, timeout=self._limits.report)
         faults = _errors(calls)
         early = _errors([call for call in calls if call in done])
         timed_out = any(map(_is_late, faults))

@@ -57,7 +57,7 @@ class Limits:
     tensor: float = 60.0
     """For one tensor over gloo, which cannot be interrupted: other ranks may wait this long after
     an error."""
-    word: float = 2.0
+    report: float = 2.0
     """For a server to report why a connection broke, or to join a group late."""
     recovery: float = 10.0
     """For servers to resume before an error is raised; they may take longer."""

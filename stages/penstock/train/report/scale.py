@@ -17,7 +17,7 @@ MIN_LABEL_GAP = 15
 class Tick:
     """A label and its position, in per cent from the left or from the top."""
 
-    at: float
+    percent: float
     label: str
 
 
@@ -60,7 +60,7 @@ def build_step_ticks(axis: Axis) -> list[Tick]:
     first, last = round(axis.low), round(axis.high)
     marks = [m for m in linear_ticks(first, last, 5) if first < m <= last and m == round(m)]
     ticks = [Tick(axis.position(mark), f"{mark:,.0f}") for mark in marks]
-    if not ticks or ticks[0].at > MIN_LABEL_GAP:
+    if not ticks or ticks[0].percent > MIN_LABEL_GAP:
         ticks.insert(0, Tick(axis.position(first), f"step {first:,}"))
     return ticks
 

@@ -86,7 +86,9 @@ class ChunkDecoder:
     """None: the model takes no images."""
     images: list[Image] = field(default_factory=list[Image])
     """The distinct images so far."""
-    _known: dict[bytes, tuple[int, Tokens]] = field(default_factory=dict[bytes, tuple[int, Tokens]])
+    _expanded: dict[bytes, tuple[int, Tokens]] = field(
+        default_factory=dict[bytes, tuple[int, Tokens]]
+    )
     """Index and tokens of each, by its digest."""
     _num_bytes: int = 0
     _num_tokens: int = 0
@@ -131,7 +133,7 @@ class ChunkDecoder:
         digest = sha256(content + format.encode()).digest()
         if several and self.expander.has_two_forms:
             digest = among_several(digest)
-        if digest not in self._known:
+        if digest not in self._expanded:
             if len(self.images) == MAX_IMAGES:
                 raise ApiError(
                     f"there are over {MAX_IMAGES} images; send fewer at once", status=413
@@ -142,9 +144,9 @@ class ChunkDecoder:
                 raise ApiError(f"{loc} cannot be used: {error}") from None
             self._num_bytes += image.num_bytes
             _require_bytes(self._num_bytes)
-            self._known[digest] = len(self.images), tokens
+            self._expanded[digest] = len(self.images), tokens
             self.images.append(image)
-        index, tokens = self._known[digest]
+        index, tokens = self._expanded[digest]
         self._num_tokens += len(tokens)
         if self._num_tokens > MAX_NUMBERS:
             raise ApiError(
