@@ -34,6 +34,7 @@ from tests.flows.test_task_runner import FILES, several_files
 from tests.pipeline.runs import write_chats, write_run
 from tests.pipeline.test_recurring import recurring_run
 from tests.stages.prepared import contents
+from tests.turns import one_day_in
 from tests.waiting import soon
 
 # pyright: reportMissingImports=false
@@ -231,7 +232,7 @@ def test_parameters_that_are_none_are_refused_before_anything_is_scheduled(deplo
     deployed.api.delete(f"/flow_runs/{taken.json()['id']}")
 
 
-@pytest.mark.slow
+@one_day_in(2, of=1)
 def test_a_cancelled_run_leaves_a_checkpoint_no_process_and_nothing_of_its_secrets(
     deployed, once, tmp_path
 ):
