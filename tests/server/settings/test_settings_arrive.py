@@ -22,6 +22,7 @@ from penstock.config.server.run_fields import SAME
 from penstock.core.errors import ConfigError
 from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.server.api import __main__ as api
+from penstock.server.api.log_limit import LogLimit
 from penstock.server.api.wire.codec_pool import CodecPool
 from penstock.server.launch import child_main
 from penstock.server.launch.addresses import free_port, workers_address, workers_bind
@@ -279,6 +280,21 @@ def test_processes_tell_of_themselves_as_much_as_is_written(tmp_path, monkeypatc
     monkeypatch.setattr(logging, "basicConfig", lambda **how: seen.append(how["level"]))
     child_main.main("1", "api", "none", str(job_of(tmp_path, log_level="ERROR").write()))
     assert seen == ["ERROR"]
+
+
+def test_the_api_limits_lines_on_handlers_of_its_own_process_alone(tmp_path, monkeypatch):
+    async def served(_job, _keys):
+        pass
+
+    handler = logging.NullHandler()
+    monkeypatch.setattr(logging.getLogger(), "handlers", [handler])
+    monkeypatch.setattr(api, "connecting", reached)
+    with pytest.raises(Reached):
+        asyncio.run(api.serve(job_of(tmp_path), ()))
+    assert handler.filters == []
+    monkeypatch.setattr(api, "serve", served)
+    api.main(job_of(tmp_path).write())
+    assert [type(each) for each in handler.filters] == [LogLimit]
 
 
 def workers_of(folder, **fields: Any) -> list[Any]:

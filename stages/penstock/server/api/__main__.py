@@ -40,6 +40,9 @@ LOOK_SECONDS = 0.1
 
 def main(job_path: Path) -> None:
     """Serve until a signal. Raises ConfigError if API keys are required and missing."""
+    # Here, not in serve: filters stay with the handlers of a process.
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(LogLimit())
     asyncio.run(serve(ServerJob.read(job_path), env.server_keys()))
 
 
@@ -50,8 +53,6 @@ async def serve(job: ServerJob, keys: tuple[str, ...]) -> None:
             f"api_host is {job.api_host}, which other machines reach, and there are no keys.\n"
             f"  Name api_keys_file, or set {env.SERVER_KEYS}; or serve on 127.0.0.1."
         )
-    for handler in logging.getLogger().handlers:
-        handler.addFilter(LogLimit())
     limit = job.config.max_connections
     max_connections, backlog = max_open_connections(limit)
     if max_connections < limit:
