@@ -91,8 +91,8 @@ def exact_match(
     if not questions:
         raise StageError(
             f"{prepared.path}: none of {len(rows)} validation rows has a prompt and an answer.\n"
-            "  Plain text is judged by --harness TASKS; or hold out chats or instructions by "
-            "data.test_datasets."
+            "  All tokens are trained of plain text, and with data.train_on_prompt: true; such rows"
+            " are judged by --harness TASKS."
         )
     part = _compared_part(answer, [_text(tokenizer, q.expected) for q in questions])
     if part:

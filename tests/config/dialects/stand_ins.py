@@ -188,7 +188,8 @@ class StandIns:
             for index, dataset in enumerate(data.get(name, ())):
                 self._put_data(dataset, train, at / f"{name}{index}")
         if not data.get("datasets"):
-            data["datasets"] = [{"path": str(write_records(at / "rows.jsonl", "chat", {}))}]
+            kind = "text" if train.get("objective") == "pretrain" else "chat"
+            data["datasets"] = [{"path": str(write_records(at / "rows.jsonl", kind, {}))}]
         data["dataset_prepared_path"] = str(at / "prepared")
         train["output_dir"] = str(at / "out")
         for section, name in (("train", "init_checkpoint_path"), ("lora", "init_adapter_path")):
