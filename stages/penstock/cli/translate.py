@@ -1,5 +1,6 @@
 """`penstock translate`: translates another tool's config and reports on each of its keys."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -173,7 +174,10 @@ def as_yaml(translation: Translation, source: Path) -> str:
             comment = f"  # {mark}" if mark and "\n" not in text else ""
             lines += [f"  {line}{comment}" for line in text.splitlines()]
             lines += [f"  {text}" for text in gaps.get(f"{section}.{name}", ())]
-    lines += [f"# {name} has to be set." for name in translation.placeholders]
+    lines += [
+        f"# {name} has to be set, for example {json.dumps(value)}."
+        for name, value in translation.placeholders.items()
+    ]
     return "\n".join(lines) + "\n"
 
 

@@ -26,6 +26,7 @@ CALLS = (
     *("SFTConfig", "TrainingArguments", "UnslothTrainingArguments"),
     *("DPOConfig", "ORPOConfig", "KTOConfig", "GRPOConfig"),
 )
+TRAINERS = ("SFTTrainer", "UnslothTrainer", "DPOTrainer", "ORPOTrainer")
 TRAINS = re.compile(rf"\b({'|'.join(CALLS)})\(")
 MODELS = ("FastLanguageModel", "FastModel", "FastVisionModel")
 RENAMED = {
@@ -98,10 +99,18 @@ def keywords(tree: ast.AST) -> Iterator[tuple[str, ast.expr]]:
             owner = called.partition(".")[0]
             if called == "ORPOConfig":
                 yield "loss_type", ast.Constant(value="orpo")
+            written = [(word.arg, word.value) for word in node.keywords if word.arg]
             if called in CALLS or (
                 owner in MODELS and called.endswith(("pretrained", "peft_model"))
             ):
-                yield from ((word.arg, word.value) for word in node.keywords if word.arg)
+                yield from written
+            if called in TRAINERS:
+                # Their other arguments are objects: the model, its tokenizer, data, functions.
+                yield from (
+                    (name, value)
+                    for name, value in written
+                    if isinstance(value, ast.Constant) and value.value is not None
+                )
             if owner in MODELS and called.endswith("pretrained") and node.args:
                 yield "model_name", node.args[0]
             if owner in MODELS and called.endswith("peft_model"):

@@ -5,6 +5,7 @@ stand-ins for models and data, and prints what became of them, as a Markdown tab
 `tests.config.dialects.mirrors` writes them.
 """
 
+import copy
 import re
 import sys
 from collections import Counter
@@ -22,7 +23,7 @@ from penstock.config.loading.fault import Steps, dotted
 from penstock.config.loading.load import loads, read_document
 from penstock.config.translate.fit_parallel_sizes import Devices
 from penstock.config.translate.load_foreign import load_translation
-from penstock.config.translate.translation import FATAL, GAPS, Translation
+from penstock.config.translate.translation import FATAL, GAPS, Translation, put_at
 from penstock.core.errors import ConfigError
 from tests.cli.command import Said, penstock
 from tests.config.dialects.stand_ins import StandIns
@@ -116,8 +117,10 @@ class Judge:
 
     def check(self, outcome: Outcome) -> Verdict:
         assert outcome.translation
-        settings = yaml.safe_load(as_yaml(outcome.translation, outcome.file))
-        values = self.stand_ins.put(settings or {}, self.folder / "run", outcome.file.stem)
+        settings = yaml.safe_load(as_yaml(outcome.translation, outcome.file)) or {}
+        for name, value in outcome.translation.placeholders.items():
+            put_at(settings, name, copy.deepcopy(value))
+        values = self.stand_ins.put(settings, self.folder / "run", outcome.file.stem)
         text = yaml.safe_dump(values)
         if text not in self.known:
             config = self.folder / "run" / "run.yaml"

@@ -148,6 +148,9 @@ PROCESSORS = {
 }
 """Families with the processor of another."""
 
+OF_OBJECTIVE = {"pretrain": "text", "preference": "preference"}
+"""What is trained on where no type is declared, besides conversations."""
+
 QUESTION, ANSWER = "What follows one?", "Two follows one."
 RECORDS = 20
 
@@ -188,7 +191,7 @@ class StandIns:
             for index, dataset in enumerate(data.get(name, ())):
                 self._put_data(dataset, train, at / f"{name}{index}")
         if not data.get("datasets"):
-            kind = "text" if train.get("objective") == "pretrain" else "chat"
+            kind = OF_OBJECTIVE.get(train.get("objective", ""), "chat")
             data["datasets"] = [{"path": str(write_records(at / "rows.jsonl", kind, {}))}]
         data["dataset_prepared_path"] = str(at / "prepared")
         train["output_dir"] = str(at / "out")
@@ -199,9 +202,7 @@ class StandIns:
         return values
 
     def _put_data(self, dataset: dict[str, Any], train: Mapping[str, Any], at: Path) -> None:
-        kind = dataset.get("type") or (
-            "preference" if train.get("objective") == "preference" else "chat"
-        )
+        kind = dataset.get("type") or OF_OBJECTIVE.get(train.get("objective", ""), "chat")
         for name in ("name", "split", "revision", "data_files", "streaming", "image_folder"):
             if name != "split" or "splits_string" not in dataset:
                 dataset.pop(name, None)

@@ -29,6 +29,7 @@ from penstock.config.translate.dialect import Dialect
 from penstock.config.translate.fit_parallel_sizes import Devices
 from penstock.config.translate.hf.llama_factory import LLAMA_FACTORY
 from penstock.config.translate.hf.trl import TRL, TRL_DPO
+from penstock.config.translate.load_foreign import load_translation
 from penstock.config.translate.translation import GAPS, Line, Translation
 from penstock.optim.groups import Grouping, parameter_groups
 from penstock.optim.schedule import lr_at
@@ -345,6 +346,25 @@ def test_files_of_training_by_rewards_are_refused_by_each_key_that_says_so() -> 
         values = {"model_name_or_path": "m", "dataset_name": "d", "beta": 0.04, key: 8}
         assert detect_dialect({**values, "num_generations": 8}) is TRL
         assert key in {line.key for line in translate(values, TRL, GPUS).of("refused")}, key
+
+
+def test_lengths_of_a_file_without_data_are_those_of_the_data_that_is_to_be_written(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "arguments.yaml"
+    lines = ["model_name_or_path: m", "beta: 0.1", "max_prompt_length: 512", "bf16: true"]
+    lengths = ["max_length: 1024", "max_seq_length: 4096", "learning_rate: 1e-6"]
+    file.write_text("\n".join([*lines, *lengths]))
+    found = load_translation(file, None, GPUS)
+    assert not found.of(*GAPS)
+    assert found.placeholders["data.datasets"][0]["max_seq_len"] == 1024
+    assert found.settings["data"]["max_prompt_len"] == 512
+
+
+def test_a_model_of_ours_without_weights_begins_at_random_ones() -> None:
+    found = translated(TRL, model_name_or_path="builtin:tiny-qwen3")
+    assert found.settings["model"] == {"config_path": "builtin:tiny-qwen3"}
+    assert found.origins("model.config_path") == ("model_name_or_path",)
 
 
 def test_a_file_of_kto_is_not_trained_as_pairs() -> None:

@@ -45,6 +45,8 @@ def test_arguments_of_trainers_are_those_of_all_cells(tmp_path: Path) -> None:
     of_newer_python = """print(f"{rows["question"]}")"""
     write_notebook(notebooks / "sft.ipynb", *CELLS, of_newer_python, TRAINS)
     write_notebook(notebooks / "orpo.ipynb", "ORPOConfig(beta = 0.1)")
+    dpo = "DPOTrainer(model = model, ref_model = None, beta = 0.2, args = DPOConfig(seed = 3))"
+    write_notebook(notebooks / "dpo.ipynb", dpo)
     write_notebook(notebooks / "grpo.ipynb", "GRPOConfig(num_generations = 4)", TRAINS)
     write_notebook(notebooks / "chat.ipynb", "FastModel.from_pretrained('a')")
     write_notebook(notebooks / "embed.ipynb", "SentenceTransformerTrainingArguments(seed = 1)")
@@ -52,6 +54,7 @@ def test_arguments_of_trainers_are_those_of_all_cells(tmp_path: Path) -> None:
     written = {file.stem: yaml.safe_load(file.read_text()) for file in out.glob("*.yaml")}
     assert written == {
         "sft": {"max_steps": 60, "learning_rate": 2e-4, "optim": None},
+        "dpo": {"seed": 3, "beta": 0.2},
         "orpo": {"loss_type": "orpo", "beta": 0.1},
         "grpo": {"num_generations": 4, "max_steps": 60, "learning_rate": 2e-4, "optim": None},
     }

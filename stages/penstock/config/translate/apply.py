@@ -8,7 +8,7 @@ from typing import Any, cast
 from penstock.config.loading.schema_tree import branches, is_section
 from penstock.config.schema.base import ConfigSection
 from penstock.config.schema.run import RunConfig
-from penstock.config.server.run_fields import SERVER
+from penstock.config.server.run_fields import BUILT_IN, SERVER
 from penstock.config.translate.axolotl.rules import AXOLOTL
 from penstock.config.translate.dialect import Dialect
 from penstock.config.translate.erniekit.rules import ERNIEKIT
@@ -82,11 +82,15 @@ def translate(
         if not written.keys() & {key, *dialect.overridden_by.get(key, ())}:
             _assume(draft, dialect, key, value)
     dialect.finalize(draft)
+    if str(draft.value("model.model_path")).startswith(BUILT_IN):
+        draft.rename("model.model_path", "model.config_path")
     ranks = fit_parallel_sizes(draft, devices)
     _mark_doubtful(draft)
     settings = _in_order(draft.settings, RunConfig)
     placeholders = {
-        name: value for name, value in dialect.placeholders.items() if not draft.has(name)
+        name: value
+        for name, value in {**dialect.placeholders, **draft.placeholders}.items()
+        if not draft.has(name)
     }
     lines = tuple(draft.lines.values())
     return Translation(dialect.name, dialect.title, settings, lines, ranks, placeholders)

@@ -115,6 +115,8 @@ def lay_rows(draft: Draft, longest: Any, packing: str | None, *, pairs: bool) ->
         for source in cast("list[dict[str, Any]]", draft.value(name) or []):
             if isinstance(longest, int):
                 source.setdefault("max_seq_len", longest)
+    if isinstance(longest, int) and packing != "wrapped":
+        draft.placeholders[SOURCES] = [{"path": "data/train.jsonl", "max_seq_len": longest}]
     if isinstance(longest, int):
         draft.put(ROW, 2 * longest if pairs else longest)
     draft.put(METHOD, packing or "multipack")

@@ -70,6 +70,9 @@ class Draft:
         """Ours, nested."""
         self.lines: dict[str, Line] = {}
         """The report, by their key."""
+        self.placeholders: dict[str, Any] = {}
+        """Settings that a run needs and the file does not have, with the values that its other
+        keys would give them."""
         self._defaults = defaults
 
     def get(self, key: str, default: Any = None) -> Any:

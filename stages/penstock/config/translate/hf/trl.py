@@ -137,7 +137,10 @@ def _finalize(draft: Draft) -> None:
     packs = bool(draft.get("packing"))
     is_wrapped = draft.get("packing_strategy") == "wrapped"
     packing = ("wrapped" if is_wrapped and not pairs else "multipack") if packs else None
-    longest = draft.get("max_seq_length") or draft.get("max_length")
+    # Unsloth's max_seq_length is of the model, where a trainer's max_length is written.
+    longest = (
+        draft.written.get("max_length") or draft.get("max_seq_length") or draft.get("max_length")
+    )
     lay_rows(draft, longest, packing, pairs=pairs)
     weights = draft.get("torch_dtype") or draft.get("dtype")
     settle_precision(draft, "bfloat16" if weights == "auto" else weights)
