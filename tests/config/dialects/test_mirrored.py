@@ -10,7 +10,7 @@ from tests.config.dialects.changed import draw, is_told
 from tests.config.dialects.mirrors import extract
 from tests.config.dialects.published import Judge, Outcome, translate_all
 
-pytestmark = pytest.mark.exhaustive
+pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(3000)]
 
 LEAST = 0.95
 """Share of the written configs that pass `penstock check`, of all of them and of those of files
