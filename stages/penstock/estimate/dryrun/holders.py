@@ -74,13 +74,13 @@ def _holder(allocation: Allocation, weight_shapes: set[tuple[int, ...]]) -> Hold
         return "gathered"
     if allocation.library.startswith(_COLLECTIVES):
         return "buffers"
-    if allocation.where.startswith(_LOSSES):
+    if allocation.call_site.startswith(_LOSSES):
         return "logits"
     if allocation.phase == "forward" or allocation.is_forward:
         return "activations"
     if allocation.node and allocation.shape in weight_shapes:
         return "gradients"
-    if "collective" in allocation.where or "bucketed" in allocation.where:
+    if "collective" in allocation.call_site or "bucketed" in allocation.call_site:
         return "buffers"
     return "temporary"
 

@@ -118,7 +118,7 @@ def _largest(peak: Peak) -> Sequence[Sequence[Any]]:
     bytes_by_location: Counter[str] = Counter()
     for _, allocation, num_bytes in peak.live:
         bytes_by_location[
-            allocation.where or f"{allocation.library or 'autograd'} ({allocation.node})"
+            allocation.call_site or f"{allocation.library or 'autograd'} ({allocation.node})"
         ] += num_bytes
     return [[location, size] for location, size in bytes_by_location.most_common(LARGEST)]
 
