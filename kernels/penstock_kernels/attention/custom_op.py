@@ -29,7 +29,7 @@ def _segments(
 ) -> VarlenMetadata:
     # On a CPU reading values waits for no device.
     documents = _documents(tuple(cu_seqlens.diff().tolist()))
-    return replace(documents, start_rows=start_rows_T, run_ends=run_ends_T, kept={})
+    return replace(documents, start_rows=start_rows_T, run_ends=run_ends_T, memo={})
 
 
 def _forward(

@@ -120,7 +120,7 @@ class VarlenMetadata:
 
     def causal(self) -> "VarlenMetadata":
         """The same documents without bidirectional runs."""
-        return self if self.run_ends is None else replace(self, run_ends=None, kept={})
+        return self if self.run_ends is None else replace(self, run_ends=None, memo={})
 
     @staticmethod
     def of(

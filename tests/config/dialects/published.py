@@ -230,7 +230,8 @@ def _refusals(verdicts: Iterable[Verdict]) -> list[str]:
 
 
 def _cell(text: str, width: int) -> str:
-    shortened = text if len(text) <= width else f"{text[: width - 1]}…"
+    # Between words: half of a setting's name would be read as another setting.
+    shortened = text if len(text) <= width else f"{text[: width - 2].rpartition(' ')[0]} …"
     return shortened.replace("|", chr(92) + "|")
 
 

@@ -173,7 +173,7 @@ class _GatheredKeys:
             own = self.shard(torch.arange(unsharded.num_tokens)).tolist()
             queries = tuple(_ranges(own))
             segments.memo["partial"] = PartialSegments(
-                **{**vars(unsharded), "kept": {}}, queries=queries
+                **{**vars(unsharded), "memo": {}}, queries=queries
             )
         return segments.memo["partial"]
 

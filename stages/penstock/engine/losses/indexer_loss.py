@@ -50,7 +50,7 @@ class IndexerLosses(StepPart):
 
 def _with_loss(call: ModelInputs, loss: IndexerLoss) -> ModelInputs:
     metadata = {**call.segments.memo, LOSS: loss}
-    return replace(call, segments=replace(call.segments, kept=metadata))
+    return replace(call, segments=replace(call.segments, memo=metadata))
 
 
 def build_indexer_losses(train: TrainConfig, config: DecoderConfig) -> IndexerLosses | None:
