@@ -174,7 +174,7 @@ def test_a_recomputed_layer_computes_its_loss_once(kind, monkeypatch):
         calls.clear()
         model.zero_grad()
         loss = IndexerLoss(0.5, 30)
-        segments = replace(VarlenMetadata.of([30]), kept={LOSS: loss})
+        segments = replace(VarlenMetadata.of([30]), memo={LOSS: loss})
         model(ids, positions, segments, lambda hidden, _: hidden.square().sum()).backward()
         gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
         return torch.stack([*loss.sums.values()]), gradients

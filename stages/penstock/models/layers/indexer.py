@@ -51,12 +51,12 @@ Index = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Queries [T, J, I] and keys [T, I] with RoPE, and the weights of heads, scaled, fp32 [T, J]."""
 
 LOSS = "indexer loss"
-"""Its key among the kept values of documents."""
+"""Its key in the memo of documents."""
 
 
 @dataclass(frozen=True)
 class IndexerLoss:
-    """The loss of the indexers in the passes of one micro-batch. It is `LOSS` of the kept values of
+    """The loss of the indexers in the passes of one micro-batch. It is `LOSS` of the memo of
     its documents, so that a recomputed layer finds it."""
 
     scale: float
