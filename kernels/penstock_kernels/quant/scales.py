@@ -45,10 +45,10 @@ def largest(weight_NK: torch.Tensor, format: Format, first_row: int = 0) -> torc
 def row_maxima(
     weight_NK: torch.Tensor, format: Format, row_max: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """`largest`, given or computed, for each row of the weight: [..., N, 1] or [..., N, G].
+    """`row_max`, or `largest` of the weight, for each of its rows: [..., N, 1] or [..., N, G].
 
     Raises:
-        ValueError: the given one has another shape, or the format takes none.
+        ValueError: `row_max` has another shape, or the format takes none.
     """
     maxima = largest(weight_NK, format) if row_max is None else row_max
     if maxima is None:

@@ -156,13 +156,13 @@ class LocalEntry(Entry):
 class RemoteEntry(Entry):
     """A result at a URL. `sizes` has the bytes of each file by name."""
 
-    url: RemotePath
+    path: RemotePath
     sizes: dict[str, int]
 
     @property
     def where(self) -> str:
         """Its URL."""
-        return self.url.redacted_url
+        return self.path.redacted_url
 
     @property
     def num_bytes(self) -> int:
@@ -177,18 +177,18 @@ class RemoteEntry(Entry):
     @property
     def root(self) -> Path:
         """The mirror of the folder of all stages."""
-        parent, _ = split_parent(self.url.url)
+        parent, _ = split_parent(self.path.url)
         return local_cache_dir(split_parent(parent)[0])
 
     @property
     def folder(self) -> Path:
         """Its mirror."""
-        root, stage, key = self.url.url.rsplit("/", 2)
+        root, stage, key = self.path.url.rsplit("/", 2)
         return local_cache_dir(root) / stage / key
 
     def attempt(self) -> dict[str, Any]:
         """The record of an incomplete result: its stage, key and inputs."""
-        attempt = RemoteArtifact(self.url.url, local_cache_dir(self.url.url)).attempt()
+        attempt = RemoteArtifact(self.path.url, local_cache_dir(self.path.url)).attempt()
         assert attempt, "a result has a manifest or this"
         return attempt
 
@@ -206,7 +206,7 @@ class RemoteEntry(Entry):
                 faults.append(
                     f"{called}: {self.sizes[name]} bytes, {file['bytes']} in the manifest"
                 )
-            elif _sha256_of_remote((self.url / name).url) != file["sha256"]:
+            elif _sha256_of_remote((self.path / name).url) != file["sha256"]:
                 faults.append(f"{called}: content differs from the manifest")
         return faults
 
@@ -218,7 +218,7 @@ class RemoteEntry(Entry):
                 "  Run its config again, and prune later."
             )
         mirror = self.folder
-        RemoteArtifact(self.url.url, mirror).delete()
+        RemoteArtifact(self.path.url, mirror).delete()
         remove(mirror)
         remove(lock_path(mirror))
 

@@ -55,16 +55,16 @@ ARGUMENTS: Mapping[str, Check] = {
 def check_optimizer_kwargs(run: RunConfig) -> Issues:
     """Unknown or invalid `optimizer_kwargs`."""
     name, arguments = run.train.optimizer, run.train.optimizer_kwargs
-    known = KWARGS.get(name)
-    if known is None:
+    allowed = KWARGS.get(name)
+    if allowed is None:
         return
     for argument, value in arguments.items():
         path = ("train", "optimizer_kwargs", argument)
-        if argument not in known:
-            near = get_close_matches(argument, known, 1, 0.5)
+        if argument not in allowed:
+            near = get_close_matches(argument, allowed, 1, 0.5)
             meant = f"; did you mean {near[0]}?" if near else ""
             yield ConfigIssue(
-                path, f"{name} takes {' and '.join(known)}{meant}", ("train.optimizer",)
+                path, f"{name} takes {' and '.join(allowed)}{meant}", ("train.optimizer",)
             )
         elif not ARGUMENTS[argument][0](value):
             why = f"is {shown(value)}; write {ARGUMENTS[argument][1]}"

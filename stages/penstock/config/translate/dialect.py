@@ -212,8 +212,8 @@ def in_turn(*rules: Rule) -> Rule:
     """Several rules of one key."""
 
     def rule(entry: Entry) -> None:
-        for each_rule in rules:
-            each_rule(entry)
+        for apply in rules:
+            apply(entry)
 
     return rule
 

@@ -133,7 +133,7 @@ def workers_environment(config: ServerConfig) -> dict[str, str]:
 def serve(prepared: LaunchPlan, log: Callable[[str], None]) -> None:
     """Run the server until it is asked to stop.
 
-    `say` is called with one line per event. Raises StageError if the workers never come up, and
+    `log` is called with one line per event. Raises StageError if the workers never come up, and
     ConfigError if another server uses the same folder.
     """
     job = prepared.job
