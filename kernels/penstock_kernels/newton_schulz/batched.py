@@ -23,8 +23,8 @@ def newton_schulz(matrix_NK: torch.Tensor, steps: int = STEPS) -> torch.Tensor:
     x = scaled(matrix_NK)
     shape = x.shape
     x_BNK = x.view(math.prod(shape[:-2]), *shape[-2:])
-    # Most CPUs have no bfloat16 products, and oneDNN emulates them at a tenth of the speed. Products
-    # of bfloat16 numbers are exact in float32, so each result is rounded as often as there.
+    # Most CPUs have no bfloat16 products, and oneDNN emulates them at a tenth of the speed. A
+    # product of bfloat16 numbers is exact in float32, so nothing is rounded more often.
     dtype = torch.float32 if x.device.type == "cpu" else torch.bfloat16
     for _ in range(steps):
         x_BNK = x_BNK.to(dtype)
