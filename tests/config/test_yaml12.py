@@ -84,7 +84,7 @@ quoted: {"<<": 1}
 
 def test_every_value_remembers_its_line_and_column() -> None:
     document = parse("# comment\na:\n  b: 1\n  c:\n    - x\n    - {d: 2}\n")
-    places = document.places
+    places = document.positions
     assert places["a", "b"].key == (3, 3)
     assert places["a", "b"].value == (3, 6)
     assert places["a", "c", 0].value == (5, 7)
@@ -98,7 +98,7 @@ def test_key_written_twice_is_a_fault_and_the_first_value_stays() -> None:
     assert [(fault.path, fault.text) for fault in document.faults] == [
         (("a", "b"), "written twice, first in line 2; keep one of them")
     ]
-    assert document.places["a", "b"].line == 4
+    assert document.positions["a", "b"].line == 4
 
 
 @pytest.mark.parametrize(

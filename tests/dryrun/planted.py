@@ -72,7 +72,7 @@ def main() -> None:
             found[name] = {
                 "raised": raised,
                 "faults": [what for what, _ in trace.faults],
-                "syncs": [sync.what for sync in trace.syncs()],
+                "syncs": [sync.call for sync in trace.syncs()],
                 "copies": [one.name for one in launches if one.kind == "copy"],
                 "kernels": [one.name for one in launches if one.kind != "copy"],
                 "collectives": [

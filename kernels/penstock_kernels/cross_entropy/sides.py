@@ -76,13 +76,13 @@ class SideGradients:
 def seen_by_autograd(products: Sequence[Product]) -> list[torch.Tensor]:
     """Rows and matrix of one product after another; detached if gradients are disabled."""
     # `needs_input_grad` is true under `no_grad`, too.
-    sides = [side for product in products for side in product]
-    return sides if torch.is_grad_enabled() else [side.detach() for side in sides]
+    sides = [operand for product in products for operand in product]
+    return sides if torch.is_grad_enabled() else [operand.detach() for operand in sides]
 
 
 def computed(sides: Sequence[torch.Tensor]) -> Sides:
     """The operands, cast to the dtype of the first rows."""
-    cast = [side.to(sides[0].dtype) for side in sides]
+    cast = [operand.to(sides[0].dtype) for operand in sides]
     return Sides(cast[::2], cast[1::2])
 
 

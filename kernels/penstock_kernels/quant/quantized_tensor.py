@@ -138,21 +138,21 @@ class QuantizedTensor:
             self.global_scales,
         )
 
-    def copy_(self, other: "QuantizedTensor") -> None:
+    def copy_(self, source: "QuantizedTensor") -> None:
         """Copy another's codes and scales, in place: requantizes a parameter or some of its rows.
 
         Not columns: they may share scales with neighboring columns.
 
         Raises:
-            ValueError: the other has another shape or format.
+            ValueError: the source has another shape or format.
         """
-        if (other.format, other.shape) != (self.format, self.shape):
+        if (source.format, source.shape) != (self.format, self.shape):
             raise ValueError(
-                f"{other.format.name} {other.shape} does not fit in "
+                f"{source.format.name} {source.shape} does not fit in "
                 f"{self.format.name} {self.shape} of groups of {self.format.group}"
             )
         for name, tensor in self.tensors.items():
-            tensor.copy_(other.tensors[name])
+            tensor.copy_(source.tensors[name])
 
 
 def cat(parts: Sequence[QuantizedTensor], dim: int = -2) -> QuantizedTensor:

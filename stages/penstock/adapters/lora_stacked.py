@@ -63,7 +63,7 @@ class StackedAdapter(ExpertAdapter):
 
     def adapted(self, matrix: str, weight: torch.Tensor) -> torch.Tensor:
         """The sum of a tensor and its delta."""
-        left, right = (side[matrix].to(weight.dtype) for side in (self.lora_B, self.lora_A))
+        left, right = (factors[matrix].to(weight.dtype) for factors in (self.lora_B, self.lora_A))
         if self.is_transposed:
             left, right = right.mT, left.mT
         return torch.baddbmm(weight, left, right, alpha=self.scale)

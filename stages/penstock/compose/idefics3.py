@@ -75,12 +75,12 @@ class Idefics3(Form):
                 f" name a vision tower of type {' or '.join(TOWERS)}; others with projector: mlp."
             )
         vision = encoder.vision_config(TOWERS[-1])
-        side = vision["image_size"] // vision["patch_size"]
-        if side % self.scale_factor:
-            fit = [n for n in range(2, side + 1) if side % n == 0]
+        grid_size = vision["image_size"] // vision["patch_size"]
+        if grid_size % self.scale_factor:
+            fit = [n for n in range(2, grid_size + 1) if grid_size % n == 0]
             raise CapabilityError(
-                f"scale_factor is {self.scale_factor}, and {encoder.config} has {side} features"
-                " along the side of an image, which it does not divide.\n"
+                f"scale_factor is {self.scale_factor}, and {encoder.config} has {grid_size}"
+                " features along the side of an image, which it does not divide.\n"
                 f"  Write one of: {', '.join(map(str, fit))}."
             )
         entries = {"model_type": "idefics3_vision", **{name: vision[name] for name in SHARED}}
@@ -119,22 +119,22 @@ class Idefics3(Form):
     def preprocessor(self, encoder: Encoder, hf_config: Mapping[str, Any]) -> dict[str, Any]:
         """See `Form`: pixels as the encoder's own."""
         entries = encoder.read_preprocessor()
-        side = {"longest_edge": hf_config["vision_config"]["image_size"]}
+        size = {"longest_edge": hf_config["vision_config"]["image_size"]}
         return {
             **{name: entries.get(name, usual) for name, usual in PREPARED.items()},
             "image_processor_type": "Idefics3ImageProcessor",
             "do_image_splitting": False,
             # Each image is resized once, to the square of the tower.
             "do_resize": False,
-            "size": side,
-            "max_image_size": side,
+            "size": size,
+            "max_image_size": size,
         }
 
     def processor(self, hf_config: Mapping[str, Any]) -> dict[str, Any]:
         """See `Form`."""
         vision = hf_config["vision_config"]
-        side = vision["image_size"] // vision["patch_size"] // self.scale_factor
-        return {"processor_class": "Idefics3Processor", "image_seq_len": side**2}
+        features_per_side = vision["image_size"] // vision["patch_size"] // self.scale_factor
+        return {"processor_class": "Idefics3Processor", "image_seq_len": features_per_side**2}
 
 
 def _require_positions(vision: Mapping[str, Any], encoder: Encoder) -> None:
@@ -145,23 +145,24 @@ def _require_positions(vision: Mapping[str, Any], encoder: Encoder) -> None:
         modeling_idefics3,
     )
 
-    side = vision["image_size"] // vision["patch_size"]
+    grid_size = vision["image_size"] // vision["patch_size"]
     config = configuration_idefics3.Idefics3VisionConfig(
-        hidden_size=1, num_channels=1, image_size=side, patch_size=1
+        hidden_size=1, num_channels=1, image_size=grid_size, patch_size=1
     )
     embeddings = modeling_idefics3.Idefics3VisionEmbeddings(config)
     with torch.no_grad():
         # Position p is embedded as the number p and every patch as 0, so the output is the
         # positions.
-        embeddings.position_embedding.weight.copy_(torch.arange(side**2)[:, None])
+        embeddings.position_embedding.weight.copy_(torch.arange(grid_size**2)[:, None])
         embeddings.patch_embedding.weight.zero_()
         assert embeddings.patch_embedding.bias is not None
         embeddings.patch_embedding.bias.zero_()
         embedded = embeddings(
-            torch.zeros(1, 1, side, side), torch.ones(1, side, side, dtype=torch.bool)
+            torch.zeros(1, 1, grid_size, grid_size),
+            torch.ones(1, grid_size, grid_size, dtype=torch.bool),
         )
-    if not torch.equal(embedded.flatten(), torch.arange(side**2, dtype=embedded.dtype)):
+    if not torch.equal(embedded.flatten(), torch.arange(grid_size**2, dtype=embedded.dtype)):
         raise CapabilityError(
-            f"{encoder.config} has {side} x {side} patches in an image, to which Idefics3's tower"
-            " gives other positions than SigLIP's.\n  Write projector: mlp."
+            f"{encoder.config} has {grid_size} x {grid_size} patches in an image, to which"
+            " Idefics3's tower gives other positions than SigLIP's.\n  Write projector: mlp."
         )

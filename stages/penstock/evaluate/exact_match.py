@@ -190,8 +190,8 @@ def _sample_rows(folder: Path, limit: int, seed: int) -> list[tuple[list[int], l
         )
     if "desirable" in chosen.column_names:
         chosen = chosen.filter(chosen["desirable"])
-    side = "chosen_" if "chosen_input_ids" in chosen.column_names else ""
-    token_ids, labels = (chosen[f"{side}{name}"].to_pylist() for name in ("input_ids", "labels"))
+    prefix = "chosen_" if "chosen_input_ids" in chosen.column_names else ""
+    token_ids, labels = (chosen[f"{prefix}{name}"].to_pylist() for name in ("input_ids", "labels"))
     return list(zip(token_ids, labels, strict=True))
 
 

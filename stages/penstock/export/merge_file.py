@@ -96,21 +96,21 @@ def _write_jobs(
 
 
 def _copy_tensor(tensor_copy: _TensorCopy, old: int, new: int) -> None:
-    left = math.prod(tensor_copy.old.shape) * tensor_copy.old.dtype.itemsize
+    bytes_left = math.prod(tensor_copy.old.shape) * tensor_copy.old.dtype.itemsize
     source, target = tensor_copy.old.start, tensor_copy.new.start
-    while left:
-        count = _copy_block(old, new, left, source, target)
+    while bytes_left:
+        count = _copy_block(old, new, bytes_left, source, target)
         if not count:
             raise StageError(f"the file of {tensor_copy.name} is truncated within it.")
-        left, source, target = left - count, source + count, target + count
+        bytes_left, source, target = bytes_left - count, source + count, target + count
 
 
-def _copy_block(old: int, new: int, left: int, source: int, target: int) -> int:
+def _copy_block(old: int, new: int, bytes_left: int, source: int, target: int) -> int:
     """Number of bytes copied by the kernel; if unsupported, copy one block in user space."""
-    copied = copy_file_range(old, new, left, source, target)
+    copied = copy_file_range(old, new, bytes_left, source, target)
     if copied is not None:
         return copied
-    return os.pwrite(new, os.pread(old, min(left, BLOCK_BYTES), source), target)
+    return os.pwrite(new, os.pread(old, min(bytes_left, BLOCK_BYTES), source), target)
 
 
 def _merge_tensor(

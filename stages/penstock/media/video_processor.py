@@ -150,7 +150,7 @@ class VideoProcessor(ModelProcessor):
             height // settings.patch_size,
             width // settings.patch_size,
         )
-        rows, columns = (side // settings.merge_size for side in grid[1:])
+        rows, columns = (num_patches // settings.merge_size for num_patches in grid[1:])
         sides = settings.merge_size, settings.patch_size
         # Shape: time, frames of a patch, channels, rows, merge, patch, columns, merge, patch.
         blocks = frames.reshape(

@@ -222,14 +222,16 @@ def _fit(
             " the other"
         )
     least, most = limits
-    height, width = (round(side / factor) * factor for side in sides)
+    height, width = (round(length / factor) * factor for length in sides)
     pixels = frames * sides[0] * sides[1]
     if rounded_frames * height * width > most:
         shrink = math.sqrt(pixels / most)
-        height, width = (max(factor, math.floor(side / shrink / factor) * factor) for side in sides)
+        height, width = (
+            max(factor, math.floor(length / shrink / factor) * factor) for length in sides
+        )
     elif rounded_frames * height * width < least:
         grow = math.sqrt(least / pixels)
-        height, width = (math.ceil(side * grow / factor) * factor for side in sides)
+        height, width = (math.ceil(length * grow / factor) * factor for length in sides)
     return height, width
 
 

@@ -324,9 +324,9 @@ def _parse_error(base: HfConfig, entries: Mapping[str, Any], error: Exception) -
 
 def _remove_path(entries: Mapping[str, Any], path: Path) -> dict[str, Any]:
     first, *tail = path
-    left = {name: value for name, value in entries.items() if name != first}
+    other_entries = {name: value for name, value in entries.items() if name != first}
     inner = _remove_path(entries[first], tuple(tail)) if tail else {}
-    return {**left, first: inner} if inner else left
+    return {**other_entries, first: inner} if inner else other_entries
 
 
 def _changes_model(base: HfConfig, entries: Mapping[str, Any], path: Path, value: Any) -> bool:

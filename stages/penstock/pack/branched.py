@@ -161,9 +161,9 @@ class PreferenceSamples:
         causes = np.maximum(heads - 1, 0)
         if not self._is_kto:
             for sample, cause in enumerate(causes.tolist()):
-                one, other = (self._side_tokens(side, sample)[0][: cause + 1] for side in (0, 1))
+                first, second = (self._side_tokens(side, sample)[0][: cause + 1] for side in (0, 1))
                 # If truncation removed both prompts, the rest need not have a common prefix.
-                if not np.array_equal(one, other):
+                if not np.array_equal(first, second):
                     causes[sample] = 0
         return causes
 

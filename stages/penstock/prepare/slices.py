@@ -127,8 +127,10 @@ def select_shard(slices: Sequence[Slice], index: int, count: int) -> list[Slice]
     """
     once = {item.content: item for item in slices}
     by_size = sorted(once.values(), key=lambda item: (-item.num_bytes, item.content))
-    turn = [*range(count), *reversed(range(count))]
-    return [item for rank, item in enumerate(by_size) if turn[rank % len(turn)] == index]
+    share_order = [*range(count), *reversed(range(count))]
+    return [
+        item for rank, item in enumerate(by_size) if share_order[rank % len(share_order)] == index
+    ]
 
 
 def _build_slice(

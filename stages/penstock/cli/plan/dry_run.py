@@ -280,7 +280,7 @@ def _collectives(rank: RankSummary) -> str:
                 format_bytes(use.num_bytes),
                 format_seconds(use.exposed_seconds) if use.exposed_seconds else "",
                 use.phase,
-                use.where,
+                use.call_site,
             )
         )
     return _indented(rows)

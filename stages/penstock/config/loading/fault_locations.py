@@ -49,7 +49,7 @@ class ErrorLocator:
         translation: "Translation | None" = None,
     ) -> None:
         self.faults = document.faults
-        self._places = document.places
+        self._places = document.positions
         self._path = path
         self._translation = translation
         self._options = {

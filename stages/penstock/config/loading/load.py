@@ -82,7 +82,7 @@ def read_document(path: Path, *, may_be_empty: bool) -> yaml12.Document:
         raise ConfigError(f"{path}: the file is empty; copy one from configs/ to begin with")
     value: object = document.value
     if not isinstance(value, dict | None):
-        line = document.places[()].line
+        line = document.positions[()].line
         raise ConfigError(
             f"{path}:{line}: the top level is not a mapping; write names with a colon, such as"
             " model:, each on a line of its own"

@@ -68,7 +68,7 @@ class Document:
     """A value, the positions in it, and errors that did not prevent parsing."""
 
     value: Any = None
-    places: dict[Steps, Place] = field(default_factory=dict[Steps, Place])
+    positions: dict[Steps, Place] = field(default_factory=dict[Steps, Place])
     faults: list[ConfigIssue] = field(default_factory=list[ConfigIssue])
 
 
@@ -173,7 +173,7 @@ class _Builder:
             raise YamlError(_mark(node)[0], f"it expands to more than {MOST_VALUES} values")
         if len(path) > DEEPEST:
             raise YamlError(_mark(node)[0], f"nested too deeply, more than {DEEPEST} levels")
-        self._document.places[path] = Place(_mark(node), _mark(key) if key else None)
+        self._document.positions[path] = Place(_mark(node), _mark(key) if key else None)
         if isinstance(node, ScalarNode):
             return self._scalar(node, path)
         if id(node) in self._open:
@@ -206,7 +206,7 @@ class _Builder:
             name = str(key.value)
             if name in values:
                 raise_at = (*path, name)
-                self._document.places[raise_at] = Place(_mark(value), _mark(key))
+                self._document.positions[raise_at] = Place(_mark(value), _mark(key))
                 self._fault(
                     raise_at, f"written twice, first in line {lines[name]}; keep one of them"
                 )

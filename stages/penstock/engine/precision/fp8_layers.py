@@ -66,11 +66,11 @@ def float8_layers(train: TrainConfig, names: WeightMap, roles: Roles) -> Float8L
     layers, excluded = Float8Layers(), list[str]()
     for native, role in _linear_layers(names, roles):
         parts = [name.removesuffix(".weight") for name in names.hf_names(f"{native}.weight")]
-        left = [part for part in parts if is_among(fp8.exclude_modules, part)]
+        excluded_parts = [part for part in parts if is_among(fp8.exclude_modules, part)]
         rows, columns = names.native_shape(f"{native}.weight")
-        if left and len(left) < len(parts):
-            raise CapabilityError(fused(FIELD, left[0]))
-        if left:
+        if excluded_parts and len(excluded_parts) < len(parts):
+            raise CapabilityError(fused(FIELD, excluded_parts[0]))
+        if excluded_parts:
             excluded.append(native)
         elif rows % MULTIPLE or columns % _unit(fp8):
             layers.uneven[native] = rows, columns

@@ -62,9 +62,9 @@ class DequantizedFolder:
         """A box of a tensor, on the CPU."""
         if name not in self.quantized:
             return self.folder.box(name, offsets, sizes)
-        (first, left), (count, width) = offsets, sizes
+        (first, column), (count, width) = offsets, sizes
         rows = self._published.rows(self.folder, name, first, first + count)
-        return dequantize(rows, torch.float32)[:, left : left + width]
+        return dequantize(rows, torch.float32)[:, column : column + width]
 
     def order(self, name: str) -> tuple[str, int]:
         """A sort key: the order of tensors in the files."""

@@ -138,12 +138,12 @@ class QuantizeOnLoad:
             return self._inner.box(name, offsets, sizes)
         if not leaf and (stack := self._stack(base)):
             return self._box_of_stack(base, stack, offsets, sizes)
-        (first, left), (count, width) = offsets, sizes
+        (first, column), (count, width) = offsets, sizes
         parts: list[torch.Tensor] = []
         for block in self._blocks(base, first, first + count):
             rows = self._tensor(base, leaf, block)
             low, high = max(first, block.start), min(first + count, block.stop)
-            parts.append(rows[low - block.start : high - block.start, left : left + width])
+            parts.append(rows[low - block.start : high - block.start, column : column + width])
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _stack(self, name: str) -> tuple[int, int, int] | None:
@@ -161,14 +161,14 @@ class QuantizeOnLoad:
     ) -> torch.Tensor:
         """A box of a stack [E, K, N], dequantized."""
         rows = shape[2]
-        (expert, left, top), (experts, width, count) = offsets, sizes
+        (expert, column, top), (experts, width, count) = offsets, sizes
         parts: list[torch.Tensor] = []
         for number in range(expert, expert + experts):
             first = number * rows + top
             blocks = self._blocks(name, first, first + count)
             matrix_NK = torch.cat([self._tensor(name, "", block) for block in blocks])
             parts.append(matrix_NK[first - blocks[0].start :][:count])
-        return torch.stack(parts)[:, :, left : left + width].mT.contiguous()
+        return torch.stack(parts)[:, :, column : column + width].mT.contiguous()
 
     def order(self, name: str) -> tuple[str, int]:
         """The order of the source tensors."""

@@ -32,9 +32,9 @@ def program_bytes(sharded: ShardedModel) -> float:
     # One matmul forward, and one for each gradient (input; weight unless frozen).
     count = (2 if frozen else 3) * sum(heights[of_experts] for _, of_experts in matrices)
     factors = {
-        (side, width, bool(adapter.experts))
+        (factor, width, bool(adapter.experts))
         for adapter in model.adapters
-        for side, width in (("first", adapter.inputs), ("second", adapter.outputs))
+        for factor, width in (("first", adapter.inputs), ("second", adapter.outputs))
     }
     count += 3 * sum(heights[of_experts] for *_, of_experts in factors)
     return min(CACHE_CAPACITY, count) * BYTES_PER_PRIMITIVE

@@ -82,10 +82,10 @@ def _preference_row(run: RunConfig, number: int, ids: np.ndarray, lengths: np.nd
 
 def _lengths(row_length: int, rng: np.random.Generator) -> Iterator[int]:
     least, most = DOCUMENT_LENGTHS
-    left = row_length
-    while left:
+    tokens_left = row_length
+    while tokens_left:
         length = int(rng.integers(least, most))
         # No document is too short for a prompt with two completions.
-        length = left if left - length < PROMPT_SHARE * PER_SAMPLE else length
+        length = tokens_left if tokens_left - length < PROMPT_SHARE * PER_SAMPLE else length
         yield length
-        left -= length
+        tokens_left -= length

@@ -21,7 +21,7 @@ class CollectiveUse:
     group_size: int
     dtype: str
     phase: str
-    where: str
+    call_site: str
     times: int
     num_bytes: int
     exposed_seconds: float
@@ -53,7 +53,7 @@ class RankSummary:
     def syncs(self) -> Counter[tuple[str, str, str]]:
         """Host syncs by (what, phase, place)."""
         syncs = (r for r in self.records if isinstance(r, HostSync))
-        return Counter((r.what, r.phase, r.call_site) for r in syncs)
+        return Counter((r.call, r.phase, r.call_site) for r in syncs)
 
     @property
     def syncs_in_micro_batches(self) -> int:

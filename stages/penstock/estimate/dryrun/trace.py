@@ -78,7 +78,7 @@ class WaitEvent:
 class HostSync:
     """The host waits for the device: for an event, or for a stream."""
 
-    what: str
+    call: str
     call_site: str
     phase: Phase
     stream: int | None

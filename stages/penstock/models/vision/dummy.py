@@ -17,21 +17,21 @@ def dummy_image(tower: VisionTower) -> Mapping[str, torch.Tensor]:
     hf, form = tower.hf_model.config, tower.config.type.form
     vision = hf.vision_config
     if form == "grid":
-        side = tower.config.merge_size
+        merge_size = tower.config.merge_size
         channels = getattr(vision, "in_channels", 3)
         frames = getattr(vision, "temporal_patch_size", 1)
         size = channels * frames * vision.patch_size**2
         return {
-            "pixel_values": torch.zeros(side**2, size),
-            "image_grid_thw": torch.tensor([[1, side, side]]),
+            "pixel_values": torch.zeros(merge_size**2, size),
+            "image_grid_thw": torch.tensor([[1, merge_size, merge_size]]),
         }
     channels = getattr(vision, "num_channels", 3)
     if form == "native":
-        side = vision.patch_size * hf.spatial_merge_size
+        feature_size = vision.patch_size * hf.spatial_merge_size
         # Of a single feature transformers would drop the dimension.
         return {
-            "pixel_values": torch.zeros(1, channels, 2 * side, side),
-            "image_sizes": torch.tensor([[2 * side, side]]),
+            "pixel_values": torch.zeros(1, channels, 2 * feature_size, feature_size),
+            "image_sizes": torch.tensor([[2 * feature_size, feature_size]]),
         }
     sides = vision.image_size
     height, width = (sides, sides) if isinstance(sides, int) else sides

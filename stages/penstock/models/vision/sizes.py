@@ -118,13 +118,13 @@ def _merged_mlp(fields: _Fields) -> tuple[int, int]:
 
 
 def _shuffled_mlp(fields: _Fields) -> tuple[int, int]:
-    side = round(1 / float(fields.hf.get("downsample_ratio") or 0.5))
-    return fields.width * side**2 * fields.outer + fields.outer**2, side**2
+    shuffle_factor = round(1 / float(fields.hf.get("downsample_ratio") or 0.5))
+    return fields.width * shuffle_factor**2 * fields.outer + fields.outer**2, shuffle_factor**2
 
 
 def _shuffled_linear(fields: _Fields) -> tuple[int, int]:
-    side = int(fields.hf.get("scale_factor") or 2)
-    return fields.width * side**2 * fields.outer, side**2
+    scale_factor = int(fields.hf.get("scale_factor") or 2)
+    return fields.width * scale_factor**2 * fields.outer, scale_factor**2
 
 
 def _pooled(fields: _Fields) -> tuple[int, int]:
@@ -151,7 +151,7 @@ class _SizeType:
     """The field of the projector's width."""
     frames: int = 1
     """Images that a patch spans in time."""
-    side: int | None = 336
+    tile_size: int | None = 336
     """Pixels along a tile's side, where vision_config has none; None: images have no tiles."""
     gated: bool = False
     """Whether the tower's MLP has three matrices."""
@@ -163,12 +163,12 @@ class _SizeType:
     """Whether the tower ends with a matrix that merges patches."""
 
 
-_grid = partial(_SizeType, _merger, frames=2, side=None)
+_grid = partial(_SizeType, _merger, frames=2, tile_size=None)
 _GLM = _SizeType(
     _gated_merger,
     "glm4v",
     frames=2,
-    side=None,
+    tile_size=None,
     gated=True,
     # Its intermediate_size is that of the projector.
     within=lambda fields: fields.outer,
@@ -176,8 +176,8 @@ _GLM = _SizeType(
 )
 
 SIZE_TYPES: Mapping[str, _SizeType] = {
-    "ernie4_5_vl_moe": _SizeType(_resampler, "ernie4_5_vl_moe", side=None),
-    "gemma3": _SizeType(_pooled, "siglip_vision_model", side=224),
+    "ernie4_5_vl_moe": _SizeType(_resampler, "ernie4_5_vl_moe", tile_size=None),
+    "gemma3": _SizeType(_pooled, "siglip_vision_model", tile_size=224),
     "glm4v": _GLM,
     "glm4v_moe": _GLM,
     "idefics3": _SizeType(_shuffled_linear, "idefics3_vision"),
@@ -185,7 +185,7 @@ SIZE_TYPES: Mapping[str, _SizeType] = {
     "llava": _SizeType(_mlp),
     "llava_next": _SizeType(_mlp),
     "llava_onevision": _SizeType(_mlp, "siglip_vision_model"),
-    "mistral3": _SizeType(_merged_mlp, "pixtral", side=None),
+    "mistral3": _SizeType(_merged_mlp, "pixtral", tile_size=None),
     "qwen2_vl": _grid("qwen2_vl", width="embed_dim", outer="hidden_size"),
     "qwen2_5_vl": _grid("qwen2_5_vl", gated=True, full_attention=FULL_ATTENTION),
     "qwen3_5": _grid("qwen3_vl"),
@@ -226,5 +226,5 @@ def read_sizes(hf: Mapping[str, Any]) -> VisionSizes | None:
     if kind.full_attention:
         full = len(vision.get("fullatt_block_indexes") or kind.full_attention)
     projector, per_token = kind.projector(fields)
-    tile = _tile(fields, kind.side) if kind.side else None
+    tile = _tile(fields, kind.tile_size) if kind.tile_size else None
     return VisionSizes(own, projector, layers, width, per_token, full, tile)

@@ -49,8 +49,8 @@ class SeenSamples:
         """Number of samples that are not in `previous`."""
         return int((~np.isin(self.digests, previous.digests, assume_unique=True)).sum())
 
-    def __or__(self, others: "SeenSamples") -> "SeenSamples":
-        return SeenSamples(np.union1d(self.digests, others.digests), self.files | others.files)
+    def __or__(self, added: "SeenSamples") -> "SeenSamples":
+        return SeenSamples(np.union1d(self.digests, added.digests), self.files | added.files)
 
 
 def load_seen_samples(prepared: Path, but: Collection[str] = ()) -> SeenSamples:

@@ -204,8 +204,8 @@ def key_figures(run: RunRecord) -> Figures:
         on_rank = f" on rank {most['memory_rank']}" if "memory_rank" in most else ""
         figures.append(("peak memory", gibibytes(most["memory_gib"]) + on_rank))
     figures.append(("training time", duration(sum(r["seconds"] for r in run.steps))))
-    if run.state == "running" and (left := _eta_seconds(run)) is not None:
-        figures.append(("ETA", duration(left)))
+    if run.state == "running" and (seconds_left := _eta_seconds(run)) is not None:
+        figures.append(("ETA", duration(seconds_left)))
     return figures
 
 

@@ -161,8 +161,8 @@ def _fit_opt(draft: Draft, epsilon: float) -> None:
         if differs:
             why = "with learned positions there is OPT's architecture, which has another"
             draft.set_line(key, "refused", f"{why}: {instead}, or position_embedding_type: rope")
-    for theirs, field in OPT.renamed:
-        draft.rename(f"{FOUNDATION}.{theirs}", f"{FOUNDATION}.{field}")
+    for nxdt_name, field in OPT.renamed:
+        draft.rename(f"{FOUNDATION}.{nxdt_name}", f"{FOUNDATION}.{field}")
     # What OPT drops where its file says nothing; train.dropout says it here.
     draft.put(f"{FOUNDATION}.dropout", 0.0)
 

@@ -168,8 +168,8 @@ COMPUTED: Mapping[str, Rule] = {
         put("model.config_path", _folder_of),
     ),
     **{
-        f"model.{theirs}": _number(ours)
-        for theirs, ours in {
+        f"model.{nxdt_name}": _number(hf_name)
+        for nxdt_name, hf_name in {
             "max_position_embeddings": "max_position_embeddings",
             "num_layers": "num_hidden_layers",
             "hidden_size": "hidden_size",

@@ -71,8 +71,8 @@ def _attended_tiles(vision: Any, number: int) -> Tensors:
     """An image of one tile, or of two side by side, padded to as many as an image may have."""
     tiles, count = torch.zeros(1, 1, vision.max_num_tiles, dtype=torch.int64), 1 + number % 2
     tiles[..., :count] = 1
-    side = vision.image_size
-    pixels = noise(number, *tiles.shape, vision.num_channels, side, side)
+    image_size = vision.image_size
+    pixels = noise(number, *tiles.shape, vision.num_channels, image_size, image_size)
     ratio = vision.supported_aspect_ratios.index([1, count]) + 1
     return {
         PIXELS: pixels * tiles[..., None, None, None],
@@ -157,8 +157,8 @@ class _Sizes:
     whole_patch: int
     """The side of several patches that are one feature."""
     channels: int
-    side: int
-    high_side: int
+    image_size: int
+    high_image_size: int
     """Of the image in its higher resolution."""
     times: int
     """Frames of a patch."""
@@ -169,23 +169,23 @@ class _Sizes:
         """Values of a patch."""
         return self.channels * self.patch**2
 
-    def square(self, number: int, *before: int, side: int = 0) -> torch.Tensor:
+    def square(self, number: int, *before: int, image_size: int = 0) -> torch.Tensor:
         """An image, with dimensions of 1 or more before it."""
-        side = side or self.side
-        return noise(number, *before, self.channels, side, side)
+        image_size = image_size or self.image_size
+        return noise(number, *before, self.channels, image_size, image_size)
 
 
 def _sizes(config: Any) -> _Sizes:
     vision = next((v for n in VISION_CONFIGS if (v := getattr(config, n, None))), config)
     patch = _first(vision, "patch_size", "image_patch_size") or _first(config, "patch_size") or 8
-    side = _first(vision, "image_size") or PATCHES * patch
+    image_size = _first(vision, "image_size") or PATCHES * patch
     high = getattr(config, "high_res_vision_config", vision)
     return _Sizes(
         patch,
         _first(vision, "model_patch_size") or patch,
         _first(vision, "num_channels", "in_channels", "in_chans") or 3,
-        side,
-        _first(high, "image_size") or side,
+        image_size,
+        _first(high, "image_size") or image_size,
         _first(vision, "temporal_patch_size", "patch_temporal") or 1,
         _first(vision, "spatial_merge_size") or 1,
     )
@@ -235,8 +235,8 @@ def _patches(sizes: _Sizes, names: set[str]) -> Iterator[Form]:
         yield "patches", lambda n: {"pixel_values": noise(n, 1, count, sizes.pixels), **shapes}
     if "image_position_ids" in names:
         grid = torch.cartesian_prod(torch.arange(PATCHES), torch.arange(PATCHES)).flip(1)
-        for side in (sizes.patch, sizes.whole_patch):
-            pixels = sizes.channels * side**2
+        for patch_size in (sizes.patch, sizes.whole_patch):
+            pixels = sizes.channels * patch_size**2
             yield "positions", partial(_positions, pixels, grid[None])
 
 
@@ -246,13 +246,13 @@ def _positions(pixels: int, grid: torch.Tensor, number: int) -> Tensors:
 
 def _tiles(sizes: _Sizes, names: set[str], *, has_tiles: bool) -> Iterator[Form]:
     """Images of one size, or tiles of it."""
-    side, square = sizes.side, sizes.square
-    size = torch.tensor([[side, side]])
+    image_size, square = sizes.image_size, sizes.square
+    size = torch.tensor([[image_size, image_size]])
     if has_tiles:
         yield "tiles", lambda n: {"pixel_values": square(n, 1, 2), "image_sizes": size}
     if "pixel_attention_mask" in names:
         masks = (
-            torch.ones(1, 1, side, side, dtype=torch.int64),
+            torch.ones(1, 1, image_size, image_size, dtype=torch.int64),
             torch.ones(1, 1, dtype=torch.bool),
         )
         for mask in masks:
@@ -262,7 +262,7 @@ def _tiles(sizes: _Sizes, names: set[str], *, has_tiles: bool) -> Iterator[Form]
             "two resolutions",
             lambda n: {
                 "pixel_values": square(n, 1),
-                "high_res_pixel_values": square(n, 1, side=sizes.high_side),
+                "high_res_pixel_values": square(n, 1, image_size=sizes.high_image_size),
             },
         )
     if "image_sizes" in names:

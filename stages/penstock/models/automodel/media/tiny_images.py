@@ -84,8 +84,8 @@ def _shrink_sides(values: Mapping[str, Any], small: dict[str, Any]) -> None:
     merge = _side(values.get("spatial_merge_size")) or 1
     for name in SIDES:
         if patch and (image_side := _side(values.get(name))):
-            side = min(image_side, PATCHES * patch)
-            small[name] = side if isinstance(values[name], int) else [side, side]
+            size = min(image_side, PATCHES * patch)
+            small[name] = size if isinstance(values[name], int) else [size, size]
     window = values.get("window_size")
     if patch and isinstance(window, int):
         # Of pixels, or of patches.
@@ -106,9 +106,9 @@ def _fit_pinpoints(small: dict[str, Any]) -> None:
     """One tile beside the whole image."""
     vision = small.get("vision_config")
     if small.get("image_grid_pinpoints") and isinstance(vision, Mapping):
-        side = _side(vision.get("image_size"))
-        if side:
-            small["image_grid_pinpoints"] = [[side, side]]
+        image_size = _side(vision.get("image_size"))
+        if image_size:
+            small["image_grid_pinpoints"] = [[image_size, image_size]]
 
 
 def fit_tokens(small: dict[str, Any]) -> None:
