@@ -76,6 +76,7 @@ async def serve(job: ServerJob, keys: tuple[str, ...]) -> None:
             http=cast(Any, partial(Connection, app.state.service.connections)),
             ws="none",
             backlog=backlog,
+            # Its own handlers would not have the limit of log lines.
             log_config=None,
             access_log=False,
             server_header=False,
@@ -99,6 +100,7 @@ async def serve(job: ServerJob, keys: tuple[str, ...]) -> None:
 
 
 async def _end_polls(server: uvicorn.Server, shutting_down: asyncio.Event) -> None:
+    # The lifespan's shutdown comes too late: uvicorn first waits for open requests, such as polls.
     while not server.should_exit:
         await asyncio.sleep(LOOK_SECONDS)
     await asyncio.sleep(POLL_SECONDS)

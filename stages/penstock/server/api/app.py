@@ -102,6 +102,7 @@ def create_app(
     app.add_exception_handler(ApiError, handle_api_error)
     app.add_exception_handler(HTTPException, handle_http_error)
     app.add_exception_handler(RequestValidationError, handle_validation_error)
+    # Starlette raises the exception again after this response; uvicorn then logs it.
     app.add_exception_handler(Exception, handle_crash)
     # Routes are matched in this order: the most frequent ones first.
     for router in (

@@ -10,6 +10,8 @@ from pydantic import StringConstraints
 
 from penstock.server.api.errors import ApiError
 
+# pydantic's regexes are Rust's, where `$` is the end of the text; Python's also matches before a
+# newline there, so `re` gets patterns without anchors and `fullmatch`.
 MODEL = r"^[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}$"
 CHECKPOINT = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,127}$"
 

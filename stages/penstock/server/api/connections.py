@@ -111,6 +111,7 @@ class Connections:
     def forget(self, client: Client) -> None:
         """Unregister a closed connection."""
         self._closing.pop(client, None)
+        # All values are None, so 0 means that it was not open.
         if self._open.pop(client, 0) is None:
             self._count(client.owner, -1)
 
@@ -149,6 +150,7 @@ class Connections:
         return next((connection for connection in own if connection.phase == "idle"), None)
 
     def _largest(self) -> str | None:
+        # Two, because one of them may be NOBODY.
         owners = (item for item in self._by_owner.most_common(2) if item[0] != NOBODY)
         return next((owner for owner, _ in owners), None)
 

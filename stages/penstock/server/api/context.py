@@ -116,6 +116,7 @@ class RequestContext:
             yield small
             return
         async with self.service.codec_pool.decoding(self.owner, job, parts) as (reply, frame):
+            # The codec process has a copy: free this one, and the memory that is counted for it.
             parts = ()
             request.release()
             if reply.error is not None:

@@ -135,8 +135,10 @@ class Connection(HttpToolsProtocol):
 
     def _count(self, count: int) -> None:
         self._header_bytes += count
+        # Twice the limit: after the first chunk `data_received` has counted the same bytes, too.
         too_many = self.headers is not None and len(self.headers) >= MAX_HEADERS
         if self._header_bytes > 2 * MAX_HEADER_BYTES or too_many:
+            # httptools makes an HttpParserCallbackError of it, which uvicorn answers with 400.
             raise ValueError("the header of a request is too long")
 
 

@@ -14,6 +14,7 @@ class Metrics:
     """Metrics of one API process."""
 
     def __init__(self) -> None:
+        # The default registry is one per process, and refuses a second metric of the same name.
         self._registry = CollectorRegistry()
         self._requests = Counter(
             "penstock_requests",

@@ -44,7 +44,7 @@ KEYS = {
 
 def body_schema(schema: str, *media_types: str) -> dict[str, Any]:
     """The request body of a route that decodes it itself: JSON of this schema, or bytes of the
-    media types `others`."""
+    media types `media_types`."""
     binary = {"schema": {"type": "string", "format": "binary"}}
     content = {JSON: {"schema": {"$ref": SCHEMAS + schema}}} | dict.fromkeys(media_types, binary)
     return {"requestBody": {"required": True, "content": content}}

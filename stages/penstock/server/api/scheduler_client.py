@@ -146,6 +146,7 @@ class SchedulerClient:
         while True:
             waits = self.status is None and time.monotonic() - sent_at >= HELLO_SECONDS
             if waits or self._greeted != self._instance:
+                # The loss of the scheduler during `send` changes `_instance`.
                 sent_at, name = time.monotonic(), self._instance
                 await self._channel.send(Hello(instance=name))
                 self._greeted = name

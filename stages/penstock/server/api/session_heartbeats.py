@@ -79,6 +79,7 @@ class SessionHeartbeats:
         """Forward heartbeats, until cancelled."""
         while True:
             await asyncio.sleep(self._interval)
+            # Replaced before the first await: heartbeats that arrive meanwhile are in the new one.
             untold, self._unsent = self._unsent, defaultdict(set)
             for owner, sessions in untold.items():
                 await self._send_heartbeats(owner, sessions)

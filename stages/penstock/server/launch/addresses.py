@@ -42,8 +42,10 @@ def free_port(host: str, port: int, field: str) -> int:
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as listener:
+        # asyncio and ZeroMQ set it too: a port in TIME_WAIT, of a server that just ended, is free.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
+            # `*` is ZeroMQ's word for all interfaces, an empty string Python's.
             listener.bind(("" if host == "*" else host, port))
         except OSError as error:
             raise ConfigError(

@@ -52,6 +52,7 @@ class ManagedProcess:
         self._process = subprocess.Popen(
             self.command,
             env=env.child_environment(self.environment, more=self.pass_env),
+            # A background process group that reads the terminal is stopped by SIGTTIN.
             stdin=subprocess.DEVNULL,
             process_group=0,
         )

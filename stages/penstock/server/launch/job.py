@@ -67,6 +67,7 @@ class ServerJob:
         path = self.folder / name
         with atomic_write(path) as part:
             part.touch(mode=0o600)
+            # `touch` leaves the mode of an existing file, as an interrupted write leaves one.
             part.chmod(0o600)
             part.write_text(_text(self), encoding="utf-8")
         return path

@@ -68,6 +68,7 @@ def require_packages() -> None:
 
 def _is_there(module: str) -> bool:
     try:
+        # `find_spec` imports the parents of a dotted name, here `google`.
         return find_spec(module) is not None
     except ModuleNotFoundError:
         return False
@@ -132,6 +133,7 @@ def prepare(config: ServerConfig, mode: Mode, worker_address: str | None = None)
     `worker_address`: the address of separately started workers. Raises ConfigError for invalid
     settings, and CapabilityError for a model that cannot be downloaded.
     """
+    # For its errors, which are then raised before anything is downloaded.
     to_run_config(config)
     env.require_variables(config.pass_env, "pass_env")
     if worker_address is not None:
@@ -148,6 +150,7 @@ def prepare(config: ServerConfig, mode: Mode, worker_address: str | None = None)
     folder.mkdir(parents=True, exist_ok=True)
     if mode == "connect":
         bind = address = worker_address or _written(folder / WORKERS_ADDRESS, config)
+        # Only waits: `read_secret` also refuses a file that others can read.
         _written(folder / WORKERS_SECRET, config)
         secret = read_secret(folder / WORKERS_SECRET)
     else:

@@ -113,6 +113,7 @@ def workers_environment(config: ServerConfig) -> dict[str, str]:
     """Variables that are set for torchrun and the workers."""
     threads = max(1, env.num_processors() // num_local_workers(config))
     wished = {
+        # torchrun would set 1 for several ranks, which leaves cores idle.
         "OMP_NUM_THREADS": str(threads),
         **env.openmp_waiting(),
         **env.cuda_allocator(),
@@ -201,6 +202,7 @@ class Launcher:
         self._stop(workers)
 
     def _stop(self, group: Sequence[ManagedProcess]) -> None:
+        # All are asked before any is waited for, so that they end at the same time.
         for child in group:
             child.ask_to_end()
         for child in group:

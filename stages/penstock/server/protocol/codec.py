@@ -33,6 +33,7 @@ class Codec(Generic[M]):
         msgpack cannot encode."""
         try:
             frame = self._encoder.encode(message)
+        # An integer beyond 64 bits, and a lone surrogate.
         except (OverflowError, UnicodeEncodeError) as error:
             raise FrameError(f"a message cannot be sent: {error}") from error
         _require_fits(frame)

@@ -18,6 +18,7 @@ def new_secret() -> str:
 def write_secret(path: Path, secret: str) -> None:
     """Write a secret to a file that only its owner can read."""
     with atomic_write(path) as part:
+        # The file of an interrupted write would keep its mode, which `touch` does not change.
         part.unlink(missing_ok=True)
         part.touch(mode=0o600)
         part.write_text(secret + "\n", encoding="ascii")

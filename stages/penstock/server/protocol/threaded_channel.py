@@ -72,6 +72,7 @@ class ThreadedEnd(Generic[SentT, ReceivedT]):
         if self._channel is None or self._closing.is_set() or not self._thread.is_alive():
             return
         sending = asyncio.run_coroutine_threadsafe(self._channel.send(message), self._loop)
+        # Not `result()`: a future of a loop that has ended is never done.
         while self._thread.is_alive() and not wait([sending], CHECK_SECONDS).done:
             continue
         with suppress(CancelledError):

@@ -180,6 +180,7 @@ class ZmqChannel(Generic[SentT, ReceivedT]):
     def _decode(self, parts: list[zmq.Frame]) -> ReceivedT | None:
         peer = parts.pop(0).bytes if self._routes else None
         descriptor = int(parts[-1].get(zmq.SRCFD)) if parts else -1
+        # `maxmsgsize` limits each frame, and a peer may send any number of them.
         num_bytes = sum(len(part.buffer) for part in parts)
         if num_bytes > MAX_BYTES:
             LOG.warning("dropped a message of %d bytes; %d may be", num_bytes, MAX_BYTES)
@@ -214,6 +215,7 @@ class ZmqChannel(Generic[SentT, ReceivedT]):
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._connected.set()
         elif event == zmq.EVENT_ACCEPTED:
+            # A new connection gets the lowest free descriptor, often that of the last one.
             self._disconnected.discard(value)
         elif event == zmq.EVENT_DISCONNECTED:
             self._disconnected.add(value)
@@ -237,6 +239,7 @@ def listening(received: Any, address: str, secret: str | None = None) -> "ZmqCha
     `received`: the union of the received message types. Raises StageError if the address is in use.
     """
     socket = _socket(zmq.ROUTER, address)
+    # By default a ROUTER drops messages to unknown peers without an error.
     socket.router_mandatory = True
     if secret is not None:
         socket.curve_server = True
@@ -252,6 +255,7 @@ def connecting(received: Any, address: str, secret: str | None = None) -> "ZmqCh
     `received`: the union of the received message types.
     """
     socket = _socket(zmq.DEALER, address)
+    # By default messages are queued for a connection that is not there yet, and may be lost.
     socket.immediate = True
     socket.reconnect_ivl, socket.reconnect_ivl_max = RETRY_MS, MAX_RETRY_MS
     if secret is not None:
@@ -266,6 +270,7 @@ def connecting(received: Any, address: str, secret: str | None = None) -> "ZmqCh
 def _socket(kind: int, address: str) -> "zmq.asyncio.Socket":
     socket = zmq.asyncio.Context.instance().socket(kind)
     socket.ipv6 = "[" in address
+    # Of one frame. A peer that sends a larger one is disconnected before it is received.
     socket.maxmsgsize = FRAME_BYTES + OVERHEAD
     socket.sndhwm = socket.rcvhwm = HIGH_WATER_MARK
     socket.heartbeat_ivl, socket.heartbeat_timeout = HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS

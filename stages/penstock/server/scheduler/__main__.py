@@ -21,8 +21,8 @@ def main(job_path: Path) -> None:
 
 
 async def serve(job: ServerJob) -> None:
-    """Serve this job. Raises StageError if its address is in use, and RegistryError if the state of
-    an earlier process cannot be read."""
+    """Serve this job. Raises StageError if its address is in use, and StateStoreError if the state
+    of an earlier process cannot be read."""
     api = listening(ToScheduler, job.engine_address, env.engine_secret())
     workers = connecting(FromWorkers, job.workers_address, env.workers_secret())
     try:

@@ -49,6 +49,7 @@ class InferenceEndpoints:
         the owner has the maximum number."""
         self._require_room(operation.endpoint, owner)
         task = asyncio.create_task(self._add(operation, owner, end))
+        # asyncio itself refers to tasks only weakly.
         self._adding[task] = owner
         task.add_done_callback(self._adding.pop)
 
@@ -171,7 +172,7 @@ def _endpoint(record: EndpointRecord) -> Endpoint:
 
 
 async def _sizes(server: InferenceServer) -> EngineParallelism | None:
-    """The server's parallelism, if it responds within ASK_SECONDS."""
+    """The server's parallelism, if it responds within PARALLELISM_SECONDS."""
     future: Future[EngineParallelism | None] = run_in_background(
         lambda: server.sizes(PARALLELISM_SECONDS)
     )

@@ -75,7 +75,7 @@ class Scheduler:
         api: Channel[FromScheduler, ToScheduler],
         workers: Channel[ToWorkers, FromWorkers],
     ) -> None:
-        """Restore the state of an earlier process. Raises RegistryError if it cannot be read."""
+        """Restore the state of an earlier process. Raises StateStoreError if it cannot be read."""
         self._settings = settings
         self._api = api
         self._wake = asyncio.Event()
@@ -144,10 +144,12 @@ class Scheduler:
             self._send_status_periodically(),
         )
         async with asyncio.TaskGroup() as tasks:
+            # A loop that raises ends the group, thus the process, which the launcher starts again.
             running = [tasks.create_task(coroutine) for coroutine in serving]
             await self._shutdown.run(
                 tasks.create_task(self._run_tasks()), self._save_shutdown_state
             )
+            # They never return, and the group waits for them; cancelled tasks are no errors to it.
             for task in running:
                 task.cancel()
 
@@ -194,6 +196,7 @@ class Scheduler:
             try:
                 await self._api.send(message)
             except FrameError as error:
+                # Its client would otherwise wait for a result that no message can hold.
                 if isinstance(message, Response | Failure):
                     failure = RequestError("internal", f"the response cannot be sent: {error}")
                     await self._api.send(failure.failure(message.id))

@@ -112,6 +112,7 @@ class GracefulShutdown:
         why = f"stop_timeout expired; it is {self._seconds:g} s"
         try:
             async with asyncio.timeout(self._seconds):
+                # Awaited directly: the timeout cancels it, too, for which the task group waits.
                 await working
                 await self._save(ended)
         except TimeoutError:

@@ -177,7 +177,7 @@ class StateStore:
     """Sessions and models by name, and inference servers."""
 
     def __init__(self, output_dir: Path) -> None:
-        """Read the state files. Raises RegistryError naming an invalid file."""
+        """Read the state files. Raises StateStoreError naming an invalid file."""
         self._folder = output_dir / "server"
         self._folder.mkdir(parents=True, exist_ok=True)
         self.sessions: dict[str, SessionRecord] = {
@@ -274,6 +274,7 @@ class StateStore:
 
     def _write(self, kind: str, name: str, record: ModelRecord | SessionRecord) -> None:
         with atomic_write(self._file(kind, name)) as part:
+            # The digest is of the record as JSON returns it, which is all that a reader has.
             content = msgspec.json.decode(msgspec.json.encode(record))
             content[_DIGEST] = _compute_digest(content)
             part.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=1))

@@ -100,6 +100,7 @@ class Storage:
                 if dotted.is_symlink() or not dotted.is_dir():
                     continue
                 folder = dotted.with_name(dotted.name[1:].removesuffix(".old"))
+                # It died between the two renames of `replace_folder`, which Linux makes in one.
                 if dotted.suffix == ".old" and not folder.exists():
                     dotted.rename(folder)
                 else:
@@ -128,6 +129,7 @@ class TrashCollector:
         """Delete the folders in the background."""
         for folder in folders:
             task = asyncio.create_task(asyncio.to_thread(discard, folder))
+            # asyncio itself refers to tasks only weakly.
             self._under_way.add(task)
             task.add_done_callback(self._under_way.discard)
 

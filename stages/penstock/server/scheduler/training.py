@@ -149,6 +149,7 @@ class TrainingRequests:
         sizes = await self._workers.run(build_create_command(record), commands.CheckpointSizes)
         previous = self._store.models.get(record.model)
         if previous is not None:
+            # Of an unloaded model of this name: its checkpoints stay, with their names.
             record.checkpoints = previous.checkpoints
         try:
             if start is not None:
@@ -250,7 +251,9 @@ class TrainingRequests:
         try:
             with self._models.modifying(record):
                 stepped = await self._workers.run(
-                    structs.replace(operation, sync=None), results.OptimStepResult
+                    # The sync is a command of its own: its failure must not fail the step.
+                    structs.replace(operation, sync=None),
+                    results.OptimStepResult,
                 )
         except RequestError as error:
             if error.code == "not_finite":

@@ -80,6 +80,7 @@ def tiles(name: str, weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     rows, columns = weight_NK.shape
     codes = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=weight_NK.device)
     scales = torch.empty(scales_shape((rows, columns)), device=weight_NK.device)
+    # A multiple of the tile's rows, so that no tile is cut in two.
     step = max(STRETCH // (4 * columns) // storage.tile_rows, 1) * storage.tile_rows
     for first in range(0, rows, step):
         try:

@@ -84,6 +84,7 @@ class BucketPlan:
     def _build_tensors(self, names: Sequence[str]) -> Iterator[torch.Tensor]:
         read = self.weights.read(names)
         for name in names:
+            # Popped, so that each full tensor is freed once its copy is made.
             tensor = read.pop(name)
             if name in self.quantized:
                 yield from tiles(name, tensor)

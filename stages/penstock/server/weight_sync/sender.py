@@ -140,6 +140,7 @@ class _WeightSync:
         """Run the sync. Raises SyncError."""
         started = time.monotonic()
         limits = self._limits
+        # Up to three routes of health and two of parallelism, one after another.
         self._call_all(self._check_server, step="health", seconds=limits.health * 6)
         group = self._create_group()
         try:
@@ -281,6 +282,7 @@ class _WeightSync:
     def _recover(self, group: ExternalProcessGroup) -> None:
         """Leave the process group, and tell every reachable server to leave it and resume
         generation; in the background for servers that do not respond soon."""
+        # First, so that a broadcast that is under way ends, here and at the servers.
         group.abort()
         calls = [
             self._post(server, path, body, step, self._limits.late)

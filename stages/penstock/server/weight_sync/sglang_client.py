@@ -180,6 +180,7 @@ class InferenceServer:
             text, headers["Content-Type"] = json.dumps(body), "application/json"
         try:
             connection.request(method, path, text, headers)
+            # HTTPConnection follows no redirect and reads no HTTP_PROXY: keys reach no other host.
             with connection.getresponse() as answer:
                 body_bytes = answer.read(MAX_RESPONSE_BYTES)
         finally:

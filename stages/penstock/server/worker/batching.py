@@ -90,7 +90,7 @@ class BatchDispatcher:
 def _row(number: int, samples: Sequence[Sample]) -> Row:
     return Row(
         np.concatenate([sample.tokens for sample in samples]),
-        # A row has one label per token; with several, `_informed` adds them all.
+        # A row has one label per token; with several, `_build_loss_batch` adds them all.
         np.concatenate(
             [sample.targets.reshape(-1, sample.num_targets)[:, 0] for sample in samples]
         ),
@@ -103,7 +103,7 @@ def _row(number: int, samples: Sequence[Sample]) -> Row:
 def _build_loss_batch(
     batch: MicroBatch, samples: Sequence[Sample], offsets: Sequence[int], num_targets: int
 ) -> LossBatch:
-    """`most`: K, the largest number of targets per token."""
+    """`num_targets`: K, the largest number of targets per token."""
     size = len(batch.input_ids_T)
     loss_inputs = {
         field.name: _concatenate(
@@ -133,7 +133,7 @@ def _build_loss_batch(
 def _concatenate(
     parts: Sequence[npt.NDArray[Any]], size: int, num_targets: int, fill: np.generic
 ) -> torch.Tensor:
-    """Per-token inputs of samples, [T], or per-target, [T, K], concatenated; `rest` where there is
+    """Per-token inputs of samples, [T], or per-target, [T, K], concatenated; `fill` where there is
     none."""
     whole_TK = np.full((size, num_targets), fill)
     row = 0

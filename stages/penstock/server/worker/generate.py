@@ -170,6 +170,7 @@ class GenerationHandler:
         key = str(folder), time
         if key not in self.cached_adapters:
             self.cached_adapters[key] = self._read_adapter(folder)
+        # The first entry is then the least recently used one.
         self.cached_adapters.move_to_end(key)
         while len(self.cached_adapters) > MAX_CACHED_ADAPTERS:
             self.cached_adapters.popitem(last=False)

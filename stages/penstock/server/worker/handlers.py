@@ -102,6 +102,7 @@ class CommandHandlers:
             if self.init_checkpoint:
                 self.model_store.init_from(command.model, self.init_checkpoint)
             sizes = self.model_store.sizes(command.model)
+        # The scheduler takes a failed creation for one that changed nothing.
         except BaseException:
             self.models.close(command.model)
             raise

@@ -81,7 +81,8 @@ def serve(
     """Run commands until the scheduler sends Shutdown. Only rank 0 has `end`, `ready` and
     `running`.
 
-    Raises BrokenError once the ranks' state may differ; the error has been sent to the scheduler.
+    Raises UnrecoverableError once the ranks' state may differ; the error has been sent to the
+    scheduler.
     """
     while True:
         message = _receive(end, ready) if end and ready else None

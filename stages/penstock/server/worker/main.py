@@ -52,8 +52,8 @@ def build_handlers(
     init_checkpoint: Path | None = None,
     allowed_hosts: Sequence[str] = LOOPBACK,
 ) -> CommandHandlers:
-    """Collective. `base_model` is the model's name, `begin_from` a checkpoint from which every new
-    model is initialized, and `allowed_hosts` are the allowed hosts of weight sync."""
+    """Collective. `base_model` is the model's name, `init_checkpoint` a checkpoint from which every
+    new model is initialized, and `allowed_hosts` are the allowed hosts of weight sync."""
     built, ranks = substrate.built, substrate.ranks
     layout = built.engine.model
     models = ModelPool(substrate)
@@ -114,6 +114,7 @@ def main(path: Path) -> None:
         format=f"%(asctime)s worker {rank} %(levelname)s %(message)s",
         stream=sys.stderr,
     )
+    # A crash in CUDA or a kernel then leaves the Python stack in the log.
     faulthandler.enable()
     ranks = init_process_group(
         job.config.operation_timeout + MARGIN_SECONDS,

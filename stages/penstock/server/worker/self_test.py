@@ -52,6 +52,7 @@ def self_test(handlers: CommandHandlers) -> None:
             handlers.do(rows),
             handlers.do(OptimStep(model=NAME, adam=AdamParams())),
         ]
+        # Only a pass after the step shows whether the step left finite weights.
         results.append(handlers.do(rows))
     finally:
         handlers.do(UnloadModelCommand(model=NAME))

@@ -81,6 +81,7 @@ class BodyMemory:
             if victim is None or victim.deadline is None:
                 raise _out_of_memory_error()
             victim.is_evicted = True
+            # A time in the past: the loop cancels its reader in the next iteration.
             victim.deadline.reschedule(0.0)
             self.release(victim)
         self._held[held] = None
@@ -166,6 +167,7 @@ class BoundedRequest(Request):
     async def parts(self, limit: int) -> Sequence[bytes]:
         """The body as sent, of at most `limit` bytes, in chunks. Raises ApiError as `body`."""
         content_length = self.headers.get("content-length", "")
+        # `int` raises for more than 4300 digits (Python 3.11).
         if content_length.isdecimal() and (len(content_length) > 18 or int(content_length) > limit):
             raise body_too_large(limit)
         parts: list[bytes] = []
@@ -224,7 +226,9 @@ def decompressed(packed: bytes, encoding: str, limit: int, window: int) -> bytes
     if encoding == "identity":
         return packed
     try:
+        # The header of a frame names its window, for which memory is allocated before any data.
         unpacker = zstandard.ZstdDecompressor(max_window_size=window)
+        # By default the reader ends after the first frame, and the rest would be ignored.
         with unpacker.stream_reader(packed, read_across_frames=True) as reader:
             body = reader.read(limit + 1)
     except zstandard.ZstdError as error:

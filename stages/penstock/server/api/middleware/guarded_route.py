@@ -49,6 +49,7 @@ class OpenRoute(APIRoute):
                 response = await serve(bounded)
             except HTTPException as error:
                 status = error.status_code
+                # After others, such as 429, a client sends the request again, with the same number.
                 if status in (400, 413):
                     await _skip_sequence_number(service, bounded)
                 raise

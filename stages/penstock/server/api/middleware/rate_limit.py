@@ -25,6 +25,7 @@ class RateLimit:
         if not self._per_minute:
             return
         now = self._clock()
+        # Removed and inserted again, so that the first bucket is the least recently used one.
         tokens, then = self._buckets.pop(owner, (float(self._per_minute), now))
         tokens = min(self._per_minute, tokens + (now - then) * self._per_minute / 60)
         if tokens < 1:

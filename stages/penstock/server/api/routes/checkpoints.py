@@ -170,6 +170,7 @@ async def ttl(model_id: ModelName, checkpoint: str, body: bodies.TtlBody, contex
     await _update_checkpoint(context, model_id, checkpoint, ttl_seconds=body.ttl_seconds)
 
 
+# After `/publish`: a parameter of type `path` would take that for part of a checkpoint's name.
 @router.delete(ONE_CHECKPOINT, status_code=204)
 async def delete(model_id: ModelName, checkpoint: str, context: Context) -> None:
     """Delete a checkpoint."""

@@ -56,6 +56,7 @@ async def retrieve_future(body: RetrieveBody, request: Request, context: Context
     future = context.service.futures.find(body.request_id, context.owner)
     if not future.response.done():
         await _wait_for_completion(future, context)
+        # Many polls end at once when a batch is done: they queue for their answers, too.
         await context.service.concurrency.take()
     if not future.response.done():
         return _pending_response(future, body, context)

@@ -101,6 +101,7 @@ class Body(BaseModel):
     model_config = ConfigDict(
         extra="forbid",
         allow_inf_nan=False,
+        # pydantic warns of fields that begin with `model_`, which are names of these APIs.
         protected_namespaces=(),
         use_attribute_docstrings=True,
     )

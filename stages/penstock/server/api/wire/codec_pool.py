@@ -119,6 +119,7 @@ class CodecPool:
         self._waiting.setdefault(owner, deque()).append(slot)
         self._start_jobs()
         try:
+            # Without the shield a cancelled wait cancels the slot, which then counts as taken.
             await asyncio.shield(slot)
             yield
         finally:

@@ -31,7 +31,9 @@ def main(parent: int, memory: int, expander: ImageExpander | None = None) -> Non
     `expander` processes images, where they are taken."""
     end_with_parent(parent)
     os.write(sys.stdout.fileno(), READY)
+    # Since Linux 4.7 it counts private mappings too, in which large arrays are.
     resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
+    # A core file would hold samples of clients.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     jobs = os.fdopen(os.dup(sys.stdin.fileno()), "rb", buffering=1 << 20)
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
@@ -53,6 +55,7 @@ def main(parent: int, memory: int, expander: ImageExpander | None = None) -> Non
             replies.write(len(part).to_bytes(LENGTH, "little"))
             replies.write(part)
         replies.flush()
+        # `part` is the output too. What these names hold would add to the memory of the next job.
         del reply, output, part
         gc.collect()
 

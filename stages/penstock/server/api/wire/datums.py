@@ -85,6 +85,7 @@ def count_values_in_proto(data: Sequence[pb.Datum], loss: Loss) -> int:
     for index, datum in enumerate(data):
         loc = f"sample {index}"
         _check_names(datum.loss_fn_inputs, loss, loc)
+        # The SDK sends tokens as bytes of int32.
         total += sum(len(chunk.encoded_text.tokens) // 4 for chunk in datum.model_input)
         shapes = {
             name: shape_from_proto(tensor, f"{name} of {loc}")

@@ -73,7 +73,10 @@ def parse_metadata(
             "weight_decay": optimizer.weight_decay,
         }
     step_params = {
-        STEP + name: repr(number) for name, number in numbers.items() if number is not None
+        # `float` reads exactly the number back that `repr` wrote.
+        STEP + name: repr(number)
+        for name, number in numbers.items()
+        if number is not None
     }
     return metadata | step_params
 

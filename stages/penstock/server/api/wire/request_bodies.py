@@ -121,7 +121,7 @@ class _NotInline:
 
 
 class BodyDecoder:
-    """A body being decoded; `known` has the model and sequence number as soon as they are known."""
+    """A body being decoded; `model_and_seq` is set as soon as they are read."""
 
     def __init__(
         self, job: BodyJob, *, is_inline: bool, expander: ImageExpander | None = None

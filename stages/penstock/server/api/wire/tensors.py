@@ -139,6 +139,7 @@ def per_target(numbers: Numbers, shape: tuple[int, ...], loc: str) -> npt.NDArra
 def to_integers(numbers: Numbers, loc: str) -> npt.NDArray[np.int64]:
     """Integer values such as tokens. Raises ApiError for fractions."""
     if numbers.dtype.kind == "f":
+        # float32 holds all whole numbers up to 2^24, and beyond it only some.
         if numbers.size and (np.any(numbers != np.floor(numbers)) or np.abs(numbers).max() > 2**24):
             raise ApiError(f"{loc} holds fractions, and is to hold whole numbers")
         return numbers.astype(np.int64)
