@@ -24,7 +24,9 @@ env.default(
         "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
         "PREFECT_CLIENT_MAX_RETRIES": "20",
         "PREFECT_CLIENT_RETRY_EXTRA_CODES": "500",
+        # Prefect's default, pickle, executes what it reads.
         "PREFECT_RESULTS_DEFAULT_SERIALIZER": "json",
+        # By default each record that is logged outside of a flow run adds a warning.
         "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
         "RAY_USAGE_STATS_ENABLED": "0",
         "DASK_DISTRIBUTED__LOGGING__DISTRIBUTED": "warning",
@@ -113,6 +115,7 @@ def run_stage_with_retries(planned: Plan, name: str, rebuild: RebuildOptions) ->
         retry_condition_fn=_is_transient_failure,
     )
     state = persistent(planned, name, rebuild, return_state=True)
+    # `result` would raise CancelledRun, which is no PenstockError: a stop would look like a bug.
     if state.is_cancelled():
         raise Interrupted(state.message or "", signal.SIGTERM)
     return cast(StageResult, state.result())
@@ -191,6 +194,7 @@ def run_from_command_line(pipeline_flow: Flow[..., Any], script: str) -> int:
         arguments = parse_argv(sys.argv[1:], script)
         with nullcontext() if require_server() else temporary_server():
             ended = pipeline_flow(*arguments, return_state=True)
+        # As above: the exit code is that of a stop, and there is no traceback.
         if ended.is_cancelled():
             raise Interrupted(ended.message or "", signal.SIGTERM)
         ended.result()

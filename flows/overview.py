@@ -69,6 +69,7 @@ def _show(
                 "",
                 f"**{heading}:**",
                 "",
+                # Indented by four, text is code in Markdown: paths and signs in it stay.
                 *(f"    {line}" for line in str(error).splitlines()),
             ]
         elif facts := list(_result_rows(result)):

@@ -98,6 +98,7 @@ def parse_argv(arguments: list[str], script: str) -> tuple[Path, dict[str, JsonV
             f"  Name one config file: python flows/{script} CONFIG [--section.field value]."
         )
     for override in written:
+        # `search`, as JSON Schema's `pattern` is not anchored either.
         if re.search(CREDENTIAL, override.text) or re.search(CREDENTIALS_NAME, override.name):
             raise ConfigError(
                 f"{override.option} holds a credential, and Prefect stores parameters and shows "

@@ -132,6 +132,7 @@ class TrainingLinks:
 
     def _known(self) -> Iterator[tuple[str, str, str]]:
         if (report := self._folder / REPORT).is_file():
+            # `as_uri` raises for a relative path.
             yield "penstock-report", report.resolve().as_uri(), "report"
         for memory in sorted((self._folder / TRACKERS_FOLDER).glob("*.json")):
             name = memory.stem
@@ -146,6 +147,7 @@ def show_training(folder: Path, name: str, logger: Logger) -> Generator[None]:
     shown = TrainingMonitor(folder, name, logger)
     # The thread needs the flow's context: the server's address and the flow run.
     run = contextvars.copy_context().run
+    # A daemon, so that a request without an answer does not keep the process alive after the join.
     thread = threading.Thread(target=run, args=(shown.follow, ended), daemon=True)
     thread.start()
     try:

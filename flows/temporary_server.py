@@ -39,6 +39,7 @@ def temporary_server() -> Generator[None]:
     Raises UnreachableError if it does not start.
     """
     password = f"penstock:{secrets.token_urlsafe(32)}"
+    # Bound here and inherited: nothing else can take the port before the server listens at it.
     with socket.create_server(("127.0.0.1", 0)) as listener:
         origin = f"http://127.0.0.1:{listener.getsockname()[1]}"
         descriptor = listener.fileno()
@@ -65,6 +66,7 @@ def temporary_server() -> Generator[None]:
             try:
                 yield
             finally:
+                # Threads of Prefect send logs and events; what they still hold is for this server.
                 APILogWorker.drain_all()
                 EventsWorker.drain_all()
     finally:
@@ -80,6 +82,7 @@ def _wait_until_healthy(server: "subprocess.Popen[bytes]", address: str) -> None
     seconds = PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS.value()
     deadline = time.monotonic() + seconds
     fault = f"it did not answer within {seconds} s"
+    # HTTP_PROXY is not for an address of this machine.
     with httpx.Client(trust_env=False, timeout=5) as client:
         while time.monotonic() < deadline:
             if (code := server.poll()) is not None:
@@ -106,6 +109,7 @@ def main(descriptor: int, parent: int) -> None:
         "prefect.server.api.server:create_app",
         factory=True,
         log_level="error",
+        # With the default, `auto`, uvicorn serves on after an error in the app's startup.
         lifespan="on",
         timeout_graceful_shutdown=SHUTDOWN_SECONDS,
     )

@@ -44,6 +44,7 @@ def server_only(logger: Logger) -> Logger:
     """The run's logger without terminal output: the ranks print there themselves."""
     if not isinstance(logger, PrefectLogAdapter):
         return logger
+    # Not from getLogger: a logger without a parent has no handlers but its own.
     quiet = logging.Logger(logger.logger.name, logger.getEffectiveLevel())
     quiet.addHandler(APILogHandler())
     return PrefectLogAdapter(quiet, extra=logger.extra)

@@ -41,6 +41,7 @@ def load_config(
         locator = ErrorLocator(yaml12.Document(), overrides)
         return loading.resolve(plain_settings(config), overrides, locator, notify=notify)
     path = Path(config)
+    # `Path.is_file` raises for a name that is too long, which `load` reports.
     if os.path.isfile(path / JOB):  # noqa: PTH113 - of any name
         job = read_job(path / JOB)
         if "working_dir" in job and Path(job["output_dir"]) == path.resolve():

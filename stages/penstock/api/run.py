@@ -177,6 +177,7 @@ class Run:
         try:
             return html_table([("stage", "standing"), *self.status().items()])
         except (PenstockError, OSError):
+            # IPython prints the traceback of a `_repr_html_` that raises.
             return html_table([("stage",), *((name,) for name in self.stages)])
 
     def _stage(self, name: str, force: bool, *, fresh: bool = False) -> Result:

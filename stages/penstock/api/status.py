@@ -94,6 +94,7 @@ def _lengthens(step: PlannedStage) -> str | None:
 def _nearest_result(step: PlannedStage) -> tuple[Path, list[Difference]] | None:
     own_identity = _flat_identity(step)
     best: tuple[Path, list[Difference]] | None = None
+    # Training writes to train.output_dir itself, other stages to a folder named by their key.
     pattern = MANIFEST if step.stage.name == "train" else f"*/{MANIFEST}"
     root = step.path if step.stage.name == "train" else step.path.parent
     for manifest in sorted(root.glob(pattern)):

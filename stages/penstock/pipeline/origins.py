@@ -190,6 +190,7 @@ def adapter_notes(before: RunConfig, run: RunConfig) -> tuple[str, ...]:
 def _resolve_field(run: RunConfig, name: str, peft_config: Mapping[str, Any], key: str) -> Any:
     """The adapter's value. Raises ConfigError if the config sets another one."""
     configured, published = getattr(run.lora, name), peft_config.get(key)
+    # Files of earlier versions of PEFT lack some fields.
     if published is None:
         published = PEFT_DEFAULTS[name]
     if run.lora.is_non_default(name) and configured != published:

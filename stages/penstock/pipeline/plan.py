@@ -181,6 +181,7 @@ def plan(
     if includes_stage(stage_names, "reference"):
         origin = resolve_model_source(run)
         training = _training_steps(run, steps, stage_names, origin, ranks)
+        # A run that was begun in bfloat16 goes on in it, whatever machine it continues on.
         is_open = for_this_machine and not _is_begun(training[-1])
         if is_open and (in_float32 := float32_by_default(run)):
             run, notes = in_float32, (*notes, FLOAT32_NOTE)
@@ -306,6 +307,7 @@ def _execute(
     cache = resolve_cache(step, run, rebuild)
 
     def claimed(step: PlannedStage) -> None:
+        # Under the step's lock: waiting for another run that holds it takes no time of the limit.
         deadline.start()
         if step.stage.name == "train":
             from penstock.train.claim import claim

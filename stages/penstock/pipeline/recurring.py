@@ -178,6 +178,7 @@ class _Tick:
         # Imported only if the sources have changed.
         from penstock.prepare.select.seen_samples import SeenSamples, load_seen_samples  # noqa: PLC0415
 
+        # Before the stage runs: afterwards no slice is missing any more.
         progress = None if find_cached(step) else step.stage.progress(step.path)
         outcome = self.run_stage(planned, "prepare")
         count = sum(source["slices"] for source in outcome.facts["sources"])
@@ -222,6 +223,7 @@ class _Tick:
         with pin_artifacts(planned.used):
             for step in planned.steps:
                 name = step.stage.name
+                # Only a model that is better is pushed, which the comparison below shows.
                 if name != "push" and (name != "prepare" or find_cached(step) is None):
                     self.run_stage(planned, name)
             return self._compare_and_release(planned, start, new_data, fields)
@@ -341,6 +343,7 @@ class _Tick:
             folder = local_cache_dir(join_location(output, key))
             if is_url(output):
                 RemoteArtifact(join_location(output, key), folder).delete()
+            # A folder of the user's may have such a name, too.
             elif (read_manifest(folder) or {}).get("stage") != "train":
                 continue
             delete_folder(folder)
