@@ -82,6 +82,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         _require_users(arguments_left)
         click_command = typer.main.get_command(select_command(app, next(iter(arguments_left), "")))
         require_one_value(click_command, arguments_left)
+        # In its standalone mode click prints errors itself and exits with codes of its own.
         sys.exit(click_command(args=arguments_left, prog_name="penstock", standalone_mode=False))
     except (ConfigError, typer.TyperException) as error:
         sys.exit(run(Console("--json" in arguments), partial(raise_usage_error, error)))

@@ -60,6 +60,7 @@ def add_command(
         _flag("as_json", "--json", "End with one JSON object on stdout."),
         _flag("debug", "--debug", "Show tracebacks."),
     ]
+    # typer reads names and defaults from the signature, and types from the annotations.
     command.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     command.__name__, command.__doc__ = function.__name__, function.__doc__

@@ -69,6 +69,7 @@ def describe_fields(*models: type[BaseModel]) -> None:
     """Set `description` of every field that has none to the docstring beneath its declaration."""
     # Pydantic's `use_attribute_docstrings` would parse the sources whenever the schema is imported.
     for model in models:
+        # Subclasses last: of a field that is declared again, their docstring counts.
         for base in reversed(model.__mro__):
             written = _module_docstrings(base.__module__).get(base.__qualname__, {})
             for name in written.keys() & model.model_fields.keys():
@@ -241,6 +242,7 @@ IN_KEY: Mapping[Role, str] = {
 
 
 def _default(field: FieldInfo) -> str:
+    # pydantic raises without `validated_data` where a factory takes the values before it.
     return shown(field.get_default(call_default_factory=True, validated_data={}))
 
 

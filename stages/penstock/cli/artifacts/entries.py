@@ -259,6 +259,7 @@ def _result_folders(root: Path, depth: int) -> Iterator[Path]:
         return
     if depth:
         for child in root.iterdir():
+            # Links, such as `hf` in a run's folder, lead to results that are found at their places.
             hidden = child.name.startswith(".") or child.name.endswith(REPLACED)
             if child.is_dir() and not child.is_symlink() and not hidden:
                 yield from _result_folders(child, depth - 1)

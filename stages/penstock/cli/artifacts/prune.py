@@ -103,6 +103,7 @@ def choose_prunable(
     one of the newest.
     """
     now = datetime.now(UTC)
+    # Texts of ISO 8601 in UTC, to the second, sort as the times do.
     latest = (now + MAX_CLOCK_SKEW).isoformat(timespec="seconds")
     marked = {key for root in {entry.root for entry in entries} for key in pinned_keys(root)}
     candidates: list[Entry] = []

@@ -55,6 +55,7 @@ class ChatOptions:
             temperature=self.temperature,
             top_k=NO_TOP_K if self.top_k is None else self.top_k,
             top_p=self.top_p,
+            # With one seed for all turns each answer would be drawn with the same numbers.
             seed=None if self.seed is None else self.seed + turn,
             stop_tokens=ends,
         )
@@ -169,6 +170,7 @@ def chat(options: ChatOptions, overrides: Sequence[Override], console: Console) 
     """
     from penstock.engine.distributed.ranks import destroy_process_group, init_process_group
 
+    # For its errors, before a model is loaded.
     options.sampling((), 0)
     with scratch_folder("chat") as scratch:
         ranks = init_process_group(600)

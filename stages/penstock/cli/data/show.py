@@ -265,6 +265,7 @@ def _print_samples(shown: Sequence[SampleView], split: str, total: int, step: Pl
             text.append_text(_color_tokens(part) if coloured else Text(_mark_tokens(part)))
             text.append("\n")
     if coloured:
+        # rich would otherwise break lines at the width of the terminal, within tokens too.
         terminal.print(text, soft_wrap=True, end="")
     else:
         sys.stdout.write(text.plain)

@@ -41,6 +41,7 @@ def run_flow(
     script = flows_folder() / ("recurring.py" if recurring else "finetune.py")
     settings = [f"{override.option}={override.text}" for override in overrides]
     command = [sys.executable, str(script), str(config), *settings]
+    # `execv` drops what Python still buffers.
     sys.stdout.flush()
     if not console.as_json:
         os.execv(sys.executable, command)

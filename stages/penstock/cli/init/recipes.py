@@ -79,6 +79,7 @@ def write_config(
     serves = schema_name == SERVER_SCHEMA_FILE
     editors = target.with_name(schema_name)
     try:
+        # `x` also refuses a file that is created between a check and this line.
         with target.open("w" if overwrite else "x", encoding="utf-8") as stream:
             stream.write(f"{MODELINE}./{schema_name}\n{body}")
         text = json.dumps(server_schema() if serves else schema(), indent=2)

@@ -115,6 +115,7 @@ def _job(
 ) -> dict[str, Any]:
     nodes = run.launch.nnodes
     pod: dict[str, Any] = {
+        # The only value that goes with a podFailurePolicy.
         "restartPolicy": "Never",
         # On SIGTERM, training finishes its step and saves a checkpoint.
         "terminationGracePeriodSeconds": math.ceil(run.launch.stop_timeout) + MARGIN_SECONDS,
@@ -122,6 +123,7 @@ def _job(
         "volumes": _volumes(name, cluster),
     }
     if nodes > 1:
+        # The name of the Service: each pod then has the DNS name <job>-<index>.<service>.
         pod["subdomain"] = name
     return {
         "apiVersion": "batch/v1",
@@ -136,6 +138,7 @@ def _job(
             "podFailurePolicy": {
                 "rules": [
                     {
+                        # An eviction or preemption: it does not count towards backoffLimit.
                         "action": "Ignore",
                         "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
                     },

@@ -78,5 +78,6 @@ def _left_out(run: RunConfig, name: str) -> RunConfig:
     section, field = name.split(".")
     before = cast(ConfigSection, getattr(run, section))
     values = {key: getattr(before, key) for key in before.model_fields_set - {field}}
+    # It validates nothing again, and takes exactly these for the fields that are set.
     after = type(before).model_construct(**values)
     return run.model_copy(update={section: after})

@@ -98,6 +98,7 @@ NAMES_ELSEWHERE: Mapping[str, str] = {
 
 SYNONYMS = {name: setting for setting, names in NAMES_ELSEWHERE.items() for name in names.split()}
 
+# Ratios of difflib, whose own cutoff is 0.6.
 NEAR_ENOUGH = 0.72
 VERY_NEAR = 0.85
 

@@ -146,6 +146,7 @@ class _Loader(yaml.SafeLoader):
 
     def resolve(self, kind: type[Node], value: Any, implicit: Any) -> str:  # noqa: ARG002
         if kind is ScalarNode:
+            # A pair: whether the scalar needs no tag if it is plain, and if it is quoted.
             return PLAIN if implicit[0] else f"{PREFIX}str"
         return f"{PREFIX}map" if kind is MappingNode else f"{PREFIX}seq"
 
@@ -155,6 +156,7 @@ def _compose(text: str) -> Node | None:
     try:
         return loader.get_single_node()
     finally:
+        # As `yaml.load` does: the parser refers to itself, and would stay until a collection.
         loader.dispose()  # pyright: ignore[reportUnknownMemberType]
 
 
@@ -265,6 +267,7 @@ class _Builder:
 
 
 def _is_merge(key: ScalarNode) -> bool:
+    # YAML 1.2 has no merge keys any more; files that are in use have them.
     return key.tag == f"{PREFIX}merge" or (key.tag == PLAIN and key.value == MERGE)
 
 

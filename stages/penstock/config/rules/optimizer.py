@@ -27,6 +27,7 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 def _is_fraction(value: Any) -> bool:
+    # bool is a subclass of int.
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1
 
 

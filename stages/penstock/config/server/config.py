@@ -138,6 +138,7 @@ def parse_byte_size(text: str) -> int:
     scale = UNITS[unit.upper()]
     if binary:
         scale = 1024 ** list(UNITS).index(unit.upper())
+    # Exact: the product of a float may lie just below the whole number.
     return int(Fraction(number) * scale)
 
 
