@@ -56,6 +56,7 @@ def main(command: list[str]) -> int:
         while children_of(worker.pid):
             time.sleep(LOOK_SECONDS)
         with contextlib.suppress(ProcessLookupError):
+            # A process that is held still by SIGSTOP handles no SIGTERM.
             os.kill(worker.pid, signal.SIGKILL)
 
     signal.signal(signal.SIGTERM, end)
@@ -63,6 +64,7 @@ def main(command: list[str]) -> int:
     code = 1
     while True:
         try:
+            # Of any child: adopted orphans would otherwise stay as zombies.
             pid, status = os.waitpid(-1, 0)
         except ChildProcessError:  # nothing is left of it
             return 0 if is_stopping else code

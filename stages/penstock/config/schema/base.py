@@ -20,6 +20,7 @@ class Settings(BaseModel):
         extra="forbid",
         defer_build=True,  # a base class of sections is never validated itself: build what is used
         allow_inf_nan=False,
+        # Settings such as `model_path` begin with `model_`, of which pydantic warns.
         protected_namespaces=(),
     )
 

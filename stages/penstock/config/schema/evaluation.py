@@ -15,6 +15,7 @@ from penstock.core.extensions import METRICS
 def metric_sign(metric: str, mode: Literal["min", "max"] | None = None) -> int:
     """1 if higher is better, -1 if lower is better. Without `mode`, higher is better for accuracies
     and for rewards and log-probs, except those of rejected completions."""
+    # In `accuracy` as in `accuracies`.
     more = "accurac" in metric or metric.startswith(("eval_rewards/", "eval_logps/"))
     usual = "max" if more and not metric.endswith("/rejected") else "min"
     return 1 if (mode or usual) == "max" else -1

@@ -48,6 +48,7 @@ SET_BY_THE_LAUNCHER = frozenset(
     {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 )
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+# `_ID` as in AWS_ACCESS_KEY_ID.
 SECRET = re.compile(r"(^|_)(TOKEN|API_KEY|ACCESS_KEY|SECRET|PASSWORD)(_ID)?$", re.IGNORECASE)
 
 

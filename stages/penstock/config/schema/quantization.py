@@ -61,4 +61,5 @@ def names_layer(entry: str, layer: str) -> bool:
         return re.match(entry[3:], layer) is not None
     if any(sign in entry for sign in "*?["):
         return fnmatchcase(layer, entry) or fnmatchcase(layer, f"*.{entry}")
+    # With a dot at both ends only whole parts match: `proj` is none of `q_proj`.
     return f".{entry}." in f".{layer}."

@@ -15,6 +15,7 @@ from penstock.config.schema.base import ConfigSection
 
 Section = TypeVar("Section", bound=ConfigSection)
 
+# Not None, which is the default of many fields.
 AS_IN_A_RUN = object()
 
 

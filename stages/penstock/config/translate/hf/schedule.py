@@ -97,6 +97,7 @@ def schedule(entry: Entry) -> None:
         return
     entry.put("train.lr_decay_style", STYLES[name])
     if STYLES[name] != "constant" and not entry.draft.has("train.lr_min"):
+        # get_polynomial_decay_schedule_with_warmup alone has a floor unasked: lr_end=1e-7.
         entry.put("train.lr_min", 1e-7 if name == "polynomial" else 0.0)
     if STYLES[name] == "wsd" and not entry.draft.has(f"{MORE}.decay_shape"):
         entry.put(f"{MORE}.decay_shape", "cosine")

@@ -78,6 +78,7 @@ def evaluations(entry: Entry) -> None:
     if name == "no":
         entry.put("train.eval_steps", 0)
     elif name in STRATEGIES:
+        # TrainingArguments takes logging_steps where eval_steps is not written.
         _every(entry, name, "eval", entry.get("eval_steps") or entry.get("logging_steps", 500))
     else:
         entry.leave_out(f"it takes {', '.join(STRATEGIES)}")
@@ -103,6 +104,7 @@ def best(entry: Entry) -> None:
         entry.no_effect("the last checkpoint is the result")
         return
     metric = str(entry.get("metric_for_best_model") or "eval_loss")
+    # The trainer, too, adds the prefix to a metric that has none.
     entry.put("train.save_best.metric", metric if metric.startswith("eval_") else f"eval_{metric}")
     greater = entry.get("greater_is_better")
     if greater is not None:
