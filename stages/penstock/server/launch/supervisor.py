@@ -250,6 +250,7 @@ class Launcher:
     @contextmanager
     def _handle_signals(self) -> Generator[None]:
         def note(signum: int, _frame: FrameType | None) -> None:
+            # Handled in the loop: a handler may interrupt the start of a process at any point.
             self._signals.append(signum)
 
         before = [(number, signal.signal(number, note)) for number in STOPPING]

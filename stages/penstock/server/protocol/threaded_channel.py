@@ -43,6 +43,7 @@ class ThreadedEnd(Generic[SentT, ReceivedT]):
         self._channel: Channel[Any, Any] | None = None
         self._start_error: Exception | None = None
         self._ready = threading.Event()
+        # Created in another thread: it belongs to the loop that waits for it first (Python 3.10).
         self._closing = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="penstock-channel", daemon=True)
         self._thread.start()

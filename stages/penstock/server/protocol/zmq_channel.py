@@ -219,6 +219,7 @@ class ZmqChannel(Generic[SentT, ReceivedT]):
             self._disconnected.discard(value)
         elif event == zmq.EVENT_DISCONNECTED:
             self._disconnected.add(value)
+            # Of a listener's connections only one is the peer's; a connecting end has no other.
             if self._descriptor == value if self._routes else self._connected.is_set():
                 self._mark_lost()
         elif self._routes:
@@ -303,5 +304,6 @@ def _join(frames: list[zmq.Frame], num_bytes: int) -> memoryview:
 
 def _keys(secret: str) -> tuple[bytes, bytes]:
     """The listener's secret and public keys, derived from the secret."""
+    # CURVE keys are 32 bytes, which ZeroMQ's options take in the text encoding Z85.
     key = z85.encode(bytes.fromhex(secret))
     return key, zmq.curve_public(key)

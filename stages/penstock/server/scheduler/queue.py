@@ -38,6 +38,7 @@ Outcome = Result | RequestError
 """The outcome of a task."""
 
 
+# Without `eq` lists find a task by identity, and do not compare all arrays of operations.
 @dataclass(eq=False)
 class Task:
     """A waiting or running task."""

@@ -364,6 +364,7 @@ class Scheduler:
                     LOG.exception("the check for expired sessions and checkpoints failed")
                 self._on_change()
                 next_expiry = now + self._expiry.interval
+            # Whether all has ended depends on time, too, of which nothing else tells that loop.
             self._wake.set()
             await asyncio.sleep(min(CHECK_SECONDS, self._settings.sequence_gap_timeout / 4))
 

@@ -56,6 +56,7 @@ class WorkerClient:
         self._channel = channel
         self._settings = settings
         self._changed = changed
+        # Part of the ids of commands: a reply to one of an earlier process is not taken for ours.
         self._name = uuid.uuid4().hex[:12]
         self._numbers = 0
         self._outbox: asyncio.Queue[ToWorkers] = asyncio.Queue()
@@ -116,6 +117,7 @@ class WorkerClient:
                     self._give_up(silence)
             else:
                 self._check_given_up()
+                # One at a time: all that are not sent yet would reach workers that connect late.
                 if self._outbox.empty():
                     self._outbox.put_nowait(Hello(engine=self._name))
                 if is_silent and self.state == "starting" and not self.reason:
@@ -168,7 +170,7 @@ class WorkerClient:
         return result
 
     async def shut_down(self) -> None:
-        """Shut down the workers and wait for LEAVING_SECONDS."""
+        """Shut down the workers and wait for EXIT_SECONDS."""
         if self.ready is None:
             return
         self._exiting_instance, self.ready = self.ready.instance, None

@@ -43,6 +43,7 @@ MIN_RATE = 64 << 10
 """Minimum average upload rate in bytes per second."""
 
 
+# Without `eq` it is hashed by identity: two bodies of an owner may have equal fields.
 @dataclass(eq=False)
 class BodyLease:
     """The memory of one body."""
@@ -180,6 +181,7 @@ class BoundedRequest(Request):
                     raise _out_of_memory_error()
                 if length > limit:
                     raise body_too_large(limit)
+                # Of this part, what lies beyond the first UNCOUNTED_BYTES of the body.
                 counted = length - max(length - len(part), UNCOUNTED_BYTES)
                 if counted > 0:
                     self._bodies.take(memory, counted)

@@ -77,6 +77,8 @@ async def cancel_future(body: CancelBody, context: Context) -> None:
 
 async def _wait_for_completion(future: FutureRecord, context: RequestContext) -> None:
     """Wait until it is done, at most for the duration of a poll."""
+    # A task, as asyncio.wait takes no coroutines (Python 3.11). Unlike wait_for it leaves a future
+    # that has not ended as it is, for the next poll.
     shutting_down = asyncio.create_task(context.service.shutting_down.wait())
     try:
         await asyncio.wait(
