@@ -260,6 +260,7 @@ def _finalize(draft: Draft) -> None:
         why = f"{AUTO_WARMUP} of all steps; there at most 100"
         draft.set_line("warmup_ratio", "assumed", why)
         draft.lines["warmup_ratio"].names.append("train.lr_warmup_ratio")
+    # With bf16 its normalize_config loads the weights themselves in bfloat16, too.
     settle_precision(draft, "bfloat16")
     schedule.require_decay_steps(draft, "lr_scheduler")
     if not draft.value("train.use_mlflow"):

@@ -112,6 +112,7 @@ def _beta(entry: Entry) -> None:
     if not _prefers(entry.draft):
         entry.no_effect("read with stage: dpo or kto alone")
     elif loss == "orpo" and entry.get("stage") == "dpo":
+        # Its ORPO loss is the cross-entropy plus beta times the loss of the odds ratio.
         entry.put("preference.pref_loss_ratio", entry.value)
     else:
         entry.put("preference.beta", entry.value)
@@ -156,6 +157,7 @@ def _finalize(draft: Draft) -> None:
     lay_rows(draft, longest, method if packs else None, pairs=_prefers(draft))
     rank, is_told = draft.get("lora_rank"), draft.has("lora.lora_alpha")
     if draft.value("lora.enable_lora") and not is_told and isinstance(rank, int):
+        # FinetuningArguments sets `lora_alpha or lora_rank * 2`.
         draft.put("lora.lora_alpha", 2 * rank)
         draft.set_line("lora_alpha", "assumed", "twice lora_rank")
         draft.lines["lora_alpha"].names.append("lora.lora_alpha")
@@ -188,6 +190,7 @@ def _settle_decay(draft: Draft) -> None:
     if draft.value("train.lr_decay_style") != "wsd" or draft.has(decay):
         return
     if isinstance(steps, int) and steps > 0:
+        # Its create_custom_scheduler keeps the rate for `remaining_steps // 3` steps.
         steps_after_warmup = steps - draft.value("train.lr_warmup_steps", 0)
         draft.put(decay, steps_after_warmup - steps_after_warmup // 3)
         draft.lines["lr_scheduler_type"].names.append(decay)
@@ -372,6 +375,7 @@ LLAMA_FACTORY = Dialect(
         "use_muon": if_on(
             in_turn(
                 lambda entry: entry.put("train.muon_lr", entry.get("learning_rate", 5e-5)),
+                # Its Muon scales the rate by 0.2 * sqrt(max(rows, columns)), as this does.
                 sets({"train.muon_adjust_lr_fn": "match_rms_adamw"}),
                 decides("train.optimizer"),
             ),
