@@ -44,6 +44,40 @@ def decode_step(
     return y_BNV.to(v_BNV.dtype), state_BNKV
 
 
+def shape_mismatch(
+    q_TGK: torch.Tensor,
+    k_TGK: torch.Tensor,
+    v_TNV: torch.Tensor,
+    log_decay_TN: torch.Tensor,
+    beta_TN: torch.Tensor | None,
+    segments: VarlenMetadata,
+    scale: float,
+    initial_state_BNKV: torch.Tensor | None = None,
+) -> str | None:
+    """Why these shapes are no inputs of linear attention, or None.
+
+    A beta or decay of another shape would broadcast, and give a wrong result.
+    """
+    del scale
+    q, k, v = (tuple(x.shape) for x in (q_TGK, k_TGK, v_TNV))
+    if (len(q), len(v)) != (3, 3) or q != k or q[0] != v[0] or not q[1] or v[1] % q[1]:
+        return f"q is {q}, k is {k} and v is {v}"
+    decay = tuple(log_decay_TN.shape)
+    # Sizes may be symbolic, and are not found in a tuple of tuples.
+    if decay != v[:2] and decay != (*v[:2], k[2]):
+        return f"log_decay is {decay}, and v is {v}"
+    if beta_TN is not None and tuple(beta_TN.shape) != v[:2]:
+        return f"beta is {tuple(beta_TN.shape)}, and v is {v}"
+    if segments.num_tokens != q[0]:
+        return f"q holds {q[0]} tokens and the documents {segments.num_tokens}"
+    if segments.start_rows is not None:
+        return "start rows hide some of a document's past, and its state has all of it"
+    states = len(segments.lengths), v[1], k[2], v[2]
+    if initial_state_BNKV is not None and tuple(initial_state_BNKV.shape) != states:
+        return f"initial_state is {tuple(initial_state_BNKV.shape)}, and the states are {states}"
+    return None
+
+
 def recurrent(
     q_TGK: torch.Tensor,
     k_TGK: torch.Tensor,
@@ -66,10 +100,13 @@ def recurrent(
         K, V] in fp32, or fp64 for inputs of that dtype.
 
     Raises:
-        ValueError: start rows hide some of a document's past, all of which its state has.
+        ValueError: shapes do not fit each other or the documents, or start rows hide some of a
+            document's past, all of which its state has.
     """
-    if segments.start_rows is not None:
-        raise ValueError("start rows hide some of a document's past, and its state has all of it")
+    if reason := shape_mismatch(
+        q_TGK, k_TGK, v_TNV, log_decay_TN, beta_TN, segments, scale, initial_state_BNKV
+    ):
+        raise ValueError(reason)
     wide = torch.promote_types(v_TNV.dtype, torch.float32)
     if initial_state_BNKV is None:
         shape = len(segments.lengths), v_TNV.shape[1], k_TGK.shape[2], v_TNV.shape[2]

@@ -154,6 +154,9 @@ def test_what_does_not_fit_is_refused():
         on_cpu(q[:-1], k, v, log_decay, None, segments, 1.0)
     with pytest.raises(UnsupportedError, match="documents"):
         on_cpu(q, k, v, log_decay, None, VarlenMetadata.of((len(q) + 1,)), 1.0)
+    # No backend takes it, and the reference would broadcast it over heads.
+    with pytest.raises(ValueError, match="beta is"):
+        linear_attention(q, k, v, log_decay, log_decay[:, :1], segments, 1.0)
 
 
 def test_pytorch_finds_no_fault_with_the_operator():
