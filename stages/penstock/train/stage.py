@@ -1,10 +1,13 @@
 """The train stage: cache key, run folder, and launch of the ranks."""
 
+import contextlib
 import shutil
 import sys
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
+from threading import Thread
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
@@ -126,10 +129,14 @@ class Train(Stage):
         _keep_shown_data(out, self)
         shutil.rmtree(out / LOGS, ignore_errors=True)
         (out / LOGS).mkdir(parents=True, exist_ok=True)
+        saves_hf = self.run_config.train.save_hf_weights
+        if saves_hf and self.ranks == "torchrun":
+            # torch is imported while the ranks import it too, and not after they have ended.
+            Thread(target=_import_export, name="import-export").start()
         ended = start_ranks(job, file) if self.ranks == "torchrun" else _here(job)
         _report(out)
         facts = self.read_facts(job, ended, self._where(out))
-        if self.run_config.train.save_hf_weights and "checkpoint" in facts:
+        if saves_hf and "checkpoint" in facts:
             self._write_hf_weights(out / facts["checkpoint"])
         return facts
 
@@ -229,6 +236,13 @@ def _keep_shown_data(out: Path, stage: Train) -> None:
         )
     except (OSError, PenstockError) as error:
         sys.stderr.write(f"train: the report shows no samples of the data: {error}\n")
+
+
+def _import_export() -> None:
+    """Import what writes Hugging Face folders."""
+    # A thread would print its traceback; the import in `_write_hf_weights` raises.
+    with contextlib.suppress(Exception):
+        import_module("penstock.engine.hf.export")
 
 
 def _report(out: Path) -> None:
