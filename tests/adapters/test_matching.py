@@ -6,7 +6,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from penstock.adapters.match_targets import linear_layers, match_targets
-from penstock.adapters.targets import select_layers, targetable_layers
+from penstock.adapters.targetable_layers import select_layers, targetable_layers
 from penstock.core.errors import ConfigError
 from penstock.models.decoder import Decoder
 from penstock.models.registry import get_family

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from penstock.config.loading.load import load
-from penstock.core.cache.digests import digest_files
+from penstock.core.cache.digest_cache import digest_files
 from penstock.core.cache.folder_digests import FolderDigests, digest_of_file
 from penstock.core.cache.store import fetch_cached
 from penstock.core.cache.verify import Verify

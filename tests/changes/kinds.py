@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from penstock.core.cache.digests import digest_files
+from penstock.core.cache.digest_cache import digest_files
 
 Change = Callable[[Path, random.Random], None]
 

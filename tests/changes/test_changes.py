@@ -20,7 +20,7 @@ import pytest
 
 from penstock.config.loading.cli_overrides import Override
 from penstock.config.loading.load import load
-from penstock.core.cache import digests
+from penstock.core.cache import digest_cache
 from penstock.core.cache.manifest import MANIFEST, content_digest, read_manifest
 from penstock.core.cache.record import with_digest
 from penstock.core.cache.store import PlannedStage, get_or_build
@@ -204,7 +204,7 @@ def of_another_machine(memory: Path) -> None:
     """Well-formed rows of files that bear the numbers of files here, and other digests."""
     with closing(sqlite3.connect(memory)) as database, database:
         for values in database.execute("SELECT * FROM known").fetchall():
-            row = digests._Row(*values[:-1])
+            row = digest_cache._Row(*values[:-1])
             other = row._replace(sha256="0" * 64, ctime_ns=row.ctime_ns - 1)
             database.execute("REPLACE INTO known VALUES (?, ?, ?, ?, ?, ?, ?)", other.with_checksum)
 
@@ -224,7 +224,7 @@ MEMORIES: dict[str, Callable[[Path], None]] = {
 
 @pytest.mark.dist
 def test_a_damaged_or_strange_memory_neither_hides_a_change_nor_shows_one(text):
-    rng, memory = random.Random(SEED), digests._database_file()
+    rng, memory = random.Random(SEED), digest_cache._database_file()
     full = [target for target in text.targets if target.path.stat().st_size]
     for name, damage in MEMORIES.items():
         target = rng.choice(full)
@@ -233,7 +233,7 @@ def test_a_damaged_or_strange_memory_neither_hides_a_change_nor_shows_one(text):
         text.judge(target, f"memory: {name}", is_neutral=True)
         damage(memory)
         text.check(target, "set_time_back")
-        with closing(digests._open_database()) as database:
+        with closing(digest_cache._open_database()) as database:
             assert database.execute("SELECT count(*) FROM known").fetchone()[0], name
 
 

@@ -135,7 +135,7 @@ TOLD = {
     "engine/distributed/parallel_dims.py": "which suggestion comes first",
     "estimate/machine.py": "which suggestion comes first",
     "pipeline/plan.py": "the precision of a CPU without units for bfloat16",
-    "estimate/costs/layouts.py": "which suggestion comes first",
+    "estimate/costs/find_layouts.py": "which suggestion comes first",
     "estimate/costs/one_process.py": "the layout of one process, which no result depends on",
     "prepare/dataset_type.py": "columns that are named, where the type is asked for",
 }

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from penstock.core.cache import digests
+from penstock.core.cache import digest_cache
 from penstock.core.cache.input_digests import changed_inputs, digests_of_inputs
 from penstock.core.cache.manifest import MANIFEST, content_digest, parse_manifest, read_manifest
 from penstock.core.cache.record import parse_record, with_digest
@@ -24,7 +24,7 @@ def built(root, **settings):
     """A sealed result whose files are old enough to be remembered."""
     step = step_of(Letters(LettersSettings(**settings)), root)
     get_or_build(step)
-    time.sleep(1.2 * digests.MIN_AGE_NS / 1e9)
+    time.sleep(1.2 * digest_cache.MIN_AGE_NS / 1e9)
     return step
 
 
@@ -68,7 +68,7 @@ def test_a_damaged_memory_costs_a_read_and_is_begun_again(tmp_path, read, monkey
     get_or_build(step)
     memory = tmp_path / "cache" / f"digests-{os.getuid()}" / "digests.sqlite"
     if damage is None:  # every digest in it, which would condemn or acquit the wrong bytes
-        with digests._connect(memory) as open_memory:
+        with digest_cache._connect(memory) as open_memory:
             open_memory.execute("UPDATE known SET sha256=?", ("0" * 64,))
         open_memory.close()
     else:

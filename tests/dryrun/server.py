@@ -7,7 +7,7 @@ import numpy as np
 
 from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.engine.losses.client_loss import PolicyForwardBackward
-from penstock.engine.moe.load_balancing import Routers
+from penstock.engine.moe.routers import Routers
 from penstock.engine.multi_lora.model_pool import ModelPool
 from penstock.engine.multi_lora.model_store import ModelStore
 from penstock.engine.multi_lora.shared_base import SharedBase

@@ -10,7 +10,7 @@ from transformers.video_utils import read_video_pyav
 
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.media import video
-from penstock.media.frames import join_frames
+from penstock.media.frame_list import join_frames
 from penstock.media.kinds import MissingPackages
 from penstock.media.video import BadVideo, VideoHeader, open_video
 from penstock.media.video_processor import GRID, INDICES, PIXELS, SECONDS

@@ -7,7 +7,7 @@ import torch
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from penstock.engine.activations.checkpointing import apply_activation_checkpointing
-from penstock.engine.moe.load_balancing import LocalRows, RouterStatsCollector
+from penstock.engine.moe.routers import LocalRows, RouterStatsCollector
 from penstock.losses.load_balancing import aux_loss_grad, entropy, imbalance, update_expert_bias
 from penstock.models.decoder_config import ExpertsConfig
 from penstock.models.layers.experts import select_expert_ops

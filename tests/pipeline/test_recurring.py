@@ -11,7 +11,7 @@ import pytest
 from filelock import FileLock
 
 from penstock.config.loading.load import load
-from penstock.core.cache.digests import sha256_file
+from penstock.core.cache.digest_cache import sha256_file
 from penstock.core.cache.manifest import MANIFEST
 from penstock.core.cache.store import StageResult
 from penstock.core.errors import StageError

@@ -16,7 +16,7 @@ from penstock.adapters.lora_stacked import StackedAdapter
 from penstock.adapters.names import is_expert_layer
 from penstock.adapters.peft_format import Bias
 from penstock.adapters.scaling import Scaling, lora_scaling
-from penstock.adapters.targets import (
+from penstock.adapters.targetable_layers import (
     checkpoint_layers,
     existing_targets,
     select_layers,

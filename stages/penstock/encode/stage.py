@@ -52,7 +52,7 @@ class Encode(Stage):
 
         An attempt continues where an earlier one stopped: a file of features is written at once.
         """
-        from penstock.core.cache.digests import keep_cached_across_links
+        from penstock.core.cache.digest_cache import keep_cached_across_links
         from penstock.core.files import link
         from penstock.encode.features import Features
         from penstock.rows.image_files import MEDIA

@@ -20,7 +20,7 @@ from penstock.adapters.init import initial_lora
 from penstock.adapters.inject import LoraSpec, inject
 from penstock.adapters.match_targets import linear_layers, match_targets, require_adaptable
 from penstock.adapters.names import MAGNITUDE, parse_lora_name
-from penstock.adapters.targets import select_layers
+from penstock.adapters.targetable_layers import select_layers
 from penstock.config.schema.lora import LoraConfig
 from penstock.config.schema.run import RunConfig
 from penstock.config.schema.train import TrainConfig

@@ -15,7 +15,7 @@ from penstock.engine.losses.build import build_preference_loss
 from penstock.engine.losses.indexer_loss import build_indexer_losses
 from penstock.engine.losses.multi_token_prediction import build_mtp_loss
 from penstock.engine.losses.token_loss import TokenLoss
-from penstock.engine.moe.load_balancing import Routers, build_routers
+from penstock.engine.moe.routers import Routers, build_routers
 from penstock.engine.optim.changed_weights import ChangedWeights
 from penstock.engine.optim.clip_grad import GradClipping, gradient_norm
 from penstock.engine.optim.cpu_offload import CPUOffloadedParams

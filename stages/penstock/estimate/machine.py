@@ -17,7 +17,7 @@ from penstock.config.schema.parallelism import SPLIT_BACKWARD
 from penstock.config.schema.run import RunConfig
 from penstock.config.schema.train import TrainConfig
 from penstock.core import env
-from penstock.core.cache.digests import cached_value
+from penstock.core.cache.digest_cache import cached_value
 from penstock.core.cache.record import digest_json
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.core.extensions import OPTIMIZERS
@@ -494,7 +494,7 @@ def check_media(run: RunConfig, stage: Prepare, *, packs: bool, trains: bool) ->
             checked.add(kind)
             _require_media_processor(run, stage, kind)
             if packs and run.data.sample_packing_method == "wrapped":
-                from penstock.pack.layout import wrapped_images
+                from penstock.pack.plan_rows import wrapped_images
 
                 raise wrapped_images()
             if trains:

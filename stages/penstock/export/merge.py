@@ -20,9 +20,9 @@ from penstock.core.sources.pin import TOKENIZER_FILES
 from penstock.engine.hf.safetensors_reader import SafetensorsFolder
 from penstock.engine.hf.save_model import INDEX
 from penstock.engine.hf.verify_folder import noting_unverified, verify_model
-from penstock.engine.peft.embeddings import TransformersNames
 from penstock.engine.peft.merge_adapter import AdapterMerge
 from penstock.engine.peft.read_adapter import PeftFolder
+from penstock.engine.peft.transformers_names import TransformersNames
 from penstock.engine.vision.build import build_outline
 from penstock.engine.vision.stored_names import checkpoint_names
 from penstock.export.license import CARD

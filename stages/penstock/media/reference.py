@@ -19,7 +19,7 @@ from penstock.core.remote.path import Info, RemotePath
 from penstock.core.remote.urls import redact
 from penstock.core.remote.version import content_version
 from penstock.media.decode import BadImage
-from penstock.media.frames import join_frames
+from penstock.media.frame_list import join_frames
 from penstock.media.kinds import IMAGE, KINDS
 
 DATA_URI = "data:"

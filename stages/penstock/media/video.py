@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.media.decode import BadImage, decode, read_header, require_pillow
-from penstock.media.frames import MAGIC, FrameList, split_frames
+from penstock.media.frame_list import MAGIC, FrameList, split_frames
 from penstock.media.kinds import (
     VIDEO,
     VIDEO_EXTRA,

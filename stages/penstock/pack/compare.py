@@ -5,10 +5,10 @@ from pathlib import Path
 
 import numpy as np
 
-from penstock.pack.layout import (
+from penstock.pack.plan_rows import (
     METHODS,
-    Layout,
     Method,
+    RowPlan,
     RowSamples,
     build_row_samples,
     packing_method,
@@ -51,8 +51,8 @@ def compare(prepared: Path, settings: PackSettings, pad_to_multiple_of: int) -> 
         form = build_row_samples(samples, settings)
         bound = _lower_bound(form, settings.sample_packing_sequence_len, chosen)
         for method in _methods_to_compare(form, settings.sample_packing_sequence_len, chosen):
-            layout = plan_rows(form, settings, method)
-            totals = _row_lengths(layout)
+            row_plan = plan_rows(form, settings, method)
+            totals = _row_lengths(row_plan)
             tokens = int(totals.sum())
             computed = int((-(-totals // pad_to_multiple_of) * pad_to_multiple_of).sum())
             stats.append(
@@ -78,10 +78,10 @@ def _methods_to_compare(form: RowSamples, capacity: int, chosen: Method) -> list
     return [method for method in METHODS if method in (*DEFAULT_METHODS, chosen)]
 
 
-def _row_lengths(layout: Layout) -> np.ndarray:
+def _row_lengths(row_plan: RowPlan) -> np.ndarray:
     """Number of tokens of every row."""
     # No row is empty; for one, reduceat would give the next row's first size instead of 0.
-    return np.add.reduceat(layout.sizes, layout.bins.ends - layout.bins.sizes())
+    return np.add.reduceat(row_plan.sizes, row_plan.bins.ends - row_plan.bins.sizes())
 
 
 def _lower_bound(form: RowSamples, capacity: int, chosen: Method) -> int:

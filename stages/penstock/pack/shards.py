@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from penstock.core.cache.attempt_files import finished_write
-from penstock.pack.layout import RowSamples
+from penstock.pack.plan_rows import RowSamples
 from penstock.rows.bin_plan import Indices, PackingPlan
 from penstock.rows.reader import Tokens, Weights, flat, map_batches
 from penstock.rows.schema import IGNORED, packed_schema

@@ -14,7 +14,7 @@ from penstock.core.cache.attempt_files import take_over
 from penstock.core.errors import StageError
 from penstock.core.process.die_with_parent import end_with_starter
 from penstock.core.process.main_module import without_main_module
-from penstock.pack.layout import Layout, RowSamples, build_row_samples
+from penstock.pack.plan_rows import RowPlan, RowSamples, build_row_samples
 from penstock.pack.settings import PackSettings
 from penstock.pack.shards import ShardStats, read_shard_stats, write_shard
 from penstock.rows.bin_plan import Indices, PackingPlan
@@ -57,11 +57,11 @@ class ShardPlan:
 
 
 def plan_shards(
-    prepared: Path, split: str, layout: Layout, folder: Path, settings: PackSettings
+    prepared: Path, split: str, row_plan: RowPlan, folder: Path, settings: PackSettings
 ) -> list[ShardPlan]:
     """Plan the files of a split, with about equally many rows each: `num_shards` files, or by size;
     at most one per row."""
-    bins, sizes, begins = layout.bins, layout.sizes, layout.begins
+    bins, sizes, begins = row_plan.bins, row_plan.sizes, row_plan.begins
     by_size = -(-int(sizes.sum()) * BYTES_PER_TOKEN // SHARD_BYTES)
     count = min(settings.num_shards or by_size, len(bins))
     plans: list[ShardPlan] = []

@@ -81,7 +81,7 @@ class Pack(Stage):
 
     def _link_images(self, out: Path) -> None:
         """Link the tensors or features of images, so that the result needs no other."""
-        from penstock.core.cache.digests import keep_cached_across_links
+        from penstock.core.cache.digest_cache import keep_cached_across_links
         from penstock.core.cache.manifest import listed_files
         from penstock.core.files import link
         from penstock.rows.image_files import MEDIA
@@ -99,7 +99,7 @@ class Pack(Stage):
         of the rows; `shared_tokens` are prompt tokens shared by two completions."""
         import numpy as np
 
-        from penstock.pack.layout import (
+        from penstock.pack.plan_rows import (
             build_row_samples,
             count_sources,
             packing_method,
@@ -112,27 +112,27 @@ class Pack(Stage):
 
         samples = PreparedSamples(self.prepared.path, split)
         form = build_row_samples(samples, settings)
-        layout = plan_rows(form, settings, packing_method(split, settings))
+        row_plan = plan_rows(form, settings, packing_method(split, settings))
         folder = out / "data" / split
-        shards = plan_shards(self.prepared.path, split, layout, folder, settings)
+        shards = plan_shards(self.prepared.path, split, row_plan, folder, settings)
         written = write_shards(shards, Workers(self.num_proc, self.start_method))
         if split == "validation" and len(labels := samples.labels()) > 1:
-            datasets = samples.datasets()[layout.bins.samples].repeat(form.documents_per_sample)
+            datasets = samples.datasets()[row_plan.bins.samples].repeat(form.documents_per_sample)
             Sources.from_datasets(datasets, labels).write(folder)
-        documents = form.document_lengths(layout.bins.samples, layout.sizes)
-        tokens, rows = int(documents.sum()), len(layout.bins)
+        documents = form.document_lengths(row_plan.bins.samples, row_plan.sizes)
+        tokens, rows = int(documents.sum()), len(row_plan.bins)
         capacity = rows * settings.sample_packing_sequence_len
         trained = np.concatenate(
             [np.empty(0, np.int64), *(shard_stats.trained for shard_stats in written)]
         )
-        totals = np.concatenate([[0], np.cumsum(trained)])[layout.bins.ends]
+        totals = np.concatenate([[0], np.cumsum(trained)])[row_plan.bins.ends]
         untrained = int(np.count_nonzero(np.diff(totals, prepend=0) == 0))
-        sources = count_sources(samples, layout, trained, capacity)
+        sources = count_sources(samples, row_plan, trained, capacity)
         return {
             "row_length": settings.sample_packing_sequence_len,
             "shards": len(shards),
             "rows": rows,
-            "epoch_rows": layout.epoch_rows,
+            "epoch_rows": row_plan.epoch_rows,
             "documents": len(documents),
             "tokens": tokens,
             "trained_tokens": int(trained.sum()),
@@ -141,5 +141,5 @@ class Pack(Stage):
             "max_token_id": max((shard_stats.max_token_id for shard_stats in written), default=0),
             "fill": round(tokens / capacity, 6) if rows else 0.0,
             "lengths": histogram(documents),
-            **form.facts(layout.bins.samples),
+            **form.facts(row_plan.bins.samples),
         }

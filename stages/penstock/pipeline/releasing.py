@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.config.schema.run import RunConfig
 from penstock.core.cache import provenance
-from penstock.core.cache.digests import sha256_file
+from penstock.core.cache.digest_cache import sha256_file
 from penstock.core.cache.manifest import RELEASE, content_digest
 from penstock.core.cache.record import FORMAT, digest_json
 from penstock.core.cache.store import find_cached

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.config.schema.dataset import DatasetConfig, FormatName
-from penstock.core.cache.digests import cached_value
+from penstock.core.cache.digest_cache import cached_value
 from penstock.core.cache.record import digest_json
 from penstock.core.cache.stage import Source
 from penstock.core.errors import CapabilityError, StageError

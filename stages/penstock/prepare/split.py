@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from penstock.core.cache.attempt_files import finished_write, take_over
-from penstock.core.cache.digests import digest_files, keep_cached_across_links
+from penstock.core.cache.digest_cache import digest_files, keep_cached_across_links
 from penstock.core.cache.manifest import MANIFEST, read_manifest
 from penstock.core.cache.record import digest_json
 from penstock.core.cache.stage import short

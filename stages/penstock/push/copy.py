@@ -17,7 +17,7 @@ import fsspec
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from penstock.core.cache.digests import digest_files
+from penstock.core.cache.digest_cache import digest_files
 from penstock.core.cache.record import parse_record, with_digest
 from penstock.core.errors import ArtifactError, CapabilityError, PenstockError, StageError
 from penstock.core.files import PART, fsync

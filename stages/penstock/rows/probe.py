@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from penstock.core.cache.digests import cached_value
+from penstock.core.cache.digest_cache import cached_value
 from penstock.core.cache.record import digest_json
 from penstock.core.errors import ConfigError
 

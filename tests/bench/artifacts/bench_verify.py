@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from penstock.core.cache.digests import digest_files, sha256_file
+from penstock.core.cache.digest_cache import digest_files, sha256_file
 from penstock.core.cache.verify import Verify, damaged_files
 from penstock.core.env import default
 

@@ -17,8 +17,8 @@ import transformers
 
 from penstock.engine.distributed.ranks import destroy_process_group
 from tests.bench import peers
+from tests.bench.bench_generation import MODEL, Case, ours, theirs
 from tests.bench.figures import record
-from tests.bench.server.bench_generation import MODEL, Case, ours, theirs
 from tests.bench.timing import DEVICE, Work, machine, medians, verdict
 from tests.bench.train_cuda import QWEN3_1_7B
 from tests.engine import runs

@@ -110,7 +110,7 @@ PARTS = (
         (
             _kernels("quant", 120),
             _kernels("fp8", 120),
-            _bench("moves", 60, module="data.bench_moves"),
+            _kernels("moves", 60),
             _gpu("qlora", 240),
         ),
     ),

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from penstock.core.errors import ArtifactError
 from penstock.engine.checkpoint.dcp_io import ShardView, whole_box, write_boxes
 from penstock.engine.checkpoint.folders import complete_checkpoints
-from penstock.engine.checkpoint.quantized_states import QuantizedStates, compressed_boxes
+from penstock.engine.checkpoint.quantized_boxes import QuantizedStates, compressed_boxes
 from penstock.engine.checkpoint.safe_dcp_reader import CheckpointFiles
 from tests.engine import runs
 from tests.engine.loops import each, loop_of, parameters_of, save, step

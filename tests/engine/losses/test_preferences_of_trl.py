@@ -10,7 +10,7 @@ import transformers
 
 from penstock.config.schema.preference import PreferenceConfig
 from penstock.losses.preference import PreferenceInputs, preference_losses
-from penstock.pack.layout import build_row_samples
+from penstock.pack.plan_rows import build_row_samples
 from penstock.pack.settings import PackSettings
 from penstock.pack.shards import write_shard
 from penstock.rows.bin_plan import PackingPlan
@@ -24,7 +24,7 @@ from tests.engine.laid import alone
 from tests.engine.losses.answering import Asked, scores_of, write_answers, write_reference
 from tests.engine.traces import trace_here
 from tests.ranks import on_ranks
-from tests.stages.pack.test_branched import branches, stored
+from tests.stages.pack.test_preference_samples import branches, stored
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 

@@ -15,7 +15,7 @@ from penstock.engine.distributed.ranks import init_process_group
 from penstock.engine.hf.config import read_hf_config
 from penstock.engine.hf.state_dict import in_checkpoint
 from penstock.engine.moe.balancing_settings import BIAS_FAMILIES, MOE_FAMILIES
-from penstock.engine.moe.load_balancing import Routers
+from penstock.engine.moe.routers import Routers
 from penstock.models.registry import LANGUAGE_MODELS, get_family
 from penstock.pipeline.plan import check_machine
 from penstock.rows.reader import PackedRows

@@ -9,7 +9,7 @@ import torch
 from penstock.adapters.inject import LoraSpec, inject
 from penstock.engine.backends.compile import compile_layers
 from penstock.engine.distributed.param_shards import full_shard
-from penstock.engine.moe.load_balancing import LocalRows, RouterStatsCollector
+from penstock.engine.moe.routers import LocalRows, RouterStatsCollector
 from penstock.engine.quantization.noise import QuantNoise
 from penstock.losses.load_balancing import aux_loss_grad
 from penstock.models.decoder import Decoder

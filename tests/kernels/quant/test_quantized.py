@@ -18,7 +18,7 @@ from penstock_kernels.quant import (
     group_linear,
     largest,
     linear,
-    prequantized,
+    published_layouts,
     quantize,
     step_size,
 )
@@ -228,15 +228,17 @@ def test_published_tensors_are_read_as_they_are():
     weight = uneven(200, 256)
     tiles = quantize(weight, FORMATS["block_fp8"])
     fp8 = tiles.codes.view(torch.float8_e4m3fn)
-    assert prequantized.tile_scales(tiles).shape == (2, 2)
-    same(prequantized.of_fp8_tiles(fp8, prequantized.tile_scales(tiles)), tiles)
+    assert published_layouts.tile_scales(tiles).shape == (2, 2)
+    same(published_layouts.of_fp8_tiles(fp8, published_layouts.tile_scales(tiles)), tiles)
     same(
-        prequantized.of_fp8_tiles(fp8[100:], prequantized.tile_scales(tiles), first_row=100),
+        published_layouts.of_fp8_tiles(
+            fp8[100:], published_layouts.tile_scales(tiles), first_row=100
+        ),
         tiles.narrow(-2, 100, 100),
     )
     blocks = quantize(torch.stack([weight, 2 * weight]), FORMATS["nvfp4"])
     whole = blocks.tensors["global_scales"][:, 0, 0]
-    same(prequantized.nvfp4_of_modelopt(blocks.codes, blocks.scales, whole), blocks)
+    same(published_layouts.nvfp4_of_modelopt(blocks.codes, blocks.scales, whole), blocks)
     # compressed-tensors packs eight integers, 8 more than they are, into an int32, first ones low.
     packed = quantize(weight, FORMATS["int4"])
     words = packed.codes.view(torch.int32)
@@ -256,10 +258,10 @@ def test_nf4_is_that_of_bitsandbytes_and_its_checkpoints_are_read(scales):
         found = state.absmax
         if scales != "float32":
             nested = state.state2
-            found = prequantized.bitsandbytes_scales(
+            found = published_layouts.bitsandbytes_scales(
                 state.absmax, nested.code, nested.absmax, state.offset.item(), nested.blocksize
             )
-        read = prequantized.nf4_of_bitsandbytes(packed, found, weight.shape, group)
+        read = published_layouts.nf4_of_bitsandbytes(packed, found, weight.shape, group)
         theirs = functional.dequantize_4bit(packed, state)
         torch.testing.assert_close(dequantize(read, torch.float32), theirs, rtol=1e-6, atol=0)
         if scales == "float32":
@@ -268,7 +270,7 @@ def test_nf4_is_that_of_bitsandbytes_and_its_checkpoints_are_read(scales):
             # Zeros have a scale of zero there.
             assert torch.equal(read.scales.clamp(min=1e-12), made.scales)
     with pytest.raises(ValueError, match="no rows of whole groups"):
-        prequantized.nf4_of_bitsandbytes(packed, found, (60, 128), 256)
+        published_layouts.nf4_of_bitsandbytes(packed, found, (60, 128), 256)
 
 
 @pytest.mark.slow
@@ -280,7 +282,7 @@ def test_floats_are_those_of_torchao():
     weight = normal(256, 256).cpu()
     codes, scales = fp8.torch_blockwise_scale_weight_quant(weight)
     ours = quantize.reference(weight, FORMATS["block_fp8"])
-    torch.testing.assert_close(prequantized.tile_scales(ours), scales, rtol=1e-6, atol=0)
+    torch.testing.assert_close(published_layouts.tile_scales(ours), scales, rtol=1e-6, atol=0)
     # It multiplies by a rounded reciprocal: a few fall on the other side of a tie.
     assert (codes.view(torch.uint8) != ours.codes).float().mean() < 1e-3
 
@@ -293,6 +295,6 @@ def test_floats_are_those_of_torchao():
     )
     assert (made.scales.float() != theirs.scale.float()).float().mean() < 1e-2
     # Its codes are read as ours; it rounds by the scale as it is kept, and ties to even.
-    read = prequantized.nvfp4_of_modelopt(theirs.qdata, theirs.scale, theirs.per_tensor_scale)
+    read = published_layouts.nvfp4_of_modelopt(theirs.qdata, theirs.scale, theirs.per_tensor_scale)
     torch.testing.assert_close(dequantize(read, torch.float32), theirs.dequantize(torch.float32))
     assert (made.codes != theirs.qdata).float().mean() < 0.1

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.core.cache import digests
+from penstock.core.cache import digest_cache
 from penstock.core.cache.noted_files import prunable
 from penstock.core.cache.store import PlannedStage, get_or_build
 from penstock.core.errors import StageError
@@ -318,8 +318,8 @@ def test_sealed_results_are_links_to_the_slices_and_not_read_again(tmp_path, mon
     get_or_build(PlannedStage(stage, tmp_path / "root" / "prepare" / "one"))
     [cached] = (tmp_path / "root" / "slices").glob("*.arrow")
     read = []
-    digest = "penstock.core.cache.digests.sha256_file"
-    real = sys.modules["penstock.core.cache.digests"].sha256_file
+    digest = "penstock.core.cache.digest_cache.sha256_file"
+    real = sys.modules["penstock.core.cache.digest_cache"].sha256_file
     monkeypatch.setattr(digest, lambda path: read.append(path.name) or real(path))
     other = replace(stage, settings=stage.settings.model_copy(update={"seed": 7}))
     outcome = get_or_build(PlannedStage(other, tmp_path / "root" / "prepare" / "two"))
@@ -393,10 +393,10 @@ def test_where_no_digest_is_remembered_a_slice_reads_its_own_lines_again_and_not
     tmp_path, monkeypatch
 ):
     monkeypatch.setattr(file_splits, "SLICE_BYTES", 300)
-    monkeypatch.setattr(digests, "file_system_type", lambda _: "fuse.s3fs")
+    monkeypatch.setattr(digest_cache, "file_system_type", lambda _: "fuse.s3fs")
     path = write_lines(tmp_path / "a.jsonl", texts(60))
-    reads, real = [], digests.sha256_file
-    monkeypatch.setattr(digests, "sha256_file", lambda path: reads.append(path) or real(path))
+    reads, real = [], digest_cache.sha256_file
+    monkeypatch.setattr(digest_cache, "sha256_file", lambda path: reads.append(path) or real(path))
     stage = prepare((path, TEXT), slices=tmp_path / "slices")
     assert len(planned(stage)) > 4
     run(stage, tmp_path / "out")

@@ -21,7 +21,7 @@ from penstock.train.length_histogram import MOST_BARS, bar_names, length_histogr
 from penstock.train.masked_text import BLOT, masked, masked_pieces
 from penstock.train.report import write_report
 from tests.config.values import smallest
-from tests.stages.pack.test_branched import packed, side, stored
+from tests.stages.pack.test_preference_samples import packed, side, stored
 from tests.stages.report.report_pages import Page, report_of
 from tests.stages.train.told_runs import falling
 

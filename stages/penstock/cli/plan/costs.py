@@ -14,7 +14,7 @@ from penstock.engine.distributed.parallel_dims import ParallelDims, compute_dims
 from penstock.engine.distributed.validate_layout import ModelDims
 from penstock.estimate.costs.device_speed import Machine, detect_machine, find_machine
 from penstock.estimate.costs.estimate import Prediction, build_cost_model, predict, with_images
-from penstock.estimate.costs.layouts import LayoutSearch, Proposal, find_fastest_layouts
+from penstock.estimate.costs.find_layouts import LayoutSearch, Proposal, find_fastest_layouts
 from penstock.estimate.costs.one_process import with_one_process_layout
 from penstock.estimate.costs.token_counts import DataFacts, estimate_data, with_row_length
 from penstock.estimate.machine import resolve_hf_config, world_size

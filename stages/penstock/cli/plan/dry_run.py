@@ -17,7 +17,7 @@ from penstock.engine.distributed.parallel_dims import build_parallel_dims, rows_
 from penstock.engine.distributed.validate_layout import ModelDims
 from penstock.estimate.costs.device_speed import DEVICES_PER_NODE, find_machine
 from penstock.estimate.costs.estimate import Prediction, build_cost_model, predict
-from penstock.estimate.costs.layouts import LayoutSearch, find_fastest_layouts, with_train
+from penstock.estimate.costs.find_layouts import LayoutSearch, find_fastest_layouts, with_train
 from penstock.estimate.costs.token_counts import DataFacts, with_row_length
 from penstock.estimate.dryrun.chrome_trace import write_chrome_trace
 from penstock.estimate.dryrun.dry_run import dry_run

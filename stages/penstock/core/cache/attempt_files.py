@@ -9,7 +9,7 @@ from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
 
-from penstock.core.cache.digests import cache_written, digest_files, digest_written
+from penstock.core.cache.digest_cache import cache_written, digest_files, digest_written
 from penstock.core.cache.record import read_record, write_record
 from penstock.core.errors import ArtifactError
 from penstock.core.files import PART, atomic_write, remove

@@ -18,7 +18,7 @@ from uuid import uuid4
 
 from filelock import Timeout
 
-from penstock.core.cache.digests import cache_written, digest_files, digest_written
+from penstock.core.cache.digest_cache import cache_written, digest_files, digest_written
 from penstock.core.cache.record import FORMAT, read_record_fields, write_record
 from penstock.core.errors import ArtifactError
 from penstock.core.file_lock import acquire_lock

@@ -20,7 +20,7 @@ from filelock import Timeout
 
 from penstock.core.cache import provenance
 from penstock.core.cache.attempt_files import require_unchanged
-from penstock.core.cache.digests import digest_files
+from penstock.core.cache.digest_cache import digest_files
 from penstock.core.cache.input_digests import (
     attempt_record,
     changed_inputs,

@@ -1,14 +1,14 @@
 """Artifact verification: compare files with the digests in their manifest.
 
 The first verification reads every file. Later ones read a file again only if its metadata changed
-(see `penstock.core.cache.digests`), so verifying an unchanged artifact costs one stat per file.
+(see `core.cache.digest_cache`), so verifying an unchanged artifact costs one stat per file.
 """
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from penstock.core.cache.digests import digest_files
+from penstock.core.cache.digest_cache import digest_files
 from penstock.core.errors import ArtifactError
 from penstock.core.os_errors import describe_os_error
 

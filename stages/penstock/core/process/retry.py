@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from penstock.core.errors import PenstockError
-from penstock.core.remote.errors import StorageError, classify_error, is_transient, retry_after
+from penstock.core.remote.errors import StorageError, classify_error, retry_after
+from penstock.core.transient_errors import is_transient
 
 Result = TypeVar("Result")
 

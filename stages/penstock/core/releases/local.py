@@ -20,7 +20,7 @@ from typing import Any, cast
 
 from filelock import Timeout
 
-from penstock.core.cache.digests import keep_cached_across_links
+from penstock.core.cache.digest_cache import keep_cached_across_links
 from penstock.core.cache.manifest import MANIFEST, read_manifest
 from penstock.core.cache.record import parse_record, write_record
 from penstock.core.errors import ArtifactError

@@ -13,10 +13,8 @@ from typing import Any, Literal
 
 from penstock.core import env
 from penstock.core.errors import (
-    ArtifactError,
     CapabilityError,
     ConfigError,
-    Interrupted,
     PenstockError,
     StageError,
 )
@@ -125,21 +123,6 @@ def _classify_type(error: BaseException) -> Fault:
         case _:
             came_from = type(error).__module__.split(".")[0]
             return "cut" if came_from in _NETWORK_LIBRARIES else "other"
-
-
-def is_transient(error: BaseException) -> bool:
-    """Whether a retry with nothing changed may succeed."""
-    for cause in iter_causes(error):
-        if isinstance(cause, PenstockError):
-            if cause.may_pass:
-                return True
-            if isinstance(cause, ConfigError | ArtifactError | Interrupted):
-                return False
-        elif type(cause).__name__ == "OfflineModeIsEnabled":
-            return False
-        elif isinstance(cause, Exception) and (kind := classify_error(cause)) != "absent":
-            return kind == "cut"
-    return False
 
 
 def http_status(error: BaseException) -> int | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from penstock.core import env
-from penstock.core.cache.digests import digest_files
+from penstock.core.cache.digest_cache import digest_files
 from penstock.core.cache.stage import Source
 from penstock.core.errors import (
     CapabilityError,

@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from penstock.core import env
-from penstock.core.cache.digests import digest_files, sha256_file
+from penstock.core.cache.digest_cache import digest_files, sha256_file
 from penstock.core.cache.record import digest_json, read_record, write_record
 from penstock.core.cache.stage import Source, short
 from penstock.core.errors import ArtifactError, ConfigError, StageError

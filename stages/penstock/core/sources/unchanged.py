@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from penstock.core.cache.digests import digest_files
+from penstock.core.cache.digest_cache import digest_files
 from penstock.core.cache.stage import Source
 from penstock.core.errors import StageError
 from penstock.core.os_errors import describe_os_error

@@ -15,14 +15,14 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from penstock.engine.checkpoint.async_staging import PreUpdateHooks
 from penstock.engine.checkpoint.dcp_io import Boxes, ShardView, read_boxes, whole_box
-from penstock.engine.checkpoint.quantized_states import (
+from penstock.engine.checkpoint.quantized_boxes import (
     QuantizedStates,
     compressed_boxes,
     parse_tensor_name,
 )
 from penstock.engine.checkpoint.safe_dcp_reader import CheckpointFiles
 from penstock.engine.distributed.param_shards import LocalParam, local
-from penstock.engine.optim.tensor_norms import numbers_of
+from penstock.engine.optim.novograd_norms import numbers_of
 from penstock.models.vision.types import is_vision
 from penstock.optim.groups import set_lr
 from penstock.optim.novograd import PER_TENSOR_STATES

@@ -17,7 +17,7 @@ from penstock.engine.distributed.context_parallel import ContextParallel
 from penstock.engine.distributed.parallel_model import ParallelModel
 from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.engine.distributed.vocab_parallel import LogProbsFn
-from penstock.engine.moe.load_balancing import Routers
+from penstock.engine.moe.routers import Routers
 from penstock.losses.policy import LossInputs, TokenLoss, sequence_losses, token_losses
 from penstock.models.decoder import OutputFn
 from penstock.rows.collate import MicroBatch

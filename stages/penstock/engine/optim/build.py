@@ -15,7 +15,7 @@ from penstock.engine.distributed.param_shards import LocalParam, TensorShard, lo
 from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.engine.optim.distributed_muon import DistMuon, is_matrix
 from penstock.engine.optim.head_rows import split_by_heads, whole_matrices
-from penstock.engine.optim.tensor_norms import TensorNorms
+from penstock.engine.optim.novograd_norms import TensorNorms
 from penstock.models.decoder_config import DecoderConfig
 from penstock.models.tp_roles import Roles
 from penstock.optim.anyprecision import Rounding, StatePrecision

@@ -17,8 +17,8 @@ import torch
 from penstock.adapters.weight_delta import BatchedDelta, LoraDelta, WeightDelta
 from penstock.core.errors import CapabilityError
 from penstock.engine.hf.safetensors_reader import SafetensorsFolder, Stored
-from penstock.engine.peft.embeddings import Embeddings
 from penstock.engine.peft.read_adapter import PeftFolder
+from penstock.engine.peft.transformers_names import Embeddings
 
 WRAPPED = ".base_layer"
 """PEFT wraps a module again for each further parameter that it adapts."""

@@ -15,7 +15,7 @@ import torch
 from penstock.engine.hf.safetensors_reader import SafetensorsFolder
 from penstock.models.quantization_config import malformed
 from penstock_kernels.quant import Format, QuantizedTensor
-from penstock_kernels.quant.prequantized import bitsandbytes_scales, nf4_of_bitsandbytes
+from penstock_kernels.quant.published_layouts import bitsandbytes_scales, nf4_of_bitsandbytes
 
 STATE = ".quant_state.bitsandbytes__nf4"
 

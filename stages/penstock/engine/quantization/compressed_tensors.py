@@ -15,7 +15,7 @@ from penstock.core.errors import CapabilityError
 from penstock.engine.hf.safetensors_writer import Kind
 from penstock.engine.model_source import SchemeName
 from penstock_kernels.quant import FORMATS, Format, QuantizedTensor, get_format
-from penstock_kernels.quant.prequantized import tile_scales
+from penstock_kernels.quant.published_layouts import tile_scales
 
 INT4_GROUPS = (128, 64, 32)
 """int4 group sizes; the first that divides all rows is used, because servers have kernels for

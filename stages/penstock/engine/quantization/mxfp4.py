@@ -14,7 +14,7 @@ import torch
 from penstock.engine.hf.safetensors_reader import SafetensorsFolder, Stored
 from penstock.models.quantization_config import malformed
 from penstock_kernels.quant import QuantizedTensor, cat, dequantize
-from penstock_kernels.quant.prequantized import mxfp4_of_blocks
+from penstock_kernels.quant.published_layouts import mxfp4_of_blocks
 
 BLOCKS, SCALES = "_blocks", "_scales"
 GROUP = 32

@@ -26,7 +26,7 @@ from penstock.models.quantization_config import (
     parse_quantization_config,
 )
 from penstock_kernels.quant import Format, QuantizedTensor, get_format
-from penstock_kernels.quant.prequantized import nvfp4_of_modelopt, of_fp8_tiles
+from penstock_kernels.quant.published_layouts import nvfp4_of_modelopt, of_fp8_tiles
 
 CODES = {
     "block_fp8": torch.float8_e4m3fn,

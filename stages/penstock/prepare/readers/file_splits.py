@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from penstock.config.schema.dataset import MAX_RECORD_BYTES
-from penstock.core.cache.digests import cached_value, digest_files, is_remembered
+from penstock.core.cache.digest_cache import cached_value, digest_files, is_remembered
 from penstock.core.cache.record import digest_json
 from penstock.core.cache.stage import Source
 from penstock.core.errors import StageError

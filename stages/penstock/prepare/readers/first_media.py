@@ -4,7 +4,7 @@ its content."""
 from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 
-from penstock.core.cache.digests import cached_value
+from penstock.core.cache.digest_cache import cached_value
 from penstock.core.cache.record import digest_json
 from penstock.core.cache.stage import Source
 from penstock.core.errors import CapabilityError, StageError

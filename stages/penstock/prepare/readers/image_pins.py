@@ -13,7 +13,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from penstock.core.cache.digests import cached_value, digest_files
+from penstock.core.cache.digest_cache import cached_value, digest_files
 from penstock.core.cache.record import digest_json
 from penstock.core.cache.stage import Source
 from penstock.core.errors import StageError

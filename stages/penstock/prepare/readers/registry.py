@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from itertools import islice
 
-from penstock.core.cache.digests import cached_value
+from penstock.core.cache.digest_cache import cached_value
 from penstock.core.cache.record import digest_json
 from penstock.prepare.builtin import generate
 from penstock.prepare.readers.archive import tar_records

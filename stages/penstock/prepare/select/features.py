@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from penstock.core.cache.digests import sha256_file
+from penstock.core.cache.digest_cache import sha256_file
 from penstock.core.cache.record import digest_json
 from penstock.core.files import PART, fsync
 from penstock.prepare.select.decontaminate import (

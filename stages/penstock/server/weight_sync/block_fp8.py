@@ -14,7 +14,7 @@ from penstock.models.weights import WeightMap
 from penstock.server.protocol.types import Quantization
 from penstock.server.weight_sync.errors import SyncError, refused
 from penstock_kernels.quant import FORMATS, quantize
-from penstock_kernels.quant.prequantized import tile_scales
+from penstock_kernels.quant.published_layouts import tile_scales
 
 SCALES = "_scale_inv"
 

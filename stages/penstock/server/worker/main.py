@@ -22,7 +22,7 @@ from penstock.engine.distributed.ranks import ProcessInfo, destroy_process_group
 from penstock.engine.hf.config import read_hf_config
 from penstock.engine.hf.tokenizer_files import TokenizerFiles
 from penstock.engine.losses.client_loss import PolicyForwardBackward
-from penstock.engine.moe.load_balancing import Routers
+from penstock.engine.moe.routers import Routers
 from penstock.engine.multi_lora.model_pool import ModelPool
 from penstock.engine.multi_lora.model_store import build_model_store
 from penstock.engine.multi_lora.shared_base import SharedBase, build_shared_base

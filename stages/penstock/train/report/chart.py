@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from penstock.train.report.scale import Axis, Tick, build_step_ticks, build_y_axis, linear_ticks
+from penstock.train.report.axis import Axis, Tick, build_step_ticks, build_y_axis, linear_ticks
 
 VIEWBOX = 1000
 """Side of the SVG square in units."""

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.train.report.axis import Axis, Scale, Tick, build_step_ticks
 from penstock.train.report.chart import VIEWBOX
 from penstock.train.report.format import number
-from penstock.train.report.scale import Axis, Scale, Tick, build_step_ticks
 
 SHADES = 9
 MAX_COLUMNS = 120

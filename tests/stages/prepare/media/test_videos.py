@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from penstock.core.errors import CapabilityError
-from penstock.media.frames import join_frames
+from penstock.media.frame_list import join_frames
 from penstock.media.video_processor import GRID, PIXELS
 from penstock.prepare.workers import MEDIA_COUNTS
 from penstock.rows.image_files import MEDIA, ImageFiles

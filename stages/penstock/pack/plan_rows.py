@@ -6,9 +6,9 @@ from typing import Any, Literal
 import numpy as np
 
 from penstock.core.errors import ConfigError, StageError
-from penstock.pack.branched import PreferenceSamples
-from penstock.pack.plain import SFTSamples
+from penstock.pack.preference_samples import PreferenceSamples
 from penstock.pack.settings import PackSettings
+from penstock.pack.sft_samples import SFTSamples
 from penstock.rows.bin_plan import Indices, PackingPlan, join, one_per_row, sequential
 from penstock.rows.packing.greedy import greedy
 from penstock.rows.packing.multipack import multipack
@@ -25,7 +25,7 @@ RowSamples = SFTSamples | PreferenceSamples
 
 
 @dataclass(frozen=True)
-class Layout:
+class RowPlan:
     """The rows of one split, epoch after epoch."""
 
     bins: PackingPlan
@@ -50,7 +50,7 @@ def packing_method(split: str, settings: PackSettings) -> Method:
     return settings.sample_packing_method
 
 
-def plan_rows(form: RowSamples, settings: PackSettings, method: Method) -> Layout:
+def plan_rows(form: RowSamples, settings: PackSettings, method: Method) -> RowPlan:
     """Plan the rows of every epoch separately.
 
     Raises StageError if a sample is longer than a row, except with "wrapped", which cannot be used
@@ -66,24 +66,24 @@ def plan_rows(form: RowSamples, settings: PackSettings, method: Method) -> Layou
         bins = _pack_epoch(sizes[order], settings, method, number)
         epochs.append(PackingPlan(order[bins.samples], bins.ends))
     bins = join(epochs)
-    return Layout(bins, [len(bins) for bins in epochs], sizes[bins.samples])
+    return RowPlan(bins, [len(bins) for bins in epochs], sizes[bins.samples])
 
 
 def count_sources(
-    samples: PreparedSamples, layout: Layout, trained: Indices, capacity: int
+    samples: PreparedSamples, row_plan: RowPlan, trained: Indices, capacity: int
 ) -> list[dict[str, Any]]:
     """Counts of each data set in packed rows: the rows that have a sample of it, the samples (or
     pieces), tokens and trained tokens, and `fill`, its tokens over the `capacity` of all rows.
 
-    `trained` are the trained tokens of each entry of `layout.bins.samples`.
+    `trained` are the trained tokens of each entry of `row_plan.bins.samples`.
     """
-    datasets = samples.datasets()[layout.bins.samples]
+    datasets = samples.datasets()[row_plan.bins.samples]
     sources = Sources.from_datasets(datasets, samples.labels())
-    row_of = np.repeat(np.arange(len(layout.bins)), np.diff(layout.bins.ends, prepend=0))
+    row_of = np.repeat(np.arange(len(row_plan.bins)), np.diff(row_plan.bins.ends, prepend=0))
     counts: list[dict[str, Any]] = []
     for number, label in enumerate(sources.labels):
         is_own = sources.of_documents == number
-        tokens = int(layout.sizes[is_own].sum())
+        tokens = int(row_plan.sizes[is_own].sum())
         counts.append(
             {
                 "label": label,
@@ -97,7 +97,7 @@ def count_sources(
     return counts
 
 
-def _plan_wrapped_rows(form: RowSamples, sizes: Indices, capacity: int) -> Layout:
+def _plan_wrapped_rows(form: RowSamples, sizes: Indices, capacity: int) -> RowPlan:
     """Concatenate the samples of every epoch and split them into rows."""
     orders = form.samples.epochs()
     epochs = [wrapped(sizes[order], capacity) for order in orders]
@@ -105,7 +105,7 @@ def _plan_wrapped_rows(form: RowSamples, sizes: Indices, capacity: int) -> Layou
         PackingPlan(order[pieces.bins.samples], pieces.bins.ends)
         for order, pieces in zip(orders, epochs, strict=True)
     ]
-    return Layout(
+    return RowPlan(
         join(laid),
         [len(bins) for bins in laid],
         np.concatenate([pieces.sizes for pieces in epochs]),

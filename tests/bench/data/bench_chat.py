@@ -1,4 +1,4 @@
-"""Chat rows with masks per CPU second: `python -m tests.bench.server.bench_chat [ROWS]`.
+"""Chat rows with masks per CPU second: `python -m tests.bench.data.bench_chat [ROWS]`.
 
 The whole prepare stage beside `datasets.map` with `apply_chat_template` and its
 `return_assistant_tokens_mask` row by row, which is how trainers make masks, on the same

@@ -6,8 +6,8 @@ from contextlib import closing
 
 import pytest
 
-from penstock.core.cache import digests
-from penstock.core.cache.digests import (
+from penstock.core.cache import digest_cache
+from penstock.core.cache.digest_cache import (
     WrittenDigest,
     cache_written,
     cached_value,
@@ -22,7 +22,7 @@ def file(tmp_path):
     """A file that was written a while ago."""
     path = tmp_path / "a"
     path.write_bytes(b"one")
-    time.sleep(1.2 * digests.MIN_AGE_NS / 1e9)
+    time.sleep(1.2 * digest_cache.MIN_AGE_NS / 1e9)
     return path
 
 
@@ -66,14 +66,14 @@ def test_a_write_in_the_tick_in_which_a_written_file_was_renamed_is_seen(file, m
     written = digest_written(file)
     renamed = file.rename(file.with_name("b"))
     cache_written(renamed, written)
-    stat, real = digests._Stat.of(renamed), digests._Stat.of
+    stat, real = digest_cache._Stat.of(renamed), digest_cache._Stat.of
     renamed.write_bytes(b"two")
     # As on a kernel whose clock has not ticked since.
     same_tick = classmethod(lambda _, path: real(path)._replace(ctime_ns=stat.ctime_ns))
-    monkeypatch.setattr(digests._Stat, "of", same_tick)
+    monkeypatch.setattr(digest_cache._Stat, "of", same_tick)
     assert digest_files([renamed]) == sha(b"two")
     # Nor is a digest cached of a file that was written after it was digested.
-    monkeypatch.setattr(digests._Stat, "of", real)
+    monkeypatch.setattr(digest_cache._Stat, "of", real)
     written = digest_written(renamed)
     renamed.write_bytes(b"six")
     cache_written(renamed, written)
@@ -111,7 +111,7 @@ def test_a_file_whose_times_were_set_back_is_read_again(file, read):
 def test_nothing_is_remembered_on_a_file_system_without_a_change_time_of_its_own(
     kind, file, read, monkeypatch
 ):
-    monkeypatch.setattr(digests, "file_system_type", lambda _: kind)
+    monkeypatch.setattr(digest_cache, "file_system_type", lambda _: kind)
     remember(file, "f" * 64)
     read.clear()
     assert [digest_files([file]) for _ in range(2)] == [sha(b"one")] * 2
@@ -121,15 +121,15 @@ def test_nothing_is_remembered_on_a_file_system_without_a_change_time_of_its_own
 def test_where_a_server_sets_change_times_a_file_is_remembered_though_its_clock_is_another(
     file, read, monkeypatch
 ):
-    monkeypatch.setattr(digests, "file_system_type", lambda _: "nfs4")
-    real = digests._Stat.of
+    monkeypatch.setattr(digest_cache, "file_system_type", lambda _: "nfs4")
+    real = digest_cache._Stat.of
 
     def with_clock(ahead_ns):
         def of(_, path):
             stat = real(path)
             return stat._replace(ctime_ns=stat.ctime_ns + ahead_ns)
 
-        monkeypatch.setattr(digests._Stat, "of", classmethod(of))
+        monkeypatch.setattr(digest_cache._Stat, "of", classmethod(of))
 
     for number, ahead in enumerate((-3_600_000_000_000, 3_600_000_000_000)):
         with_clock(ahead)
@@ -137,7 +137,7 @@ def test_where_a_server_sets_change_times_a_file_is_remembered_though_its_clock_
         file.write_bytes(content)  # just now, which only the server's clock could tell
         began = time.monotonic()
         assert digest_files([file]) == sha(content)
-        assert time.monotonic() - began >= digests.MIN_AGE_NS / 1e9
+        assert time.monotonic() - began >= digest_cache.MIN_AGE_NS / 1e9
         assert digest_files([file]) == sha(content)
     assert read == ["a", "a"]
 
@@ -157,14 +157,14 @@ def test_a_file_that_is_young_when_it_is_read_is_not_remembered_however_long_tha
     file, read, monkeypatch
 ):
     clock = [file.stat().st_ctime_ns + 1]
-    counted = digests.sha256_file
+    counted = digest_cache.sha256_file
 
     def slowly(path):
-        clock[0] += 2 * digests.MIN_AGE_NS
+        clock[0] += 2 * digest_cache.MIN_AGE_NS
         return counted(path)
 
-    monkeypatch.setattr(digests.time, "time_ns", lambda: clock[0])
-    monkeypatch.setattr(digests, "sha256_file", slowly)
+    monkeypatch.setattr(digest_cache.time, "time_ns", lambda: clock[0])
+    monkeypatch.setattr(digest_cache, "sha256_file", slowly)
     # What is written while it is read may bear the times that it bore before.
     assert [digest_files([file]) for _ in range(3)] == [sha(b"one")] * 3
     assert read == ["a", "a"]
@@ -174,7 +174,7 @@ def test_a_file_that_is_young_when_it_is_read_is_not_remembered_however_long_tha
 def test_a_damaged_row_of_what_follows_from_content_is_computed_again(damage):
     name = f"damaged as {damage!r}"
     assert cached_value(name, lambda: [70]) == [70]
-    with closing(sqlite3.connect(digests._database_file())) as memory, memory:
+    with closing(sqlite3.connect(digest_cache._database_file())) as memory, memory:
         [(row,)] = memory.execute("SELECT value FROM derived WHERE content=?", (name,))
         for changed in (damage, row.replace("70", "71"), row[:-1]):
             memory.execute("UPDATE derived SET value=? WHERE content=?", (changed, name))
@@ -186,7 +186,7 @@ def test_a_damaged_row_of_what_follows_from_content_is_computed_again(damage):
 def cache(tmp_path, monkeypatch):
     """The folder of the database, in a cache home of its own."""
     monkeypatch.setenv("PENSTOCK_CACHE_HOME", str(tmp_path / "cache"))
-    digests._warn_shared.cache_clear()
+    digest_cache._warn_shared.cache_clear()
     return tmp_path / "cache" / f"digests-{os.getuid()}"
 
 
@@ -229,10 +229,10 @@ def test_a_database_that_another_user_could_have_written_vouches_for_nothing(
 def test_what_another_user_owns_is_not_remembered_by_the_time_that_they_can_set(
     file, tmp_path, read, monkeypatch
 ):
-    real = digests._Stat.of
+    real = digest_cache._Stat.of
     theirs = classmethod(lambda _, path: real(path)._replace(uid=12345))
     digest_files([file])
-    monkeypatch.setattr(digests._Stat, "of", theirs)
+    monkeypatch.setattr(digest_cache._Stat, "of", theirs)
     assert digest_files([file]) == sha(b"one")
     assert read == ["a"]  # by the change time, which the kernel sets
     with keep_cached_across_links([file]):

@@ -11,7 +11,7 @@ from penstock.engine.distributed.validate_layout import ModelDims, layout_errors
 from penstock.estimate.costs.device_speed import find_machine
 from penstock.estimate.costs.durations import estimate_forward, estimate_step
 from penstock.estimate.costs.estimate import USABLE_MEMORY, build_cost_model, predict
-from penstock.estimate.costs.layouts import LayoutSearch, find_fastest_layouts
+from penstock.estimate.costs.find_layouts import LayoutSearch, find_fastest_layouts
 from penstock.estimate.costs.sharded_model import ShardedModel
 from penstock.estimate.costs.token_counts import Data, estimate_work
 from penstock.models.flops import Work, forward_flops, step_flops

@@ -1,4 +1,4 @@
-"""Tokens per CPU second that a model writes: `python -m tests.bench.server.bench_generation`.
+"""Tokens per CPU second that a model writes: `python -m tests.bench.bench_generation`.
 
 Ours beside transformers' own `generate` with its cache, in turn on one thread: a Qwen3 of eight
 layers with a real vocabulary's size, and the same prompts of uneven lengths, which transformers
@@ -129,7 +129,7 @@ def main() -> None:
         "cpu",
         TITLE,
         [
-            "Written by `tests/bench/server/bench_generation.py`.",
+            "Written by `tests/bench/bench_generation.py`.",
             "",
             "Generation by the training engine, and transformers' `generate` of the same "
             f"weights, fp32, one thread, median of {ROUNDS} in turn; a Qwen3 of eight layers, "

@@ -12,7 +12,7 @@ from penstock.core.errors import StageError
 from penstock.core.files import write_json
 from penstock.pack import spread
 from penstock.pack.compare import compare
-from penstock.pack.layout import build_row_samples
+from penstock.pack.plan_rows import build_row_samples
 from penstock.pack.settings import PackSettings
 from penstock.pack.stage import Pack
 from penstock.rows.filter_rows import select_samples

@@ -1,5 +1,5 @@
-"""What moves rows and drops features: `python -m tests.bench.data.bench_moves [--tokens T] [--width
-D] [--dry]`.
+"""What moves rows and drops features: `python -m tests.bench.kernels.bench_moves [--tokens T]
+[--width D] [--dry]`.
 
 Sorting tokens by expert, adding up what the experts made of them, and dropout by counter, forward
 and backward in bfloat16, at the width of Qwen3-30B-A3B: 2048, 8 of 128 experts for each token.
@@ -16,11 +16,11 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
+from tests.bench.side_by_side import Asked, Case, asked, compare
+from tests.bench.timing import CUDA, DEVICE
 
 from penstock_kernels.dropout import dropout
 from penstock_kernels.permute import permute, sort_by_expert, unpermute
-from tests.bench.side_by_side import Asked, Case, asked, compare
-from tests.bench.timing import CUDA, DEVICE
 
 WIDTH, EXPERTS, PER_TOKEN, RATE = 2048, 128, 8, 0.1
 DRY = 3, 24

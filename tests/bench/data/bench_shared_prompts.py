@@ -1,4 +1,4 @@
-"""What shared prompts save and round: `python -m tests.bench.server.bench_shared_prompts`.
+"""What shared prompts save and round: `python -m tests.bench.data.bench_shared_prompts`.
 
 Tokens of an epoch over the preference demo set (or the file that is named: a JSON list of such
 records), as the byte-level tokenizer makes them, nothing cut: in our packed rows, padding included;
@@ -323,7 +323,7 @@ def main() -> None:
         "cpu",
         TITLE,
         [
-            "Written by `tests/bench/server/bench_shared_prompts.py`.",
+            "Written by `tests/bench/data/bench_shared_prompts.py`.",
             "",
             f"Tokens of an epoch over {len(records)} pairs of answers to conversations; byte-level "
             f"tokenizer, nothing cut, `multipack`, rows of {ROW:,}, padded to whole {MULTIPLE}.",
