@@ -128,6 +128,14 @@ def test_a_file_gets_a_config_that_packs_as_it_is(shape, tmp_path, monkeypatch):
     assert min(rows.values()) > 0
 
 
+def test_records_without_a_sample_are_counted_and_told(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("paragraphs.txt").write_text("\n\n".join(f"Paragraph {i}." for i in range(ROWS)))
+    said = penstock("init", "paragraphs.txt", *TINY)
+    assert f"{ROWS} samples of type text" in said.err
+    assert f"{ROWS - 1} of {2 * ROWS - 1} records give no sample" in said.err
+
+
 def test_samples_with_images_have_the_tokens_of_transformers_processor(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model = write_model(tmp_path / "model", "qwen2_5_vl")

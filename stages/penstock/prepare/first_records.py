@@ -61,6 +61,8 @@ class FirstSamples:
     """The largest token ids, in descending order, without duplicates."""
     bad: int = 0
     """Unusable records; the prepare stage fails unless `data.bad_rows_allowed` allows them."""
+    dropped: int = 0
+    """Records without a sample, the unusable ones included."""
     faults: tuple[str, ...] = ()
     """Why records have no sample, without duplicates."""
     unread: tuple[str, ...] = ()
@@ -108,6 +110,7 @@ def first_samples(
         return FirstSamples(
             len(records),
             bad=len(records),
+            dropped=len(records),
             faults=(NO_TEMPLATE,),
             template=template,
             hint=_template_hint(template),
@@ -136,6 +139,7 @@ def first_samples(
         lengths=tuple(np.max([side.lengths for side in samples.sides], axis=0).tolist()),
         largest_tokens=tuple(sorted(map(int, set(ids.tolist())), reverse=True)[:LARGEST_TOKENS]),
         bad=sum(fault.reason not in DROP_REASONS for fault in faults),
+        dropped=len(faults),
         faults=tuple(dict.fromkeys(fault.why for fault in faults)),
         unread=tuple(unread_columns(counts, len(records), settings.type, examples)),
         warnings=tuple(

@@ -50,16 +50,19 @@ class OwnData:
     is_certain: bool
     """Whether its columns leave no other choice."""
     samples: int
+    """Estimated from the first records, if there are more."""
     measured: int
-    """The first records whose tokens were counted."""
+    """The first samples, whose tokens were counted."""
     tokens: float
     """Mean tokens of a sample."""
     longest: int
-    """Tokens of the longest of `measured` records."""
+    """Tokens of the longest of the `measured` samples."""
     is_tokenized: bool
     """Whether the model's tokenizer counted them; otherwise estimated from their characters."""
+    dropped: str = ""
+    """How many of the first records give no sample of this model: "3 of 10 records"."""
     faults: tuple[str, ...] = ()
-    """Why records give no sample of this model."""
+    """Why they give none."""
     template: str | None = None
     """The included chat template that renders them instead of the model's own."""
 
@@ -107,22 +110,24 @@ def inspect_data(path: str, model: str) -> OwnData:
     for name, values in OBJECTIVES.get(guess.type, {}).items():
         sections[name] = {**sections.get(name, {}), **values}
     sections["data"] = {"datasets": [{"path": path, **guess.settings()}]}
-    faults: tuple[str, ...] = ()
+    dropped, faults = "", tuple[str, ...]()
     if is_local_model(model):
         tokenizer = _load_tokenizer(run)
         measured = _tokenize(loads(sections), records, tokenizer)
         faults, template = measured.faults, measured.template
+        dropped = f"{measured.dropped:,} of {len(records):,} records"
         if template:
             data = {**sections["data"], "chat_template": template}
             measured = _tokenize(loads({**sections, "data": data}), records, tokenizer)
         if measured.samples:
             mean = measured.tokens / measured.samples
-            measured_sizes = len(records), mean, max(measured.lengths), True
-            return OwnData(path, guess, is_certain, count, *measured_sizes, faults, template)
+            samples = round(count * measured.samples / len(records))
+            sizes = samples, measured.samples, mean, max(measured.lengths), True
+            return OwnData(path, guess, is_certain, *sizes, dropped, faults, template)
     per_token = bytes_per_token(HUB_VOCABULARY)
     lengths = [sum(len(text.encode()) for text in _texts(record)) / per_token for record in records]
-    measured_sizes = len(records), sum(lengths) / len(lengths), round(max(lengths)), False
-    return OwnData(path, guess, is_certain, count, *measured_sizes, faults)
+    sizes = count, len(records), sum(lengths) / len(lengths), round(max(lengths)), False
+    return OwnData(path, guess, is_certain, *sizes, dropped, faults)
 
 
 def _read(run: RunConfig) -> tuple[int, list[dict[str, Any]]]:
