@@ -103,6 +103,7 @@ def release(store: ReleaseStore, candidate: Candidate, notify: Notify) -> int | 
                     return _manifest(candidate, number, listed, store)
 
                 number = store.add(manifest_of, {**files, samples.name: samples}, exported.remote)
+        # Last: a release that is whole but not pointed to is found again by _find_unpublished.
         store.set_latest(number, store.withdrawn)
         return number
 

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 SIDE = 192
 """Maximum width and height of a thumbnail, in pixels."""
 
+# Should text of a record come through as markup, nothing of it runs or is fetched.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 STYLE = """

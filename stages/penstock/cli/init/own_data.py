@@ -257,6 +257,7 @@ def _scalar(value: Any) -> str:
         is_plain = re.fullmatch(r"[A-Za-z./][\w./-]*", value) and value.lower() not in NOT_PLAIN
         return value if is_plain else json.dumps(value, ensure_ascii=False)
     if isinstance(value, float) and value < 1e-2:
+        # json writes 1e-05, which YAML 1.1 reads as text: its numbers with an exponent have a dot.
         mantissa, _, exponent = f"{value:.1e}".partition("e")
         return f"{mantissa}e{int(exponent)}"
     return json.dumps(value)

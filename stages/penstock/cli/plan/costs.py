@@ -250,6 +250,7 @@ def format_seconds(seconds: float | None) -> str:
     """A duration in its unit, to three digits; n/a for None."""
     if seconds is None:
         return "n/a"
+    # From two of a unit on: a day and a half is 36.0 h.
     for unit, size in (("days", 2 * 86400), ("h", 2 * 3600), ("min", 2 * 60)):
         if seconds >= size:
             return f"{seconds / (size / 2):.1f} {unit}"

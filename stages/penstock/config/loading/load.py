@@ -111,6 +111,7 @@ def _text(path: Path) -> str:
                 f"{path} has {path.stat().st_size:,} bytes, and a config has at most {LARGEST:,}; "
                 "name a YAML file"
             )
+        # Editors on Windows may begin a file with a byte order mark, which is not part of the text.
         return path.read_text(encoding="utf-8-sig")
     except IsADirectoryError:
         inside = sorted(entry.name for entry in path.iterdir() if entry.suffix in SUFFIXES)

@@ -48,6 +48,7 @@ def drop_invalid(translation: Translation) -> Translation:
             return replace(
                 translation, settings=draft.settings, lines=lines, placeholders=placeholders
             )
+        # The first issue of each path, the last path first: removing an item renumbers those after.
         for issue in {issue.path: issue for issue in reversed(issues)}.values():
             name = dotted(issue.path)
             if name in PLACEHOLDERS and not draft.has(name):

@@ -58,6 +58,7 @@ def to_api_error(failure: Failure) -> ApiError:
 
 async def handle_api_error(_: Request, error: Exception) -> JSONResponse:
     """Response body of an ApiError."""
+    # Starlette's type of a handler takes any Exception, whatever it is registered for.
     assert isinstance(error, ApiError)
     return _error_response(
         error.status_code, error.error, error.category, error.code, error.headers
@@ -86,6 +87,7 @@ async def handle_validation_error(_: Request, error: Exception) -> JSONResponse:
 
 async def handle_crash(_: Request, __: Exception) -> JSONResponse:
     """Response body of an internal error: the traceback is logged but not sent."""
+    # Starlette's ServerErrorMiddleware raises it again after this response, so uvicorn logs it.
     return _error_response(500, "the server failed; its log says why", "server", "internal", None)
 
 

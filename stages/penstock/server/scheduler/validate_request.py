@@ -256,6 +256,7 @@ def _read_array(array: Array, loc: str) -> Numbers:
         numbers = array.numpy()
     except ValueError as error:
         raise _invalid(f"{loc}: the numbers do not fill their shape: {error}") from None
+    # reshape takes -1 for whatever length is left, and a shape from a client may have it.
     if numbers.shape != array.shape:
         raise _invalid(f"{loc}: {list(array.shape)} is no shape")
     return numbers

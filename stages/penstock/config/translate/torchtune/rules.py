@@ -185,9 +185,11 @@ def _finalize(draft: Draft) -> None:
     pairs = draft.value("train.objective") == "preference"
     packs = any(item.get("packed") for item in _items(draft))
     lay_rows(draft, draft.get("tokenizer.max_seq_len"), "multipack" if packs else None, pairs=pairs)
+    # Without lr_scheduler its recipes step none, so the rate stays as it is.
     if not draft.has("train.lr_decay_style"):
         draft.put("train.lr_decay_style", "constant")
         draft.put("train.lr_warmup_ratio", 0.0)
+    # Its recipes build and load the model with `dtype` as torch's default: weights are kept in it.
     settle_precision(draft, draft.get("dtype"))
     settle_evaluations(draft)
 

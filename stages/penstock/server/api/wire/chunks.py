@@ -229,6 +229,7 @@ def _image_from_json(chunk: Mapping[str, Any], loc: str) -> tuple[bytes, str, in
     if isinstance(expected, bool) or not isinstance(expected, int | None):
         raise ApiError(f"the expected_tokens of {loc} is no whole number")
     try:
+        # Without `validate` it skips characters that are not of the alphabet.
         return b64decode(data, validate=True), format, expected
     except (binascii.Error, ValueError):
         raise ApiError(f"{loc} is an image, and its data is no base64") from None

@@ -98,6 +98,7 @@ def _clip(foreign: _XorlLoss, params: dict[str, Any]) -> None:
 
 def _number(key: str, value: Any) -> float:
     plain = isinstance(value, int | float) and not isinstance(value, bool)
+    # The size first: isfinite raises OverflowError for an integer beyond the range of floats.
     if not plain or abs(value) > 1e30 or not math.isfinite(value):
         raise ApiError(f"{key[:100]} is {str(value)[:50]!r}, and is to be a finite number")
     return float(value)
