@@ -2,9 +2,11 @@
 
 import io
 import random
+import sys
 import time
 import traceback
 
+import fsspec
 import pytest
 import requests
 from hypothesis import HealthCheck, given, settings
@@ -221,7 +223,8 @@ def test_schemes_that_cannot_be_read_are_refused_by_name(url):
 
 
 def test_a_package_that_is_missing_is_named(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "gcsfs", None)
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    monkeypatch.delitem(fsspec.registry._registry, "gs", raising=False)
     with pytest.raises(CapabilityError, match=r"pip install 'penstock\[gcs\]'"):
         pin_data("gs://bucket/a.jsonl")
 

@@ -177,6 +177,7 @@ _CREDENTIALS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "AZURE_STORAGE_CONNECTION_STRING",
             "AZURE_STORAGE_ACCOUNT_KEY",
             "AZURE_STORAGE_SAS_TOKEN",
+            "AZURE_STORAGE_CLIENT_ID",
             "AZURE_CLIENT_ID",
         ),
         (".azure/azureProfile.json",),

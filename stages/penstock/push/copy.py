@@ -22,6 +22,7 @@ from penstock.core.cache.record import parse_record, with_digest
 from penstock.core.errors import ArtifactError, CapabilityError, PenstockError, StageError
 from penstock.core.files import PART, fsync
 from penstock.core.os_errors import describe_os_error
+from penstock.core.remote.errors import classify_error, describe_error, http_status
 from penstock.core.remote.path import Info
 from penstock.core.remote.version import content_version
 from penstock.push.contents import PushFile, obsolete_files
@@ -179,13 +180,18 @@ class CopyTarget:
             yield
         except PenstockError:
             raise
-        except PermissionError as error:
-            raise CapabilityError(
-                f"push.url {self.url} is not writable: {error.strerror or error}\n"
-                "  Give this account the right to write there, or use another URL."
-            ) from error
-        except OSError as error:
+        except Exception as error:
+            kind = classify_error(error)
+            if kind == "denied":
+                reason = getattr(error, "strerror", None) or describe_error(error)
+                raise CapabilityError(
+                    f"push.url {self.url} is not writable: {reason}\n"
+                    "  Give this account the right to write there, or use another URL."
+                ) from error
+            if kind == "other" and http_status(error) is None and not isinstance(error, OSError):
+                raise  # neither of a store nor of this machine
+            reason = describe_os_error(error) if kind == "local" else describe_error(error)
             raise StageError(
-                f"push.url {self.url} failed: {describe_os_error(error)}\n"
+                f"push.url {self.url} failed: {reason}\n"
                 "  Push again: uploaded files are not sent twice."
             ) from error

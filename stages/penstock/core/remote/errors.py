@@ -127,6 +127,8 @@ def _classify_type(error: BaseException) -> Fault:
 
 def http_status(error: BaseException) -> int | None:
     """The HTTP status of the error, under the attribute name of its library."""
+    if isinstance(error, OSError) and str(error).startswith("Forbidden: "):
+        return 403  # gcsfs has no type for it, and no attribute
     response: Any = getattr(error, "response", None)
     if isinstance(response, dict):
         status: Any = response.get("ResponseMetadata", {}).get("HTTPStatusCode")  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]

@@ -8,16 +8,18 @@ import posixpath
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, TypeVar
 
 from penstock.core import env
 from penstock.core.errors import ArtifactError, StageError
 from penstock.core.files import is_relative_name
 from penstock.core.process.retry import PLANNING_TRIES, RUN_TRIES, retry_until_connected
+from penstock.core.remote import azure_store
 from penstock.core.remote.errors import (
     Doing,
     StorageError,
+    access_denied_error,
     missing_package_error,
     to_planning_error,
     to_run_error,
@@ -30,6 +32,11 @@ Info = Mapping[str, Any]
 
 S3_PART = 16 << 20
 """Part size of a multipart upload in bytes; four parts are sent concurrently."""
+
+_PARTS: Mapping[str, Mapping[str, int]] = {
+    "s3": {"chunksize": S3_PART, "max_concurrency": 4},
+    "azure": {"max_concurrency": 4},
+}
 
 S3_TRIES = 3
 """Tries of s3fs per part, before the whole call is retried here."""
@@ -62,10 +69,15 @@ class RemotePath:
         except StorageError as fault:
             if isinstance(fault.error, ImportError):
                 raise missing_package_error(url) from None
+            if PACKAGE_OF[scheme]:
+                # No request was made: the library lacks an account or credentials.
+                raise access_denied_error(url, fault.error, "read") from None
             raise to_planning_error(fault, url) from None
         remote_path = cls(url, system, str(path).rstrip("/"), is_trusted)
         if remote_path.is_s3:
             system.retries = S3_TRIES
+        elif remote_path.store == "azure":
+            azure_store.shorten_retries(system)
         return remote_path
 
     @property
@@ -81,7 +93,12 @@ class RemotePath:
     @property
     def is_s3(self) -> bool:
         """Whether it is in S3 or a compatible store."""
-        return PACKAGE_OF[url_scheme(self.url)] == "s3"
+        return self.store == "s3"
+
+    @property
+    def store(self) -> str | None:
+        """The kind of object store: `s3`, `gcs`, `azure`, or None."""
+        return PACKAGE_OF[url_scheme(self.url)]
 
     @property
     def is_web(self) -> bool:
@@ -114,15 +131,20 @@ class RemotePath:
                 return {}
             raise to_planning_error(fault, self.url) from None
         below = self.path + "/"
+        # adlfs answers for a file with a list.
+        infos: Mapping[str, Info] = entries if hasattr(entries, "items") else {}
         return {
             path.removeprefix(below): info
-            for path, info in sorted(entries.items())
+            for path, info in sorted(infos.items())
             # Some tools store an empty object `folder/` in place of a folder.
             if path.startswith(below) and info.get("type") == "file" and not path.endswith("/")
         }
 
     def names(self) -> set[str]:
         """The names of files and folders directly in this folder."""
+        if self.store == "azure":
+            # adlfs takes an empty object `folder/` for all that the folder has.
+            return {name.partition("/")[0] for name in self.files(tries=PLANNING_TRIES)}
         try:
             entries: Any = retry_until_connected(
                 lambda: self._request("ls", detail=False), tries=PLANNING_TRIES
@@ -131,7 +153,9 @@ class RemotePath:
             if fault.kind == "absent":
                 return set()
             raise to_planning_error(fault, self.url) from None
-        return {PurePosixPath(str(path)).name for path in entries} - {""}
+        below = self.path + "/"
+        names = (str(path).removeprefix(below) for path in entries if str(path).startswith(below))
+        return {name.partition("/")[0] for name in names} - {""}
 
     def read(self) -> bytes | None:
         """Read a small file, or return None if it does not exist."""
@@ -147,20 +171,16 @@ class RemotePath:
         self._run("written", lambda: self.system.pipe_file(self.path, content))
 
     def create(self, content: bytes) -> bool:
-        """Create a small file if it does not exist; only one of several writers gets True."""
+        """Create a small file if it does not exist; of several writers with different contents only
+        one gets True."""
         try:
             retry_until_connected(
-                # One try: a second one would meet the object of a first one that was stored, and
-                # report a loss.
-                lambda: self.system.pipe_file(self.path, content, mode="create"),
-                tries=1,
+                lambda: self.system.pipe_file(self.path, content, mode="create"), tries=1
             )
         except StorageError as fault:
-            if fault.kind == "exists":
-                return False
-            if fault.kind == "cut":
-                # The write may have succeeded before the error: the writer that reads back its own
-                # content has won.
+            if fault.kind in ("exists", "cut"):
+                # The write may have succeeded before a lost answer, and the library's own retry
+                # have met its object: the writer that reads back its own content has won.
                 return self.read() == content
             raise to_run_error(fault, self.url, "written") from None
         return True
@@ -168,8 +188,8 @@ class RemotePath:
     def put(self, source: Path) -> None:
         """Upload a local file atomically. Raises StageError on failure."""
         size = source.stat().st_size
-        # By default s3fs would buffer half a gigabyte for each of several files.
-        parts = {"chunksize": S3_PART, "max_concurrency": 4} if self.is_s3 else {}
+        # By default s3fs and adlfs would buffer half a gigabyte for each of several files.
+        parts = _PARTS.get(self.store or "", {})
 
         def send() -> None:
             self.system.put_file(str(source), self.path, **parts)
@@ -193,7 +213,13 @@ class RemotePath:
 
     def copy(self, target: "RemotePath") -> None:
         """Copy the file within the store."""
-        self._run("copied", lambda: self.system.cp_file(self.path, target.path))
+
+        def send() -> None:
+            self.system.cp_file(self.path, target.path)
+            if target.store == "azure":
+                azure_store.await_copy(target.system, target.path)
+
+        self._run("copied", send)
 
     def move(self, target: "RemotePath") -> None:
         """Copy within the store, then delete this file."""
@@ -241,4 +267,5 @@ def _options(scheme: str) -> dict[str, Any]:
             "headers": {"Accept-Encoding": "identity"},
             "client_kwargs": {"trust_env": True, "timeout": limits},
         }
-    return {}
+    # A listing of another thread, kept by the library, is no answer to what is asked now.
+    return {"use_listings_cache": False} if PACKAGE_OF[scheme] else {}

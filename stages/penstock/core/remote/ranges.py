@@ -1,16 +1,12 @@
 """Ranges of one version of a remote file. Every answer is proved to be of that version."""
 
-from collections.abc import Callable, Mapping
-from functools import partial
-from importlib import import_module
+from collections.abc import Mapping
 from typing import Any, Protocol
 
-from penstock.core.remote import answers
 from penstock.core.remote.answers import AnswerError, ChangedError, StalledError
 from penstock.core.remote.path import RemotePath
+from penstock.core.remote.store_ranges import Write, conditional_ranges
 from penstock.core.remote.version import all_versions
-
-Write = Callable[[bytes], object]
 
 
 class Ranges(Protocol):
@@ -30,10 +26,7 @@ def open_ranges(path: RemotePath, info: Mapping[str, Any]) -> Ranges:
     """The ranges of the file in the version that `info` describes."""
     if path.is_web:
         return _WebRanges(path, info)
-    # `cat_file` of s3fs has no If-Match. `_call_s3` is not public, so a release may lack it.
-    if path.is_s3 and info.get("ETag") and hasattr(path.system, "_call_s3"):
-        return _S3Ranges(path, info)
-    return _StoreRanges(path, info)
+    return conditional_ranges(path, info) or _ComparedRanges(path, info)
 
 
 class _WebRanges:
@@ -50,43 +43,8 @@ class _WebRanges:
         require_same(self._web.info(), self._info)
 
 
-class _S3Ranges:
-    """Conditional range requests by s3fs. Objects are replaced atomically."""
-
-    def __init__(self, path: RemotePath, info: Mapping[str, Any]) -> None:
-        self._system, self._info = path.system, info
-        self._bucket, self._key, _ = self._system.split_path(path.path)
-
-    def read(self, start: int, stop: int, write: Write) -> None:
-        call = partial(self._read, start, stop, write)
-        import_module("fsspec.asyn").sync(self._system.loop, call)
-
-    def verify(self) -> None:
-        pass
-
-    async def _read(self, start: int, stop: int, write: Write) -> None:
-        tag = self._info["ETag"]
-        answer = await self._system._call_s3(
-            "get_object",
-            Bucket=self._bucket,
-            Key=self._key,
-            Range=f"bytes={start}-{stop - 1}",
-            IfMatch=tag,
-        )
-        body = answer["Body"]
-        try:
-            if answer.get("ETag") != tag:
-                raise ChangedError(f"its ETag was {tag} and is {answer.get('ETag')}")
-            answers.require_range(answer.get("ContentRange"), start, stop, self._info["size"])
-            received = await answers.receive(body.iter_chunks(1 << 16), write, stop - start)
-        finally:
-            body.close()
-        if received != stop - start:
-            raise StalledError(f"{received} of {stop - start} bytes arrived")
-
-
-class _StoreRanges:
-    """Ranges by fsspec, with the version compared after each: GCS, Azure and others."""
+class _ComparedRanges:
+    """Ranges by fsspec, with the version compared after each: stores without conditions."""
 
     def __init__(self, path: RemotePath, info: Mapping[str, Any]) -> None:
         self._path, self._info = path, info

@@ -53,14 +53,15 @@ def url_scheme(url: str) -> str:
 def redact(location: str) -> str:
     """The URL without user, password, query and fragment, for logs, keys and errors.
 
-    In `abfs://container@account…` the part before `@` is not secret and is kept. A local path is
-    returned unchanged.
+    In `abfs://container@account…` the part before `@` is not secret and is kept, as in `abfss://`
+    and `az://`. A local path is returned unchanged.
     """
     if not is_url(location):
         return location
     parts = urlsplit(location)
     user, separator, host = parts.netloc.rpartition("@")
-    open_user = separator and ":" not in user and parts.scheme.startswith("abfs")
+    is_azure = PACKAGE_OF.get(parts.scheme) == "azure"
+    open_user = separator and ":" not in user and is_azure
     return urlunsplit((parts.scheme, parts.netloc if open_user else host, parts.path, "", ""))
 
 
