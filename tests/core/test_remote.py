@@ -6,9 +6,9 @@ import sys
 import time
 import traceback
 
-import fsspec
 import pytest
 import requests
+from fsspec.registry import _registry
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -224,7 +224,7 @@ def test_schemes_that_cannot_be_read_are_refused_by_name(url):
 
 def test_a_package_that_is_missing_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "gcsfs", None)
-    monkeypatch.delitem(fsspec.registry._registry, "gs", raising=False)
+    monkeypatch.delitem(_registry, "gs", raising=False)
     with pytest.raises(CapabilityError, match=r"pip install 'penstock\[gcs\]'"):
         pin_data("gs://bucket/a.jsonl")
 
