@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -139,16 +140,16 @@ def _read(run: RunConfig) -> tuple[int, list[dict[str, Any]]]:
     source = pin_dataset(dataset, None)
     count, records = 0, list[dict[str, Any]]()
     why = ""
-    for split in split_source(source, ds_type=None, streaming=False, token=None):
-        for chunk in read_chunks(split, None):
-            for value in chunk.part(0, MOST_MEASURED - len(records)).values():
-                if isinstance(value, BadRecord):
-                    why = value.why
-                else:
-                    records.append(value)
-            count += len(chunk)
-            if count >= MOST_COUNTED:
-                break
+    splits = split_source(source, ds_type=None, streaming=False, token=None)
+    for chunk in chain.from_iterable(read_chunks(split, None) for split in splits):
+        for value in chunk.part(0, MOST_MEASURED - len(records)).values():
+            if isinstance(value, BadRecord):
+                why = value.why
+            else:
+                records.append(value)
+        count += len(chunk)
+        if count >= MOST_COUNTED:
+            break
     if not records:
         raise StageError(f"{dataset.path} has no record that can be read{why and f': {why}'}.")
     return count, records
