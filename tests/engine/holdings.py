@@ -79,7 +79,7 @@ def holding(layout: Layout, *, merge_qkv: bool) -> list[LocalParam]:
     else:
         copies = DeviceMesh("cpu", torch.arange(4).reshape(2, 2).T).get_group(1)
     return [
-        make_local_param(name, parameter, parts, copying=copies)
+        make_local_param(name, parameter, parts, replica_group=copies)
         for (name, parts), parameter in zip(pieces.items(), bag.parameters(), strict=True)
     ]
 

@@ -21,26 +21,28 @@ class StepTensors(NamedTuple):
     first: torch.Tensor
     second: torch.Tensor
     lost: torch.Tensor | None = None
+    """Rounding errors of the weight (Kahan summation)."""
 
 
 def adamw_foreach_(
     states: Sequence[StepTensors],
     settings: Settings,
-    step: Callable[..., None],
+    adamw: Callable[..., None],
     concat_below: int = SMALL,
 ) -> None:
-    """Apply `step` (an `adamw_`) to every weight, without stochastic rounding.
+    """Apply `adamw` (an `adamw_`) to every weight, without stochastic rounding:
+    its random numbers are drawn by row, and a concatenation has other rows.
 
     Weights of at most `concat_below` elements, of the same dtypes, are concatenated for it. Results
     equal those of separate calls.
 
     Raises:
-        ValueError: as `step` does.
+        ValueError: as `adamw` does.
     """
     small: dict[tuple[object, ...], list[StepTensors]] = {}
     for state in states:
         if state.weight.numel() > concat_below:
-            step_one(state, settings, step)
+            step_one(state, settings, adamw)
         elif state.weight.numel():
             key = tuple(
                 tensor if tensor is None else (tensor.dtype, tensor.device) for tensor in state
@@ -49,20 +51,20 @@ def adamw_foreach_(
     for group in small.values():
         for bucket in split_buckets(group):
             if len(bucket) == 1:
-                step_one(bucket[0], settings, step)
+                step_one(bucket[0], settings, adamw)
             else:
-                step_concatenated(bucket, settings, step)
+                step_concatenated(bucket, settings, adamw)
 
 
-def step_one(state: StepTensors, settings: Settings, step: Callable[..., None]) -> None:
+def step_one(state: StepTensors, settings: Settings, adamw: Callable[..., None]) -> None:
     """Step one weight as the matrix of its last dimension."""
     columns = state.weight.shape[-1] if state.weight.ndim else 1
     *tensors, lost = (tensor if tensor is None else tensor.view(-1, columns) for tensor in state)
-    step(*tensors, settings, lost=lost)
+    adamw(*tensors, settings, lost=lost)
 
 
 def step_concatenated(
-    bucket: Sequence[StepTensors], settings: Settings, step: Callable[..., None]
+    bucket: Sequence[StepTensors], settings: Settings, adamw: Callable[..., None]
 ) -> None:
     """Step a bucket's weights in one call."""
     # One launch for the bucket: a launch costs more than copying 64 K elements twice.
@@ -71,7 +73,7 @@ def step_concatenated(
         for name in StepTensors._fields
     }
     flat = {name: torch.cat(parts)[None] for name, parts in tensors.items() if parts}
-    step(*(flat[name] for name in StepTensors._fields[:4]), settings, lost=flat.get("lost"))
+    adamw(*(flat[name] for name in StepTensors._fields[:4]), settings, lost=flat.get("lost"))
     sizes = [state.weight.numel() for state in bucket]
     for name in flat.keys() - {"gradient"}:  # which the step only reads
         torch._foreach_copy_(tensors[name], list(flat[name].view(-1).split(sizes)))

@@ -1,5 +1,7 @@
 """The short depthwise convolution before linear attention and state-space layers, causal within
 each document of a packed micro-batch.
+
+T tokens, C channels, W taps, B documents.
 """
 
 from collections.abc import Mapping
@@ -18,7 +20,7 @@ WIDEST = 4
 """Taps that a program on Triton holds."""
 
 
-def _misfit(
+def _mismatch(
     x_TC: torch.Tensor,
     weight_CW: torch.Tensor,
     bias_C: torch.Tensor | None,
@@ -26,6 +28,7 @@ def _misfit(
     activation: Activation | None = None,
     initial_state_BWC: torch.Tensor | None = None,
 ) -> str | None:
+    """Why the arguments do not fit together; None: they do."""
     x, weight = tuple(x_TC.shape), tuple(weight_CW.shape)
     if (len(x), len(weight)) != (2, 2) or weight[0] != x[1] or not weight[1]:
         return f"x is {x} and its weight is {weight}"
@@ -51,7 +54,7 @@ def _unsupported_on_cpu(
 ) -> str | None:
     if x_TC.device.type != "cpu":
         return f"its tensors are on {x_TC.device.type}, and it needs cpu"
-    return _misfit(x_TC, weight_CW, bias_C, segments, activation, initial_state_BWC)
+    return _mismatch(x_TC, weight_CW, bias_C, segments, activation, initial_state_BWC)
 
 
 def _unsupported_on_triton(
@@ -63,8 +66,8 @@ def _unsupported_on_triton(
     initial_state_BWC: torch.Tensor | None = None,
 ) -> str | None:
     tensors = [x for x in (x_TC, weight_CW, bias_C, initial_state_BWC) if x is not None]
-    misfit = _misfit(x_TC, weight_CW, bias_C, segments, activation, initial_state_BWC)
-    if reason := needs_cuda(*tensors) or misfit or needs_floats(*tensors):
+    mismatch = _mismatch(x_TC, weight_CW, bias_C, segments, activation, initial_state_BWC)
+    if reason := needs_cuda(*tensors) or mismatch or needs_floats(*tensors):
         return reason
     if weight_CW.shape[1] > WIDEST:
         return f"its kernel has {weight_CW.shape[1]} taps, and it takes up to {WIDEST}"

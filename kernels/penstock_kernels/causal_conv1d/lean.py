@@ -169,8 +169,8 @@ def _backward_fake(
 _gradients_of = operator("causal_conv1d_lean_gradients", _backward, fake=_backward_fake)
 
 
-def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """For the operators of both implementations."""
+def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Saves what the backward pass of both implementations needs."""
     del output
     # Mostly nobody has a gradient of the final states.
     ctx.set_materialize_grads(False)
@@ -178,8 +178,8 @@ def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(*tensors)
 
 
-def back(gradients_of: Any) -> Any:
-    """The same, by an operator of gradients."""
+def backward_by(gradients_of: Any) -> Any:
+    """The backward pass of both implementations, by an operator of gradients."""
 
     def run(
         ctx: Any, dy_TC: torch.Tensor | None, dfinal_BWC: torch.Tensor | None
@@ -199,7 +199,11 @@ def back(gradients_of: Any) -> Any:
 
 
 _conv_of = operator(
-    "causal_conv1d_lean", _forward, fake=_forward_fake, keep=keep, backward=back(_gradients_of)
+    "causal_conv1d_lean",
+    _forward,
+    fake=_forward_fake,
+    keep=save_inputs,
+    backward=backward_by(_gradients_of),
 )
 
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from penstock_kernels.attention.segments import VarlenMetadata
-from penstock_kernels.causal_conv1d.lean import back, keep
+from penstock_kernels.causal_conv1d.lean import backward_by, save_inputs
 from penstock_kernels.causal_conv1d.reference import Activation
 from penstock_kernels.custom_op import operator
 from penstock_kernels.launch_sizes import cdiv
@@ -255,7 +255,10 @@ def _states(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Final states, or BACKWARD the gradients of the initial ones, [B, WIDTH - 1, C]."""
+    """Final states, or BACKWARD the gradients of the initial ones, [B, WIDTH - 1, C].
+
+    Both are WIDTH - 1 tokens of a document, its last ones or those before its first.
+    """
     document = tl.program_id(0)
     column = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
     row = tl.arange(0, 4)[:, None]
@@ -342,10 +345,13 @@ def _gradients(
     cu_seqlens: torch.Tensor,
     silu: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of x, weight, bias and the initial states; those of absent inputs are empty."""
+    """Gradients of x, weight, bias and the initial states; those of absent inputs are empty,
+    since a custom operator returns tensors alone."""
     dy, x, weight = dy.contiguous(), x.contiguous(), weight.contiguous()
     dfinal, initial = (None if s is None else s.contiguous() for s in (dfinal, initial))
     (T, C), width, documents = x.shape, weight.shape[1], len(cu_seqlens) - 1
+    # Each of `parts` programs sums the gradients of weight and bias over `rows_each` tokens; the
+    # sums are added below, in an order that does not vary as that of atomic additions does.
     rows_each = cdiv(cdiv(T, MOST_PARTIALS), TILE["ROWS"]) * TILE["ROWS"]
     parts, blocks = cdiv(T, rows_each), cdiv(C, TILE["BLOCK"])
     dx = x.new_empty(x.shape)
@@ -388,7 +394,13 @@ def _gradients_fake(
 
 
 _gradients_of = operator("causal_conv1d_gradients", _gradients, fake=_gradients_fake)
-_conv_of = operator("causal_conv1d", _run, fake=_run_fake, keep=keep, backward=back(_gradients_of))
+_conv_of = operator(
+    "causal_conv1d",
+    _run,
+    fake=_run_fake,
+    keep=save_inputs,
+    backward=backward_by(_gradients_of),
+)
 
 
 def causal_conv1d(

@@ -22,7 +22,8 @@ TurnOf = Callable[[torch.Tensor, torch.Tensor, int, LossOptions], SoftmaxStats]
 SlopeOf = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, LogitGradFactors, LossOptions], None]
 
 
-def _misfit(logits_CV: torch.Tensor, labels_C: torch.Tensor) -> str | None:
+def _mismatch(logits_CV: torch.Tensor, labels_C: torch.Tensor) -> str | None:
+    """Why the arguments do not fit together; None: they do."""
     if labels_C.shape != logits_CV.shape[:1]:
         return f"there are {tuple(labels_C.shape)} labels for logits of {tuple(logits_CV.shape)}"
     if labels_C.dtype != torch.int64:
@@ -34,7 +35,7 @@ def _unsupported_tally(
     logits_CV: torch.Tensor, labels_C: torch.Tensor, terms: LossOptions
 ) -> str | None:
     del terms
-    if reason := _misfit(logits_CV, labels_C):
+    if reason := _mismatch(logits_CV, labels_C):
         return reason
     if logits_CV.dtype == torch.float64:
         return "logits are float64, and it computes in float32"
@@ -60,7 +61,7 @@ def _off_cpu(logits_CV: torch.Tensor, labels_C: torch.Tensor, *args: object) -> 
     del args
     if logits_CV.device.type != "cpu":
         return f"its tensors are on {logits_CV.device.type}, and it needs the cpu"
-    return _misfit(logits_CV, labels_C)
+    return _mismatch(logits_CV, labels_C)
 
 
 _TALLY: dict[str, KernelImpl[[torch.Tensor, torch.Tensor, LossOptions], SoftmaxStats]] = {

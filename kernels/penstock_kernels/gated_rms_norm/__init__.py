@@ -13,7 +13,7 @@ from penstock_kernels.rms_norm import WIDEST
 __all__ = ["Activation", "gated_rms_norm"]
 
 
-def _misfit(
+def _mismatch(
     x_TD: torch.Tensor,
     gate_TD: torch.Tensor,
     weight_D: torch.Tensor,
@@ -22,6 +22,7 @@ def _misfit(
     norm_first: bool = True,
     groups: int = 1,
 ) -> str | None:
+    """Why the arguments do not fit together; None: they do."""
     del norm_first
     x, gate, weight = (tuple(tensor.shape) for tensor in (x_TD, gate_TD, weight_D))
     if not x or x != gate or weight != x[-1:] or not x[-1]:
@@ -45,8 +46,8 @@ def _unsupported_on_triton(
     groups: int = 1,
 ) -> str | None:
     options = eps, activation, norm_first, groups
-    misfit = _misfit(x_TD, gate_TD, weight_D, *options)
-    if reason := needs_cuda(x_TD, gate_TD, weight_D) or misfit:
+    mismatch = _mismatch(x_TD, gate_TD, weight_D, *options)
+    if reason := needs_cuda(x_TD, gate_TD, weight_D) or mismatch:
         return reason
     if x_TD.shape[-1] // groups > WIDEST:
         return f"rows are {x_TD.shape[-1] // groups} wide, and it takes up to {WIDEST}"
@@ -62,5 +63,5 @@ if HAS_TRITON:
 gated_rms_norm = Op(
     "gated_rms_norm",
     _reference,
-    {**_FAST, "lean": KernelImpl(_lean.gated_rms_norm, _misfit)},
+    {**_FAST, "lean": KernelImpl(_lean.gated_rms_norm, _mismatch)},
 )

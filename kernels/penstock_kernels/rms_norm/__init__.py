@@ -15,9 +15,10 @@ WIDEST = 16384
 """On Triton a row is in one program's registers; wider ones would spill kilobytes of them."""
 
 
-def _misfit(
+def _mismatch(
     x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, plus_one: bool = False
 ) -> str | None:
+    """Why the arguments do not fit together; None: they do."""
     del plus_one
     if not x_TD.ndim or weight_D.shape != x_TD.shape[-1:]:
         return f"x is {tuple(x_TD.shape)} and its weight is {tuple(weight_D.shape)}"
@@ -28,7 +29,7 @@ def _misfit(
     return needs_floats(x_TD, weight_D)
 
 
-def _misfit_of_sum(
+def _mismatch_of_sum(
     x_TD: torch.Tensor,
     stream_TD: torch.Tensor,
     weight_D: torch.Tensor,
@@ -40,7 +41,7 @@ def _misfit_of_sum(
         return f"x is {tuple(x_TD.shape)} and the stream is {tuple(stream_TD.shape)}"
     if x_TD.dtype != stream_TD.dtype:
         return f"x is {x_TD.dtype} and the stream is {stream_TD.dtype}"
-    return _misfit(x_TD, weight_D, eps)
+    return _mismatch(x_TD, weight_D, eps)
 
 
 def _too_wide(x_TD: torch.Tensor) -> str | None:
@@ -54,7 +55,7 @@ def _unsupported_reason(
 ) -> str | None:
     del plus_one
     # The device is checked first, because every norm on a CPU gets here.
-    return needs_cuda(x_TD, weight_D) or _misfit(x_TD, weight_D, eps) or _too_wide(x_TD)
+    return needs_cuda(x_TD, weight_D) or _mismatch(x_TD, weight_D, eps) or _too_wide(x_TD)
 
 
 def _unsupported_add(
@@ -66,7 +67,7 @@ def _unsupported_add(
 ) -> str | None:
     del plus_one
     misplaced = needs_cuda(x_TD, stream_TD, weight_D)
-    return misplaced or _misfit_of_sum(x_TD, stream_TD, weight_D, eps) or _too_wide(x_TD)
+    return misplaced or _mismatch_of_sum(x_TD, stream_TD, weight_D, eps) or _too_wide(x_TD)
 
 
 _FAST: Mapping[str, KernelImpl[..., torch.Tensor]] = {}
@@ -78,9 +79,9 @@ if HAS_TRITON:
     _FAST = {"triton": KernelImpl(_triton, _unsupported_reason, language="triton")}
     _ADD_FAST = {"triton": KernelImpl(_add_triton, _unsupported_add, language="triton")}
 
-rms_norm = Op("rms_norm", _reference, {**_FAST, "lean": KernelImpl(_lean.rms_norm, _misfit)})
+rms_norm = Op("rms_norm", _reference, {**_FAST, "lean": KernelImpl(_lean.rms_norm, _mismatch)})
 add_rms_norm = Op(
     "add_rms_norm",
     _add_reference,
-    {**_ADD_FAST, "lean": KernelImpl(_lean.add_rms_norm, _misfit_of_sum)},
+    {**_ADD_FAST, "lean": KernelImpl(_lean.add_rms_norm, _mismatch_of_sum)},
 )

@@ -321,28 +321,34 @@ def _outline(config: DecoderConfig) -> Decoder:
 
 def local_params(
     parts: Sequence[CausalLM],
-    pieces: Sequence[Mapping[str, tuple[TensorShard, ...]]],
+    shards: Sequence[Mapping[str, tuple[TensorShard, ...]]],
     mesh: Mesh,
     train: TrainConfig,
 ) -> list[LocalParam]:
     """Every parameter of the parts as sharded now, with the checkpoint tensors it is part of."""
     copying, of_experts = _copying(mesh, train), _copying_experts(mesh, train)
     params: list[LocalParam] = []
-    for part, pieces_here in zip(parts, pieces, strict=True):
-        apart = {
+    for part, shards_by_name in zip(parts, shards, strict=True):
+        expert_params = {
             id(p)
             for experts in separately_sharded_experts(part, mesh)
             for p in experts.parameters()
         }
         for name, parameter in part.named_parameters():
-            shards_of_param = pieces_here[name]
+            shards_of_param = shards_by_name[name]
             # A head that is a copy of the tied embedding is treated as the embedding, also by name.
             is_copy = (
                 name == HEAD_WEIGHT and shards_of_param[0].tensor == part.config.names.embedding
             )
-            called = EMBEDDING_WEIGHT if is_copy else name
-            group = of_experts if id(parameter) in apart else copying
-            params.append(make_local_param(called, parameter, shards_of_param, copying=group))
+            group = of_experts if id(parameter) in expert_params else copying
+            params.append(
+                make_local_param(
+                    EMBEDDING_WEIGHT if is_copy else name,
+                    parameter,
+                    shards_of_param,
+                    replica_group=group,
+                )
+            )
     return params
 
 

@@ -98,7 +98,7 @@ class LocalParam:
     @property
     def num_copies(self) -> int | None:
         """The number of ranks that hold the same part; None if it differs between shards."""
-        copies = {piece.num_copies for piece in self.shards} or {1}
+        copies = {shard.num_copies for shard in self.shards} or {1}
         return self.num_replicas * copies.pop() if len(copies) == 1 else None
 
 
@@ -127,18 +127,18 @@ def rows_here(tensor: torch.Tensor, dims: int) -> tuple[int, int]:
 def make_local_param(
     name: str,
     parameter: nn.Parameter,
-    pieces: Iterable[TensorShard],
+    shards: Iterable[TensorShard],
     *,
-    copying: dist.ProcessGroup | None = None,
+    replica_group: dist.ProcessGroup | None = None,
 ) -> LocalParam:
-    """Build a LocalParam from the shards before FSDP; `copying` as in LocalParam."""
-    pieces = tuple(pieces)
-    if isinstance(parameter, DTensor) and pieces:
-        pieces = tuple(_within(pieces, *rows_here(parameter, len(pieces[0].sizes))))
-    return LocalParam(name, parameter, pieces, copying)
+    """Build a LocalParam from the shards before FSDP; `replica_group` as in LocalParam."""
+    shards = tuple(shards)
+    if isinstance(parameter, DTensor) and shards:
+        shards = tuple(_within(shards, *rows_here(parameter, len(shards[0].sizes))))
+    return LocalParam(name, parameter, shards, replica_group)
 
 
-def _within(pieces: Iterable[TensorShard], first: int, end: int) -> Iterator[TensorShard]:
-    for piece in pieces:
-        if part := piece.restrict_rows(first, end):
+def _within(shards: Iterable[TensorShard], first: int, end: int) -> Iterator[TensorShard]:
+    for shard in shards:
+        if part := shard.restrict_rows(first, end):
             yield part

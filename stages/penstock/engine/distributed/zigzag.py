@@ -117,8 +117,8 @@ def kv_ranges(
     """The keys of `kv_rank` that `query_rank`'s queries attend to.
 
     Under a sliding window also its own keys beyond the documents of `local_lengths`. `spans` give
-    how far each token is seen if documents have branches. The keys of all needs together are
-    contiguous on the giver, except for a branch between a prompt and another branch. In
+    how far each token is seen if documents have branches. The keys of all ranges together are
+    contiguous on their rank, except for a branch between a prompt and another branch. In
     `bidirectional` runs queries attend to later keys too.
     """
     if window is not None:
@@ -126,9 +126,9 @@ def kv_ranges(
         return [*_within_window(bounds, query_rank, kv_rank, window, spans), *later]
     if query_rank.index == kv_rank.index:
         return []
-    # The chunks of two ranks are nested: the rank with the lower index holds the outer two. So an
-    # asker sees the first chunk of a lower giver from both of its own chunks, and both chunks of a
-    # higher giver from its second; and whatever attends across the border is in one document.
+    # The chunks of two ranks are nested: the rank with the lower index holds the outer two. So
+    # queries see the first chunk of a lower key rank from both of their chunks, and both chunks of
+    # a higher key rank from their second; and what attends across the border is in one document.
     border = query_rank.starts[0] if kv_rank.index < query_rank.index else query_rank.starts[1]
     earlier = [
         KVRange(query_rank.local_range(border, span.until), keys)
@@ -180,6 +180,8 @@ def _within_window(
     Distances within a span equal those in the packed sequence.
     """
     for chunk, kv_chunk in product(query_rank.chunks, kv_rank.chunks):
+        # Keys end at the chunk's start (`keys` below), and attention stays within a document: so
+        # only the document that holds this start has both keys and queries.
         for key_span, query_span in product(_document_at(chunk.start, bounds, spans), repeat=2):
             # A hidden branch adds no distance between another branch and its prompt.
             branch_gap = max(0, query_span.begin - key_span.end)
@@ -194,6 +196,8 @@ def _within_window(
                 continue
             # Queries after this one see none of these keys.
             end = min(end, keys[-1] + branch_gap + window)
+            # The first query sees keys from `first_key` on: where the range begins later, so many
+            # further queries see all of it.
             reach = keys.start - first_key
             yield KVRange(
                 query_rank.local_range(start, end),

@@ -59,7 +59,7 @@ class AdapterMerge:
         for target in folder.targets():
             if target in base:
                 self._plain.append(target)
-            elif not self._spread(target.removesuffix(".weight")):
+            elif not self._match_experts(target.removesuffix(".weight")):
                 missing.append(target)
         if missing or any(map(folder.may_be_embedding, self._plain)):
             self.embeddings = embeddings()
@@ -152,21 +152,21 @@ class AdapterMerge:
         build_change = self._of_experts.get(target)
         return build_change() if build_change else self.folder.change_of(target)
 
-    def _spread(self, module: str) -> bool:
-        """Find the expert tensors of a layer; returns whether there are any."""
+    def _match_experts(self, module: str) -> bool:
+        """Fill `_of_experts` with the expert tensors of a layer; returns whether there are any."""
         layer = module
         while layer.endswith(WRAPPED):
             layer = layer.removesuffix(WRAPPED)
-        together = [
+        stacks = [
             name
             for name in self._base.names()
             if name.rpartition(".")[0] == layer and len(self._base.stored(name).shape) == 3
         ]
-        if together:
-            return self._together(module, together)
-        return self._apart(module, layer)
+        if stacks:
+            return self._match_stack(module, stacks)
+        return self._match_separate(module, layer)
 
-    def _together(self, module: str, names: list[str]) -> bool:
+    def _match_stack(self, module: str, names: list[str]) -> bool:
         """One tensor [experts, out, in], or transposed [experts, in, out], with matching sizes."""
         is_transposed = any(self._is_transposed(name) for name in names)
         for name in names:
@@ -184,7 +184,7 @@ class AdapterMerge:
         _, rows, columns = self._base.stored(name).shape
         return rows == self._hidden_size != columns and name.endswith("gate_up_proj")
 
-    def _apart(self, module: str, layer: str) -> bool:
+    def _match_separate(self, module: str, layer: str) -> bool:
         """Separate matrices of each expert; gate and up, if both are there, are row ranges of one
         factor."""
         matrices = self._matrices(layer)
