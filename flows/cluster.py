@@ -52,7 +52,7 @@ def prepare_share(stage: Prepare, out: Path, number: int, count: int) -> dict[st
     }
 
 
-def prepare_on_cluster(planned: Plan, runner: TaskRunner[Any], count: int) -> None:
+def tokenize_on_cluster(planned: Plan, runner: TaskRunner[Any], count: int) -> None:
     """Tokenize the missing slices on the workers of a cluster, in `count` shares.
 
     The stage then finishes the data, with all slices cached.

@@ -40,7 +40,7 @@ from prefect.client.schemas.objects import State
 from prefect.runtime import flow_run, task_run
 from prefect.states import Cancelled, Completed
 
-from cluster import build_task_runner, num_shares, prepare_on_cluster
+from cluster import build_task_runner, num_shares, tokenize_on_cluster
 from overview import chat_command, show_overview
 from parameters import ConfigFile, Forced, Overrides, build_run_title, load_run, parse_argv
 from penstock.api.pipeline import run_stages
@@ -140,7 +140,7 @@ def run_pipeline(
     def bring(planned: Plan, name: str, rebuild: RebuildOptions) -> StageResult:
         if runner and name == "prepare":
             with forward_prepare_logs(logger):
-                prepare_on_cluster(planned, runner, num_shares(run))
+                tokenize_on_cluster(planned, runner, num_shares(run))
         return run_stage_with_retries(planned, name, rebuild)
 
     with show_overview(planned, chat, logger) as outcomes:

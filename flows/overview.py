@@ -40,9 +40,9 @@ def show_overview(
     try:
         yield outcomes
     except PenstockError as error:
-        _show(planned, outcomes, chat, logger, error)
+        _create_artifact(planned, outcomes, chat, logger, error)
         raise
-    _show(planned, outcomes, chat, logger, None)
+    _create_artifact(planned, outcomes, chat, logger, None)
 
 
 def chat_command(config: Path, overrides: Mapping[str, JsonValue] | None) -> list[str]:
@@ -51,13 +51,14 @@ def chat_command(config: Path, overrides: Mapping[str, JsonValue] | None) -> lis
     return ["penstock", "chat", str(config), *(argument for pair in typed for argument in pair)]
 
 
-def _show(
+def _create_artifact(
     planned: Plan,
     outcomes: Sequence[StageResult],
     chat: Sequence[str],
     logger: Logger,
     error: PenstockError | None,
 ) -> None:
+    """Create the artifact `KEY`: the stages, their results, and the error that ended the run."""
     with ignore_server_errors("the table of the run", logger):
         done = {outcome.stage: outcome for outcome in outcomes}
         lines = ["| stage | result | time | key | folder |", "| --- | --- | --- | --- | --- |"]

@@ -17,7 +17,7 @@ from prefect.artifacts import create_table_artifact
 from prefect.client.schemas.objects import State
 from prefect.states import Cancelled, Completed
 
-from cluster import build_task_runner, num_shares, prepare_on_cluster
+from cluster import build_task_runner, num_shares, tokenize_on_cluster
 from parameters import ConfigFile, Overrides, load_run
 from penstock.core.cache.store import StageResult
 from penstock.core.errors import Interrupted
@@ -52,7 +52,7 @@ def recurring(config: ConfigFile, overrides: Overrides = None) -> State[str]:
 
     def bring(planned: Plan, name: str) -> StageResult:
         if runner and name == "prepare":
-            prepare_on_cluster(planned, runner, num_shares(run))
+            tokenize_on_cluster(planned, runner, num_shares(run))
         return run_stage_with_retries(planned, name, RebuildOptions())
 
     try:

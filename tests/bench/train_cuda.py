@@ -135,7 +135,7 @@ def measure_all(ranks: ProcessInfo, folder: Path, cases: Sequence[Case] = CASES)
         write_page(name, "tests/bench/bench_train.py --device cuda", lines)
 
 
-def open_loop(case: Case, folder: Path, ranks: ProcessInfo) -> Trainer:
+def build_trainer(case: Case, folder: Path, ranks: ProcessInfo) -> Trainer:
     """The case's training loop before its first step; rows and config are written to `folder`."""
     if ranks.is_main_process:
         write_rows(
@@ -159,6 +159,7 @@ def open_loop(case: Case, folder: Path, ranks: ProcessInfo) -> Trainer:
     run = runs.run_config(
         folder / "out", folder / "model", lora=case.lora, model=case.model, **settings
     )
+    # Weights of every model without files are drawn there (`RandomInitTensors`), quantized or not.
     with patch.object(quantized_reader, "initialize", _draw_on_gpu if CUDA else initialize):
         return loops.loop_of(runs.job_of(run, folder / "packed"), ranks)
 
@@ -177,7 +178,7 @@ def measure(
     prepare: Callable[[Trainer], None] = lambda _: None,
 ) -> Figures:
     """Figures of one case; `prepare` may change its model before the first step."""
-    loop = open_loop(case, folder, ranks)
+    loop = build_trainer(case, folder, ranks)
     prepare(loop)
     seconds, flop, tokens, loss, peak = [], [], [], 0.0, 0
     for number in range(WARMING + MEASURED):

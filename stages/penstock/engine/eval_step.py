@@ -14,7 +14,7 @@ from torch import nn
 from penstock.engine.distributed.parallel_model import ModelInputs, ParallelModel
 from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.engine.distributed.vocab_parallel import TokenScoresFn
-from penstock.engine.split_by_length import num_parts, split_by_length
+from penstock.engine.split_by_length import num_sub_batches, split_by_length
 from penstock.models.decoder import OutputFn
 from penstock.rows.collate import MicroBatch
 from penstock_kernels.to_device import to_device
@@ -61,14 +61,14 @@ class EvalModel:
     def _split(
         self, batches: Sequence[MicroBatch], kinds: Sequence[torch.Tensor]
     ) -> tuple[Sequence[MicroBatch], Sequence[torch.Tensor]]:
-        """The parts of the batches, and the kinds of their tokens."""
-        numbers = self.ranks.max_over_ranks(*map(num_parts, batches))
-        parts = [
-            (part, kinds_T[tokens_T])
+        """The sub-batches, and the kinds of their tokens."""
+        numbers = self.ranks.max_over_ranks(*map(num_sub_batches, batches))
+        sub_batches = [
+            (sub_batch, kinds_T[tokens_T])
             for batch, kinds_T, number in zip(batches, kinds, numbers, strict=True)
-            for part, tokens_T in split_by_length(batch, number)
+            for sub_batch, tokens_T in split_by_length(batch, number)
         ]
-        return [part for part, _ in parts], [kinds_T for _, kinds_T in parts]
+        return [sub for sub, _ in sub_batches], [kinds_T for _, kinds_T in sub_batches]
 
     def _count(
         self,

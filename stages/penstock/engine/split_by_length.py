@@ -1,8 +1,9 @@
-"""Parts of a micro-batch with documents of similar length, for models that compute a padded batch.
+"""Sub-batches of documents of similar length, for models that compute a padded batch: transformers'
+code that cannot pack (`models.automodel`).
 
-A padded batch has the width of its longest document. Each part is a micro-batch of its own: loss
-and gradients are sums over documents, so they stay the same. FSDP runs collectives in every pass,
-so all ranks must run the same number of parts (`TokenCounts.parts`).
+A padded batch has the width of its longest document. Each sub-batch is a micro-batch of its own:
+loss and gradients are sums over documents, so they stay the same. FSDP runs collectives in every
+pass, so all ranks must run the same number of them (`TokenCounts.sub_batches`).
 
 N documents of a micro-batch, T tokens.
 """
@@ -21,8 +22,8 @@ from penstock.rows.schema import IGNORED
 
 TOLERATED_PADDING = 0.25
 """A micro-batch is split until padding is at most this share of its tokens ..."""
-MAX_PARTS = 8
-"""... or it has this many parts."""
+MAX_SUB_BATCHES = 8
+"""... or it has this many sub-batches."""
 
 
 def is_padded(config: DecoderConfig) -> bool:
@@ -33,25 +34,26 @@ def is_padded(config: DecoderConfig) -> bool:
     return not config.outline.traits.packing
 
 
-def num_parts(batch: MicroBatch) -> int:
-    """The parts that a micro-batch needs."""
+def num_sub_batches(batch: MicroBatch) -> int:
+    """The sub-batches that a micro-batch needs."""
     lengths = _document_lengths(batch)
     tokens = sum(lengths)
-    for number in range(1, MAX_PARTS):
+    for number in range(1, MAX_SUB_BATCHES):
         if padded_tokens(cut(lengths, number), lengths) <= (1 + TOLERATED_PADDING) * tokens:
             return number
-    return MAX_PARTS
+    return MAX_SUB_BATCHES
 
 
 def split_by_length(batch: MicroBatch, number: int) -> list[tuple[MicroBatch, torch.Tensor]]:
-    """So many parts, each with the place in `batch` of its tokens, int64.
+    """So many sub-batches, each with the place in `batch` of its tokens, int64.
 
-    Documents of padding are left out. A part without documents repeats the first token, untrained.
+    Documents of padding are left out. A sub-batch without documents repeats the first token,
+    untrained.
     """
     lengths = _document_lengths(batch)
     starts = (0, *accumulate(lengths))
-    parts = [_part(batch, group, starts) for group in cut(lengths, number)]
-    return parts + [_empty_part(batch)] * (number - len(parts))
+    sub_batches = [_sub_batch(batch, group, starts) for group in cut(lengths, number)]
+    return sub_batches + [_empty_sub_batch(batch)] * (number - len(sub_batches))
 
 
 def cut(lengths: Sequence[int], number: int) -> list[list[int]]:
@@ -98,7 +100,7 @@ def _document_lengths(batch: MicroBatch) -> list[int]:
     return [n for n, end in zip(batch.lengths, ends, strict=True) if end <= batch.num_tokens]
 
 
-def _part(
+def _sub_batch(
     batch: MicroBatch, group: Sequence[int], starts: Sequence[int]
 ) -> tuple[MicroBatch, torch.Tensor]:
     tokens_T = torch.cat([torch.arange(starts[doc], starts[doc + 1]) for doc in group])
@@ -106,7 +108,7 @@ def _part(
     places_T = batch.places()[tokens_T]
     lengths = tuple(starts[doc + 1] - starts[doc] for doc in group)
     firsts = [starts[doc] for doc in group]
-    part = replace(
+    sub_batch = replace(
         batch,
         input_ids_T=batch.input_ids_T[tokens_T],
         labels_T=labels_T,
@@ -120,11 +122,11 @@ def _part(
         # Dropout draws by place, so masks are those of the unsplit micro-batch.
         chosen_places_T=places_T,
     )
-    return part, tokens_T
+    return sub_batch, tokens_T
 
 
-def _empty_part(batch: MicroBatch) -> tuple[MicroBatch, torch.Tensor]:
-    part = replace(
+def _empty_sub_batch(batch: MicroBatch) -> tuple[MicroBatch, torch.Tensor]:
+    sub_batch = replace(
         batch,
         input_ids_T=batch.input_ids_T[:1],
         labels_T=torch.full((1,), IGNORED),
@@ -136,4 +138,4 @@ def _empty_part(batch: MicroBatch) -> tuple[MicroBatch, torch.Tensor]:
         rows=(),
         chosen_places_T=torch.full((1,), -1),
     )
-    return part, torch.zeros(1, dtype=torch.int64)
+    return sub_batch, torch.zeros(1, dtype=torch.int64)

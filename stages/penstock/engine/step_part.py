@@ -20,8 +20,8 @@ class TokenCounts:
     trained: int
     loss_weight: float
     """Sum of the loss weights of the trained tokens."""
-    parts: tuple[int, ...] = ()
-    """The most parts that a rank needs of each micro-batch; none where they are not split."""
+    sub_batches: tuple[int, ...] = ()
+    """The most sub-batches that a rank needs of each micro-batch; none where they are not split."""
 
     @property
     def divisor(self) -> float:

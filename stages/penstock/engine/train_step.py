@@ -22,7 +22,7 @@ from penstock.engine.distributed.parallel_model import ModelInputs, ParallelMode
 from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.engine.losses.token_loss import TokenLoss
 from penstock.engine.non_finite import locate_non_finite
-from penstock.engine.split_by_length import num_parts, split_by_length
+from penstock.engine.split_by_length import num_sub_batches, split_by_length
 from penstock.engine.step_part import StepPart, StepState, TokenCounts
 from penstock.models.layers.dropout import DropoutRNG
 from penstock.optim.groups import set_lr
@@ -175,10 +175,10 @@ class TrainStep:
         measures_changes: bool,
     ) -> StepState:
         """The state of a step, with the model's inputs."""
-        if counts.parts:
-            # All ranks run the same number of parts.
-            pairs = zip(batches, counts.parts, strict=True)
-            batches = [part for batch, count in pairs for part, _ in split_by_length(batch, count)]
+        if counts.sub_batches:
+            # All ranks run the same number of sub-batches.
+            pairs = zip(batches, counts.sub_batches, strict=True)
+            batches = [sub for batch, count in pairs for sub, _ in split_by_length(batch, count)]
         return StepState(
             self.model,
             number,
@@ -211,20 +211,20 @@ class TrainStep:
         sent = [total for total in local_totals if total is not None]
         sums = torch.cat([local_loss.double().reshape(1), local_counts, *sent])
         pieces = [self.ranks.all_reduce_sum(sums), norm.double().reshape(1)]
-        num_parts_needed = self._local_parts(upcoming.batches)
-        if maxima := (*upcoming.maxima, *num_parts_needed):
+        local_sub_batches = self._local_sub_batches(upcoming.batches)
+        if maxima := (*upcoming.maxima, *local_sub_batches):
             maxima_M = to_device(torch.tensor(maxima, dtype=torch.int64), device)
             pieces.append(self.ranks.all_reduce_max(maxima_M).double())
         sizes = [0 if total is None else len(total) for total in local_totals]
-        sizes = [1, 3, *sizes, 1, len(upcoming.maxima), len(num_parts_needed)]
+        sizes = [1, 3, *sizes, 1, len(upcoming.maxima), len(local_sub_batches)]
         # One copy to the host is the only sync. In fp64, where counts below 2^53 are exact.
         numbers = iter(torch.cat(pieces).tolist())
         values = [list(islice(numbers, size)) for size in sizes]
-        [loss], [tokens, trained, loss_weight], *totals, [norm_value], highest, parts = values
+        [loss], [tokens, trained, loss_weight], *totals, [norm_value], highest, sub_batches = values
         next_counts = None
         if upcoming.batches:
             next_counts = self._counts_per_replica(
-                tokens, trained, loss_weight, tuple(map(int, parts))
+                tokens, trained, loss_weight, tuple(map(int, sub_batches))
             )
         return loss, norm_value, totals, next_counts, tuple(map(int, highest))
 
@@ -249,22 +249,22 @@ class TrainStep:
     def _read_counts(self, batches: Sequence[MicroBatch]) -> TokenCounts:
         counts = to_device(self._local_counts(batches), self.ranks.device)
         tokens, trained, loss_weight = self.ranks.all_reduce_sum(counts).tolist()
-        local_parts = self._local_parts(batches)
-        parts = self.ranks.max_over_ranks(*local_parts) if local_parts else ()
-        return self._counts_per_replica(tokens, trained, loss_weight, tuple(parts))
+        local_sub_batches = self._local_sub_batches(batches)
+        sub_batches = self.ranks.max_over_ranks(*local_sub_batches) if local_sub_batches else ()
+        return self._counts_per_replica(tokens, trained, loss_weight, tuple(sub_batches))
 
     def _counts_per_replica(
-        self, tokens: float, trained: float, loss_weight: float, parts: tuple[int, ...]
+        self, tokens: float, trained: float, loss_weight: float, sub_batches: tuple[int, ...]
     ) -> TokenCounts:
         """Every rank of a replica counts the same batch, so the sums over all ranks are divided."""
         ranks = self.model.model_parallel_size
         return TokenCounts(
-            round(tokens) // ranks, round(trained) // ranks, loss_weight / ranks, parts
+            round(tokens) // ranks, round(trained) // ranks, loss_weight / ranks, sub_batches
         )
 
-    def _local_parts(self, batches: Sequence[MicroBatch]) -> tuple[int, ...]:
-        """The parts that this rank needs of each micro-batch; none where they are not split."""
-        return tuple(map(num_parts, batches)) if self.splits_by_length else ()
+    def _local_sub_batches(self, batches: Sequence[MicroBatch]) -> tuple[int, ...]:
+        """The sub-batches that this rank needs of each micro-batch; none if they are not split."""
+        return tuple(map(num_sub_batches, batches)) if self.splits_by_length else ()
 
     @staticmethod
     def _local_counts(batches: Sequence[MicroBatch]) -> torch.Tensor:

@@ -15,7 +15,7 @@ from penstock.media.model_processor import (
     ModelProcessor,
     ProcessorFiles,
     Tensors,
-    assemble,
+    build_processor,
     processor_class,
     to_arrays,
 )
@@ -127,7 +127,7 @@ def load_audio_processor(path: str, revision: str | None, tokenizer: Any) -> Aud
         extractor = AutoFeatureExtractor.from_pretrained(
             files.path, revision=files.revision, trust_remote_code=False
         )
-        processor = assemble(cls, {names[0]: extractor}, tokenizer, files)
+        processor = build_processor(cls, {names[0]: extractor}, tokenizer, files)
     except ImportError as error:
         raise CapabilityError(
             f"The audio processor of {path} needs further packages: {first_line(error)}"
@@ -136,8 +136,11 @@ def load_audio_processor(path: str, revision: str | None, tokenizer: Any) -> Aud
         raise ConfigError(
             f"The audio processor of {path} cannot be loaded: {first_line(error)}"
         ) from error
+    # Only this private method gives the options of a call without arguments: the class's defaults,
+    # under those that the tokenizer was saved with.
     merged = processor._merge_kwargs(tokenizer_init_kwargs=tokenizer.init_kwargs)
     options = {**merged["audio_kwargs"], "sampling_rate": extractor.sampling_rate}
+    # Voxtral's code joins chunks by `torch.cat`, which takes no arrays.
     options["return_tensors"] = "pt" if cls.__name__ == VOXTRAL else "np"
     audio = AudioProcessor(processor, options)
     _require_supported(audio)

@@ -172,7 +172,9 @@ def processor_class(files: ProcessorFiles) -> Any:
     return processor_class_from_name(name) if name else None
 
 
-def assemble(cls: Any, parts: Mapping[str, Any], tokenizer: Any, files: ProcessorFiles) -> Any:
+def build_processor(
+    cls: Any, parts: Mapping[str, Any], tokenizer: Any, files: ProcessorFiles
+) -> Any:
     """The processor with these parts alone: others may need further packages."""
 
     def accept(self: Any, name: str, part: Any) -> Any:

@@ -24,7 +24,7 @@ from penstock.media.model_processor import (
     ModelProcessor,
     ProcessorFiles,
     Tensors,
-    assemble,
+    build_processor,
     processor_class,
     to_arrays,
 )
@@ -286,7 +286,7 @@ def load_image_processor(
         _require_bounds(images, bounds)
         if bounds.of(IMAGE.name):
             images.size = type(images.size)(**bounds.of_size(dict(images.size)))
-        processor = assemble(cls, {"image_processor": images}, tokenizer, files)
+        processor = build_processor(cls, {"image_processor": images}, tokenizer, files)
     except ImportError as error:
         raise CapabilityError(
             f"The image processor of {path} needs further packages: {first_line(error)}\n"

@@ -21,7 +21,7 @@ from penstock.media.model_processor import (
     ModelProcessor,
     ProcessorFiles,
     Tensors,
-    assemble,
+    build_processor,
     processor_class,
 )
 from penstock.media.video import BadVideo, Frame, Video, open_video, require_packages
@@ -57,7 +57,7 @@ MAX_PIXELS = 1 << 27
 class VideoProcessor(ModelProcessor):
     """A video processor and the parts of its processor that concern text."""
 
-    video: VideoSettings = field(kw_only=True)
+    video_settings: VideoSettings = field(kw_only=True)
 
     kind = VIDEO
 
@@ -68,15 +68,15 @@ class VideoProcessor(ModelProcessor):
     @property
     def settings(self) -> dict[str, Any]:
         """Everything that determines the tensors of a video."""
-        return {"format": FORMAT, "settings": vars(self.video)}
+        return {"format": FORMAT, "settings": vars(self.video_settings)}
 
     @cached_property
     def table(self) -> PixelTable:
         """The values of the 256 bytes: rescaled and normalized at once, as in transformers."""
-        scale = np.float32(1.0 / self.video.rescale_factor)
+        scale = np.float32(1.0 / self.video_settings.rescale_factor)
         mean, std = (
             (np.asarray(constants, np.float32) * scale)[:, None]
-            for constants in (self.video.image_mean, self.video.image_std)
+            for constants in (self.video_settings.image_mean, self.video_settings.image_std)
         )
         return PixelTable((np.arange(256, dtype=np.float32) - mean) / std)
 
@@ -96,8 +96,8 @@ class VideoProcessor(ModelProcessor):
     def process(self, video: Video) -> Tensors:
         """The tensors of a video. Raises BadVideo."""
         header = video.header
-        indices = self.video.sample(header)
-        size = self.video.resized(len(indices), header.height, header.width)
+        indices = self.video_settings.sample(header)
+        size = self.video_settings.resized(len(indices), header.height, header.width)
         pixels = len(indices) * size[0] * size[1]
         if pixels > MAX_PIXELS:
             raise BadVideo(
@@ -105,9 +105,10 @@ class VideoProcessor(ModelProcessor):
                 f"{MAX_PIXELS:,} are allowed: sample fewer frames (video_fps, video_max_frames of "
                 "the data set), or smaller ones (size in the video processor's file)"
             )
-        step = self.video.temporal_patch_size
-        padded = len(indices) + -len(indices) % step
-        frames = np.empty((padded, 3, *size), np.uint8)
+        step = self.video_settings.temporal_patch_size
+        # Rounded up to whole temporal patches.
+        num_frames = len(indices) + -len(indices) % step
+        frames = np.empty((num_frames, 3, *size), np.uint8)
         for position, frame in enumerate(video.read(indices)):
             frames[position] = self._resize(frame, size)
         # As transformers does: the last frame fills a temporal patch.
@@ -134,7 +135,7 @@ class VideoProcessor(ModelProcessor):
         resized = torch.nn.functional.interpolate(
             torch.from_numpy(planes)[None],
             size=size,
-            mode="bicubic" if self.video.resample == BICUBIC else "bilinear",
+            mode="bicubic" if self.video_settings.resample == BICUBIC else "bilinear",
             align_corners=False,
             antialias=True,
         )
@@ -143,7 +144,7 @@ class VideoProcessor(ModelProcessor):
     def _patchify(self, frames: Frame) -> tuple[Frame, tuple[int, int, int]]:
         """(bytes of patches [patches, channels, pixels of a channel], grid) of frames [frames,
         channels, height, width]: a token's patches lie together."""
-        settings = self.video
+        settings = self.video_settings
         count, channels, height, width = frames.shape
         grid = (
             count // settings.temporal_patch_size,
@@ -188,7 +189,7 @@ def load_video_processor(
         return None
     settings = read_video_settings(name, values, bounds)
     try:
-        processor = assemble(cls, {}, tokenizer, files)
+        processor = build_processor(cls, {}, tokenizer, files)
     except Exception as error:
         raise ConfigError(
             f"The video processor of {path} cannot be loaded: {first_line(error)}"
@@ -197,7 +198,7 @@ def load_video_processor(
     processor.video_processor = SimpleNamespace(
         merge_size=settings.merge_size, temporal_patch_size=settings.temporal_patch_size
     )
-    video = VideoProcessor(processor, {}, video=settings, bounds=bounds)
+    video = VideoProcessor(processor, {}, video_settings=settings, bounds=bounds)
     if getattr(processor, "video_token", None) is None or video.token_id is None:
         raise CapabilityError(f"{video.name} has no video token, which is not supported.")
     return video

@@ -61,21 +61,31 @@ class PreferenceSamples:
         begins: Indices | None = None,
     ) -> None:
         """Write the documents of the chosen samples one after another; `ends` is the end of each
-        sample. Preference samples are never split, so `begins` is None, and have no weights."""
+        sample. Preference samples are never split, so `begins` is None, and have no weights.
+
+        A sample with the prompt p0 p1 p2 and the answers a0 a1 and b0 b1, labels below the tokens:
+
+            with a shared prompt            otherwise
+            p0 p1 | p2 a0 | p2 b0           p0 p1 p2 a0 | p0 p1 p2 b0
+            -  -    a0 a1   b0 b1           -  -  a0 a1   -  -  b0 b1
+
+        Labels are shifted: each is the token to predict.
+        """
         assert begins is None
         assert weights is None
         starts = [0, *ends.tolist()]
         for sample, start in zip(chosen.tolist(), starts, strict=False):
-            shared, cause = int(self._shared_lengths[sample]), int(self._prompt_ends[sample])
+            shared = int(self._shared_lengths[sample])
+            prompt_end = int(self._prompt_ends[sample])
             position = start + shared
             ids[start:position] = self._side_tokens(0, sample)[0][:shared]
             labels[start:position] = IGNORED
             for branch in range(PER_SAMPLE):
-                own, _ = self._side_tokens(branch, sample)
+                side_ids, _ = self._side_tokens(branch, sample)
                 answer, targets = self._completion(branch, sample)
-                first = position + cause - shared
+                first = position + prompt_end - shared
                 end = first + len(answer)
-                ids[position : first + 1] = own[shared : cause + 1]
+                ids[position : first + 1] = side_ids[shared : prompt_end + 1]
                 ids[first + 1 : end] = answer[:-1]
                 labels[position:first] = IGNORED
                 # The prompt's last token predicts the answer's first; the answer's last token is a
@@ -121,8 +131,11 @@ class PreferenceSamples:
             np.append(self._prompt_ends[sample], self._completion_lengths[sample]).tobytes()
         )
         for branch in range(PER_SAMPLE):
-            own, _ = self._side_tokens(branch, sample)
-            for part in (own[: self._prompt_ends[sample] + 1], *self._completion(branch, sample)):
+            side_ids, _ = self._side_tokens(branch, sample)
+            for part in (
+                side_ids[: self._prompt_ends[sample] + 1],
+                *self._completion(branch, sample),
+            ):
                 digest.update(part.tobytes())
         images, _ = self.samples.images(sample)
         for part in (*self._processors, *images) if images else ():
@@ -158,14 +171,14 @@ class PreferenceSamples:
     def _prompt_ends(self) -> Indices:
         """Index of the prompt's last token in each sample, which predicts both completions."""
         heads = np.min([self.samples.prompt_lengths(side) for side in self._sides], axis=0)
-        causes = np.maximum(heads - 1, 0)
+        prompt_ends = np.maximum(heads - 1, 0)
         if not self._is_kto:
-            for sample, cause in enumerate(causes.tolist()):
-                first, second = (self._side_tokens(side, sample)[0][: cause + 1] for side in (0, 1))
+            for sample, end in enumerate(prompt_ends.tolist()):
+                first, second = (self._side_tokens(side, sample)[0][: end + 1] for side in (0, 1))
                 # If truncation removed both prompts, the rest need not have a common prefix.
                 if not np.array_equal(first, second):
-                    causes[sample] = 0
-        return causes
+                    prompt_ends[sample] = 0
+        return prompt_ends
 
     @cached_property
     def _shared_lengths(self) -> Indices:
@@ -209,8 +222,8 @@ class PreferenceSamples:
         if self.settings.kl_pairing == "rotate":
             return _rotate(count, self.settings.kl_rotation_size or count)
         prompts = [
-            self._side_tokens(0, sample)[0][: cause + 1].tobytes()
-            for sample, cause in enumerate(self._prompt_ends.tolist())
+            self._side_tokens(0, sample)[0][: end + 1].tobytes()
+            for sample, end in enumerate(self._prompt_ends.tolist())
         ]
         return _pair_with_other_prompts(prompts)
 

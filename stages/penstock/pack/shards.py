@@ -48,8 +48,8 @@ def write_shard(
             chosen = bins.samples[first:last]
             offsets = np.cumsum(sizes[first:last])
             used = int(offsets[-1])
-            shard_begins = None if begins is None else begins[first:last]
-            form.write_tokens(chosen, offsets, ids, labels, weights, shard_begins)
+            batch_begins = None if begins is None else begins[first:last]
+            form.write_tokens(chosen, offsets, ids, labels, weights, batch_begins)
             rows = np.concatenate([[0], bins.ends[low:high] - first])
             own = None if weights is None else weights[:used]
             writer.write_batch(_batch(form, chosen, rows, offsets, ids[:used], labels[:used], own))

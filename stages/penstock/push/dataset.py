@@ -70,6 +70,7 @@ class DatasetTarget:
 
     hub: HubRepo
     config: str
+    """The name of the configuration (a subset of a Hub data set), and of its folder."""
 
     def open(self) -> DatasetInfo:
         """Open or create the repository. Raises CapabilityError if it is unsuitable."""
@@ -112,7 +113,11 @@ class DatasetTarget:
         return file, addition
 
     def commit(self, sent: list[Sent], record: bytes, info: DatasetInfo) -> str:
-        """Commit the uploaded files with the card that names them; return the commit."""
+        """Commit the uploaded files with the card that names them; return the commit.
+
+        `record` is the content of PROVENANCE_FILE, `info` the state of the repository that the card
+        is read from.
+        """
         for _ in range(MAX_COMMIT_TRIES):
             card = self._card(info)
             _add_config(card, self.config, sent)

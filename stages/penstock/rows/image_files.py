@@ -224,8 +224,9 @@ class _Column:
     """Whether the model takes them."""
     table: PixelTable | None
 
-    def check(self, image: StoredImage) -> StoredTensor:
-        """The tensor of an image that is written to this column."""
+    def tensor_of(self, image: StoredImage) -> StoredTensor:
+        """The tensor of an image that is written to this column. Raises ValueError for another
+        dtype."""
         if image.error is not None:
             return StoredTensor((0,), np.empty(0, self.dtype))
         tensor = image.tensors[self.name]
@@ -338,6 +339,7 @@ def _to_batch(
     images: Sequence[StoredImage], schema: pa.Schema, buffers: dict[str, np.ndarray]
 ) -> pa.RecordBatch:
     """A batch whose tensors are in `buffers`, until the next one is built."""
+    # In the order of the schema's fields.
     columns: list[pa.Array] = [
         pa.array([image.digest for image in images], pa.binary(IMAGE_DIGEST_BYTES)),
         *(
@@ -347,7 +349,7 @@ def _to_batch(
         pa.array([image.error for image in images], pa.string()),
     ]
     for column in _columns(schema):
-        tensors = [column.check(image) for image in images]
+        tensors = [column.tensor_of(image) for image in images]
         raw = [
             np.ascontiguousarray(tensor.content).reshape(-1).view(np.uint8) for tensor in tensors
         ]

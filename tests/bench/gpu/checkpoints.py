@@ -18,7 +18,7 @@ from penstock.engine.distributed.ranks import destroy_process_group, init_proces
 from tests.bench.bench_gpu import ON_ONE
 from tests.bench.figures import record
 from tests.bench.timing import machine, verdict
-from tests.bench.train_cuda import QWEN3_0_6B, Case, open_loop
+from tests.bench.train_cuda import QWEN3_0_6B, Case, build_trainer
 from tests.engine import loops, runs
 
 CASE = Case("Qwen3-0.6B", QWEN3_0_6B, row=2048, train={**ON_ONE})
@@ -44,7 +44,7 @@ def disk_rate(folder: Path, num_bytes: int) -> float:
 
 def save_and_load(case: Case, folder: Path) -> tuple[int, float, float]:
     """Bytes of a checkpoint, and seconds to save and to load it."""
-    loop = open_loop(case, folder, init_process_group(600))
+    loop = build_trainer(case, folder, init_process_group(600))
     loops.step(loop)
     os.sync()
     started = time.perf_counter()
@@ -61,7 +61,7 @@ def save_and_load(case: Case, folder: Path) -> tuple[int, float, float]:
 def stall(case: Case, folder: Path) -> tuple[float, float]:
     """Seconds of a step without a save, and of one with a save behind it."""
     case = replace(case, train={**case.train, "save_async": True})
-    loop = open_loop(case, folder, init_process_group(600))
+    loop = build_trainer(case, folder, init_process_group(600))
     for _ in range(2):
         loops.step(loop)
     started = time.perf_counter()

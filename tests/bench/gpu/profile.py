@@ -24,7 +24,7 @@ from penstock.train.trainer import Trainer
 from tests.bench.bench_gpu import CASES, OURS
 from tests.bench.figures import out_folder, record
 from tests.bench.timing import CUDA, machine, verdict
-from tests.bench.train_cuda import WARMING, open_loop
+from tests.bench.train_cuda import WARMING, build_trainer
 from tests.engine import loops, runs
 
 STEPS = 2
@@ -88,7 +88,7 @@ def open_that_fits(name: str, folder: Path, *, dry: bool) -> Trainer:
     for recomputed, train in OURS.items():
         case = replace(CASES[name], train={**CASES[name].train, **train}, **small)
         try:
-            loop = open_loop(case, folder / recomputed, ranks)
+            loop = build_trainer(case, folder / recomputed, ranks)
             for _ in range(WARMING):
                 loops.step(loop)
         except torch.OutOfMemoryError:

@@ -66,7 +66,7 @@ def test_router_losses_and_their_gradients_are_those_of_our_decoder(tmp_path, mo
 def _in_parts(folder: Path) -> list[Found]:
     found = []
     for most in (1, 8):
-        split_by_length.MAX_PARTS = most
+        split_by_length.MAX_SUB_BATCHES = most
         found.append(_first_step(folder, "transformers", **GLOBAL))
     return found
 

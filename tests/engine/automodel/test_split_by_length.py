@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from penstock.engine import split_by_length
-from penstock.engine.split_by_length import cut, num_parts, padded_tokens
+from penstock.engine.split_by_length import cut, num_sub_batches, padded_tokens
 from penstock.rows.collate import collate
 from penstock.rows.reader import PackedRows
 from tests.engine import loops
@@ -43,7 +43,7 @@ def test_documents_are_cut_into_groups_with_the_fewest_padded_tokens():
 def _trained(folder: Path, most: int) -> tuple[float, float, loops.Arrays, list[int]]:
     """Loss of a step, loss of an evaluation, gradients, and the padded tokens of each forward
     pass."""
-    split_by_length.MAX_PARTS = most
+    split_by_length.MAX_SUB_BATCHES = most
     # Padding documents, and another number of documents on each rank.
     job = examine.job_of(
         folder, f"parts-{most}", max_grad_norm=0.0, data={"pad_to_multiple_of": 64}
@@ -84,4 +84,4 @@ def test_a_micro_batch_of_equal_documents_is_one_part_without_its_padding(tmp_pa
     assert part.num_tokens == batch.num_tokens == len(tokens_T) == sum(part.lengths)
     assert torch.equal(part.places().sort().values, batch.places()[: batch.num_tokens])
     [padding] = collate([[]], pad_to_multiple_of=512).micro_batches()
-    assert num_parts(padding) == 1
+    assert num_sub_batches(padding) == 1

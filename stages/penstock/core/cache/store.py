@@ -429,8 +429,11 @@ def _build(
     *,
     restores_previous: bool = False,
 ) -> StageResult:
+    """Run the stage, or resume its attempt. `started` is when the call began, which may have waited
+    for a lock. `restores_previous`: the caller restores a result if this fails, as the error says.
+    """
     stage, out = step.stage, step.path
-    began = time.monotonic()
+    build_started = time.monotonic()
     try:
         digests = digests_of_inputs(stage)
         resumed = _find_attempt_to_resume(step, digests, request.notify)
@@ -439,12 +442,12 @@ def _build(
         _require_unchanged_inputs(stage, digests, request.verify)
         facts = dict(stage.run(out))
         _require_unchanged_inputs(stage, digests, request.verify)
-        manifest = _seal(step, facts, digests, time.monotonic() - began)
+        manifest = _seal(step, facts, digests, time.monotonic() - build_started)
         remove(out.with_name(f"{out.name}{REPLACED}"))
     except Interrupted:
         raise
     except Exception as error:
-        seconds = time.monotonic() - began
+        seconds = time.monotonic() - build_started
         raise _failure(step, error, seconds, restores_previous=restores_previous) from error
     return _stage_result(step, "resumed" if resumed else "ran", started, manifest["facts"])
 

@@ -161,7 +161,10 @@ def pin_tokenizer(path: str, revision: str | None = None) -> Source:
     _reject_for_files(path, revision=revision)
     folder = _download(path, TOKENIZER_AND_CONFIG) if is_url(path) else _require_folder(path)
     files = _glob_files(folder, TOKENIZER_FILES)
-    if all("template" in file.name or file.name in PROCESSOR_FILES for file in files):
+    has_tokenizer = any(
+        "template" not in file.name and file.name not in PROCESSOR_FILES for file in files
+    )
+    if not has_tokenizer:
         _reject_adapter(path, folder)
         raise ConfigError(
             f"{redact(path)} holds no tokenizer (tokenizer.json, tokenizer_config.json, *.model).\n"
@@ -175,6 +178,7 @@ def pin_tokenizer(path: str, revision: str | None = None) -> Source:
             more = {"model_type": _read_entry(folder / "config.json", "model_type")}
         else:
             files.append(folder / "config.json")
+    # Its stop tokens are those of a chat's turns (`rows.tokenizer`).
     files += _glob_files(folder, (GENERATION_CONFIG,))
     local = LocalFiles(folder.name, folder, tuple(sorted(files)))
     return Source({"kind": "files", **more, "files": _digest_files(local)}, local.paths)

@@ -1,4 +1,7 @@
-"""The loss of a step over tokens: their summed losses, divided by the sum of their loss weights."""
+"""The loss of a step over tokens: their summed losses, divided by the sum of their loss weights.
+
+The divisor is the sum over all ranks, which `TrainStep` reads before the step (`TokenCounts`).
+"""
 
 from dataclasses import dataclass
 

@@ -125,12 +125,14 @@ class ModelOutline:
         return "vision" if name.startswith(self.media.vision) else "projector"
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object."""
+        """A JSON object, which `family.py` keeps in the user's cache: building an outline takes
+        seconds."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "ModelOutline":
         """Read what `to_json` wrote."""
+        # JSON reads tuples back as lists: a field with tuples must be converted here.
         traits = dict(fields["traits"])
         media = fields.get("media")
         head = traits.pop("head")

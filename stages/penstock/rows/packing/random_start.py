@@ -45,6 +45,7 @@ def random_starts(
     """
     tokens = np.cumsum(counts * np.arange(capacity + 1))
     for share in SHARES:
+        # Half of the samples up to `limit` tokens are held back; rows are dealt up to `level`.
         limit = int(np.searchsorted(tokens, 2 * share * int(tokens[-1])))
         level = _level(sizes[:PROBED], limit, capacity, int(tokens[-1]) / least)
         if level <= capacity:
@@ -102,18 +103,21 @@ def _fill(
     """Fill rows to `level` by next fit, then fill their gaps with the samples held back."""
     dealt, back = _hold_back(sizes, limit)
     dealt_sizes, back_sizes = sizes[dealt], sizes[back]
+    # Number of samples of each row.
     widths = deal(dealt_sizes, level)
     totals = np.add.reduceat(dealt_sizes, row_starts(widths), dtype=np.int64)
     by_gap = stable_argsort(totals, capacity)[::-1]
-    rows = np.bincount(capacity - totals)
-    gaps = np.flatnonzero(rows)
-    rooms = list(zip(gaps.tolist(), rows[gaps].tolist(), strict=True))
+    rows_by_gap = np.bincount(capacity - totals)
+    gaps = np.flatnonzero(rows_by_gap)
+    rooms = list(zip(gaps.tolist(), rows_by_gap[gaps].tolist(), strict=True))
     plan = best_fit(count_values(back_sizes, capacity), rooms, capacity)
+    # A slot: samples of one length that a row gets.
     slots = plan_slots(plan)
     # The plan numbers existing rows by gap size, then the rows that it opens.
     opened = np.arange(len(widths), plan.num_rows)
     by_gap = np.concatenate([by_gap, opened])
-    widths, totals = (np.append(dealt_to, 0 * opened) for dealt_to in (widths, totals))
+    # Those have no sample yet.
+    widths, totals = (np.append(dealt_to, np.zeros_like(opened)) for dealt_to in (widths, totals))
     added = np.empty_like(widths)
     added[by_gap] = slots.widths()
     totals[by_gap] += slots.totals()
