@@ -39,7 +39,7 @@ def load_config(
         from penstock.api.overrides import plain_settings
 
         locator = ErrorLocator(yaml12.Document(), overrides)
-        return loading.resolve(plain_settings(config), overrides, locator, notify=notify)
+        return loading.build_run(plain_settings(config), overrides, locator, notify=notify)
     path = Path(config)
     # `Path.is_file` raises for a name that is too long, which `load` reports.
     if os.path.isfile(path / JOB):  # noqa: PTH113 - of any name

@@ -96,7 +96,6 @@ from penstock.engine.train_step import TrainStep
 from penstock.engine.trainable import trainable_params
 from penstock.engine.validate_backend import describe_backend, require_backend
 from penstock.engine.validate_model import validate_model
-from penstock.engine.vision.balance import ImageCost, build_image_cost
 from penstock.engine.vision.build import (
     build_image_inputs,
     build_outline,
@@ -110,6 +109,7 @@ from penstock.engine.vision.freeze import (
     freeze_image_experts,
     frozen_parts,
 )
+from penstock.engine.vision.image_cost import ImageCost, build_image_cost
 from penstock.engine.vision.image_text import freeze_image_text
 from penstock.models.automodel.causal_lm import AutoCausalLM
 from penstock.models.automodel.family import AutoFamily

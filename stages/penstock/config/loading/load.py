@@ -54,7 +54,7 @@ def load(
         load_foreign.require_run(path, settings)
         if dialect := load_foreign.detect_dialect(settings):
             return load_foreign.load(path, document, dialect, overrides, notify, strict=strict)
-    return resolve(settings, overrides, ErrorLocator(document, overrides, path), notify=notify)
+    return build_run(settings, overrides, ErrorLocator(document, overrides, path), notify=notify)
 
 
 def loads(settings: Mapping[str, Any], overrides: Sequence[Override] = ()) -> RunConfig:
@@ -62,7 +62,7 @@ def loads(settings: Mapping[str, Any], overrides: Sequence[Override] = ()) -> Ru
 
     Raises ConfigError, whose text has one line for each error.
     """
-    return resolve(settings, overrides, ErrorLocator(yaml12.Document(), overrides), expands=False)
+    return build_run(settings, overrides, ErrorLocator(yaml12.Document(), overrides), expands=False)
 
 
 def read_document(path: Path, *, may_be_empty: bool) -> yaml12.Document:
@@ -146,7 +146,7 @@ def _near_files(path: Path) -> str:
     return f"; did you mean {path.with_name(near[0])}?" if near else "; name a YAML file"
 
 
-def resolve(
+def build_run(
     settings: Mapping[str, Any],
     overrides: Sequence[Override],
     locator: ErrorLocator,

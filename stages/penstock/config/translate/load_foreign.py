@@ -9,7 +9,7 @@ from penstock.config.loading import yaml12
 from penstock.config.loading.cli_overrides import Override
 from penstock.config.loading.fault import shown
 from penstock.config.loading.fault_locations import ErrorLocator
-from penstock.config.loading.load import read_document, resolve
+from penstock.config.loading.load import build_run, read_document
 from penstock.config.schema.run import RunConfig
 from penstock.config.server.run_fields import SERVER
 from penstock.config.translate.apply import (
@@ -52,7 +52,7 @@ def load(
     fatal: tuple[Kind, ...] = (*GAPS, "doubtful") if strict else FATAL
     errors = [locator.at_key(line.key, line.why) for line in translation.of(*fatal)]
     try:
-        run = resolve(translation.settings, overrides, locator, errors, notify=notify)
+        run = build_run(translation.settings, overrides, locator, errors, notify=notify)
     except ConfigError as error:
         if dialect is not SERVER:
             raise
@@ -79,7 +79,7 @@ def load_translation(path: Path, name: str | None, devices: Devices) -> Translat
         if name is None:
             require_known(path, document.value)
         translation = translate_native(document.value, devices)
-        resolve(document.value, (), ErrorLocator(document, (), path, translation))
+        build_run(document.value, (), ErrorLocator(document, (), path, translation))
         return translation
     return drop_invalid(translate(document.value, dialect, devices, path.parent))
 

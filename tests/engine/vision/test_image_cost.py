@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 import transformers
 
-from penstock.engine.vision.balance import build_image_cost
+from penstock.engine.vision.image_cost import build_image_cost
 from penstock.models.flops import flops_per_pair, pairs_per_token
 from penstock.models.registry import get_family
 from penstock.rows.batches import assign_micro_batches
