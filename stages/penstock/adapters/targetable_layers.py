@@ -27,6 +27,7 @@ def targetable_layers(model: CausalLM) -> dict[str, str]:
 
     The same layer of all experts of a MoE layer is one entry; its native name is the module's name
     plus the matrix.
+    A `Router` is no `nn.Linear`: routers are left out, as by name in `match_targets.linear_layers`.
     """
     targets_by_layer: dict[str, str] = {}
     outline = model.config.outline if isinstance(model, AutoCausalLM) else None
