@@ -60,7 +60,7 @@ def steps_of(over):
     sections = {
         name: {**REFERENCE.get(name, {}), **over.get(name, {})} for name in {*REFERENCE, *over}
     }
-    return plan(loads(sections)).steps
+    return plan(loads(sections), for_this_machine=False).steps
 
 
 def identities():

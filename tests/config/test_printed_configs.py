@@ -11,7 +11,8 @@ from penstock.config.resolve import resolve
 from penstock.config.schema.run import RunConfig
 from penstock.core.cache.stage import stage_key
 from penstock.core.errors import PenstockError
-from penstock.pipeline.plan import plan
+from penstock.estimate.costs import device_speed
+from penstock.pipeline.plan import float32_by_default, plan
 from penstock.train.launch.job import RESOLVED_CONFIG, Job
 from tests.config.draw_config import draw_config
 from tests.config.values import smallest
@@ -19,6 +20,12 @@ from tests.config.values import smallest
 ROOT = Path(__file__).parents[2]
 STAGES = ROOT / "stages" / "penstock"
 FOREIGN = ROOT.parent / "shared" / "examples"
+
+
+@pytest.fixture(autouse=True)
+def has_bfloat16_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run without a precision is in float32 on a CPU without them, and its folder says so."""
+    monkeypatch.setattr(device_speed, "has_bfloat16_units", lambda: True)
 
 
 def saved(run: RunConfig, folder: Path) -> str:
@@ -66,6 +73,17 @@ def assert_all_survive(seeds: range, folder: Path) -> None:
 
 def test_random_configs_survive_printing(tmp_path: Path) -> None:
     assert_all_survive(range(6), tmp_path)
+
+
+def test_a_precision_chosen_for_this_machine_is_not_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_speed, "has_bfloat16_units", lambda: False)
+    run = loads(draw_config(1))
+    assert float32_by_default(run)
+    printed = tmp_path / "printed.yaml"
+    printed.write_text(print_config(run, all_fields=True))
+    assert planned(load(printed)) == planned(run)
 
 
 @pytest.mark.exhaustive

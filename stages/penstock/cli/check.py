@@ -52,7 +52,9 @@ from penstock.pipeline.pins import (
     resolve_dataset_type,
 )
 from penstock.pipeline.plan import (
+    PRECISION_FIELDS,
     dataset_settings,
+    float32_by_default,
     includes_stage,
     prepare_step,
     user_prepared_step,
@@ -90,7 +92,7 @@ class CheckResult:
 def check_run(run: RunConfig, console: Console, *, all_fields: bool) -> dict[str, Any]:
     """Print the config as YAML and a line for each check; returns both for --json.
 
-    Only fields that are set are printed, or with `whole` every field, and the resolved values of
+    Only fields that are set are printed, or with `all_fields` every field, and the resolved values of
     null fields as a comment. Raises ConfigError or CapabilityError if a check finds a fault.
     """
     typed, results = _compose_and_check(run)
@@ -437,8 +439,10 @@ def _check_push(run: RunConfig) -> list[CheckResult]:
 
 
 def print_config(run: RunConfig, *, all_fields: bool) -> str:
-    """The config as YAML that loads as the same run: the fields that are set, or with `whole`
-    all."""
-    text = yaml12.dump(run.model_dump(mode="json", exclude_unset=not all_fields)).rstrip()
+    """The config as YAML that loads as the same run: the fields that are set, or with `all_fields`
+    all, but for the precision if it is chosen for this machine."""
+    chosen_here = {"train": {*PRECISION_FIELDS}} if float32_by_default(run) else None
+    settings = run.model_dump(mode="json", exclude_unset=not all_fields, exclude=chosen_here)
+    text = yaml12.dump(settings).rstrip()
     resolved = "\n# ".join(yaml12.dump(resolve(run)).splitlines())
     return f"{text}\n# Resolved:\n# {resolved}" if all_fields else text

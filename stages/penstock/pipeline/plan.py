@@ -222,12 +222,16 @@ FLOAT32_NOTE = (
 )
 
 
+PRECISION_FIELDS = ("precision", "enable_mixed_precision", "master_weights")
+"""Settings of train; without any of them the precision is chosen for the machine."""
+
+
 def float32_by_default(run: RunConfig) -> RunConfig | None:
     """The run in float32, if its precision is not written and this machine has no units for
     bfloat16; None for others."""
-    names = ("precision", "enable_mixed_precision", "master_weights")
+    written = any(is_explicitly_set(run, f"train.{name}") for name in PRECISION_FIELDS)
     # Features of images are stored in the precision that they are trained in.
-    if run.data.encode_images or any(is_explicitly_set(run, f"train.{name}") for name in names):
+    if run.data.encode_images or written:
         return None
     from penstock.config.rules.run import rule_violations
     from penstock.estimate.costs.device_speed import has_bfloat16_units
