@@ -92,8 +92,8 @@ class CheckResult:
 def check_run(run: RunConfig, console: Console, *, all_fields: bool) -> dict[str, Any]:
     """Print the config as YAML and a line for each check; returns both for --json.
 
-    Only fields that are set are printed, or with `all_fields` every field, and the resolved values of
-    null fields as a comment. Raises ConfigError or CapabilityError if a check finds a fault.
+    Only fields that are set are printed, or with `all_fields` every field, and the resolved values
+    of null fields as a comment. Raises ConfigError or CapabilityError if a check finds a fault.
     """
     typed, results = _compose_and_check(run)
     console.result(print_config(typed, all_fields=all_fields))
