@@ -129,7 +129,11 @@ def test_plan_tells_what_a_reference_takes_until_it_is_there(tmp_path):
     config = small_run(
         tmp_path,
         data={"datasets": [{"path": str(pairs), "type": "preference"}]},
-        train={"objective": "preference", "output_dir": str(tmp_path / "out")},
+        train={
+            "objective": "preference",
+            "output_dir": str(tmp_path / "out"),
+            "enable_mixed_precision": False,  # an H100 may choose another
+        },
     )
     ask = ("plan", config, "--device-kind", "H100")
     assert penstock(*ask, "--json").last["costs"]["reference_seconds"] > 0
