@@ -1,6 +1,5 @@
-"""What starting the command may cost: the libraries it must not import, and processor time."""
+"""What starting the command may cost: the libraries it must not import, and how many modules."""
 
-import resource
 import subprocess
 import sys
 
@@ -31,7 +30,8 @@ OF_WORK = {
 """What judges or does work, and a run that is finished does without."""
 OWN_MODULES = 221
 """As many of our own a finished run may import."""
-BUDGETS = {"import penstock": 0.15, "from penstock.cli.main import main; main(['--help'])": 0.4}
+BUDGETS = {"import penstock": 90, "from penstock.cli.main import main; main(['--help'])": 380}
+"""As many modules, the interpreter's own included. bench_start measures the seconds."""
 
 
 def modules_of(code):
@@ -61,14 +61,7 @@ def test_nothing_heavy_is_imported_before_there_is_work(code, tmp_path):
 
 @pytest.mark.parametrize("code", BUDGETS)
 def test_starting_stays_within_its_budget(code):
-    def seconds():
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, check=True)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
-
-    # Processor seconds, the least of five: what other work on this machine does not add to.
-    assert min(seconds() for _ in range(5)) <= BUDGETS[code]
+    assert len(modules_of(code)) <= BUDGETS[code]
 
 
 def makes_nothing(_, out):

@@ -131,6 +131,7 @@ def adapter(weights):
 
 
 PURE, HALF = {"precision": "bf16"}, {"precision": "fp16_mixed"}
+MIXED = {"enable_mixed_precision": True}
 DECAYING = {"lr_decay_style": "cosine"}
 OPTIMIZED = {
     f"train.{name}": (section("train", **(over or {}), **written), section("train", **(over or {})))
@@ -148,7 +149,7 @@ OPTIMIZED = {
         ("loss_scale_init", {"loss_scale_init": 8.0}, HALF),
         ("save_optimizer", {"save_optimizer": False}, None),
         ("load_optimizer", {"load_optimizer": False}, {"load_checkpoint_path": "auto"}),
-        ("ckpt_weights", {"ckpt_weights": "compute"}, None),
+        ("ckpt_weights", {"ckpt_weights": "compute"}, MIXED),
         ("ckpt_quant", {"ckpt_quant": "int8"}, None),
     )
 }

@@ -122,7 +122,8 @@ def test_the_longest_row_of_a_column_is_known_from_its_levels(version):
         out = io.BytesIO()
         table = pa.table({"ids": rows})
         pq.write_table(table, out, data_page_version=version, data_page_size=page)
-        [column] = column_chunks(pq.ParquetFile(out), 0, out, read_codecs(out)[0])
+        file = pq.ParquetFile(out)
+        [column] = column_chunks(file, 0, out, read_codecs(out, file)[0])
         # An empty list has one entry of levels.
         longest = max(sum(max(1, len(part)) for part in row) or 1 for row in rows)
         assert column.longest_row(out)[0] == longest == 1500

@@ -27,7 +27,7 @@ def parquet(source: SourceFile, span: tuple[int, int] | None) -> Iterator[Chunk]
     """The rows of the row groups `span` (all: None)."""
     with arrow_errors(source, "parquet"), source.open_arrow() as (stream, raw):
         file = open_parquet(stream)
-        codecs = read_codecs(raw)
+        codecs = read_codecs(raw, file)
         expansion, row = Expansion(source.name, stream.size()), 1
         for group in range(*(span or (0, file.metadata.num_row_groups))):
             plan = plan_row_group(file, group, raw, codecs[group], source, expansion)

@@ -6,7 +6,7 @@ MAX_DEPTH = 16
 """Of structures and lists."""
 
 Struct = dict[int, Any]
-"""Fields of a structure by number. Lists have their structures only; texts are their length."""
+"""Fields of a structure by number. Texts, and lists of anything but structures, are their length."""
 
 
 class CompactReader:
@@ -58,8 +58,8 @@ class CompactReader:
             header = self._byte()
             # Up to 14 entries are counted in the header.
             count = header >> 4 if header < 0xF0 else self.varint()
-            values = (self._value(header & 0xF, depth + 1) for _ in range(count))
-            return [value for value in values if isinstance(value, dict)]
+            values = [self._value(header & 0xF, depth + 1) for _ in range(count)]
+            return values if header & 0xF == 12 else count
         if kind == 12:
             return self.struct(depth + 1)
         raise ValueError(f"type {kind}")

@@ -5,6 +5,7 @@ bytes stand for any number of rows. The format: https://parquet.apache.org/docs/
 """
 
 import io
+import operator
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -170,18 +171,40 @@ def column_chunks(
             raise PageError(f"column {column.path}: {error}") from error
 
 
-def read_codecs(stream: BinaryIO) -> list[list[int]]:
-    """The codec of each column of each row group: pyarrow ends the process at an unknown one."""
+def read_codecs(stream: BinaryIO, file: pq.ParquetFile) -> list[list[int]]:
+    """The codec of each column of each row group. Raises PageError for a footer that Arrow would
+    end the process at, or reads otherwise."""
     # A file ends with the footer, its length and "PAR1". FileMetaData: 4 is the row groups.
     # RowGroup: 1 is its columns. ColumnChunk: 3 is its metadata. ColumnMetaData: 4 is its codec.
     stream.seek(-8, io.SEEK_END)
     length = int.from_bytes(stream.read(4), "little")
     stream.seek(-8 - length, io.SEEK_END)
+    schema = [file.schema.column(number) for number in range(len(file.schema))]
     try:
         groups = CompactReader(stream.read(length)).struct()[4]
-        return [[column[3][4] for column in group[1]] for group in groups]
-    except (IndexError, KeyError, TypeError, ValueError) as error:
+        columns = [[column[3] for column in group[1]] for group in groups]
+        if [*map(len, columns)] != [len(schema)] * file.num_row_groups:
+            raise ValueError("its row groups do not have the columns of the schema")
+        for row_group in columns:
+            for metadata, column in zip(row_group, schema, strict=True):
+                _check_size_statistics(metadata, column)
+        return [[operator.index(metadata[4]) for metadata in row_group] for row_group in columns]
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise PageError("the footer is damaged") from error
+
+
+def _check_size_statistics(metadata: Struct, column: pq.ColumnSchema) -> None:
+    """Raise ValueError if they do not fit the column: `pq.RowGroupMetaData.column` does not catch
+    what Arrow throws then."""
+    # ColumnMetaData: 16 is SizeStatistics. 1 is the bytes of its texts, 2 and 3 are histograms of
+    # repetition and definition levels.
+    statistics = metadata.get(16, {})
+    levels = (column.max_repetition_level + 1, column.max_definition_level + 1)
+    fits = all(
+        statistics.get(field, 0) in (0, count) for field, count in zip((2, 3), levels, strict=True)
+    )
+    if not fits or (1 in statistics and column.physical_type != "BYTE_ARRAY"):
+        raise ValueError("its size statistics are not of the column")
 
 
 def chunk_range(chunk: pq.ColumnChunkMetaData) -> tuple[int, int]:
@@ -224,7 +247,8 @@ def _page(header: Struct, start: int) -> Page:
     # are the headers of the types. In theirs 1 is the values; then 2 is the encoding and 4 that of
     # repetition levels, and in version 2 4 is the encoding and 6 the bytes of those levels.
     kind = header.get(1)
-    fields = header.get({DATA: 5, DICTIONARY: 7, DATA_V2: 8}.get(cast("int", kind), 0))
+    kind = kind if isinstance(kind, int) else -1
+    fields = header.get({DATA: 5, DICTIONARY: 7, DATA_V2: 8}.get(kind, 0))
     values: Struct = fields if isinstance(fields, dict) else {}
     is_v2 = kind == DATA_V2
     encoding = values.get(4 if is_v2 else 2, 0)
@@ -233,7 +257,7 @@ def _page(header: Struct, start: int) -> Page:
     if not all(_is_count(number) for number in (kind, *sizes, encoding, *levels)):
         raise PageError(f"the page header before byte {start} is damaged")
     num_bytes, expanded, num_values = cast("tuple[int, int, int]", sizes)
-    return Page(cast("int", kind), start, num_bytes, expanded, num_values, encoding, levels)
+    return Page(kind, start, num_bytes, expanded, num_values, encoding, levels)
 
 
 def _is_count(number: Any) -> bool:
