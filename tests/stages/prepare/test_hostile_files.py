@@ -62,9 +62,9 @@ def arrow():
     return out.getvalue()
 
 
-def parquet():
+def parquet(row_group_size=10):
     out = io.BytesIO()
-    pq.write_table(pa.Table.from_pylist(TEXTS), out, row_group_size=10)
+    pq.write_table(pa.Table.from_pylist(TEXTS), out, row_group_size=row_group_size)
     return out.getvalue()
 
 
@@ -105,7 +105,7 @@ def test_a_damaged_file_is_refused_by_name_or_has_all_its_records(tmp_path, kind
 
 @pytest.mark.slow
 def test_no_bit_of_a_parquet_footer_ends_the_process(tmp_path):
-    content = parquet()
+    content = parquet(row_group_size=ROWS)
     footer = len(content) - int.from_bytes(content[-8:-4], "little") - 8
     paths = []
     for at, bit in itertools.product(range(footer, len(content)), range(8)):

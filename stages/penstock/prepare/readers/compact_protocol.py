@@ -6,7 +6,8 @@ MAX_DEPTH = 16
 """Of structures and lists."""
 
 Struct = dict[int, Any]
-"""Fields of a structure by number. Texts, and lists of anything but structures, are their length."""
+"""Fields of a structure by number. A text is its length, and so is a list of anything but
+structures."""
 
 
 class CompactReader:

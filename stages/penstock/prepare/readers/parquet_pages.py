@@ -182,15 +182,15 @@ def read_codecs(stream: BinaryIO, file: pq.ParquetFile) -> list[list[int]]:
     schema = [file.schema.column(number) for number in range(len(file.schema))]
     try:
         groups = CompactReader(stream.read(length)).struct()[4]
-        columns = [[column[3] for column in group[1]] for group in groups]
-        if [*map(len, columns)] != [len(schema)] * file.num_row_groups:
-            raise ValueError("its row groups do not have the columns of the schema")
-        for row_group in columns:
-            for metadata, column in zip(row_group, schema, strict=True):
+        codecs: list[list[int]] = []
+        for _, group in zip(range(file.num_row_groups), groups, strict=True):
+            chunks = [chunk[3] for chunk in group[1]]
+            for metadata, column in zip(chunks, schema, strict=True):
                 _check_size_statistics(metadata, column)
-        return [[operator.index(metadata[4]) for metadata in row_group] for row_group in columns]
+            codecs.append([operator.index(metadata[4]) for metadata in chunks])
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise PageError("the footer is damaged") from error
+    return codecs
 
 
 def _check_size_statistics(metadata: Struct, column: pq.ColumnSchema) -> None:
