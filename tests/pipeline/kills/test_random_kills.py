@@ -14,6 +14,7 @@ import pytest
 
 from penstock.config.loading.load import load
 from penstock.core.cache.folder_digests import DIGESTS
+from penstock.core.cache.manifest import MANIFEST
 from penstock.core.files import remove
 from penstock.core.replace_folder import DELETED
 from penstock.engine.checkpoint.folders import complete_checkpoints
@@ -102,6 +103,11 @@ def scene_of(stage: str, folder: Path, config: Path) -> Scene:
     def content():
         return sealed(folder), files_below(folder / "target") if stage == "push" else {}
 
+    def left():
+        # A push that ended sends a file again that is damaged later, and says that it sent one.
+        is_pushed = stage == "push" and any((folder / "artifacts/push").rglob(MANIFEST))
+        return [] if is_pushed else unfinished(*roots)
+
     return Scene(
         f"{stage} on 1 rank" if stage == "train" else stage,
         folder,
@@ -109,7 +115,7 @@ def scene_of(stage: str, folder: Path, config: Path) -> Scene:
         (config, stage),
         lambda: remove_all(*roots),
         content,
-        lambda: unfinished(*roots),
+        left,
     )
 
 
