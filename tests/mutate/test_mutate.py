@@ -2,11 +2,13 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from tests.conftest import ROOT
 from tests.mutate.fields import all_fields
+from tests.mutate.planted import Bug, judge, read_bugs
 from tests.mutate.running import STARTUP, VARIABLE
 from tests.mutate.table import exists, read_rows
 
@@ -77,3 +79,20 @@ def test_a_mutant_that_no_test_notices_is_told():
     told = run("-m", "tests.mutate", "--no-preload", f"--field={SAMPLE[0]}", f"--test={test}")
     assert told.returncode == 1, told.stderr
     assert f"SURVIVED  {SAMPLE[0]} " in told.stdout
+
+
+def test_bugs_are_planted_where_they_were_written_and_a_test_notices_them(tmp_path):
+    bugs = read_bugs()
+    assert len({bug.id for bug in bugs}) == len(bugs) >= 100
+    assert [bug.id for bug in bugs if not all((ROOT / test).exists() for test in bug.tests)] == []
+    stale = [bug.id for bug in bugs if bug.is_stale(ROOT)]
+    assert len(stale) <= 5, f"write these again, their places are gone: {stale}"
+    (tmp_path / "stages").mkdir()
+    (tmp_path / "stages/doubling.py").write_text("def double(x):\n    return 2 * x\n")
+    test = "from doubling import double\n\ndef test_double():\n    assert double(2) == 4\n"
+    (tmp_path / "test_numbers.py").write_text(test)
+    bug = Bug("x", "stages/doubling.py", "2 * x", "x * x + x - x", "", ("test_numbers.py",))
+    assert judge(bug, tmp_path, 60) == "SURVIVED"
+    noticed = judge(replace(bug, new="3 * x"), tmp_path, 60)
+    assert noticed == "FAILED test_numbers.py::test_double"
+    assert judge(replace(bug, old="4 * x"), tmp_path, 60) == "stale: its place is gone"
