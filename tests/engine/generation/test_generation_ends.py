@@ -10,7 +10,7 @@ from penstock.core.errors import ConfigError
 from penstock.engine.distributed.ranks import init_process_group
 from penstock.engine.generation.generator import NotFiniteError
 from penstock.engine.generation.sampling import SamplingParams
-from penstock.engine.generation.sequences import Prompt
+from penstock.engine.generation.sequences import DecodingSequence, Prompt
 from penstock.rows.tokenizer import byte_tokenizer
 from tests.engine import runs
 from tests.engine.generation.writing import built_of, job_of, write_model, written
@@ -69,6 +69,19 @@ def test_answers_end_at_stop_tokens_at_stop_texts_and_where_the_context_does(fol
     assert none["tokens"] == [[]]
     assert none["ended"] == ["length"]
     assert len(none["read"]) == len(PROMPTS[2])
+
+
+def test_a_stop_text_is_found_where_each_of_its_bytes_is_a_token():
+    text = "停止写作吧"
+    decode = byte_tokenizer().decode
+    prompt = Prompt([1], SamplingParams(stop_texts=("!", text)))
+    sequence = DecodingSequence(0, 0, prompt, 0, max_tokens=100, seed=0)
+    tokens = byte_tokenizer().encode(f"ab{text}", add_special_tokens=False)
+    assert len(tokens) == 2 + len(text.encode())
+    for token in tokens:
+        assert sequence.finish_reason is None
+        sequence.append(token, 0.0, decode)
+    assert sequence.finish_reason == "stop"
 
 
 REFUSED = {

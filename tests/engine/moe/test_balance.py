@@ -27,6 +27,7 @@ from tests.models.twins import SPARSE as SHAPES
 from tests.ranks import on_ranks
 
 LOAD, RATE = 0.5, 0.25
+IN_FP16 = {"precision": "fp16_mixed", "enable_mixed_precision": True}
 BIAS = "model.layers.{}.mlp.gate.e_score_correction_bias"
 
 
@@ -92,6 +93,7 @@ def test_losses_of_routers_are_asked_for_and_told_as_is_written(folder):
             "not the model's": {"model": {"foundation": model_says}, "moe_aux_loss_coef": 0},
             "of rows": {"moe_aux_loss_coef": LOAD},
             "of steps": {"moe_aux_loss_coef": LOAD, **whole},
+            "in fp16": {"moe_aux_loss_coef": LOAD, **whole, **IN_FP16},
             "z": {"moe_z_loss_coef": 0.1},
         }.items()
     }
@@ -99,12 +101,11 @@ def test_losses_of_routers_are_asked_for_and_told_as_is_written(folder):
     records = {name: record for name, (_, record, _) in found.items()}
     assert [name for name, (_, _, looked) in found.items() if not looked] == ["off"]
     assert {name for name, record in records.items() if "aux_loss" in record} == {
-        "the model's",
-        "of rows",
-        "of steps",
+        *("the model's", "of rows", "of steps", "in fp16"),
     }
     assert {name for name, record in records.items() if "z_loss" in record} == {"z"}
     # The loss is that of the tokens alone, whatever else moves weights.
+    in_fp16 = records.pop("in fp16")
     assert len({record["loss"] for record in records.values()}) == 1
     norms = {name: record["grad_norm"] for name, record in records.items()}
     assert norms["unset"] == norms["off"] == norms["not the model's"]
@@ -115,6 +116,9 @@ def test_losses_of_routers_are_asked_for_and_told_as_is_written(folder):
     assert record["loss"] == pytest.approx(loss, rel=1e-5)
     assert record["aux_loss"] == pytest.approx(balance, rel=1e-5)
     assert record["grad_norm"] == pytest.approx(norm, rel=1e-5)
+    # Ten bits of a mantissa. Gradients of the balance are scaled as those of the tokens are.
+    assert in_fp16["grad_norm"] == pytest.approx(norm, rel=1e-3)
+    assert abs(norms["unset"] - norm) > 3e-3 * norm
     assert records["z"]["z_loss"] == pytest.approx(z, rel=1e-5)
     # Single rows are less even than all of them.
     assert records["of rows"]["aux_loss"] > balance
