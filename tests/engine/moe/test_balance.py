@@ -132,6 +132,19 @@ def test_losses_of_routers_are_asked_for_and_told_as_is_written(folder):
         assert 0 < routers["entropy"][at] < 1
 
 
+def dtypes(job):
+    return {p.name: p.parameter.dtype for p in loop_of(job).built.engine.model.params}
+
+
+@pytest.mark.dist
+def test_routers_that_compute_in_fp32_stay_in_it_where_weights_are_in_bf16(folder):
+    [found] = on_ranks(1, dtypes, job(folder, "bf16", "glm4_moe", precision="bf16"))
+    routers = {name for name in found if ".mlp.gate." in name}
+    assert routers
+    assert {name for name, dtype in found.items() if dtype == torch.float32} == routers
+    assert {found[name] for name in found.keys() - routers} == {torch.bfloat16}
+
+
 def moved(job):
     """What experts were chosen by before and after a step, the step's record, and what is saved."""
     loop = loop_of(job)
