@@ -123,6 +123,15 @@ def test_an_answer_with_another_range_is_an_error(web, url, manners, why):  # no
             assert stream.read() == VERSIONS[0]
 
 
+def test_a_server_that_stops_reporting_its_version_between_ranges_is_refused(web, url):  # noqa: F811
+    web.manners["conditions"] = False
+    with open_file(url) as stream:
+        stream.read(10)
+        del web.manners["ETag"]
+        with pytest.raises(StageError, match="was changed while it was being read"):
+            stream.read()
+
+
 def test_a_header_of_thousands_of_characters_is_not_quoted_whole():
     with pytest.raises(answers.AnswerError) as error:
         answers.require_range("x" * 5000, 0, 7, 7)

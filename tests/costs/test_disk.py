@@ -44,3 +44,13 @@ def test_checkpoints_take_what_is_told_and_as_many_are_kept(tmp_path):
         assert told.checkpoints == len(folders) == 2
         sizes = [sum(file.stat().st_size for file in folder.rglob("*")) for folder in folders]
         assert told.checkpoint == pytest.approx(max(sizes), rel=0.05), name
+    # The last step is saved once, whether or not it is one of every so many.
+    counts = {}
+    for steps in (4, 5):
+        more = {**KEPT, "max_steps": steps, "save_steps": 2, "save_total_limit": None}
+        job = measured.job(tmp_path, f"all of {steps}", rows, model, data=data, **more)
+        on_ranks(1, runs.train_here, job)
+        cut = ShardedModel(job.config, build_cost_model(job.config, hf), ParallelDims(), "cpu")
+        folders = list((tmp_path / f"all of {steps}/checkpoints").glob("global_step_*"))
+        counts[steps] = (estimate_disk(cut, None, steps, 1.0).checkpoints, len(folders))
+    assert counts == {4: (2, 2), 5: (3, 3)}

@@ -128,15 +128,19 @@ def test_ranks_of_a_pipeline_hold_their_stages(kind, schedule):
         assert sum(one.num_elements for one in list_tensors(cut, rank)) == whole
 
 
-@pytest.mark.parametrize("kind", ["dense", "experts", "gated experts"])
-def test_adapters_alone_learn_and_are_as_many_as_are_injected(kind):
+@pytest.mark.parametrize(
+    ("kind", "experts"),
+    [("dense", "each"), ("experts", "each"), ("experts", "hybrid"), ("gated experts", "each")],
+)
+def test_adapters_alone_learn_and_are_as_many_as_are_injected(kind, experts):
     more = {"experts": ["lm_head"], "gated experts": ["shared_expert_gate"]}
     targets = ["q_proj", "down_proj", *more.get(kind, [])]
     lora = {"enable_lora": True, "lora_rank": 4, "lora_target_modules": targets}
+    lora["moe_hybrid_shared_lora"] = experts == "hybrid"
     cut, _, config = cut_of(kind, ParallelDims(), lora=lora)
     with torch.device("meta"):
         model = Decoder(config, merge_qkv=True)
-        inject(model, LoraSpec(rank=4, alpha=4, targets=targets))
+        inject(model, LoraSpec(rank=4, alpha=4, targets=targets, experts=experts))
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     assert sum(one.num_elements for one in list_tensors(cut) if one.is_trainable) == sum(
         p.numel() for p in trained.values()
@@ -144,7 +148,7 @@ def test_adapters_alone_learn_and_are_as_many_as_are_injected(kind):
     head = sum(p.numel() for name, p in trained.items() if name.startswith("lm_head"))
     share = config.experts.experts_per_token / config.experts.num_experts if config.experts else 1
     inner = sum(
-        p.numel() * (share if ".experts." in name else 1)
+        p.numel() * (share if ".experts." in name and len(p) > 1 else 1)
         for name, p in trained.items()
         if not name.startswith("lm_head")
     )

@@ -115,6 +115,9 @@ def test_the_same_request_sent_twice_is_done_once():
             assert first == second
             assert await step(http) != first
             assert len(engine.asks) == 2
+            assert (await retrieve(http, first)).json()["metrics"]
+            assert await step(http, headers=twice) == first
+            assert len(engine.asks) == 2
 
     run(scenario())
 
