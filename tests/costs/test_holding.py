@@ -146,9 +146,11 @@ def test_adapters_alone_learn_and_are_as_many_as_are_injected(kind, experts):
         p.numel() for p in trained.values()
     )
     head = sum(p.numel() for name, p in trained.items() if name.startswith("lm_head"))
-    share = config.experts.experts_per_token / config.experts.num_experts if config.experts else 1
+    chosen = config.experts.experts_per_token if config.experts else 1
+    share = chosen / config.experts.num_experts if config.experts else 1
+    # A factor that experts share is used for each expert of a token.
     inner = sum(
-        p.numel() * (share if ".experts." in name and len(p) > 1 else 1)
+        p.numel() * (share if ".experts." in name else chosen if ".mlp.adapter." in name else 1)
         for name, p in trained.items()
         if not name.startswith("lm_head")
     )
