@@ -10,6 +10,7 @@ import peft
 import pytest
 import torch
 import transformers
+from tokenizers.processors import TemplateProcessing
 from transformers.utils.quantization_config import Mxfp4Config
 
 from penstock.cli.chat.resolve_model import load_target, resolve_target
@@ -199,6 +200,18 @@ def test_lines_of_stdin_are_turns_of_one_conversation(monkeypatch: Any) -> None:
     found = _run_session(talking(model, as_json=True))
     assert [answer["prompt"] for answer in found["answers"]] == ["one", "two"]
     assert found["answers"][1]["model"]["text"] == "3 at 0, 6"
+
+
+def test_a_rendered_prompt_has_no_special_tokens_but_those_of_its_template() -> None:
+    tokenizer = byte_tokenizer()
+    first = tokenizer.convert_ids_to_tokens(7)
+    tokenizer._tokenizer.post_processor = TemplateProcessing(
+        single=f"{first} $A", special_tokens=[(first, 7)]
+    )
+    assert tokenizer.encode("x")[0] == 7
+    model = ChatModel(None, tokenizer, ())  # pyright: ignore[reportArgumentType]
+    rendered = tokenizer.apply_chat_template(TALK, add_generation_prompt=True, return_dict=False)
+    assert model.encode(TALK) == rendered
 
 
 def test_without_a_template_the_last_message_is_completed() -> None:

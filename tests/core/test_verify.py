@@ -267,3 +267,21 @@ def test_an_attempt_that_read_other_input_is_moved_aside_and_told(tmp_path):
     assert str(aside) in said[0]
     assert (aside / "a.txt").is_file()
     assert changed_inputs(step.stage, find_local(step) or {}, digests_of_inputs(step.stage)) == []
+
+
+@pytest.mark.parametrize("change", ["a bit", "another result"])
+def test_an_input_that_changes_while_it_is_read_enters_no_result(tmp_path, change):
+    prepare, _, _ = chain(tmp_path)
+    get_or_build(prepare)
+
+    def change_input(_letter, _out):
+        if change == "a bit":
+            flip(prepare.path / "a.txt", random.Random(0))
+        else:
+            other = step_of(Other(LettersSettings(letters="a")), tmp_path)
+            get_or_build(other, cache="refresh")
+
+    reading = Pack(LettersSettings(letters="b"), read=prepare.artifact, before=change_input)
+    with pytest.raises((ArtifactError, StageError), match=re.escape(str(prepare.path))):
+        get_or_build(step_of(reading, tmp_path))
+    assert find_local(step_of(reading, tmp_path)) is None

@@ -129,6 +129,11 @@ def test_a_pull_request_is_opened_once_and_main_stays(hub, exported, tmp_path):
     assert len(hub.pulls) == 1
     assert hub.tree("main") == {}
     assert hub.tree("refs/pr/1")["config.json"] == MODEL["hf/config.json"]
+    hub.branches["refs/pr/1"].append({})
+    third = push(exported, create_pr=True).run(tmp_path / "third")
+    assert third["pull_request"] == first["pull_request"]
+    assert len(hub.pulls) == 1
+    assert hub.tree("refs/pr/1")["config.json"] == MODEL["hf/config.json"]
 
 
 def test_the_token_is_in_no_fact_file_or_log(hub, exported, tmp_path, caplog):
