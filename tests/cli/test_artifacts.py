@@ -306,7 +306,7 @@ def test_a_run_leads_to_its_latest_export_and_to_nothing_that_an_older_one_had(t
     )
     (tmp_path / "out").mkdir()
     parts = {"x": ("hf", "adapter"), "y": ("adapter",), "z": ("hf",)}
-    step = None
+    step = outcome = None
     for letters, folders in parts.items():
         step = step_of(Export(LettersSettings(letters=letters)), tmp_path / "artifacts")
         outcome = get_or_build(step)
@@ -316,11 +316,18 @@ def test_a_run_leads_to_its_latest_export_and_to_nothing_that_an_older_one_had(t
         links = {link.name: link.resolve() for link in (tmp_path / "out").iterdir()}
         assert links == {folder: (step.path / folder).resolve() for folder in folders}
     assert step
+    assert outcome
     moved = tmp_path.rename(tmp_path.with_name(f"{tmp_path.name}-moved"))
     assert (moved / "out" / "hf").resolve() == moved / step.path.relative_to(tmp_path) / "hf"
     assert find_links(moved / step.path.relative_to(tmp_path)) == [moved / "out" / "hf"]
     shutil.copytree(moved, tmp_path, symlinks=True)
     assert (tmp_path / "out" / "hf").resolve() == step.path / "hf"
+    # A run's folder that is a link to one at another depth.
+    shutil.rmtree(tmp_path / "out")
+    (tmp_path / "disk/runs/deep").mkdir(parents=True)
+    (tmp_path / "out").symlink_to(tmp_path / "disk/runs/deep")
+    link_exported(outcome, run)
+    assert (tmp_path / "out" / "hf").resolve(strict=True) == step.path / "hf"
 
 
 def test_a_file_system_without_links_costs_the_link_and_not_the_export(tmp_path, monkeypatch):

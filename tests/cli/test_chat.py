@@ -203,7 +203,7 @@ def test_lines_of_stdin_are_turns_of_one_conversation(monkeypatch: Any) -> None:
 
 
 def test_a_rendered_prompt_has_no_special_tokens_but_those_of_its_template() -> None:
-    tokenizer = byte_tokenizer()
+    tokenizer: Any = byte_tokenizer()
     first = tokenizer.convert_ids_to_tokens(7)
     tokenizer._tokenizer.post_processor = TemplateProcessing(
         single=f"{first} $A", special_tokens=[(first, 7)]

@@ -114,6 +114,16 @@ def test_a_receive_waits_for_the_send_of_its_peer() -> None:
     assert found[1].exposed_seconds == seconds(2.5)
 
 
+def test_a_message_is_received_when_its_rank_is_there_though_it_was_sent_before() -> None:
+    found = replay(
+        {
+            0: [kernel(3.0), collective("recv", 0.5, stream=0, peer=1)],
+            1: [collective("send", 0.5, stream=0, peer=0)],
+        }
+    )
+    assert found[0].seconds == seconds(3.5)
+
+
 def test_messages_in_both_directions_do_not_stop_the_replay() -> None:
     def rank(other: int) -> list[Record]:
         return [

@@ -251,7 +251,8 @@ SHAPES = Dialect(
     recognizes=is_flat,
     same={name: f"train.{name}" for layout in LAYOUTS for name in layout}
     | {"rows": "train.global_batch_size", "steps": "train.gradient_accumulation_steps"}
-    | {"devices": "launch.nproc_per_node", "nodes": "launch.nnodes"},
+    | {"devices": "launch.nproc_per_node", "nodes": "launch.nnodes"}
+    | {"rows of a pass": "train.micro_batch_size"},
 )
 
 
@@ -289,6 +290,8 @@ def test_as_many_processes_as_a_file_asks_for_where_there_are_so_many() -> None:
     assert (run.launch.nproc_per_node, used) == (2, 2)
     run, used = fitted({"devices": 8, "nodes": 2, "rows": 12}, 8)
     assert (run.launch.nproc_per_node, run.launch.nnodes, used) == (6, 1, 6)
+    run, used = fitted({"rows": 12, "rows of a pass": 4}, 4)
+    assert (run.launch.nproc_per_node, used, accumulation_steps(run.train, used)) == (3, 3, 1)
 
 
 def test_without_a_gpu_nothing_is_moved_from_one() -> None:

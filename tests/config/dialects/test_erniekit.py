@@ -195,6 +195,9 @@ def test_sources_keep_their_shares_where_they_are_drawn_by_them() -> None:
     assert (drawn.mix_strategy, drawn.samples_per_epoch) == ("random", 6_000_000)
     once = loads(translated(**two, mix_strategy="concat").settings).data
     assert [one.weight for one in once.datasets] == [1, 1]
+    two["train_dataset_prob"] = "0,1"
+    left_out = loads(translated(**two, mix_strategy="concat").settings).data
+    assert [one.weight for one in left_out.datasets] == [0, 1]
     uneven = translated(**{**two, "train_dataset_prob": "1.0"})
     assert "write a number for each" in line_of(uneven, "train_dataset_prob").why
 

@@ -60,6 +60,9 @@ CASES = [
     ("auto", "two answers to each", torch.float32, 9),
     ("auto", "a prompt over the middle", torch.float32, 30),
     *(("auto", name, torch.float32, window) for name in RUNS for window in (3, 20)),
+    # Scores of this size are capped to less than half.
+    ("auto", "one longer than any share", torch.float32, None, 0.7),
+    ("auto", "one over the middle", torch.float32, 24, 0.7),
 ]
 LAYOUTS = {
     2: [ParallelDims(ring=2), ParallelDims(ulysses=2)],
@@ -90,7 +93,7 @@ def start_rows_in(name):
     return None if spans is None else first_blind_rows(spans)
 
 
-def attend_here(context, backend, name, dtype, window=None):
+def attend_here(context, backend, name, dtype, window=None, soft_cap=None):
     """The numbers of this rank's tokens, and y, dq, dk, dv of these; with a window also what the
     sinks' gradient gets from here."""
     lengths = ROWS[name]
@@ -103,7 +106,8 @@ def attend_here(context, backend, name, dtype, window=None):
     q, k, v, dy = (part[tokens].requires_grad_() for part in tensors(dtype))
     given = [q, k, v] if window is None else [q, k, v, SINKS.clone().requires_grad_()]
     segments = context.varlen_metadata(mine, "cpu")
-    y = context.attention_fn(backend)(q, k, v, segments, SCALE, window, *given[3:])
+    sinks = None if window is None else given[3]
+    y = context.attention_fn(backend)(q, k, v, segments, SCALE, window, sinks, soft_cap)
     return tokens, [y.detach(), *torch.autograd.grad(y, given, dy.detach())]
 
 
@@ -127,13 +131,14 @@ def several_layouts(layouts):
 def test_ranks_that_share_a_row_compute_what_one_computes(world):
     ranks = on_ranks(world, several_layouts, LAYOUTS[world])
     for degrees, case in ranks[0]:
-        _, name, dtype, window = case
+        _, name, dtype, window, *capped = case
         found = [results[degrees, case] for results in ranks]
         tokens = [token for mine, _ in found for token in mine]
         assert sorted(tokens) == list(range(TOKENS)), "each token lies on one rank"
         q, k, v, dy = tensors(dtype)
         sinks = None if window is None else SINKS
         hidden = {"start_rows": start_rows_in(name), "bidirectional": RUNS.get(name, ())}
+        hidden["soft_cap"] = capped[0] if capped else None
         want = dense_with_gradients(q, k, v, dy, ROWS[name], SCALE, window, sinks, **hidden)
         forward, backward = TOLERANCE[dtype]
         for part, whole in enumerate(want):

@@ -2,6 +2,7 @@
 begins."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -73,14 +74,14 @@ def test_answers_end_at_stop_tokens_at_stop_texts_and_where_the_context_does(fol
 
 def test_a_stop_text_is_found_where_each_of_its_bytes_is_a_token():
     text = "停止写作吧"
-    decode = byte_tokenizer().decode
+    tokenizer: Any = byte_tokenizer()
     prompt = Prompt([1], SamplingParams(stop_texts=("!", text)))
     sequence = DecodingSequence(0, 0, prompt, 0, max_tokens=100, seed=0)
-    tokens = byte_tokenizer().encode(f"ab{text}", add_special_tokens=False)
+    tokens = tokenizer.encode(f"ab{text}", add_special_tokens=False)
     assert len(tokens) == 2 + len(text.encode())
     for token in tokens:
         assert sequence.finish_reason is None
-        sequence.append(token, 0.0, decode)
+        sequence.append(token, 0.0, tokenizer.decode)
     assert sequence.finish_reason == "stop"
 
 

@@ -24,6 +24,7 @@ from penstock.core.cache.store import PlannedStage, get_or_build
 from penstock.core.sources.pin import pin_model
 from penstock.export.base_model import read_model_folder
 from penstock.export.license import copy_license_files, detect_license
+from penstock.export.lineage import Lineage
 from penstock.export.stage import Export
 from penstock.pipeline.plan import Plan, RebuildOptions, execute_stage, plan
 from penstock.push.contents import list_contents
@@ -323,3 +324,17 @@ def test_a_manifest_of_the_users_beside_a_model_is_none_of_ours(tmp_path, conten
     (tmp_path / "llama").mkdir()
     (tmp_path / MANIFEST).write_text(content)
     assert read_model_folder(tmp_path / "llama").name == "llama"
+
+
+def test_data_that_is_held_out_is_not_named_as_training_data():
+    sources = [{"role": role, "dataset": 0} for role in ("train", "validation")]
+    pins = {
+        "data.0": {"kind": "hub", "repo": "someone/trained-on"},
+        "test.0": {"kind": "hub", "repo": "someone/held-out"},
+    }
+    lineage = Lineage({}, {}, {}, {}, {"sources": sources}, pins)
+    assert [source["pin"]["repo"] for source in lineage.sources] == [
+        "someone/trained-on",
+        "someone/held-out",
+    ]
+    assert lineage.datasets == ["someone/trained-on"]
