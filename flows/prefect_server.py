@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 from prefect.settings import PREFECT_API_URL
 
 from penstock.core.errors import UnreachableError
-from penstock.core.remote.prefect_password import WITHOUT_PASSWORD, answers_without_password
+from penstock.core.remote.prefect_password import WITHOUT_PASSWORD, asks_for_password
 
 TIMEOUT = 10.0
 """Seconds to connect."""
@@ -34,6 +34,6 @@ def require_server() -> bool:
             "  Start it (prefect server start), correct PREFECT_API_URL, or unset it to use a "
             "temporary server; penstock run needs none."
         ) from None
-    if answers_without_password(url):
+    if asks_for_password(url) is False:
         sys.stderr.write(f"warning: Prefect's server at {url} {WITHOUT_PASSWORD}\n")
     return True

@@ -19,7 +19,7 @@ from penstock.cli.flow.prefect import prefect_api_url
 from penstock.core import env
 from penstock.core.errors import CapabilityError
 from penstock.core.machine import gpu_stack
-from penstock.core.remote.prefect_password import WITHOUT_PASSWORD, answers_without_password
+from penstock.core.remote.prefect_password import TIMEOUT, WITHOUT_PASSWORD, asks_for_password
 from penstock.estimate.costs.device_speed import remember, slow_bfloat16
 
 Standing = Literal["ok", "absent", "wrong"]
@@ -223,9 +223,15 @@ def check_prefect_password(api_url: str) -> list[DoctorCheck]:
     if not api_url:
         return []
     check = "prefect's password"
-    if answers_without_password(api_url):
-        return [DoctorCheck(check, "absent", api_url, f"it {WITHOUT_PASSWORD}")]
-    return [DoctorCheck(check, "ok", api_url)]
+    asks = asks_for_password(api_url)
+    if asks:
+        return [DoctorCheck(check, "ok", api_url)]
+    unknown = (
+        f"gave no answer within {TIMEOUT:g} s that says whether it asks for one; start it, or "
+        "correct or unset PREFECT_API_URL"
+    )
+    mend = f"it {WITHOUT_PASSWORD if asks is False else unknown}"
+    return [DoctorCheck(check, "absent", api_url, mend)]
 
 
 def _run_probes() -> list[DoctorCheck]:

@@ -18,7 +18,7 @@ from penstock.config.loading.load import load
 from penstock.core.errors import CapabilityError, StageError
 from penstock.core.files import atomic_write
 from penstock.core.process.die_with_parent import end_with_parent
-from penstock.core.remote.prefect_password import WITHOUT_PASSWORD, answers_without_password
+from penstock.core.remote.prefect_password import WITHOUT_PASSWORD, asks_for_password
 
 PREFECT_FILE = "prefect.yaml"
 
@@ -67,7 +67,7 @@ def deploy(pool: str, console: Console, *, write_only: bool) -> dict[str, object
             part.write_text(prefect_yaml(Path.cwd(), pool), encoding="utf-8")
         console.say(f"wrote {file}: edit schedules and parameters there")
     if not write_only:
-        if answers_without_password(url := prefect_api_url()):
+        if asks_for_password(url := prefect_api_url()) is False:
             console.say(f"warning: Prefect's server at {url} {WITHOUT_PASSWORD}")
         if _prefect("work-pool", "inspect", pool, check=False).returncode:
             _prefect("work-pool", "create", pool, "--type", "process")

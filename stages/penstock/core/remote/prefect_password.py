@@ -1,4 +1,4 @@
-"""Whether a Prefect server answers without a password."""
+"""Whether a Prefect server asks for a password."""
 
 import urllib.request
 from urllib.error import HTTPError, URLError
@@ -13,16 +13,18 @@ WITHOUT_PASSWORD = (
 )
 
 
-def answers_without_password(api_url: str) -> bool:
-    """Whether the server at `PREFECT_API_URL` answers a request that has no password.
+def asks_for_password(api_url: str) -> bool | None:
+    """Whether the server at `PREFECT_API_URL` refuses a request that has no password.
 
-    False if it cannot be reached.
+    None if it cannot be reached within `TIMEOUT`, or answers with another error.
     """
     if not api_url.startswith(("http://", "https://")):
-        return False
+        return None
     try:
         # Not /health or /ready, which Prefect answers without the password in any case.
         with urllib.request.urlopen(f"{api_url.rstrip('/')}/admin/version", timeout=TIMEOUT):
-            return True
-    except (HTTPError, URLError, OSError, ValueError):
-        return False
+            return False
+    except HTTPError as error:
+        return True if error.code in {401, 403} else None
+    except (URLError, OSError, ValueError):
+        return None
