@@ -16,7 +16,14 @@ from penstock.cli.artifacts.entries import LocalEntry
 from penstock.cli.artifacts.prune import DAY, choose_prunable, prune
 from penstock.cli.console import Console
 from penstock.config.schema.run import RunConfig
-from penstock.core.cache.in_use import GATE_LOCK, PINS_FOLDER, block_new_pins, pin_artifacts
+from penstock.core.cache import in_use
+from penstock.core.cache.in_use import (
+    GATE_LOCK,
+    PINS_FOLDER,
+    block_new_pins,
+    pin_artifacts,
+    pinned_keys,
+)
 from penstock.core.cache.manifest import MANIFEST
 from penstock.core.cache.record import write_record
 from penstock.core.cache.stage import Artifact, stage_key
@@ -276,6 +283,30 @@ def test_a_mark_that_was_damaged_protects_everything_and_is_named(tmp_path):
         mark.write_text(mark.read_text().replace(stage_key(step.stage)[:4], "0000"))
         with pytest.raises(ArtifactError, match=rf"{mark.name} is damaged"):
             choose_prunable(list(find_entries([str(tmp_path)])), keep_last=0, older_than=0)
+
+
+class LockOfAnotherUser:
+    """A lock file that this user may read and not write: FileLock cannot take it."""
+
+    def __init__(self, lock_file):
+        self.lock_file = str(lock_file)
+
+    def acquire(self, **_):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), self.lock_file)
+
+
+def test_pins_of_another_user_hold_as_long_as_its_process_lives(tmp_path, monkeypatch):
+    step = step_of(Prepare(), tmp_path)
+    with pin_artifacts([step]):
+        [pin] = tmp_path.glob(".in_use/*.json")
+        content = pin.read_bytes()
+        with monkeypatch.context() as patched:
+            patched.setattr(in_use, "FileLock", LockOfAnotherUser)
+            assert pinned_keys(tmp_path) == {stage_key(step.stage)}
+    pin.write_bytes(content)
+    pin.with_suffix(".lock").touch()
+    monkeypatch.setattr(in_use, "FileLock", LockOfAnotherUser)
+    assert pinned_keys(tmp_path) == set()
 
 
 def test_an_export_that_a_run_leads_to_is_not_pruned_until_the_run_leads_elsewhere(tmp_path):

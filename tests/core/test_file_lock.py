@@ -1,18 +1,22 @@
-"""File systems without locks are refused by name, before work where a run asks."""
+"""File systems without locks, and files of other users, are refused by name, before work where a
+run asks."""
 
 import errno
 import fcntl
 import os
 import re
+import tempfile
 
 import pytest
-from filelock import Timeout
+from filelock import FileLock, Timeout
 
+from penstock.core.cache import noted_files
 from penstock.core.cache.in_use import block_new_pins
 from penstock.core.cache.noted_files import get_or_write
 from penstock.core.cache.store import get_or_build
 from penstock.core.errors import StageError
 from penstock.core.file_lock import acquire_lock
+from penstock.core.process.scratch_dir import scratch_folder
 from penstock.core.releases.local import LocalReleaseStore
 from penstock.core.remote.local_mirror import mirror_holder
 from penstock.core.writable import refusal_to_write
@@ -53,6 +57,41 @@ def test_each_user_of_locks_names_the_folder_that_has_none(use, tmp_path, monkey
     monkeypatch.setenv("PENSTOCK_CACHE_HOME", str(tmp_path))
     with pytest.raises(StageError, match=rf"{tmp_path}.* cannot be locked: its file system has no"):
         use(tmp_path)
+
+
+def test_a_lock_of_another_user_is_named_with_the_reason(tmp_path, monkeypatch):
+    def acquire(lock, **_):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), lock.lock_file)
+
+    monkeypatch.setattr(FileLock, "acquire", acquire)
+    with pytest.raises(StageError, match=rf"{tmp_path}.* cannot be locked: permission denied"):
+        block_new_pins(tmp_path).__enter__()
+
+
+@pytest.mark.usefixtures("without_locks")
+def test_a_scratch_folder_needs_no_locks(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with scratch_folder("test") as folder:
+        assert folder.is_dir()
+    assert not folder.exists()
+
+
+def test_a_note_whose_file_cannot_be_read_is_left_out_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("PENSTOCK_CACHE_HOME", str(tmp_path / "cache"))
+    paths = [tmp_path / name for name in ("a.arrow", "b.arrow", "c.arrow")]
+    for path in paths:
+        get_or_write(path, lambda part: {"bytes": part.write_bytes(b"content")}, "wait")
+    unreadable, *others = paths
+    digest_files = noted_files.digest_files
+
+    def digest(notes):
+        if unreadable in notes:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(unreadable))
+        return digest_files(notes)
+
+    monkeypatch.setattr(noted_files, "digest_files", digest)
+    others[1].write_bytes(b"changed")
+    assert [*noted_files.read_notes(paths)] == others[:1]
 
 
 def test_a_lock_is_held_for_its_block_alone(tmp_path):

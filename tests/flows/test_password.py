@@ -2,6 +2,7 @@
 
 import base64
 import os
+import runpy
 import shutil
 import signal
 import subprocess
@@ -9,17 +10,21 @@ import sys
 import threading
 from contextlib import contextmanager, suppress
 from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
 import yaml
+from prefect.settings import PREFECT_API_URL, temporary_settings
 from websockets.exceptions import WebSocketException
 from websockets.sync.client import connect
 from websockets.typing import Origin
 
+from penstock.cli.console import Console
 from penstock.cli.doctor import DoctorCheck, check_prefect_password
+from penstock.cli.flow import prefect as cli_prefect
 from tests.conftest import ROOT
 from tests.flows.server import FLOW, PREFECT, Prefect, free_port
 from tests.pipeline.runs import write_run
@@ -190,6 +195,38 @@ def test_doctor_names_a_server_that_answers_without_a_password(closed, prefect):
     assert unreachable.standing == "absent"
     assert "gave no answer" in unreachable.mend
     assert check_prefect_password("") == []
+
+
+class Answering(BaseHTTPRequestHandler):
+    """A server that answers every request with this status."""
+
+    status = 200
+
+    def do_GET(self):
+        self.send_response(self.status)
+        self.end_headers()
+
+
+@pytest.mark.parametrize(("status", "warns"), [(200, True), (401, False), (503, False)])
+def test_deploying_and_flows_warn_of_a_server_without_a_password(
+    tmp_path, monkeypatch, capsys, status, warns
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Answering, "status", status)
+    monkeypatch.setattr(cli_prefect, "_prefect", lambda *_, **__: SimpleNamespace(returncode=0))
+    require_server = runpy.run_path(str(ROOT / "flows" / "prefect_server.py"))["require_server"]
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answering) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/api"
+        monkeypatch.setattr(cli_prefect, "prefect_api_url", lambda: url)
+        cli_prefect.deploy("pool", Console(), write_only=False)
+        deployed = "".join(capsys.readouterr())
+        with temporary_settings({PREFECT_API_URL: url}):
+            assert require_server()
+        started = "".join(capsys.readouterr())
+        server.shutdown()
+    for output in (deployed, started):
+        assert (f"{url} answers without a password" in output) == warns
 
 
 @pytest.mark.slow

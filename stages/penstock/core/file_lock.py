@@ -39,6 +39,18 @@ def acquire_lock(path: Path, timeout: float = -1) -> AbstractContextManager[obje
         raise StageError(f"{path.parent} cannot be locked: {reason}.") from error
 
 
+def is_locked(path: Path) -> bool:
+    """Whether a process holds the lock; a file that may only be read is enough to tell."""
+    try:
+        with path.open("rb") as stream:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:  # Held, or on NFS, which locks only what is open for writing.
+        return True
+    return False
+
+
 def refusal_to_lock(path: Path) -> str | None:
     """Why the file, which is created, cannot be locked; None if it can."""
     with path.open("wb") as stream:

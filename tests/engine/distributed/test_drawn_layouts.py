@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from penstock.train.launch.job import Job
 from tests.engine.drawing import (
     WORLDS,
     Drawn,
@@ -17,6 +18,7 @@ from tests.engine.drawing import (
     write_drawn_rows,
     write_model,
 )
+from tests.engine.float64 import trace_in_float64
 from tests.engine.loops import each
 from tests.engine.traces import Errors, Trace, errors, trace_here
 from tests.ranks import on_ranks
@@ -26,10 +28,14 @@ SEED = int(os.environ.get("LAYOUT_SEED") or secrets.randbelow(10**9))
 
 LIMITS = Errors(loss=1e-6, norm=1e-5, gradients=1e-5, weights=1e-5)
 
+FLOAT64_LIMITS = Errors(loss=1e-10, norm=1e-10, gradients=1e-10, weights=1e-10)
+"""Of a draw that is beyond `LIMITS`: what float64 does not make exact is no rounding."""
+
 HALF_ULP = 3e-8
 MOVES = 4
 ROUNDINGS = 8
-"""How often a layout may round, in roundings of the weights and by what these do to the result."""
+"""How often a layout of quantized weights, the scales of which are float32 in any case, may round:
+in roundings of the weights and by what these do to the result."""
 
 TOGETHER = 4
 """Draws that share a start of the ranks."""
@@ -83,6 +89,16 @@ def errors_of_rounding(draw: Drawn, want: Trace, folder: Path, name: str) -> Err
     return Errors(*map(max, *(errors(*routed_alike(trace, want)) for trace in traces.values())))
 
 
+def errors_in_float64(world: int, job: Job, alone: Job, folder: Path) -> Errors:
+    """How far the layout is from one process where both compute in float64."""
+    job, alone = (
+        replace(j, output_dir=folder / which) for j, which in ((job, "layout"), (alone, "alone"))
+    )
+    [want] = on_ranks(1, trace_in_float64, alone, timeout=300)
+    got = on_ranks(world, trace_in_float64, job, timeout=300)[0]
+    return errors(got, want)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("drawn")
@@ -107,8 +123,16 @@ def test_what_check_accepts_computes_what_one_process_does(group, folder):
         traces = on_ranks(world, each, trace_here, jobs, timeout=300)[0] if jobs else {}
         for name, trace in traces.items():
             far = errors(*routed_alike(trace, wanted[name]))
-            if not far.within(LIMITS):
-                by_rounding = errors_of_rounding(draws[name][0], wanted[name], folder, name)
+            print(f"{name}: {far}")
+            if far.within(LIMITS):
+                continue
+            draw, job = draws[name]
+            if draw.is_quantized:
+                by_rounding = errors_of_rounding(draw, wanted[name], folder, name)
                 limits = [ROUNDINGS * error for error in by_rounding]
                 limits = Errors(*map(max, LIMITS, limits))
                 assert far.within(limits), f"{name}: {far}; by rounding {by_rounding}"
+            else:
+                exact = errors_in_float64(world, job, alone[name], folder / f"{name}, float64")
+                print(f"{name}: {exact} in float64")
+                assert exact.within(FLOAT64_LIMITS), f"{name}: {far}; in float64 {exact}"

@@ -1,11 +1,14 @@
 """What is saved stays below output_dir and under its limit, and is whole or not there."""
 
 import asyncio
+import errno
 import os
 import re
 import shutil
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -24,9 +27,12 @@ from penstock.server.protocol.requests import (
 )
 from penstock.server.protocol.types import Array, LoraConfig
 from penstock.server.protocol.worker_commands import (
+    Command,
+    CommandFailure,
     ExportCommand,
     LoadCheckpointCommand,
     SaveCheckpointCommand,
+    UnloadModelCommand,
 )
 from penstock.server.scheduler.checkpoint_names import (
     CheckpointRef,
@@ -35,9 +41,10 @@ from penstock.server.scheduler.checkpoint_names import (
     parse_checkpoint_name,
     parse_checkpoint_path,
 )
-from penstock.server.scheduler.errors import RequestError
+from penstock.server.scheduler.errors import RequestError, internal_error
 from penstock.server.scheduler.state_store import StateStore
 from penstock.server.scheduler.storage import Storage, folder_num_bytes
+from penstock.server.worker.loop import run_command
 from tests.server.engine_house import a_pass, a_step, house, sampling
 from tests.server.workers.standing_in import STATE_BYTES
 
@@ -191,6 +198,24 @@ def test_there_is_room_up_to_the_limit_and_no_further(tmp_path, used, fits):
 def test_a_disk_that_has_no_room_is_a_limit_too(tmp_path):
     with pytest.raises(RequestError, match="the disk of output_dir has"):
         Storage(tmp_path, limit=10**24).check_space(10**20, "it")
+
+
+def test_a_disk_that_fills_up_during_a_request_is_named_with_what_to_do(tmp_path):
+    def write(_operation):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path / "file"))
+
+    with pytest.raises(OSError, match="No space") as full:
+        write(None)
+    answer = internal_error(full.value).failure("1")
+    command = Command(id="1", operation=UnloadModelCommand(model="m"))
+    handlers: Any = SimpleNamespace(do=write)
+    broadcast: Any = None  # Ranks do not agree on what none of them expected.
+    reply = run_command(command, handlers, broadcast).reply
+    assert isinstance(reply, CommandFailure)
+    for failure in (answer, reply):
+        assert failure.code == "storage_limit"
+        assert failure.category == "user"
+        assert f"the disk is full ({tmp_path / 'file'}); free some space" in failure.error
 
 
 @pytest.mark.parametrize("by", ["the engine that made it", "the next engine"])

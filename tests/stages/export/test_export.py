@@ -194,7 +194,10 @@ def test_dtype_follows_the_base_model_and_a_written_one_wins(tmp_path):
     for name, entries in {"none": {}, "old": {"torch_dtype": "bfloat16"}}.items():
         write_json(base / "config.json", {**declared, **entries})
         assert export_of(trained, base, model_path=base).run(tmp_path / name)["dtype"] == "bfloat16"
-        assert read_json(tmp_path / name / "hf/config.json")["dtype"] == "bfloat16"
+        exported = read_json(tmp_path / name / "hf/config.json")
+        assert exported["dtype"] == "bfloat16"
+        # What transformers 4 reads.
+        assert exported.get("torch_dtype") == entries.get("torch_dtype")
     half = export_of(trained, base, model_path=base, dtype="float16")
     half.run(tmp_path / "half")
     tensors = load_file(tmp_path / "half/hf/model.safetensors")

@@ -17,7 +17,7 @@ from penstock.core.cache.record import digest_json
 from penstock.core.cache.stage import short, stage_key
 from penstock.core.cache.store import PlannedStage
 from penstock.core.errors import ArtifactError
-from penstock.core.file_lock import acquire_lock
+from penstock.core.file_lock import acquire_lock, is_locked
 from penstock.core.files import read_json, write_json
 
 PINS_FOLDER = ".in_use"
@@ -92,13 +92,16 @@ def _remove_stale(pins: Path) -> None:
 
 
 def _read_pinned_keys(pins: Path) -> set[str]:
-    """Return the pinned keys of live processes; remove pins of dead processes."""
+    """Return the pinned keys of live processes; remove pins of dead processes of this user."""
     pinned_keys: set[str] = set()
     for pin in sorted(pins.glob("*.json")):
         lock = FileLock(pin.with_suffix(".lock"))
         try:
             lock.acquire(timeout=0)
-        except OSError:  # The pin is in use (Timeout), or belongs to another user.
+        except OSError as error:
+            # FileLock opens for writing, which the lock of another user's pin does not allow.
+            if isinstance(error, PermissionError) and not is_locked(Path(lock.lock_file)):
+                continue
             with suppress(FileNotFoundError):
                 pinned_keys |= set(_read_pin(pin))
         else:

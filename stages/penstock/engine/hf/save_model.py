@@ -67,7 +67,7 @@ def write_hf_folder(
         weights, out, dtype=dtype, max_shard_size=max_shard_size, quantizer=quantizer
     )
     # The export is not quantized in the base model's format.
-    replaced = {"torch_dtype", "quantization_config", CODE}
+    replaced = {"quantization_config", CODE}
     config = {key: value for key, value in extras.hf_config.items() if key not in replaced}
     config |= absent_rope(config)
     if quantizer:

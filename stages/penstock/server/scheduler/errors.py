@@ -2,6 +2,7 @@
 
 import logging
 
+from penstock.core.os_errors import describe_os_error, is_full_disk
 from penstock.server.protocol.codec import Category, Code, error_category
 from penstock.server.protocol.envelopes import Failure
 
@@ -40,5 +41,7 @@ def not_found(name: str) -> RequestError:
 def internal_error(error: Exception) -> RequestError:
     """The error for an unexpected exception; the details are logged."""
     LOG.error("a request failed with an unexpected error", exc_info=error)
-    reason = f": {error}" if isinstance(error, OSError) else ""
+    if is_full_disk(error):
+        return RequestError("storage_limit", f"the scheduler failed: {describe_os_error(error)}")
+    reason = f": {describe_os_error(error)}" if isinstance(error, OSError) else ""
     return RequestError("internal", f"the scheduler failed{reason}; its log has the details")

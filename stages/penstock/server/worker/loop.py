@@ -12,6 +12,7 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from penstock.core.errors import PenstockError
+from penstock.core.os_errors import describe_os_error, is_full_disk
 from penstock.engine.distributed.broadcast import ControlBroadcast
 from penstock.server.protocol.codec import Code, Codec, FrameError, PeerLostError, error_category
 from penstock.server.protocol.worker_commands import (
@@ -122,12 +123,13 @@ def run_command(command: Command, handlers: CommandHandler, broadcast: ControlBr
     except Exception as error:
         # No agreement: other ranks may be blocked elsewhere until this rank exits.
         log.exception("%s failed", type(command.operation).__name__)
-        why = f"{type(error).__name__}: {error}"
+        is_full = is_full_disk(error)
+        why = describe_os_error(error) if is_full else f"{type(error).__name__}: {error}"
         message = (
             f"the workers failed: {why}\n  They are restarted, with every model as it was saved "
             "last."
         )
-        failure = _to_failure(command, message, "internal")
+        failure = _to_failure(command, message, "storage_limit" if is_full else "internal")
         return Outcome(replace(failure, needs_restart=True), why)
     frames = broadcast.all_gather_errors(None if failure is None else _FAILURES.encode(failure))
     failures = [_FAILURES.decode(frame) for frame in frames if frame is not None]
