@@ -43,6 +43,16 @@ def test_good_versions_are_all_right():
     assert set(GOOD) == set(REQUIRED)
 
 
+def test_a_finding_has_these_keys_in_json():
+    [finding] = check_required(GOOD.__getitem__)[:1]
+    assert finding.as_json() == {
+        "what": "torch",
+        "standing": "ok",
+        "seen": "2.13.0+cpu",
+        "mend": "",
+    }
+
+
 @pytest.mark.parametrize(
     ("package", "have"),
     [

@@ -30,6 +30,8 @@ def test_layouts_are_compared_and_the_step_is_traced(tmp_path):
     assert (one["layout"]["shard"], other["layout"]["tensor"]) == (8, 2)
     assert one["device_memory"] == 80e9
     assert one["faults"] == other["faults"] == []
+    collective = one["ranks"][0]["collectives"][0]
+    assert {"name", "group_size", "dtype", "phase", "where", "times"} < {*collective}
     assert sum(one["ranks"][0]["holders"].values()) == one["memory"] > 0
     events = json.loads(trace.read_text())["traceEvents"]
     assert {event["cat"] for event in events if event["ph"] == "X"} >= {"forward", "backward"}

@@ -34,6 +34,15 @@ class DoctorCheck:
     finding: str
     mend: str = ""
 
+    def as_json(self) -> dict[str, str]:
+        """An entry of `doctor --json`."""
+        return {
+            "what": self.subject,
+            "standing": self.standing,
+            "seen": self.finding,
+            "mend": self.mend,
+        }
+
 
 REQUIRED: dict[str, tuple[str, str | None]] = {
     "torch": ("2.11", None),
@@ -82,7 +91,7 @@ def run_checks(console: Console, more: Sequence[DoctorCheck] = ()) -> dict[str, 
     if wrong:
         mends = "\n".join(f"  {f.subject}: {f.finding}; {f.mend}" for f in wrong)
         raise CapabilityError(f"{len(wrong)} of {len(findings)} findings are wrong:\n{mends}")
-    return {"findings": [vars(finding) for finding in findings]}
+    return {"findings": [finding.as_json() for finding in findings]}
 
 
 def measure_speed() -> list[DoctorCheck]:

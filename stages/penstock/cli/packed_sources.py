@@ -20,6 +20,6 @@ def packed_sources_table(facts: Mapping[str, Any]) -> str:
             f"{source['fill']:.1%}",
         )
         for split, sources in facts.get("sources", {}).items()
-        for source in sources or ()
+        for source in sources or ()  # 0 in results of earlier versions
     ]
     return table([_HEADING, *rows]) if rows else ""

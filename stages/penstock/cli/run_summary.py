@@ -70,9 +70,9 @@ def serving_commands(folder: Path) -> list[str]:
 def training_numbers(result: dict[str, Any]) -> str:
     """Steps, tokens and losses in one line."""
     figures = [f"{result[name]:,} {name}" for name in ("steps", "tokens") if name in result]
-    if "final_loss" in result:
+    if (final_loss := result.get("final_loss")) is not None:
         before = f"{result['first_loss']:.4g} -> " if result["first_loss"] is not None else ""
-        figures.append(f"loss {before}{result['final_loss']:.4g}")
+        figures.append(f"loss {before}{final_loss:.4g}")
     held_out = [name for name in result if name.startswith("eval_") and name.endswith("loss")]
     figures += [f"{name} {result[name]:.4g}" for name in held_out]
     return ", ".join(figures)

@@ -344,7 +344,7 @@ def _describe_lora_plus(lora: Mapping[str, Any]) -> str:
 def _results(export: Export) -> str:
     facts = export.lineage.train["facts"]
     rows = {
-        "final training loss": number(facts["final_loss"]) if "final_loss" in facts else "",
+        "final training loss": "" if (loss := facts.get("final_loss")) is None else number(loss),
         "evaluation loss": number(facts["eval_loss"]) if "eval_loss" in facts else "",
     }
     return section("Results", pairs(rows))

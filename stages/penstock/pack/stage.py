@@ -77,7 +77,12 @@ class Pack(Stage):
         measured = {split: self._split(out, split, settings) for split in SPLITS}
         self._link_images(out)
         names = dict.fromkeys(name for lengths in measured.values() for name in lengths)
-        return {name: {split: measured[split].get(name, 0) for split in SPLITS} for name in names}
+        return {
+            name: {
+                split: measured[split].get(name, [] if name == "sources" else 0) for split in SPLITS
+            }
+            for name in names
+        }
 
     def _link_images(self, out: Path) -> None:
         """Link the tensors or features of images, so that the result needs no other."""

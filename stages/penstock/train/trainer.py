@@ -450,7 +450,7 @@ class Trainer:
             "rows_per_step": self.batches.rows_per_step,
             "tokens": state.tokens,
             "trained_tokens": state.trained_tokens,
-            **({} if state.loss is None else {"final_loss": state.loss}),
+            "final_loss": state.loss,
         }
         if warnings := self._findings():
             facts["warnings"] = [finding.as_json() for finding in warnings]

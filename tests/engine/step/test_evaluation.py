@@ -153,6 +153,7 @@ def test_a_run_evaluates_as_often_and_on_as_much_as_is_written(folder):
     small = evaluations(jobs["of two small batches"])[0][1]
     assert small == evaluations(jobs["of a batch"])[0][1]
     assert facts["alone"]["steps"] == 0
+    assert facts["alone"]["final_loss"] is None
     assert not (jobs["alone"].output_dir / "checkpoints").exists()
     assert evaluations(jobs["alone"])[0] == evaluations(jobs["at the start"])[0]
 

@@ -59,3 +59,13 @@ def test_sources_are_counted_in_the_rows_that_are_written(tmp_path, method):
     table = _packed_sources(facts["sources"])
     assert len(text.splitlines()) == len(table) == 5
     assert f"{facts['sources']['train'][0]['tokens']:,}" in text
+
+
+def test_a_split_of_a_single_source_has_an_empty_list(tmp_path):
+    files = [write_lines(tmp_path / f"{word}.jsonl", 5 * [{"text": word}]) for word in "ab"]
+    stage = prepare(*((file, {"type": "text"}) for file in files), val_set_size=1)
+    artifact, _ = run(stage, tmp_path / "prepared")
+    (tmp_path / "packed").mkdir()
+    facts = Pack(PackSettings(sample_packing_sequence_len=32), artifact).run(tmp_path / "packed")
+    assert len(facts["sources"]["train"]) == 2
+    assert facts["sources"]["validation"] == []

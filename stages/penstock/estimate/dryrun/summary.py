@@ -28,6 +28,11 @@ class CollectiveUse:
     exposed_bytes: int
     """Bytes of those that the device waits for."""
 
+    def as_json(self) -> dict[str, Any]:
+        """Plain values; the call site is `where`, as in every other list of a dry run."""
+        fields = asdict(self)
+        return {"where" if name == "call_site" else name: fields[name] for name in fields}
+
 
 @dataclass(frozen=True)
 class RankSummary:
@@ -116,7 +121,7 @@ class RankSummary:
                 {"copy": call, "where": location, "times": times}
                 for (call, location), times in self.copies.items()
             ],
-            "collectives": [asdict(use) for use in self.collectives()],
+            "collectives": [use.as_json() for use in self.collectives()],
             "notes": list(result.notes),
         }
 

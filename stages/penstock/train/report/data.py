@@ -131,7 +131,7 @@ def _packed_sources(sources: Mapping[str, Any]) -> list[Row]:
             f"{source['fill']:.1%}",
         )
         for split, of_split in sources.items()
-        for source in of_split or ()
+        for source in of_split or ()  # 0 in results of earlier versions
     ]
     names = ("packed source", "used for", "rows", "samples", "tokens", "trained tokens", "fill")
     return [names, *rows] if rows else []
