@@ -1,5 +1,6 @@
 """What a layout computes in its first steps, and how far that is from what another does."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,11 @@ from tests.models.stored import is_published_otherwise, published
 
 TOLD = ("aux_loss", "z_loss", "routers")
 """What a step's record may tell of routers."""
+
+ZERO = 1e-6
+"""A tensor whose gradient is a smaller share of all gradients than this has none but for rounding,
+as queries and keys of documents of one token, and is compared with this share."""
+TINY = 1e-30
 
 OTHER_CODES = 2e-3
 """Which share of a matrix two layouts may round to other codes, after merging what they trained."""
@@ -190,12 +196,10 @@ def _relative(got: float, want: float) -> float:
 
 def _worst(got: loops.Arrays, want: loops.Arrays) -> float:
     assert got.keys() == want.keys()
-    found = []
-    for name, array in want.items():
-        difference, size = np.linalg.norm(got[name] - array), np.linalg.norm(array)
-        # The first factor of an adapter gets no gradient before its second one has moved.
-        found.append(float(difference / size) if size else float(difference))
-    return max(found, default=0.0)
+    sizes = {name: float(np.linalg.norm(array)) for name, array in want.items()}
+    floor = ZERO * math.hypot(*sizes.values())
+    differences = {name: float(np.linalg.norm(got[name] - array)) for name, array in want.items()}
+    return max((differences[name] / max(sizes[name], floor, TINY) for name in want), default=0.0)
 
 
 def exported(job: Job) -> Mapping[str, bytes]:

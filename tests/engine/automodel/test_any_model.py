@@ -19,6 +19,7 @@ from penstock.models.registry import get_family
 from penstock.rows.reader import PackedRows
 from tests.engine import loops, runs
 from tests.engine.automodel import examine, page, tiny_models
+from tests.engine.inputs import MODELS, SHAPE
 from tests.engine.traces import loss_of_transformers
 from tests.models.families import FAMILIES
 from tests.models.twins import SIZES
@@ -60,6 +61,19 @@ def _examined(folder: Path, model_type: str) -> list[str]:
 )
 def test_a_model_trains_resumes_and_is_exported(folder, model_type):
     assert _examined(folder, model_type) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [("olmoe", ""), ("dense mamba", ""), ("latent attention", "cannot run a small model of type")],
+)
+def test_a_config_of_few_sizes_is_called_as_it_is_or_refused_with_the_reason(kind, reason):
+    hf_config = {**runs.TINY, **SHAPE, **MODELS[kind]}
+    if reason:
+        with pytest.raises(CapabilityError, match=reason):
+            auto_family(hf_config)
+    else:
+        assert isinstance(auto_family(hf_config), AutoFamily)
 
 
 @pytest.mark.exhaustive

@@ -299,8 +299,15 @@ def _keep_relations(values: Mapping[str, Any], small: dict[str, Any]) -> None:
     for name, equal_name in EQUAL:
         if have(name, equal_name) and values[name] == values[equal_name]:
             small[name] = small[equal_name]
+    if have("hidden_size", "num_attention_heads", "head_dim") and (
+        values["num_attention_heads"] * values["head_dim"] == values["hidden_size"]
+    ):
+        small["head_dim"] = small["hidden_size"] // small["num_attention_heads"]
     if have("mamba_d_ssm", "mamba_n_heads", "mamba_d_head"):
         small["mamba_d_ssm"] = small["mamba_n_heads"] * small["mamba_d_head"]
+    elif have("mamba_expand", "hidden_size", "mamba_n_heads", "mamba_d_head"):
+        width = small["hidden_size"] * small["mamba_expand"]
+        small["mamba_d_head"] = width // small["mamba_n_heads"]
     if have("expand", "num_heads", "head_dim"):
         small["head_dim"] = small["hidden_size"] * values["expand"] // small["num_heads"]
 

@@ -52,13 +52,22 @@ def find_traits(hf_config: Mapping[str, Any]) -> Traits:
     Raises CapabilityError if it cannot be trained as a causal language model, with the reason.
     """
     config = build_config(hf_config)
-    tiny = type(config).from_dict(shrink(config.to_dict()))
     implementations: list[AttentionImpl] = ["varlen", "sdpa", "eager"]
     if set(getattr(config, "layer_types", None) or ()) & {"chunked_attention"}:
         # Chunks are longer than the documents of this check.
         implementations.remove("varlen")
-    expected = _Run(tiny, "eager")
-    require_causal(expected.model, tiny.model_type)
+    try:
+        tiny = type(config).from_dict(shrink(config.to_dict()))
+        expected = _Run(tiny, "eager")
+        require_causal(expected.model, tiny.model_type)
+    except CapabilityError:
+        raise
+    except Exception as error:
+        raise CapabilityError(
+            f"transformers cannot run a small model of type {config.model_type} with this "
+            f"config.json ({type(error).__name__}: {error}), so how it is called is not known.\n"
+            "  Leave out model.backend if Penstock has the family, or correct config.json."
+        ) from error
     found_traits: Traits | None = None
     for name in implementations:
         try:
