@@ -23,7 +23,7 @@ import pytest
 
 from penstock.core.machine.linux import num_cpus
 from tests.buckets import bucket, s3_server  # noqa: F401 - fixtures for all tests
-from tests.turns import DAY
+from tests.turns import TODAY
 from tests.warm_ranks import warm_ranks  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -72,7 +72,7 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 def pytest_report_header():
-    return f"cases that take turns: TEST_DAY={DAY}"
+    return f"cases that take turns: TEST_DAY={TODAY}"
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -2,7 +2,8 @@
 them within some days.
 
 The day is a number in the environment, which the head of a test run shows: with it the same are run
-again. All cases are run with `pytest -m "exhaustive or not exhaustive"`.
+again. With `TEST_DAY=every`, whatever has a day is run. All cases are run with
+`pytest -m "exhaustive or not exhaustive"`.
 """
 
 import datetime
@@ -14,8 +15,10 @@ import pytest
 
 T = TypeVar("T")
 
-DAY = int(os.environ.setdefault("TEST_DAY", str(datetime.date.today().toordinal())))
+TODAY = os.environ.setdefault("TEST_DAY", str(datetime.date.today().toordinal()))
 """Set for the other processes of this run too, which must collect the same across midnight."""
+EVERY = TODAY == "every"
+DAY = 0 if EVERY else int(TODAY)
 
 
 def todays(cases: Sequence[T], count: int) -> list[T]:
@@ -36,4 +39,5 @@ def taking_turns(cases: Iterable[Any], count: int) -> list[Any]:
 
 def one_day_in(days: int, *, of: int) -> pytest.MarkDecorator:
     """Marks a test as slow on the day with the remainder `of`, and as exhaustive on the others."""
-    return pytest.mark.slow if DAY % days == of % days else pytest.mark.exhaustive
+    is_today = EVERY or DAY % days == of % days
+    return pytest.mark.slow if is_today else pytest.mark.exhaustive

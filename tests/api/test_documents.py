@@ -9,6 +9,7 @@ import penstock as ps
 from penstock.api.status import Standing
 from penstock.core.cache.store import Status
 from tests.conftest import ROOT
+from tests.turns import one_day_in
 
 PAGE = (ROOT / "docs" / "guide" / "python.md").read_text()
 
@@ -21,7 +22,7 @@ def cells():
     return re.findall(r"```python\n(.*?)```", section("A notebook"), re.DOTALL)
 
 
-@pytest.mark.slow
+@one_day_in(3, of=0)
 @pytest.mark.usefixtures("warm_ranks")
 def test_the_notebook_of_the_guide_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

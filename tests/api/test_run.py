@@ -23,6 +23,7 @@ from penstock.rows.prepared import PreparedSamples
 from penstock.rows.schema import IGNORED
 from tests.cli.command import penstock, small_run
 from tests.pipeline.runs import write_run
+from tests.turns import one_day_in
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
 
@@ -276,7 +277,7 @@ print(run.pack().status)
 """
 
 
-@pytest.mark.slow
+@one_day_in(3, of=1)
 def test_a_script_without_a_main_guard_is_run_once_however_many_processes_work(tmp_path):
     config = write_run(tmp_path / "a")
     write_run(tmp_path / "b", data={"dataset_prepared_path": str(tmp_path / "b")})

@@ -7,6 +7,7 @@ import pytest
 
 from tests.cli.command import penstock
 from tests.conftest import ROOT
+from tests.turns import one_day_in
 
 FSDP = ("--train.data_parallel_mode", "fsdp2")
 
@@ -17,7 +18,7 @@ def plan(*arguments: str) -> tuple[int, dict[str, Any]]:
     return said.code, said.last
 
 
-@pytest.mark.slow
+@one_day_in(3, of=2)
 def test_layouts_are_compared_and_the_step_is_traced(tmp_path):
     trace = tmp_path / "trace.json"
     code, found = plan(

@@ -1,8 +1,6 @@
 import json
 import re
 
-import pytest
-
 from penstock.cli.run import Request
 from penstock.core.cache.diff_identity import differences
 from penstock.core.cache.record import write_record
@@ -11,6 +9,7 @@ from penstock.estimate.costs.device_speed import remember
 from penstock.pipeline.plan import plan
 from tests.cli.command import penstock, small_run
 from tests.stages.prepared import write_lines
+from tests.turns import one_day_in
 
 
 def standings(said):
@@ -120,7 +119,7 @@ def test_plan_tells_what_training_costs_and_counts_what_is_packed(tmp_path):
     assert f"{told['length']['steps']} steps of 1 row" in penstock("plan", config).out
 
 
-@pytest.mark.slow
+@one_day_in(3, of=2)
 def test_plan_tells_what_a_reference_takes_until_it_is_there(tmp_path):
     pairs = write_lines(
         tmp_path / "pairs.jsonl",

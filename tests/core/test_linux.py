@@ -12,6 +12,7 @@ from penstock.core.machine import linux
 from tests.cli.command import penstock
 from tests.conftest import ROOT
 from tests.pipeline.runs import write_run
+from tests.turns import one_day_in
 from tests.waiting import soon
 
 
@@ -80,7 +81,7 @@ def test_a_process_ends_with_its_parent(where, tmp_path):
     soon(lambda: not is_running(pid), 20)
 
 
-@pytest.mark.slow
+@one_day_in(3, of=1)
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("warm_ranks")
 def test_a_run_ends_with_the_same_bytes_where_nothing_is_there_that_only_linux_has(tmp_path):

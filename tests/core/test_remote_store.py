@@ -27,6 +27,7 @@ from penstock.engine.checkpoint.folders import CheckpointNaming
 from penstock.train.launch.upload_selection import files_to_download, files_to_upload
 from tests.core.toy import ALPHABET, FOUR, Letters, LettersSettings, Slowly
 from tests.corruption import flip
+from tests.turns import one_day_in
 
 SPAWN = multiprocessing.get_context("spawn")
 
@@ -142,7 +143,7 @@ def test_what_one_machine_built_the_others_fetch(machine, tmp_path):
     assert content(third.path) == content(here.path)
 
 
-@pytest.mark.slow
+@one_day_in(2, of=1)
 def test_two_machines_at_once_do_the_work_once(machine, tmp_path):
     stage = Letters(journal=tmp_path / "journal", before=Slowly(1.5))
     steps = [machine(stage, name) for name in ("one", "two")]
@@ -165,7 +166,7 @@ def test_two_machines_at_once_do_the_work_once(machine, tmp_path):
     assert names_at(steps[0]) == {"a.txt", "b.txt", "c.txt", "d.txt", MANIFEST}
 
 
-@pytest.mark.slow
+@one_day_in(2, of=1)
 def test_killed_while_sending_it_leaves_no_manifest_and_a_rerun_sends_only_the_rest(machine):
     stage = Bulk(before=Slowly(0))
     step = machine(stage, "here")

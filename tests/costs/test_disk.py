@@ -12,6 +12,7 @@ from tests.costs import measured
 from tests.engine import runs
 from tests.engine.loops import each
 from tests.ranks import on_ranks
+from tests.turns import one_day_in
 
 CASES = {
     "adamw": {},
@@ -26,7 +27,7 @@ KEPT = {"max_steps": 3, "save_steps": 1, "save_total_limit": 2, "save_hf_weights
 
 
 @pytest.mark.dist
-@pytest.mark.slow
+@one_day_in(3, of=1)
 def test_checkpoints_take_what_is_told_and_as_many_are_kept(tmp_path):
     rows = measured.write_rows(tmp_path / "rows", [32, 16], 8)
     model = measured.write_model(tmp_path / "model", SMALL)

@@ -11,6 +11,7 @@ from penstock.estimate.costs.sharded_model import ShardedModel
 from tests.costs import measured
 from tests.costs.cases import CASES, QUICK
 from tests.ranks import on_ranks
+from tests.turns import one_day_in
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
@@ -51,6 +52,7 @@ def compare(folder, name):
     return told.total, most
 
 
+@one_day_in(3, of=1)
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.exhaustive]) for name in CASES],

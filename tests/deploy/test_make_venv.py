@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
+from tests.turns import one_day_in
 
 PINNED = re.findall(r"^torch==(.+)$", (ROOT / "constraints.txt").read_text(), re.M)[0]
 VERSION = "{}.{}.{}".format(*sys.version_info)
@@ -70,7 +71,7 @@ def test_where_no_python_fits_one_line_says_why(make_venv, tmp_path, pythons, ex
     assert not (tmp_path / "venv").exists()
 
 
-@pytest.mark.slow
+@one_day_in(3, of=2)
 def test_the_newest_python_with_a_wheel_of_torch_is_taken_and_stays(make_venv, tmp_path):
     python = tmp_path / "venv/bin/python"
     done = make_venv(python3=WHOLE, torch="1.0")

@@ -11,6 +11,7 @@ import yaml
 from tests.conftest import ROOT
 from tests.deploy.installed import PIP, build_wheel, environment, require_server, run_penstock
 from tests.flows.server import Prefect
+from tests.turns import one_day_in
 
 pytestmark = pytest.mark.slow
 
@@ -73,5 +74,6 @@ def test_an_installed_wheel_brings_its_recipes_flows_and_deployments(python, pre
     assert "is used as it is" in penstock("deploy", "--pool", "mine")
 
 
+@one_day_in(3, of=2)
 def test_an_installed_wheel_serves(python, tmp_path):
     require_server(python, tmp_path)

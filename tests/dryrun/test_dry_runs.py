@@ -8,7 +8,7 @@ from penstock.estimate.dryrun.summary import DryRun
 from penstock.estimate.dryrun.trace import Launch, records_from_json
 from tests.dryrun.cases import CASES, GOLDEN, counts
 from tests.dryrun.layouts import DENSE, MOE, ROW, Case, dry_runs, estimated_memory
-from tests.turns import taking_turns
+from tests.turns import one_day_in, taking_turns
 
 pytestmark = pytest.mark.slow
 
@@ -119,6 +119,7 @@ def test_a_layer_launches_few_kernels_forward_and_backward(
     assert two - one <= MOST_LAUNCHES[name]
 
 
+@one_day_in(3, of=1)
 def test_a_dry_run_finds_the_same_again(found: dict[str, DryRun]) -> None:
     [first], [again] = found["moe"].ranks, dry_runs({"moe": CASES["moe"]})["moe"].ranks
     assert again.result == first.result

@@ -77,7 +77,7 @@ def once(deployed, tmp_path_factory):
     return folder, config, run
 
 
-@pytest.mark.slow
+@one_day_in(3, of=0)
 def test_a_deployed_run_is_named_after_what_runs_and_shows_its_stages_and_what_they_wait_for(
     deployed, once
 ):
@@ -168,7 +168,7 @@ def test_the_overview_of_a_run_that_fails_says_how_far_it_came_and_why(reporting
     assert "penstock chat" not in overview["data"]
 
 
-@pytest.mark.slow
+@one_day_in(3, of=2)
 def test_a_schedule_fires_and_what_is_there_is_shown_as_cached(deployed, once):
     folder, config, _ = once
     tracker = folder / "out" / "trackers" / "mlflow.json"

@@ -16,7 +16,7 @@ import penstock_kernels
 from penstock_kernels.op import HAS_TRITON
 from tests.kernels.compiling_for_gpus import name_of
 from tests.kernels.gpu_resources import ARCHITECTURES, compile_all, read_golden
-from tests.turns import todays
+from tests.turns import one_day_in, todays
 
 MOST_KEPT = 600
 """Compiled kernels that are kept, of half a megabyte or less."""
@@ -134,7 +134,7 @@ def compiler_cache(pytestconfig, tmp_path):
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="triton is not published for this system")
-@pytest.mark.slow
+@one_day_in(3, of=0)
 def test_todays_kernels_compile_for_an_h100_and_take_what_the_golden_file_says(compiler_cache):
     """`python -m tests.kernels.gpu_resources` writes it again, so that a change shows as a diff."""
     parts = todays([*KERNELS], 4)

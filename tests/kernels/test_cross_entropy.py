@@ -26,6 +26,7 @@ from penstock_kernels.cross_entropy.passes import turn_, two_pass
 from penstock_kernels.cross_entropy.several import slope_by_, tally_by
 from penstock_kernels.op import UnsupportedError
 from tests.kernels.where import DEVICE, needs_triton
+from tests.turns import one_day_in
 
 SIZES = (1, 2, 3, 7, 16, 31, 64, 97, 130, 257)
 # Of norms. fp32: sums over up to 257 numbers, and exponentials of torch's softmax, good to 2e-6.
@@ -288,7 +289,7 @@ def test_every_backend_reads_and_turns_logits_of_several_labels_as_fp64_does(bac
         check_close(made, want, dtype, what=f"{logits.shape} {terms}")
 
 
-@pytest.mark.slow
+@one_day_in(3, of=2)
 def test_what_is_compiled_comes_to_the_same_and_is_compiled_once():
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

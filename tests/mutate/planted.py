@@ -74,7 +74,7 @@ def judge(bug: Bug, tree: Path, seconds: float) -> str:
         done = subprocess.run(
             [sys.executable, "-m", "pytest", *OPTIONS, *bug.tests],
             cwd=tree,
-            env={**os.environ, "PYTHONPATH": sources},
+            env={**os.environ, "PYTHONPATH": sources, "TEST_DAY": "every"},
             capture_output=True,
             text=True,
             timeout=seconds,

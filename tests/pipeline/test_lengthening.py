@@ -14,6 +14,7 @@ from penstock.pipeline.plan import Plan, RebuildOptions, execute_stage, plan
 from penstock.train.metrics.jsonl import read_metrics
 from tests.pipeline.runs import sealed, write_run
 from tests.ranks import on_ranks
+from tests.turns import one_day_in
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
@@ -94,6 +95,7 @@ def lengthened(folder: Path, lengths: list[dict]) -> None:
     assert losses(folder / "grows") == losses(folder / "whole")
 
 
+@one_day_in(2, of=1)
 @pytest.mark.parametrize(
     "lengths",
     [

@@ -15,6 +15,7 @@ from penstock.train.launch.multi_node import is_worker_node
 from penstock.train.metrics.jsonl import read_metrics
 from tests.pipeline.runs import write_run
 from tests.ranks import on_ranks
+from tests.turns import one_day_in
 
 LEARNS = {"objective": "preference", "num_train_epochs": 3, "eval_at_start": True}
 
@@ -160,7 +161,7 @@ def test_of_answers_that_are_added_these_alone_are_computed(trained):
 
 
 @pytest.mark.dist
-@pytest.mark.slow
+@one_day_in(2, of=0)
 def test_a_run_that_starts_from_adapters_is_compared_with_the_model_that_has_them(tmp_path):
     lora = {"enable_lora": True, "lora_rank": 4}
     first = bring(write_preferences(tmp_path, lora=lora))

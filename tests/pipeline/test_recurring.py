@@ -27,6 +27,7 @@ from tests.cli.command import penstock
 from tests.engine import runs
 from tests.pipeline.runs import write_chats, write_run
 from tests.ranks import on_ranks
+from tests.turns import one_day_in
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.usefixtures("warm_ranks")]
 
@@ -339,6 +340,7 @@ def goes_on(folder, url):
     return first, files, story.tick(), story.origin
 
 
+@one_day_in(3, of=2)
 def test_adapters_go_on_from_the_released_adapter_beside_the_same_base(tmp_path):
     url = f"memory://{tmp_path.name}/made"
     [told] = on_ranks(1, goes_on, tmp_path / "run", url, timeout=240)

@@ -24,6 +24,7 @@ from penstock.pipeline.plan import pack_step, prepare_step
 from penstock.pipeline.plan import plan as planned
 from tests.config.values import smallest
 from tests.engine.runs import short_job, train_here, write_model, write_rows
+from tests.turns import one_day_in
 
 STEPS_OF_EPOCH = 40
 
@@ -166,7 +167,7 @@ def test_a_setting_of_an_optimizer_is_in_the_key_where_it_changes_its_steps() ->
     assert min(found) > 25
 
 
-@pytest.mark.slow
+@one_day_in(3, of=1)
 def test_a_setting_of_a_schedule_is_in_the_key_where_it_changes_a_learning_rate() -> None:
     bases = [
         {"lr_decay_style": style, **warmup, **length}
@@ -275,7 +276,7 @@ def test_a_run_without_its_unused_fields_leaves_nothing_unused_that_is_written()
 
 
 @pytest.mark.dist
-@pytest.mark.slow
+@one_day_in(2, of=0)
 def test_what_keeps_parts_in_one_precision_changes_no_bit_where_all_is_in_it(tmp_path) -> None:
     """Fields of the model that are in no key in some precisions, judged by a step of training."""
     write_rows(tmp_path / "packed", 8)

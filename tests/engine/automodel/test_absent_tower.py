@@ -16,6 +16,7 @@ from penstock.models.automodel.outline import AutoModelConfig
 from penstock.models.automodel.tiny_config import shrink
 from tests.cli.command import penstock, small_run
 from tests.engine import runs
+from tests.turns import one_day_in
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
 
@@ -41,7 +42,7 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@one_day_in(3, of=1)
 def test_text_trains_the_language_model_and_exports_have_the_tower_of_the_base_model(
     folder, tmp_path
 ):

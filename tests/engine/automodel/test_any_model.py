@@ -24,7 +24,7 @@ from tests.engine.traces import loss_of_transformers
 from tests.models.families import FAMILIES
 from tests.models.twins import SIZES
 from tests.ranks import on_ranks
-from tests.turns import taking_turns
+from tests.turns import one_day_in, taking_turns
 
 KINDS = (
     "apertus",  # scalar parameters
@@ -129,7 +129,7 @@ def _layouts(folder: Path) -> dict[str, tuple[float, float, loops.Arrays]]:
     return found
 
 
-@pytest.mark.slow
+@one_day_in(3, of=0)
 @pytest.mark.parametrize(
     "model_type", ["deepseek_v3", pytest.param("mamba", marks=pytest.mark.exhaustive)]
 )
@@ -156,7 +156,7 @@ def _with_dropout(folder: Path) -> dict[str, tuple[list[float], loops.Arrays, bo
     return {name: examine.trained(job) for name, job in jobs.items()}
 
 
-@pytest.mark.slow
+@one_day_in(3, of=1)
 def test_dropout_of_the_model_is_the_same_when_recomputed_and_resumed(folder):
     own = folder / "dropout"
     tiny_models.write_model(own, "gpt2", resid_pdrop=0.3, embd_pdrop=0.1, attn_pdrop=0.1)
@@ -183,7 +183,7 @@ def _continued(folder: Path) -> float:
     return loops.step(loop)["loss"]
 
 
-@pytest.mark.slow
+@one_day_in(3, of=2)
 def test_an_export_of_dbrx_has_the_rope_theta_of_its_attention_where_transformers_reads_it(folder):
     own = folder / "dbrx-as-released"
     tiny_models.write_model(own, "dbrx", noise=0.1)

@@ -26,6 +26,7 @@ from tests.engine.automodel import examine_images as examine
 from tests.engine.automodel import tiny_images
 from tests.models.twins import SIZES
 from tests.ranks import on_ranks
+from tests.turns import one_day_in
 
 KIND = "qwen2_vl"
 """Grids of patches, rotary positions in three axes; all others are examined by an exhaustive
@@ -40,7 +41,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.dist
-@pytest.mark.slow
+@one_day_in(3, of=0)
 def test_a_model_trains_on_images_resumes_and_is_exported(folder):
     assert examine.examine(folder / KIND, KIND).faults == []
 
@@ -213,7 +214,7 @@ def _dropped(jobs: list[Job]) -> list[tuple[list[float], bool]]:
 
 
 @pytest.mark.dist
-@pytest.mark.slow
+@one_day_in(3, of=1)
 def test_adapters_drop_from_inputs_that_are_tokens_of_padded_documents_or_of_images(folder):
     jobs = []
     for kind in ("gemma3", "mllama"):

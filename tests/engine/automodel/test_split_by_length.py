@@ -14,6 +14,7 @@ from penstock.rows.reader import PackedRows
 from tests.engine import loops
 from tests.engine.automodel import examine, tiny_models
 from tests.ranks import on_ranks
+from tests.turns import one_day_in
 
 
 def _fewest(lengths: list[int], number: int) -> int:
@@ -61,7 +62,7 @@ def _both(folder: Path) -> list[tuple[float, float, loops.Arrays, list[int]]]:
     return [_trained(folder, most) for most in (1, 8)]
 
 
-@pytest.mark.slow
+@one_day_in(3, of=1)
 def test_parts_of_a_micro_batch_give_its_loss_and_gradients_with_less_padding(tmp_path):
     examine.write_rows(tmp_path)
     tiny_models.write_model(tmp_path / "model", "mamba")

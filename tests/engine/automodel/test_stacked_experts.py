@@ -44,6 +44,7 @@ from tests.models.twins import (
     twins,
 )
 from tests.ranks import on_ranks
+from tests.turns import one_day_in
 
 ADAPTERS, RATE = {"lora_alpha": 32}, 0.3
 
@@ -91,7 +92,7 @@ def _logits(model: torch.nn.Module) -> torch.Tensor:
 
 
 # With a dense layer and shared experts; transposed; padded batches.
-@pytest.mark.slow
+@one_day_in(3, of=1)
 @pytest.mark.parametrize(
     "model_type",
     [
@@ -236,7 +237,7 @@ def _dropped(folder: Path) -> dict[str, tuple[float, float]]:
     return losses
 
 
-@pytest.mark.slow
+@one_day_in(3, of=2)
 def test_dropout_of_adapters_is_the_same_in_any_layout(tmp_path):
     examine.write_rows(tmp_path)
     tiny_models.write_model(tmp_path / "model", "jamba", noise=0.1)

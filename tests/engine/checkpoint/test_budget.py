@@ -28,6 +28,7 @@ from penstock.train.trainer import GO_ON, STOP
 from tests.engine import runs
 from tests.engine.loops import each, loop_of
 from tests.ranks import on_ranks
+from tests.turns import one_day_in
 
 pytestmark = pytest.mark.dist
 
@@ -174,7 +175,7 @@ JUDGED = {
 }
 
 
-@pytest.mark.slow
+@one_day_in(2, of=0)
 def test_a_run_ends_when_nothing_gets_better_and_its_best_checkpoint_is_its_result(folder):
     jobs = {
         what: job(folder, what, eval_steps=1, **{"max_steps": 10, **its})
@@ -253,7 +254,7 @@ def without_room(jobs):
     return told
 
 
-@pytest.mark.slow
+@one_day_in(2, of=0)
 def test_a_save_that_fails_on_the_way_is_told_and_the_run_goes_on(folder):
     its = {"max_steps": 5, "save_steps": 1}
     jobs = {

@@ -31,6 +31,7 @@ from penstock.models.initialize import generator_for, initialize
 from penstock.models.weights import WeightMap
 from tests.engine.holdings import CONFIG, LAYOUTS, cut, holding
 from tests.ranks import on_ranks
+from tests.turns import one_day_in
 
 NAMES = WeightMap(CONFIG)
 
@@ -120,7 +121,7 @@ def stepped(*starts):
 
 
 @pytest.mark.dist
-@pytest.mark.slow
+@one_day_in(3, of=0)
 def test_any_layout_goes_on_from_what_any_other_saved_to_the_same_bits(tmp_path):
     on_ranks(4, crossed, tmp_path)
     tensors, state = stepped([1, 2, 3])
@@ -288,7 +289,7 @@ def all_three(root):
 
 
 @pytest.mark.dist
-@pytest.mark.slow
+@one_day_in(3, of=0)
 def test_saves_behind_training_are_of_their_step_their_failures_are_told_and_old_ones_go(tmp_path):
     for (early, complete, told, crowd), seen, lacks in on_ranks(4, all_three, tmp_path):
         assert lacks == [True, False]

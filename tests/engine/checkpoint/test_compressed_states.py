@@ -16,6 +16,7 @@ from penstock.engine.checkpoint.safe_dcp_reader import CheckpointFiles
 from tests.engine import runs
 from tests.engine.loops import each, loop_of, parameters_of, save, step
 from tests.ranks import on_ranks
+from tests.turns import one_day_in
 
 pytestmark = [pytest.mark.slow, pytest.mark.dist]
 
@@ -110,6 +111,7 @@ def distance(one, other):
     return np.sqrt(sum(((one[name] - other[name]) ** 2).sum() for name in one))
 
 
+@one_day_in(2, of=1)
 def test_a_run_goes_on_from_few_bits_nearly_as_from_all_of_them(folder):
     alone = {"data_parallel_mode": "none"}
     jobs = {
@@ -142,6 +144,7 @@ def begun(job):
     return loop.at.step, bool(loop.built.engine.optimizer.state), facts["steps"]
 
 
+@one_day_in(2, of=1)
 def test_few_bits_that_two_ranks_saved_are_read_by_one_and_by_other_two(folder):
     cut = job(folder, "cut", data_parallel_shard_size=2, ckpt_quant="int4", max_steps=BEFORE)
     on_ranks(2, runs.train_here, cut)

@@ -18,6 +18,7 @@ from penstock.train.metrics.recorder import MetricsRecorder
 from penstock.train.trackers import supervisor
 from tests.engine import runs
 from tests.ranks import RankError, on_ranks
+from tests.turns import one_day_in
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
@@ -150,6 +151,7 @@ def told(job):
     ]
 
 
+@one_day_in(3, of=1)
 @pytest.mark.parametrize("way", ["behind", pytest.param("at once", marks=pytest.mark.exhaustive)])
 def test_a_run_that_is_interrupted_everywhere_ends_as_one_that_is_not(way, folder):
     whole = job(folder, f"whole {way}")

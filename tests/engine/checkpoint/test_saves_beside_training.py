@@ -12,6 +12,7 @@ from penstock.engine.checkpoint import checkpoint_manager
 from penstock.engine.checkpoint.async_staging import StagingBuffers
 from tests.engine import runs
 from tests.ranks import on_ranks
+from tests.turns import one_day_in
 
 STEPS = 3
 PATIENCE, MORE = 3.0, 0.02
@@ -82,7 +83,7 @@ def contents(root):
 
 
 @pytest.mark.dist
-@pytest.mark.slow
+@one_day_in(3, of=2)
 def test_what_is_copied_while_training_goes_on_is_as_it_was_at_the_save(folder):
     jobs = {
         (way, asked): job(folder, f"{way} {asked}", save_async=asked, **settings)

@@ -12,6 +12,7 @@ from tests.engine import runs
 from tests.engine.loops import each, loop_of, step
 from tests.engine.step.held_out import random_model
 from tests.ranks import on_ranks
+from tests.turns import one_day_in
 
 pytestmark = pytest.mark.dist
 
@@ -80,7 +81,7 @@ def test_samples_see_what_is_before_them_in_their_row_if_that_is_written(folder)
     assert found["False"] == pytest.approx((apart, joined), rel=RTOL)
 
 
-@pytest.mark.slow
+@one_day_in(2, of=1)
 def test_rows_that_are_read_ahead_are_joined_too(folder):
     ahead = job(folder, "ahead", isolate=False, data={"dataloader_num_workers": 1})
     [told] = on_ranks(1, looked, ahead)

@@ -18,6 +18,7 @@ from tests.engine import runs
 from tests.engine.checkpoint.test_resume import train_until
 from tests.engine.loops import loop_of
 from tests.ranks import RankError, on_ranks
+from tests.turns import one_day_in
 
 pytestmark = pytest.mark.dist
 
@@ -149,7 +150,7 @@ def killed_loader(folder):
     return str(error.value)
 
 
-@pytest.mark.slow
+@one_day_in(3, of=0)
 def test_a_loading_process_that_dies_is_told_with_what_to_write(folder):
     [told] = on_ranks(1, killed_loader, folder)
     assert "a process that loads rows is lost" in told
@@ -183,7 +184,7 @@ def running(pid):
         return False
 
 
-@pytest.mark.slow
+@one_day_in(2, of=0)
 def test_loading_processes_end_with_the_rank_and_not_before(folder):
     with pytest.raises(RankError, match="died without a word"):
         on_ranks(2, interrupted, folder)
@@ -203,7 +204,7 @@ def job(folder, out, *, epoch_rows=(), key="a" * 64, **train):
     return runs.job_of(run, folder / "packed", key, epoch_rows)
 
 
-@pytest.mark.slow
+@one_day_in(3, of=1)
 def test_a_run_is_the_same_with_loading_processes_also_when_it_is_stopped(folder):
     endings = []
     for name, data in (("here", {}), ("ahead", {"dataloader_num_workers": 2})):

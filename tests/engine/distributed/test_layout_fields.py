@@ -14,6 +14,7 @@ from penstock.models.decoder import Decoder
 from tests.engine import runs
 from tests.engine.loops import each, loop_of, step
 from tests.ranks import on_ranks
+from tests.turns import one_day_in
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
@@ -177,6 +178,7 @@ def on_two(folder):
     return {name: [rank[name] for rank in found] for name in ON_TWO}
 
 
+@one_day_in(3, of=1)
 def test_no_setting_of_the_layout_changes_the_loss_or_the_gradients(alone, on_two):
     loss, norm = alone["result"]
     for name, ranks in on_two.items():
@@ -318,6 +320,7 @@ ON_FOUR = {
 }
 
 
+@one_day_in(3, of=1)
 def test_weights_are_sharded_over_the_axes_that_are_named(folder, alone):
     found = on_ranks(4, each, look, jobs_of(folder, ON_FOUR))
     shards = {name: [rank[name]["shards"] for rank in found] for name in ON_FOUR}

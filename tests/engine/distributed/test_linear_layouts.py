@@ -20,6 +20,7 @@ from tests.engine.inputs import MODELS, SHAPE
 from tests.engine.loops import each
 from tests.engine.traces import Errors, errors
 from tests.ranks import on_ranks
+from tests.turns import one_day_in
 
 MODEL = {**runs.TINY, **SHAPE, **MODELS["linear attention"]}
 
@@ -107,7 +108,7 @@ TOGETHER = 2
 
 
 @pytest.mark.dist
-@pytest.mark.slow
+@one_day_in(3, of=0)
 @pytest.mark.parametrize(
     "group", [0, *(pytest.param(at, marks=pytest.mark.exhaustive) for at in range(1, 20))]
 )

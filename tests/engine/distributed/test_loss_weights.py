@@ -17,6 +17,7 @@ from tests.engine.traces import (
     trace_of_transformers,
 )
 from tests.ranks import on_ranks
+from tests.turns import one_day_in
 
 LIMITS = Errors(loss=2e-6, norm=1e-5, gradients=1e-5, weights=1e-6)
 AXES = ["shard 2", "ring 2", "tp 2, sequence parallel", "pp 2"]
@@ -33,7 +34,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.dist
-@pytest.mark.slow
+@one_day_in(2, of=0)
 @pytest.mark.parametrize(
     "names",
     [AXES, pytest.param(["ulysses 2", *FURTHER], marks=pytest.mark.exhaustive)],

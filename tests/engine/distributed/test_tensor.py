@@ -39,6 +39,7 @@ from tests.engine.losses.divided_losses import Products, check_terms
 from tests.losses.test_logits_loss import Entropy, Focal
 from tests.models.twins import documents, hf_model, positions, their_loss
 from tests.ranks import on_ranks
+from tests.turns import one_day_in
 
 # Shares of 131 tokens and 78 features differ between ranks.
 SIZES = {"num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 78}
@@ -345,7 +346,7 @@ def test_however_a_divided_step_is_computed_it_comes_to_the_same(start):
 
 
 @pytest.mark.dist
-@pytest.mark.slow
+@one_day_in(2, of=0)
 def test_a_whole_residual_computes_the_same_in_every_way(start):
     start(4, ways_to_compute, [Case("llama-biased", "whole")])
 

@@ -24,6 +24,7 @@ from tests.engine.generation.writing import (
 from tests.engine.inputs import MODELS
 from tests.engine.loops import each
 from tests.ranks import on_ranks
+from tests.turns import one_day_in
 
 pytestmark = [pytest.mark.slow, pytest.mark.dist]
 
@@ -175,6 +176,7 @@ def greedily(job):
 KEEPING = [name for name in FAMILIES if name != "by length"]
 
 
+@one_day_in(3, of=1)
 @pytest.mark.parametrize(
     "names", [KEEPING, pytest.param([*SIBLINGS], marks=pytest.mark.exhaustive)]
 )
@@ -318,6 +320,7 @@ OTHERS = {
 }
 
 
+@one_day_in(3, of=2)
 @pytest.mark.parametrize(
     "layouts",
     [

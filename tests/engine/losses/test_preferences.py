@@ -21,6 +21,7 @@ from tests.engine.loops import each
 from tests.engine.losses.answering import random_samples, write_answers, write_reference
 from tests.engine.traces import Errors, errors, trace_here
 from tests.ranks import on_ranks
+from tests.turns import one_day_in
 
 LIMITS = Errors(loss=2e-6, norm=1e-5, gradients=1e-5, weights=1e-6)
 
@@ -83,7 +84,7 @@ def check(names, loss, folder, reference):
 
 
 @pytest.mark.dist
-@pytest.mark.slow
+@one_day_in(3, of=1)
 def test_a_layout_learns_from_pairs_what_one_process_does(folder, reference):
     check(CORE, "sigmoid", folder, reference)
 

@@ -23,6 +23,7 @@ from penstock.train.dataloader import Loader, LoaderConfig
 from tests.engine import runs
 from tests.engine.loops import calls_of, decoder_of, each, loop_of, parameters_of, step
 from tests.ranks import on_ranks
+from tests.turns import one_day_in
 
 pytestmark = pytest.mark.dist
 
@@ -341,7 +342,7 @@ def collections(job):
     return [at for at in asked if 0 < at < 5], set(enabled), gc.isenabled()
 
 
-@pytest.mark.slow
+@one_day_in(2, of=1)
 def test_garbage_is_collected_at_the_steps_asked_for_or_left_to_python(folder):
     jobs = {str(n): job(folder, f"gc {n}", gc_steps=n, max_steps=5) for n in (0, 2, 3)}
     [found] = on_ranks(1, each, collections, jobs)

@@ -9,6 +9,7 @@ import pytest
 from tests.engine import runs
 from tests.engine.loops import each
 from tests.ranks import on_ranks
+from tests.turns import one_day_in
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
@@ -62,6 +63,7 @@ def named(path):
     return {event["name"] for event in events(path) if "name" in event}
 
 
+@one_day_in(2, of=0)
 def test_a_trace_holds_the_steps_of_its_window_and_no_others(profiled):
     windows = {
         "one step, everything": ["steps_2-2.rank_0"],

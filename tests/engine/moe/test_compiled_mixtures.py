@@ -20,6 +20,7 @@ from penstock.models.layers.router_observer import observe_routers
 from penstock_kernels.attention import VarlenMetadata
 from penstock_kernels.quant import get_format, quantize
 from tests.engine.holdings import CONFIG
+from tests.turns import one_day_in
 
 SHAPE = replace(
     CONFIG,
@@ -92,7 +93,7 @@ def steps(model):
 
 # Of torch, of hidden states between layers that are compiled one by one.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-@pytest.mark.slow
+@one_day_in(3, of=2)
 def test_what_is_drawn_told_and_routed_at_each_step_needs_no_other_program(monkeypatch):
     from torch._dynamo.utils import counters
 

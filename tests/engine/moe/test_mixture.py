@@ -40,6 +40,7 @@ from tests.engine.loops import (
 )
 from tests.models.twins import ALIKE, SPARSE, documents, hf_model, marked, their_logits
 from tests.ranks import on_ranks
+from tests.turns import one_day_in
 
 pytestmark = pytest.mark.dist
 
@@ -76,7 +77,7 @@ def read_saved_and_computed(job):
     return read, seen[0]
 
 
-@pytest.mark.slow
+@one_day_in(3, of=2)
 @pytest.mark.parametrize(
     "families",
     [FAMILIES[::2], pytest.param([*FAMILIES[1::2], *REST], marks=pytest.mark.exhaustive)],

@@ -21,6 +21,7 @@ from tests.engine import runs
 from tests.engine.inputs import write_bases
 from tests.engine.loops import decoder_of, each, loop_of, save, step
 from tests.ranks import on_ranks
+from tests.turns import one_day_in
 
 pytestmark = [
     pytest.mark.dist,
@@ -91,7 +92,7 @@ def exported(job, number=0):
     return out
 
 
-@pytest.mark.slow
+@one_day_in(2, of=0)
 def test_adapters_are_of_the_form_that_is_written(folder):
     targets = {"lora_rank": 4, "lora_target_modules": ["q_proj", "o_proj"]}
     forms = {
@@ -168,7 +169,7 @@ def logits(model):
     return model.eval()(IDS, use_cache=False).logits
 
 
-@pytest.mark.slow
+@one_day_in(2, of=0)
 def test_an_adapter_of_peft_is_gone_on_with_exported_and_merged_as_it_is(folder, theirs):
     jobs = {}
     for name in FORMS:
@@ -207,7 +208,7 @@ OF_EXPERTS = {
 }
 
 
-@pytest.mark.slow
+@one_day_in(3, of=0)
 def test_an_exported_adapter_of_experts_is_gone_on_with_as_it_is(folder):
     first = {
         name: job_of(run_of(folder, f"first {name}", lora, of), folder)

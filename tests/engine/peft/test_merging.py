@@ -18,6 +18,7 @@ from tests.engine.inputs import write_bases
 from tests.engine.loops import each, loop_of, parameters_of, save, step
 from tests.engine.traces import loss_of_transformers
 from tests.ranks import on_ranks
+from tests.turns import one_day_in
 
 pytestmark = [
     pytest.mark.dist,
@@ -173,7 +174,7 @@ def merged_by_hand(weights, scale):
     return made
 
 
-@pytest.mark.slow
+@one_day_in(3, of=2)
 def test_adapters_of_every_form_become_part_of_their_weights(folder):
     jobs = {
         f"{form} {kind}": job_of(folder, f"{form} {kind}", {**lora, **written}, base)

@@ -29,6 +29,7 @@ from tests.engine.loops import decoder_of, each, loop_of, parameters_of, save, s
 from tests.models.multimodal import multimodal_model
 from tests.models.twins import documents, packed_logits, their_logits
 from tests.ranks import on_ranks
+from tests.turns import one_day_in
 
 MODELS = ("qwen3_vl", "gemma3", "qwen2_5_vl", "llava", "smolvlm")
 """The ways to name the backbone in files: `model.language_model`, `model`, `language_model.model`
@@ -154,7 +155,7 @@ def test_language_models_with_experts_are_trained_and_exported_so_too(tmp_path, 
     trained_and_exported(tmp_path, {model_type: ("weights", "adapters")}, lora)
 
 
-@pytest.mark.slow
+@one_day_in(2, of=0)
 @pytest.mark.dist
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_it_is_trained_as_transformers_computes_it_and_all_else_is_exported_as_it_was(

@@ -21,6 +21,7 @@ from tests.engine.automodel.tiny_models import tiny_config
 from tests.engine.inputs import MODELS
 from tests.engine.loops import decoder_of, each, looked_at, loop_of, save, step
 from tests.ranks import on_ranks
+from tests.turns import one_day_in
 
 pytestmark = pytest.mark.dist
 
@@ -107,7 +108,7 @@ def trained(job):
     return losses, factors, bytes_of, evaluated
 
 
-@pytest.mark.slow
+@one_day_in(2, of=1)
 def test_codes_train_as_the_weights_that_they_stand_for(folder):
     jobs = {f"{form}, codes": quantized(folder, form, f"{form}, codes") for form in FORMS}
     jobs |= {form: job_of(folder, form, f"{form}, weights", {}) for form in FORMS}

@@ -27,6 +27,7 @@ from tests.engine.laid import SHORT
 from tests.engine.loops import each, loop_of, parameters_of, save
 from tests.engine.peft.test_merging import merged_by_hand
 from tests.ranks import on_ranks
+from tests.turns import one_day_in
 
 pytestmark = pytest.mark.dist
 
@@ -223,7 +224,7 @@ def two_ranks(folder, one_process):
     return on_ranks(2, all_of, jobs_of(folder, 2), bad, others, timeout=120)
 
 
-@pytest.mark.slow
+@one_day_in(2, of=0)
 def test_two_ranks_write_the_codes_of_one(two_ranks, one_process):
     require_same(two_ranks[0][0], one_process)
 

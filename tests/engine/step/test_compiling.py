@@ -15,6 +15,7 @@ from tests.engine.inputs import write_inputs
 from tests.engine.laid import laid
 from tests.engine.traces import errors, trace_here
 from tests.ranks import on_ranks
+from tests.turns import one_day_in
 
 LAYOUTS = {
     "one process": {"kind": "untied", "data_parallel_mode": "none"},
@@ -75,7 +76,7 @@ def counted(job, backend):
 
 
 @pytest.mark.dist
-@pytest.mark.slow
+@one_day_in(3, of=0)
 @pytest.mark.parametrize(
     ("name", "backend"),
     [

@@ -15,6 +15,7 @@ from tests.engine import runs
 from tests.engine.inputs import MODELS
 from tests.engine.loops import decoder_of, each, looked_at, loop_of, step
 from tests.ranks import on_ranks
+from tests.turns import one_day_in
 
 pytestmark = pytest.mark.dist
 
@@ -165,7 +166,7 @@ def stepped(job):
     return [step(loop)["loss"] for _ in range(2)], before[0]
 
 
-@pytest.mark.slow
+@one_day_in(2, of=1)
 def test_adapters_of_and_beside_experts_drop_alike_where_ranks_share_out_tokens(folder):
     sparse = runs.write_config(
         folder / "sparse",

@@ -30,6 +30,7 @@ from tests.engine.step.held_out import (
     write_held_out,
 )
 from tests.ranks import on_ranks
+from tests.turns import one_day_in
 
 pytestmark = pytest.mark.dist
 
@@ -90,7 +91,7 @@ IN_LAYOUTS = {
 }
 
 
-@pytest.mark.slow
+@one_day_in(3, of=0)
 def test_any_layout_tells_what_transformers_tells_and_answers_as_it_does(folder):
     asking = {"sample_prompts": PROMPTS, "sample_max_new_tokens": NEW_TOKENS}
     kept = {"data": {"pad_to_multiple_of": 16}, **asking}
@@ -137,7 +138,7 @@ OFTEN = {
 }
 
 
-@pytest.mark.slow
+@one_day_in(3, of=2)
 def test_a_run_evaluates_as_often_and_on_as_much_as_is_written(folder):
     # Ten rows, four to a step: two steps make an epoch.
     jobs = {
@@ -225,7 +226,7 @@ def bytes_and_losses(job):
     return files, runs.losses(job.output_dir)
 
 
-@pytest.mark.slow
+@one_day_in(2, of=0)
 def test_looking_at_a_model_changes_nothing_of_it(folder):
     often = {"eval_steps": 1, "eval_at_start": True, "eval_micro_batch_size": 2}
     asking = {"sample_prompts": PROMPTS, "sample_steps": 2, "sample_max_new_tokens": 2}
@@ -306,7 +307,7 @@ def all_starts(jobs):
     return whole, told, ends, bytes_and_losses(jobs["stopped"]), bytes_and_losses(jobs["killed"])
 
 
-@pytest.mark.slow
+@one_day_in(3, of=2)
 def test_what_breaks_off_while_looking_is_made_up_for_once(folder):
     often = {
         "max_steps": 6,

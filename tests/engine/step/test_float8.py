@@ -27,6 +27,7 @@ from tests.engine.loops import each, loop_of, step
 from tests.engine.traces import errors, exported, trace_here
 from tests.models.twins import hf_model
 from tests.ranks import on_ranks
+from tests.turns import one_day_in
 
 pytestmark = pytest.mark.dist
 
@@ -336,7 +337,7 @@ def losses_of(job):
     return [step(loop)["loss"] for _ in range(STEPS)]
 
 
-@pytest.mark.slow
+@one_day_in(2, of=0)
 def test_a_model_learns_in_float8_as_it_does_in_bfloat16(folder):
     train = {"enable_mixed_precision": True, "optimizer": "adamw", "lr": 5e-3, "max_steps": STEPS}
     train |= {"micro_batch_size": 4, "enable_gradient_checkpointing": False}

@@ -21,6 +21,7 @@ from tests.engine.inputs import MODELS
 from tests.engine.loops import each, loop_of, parameters_of, step
 from tests.engine.predicting import Predicting
 from tests.ranks import on_ranks
+from tests.turns import one_day_in
 
 pytestmark = pytest.mark.dist
 
@@ -97,7 +98,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.slow
+@one_day_in(2, of=0)
 @pytest.mark.parametrize(
     ("how", "layouts"),
     [

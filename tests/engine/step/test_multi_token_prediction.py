@@ -33,6 +33,7 @@ from tests.engine.loops import (
 from tests.engine.peft.test_multimodal import write_multimodal
 from tests.engine.predicting import LAYERS, PREDICTING, Predicting, expected, write_rows
 from tests.ranks import on_ranks
+from tests.turns import one_day_in
 
 pytestmark = pytest.mark.dist
 
@@ -157,7 +158,7 @@ def test_losses_and_every_gradient_are_those_of_the_formula_in_transformers_modu
 
 
 @pytest.mark.dist
-@pytest.mark.slow
+@one_day_in(3, of=1)
 def test_every_depth_weighs_its_labels_as_the_formula_does(tmp_path):
     write_rows(tmp_path / "packed", is_weighted=True)
     Predicting("deepseek_v3", depths=2).save(tmp_path / "two depths")
@@ -216,7 +217,7 @@ def assert_alike(folder, world, layouts):
             assert (got - wanted[tensor]).norm() <= 2e-5 * length, f"{layout}: {tensor}"
 
 
-@pytest.mark.slow
+@one_day_in(2, of=1)
 def test_two_ranks_compute_what_transformers_modules_do(folder):
     fsdp2 = {"data_parallel_shard_size": 2}
     layouts = {
@@ -314,7 +315,7 @@ TWICE = {"max_steps": 2, "num_train_epochs": 2, "lr": 0.01}
 EXPORTED = {"deepseek_v3": "num_nextn_predict_layers", "qwen3_next": "num_nextn_predict_layers"}
 
 
-@pytest.mark.slow
+@one_day_in(3, of=0)
 def test_a_resumed_run_ends_with_the_same_bits(folder, trained_twice):
     jobs, _ = trained_twice
     again = {}

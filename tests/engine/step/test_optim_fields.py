@@ -15,6 +15,7 @@ from penstock.estimate.machine import check_machine
 from tests.engine import runs
 from tests.engine.loops import each, loop_of, parameters_of, step
 from tests.ranks import on_ranks
+from tests.turns import one_day_in
 
 pytestmark = pytest.mark.dist
 
@@ -145,7 +146,7 @@ def offloaded(job):
     return parameters_of(loop), shared
 
 
-@pytest.mark.slow
+@one_day_in(2, of=1)
 def test_an_optimizer_in_host_memory_steps_copies_to_the_same_bits(folder):
     kinds = {"adamw": {}, "muon": {"optimizer": "muon", **SHARDED}}
     settings = {"lr": 1e-3, "max_steps": 3}

@@ -16,6 +16,7 @@ from tests.engine import runs
 from tests.engine.inputs import MODELS
 from tests.engine.loops import each, loop_of, parameters_of
 from tests.ranks import on_ranks
+from tests.turns import one_day_in
 
 pytestmark = pytest.mark.dist
 
@@ -355,7 +356,7 @@ def assert_same_bits(found):
             assert np.array_equal(others[key], array), f"{name}, elsewhere: {key}"
 
 
-@pytest.mark.slow
+@one_day_in(3, of=2)
 def test_every_optimizer_goes_on_from_a_checkpoint_to_the_same_bits_in_any_layout(folder):
     tp = LAYOUTS["tp 2, not fused"][1]
     pairs = {

@@ -15,6 +15,7 @@ from tests.engine import runs
 from tests.engine.inputs import MODELS
 from tests.engine.loops import each, loop_of, parameters_of, step
 from tests.ranks import on_ranks
+from tests.turns import one_day_in
 
 pytestmark = pytest.mark.dist
 
@@ -135,7 +136,7 @@ def test_compiled_layers_clip_alike(folder):
         np.testing.assert_allclose(got[tensor], array, rtol=1e-4, atol=1e-5, err_msg=tensor)
 
 
-@pytest.mark.slow
+@one_day_in(3, of=2)
 def test_every_layout_clips_alike(folder):
     alone = job(folder, "alone", data_parallel_mode="none")
     [(told, [_, weights])] = on_ranks(1, two_steps, alone)

@@ -18,6 +18,7 @@ from tests.engine.loops import (
 )
 from tests.optim.test_schedule import VECTORS
 from tests.ranks import on_ranks
+from tests.turns import one_day_in
 
 pytestmark = pytest.mark.dist
 
@@ -52,7 +53,7 @@ def of_a_peak(peak, settings):
     }
 
 
-@pytest.mark.slow
+@one_day_in(3, of=0)
 def test_the_optimizer_and_the_metrics_have_the_schedules_rate(folder):
     peak = 1e-3
     jobs = {

@@ -39,6 +39,7 @@ from tests.server.api.requests_of_clients import (
     run,
     sample,
 )
+from tests.turns import one_day_in
 
 JSON = {"Content-Type": "application/json"}
 ZSTD = {"Content-Encoding": "zstd"}
@@ -67,7 +68,7 @@ def test_sparse_targets_are_counted_before_they_are_filled(rows):
     run(scenario())
 
 
-@pytest.mark.slow
+@one_day_in(2, of=1)
 def test_sparse_targets_within_limits_are_filled_outside_the_event_loop():
     async def scenario():
         async with client() as (http, engine):
@@ -157,7 +158,7 @@ def test_others_are_served_while_a_body_is_decoded(monkeypatch):
     run(scenario())
 
 
-@pytest.mark.slow
+@one_day_in(2, of=1)
 def test_a_body_that_takes_more_time_or_memory_than_one_may_is_refused_and_others_are_not(
     monkeypatch,
 ):
@@ -183,7 +184,7 @@ def test_a_body_that_takes_more_time_or_memory_than_one_may_is_refused_and_other
     run(scenario())
 
 
-@pytest.mark.slow
+@one_day_in(2, of=1)
 def test_the_start_of_a_process_does_not_count_against_the_time_of_its_first_job(monkeypatch):
     body = json.dumps({"forward_backward_input": {"data": [sample([7] * 100_000)]}}).encode()
 

@@ -26,6 +26,7 @@ from tests.stages.report.report_pages import (
     section_of,
 )
 from tests.stages.train.told_runs import falling, job_in, record, tell
+from tests.turns import one_day_in
 
 
 def test_the_numbers_on_the_page_are_those_of_the_metrics(tmp_path):
@@ -318,7 +319,7 @@ def wait_for(is_there):
         time.sleep(0.1)
 
 
-@pytest.mark.slow
+@one_day_in(2, of=1)
 def test_a_page_is_written_again_while_training_runs_if_wanted(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(recorder, "POLL_SECONDS", 0.0)
     recorders = {}
