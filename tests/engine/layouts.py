@@ -565,6 +565,14 @@ OF_GATED_EXPERTS = (
         for layout in (*EXPERTS, *ADAPTED, *BALANCED)
     ),
     laid("gated, adapters of all, ep 2 over tp 2", kind="gated experts", lora="of all", **EP_TP),
+    laid(
+        "a stage without experts, pp 2 x tp 2",
+        kind="gated experts",
+        balance="of steps",
+        pp=2,
+        tp=2,
+        pipeline_parallel_split=[0, 0],
+    ),
 )
 """A shared expert whose output has a gate: one row, of which not every rank has a part."""
 

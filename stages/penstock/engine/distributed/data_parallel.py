@@ -204,6 +204,10 @@ def shard_parts(
     """
     if train.data_parallel_mode != "fsdp2":
         return
+    parts = list(parts)
+    if mesh.shards_experts_separately and any(_has_experts(part) for part in parts):
+        # Created now because all ranks must create groups, and a stage may have no experts.
+        mesh.expert_mesh()
     for part in parts:
         units = shard_units(part, basic_modules)
         exact = part.fp32_modules()
@@ -220,6 +224,11 @@ def shard_parts(
                 (experts, mesh.expert_mesh()) for experts in separately_sharded_experts(part, mesh)
             ],
         )
+
+
+def _has_experts(part: CausalLM) -> bool:
+    """Whether the whole model has experts, in this part or in another."""
+    return isinstance(part, Decoder) and part.config.experts is not None
 
 
 def separately_sharded_experts(part: CausalLM, mesh: Mesh) -> list[nn.Module]:
