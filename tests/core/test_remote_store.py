@@ -211,6 +211,25 @@ def test_what_was_sent_is_not_sent_again(machine):
     assert after == before
 
 
+def test_a_file_that_is_written_while_it_is_sent_is_sent_again(machine, monkeypatch):
+    step = machine(Letters(), "here")
+    get_or_build(step)
+    assert step.remote
+    artifact = RemoteArtifact(step.remote, step.path)
+    put = RemotePath.put
+
+    def written_meanwhile(self, path):
+        put(self, path)
+        path.write_bytes(b"changed")
+        monkeypatch.undo()
+
+    (step.path / "a.txt").write_bytes(b"new")
+    monkeypatch.setattr(RemotePath, "put", written_meanwhile)
+    assert artifact.send(["a.txt"]) == 1
+    assert artifact.send(["a.txt"]) == 1
+    assert (artifact.root / "a.txt").read() == b"changed"
+
+
 @pytest.mark.parametrize("damage", ["[]", "7", '{"a.txt": 7}', '{"a.txt": {"bytes": 1}}', "{"])
 def test_where_notes_of_what_was_sent_are_damaged_it_is_sent_again(machine, damage):
     step = machine(Letters(), "here")

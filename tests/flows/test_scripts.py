@@ -86,8 +86,10 @@ def test_words_that_no_flow_understands_or_that_are_secret_are_refused_before_pr
     with temporary_settings({PREFECT_API_URL: NOBODY}):
         assert "--force prepare" in refused("--force", "prepare")
         told = refused("--data.datasets.0.path", f"s3://key:{value}@bucket/rows.jsonl")
+        by_name = refused("--launch.env.WANDB_API_KEY", value)
     assert "--data.datasets.0.path holds a credential" in told
-    assert value not in told
+    assert "--launch.env.WANDB_API_KEY holds a credential" in by_name
+    assert value not in told + by_name
     assert not (tmp_path / "prepared").exists()
 
 

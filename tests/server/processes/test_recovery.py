@@ -115,6 +115,21 @@ def test_nothing_is_said_to_be_lost_where_nothing_was(tmp_path):
     asyncio.run(check())
 
 
+def test_what_was_lost_is_told_however_often_the_workers_died_since(tmp_path):
+    async def check():
+        async with house(tmp_path) as here:
+            await trained(here)
+            for _ in range(2):
+                here.workers.end.drop()
+                await here.client.workers("down")
+                here.start_workers()
+                await here.client.workers("ready")
+                assert (await here.client.do(GetModel(model="m"))).info.corrupted
+            assert (await here.client.fails(a_pass("m", 1), 6)).code == "lost"
+
+    asyncio.run(check())
+
+
 def test_a_step_does_not_go_without_the_gradients_that_were_lost(tmp_path):
     async def check():
         async with house(tmp_path) as here:

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.core.cache import digest_cache
-from penstock.core.cache.noted_files import prunable
+from penstock.core.cache.noted_files import get_or_write, prunable
 from penstock.core.cache.store import PlannedStage, get_or_build
 from penstock.core.errors import StageError
 from penstock.core.sources.pin import pin_data
@@ -362,6 +362,9 @@ def test_slices_that_nothing_uses_can_be_pruned_after_a_day(tmp_path):
     for file in cache.iterdir():
         os.utime(file, (1, 1))
     assert list(prunable(cache, frozenset())) == [sorted(loose)]
+    for files in prunable(cache, frozenset()):
+        # Until they are deleted, no run can begin to use them.
+        assert get_or_write(files[0], lambda _: {}, "skip") == "busy"
     assert list(prunable(cache, frozenset({"0" * 16}))) == []
 
 
