@@ -422,9 +422,9 @@ def test_what_is_tested_on_or_compared_with_is_not_cut_to_the_shard_of_training_
     fields = ("datasets", "test_datasets", "decontaminate_datasets")
     data = {"dataset_shard_num": 4, "dataset_shard_idx": 1, "decontaminate_ngram": 1_000}
     sharded = prepare_step(loads(smallest(data=data | {field: [source] for field in fields})))
+    assert isinstance(sharded.stage, Prepare)
     artifact, _ = run(sharded.stage, tmp_path / "prepared")
     counts = {s: len(PreparedSamples(artifact.path, s)) for s in ("train", "validation")}
     assert counts == {"train": len(RECORDS) // 4, "validation": len(RECORDS)}
-    assert isinstance(sharded.stage, Prepare)
     settings = sharded.stage.settings
     assert [source.dataset_shard_num for source in settings.decontaminate_datasets] == [None]

@@ -24,14 +24,17 @@ OF_ADAPTERS = Errors(loss=2e-6, norm=1e-5, gradients=1e-5, weights=1e-5)
 OF_STATES = Errors(loss=2e-6, norm=1e-5, gradients=3e-5, weights=3e-5)
 
 CORE = {
-    2: ["shard 2", "ring 2", "tp 2, sequence parallel", "pp 2"],
+    2: [
+        *("shard 2", "ring 2", "tp 2, sequence parallel", "pp 2"),
+        "merged adapters, shard 2, offloaded",
+    ],
     4: [
         *("replicate 2 x shard 2", "pp 2 x tp 2", "shard 2 x ulysses 2", "ring 2 x tp 2"),
         "a stage without experts, pp 2 x tp 2",
     ],
 }
-"""Every axis at once and each in a pair, and groups that a stage does not use, in two starts of the
-ranks."""
+"""Every axis at once and each in a pair, adapters that are merged into rows of a shard, and groups
+that a stage does not use, in two starts of the ranks."""
 SEED = int(os.environ.get("LAYOUT_SEED") or secrets.randbelow(10**9))
 """Of the layouts that are drawn; a failure shows it, and with this variable in the environment the
 same are drawn again."""
