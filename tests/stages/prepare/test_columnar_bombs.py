@@ -12,7 +12,7 @@ import pytest
 from penstock.prepare.readers import row_groups
 from penstock.prepare.readers.columnar import arrow_file, drop_nulls, parquet
 from penstock.prepare.readers.decompress import SourceFile
-from penstock.prepare.readers.parquet_pages import column_chunks, read_codecs
+from penstock.prepare.readers.parquet_pages import column_chunks, read_checked_codecs
 from tests.stages.prepare import bombs
 
 READ = """if True:
@@ -123,7 +123,7 @@ def test_the_longest_row_of_a_column_is_known_from_its_levels(version):
         table = pa.table({"ids": rows})
         pq.write_table(table, out, data_page_version=version, data_page_size=page)
         file = pq.ParquetFile(out)
-        [column] = column_chunks(file, 0, out, read_codecs(out, file)[0])
+        [column] = column_chunks(file, 0, out, read_checked_codecs(out, file)[0])
         # An empty list has one entry of levels.
         longest = max(sum(max(1, len(part)) for part in row) or 1 for row in rows)
         assert column.longest_row(out)[0] == longest == 1500

@@ -14,7 +14,7 @@ from penstock.prepare.readers.arrow_messages import (
 )
 from penstock.prepare.readers.decompress import SourceFile
 from penstock.prepare.readers.expansion import Expansion
-from penstock.prepare.readers.parquet_pages import PageError, read_codecs
+from penstock.prepare.readers.parquet_pages import PageError, read_checked_codecs
 from penstock.prepare.readers.records import BATCH, BATCH_BYTES, Chunk, Value
 from penstock.prepare.readers.row_groups import BATCH_MEMORY, open_parquet, plan_row_group
 from penstock.prepare.readers.row_sizes import ROW_BYTES, batch_sizes
@@ -27,7 +27,7 @@ def parquet(source: SourceFile, span: tuple[int, int] | None) -> Iterator[Chunk]
     """The rows of the row groups `span` (all: None)."""
     with arrow_errors(source, "parquet"), source.open_arrow() as (stream, raw):
         file = open_parquet(stream)
-        codecs = read_codecs(raw, file)
+        codecs = read_checked_codecs(raw, file)
         expansion, row = Expansion(source.name, stream.size()), 1
         for group in range(*(span or (0, file.metadata.num_row_groups))):
             plan = plan_row_group(file, group, raw, codecs[group], source, expansion)

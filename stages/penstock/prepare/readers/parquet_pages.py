@@ -171,7 +171,7 @@ def column_chunks(
             raise PageError(f"column {column.path}: {error}") from error
 
 
-def read_codecs(stream: BinaryIO, file: pq.ParquetFile) -> list[list[int]]:
+def read_checked_codecs(stream: BinaryIO, file: pq.ParquetFile) -> list[list[int]]:
     """The codec of each column of each row group. Raises PageError for a footer that Arrow would
     end the process at, or reads otherwise."""
     # A file ends with the footer, its length and "PAR1". FileMetaData: 4 is the row groups.
