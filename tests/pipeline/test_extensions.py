@@ -127,6 +127,7 @@ def test_parts_of_a_package_run_are_cached_resumed_and_built_again_by_their_vers
         assert manifest["facts"]["samples"] == {"train": 36, "validation": 4}
         assert manifest["settings"] == {"package": "penstock-faq 1.0", "options": {"bins": 4}}
         assert "## validation: 4 samples" in (counted.parent / "card.md").read_text()
+        assert '"gamma": 1.0' in (tmp_path / "out" / "manifest.json").read_text()
         lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
         records = [json.loads(line) for line in lines]
         (evaluation,) = [record for record in records if "eval_loss" in record]

@@ -49,7 +49,8 @@ def folder(tmp_path_factory):
 
 def shapes(job):
     """Of every parameter, by name."""
-    return {name: tuple(p.shape) for name, p in decoder_of(loop_of(job)).named_parameters()}
+    [model] = loop_of(job).built.engine.model.parts
+    return {name: tuple(p.shape) for name, p in model.named_parameters()}
 
 
 def test_the_model_is_the_one_that_is_configured(folder):
@@ -58,6 +59,7 @@ def test_the_model_is_the_one_that_is_configured(folder):
         "apart": {"merge_qkv": False},
         "three layers": {"foundation": {"num_hidden_layers": 3}},
         "narrow": {"config_path": str(folder / "other")},
+        "of transformers": {"backend": "transformers"},
     }
     jobs = {name: job(folder, name, model=model) for name, model in models.items()}
     [found] = on_ranks(1, each, shapes, jobs)
@@ -70,6 +72,9 @@ def test_the_model_is_the_one_that_is_configured(folder):
     norms = {f"model.layers.{index}.input_layernorm.weight" for index in range(3)}
     assert norms & found["fused"].keys() < norms == norms & found["three layers"].keys()
     assert found["narrow"]["model.embed_tokens.weight"] == (runs.VOCAB, 16)
+    # Its projections are apart whatever is merged in ours.
+    assert not any(name.endswith("qkv_proj.weight") for name in found["of transformers"])
+    assert (32, 32) in found["of transformers"].values()
 
 
 class Fused(TorchFunctionMode):
