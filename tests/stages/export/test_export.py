@@ -96,6 +96,22 @@ def saved_config(config: PretrainedConfig, folder, **more):
     return folder
 
 
+def test_a_form_that_is_written_is_that_of_the_folders(tmp_path, monkeypatch):
+    forms = []
+
+    def write_folders(_checkpoint, _origin, form, _out):
+        forms.append(form)
+        return {"folders": []}
+
+    monkeypatch.setattr("penstock.engine.hf.export.write_folders", write_folders)
+    config = CONFIGS["qwen3"]
+    trained = trained_artifact(tmp_path / "train", parameters_of(random_model(config)))
+    written = {"dtype": "float16", "mtp": "drop", "merge_lora": False}
+    folder = saved_config(config, tmp_path / "config")
+    export_of(trained, folder, **written, model_card=False).run(tmp_path / "out")
+    assert (forms[0].dtype, forms[0].mtp, forms[0].merged) == ("float16", "drop", False)
+
+
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_transformers_computes_from_the_export_what_was_trained(tmp_path, config):
     model = random_model(config)

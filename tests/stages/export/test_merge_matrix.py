@@ -2,6 +2,7 @@
 models, with tied and resized embeddings; or it refuses before it writes."""
 
 import itertools
+import json
 import warnings
 from typing import Any
 
@@ -15,6 +16,7 @@ from peft import (
     LoraConfig,
     get_peft_model,
 )
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     GemmaConfig,
@@ -223,3 +225,22 @@ def test_other_adapters_are_refused_by_name(kind, tmp_path):
     with pytest.raises(CapabilityError, match=kind):
         merge_folders(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_adapter_with_the_names_of_files_is_merged_as_one_with_those_of_modules(tmp_path):
+    # GPT-NeoX's files call the head embed_out, and so do adapters that Penstock writes.
+    theirs = _saved("gpt_neox", "saved head", "untied", "", "as needed", tmp_path)
+    adapter = tmp_path / "adapter"
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    assert config["modules_to_save"] == ["lm_head"]
+    config["modules_to_save"] = ["embed_out"]
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    renamed = {name.replace("lm_head", "embed_out"): tensors[name] for name in tensors}
+    assert renamed.keys() != tensors.keys()
+    save_file(renamed, adapter / "adapter_model.safetensors", {"format": "pt"})
+    merge_folders(tmp_path / "base", adapter, tmp_path / "out")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    ours = merged.eval()(torch.arange(12).view(1, -1)).logits
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-5)
