@@ -14,8 +14,8 @@ quickstart: $(STAMP)  ## The whole pipeline on the built-in sample, then what th
 test: $(STAMP)  ## All tests
 	$(BIN)/python -m pytest
 
-fast: $(STAMP)  ## The tests that end within minutes
-	$(BIN)/python -m pytest -m "not slow and not exhaustive"
+fast: $(STAMP)  ## The tests of one process that end within minutes
+	$(BIN)/python -m pytest -m "not slow and not dist and not exhaustive"
 
 check: $(STAMP)  ## Format, lint, floors, budgets, types, generated files
 	$(BIN)/ruff format --check .

@@ -96,6 +96,7 @@ def test_every_field_says_what_it_has_to_do_with_the_cache_key(section):
     assert all(cache_key(kind, name).role for name in kind.model_fields)
 
 
+@pytest.mark.slow
 def test_the_files_speak_of_the_project_alone():
     # Spelt apart, so that this file does not find itself.
     words = ["cl" + "aude", "chat" + "gpt", "co" + "pilot", "tic" + "ket", "work" + "place"]

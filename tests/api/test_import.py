@@ -38,6 +38,7 @@ def test_loading_and_planning_a_run_imports_no_heavy_library(tmp_path):
     assert found & HEAVY == set()
 
 
+@pytest.mark.slow
 def test_importing_costs_little_more_than_python_itself():
     def seconds(code):
         def once():

@@ -204,6 +204,7 @@ plain = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(plain)
 def test_every_plain_value_is_read_back_as_itself(value):
     found, wrong = parse_value(format_value(value))

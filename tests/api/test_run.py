@@ -43,6 +43,7 @@ def keys(stages):
     return {stage["stage"]: stage["key"] for stage in stages}
 
 
+@pytest.mark.slow
 def test_the_command_finds_every_stage_done_under_the_same_key(done):
     config, run, results, said = done
     assert list(results) == list(run.stages) == ["prepare", "pack", "train", "export"]

@@ -57,6 +57,7 @@ def store(bucket, s3_server):
     return boto3.client("s3", endpoint_url=s3_server), bucket
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("versions", ["Enabled", "Suspended"])
 def test_an_object_that_is_replaced_is_read_again_and_one_that_is_put_again_is_not(
     store, tmp_path, versions
@@ -88,6 +89,7 @@ def test_an_object_that_is_replaced_is_read_again_and_one_that_is_put_again_is_n
         assert bring(config) == ["ran", "ran"], change
 
 
+@pytest.mark.slow
 def test_an_object_of_a_result_that_is_changed_is_named_by_whoever_fetches_it(
     store, tmp_path, monkeypatch
 ):
@@ -142,6 +144,7 @@ MANNERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("manners", MANNERS.values(), ids=MANNERS.keys())
 @pytest.mark.parametrize("size", ["same size", "other size"])
 def test_a_file_of_a_web_server_is_read_again_if_anything_says_that_it_is_another(
@@ -201,6 +204,7 @@ def test_a_downloaded_file_that_was_changed_is_downloaded_again(bucket, tmp_path
         assert bring(config) == ["cached", "cached"], kind
 
 
+@pytest.mark.slow
 def test_a_changed_file_of_the_hubs_cache_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     repo = tmp_path / "hub" / "models--org--tiny"

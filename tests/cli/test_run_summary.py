@@ -10,6 +10,7 @@ from tests.cli.command import penstock, small_run
 pytestmark = pytest.mark.usefixtures("warm_ranks")
 
 
+@pytest.mark.slow
 def test_a_run_names_what_can_be_done_with_its_model(tmp_path):
     config = small_run(tmp_path, train={"max_steps": 1}, data={"val_set_size": 2})
     done = penstock("run", config, "--json")
@@ -25,6 +26,7 @@ def test_a_run_names_what_can_be_done_with_its_model(tmp_path):
     assert "nothing was evaluated" not in printed
 
 
+@pytest.mark.slow
 def test_an_adapter_alone_is_served_over_its_base_and_that_nothing_was_evaluated_is_said(tmp_path):
     lora = {"enable_lora": True, "lora_rank": 4, "save_lora_only": True}
     config = small_run(tmp_path, train={"max_steps": 1, "lr": 1e-4}, lora=lora)

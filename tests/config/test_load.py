@@ -309,6 +309,7 @@ PATHS = [
 ]
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(st.lists(st.tuples(st.sampled_from(PATHS), st.sampled_from(BAD_VALUES)), max_size=4))
 def test_any_values_make_a_run_or_a_refusal_in_our_words(changes: list[Any]) -> None:

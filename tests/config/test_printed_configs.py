@@ -71,6 +71,7 @@ def assert_all_survive(seeds: range, folder: Path) -> None:
     assert count >= len(seeds) // 3  # The others have settings that this machine or model refuses.
 
 
+@pytest.mark.slow
 def test_random_configs_survive_printing(tmp_path: Path) -> None:
     assert_all_survive(range(6), tmp_path)
 

@@ -38,6 +38,7 @@ def test_generated_file_is_fresh(name: str) -> None:
         assert there == now, stale
 
 
+@pytest.mark.slow
 def test_check_finds_a_stale_file_and_writing_mends_it(tmp_path: Path) -> None:
     assert generate_docs.main([str(tmp_path), "--check"]) == 1
     assert generate_docs.main([str(tmp_path)]) == 0

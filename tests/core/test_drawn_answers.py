@@ -321,6 +321,7 @@ def as_image(server, folder):
         raise PenstockError(str(error)) from error
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("count", [len(LIES), pytest.param(760, marks=pytest.mark.exhaustive)])
 def test_whatever_a_server_answers_the_file_is_read_as_it_is_or_refused_by_name(

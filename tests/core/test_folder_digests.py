@@ -53,6 +53,7 @@ def test_digests_are_the_same_in_whatever_pieces_a_file_is_written(tmp_path):
     assert FolderDigests.read(tmp_path / "elsewhere") is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("of", [1, 3, 50])
 def test_every_flipped_byte_is_found_by_exactly_the_reader_of_its_share(tmp_path, of):
     written(tmp_path)

@@ -26,6 +26,7 @@ def folder():
     return RemotePath.from_url(f"memory://{time.monotonic_ns()}/folder")
 
 
+@pytest.mark.slow
 def test_of_several_that_want_it_one_at_a_time_has_it(in_bucket):
     inside, order, waits = [], [], []
 
@@ -50,6 +51,7 @@ def test_of_several_that_want_it_one_at_a_time_has_it(in_bucket):
     assert any("is being built on" in line for line in waits)
 
 
+@pytest.mark.slow
 def test_the_lease_of_one_who_died_is_taken_over_after_its_term_and_he_is_told(folder):
     dead, heir = Lease(folder, "dead", term=1), Lease(folder, "heir", term=1)
     assert dead.acquire(never, print)  # and is never renewed
@@ -61,6 +63,7 @@ def test_the_lease_of_one_who_died_is_taken_over_after_its_term_and_he_is_told(f
         dead.check()
 
 
+@pytest.mark.slow
 def test_a_renewed_lease_is_kept_beyond_its_term(folder, monkeypatch):
     # Looks that come faster than renewals see the same record several times.
     monkeypatch.setattr(lease, "POLL", 0.01)

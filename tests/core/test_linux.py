@@ -70,6 +70,7 @@ def is_running(pid: int) -> bool:
     return "die_with_parent" in " ".join(linux.command_line(pid))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["Linux", "elsewhere"])
 def test_a_process_ends_with_its_parent(where, tmp_path):
     file = tmp_path / "pid"

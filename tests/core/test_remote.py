@@ -208,6 +208,7 @@ def test_a_checkpoint_is_pinned_whole_or_refused(bucket):
     assert pin_checkpoint(folder.url).key != source.key
 
 
+@pytest.mark.slow
 def test_a_server_that_is_not_there_is_told_before_any_work(monkeypatch, bucket):
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     with pytest.raises(

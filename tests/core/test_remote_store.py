@@ -198,6 +198,7 @@ def test_killed_while_sending_it_leaves_no_manifest_and_a_rerun_sends_only_the_r
     assert content(other.path) == content(step.path)
 
 
+@pytest.mark.slow
 def test_what_was_sent_is_not_sent_again(machine):
     step = machine(Letters(), "here")
     get_or_build(step)
@@ -230,6 +231,7 @@ def test_a_file_that_is_written_while_it_is_sent_is_sent_again(machine, monkeypa
     assert (artifact.root / "a.txt").read() == b"changed"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["[]", "7", '{"a.txt": 7}', '{"a.txt": {"bytes": 1}}', "{"])
 def test_where_notes_of_what_was_sent_are_damaged_it_is_sent_again(machine, damage):
     step = machine(Letters(), "here")
@@ -309,6 +311,7 @@ def test_a_machine_that_lost_its_lease_writes_no_manifest(machine):
     assert depot.manifest() is None
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_goes_on_from_its_newest_checkpoint_on_another_machine(
     machine, tmp_path
 ):
@@ -340,6 +343,7 @@ def test_a_checkpoint_that_a_run_has_deleted_is_dropped_there_too(machine):
     assert kept == {f"checkpoints/global_step_2/{name}" for name in ("state.json", "COMPLETE")}
 
 
+@pytest.mark.slow
 def test_a_checkpoint_whose_mark_is_not_there_is_not_gone_on_from(machine):
     with pytest.raises(Interrupted):
         get_or_build(machine(Steps(stop_after=3), "here"))
@@ -350,6 +354,7 @@ def test_a_checkpoint_whose_mark_is_not_there_is_not_gone_on_from(machine):
     assert journal.read_text() == "345"
 
 
+@pytest.mark.slow
 def test_another_runs_folder_is_known_on_every_machine_and_can_be_moved_aside(machine, bucket):
     with pytest.raises(Interrupted):
         get_or_build(machine(Steps(stop_after=2), "here"))

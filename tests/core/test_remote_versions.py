@@ -149,6 +149,7 @@ def test_a_server_that_reports_another_version_or_none_since_the_plan_is_refused
         download_source(source)
 
 
+@pytest.mark.slow
 def test_refusals_are_named_by_their_status_and_retried_when_the_server_says(web, url):  # noqa: F811
     for status, says in (
         (429, "server answers 429 Too Many Requests"),
@@ -167,6 +168,7 @@ def test_refusals_are_named_by_their_status_and_retried_when_the_server_says(web
         pin_data(url, ds_type="text")
 
 
+@pytest.mark.slow
 def test_a_server_without_progress_is_given_up(web, url, monkeypatch):  # noqa: F811
     monkeypatch.setattr(answers, "PROGRESS_SECONDS", 0.2)
     with open_file(url) as stream:
@@ -192,6 +194,7 @@ def test_a_body_without_an_end_is_given_up_before_the_disk_is_full(web, url, mon
         open_file(url)
 
 
+@pytest.mark.slow
 def test_a_link_that_is_cut_again_and_again_advances(web, url):  # noqa: F811
     chaos = Chaos(web.url, seed=2, least=8_000, most=12_000)
     try:
@@ -202,6 +205,7 @@ def test_a_link_that_is_cut_again_and_again_advances(web, url):  # noqa: F811
     assert chaos.dropped > 50
 
 
+@pytest.mark.slow
 def test_a_connection_that_is_lost_goes_on_with_the_same_version_in_s3(bucket):
     place = RemotePath.from_url(f"{bucket}/a.bin")
     place.write(VERSIONS[0] * 9)

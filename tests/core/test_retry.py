@@ -135,6 +135,7 @@ child.wait()
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_does_not_hear_is_gone_soon_after_its_parent(tmp_path):
     script = tmp_path / "orphan.py"
     script.write_text(ORPHAN)

@@ -112,6 +112,7 @@ def test_of_many_at_once_each_gets_a_number_of_its_own(tmp_path):
     assert {shelf.manifest(n)["facts"]["text"] for n in shelf.numbers()} == set(texts)
 
 
+@pytest.mark.slow
 def test_behind_a_url_two_at_once_get_two_numbers(tmp_path):
     url = f"memory://{time.time_ns()}/b"
     with ThreadPoolExecutor(2) as pool:

@@ -121,6 +121,7 @@ def test_a_killed_writer_frees_the_lock_and_its_work_is_taken_up(tmp_path):
     assert journal.read_text() == "abcd"
 
 
+@pytest.mark.slow
 def test_of_two_at_once_one_works_and_the_other_waits_and_reuses(tmp_path):
     journal = tmp_path / "journal"
     said = SPAWN.Queue()
@@ -140,6 +141,7 @@ def test_of_two_at_once_one_works_and_the_other_waits_and_reuses(tmp_path):
     assert journal.read_text() == "abcd"
 
 
+@pytest.mark.slow
 def test_a_run_with_other_settings_in_the_same_folder_is_refused_while_one_works(tmp_path):
     stage = Letters(before=UntilThere(tmp_path / "end"))
     outcomes = SPAWN.Queue()

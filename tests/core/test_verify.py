@@ -150,6 +150,7 @@ def test_a_manifest_without_a_digest_is_refused(tmp_path):
         get_or_build(step)
 
 
+@pytest.mark.slow
 def test_a_format_of_the_future_is_refused_with_who_wrote_it(tmp_path):
     step = built(tmp_path)
     future = {**read_json(step.path / MANIFEST), "format": 2, "code": {"penstock": "9.1"}}

@@ -41,6 +41,7 @@ def wanted(hf, devices, memory=80e9, **sections):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("hf", "devices"),
     [(DENSE, 1), (DENSE, 6), (DENSE, 8), (SPARSE, 4)],
@@ -61,6 +62,7 @@ def test_proposals_run_fit_and_come_in_order(hf, devices):
     assert len({one.prediction.degrees for one in proposals}) == len(proposals)
 
 
+@pytest.mark.slow
 def test_less_memory_asks_for_more_cuts_or_recomputing_and_none_is_proposed_without_enough():
     [roomy, *_] = find_fastest_layouts(wanted(DENSE, 8, memory=80e9))
     [tight, *_] = find_fastest_layouts(wanted(DENSE, 8, memory=8e9))

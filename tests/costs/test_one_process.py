@@ -59,6 +59,7 @@ def test_memory_is_saved_where_there_is_little_or_it_is_unknown():
     assert layout(replace(ROOMY, kind="cuda", memory=80e9)) == ("fsdp2", True)
 
 
+@pytest.mark.slow
 def test_a_run_that_writes_neither_trains_as_one_that_shards_and_recomputes(tmp_path: Path):
     written = {"data_parallel_mode": "fsdp2", "enable_gradient_checkpointing": True}
     found = {}

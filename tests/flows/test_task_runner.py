@@ -99,6 +99,7 @@ def test_a_cluster_of_its_own_has_as_many_processes_as_written(cluster):
     assert len({os.getpid(), *pids.values()}) == 3
 
 
+@pytest.mark.slow
 def test_the_command_line_says_that_it_uses_processes_of_this_machine(tmp_path, monkeypatch):
     run = several_files(tmp_path / "run", task_runner="dask")
     monkeypatch.chdir(run.parent)

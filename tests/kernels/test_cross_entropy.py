@@ -107,6 +107,7 @@ def check_close(got, want, dtype, *, what):
     assert error <= TOLERANCE[dtype] * max(size, floor), f"{what}: {error} of {size}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.usefixtures("poisoned")
 def test_losses_and_gradients_are_those_of_all_logits_in_fp64(dtype):
@@ -200,6 +201,7 @@ def some_logits(seed: int):
     return *(each.to(DEVICE) for each in (logits, labels, upstream)), any_terms(draw)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("backend", "seeds"), BACKENDS)
 @pytest.mark.usefixtures("poisoned")
 def test_every_backend_reads_and_turns_logits_as_fp64_does_and_kernels_as_the_cpu(backend, seeds):

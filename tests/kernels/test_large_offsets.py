@@ -78,6 +78,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", taking_turns(CASES, 3))
 def test_the_last_row_is_that_of_the_reference(name):
     op, shapes, more = CASES[name]
@@ -206,6 +207,7 @@ def test_the_last_rows_are_dequantized():
     close(found[-16:], dequantize.reference(few, torch.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_rule", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_the_last_document_attends_linearly(has_rule, monkeypatch):
     monkeypatch.setattr(linear_triton, "_planned", planned)
@@ -235,6 +237,7 @@ def test_the_last_document_attends_linearly(has_rule, monkeypatch):
         close(mine[0][-1:], theirs[0])
 
 
+@pytest.mark.slow
 def test_the_last_token_is_convolved(monkeypatch):
     # So large, and so few tokens for a program, that the last one takes no seconds.
     monkeypatch.setattr(conv_triton, "TILE", {"ROWS": 16, "BLOCK": WIDTH, "num_warps": 4})

@@ -45,6 +45,7 @@ def drawn(seed, dtype):
     return both[:, :heads], both[:, heads:], segments, width**-0.5, window
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=needs_triton)])
 def test_they_are_the_maxima_of_what_tokens_attend_to(backend):

@@ -319,6 +319,7 @@ KINDS: list[Any] = ["x", "4", {}, {"a": 1}, {"a": {}}, [1], [{}], True, 0, 1.5, 
 """Values of every kind that YAML has."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", BY_KIND)
 def test_no_value_of_any_kind_is_a_traceback_and_no_table_says_nothing(model_type: str) -> None:
     base = transformers.AutoConfig.for_model(model_type, **BASES[model_type]).to_dict()

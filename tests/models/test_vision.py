@@ -45,6 +45,7 @@ def loss_fn(labels):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", marked(VISION_TYPES))
 def test_logits_and_every_gradient_on_packed_images_are_those_of_transformers(model_type):
     both = image_twins(model_type)

@@ -51,12 +51,14 @@ def test_every_field_has_a_row_and_no_row_is_of_a_field_that_is_gone():
     assert read_rows().keys() == all_fields().keys()
 
 
+@pytest.mark.slow
 def test_the_tests_of_the_table_exist():
     rows = read_rows().values()
     assert {row.outcome for row in rows} <= OUTCOMES
     assert [row for row in rows if row.outcome != "explained" and not exists(row.told)] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("validation", [False, True])
 def test_processes_read_a_default_and_validation_what_was_written(tmp_path, validation):
     mutant = tmp_path / "mutant.json"
@@ -81,6 +83,7 @@ def test_a_mutant_that_no_test_notices_is_told():
     assert f"SURVIVED  {SAMPLE[0]} " in told.stdout
 
 
+@pytest.mark.slow
 def test_bugs_are_planted_where_they_were_written_and_a_test_notices_them(tmp_path):
     bugs = read_bugs()
     assert len({bug.id for bug in bugs}) == len(bugs) >= 100

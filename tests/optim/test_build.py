@@ -214,6 +214,7 @@ def test_decay_that_an_optimizer_does_not_know_is_refused():
         named_optimizer(OptimConfig(optimizer="torch.optim.Rprop", weight_decay=0.1))
 
 
+@pytest.mark.slow
 def test_an_optimizer_of_a_package_steps_as_it_does_by_itself(tmp_path):
     code = "import torch\nclass Plain(torch.optim.SGD):\n    version = 2\n    elementwise = True\n"
     entry = {"penstock.optimizers": {"plain": "plain_package:Plain"}}

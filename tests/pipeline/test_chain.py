@@ -52,6 +52,7 @@ def statuses(said: Said) -> dict[str, str]:
     return {stage["stage"]: stage["status"] for stage in said.last["stages"]}
 
 
+@pytest.mark.slow
 def test_every_stage_runs_once_and_is_reused(done):
     _, config, first = done
     assert [stage["status"] for stage in first["stages"]] == ["ran"] * 4

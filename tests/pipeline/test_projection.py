@@ -496,6 +496,7 @@ def test_the_stages_that_are_listed_are_those_that_run(last, chats):
     assert [step.stage.name for step in steps] == wanted
 
 
+@pytest.mark.slow
 def test_a_cached_result_is_taken_or_built_again_as_the_config_says(chats, tmp_path):
     statuses = []
     for cache in ("reuse", "reuse", "refresh", "off", "reuse"):

@@ -76,6 +76,7 @@ def tokens(step):
     return sorted(found)
 
 
+@pytest.mark.slow
 def test_data_and_results_in_a_bucket_give_the_rows_that_local_ones_give(
     files, bucket, tmp_path, on
 ):
@@ -119,6 +120,7 @@ def test_data_and_results_in_a_bucket_give_the_rows_that_local_ones_give(
     assert bring(remote, "pack")[1] == ["cached", "ran"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("files")
 def test_slices_that_one_machine_made_are_not_made_by_another(bucket, tmp_path, on):
     data = {
@@ -158,6 +160,7 @@ def test_a_file_that_changes_while_it_is_prepared_fails_the_run(bucket, tmp_path
     assert bring(config, "prepare")[1] == ["ran"]
 
 
+@pytest.mark.slow
 def test_a_signature_is_in_nothing_that_a_run_leaves(web, bucket, tmp_path, on, capfd):  # noqa: F811
     on("here")
     web.manners["signature"] = secret = f"signed-{web.server_port}-{os.getpid()}"

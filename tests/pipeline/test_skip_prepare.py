@@ -165,6 +165,7 @@ def test_data_of_another_vocabulary_is_refused_and_of_a_copy_elsewhere_is_taken(
         plan(load(config, skipping), ("pack",))
 
 
+@pytest.mark.slow
 def test_forcing_what_is_skipped_is_refused(prepared):
     config, _ = prepared
     made = planned(config, **TAKEN)
@@ -189,6 +190,7 @@ def write_tokens(folder: Path, layout: str) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["saved", "saved with splits", "parquet"])
 def test_tokens_of_another_program_are_packed_as_a_source_of_tokens_is(layout, tmp_path):
     folder = write_tokens(tmp_path / "tokens", layout)
@@ -206,6 +208,7 @@ def test_tokens_of_another_program_are_packed_as_a_source_of_tokens_is(layout, t
     assert [o.status for o in again] == ["cached", "cached"]
 
 
+@pytest.mark.slow
 def test_tokens_that_changed_are_read_anew_and_those_in_a_folder_below_are_pointed_to(tmp_path):
     config = write_run(tmp_path)
     folder = write_tokens(tmp_path / "tokens" / "below", "saved")

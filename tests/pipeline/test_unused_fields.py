@@ -295,6 +295,7 @@ def test_what_keeps_parts_in_one_precision_changes_no_bit_where_all_is_in_it(tmp
         assert digests[0] == digests[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["native", "transformers"])
 def test_a_name_without_weight_decay_that_is_no_parameters_is_told(backend: str) -> None:
     exempt = {"no_decay_modules": ["norm", "nrom"], "no_decay_params": ["bias", "embed_tokens"]}

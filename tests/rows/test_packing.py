@@ -79,6 +79,7 @@ def fewest_by_trying(lengths, capacity):
     )
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 12), max_size=6), st.integers(12, 20))
 def test_the_bound_is_never_above_the_least_number_of_rows(lengths, capacity):

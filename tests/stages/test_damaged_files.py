@@ -204,6 +204,7 @@ def damage_all(path: Path) -> Iterator[str]:
     other.unlink()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*KINDS, *DIGESTED])
 def test_who_reads_a_damaged_file_names_it(kind, tmp_path):
     make, read = {**KINDS, **DIGESTED}[kind]

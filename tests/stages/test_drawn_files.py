@@ -184,6 +184,7 @@ def run_drawn(folder, drawn, count, seed):
     return [(kinds[name.partition("/")[0]], folder / name, *rest) for name, *rest in outcomes]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("drawn", "count"),

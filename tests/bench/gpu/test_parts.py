@@ -58,6 +58,7 @@ def a_step(name, code, seconds=60):
     return Step(name, ("-c", code), seconds)
 
 
+@pytest.mark.slow
 def test_every_step_ends_with_a_verdict_and_the_page_has_its_figures(tmp_path):
     steps = (
         a_step("good", GOOD),

@@ -208,6 +208,7 @@ def _gradients(folder: Path) -> tuple[float, loops.Arrays] | None:
     return (loss, found[0]) if loop.ranks.is_main_process else None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["gemma2", "granite", "qwen2_moe"])
 def test_gradients_are_those_of_transformers_on_separate_documents(folder, model_type):
     own = folder / f"gradients-{model_type}"
@@ -238,6 +239,7 @@ def _with_nf4(folder: Path) -> tuple[list[float], int]:
     return losses, len(quantized)
 
 
+@pytest.mark.slow
 def test_a_quantized_base_trains_with_adapters(folder):
     own = folder / "nf4"
     tiny_models.write_model(own, "gemma2")
@@ -253,6 +255,7 @@ def _sampled(folder: Path) -> list[list[int]]:
     return [list(out.completions[0].tokens) for out in loop.built.generator.generate(prompts)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["gemma2", "mamba"])
 def test_greedy_samples_are_those_of_transformers(folder, model_type):
     own = folder / f"sampled-{model_type}"
@@ -304,6 +307,7 @@ def test_attention_that_the_model_has_may_be_asked_for_and_no_other(folder):
                 require_backend(run, other, config)
 
 
+@pytest.mark.slow
 def test_auto_takes_our_decoder_where_there_is_one_and_native_refuses_the_rest():
     values = runs.TINY
     assert get_family(values) is FAMILIES["qwen3"]
@@ -314,6 +318,7 @@ def test_auto_takes_our_decoder_where_there_is_one_and_native_refuses_the_rest()
         get_family({"model_type": "gpt2"}, "native")
 
 
+@pytest.mark.slow
 def test_auto_takes_transformers_where_the_native_family_does_not_compute_a_config_and_says_why():
     values = runs.TINY | {"hidden_act": "relu"}
     auto = get_family(values)

@@ -82,6 +82,7 @@ def test_a_loss_of_the_whole_step_is_the_same_in_parts_of_similar_length(tmp_pat
         assert np.linalg.norm(others[name] - value) <= 2e-5 * np.linalg.norm(value), name
 
 
+@pytest.mark.slow
 def test_a_loss_of_routers_that_are_not_observed_is_refused(tmp_path):
     tiny_models.write_model(tmp_path, "phimoe", output_router_logits=True)
     values = json.loads((tmp_path / "config.json").read_text())

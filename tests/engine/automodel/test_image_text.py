@@ -302,6 +302,7 @@ def test_settings_that_an_image_text_model_cannot_honour_are_refused(folder, set
         check_image_text(run, values, config, images=images)
 
 
+@pytest.mark.slow
 def test_images_for_a_text_model_are_refused(folder):
     values = {"model_type": "gpt2", **SIZES}
     config = auto_family(values).read(values)

@@ -153,6 +153,7 @@ def _dropping(tokens: torch.Tensor) -> AbstractContextManager[None]:
     return dropout_rng(DropoutRNG(seed=1, step=2, token_indices_T=tokens))
 
 
+@pytest.mark.slow
 def test_inputs_of_stacked_experts_are_dropped_as_those_of_native_ones():
     pair = twins("gpt_oss")
     values = {**pair.theirs.config.to_dict(), "model_type": "gpt_oss"}
@@ -204,6 +205,7 @@ def test_experts_with_dropout_compute_as_without_it_when_they_are_evaluated(expe
         assert not torch.equal(dropping.train()(*inputs), plain(*inputs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["jamba", "qwen3_next"])
 def test_documents_of_a_padded_batch_are_dropped_as_alone(model_type):
     values = {**tiny_models.tiny_config(model_type).to_dict(), "model_type": model_type}
@@ -246,6 +248,7 @@ def test_dropout_of_adapters_is_the_same_in_any_layout(tmp_path):
         assert pair == pytest.approx(losses["sharded"], rel=1e-5), layout
 
 
+@pytest.mark.slow
 def test_dropout_of_experts_whose_code_cannot_be_replaced_is_refused():
     values = tiny_models.tiny_config("llama4_text").to_dict()
     family = auto_family(values)

@@ -73,6 +73,7 @@ def test_a_copy_of_tied_weights_is_used_and_other_values_are_refused(base: Path)
     assert notes(base, tie_word_embeddings=False) == ()
 
 
+@pytest.mark.slow
 def test_models_of_the_transformers_backend_are_checked_in_the_same_way(tmp_path: Path) -> None:
     config = GPT2Config(vocab_size=320, n_embd=32, n_layer=2, n_head=2, n_positions=512)
     base = tmp_path / "base"

@@ -291,6 +291,7 @@ def test_a_wrong_layout_is_refused_before_launch_with_one_that_is_accepted(case:
 SIZE = st.sampled_from([1, 1, 2, 3, 4, 6])
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(
     world=st.integers(1, 16),

@@ -61,6 +61,7 @@ def test_machines_meet_again_when_one_asks_and_one_that_is_replaced_finds_the_ro
         first.next_rendezvous()
 
 
+@pytest.mark.slow
 def test_no_pickle_in_the_store_of_machines_is_read(machine, port, tmp_path):
     first, second = machine(0), machine(1)
     together(first, second)

@@ -446,6 +446,7 @@ def layouts(draw):
     return config, size, draw(st.booleans()), draw(st.sampled_from(["whole", "split"]))
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=25)
 @given(layouts())
 def test_the_pieces_of_all_ranks_are_the_whole_model_once(layout):

@@ -58,6 +58,7 @@ def test_gradients_of_the_operator_are_those_of_the_reference(seed):
     torch.testing.assert_close(got, want, atol=1e-11, rtol=1e-11)
 
 
+@pytest.mark.slow
 def test_the_operators_are_what_pytorch_takes_them_for():
     q, k, v = tensors(9)
     bounds = torch.tensor([0, 4, 9], dtype=torch.int32)

@@ -81,6 +81,7 @@ def test_in_16_bits_it_is_the_rounded_result_of_rounded_inputs():
         assert (one - other).norm() < 1e-2 * other.norm()
 
 
+@pytest.mark.slow
 def test_a_compiled_caller_is_one_graph_and_computes_the_same():
     qkv, index = inputs(torch.float32)
 

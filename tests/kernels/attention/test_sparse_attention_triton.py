@@ -56,6 +56,7 @@ def slope(y):
     return torch.randn(y.shape, generator=generator).to(DEVICE, y.dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", [3, 40])
 def test_outputs_and_gradients_are_those_of_the_definition(heads):
     qk, selected_TS = inputs(torch.float32, heads)
@@ -65,6 +66,7 @@ def test_outputs_and_gradients_are_those_of_the_definition(heads):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_in_16_bits_it_is_the_rounded_result_of_rounded_inputs():
     qk, selected_TS = inputs(torch.bfloat16, 3)
     found = results(latent_sparse_attention.backend("triton"), qk, selected_TS)
@@ -85,6 +87,7 @@ def test_a_compiled_caller_is_one_graph_and_computes_the_same():
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.slow
 def test_deterministic_gradients_are_added_in_order_and_nothing_waits_for_the_gpu(monkeypatch):
     # Of ten queries at a time, in two blocks of heads.
     monkeypatch.setattr(latent, "PARTS_BYTES", 10 * SELECTED * 2 * (RANK + ROPE) * 4)

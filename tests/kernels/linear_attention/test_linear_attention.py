@@ -23,6 +23,7 @@ decode: Callable[..., tuple[torch.Tensor, torch.Tensor]] = decode_step
 on_cpu: Callable[..., tuple[torch.Tensor, torch.Tensor]] = linear_attention.backend("chunked")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seeds", HUNDREDS)
 def test_chunks_and_their_gradients_are_the_recurrence(seeds, monkeypatch):
     for seed in seeds:

@@ -36,6 +36,7 @@ def calm(case):
     return replace(case, tensors=(*others, None if beta is None else beta / 2, initial))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seeds", SEEDS)
 def test_values_and_gradients_are_those_of_the_recurrence(seeds, monkeypatch):
     # So few that a program counts several times.
@@ -54,6 +55,7 @@ def test_values_and_gradients_are_those_of_the_recurrence(seeds, monkeypatch):
             assert error(mine, exact) < ROUNDING[dtype], (seed, case.lengths)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("channels", [False, True])
 def test_chunks_pass_their_states_on(channels):
     case = calm(drawn(1, channels=channels, documents=1, widths=(8, 17), lengths=(140,)))
@@ -132,6 +134,7 @@ def test_pytorch_finds_no_fault_with_the_operator():
     )
 
 
+@pytest.mark.slow
 def test_it_is_compiled_in_one_graph():
     case = drawn(4, documents=2, lengths=(3, 20), widths=(4,), channels=True)
     run = torch.compile(linear_attention.backend("triton"), fullgraph=True, backend="aot_eager")

@@ -133,6 +133,7 @@ def whole(name, backend):
     return made, noise_on(made, RUNS, backend)[1]
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     name=st.sampled_from(sorted(FORMATS)),

@@ -113,6 +113,7 @@ def test_a_run_on_features_is_the_run_on_images(tmp_path):
         torch.testing.assert_close(exported[name], value, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_an_image_that_is_added_is_the_only_one_encoded(tmp_path):
     sections = sections_of(tmp_path, conversations=MANY)
     first = ran(tmp_path, sections, "encode")

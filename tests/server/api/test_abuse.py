@@ -98,6 +98,7 @@ FLOODS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FLOODS)
 def test_what_decodes_to_much_more_than_was_sent_is_refused_for_little_memory(name):
     path, body, headers, status = FLOODS[name]
@@ -125,6 +126,7 @@ def test_a_step_with_too_many_keys_is_none_and_does_not_hold_up_those_after_it()
     run(scenario())
 
 
+@pytest.mark.slow
 def test_others_are_served_while_a_body_is_decoded(monkeypatch):
     for name in (env.SERVER_KEYS, env.ENGINE_SECRET, env.WORKERS_SECRET):
         monkeypatch.setenv(name, "a-secret-of-the-server")
@@ -223,6 +225,7 @@ def test_a_process_that_does_not_start_is_the_servers_fault_and_not_the_bodys(mo
     run(scenario())
 
 
+@pytest.mark.slow
 def test_results_that_wait_to_be_written_are_not_copied_yet():
     size = 4 << 20
     result = ForwardBackwardResult(

@@ -171,6 +171,7 @@ def test_targets_of_few_bytes_do_not_fill_the_memory(monkeypatch):
     run(scenario())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["forward", "forward_backward"])
 def test_a_large_body_says_the_same_as_one_that_is_decoded_in_the_event_loop(monkeypatch, path):
     async def scenario():

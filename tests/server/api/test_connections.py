@@ -198,6 +198,7 @@ def test_a_header_without_end_is_broken_off(server):
             assert is_closed(there)
 
 
+@pytest.mark.slow
 def test_so_many_requests_wait_on_one_connection_and_no_more(server):
     url, _ = server
     with closing(connected(url)) as there:

@@ -2,6 +2,8 @@
 
 import asyncio
 
+import pytest
+
 from penstock.server.protocol.requests import (
     CreateSession,
     EndSession,
@@ -52,6 +54,7 @@ def test_sessions_that_ended_are_not_known_for_ever(tmp_path, monkeypatch):
     asyncio.run(check())
 
 
+@pytest.mark.slow
 def test_what_is_saved_for_a_sampler_goes_with_a_session_that_ends_meanwhile(tmp_path):
     async def check():
         async with house(tmp_path, idle_session_timeout=2.0) as here:
@@ -67,6 +70,7 @@ def test_what_is_saved_for_a_sampler_goes_with_a_session_that_ends_meanwhile(tmp
     asyncio.run(check())
 
 
+@pytest.mark.slow
 def test_no_more_models_are_open_than_may_be(tmp_path):
     async def check():
         async with house(tmp_path, max_models=3, max_owner_models=2) as here:

@@ -137,6 +137,7 @@ def test_a_pass_without_gradients_says_so(service, training):
     assert service[1].works(requests.ForwardBackward)[-1].forward_only
 
 
+@pytest.mark.slow
 def test_many_samples_travel_in_chunks_and_come_back_as_one(training):
     samples = [datum([index % 200, 3]) for index in range(1100)]
     result = training.forward_backward(samples, "cross_entropy").result(30)

@@ -68,6 +68,7 @@ async def soon(happened):
             await asyncio.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_an_idle_session_is_saved_before_it_is_freed_and_another_goes_on_from_there(tmp_path):
     async def check():
         async with house(tmp_path, idle_session_timeout=0.4) as here:
@@ -96,6 +97,7 @@ def test_an_idle_session_is_saved_before_it_is_freed_and_another_goes_on_from_th
     asyncio.run(check())
 
 
+@pytest.mark.slow
 def test_a_session_that_is_heard_of_is_not_idle(tmp_path):
     async def check():
         async with house(tmp_path, idle_session_timeout=0.5) as here:

@@ -324,6 +324,7 @@ def test_room_is_looked_for_when_what_was_deleted_is_gone(tmp_path, monkeypatch)
     asyncio.run(check())
 
 
+@pytest.mark.slow
 def test_a_link_in_the_place_of_what_is_over_does_not_keep_others_or_end_the_engine(tmp_path):
     async def check():
         async with house(tmp_path, idle_session_timeout=2.0) as here:

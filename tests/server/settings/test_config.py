@@ -321,6 +321,7 @@ def test_settings_that_do_not_fit_one_another_are_all_told_by_their_own_names(
 BAD_VALUES: list[Any] = [None, True, -1, 0, 7, 2.5, "x", "yes", "", [], [None], {}, {"a": 1}]
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(
     st.dictionaries(

@@ -113,6 +113,7 @@ def test_the_api_is_told_what_is_written():
     assert told.keys == ("a key",)
 
 
+@pytest.mark.slow
 def test_no_full_look_for_garbage_passes_over_modules_while_the_api_serves(tmp_path, monkeypatch):
     """It would keep heartbeats waiting for some 50 ms each time."""
     port = free_port("127.0.0.1", 0, "")

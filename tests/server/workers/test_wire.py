@@ -167,6 +167,7 @@ def test_the_end_that_connects_hears_of_a_kill_and_speaks_to_the_next_one_alone(
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fate", ["killed", "unreachable"])
 @pytest.mark.parametrize("kind", ["connects", "listens"])
 def test_a_peer_that_is_gone_while_a_large_message_is_in_flight_is_heard_of_in_time(

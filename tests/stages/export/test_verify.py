@@ -114,6 +114,7 @@ def test_tensors_that_are_not_the_models_are_named_before_the_export_is_sealed(
     replace(stage, verify="off").run(tmp_path / "unverified")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMPUTING)
 def test_logits_of_other_weights_are_noticed(name, tmp_path, monkeypatch):
     config, changed = COMPUTING[name]

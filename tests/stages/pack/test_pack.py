@@ -92,6 +92,7 @@ def masked(draw):
     return ids, [token if at in mask else -100 for at, token in enumerate(ids)]
 
 
+@pytest.mark.slow
 @settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.lists(masked(), min_size=1, max_size=50),
@@ -149,6 +150,7 @@ def test_greedy_rows_are_those_of_worst_fit_group_by_group(lengths, group):
     assert greedy(lengths, 64, group).tolist() == plainly_greedy(lengths, 64, group)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.lists(masked(), min_size=1, max_size=30),

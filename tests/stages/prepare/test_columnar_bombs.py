@@ -41,6 +41,7 @@ READ = """if True:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "makers",
     [
@@ -80,6 +81,7 @@ def draw_table(draw, rows):
     return pa.table(columns)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", [row_groups.BATCH_MEMORY, 1, 2000])
 @pytest.mark.parametrize("version", ["1.0", "2.0"])
 def test_files_of_all_encodings_are_read_as_pyarrow_reads_them(

@@ -323,6 +323,7 @@ def check(seed: int, tokenizer: Any = None, *, is_detailed: bool = False) -> Non
     assert mine.tolist() == labels, (text, wrong, template, messages, settings.train_on_eos)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", range(0, 160, 20))
 def test_tokens_are_of_the_whole_text_and_those_of_the_words_and_ends_are_trained(start):
     for seed in range(start, start + 20):

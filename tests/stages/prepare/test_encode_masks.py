@@ -41,6 +41,7 @@ def judged(tokenizer: Any, messages: Any, tools: Any = None) -> tuple[list[int],
     return found["input_ids"], [token if mask else -100 for token, mask in pairs]
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(CHATS, st.sampled_from(KINDS))
 @example([said("user", "\u0958"), said("assistant", "\u212b" * 3)], "nfc")  # as long as before

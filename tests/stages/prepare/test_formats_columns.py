@@ -182,6 +182,7 @@ def put(value, path, part):
 GONE = ["gone"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", sorted(set(FORMATS.builtins) - {"tokenized", "text"}))
 @given(data=st.data())
 def test_a_record_with_anything_in_it_is_a_conversation_or_a_bad_row(kind, data):

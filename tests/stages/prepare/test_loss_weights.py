@@ -122,6 +122,7 @@ def texts(weights, word):
     return [{"text": f"{word}{n:03d} " + "x" * (n % 9), "w": w} for n, w in enumerate(weights)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["sequential", "wrapped"])
 def test_packed_labels_have_the_weights_of_their_record_and_source(tmp_path, method):
     sources = {"a": ([1, 0.5, None, 4] * 8, 1.0), "b": ([1] * 20, 0.25), "c": ([1] * 5, 0.0)}
@@ -224,6 +225,7 @@ def test_what_is_no_weight_of_a_token_is_refused_by_name(weights, why, tmp_path)
         run(prepare((path, {"type": "tokenized"})), tmp_path / "out")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["sequential", "multipack", "wrapped"])
 def test_packed_tokens_have_the_weights_of_their_column_and_source(tmp_path, method):
     """Each id occurs once, so that it tells which weight its label has."""

@@ -66,6 +66,7 @@ def summaries(data: Path, name: str, template: str) -> dict[str, list[dict[str, 
     return {str(row): [summary(trained(tokenizer, x)) for x in labels] for row, labels in sides}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "template",
     [

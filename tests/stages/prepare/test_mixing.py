@@ -49,6 +49,7 @@ def slices_in(folder):
     return {path.name: path.stat().st_mtime_ns for path in folder.glob("*.arrow")}
 
 
+@pytest.mark.slow
 def test_mixing_otherwise_tokenizes_nothing(tmp_path, monkeypatch):
     stage = two(tmp_path)
     get_or_build(PlannedStage(stage, tmp_path / "root" / "prepare" / "first"))
@@ -113,6 +114,7 @@ def test_what_is_left_out_is_counted_and_told(tmp_path):
     assert sorted(stored) == sorted(record["text"] for record in texts(30))
 
 
+@pytest.mark.slow
 def test_a_new_file_leaves_most_files_of_an_artifact_as_they_are(tmp_path):
     files = 12
     for n in range(files):

@@ -156,6 +156,7 @@ def test_validation_that_takes_everything_is_refused(tmp_path):
         run(prepare((path, TEXT), val_set_size=5), tmp_path / "out")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["arithmetic", "dummy"])
 def test_built_in_data_goes_through_whole_and_changing_it_raises_its_version(tmp_path, name):
     path = next(path for path in BUILTIN_DATA if path.endswith(name))

@@ -185,6 +185,7 @@ class Counted:
         return self._tokenize(item, *rest)
 
 
+@pytest.mark.slow
 def test_runs_that_differ_only_downstream_share_their_slices(tmp_path, monkeypatch):
     counted = Counted(monkeypatch)
     paths = [write_lines(tmp_path / f"{name}.jsonl", texts(40, name)) for name in "ab"]

@@ -97,6 +97,7 @@ def with_hub(address, home, *command):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_load_dataset_gives_every_pushed_key_as_it_was_prepared(hub, prepared, tmp_path):
     one, other = prepared("one"), prepared("other", val_set_size=None)
     assert push_dataset(one, REPO, file_bytes=1)["status"] == "pushed"

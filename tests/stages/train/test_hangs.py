@@ -90,6 +90,7 @@ def told_by(watch: HangWatchdog) -> str:
     raise AssertionError("it saw nothing")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["penstock.train", "penstock.reference"])
 def test_a_rank_that_hangs_is_told_with_its_host_and_stack_and_all_are_killed(module, tmp_path):
     watched = job(tmp_path, timeout=0.5)
@@ -128,6 +129,7 @@ def test_a_rank_that_waited_in_vain_leads_to_the_stacks_of_the_others(tmp_path):
     assert "lost_in_the_data" in str(build_error(tmp_path / LOGS, 1, watch.report))
 
 
+@pytest.mark.slow
 def test_what_is_stopped_by_the_kernel_is_told_and_what_moves_is_left_alone(tmp_path, monkeypatch):
     monkeypatch.setattr("penstock.train.launch.rank_stacks.DUMP_TIMEOUT_SECONDS", 1.0)
     watched = job(tmp_path, timeout=1.0)

@@ -213,6 +213,7 @@ def test_two_machines_meet_and_count_their_processes_together(tmp_path):
     assert {one["WORLD_SIZE"] for one in given} == {"2"}
 
 
+@pytest.mark.slow
 def test_a_run_without_a_step_for_too_long_is_ended(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import time\ntime.sleep(15)\n")
     started = time.monotonic()

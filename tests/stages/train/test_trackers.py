@@ -367,6 +367,7 @@ class Run:
 """
 
 
+@pytest.mark.slow
 def test_a_tracker_of_a_package_is_told_records_with_its_options(tmp_path):
     entry = {"penstock.trackers": {"notes": "notes_package:Notes"}}
     package = write_package(tmp_path / "package", "notes_package", "1.0", entry, NOTES)

@@ -3,6 +3,7 @@
 from io import BytesIO
 
 import numpy as np
+import pytest
 from PIL import Image
 
 from penstock.core.cache.record import digest_json
@@ -38,6 +39,7 @@ def test_every_color_and_shape_is_drawn_as_it_is_named():
     assert len(names) == len(COLORS) * len(SHAPES)
 
 
+@pytest.mark.slow
 def test_the_pictures_go_through_whole(tmp_path):
     model = write_processor("llava", tmp_path / "model")
     stage = prepare(("builtin:shapes", {"type": "chat"}), tokenizer=str(model))

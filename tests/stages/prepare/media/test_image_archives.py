@@ -169,6 +169,7 @@ def test_the_metadata_of_an_image_folder_names_its_images(tmp_path, name):
     assert prepare((folder, CHAT), tokenizer=model).slices()[0].key != key
 
 
+@pytest.mark.slow
 def test_an_image_folder_in_a_bucket_is_pinned_by_its_images_and_fetched_once(
     tmp_path, bucket, monkeypatch
 ):

@@ -338,6 +338,7 @@ def test_a_model_without_an_image_processor_refuses_images(tmp_path):
         run(prepare((data, CHAT)), tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_a_sample_is_never_cut_within_an_image(tmp_path):
     model = write_processor("qwen3_vl", tmp_path / "model")
     turns = [*asking("5.jpg", "4.jpg"), *asking("0.jpg", text="x")]
@@ -407,6 +408,7 @@ def killed_at(stage, out, place, calls, monkeypatch):
     return os.WTERMSIG(os.waitpid(child, 0)[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "calls"),
     [
@@ -490,6 +492,7 @@ def slices_of(step):
     return {path.stem.partition("-")[2] for path in step.path.rglob("slice-*.arrow")}
 
 
+@pytest.mark.slow
 def test_machines_that_share_a_cache_process_an_image_once(tmp_path):
     model = write_processor("qwen3_vl", tmp_path / "model")
     data = write_data(tmp_path / "data", [asking("0.jpg"), asking("1.jpg")])
