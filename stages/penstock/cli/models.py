@@ -1,7 +1,6 @@
 """`penstock models [check]`: the model types that can be trained, and one model in particular."""
 
 import math
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -10,7 +9,6 @@ import typer
 from penstock.api.tables import table
 from penstock.cli.console import Console, run
 from penstock.cli.options import add_command
-from penstock.core.extensions import FAMILIES
 
 JsonObject = dict[str, Any]
 
@@ -21,6 +19,10 @@ AUTO_AXES = "fsdp, ddp"
 
 def list_models(console: Console) -> JsonObject:
     """List the model types that can be trained."""
+    # What --help would take half of its time for.
+    from importlib.metadata import version
+
+    from penstock.core.extensions import FAMILIES
     from penstock.models.automodel.proved import AUDIO_FILE, IMAGE_FILE, ProvedModels
     from penstock.models.multimodal import MULTIMODAL
     from penstock.models.vision.types import VISION_TYPES

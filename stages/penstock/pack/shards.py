@@ -70,8 +70,9 @@ def read_shard_stats(shard: Path, sizes: Indices) -> ShardStats:
 
 def _count_trained(labels: Tokens, ends: Indices) -> Indices:
     """Number of labels that are trained in each range of tokens; `ends` are the ends of ranges."""
-    before = np.concatenate([[0], np.cumsum(labels != IGNORED, dtype=np.int64)])
-    return np.diff(before[ends], prepend=0)
+    # Sums over all tokens, as `cumsum` would compute, take ten times as long.
+    trained = np.flatnonzero(labels != IGNORED)
+    return np.diff(np.searchsorted(trained, ends), prepend=0)
 
 
 def _batches(bins: PackingPlan, ends: Indices) -> Generator[tuple[int, int, int, int]]:
