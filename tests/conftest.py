@@ -42,11 +42,11 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_xdist_auto_num_workers(config):
-    """A process for each core where the whole suite is run, and one more: tests of processes wait a
-    third of their time. None but this one where files or tests are named: they begin sooner, and
-    can be debugged."""
+    """A process for each core where the whole suite is run, and two more: tests of processes wait a
+    third of their time, and at the end some have no file left. None but this one where files or
+    tests are named: they begin sooner, and can be debugged."""
     whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
-    return num_cpus() + 1 if whole else 0
+    return num_cpus() + 2 if whole else 0
 
 
 def pytest_collection():
