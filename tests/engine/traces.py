@@ -28,8 +28,8 @@ TOLD = ("aux_loss", "z_loss", "routers")
 """What a step's record may tell of routers."""
 
 ZERO = 1e-6
-"""A tensor whose gradient is a smaller share of all gradients than this has none but for rounding,
-as queries and keys of documents of one token, and is compared with this share."""
+"""A tensor with a smaller share of the norm of all gradients (or weights) than this is compared with
+that share: gradients of queries and keys of documents of one token are rounding alone."""
 TINY = 1e-30
 
 OTHER_CODES = 2e-3

@@ -232,14 +232,14 @@ def check_prefect_password(api_url: str) -> list[DoctorCheck]:
     if not api_url:
         return []
     check = "prefect's password"
-    asks = asks_for_password(api_url)
-    if asks:
+    asks_password = asks_for_password(api_url)
+    if asks_password:
         return [DoctorCheck(check, "ok", api_url)]
     unknown = (
         f"gave no answer within {TIMEOUT:g} s that says whether it asks for one; start it, or "
         "correct or unset PREFECT_API_URL"
     )
-    mend = f"it {WITHOUT_PASSWORD if asks is False else unknown}"
+    mend = f"it {WITHOUT_PASSWORD if asks_password is False else unknown}"
     return [DoctorCheck(check, "absent", api_url, mend)]
 
 
