@@ -28,8 +28,8 @@ TOLD = ("aux_loss", "z_loss", "routers")
 """What a step's record may tell of routers."""
 
 ZERO = 1e-6
-"""A tensor with a smaller share of the norm of all gradients (or weights) than this is compared with
-that share: gradients of queries and keys of documents of one token are rounding alone."""
+"""A tensor with a smaller share of the norm of all gradients or weights than this is compared
+with that share: gradients of queries and keys of documents of one token are rounding alone."""
 TINY = 1e-30
 
 OTHER_CODES = 2e-3
