@@ -131,7 +131,6 @@ class PatternMatch(FinalAnswer):
     """What a regular expression of the user's matches, as it is."""
 
     def is_right(self, reply: str, expected: str) -> bool:
-        """Whether both match with the same text."""
         return self.find(reply) == self.find(expected)
 
 
@@ -216,8 +215,6 @@ def _eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
 
 @dataclass(frozen=True)
 class _GreedyDecoder:
-    """Batched greedy decoding with a model."""
-
     model: Any
     ends: frozenset[int]
     pad: int
@@ -225,7 +222,6 @@ class _GreedyDecoder:
     """Maximum length of a completion, as a multiple of the longest expected one in its batch."""
 
     def answers(self, questions: Sequence[Question], batch_size: int) -> list[tuple[int, ...]]:
-        """Completions of all questions, up to and including the first EOS token."""
         # Batch questions of similar length, to reduce padding.
         order = sorted(range(len(questions)), key=lambda index: len(questions[index].prompt))
         answers: list[tuple[int, ...]] = [()] * len(questions)

@@ -163,7 +163,6 @@ def _front_matter(export: Export, name: str) -> ModelCardData:
 
 
 def _evaluation_metadata(export: Export) -> dict[str, Any]:
-    """The evaluation loss as metadata, if there is held-out data."""
     lineage = export.lineage
     loss = lineage.train["facts"].get("eval_loss")
     if loss is None:

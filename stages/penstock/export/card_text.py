@@ -124,7 +124,7 @@ def adapter_snippet(
 
 
 def _takes_images(model_type: str) -> bool:
-    """Whether transformers loads a model of this type with its vision part."""
+    # transformers loads these types with their vision part.
     return model_type in MULTIMODAL or model_type in image_types()
 
 

@@ -37,12 +37,10 @@ class License:
 
     @property
     def front_matter(self) -> dict[str, Any]:
-        """The front matter fields of a card."""
         return {"license": self.id, "license_name": self.name, "license_link": self.link}
 
     @property
     def display_name(self) -> str:
-        """The name shown to users."""
         return self.name or self.id
 
 

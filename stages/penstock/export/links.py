@@ -42,8 +42,7 @@ def link_exported(outcome: StageResult, run: RunConfig) -> None:
 
 
 def _point(link: Path, target: Path) -> None:
-    """Point the link at the folder, in one step. A relative link still holds when the tree of runs
-    and artifacts is moved or copied as a whole."""
+    # A relative link still holds when the tree of runs and artifacts is moved or copied as a whole.
     # A link is relative to the folder that it is really in.
     relative = os.path.relpath(target.resolve(), link.parent.resolve())
     if link.is_symlink() and str(link.readlink()) == relative:

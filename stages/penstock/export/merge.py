@@ -127,7 +127,6 @@ def _rename(
 
 
 def _vision_modules(hf_config: Mapping[str, Any], weights: SafetensorsFolder) -> dict[str, str]:
-    """The names in files of the vision part's modules and tensors, by transformers'."""
     if hf_config.get("model_type") not in VISION_TYPES:
         return {}
     names = checkpoint_names(weights.names(), build_outline(hf_config))
@@ -152,7 +151,6 @@ def _read_config(base: Path) -> dict[str, Any]:
 def _write_config(
     out: Path, hf_config: dict[str, Any], weights: SafetensorsFolder, changes: AdapterMerge
 ) -> None:
-    """Write config.json and the index for the merged files."""
     embeddings, values = changes.embeddings, dict[str, Any]()
     if changes.unties:
         values[TIED] = False
@@ -174,8 +172,7 @@ def _write_config(
 
 
 def _with_values(hf_config: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with these values of the language model's. transformers reads whether weights are
-    tied at the top level too."""
+    # transformers reads whether weights are tied at the top level too.
     text = hf_config.get(TEXT_CONFIG)
     if not values or not text:
         return {**hf_config, **values}
@@ -184,8 +181,7 @@ def _with_values(hf_config: dict[str, Any], values: Mapping[str, Any]) -> dict[s
 
 
 def _copy_other_files(base: Path, adapter: Path, out: Path) -> None:
-    """Copy the other files: those of the base model, and the adapter's tokenizer if it has one,
-    because the adapter was trained with it."""
+    # The adapter's tokenizer comes first, because the adapter was trained with it.
     own_tokenizer = any(
         (adapter / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")
     )

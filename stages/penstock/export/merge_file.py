@@ -31,8 +31,6 @@ MERGED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class _TensorCopy:
-    """A tensor of the output file, and what it is made of."""
-
     name: str
     source: str
     old: Stored
@@ -106,7 +104,6 @@ def _copy_tensor(tensor_copy: _TensorCopy, old: int, new: int) -> None:
 
 
 def _copy_block(old: int, new: int, bytes_left: int, source: int, target: int) -> int:
-    """Number of bytes copied by the kernel; if unsupported, copy one block in user space."""
     copied = copy_file_range(old, new, bytes_left, source, target)
     if copied is not None:
         return copied
@@ -116,7 +113,6 @@ def _copy_block(old: int, new: int, bytes_left: int, source: int, target: int) -
 def _merge_tensor(
     tensor_copy: _TensorCopy, weights: SafetensorsFolder, changes: AdapterMerge, new: int
 ) -> None:
-    """Read, merge and write a tensor, in blocks of as many rows as fit the memory limit."""
     if tensor_copy.new.dtype not in MERGED_DTYPES:
         raise CapabilityError(
             f"{tensor_copy.name} is {tensor_copy.new.dtype}, and adapters are merged only into "

@@ -43,19 +43,16 @@ class AudioProcessor(ModelProcessor):
 
     @property
     def extractor(self) -> Any:
-        """The feature extractor."""
         return next(
             extractor for name in EXTRACTORS if (extractor := getattr(self.processor, name, None))
         )
 
     @property
     def rate(self) -> int:
-        """Its sampling rate in Hz."""
         return int(self.extractor.sampling_rate)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Everything that determines the tensors of audio."""
         return {
             "format": FORMAT,
             "class": [self.name, type(self.extractor).__name__],
@@ -64,11 +61,9 @@ class AudioProcessor(ModelProcessor):
         }
 
     def require_packages(self, content: bytes) -> None:
-        """Raise MissingPackages without the packages that decode and resample this file."""
         require_packages(content, self.rate)
 
     def store(self, digest: bytes, content: bytes) -> StoredImage:
-        """The tensors of a file, or why it has none."""
         try:
             samples = decode_audio(content, self.rate)
             return StoredImage(digest, self.process(samples), (len(samples), self.rate))
@@ -98,7 +93,6 @@ class AudioProcessor(ModelProcessor):
         return outputs
 
     def replacement(self, tensors: Tensors) -> str:
-        """The text that takes the place of the audio token of audio with these tensors."""
         if self.name == VOXTRAL:
             chunks, _, frames = tensors["input_features"].shape
             return self.token * (chunks * frames // FRAMES_PER_TOKEN)
@@ -148,7 +142,6 @@ def load_audio_processor(path: str, revision: str | None, tokenizer: Any) -> Aud
 
 
 def _require_supported(audio: AudioProcessor) -> None:
-    """Raise CapabilityError for processors that do not say which text stands for audio."""
     from transformers.processing_utils import ProcessorMixin  # noqa: PLC0415
 
     cls = type(audio.processor)

@@ -48,12 +48,10 @@ class MediaCache:
 
     @property
     def folder(self) -> Path:
-        """Folder of the processor's files."""
         return self.root / MEDIA / self.processor.key
 
     @property
     def originals(self) -> Originals:
-        """Encoded images in data and of the web, for all processors."""
         return Originals(self.root / MEDIA / ORIGINALS)
 
     def get_or_process(

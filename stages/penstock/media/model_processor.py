@@ -44,7 +44,6 @@ class ModelProcessor(ABC):
 
     @property
     def name(self) -> str:
-        """Class of the processor."""
         return str(self.processor.name)
 
     @property
@@ -70,7 +69,6 @@ class ModelProcessor(ABC):
 
     @property
     def chat_template(self) -> str | None:
-        """The chat template of the processor; None without one."""
         template = self.processor.chat_template
         return template.get("default") if isinstance(template, dict) else template
 
@@ -87,7 +85,6 @@ class ModelProcessor(ABC):
 
     @cached_property
     def key(self) -> str:
-        """16 hex digits of the settings."""
         return short(digest_json(json.loads(json.dumps(self.settings, default=str))))
 
     @property
@@ -118,18 +115,15 @@ class ProcessorFiles:
 
     @cached_property
     def path(self) -> str:
-        """The folder, or the repository's name."""
         folder = Path(self.where).expanduser()
         return str(folder) if folder.exists() else self.where
 
     @property
     def revision(self) -> str:
-        """Of the repository."""
         return self.commit or "main"
 
     @property
     def has_processor(self) -> bool:
-        """Whether there may be a processor."""
         if self.where.startswith("builtin:"):
             return False
         return any(self._find(name) is not None for name in (PROCESSOR, IMAGE_PROCESSOR))

@@ -30,7 +30,6 @@ class Originals:
     folder: Path
 
     def path(self, digest: bytes) -> Path:
-        """Path of an image, which may not exist."""
         name = digest.hex()
         return self.folder / name[:2] / name
 
@@ -58,7 +57,6 @@ class Originals:
             return None
 
     def remember(self, url: str, content: bytes) -> None:
-        """Keep the image of this URL."""
         _write(self._url_path(url), self.add(content).hex().encode())
 
     def _url_path(self, url: str) -> Path:
@@ -72,8 +70,8 @@ class Originals:
 
 
 def _write(target: Path, content: bytes) -> None:
-    """Write atomically. Not forced to the disk: a file that a crash leaves short is noticed by its
-    size or digest, and is written again."""
+    # Not forced to the disk: a file that a crash leaves short is noticed by its size or digest, and
+    # is written again.
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f".{target.name}.{uuid4().hex}{PART}")
     try:

@@ -95,7 +95,6 @@ class ImageProcessor(ModelProcessor):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Everything that determines the tensors of an image."""
         images = self.processor.image_processor
         return {
             "format": FORMAT,
@@ -107,7 +106,6 @@ class ImageProcessor(ModelProcessor):
         }
 
     def store(self, digest: bytes, content: bytes) -> StoredImage:
-        """The tensors of a file, or why it has none."""
         alone = self.stored_digest(image_digest(content), several=False)
         several = self.has_two_forms and digest != alone
         try:
@@ -127,7 +125,6 @@ class ImageProcessor(ModelProcessor):
             raise BadImage(f"the image processor refuses it: {error}") from error
 
     def _process_to_bytes(self, image: "Image", table: PixelTable, several: bool) -> Tensors | None:
-        """The tensors with pixels as bytes; None if they are no bytes."""
         if self.byte_patches is None:
             arrays = self._run([image], several=several, **AS_BYTES)
             codes, shape = table.encode(arrays[PIXELS]), arrays[PIXELS].shape
@@ -157,7 +154,6 @@ class ImageProcessor(ModelProcessor):
         return arrays
 
     def replacement(self, tensors: Tensors) -> str:
-        """The text that takes the place of the image token of an image with these tensors."""
         arrays = {name: tensor.stand_in() for name, tensor in tensors.items()}
         return str(self.processor.replace_image_token(arrays, image_idx=0, **self.options))
 
@@ -215,7 +211,6 @@ class ImageProcessor(ModelProcessor):
         return fast if self._gives_the_same(fast) else self
 
     def _gives_the_same(self, fast: "ImageProcessor") -> bool:
-        """Whether another one gives the same tensors of two images, bitwise."""
         for image, several in product(_probes(), self._forms):
             expected = self._run([image], several=several)
             try:
@@ -312,7 +307,6 @@ def load_image_processor(
 
 
 def _require_bounds(images: Any, bounds: MediaBounds) -> None:
-    """Raise CapabilityError for an image processor whose `size` has no bounds of pixels."""
     own = bounds.of(IMAGE.name)
     edges = {"shortest_edge", "longest_edge"}
     has_grid = "image_grid_thw" in images.model_input_names

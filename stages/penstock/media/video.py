@@ -123,7 +123,6 @@ class FrameVideo:
     header: VideoHeader
 
     def read(self, indices: Sequence[int]) -> Iterator[Frame]:
-        """The frames at these indices. Raises BadVideo."""
         for index in indices:
             try:
                 frame = np.asarray(decode(self.frames.contents[index]))
@@ -160,7 +159,6 @@ class FileVideo:
     header: VideoHeader
 
     def read(self, indices: Sequence[int]) -> Iterator[Frame]:
-        """The frames at these indices. Raises BadVideo."""
         counts = Counter(indices)
         frames_left = len(counts)
         with _stream(self.content, self.container) as (file, stream):

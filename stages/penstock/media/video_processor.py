@@ -67,7 +67,6 @@ class VideoProcessor(ModelProcessor):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Everything that determines the tensors of a video."""
         return {"format": FORMAT, "settings": vars(self.video_settings)}
 
     @cached_property
@@ -81,11 +80,9 @@ class VideoProcessor(ModelProcessor):
         return PixelTable((np.arange(256, dtype=np.float32) - mean) / std)
 
     def require_packages(self, content: bytes) -> None:
-        """Raise MissingPackages without the package that decodes this file."""
         require_packages(content)
 
     def store(self, digest: bytes, content: bytes) -> StoredImage:
-        """The tensors of a video, or why it has none."""
         try:
             video = open_video(content)
             tensors = self.process(video)
@@ -94,7 +91,6 @@ class VideoProcessor(ModelProcessor):
         return StoredImage(digest, tensors, (video.header.width, video.header.height))
 
     def process(self, video: Video) -> Tensors:
-        """The tensors of a video. Raises BadVideo."""
         header = video.header
         indices = self.video_settings.sample(header)
         size = self.video_settings.resized(len(indices), header.height, header.width)
@@ -161,7 +157,6 @@ class VideoProcessor(ModelProcessor):
         return ordered.reshape(grid[0] * grid[1] * grid[2], channels, -1), grid
 
     def replacement(self, tensors: Tensors) -> str:
-        """The text that takes the place of the video token of a video with these tensors."""
         metadata = SimpleNamespace(
             fps=float(tensors[FPS].numpy()[0]),
             frames_indices=tensors[INDICES].numpy().tolist(),

@@ -35,7 +35,6 @@ class PushFile:
 
     @property
     def fact(self) -> dict[str, Any]:
-        """The file as plain JSON, without its local path."""
         return {"path": self.name, "bytes": self.num_bytes, "sha256": self.sha256}
 
 
@@ -94,7 +93,6 @@ def target_folders(folders: Mapping[str, str]) -> dict[str, str]:
 
 
 def _prefixes(folders: dict[str, str], exported: Artifact) -> dict[str, str]:
-    """Folder of the export -> folder at the target."""
     if prefixes := target_folders(folders):
         return prefixes
     raise ArtifactError(
@@ -115,7 +113,6 @@ def _resolve_inside(root: Path, listed: PurePosixPath) -> Path:
 
 
 def _check_content(folder: Path, files: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ArtifactError unless all files match the manifest."""
     if damaged := damaged_files(folder, files, "changed"):
         raise ArtifactError(
             f"the export in {folder} has changed since it was exported; nothing was sent:\n  "

@@ -38,14 +38,12 @@ _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "oci",
 
 
 def _version(info: Info) -> dict[str, Any]:
-    """What an index entry has of the store's version of a file; nothing where there is none."""
     version = content_version(info)
     return {"version": version} if version else {}
 
 
 def _is_as_sent(file: PushFile, entry: Mapping[str, Any], info: Info) -> bool:
-    """Whether the target has the file with the size and version that it got. Indexes of earlier
-    releases have no versions."""
+    # Indexes of earlier releases have no versions.
     fact = {name: value for name, value in entry.items() if name != "version"}
     version = entry.get("version")
     is_same_version = version is None or version == content_version(info)
@@ -73,7 +71,6 @@ class CopyTarget:
         return cls(url, system, root.rstrip("/"))
 
     def difference(self, files: Sequence[PushFile]) -> tuple[list[str], list[str]]:
-        """Names of files that are missing or differ at the target, and names to delete."""
         with self._translate_errors():
             index = self._read_index()
             target_files = self._files()
@@ -92,7 +89,7 @@ class CopyTarget:
             return send, obsolete_files(target_files, files)
 
     def prepare(self) -> None:
-        """Folders are made with the files in them."""
+        """An fsspec folder is made with the first file in it."""
 
     def send(self, files: Sequence[PushFile], *, title: str) -> dict[str, Any]:
         """Write the files that differ, each atomically, then the index. Copies have no title, and
@@ -122,7 +119,6 @@ class CopyTarget:
         return posixpath.join(self.root, name)
 
     def _files(self) -> dict[str, Info]:
-        """The metadata of every file below the root, by relative name."""
         self.system.invalidate_cache()
         try:
             entries: Any = self.system.find(self.root, detail=True)
@@ -161,7 +157,6 @@ class CopyTarget:
             fsync(Path(final).parent)
 
     def _read_index(self) -> Entries:
-        """The digests of an earlier push; empty if there is no readable index."""
         try:
             content: Any = self.system.cat_file(self._path_at(INDEX))
             record = parse_record(content, INDEX, "Push again.")

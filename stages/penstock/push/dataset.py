@@ -164,7 +164,6 @@ class DatasetTarget:
         return self.hub.api.dataset_info(self.hub.repo, revision=revision)
 
     def _card(self, info: DatasetInfo) -> DatasetCard:
-        """The repository's card at that commit, or a new one."""
         if "README.md" not in _names(info):
             return DatasetCard(_NEW_CARD.format(name=self.hub.repo.rpartition("/")[2]))
         with self.hub.translate_errors("read"):
@@ -205,7 +204,7 @@ def _names(info: DatasetInfo) -> set[str]:
 
 
 def _build_provenance(prepared: Artifact) -> bytes:
-    """The provenance: the manifest without machine-specific fields and quoted data."""
+    # Without machine-specific fields and quoted data.
     manifest: Mapping[str, Any] = prepared.manifest
     facts = {name: fact for name, fact in manifest["facts"].items() if name != "dropped_samples"}
     provenance = {

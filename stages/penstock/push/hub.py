@@ -36,10 +36,8 @@ class HubTarget:
         return cls(hub, settings)
 
     def prepare(self) -> None:
-        """Create the repository and its branch unless they exist.
-
-        Raises CapabilityError without write permission, or offline.
-        """
+        """Create the repository and its branch. Raises CapabilityError offline or without
+        permission."""
         revision = self.settings.revision
         with self.hub.translate_errors("open"):
             self.api.create_repo(self._repo, private=self.settings.private, exist_ok=True)
@@ -47,8 +45,6 @@ class HubTarget:
                 self.api.create_branch(self._repo, branch=revision, exist_ok=True)
 
     def difference(self, files: Sequence[PushFile]) -> tuple[list[str], list[str]]:
-        """Names of files that are missing or differ in the repository, and names to delete; without
-        a repository, all and none."""
         with self.hub.translate_errors("read"):
             return self._difference(files, self._revision)
 

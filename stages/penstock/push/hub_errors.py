@@ -81,7 +81,6 @@ class HubRepo:
         return failure
 
     def _redacted_message(self, error: BaseException) -> str:
-        """The client's message and its cause, without signatures and the token."""
         message = str(error) if error.__cause__ is None else f"{error} {error.__cause__}"
         text = _QUERY.sub(r"\1", " ".join(message.split()))[:500]
         return text.replace(str(self.api.token), "<token>")

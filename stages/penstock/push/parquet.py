@@ -29,7 +29,6 @@ class ParquetFile:
     batches: tuple[pa.RecordBatch, ...]
 
     def write(self, target: Path) -> None:
-        """Write the file. Deterministic."""
         schema = _without_dictionaries(self.batches[0].schema)
         with pq.ParquetWriter(target, schema, compression="zstd") as writer:
             for batch in self.batches:
@@ -61,7 +60,6 @@ def parquet_files(prepared: Artifact, *, file_bytes: int = FILE_BYTES) -> Iterat
 
 
 def _verified_files(prepared: Artifact) -> set[str]:
-    """The data files in the manifest, after verification."""
     files = prepared.manifest["files"]
     root = prepared.path.resolve()
     outside = [
@@ -95,8 +93,7 @@ def _group_batches(
 
 
 def _without_dictionaries(schema: pa.Schema) -> pa.Schema:
-    """The schema without dictionary types: parquet applies dictionary encoding itself, and
-    `datasets` does not support them."""
+    # Parquet has its own dictionary encoding, and `datasets` reads no dictionary types.
     return pa.schema(
         [
             field.with_type(field.type.value_type) if pa.types.is_dictionary(field.type) else field

@@ -78,7 +78,6 @@ class PushSettings(Settings):
 
     @property
     def target(self) -> str:
-        """The repository or the URL."""
         return self.repo_id or self.url or ""
 
 
@@ -97,7 +96,6 @@ class Push(Stage):
 
     @property
     def inputs(self) -> Mapping[str, Artifact]:
-        """The export, whose key covers everything that it was made from."""
         return {"exported": self.exported}
 
     def run(self, out: Path) -> Facts:
@@ -157,7 +155,6 @@ def push_prepared(prepared: Artifact, repo: str) -> dict[str, Any]:
 def _load_or_write_plan(
     out: Path, difference: tuple[list[str], list[str]], files: list[PushFile]
 ) -> dict[str, Any]:
-    """The facts of the planned changes, stored before anything is uploaded."""
     if not (out / PLAN).is_file():
         send, remove = difference
         unchanged = sorted({file.name for file in files} - set(send))

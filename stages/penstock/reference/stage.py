@@ -76,13 +76,10 @@ class Reference(Stage):
 
     @property
     def inputs(self) -> Mapping[str, Input]:
-        """The packed rows, the model's config and weights, and the adapter and the checkpoint that
-        training starts from, if any."""
         return {"packed": self.packed, **self.model}
 
     @property
     def shared_folder(self) -> Path:
-        """Folder of this model's log-probs, shared by all runs."""
         model = {name: source.key for name, source in self.model.items()}
         shared_identity = {"version": self.version, "settings": identity(self)["settings"]}
         return self.root / SCORES / digest_json({**shared_identity, **model})[:16]
@@ -114,7 +111,6 @@ class Reference(Stage):
         return {"samples": len(samples), "mean_log_probs": scores.mean(0).round(6).tolist()}
 
     def job(self, output_dir: Path) -> Job:
-        """Build the job of the ranks on this machine."""
         run = reference_run(self.run_config, has_adapter=self.settings.adapter is not None)
         initial = self._initial_checkpoint()
         job = build_job(stage_key(self), run, self.packed, self.origin, output_dir, self.initial)
@@ -145,7 +141,7 @@ class Reference(Stage):
         _run_in_this_process(self.job(out.resolve()))
 
     def owned_files(self, out: Path) -> Iterable[Path]:
-        """The log-prob files; other files of the ranks are temporary."""
+        # The other files of the ranks are temporary.
         return sorted(out.glob("scores-*.arrow"))
 
 

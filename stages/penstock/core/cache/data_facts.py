@@ -57,8 +57,7 @@ def _build_info(manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sources(inputs: dict[str, Any]) -> dict[str, Any]:
-    """The source pins of the prepared data by name. For local files, only their number, because
-    there may be many."""
+    # Only the number of local files, of which there may be many.
     sources: dict[str, Any] = {}
     for name, record in inputs.items():
         pin = record["source"]

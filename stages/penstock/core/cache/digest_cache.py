@@ -165,7 +165,6 @@ def cached_value(content: str, compute: Callable[[], Any]) -> Any:
 
 
 def _with_checksum(content: str, text: str) -> str:
-    """Prefix the text with a digest of the text and its cache key."""
     return hashlib.sha256(f"{content} {text}".encode()).hexdigest()[:CHECKSUM_DIGITS] + text
 
 
@@ -200,7 +199,6 @@ class _Stat(NamedTuple):
 
     @property
     def is_own(self) -> bool:
-        """Whether no user but this one and root can set the modification time."""
         return self.uid in (os.getuid(), 0)
 
     @property
@@ -234,8 +232,6 @@ _SIGNED = (1 << 63) - 1
 
 
 class _Row(NamedTuple):
-    """A cached file digest."""
-
     device: int
     inode: int
     size: int
@@ -249,7 +245,6 @@ class _Row(NamedTuple):
 
     @property
     def with_checksum(self) -> tuple[Any, ...]:
-        """The row with its own digest."""
         guard = hashlib.sha256(repr(tuple(self)).encode()).hexdigest()[:CHECKSUM_DIGITS]
         return (*self, guard)
 
@@ -297,7 +292,7 @@ def _cached_digest(database: sqlite3.Connection, stat: _Stat) -> str | None:
 
 
 def _read_all(paths: Sequence[Path]) -> list[str]:
-    """SHA-256 of files read in threads; hashing releases the GIL."""
+    # hashlib releases the GIL while it hashes.
     readers = min(MAX_READERS, os.cpu_count() or 1, len(paths))
     if readers < 2:
         return [sha256_file(path) for path in paths]

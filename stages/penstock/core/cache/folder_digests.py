@@ -52,7 +52,6 @@ class Digester:
         self._part = xxhash.xxh3_128()
 
     def update(self, data: bytes | bytearray | memoryview) -> None:
-        """Append bytes of the file."""
         remaining = memoryview(data).cast("B")
         self._bytes += len(remaining)
         # Not `>=`: a file whose length is a multiple of the chunk would end with an empty chunk,
@@ -66,7 +65,6 @@ class Digester:
         self._room -= len(remaining)
 
     def result(self) -> FileDigest:
-        """Return the digest of all bytes so far."""
         return FileDigest(self._bytes, (*self._parts, self._part.hexdigest()))
 
 

@@ -71,10 +71,7 @@ def content_digest(manifest: Mapping[str, Any]) -> str:
 
 
 def _require_fields(manifest: Record, location: str, remedy: str) -> Record:
-    """Return the manifest if its fields have their types and its files are names inside its folder.
-
-    Its digest shows that it was written so, not that this program wrote it.
-    """
+    # The digest of a record shows that it was written so, not that this program wrote it.
     if fault := _field_fault(manifest) or _files_fault(manifest["files"]):
         raise ArtifactError(f"{location} is damaged: {fault}.\n  {remedy}")
     return manifest

@@ -61,10 +61,7 @@ class Artifact:
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """The manifest.
-
-        Raises FileNotFoundError if the stage has not run, ArtifactError if the manifest is damaged.
-        """
+        """Raises FileNotFoundError if the stage has not run, ArtifactError for a damaged one."""
         manifest = read_manifest(self.path)
         if manifest is None:
             raise FileNotFoundError(errno.ENOENT, "has no manifest", str(self.path / MANIFEST))
@@ -72,7 +69,6 @@ class Artifact:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The facts that the stage reported about its result."""
         return self.manifest["facts"]
 
 
@@ -112,8 +108,7 @@ class Stage(ABC):
         """
 
     def outside_changes(self) -> list[str]:
-        """What a complete result left outside of its folder and is no longer there. The stage runs
-        again to restore it."""
+        """What a complete result left outside of its folder and is gone: the stage runs again."""
         return []
 
     def files_to_upload(self, out: Path) -> list[list[Path]]:

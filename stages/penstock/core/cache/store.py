@@ -96,12 +96,10 @@ class PlannedStage:
 
     @property
     def where(self) -> str:
-        """The location shown to users."""
         return redact(self.remote) if self.remote else str(self.path)
 
     @property
     def artifact(self) -> Artifact:
-        """The result as an artifact, whether or not it exists yet."""
         return Artifact(self.stage.name, stage_key(self.stage), self.path, self.remote)
 
 
@@ -218,8 +216,6 @@ def fetch_cached(
 
 @dataclass(frozen=True)
 class _Request:
-    """The arguments of a `get_or_build` call."""
-
     cache: Cache
     verify: Verify
     claim: Callable[[PlannedStage], None] | None
@@ -229,7 +225,6 @@ class _Request:
 def _find_current(
     step: PlannedStage, notify: Callable[[str], None] = lambda _: None
 ) -> dict[str, Any] | None:
-    """Return the manifest unless an input's content has changed since the build."""
     manifest = find_local(step)
     return manifest if manifest and _is_current(step, manifest, notify) else None
 
@@ -245,7 +240,6 @@ def _is_current(
 
 
 def _build_or_rebuild(step: PlannedStage, started: float, request: _Request) -> StageResult:
-    """Build or resume. An existing complete result is replaced once the new one is complete."""
     if request.cache != "reuse" or (step.path / MANIFEST).is_file():
         return _rebuild(step, started, request)
     return _build(step, started, request)
@@ -254,7 +248,6 @@ def _build_or_rebuild(step: PlannedStage, started: float, request: _Request) -> 
 def _get_or_build_remote(
     step: PlannedStage, remote: RemoteArtifact, request: _Request
 ) -> StageResult:
-    """Build or fetch a remote step: one machine builds, the others download."""
     started = time.monotonic()
     notify = request.notify
 
@@ -290,8 +283,7 @@ def _get_or_build_remote(
 
 
 def _build_in_mirror(step: PlannedStage, remote: RemoteArtifact, request: _Request) -> StageResult:
-    """Build in the local mirror, unless an earlier run completed the build and only the upload
-    failed."""
+    # An earlier run may have completed the build when only its upload failed.
     started = time.monotonic()
     if request.cache == "reuse" and (
         manifest := _find_intact_mirror(step, request.verify, request.notify)
@@ -338,8 +330,7 @@ def _matches_key(step: PlannedStage, manifest: dict[str, Any]) -> bool:
 def _find_intact_mirror(
     step: PlannedStage, verify: Verify, notify: Callable[[str], None]
 ) -> dict[str, Any] | None:
-    """Return the manifest of a mirror whose files match it. Damage in a mirror is reported but is
-    not an error, because the files can be downloaded again."""
+    # Damage in a mirror is no error: its files can be downloaded again.
     try:
         manifest = _find_current(step)
         if manifest:
@@ -358,7 +349,6 @@ def lock_path(folder: Path) -> Path:
 
 @contextmanager
 def _folder_lock(step: PlannedStage, notify: Callable[[str], None]) -> Generator[None]:
-    """One writer per folder; notifies once if another process holds the lock."""
     try:
         step.path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -375,8 +365,6 @@ def _folder_lock(step: PlannedStage, notify: Callable[[str], None]) -> Generator
 
 
 def _wait_for_lock(step: PlannedStage) -> AbstractContextManager[object]:
-    """Wait for the lock. Raises ConfigError if its holder builds a result of another key, which
-    this run could not use."""
     own_key = stage_key(step.stage)
     while True:
         with suppress(Timeout):
@@ -391,12 +379,8 @@ def _wait_for_lock(step: PlannedStage) -> AbstractContextManager[object]:
 
 
 def _rebuild(step: PlannedStage, started: float, request: _Request) -> StageResult:
-    """Rebuild although a result may exist. The existing result is kept until the new one is
-    complete.
-
-    If the build fails, the existing result is restored, unless it is stale. An interrupted rebuild
-    is resumed.
-    """
+    # The existing result is kept until the new one is complete, and restored if the build fails,
+    # unless it is stale.
     had_result = (step.path / MANIFEST).exists()
     from_scratch = request.cache == "off"
     aside = step.path.with_name(f"{step.path.name}{REPLACED}")
@@ -476,7 +460,6 @@ def _require_unchanged_inputs(stage: Stage, digests: Mapping[str, str], verify: 
 def _find_attempt_to_resume(
     step: PlannedStage, digests: dict[str, str], notify: Callable[[str], None]
 ) -> bool:
-    """Whether there is an attempt to resume. An attempt that read other inputs is moved aside."""
     attempt = read_attempt(step.path)
     if attempt is None:
         return False
@@ -540,7 +523,6 @@ def _seal(
 
 
 def _input_record(source: Input, digest: str | None) -> dict[str, Any]:
-    """The manifest entry of an input: its key, and its pin or content digest."""
     if isinstance(source, Source):
         return {"key": source.key, "source": dict(source.pin)}
     return {"key": source.key, "digest": digest} if digest else {"key": source.key}

@@ -35,7 +35,6 @@ def scratch_folder(kind: str) -> Generator[Path]:
 
 
 def _remove_stale(kind: str) -> None:
-    """Remove directories of this user and kind whose processes are dead."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}{kind}-*"):
         with suppress(OSError):
             if _is_stale(folder):

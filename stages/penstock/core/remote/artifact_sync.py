@@ -41,7 +41,6 @@ class RemoteArtifact:
         self._writing = threading.Lock()
 
     def lease(self) -> Lease:
-        """The write lease of this machine."""
         return Lease(self.root, mirror_holder())
 
     def manifest(self) -> dict[str, Any] | None:
@@ -49,14 +48,11 @@ class RemoteArtifact:
         return self._record(MANIFEST)
 
     def attempt(self) -> dict[str, Any] | None:
-        """The record of an incomplete remote build, or None."""
         return self._record(ATTEMPT)
 
     def publish(self, manifest: dict[str, Any], lease: Lease) -> None:
-        """Upload every file that the manifest lists, then the manifest.
-
-        An existing manifest is deleted first, so that no manifest exists before its files.
-        """
+        """Upload the files that the manifest lists, then the manifest. An existing one is deleted
+        first, so that no manifest exists before its files."""
         (self.root / MANIFEST).delete()
         self._sent_by_this_run = {}
         self.send([str(file["path"]) for file in manifest["files"]])
@@ -68,7 +64,6 @@ class RemoteArtifact:
         lease.clear()
 
     def delete_unlisted(self, manifest: dict[str, Any]) -> None:
-        """Delete files of earlier attempts from the store."""
         listed = {str(file["path"]) for file in manifest["files"]} | {MANIFEST}
         for name in self.root.files():
             if name not in listed and not name.startswith(LEASES):
@@ -91,26 +86,22 @@ class RemoteArtifact:
         return len(changed)
 
     def drop(self, name: str) -> None:
-        """Delete a remote file."""
         (self.root / name).delete()
         self._sent.pop(name, None)
         self._sent_by_this_run.pop(name, None)
 
     def fetch(self, manifest: dict[str, Any]) -> None:
-        """Download a complete artifact; verify every file against the manifest, which is written
-        last."""
+        """Download a complete artifact, verified against its manifest, which is written last."""
         self._fetch_all(manifest["files"])
         for mark in (ATTEMPT, ERROR_LOG):
             (self.folder / mark).unlink(missing_ok=True)
         write_json(self.folder / MANIFEST, manifest)
 
     def fetch_names(self, names: Iterable[str]) -> None:
-        """Download single files of an incomplete build, in that order."""
         for name in names:
             self._fetch({"path": name})
 
     def copy_record(self, name: str, record: dict[str, Any]) -> None:
-        """Write the remote manifest or attempt record to the mirror."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_json(self.folder / name, record)
 

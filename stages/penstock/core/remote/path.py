@@ -82,17 +82,14 @@ class RemotePath:
 
     @property
     def redacted_url(self) -> str:
-        """The redacted URL."""
         return redact(self.url)
 
     @property
     def web_file(self) -> WebFile:
-        """The requests for a file on a web server."""
         return WebFile(self.url, self.system, is_trusted=self.is_trusted)
 
     @property
     def is_s3(self) -> bool:
-        """Whether it is in S3 or a compatible store."""
         return self.store == "s3"
 
     @property
@@ -204,7 +201,6 @@ class RemotePath:
             )
 
     def delete(self) -> None:
-        """Delete the file, if it exists."""
         try:
             retry_until_connected(lambda: self.system.rm_file(self.path))
         except StorageError as fault:
@@ -212,8 +208,6 @@ class RemotePath:
                 raise to_run_error(fault, self.url, "deleted") from None
 
     def copy(self, target: "RemotePath") -> None:
-        """Copy the file within the store."""
-
         def send() -> None:
             self.system.cp_file(self.path, target.path)
             if target.store == "azure":
@@ -222,7 +216,6 @@ class RemotePath:
         self._run("copied", send)
 
     def move(self, target: "RemotePath") -> None:
-        """Copy within the store, then delete this file."""
         self.copy(target)
         self.delete()
 

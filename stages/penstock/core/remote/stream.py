@@ -44,7 +44,6 @@ class RemoteStream(SeekableRawIO):
 
     @property
     def size(self) -> int:
-        """Length of the remote file in bytes."""
         return self._size
 
     def readinto(self, buffer: "WriteableBuffer", /) -> int:
@@ -73,7 +72,6 @@ class RemoteStream(SeekableRawIO):
         self._verify()
 
     def _load_block(self, start: int, num_bytes: int) -> None:
-        """Make the block that contains offset `start` the current block."""
         is_sequential = start == self._block_start + len(self._block)
         ahead = self._prefetched
         if ahead and ahead[0] == start:
@@ -123,7 +121,6 @@ class RemoteStream(SeekableRawIO):
         return bytes(block)
 
     def _verify(self) -> None:
-        """Prove that the version has not changed while it was read."""
         if not self._is_verified:
             self._run(self._ranges.verify)
             self._is_verified = True

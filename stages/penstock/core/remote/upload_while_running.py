@@ -29,7 +29,6 @@ class BackgroundUploader:
         """The uploaded files, in order."""
 
     def __enter__(self) -> None:
-        """Start the background thread."""
         self._thread.start()
 
     def __exit__(
@@ -74,8 +73,7 @@ class BackgroundUploader:
             return 0
 
     def _drop(self) -> None:
-        """Delete remote files that this run uploaded and then deleted locally; the last file of a
-        group goes first."""
+        # The last file of a group goes first: it marks the group as complete.
         gone = [name for name in self._kept if not (self._depot.folder / name).exists()]
         for name in reversed(gone):
             self._depot.drop(name)

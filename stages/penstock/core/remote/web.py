@@ -59,7 +59,6 @@ class WebFile:
     def read_range(
         self, start: int, stop: int, info: Mapping[str, Any], write: Callable[[bytes], object]
     ) -> None:
-        """Pass bytes `start` to `stop` of that version to `write` as they arrive."""
         self._sync(partial(self._read_range, start, stop, info, write))
 
     def read_whole(

@@ -295,7 +295,6 @@ def select_data_files(
 
 
 def _suffixes(ds_type: str | None) -> list[str]:
-    """The suffixes of this kind without compression; of all kinds if None."""
     return [suffix for kind, them in KINDS.items() if ds_type in (None, kind) for suffix in them]
 
 
@@ -307,7 +306,6 @@ def top_level_names(names: Sequence[str]) -> list[str]:
 def _from_saved_folder(
     path: str, folder: Path, saved: SavedFolder, split: str | None, ds_type: str | None
 ) -> LocalFiles:
-    """A folder of `datasets.save_to_disk`: the files listed in its metadata, in order."""
     if ds_type not in (None, "arrow"):
         raise ConfigError(
             f"{path} was written by save_to_disk, which writes arrow, and ds_type is {ds_type}.\n"

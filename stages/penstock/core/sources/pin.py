@@ -261,8 +261,6 @@ def pin_adapter(path: str) -> Source:
 
 
 def _pin_folder(path: str, names: tuple[str, ...], kind: str, remedy: str) -> Source:
-    """Pin these files of a local folder. Raises ConfigError if it lacks one; `kind` and `remedy`
-    are for its message."""
     folder = _require_folder(path)
     files = _glob_files(folder, names)
     if lacking := set(names) - {file.name for file in files}:
@@ -375,7 +373,6 @@ def _is_on_hub(path: str) -> bool:
 
 
 def _reject_adapter(path: str, folder: Path) -> None:
-    """Refuse the folder of an adapter where a whole model is meant."""
     if not (folder / ADAPTER_FILES[0]).is_file() or (folder / "config.json").is_file():
         return
     try:
@@ -390,7 +387,6 @@ def _reject_adapter(path: str, folder: Path) -> None:
 
 
 def _find_model(path: str) -> LocalFiles:
-    """The files of a local model: those of its folder, or a single config.json."""
     target = Path(path).expanduser()
     if target.is_file() and target.suffix == ".json":
         return LocalFiles(target.name, target.parent, (target,))
@@ -419,8 +415,7 @@ def _reject(field: str, value: Any, why: str) -> None:
 
 
 def _download(url: str, patterns: Sequence[str]) -> Path:
-    """A local folder with those files of the URL. They are few and small, and every stage needs
-    them."""
+    # The files are few and small, and every stage needs them.
     return download_source(pin_remote_files(url, patterns, f"has none of {', '.join(patterns)}"))
 
 
@@ -446,7 +441,6 @@ def _glob_files(folder: Path, patterns: Sequence[str]) -> list[Path]:
 
 
 def _read_entry(file: Path, name: str) -> Any:
-    """An entry of a JSON object, None without one."""
     try:
         return read_json_object(file).get(name)
     except (OSError, ValueError, AttributeError):
@@ -488,8 +482,8 @@ def _resolve_commit(
 
 @lru_cache(1)
 def _hub_answers(minute: int) -> bool:  # noqa: ARG001 - so that the answer is of this minute
-    """Whether the Hub answers at all. Its client repeats each request for a quarter of a minute
-    before it gives up, and a run asks for several repositories."""
+    # The client repeats each request for a quarter of a minute before it gives up, and a run asks
+    # for several repositories.
     from huggingface_hub import constants, get_session
 
     try:
@@ -502,7 +496,6 @@ def _hub_answers(minute: int) -> bool:  # noqa: ARG001 - so that the answer is o
 def _request_commit(
     repo: str, revision: str | None, kind: Literal["dataset", "model"], token: bool | None
 ) -> str | None:
-    """Resolve the commit on the Hub; None if the Hub cannot be reached."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -538,7 +531,6 @@ def _request_commit(
 
 
 def _cached_commit(repo: str, revision: str, kind: Literal["dataset", "model"]) -> str | None:
-    """The commit in the refs of the local Hub cache, if it was ever downloaded."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     folder = Path(HF_HUB_CACHE) / f"{kind}s--{repo.replace('/', '--')}" / "refs"

@@ -131,7 +131,6 @@ def downloaded_files(source: Source) -> list[tuple[Path, str]]:
 
 
 def _is_as_downloaded(folder: Path) -> bool:
-    """Whether the folder's files have the digests that they had when they were downloaded."""
     files = _recorded_files(folder)
     try:
         return files is not None and digest_files(path for path, _ in files) == [
@@ -151,12 +150,11 @@ def _recorded_files(folder: Path) -> list[tuple[Path, str]] | None:
 
 
 def _download_record(folder: Path) -> Path:
-    """The record of a folder's files. Beside it, so that the folder has the source's files only."""
+    # Beside the folder, which has the source's files only.
     return folder.with_name(f"{folder.name}.json")
 
 
 def _root_folder(source: Source) -> Path:
-    """The folder that the pin's file names are relative to."""
     depth = len(PurePosixPath(str(source.pin["files"][0]["name"])).parts)
     return source.paths[0].parents[depth - 1]
 
@@ -188,10 +186,7 @@ def _build_pin(remote: RemoteFiles, more: dict[str, Any]) -> Source:
 
 
 def _pin_by_content(remote: RemoteFiles, more: dict[str, Any]) -> Source:
-    """Pin files whose server reports no version: download them now, and use the downloaded bytes.
-
-    Such files are read in every run, because a change between two runs would not be detected.
-    """
+    # Such files are read in every run, because a change between two runs would not be noticed.
     home = env.cache_home() / DOWNLOAD_FOLDER
     home.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".reading-", dir=home) as folder:

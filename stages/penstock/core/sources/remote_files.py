@@ -134,7 +134,6 @@ def _glob(path: RemotePath) -> RemoteFiles:
 
 
 def _resolve_web_file(path: RemotePath, name: str) -> RemoteFile:
-    """One entry of data_files on a web server, which cannot be listed."""
     file = RemotePath.from_url(url_join(path.url, name))
     info = file.info(tries=PLANNING_TRIES)
     if info is None:
@@ -165,7 +164,6 @@ def _data_file(path: RemotePath, files: dict[str, Info], name: str) -> list[str]
 
 
 def _saved_files(path: RemotePath, files: dict[str, Info], split: str | None) -> list[str] | None:
-    """The files listed in the metadata of save_to_disk, in order; None if there is no metadata."""
     if SPLITS in files:
         folder = SavedFolder(Path(), tuple(_read_metadata(path / SPLITS).get("splits") or ()))
     elif STATE in files:

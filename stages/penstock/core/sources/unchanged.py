@@ -62,8 +62,8 @@ def _changed_files(files: Sequence[PinnedFile]) -> list[str]:
 
 
 def _files_of_hub(repo: str, commit: str) -> list[PinnedFile]:
-    """The cached files of a repository at a commit. The cache names a file by its digest: SHA-256
-    if it is large, else git's; a snapshot has links to them."""
+    # The hub's cache names a file by its digest: SHA-256 if it is large, else git's; a snapshot has
+    # links to them.
     from huggingface_hub.constants import HF_HUB_CACHE  # noqa: PLC0415 - of runs with hub ids alone
 
     blobs: list[PinnedFile] = []
