@@ -14,7 +14,7 @@ from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabl
 
 from penstock.core import env
 from penstock.core.errors import CapabilityError, PenstockError, StageError
-from penstock.core.transient_errors import is_transient
+from penstock.core.process.retry import is_transient
 
 _QUERY = re.compile(r"(https?://[^\s?'\"]+)\?[^\s'\"]+")
 

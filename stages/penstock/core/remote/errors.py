@@ -1,10 +1,14 @@
 """Remote storage errors: access denied, not found, connection lost.
 
-Each store's library raises its own types, so errors are classified by HTTP status. Messages may
-contain signed URLs: they are redacted, and exceptions are never chained.
+Each store's library raises its own types, so errors are classified by HTTP status. Clients wrap the
+system's error in their own types, so the whole chain of causes is searched. Messages may contain
+signed URLs: they are redacted, and exceptions are never chained.
 """
 
 import errno
+import re
+import socket
+from collections.abc import Iterator
 from contextlib import suppress
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -21,7 +25,6 @@ from penstock.core.errors import (
 from penstock.core.os_errors import describe_os_error, is_of_the_machine
 from penstock.core.remote.addresses import PrivateAddressError
 from penstock.core.remote.answers import AnswerError
-from penstock.core.remote.connection_errors import connection_fault, iter_causes
 from penstock.core.remote.urls import PACKAGE_OF, WEB, redact, redact_text, url_scheme
 
 Fault = Literal["denied", "absent", "exists", "cut", "local", "other"]
@@ -79,6 +82,20 @@ _CONNECTION_ERRNOS = {
 }
 
 
+_TIMED_OUT = re.compile(r"timeout|timedout", re.IGNORECASE)
+"""Parts of an exception type's name that mark a connection error."""
+
+_REFUSED = re.compile(r"\[Errno 111\]|connection refused|connect call failed", re.IGNORECASE)
+"""Messages of clients that try several addresses and report all of them in one text, without an
+errno."""
+
+_NO_NAME = re.compile(
+    r"name or service not known|name resolution|nodename nor servname|no address associated"
+    r"|failed to resolve",
+    re.IGNORECASE,
+)
+
+
 class StorageError(Exception):
     """An error of a store's library, classified."""
 
@@ -86,6 +103,33 @@ class StorageError(Exception):
         super().__init__(kind)
         self.kind: Fault = kind
         self.error = error
+
+
+def connection_fault(error: BaseException) -> str | None:
+    """Why the connection failed, or None if the error is of another kind."""
+    chain = list(iter_causes(error))
+    for cause in chain:
+        if isinstance(cause, socket.gaierror) or "DNSError" in type(cause).__name__:
+            return "the server's name cannot be resolved (DNS)"
+        if isinstance(cause, OSError) and cause.errno == errno.ECONNREFUSED:
+            return "the connection was refused: nothing listens at that address"
+        if isinstance(cause, OSError) and cause.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH):
+            return "there is no network route to the server"
+        if isinstance(cause, TimeoutError) or _TIMED_OUT.search(type(cause).__name__):
+            return "the server did not answer in time (timeout)"
+        if "Certificate" in type(cause).__name__ or "SSLError" in type(cause).__name__:
+            return "the server's TLS certificate was not accepted"
+    text = " ".join(str(error) for error in chain)
+    if _REFUSED.search(text):
+        return "the connection was refused: nothing listens at that address"
+    return "the server's name cannot be resolved (DNS)" if _NO_NAME.search(text) else None
+
+
+def iter_causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The error and its chain of causes."""
+    while error is not None:
+        yield error
+        error = error.__cause__
 
 
 def classify_error(error: BaseException) -> Fault:
