@@ -6,7 +6,7 @@ from run folders, wherever they are, is not pruned.
 
 import logging
 import os
-from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from penstock.config.schema.run import RunConfig
@@ -35,7 +35,13 @@ def link_exported(outcome: StageResult, run: RunConfig) -> None:
                 f"{link} exists and is not a symbolic link.\n  Move it elsewhere and run again."
             )
         if target.is_dir():
-            _record_link(outcome.path, link.absolute())
+            link_text = str(link.absolute())
+            note = _links_folder(outcome.path) / f"{short(digest_json(link_text))}.json"
+            if not note.is_file():
+                # Runs that end at the same time write the same note: each renames its own file.
+                own_note = note.with_name(f"{note.name}.{os.getpid()}")
+                write_json(own_note, {"link": os.path.relpath(link_text, outcome.path.resolve())})
+                own_note.replace(note)
             _point(link, target)
         elif link.is_symlink():
             link.unlink()
@@ -61,33 +67,18 @@ def _point(link: Path, target: Path) -> None:
 
 def find_links(export: Path) -> list[Path]:
     """The links of runs that currently point at the export in `export`, sorted."""
-    return sorted({link for link in _read_links(export) if _points_to(link, export)})
+    links: set[Path] = set()
+    for note in _links_folder(export).glob("*.json"):
+        with suppress(OSError, DamagedFileError, KeyError, TypeError):
+            link = Path(os.path.normpath(export.resolve() / read_json(note)["link"]))
+            if link.is_symlink() and link.resolve().parent == export.resolve():
+                links.add(link)
+    return sorted(links)
 
 
 def forget_links(export: Path) -> None:
     """Delete the notes about a deleted export."""
     remove(_links_folder(export))
-
-
-def _record_link(export: Path, link: Path) -> None:
-    note = _links_folder(export) / f"{short(digest_json(str(link)))}.json"
-    if not note.is_file():
-        # Runs that end at the same time write the same note: each renames a file of its own.
-        own_note = note.with_name(f"{note.name}.{os.getpid()}")
-        write_json(own_note, {"link": os.path.relpath(link, export.resolve())})
-        own_note.replace(note)
-
-
-def _read_links(export: Path) -> Iterator[Path]:
-    for note in _links_folder(export).glob("*.json"):
-        try:
-            yield Path(os.path.normpath(export.resolve() / read_json(note)["link"]))
-        except (OSError, DamagedFileError, KeyError, TypeError):
-            continue
-
-
-def _points_to(link: Path, export: Path) -> bool:
-    return link.is_symlink() and link.resolve().parent == export.resolve()
 
 
 def _links_folder(export: Path) -> Path:

@@ -25,9 +25,9 @@ from penstock.engine.peft.read_adapter import PeftFolder
 from penstock.engine.peft.transformers_names import TransformersNames
 from penstock.engine.vision.build import build_outline
 from penstock.engine.vision.stored_names import checkpoint_names
+from penstock.export.card import write_merged_card
 from penstock.export.license import CARD
 from penstock.export.merge_file import write_file
-from penstock.export.merged_card import write_merged_card
 from penstock.models.multimodal import (
     MULTIMODAL,
     TEXT_CONFIG,
@@ -64,7 +64,7 @@ def merge_folders(base: Path, adapter: Path, out: Path) -> dict[str, Any]:
             names = TransformersNames(hf_config, weights.names())
             rename = _rename(hf_config, weights, names)
             # No native family has such layers, and transformers' model takes a second to build.
-            is_conv1d = _no_layer if native_family(hf_config) else names.is_conv1d
+            is_conv1d = (lambda _: False) if native_family(hf_config) else names.is_conv1d
             folder = opened.enter_context(PeftFolder(adapter, rename, is_conv1d))
             changes = AdapterMerge(
                 folder, weights, hf_config.get("hidden_size"), lambda: names.embeddings
@@ -96,10 +96,6 @@ def merge_folders(base: Path, adapter: Path, out: Path) -> dict[str, Any]:
         raise
     rename_folder(partial, out)
     return facts
-
-
-def _no_layer(_: str) -> bool:
-    return False
 
 
 def _rename(

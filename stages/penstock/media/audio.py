@@ -80,7 +80,10 @@ def decode_audio(content: bytes, rate: int) -> Samples:
     """
     require_packages(content, rate)
     try:
-        samples, own = _decode_wav(content)
+        header = read_wav_header(content)
+        samples, own = _to_float(content, header, header.frames * header.channels), header.rate
+        if header.channels > 1:
+            samples = samples.reshape(-1, header.channels).mean(axis=1, dtype=np.float32)
     except OtherFormat:
         samples, own = decode_other(content, MAX_SECONDS)
     if not np.isfinite(samples).all():
@@ -100,14 +103,6 @@ def require_packages(content: bytes, rate: int) -> None:
         return
     if own != rate and not has_extra(AUDIO_EXTRA):
         raise MissingPackages(f"{why}, which needs further packages", AUDIO_EXTRA)
-
-
-def _decode_wav(content: bytes) -> tuple[Samples, int]:
-    header = read_wav_header(content)
-    samples = _to_float(content, header, header.frames * header.channels)
-    if header.channels > 1:
-        samples = samples.reshape(-1, header.channels).mean(axis=1, dtype=np.float32)
-    return samples, header.rate
 
 
 def _to_float(content: bytes, header: WavHeader, count: int) -> Samples:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from penstock.core.cache.record import digest_json
 from penstock.core.cache.stage import short
-from penstock.core.errors import ConfigError
+from penstock.core.errors import CapabilityError, ConfigError
 from penstock.media.bounds import UNBOUNDED, MediaBounds
 from penstock.media.kinds import BadMedia, MediaKind
 from penstock.media.reference import among_several
@@ -96,10 +96,23 @@ class ModelProcessor(ABC):
         """Raise MissingPackages without the packages that this file needs beside others."""
         del content  # none
 
-    @abstractmethod
     def store(self, digest: bytes, content: bytes) -> StoredImage:
         """The tensors of a file, or why it has none. `digest`: the one under which they are stored
         (`stored_digest`)."""
+        try:
+            return StoredImage(digest, *self._process_file(digest, content))
+        except BadMedia as error:
+            return StoredImage(digest, {}, error=str(error))
+
+    @abstractmethod
+    def _process_file(self, digest: bytes, content: bytes) -> tuple[Tensors, tuple[int, int]]:
+        """(tensors, size): width and height, or samples and their rate. Raises BadMedia."""
+
+    def require_token(self) -> None:
+        """Raise CapabilityError without a token that stands for media of this kind."""
+        kind = self.kind.name
+        if getattr(self.processor, f"{kind}_token", None) is None or self.token_id is None:
+            raise CapabilityError(f"{self.name} has no {kind} token, which is not supported.")
 
     @abstractmethod
     def replacement(self, tensors: Tensors) -> str:

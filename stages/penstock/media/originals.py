@@ -36,8 +36,13 @@ class Originals:
     def add(self, content: bytes) -> bytes:
         """Store an image unless it is there; returns its digest."""
         digest = image_digest(content)
-        if not self._is_stored(digest, len(content)):
-            _write(self.path(digest), content)
+        path = self.path(digest)
+        try:
+            is_stored = path.stat().st_size == len(content)
+        except OSError:
+            is_stored = False
+        if not is_stored:
+            _write(path, content)
         return digest
 
     def read(self, digest: bytes) -> bytes | None:
@@ -62,12 +67,6 @@ class Originals:
     def _url_path(self, url: str) -> Path:
         return self.folder / URLS / sha256(url.encode()).hexdigest()
 
-    def _is_stored(self, digest: bytes, size: int) -> bool:
-        try:
-            return self.path(digest).stat().st_size == size
-        except OSError:
-            return False
-
 
 def _write(target: Path, content: bytes) -> None:
     # Not forced to the disk: a file that a crash leaves short is noticed by its size or digest, and
@@ -80,10 +79,6 @@ def _write(target: Path, content: bytes) -> None:
     except OSError:
         part.unlink(missing_ok=True)
         raise
-
-
-def _is_used(digest: bytes, used: Collection[bytes]) -> bool:
-    return digest in used or among_several(digest) in used
 
 
 def prunable_originals(
@@ -101,6 +96,9 @@ def prunable_originals(
             fetched.setdefault(path.read_text(), []).append(path)
     for path in sorted(folder.glob("??/*")):
         files = [path, *fetched.get(path.name, ())]
-        is_used = path.name in fetched and _is_used(bytes.fromhex(path.name), used)
+        is_used = False
+        if path.name in fetched:
+            digest = bytes.fromhex(path.name)
+            is_used = digest in used or among_several(digest) in used
         if not is_used and all(file.stat().st_mtime < latest for file in files):
             yield files

@@ -29,7 +29,6 @@ from penstock.media.model_processor import (
     to_arrays,
 )
 from penstock.media.reference import image_digest
-from penstock.rows.image_files import StoredImage
 from penstock.rows.pixel_table import PixelTable, StoredTensor, concatenate, stored
 
 if TYPE_CHECKING:
@@ -105,14 +104,11 @@ class ImageProcessor(ModelProcessor):
             **({"forms": FORMS} if self.has_two_forms else {}),
         }
 
-    def store(self, digest: bytes, content: bytes) -> StoredImage:
+    def _process_file(self, digest: bytes, content: bytes) -> tuple[Tensors, tuple[int, int]]:
         alone = self.stored_digest(image_digest(content), several=False)
+        image = decode(content)
         several = self.has_two_forms and digest != alone
-        try:
-            image = decode(content)
-            return StoredImage(digest, self.process(image, several=several), image.size)
-        except BadMedia as error:
-            return StoredImage(digest, {}, error=str(error))
+        return self.process(image, several=several), image.size
 
     def process(self, image: "Image", *, several: bool = False) -> Tensors:
         """The tensors of an RGB image, alone or in a sample with several. Raises BadImage if the
@@ -142,7 +138,11 @@ class ImageProcessor(ModelProcessor):
         """The outputs for images of samples with one image each, or each with `several`."""
         if not several:
             return self._call([[image] for image in images] if self.nested else images, **options)
-        outputs = [self._call([[image, _blank()]], **options) for image in images]
+        from PIL import Image  # noqa: PLC0415 - optional
+
+        # The other image of each sample, whose outputs are left out.
+        blank = Image.new("RGB", (1, 1))
+        outputs = [self._call([[image, blank]], **options) for image in images]
         return {
             name: np.concatenate([output[name][:1] for output in outputs]) for name in outputs[0]
         }
@@ -164,17 +164,14 @@ class ImageProcessor(ModelProcessor):
         zeros with which tensors are padded to the largest ones.
         """
         for processor in (self, replace(self, nested=True)):
-            if processor._is_independent():
+            if all(processor._is_independent(several=form) for form in self._forms):
                 return processor
         raise CapabilityError(
             f"The image processor of {self.name} processes an image differently beside others, "
             "which is not supported."
         )
 
-    def _is_independent(self) -> bool:
-        return all(self._is_independent_as(several=form) for form in self._forms)
-
-    def _is_independent_as(self, *, several: bool) -> bool:
+    def _is_independent(self, *, several: bool) -> bool:
         images = _probes()
         try:
             alone = [self._run([image], several=several) for image in images]
@@ -249,13 +246,6 @@ def _probes() -> list["Image"]:
     return [Image.fromarray(rng.integers(0, 256, (*s, 3)).astype(np.uint8)) for s in PROBES]
 
 
-def _blank() -> "Image":
-    """The other image of a sample with several, whose outputs are left out."""
-    from PIL import Image  # noqa: PLC0415 - optional
-
-    return Image.new("RGB", (1, 1))
-
-
 def load_image_processor(
     path: str, revision: str | None, tokenizer: Any, bounds: MediaBounds = UNBOUNDED
 ) -> ImageProcessor | None:
@@ -327,5 +317,4 @@ def _require_supported(images: ImageProcessor) -> None:
         raise CapabilityError(
             f"Images cannot be processed one by one with {images.name}, which is not supported."
         )
-    if getattr(images.processor, "image_token", None) is None or images.token_id is None:
-        raise CapabilityError(f"{images.name} has no image token, which is not supported.")
+    images.require_token()
