@@ -6,7 +6,6 @@ from run folders, wherever they are, is not pruned.
 
 import logging
 import os
-from contextlib import suppress
 from pathlib import Path
 
 from penstock.config.schema.run import RunConfig
@@ -69,10 +68,12 @@ def find_links(export: Path) -> list[Path]:
     """The links of runs that currently point at the export in `export`, sorted."""
     links: set[Path] = set()
     for note in _links_folder(export).glob("*.json"):
-        with suppress(OSError, DamagedFileError, KeyError, TypeError):
+        try:
             link = Path(os.path.normpath(export.resolve() / read_json(note)["link"]))
-            if link.is_symlink() and link.resolve().parent == export.resolve():
-                links.add(link)
+        except (OSError, DamagedFileError, KeyError, TypeError):
+            continue
+        if link.is_symlink() and link.resolve().parent == export.resolve():
+            links.add(link)
     return sorted(links)
 
 

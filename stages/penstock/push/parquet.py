@@ -40,7 +40,21 @@ def parquet_files(prepared: Artifact, *, file_bytes: int = FILE_BYTES) -> Iterat
 
     Raises ArtifactError if a file differs from the manifest.
     """
-    verified = _verified_files(prepared)
+    files = prepared.manifest["files"]
+    root = prepared.path.resolve()
+    outside = [
+        f"{prepared.path / file['path']} lies outside of it"
+        for file in files
+        if not (root / file["path"]).resolve().is_relative_to(root)
+    ]
+    if damaged := outside or damaged_files(prepared.path, files, "changed"):
+        raise ArtifactError(
+            f"the prepared data in {prepared.path} has changed since it was finished; nothing was "
+            "sent:\n  "
+            + "\n  ".join(damaged[:MAX_LISTED_FILES])
+            + "\n  Prepare the data again with --force prepare."
+        )
+    verified = {file["path"] for file in files}
     plan: dict[str, Any] = read_json(prepared.path / PLAN)
     for split in SPLITS:
         files = [entry["file"] for entry in plan["splits"][split]]
@@ -57,24 +71,6 @@ def parquet_files(prepared: Artifact, *, file_bytes: int = FILE_BYTES) -> Iterat
         groups = list(_group_batches(filled, file_bytes))
         for number, group in enumerate(groups):
             yield ParquetFile(split, f"{split}-{number:05d}-of-{len(groups):05d}.parquet", group)
-
-
-def _verified_files(prepared: Artifact) -> set[str]:
-    files = prepared.manifest["files"]
-    root = prepared.path.resolve()
-    outside = [
-        f"{prepared.path / file['path']} lies outside of it"
-        for file in files
-        if not (root / file["path"]).resolve().is_relative_to(root)
-    ]
-    if damaged := outside or damaged_files(prepared.path, files, "changed"):
-        raise ArtifactError(
-            f"the prepared data in {prepared.path} has changed since it was finished; nothing was "
-            "sent:\n  "
-            + "\n  ".join(damaged[:MAX_LISTED_FILES])
-            + "\n  Prepare the data again with --force prepare."
-        )
-    return {file["path"] for file in files}
 
 
 def _group_batches(
