@@ -112,15 +112,11 @@ class Reference(Stage):
 
     def job(self, output_dir: Path) -> Job:
         run = reference_run(self.run_config, has_adapter=self.settings.adapter is not None)
-        initial = self._initial_checkpoint()
+        typed, initial = self.run_config.train.init_checkpoint_path, None
+        if self.initial and typed:
+            initial = local_folder(typed, self.initial).resolve()
         job = build_job(stage_key(self), run, self.packed, self.origin, output_dir, self.initial)
         return replace(job, ref_logprobs=self.shared_folder.resolve(), init_checkpoint=initial)
-
-    def _initial_checkpoint(self) -> Path | None:
-        typed = self.run_config.train.init_checkpoint_path
-        if not self.initial or not typed:
-            return None
-        return local_folder(typed, self.initial).resolve()
 
     def read_facts(self, job: Job, ended: LaunchResult, location: str) -> dict[str, Any]:
         """Facts returned by finished ranks. Raises Interrupted if they were asked to stop, and

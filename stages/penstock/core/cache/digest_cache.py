@@ -150,8 +150,11 @@ def cached_value(content: str, compute: Callable[[], Any]) -> Any:
             ).fetchone()
     except sqlite3.Error:
         row = None
-    if row and (text := _without_checksum(content, row[0])) is not None:
-        return json.loads(text)
+    if row and isinstance(row[0], str):
+        text = row[0][CHECKSUM_DIGITS:]
+        # Otherwise the row is damaged, or predates row digests.
+        if row[0] == _with_checksum(content, text):
+            return json.loads(text)
     value = compute()
     with_checksum = _with_checksum(content, json.dumps(value))
     try:
@@ -166,12 +169,6 @@ def cached_value(content: str, compute: Callable[[], Any]) -> Any:
 
 def _with_checksum(content: str, text: str) -> str:
     return hashlib.sha256(f"{content} {text}".encode()).hexdigest()[:CHECKSUM_DIGITS] + text
-
-
-def _without_checksum(content: str, row: object) -> str | None:
-    """Return the text of a row, or None if the row is damaged or predates row digests."""
-    text = row[CHECKSUM_DIGITS:] if isinstance(row, str) else ""
-    return text if row == _with_checksum(content, text) else None
 
 
 class _Stat(NamedTuple):

@@ -134,7 +134,12 @@ def identity(stage: Stage) -> dict[str, Any]:
     """Everything that determines the content of the stage's result, as plain JSON."""
     settings = stage.settings.model_dump(mode="json")
     for dotted, value in stage.neutral.items():
-        _drop_if(settings, dotted.split("."), value)
+        *sections, name = dotted.split(".")
+        section = settings
+        for step in sections:
+            section = section[step]
+        if section.get(name) == value:
+            del section[name]
     return {
         "stage": stage.name,
         "version": stage.version,
@@ -151,10 +156,3 @@ def stage_key(stage: Stage) -> str:
 def short(key: str) -> str:
     """The first 16 hex digits of a key, used as folder name."""
     return key[:16]
-
-
-def _drop_if(settings: dict[str, Any], steps: list[str], value: Any) -> None:
-    for step in steps[:-1]:
-        settings = settings[step]
-    if settings.get(steps[-1]) == value:
-        del settings[steps[-1]]

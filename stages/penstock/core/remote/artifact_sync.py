@@ -24,7 +24,7 @@ from penstock.core.files import atomic_write, backup_rename, read_json, remove, 
 from penstock.core.remote.lease import LEASES, Lease
 from penstock.core.remote.local_mirror import mirror_holder
 from penstock.core.remote.open import open_file
-from penstock.core.remote.path import Info, RemotePath, require_relative
+from penstock.core.remote.path import RemotePath, require_relative
 from penstock.core.remote.urls import split_parent
 from penstock.core.remote.version import content_version
 
@@ -90,15 +90,19 @@ class RemoteArtifact:
 
     def send(self, names: Sequence[str]) -> int:
         """Upload those files of the mirror that differ from the remote ones; return how many."""
-        changed = [
-            name
-            for name in names
-            if self._sent_by_this_run.get(name) != _file_stamp(self.folder / name)
-        ]
+        stamps = {name: _file_stamp(self.folder / name) for name in names}
+        changed = [name for name in names if self._sent_by_this_run.get(name) != stamps[name]]
         if not changed:
             return 0
         remote_files = self.root.files()
-        changed = [name for name in changed if not self._is_there(name, remote_files.get(name))]
+
+        def is_there(name: str) -> bool:
+            info, note = remote_files.get(name), self._sent.get(name)
+            if info is None or note is None or note.get("version") is None:
+                return False
+            return note == {**_file_stamp(self.folder / name), "version": content_version(info)}
+
+        changed = [name for name in changed if not is_there(name)]
         transfer(self._send, changed)
         return len(changed)
 
@@ -176,12 +180,6 @@ class RemoteArtifact:
         parse = parse_manifest if name == MANIFEST else parse_record
         location = f"{self.root.redacted_url}/{name}"
         return parse(content, location, "Delete it there to have it built again.")
-
-    def _is_there(self, name: str, info: Info | None) -> bool:
-        noted = self._sent.get(name)
-        if info is None or noted is None or noted.get("version") is None:
-            return False
-        return noted == {**_file_stamp(self.folder / name), "version": content_version(info)}
 
     def _send(self, name: str) -> None:
         path, remote_path = self.folder / name, self.root / name

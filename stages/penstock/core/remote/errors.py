@@ -199,7 +199,8 @@ def describe_error(error: BaseException) -> str:
         return describe_os_error(error)
     for cause in iter_causes(error):
         if (status := http_status(cause)) is not None:
-            return f"the server answers {status} {_reason(status)}".strip()
+            phrase = HTTPStatus(status).phrase if status in list(HTTPStatus) else ""
+            return f"the server answers {status} {phrase}".strip()
     text = redact_text(str(error.args[-1]) if error.args else "").strip().split("\n")[0][:160]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
@@ -230,7 +231,9 @@ def to_planning_error(fault: StorageError, url: str) -> PenstockError:
         return CapabilityError(
             f"{redact(url)} cannot be read: {reason}.\n  Only a URL in the config may lead there."
         )
-    remedy = f"Check the network{_endpoint(url)}, then run it again."
+    endpoint = env.s3_endpoint() if PACKAGE_OF[url_scheme(url)] == "s3" else None
+    store = f" and AWS_ENDPOINT_URL ({redact(endpoint)})" if endpoint else ""
+    remedy = f"Check the network{store}, then run it again."
     if isinstance(fault.error, AnswerError) or any(map(http_status, iter_causes(fault.error))):
         remedy = "Run it again later; if it persists, the fault is the server's."
     return CapabilityError(f"{redact(url)} cannot be reached ({reason}).\n  {remedy}")
@@ -262,7 +265,8 @@ def to_run_error(fault: StorageError, url: str, doing: Doing) -> PenstockError:
 def access_denied_error(url: str, error: BaseException, doing: Doing) -> CapabilityError:
     """The user-facing error for access denied: which credentials were used, and what to set."""
     scheme = url_scheme(url)
-    credentials = env.credentials_for(_store_family(scheme))
+    family = PACKAGE_OF[scheme] or "s3"
+    credentials = env.credentials_for(family)
     status = next((s for s in map(http_status, iter_causes(error)) if s), None)
     reason = f"{status}" if status else type(error).__name__
     if scheme in WEB:
@@ -277,7 +281,7 @@ def access_denied_error(url: str, error: BaseException, doing: Doing) -> Capabil
     )
     return CapabilityError(
         f"{redact(url)} cannot be {doing}: access denied ({reason}); {used}.\n"
-        f"  {_CREDENTIALS[_store_family(scheme)]}"
+        f"  {_CREDENTIALS[family]}"
     )
 
 
@@ -298,19 +302,6 @@ _CREDENTIALS = {
     "azure": "Set AZURE_STORAGE_CONNECTION_STRING, or AZURE_STORAGE_ACCOUNT_NAME and "
     "AZURE_STORAGE_ACCOUNT_KEY, or run: az login.",
 }
-
-
-def _store_family(scheme: str) -> str:
-    return PACKAGE_OF[scheme] or "s3"
-
-
-def _endpoint(url: str) -> str:
-    endpoint = env.s3_endpoint() if PACKAGE_OF[url_scheme(url)] == "s3" else None
-    return f" and AWS_ENDPOINT_URL ({redact(endpoint)})" if endpoint else ""
-
-
-def _reason(status: int) -> str:
-    return HTTPStatus(status).phrase if status in list(HTTPStatus) else ""
 
 
 def _classify_status(status: int) -> Fault:

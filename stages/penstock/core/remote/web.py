@@ -152,7 +152,8 @@ class WebFile:
                 )
             except aiohttp.ClientResponseError as error:
                 # aiohttp gives answers that it cannot parse the status 400.
-                raise AnswerError(f"its answer is not valid HTTP: {_first_line(error)}") from None
+                reason = str(error.message).strip().split("\n")[0][:160]
+                raise AnswerError(f"its answer is not valid HTTP: {reason}") from None
             except aiohttp.ClientConnectorError as error:
                 if isinstance(error.os_error, addresses.PrivateAddressError):
                     raise addresses.PrivateAddressError(str(error.os_error)) from None
@@ -246,7 +247,3 @@ def _is_encoded(answer: Any) -> bool:
 
 def _status(answer: Any) -> str:
     return f"{answer.status} {answer.reason or ''}".strip()
-
-
-def _first_line(error: Any) -> str:
-    return str(error.message).strip().split("\n")[0][:160]
