@@ -49,8 +49,7 @@ from penstock.config.schema.run import RunConfig
 from penstock.core.cache.stage import short, stage_key
 from penstock.core.cache.store import StageResult
 from penstock.core.errors import Interrupted, PenstockError
-from penstock.core.process.retry import backoff_seconds
-from penstock.core.transient_errors import is_transient
+from penstock.core.process.retry import backoff_seconds, is_transient
 from penstock.pipeline.plan import Plan, RebuildOptions, execute_stage, plan
 from prefect_artifacts import (
     build_notify,

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 
 from penstock.core.errors import CapabilityError
 from penstock.core.os_errors import describe_os_error, is_full_disk, is_of_the_machine
-from penstock.core.remote.connection_errors import connection_fault
+from penstock.core.remote.errors import connection_fault
 from penstock.core.sources.pin import pin_data
 from penstock.train.launch.rank_failures import first_failure, write_failure
 

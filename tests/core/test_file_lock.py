@@ -15,11 +15,10 @@ from penstock.core.cache.in_use import block_new_pins
 from penstock.core.cache.noted_files import get_or_write
 from penstock.core.cache.store import get_or_build
 from penstock.core.errors import StageError
-from penstock.core.file_lock import acquire_lock
+from penstock.core.file_lock import acquire_lock, refusal_to_write
 from penstock.core.process.scratch_dir import scratch_folder
 from penstock.core.releases.local import LocalReleaseStore
 from penstock.core.remote.local_mirror import mirror_holder
-from penstock.core.writable import refusal_to_write
 from tests.core.toy import Letters, step_of
 
 

@@ -20,9 +20,8 @@ from penstock.core.cache.stage import ATTEMPT, Facts, Input, Stage, stage_key
 from penstock.core.cache.store import PlannedStage, fetch_cached, find_cached, get_or_build
 from penstock.core.errors import ArtifactError, ConfigError, Interrupted, StageError
 from penstock.core.files import atomic_write
-from penstock.core.remote.artifact_sync import RemoteArtifact
+from penstock.core.remote.artifact_sync import BackgroundUploader, RemoteArtifact
 from penstock.core.remote.path import RemotePath
-from penstock.core.remote.upload_while_running import BackgroundUploader
 from penstock.engine.checkpoint.folders import CheckpointNaming
 from penstock.train.launch.upload_selection import files_to_download, files_to_upload
 from tests.core.toy import ALPHABET, FOUR, Letters, LettersSettings, Slowly

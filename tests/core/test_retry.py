@@ -14,8 +14,8 @@ from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
 from penstock.core.errors import ConfigError, Interrupted, StageError
 from penstock.core.process import retry
+from penstock.core.process.retry import is_transient
 from penstock.core.process.timeout import Deadline
-from penstock.core.transient_errors import is_transient
 from penstock.train.launch.rank_failures import RankCrash, build_error, crash_file, write_failure
 
 

@@ -147,13 +147,11 @@ def _load(registry: Registry, name: str) -> Any:
 
 
 def _resolve(target: str) -> Any:
-    """What `module:attribute` names."""
     module, _, attribute = target.partition(":")
     return getattr(import_module(module), attribute)
 
 
 def _package(entry: EntryPoint) -> str:
-    """Name and version of the distribution that declares it."""
     return f"{entry.dist.name} {entry.dist.version}" if entry.dist else entry.module
 
 

@@ -7,6 +7,7 @@ and a file that marks a folder as taken would outlive a killed holder.
 
 import errno
 import fcntl
+import tempfile
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -51,12 +52,26 @@ def is_locked(path: Path) -> bool:
     return False
 
 
-def refusal_to_lock(path: Path) -> str | None:
-    """Why the file, which is created, cannot be locked; None if it can."""
-    with path.open("wb") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            reason = NO_LOCKS if error.errno in NO_LOCK_ERRNOS else describe_os_error(error, path)
-            return f"{reason}; {REMEDY}"
+def refusal_to_write(folder: Path) -> str | None:
+    """Why no files can be written and locked in `folder`, which may not exist yet; None if they
+    can. Creates and removes a uniquely named folder in it, or in its nearest existing parent."""
+    existing = next(
+        parent for parent in (folder, *folder.parents) if parent.exists() or parent.is_symlink()
+    )
+    if not existing.is_dir():
+        return f"{existing} is a file"
+    try:
+        # By writing: file modes are not reliable on all file systems.
+        with tempfile.TemporaryDirectory(prefix=".penstock-", dir=existing) as probe:
+            path = Path(probe, "lock")
+            with path.open("wb") as stream:
+                try:
+                    fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError as error:
+                    has_no_locks = error.errno in NO_LOCK_ERRNOS
+                    reason = NO_LOCKS if has_no_locks else describe_os_error(error, path)
+                    return f"{reason}; {REMEDY}"
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        return reason if existing == folder else f"nothing can be made in {existing} ({reason})"
     return None

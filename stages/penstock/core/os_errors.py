@@ -22,7 +22,12 @@ def describe_os_error(error: BaseException, folder: Path | None = None) -> str:
     `folder` is the folder being written to, for errors that do not contain a path.
     """
     if is_full_disk(error):
-        return _full(error, folder)
+        path = error.filename if isinstance(error, OSError) else None
+        suffix = f" ({path or folder})" if path or folder else ""
+        quota = isinstance(error, OSError) and error.errno == errno.EDQUOT
+        reason = "the quota of this user is used up" if quota else "the disk is full"
+        free = _free_space(Path(str(path)).parent if path else folder)
+        return f"{reason}{suffix}; free some space{free}"
     if isinstance(error, MemoryError):
         return "the memory of this machine is used up; use fewer processes (data.dataset_num_proc)"
     if not isinstance(error, OSError) or not error.strerror:
@@ -60,15 +65,6 @@ def is_of_the_machine(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or is_full_disk(error):
         return True
     return isinstance(error, OSError) and error.errno is not None
-
-
-def _full(error: BaseException, folder: Path | None) -> str:
-    named = error.filename if isinstance(error, OSError) else None
-    path = Path(str(named)).parent if named else folder
-    suffix = f" ({named or folder})" if named or folder else ""
-    quota = isinstance(error, OSError) and error.errno == errno.EDQUOT
-    reason = "the quota of this user is used up" if quota else "the disk is full"
-    return f"{reason}{suffix}; free some space{_free_space(path)}"
 
 
 def _free_space(folder: Path | None) -> str:

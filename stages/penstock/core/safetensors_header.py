@@ -44,7 +44,6 @@ class Entry:
 
     @property
     def num_bytes(self) -> int:
-        """Size of its values."""
         return math.prod(self.shape) * WIDTHS[self.dtype]
 
 

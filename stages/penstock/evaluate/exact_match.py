@@ -4,8 +4,9 @@ Does not use this project's modeling code, so it measures what other users of th
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,10 @@ def exact_match(
             "  All tokens are trained of plain text, and with data.train_on_prompt: true; such rows"
             " are judged by --harness TASKS."
         )
-    part = _compared_part(answer, [_text(tokenizer, q.expected) for q in questions])
+    if answer is None:
+        part = final_answers([_text(tokenizer, q.expected) for q in questions])
+    else:
+        part = PatternMatch(f"what {answer.pattern} matches", partial(last_match, answer))
     if part:
         questions = [q for q in questions if part.find(_text(tokenizer, q.expected))]
         if not questions:
@@ -103,14 +107,17 @@ def exact_match(
                 "  Change --answer, or leave it out."
             )
     model = _load_model(hf_folder)
-    ends = _eos_token_ids(model, tokenizer)
+    eos = model.generation_config.eos_token_id
+    eos_ids = {*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id}
+    ends = frozenset(eos_ids - {None})
     decoder = _GreedyDecoder(model, ends, tokenizer.pad_token_id or 0, room=2 if part else 1)
-    samples = [
-        _score_completion(question, token_ids, ends, tokenizer, part)
-        for question, token_ids in zip(
-            questions, decoder.answers(questions, batch_size), strict=True
-        )
-    ]
+    samples: list[Sample] = []
+    for question, token_ids in zip(questions, decoder.answers(questions, batch_size), strict=True):
+        expected = _up_to_end(question.expected, ends)
+        texts = _text(tokenizer, token_ids), _text(tokenizer, expected)
+        # A truncated expected completion has no EOS token; compare only as many tokens.
+        right = part.is_right(*texts) if part else token_ids[: len(expected)] == expected
+        samples.append(Sample(tokenizer.decode(question.prompt), *texts, right))
     return Report(
         num_asked=len(questions),
         num_right=sum(sample.right for sample in samples),
@@ -120,18 +127,10 @@ def exact_match(
     )
 
 
-def _compared_part(answer: re.Pattern[str] | None, expected: Sequence[str]) -> FinalAnswer | None:
-    """The part of completions that is compared; None: the whole."""
-    if answer is None:
-        return final_answers(expected)
-    return PatternMatch(f"what {answer.pattern} matches", lambda text: last_match(answer, text))
-
-
 class PatternMatch(FinalAnswer):
     """What a regular expression of the user's matches, as it is."""
 
     def is_right(self, reply: str, expected: str) -> bool:
-        """Whether both match with the same text."""
         return self.find(reply) == self.find(expected)
 
 
@@ -139,20 +138,6 @@ def last_match(answer: re.Pattern[str], text: str) -> str | None:
     """Last match of the pattern's first group, or of the whole pattern; None without a match."""
     matches = [match[1 if answer.groups else 0] for match in answer.finditer(text)]
     return matches[-1].strip() if matches and matches[-1] is not None else None
-
-
-def _score_completion(
-    question: Question,
-    token_ids: tuple[int, ...],
-    ends: frozenset[int],
-    tokenizer: Any,
-    part: FinalAnswer | None,
-) -> Sample:
-    expected = _up_to_end(question.expected, ends)
-    texts = _text(tokenizer, token_ids), _text(tokenizer, expected)
-    # A truncated expected completion has no EOS token; compare only as many tokens.
-    right = part.is_right(*texts) if part else token_ids[: len(expected)] == expected
-    return Sample(tokenizer.decode(question.prompt), *texts, right)
 
 
 def _text(tokenizer: Any, tokens: Sequence[int]) -> str:
@@ -208,16 +193,8 @@ def _load_model(folder: Path) -> Any:
     return model.to(accelerator()).eval()
 
 
-def _eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:
-    named = model.generation_config.eos_token_id
-    ends = [*(named if isinstance(named, list) else [named]), tokenizer.eos_token_id]
-    return frozenset(end for end in ends if end is not None)
-
-
 @dataclass(frozen=True)
 class _GreedyDecoder:
-    """Batched greedy decoding with a model."""
-
     model: Any
     ends: frozenset[int]
     pad: int
@@ -225,11 +202,11 @@ class _GreedyDecoder:
     """Maximum length of a completion, as a multiple of the longest expected one in its batch."""
 
     def answers(self, questions: Sequence[Question], batch_size: int) -> list[tuple[int, ...]]:
-        """Completions of all questions, up to and including the first EOS token."""
         # Batch questions of similar length, to reduce padding.
         order = sorted(range(len(questions)), key=lambda index: len(questions[index].prompt))
         answers: list[tuple[int, ...]] = [()] * len(questions)
-        for batch in _batches(order, batch_size):
+        for start in range(0, len(order), batch_size):
+            batch = order[start : start + batch_size]
             batch_questions = [questions[index] for index in batch]
             for index, answer in zip(batch, self._generate(batch_questions), strict=True):
                 answers[index] = answer
@@ -256,11 +233,6 @@ class _GreedyDecoder:
             generation_config=greedy,
         )
         return [_up_to_end(row, self.ends) for row in out_BT[:, width:].tolist()]
-
-
-def _batches(order: Sequence[int], size: int) -> Iterator[Sequence[int]]:
-    for start in range(0, len(order), size):
-        yield order[start : start + size]
 
 
 def _up_to_end(tokens: Sequence[int], ends: frozenset[int]) -> tuple[int, ...]:

@@ -32,7 +32,12 @@ class FinalAnswer:
         answer = self.find(reply)
         if answer is None and _number(expected_answer) is not None:
             answer = last_number(reply)
-        return answer is not None and _equal(answer, expected_answer)
+        if answer is None:
+            return False
+        numbers = _number(answer), _number(expected_answer)
+        if None not in numbers:
+            return numbers[0] == numbers[1]
+        return _plain(answer) == _plain(expected_answer)
 
 
 def final_answers(expected: Sequence[str]) -> FinalAnswer | None:
@@ -42,12 +47,8 @@ def final_answers(expected: Sequence[str]) -> FinalAnswer | None:
         FinalAnswer(r"final answers, in \boxed{}", in_box),
         FinalAnswer("final answers, the number that ends the last line", on_last_line),
     )
-    for kind in kinds:
-        if expected and sum(kind.find(text) is not None for text in expected) >= SHARE * len(
-            expected
-        ):
-            return kind
-    return None
+    least = max(SHARE * len(expected), 1)
+    return next((k for k in kinds if sum(k.find(t) is not None for t in expected) >= least), None)
 
 
 def after_hashes(text: str) -> str | None:
@@ -80,13 +81,6 @@ def last_number(text: str) -> str | None:
     """The last number in the text."""
     numbers = re.findall(NUMBER, text)
     return numbers[-1] if numbers else None
-
-
-def _equal(first: str, second: str) -> bool:
-    numbers = _number(first), _number(second)
-    if None not in numbers:
-        return numbers[0] == numbers[1]
-    return _plain(first) == _plain(second)
 
 
 def _plain(text: str) -> str:

@@ -78,12 +78,8 @@ def model_arguments(hf_folder: Path) -> dict[str, Any]:
     base = read_base_model(hf_folder)
     if base is None:
         return {"pretrained": str(hf_folder), "dtype": "auto"}
-    return {
-        "pretrained": base,
-        "peft": str(hf_folder),
-        "tokenizer": str(hf_folder),
-        "dtype": "auto",
-    }
+    folder = str(hf_folder)
+    return {"pretrained": base, "peft": folder, "tokenizer": folder, "dtype": "auto"}
 
 
 def parse_scores(results: Mapping[str, Mapping[str, Any]]) -> list[Score]:

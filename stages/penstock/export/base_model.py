@@ -50,9 +50,8 @@ def read_base_model(origin: ModelSource) -> BaseModel | None:
         return None
     pin = origin.weights.pin
     if pin["kind"] != "hub":
-        return read_model_folder(
-            local_folder(origin.model_path, origin.weights), _display_name(origin.model_path)
-        )
+        name = PurePath(redact(origin.model_path)).name or origin.model_path
+        return read_model_folder(local_folder(origin.model_path, origin.weights), name)
     try:
         folder = local_folder(origin.model_path, origin.weights, (CARD, *LICENSE_PATTERNS))
     except PenstockError:
@@ -91,7 +90,3 @@ def _read_parts(folder: Path) -> tuple[BaseModel, ...]:
             BaseModel(names[kind], pin.get("repo"), pin.get("commit"), drawn=weights is None)
         )
     return tuple(parts)
-
-
-def _display_name(typed: str) -> str:
-    return PurePath(redact(typed)).name or typed

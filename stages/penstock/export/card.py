@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
@@ -17,7 +17,7 @@ from penstock.core.cache.stage import Artifact
 from penstock.core.files import atomic_write, read_json_object
 from penstock.engine.model_source import ModelSource
 from penstock.engine.peft.adapter_config import CONFIG
-from penstock.export.base_model import BaseModel, read_base_model
+from penstock.export.base_model import BaseModel, read_base_model, read_model_folder
 from penstock.export.card_text import (
     adapter_snippet,
     code,
@@ -69,25 +69,58 @@ def write_cards(
 
     `facts` and `key` are those of the export. A randomly initialized base model has no card.
     """
-    adapter = read_json_object(out / "adapter" / CONFIG) if "adapter" in facts["folders"] else None
+    folders, model_type = facts["folders"], facts["model_type"]
+    adapter = read_json_object(out / "adapter" / CONFIG) if "adapter" in folders else None
     export = Export(facts, key, origin, read_base_model(origin), adapter, Lineage.of(trained))
-    model_folder = out / facts["folders"].get("hf", facts["folders"].get("adapter", ""))
+    model_folder = out / folders.get("hf", folders.get("adapter", ""))
     prompting = "chat" if has_chat_template(model_folder) else "text"
-    for name in ("hf", "adapter"):
-        if name not in facts["folders"]:
+    tokenizer = "here"
+    if "hf" in folders and not origin.chat_template:
+        is_of_base = origin.model_path in (None, origin.tokenizer_path)
+        tokenizer = "of the base" if is_of_base else "in hf"
+    snippets = {
+        "hf": model_snippet(prompting, model_type),
+        "adapter": adapter_snippet(prompting, model_type, tokenizer),
+    }
+    for name, use in snippets.items():
+        if name not in folders:
             continue
-        folder = out / facts["folders"][name]
-        if name == "hf":
-            use = model_snippet(prompting, facts["model_type"])
-        else:
-            use = adapter_snippet(prompting, facts["model_type"], _locate_tokenizer(export))
-        save_card(folder, _front_matter(export, name), _body(export, name, use))
+        folder = out / folders[name]
+        _save_card(folder, _front_matter(export, name), _body(export, name, use))
         if export.base and export.base.folder:
             copy_license_files(export.base.folder, folder)
 
 
-def save_card(folder: Path, data: ModelCardData, body: str) -> None:
-    """Write README.md with this front matter."""
+def write_merged_card(
+    out: Path, base: Path, adapter: Path, config: Mapping[str, Any], facts: Mapping[str, Any]
+) -> None:
+    """Write README.md to `out`, the model in `base` merged with the adapter in `adapter`.
+
+    `config` is the adapter_config.json, `facts` are those of the merge. The license texts of both
+    are copied; if names collide, the base model's is used.
+    """
+    base_model, adapter_model = read_model_folder(base), read_model_folder(adapter)
+    prompting = "chat" if has_chat_template(out) else "text"
+    model_type = str(read_json_object(out / "config.json").get("model_type"))
+    names = [model.name.rpartition("/")[2] for model in (base_model, adapter_model)]
+    license_ = adapter_model.license
+    rows = {
+        "base model": describe_base(base_model),
+        "adapter": describe_base(adapter_model),
+        "adapter type": describe_adapter(config),
+        "merged into": f"{facts['changed']:,} of {count(facts['tensors'], 'tensor')}",
+        "license": _describe_license(base_model),
+        "license of the adapter": code(license_.display_name) if license_ else "",
+    }
+    use = section("Use", model_snippet(prompting, model_type))
+    tags = ["penstock", "lora", "merged"]
+    data = front_matter(base_model, "finetune", library_name="transformers", tags=tags)
+    _save_card(out, data, "\n\n".join([_heading(" with ".join(names)), pairs(rows), use]))
+    for folder in (base, adapter):
+        copy_license_files(folder, out)
+
+
+def _save_card(folder: Path, data: ModelCardData, body: str) -> None:
     card = ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}\n")
     with atomic_write(folder / CARD) as part:
         card.save(part)
@@ -107,8 +140,7 @@ def front_matter(base: BaseModel | None, relation: str, **more: Any) -> ModelCar
     )
 
 
-def heading(text: str) -> str:
-    """The card's title, with Markdown escaped."""
+def _heading(text: str) -> str:
     title = " ".join(text.split())
     return "# " + "".join(
         f"\\{character}" if character in MARKUP else character for character in title
@@ -127,57 +159,38 @@ def describe_base(base: BaseModel) -> str:
     return f"[{base.repo}](https://huggingface.co/{base.repo}){commit}"
 
 
-def describe_license(base: BaseModel) -> str:
-    """The base model's license, or that it is unknown."""
+def _describe_license(base: BaseModel) -> str:
     if not base.license:
         return "unknown; check the base model's license before you redistribute this model"
-    name = code(base.license.display_name)
-    link = base.license.link
+    name, link = code(base.license.display_name), base.license.link
     # Angle brackets delimit the link; they end at characters that no valid link has.
-    is_link = link is not None and not any(marker in link for marker in "<> \n")
-    return (
-        f"that of the base model, [{name}](<{link}>)"
-        if is_link
-        else f"that of the base model, {name}"
-    )
-
-
-def _locate_tokenizer(export: Export) -> Literal["here", "of the base", "in hf"]:
-    origin = export.origin
-    if "hf" not in export.facts["folders"] or origin.chat_template:
-        return "here"
-    is_of_base = origin.model_path in (None, origin.tokenizer_path)
-    return "of the base" if is_of_base else "in hf"
+    if link is not None and not any(marker in link for marker in "<> \n"):
+        name = f"[{name}](<{link}>)"
+    return f"that of the base model, {name}"
 
 
 def _front_matter(export: Export, name: str) -> ModelCardData:
     lineage = export.lineage
+    evaluation: dict[str, Any] = {}
+    if (loss := lineage.train["facts"].get("eval_loss")) is not None:
+        data = ", ".join(dict.fromkeys(source["label"] for source in lineage.sources))
+        result = EvalResult(
+            task_type="text-generation",
+            dataset_type=lineage.datasets[0] if len(lineage.datasets) == 1 else "held-out",
+            dataset_name=f"{data or 'data'}, held out",
+            metric_type="loss",
+            metric_name="cross-entropy of a token",
+            metric_value=round(loss, 6),
+        )
+        evaluation = {"model_name": _title(export), "eval_results": [result]}
     return front_matter(
         export.base,
         "finetune" if name == "hf" else "adapter",
         library_name="transformers" if name == "hf" else "peft",
         datasets=lineage.datasets or None,
         tags=["penstock", *(["lora"] if export.adapter else [])],
-        **_evaluation_metadata(export),
+        **evaluation,
     )
-
-
-def _evaluation_metadata(export: Export) -> dict[str, Any]:
-    """The evaluation loss as metadata, if there is held-out data."""
-    lineage = export.lineage
-    loss = lineage.train["facts"].get("eval_loss")
-    if loss is None:
-        return {}
-    data = ", ".join(dict.fromkeys(source["label"] for source in lineage.sources))
-    result = EvalResult(
-        task_type="text-generation",
-        dataset_type=lineage.datasets[0] if len(lineage.datasets) == 1 else "held-out",
-        dataset_name=f"{data or 'data'}, held out",
-        metric_type="loss",
-        metric_name="cross-entropy of a token",
-        metric_value=round(loss, 6),
-    )
-    return {"model_name": _title(export), "eval_results": [result]}
 
 
 def _title(export: Export) -> str:
@@ -188,13 +201,18 @@ def _title(export: Export) -> str:
 
 
 def _body(export: Export, name: str, use: str) -> str:
+    facts = export.lineage.train["facts"]
+    losses = {"final training loss": "final_loss", "evaluation loss": "eval_loss"}
+    results = {
+        title: number(facts[fact]) for title, fact in losses.items() if facts.get(fact) is not None
+    }
     parts = [
-        heading(_title(export)),
+        _heading(_title(export)),
         _summary(export, name),
         section("Use", use),
         data_section(export.lineage),
         _recipe(export),
-        _results(export),
+        section("Results", pairs(results)),
         _lineage(export),
     ]
     return "\n\n".join(part for part in parts if part)
@@ -202,32 +220,28 @@ def _body(export: Export, name: str, use: str) -> str:
 
 def _summary(export: Export, name: str) -> str:
     facts, base = export.facts, export.base
-    base_beside = not base and name == "adapter"
+    dtype = facts["dtype"] if name == "hf" else ""
+    if dtype and "quantised" in facts:
+        dtype = f"{code(facts['quantised'])} in linear layers, {dtype} elsewhere"
     rows = {
         "base model": describe_base(base) if base else "none: trained from scratch",
         "architecture": code(facts["model_type"]),
         "parameters": f"{facts['parameters']:,}" if name == "hf" else "",
-        "dtype of the weights": _precision(facts) if name == "hf" else "",
+        "dtype of the weights": dtype,
         "adapter": describe_adapter(export.adapter) if export.adapter else "",
         "adapter parameters": f"{facts['adapter']['parameters']:,}" if export.adapter else "",
-        "license": describe_license(base) if base else "",
+        "license": _describe_license(base) if base else "",
     }
     notes: list[str] = []
     if export.adapter and name == "hf":
         notes.append("The adapter is merged into these weights; `adapter/` holds it alone.")
-    elif base_beside:
+    elif not base and name == "adapter":
         notes.append("Its base weights are not published; they are in `../base`.")
     if "quantised" in facts and name == "hf":
         notes.append(
             "Loads in vLLM and SGLang, and in transformers with `compressed-tensors` installed."
         )
     return "\n\n".join(paragraph for paragraph in (pairs(rows), *notes) if paragraph)
-
-
-def _precision(facts: Mapping[str, Any]) -> str:
-    if "quantised" not in facts:
-        return facts["dtype"]
-    return f"{code(facts['quantised'])} in linear layers, {facts['dtype']} elsewhere"
 
 
 def _recipe(export: Export) -> str:
@@ -242,33 +256,32 @@ def _recipe(export: Export) -> str:
     kind = lineage.prepared.get("kind", "")
     lora: Mapping[str, Any] = settings.get("lora", {})
     inputs = lineage.train.get("inputs", {})
-    return section(
-        "Training",
-        pairs(
-            {
-                "objective": OBJECTIVES.get(kind, code(kind)),
-                "trained parameters": _describe_trained_weights(settings)
-                + _describe_quantization(facts),
-                "optimizer": _describe_optimizer(train),
-                "learning rate": _describe_lr(train) + _describe_lora_plus(lora),
-                "gradient clipping": f"max norm {number(train['max_grad_norm'])}"
-                if train["max_grad_norm"]
-                else "none",
-                "started from": " and ".join(
-                    START_INPUTS[name] for name in START_INPUTS if name in inputs
-                ),
-                "global batch size": row,
-                "steps": f"{facts['steps']:,}, {count_epochs(facts['epochs'])}",
-                "tokens seen": f"{facts['tokens']:,}",
-                "trained tokens": f"{facts['trained_tokens']:,}",
-                "precision": _describe_precision(train),
-                "dropout": _describe_dropout(
-                    train.get("dropout", {}), lora.get("lora_dropout", 0.0)
-                ),
-                "seed": str(train["seed"]),
-            }
-        ),
-    )
+    trained = _describe_trained_weights(settings)
+    if formats := facts.get("quantised", ()):
+        trained += f", in {' and '.join(map(code, formats))}"
+    optimizer = f"{code(train['optimizer'])}, weight decay {number(train['weight_decay'])}"
+    for name, value in train.get("optimizer_kwargs", {}).items():
+        optimizer += f", {name} {code(json.dumps(value))}"
+    lr = _describe_lr(train)
+    if (ratio := lora.get("lora_plus_ratio", 1.0)) != 1:
+        lr += f"; {number(ratio)} times as large for lora_B (LoRA+)"
+    norm = train["max_grad_norm"]
+    rows = {
+        "objective": OBJECTIVES.get(kind, code(kind)),
+        "trained parameters": trained,
+        "optimizer": optimizer,
+        "learning rate": lr,
+        "gradient clipping": f"max norm {number(norm)}" if norm else "none",
+        "started from": " and ".join(text for name, text in START_INPUTS.items() if name in inputs),
+        "global batch size": row,
+        "steps": f"{facts['steps']:,}, {count_epochs(facts['epochs'])}",
+        "tokens seen": f"{facts['tokens']:,}",
+        "trained tokens": f"{facts['trained_tokens']:,}",
+        "precision": _describe_precision(train),
+        "dropout": _describe_dropout(train.get("dropout", {}), lora.get("lora_dropout", 0.0)),
+        "seed": str(train["seed"]),
+    }
+    return section("Training", pairs(rows))
 
 
 def _describe_trained_weights(settings: Mapping[str, Any]) -> str:
@@ -279,11 +292,6 @@ def _describe_trained_weights(settings: Mapping[str, Any]) -> str:
         return "adapters; the base model is frozen"
     frozen = settings["model"].get("freeze_router", False)
     return "all weights except routers" if frozen else "all weights"
-
-
-def _describe_quantization(facts: Mapping[str, Any]) -> str:
-    formats = facts.get("quantised", ())
-    return f", in {' and '.join(map(code, formats))}" if formats else ""
 
 
 def count_epochs(epochs: float) -> str:
@@ -302,12 +310,6 @@ def _describe_precision(train: Mapping[str, Any]) -> str:
     if weights == states:
         return f"{compute}, weights and optimizer states in {states}"
     return f"{compute}, weights in {weights}, optimizer states in {states}"
-
-
-def _describe_optimizer(train: Mapping[str, Any]) -> str:
-    text = f"{code(train['optimizer'])}, weight decay {number(train['weight_decay'])}"
-    kwargs = train.get("optimizer_kwargs", {})
-    return text + "".join(f", {name} {code(json.dumps(value))}" for name, value in kwargs.items())
 
 
 def _describe_lr(train: Mapping[str, Any]) -> str:
@@ -334,20 +336,6 @@ def _describe_dropout(written: Mapping[str, Any], of_adapters: float) -> str:
         text += f", after a warmup of {count(steps, 'step')}"
     adapters = f"{of_adapters} of adapters" if of_adapters else ""
     return "; ".join(filter(None, (text, adapters)))
-
-
-def _describe_lora_plus(lora: Mapping[str, Any]) -> str:
-    ratio = lora.get("lora_plus_ratio", 1.0)
-    return f"; {number(ratio)} times as large for lora_B (LoRA+)" if ratio != 1 else ""
-
-
-def _results(export: Export) -> str:
-    facts = export.lineage.train["facts"]
-    rows = {
-        "final training loss": "" if (loss := facts.get("final_loss")) is None else number(loss),
-        "evaluation loss": number(facts["eval_loss"]) if "eval_loss" in facts else "",
-    }
-    return section("Results", pairs(rows))
 
 
 def _lineage(export: Export) -> str:

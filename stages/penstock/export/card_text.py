@@ -87,7 +87,10 @@ def pairs(rows: Mapping[str, str]) -> str:
 
 def describe_adapter(config: Mapping[str, Any]) -> str:
     """Describe an adapter_config.json: adapter type, rank, and target modules."""
-    text = f"{_adapter_type(config)} of rank {config['r']}, alpha {number(config['lora_alpha'])}"
+    kind = "DoRA" if config.get("use_dora") else "LoRA"
+    if config.get("use_rslora"):
+        kind = f"rank-stabilized {kind}"
+    text = f"{kind} of rank {config['r']}, alpha {number(config['lora_alpha'])}"
     if any(config.get(key) for key in ("rank_pattern", "alpha_pattern")):
         text += ", others for some layers"
     targets = config.get("target_modules") or []
@@ -101,15 +104,12 @@ def describe_adapter(config: Mapping[str, Any]) -> str:
     return f"{text}; {biases} trained too" if biases else text
 
 
-def _adapter_type(config: Mapping[str, Any]) -> str:
-    kind = "DoRA" if config.get("use_dora") else "LoRA"
-    return f"rank-stabilized {kind}" if config.get("use_rslora") else kind
-
-
 def model_snippet(prompting: Prompting, model_type: str) -> str:
     """Snippet that loads the folder with transformers."""
-    class_name = "ImageTextToText" if _takes_images(model_type) else "CausalLM"
-    if _takes_audio_alone(model_type):
+    class_name = "CausalLM"
+    if _takes_images(model_type):
+        class_name = "ImageTextToText"
+    elif model_type in audio_types():
         class_name = "MultimodalLM"
     return _snippet(_MODEL.format(auto_class=f"AutoModelFor{class_name}"), prompting)
 
@@ -124,12 +124,8 @@ def adapter_snippet(
 
 
 def _takes_images(model_type: str) -> bool:
-    """Whether transformers loads a model of this type with its vision part."""
+    # transformers loads these types with their vision part.
     return model_type in MULTIMODAL or model_type in image_types()
-
-
-def _takes_audio_alone(model_type: str) -> bool:
-    return model_type in audio_types() and not _takes_images(model_type)
 
 
 def _snippet(loading: str, prompting: Prompting) -> str:

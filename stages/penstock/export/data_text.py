@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.export.card_text import code, count, section, table
-from penstock.export.license import License, fetch_dataset_license
+from penstock.export.license import fetch_dataset_license
 from penstock.export.lineage import Lineage
 
 HEADING = ("source", "used for", "samples", "tokens", "trained on", "license")
@@ -12,13 +12,8 @@ HEADING = ("source", "used for", "samples", "tokens", "trained on", "license")
 
 def data_section(lineage: Lineage) -> str:
     """The section; empty if nothing is known."""
-    prepared = lineage.prepared
-    return section(
-        "Data",
-        table(HEADING, [_source(source) for source in lineage.sources]),
-        _totals(lineage),
-        _dropped(prepared),
-    )
+    sources = table(HEADING, [_source(source) for source in lineage.sources])
+    return section("Data", sources, _totals(lineage), _dropped(lineage.prepared))
 
 
 def _source(source: Mapping[str, Any]) -> tuple[str, ...]:
@@ -29,19 +24,9 @@ def _source(source: Mapping[str, Any]) -> tuple[str, ...]:
         name = f"[{pin['repo']}]({url}) at {code(pin['commit'][:12])}"
         name += "".join(f", {code(pin[part])}" for part in ("name", "split") if pin.get(part))
         license_ = fetch_dataset_license(pin["repo"], pin["commit"])
-    tokens, trained = source["tokens"], source["trained_tokens"]
-    return (
-        name,
-        source["use"],
-        f"{source['samples']:,}",
-        f"{tokens:,}",
-        f"{trained:,}",
-        _license_cell(license_),
-    )
-
-
-def _license_cell(license_: License | None) -> str:
-    return code(license_.display_name) if license_ else "unknown"
+    counts = (f"{source[count]:,}" for count in ("samples", "tokens", "trained_tokens"))
+    license_name = code(license_.display_name) if license_ else "unknown"
+    return name, source["use"], *counts, license_name
 
 
 def _totals(lineage: Lineage) -> str:

@@ -2,8 +2,8 @@
 
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from huggingface_hub import hf_hub_download, metadata_load
@@ -37,12 +37,10 @@ class License:
 
     @property
     def front_matter(self) -> dict[str, Any]:
-        """The front matter fields of a card."""
         return {"license": self.id, "license_name": self.name, "license_link": self.link}
 
     @property
     def display_name(self) -> str:
-        """The name shown to users."""
         return self.name or self.id
 
 
@@ -52,22 +50,19 @@ def detect_license(folder: Path) -> License | None:
     None if there is neither, or an unreadable card and no text.
     """
     texts = license_files(folder)
-    card_license = _read_card_license(folder / CARD)
-    if (
-        card_license
-        and card_license.link
-        and not card_license.link.startswith(("https://", "http://"))
-    ):
+    if license_ := _read_card_license(folder / CARD):
+        is_relative = license_.link and not license_.link.startswith(("https://", "http://"))
         # A relative link is only valid if it points to a license text that is copied, too.
-        is_local = card_license.link in {path.name for path in texts}
-        card_license = License(
-            card_license.id, card_license.name, card_license.link if is_local else None
-        )
-    if card_license:
-        return card_license
+        if is_relative and license_.link not in {path.name for path in texts}:
+            return replace(license_, link=None)
+        return license_
     for path in texts:
         if not path.name.startswith("NOTICE"):
-            return _identify_license_text(path)
+            text = path.read_text(encoding="utf-8", errors="replace")[:MAX_SEARCHED_CHARACTERS]
+            opening = " ".join(text.lower().split()).replace("license, version", "license version")
+            names = (name for name, phrase in LICENSE_PHRASES.items() if phrase in opening)
+            name = next(names, None)
+            return License(name) if name else License("other", link=path.name)
     return None
 
 
@@ -108,20 +103,5 @@ def _read_card_license(card: Path) -> License | None:
         value = value[0] if len(value) == 1 else None
     if not isinstance(value, str) or not value.strip():
         return None
-    name, link = (card_license.get(f"license_{key}") for key in ("name", "link"))
-    return License(
-        value.strip(),
-        name.strip() if isinstance(name, str) else None,
-        link.strip() if isinstance(link, str) else None,
-    )
-
-
-def _identify_license_text(text: Path) -> License:
-    opening = " ".join(
-        text.read_text(encoding="utf-8", errors="replace")[:MAX_SEARCHED_CHARACTERS].lower().split()
-    )
-    plain = opening.replace("license, version", "license version")
-    for name, phrases in LICENSE_PHRASES.items():
-        if phrases in plain:
-            return License(name)
-    return License("other", None, PurePosixPath(text.name).name)
+    texts = (card_license.get(f"license_{key}") for key in ("name", "link"))
+    return License(value.strip(), *(t.strip() if isinstance(t, str) else None for t in texts))

@@ -33,7 +33,6 @@ class Lineage:
 
     @classmethod
     def of(cls, trained: Artifact) -> "Lineage":
-        """The lineage of a complete run."""
         manifest, data = trained.manifest, read_data_facts(trained.path) or {}
         made_with: Record = data.get("made", {})
         prepare, pack = made_with.get("prepare", {}), made_with.get("pack", {})

@@ -6,7 +6,6 @@ from run folders, wherever they are, is not pruned.
 
 import logging
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 from penstock.config.schema.run import RunConfig
@@ -35,15 +34,20 @@ def link_exported(outcome: StageResult, run: RunConfig) -> None:
                 f"{link} exists and is not a symbolic link.\n  Move it elsewhere and run again."
             )
         if target.is_dir():
-            _record_link(outcome.path, link.absolute())
+            link_text = str(link.absolute())
+            note = _links_folder(outcome.path) / f"{short(digest_json(link_text))}.json"
+            if not note.is_file():
+                # Runs that end at the same time write the same note: each renames its own file.
+                own_note = note.with_name(f"{note.name}.{os.getpid()}")
+                write_json(own_note, {"link": os.path.relpath(link_text, outcome.path.resolve())})
+                own_note.replace(note)
             _point(link, target)
         elif link.is_symlink():
             link.unlink()
 
 
 def _point(link: Path, target: Path) -> None:
-    """Point the link at the folder, in one step. A relative link still holds when the tree of runs
-    and artifacts is moved or copied as a whole."""
+    # A relative link still holds when the tree of runs and artifacts is moved or copied as a whole.
     # A link is relative to the folder that it is really in.
     relative = os.path.relpath(target.resolve(), link.parent.resolve())
     if link.is_symlink() and str(link.readlink()) == relative:
@@ -62,33 +66,20 @@ def _point(link: Path, target: Path) -> None:
 
 def find_links(export: Path) -> list[Path]:
     """The links of runs that currently point at the export in `export`, sorted."""
-    return sorted({link for link in _read_links(export) if _points_to(link, export)})
+    links: set[Path] = set()
+    for note in _links_folder(export).glob("*.json"):
+        try:
+            link = Path(os.path.normpath(export.resolve() / read_json(note)["link"]))
+        except (OSError, DamagedFileError, KeyError, TypeError):
+            continue
+        if link.is_symlink() and link.resolve().parent == export.resolve():
+            links.add(link)
+    return sorted(links)
 
 
 def forget_links(export: Path) -> None:
     """Delete the notes about a deleted export."""
     remove(_links_folder(export))
-
-
-def _record_link(export: Path, link: Path) -> None:
-    note = _links_folder(export) / f"{short(digest_json(str(link)))}.json"
-    if not note.is_file():
-        # Runs that end at the same time write the same note: each renames a file of its own.
-        own_note = note.with_name(f"{note.name}.{os.getpid()}")
-        write_json(own_note, {"link": os.path.relpath(link, export.resolve())})
-        own_note.replace(note)
-
-
-def _read_links(export: Path) -> Iterator[Path]:
-    for note in _links_folder(export).glob("*.json"):
-        try:
-            yield Path(os.path.normpath(export.resolve() / read_json(note)["link"]))
-        except (OSError, DamagedFileError, KeyError, TypeError):
-            continue
-
-
-def _points_to(link: Path, export: Path) -> bool:
-    return link.is_symlink() and link.resolve().parent == export.resolve()
 
 
 def _links_folder(export: Path) -> Path:

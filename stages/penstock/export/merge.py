@@ -25,9 +25,9 @@ from penstock.engine.peft.read_adapter import PeftFolder
 from penstock.engine.peft.transformers_names import TransformersNames
 from penstock.engine.vision.build import build_outline
 from penstock.engine.vision.stored_names import checkpoint_names
+from penstock.export.card import write_merged_card
 from penstock.export.license import CARD
 from penstock.export.merge_file import write_file
-from penstock.export.merged_card import write_merged_card
 from penstock.models.multimodal import (
     MULTIMODAL,
     TEXT_CONFIG,
@@ -64,7 +64,7 @@ def merge_folders(base: Path, adapter: Path, out: Path) -> dict[str, Any]:
             names = TransformersNames(hf_config, weights.names())
             rename = _rename(hf_config, weights, names)
             # No native family has such layers, and transformers' model takes a second to build.
-            is_conv1d = _no_layer if native_family(hf_config) else names.is_conv1d
+            is_conv1d = (lambda _: False) if native_family(hf_config) else names.is_conv1d
             folder = opened.enter_context(PeftFolder(adapter, rename, is_conv1d))
             changes = AdapterMerge(
                 folder, weights, hf_config.get("hidden_size"), lambda: names.embeddings
@@ -98,10 +98,6 @@ def merge_folders(base: Path, adapter: Path, out: Path) -> dict[str, Any]:
     return facts
 
 
-def _no_layer(_: str) -> bool:
-    return False
-
-
 def _rename(
     hf_config: Mapping[str, Any], weights: SafetensorsFolder, names: TransformersNames
 ) -> Callable[[str], str]:
@@ -127,7 +123,6 @@ def _rename(
 
 
 def _vision_modules(hf_config: Mapping[str, Any], weights: SafetensorsFolder) -> dict[str, str]:
-    """The names in files of the vision part's modules and tensors, by transformers'."""
     if hf_config.get("model_type") not in VISION_TYPES:
         return {}
     names = checkpoint_names(weights.names(), build_outline(hf_config))
@@ -152,7 +147,6 @@ def _read_config(base: Path) -> dict[str, Any]:
 def _write_config(
     out: Path, hf_config: dict[str, Any], weights: SafetensorsFolder, changes: AdapterMerge
 ) -> None:
-    """Write config.json and the index for the merged files."""
     embeddings, values = changes.embeddings, dict[str, Any]()
     if changes.unties:
         values[TIED] = False
@@ -174,8 +168,7 @@ def _write_config(
 
 
 def _with_values(hf_config: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with these values of the language model's. transformers reads whether weights are
-    tied at the top level too."""
+    # transformers reads whether weights are tied at the top level too.
     text = hf_config.get(TEXT_CONFIG)
     if not values or not text:
         return {**hf_config, **values}
@@ -184,8 +177,7 @@ def _with_values(hf_config: dict[str, Any], values: Mapping[str, Any]) -> dict[s
 
 
 def _copy_other_files(base: Path, adapter: Path, out: Path) -> None:
-    """Copy the other files: those of the base model, and the adapter's tokenizer if it has one,
-    because the adapter was trained with it."""
+    # The adapter's tokenizer comes first, because the adapter was trained with it.
     own_tokenizer = any(
         (adapter / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")
     )

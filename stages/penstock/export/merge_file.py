@@ -5,7 +5,6 @@ The offset of every tensor is known in advance, so several tensors are written c
 
 import math
 import os
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,8 +30,6 @@ MERGED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class _TensorCopy:
-    """A tensor of the output file, and what it is made of."""
-
     name: str
     source: str
     old: Stored
@@ -52,9 +49,15 @@ def write_file(
         new.write(header)
         new.flush()  # The tensors are written by offset, past this buffer.
         with ThreadPoolExecutor(max_workers=min(THREADS, env.num_processors())) as pool:
-            jobs = _write_jobs(weights, changes, tensors, old.fileno(), new.fileno())
-            for done in [pool.submit(job) for job in jobs]:
-                done.result()
+            targets = set(changes.targets())
+            jobs = [
+                pool.submit(_merge_tensor, tensor, weights, changes, new.fileno())
+                if tensor.name in targets
+                else pool.submit(_copy_tensor, tensor, old.fileno(), new.fileno())
+                for tensor in tensors
+            ]
+            for job in jobs:
+                job.result()
         os.fsync(new.fileno())
 
 
@@ -80,43 +83,22 @@ def _plan_layout(
     return layout.header, tensors, layout.size
 
 
-def _write_jobs(
-    weights: SafetensorsFolder,
-    changes: AdapterMerge,
-    tensors: list[_TensorCopy],
-    old: int,
-    new: int,
-) -> Iterator[Callable[[], None]]:
-    targets = set(changes.targets())
-    for tensor in tensors:
-        if tensor.name not in targets:
-            yield lambda tensor=tensor: _copy_tensor(tensor, old, new)
-        else:
-            yield lambda tensor=tensor: _merge_tensor(tensor, weights, changes, new)
-
-
 def _copy_tensor(tensor_copy: _TensorCopy, old: int, new: int) -> None:
     bytes_left = math.prod(tensor_copy.old.shape) * tensor_copy.old.dtype.itemsize
     source, target = tensor_copy.old.start, tensor_copy.new.start
     while bytes_left:
-        count = _copy_block(old, new, bytes_left, source, target)
+        count = copy_file_range(old, new, bytes_left, source, target)
+        if count is None:  # The kernel cannot copy between these file systems.
+            block = os.pread(old, min(bytes_left, BLOCK_BYTES), source)
+            count = os.pwrite(new, block, target)
         if not count:
             raise StageError(f"the file of {tensor_copy.name} is truncated within it.")
         bytes_left, source, target = bytes_left - count, source + count, target + count
 
 
-def _copy_block(old: int, new: int, bytes_left: int, source: int, target: int) -> int:
-    """Number of bytes copied by the kernel; if unsupported, copy one block in user space."""
-    copied = copy_file_range(old, new, bytes_left, source, target)
-    if copied is not None:
-        return copied
-    return os.pwrite(new, os.pread(old, min(bytes_left, BLOCK_BYTES), source), target)
-
-
 def _merge_tensor(
     tensor_copy: _TensorCopy, weights: SafetensorsFolder, changes: AdapterMerge, new: int
 ) -> None:
-    """Read, merge and write a tensor, in blocks of as many rows as fit the memory limit."""
     if tensor_copy.new.dtype not in MERGED_DTYPES:
         raise CapabilityError(
             f"{tensor_copy.name} is {tensor_copy.new.dtype}, and adapters are merged only into "

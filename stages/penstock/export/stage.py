@@ -70,7 +70,6 @@ class Export(Stage):
 
     @property
     def inputs(self) -> Mapping[str, Input]:
-        """The trained model, and the files that are copied beside its weights."""
         inputs: dict[str, Input] = {
             "trained": self.trained,
             "config": self.origin.config,

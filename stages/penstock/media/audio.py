@@ -38,7 +38,6 @@ class WavHeader:
 
     @property
     def seconds(self) -> float:
-        """Length."""
         return self.frames / self.rate
 
 
@@ -81,7 +80,10 @@ def decode_audio(content: bytes, rate: int) -> Samples:
     """
     require_packages(content, rate)
     try:
-        samples, own = _decode_wav(content)
+        header = read_wav_header(content)
+        samples, own = _to_float(content, header, header.frames * header.channels), header.rate
+        if header.channels > 1:
+            samples = samples.reshape(-1, header.channels).mean(axis=1, dtype=np.float32)
     except OtherFormat:
         samples, own = decode_other(content, MAX_SECONDS)
     if not np.isfinite(samples).all():
@@ -103,18 +105,8 @@ def require_packages(content: bytes, rate: int) -> None:
         raise MissingPackages(f"{why}, which needs further packages", AUDIO_EXTRA)
 
 
-def _decode_wav(content: bytes) -> tuple[Samples, int]:
-    """(samples, rate) of a WAV file. Raises OtherFormat, BadAudio."""
-    header = read_wav_header(content)
-    samples = _to_float(content, header, header.frames * header.channels)
-    if header.channels > 1:
-        samples = samples.reshape(-1, header.channels).mean(axis=1, dtype=np.float32)
-    return samples, header.rate
-
-
 def _to_float(content: bytes, header: WavHeader, count: int) -> Samples:
-    """The samples of all channels, float32. Integers are divided by that of the largest amplitude,
-    as libsndfile does."""
+    # Integers are divided by the largest amplitude, as libsndfile does.
     if header.is_float:
         kind = np.dtype(f"<f{header.bits // 8}")
         return np.frombuffer(content, kind, count, header.start).astype(np.float32)
@@ -145,7 +137,6 @@ def _find_chunks(content: bytes) -> dict[bytes, tuple[int, int]]:
 
 
 def _name_content(content: bytes) -> str:
-    """What a file that is no WAV file seems to be."""
     for name, starts in {
         "FLAC": (b"fLaC",),
         "MP3": (b"ID3", b"\xff\xfb", b"\xff\xf3", b"\xff\xf2"),

@@ -46,7 +46,10 @@ def decode_other(content: bytes, max_seconds: float) -> tuple[Samples, int]:
     try:
         with soundfile.SoundFile(BytesIO(content)) as file:
             _check_header(file, max_seconds)
-            samples = _decode(file)
+            blocks: list[Any] = [np.empty(0, np.float32)]
+            while len(block := file.read(BLOCK, dtype="float32", always_2d=True)):
+                blocks.append(block[:, 0] if file.channels == 1 else block.mean(axis=1))
+            samples = np.concatenate(blocks)
             if len(samples) < file.frames:
                 missing = file.frames - len(samples)
                 raise BadAudio(f"it is truncated: {missing:,} samples are missing")
@@ -68,13 +71,6 @@ def _check_header(file: "SoundFile", max_seconds: float) -> None:
         raise BadAudio(f"it is {seconds:,.0f} s long; {max_seconds:,} are allowed")
     if file.frames > MAX_FRAMES:
         raise BadAudio(f"it has {file.frames:,} samples; {MAX_FRAMES:,} are allowed")
-
-
-def _decode(file: "SoundFile") -> Samples:
-    blocks: list[Any] = [np.empty(0, np.float32)]
-    while len(block := file.read(BLOCK, dtype="float32", always_2d=True)):
-        blocks.append(block[:, 0] if file.channels == 1 else block.mean(axis=1))
-    return np.concatenate(blocks)
 
 
 def resample(samples: Samples, rate: int, to: int) -> Samples:

@@ -10,7 +10,7 @@ from typing import Any
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.media.audio import decode_audio, require_packages
 from penstock.media.audio_codecs import BadAudio, Samples
-from penstock.media.kinds import AUDIO, BadMedia, first_line
+from penstock.media.kinds import AUDIO, first_line
 from penstock.media.model_processor import (
     ModelProcessor,
     ProcessorFiles,
@@ -19,7 +19,6 @@ from penstock.media.model_processor import (
     processor_class,
     to_arrays,
 )
-from penstock.rows.image_files import StoredImage
 from penstock.rows.pixel_table import stored
 
 FORMAT = 2
@@ -43,19 +42,16 @@ class AudioProcessor(ModelProcessor):
 
     @property
     def extractor(self) -> Any:
-        """The feature extractor."""
         return next(
             extractor for name in EXTRACTORS if (extractor := getattr(self.processor, name, None))
         )
 
     @property
     def rate(self) -> int:
-        """Its sampling rate in Hz."""
         return int(self.extractor.sampling_rate)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Everything that determines the tensors of audio."""
         return {
             "format": FORMAT,
             "class": [self.name, type(self.extractor).__name__],
@@ -64,16 +60,12 @@ class AudioProcessor(ModelProcessor):
         }
 
     def require_packages(self, content: bytes) -> None:
-        """Raise MissingPackages without the packages that decode and resample this file."""
         require_packages(content, self.rate)
 
-    def store(self, digest: bytes, content: bytes) -> StoredImage:
-        """The tensors of a file, or why it has none."""
-        try:
-            samples = decode_audio(content, self.rate)
-            return StoredImage(digest, self.process(samples), (len(samples), self.rate))
-        except BadMedia as error:
-            return StoredImage(digest, {}, error=str(error))
+    def _process_file(self, digest: bytes, content: bytes) -> tuple[Tensors, tuple[int, int]]:
+        del digest
+        samples = decode_audio(content, self.rate)
+        return self.process(samples), (len(samples), self.rate)
 
     def process(self, samples: Samples) -> Tensors:
         """The tensors of audio. Raises BadAudio if the processor refuses it, or would cut it."""
@@ -84,21 +76,16 @@ class AudioProcessor(ModelProcessor):
                 f"{longest / self.rate:.0f} s; split it"
             )
         try:
-            outputs = self._run(samples)
+            if self.name == VOXTRAL:
+                features = self.processor._retrieve_input_features([samples], **self.options)
+                outputs: Any = {"input_features": features}
+            else:
+                outputs, _ = self.processor._process_audio([samples], **self.options)
         except (ValueError, RuntimeError) as error:
             raise BadAudio(f"the audio processor refuses it: {first_line(error)}") from error
         return {name: stored(array) for name, array in to_arrays(outputs).items()}
 
-    def _run(self, samples: Samples) -> Any:
-        options = dict(self.options)
-        if self.name == VOXTRAL:
-            features = self.processor._retrieve_input_features([samples], **options)
-            return {"input_features": features}
-        outputs, _ = self.processor._process_audio([samples], **options)
-        return outputs
-
     def replacement(self, tensors: Tensors) -> str:
-        """The text that takes the place of the audio token of audio with these tensors."""
         if self.name == VOXTRAL:
             chunks, _, frames = tensors["input_features"].shape
             return self.token * (chunks * frames // FRAMES_PER_TOKEN)
@@ -113,16 +100,12 @@ def load_audio_processor(path: str, revision: str | None, tokenizer: Any) -> Aud
     supported, ConfigError if the files cannot be used.
     """
     files = ProcessorFiles(path, revision)
-    if not files.has_processor:
+    cls = processor_class(files) if files.has_processor else None
+    names = [name for name in EXTRACTORS if cls and name in cls.get_attributes()]
+    if cls is None or not names:
         return None
     from transformers import AutoFeatureExtractor  # noqa: PLC0415 - takes a second
 
-    cls = processor_class(files)
-    if cls is None:
-        return None
-    names = [name for name in EXTRACTORS if name in cls.get_attributes()]
-    if not names:
-        return None
     try:
         extractor = AutoFeatureExtractor.from_pretrained(
             files.path, revision=files.revision, trust_remote_code=False
@@ -148,7 +131,6 @@ def load_audio_processor(path: str, revision: str | None, tokenizer: Any) -> Aud
 
 
 def _require_supported(audio: AudioProcessor) -> None:
-    """Raise CapabilityError for processors that do not say which text stands for audio."""
     from transformers.processing_utils import ProcessorMixin  # noqa: PLC0415
 
     cls = type(audio.processor)
@@ -158,5 +140,4 @@ def _require_supported(audio: AudioProcessor) -> None:
             f"Audio cannot be processed apart from its text with {audio.name}, which is not "
             "supported."
         )
-    if getattr(audio.processor, "audio_token", None) is None or audio.token_id is None:
-        raise CapabilityError(f"{audio.name} has no audio token, which is not supported.")
+    audio.require_token()

@@ -30,7 +30,6 @@ class MediaBounds:
 
     @property
     def kinds(self) -> list[str]:
-        """The kinds of media with bounds."""
         return [kind.name for kind in (IMAGE, VIDEO) if self.of(kind.name)]
 
     def stored_digest(self, kind: str, digest: bytes) -> bytes:

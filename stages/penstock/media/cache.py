@@ -48,12 +48,10 @@ class MediaCache:
 
     @property
     def folder(self) -> Path:
-        """Folder of the processor's files."""
         return self.root / MEDIA / self.processor.key
 
     @property
     def originals(self) -> Originals:
-        """Encoded images in data and of the web, for all processors."""
         return Originals(self.root / MEDIA / ORIGINALS)
 
     def get_or_process(
@@ -92,18 +90,18 @@ class MediaCache:
     def _images(
         self, digests: Sequence[bytes], read: Callable[[bytes], bytes]
     ) -> Iterator[StoredImage]:
-        notes = self._known
-        notes.add([*read_notes(sorted(self.folder.glob("*.arrow")))])
+        self._known.add([*read_notes(sorted(self.folder.glob("*.arrow")))])
         for digest in digests:
-            yield notes.get(digest) or self._process(digest, read(digest))
+            stored = self._known.get(digest)
+            if stored is None:
+                content = read(digest)
+                self.counts.processed += 1
+                stored = self.processor.store(digest, content)
+            yield stored
 
     @cached_property
     def _known(self) -> ImageFiles:
         return ImageFiles([])
-
-    def _process(self, digest: bytes, content: bytes) -> StoredImage:
-        self.counts.processed += 1
-        return self.processor.store(digest, content)
 
 
 def media_name(digests: Sequence[bytes]) -> str:

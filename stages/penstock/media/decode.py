@@ -68,7 +68,6 @@ def decode(content: bytes) -> "Image":
 
 
 def _open(content: bytes) -> "Image":
-    """Parse the header. Raises BadImage."""
     from PIL import Image  # noqa: PLC0415 - optional
 
     if not content:
@@ -94,7 +93,6 @@ def _open(content: bytes) -> "Image":
 
 
 def _name_content(content: bytes) -> str:
-    """What a file that is no image seems to be."""
     head = content[:512].lstrip().lower()
     if b"<svg" in head:
         return "an SVG drawing, which is not decoded; save it as PNG"

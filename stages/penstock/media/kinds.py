@@ -94,7 +94,6 @@ class MediaKind:
 
     @property
     def placeholder(self) -> str:
-        """What stands for one of a column in the texts of messages."""
         return f"<{self.name}>"
 
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from penstock.core.cache.record import digest_json
 from penstock.core.cache.stage import short
-from penstock.core.errors import ConfigError
+from penstock.core.errors import CapabilityError, ConfigError
 from penstock.media.bounds import UNBOUNDED, MediaBounds
 from penstock.media.kinds import BadMedia, MediaKind
 from penstock.media.reference import among_several
@@ -44,7 +44,6 @@ class ModelProcessor(ABC):
 
     @property
     def name(self) -> str:
-        """Class of the processor."""
         return str(self.processor.name)
 
     @property
@@ -70,7 +69,6 @@ class ModelProcessor(ABC):
 
     @property
     def chat_template(self) -> str | None:
-        """The chat template of the processor; None without one."""
         template = self.processor.chat_template
         return template.get("default") if isinstance(template, dict) else template
 
@@ -87,7 +85,6 @@ class ModelProcessor(ABC):
 
     @cached_property
     def key(self) -> str:
-        """16 hex digits of the settings."""
         return short(digest_json(json.loads(json.dumps(self.settings, default=str))))
 
     @property
@@ -99,10 +96,23 @@ class ModelProcessor(ABC):
         """Raise MissingPackages without the packages that this file needs beside others."""
         del content  # none
 
-    @abstractmethod
     def store(self, digest: bytes, content: bytes) -> StoredImage:
         """The tensors of a file, or why it has none. `digest`: the one under which they are stored
         (`stored_digest`)."""
+        try:
+            return StoredImage(digest, *self._process_file(digest, content))
+        except BadMedia as error:
+            return StoredImage(digest, {}, error=str(error))
+
+    @abstractmethod
+    def _process_file(self, digest: bytes, content: bytes) -> tuple[Tensors, tuple[int, int]]:
+        """(tensors, size): width and height, or samples and their rate. Raises BadMedia."""
+
+    def require_token(self) -> None:
+        """Raise CapabilityError without a token that stands for media of this kind."""
+        kind = self.kind.name
+        if getattr(self.processor, f"{kind}_token", None) is None or self.token_id is None:
+            raise CapabilityError(f"{self.name} has no {kind} token, which is not supported.")
 
     @abstractmethod
     def replacement(self, tensors: Tensors) -> str:
@@ -118,18 +128,15 @@ class ProcessorFiles:
 
     @cached_property
     def path(self) -> str:
-        """The folder, or the repository's name."""
         folder = Path(self.where).expanduser()
         return str(folder) if folder.exists() else self.where
 
     @property
     def revision(self) -> str:
-        """Of the repository."""
         return self.commit or "main"
 
     @property
     def has_processor(self) -> bool:
-        """Whether there may be a processor."""
         if self.where.startswith("builtin:"):
             return False
         return any(self._find(name) is not None for name in (PROCESSOR, IMAGE_PROCESSOR))

@@ -30,15 +30,19 @@ class Originals:
     folder: Path
 
     def path(self, digest: bytes) -> Path:
-        """Path of an image, which may not exist."""
         name = digest.hex()
         return self.folder / name[:2] / name
 
     def add(self, content: bytes) -> bytes:
         """Store an image unless it is there; returns its digest."""
         digest = image_digest(content)
-        if not self._is_stored(digest, len(content)):
-            _write(self.path(digest), content)
+        path = self.path(digest)
+        try:
+            is_stored = path.stat().st_size == len(content)
+        except OSError:
+            is_stored = False
+        if not is_stored:
+            _write(path, content)
         return digest
 
     def read(self, digest: bytes) -> bytes | None:
@@ -58,22 +62,15 @@ class Originals:
             return None
 
     def remember(self, url: str, content: bytes) -> None:
-        """Keep the image of this URL."""
         _write(self._url_path(url), self.add(content).hex().encode())
 
     def _url_path(self, url: str) -> Path:
         return self.folder / URLS / sha256(url.encode()).hexdigest()
 
-    def _is_stored(self, digest: bytes, size: int) -> bool:
-        try:
-            return self.path(digest).stat().st_size == size
-        except OSError:
-            return False
-
 
 def _write(target: Path, content: bytes) -> None:
-    """Write atomically. Not forced to the disk: a file that a crash leaves short is noticed by its
-    size or digest, and is written again."""
+    # Not forced to the disk: a file that a crash leaves short is noticed by its size or digest, and
+    # is written again.
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f".{target.name}.{uuid4().hex}{PART}")
     try:
@@ -82,10 +79,6 @@ def _write(target: Path, content: bytes) -> None:
     except OSError:
         part.unlink(missing_ok=True)
         raise
-
-
-def _is_used(digest: bytes, used: Collection[bytes]) -> bool:
-    return digest in used or among_several(digest) in used
 
 
 def prunable_originals(
@@ -103,6 +96,9 @@ def prunable_originals(
             fetched.setdefault(path.read_text(), []).append(path)
     for path in sorted(folder.glob("??/*")):
         files = [path, *fetched.get(path.name, ())]
-        is_used = path.name in fetched and _is_used(bytes.fromhex(path.name), used)
+        is_used = False
+        if path.name in fetched:
+            digest = bytes.fromhex(path.name)
+            is_used = digest in used or among_several(digest) in used
         if not is_used and all(file.stat().st_mtime < latest for file in files):
             yield files

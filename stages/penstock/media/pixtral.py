@@ -21,7 +21,6 @@ class PixtralProcessor(ProcessorMixin):
         image_break_token: str = "[IMG_BREAK]",
         image_end_token: str = "[IMG_END]",
     ) -> None:
-        """Arguments and defaults are those of transformers' class."""
         super().__init__(image_processor, tokenizer, chat_template=chat_template)
         self.side = patch_size * spatial_merge_size
         """Pixels along a side of the square of one image token."""

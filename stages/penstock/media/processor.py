@@ -29,7 +29,6 @@ from penstock.media.model_processor import (
     to_arrays,
 )
 from penstock.media.reference import image_digest
-from penstock.rows.image_files import StoredImage
 from penstock.rows.pixel_table import PixelTable, StoredTensor, concatenate, stored
 
 if TYPE_CHECKING:
@@ -95,7 +94,6 @@ class ImageProcessor(ModelProcessor):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Everything that determines the tensors of an image."""
         images = self.processor.image_processor
         return {
             "format": FORMAT,
@@ -106,15 +104,11 @@ class ImageProcessor(ModelProcessor):
             **({"forms": FORMS} if self.has_two_forms else {}),
         }
 
-    def store(self, digest: bytes, content: bytes) -> StoredImage:
-        """The tensors of a file, or why it has none."""
+    def _process_file(self, digest: bytes, content: bytes) -> tuple[Tensors, tuple[int, int]]:
         alone = self.stored_digest(image_digest(content), several=False)
+        image = decode(content)
         several = self.has_two_forms and digest != alone
-        try:
-            image = decode(content)
-            return StoredImage(digest, self.process(image, several=several), image.size)
-        except BadMedia as error:
-            return StoredImage(digest, {}, error=str(error))
+        return self.process(image, several=several), image.size
 
     def process(self, image: "Image", *, several: bool = False) -> Tensors:
         """The tensors of an RGB image, alone or in a sample with several. Raises BadImage if the
@@ -127,7 +121,6 @@ class ImageProcessor(ModelProcessor):
             raise BadImage(f"the image processor refuses it: {error}") from error
 
     def _process_to_bytes(self, image: "Image", table: PixelTable, several: bool) -> Tensors | None:
-        """The tensors with pixels as bytes; None if they are no bytes."""
         if self.byte_patches is None:
             arrays = self._run([image], several=several, **AS_BYTES)
             codes, shape = table.encode(arrays[PIXELS]), arrays[PIXELS].shape
@@ -145,7 +138,11 @@ class ImageProcessor(ModelProcessor):
         """The outputs for images of samples with one image each, or each with `several`."""
         if not several:
             return self._call([[image] for image in images] if self.nested else images, **options)
-        outputs = [self._call([[image, _blank()]], **options) for image in images]
+        from PIL import Image  # noqa: PLC0415 - optional
+
+        # The other image of each sample, whose outputs are left out.
+        blank = Image.new("RGB", (1, 1))
+        outputs = [self._call([[image, blank]], **options) for image in images]
         return {
             name: np.concatenate([output[name][:1] for output in outputs]) for name in outputs[0]
         }
@@ -157,7 +154,6 @@ class ImageProcessor(ModelProcessor):
         return arrays
 
     def replacement(self, tensors: Tensors) -> str:
-        """The text that takes the place of the image token of an image with these tensors."""
         arrays = {name: tensor.stand_in() for name, tensor in tensors.items()}
         return str(self.processor.replace_image_token(arrays, image_idx=0, **self.options))
 
@@ -168,17 +164,14 @@ class ImageProcessor(ModelProcessor):
         zeros with which tensors are padded to the largest ones.
         """
         for processor in (self, replace(self, nested=True)):
-            if processor._is_independent():
+            if all(processor._is_independent(several=form) for form in self._forms):
                 return processor
         raise CapabilityError(
             f"The image processor of {self.name} processes an image differently beside others, "
             "which is not supported."
         )
 
-    def _is_independent(self) -> bool:
-        return all(self._is_independent_as(several=form) for form in self._forms)
-
-    def _is_independent_as(self, *, several: bool) -> bool:
+    def _is_independent(self, *, several: bool) -> bool:
         images = _probes()
         try:
             alone = [self._run([image], several=several) for image in images]
@@ -215,7 +208,6 @@ class ImageProcessor(ModelProcessor):
         return fast if self._gives_the_same(fast) else self
 
     def _gives_the_same(self, fast: "ImageProcessor") -> bool:
-        """Whether another one gives the same tensors of two images, bitwise."""
         for image, several in product(_probes(), self._forms):
             expected = self._run([image], several=several)
             try:
@@ -252,13 +244,6 @@ def _probes() -> list["Image"]:
 
     rng = np.random.default_rng(0)
     return [Image.fromarray(rng.integers(0, 256, (*s, 3)).astype(np.uint8)) for s in PROBES]
-
-
-def _blank() -> "Image":
-    """The other image of a sample with several, whose outputs are left out."""
-    from PIL import Image  # noqa: PLC0415 - optional
-
-    return Image.new("RGB", (1, 1))
 
 
 def load_image_processor(
@@ -312,7 +297,6 @@ def load_image_processor(
 
 
 def _require_bounds(images: Any, bounds: MediaBounds) -> None:
-    """Raise CapabilityError for an image processor whose `size` has no bounds of pixels."""
     own = bounds.of(IMAGE.name)
     edges = {"shortest_edge", "longest_edge"}
     has_grid = "image_grid_thw" in images.model_input_names
@@ -333,5 +317,4 @@ def _require_supported(images: ImageProcessor) -> None:
         raise CapabilityError(
             f"Images cannot be processed one by one with {images.name}, which is not supported."
         )
-    if getattr(images.processor, "image_token", None) is None or images.token_id is None:
-        raise CapabilityError(f"{images.name} has no image token, which is not supported.")
+    images.require_token()

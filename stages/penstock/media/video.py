@@ -123,7 +123,6 @@ class FrameVideo:
     header: VideoHeader
 
     def read(self, indices: Sequence[int]) -> Iterator[Frame]:
-        """The frames at these indices. Raises BadVideo."""
         for index in indices:
             try:
                 frame = np.asarray(decode(self.frames.contents[index]))
@@ -160,14 +159,18 @@ class FileVideo:
     header: VideoHeader
 
     def read(self, indices: Sequence[int]) -> Iterator[Frame]:
-        """The frames at these indices. Raises BadVideo."""
         counts = Counter(indices)
         frames_left = len(counts)
         with _stream(self.content, self.container) as (file, stream):
             # From the start: a seek leads to key frames only, and not exactly in every container.
             for number, frame in enumerate(file.decode(stream)):
                 if number in counts:
-                    array = _to_rgb(frame)
+                    if rotation := getattr(frame, "rotation", 0):
+                        raise BadVideo(
+                            f"its frames are to be rotated by {rotation}°, which is not supported; "
+                            "encode it again (ffmpeg -i IN OUT.mp4)"
+                        )
+                    array = frame.to_ndarray(format="rgb24")
                     if array.shape[:2] != (self.header.height, self.header.width):
                         raise BadVideo("its frames have several sizes, which is not supported")
                     frames_left -= 1
@@ -207,15 +210,6 @@ def _stream(content: bytes, container: str) -> Iterator[tuple[Any, Any]]:
             yield file, stream
     except (av.FFmpegError, EOFError, ValueError, OSError, MemoryError) as error:
         raise BadVideo(f"it is damaged: {first_line(error)}") from error
-
-
-def _to_rgb(frame: Any) -> Frame:
-    if getattr(frame, "rotation", 0):
-        raise BadVideo(
-            f"its frames are to be rotated by {frame.rotation}°, which is not supported; encode it "
-            "again (ffmpeg -i IN OUT.mp4)"
-        )
-    return frame.to_ndarray(format="rgb24")
 
 
 def _container(content: bytes) -> str:

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from penstock.core.errors import CapabilityError, ConfigError
+from penstock.core.errors import ConfigError
 from penstock.media.bounds import UNBOUNDED, MediaBounds
-from penstock.media.kinds import VIDEO, BadMedia, first_line
+from penstock.media.kinds import VIDEO, first_line
 from penstock.media.model_processor import (
     IMAGE_PROCESSOR,
     PROCESSOR,
@@ -31,7 +31,6 @@ from penstock.media.video_settings import (
     VideoSettings,
     read_video_settings,
 )
-from penstock.rows.image_files import StoredImage
 from penstock.rows.pixel_table import PixelTable, StoredTensor, stored
 
 FORMAT = 1
@@ -67,7 +66,6 @@ class VideoProcessor(ModelProcessor):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Everything that determines the tensors of a video."""
         return {"format": FORMAT, "settings": vars(self.video_settings)}
 
     @cached_property
@@ -81,20 +79,14 @@ class VideoProcessor(ModelProcessor):
         return PixelTable((np.arange(256, dtype=np.float32) - mean) / std)
 
     def require_packages(self, content: bytes) -> None:
-        """Raise MissingPackages without the package that decodes this file."""
         require_packages(content)
 
-    def store(self, digest: bytes, content: bytes) -> StoredImage:
-        """The tensors of a video, or why it has none."""
-        try:
-            video = open_video(content)
-            tensors = self.process(video)
-        except BadMedia as error:
-            return StoredImage(digest, {}, error=str(error))
-        return StoredImage(digest, tensors, (video.header.width, video.header.height))
+    def _process_file(self, digest: bytes, content: bytes) -> tuple[Tensors, tuple[int, int]]:
+        del digest
+        video = open_video(content)
+        return self.process(video), (video.header.width, video.header.height)
 
     def process(self, video: Video) -> Tensors:
-        """The tensors of a video. Raises BadVideo."""
         header = video.header
         indices = self.video_settings.sample(header)
         size = self.video_settings.resized(len(indices), header.height, header.width)
@@ -161,7 +153,6 @@ class VideoProcessor(ModelProcessor):
         return ordered.reshape(grid[0] * grid[1] * grid[2], channels, -1), grid
 
     def replacement(self, tensors: Tensors) -> str:
-        """The text that takes the place of the video token of a video with these tensors."""
         metadata = SimpleNamespace(
             fps=float(tensors[FPS].numpy()[0]),
             frames_indices=tensors[INDICES].numpy().tolist(),
@@ -179,9 +170,7 @@ def load_video_processor(
     supported, ConfigError if the files cannot be used.
     """
     files = ProcessorFiles(path, revision)
-    if not files.has_processor:
-        return None
-    cls = processor_class(files)
+    cls = processor_class(files) if files.has_processor else None
     if cls is None or "video_processor" not in cls.get_attributes():
         return None
     name, values = _read_config(files)
@@ -199,8 +188,7 @@ def load_video_processor(
         merge_size=settings.merge_size, temporal_patch_size=settings.temporal_patch_size
     )
     video = VideoProcessor(processor, {}, video_settings=settings, bounds=bounds)
-    if getattr(processor, "video_token", None) is None or video.token_id is None:
-        raise CapabilityError(f"{video.name} has no video token, which is not supported.")
+    video.require_token()
     return video
 
 

@@ -124,13 +124,11 @@ def read_video_settings(
 
 
 def _as_settings(bounds: MediaBounds) -> dict[str, Any]:
-    """Bounds of a data set by the names of the file."""
     own = {name.removeprefix("video_"): value for name, value in bounds.of("video").items()}
     return {**own, "do_sample_frames": True, "num_frames": None} if "fps" in own else own
 
 
 def _require_bounds(video: VideoSettings, bounds: MediaBounds) -> None:
-    """Raise ConfigError for numbers of frames that have no effect, or exclude each other."""
     own = [name for name in bounds.of("video") if name != "video_fps"]
     samples = video.do_sample_frames and video.fps is not None and video.num_frames is None
     if own and not samples:

@@ -5,9 +5,9 @@ from collections.abc import Iterable, Mapping
 from penstock.config.schema.run import RunConfig
 from penstock.core.cache.store import find_cached
 from penstock.core.errors import ConfigError
+from penstock.core.file_lock import refusal_to_write
 from penstock.core.remote.local_mirror import local_cache_dir
 from penstock.core.remote.urls import is_url
-from penstock.core.writable import refusal_to_write
 from penstock.estimate.machine import needs_login, require_push
 from penstock.pipeline.plan import Plan
 

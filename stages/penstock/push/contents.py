@@ -4,7 +4,7 @@ Only files listed in the export's manifest are uploaded, after their digests hav
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -35,7 +35,6 @@ class PushFile:
 
     @property
     def fact(self) -> dict[str, Any]:
-        """The file as plain JSON, without its local path."""
         return {"path": self.name, "bytes": self.num_bytes, "sha256": self.sha256}
 
 
@@ -48,7 +47,12 @@ def list_contents(exported: Artifact) -> list[PushFile]:
     """
     manifest = exported.manifest
     folders: dict[str, str] = manifest["facts"]["folders"]
-    prefixes = _prefixes(folders, exported)
+    prefixes = target_folders(folders)
+    if not prefixes:
+        raise ArtifactError(
+            f"The export in {exported.path} holds neither a model nor an adapter; it names "
+            f"{sorted(folders) or 'no folder'}.\n  Build it again with --force export."
+        )
     files: list[PushFile] = []
     for entry in manifest["files"]:
         listed = PurePosixPath(entry["path"])
@@ -62,7 +66,13 @@ def list_contents(exported: Artifact) -> list[PushFile]:
             f"The export in {exported.path} lists no file in {', '.join(sorted(prefixes))}.\n"
             "  Build it again with --force export."
         )
-    _check_content(exported.path, manifest["files"])
+    if damaged := damaged_files(exported.path, manifest["files"], "changed"):
+        raise ArtifactError(
+            f"the export in {exported.path} has changed since it was exported; nothing was sent:"
+            "\n  "
+            + "\n  ".join(damaged[:MAX_LISTED_FILES])
+            + "\n  Build the export again with --force export."
+        )
     return sorted(files, key=lambda file: file.name)
 
 
@@ -93,16 +103,6 @@ def target_folders(folders: Mapping[str, str]) -> dict[str, str]:
     return {folders["adapter"]: ""} if "adapter" in folders else {}
 
 
-def _prefixes(folders: dict[str, str], exported: Artifact) -> dict[str, str]:
-    """Folder of the export -> folder at the target."""
-    if prefixes := target_folders(folders):
-        return prefixes
-    raise ArtifactError(
-        f"The export in {exported.path} holds neither a model nor an adapter; it names "
-        f"{sorted(folders) or 'no folder'}.\n  Build it again with --force export."
-    )
-
-
 def _resolve_inside(root: Path, listed: PurePosixPath) -> Path:
     path = root / listed
     outside = listed.is_absolute() or ".." in listed.parts
@@ -112,13 +112,3 @@ def _resolve_inside(root: Path, listed: PurePosixPath) -> Path:
             "  Build the export again with --force export."
         )
     return path
-
-
-def _check_content(folder: Path, files: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ArtifactError unless all files match the manifest."""
-    if damaged := damaged_files(folder, files, "changed"):
-        raise ArtifactError(
-            f"the export in {folder} has changed since it was exported; nothing was sent:\n  "
-            + "\n  ".join(damaged[:MAX_LISTED_FILES])
-            + "\n  Build the export again with --force export."
-        )

@@ -7,7 +7,8 @@ entry is removed before its file is written and restored once the file is comple
 import json
 import os
 import posixpath
-from collections.abc import Iterator, Mapping, Sequence
+import shutil
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,21 +38,6 @@ _CHUNK = 8 << 20
 _OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "oci", "r2"}
 
 
-def _version(info: Info) -> dict[str, Any]:
-    """What an index entry has of the store's version of a file; nothing where there is none."""
-    version = content_version(info)
-    return {"version": version} if version else {}
-
-
-def _is_as_sent(file: PushFile, entry: Mapping[str, Any], info: Info) -> bool:
-    """Whether the target has the file with the size and version that it got. Indexes of earlier
-    releases have no versions."""
-    fact = {name: value for name, value in entry.items() if name != "version"}
-    version = entry.get("version")
-    is_same_version = version is None or version == content_version(info)
-    return fact == file.fact and info.get("size") == file.num_bytes and is_same_version
-
-
 @dataclass(frozen=True)
 class CopyTarget:
     """A folder on an fsspec file system."""
@@ -73,16 +59,18 @@ class CopyTarget:
         return cls(url, system, root.rstrip("/"))
 
     def difference(self, files: Sequence[PushFile]) -> tuple[list[str], list[str]]:
-        """Names of files that are missing or differ at the target, and names to delete."""
         with self._translate_errors():
             index = self._read_index()
             target_files = self._files()
-            same = [
-                file
-                for file in files
-                if file.name in index
-                and _is_as_sent(file, index[file.name], target_files.get(file.name, {}))
-            ]
+
+            def is_as_sent(file: PushFile) -> bool:
+                info, entry = target_files.get(file.name, {}), dict(index.get(file.name, {}))
+                # Stores without versions have none in the index, nor do earlier releases.
+                version = entry.pop("version", None)
+                has_version = version is None or version == content_version(info)
+                return entry == file.fact and info.get("size") == file.num_bytes and has_version
+
+            same = list(filter(is_as_sent, files))
             if isinstance(self.system, LocalFileSystem):
                 digests = digest_files(Path(self._path_at(file.name)) for file in same)
                 pairs = zip(same, digests, strict=True)
@@ -92,7 +80,7 @@ class CopyTarget:
             return send, obsolete_files(target_files, files)
 
     def prepare(self) -> None:
-        """Folders are made with the files in them."""
+        """An fsspec folder is made with the first file in it."""
 
     def send(self, files: Sequence[PushFile], *, title: str) -> dict[str, Any]:
         """Write the files that differ, each atomically, then the index. Copies have no title, and
@@ -113,8 +101,8 @@ class CopyTarget:
                 self.system.rm_file(self._path_at(name))
             for name in send:
                 self._upload(by_name[name])
-                info: Info = self.system.info(self._path_at(name))
-                index[name] = {**by_name[name].fact, **_version(info)}
+                version = content_version(self.system.info(self._path_at(name)))
+                index[name] = {**by_name[name].fact, **({"version": version} if version else {})}
                 self._write_index(index)
         return {}
 
@@ -122,7 +110,6 @@ class CopyTarget:
         return posixpath.join(self.root, name)
 
     def _files(self) -> dict[str, Info]:
-        """The metadata of every file below the root, by relative name."""
         self.system.invalidate_cache()
         try:
             entries: Any = self.system.find(self.root, detail=True)
@@ -137,8 +124,7 @@ class CopyTarget:
 
     def _upload(self, file: PushFile) -> None:
         with file.path.open("rb") as source, self._atomic_stream(file.name) as target:
-            while chunk := source.read(_CHUNK):
-                target.write(chunk)
+            shutil.copyfileobj(source, target, _CHUNK)
 
     @contextmanager
     def _atomic_stream(self, name: str) -> Iterator[Any]:
@@ -161,7 +147,6 @@ class CopyTarget:
             fsync(Path(final).parent)
 
     def _read_index(self) -> Entries:
-        """The digests of an earlier push; empty if there is no readable index."""
         try:
             content: Any = self.system.cat_file(self._path_at(INDEX))
             record = parse_record(content, INDEX, "Push again.")

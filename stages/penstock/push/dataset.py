@@ -84,11 +84,8 @@ class DatasetTarget:
                 f"{self.hub.repo} is a public data set, and prepared data goes to private ones.\n"
                 f"  Make it private on the hub, or name another in {FIELD}."
             )
-        if (
-            not self.holds(info)
-            and any(map(detect_file_kind, _names(info)))
-            and not _configs(self._card(info))
-        ):
+        has_data = any(map(detect_file_kind, _names(info)))
+        if has_data and not self.holds(info) and not _configs(self._card(info)):
             raise CapabilityError(
                 f"{self.hub.repo} has data that no configuration in its card lists, and adding a "
                 f"configuration would hide it.\n  Name another data set in {FIELD}."
@@ -120,7 +117,10 @@ class DatasetTarget:
         """
         for _ in range(MAX_COMMIT_TRIES):
             card = self._card(info)
-            _add_config(card, self.config, sent)
+            splits = dict.fromkeys(file.split for file, _ in sent)
+            paths = [{"split": s, "path": f"{self.config}/{s}-*.parquet"} for s in splits]
+            others = [entry for entry in _configs(card) if entry["config_name"] != self.config]
+            card.data["configs"] = [*others, {"config_name": self.config, "data_files": paths}]
             with self.hub.translate_errors("send to"):
                 try:
                     done = self.hub.api.create_commit(
@@ -164,7 +164,6 @@ class DatasetTarget:
         return self.hub.api.dataset_info(self.hub.repo, revision=revision)
 
     def _card(self, info: DatasetInfo) -> DatasetCard:
-        """The repository's card at that commit, or a new one."""
         if "README.md" not in _names(info):
             return DatasetCard(_NEW_CARD.format(name=self.hub.repo.rpartition("/")[2]))
         with self.hub.translate_errors("read"):
@@ -193,19 +192,12 @@ def _configs(card: DatasetCard) -> list[dict[str, Any]]:
     return [config for config in card.data.get("configs") or [] if "config_name" in config]
 
 
-def _add_config(card: DatasetCard, config: str, sent: list[Sent]) -> None:
-    splits = dict.fromkeys(file.split for file, _ in sent)
-    files = [{"split": split, "path": f"{config}/{split}-*.parquet"} for split in splits]
-    other_configs = [entry for entry in _configs(card) if entry["config_name"] != config]
-    card.data["configs"] = [*other_configs, {"config_name": config, "data_files": files}]
-
-
 def _names(info: DatasetInfo) -> set[str]:
     return {sibling.rfilename for sibling in info.siblings or []}
 
 
 def _build_provenance(prepared: Artifact) -> bytes:
-    """The provenance: the manifest without machine-specific fields and quoted data."""
+    # Without machine-specific fields and quoted data.
     manifest: Mapping[str, Any] = prepared.manifest
     facts = {name: fact for name, fact in manifest["facts"].items() if name != "dropped_samples"}
     provenance = {

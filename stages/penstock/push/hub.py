@@ -3,7 +3,6 @@
 huggingface_hub chooses the transfer of large files (Xet if `hf_xet` is installed, else LFS).
 """
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.hf_api import RepoFile
 
 from penstock.core.errors import StageError
+from penstock.core.sources.unchanged import git_digest
 from penstock.push.contents import PushFile, obsolete_files
 from penstock.push.hub_errors import HubRepo
 from penstock.push.stage import PushSettings
@@ -36,10 +36,8 @@ class HubTarget:
         return cls(hub, settings)
 
     def prepare(self) -> None:
-        """Create the repository and its branch unless they exist.
-
-        Raises CapabilityError without write permission, or offline.
-        """
+        """Create the repository and its branch. Raises CapabilityError offline or without
+        permission."""
         revision = self.settings.revision
         with self.hub.translate_errors("open"):
             self.api.create_repo(self._repo, private=self.settings.private, exist_ok=True)
@@ -47,8 +45,6 @@ class HubTarget:
                 self.api.create_branch(self._repo, branch=revision, exist_ok=True)
 
     def difference(self, files: Sequence[PushFile]) -> tuple[list[str], list[str]]:
-        """Names of files that are missing or differ in the repository, and names to delete; without
-        a repository, all and none."""
         with self.hub.translate_errors("read"):
             return self._difference(files, self._revision)
 
@@ -61,9 +57,12 @@ class HubTarget:
         """
         with self.hub.translate_errors("send to"):
             revision = self._revision
-            pull_request = None
+            pull_request: Any = None
             if self.settings.create_pr and any(self._difference(files, revision)):
-                pull_request = self._open_pull_request(title)
+                discussions = self.api.get_repo_discussions(
+                    self._repo, discussion_type="pull_request", discussion_status="open"
+                )
+                pull_request = next((d for d in discussions if d.title == title), None)
                 revision = pull_request.git_reference if pull_request else revision
             # Again, as the pull request may hold the files of an earlier push.
             send, remove = self._difference(files, revision)
@@ -88,7 +87,6 @@ class HubTarget:
 
     @property
     def api(self) -> HfApi:
-        """The Hub client with the token."""
         return self.hub.api
 
     @property
@@ -104,24 +102,22 @@ class HubTarget:
         return {"url": url, "commit": commit, "pull_request": pull_request}
 
     def _difference(self, files: Sequence[PushFile], revision: str) -> tuple[list[str], list[str]]:
-        remote = self._tree(revision)
-        send = [file.name for file in files if not _is_identical(file, remote.get(file.name))]
-        return send, obsolete_files(remote, files)
-
-    def _tree(self, revision: str) -> dict[str, RepoFile]:
         try:
             entries = list(self.api.list_repo_tree(self._repo, recursive=True, revision=revision))
         except (EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError):
-            return {}  # A repository without commits has no tree.
-        return {entry.path: entry for entry in entries if isinstance(entry, RepoFile)}
+            entries = []  # A repository without commits has no tree.
+        remote = {entry.path: entry for entry in entries if isinstance(entry, RepoFile)}
 
-    def _open_pull_request(self, title: str) -> Any:
-        for discussion in self.api.get_repo_discussions(
-            self._repo, discussion_type="pull_request", discussion_status="open"
-        ):
-            if discussion.title == title:
-                return discussion
-        return None
+        def is_identical(file: PushFile) -> bool:
+            at_hub = remote.get(file.name)
+            if at_hub is None or at_hub.size != file.num_bytes:
+                return False
+            if at_hub.lfs is not None:
+                return at_hub.lfs.sha256 == file.sha256
+            return at_hub.blob_id == git_digest(file.path)
+
+        send = [file.name for file in files if not is_identical(file)]
+        return send, obsolete_files(remote, files)
 
     def _require_committed(self, files: Sequence[PushFile], commit: str) -> None:
         missing, _ = self._difference(files, commit)
@@ -131,20 +127,3 @@ class HubTarget:
                 f"although the commit succeeded: {', '.join(missing[:5])}.\n"
                 "  Look for them in the repository's .gitignore, then push again."
             )
-
-
-def _is_identical(file: PushFile, remote: RepoFile | None) -> bool:
-    if remote is None or remote.size != file.num_bytes:
-        return False
-    if remote.lfs is not None:
-        return remote.lfs.sha256 == file.sha256
-    return remote.blob_id == _git_blob_id(file)
-
-
-def _git_blob_id(file: PushFile) -> str:
-    """The git blob id: SHA-1 of a header with the size, then the bytes."""
-    digest = hashlib.sha1(f"blob {file.num_bytes}\0".encode(), usedforsecurity=False)
-    with file.path.open("rb") as stream:
-        while chunk := stream.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()

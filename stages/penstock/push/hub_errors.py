@@ -14,7 +14,7 @@ from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabl
 
 from penstock.core import env
 from penstock.core.errors import CapabilityError, PenstockError, StageError
-from penstock.core.transient_errors import is_transient
+from penstock.core.process.retry import is_transient
 
 _QUERY = re.compile(r"(https?://[^\s?'\"]+)\?[^\s'\"]+")
 
@@ -58,7 +58,9 @@ class HubRepo:
 
     def _to_penstock_error(self, action: str, error: BaseException) -> PenstockError:
         status = http_status(error)
-        message = self._redacted_message(error)
+        text = str(error) if error.__cause__ is None else f"{error} {error.__cause__}"
+        message = _QUERY.sub(r"\1", " ".join(text.split()))[:500]
+        message = message.replace(str(self.api.token), "<token>")
         location = f"{self.repo} at {self.api.endpoint}"
         if status in (401, 403):
             return CapabilityError(
@@ -79,12 +81,6 @@ class HubRepo:
         )
         failure.may_pass = is_transient(error)
         return failure
-
-    def _redacted_message(self, error: BaseException) -> str:
-        """The client's message and its cause, without signatures and the token."""
-        message = str(error) if error.__cause__ is None else f"{error} {error.__cause__}"
-        text = _QUERY.sub(r"\1", " ".join(message.split()))[:500]
-        return text.replace(str(self.api.token), "<token>")
 
 
 def http_status(error: BaseException | None) -> int | None:

@@ -29,7 +29,6 @@ class ParquetFile:
     batches: tuple[pa.RecordBatch, ...]
 
     def write(self, target: Path) -> None:
-        """Write the file. Deterministic."""
         schema = _without_dictionaries(self.batches[0].schema)
         with pq.ParquetWriter(target, schema, compression="zstd") as writer:
             for batch in self.batches:
@@ -41,7 +40,21 @@ def parquet_files(prepared: Artifact, *, file_bytes: int = FILE_BYTES) -> Iterat
 
     Raises ArtifactError if a file differs from the manifest.
     """
-    verified = _verified_files(prepared)
+    files = prepared.manifest["files"]
+    root = prepared.path.resolve()
+    outside = [
+        f"{prepared.path / file['path']} lies outside of it"
+        for file in files
+        if not (root / file["path"]).resolve().is_relative_to(root)
+    ]
+    if damaged := outside or damaged_files(prepared.path, files, "changed"):
+        raise ArtifactError(
+            f"the prepared data in {prepared.path} has changed since it was finished; nothing was "
+            "sent:\n  "
+            + "\n  ".join(damaged[:MAX_LISTED_FILES])
+            + "\n  Prepare the data again with --force prepare."
+        )
+    verified = {file["path"] for file in files}
     plan: dict[str, Any] = read_json(prepared.path / PLAN)
     for split in SPLITS:
         files = [entry["file"] for entry in plan["splits"][split]]
@@ -60,25 +73,6 @@ def parquet_files(prepared: Artifact, *, file_bytes: int = FILE_BYTES) -> Iterat
             yield ParquetFile(split, f"{split}-{number:05d}-of-{len(groups):05d}.parquet", group)
 
 
-def _verified_files(prepared: Artifact) -> set[str]:
-    """The data files in the manifest, after verification."""
-    files = prepared.manifest["files"]
-    root = prepared.path.resolve()
-    outside = [
-        f"{prepared.path / file['path']} lies outside of it"
-        for file in files
-        if not (root / file["path"]).resolve().is_relative_to(root)
-    ]
-    if damaged := outside or damaged_files(prepared.path, files, "changed"):
-        raise ArtifactError(
-            f"the prepared data in {prepared.path} has changed since it was finished; nothing was "
-            "sent:\n  "
-            + "\n  ".join(damaged[:MAX_LISTED_FILES])
-            + "\n  Prepare the data again with --force prepare."
-        )
-    return {file["path"] for file in files}
-
-
 def _group_batches(
     batches: list[pa.RecordBatch], file_bytes: int
 ) -> Iterator[tuple[pa.RecordBatch, ...]]:
@@ -95,8 +89,7 @@ def _group_batches(
 
 
 def _without_dictionaries(schema: pa.Schema) -> pa.Schema:
-    """The schema without dictionary types: parquet applies dictionary encoding itself, and
-    `datasets` does not support them."""
+    # Parquet has its own dictionary encoding, and `datasets` reads no dictionary types.
     return pa.schema(
         [
             field.with_type(field.type.value_type) if pa.types.is_dictionary(field.type) else field

@@ -19,7 +19,7 @@ from penstock.config.schema.base import Settings
 from penstock.core.cache.record import read_record_fields, write_record
 from penstock.core.cache.stage import Artifact, Facts, Stage, short
 from penstock.core.errors import PenstockError
-from penstock.push.contents import PushFile, list_contents
+from penstock.push.contents import list_contents
 
 if TYPE_CHECKING:
     from penstock.push.copy import CopyTarget
@@ -78,7 +78,6 @@ class PushSettings(Settings):
 
     @property
     def target(self) -> str:
-        """The repository or the URL."""
         return self.repo_id or self.url or ""
 
 
@@ -97,7 +96,6 @@ class Push(Stage):
 
     @property
     def inputs(self) -> Mapping[str, Artifact]:
-        """The export, whose key covers everything that it was made from."""
         return {"exported": self.exported}
 
     def run(self, out: Path) -> Facts:
@@ -117,7 +115,11 @@ class Push(Stage):
             return facts
         target = self._target()
         target.prepare()
-        plan = _load_or_write_plan(out, target.difference(files), files)
+        send, remove = target.difference(files)
+        if not (out / PLAN).is_file():
+            unchanged = sorted({file.name for file in files} - set(send))
+            write_record(out / PLAN, {"sent": send, "unchanged": unchanged, "removed": remove})
+        plan = read_record_fields(out / PLAN, "Delete it and push again.")
         receipt = target.send(files, title=f"Upload export {short(self.exported.key)}")
         return {**facts, **plan, **receipt}
 
@@ -152,14 +154,3 @@ def push_prepared(prepared: Artifact, repo: str) -> dict[str, Any]:
     from penstock.push.dataset import push_dataset
 
     return push_dataset(prepared, repo)
-
-
-def _load_or_write_plan(
-    out: Path, difference: tuple[list[str], list[str]], files: list[PushFile]
-) -> dict[str, Any]:
-    """The facts of the planned changes, stored before anything is uploaded."""
-    if not (out / PLAN).is_file():
-        send, remove = difference
-        unchanged = sorted({file.name for file in files} - set(send))
-        write_record(out / PLAN, {"sent": send, "unchanged": unchanged, "removed": remove})
-    return read_record_fields(out / PLAN, "Delete it and push again.")

@@ -66,7 +66,6 @@ def reference(
 
 
 def _missing_samples(job: Job, ranks: ProcessInfo) -> list[bytes]:
-    """The samples without log-probs, as seen by rank 0."""
     assert job.ref_logprobs is not None
     digests: list[bytes] = []
     if ranks.is_main_process:
@@ -76,7 +75,6 @@ def _missing_samples(job: Job, ranks: ProcessInfo) -> list[bytes]:
 
 
 def _save(job: Job, held: list[SampleLogprobs], ranks: ProcessInfo) -> None:
-    """Write the log-probs computed since the last write, on rank 0."""
     if held and ranks.is_main_process:
         assert job.ref_logprobs is not None
         samples = [sample for scored in held for sample in scored.samples]

@@ -76,13 +76,10 @@ class Reference(Stage):
 
     @property
     def inputs(self) -> Mapping[str, Input]:
-        """The packed rows, the model's config and weights, and the adapter and the checkpoint that
-        training starts from, if any."""
         return {"packed": self.packed, **self.model}
 
     @property
     def shared_folder(self) -> Path:
-        """Folder of this model's log-probs, shared by all runs."""
         model = {name: source.key for name, source in self.model.items()}
         shared_identity = {"version": self.version, "settings": identity(self)["settings"]}
         return self.root / SCORES / digest_json({**shared_identity, **model})[:16]
@@ -114,17 +111,12 @@ class Reference(Stage):
         return {"samples": len(samples), "mean_log_probs": scores.mean(0).round(6).tolist()}
 
     def job(self, output_dir: Path) -> Job:
-        """Build the job of the ranks on this machine."""
         run = reference_run(self.run_config, has_adapter=self.settings.adapter is not None)
-        initial = self._initial_checkpoint()
+        typed, initial = self.run_config.train.init_checkpoint_path, None
+        if self.initial and typed:
+            initial = local_folder(typed, self.initial).resolve()
         job = build_job(stage_key(self), run, self.packed, self.origin, output_dir, self.initial)
         return replace(job, ref_logprobs=self.shared_folder.resolve(), init_checkpoint=initial)
-
-    def _initial_checkpoint(self) -> Path | None:
-        typed = self.run_config.train.init_checkpoint_path
-        if not self.initial or not typed:
-            return None
-        return local_folder(typed, self.initial).resolve()
 
     def read_facts(self, job: Job, ended: LaunchResult, location: str) -> dict[str, Any]:
         """Facts returned by finished ranks. Raises Interrupted if they were asked to stop, and
@@ -145,7 +137,7 @@ class Reference(Stage):
         _run_in_this_process(self.job(out.resolve()))
 
     def owned_files(self, out: Path) -> Iterable[Path]:
-        """The log-prob files; other files of the ranks are temporary."""
+        # The other files of the ranks are temporary.
         return sorted(out.glob("scores-*.arrow"))
 
 

@@ -17,7 +17,6 @@ from penstock.core.cache.stage import ATTEMPT, Stage, identity, stage_key
 from penstock.core.errors import ArtifactError, StageError
 from penstock.core.files import regular_files
 from penstock.core.remote.artifact_sync import RemoteArtifact
-from penstock.core.remote.reconcile import sync_mirror
 from penstock.engine.checkpoint.folders import (
     CheckpointNaming,
     checkpoint_faults,
@@ -223,7 +222,7 @@ def test_a_mirror_gets_whole_checkpoints_in_place_of_damaged_ones_and_older_ones
     newest_there = next(name for name in names if name.endswith(f"step_{STEPS}/__0_0.distcp"))
 
     def newest():
-        sync_mirror(depot, stage)
+        depot.sync_mirror(stage)
         folders = complete_checkpoints(mirror / "checkpoints")
         return [each.name for each in folders if not checkpoint_faults(each)][-1]
 

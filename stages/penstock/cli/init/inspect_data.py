@@ -60,7 +60,7 @@ class OwnData:
     """Tokens of the longest of the `measured` samples."""
     is_tokenized: bool
     """Whether the model's tokenizer counted them; otherwise estimated from their characters."""
-    dropped: str = ""
+    dropped_records: str = ""
     """How many of the first records give no sample of this model: "3 of 10 records"."""
     faults: tuple[str, ...] = ()
     """Why they give none."""
@@ -111,12 +111,12 @@ def inspect_data(path: str, model: str) -> OwnData:
     for name, values in OBJECTIVES.get(guess.type, {}).items():
         sections[name] = {**sections.get(name, {}), **values}
     sections["data"] = {"datasets": [{"path": path, **guess.settings()}]}
-    dropped, faults = "", tuple[str, ...]()
+    dropped_records, faults = "", tuple[str, ...]()
     if is_local_model(model):
         tokenizer = _load_tokenizer(run)
         measured = _tokenize(loads(sections), records, tokenizer)
         faults, template = measured.faults, measured.template
-        dropped = f"{measured.dropped:,} of {len(records):,} records"
+        dropped_records = f"{measured.dropped:,} of {len(records):,} records"
         if template:
             data = {**sections["data"], "chat_template": template}
             measured = _tokenize(loads({**sections, "data": data}), records, tokenizer)
@@ -124,11 +124,11 @@ def inspect_data(path: str, model: str) -> OwnData:
             mean = measured.tokens / measured.samples
             samples = round(count * measured.samples / len(records))
             sizes = samples, measured.samples, mean, max(measured.lengths), True
-            return OwnData(path, guess, is_certain, *sizes, dropped, faults, template)
+            return OwnData(path, guess, is_certain, *sizes, dropped_records, faults, template)
     per_token = bytes_per_token(HUB_VOCABULARY)
     lengths = [sum(len(text.encode()) for text in _texts(record)) / per_token for record in records]
     sizes = count, len(records), sum(lengths) / len(lengths), round(max(lengths)), False
-    return OwnData(path, guess, is_certain, *sizes, dropped, faults)
+    return OwnData(path, guess, is_certain, *sizes, dropped_records, faults)
 
 
 def _read(run: RunConfig) -> tuple[int, list[dict[str, Any]]]:

@@ -108,7 +108,7 @@ def write_config_for_data(
             "which the model learns in training"
         )
     elif own_data.faults:
-        console.say(f"warning: {own_data.dropped} give no sample with {model}: {faults}")
+        console.say(f"warning: {own_data.dropped_records} give no sample with {model}: {faults}")
     body = choose(own_data, model).as_yaml(
         f"{describe(own_data)} `penstock check` tests this file, `penstock run` trains."
     )

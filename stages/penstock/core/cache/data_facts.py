@@ -36,7 +36,12 @@ def write_data_facts(out: Path, packed: Artifact, prepared: Artifact | None) -> 
         record["made"]["prepare"] = {"key": first["key"], "sources": _sources(first["inputs"])}
     write_json(out / DATA, record)
     built = {"pack": before, **({"prepare": first} if first else {})}
-    write_json(out / LINEAGE, {name: _build_info(manifest) for name, manifest in built.items()})
+    lineage: dict[str, Any] = {}
+    for name, manifest in built.items():
+        created = manifest["created"]
+        reused = created < PROCESS_START
+        lineage[name] = {"created": created, "seconds": manifest["seconds"], "reused": reused}
+    write_json(out / LINEAGE, lineage)
 
 
 def read_data_facts(out: Path) -> dict[str, Any] | None:
@@ -51,14 +56,8 @@ def read_lineage(out: Path) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}
 
 
-def _build_info(manifest: dict[str, Any]) -> dict[str, Any]:
-    created = manifest["created"]
-    return {"created": created, "seconds": manifest["seconds"], "reused": created < PROCESS_START}
-
-
 def _sources(inputs: dict[str, Any]) -> dict[str, Any]:
-    """The source pins of the prepared data by name. For local files, only their number, because
-    there may be many."""
+    # Only the number of local files, of which there may be many.
     sources: dict[str, Any] = {}
     for name, record in inputs.items():
         pin = record["source"]

@@ -49,8 +49,7 @@ def _differences(name: str, value: Any, other_value: Any) -> Iterator[Difference
 
 
 def _children(value: Any) -> list[tuple[str, Any]]:
-    """The children of a mapping or of a list of mappings, by name. A list of plain values is one
-    leaf."""
+    # A list of plain values is one leaf.
     if isinstance(value, Mapping):
         members = cast("Mapping[str, Any]", value)
         return [(str(name), inner) for name, inner in members.items()]

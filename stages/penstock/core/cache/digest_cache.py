@@ -150,8 +150,11 @@ def cached_value(content: str, compute: Callable[[], Any]) -> Any:
             ).fetchone()
     except sqlite3.Error:
         row = None
-    if row and (text := _without_checksum(content, row[0])) is not None:
-        return json.loads(text)
+    if row and isinstance(row[0], str):
+        text = row[0][CHECKSUM_DIGITS:]
+        # Otherwise the row is damaged, or predates row digests.
+        if row[0] == _with_checksum(content, text):
+            return json.loads(text)
     value = compute()
     with_checksum = _with_checksum(content, json.dumps(value))
     try:
@@ -165,14 +168,7 @@ def cached_value(content: str, compute: Callable[[], Any]) -> Any:
 
 
 def _with_checksum(content: str, text: str) -> str:
-    """Prefix the text with a digest of the text and its cache key."""
     return hashlib.sha256(f"{content} {text}".encode()).hexdigest()[:CHECKSUM_DIGITS] + text
-
-
-def _without_checksum(content: str, row: object) -> str | None:
-    """Return the text of a row, or None if the row is damaged or predates row digests."""
-    text = row[CHECKSUM_DIGITS:] if isinstance(row, str) else ""
-    return text if row == _with_checksum(content, text) else None
 
 
 class _Stat(NamedTuple):
@@ -200,7 +196,6 @@ class _Stat(NamedTuple):
 
     @property
     def is_own(self) -> bool:
-        """Whether no user but this one and root can set the modification time."""
         return self.uid in (os.getuid(), 0)
 
     @property
@@ -234,8 +229,6 @@ _SIGNED = (1 << 63) - 1
 
 
 class _Row(NamedTuple):
-    """A cached file digest."""
-
     device: int
     inode: int
     size: int
@@ -249,7 +242,6 @@ class _Row(NamedTuple):
 
     @property
     def with_checksum(self) -> tuple[Any, ...]:
-        """The row with its own digest."""
         guard = hashlib.sha256(repr(tuple(self)).encode()).hexdigest()[:CHECKSUM_DIGITS]
         return (*self, guard)
 
@@ -297,7 +289,7 @@ def _cached_digest(database: sqlite3.Connection, stat: _Stat) -> str | None:
 
 
 def _read_all(paths: Sequence[Path]) -> list[str]:
-    """SHA-256 of files read in threads; hashing releases the GIL."""
+    # hashlib releases the GIL while it hashes.
     readers = min(MAX_READERS, os.cpu_count() or 1, len(paths))
     if readers < 2:
         return [sha256_file(path) for path in paths]

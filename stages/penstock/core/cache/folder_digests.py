@@ -7,7 +7,7 @@ so several threads and several ranks can verify one file.
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
@@ -52,7 +52,6 @@ class Digester:
         self._part = xxhash.xxh3_128()
 
     def update(self, data: bytes | bytearray | memoryview) -> None:
-        """Append bytes of the file."""
         remaining = memoryview(data).cast("B")
         self._bytes += len(remaining)
         # Not `>=`: a file whose length is a multiple of the chunk would end with an empty chunk,
@@ -66,7 +65,6 @@ class Digester:
         self._room -= len(remaining)
 
     def result(self) -> FileDigest:
-        """Return the digest of all bytes so far."""
         return FileDigest(self._bytes, (*self._parts, self._part.hexdigest()))
 
 
@@ -79,15 +77,19 @@ class FolderDigests:
 
     def write(self, folder: Path) -> None:
         """Write `digests.json`, including its own digest."""
-        content = self._content()
+        files = {
+            name: {"bytes": file.bytes, "digests": list(file.parts)}
+            for name, file in self.files.items()
+        }
+        content = {"algorithm": ALGORITHM, "part_bytes": self.part_bytes, "files": files}
         write_json(folder / DIGESTS, {**content, "digest": _digest_record(content)})
 
     @classmethod
     def read(cls, folder: Path) -> "FolderDigests | None":
         """Read `digests.json`, or return None if there is none. Raises DamagedError."""
-        content = _read(folder, DIGESTS) if (folder / DIGESTS).is_file() else None
-        if content is None:
+        if not (folder / DIGESTS).is_file():
             return None
+        content = _read(folder, DIGESTS)
         try:
             record = json.loads(content)
             digest = record.pop("digest")
@@ -139,8 +141,13 @@ class FolderDigests:
         called after each chunk.
         """
         damage: dict[str, str] = {}
+        all_parts = (
+            (name, part)
+            for name, file in sorted(self.files.items())
+            for part in range(len(file.parts))
+        )
         # Chunks in turn, not files: one large file is spread over all readers.
-        parts = list(islice(self._iter_parts(), share, None, of))
+        parts = list(islice(all_parts, share, None, of))
 
         def check_part(part: tuple[str, int]) -> str | None:
             return self._check_part(folder, *part)
@@ -151,18 +158,6 @@ class FolderDigests:
                     damage.setdefault(name, fault)
                 progress()
         return list(damage.values())
-
-    def _content(self) -> dict[str, Any]:
-        files = {
-            name: {"bytes": file.bytes, "digests": list(file.parts)}
-            for name, file in self.files.items()
-        }
-        return {"algorithm": ALGORITHM, "part_bytes": self.part_bytes, "files": files}
-
-    def _iter_parts(self) -> Iterator[tuple[str, int]]:
-        for name, file in sorted(self.files.items()):
-            for number in range(len(file.parts)):
-                yield name, number
 
     def _check_part(self, folder: Path, name: str, number: int) -> str | None:
         file = self.files[name]

@@ -110,8 +110,7 @@ def _read_pinned_keys(pins: Path) -> set[str]:
 
 
 def _read_pin(pin: Path) -> list[str]:
-    """Return the keys of a pin. Raises ArtifactError for a damaged pin, because the artifacts that
-    it protects are unknown."""
+    # A damaged pin is an error, because the results that it protects are unknown.
     keys = read_json(pin)
     digest, _, pid = pin.stem.partition("-")
     if pid and digest != _digest(keys):  # Pins of earlier versions have no digest.

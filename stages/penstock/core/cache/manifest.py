@@ -71,10 +71,7 @@ def content_digest(manifest: Mapping[str, Any]) -> str:
 
 
 def _require_fields(manifest: Record, location: str, remedy: str) -> Record:
-    """Return the manifest if its fields have their types and its files are names inside its folder.
-
-    Its digest shows that it was written so, not that this program wrote it.
-    """
+    # The digest of a record shows that it was written so, not that this program wrote it.
     if fault := _field_fault(manifest) or _files_fault(manifest["files"]):
         raise ArtifactError(f"{location} is damaged: {fault}.\n  {remedy}")
     return manifest
@@ -101,7 +98,9 @@ def _files_fault(files: list[Any]) -> str | None:
         if fields.keys() != {"path", "bytes", "sha256"}:
             return f"files has an entry that is not a path, bytes and sha256: {file!r}"
         path, num_bytes, sha256 = fields["path"], fields["bytes"], fields["sha256"]
-        if not isinstance(path, str) or not _is_listable(path):
+        # `a//b` and `./a` are second names of files, which the check for duplicates would not see.
+        is_name = isinstance(path, str) and is_relative_name(path)
+        if not is_name or str(PurePosixPath(path)) != path or path == MANIFEST:
             return (
                 f"files names {path!r}, which is no file inside its folder, and may have been "
                 "written to overwrite others"
@@ -115,9 +114,3 @@ def _files_fault(files: list[Any]) -> str | None:
             return f"files lists {path} twice"
         paths.add(path)
     return None
-
-
-def _is_listable(path: str) -> bool:
-    """Whether a manifest lists a file so: one name per file, and not the manifest itself."""
-    # `a//b` and `./a` are second names of files, which the check for duplicates would not see.
-    return is_relative_name(path) and str(PurePosixPath(path)) == path != MANIFEST

@@ -118,7 +118,6 @@ def _read_note(path: Path) -> Note | None:
 
 
 def _verify_digests(notes: Mapping[Path, Note]) -> dict[Path, Note]:
-    """Notes whose files match their digest. Digests are cached until a file changes."""
     try:
         digests = digest_files(notes)
     except OSError:  # One cannot be read, or was deleted meanwhile: it alone is left out.

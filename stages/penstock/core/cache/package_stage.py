@@ -47,9 +47,7 @@ class PackageStep(Stage):
 
     @property
     def inputs(self) -> Mapping[str, Artifact]:
-        """The results that it reads."""
         return self.upstream
 
     def run(self, out: Path) -> Facts:
-        """Run the package's stage."""
         return self.stage.run(self.upstream, out)

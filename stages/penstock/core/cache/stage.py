@@ -61,10 +61,7 @@ class Artifact:
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """The manifest.
-
-        Raises FileNotFoundError if the stage has not run, ArtifactError if the manifest is damaged.
-        """
+        """Raises FileNotFoundError if the stage has not run, ArtifactError for a damaged one."""
         manifest = read_manifest(self.path)
         if manifest is None:
             raise FileNotFoundError(errno.ENOENT, "has no manifest", str(self.path / MANIFEST))
@@ -72,7 +69,6 @@ class Artifact:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The facts that the stage reported about its result."""
         return self.manifest["facts"]
 
 
@@ -112,8 +108,7 @@ class Stage(ABC):
         """
 
     def outside_changes(self) -> list[str]:
-        """What a complete result left outside of its folder and is no longer there. The stage runs
-        again to restore it."""
+        """What a complete result left outside of its folder and is gone: the stage runs again."""
         return []
 
     def files_to_upload(self, out: Path) -> list[list[Path]]:
@@ -139,7 +134,12 @@ def identity(stage: Stage) -> dict[str, Any]:
     """Everything that determines the content of the stage's result, as plain JSON."""
     settings = stage.settings.model_dump(mode="json")
     for dotted, value in stage.neutral.items():
-        _drop_if(settings, dotted.split("."), value)
+        *sections, name = dotted.split(".")
+        section = settings
+        for step in sections:
+            section = section[step]
+        if section.get(name) == value:
+            del section[name]
     return {
         "stage": stage.name,
         "version": stage.version,
@@ -156,10 +156,3 @@ def stage_key(stage: Stage) -> str:
 def short(key: str) -> str:
     """The first 16 hex digits of a key, used as folder name."""
     return key[:16]
-
-
-def _drop_if(settings: dict[str, Any], steps: list[str], value: Any) -> None:
-    for step in steps[:-1]:
-        settings = settings[step]
-    if settings.get(steps[-1]) == value:
-        del settings[steps[-1]]

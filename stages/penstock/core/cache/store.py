@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from filelock import Timeout
 
@@ -28,13 +28,12 @@ from penstock.core.cache.input_digests import (
     read_attempt,
 )
 from penstock.core.cache.manifest import MANIFEST, content_digest, read_manifest, remedy_for
-from penstock.core.cache.record import FORMAT, write_record
+from penstock.core.cache.record import FORMAT, Record, write_record
 from penstock.core.cache.stage import (
     ATTEMPT,
     ERROR_LOG,
     Artifact,
     Facts,
-    Input,
     Source,
     Stage,
     identity,
@@ -52,10 +51,8 @@ from penstock.core.errors import (
 from penstock.core.file_lock import acquire_lock
 from penstock.core.files import PART, backup_rename, fsync, regular_files, remove
 from penstock.core.os_errors import describe_os_error
-from penstock.core.remote.artifact_sync import RemoteArtifact
+from penstock.core.remote.artifact_sync import BackgroundUploader, RemoteArtifact
 from penstock.core.remote.local_mirror import local_cache_dir
-from penstock.core.remote.reconcile import has_record, sync_mirror
-from penstock.core.remote.upload_while_running import BackgroundUploader
 from penstock.core.remote.urls import is_url, redact, redact_text, url_join
 from penstock.core.replace_folder import replace_folder
 from penstock.core.sources.unchanged import pinned_files
@@ -68,6 +65,8 @@ MAX_CONCURRENT_FLUSHES = 16
 REPLACED = ".replaced"
 """Suffix of a complete folder during a rebuild; removed once the new result is complete."""
 
+Notify = Callable[[str], None]
+
 Status = Literal["ran", "cached", "resumed", "skipped"]
 Cache = Literal["reuse", "refresh", "off"]
 """reuse: use complete results and resume incomplete ones. refresh: rebuild, but resume an attempt
@@ -76,6 +75,10 @@ of this rebuild. off: rebuild from scratch."""
 
 WAIT_SECONDS = 1.0
 """Interval at which a waiting run looks at what the other one builds."""
+
+
+def _silent(_: str) -> None:
+    pass
 
 
 @dataclass(frozen=True)
@@ -96,12 +99,10 @@ class PlannedStage:
 
     @property
     def where(self) -> str:
-        """The location shown to users."""
         return redact(self.remote) if self.remote else str(self.path)
 
     @property
     def artifact(self) -> Artifact:
-        """The result as an artifact, whether or not it exists yet."""
         return Artifact(self.stage.name, stage_key(self.stage), self.path, self.remote)
 
 
@@ -123,7 +124,7 @@ class StageResult:
         return redact(self.remote) if self.remote else str(self.path)
 
 
-def find_local(step: PlannedStage) -> dict[str, Any] | None:
+def find_local(step: PlannedStage) -> Record | None:
     """Return the step's manifest, or None if there is no complete result with this key.
 
     Raises ArtifactError if listed files are missing or have other sizes, or if the manifest belongs
@@ -149,7 +150,7 @@ def get_or_build(
     cache: Cache = "reuse",
     verify: Verify = "changed",
     claim: Callable[[PlannedStage], None] | None = None,
-    notify: Callable[[str], None] = lambda _: None,
+    notify: Notify = _silent,
 ) -> StageResult:
     """Return the step's result; build it only if it is missing or stale.
 
@@ -170,20 +171,18 @@ def get_or_build(
             ) from error
     # Without the lock, which needs a folder that can be written to: results may be on a read-only
     # mount.
-    if cache == "reuse" and (manifest := _find_current(step)):
-        require_content(step.path, manifest, verify)
+    if cache == "reuse" and (manifest := _find_intact(step, verify)):
         return _stage_result(step, "cached", started, manifest["facts"])
     with _folder_lock(step, notify):
         # Another process may have completed it while this one waited for the lock.
-        if cache == "reuse" and (manifest := _find_current(step, notify)):
-            require_content(step.path, manifest, verify)
+        if cache == "reuse" and (manifest := _find_intact(step, verify, notify)):
             return _stage_result(step, "cached", started, manifest["facts"])
         if claim:
             claim(step)
         return _build_or_rebuild(step, started, request)
 
 
-def find_cached(step: PlannedStage) -> dict[str, Any] | None:
+def find_cached(step: PlannedStage) -> Record | None:
     """Return the step's local or remote manifest, or None. Downloads no files.
 
     Also None if the result is stale, as far as local inputs show.
@@ -194,49 +193,47 @@ def find_cached(step: PlannedStage) -> dict[str, Any] | None:
     return manifest
 
 
-def find_complete(step: PlannedStage) -> dict[str, Any] | None:
+def find_complete(step: PlannedStage) -> Record | None:
     """Return the step's local or remote manifest, stale or not, or None."""
     if step.remote is None:
         return find_local(step)
-    manifest = RemoteArtifact(step.remote, step.path).manifest()
-    return manifest if manifest and manifest["key"] == stage_key(step.stage) else None
+    return _remote_manifest(step, RemoteArtifact(step.remote, step.path))
 
 
 def fetch_cached(
-    step: PlannedStage, verify: Verify = "changed", notify: Callable[[str], None] = lambda _: None
-) -> dict[str, Any] | None:
+    step: PlannedStage, verify: Verify = "changed", notify: Notify = _silent
+) -> Record | None:
     """Return the manifest after downloading a remote result that is missing on this machine and
     verifying its files. None if there is no result or it is stale."""
     if step.remote is None:
-        manifest = _find_current(step)
-        if manifest:
-            require_content(step.path, manifest, verify)
-        return manifest
+        return _find_intact(step, verify)
     with _folder_lock(step, notify):
         return _fetch_current(step, RemoteArtifact(step.remote, step.path), verify, notify)
 
 
 @dataclass(frozen=True)
 class _Request:
-    """The arguments of a `get_or_build` call."""
-
     cache: Cache
     verify: Verify
     claim: Callable[[PlannedStage], None] | None
-    notify: Callable[[str], None]
+    notify: Notify
 
 
-def _find_current(
-    step: PlannedStage, notify: Callable[[str], None] = lambda _: None
-) -> dict[str, Any] | None:
-    """Return the manifest unless an input's content has changed since the build."""
+def _find_intact(step: PlannedStage, verify: Verify, notify: Notify = _silent) -> Record | None:
+    """The manifest of a complete and current result. Raises ArtifactError if it is damaged."""
     manifest = find_local(step)
-    return manifest if manifest and _is_current(step, manifest, notify) else None
+    if manifest is None or not _is_current(step, manifest, notify):
+        return None
+    require_content(step.path, manifest, verify)
+    return manifest
 
 
-def _is_current(
-    step: PlannedStage, manifest: dict[str, Any], notify: Callable[[str], None] = lambda _: None
-) -> bool:
+def _remote_manifest(step: PlannedStage, remote: RemoteArtifact) -> Record | None:
+    manifest = remote.manifest()
+    return manifest if manifest and manifest["key"] == stage_key(step.stage) else None
+
+
+def _is_current(step: PlannedStage, manifest: Record, notify: Notify = _silent) -> bool:
     changed = [*map(str, changed_inputs(step.stage, manifest, digests_of_inputs(step.stage)))]
     changed = changed or step.stage.outside_changes()
     if changed:
@@ -245,7 +242,6 @@ def _is_current(
 
 
 def _build_or_rebuild(step: PlannedStage, started: float, request: _Request) -> StageResult:
-    """Build or resume. An existing complete result is replaced once the new one is complete."""
     if request.cache != "reuse" or (step.path / MANIFEST).is_file():
         return _rebuild(step, started, request)
     return _build(step, started, request)
@@ -254,30 +250,29 @@ def _build_or_rebuild(step: PlannedStage, started: float, request: _Request) -> 
 def _get_or_build_remote(
     step: PlannedStage, remote: RemoteArtifact, request: _Request
 ) -> StageResult:
-    """Build or fetch a remote step: one machine builds, the others download."""
     started = time.monotonic()
     notify = request.notify
 
-    def there() -> dict[str, Any] | None:
+    def fetch() -> Record | None:
         if request.cache != "reuse":
             return None
         return _fetch_current(step, remote, request.verify, notify)
 
     def is_done() -> bool:
-        manifest = remote.manifest() if request.cache == "reuse" else None
-        return bool(manifest and _matches_key(step, manifest) and _is_current(step, manifest))
+        manifest = _remote_manifest(step, remote) if request.cache == "reuse" else None
+        return manifest is not None and _is_current(step, manifest)
 
     with _folder_lock(step, notify):
-        if manifest := there():
+        if manifest := fetch():
             return _stage_result(step, "cached", started, manifest["facts"])
         lease = remote.lease()
         if not lease.acquire(is_done, notify):
-            manifest = there()
+            manifest = fetch()
             assert manifest, "lease.acquire found it complete"
             return _stage_result(step, "cached", started, manifest["facts"])
         with lease:
             # Another machine may have published it between the check above and the lease.
-            if manifest := there():
+            if manifest := fetch():
                 lease.clear()
                 return _stage_result(step, "cached", started, manifest["facts"])
             outcome = _build_in_mirror(step, remote, request)
@@ -290,65 +285,47 @@ def _get_or_build_remote(
 
 
 def _build_in_mirror(step: PlannedStage, remote: RemoteArtifact, request: _Request) -> StageResult:
-    """Build in the local mirror, unless an earlier run completed the build and only the upload
-    failed."""
+    # An earlier run may have completed the build when only its upload failed.
     started = time.monotonic()
     if request.cache == "reuse" and (
         manifest := _find_intact_mirror(step, request.verify, request.notify)
     ):
         return _stage_result(step, "cached", started, manifest["facts"])
-    held = sync_mirror(remote, step.stage)
+    remote_key = remote.sync_mirror(step.stage)
     if request.claim:
         request.claim(step)
-    if held not in (None, stage_key(step.stage)) and not has_record(remote):
+    if remote_key not in (None, stage_key(step.stage)) and not remote.mirror_key():
         remote.move_to_backup()
     with BackgroundUploader(remote, step.stage, request.notify):
         return _build_or_rebuild(step, started, request)
 
 
 def _fetch_current(
-    step: PlannedStage, remote: RemoteArtifact, verify: Verify, notify: Callable[[str], None]
-) -> dict[str, Any] | None:
+    step: PlannedStage, remote: RemoteArtifact, verify: Verify, notify: Notify
+) -> Record | None:
     """Return the manifest if the remote result is complete and current, after downloading and
     verifying its files."""
-    manifest = remote.manifest()
-    if (
-        manifest is None
-        or not _matches_key(step, manifest)
-        or not _is_current(step, manifest, notify)
-    ):
+    manifest = _remote_manifest(step, remote)
+    if manifest is None or not _is_current(step, manifest, notify):
         return None
     mirror = _find_intact_mirror(step, verify, notify)
     if mirror is None or mirror["files"] != manifest["files"]:
         remote.fetch(manifest)
         if not step.stage.files_to_upload(step.path):
-            listed = {step.path / file["path"] for file in manifest["files"]} | {
-                step.path / MANIFEST
-            }
-            for path in regular_files(step.path):
-                if path not in listed:
-                    path.unlink()
+            listed = {step.path / file["path"] for file in manifest["files"]}
+            for path in set(regular_files(step.path)) - listed - {step.path / MANIFEST}:
+                path.unlink()
     return manifest
 
 
-def _matches_key(step: PlannedStage, manifest: dict[str, Any]) -> bool:
-    return manifest["key"] == stage_key(step.stage)
-
-
-def _find_intact_mirror(
-    step: PlannedStage, verify: Verify, notify: Callable[[str], None]
-) -> dict[str, Any] | None:
-    """Return the manifest of a mirror whose files match it. Damage in a mirror is reported but is
-    not an error, because the files can be downloaded again."""
+def _find_intact_mirror(step: PlannedStage, verify: Verify, notify: Notify) -> Record | None:
+    # Damage in a mirror is no error: its files can be downloaded again.
     try:
-        manifest = _find_current(step)
-        if manifest:
-            require_content(step.path, manifest, verify)
+        return _find_intact(step, verify)
     except ArtifactError as error:
         first = str(error).split("\n", 1)[0].rstrip(":.")
         notify(f"{first}; it is a copy of {step.where}, and is fetched or built again")
         return None
-    return manifest
 
 
 def lock_path(folder: Path) -> Path:
@@ -357,8 +334,7 @@ def lock_path(folder: Path) -> Path:
 
 
 @contextmanager
-def _folder_lock(step: PlannedStage, notify: Callable[[str], None]) -> Generator[None]:
-    """One writer per folder; notifies once if another process holds the lock."""
+def _folder_lock(step: PlannedStage, notify: Notify) -> Generator[None]:
     try:
         step.path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -375,8 +351,6 @@ def _folder_lock(step: PlannedStage, notify: Callable[[str], None]) -> Generator
 
 
 def _wait_for_lock(step: PlannedStage) -> AbstractContextManager[object]:
-    """Wait for the lock. Raises ConfigError if its holder builds a result of another key, which
-    this run could not use."""
     own_key = stage_key(step.stage)
     while True:
         with suppress(Timeout):
@@ -391,12 +365,8 @@ def _wait_for_lock(step: PlannedStage) -> AbstractContextManager[object]:
 
 
 def _rebuild(step: PlannedStage, started: float, request: _Request) -> StageResult:
-    """Rebuild although a result may exist. The existing result is kept until the new one is
-    complete.
-
-    If the build fails, the existing result is restored, unless it is stale. An interrupted rebuild
-    is resumed.
-    """
+    # The existing result is kept until the new one is complete, and restored if the build fails,
+    # unless it is stale.
     had_result = (step.path / MANIFEST).exists()
     from_scratch = request.cache == "off"
     aside = step.path.with_name(f"{step.path.name}{REPLACED}")
@@ -473,10 +443,7 @@ def _require_unchanged_inputs(stage: Stage, digests: Mapping[str, str], verify: 
                 )
 
 
-def _find_attempt_to_resume(
-    step: PlannedStage, digests: dict[str, str], notify: Callable[[str], None]
-) -> bool:
-    """Whether there is an attempt to resume. An attempt that read other inputs is moved aside."""
+def _find_attempt_to_resume(step: PlannedStage, digests: dict[str, str], notify: Notify) -> bool:
     attempt = read_attempt(step.path)
     if attempt is None:
         return False
@@ -492,9 +459,7 @@ def _find_attempt_to_resume(
     return True
 
 
-def _seal(
-    step: PlannedStage, facts: dict[str, Any], digests: dict[str, str], seconds: float
-) -> dict[str, Any]:
+def _seal(step: PlannedStage, facts: Record, digests: dict[str, str], seconds: float) -> Record:
     """Remove temporary files, digest the owned files, and write the manifest last.
 
     `digests` are the content digests of the inputs, taken before the stage read them.
@@ -502,9 +467,8 @@ def _seal(
     stage, out = step.stage, step.path
     owned = sorted(stage.owned_files(out))
     # After a power failure, a manifest must not name files whose blocks never reached the disk.
-    with ThreadPoolExecutor(
-        MAX_CONCURRENT_FLUSHES
-    ) as pool:  # Concurrent flushes cost little more than one flush.
+    # Concurrent flushes cost little more than one flush.
+    with ThreadPoolExecutor(MAX_CONCURRENT_FLUSHES) as pool:
         list(pool.map(fsync, owned))
     # Hard links of already digested files are not read again.
     digested = list(zip(owned, digest_files(owned), strict=True))
@@ -516,15 +480,20 @@ def _seal(
     for leftover in regular_files(out):
         if leftover.suffix == PART:
             leftover.unlink()
+    inputs: dict[str, Record] = {}
+    for name, source in stage.inputs.items():
+        inputs[name] = {"key": source.key}
+        if isinstance(source, Source):
+            inputs[name]["source"] = dict(source.pin)
+        elif digests.get(name):
+            inputs[name]["digest"] = digests[name]
     manifest = {
         "format": FORMAT,
         "stage": stage.name,
         "key": stage_key(stage),
         "version": stage.version,
         "settings": identity(stage)["settings"],
-        "inputs": {
-            name: _input_record(source, digests.get(name)) for name, source in stage.inputs.items()
-        },
+        "inputs": inputs,
         "files": files,
         "facts": facts,
         "seconds": round(seconds, 3),
@@ -537,13 +506,6 @@ def _seal(
     for mark in (ATTEMPT, ERROR_LOG):
         (out / mark).unlink(missing_ok=True)
     return manifest
-
-
-def _input_record(source: Input, digest: str | None) -> dict[str, Any]:
-    """The manifest entry of an input: its key, and its pin or content digest."""
-    if isinstance(source, Source):
-        return {"key": source.key, "source": dict(source.pin)}
-    return {"key": source.key, "digest": digest} if digest else {"key": source.key}
 
 
 def _failure(

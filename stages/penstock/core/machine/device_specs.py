@@ -40,7 +40,6 @@ class Device:
     """FLOP/s in fp16 if different from bf16."""
 
     def peak(self, precision: Precision) -> float | None:
-        """Peak FLOP/s in this precision, or None if it is not supported."""
         if precision == "fp16":
             return self.fp16 or self.bf16
         return getattr(self, precision)

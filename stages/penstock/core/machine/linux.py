@@ -103,23 +103,18 @@ def process_start() -> float | None:
 
 def child_processes(parent: int) -> Iterator[int]:
     """The running processes that the process `parent` has started."""
-    states = [_state(file) for file in PROC.glob("[0-9]*/stat")] or _ps_states()
-    for pid, of, state in filter(None, states):
-        if of == parent and not state.startswith("Z"):
-            yield pid
-
-
-def _state(file: Path) -> tuple[int, int, str] | None:
-    with suppress(OSError):
-        # The name, in parentheses, may contain anything; state and parent follow it.
-        state, parent = file.read_text().rpartition(")")[2].split()[:2]
-        return int(file.parent.name), int(parent), state
-    return None
-
-
-def _ps_states() -> list[tuple[int, int, str]]:
-    listed = (line.split() for line in _ps("-A", "-o", "pid=,ppid=,state=").splitlines())
-    return [(int(pid), int(parent), state) for pid, parent, state in listed]
+    states: list[list[str]] = []
+    files = list(PROC.glob("[0-9]*/stat"))
+    for file in files:
+        with suppress(OSError):
+            # The name, in parentheses, may contain anything; state and parent follow it.
+            state, of = file.read_text().rpartition(")")[2].split()[:2]
+            states.append([file.parent.name, of, state])
+    if not files:
+        states = [line.split() for line in _ps("-A", "-o", "pid=,ppid=,state=").splitlines()]
+    for pid, of, state in states:
+        if int(of) == parent and not state.startswith("Z"):
+            yield int(pid)
 
 
 def command_line(pid: int) -> list[str]:

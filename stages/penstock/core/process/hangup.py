@@ -49,8 +49,8 @@ class _LossyStream:
             self._drop(error)
 
     def _drop(self, error: OSError) -> None:
-        """Send all further output, that of C libraries and child processes too, to nowhere if there
-        is no reader any more. A full disk may have room again."""
+        # All further output goes nowhere, that of C libraries and child processes too. A full disk
+        # may have room again.
         if error.errno in READER_GONE:
             with suppress(OSError, ValueError):
                 nowhere = os.open(os.devnull, os.O_WRONLY)

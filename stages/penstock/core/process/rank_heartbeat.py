@@ -52,7 +52,6 @@ class Heartbeat:
     """
 
     def __init__(self, folder: Path | None = None, *, rank: int = 0) -> None:
-        """Start writing to `folder`/rank_N.pulse."""
         self._status = RankStatus(rank, os.getpid(), platform.node())
         self._file: int | None = None
         self._listener: Callable[[RankStatus], None] | None = None
@@ -66,8 +65,7 @@ class Heartbeat:
         self._write()
 
     def set_listener(self, listener: Callable[[RankStatus], None] | None) -> None:
-        """Also pass each heartbeat to the callback `listener` in this process; None removes the
-        callback."""
+        """Also pass each heartbeat to `listener` in this process."""
         self._listener = listener
 
     def set_phase(self, phase: str, *, step: int | None = None) -> None:

@@ -1,13 +1,12 @@
-"""Retry with exponential backoff, for lost connections and other transient errors."""
+"""Which errors may pass, and retries with exponential backoff."""
 
 import random
 import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from penstock.core.errors import PenstockError
-from penstock.core.remote.errors import StorageError, classify_error, retry_after
-from penstock.core.transient_errors import is_transient
+from penstock.core.errors import ArtifactError, ConfigError, Interrupted, PenstockError
+from penstock.core.remote.errors import StorageError, classify_error, iter_causes, retry_after
 
 Result = TypeVar("Result")
 
@@ -22,6 +21,21 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.25, 10.0
 
 LONGEST_ASKED = 60.0
 """Maximum of the seconds that a server's Retry-After is followed."""
+
+
+def is_transient(error: BaseException) -> bool:
+    """Whether a retry with nothing changed may succeed."""
+    for cause in iter_causes(error):
+        if isinstance(cause, PenstockError):
+            if cause.may_pass:
+                return True
+            if isinstance(cause, ConfigError | ArtifactError | Interrupted):
+                return False
+        elif type(cause).__name__ == "OfflineModeIsEnabled":
+            return False
+        elif isinstance(cause, Exception) and (kind := classify_error(cause)) != "absent":
+            return kind == "cut"
+    return False
 
 
 def backoff_seconds(tries: int, first: float) -> list[float]:

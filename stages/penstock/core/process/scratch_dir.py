@@ -21,7 +21,10 @@ MIN_AGE_SECONDS = 60.0
 @contextmanager
 def scratch_folder(kind: str) -> Generator[Path]:
     """Create a directory in the system's temporary directory, accessible only by its owner."""
-    _remove_stale(kind)
+    for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}{kind}-*"):
+        with suppress(OSError):
+            if _is_stale(left):
+                shutil.rmtree(left)
     with tempfile.TemporaryDirectory(
         prefix=f"{PREFIX}{kind}-", ignore_cleanup_errors=True
     ) as folder:
@@ -32,14 +35,6 @@ def scratch_folder(kind: str) -> Generator[Path]:
             yield Path(folder)
         finally:
             os.close(handle)
-
-
-def _remove_stale(kind: str) -> None:
-    """Remove directories of this user and kind whose processes are dead."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}{kind}-*"):
-        with suppress(OSError):
-            if _is_stale(folder):
-                shutil.rmtree(folder)
 
 
 def _is_stale(folder: Path) -> bool:

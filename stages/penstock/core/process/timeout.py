@@ -23,8 +23,7 @@ class Deadline:
 
     @contextmanager
     def enforce(self, subject: str) -> Generator[None]:
-        """Context manager around all of the work. Raises StageError with the text `subject` on
-        timeout."""
+        """Raises StageError with the text `subject` on timeout."""
         if self._seconds is None:
             yield
             return
@@ -40,7 +39,6 @@ class Deadline:
             signal.signal(signal.SIGALRM, handler)
 
     def start(self) -> None:
-        """Start the timer."""
         if self._seconds is not None:
             signal.setitimer(signal.ITIMER_REAL, self._seconds)
 

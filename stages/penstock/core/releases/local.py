@@ -113,12 +113,10 @@ class LocalReleaseStore(ReleaseStore):
 
     @property
     def where(self) -> str:
-        """The folder."""
         return str(self._folder)
 
     @contextmanager
     def writing(self, notify: Notify) -> Generator[None]:
-        """Hold the lock, which the kernel releases when the holder dies, and remove leftovers."""
         self._folder.mkdir(parents=True, exist_ok=True)
         lock_file = self._folder / ".lock"
         try:
@@ -132,23 +130,19 @@ class LocalReleaseStore(ReleaseStore):
             yield
 
     def numbers(self) -> list[int]:
-        """The complete releases, in order."""
         entries = self._folder.iterdir() if self._folder.is_dir() else ()
         return sorted(int(path.name) for path in entries if NUMBER.fullmatch(path.name))
 
     def manifest(self, number: int) -> Record:
-        """The manifest of a release."""
         manifest = read_manifest(self.folder(number))
         if manifest is None:
             raise missing_release(self.where, number)
         return manifest
 
     def folder(self, number: int) -> Path:
-        """The folder of a release."""
         return self._folder / release_folder_name(number)
 
     def latest(self) -> int | None:
-        """The target of the symbolic link."""
         pointer = self._folder / LATEST
         if not pointer.is_symlink():
             return None
@@ -163,7 +157,7 @@ class LocalReleaseStore(ReleaseStore):
     def add(
         self, manifest_of: Callable[[int], Record], files: Mapping[str, Path], stored: str | None
     ) -> int:
-        """Hard-link the files into a new folder: uses no space, and outlives the original files."""
+        # Hard links use no space, and outlive the original files.
         del stored
         number = max(self.numbers(), default=0) + 1
         part = self._folder / f".{uuid.uuid4().hex}{PART}"
@@ -182,7 +176,6 @@ class LocalReleaseStore(ReleaseStore):
         return number
 
     def set_latest(self, number: int, withdrawn: Collection[int]) -> None:
-        """Rename a new symbolic link over the old one."""
         # Before the pointer: after a crash in between, `withdrawn` leaves out what is still the
         # latest.
         write_record(self._folder / WITHDRAWN, {WITHDRAWN_NUMBERS: sorted(withdrawn)})
@@ -193,13 +186,11 @@ class LocalReleaseStore(ReleaseStore):
         fsync(self._folder)
 
     def delete(self, number: int) -> None:
-        """Delete the release folder atomically."""
         part = self._folder / f".{release_folder_name(number)}{PART}"
         self.folder(number).rename(part)
         remove(part)
 
     def append_decision(self, decision: Record) -> None:
-        """Append a line in one write."""
         self._folder.mkdir(parents=True, exist_ok=True)
         line = json.dumps(decision, sort_keys=True, ensure_ascii=False) + "\n"
         file = self._folder / f"{DECISIONS}.jsonl"
@@ -215,7 +206,6 @@ class LocalReleaseStore(ReleaseStore):
             os.close(descriptor)
 
     def decisions(self) -> list[Record]:
-        """All readable lines; others are reported."""
         path = self._folder / f"{DECISIONS}.jsonl"
         try:
             lines = path.read_bytes().split(b"\n")

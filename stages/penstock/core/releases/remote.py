@@ -58,12 +58,10 @@ class RemoteReleaseStore(ReleaseStore):
 
     @property
     def where(self) -> str:
-        """The URL."""
         return self._root.redacted_url
 
     @contextmanager
     def writing(self, notify: Notify) -> Generator[None]:
-        """Hold the lease."""
         lease = Lease(self._root, f"{mirror_holder()}-{uuid.uuid4().hex}")
         lease.acquire(lambda: False, notify)
         with lease:
@@ -74,7 +72,6 @@ class RemoteReleaseStore(ReleaseStore):
                 self._lease = None
 
     def numbers(self) -> list[int]:
-        """The releases that have a manifest."""
         return sorted(
             int(name)
             for name in self._root.names()
@@ -82,7 +79,6 @@ class RemoteReleaseStore(ReleaseStore):
         )
 
     def manifest(self, number: int) -> Record:
-        """The manifest of a release."""
         name = f"{release_folder_name(number)}/{MANIFEST}"
         content = (self._root / name).read()
         if content is None:
@@ -90,7 +86,6 @@ class RemoteReleaseStore(ReleaseStore):
         return parse_manifest(content, f"{self.where}/{name}", _REMEDY)
 
     def folder(self, number: int) -> Path:
-        """A local copy; every file is verified after download."""
         manifest, folder = self.manifest(number), self._mirror / release_folder_name(number)
         with suppress(ArtifactError):
             is_here = read_manifest(folder) == manifest
@@ -100,7 +95,6 @@ class RemoteReleaseStore(ReleaseStore):
         return folder
 
     def latest(self) -> int | None:
-        """The number in the pointer."""
         content = (self._root / POINTER).read()
         if content is None:
             return None
@@ -119,7 +113,6 @@ class RemoteReleaseStore(ReleaseStore):
     def add(
         self, manifest_of: Callable[[int], Record], files: Mapping[str, Path], stored: str | None
     ) -> int:
-        """Copy the files within the store, or upload them, and create the manifest."""
         number = max(self.numbers(), default=0) + 1
         folder = self._root / release_folder_name(number)
         for name in folder.files():  # Left by a writer that died before it created the manifest.
@@ -141,26 +134,22 @@ class RemoteReleaseStore(ReleaseStore):
         return number
 
     def set_latest(self, number: int, withdrawn: Collection[int]) -> None:
-        """Overwrite the pointer."""
         self._check_lease()
         (self._root / WITHDRAWN).write(_to_json({WITHDRAWN_NUMBERS: sorted(withdrawn)}))
         (self._root / POINTER).write(_to_json({"number": number}))
 
     def delete(self, number: int) -> None:
-        """Delete the release remotely, its manifest first, and from the local mirror."""
         RemoteArtifact(
             (self._root / release_folder_name(number)).url,
             self._mirror / release_folder_name(number),
         ).delete()
 
     def append_decision(self, decision: Record) -> None:
-        """Create an object whose name sorts by time."""
         now = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%f")
         name = f"{DECISIONS}/{now}-{uuid.uuid4().hex[:8]}.json"
         (self._root / name).write(json.dumps(decision, sort_keys=True).encode())
 
     def decisions(self) -> list[Record]:
-        """Every record, one object each."""
         folder = self._root / DECISIONS
         files = [folder / name for name in folder.files()]
         return parse_decisions((file.read() or b"", file.redacted_url) for file in files)

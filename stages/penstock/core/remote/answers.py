@@ -52,10 +52,10 @@ def require_range(content_range: str | None, start: int, stop: int, total: int) 
 
 
 async def receive(
-    chunks: AsyncIterator[bytes], write: Callable[[bytes], object], limit: int | None = None
-) -> int:
-    """Write the chunks as they arrive; return the number of bytes. Raises StalledError, and
-    AnswerError before more than `limit` bytes are written: a body may never end."""
+    chunks: AsyncIterator[bytes], write: Callable[[bytes], object], expected: int | None
+) -> None:
+    """Write the chunks as they arrive. Raises StalledError if fewer than `expected` bytes come, and
+    AnswerError before more are written: a body may never end."""
     clock = asyncio.get_running_loop().time
     length, mark, since = 0, 0, clock()
     while True:
@@ -65,14 +65,25 @@ async def receive(
             # arrived.
             chunk = await asyncio.wait_for(anext(chunks), max(remaining, 0.001))
         except StopAsyncIteration:
-            return length
+            break
         except TimeoutError:
             raise StalledError(
                 f"the server sent {length - mark} bytes in {PROGRESS_SECONDS:g} s"
             ) from None
         length += len(chunk)
-        if limit is not None and length > limit:
-            raise AnswerError(f"more than the {limit} bytes that were requested arrived")
+        if expected is not None and length > expected:
+            raise AnswerError(f"more than the {expected} bytes that were requested arrived")
         write(chunk)
         if length - mark >= LEAST_PROGRESS:
             mark, since = length, clock()
+    if expected is not None and length != expected:
+        raise StalledError(f"{length} of {expected} bytes arrived")
+
+
+def write_block(block: bytes, expected: int, write: Callable[[bytes], object]) -> None:
+    """Write an answer that a library has read whole. Raises as `receive`."""
+    if len(block) > expected:
+        raise AnswerError(f"{len(block)} bytes arrived where {expected} were requested")
+    write(block)
+    if len(block) < expected:
+        raise StalledError(f"{len(block)} of {expected} bytes arrived")

@@ -26,17 +26,17 @@ def shorten_retries(system: Any) -> None:
 def await_copy(system: Any, path: str) -> None:
     """Wait until the store has copied a blob to `path`: it answers when a copy has begun, and the
     source must stay until its end. Raises AnswerError if the copy fails."""
+    container, name, _ = system.split_path(path)
+
+    async def copy_state() -> Any:
+        async with system.service_client.get_blob_client(container, name) as client:
+            return (await client.get_blob_properties()).copy
+
     while True:
-        copy = import_module("fsspec.asyn").sync(system.loop, _copy_state, system, path)
+        copy = import_module("fsspec.asyn").sync(system.loop, copy_state)
         if copy.status != "pending":
             break
         time.sleep(POLL_SECONDS)
     if copy.status not in (None, "success"):
         reason = copy.status_description or "no reason is given"
         raise AnswerError(f"the store answers that the copy has {copy.status} ({reason})")
-
-
-async def _copy_state(system: Any, path: str) -> Any:
-    container, name, _ = system.split_path(path)
-    async with system.service_client.get_blob_client(container, name) as client:
-        return (await client.get_blob_properties()).copy

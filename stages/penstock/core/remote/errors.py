@@ -1,10 +1,14 @@
 """Remote storage errors: access denied, not found, connection lost.
 
-Each store's library raises its own types, so errors are classified by HTTP status. Messages may
-contain signed URLs: they are redacted, and exceptions are never chained.
+Each store's library raises its own types, so errors are classified by HTTP status. Clients wrap the
+system's error in their own types, so the whole chain of causes is searched. Messages may contain
+signed URLs: they are redacted, and exceptions are never chained.
 """
 
 import errno
+import re
+import socket
+from collections.abc import Iterator
 from contextlib import suppress
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -21,7 +25,6 @@ from penstock.core.errors import (
 from penstock.core.os_errors import describe_os_error, is_of_the_machine
 from penstock.core.remote.addresses import PrivateAddressError
 from penstock.core.remote.answers import AnswerError
-from penstock.core.remote.connection_errors import connection_fault, iter_causes
 from penstock.core.remote.urls import PACKAGE_OF, WEB, redact, redact_text, url_scheme
 
 Fault = Literal["denied", "absent", "exists", "cut", "local", "other"]
@@ -79,6 +82,20 @@ _CONNECTION_ERRNOS = {
 }
 
 
+_TIMED_OUT = re.compile(r"timeout|timedout", re.IGNORECASE)
+"""Parts of an exception type's name that mark a connection error."""
+
+_REFUSED = re.compile(r"\[Errno 111\]|connection refused|connect call failed", re.IGNORECASE)
+"""Messages of clients that try several addresses and report all of them in one text, without an
+errno."""
+
+_NO_NAME = re.compile(
+    r"name or service not known|name resolution|nodename nor servname|no address associated"
+    r"|failed to resolve",
+    re.IGNORECASE,
+)
+
+
 class StorageError(Exception):
     """An error of a store's library, classified."""
 
@@ -86,6 +103,33 @@ class StorageError(Exception):
         super().__init__(kind)
         self.kind: Fault = kind
         self.error = error
+
+
+def connection_fault(error: BaseException) -> str | None:
+    """Why the connection failed, or None if the error is of another kind."""
+    chain = list(iter_causes(error))
+    for cause in chain:
+        if isinstance(cause, socket.gaierror) or "DNSError" in type(cause).__name__:
+            return "the server's name cannot be resolved (DNS)"
+        if isinstance(cause, OSError) and cause.errno == errno.ECONNREFUSED:
+            return "the connection was refused: nothing listens at that address"
+        if isinstance(cause, OSError) and cause.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH):
+            return "there is no network route to the server"
+        if isinstance(cause, TimeoutError) or _TIMED_OUT.search(type(cause).__name__):
+            return "the server did not answer in time (timeout)"
+        if "Certificate" in type(cause).__name__ or "SSLError" in type(cause).__name__:
+            return "the server's TLS certificate was not accepted"
+    text = " ".join(str(error) for error in chain)
+    if _REFUSED.search(text):
+        return "the connection was refused: nothing listens at that address"
+    return "the server's name cannot be resolved (DNS)" if _NO_NAME.search(text) else None
+
+
+def iter_causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The error and its chain of causes."""
+    while error is not None:
+        yield error
+        error = error.__cause__
 
 
 def classify_error(error: BaseException) -> Fault:
@@ -155,7 +199,8 @@ def describe_error(error: BaseException) -> str:
         return describe_os_error(error)
     for cause in iter_causes(error):
         if (status := http_status(cause)) is not None:
-            return f"the server answers {status} {_reason(status)}".strip()
+            phrase = HTTPStatus(status).phrase if status in list(HTTPStatus) else ""
+            return f"the server answers {status} {phrase}".strip()
     text = redact_text(str(error.args[-1]) if error.args else "").strip().split("\n")[0][:160]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
@@ -186,7 +231,9 @@ def to_planning_error(fault: StorageError, url: str) -> PenstockError:
         return CapabilityError(
             f"{redact(url)} cannot be read: {reason}.\n  Only a URL in the config may lead there."
         )
-    remedy = f"Check the network{_endpoint(url)}, then run it again."
+    endpoint = env.s3_endpoint() if PACKAGE_OF[url_scheme(url)] == "s3" else None
+    store = f" and AWS_ENDPOINT_URL ({redact(endpoint)})" if endpoint else ""
+    remedy = f"Check the network{store}, then run it again."
     if isinstance(fault.error, AnswerError) or any(map(http_status, iter_causes(fault.error))):
         remedy = "Run it again later; if it persists, the fault is the server's."
     return CapabilityError(f"{redact(url)} cannot be reached ({reason}).\n  {remedy}")
@@ -218,7 +265,8 @@ def to_run_error(fault: StorageError, url: str, doing: Doing) -> PenstockError:
 def access_denied_error(url: str, error: BaseException, doing: Doing) -> CapabilityError:
     """The user-facing error for access denied: which credentials were used, and what to set."""
     scheme = url_scheme(url)
-    credentials = env.credentials_for(_store_family(scheme))
+    family = PACKAGE_OF[scheme] or "s3"
+    credentials = env.credentials_for(family)
     status = next((s for s in map(http_status, iter_causes(error)) if s), None)
     reason = f"{status}" if status else type(error).__name__
     if scheme in WEB:
@@ -233,7 +281,7 @@ def access_denied_error(url: str, error: BaseException, doing: Doing) -> Capabil
     )
     return CapabilityError(
         f"{redact(url)} cannot be {doing}: access denied ({reason}); {used}.\n"
-        f"  {_CREDENTIALS[_store_family(scheme)]}"
+        f"  {_CREDENTIALS[family]}"
     )
 
 
@@ -254,19 +302,6 @@ _CREDENTIALS = {
     "azure": "Set AZURE_STORAGE_CONNECTION_STRING, or AZURE_STORAGE_ACCOUNT_NAME and "
     "AZURE_STORAGE_ACCOUNT_KEY, or run: az login.",
 }
-
-
-def _store_family(scheme: str) -> str:
-    return PACKAGE_OF[scheme] or "s3"
-
-
-def _endpoint(url: str) -> str:
-    endpoint = env.s3_endpoint() if PACKAGE_OF[url_scheme(url)] == "s3" else None
-    return f" and AWS_ENDPOINT_URL ({redact(endpoint)})" if endpoint else ""
-
-
-def _reason(status: int) -> str:
-    return HTTPStatus(status).phrase if status in list(HTTPStatus) else ""
 
 
 def _classify_status(status: int) -> Fault:

@@ -102,7 +102,6 @@ class Lease:
             (self._leases / name).delete()
 
     def __enter__(self) -> "Lease":
-        """Start renewing a lease that was taken."""
         self._renewal_thread = threading.Thread(
             target=self._renew, name="penstock-lease", daemon=True
         )
@@ -115,7 +114,6 @@ class Lease:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Release the lease, unless it was cleared."""
         if not self._stop_event.is_set():
             self.release()
 

@@ -86,11 +86,8 @@ def _require_pinned(path: RemotePath, info: Info, pinned: Mapping[str, Any]) -> 
 
 
 def _download_to_spool(path: RemotePath, info: Info, max_bytes: int | None) -> BinaryIO:
-    """Download the whole file to a temporary file.
-
-    The version after the download must be the one before. If the server reports none, the file is
-    downloaded again, and both must have the same digest.
-    """
+    # The version after the download must be the one before. If the server reports none, the file is
+    # downloaded again, and both must have the same digest.
     with ExitStack() as stack:
         spool = stack.enter_context(tempfile.TemporaryFile())
         try:

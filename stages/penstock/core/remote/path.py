@@ -9,13 +9,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from penstock.core import env
 from penstock.core.errors import ArtifactError, StageError
 from penstock.core.files import is_relative_name
 from penstock.core.process.retry import PLANNING_TRIES, RUN_TRIES, retry_until_connected
-from penstock.core.remote import azure_store
 from penstock.core.remote.errors import (
     Doing,
     StorageError,
@@ -40,8 +39,6 @@ _PARTS: Mapping[str, Mapping[str, int]] = {
 
 S3_TRIES = 3
 """Tries of s3fs per part, before the whole call is retried here."""
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -73,27 +70,21 @@ class RemotePath:
                 # No request was made: the library lacks an account or credentials.
                 raise access_denied_error(url, fault.error, "read") from None
             raise to_planning_error(fault, url) from None
-        remote_path = cls(url, system, str(path).rstrip("/"), is_trusted)
-        if remote_path.is_s3:
+        if PACKAGE_OF[scheme] == "s3":
             system.retries = S3_TRIES
-        elif remote_path.store == "azure":
+        elif PACKAGE_OF[scheme] == "azure":
+            from penstock.core.remote import azure_store  # noqa: PLC0415 - of this store alone
+
             azure_store.shorten_retries(system)
-        return remote_path
+        return cls(url, system, str(path).rstrip("/"), is_trusted)
 
     @property
     def redacted_url(self) -> str:
-        """The redacted URL."""
         return redact(self.url)
 
     @property
     def web_file(self) -> WebFile:
-        """The requests for a file on a web server."""
         return WebFile(self.url, self.system, is_trusted=self.is_trusted)
-
-    @property
-    def is_s3(self) -> bool:
-        """Whether it is in S3 or a compatible store."""
-        return self.store == "s3"
 
     @property
     def store(self) -> str | None:
@@ -112,24 +103,12 @@ class RemotePath:
 
     def info(self, *, tries: int = RUN_TRIES) -> Info | None:
         """The metadata of this file, or None if it does not exist."""
-        try:
-            info: Any = retry_until_connected(self._info, tries=tries)
-        except StorageError as fault:
-            if fault.kind == "absent":
-                return None
-            raise to_planning_error(fault, self.url) from None
+        info: Any = self._ask("info", {}, tries)
         return info if info.get("type") == "file" else None
 
     def files(self, *, tries: int = RUN_TRIES) -> dict[str, Info]:
         """Every file below this folder by relative name, sorted; empty if there is no folder."""
-        try:
-            entries: Any = retry_until_connected(
-                lambda: self._request("find", detail=True), tries=tries
-            )
-        except StorageError as fault:
-            if fault.kind == "absent":
-                return {}
-            raise to_planning_error(fault, self.url) from None
+        entries: Any = self._ask("find", {}, tries, detail=True)
         below = self.path + "/"
         # adlfs answers for a file with a list.
         infos: Mapping[str, Info] = entries if hasattr(entries, "items") else {}
@@ -145,26 +124,14 @@ class RemotePath:
         if self.store == "azure":
             # adlfs takes an empty object `folder/` for all that the folder has.
             return {name.partition("/")[0] for name in self.files(tries=PLANNING_TRIES)}
-        try:
-            entries: Any = retry_until_connected(
-                lambda: self._request("ls", detail=False), tries=PLANNING_TRIES
-            )
-        except StorageError as fault:
-            if fault.kind == "absent":
-                return set()
-            raise to_planning_error(fault, self.url) from None
+        entries: Any = self._ask("ls", [], PLANNING_TRIES, detail=False)
         below = self.path + "/"
         names = (str(path).removeprefix(below) for path in entries if str(path).startswith(below))
         return {name.partition("/")[0] for name in names} - {""}
 
     def read(self) -> bytes | None:
         """Read a small file, or return None if it does not exist."""
-        try:
-            return retry_until_connected(lambda: bytes(self.system.cat_file(self.path)))
-        except StorageError as fault:
-            if fault.kind == "absent":
-                return None
-            raise to_run_error(fault, self.url, "read") from None
+        return self._run("read", lambda: bytes(self.system.cat_file(self.path)), or_absent=True)
 
     def write(self, content: bytes) -> None:
         """Write a small file atomically, overwriting an existing one."""
@@ -190,11 +157,7 @@ class RemotePath:
         size = source.stat().st_size
         # By default s3fs and adlfs would buffer half a gigabyte for each of several files.
         parts = _PARTS.get(self.store or "", {})
-
-        def send() -> None:
-            self.system.put_file(str(source), self.path, **parts)
-
-        self._run("written", send)
+        self._run("written", lambda: self.system.put_file(str(source), self.path, **parts))
         arrived = self.info()
         if arrived is None or arrived["size"] != size:
             have = arrived["size"] if arrived else "no"
@@ -204,40 +167,43 @@ class RemotePath:
             )
 
     def delete(self) -> None:
-        """Delete the file, if it exists."""
-        try:
-            retry_until_connected(lambda: self.system.rm_file(self.path))
-        except StorageError as fault:
-            if fault.kind != "absent":
-                raise to_run_error(fault, self.url, "deleted") from None
+        self._run("deleted", lambda: self.system.rm_file(self.path), or_absent=True)
 
     def copy(self, target: "RemotePath") -> None:
-        """Copy the file within the store."""
-
         def send() -> None:
             self.system.cp_file(self.path, target.path)
             if target.store == "azure":
+                from penstock.core.remote import azure_store  # noqa: PLC0415 - of this store alone
+
                 azure_store.await_copy(target.system, target.path)
 
         self._run("copied", send)
 
     def move(self, target: "RemotePath") -> None:
-        """Copy within the store, then delete this file."""
         self.copy(target)
         self.delete()
 
-    def _info(self) -> Any:
-        return self.web_file.info() if self.is_web else self._request("info")
+    def _ask(self, method: str, absent: Any, tries: int, **options: Any) -> Any:
+        def request() -> Any:
+            if method == "info" and self.is_web:
+                return self.web_file.info()
+            # fsspec keeps listings, which lack what other machines have written since.
+            self.system.invalidate_cache()
+            return getattr(self.system, method)(self.path, **options)
 
-    def _request(self, method: str, **options: Any) -> Any:
-        # fsspec keeps listings, which lack what other machines have written since.
-        self.system.invalidate_cache()
-        return getattr(self.system, method)(self.path, **options)
+        try:
+            return retry_until_connected(request, tries=tries)
+        except StorageError as fault:
+            if fault.kind == "absent":
+                return absent
+            raise to_planning_error(fault, self.url) from None
 
-    def _run(self, doing: Doing, act: Callable[[], Result]) -> Result:
+    def _run(self, doing: Doing, act: Callable[[], Any], *, or_absent: bool = False) -> Any:
         try:
             return retry_until_connected(act)
         except StorageError as fault:
+            if or_absent and fault.kind == "absent":
+                return None
             raise to_run_error(fault, self.url, doing) from None
 
 

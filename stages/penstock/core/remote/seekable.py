@@ -17,19 +17,15 @@ class SeekableRawIO(io.RawIOBase):
         """Length of the file in bytes."""
 
     def readable(self) -> bool:
-        """It is for reading only."""
         return True
 
     def seekable(self) -> bool:
-        """Any offset may be read next."""
         return True
 
     def tell(self) -> int:
-        """The offset of the next byte that is read."""
         return self._offset
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Set the offset; nothing is read until the next read."""
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._offset}.get(whence)
         base = self.size if base is None else base
         if base + offset < 0:

@@ -6,15 +6,14 @@ create the same file at once upload the same bytes.
 
 import shutil
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.core.files import atomic_write
+from penstock.core.remote.artifact_sync import transfer
 from penstock.core.remote.open import open_file
 from penstock.core.remote.path import RemotePath, require_relative
 
-MAX_CONCURRENT_TRANSFERS = 8
 CHUNK = 4 << 20
 
 Files = tuple[str, ...]
@@ -35,24 +34,22 @@ class SharedCache:
         is lost, CapabilityError if access is denied.
         """
         remote_names = set(RemotePath.from_url(self.url).files())
-        with ThreadPoolExecutor(MAX_CONCURRENT_TRANSFERS) as pool:
-            jobs = [pool.submit(self._synchronize, files, remote_names) for files in file_sets]
-            for job in jobs:
-                job.result()
+
+        def synchronize(files: Files) -> None:
+            is_here = all((self.folder / name).is_file() for name in files)
+            is_there = all(name in remote_names for name in files)
+            if is_there and not is_here:
+                self._fetch(files)
+            elif is_here and not is_there:
+                self.send(files)
+
+        transfer(synchronize, file_sets)
 
     def send(self, files: Files) -> None:
         """Upload files that were just created locally, the completion marker last."""
         root = RemotePath.from_url(self.url)
         for name in files:
             (root / require_relative(name)).put(self.folder / name)
-
-    def _synchronize(self, files: Files, remote_names: set[str]) -> None:
-        is_here = all((self.folder / name).is_file() for name in files)
-        is_there = all(name in remote_names for name in files)
-        if is_there and not is_here:
-            self._fetch(files)
-        elif is_here and not is_there:
-            self.send(files)
 
     def _fetch(self, files: Files) -> None:
         root = RemotePath.from_url(self.url)

@@ -44,7 +44,6 @@ class RemoteStream(SeekableRawIO):
 
     @property
     def size(self) -> int:
-        """Length of the remote file in bytes."""
         return self._size
 
     def readinto(self, buffer: "WriteableBuffer", /) -> int:
@@ -73,7 +72,6 @@ class RemoteStream(SeekableRawIO):
         self._verify()
 
     def _load_block(self, start: int, num_bytes: int) -> None:
-        """Make the block that contains offset `start` the current block."""
         is_sequential = start == self._block_start + len(self._block)
         ahead = self._prefetched
         if ahead and ahead[0] == start:
@@ -83,22 +81,18 @@ class RemoteStream(SeekableRawIO):
             # chunk.
             if not is_sequential:
                 self._length = FIRST_BLOCK
-            self._block = self._fetch_in_order(start, max(num_bytes, self._length))
+            length = max(num_bytes, self._length)
+            # One file object serves all reads, so once there is a thread, all reads go through it.
+            if self._fetcher is None:
+                self._block = self._fetch(start, length)
+            else:
+                self._block = self._fetcher.submit(self._fetch, start, length).result()
         self._block_start, self._prefetched = start, None
         self._length = min(max(len(self._block) * GROWTH, FIRST_BLOCK), LARGEST_BLOCK)
         after = start + len(self._block)
         if is_sequential and after < self._size:
-            self._prefetched = after, self._get_fetcher().submit(self._fetch, after, self._length)
-
-    def _fetch_in_order(self, start: int, length: int) -> bytes:
-        # One file object serves all reads, so once there is a thread, all reads go through it.
-        if self._fetcher is None:
-            return self._fetch(start, length)
-        return self._get_fetcher().submit(self._fetch, start, length).result()
-
-    def _get_fetcher(self) -> ThreadPoolExecutor:
-        self._fetcher = self._fetcher or ThreadPoolExecutor(1, "penstock-read-ahead")
-        return self._fetcher
+            self._fetcher = self._fetcher or ThreadPoolExecutor(1, "penstock-read-ahead")
+            self._prefetched = after, self._fetcher.submit(self._fetch, after, self._length)
 
     def _fetch(self, start: int, length: int) -> bytes:
         """Download `length` bytes from `start`, or to the end of the file, or fewer on an
@@ -123,7 +117,6 @@ class RemoteStream(SeekableRawIO):
         return bytes(block)
 
     def _verify(self) -> None:
-        """Prove that the version has not changed while it was read."""
         if not self._is_verified:
             self._run(self._ranges.verify)
             self._is_verified = True

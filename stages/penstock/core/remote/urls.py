@@ -67,14 +67,14 @@ def redact(location: str) -> str:
 
 def redact_text(text: str) -> str:
     """Redact every URL in the text. Of an invalid URL, only the beginning is kept."""
-    return _URL.sub(_redact_match, text)
 
+    def redact_match(match: re.Match[str]) -> str:
+        try:
+            return redact(match[0])
+        except ValueError:
+            return f"{match[0].partition('://')[0]}://..."
 
-def _redact_match(match: re.Match[str]) -> str:
-    try:
-        return redact(match[0])
-    except ValueError:
-        return f"{match[0].partition('://')[0]}://..."
+    return _URL.sub(redact_match, text)
 
 
 def url_join(url: str, *names: str) -> str:

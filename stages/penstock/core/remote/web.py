@@ -59,7 +59,6 @@ class WebFile:
     def read_range(
         self, start: int, stop: int, info: Mapping[str, Any], write: Callable[[bytes], object]
     ) -> None:
-        """Pass bytes `start` to `stop` of that version to `write` as they arrive."""
         self._sync(partial(self._read_range, start, stop, info, write))
 
     def read_whole(
@@ -114,7 +113,7 @@ class WebFile:
                     "not before"
                 )
             answers.require_range(answer.headers.get("Content-Range"), start, stop, info["size"])
-            await self._receive(answer, stop - start, write)
+            await answers.receive(answer.content.iter_any(), write, stop - start)
 
     async def _read_whole(
         self, info: Mapping[str, Any], write: Callable[[bytes], object]
@@ -128,15 +127,8 @@ class WebFile:
             _require_version(answer, info)
             is_exact = "Content-Length" in answer.headers and not _is_encoded(answer)
             length = int(answer.headers["Content-Length"]) if is_exact else None
-            await self._receive(answer, length, write)
+            await answers.receive(answer.content.iter_any(), write, length)
             return _version(answer.headers)
-
-    async def _receive(
-        self, answer: Any, length: int | None, write: Callable[[bytes], object]
-    ) -> None:
-        received = await answers.receive(answer.content.iter_any(), write, length)
-        if length is not None and received != length:
-            raise answers.StalledError(f"{received} of {length} bytes arrived")
 
     def _require_success(self, answer: Any) -> None:
         if answer.status == HTTPStatus.NOT_FOUND:
@@ -160,7 +152,8 @@ class WebFile:
                 )
             except aiohttp.ClientResponseError as error:
                 # aiohttp gives answers that it cannot parse the status 400.
-                raise AnswerError(f"its answer is not valid HTTP: {_first_line(error)}") from None
+                reason = str(error.message).strip().split("\n")[0][:160]
+                raise AnswerError(f"its answer is not valid HTTP: {reason}") from None
             except aiohttp.ClientConnectorError as error:
                 if isinstance(error.os_error, addresses.PrivateAddressError):
                     raise addresses.PrivateAddressError(str(error.os_error)) from None
@@ -254,7 +247,3 @@ def _is_encoded(answer: Any) -> bool:
 
 def _status(answer: Any) -> str:
     return f"{answer.status} {answer.reason or ''}".strip()
-
-
-def _first_line(error: Any) -> str:
-    return str(error.message).strip().split("\n")[0][:160]

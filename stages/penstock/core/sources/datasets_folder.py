@@ -17,39 +17,31 @@ SPLIT = re.compile(r"\w+(\.\w+)*")
 """A split's name, which is also a folder name and must not contain path separators."""
 
 
-@dataclass(frozen=True)
-class SavedSplit:
-    """The folder of one data set."""
-
-    folder: Path
-
-    def files(self, path: str) -> tuple[Path, ...]:
-        """The Arrow files in order. Raises ConfigError if the metadata names a missing file."""
-        state = _read_metadata(self.folder / STATE, path)
-        if state.get("_indices_data_files"):
+def saved_files(folder: Path, path: str) -> tuple[Path, ...]:
+    """The Arrow files of a data set in order. Raises ConfigError if the metadata names a missing
+    file."""
+    state = _read_metadata(folder / STATE, path)
+    if state.get("_indices_data_files"):
+        raise ConfigError(
+            f"{path} was saved with an indices mapping, by an old release of datasets.\n"
+            "  Write it again: load_from_disk(…).flatten_indices().save_to_disk(…)."
+        )
+    try:
+        names = [str(entry["filename"]) for entry in state["_data_files"]]
+    except (KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{folder / STATE} does not list the files of {path}.\n  Save it again."
+        ) from error
+    for name in names:
+        # The metadata is not trusted: a name must not lead out of the folder.
+        if Path(name).name != name or not (folder / name).is_file():
             raise ConfigError(
-                f"{path} was saved with an indices mapping, by an old release of datasets.\n"
-                "  Write it again: load_from_disk(…).flatten_indices().save_to_disk(…)."
+                f"{path} is incomplete: {STATE} lists {name}, which does not exist.\n"
+                "  Save it again, or copy the missing file."
             )
-        try:
-            names = [str(entry["filename"]) for entry in state["_data_files"]]
-        except (KeyError, TypeError) as error:
-            raise ConfigError(
-                f"{self.folder / STATE} does not list the files of {path}.\n  Save it again."
-            ) from error
-        for name in names:
-            if not self._has_file(name):
-                raise ConfigError(
-                    f"{path} is incomplete: {STATE} lists {name}, which does not exist.\n"
-                    "  Save it again, or copy the missing file."
-                )
-        if not names:
-            raise ConfigError(f"{path} was saved without any data.\n  Save it again.")
-        return tuple(self.folder / name for name in names)
-
-    def _has_file(self, name: str) -> bool:
-        """Whether the file exists directly in the folder: the metadata is untrusted."""
-        return Path(name).name == name and (self.folder / name).is_file()
+    if not names:
+        raise ConfigError(f"{path} was saved without any data.\n  Save it again.")
+    return tuple(folder / name for name in names)
 
 
 @dataclass(frozen=True)
@@ -59,15 +51,15 @@ class SavedFolder:
     root: Path
     splits: tuple[str, ...] | None
 
-    def select_split(self, path: str, split: str | None) -> SavedSplit:
-        """The requested split; by default `train`, or the only one."""
+    def select_split(self, path: str, split: str | None) -> Path:
+        """The folder of the requested split; by default `train`, or the only one."""
         if self.splits is None:
             if split not in (None, "train"):
                 raise ConfigError(
                     f"split is {split!r}, but {path} was saved as a single data set.\n"
                     "  Leave split out."
                 )
-            return SavedSplit(self.root)
+            return self.root
         only = self.splits[0] if len(self.splits) == 1 else None
         split_name = split or ("train" if "train" in self.splits else only)
         if split_name is None or split_name not in self.splits or not SPLIT.fullmatch(split_name):
@@ -75,7 +67,7 @@ class SavedFolder:
                 f"{path} has the splits {', '.join(self.splits)}, and split is {split!r}.\n"
                 "  Set split to one of them."
             )
-        return SavedSplit(self.root / split_name)
+        return self.root / split_name
 
 
 def read_saved_folder(folder: Path) -> SavedFolder | None:

@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 
 from penstock.core.errors import ConfigError, ElsewhereError
 from penstock.core.sources import megatron_files
-from penstock.core.sources.datasets_folder import SavedFolder, read_saved_folder
+from penstock.core.sources.datasets_folder import read_saved_folder, saved_files
 
 KINDS: dict[str, tuple[str, ...]] = {
     "json": (".json", ".jsonl", ".ndjson"),
@@ -121,7 +121,13 @@ def find_data(
     target = Path(path).expanduser()
     index = megatron_files.find_index(target) if ds_type in (None, megatron_files.KIND) else None
     if target.is_dir() and not data_files and (saved := read_saved_folder(target)):
-        return _from_saved_folder(path, target, saved, split, ds_type)
+        if ds_type not in (None, "arrow"):
+            raise ConfigError(
+                f"{path} was written by save_to_disk, which writes arrow, and ds_type is {ds_type}."
+                "\n  Leave ds_type out."
+            )
+        files = saved_files(saved.select_split(path, split), path)
+        return LocalFiles(target.resolve().name, target, files)
     if index:
         reject_data_files(path, data_files)
         index_files = LocalFiles(index.stem, index.parent, (index,))
@@ -195,13 +201,15 @@ def missing_path_error(path: str) -> ConfigError:
         return ConfigError(
             f"{path} is a link to {target.readlink()}, which does not exist.\n  Name a file."
         )
-    near = difflib.get_close_matches(target.name, list_names(parent), n=3, cutoff=0.5)
-    hint = (
-        f"did you mean {' or '.join(near)}?"
-        if near
-        else f"it holds {abbreviate(list_names(parent))}."
-    )
+    names = list_names(parent)
+    hint = hint_at(target.name, names, f"it holds {abbreviate(names)}.")
     return ConfigError(f"{path} does not exist.\n  In {Path(path).parent}: {hint}")
+
+
+def hint_at(name: str, names: Sequence[str], otherwise: str) -> str:
+    """The `names` that `name` may be a misspelling of; `otherwise` if none is similar."""
+    near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    return f"did you mean {' or '.join(near)}?" if near else otherwise
 
 
 def list_names(folder: Path) -> list[str]:
@@ -277,8 +285,10 @@ def select_data_files(
             if has_images
             else "set data_files and ds_type"
         )
+        of_kind = KINDS.items() if ds_type is None else [(ds_type, KINDS.get(ds_type, ()))]
+        suffixes = ", ".join(suffix for _, of in of_kind for suffix in of)
         raise ConfigError(
-            f"{path} holds no file that ends in {', '.join(_suffixes(ds_type))}.\n"
+            f"{path} holds no file that ends in {suffixes}.\n"
             f"  It holds {abbreviate(top_level_names(names))}; {hint}."
         )
     splits = {frozenset(_words(Path(name)) & SPLIT_WORDS) for name in data}
@@ -294,26 +304,9 @@ def select_data_files(
     return of_split
 
 
-def _suffixes(ds_type: str | None) -> list[str]:
-    """The suffixes of this kind without compression; of all kinds if None."""
-    return [suffix for kind, them in KINDS.items() if ds_type in (None, kind) for suffix in them]
-
-
 def top_level_names(names: Sequence[str]) -> list[str]:
     """The names directly in the folder that contains `names`, sorted."""
     return sorted({PurePosixPath(name).parts[0] for name in names})
-
-
-def _from_saved_folder(
-    path: str, folder: Path, saved: SavedFolder, split: str | None, ds_type: str | None
-) -> LocalFiles:
-    """A folder of `datasets.save_to_disk`: the files listed in its metadata, in order."""
-    if ds_type not in (None, "arrow"):
-        raise ConfigError(
-            f"{path} was written by save_to_disk, which writes arrow, and ds_type is {ds_type}.\n"
-            "  Leave ds_type out."
-        )
-    return LocalFiles(folder.resolve().name, folder, saved.select_split(path, split).files(path))
 
 
 def _data_file(path: str, folder: Path, name: str) -> list[Path]:
@@ -325,12 +318,8 @@ def _data_file(path: str, folder: Path, name: str) -> list[Path]:
             raise ConfigError(f"data_files: {name} is a folder.\n  Name its files.")
         if GLOB.search(name) and (files := _matches(folder, name)):
             return files
-    near = difflib.get_close_matches(name, list_names(folder), n=3, cutoff=0.5)
-    hint = (
-        f"did you mean {' or '.join(near)}?"
-        if near
-        else f"it has {abbreviate(list_names(folder))}."
-    )
+    names = list_names(folder)
+    hint = hint_at(name, names, f"it has {abbreviate(names)}.")
     raise ConfigError(f"data_files: {name} is not in {path}.\n  There: {hint}")
 
 

@@ -23,7 +23,7 @@ from penstock.core.errors import (
 )
 from penstock.core.files import read_json_object
 from penstock.core.process.retry import PLANNING_TRIES
-from penstock.core.remote.connection_errors import connection_fault
+from penstock.core.remote.errors import connection_fault
 from penstock.core.remote.path import RemotePath
 from penstock.core.remote.urls import is_url, local_path, redact
 from penstock.core.sources import local_files, megatron_files
@@ -128,21 +128,10 @@ def pin_data(
     path = local_path(path)
     if _is_on_hub(path):
         commit = _resolve_commit(path, revision, "dataset", token)
-        return Source(
-            {
-                "kind": "hub",
-                "repo": path,
-                "commit": commit,
-                "name": name,
-                "split": split,
-                "data_files": files or None,
-            }
-        )
+        return _hub_source(path, commit, name=name, split=split, data_files=files or None)
     _reject_for_files(path, name=name, revision=revision)
     local = local_files.find_data(path, split=split, data_files=files or None, ds_type=ds_type)
-    return Source(
-        {"kind": "files", "label": local.label, "files": _digest_files(local)}, local.paths
-    )
+    return _local_source(local, label=local.label)
 
 
 def pin_tokenizer(path: str, revision: str | None = None) -> Source:
@@ -155,9 +144,7 @@ def pin_tokenizer(path: str, revision: str | None = None) -> Source:
         _pin_builtin(path, {"builtin:bytes": BUILTIN_TOKENIZER_VERSION, **BUILTIN_MODELS})
         return Source({"kind": "builtin", "name": "bytes", "version": BUILTIN_TOKENIZER_VERSION})
     if not is_url(path) and _is_on_hub(path):
-        return Source(
-            {"kind": "hub", "repo": path, "commit": _resolve_commit(path, revision, "model")}
-        )
+        return _hub_source(path, _resolve_commit(path, revision))
     _reject_for_files(path, revision=revision)
     folder = _download(path, TOKENIZER_AND_CONFIG) if is_url(path) else _require_folder(path)
     files = _glob_files(folder, TOKENIZER_FILES)
@@ -180,8 +167,7 @@ def pin_tokenizer(path: str, revision: str | None = None) -> Source:
             files.append(folder / "config.json")
     # Its stop tokens are those of a chat's turns (`rows.tokenizer`).
     files += _glob_files(folder, (GENERATION_CONFIG,))
-    local = LocalFiles(folder.name, folder, tuple(sorted(files)))
-    return Source({"kind": "files", **more, "files": _digest_files(local)}, local.paths)
+    return _local_source(LocalFiles(folder.name, folder, tuple(sorted(files))), **more)
 
 
 def has_processor_files(tokenizer: Source) -> bool:
@@ -203,12 +189,9 @@ def pin_model(path: str, revision: str | None = None) -> Source:
         _reject_for_files(path, revision=revision)
         return pin_remote_files(path, MODEL_FILES, "holds neither config.json nor *.safetensors")
     if _is_on_hub(path):
-        return Source(
-            {"kind": "hub", "repo": path, "commit": _resolve_commit(path, revision, "model")}
-        )
+        return _hub_source(path, _resolve_commit(path, revision))
     _reject_for_files(path, revision=revision)
-    local = _find_model(path)
-    return Source({"kind": "files", "files": _digest_files(local)}, local.paths)
+    return _local_source(_find_model(path))
 
 
 def check_model(path: str) -> None:
@@ -227,16 +210,8 @@ def pin_encoder(path: str) -> Source:
     """
     if path.startswith("builtin:"):
         return _pin_builtin(path, BUILTIN_ENCODERS)
-    if is_url(path):
-        return pin_remote_files(path, ENCODER_FILES, f"has none of {', '.join(ENCODER_FILES)}")
-    if _is_on_hub(path):
-        return Source({"kind": "hub", "repo": path, "commit": _resolve_commit(path, None, "model")})
-    return _pin_folder(
-        path,
-        ENCODER_FILES,
-        path,
-        "Name the folder of a vision model, with the file that says how images are prepared.",
-    )
+    remedy = "Name the folder of a vision model, with the file that says how images are prepared."
+    return _pin_named_files(path, ENCODER_FILES, path, remedy)
 
 
 def pin_adapter(path: str) -> Source:
@@ -244,31 +219,27 @@ def pin_adapter(path: str) -> Source:
 
     Raises ConfigError for a folder without one, CapabilityError if the Hub cannot be reached.
     """
-    if is_url(path):
-        return pin_remote_files(path, ADAPTER_FILES, f"has none of {', '.join(ADAPTER_FILES)}")
-    if _is_on_hub(path):
-        return Source({"kind": "hub", "repo": path, "commit": _resolve_commit(path, None, "model")})
-    is_model = (Path(path).expanduser() / "config.json").is_file()
-    return _pin_folder(
-        path,
-        ADAPTER_FILES,
-        f"lora.init_adapter_path {path}",
-        "It is a whole model: write it as model.model_path, and leave init_adapter_path out."
-        if is_model
-        else "Name a folder written by PEFT or penstock export; pickled weights (.bin) are not "
-        "read, because unpickling can run code.",
+    remedy = (
+        "Name a folder written by PEFT or penstock export; pickled weights (.bin) are not read, "
+        "because unpickling can run code."
     )
+    if not is_url(path) and (Path(path).expanduser() / "config.json").is_file():
+        remedy = (
+            "It is a whole model: write it as model.model_path, and leave init_adapter_path out."
+        )
+    return _pin_named_files(path, ADAPTER_FILES, f"lora.init_adapter_path {path}", remedy)
 
 
-def _pin_folder(path: str, names: tuple[str, ...], kind: str, remedy: str) -> Source:
-    """Pin these files of a local folder. Raises ConfigError if it lacks one; `kind` and `remedy`
-    are for its message."""
+def _pin_named_files(path: str, names: tuple[str, ...], kind: str, remedy: str) -> Source:
+    if is_url(path):
+        return pin_remote_files(path, names, f"has none of {', '.join(names)}")
+    if _is_on_hub(path):
+        return _hub_source(path, _resolve_commit(path, None))
     folder = _require_folder(path)
     files = _glob_files(folder, names)
     if lacking := set(names) - {file.name for file in files}:
         raise ConfigError(f"{kind} has no {sorted(lacking)[0]}.\n  {remedy}")
-    local = LocalFiles(folder.name, folder, tuple(files))
-    return Source({"kind": "files", "files": _digest_files(local)}, local.paths)
+    return _local_source(LocalFiles(folder.name, folder, tuple(files)))
 
 
 def pin_config(path: str, *, with_code: bool = False, revision: str | None = None) -> Source:
@@ -292,8 +263,7 @@ def pin_config(path: str, *, with_code: bool = False, revision: str | None = Non
             f"{redact(path)} holds no config.json.\n"
             "  Set model.config_path to a folder that does, to a hub id, or to builtin:tiny-qwen3."
         )
-    local = LocalFiles(file.name, file.parent, (file,))
-    return Source({"kind": "files", "files": _digest_files(local)}, local.paths)
+    return _local_source(LocalFiles(file.name, file.parent, (file,)))
 
 
 def _pin_code(path: str, revision: str | None) -> Source:
@@ -308,12 +278,12 @@ def _pin_code(path: str, revision: str | None) -> Source:
                 f"model.code_revision is {revision!r}; code of {path} is run at a fixed commit.\n"
                 "  Write the 40 digits of the commit whose code you have read."
             )
-        return Source({"kind": "hub", "repo": path, "commit": revision})
+        return _hub_source(path, revision)
     _reject_for_files(path, **{"model.code_revision": revision})
     paths = pin_config(path).paths
-    code = _glob_files(paths[0].parent, ("*.py",))
-    files = LocalFiles(paths[0].parent.name, paths[0].parent, tuple(sorted([*paths, *code])))
-    return Source({"kind": "files", "files": _digest_files(files)}, files.paths)
+    folder = paths[0].parent
+    code = _glob_files(folder, ("*.py",))
+    return _local_source(LocalFiles(folder.name, folder, tuple(sorted([*paths, *code]))))
 
 
 def is_checkpoint(path: str) -> bool:
@@ -334,8 +304,7 @@ def pin_checkpoint(path: str, field: str = "train.load_checkpoint_path") -> Sour
     else:
         folder = Path(path).expanduser()
         files = sorted(path for path in folder.rglob("*") if path.is_file())
-        local = LocalFiles(folder.name, folder, tuple(files))
-        source = Source({"kind": "files", "files": _digest_files(local)}, local.paths)
+        source = _local_source(LocalFiles(folder.name, folder, tuple(files)))
     if not any(file["name"] == "COMPLETE" for file in source.pin["files"]):
         raise incomplete_checkpoint(path, field)
     return source
@@ -347,6 +316,22 @@ def incomplete_checkpoint(path: str, field: str) -> ConfigError:
         f"{field} {redact(path)} is not a complete checkpoint.\n"
         "  Name a complete folder in a run's checkpoints/."
     )
+
+
+def _hub_source(repo: str, commit: str, **more: Any) -> Source:
+    return Source({"kind": "hub", "repo": repo, "commit": commit, **more})
+
+
+def _local_source(local: LocalFiles, **more: Any) -> Source:
+    try:
+        digests = digest_files(local.paths)
+        files = [
+            {"name": local.name_of(path), "bytes": path.stat().st_size, "sha256": digest}
+            for path, digest in zip(local.paths, digests, strict=True)
+        ]
+    except PermissionError as error:
+        raise local_files.permission_error(Path(str(error.filename))) from error
+    return Source({"kind": "files", **more, "files": files}, local.paths)
 
 
 def _pin_builtin(path: str, versions: dict[str, int]) -> Source:
@@ -375,7 +360,6 @@ def _is_on_hub(path: str) -> bool:
 
 
 def _reject_adapter(path: str, folder: Path) -> None:
-    """Refuse the folder of an adapter where a whole model is meant."""
     if not (folder / ADAPTER_FILES[0]).is_file() or (folder / "config.json").is_file():
         return
     try:
@@ -390,7 +374,6 @@ def _reject_adapter(path: str, folder: Path) -> None:
 
 
 def _find_model(path: str) -> LocalFiles:
-    """The files of a local model: those of its folder, or a single config.json."""
     target = Path(path).expanduser()
     if target.is_file() and target.suffix == ".json":
         return LocalFiles(target.name, target.parent, (target,))
@@ -419,8 +402,7 @@ def _reject(field: str, value: Any, why: str) -> None:
 
 
 def _download(url: str, patterns: Sequence[str]) -> Path:
-    """A local folder with those files of the URL. They are few and small, and every stage needs
-    them."""
+    # The files are few and small, and every stage needs them.
     return download_source(pin_remote_files(url, patterns, f"has none of {', '.join(patterns)}"))
 
 
@@ -446,28 +428,16 @@ def _glob_files(folder: Path, patterns: Sequence[str]) -> list[Path]:
 
 
 def _read_entry(file: Path, name: str) -> Any:
-    """An entry of a JSON object, None without one."""
     try:
         return read_json_object(file).get(name)
     except (OSError, ValueError, AttributeError):
         return None
 
 
-def _digest_files(local: LocalFiles) -> list[dict[str, Any]]:
-    try:
-        digests = digest_files(local.paths)
-        return [
-            {"name": local.name_of(path), "bytes": path.stat().st_size, "sha256": digest}
-            for path, digest in zip(local.paths, digests, strict=True)
-        ]
-    except PermissionError as error:
-        raise local_files.permission_error(Path(str(error.filename))) from error
-
-
 def _resolve_commit(
     repo: str,
     revision: str | None,
-    kind: Literal["dataset", "model"],
+    kind: Literal["dataset", "model"] = "model",
     token: bool | None = None,
 ) -> str:
     """The 40-digit commit of `revision` (default: main), now or when it was last resolved."""
@@ -488,8 +458,8 @@ def _resolve_commit(
 
 @lru_cache(1)
 def _hub_answers(minute: int) -> bool:  # noqa: ARG001 - so that the answer is of this minute
-    """Whether the Hub answers at all. Its client repeats each request for a quarter of a minute
-    before it gives up, and a run asks for several repositories."""
+    # The client repeats each request for a quarter of a minute before it gives up, and a run asks
+    # for several repositories.
     from huggingface_hub import constants, get_session
 
     try:
@@ -502,7 +472,6 @@ def _hub_answers(minute: int) -> bool:  # noqa: ARG001 - so that the answer is o
 def _request_commit(
     repo: str, revision: str | None, kind: Literal["dataset", "model"], token: bool | None
 ) -> str | None:
-    """Resolve the commit on the Hub; None if the Hub cannot be reached."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -538,7 +507,6 @@ def _request_commit(
 
 
 def _cached_commit(repo: str, revision: str, kind: Literal["dataset", "model"]) -> str | None:
-    """The commit in the refs of the local Hub cache, if it was ever downloaded."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     folder = Path(HF_HUB_CACHE) / f"{kind}s--{repo.replace('/', '--')}" / "refs"

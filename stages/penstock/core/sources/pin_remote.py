@@ -8,7 +8,6 @@ import logging
 import shutil
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -20,6 +19,7 @@ from penstock.core.errors import ArtifactError, ConfigError, StageError
 from penstock.core.file_lock import acquire_lock
 from penstock.core.files import fsync, remove
 from penstock.core.process.retry import PLANNING_TRIES
+from penstock.core.remote.artifact_sync import transfer
 from penstock.core.remote.open import open_file
 from penstock.core.remote.path import RemotePath, require_relative
 from penstock.core.remote.urls import is_url, redact, split_parent
@@ -36,9 +36,6 @@ log = logging.getLogger("penstock.prepare")
 
 DOWNLOAD_FOLDER = "fetched"
 """Content-addressed folder of downloaded files in the user's cache."""
-
-MAX_CONCURRENT_DOWNLOADS = 8
-"""Concurrent downloads."""
 
 CHUNK = 4 << 20
 
@@ -59,7 +56,7 @@ def pin_remote_files(url: str, patterns: Sequence[str], lacking: str) -> Source:
     path = RemotePath.from_url(url)
     info = path.info(tries=PLANNING_TRIES)
     name = split_parent(redact(url))[1]
-    if info and any(_matches(name, pattern) for pattern in patterns):
+    if info and _matches(name, patterns):
         return _build_pin(RemoteFiles(name, (RemoteFile(name, path, info),)), {})
     if info:
         raise ConfigError(f"{path.redacted_url} {lacking}.\n  Name its folder, or another file.")
@@ -71,7 +68,7 @@ def pin_remote_files(url: str, patterns: Sequence[str], lacking: str) -> Source:
     files = path.files(tries=PLANNING_TRIES)
     if not files:
         raise missing_url_error(url)
-    chosen = [name for name in files if any(_matches(name, pattern) for pattern in patterns)]
+    chosen = [name for name in files if _matches(name, patterns)]
     if not chosen:
         raise ConfigError(
             f"{path.redacted_url} {lacking}; it has {abbreviate(top_level_names(list(files)))}."
@@ -106,18 +103,11 @@ def download_source(source: Source) -> Path:
             part = folder.with_name(f"{folder.name}.part")
             remove(part)
             part.mkdir()
-            with ThreadPoolExecutor(MAX_CONCURRENT_DOWNLOADS) as pool:
-                jobs = [
-                    pool.submit(_fetch, url, pinned, part / require_relative(str(pinned["name"])))
-                    for url, pinned in zip(source.urls, source.pin["files"], strict=True)
-                ]
-                for job in jobs:
-                    job.result()
             names = [require_relative(str(pinned["name"])) for pinned in source.pin["files"]]
-            write_record(
-                _download_record(folder),
-                {"files": _digest_files(names, [part / name for name in names])},
-            )
+            paths = [part / name for name in names]
+            jobs = zip(source.urls, source.pin["files"], paths, strict=True)
+            transfer(lambda job: _fetch(*job), jobs)
+            write_record(_download_record(folder), {"files": _digest_files(names, paths)})
             # After the record: a folder without one would count as damaged.
             part.rename(folder)
     return folder
@@ -131,12 +121,9 @@ def downloaded_files(source: Source) -> list[tuple[Path, str]]:
 
 
 def _is_as_downloaded(folder: Path) -> bool:
-    """Whether the folder's files have the digests that they had when they were downloaded."""
     files = _recorded_files(folder)
     try:
-        return files is not None and digest_files(path for path, _ in files) == [
-            sha256 for _, sha256 in files
-        ]
+        return files is not None and digest_files(dict(files)) == list(dict(files).values())
     except OSError:
         return False
 
@@ -151,12 +138,11 @@ def _recorded_files(folder: Path) -> list[tuple[Path, str]] | None:
 
 
 def _download_record(folder: Path) -> Path:
-    """The record of a folder's files. Beside it, so that the folder has the source's files only."""
+    # Beside the folder, which has the source's files only.
     return folder.with_name(f"{folder.name}.json")
 
 
 def _root_folder(source: Source) -> Path:
-    """The folder that the pin's file names are relative to."""
     depth = len(PurePosixPath(str(source.pin["files"][0]["name"])).parts)
     return source.paths[0].parents[depth - 1]
 
@@ -188,10 +174,7 @@ def _build_pin(remote: RemoteFiles, more: dict[str, Any]) -> Source:
 
 
 def _pin_by_content(remote: RemoteFiles, more: dict[str, Any]) -> Source:
-    """Pin files whose server reports no version: download them now, and use the downloaded bytes.
-
-    Such files are read in every run, because a change between two runs would not be detected.
-    """
+    # Such files are read in every run, because a change between two runs would not be noticed.
     home = env.cache_home() / DOWNLOAD_FOLDER
     home.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".reading-", dir=home) as folder:
@@ -217,7 +200,7 @@ def _digest_files(names: Sequence[str], paths: Sequence[Path]) -> list[dict[str,
     ]
 
 
-def _matches(name: str, pattern: str) -> bool:
+def _matches(name: str, patterns: Sequence[str]) -> bool:
     # PurePath.match compares from the right: `*.json` would match `a/b.json` too.
-    same_depth = name.count("/") == pattern.count("/")
-    return same_depth and PurePosixPath(name).match(pattern)
+    same_depth = [pattern for pattern in patterns if pattern.count("/") == name.count("/")]
+    return any(map(PurePosixPath(name).match, same_depth))

@@ -4,7 +4,6 @@ Only lists files and reads no content, so missing files and denied access are kn
 starts.
 """
 
-import difflib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from penstock.core.remote.path import Info, RemotePath
 from penstock.core.remote.urls import redact, split_parent, url_join
 from penstock.core.sources import local_files
 from penstock.core.sources.datasets_folder import SPLITS, STATE, SavedFolder
-from penstock.core.sources.local_files import GLOB, abbreviate, top_level_names
+from penstock.core.sources.local_files import GLOB, abbreviate, hint_at, top_level_names
 
 
 @dataclass(frozen=True)
@@ -70,9 +69,8 @@ def _find(
                 "  Check its spelling. A folder on a web server cannot be listed: name its files "
                 "with data_files."
             )
-        return RemoteFiles(
-            _label(path), tuple(_resolve_web_file(path, name) for name in data_files)
-        )
+        web_files = tuple(_resolve_web_file(path, name) for name in data_files)
+        return RemoteFiles(_label(path), web_files)
     files = path.files(tries=PLANNING_TRIES)
     if not files:
         raise missing_url_error(url)
@@ -83,9 +81,8 @@ def _find(
         chosen = notes or local_files.select_data_files(
             path.redacted_url, list(files), split=split, ds_type=ds_type
         )
-    return RemoteFiles(
-        _label(path), tuple(RemoteFile(name, path / name, files[name]) for name in chosen)
-    )
+    remote_files = tuple(RemoteFile(name, path / name, files[name]) for name in chosen)
+    return RemoteFiles(_label(path), remote_files)
 
 
 def missing_url_error(url: str) -> ConfigError:
@@ -94,8 +91,7 @@ def missing_url_error(url: str) -> ConfigError:
     names = sorted(RemotePath.from_url(parent).names()) if name else []
     if not names:
         return ConfigError(f"{redact(url)} does not exist.\n  There is nothing in {parent} either.")
-    near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"it holds {abbreviate(names)}."
+    hint = hint_at(name, names, f"it holds {abbreviate(names)}.")
     return ConfigError(f"{redact(url)} does not exist.\n  In {parent}: {hint}")
 
 
@@ -134,7 +130,6 @@ def _glob(path: RemotePath) -> RemoteFiles:
 
 
 def _resolve_web_file(path: RemotePath, name: str) -> RemoteFile:
-    """One entry of data_files on a web server, which cannot be listed."""
     file = RemotePath.from_url(url_join(path.url, name))
     info = file.info(tries=PLANNING_TRIES)
     if info is None:
@@ -149,30 +144,23 @@ def _data_file(path: RemotePath, files: dict[str, Info], name: str) -> list[str]
     if name in files:
         return [name]
     if GLOB.search(name):
+        depth = name.count("/")
         matching = [file for file in files if PurePosixPath(file).match(name)]
-        same_depth = [
-            candidate for candidate in matching if candidate.count("/") == name.count("/")
-        ]
-        if same_depth:
+        if same_depth := [file for file in matching if file.count("/") == depth]:
             return same_depth
-    near = difflib.get_close_matches(name, list(files), n=3, cutoff=0.5)
-    hint = (
-        f"did you mean {' or '.join(near)}?"
-        if near
-        else f"it has {abbreviate(top_level_names(list(files)))}."
-    )
+    names = list(files)
+    hint = hint_at(name, names, f"it has {abbreviate(top_level_names(names))}.")
     raise ConfigError(f"data_files: {name} is not in {path.redacted_url}.\n  There: {hint}")
 
 
 def _saved_files(path: RemotePath, files: dict[str, Info], split: str | None) -> list[str] | None:
-    """The files listed in the metadata of save_to_disk, in order; None if there is no metadata."""
     if SPLITS in files:
         folder = SavedFolder(Path(), tuple(_read_metadata(path / SPLITS).get("splits") or ()))
     elif STATE in files:
         folder = SavedFolder(Path(), None)
     else:
         return None
-    split_folder = folder.select_split(path.redacted_url, split).folder
+    split_folder = folder.select_split(path.redacted_url, split)
     state = _read_metadata(path / (split_folder / STATE).as_posix())
     names = [
         (split_folder / entry["filename"]).as_posix() for entry in state.get("_data_files") or ()

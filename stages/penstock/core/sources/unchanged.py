@@ -51,19 +51,19 @@ def require_unchanged(files: Sequence[PinnedFile]) -> None:
 
 def _changed_files(files: Sequence[PinnedFile]) -> list[str]:
     by_sha256 = [file for file in files if len(file[1]) == 64]
+    by_git = [file for file in files if len(file[1]) == 40]
     try:
         digests = digest_files(path for path, _ in by_sha256)
-        digests += [_git_digest(path) for path, digest in files if len(digest) == 40]
+        digests += [git_digest(path) for path, _ in by_git]
     except OSError as error:
         return [f"{error.filename} ({describe_os_error(error)})"]
-    by_git = [file for file in files if len(file[1]) == 40]
     pairs = zip([*by_sha256, *by_git], digests, strict=True)
     return [str(path) for (path, pinned), digest in pairs if digest != pinned]
 
 
 def _files_of_hub(repo: str, commit: str) -> list[PinnedFile]:
-    """The cached files of a repository at a commit. The cache names a file by its digest: SHA-256
-    if it is large, else git's; a snapshot has links to them."""
+    # The hub's cache names a file by its digest: SHA-256 if it is large, else git's; a snapshot has
+    # links to them.
     from huggingface_hub.constants import HF_HUB_CACHE  # noqa: PLC0415 - of runs with hub ids alone
 
     blobs: list[PinnedFile] = []
@@ -76,7 +76,9 @@ def _files_of_hub(repo: str, commit: str) -> list[PinnedFile]:
     return blobs
 
 
-def _git_digest(path: Path) -> str:
-    content = path.read_bytes()
-    # Git's object id of a file.
-    return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
+def git_digest(path: Path) -> str:
+    """Git's object id of a file: SHA-1 of a header with its size, then its bytes."""
+    header = b"blob %d\0" % path.stat().st_size
+    with path.open("rb") as stream:
+        digest = hashlib.file_digest(stream, lambda: hashlib.sha1(header, usedforsecurity=False))
+    return digest.hexdigest()
