@@ -47,8 +47,9 @@ class Table:
     types: Mapping[str, "ValueType"] = field(default_factory=dict[str, "ValueType"])
     """Foreign key to the type of its value, for rules that would take any."""
 
-    families: Mapping[str, Rule] = field(default_factory=dict[str, Rule])
-    """Prefixes of keys that are in no table to their rule."""
+    families: Mapping[str, Rule | str] = field(default_factory=dict[str, Rule | str])
+    """Prefixes of keys that are in no table to their rule, or the reason why they have no effect
+    here."""
 
     @cached_property
     def keys(self) -> set[str]:
@@ -63,13 +64,8 @@ class Table:
             hidden = {*self.keys, *unknown}
             return {**{key: entries[key] for key in entries if key not in hidden}, **own}
 
-        return replace(
-            self,
-            same=inherited(base.same, self.same),
-            computed=inherited(base.computed, self.computed),
-            unsupported=inherited(base.unsupported, self.unsupported),
-            idle=inherited(base.idle, self.idle),
-        )
+        names = ("same", "computed", "unsupported", "idle")
+        return replace(self, **{n: inherited(getattr(base, n), getattr(self, n)) for n in names})
 
 
 @dataclass(frozen=True)
@@ -111,18 +107,18 @@ class Dialect(Table):
 
 def why_not_of(kind: ValueType | None, value: Any) -> str | None:
     """Why a value is not of this type; None if it is."""
+    is_valid, meant = True, ""
     if kind == "switch":
-        is_valid = isinstance(value, bool) or (isinstance(value, int) and value in (0, 1))
-        return None if is_valid else f"{shown(value)} where true or false is meant"
-    if kind == "text":
-        return None if isinstance(value, str) else f"{shown(value)} where text is meant"
-    if kind == "number":
+        is_valid, meant = isinstance(value, int) and value in (0, 1), "true or false"
+    elif kind == "text":
+        is_valid, meant = isinstance(value, str), "text"
+    elif kind == "number":
+        meant = "a number"
         try:
             is_valid = value in NOTHING or (not isinstance(value, bool) and float(value) > -inf)
         except (TypeError, ValueError):
             is_valid = False
-        return None if is_valid else f"{shown(value)} where a number is meant"
-    return None
+    return None if is_valid else f"{shown(value)} where {meant} is meant"
 
 
 def typed(**names: str) -> dict[str, "ValueType"]:
@@ -144,6 +140,11 @@ def by_reason(text: str) -> dict[str, str]:
     return reasons
 
 
+def same_names(section: str, keys: str) -> dict[str, str]:
+    """Foreign keys that have the same names here, in a section."""
+    return {key: f"{section}{key}" for key in keys.split()}
+
+
 def is_flat(values: Values) -> bool:
     """Whether a file has none of our sections, as in all flat dialects."""
     return not any(isinstance(values.get(name), dict) for name in ("model", "data", "train"))
@@ -156,22 +157,22 @@ def listed(value: Any) -> list[Any]:
 
 def no_effect(why: str) -> Rule:
     """Rule of a key that has no effect here."""
-
     return lambda entry: entry.no_effect(why)
 
 
 def unsupported(why: str) -> Rule:
     """Rule of a key that is left out unless it is false, 0 or empty."""
-    return _unless_off(lambda entry: entry.leave_out(why))
+    return when(lambda entry: entry.value not in OFF, left_out(why), "is off")
 
 
 def refused(why: str) -> Rule:
     """Rule of a key that is refused unless it is false, 0 or empty."""
-    return _unless_off(lambda entry: entry.refuse(why))
+    return when(lambda entry: entry.value not in OFF, refuses(why), "is off")
 
 
-def _unless_off(rule: Rule) -> Rule:
-    return lambda entry: rule(entry) if entry.value not in OFF else entry.no_effect("is off")
+def refuses(why: str) -> Rule:
+    """Rule of a value that is refused."""
+    return lambda entry: entry.refuse(why)
 
 
 def put(name: str, convert: Callable[[Any], Any] = lambda value: value) -> Rule:
@@ -184,16 +185,17 @@ def approximated(why: str) -> Rule:
     return lambda entry: entry.approximated(why)
 
 
-def if_on(rule: Rule, otherwise: str) -> Rule:
-    """Rule of a key that has no effect if it is false, 0 or empty."""
-    return lambda entry: rule(entry) if entry.value else entry.no_effect(otherwise)
+def if_on(rule: Rule, otherwise: str | Rule) -> Rule:
+    """Rule of a key that has no effect, or another one, if it is false, 0 or empty."""
+    return when(lambda entry: entry.value, rule, otherwise)
 
 
-def when(holds: Callable[[Entry], Any], rule: Rule, otherwise: str | Rule) -> Rule:
-    """Rule of a key that is read only where something holds; `otherwise` is why it has no effect,
-    or another rule."""
+def when(holds: Callable[[Entry], Any] | str, rule: Rule, otherwise: str | Rule) -> Rule:
+    """Rule of a key that is read only where something holds, or another key is on; `otherwise` is
+    why it has no effect, or another rule."""
+    test = (lambda entry: entry.get(holds)) if isinstance(holds, str) else holds
     other_rule = no_effect(otherwise) if isinstance(otherwise, str) else otherwise
-    return lambda entry: rule(entry) if holds(entry) else other_rule(entry)
+    return lambda entry: rule(entry) if test(entry) else other_rule(entry)
 
 
 def sets(settings: Mapping[str, Any], why: str = "") -> Rule:
@@ -233,13 +235,11 @@ def decides(*names: str) -> Rule:
     return lambda entry: entry.decides(*names)
 
 
-def where(key: str, *values: Any, name: str) -> Rule:
-    """Rule of a setting that is used if another key has one of `values`."""
-
+def where(key: str, *values: Any, then: str | Rule) -> Rule:
+    """Rule of a setting, or another rule, that is used if another key has one of `values`."""
+    rule = put(then) if isinstance(then, str) else then
     allowed = " or ".join(shown(value) for value in values)
-    return when(
-        lambda entry: entry.get(key) in values, put(name), f"read with {key}: {allowed} alone"
-    )
+    return when(lambda entry: entry.get(key) in values, rule, f"read with {key}: {allowed} alone")
 
 
 def is_on(value: Any) -> bool:
@@ -251,52 +251,40 @@ def is_on(value: Any) -> bool:
 
 def negated(name: str) -> Rule:
     """Rule of a boolean whose setting here is its opposite."""
-
     return put(name, lambda value: not is_on(value))
 
 
 def if_true(name: str, value: Any, otherwise: str) -> Rule:
-    """Rule of a boolean that sets a value if true; false has no effect, for the reason
-    `otherwise`."""
-
-    return when(lambda entry: is_on(entry.value), lambda entry: entry.put(name, value), otherwise)
+    """Rule of a boolean that sets a value if true; `otherwise` is why false has no effect."""
+    return when(lambda entry: is_on(entry.value), sets({name: value}), otherwise)
 
 
 def unless_minus_one(name: str, otherwise: str) -> Rule:
     """Rule of a number for which -1 means unset."""
-
     return when(lambda entry: entry.value != -1, put(name), otherwise)
 
 
 def truth(name: str) -> Rule:
     """Rule of a boolean that may be written as any value."""
-
     return put(name, is_on)
 
 
 def only(*allowed: Any) -> Rule:
-    """Rule of a key whose values other than `allowed` are not supported; these are the behavior
-    here."""
-
-    def rule(entry: Entry) -> None:
-        if isinstance(entry.value, list | dict) or entry.value not in allowed:
-            entry.leave_out(f"here it is always {', '.join(map(str, allowed))}")
-        else:
-            entry.no_effect("this is always the behavior here")
-
-    return rule
+    """Rule of a key for which there are no other values here than `allowed`."""
+    return when(
+        lambda entry: not isinstance(entry.value, list | dict) and entry.value in allowed,
+        no_effect("this is always the behavior here"),
+        left_out(f"here it is always {', '.join(map(str, allowed))}"),
+    )
 
 
-def choice(name: str, choices: Mapping[Any, Any], *, refuses: bool = False) -> Rule:
-    """Rule of a key with some values, each with one of ours. Others are left out, or refused."""
-
-    def rule(entry: Entry) -> None:
-        value, why = entry.value, f"it takes {', '.join(map(str, choices))}"
-        if not isinstance(value, list | dict) and value in choices:
-            entry.put(name, choices[value])
-        elif refuses:
-            entry.refuse(why)
-        else:
-            entry.leave_out(why)
-
-    return rule
+def choice(
+    name: str, choices: Mapping[Any, Any], otherwise: Callable[[str], Rule] = left_out
+) -> Rule:
+    """Rule of a key with some values, each with one of ours; `otherwise` makes that of others."""
+    why = f"it takes {', '.join(map(str, choices))}"
+    return when(
+        lambda entry: not isinstance(entry.value, list | dict) and entry.value in choices,
+        put(name, choices.get),
+        otherwise(why),
+    )

@@ -65,7 +65,7 @@ def _drop(draft: Draft, issue: ConfigIssue) -> None:
         value = draft.value(name, missing)
         if value is missing:
             continue
-        for line in list(draft.lines_of(name)):
+        for line in draft.lines_of(name):
             line.names = [line_name for line_name in line.names if line_name != name]
             if line.kind == "assumed":
                 draft.lines.pop(line.key)
@@ -83,7 +83,7 @@ def _drop_item(draft: Draft, name: str, text: str) -> None:
     above, _, index = item.rpartition(".")
     if not index.isdecimal() or not draft.has(item):
         return
-    for line in list(draft.lines_of(item)):
+    for line in draft.lines_of(item):
         line.names = [
             line_name for line_name in line.names if not f"{line_name}.".startswith(f"{item}.")
         ]

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, cast
 
-from penstock.config.translate.dialect import Rule, Table, choice, listed, no_effect
+from penstock.config.translate.dialect import Rule, Table, by_reason, listed, no_effect, same_names
 from penstock.config.translate.templates import template_of_dataset
 from penstock.config.translate.translate_key import translate_items
 from penstock.config.translate.translation import Entry
@@ -114,8 +114,7 @@ def _type(entry: Entry) -> None:
     if isinstance(kind, dict):
         _own_columns(entry, cast("dict[str, Any]", kind))
         return
-    tables = {"kto": KTO_TYPES} if rl == "kto" else {}
-    types = tables.get(str(rl), PREFERENCE_TYPES if _prefers(entry) else TYPES)
+    types = KTO_TYPES if rl == "kto" else PREFERENCE_TYPES if _prefers(entry) else TYPES
     base = re.split(r"[.:]", str(kind))[0]
     name = kind if kind in types else base
     if name not in types or (name == base != kind and rl):
@@ -162,12 +161,11 @@ def _keys_of_messages(entry: Entry) -> None:
         entry.put("field_message_role", keys[0])
         entry.put("field_message_content", keys[1])
     mappings = cast("dict[str, Any]", entry.value if isinstance(entry.value, dict) else {})
-    unread = [
+    if unread := [
         f"{name}: {key}"
         for name, key in mappings.items()
         if name not in USUAL_KEYS and key != name and not (name in REASONING and key in REASONING)
-    ]
-    if unread:
+    ]:
         entry.leave_out(f"messages have their own names of {', '.join(unread)}")
 
 
@@ -188,12 +186,10 @@ def _roles(entry: Entry) -> None:
 
 def _trained_roles(entry: Entry) -> None:
     roles = list(dict.fromkeys(NAMES_OF_ROLES.get(role, role) for role in listed(entry.value)))
-    if not roles:
-        entry.leave_out("answers of the assistant are trained")
-    elif roles == ["assistant"]:
-        entry.no_effect("answers of the assistant are trained")
-    else:
+    if roles and roles != ["assistant"]:
         entry.put("roles_to_train", roles)
+    else:
+        (entry.no_effect if roles else entry.leave_out)("answers of the assistant are trained")
 
 
 def _trained_ends(entry: Entry) -> None:
@@ -208,25 +204,19 @@ def _trained_ends(entry: Entry) -> None:
 
 
 def _reasoning_key(entry: Entry) -> None:
-    if entry.value in REASONING:
-        entry.no_effect(f"reasoning is read under {', '.join(REASONING)}")
-    else:
-        entry.leave_out(f"reasoning is read under {', '.join(REASONING)}")
+    report = entry.no_effect if entry.value in REASONING else entry.leave_out
+    report(f"reasoning is read under {', '.join(REASONING)}")
 
 
-OF_TEACHERS = "models are not trained on log-probs of others"
-OF_STEPS = "models are not trained by rewards"
-
+# The keys of a data set.
 TABLE = Table(
     same={
-        **{
-            name: name
-            for name in (
-                *("path", "name", "split", "revision", "data_files", "ds_type", "shards"),
-                *("shards_idx", "preprocess_shards", "field_messages", "field_tools"),
-                *("field_chosen", "field_rejected", "drop_system_message", "field_system"),
-            )
-        },
+        **same_names(
+            "",
+            "path name split revision data_files ds_type shards shards_idx preprocess_shards"
+            " field_messages field_tools field_chosen field_rejected drop_system_message"
+            " field_system",
+        ),
         "field": "field_text",
         "text_column": "field_text",
         "message_field_training": "field_message_training",
@@ -245,23 +235,18 @@ TABLE = Table(
         **dict.fromkeys(("field_thinking", "template_thinking_key"), _reasoning_key),
         "conversation": no_effect("the chat template renders conversations"),
     },
-    unsupported={
-        "trust_remote_code": "loading scripts of data sets are not run",
-        "split_thinking": "put reasoning into reasoning_content of messages",
-        "logprobs_field": OF_TEACHERS,
-        "temperature": OF_TEACHERS,
-        "input_transform": "records are read as they are",
-        "input_format": "the tokenizer's chat template renders questions",
-        "field_human": "write field_instruction in a form of your own",
-        "field_model": "write field_output in a form of your own",
-        "skip": "sources are read from their beginning; write split: train[N:]",
-        "step_separator": OF_STEPS,
-        "max_completion_length": OF_STEPS,
-        "train_on_last_step_only": OF_STEPS,
-    },
+    unsupported=by_reason(
+        """
+        trust_remote_code: loading scripts of data sets are not run
+        split_thinking: put reasoning into reasoning_content of messages
+        logprobs_field temperature: models are not trained on log-probs of others
+        input_transform: records are read as they are
+        input_format: the tokenizer's chat template renders questions
+        field_human: write field_instruction in a form of your own
+        field_model: write field_output in a form of your own
+        skip: sources are read from their beginning; write split: train[N:]
+        step_separator max_completion_length
+        train_on_last_step_only: models are not trained by rewards
+        """
+    ),
 )
-"""The keys of a data set."""
-
-
-too_long = choice("data.truncation_mode", {"drop": "drop", "truncate": "keep_start"})
-"""Rule of `excess_length_strategy`: what becomes of samples above `sequence_len`."""

@@ -1,26 +1,82 @@
-"""ERNIEKit's data: sources, mixing and packing."""
+"""ERNIEKit's data: sources, mixing, packing, and recipes for images (stage VL-SFT)."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from penstock.config.translate.dialect import (
     Rule,
+    by_reason,
     decides,
     explained,
+    if_on,
     in_turn,
     no_effect,
     put,
     refused,
+    refuses,
     when,
 )
 from penstock.config.translate.erniekit.checkpoint import NO_EVALUATION, evaluates, explicit_steps
-from penstock.config.translate.erniekit.images import has_samples_alone, if_of_images, is_of_images
 from penstock.config.translate.erniekit.objective import OF_DPO_ALONE, is_preference
-from penstock.config.translate.shared import ALONE, GROUP, METHOD
+from penstock.config.translate.shared import ALONE, GROUP, METHOD, OF_PYTHON
 from penstock.config.translate.shared import SOURCES as TRAIN
 from penstock.config.translate.shared import TESTS as TEST
 from penstock.config.translate.templates import chat_template
 from penstock.config.translate.translation import Draft, Entry
+
+STAGE = "VL-SFT"
+
+
+def is_of_images(entry: Entry) -> bool:
+    """Whether the file is a recipe for images."""
+    return entry.get("stage") == STAGE
+
+
+def if_of_images(rule: Rule) -> Rule:
+    """The rule of a key that recipes for images alone read."""
+    return when(is_of_images, rule, f"read by stage {STAGE} alone")
+
+
+def _multimodal(entry: Entry) -> None:
+    if entry.value and not is_of_images(entry):
+        stage = entry.get("stage")
+        entry.refuse(f"stage {stage} reads text; write stage: {STAGE}, or leave it out")
+    else:
+        entry.no_effect("data with images says it" if is_of_images(entry) else "is off")
+
+
+def _freeze(entry: Entry) -> None:
+    parts = str(entry.value or "").split()
+    if other_parts := [part for part in parts if part != "freeze_vision"]:
+        entry.refuse(f"{', '.join(other_parts)}: it takes freeze_vision")
+    elif entry.get("fine_tuning") == "LoRA":
+        entry.approximated(
+            "with adapters all of the model's own weights are frozen, and adapters are of the"
+            " language model; there the resampler has some too"
+        )
+    else:
+        entry.put("model.freeze", ["vision"] if parts else [])
+
+
+def _own_rate(entry: Entry) -> None:
+    """Factors of the learning rate of routers and of the vision tower's layers."""
+    adapted = entry.get("fine_tuning") == "LoRA"
+    frozen = "freeze_vision" in str(entry.get("freeze_config", ""))
+    if adapted or (frozen and entry.key != "moe_gate_lr_ratio"):
+        entry.no_effect("what it is of is frozen")
+    elif entry.value == 1:
+        entry.no_effect("is the rate of all parts")
+    else:
+        entry.refuse(
+            "it is a factor of the rate of some parameters; leave it out, and write the vision"
+            " tower's rate as train.vision_lr"
+        )
+
+
+def has_samples_alone(entry: Entry) -> bool:
+    """Whether each sample has a sequence of its own, whatever `packing` says."""
+    return is_of_images(entry) and bool(entry.get("one_sample_in_one_seq"))
+
 
 TYPES: Mapping[str, Mapping[str, str]] = {
     "SFT": {"erniekit": "sft_turns", "alpaca": "alpaca", "chatml": "chat", "messages": "chat"},
@@ -270,4 +326,51 @@ DATA: Mapping[str, Rule] = {
     "distributed_dataloader": no_effect(
         "every rank maps packed rows into memory, and reads its own alone"
     ),
+}
+
+IMAGES: Mapping[str, Rule] = {
+    "multimodal": _multimodal,
+    "freeze_config": if_of_images(_freeze),
+    "modality_ratio": if_of_images(
+        when(
+            lambda entry: entry.get("text_dataset_path") and entry.get("train_dataset_path"),
+            refuses("sources are mixed by train_dataset_prob; write all sources there"),
+            "there are no text sources beside others with images",
+        )
+    ),
+    "variable_resolution": if_of_images(
+        if_on(
+            no_effect("images have the size that the image processor gives them"),
+            refuses("one size of all images is not set here; write 1"),
+        )
+    ),
+    "one_sample_in_one_seq": if_of_images(if_on(ALONE, "packing says it")),
+    "prefetch_factor": if_of_images(put("data.dataloader_prefetch_factor")),
+    "moe_use_aux_free_update_coef": if_of_images(
+        when(
+            lambda entry: entry.value and entry.get("moe_use_aux_free", True),
+            put("train.moe_bias_update_rate", float),
+            "biases of routers are left as they are",
+        )
+    ),
+    **dict.fromkeys(("moe_gate_lr_ratio", "visual_ld", "vit_lr_ratio"), if_of_images(_own_rate)),
+    "from_scratch": if_of_images(refused("weights are those of model_name_or_path; write 0")),
+    **{
+        key: if_of_images(no_effect(why))
+        for key, why in by_reason(
+            f"""
+            moe_use_aux_free: moe_use_aux_free_update_coef says how much
+            render_timestamp: of videos, which data here has none of
+            use_moe moe_use_hard_gate: as the model's config.json says
+            add_sys_token: the tokenizer's chat template says it
+            drop_history_with_k: turns are left out where a sample is too long
+            same_data: a run that goes on reads the data where it stopped
+            trigger_data_prob: every record is read
+            pad_to_max_seqlen: sequences are padded to whole 128 tokens, which changes no result
+            use_recompute_loss_fn serialize_output gc_interval pre_alloc_memory pp_need_data
+            pp_need_data_degree disable_pipeline_warmup
+            save_sharding_stage1_model_include_freeze_params: {OF_PYTHON}
+            """
+        ).items()
+    },
 }

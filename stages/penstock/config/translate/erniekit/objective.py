@@ -4,7 +4,16 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from penstock.config.schema.preference import AVERAGED, REFERENCE_FREE, LossType, is_used
-from penstock.config.translate.dialect import Rule, Values, choice, if_on, sets, truth, when
+from penstock.config.translate.dialect import (
+    Rule,
+    Values,
+    choice,
+    if_on,
+    refuses,
+    sets,
+    truth,
+    when,
+)
 from penstock.config.translate.translation import Draft, Entry
 
 OBJECTIVES = {"SFT": "sft", "DPO": "preference", "PT": "pretrain", "VL-SFT": "sft"}
@@ -152,7 +161,7 @@ OBJECTIVE: Mapping[str, Rule] = {
     "normalize_logps": when(is_preference, _normalized, OF_DPO_ALONE),
     "reference_free": when(is_preference, _without_reference, OF_DPO_ALONE),
     "ref_model_update_steps": _update_reference,
-    "fine_tuning": choice("lora.enable_lora", {"LoRA": True, "Full": False}, refuses=True),
+    "fine_tuning": choice("lora.enable_lora", {"LoRA": True, "Full": False}, refuses),
     "lora": truth("lora.enable_lora"),
     "lora_rank": _of_lora("lora_rank"),
     "lora_alpha": _alpha,

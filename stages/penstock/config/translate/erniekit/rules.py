@@ -24,15 +24,13 @@ from penstock.config.translate.dialect import (
     when,
 )
 from penstock.config.translate.erniekit.checkpoint import SAVING
-from penstock.config.translate.erniekit.data import DATA, data_is_there
-from penstock.config.translate.erniekit.images import IMAGES
+from penstock.config.translate.erniekit.data import DATA, IMAGES, data_is_there
 from penstock.config.translate.erniekit.objective import (
     OBJECTIVE,
     adapters_are_whole,
     infer_stage,
 )
-from penstock.config.translate.erniekit.parallelism import LAYOUT
-from penstock.config.translate.erniekit.training import TRAINING
+from penstock.config.translate.erniekit.training import LAYOUT, TRAINING
 from penstock.config.translate.shared import track
 from penstock.config.translate.translation import Draft, Entry
 

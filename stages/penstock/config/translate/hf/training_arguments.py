@@ -16,30 +16,29 @@ from penstock.config.translate.dialect import (
     negated,
     no_effect,
     put,
+    refuses,
+    same_names,
     unless_minus_one,
     when,
 )
 from penstock.config.translate.hf import schedule
-from penstock.config.translate.shared import IN_ORDER, OF_PYTHON, events_folder, reports
+from penstock.config.translate.shared import (
+    IN_ORDER,
+    OF_PYTHON,
+    events_folder,
+    has_steps,
+    reports,
+)
 from penstock.config.translate.translation import Draft, Entry
 
+# Settings that speak of evaluations.
 EVALUATING = (
     *("eval_steps", "eval_epochs", "eval_at_start", "eval_sanity_batches", "eval_max_batches"),
     *("eval_micro_batch_size", "early_stopping", "save_best"),
 )
 
 STRATEGIES = ("no", "steps", "epoch")
-
 STAGE_IN_NAME = re.compile(r"(?:zero|z)[-_]?([0-3])")
-
-
-def epochs(entry: Entry) -> None:
-    """`num_train_epochs`, which `max_steps` overrides."""
-    steps = entry.get("max_steps")
-    if isinstance(steps, int) and steps > 0:
-        entry.no_effect("max_steps is written, and ends the run")
-    else:
-        entry.put("train.num_train_epochs", entry.value)
 
 
 def decay(entry: Entry) -> None:
@@ -60,12 +59,11 @@ def log_steps(entry: Entry) -> None:
 
 def _every(entry: Entry, strategy: str, kind: str, count: Any) -> None:
     """Put how often something happens; `kind` is `eval` or `save`."""
-    total = entry.get("max_steps")
     if strategy == "epoch":
         entry.put(f"train.{kind}_epochs", 1.0)
     elif isinstance(count, float) and count < 1:
-        if isinstance(total, int) and total > 0:
-            entry.put(f"train.{kind}_steps", max(1, int(count * total)))
+        if has_steps(entry):
+            entry.put(f"train.{kind}_steps", max(1, int(count * entry.get("max_steps"))))
         else:
             entry.put(f"train.{kind}_epochs", count * entry.get("num_train_epochs", 3))
     else:
@@ -191,16 +189,23 @@ def settle_evaluations(draft: Draft) -> None:
         draft.put("train.eval_epochs", 1.0)
 
 
+def _sampling(entry: Entry) -> None:
+    if entry.value == "sequential":
+        IN_ORDER(entry)
+    elif entry.value == "random":
+        entry.no_effect("samples are shuffled")
+    else:
+        entry.approximated("samples are shuffled, and stand beside others of any length")
+
+
 FROM_FIRST = "evaluations begin with the first one that is due"
 RECOMPUTED_ALIKE = when(
-    lambda entry: not isinstance(entry.value, dict),
-    lambda entry: entry.refuse("is a mapping, such as {use_reentrant: false}"),
-    "either form of recomputation gives the same gradients",
+    lambda entry: isinstance(entry.value, dict),
+    no_effect("either form of recomputation gives the same gradients"),
+    refuses("is a mapping, such as {use_reentrant: false}"),
 )
 OF_BEST = when(
-    lambda entry: entry.get("load_best_model_at_end"),
-    decides("train.save_best"),
-    "read with load_best_model_at_end alone",
+    "load_best_model_at_end", decides("train.save_best"), "read with load_best_model_at_end alone"
 )
 
 IDLE = by_reason(
@@ -240,20 +245,19 @@ UNSUPPORTED = by_reason(
 )
 
 SAME: Mapping[str, str] = {
-    "output_dir": "train.output_dir",
+    **same_names(
+        "train.", "output_dir gradient_accumulation_steps max_grad_norm seed save_total_limit"
+    ),
+    **same_names(
+        "data.",
+        "dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor"
+        " dataloader_drop_last",
+    ),
     "per_device_train_batch_size": "train.micro_batch_size",
     "per_device_eval_batch_size": "train.eval_micro_batch_size",
-    "gradient_accumulation_steps": "train.gradient_accumulation_steps",
     "learning_rate": "train.lr",
-    "max_grad_norm": "train.max_grad_norm",
     "label_smoothing_factor": "train.label_smoothing",
-    "seed": "train.seed",
     "eval_on_start": "train.eval_at_start",
-    "save_total_limit": "train.save_total_limit",
-    "dataloader_num_workers": "data.dataloader_num_workers",
-    "dataloader_pin_memory": "data.dataloader_pin_memory",
-    "dataloader_prefetch_factor": "data.dataloader_prefetch_factor",
-    "dataloader_drop_last": "data.dataloader_drop_last",
     "gradient_checkpointing": "train.enable_gradient_checkpointing",
     "activation_checkpointing": "train.enable_gradient_checkpointing",
     "torch_compile": "train.enable_compile",
@@ -263,7 +267,11 @@ SAME: Mapping[str, str] = {
 }
 
 COMPUTED: Mapping[str, Rule] = {
-    "num_train_epochs": epochs,
+    "num_train_epochs": when(
+        has_steps,
+        no_effect("max_steps is written, and ends the run"),
+        put("train.num_train_epochs"),
+    ),
     "max_steps": unless_minus_one("train.max_steps", "-1: epochs end the run"),
     "weight_decay": decay,
     "optim": schedule.optimizer,
@@ -298,15 +306,7 @@ COMPUTED: Mapping[str, Rule] = {
     **dict.fromkeys(
         ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"), RECOMPUTED_ALIKE
     ),
-    "train_sampling_strategy": when(
-        lambda entry: entry.value == "sequential",
-        IN_ORDER,
-        when(
-            lambda entry: entry.value == "random",
-            no_effect("samples are shuffled"),
-            approximated("samples are shuffled, and stand beside others of any length"),
-        ),
-    ),
+    "train_sampling_strategy": _sampling,
     "data_seed": when(
         lambda entry: entry.value != entry.get("seed", 42),
         approximated("train.seed decides the order of samples too"),
@@ -314,17 +314,16 @@ COMPUTED: Mapping[str, Rule] = {
     ),
     "eval_delay": if_on(approximated(FROM_FIRST), FROM_FIRST),
     "push_to_hub": pushing,
-    "hub_model_id": when(
-        lambda entry: entry.get("push_to_hub"), put("push.repo_id"), "read with push_to_hub alone"
-    ),
+    "hub_model_id": when("push_to_hub", put("push.repo_id"), "read with push_to_hub alone"),
     "deepspeed": deepspeed,
     "fsdp": fsdp,
     "full_determinism": determinism,
 }
 
+# The keys of the trainer, over which tools that are built on it write their own.
 TRAINER = Table(same=SAME, computed=COMPUTED, unsupported=UNSUPPORTED, idle=IDLE)
-"""The keys of the trainer, over which tools that are built on it write their own."""
 
+# Those of transformers; tools with other ones of their own write them over these.
 DEFAULTS: Mapping[str, Any] = {
     "per_device_train_batch_size": 8,
     "num_train_epochs": 3,
@@ -339,4 +338,3 @@ DEFAULTS: Mapping[str, Any] = {
     "save_strategy": "steps",
     "logging_steps": 500,
 }
-"""Those of transformers; tools with other ones of their own write them over these."""
