@@ -14,18 +14,9 @@ from penstock.config.schema.model import ModelConfig
 from penstock.config.schema.served import AS_IN_A_RUN, served_fields
 from penstock.config.schema.train import TrainConfig
 from penstock.config.server.serving import ServerServing
-from penstock.config.translate.dialect import (
-    Dialect,
-    Rule,
-    Values,
-    approximated,
-    choice,
-    decides,
-    is_flat,
-    put,
-    when,
-)
-from penstock.config.translate.translation import Entry
+from penstock.config.translate import rule
+from penstock.config.translate.dialect import Dialect, Values, is_flat
+from penstock.config.translate.translation import Entry, Rule
 
 BUILT_IN = "builtin:"
 """Prefix of models with random weights."""
@@ -64,50 +55,50 @@ OF_THE_SERVER: Mapping[str, str] = {
 
 def _strategy(entry: Entry) -> None:
     strategies = {"sequential": "sequential", "best_fit": "multipack", "balanced_dp": "multipack"}
-    choice("data.sample_packing_method", strategies)(entry)
+    rule.choice("data.sample_packing_method", strategies)(entry)
     if entry.value == "balanced_dp":
         entry.approximated("rows are filled well, and replicas share them out as they come")
 
 
 COMPUTED: Mapping[str, Rule] = {
-    "model_path": when(
+    "model_path": rule.when(
         lambda entry: not entry.value.startswith(BUILT_IN),
-        put("model.model_path"),
-        when(
+        rule.put("model.model_path"),
+        rule.when(
             lambda entry: not entry.get("config_path"),
-            put("model.config_path"),
+            rule.put("model.config_path"),
             "config_path says which model starts from the seed",
         ),
     ),
-    "load_weights_mode": when(
+    "load_weights_mode": rule.when(
         lambda entry: entry.value == "dcp",
         lambda entry: entry.refuse(
             "weights are read in Hugging Face's format; write auto or safetensors"
         ),
         "weights are read from safetensors wherever they are",
     ),
-    "enable_packing": when(
+    "enable_packing": rule.when(
         lambda entry: not entry.value,
-        approximated("samples share rows all the same, and do not see one another there"),
+        rule.approximated("samples share rows all the same, and do not see one another there"),
         "samples share rows",
     ),
     "sample_packing_strategy": _strategy,
-    "load_checkpoint_path": put("train.load_checkpoint_path", lambda path: path or None),
-    "ckpt_manager": choice("train.ckpt_manager", {"dcp": "dcp"}),
-    "nproc_per_node": when(
+    "load_checkpoint_path": rule.put("train.load_checkpoint_path", lambda path: path or None),
+    "ckpt_manager": rule.choice("train.ckpt_manager", {"dcp": "dcp"}),
+    "nproc_per_node": rule.when(
         lambda entry: entry.value != "auto",
-        put("launch.nproc_per_node"),
+        rule.put("launch.nproc_per_node"),
         "as many as the parallel sizes multiply to",
     ),
     "master_addr": lambda entry: entry.put(
         "launch.rdzv_endpoint", f"{entry.value}:{entry.get('master_port', 29500)}"
     ),
-    "master_port": when(
+    "master_port": rule.when(
         lambda entry: entry.get("master_addr"),
-        decides("launch.rdzv_endpoint"),
+        rule.decides("launch.rdzv_endpoint"),
         "there is no master_addr",
     ),
-    "log_gradient_norms": choice("train.log_grad_norm", {True: "layers", False: True}),
+    "log_gradient_norms": rule.choice("train.log_grad_norm", {True: "layers", False: True}),
 }
 
 OWN_DEFAULTS = frozenset(

@@ -4,17 +4,9 @@ import re
 from importlib.util import find_spec
 from typing import Any
 
-from penstock.config.translate.dialect import (
-    Rule,
-    if_on,
-    if_true,
-    in_turn,
-    listed,
-    put,
-    sets,
-    where,
-)
-from penstock.config.translate.translation import Draft, Entry
+from penstock.config.translate import rule
+from penstock.config.translate.dialect import listed
+from penstock.config.translate.translation import Draft, Entry, Rule
 
 SOURCES, TESTS = "data.datasets", "data.test_datasets"
 ROW, GROUP = "data.sample_packing_sequence_len", "data.sample_packing_group_size"
@@ -70,41 +62,43 @@ def put_targets(entry: Entry) -> None:
 
 
 # Samples stay in the order of their files.
-IN_ORDER = sets(
+IN_ORDER = rule.sets(
     {"data.shuffle_merged_datasets": False, "data.shuffle_before_merging_datasets": False}
 )
 
 # Rule of what asks for a sequence of its own for each sample.
-ALONE = sets({METHOD: "multipack", GROUP: 1})
+ALONE = rule.sets({METHOD: "multipack", GROUP: 1})
 
 # Rule of a number of pipeline stages on each rank, above 1.
-INTERLEAVED = in_turn(
-    put("train.pipeline_parallel_virtual_stages"),
-    sets({"train.pipeline_parallel_schedule": "Interleaved1F1B"}),
+INTERLEAVED = rule.in_turn(
+    rule.put("train.pipeline_parallel_virtual_stages"),
+    rule.sets({"train.pipeline_parallel_schedule": "Interleaved1F1B"}),
 )
 
 
 def quantizes(kind: str) -> Rule:
     """Rule of what asks for base weights in this format."""
-    return sets({"lora.enable_qlora": True, "lora.quant_format": kind})
+    return rule.sets({"lora.enable_qlora": True, "lora.quant_format": kind})
 
 
 # Rule of a number of bits of base weights; raises LookupError for another than these.
-BITS = in_turn(
-    sets({"lora.enable_qlora": True}),
-    put("lora.quant_format", {4: "nf4", 8: "int8"}.__getitem__),
+BITS = rule.in_turn(
+    rule.sets({"lora.enable_qlora": True}),
+    rule.put("lora.quant_format", {4: "nf4", 8: "int8"}.__getitem__),
 )
 
 
 def in_few_bits(kind: str) -> Rule:
     """Rule of a boolean that asks for quantized base weights."""
-    return if_on(quantizes(kind), "base weights keep their precision")
+    return rule.if_on(quantizes(kind), "base weights keep their precision")
 
 
 def of_adapters(key: str, *values: Any, **names: str) -> dict[str, Rule]:
     """Rules of settings of adapters, by their keys, which are read where `key` has one of `values`:
     `lora_r="lora_rank"`."""
-    return {foreign: where(key, *values, then=f"lora.{name}") for foreign, name in names.items()}
+    return {
+        foreign: rule.where(key, *values, then=f"lora.{name}") for foreign, name in names.items()
+    }
 
 
 def lay_rows(draft: Draft, longest: Any, packing: str | None, *, pairs: bool) -> None:
@@ -174,14 +168,14 @@ def gathers_8_bits(entry: Entry) -> None:
 
 
 # Rule of a boolean that asks for reference log-probs before training.
-PRECOMPUTES = if_true(
+PRECOMPUTES = rule.if_true(
     "preference.precompute_ref_logps",
     value=True,
     otherwise="they are always computed before training, and reused by other runs",
 )
 
 # Rule of a boolean that asks to resume from the newest checkpoint.
-RESUMES = if_true("train.load_checkpoint_path", "auto", otherwise="nothing is resumed")
+RESUMES = rule.if_true("train.load_checkpoint_path", "auto", otherwise="nothing is resumed")
 
 TRACKERS = ("wandb", "tensorboard", "mlflow", "trackio")
 NO_TRACKER = f"no tracker here ({', '.join(TRACKERS)}); metrics.jsonl has all metrics"
@@ -204,8 +198,8 @@ def track(entry: Entry, tracker: str) -> None:
 
 def tracks(tracker: str) -> Rule:
     """Rule of a boolean that enables a tracker."""
-    off = sets({f"train.use_{tracker}": False})
-    return if_on(lambda entry: track(entry, tracker), off)
+    off = rule.sets({f"train.use_{tracker}": False})
+    return rule.if_on(lambda entry: track(entry, tracker), off)
 
 
 def reports(entry: Entry) -> None:

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from penstock.config.schema.data import TOKENIZER_TEMPLATE, is_inline_template
-from penstock.config.translate.dialect import Rule, listed
-from penstock.config.translate.translation import Entry
+from penstock.config.translate.dialect import listed
+from penstock.config.translate.translation import Entry, Rule
 
 TEMPLATE = "data.chat_template"
 

@@ -5,8 +5,9 @@ from difflib import get_close_matches
 from typing import Any, cast
 
 from penstock.config.loading.fault import shown
-from penstock.config.translate.dialect import Rule, Table, no_effect, unsupported, why_not_of
-from penstock.config.translate.translation import Entry, Line
+from penstock.config.translate import rule
+from penstock.config.translate.dialect import Table, why_not_of
+from penstock.config.translate.translation import Entry, Line, Rule
 
 # Ratio of difflib at which a known key is suggested.
 MIN_SIMILARITY = 0.7
@@ -57,7 +58,7 @@ def translate_key(entry: Entry, table: Table, key: str, title: str, *, is_null: 
     elif is_null:
         line.kind, line.why = "no effect", "null, the same as leaving it out"
     elif key in table.unsupported:
-        apply_rule(unsupported(table.unsupported[key]), entry)
+        apply_rule(rule.unsupported(table.unsupported[key]), entry)
     elif key in table.same:
         line.kind = "maps"
         entry.put(table.same[key], line.value)
@@ -66,8 +67,8 @@ def translate_key(entry: Entry, table: Table, key: str, title: str, *, is_null: 
     elif key in table.idle:
         entry.no_effect(table.idle[key])
     else:
-        rule = table.computed.get(key) or table.families[family or ""]
-        apply_rule(no_effect(rule) if isinstance(rule, str) else rule, entry)
+        apply = table.computed.get(key) or table.families[family or ""]
+        apply_rule(rule.no_effect(apply) if isinstance(apply, str) else apply, entry)
         assert entry.is_handled, f"{title}: {key} is read and nothing is said of it"
         if line.kind == "translated" and not line.why and len(line.names) == 1:
             setting = entry.draft.value(line.names[0])
@@ -75,10 +76,10 @@ def translate_key(entry: Entry, table: Table, key: str, title: str, *, is_null: 
                 line.kind = "maps"
 
 
-def apply_rule(rule: Rule, entry: Entry) -> None:
+def apply_rule(apply: Rule, entry: Entry) -> None:
     """Apply a rule. Rules assume that values have the right type; a value for which they fail is
     refused."""
     try:
-        rule(entry)
+        apply(entry)
     except (TypeError, ValueError, AttributeError, ArithmeticError, LookupError):
         entry.refuse(f"{shown(entry.value)} is not a valid value")

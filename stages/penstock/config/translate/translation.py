@@ -1,6 +1,6 @@
 """A translation and its report: each foreign key, the settings it became, and why."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -208,6 +208,10 @@ class Entry:
         # A default that nothing comes of is not worth a line; one that comes near stays assumed.
         if not self.is_assumed or kind in (*GAPS, "doubtful"):
             self.line.kind = kind
+
+
+# Translates one key to settings of ours (`Entry.put`), or says why it has none.
+Rule = Callable[[Entry], None]
 
 
 @dataclass(frozen=True)

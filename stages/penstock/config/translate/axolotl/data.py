@@ -5,10 +5,11 @@ import re
 from collections.abc import Mapping
 from typing import Any, cast
 
-from penstock.config.translate.dialect import Rule, Table, by_reason, listed, no_effect, same_names
+from penstock.config.translate import rule
+from penstock.config.translate.dialect import Table, by_reason, listed, same_names
 from penstock.config.translate.templates import template_of_dataset
 from penstock.config.translate.translate_key import translate_items
-from penstock.config.translate.translation import Entry
+from penstock.config.translate.translation import Entry, Rule
 
 TYPES: Mapping[str, Mapping[str, str]] = {
     "chat_template": {"type": "chat"},
@@ -80,7 +81,7 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 def sources(name: str) -> Rule:
     """The rule of a list of data sets."""
 
-    def rule(entry: Entry) -> None:
+    def apply(entry: Entry) -> None:
         if entry.key == "datasets" and not all(isinstance(i, dict) for i in listed(entry.value)):
             raise TypeError("it takes mappings with a path")
         items: list[dict[str, Any]] = [
@@ -94,7 +95,7 @@ def sources(name: str) -> Rule:
             if source.get("type") == "sharegpt":
                 source.setdefault("field_messages", "messages")
 
-    return rule
+    return apply
 
 
 def _prefers(entry: Entry) -> bool:
@@ -233,7 +234,7 @@ TABLE = Table(
         **dict.fromkeys(("train_on_eos", "train_on_eot"), _trained_ends),
         **dict.fromkeys(("chat_template", "chat_template_jinja"), template_of_dataset),
         **dict.fromkeys(("field_thinking", "template_thinking_key"), _reasoning_key),
-        "conversation": no_effect("the chat template renders conversations"),
+        "conversation": rule.no_effect("the chat template renders conversations"),
     },
     unsupported=by_reason(
         """

@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping
 
-from penstock.config.translate import shared
-from penstock.config.translate.dialect import Rule, by_reason, unsupported
+from penstock.config.translate import rule, shared
+from penstock.config.translate.dialect import by_reason
+from penstock.config.translate.translation import Rule
 
 OF_REWARDS = "read by training with rewards alone"
 OF_GROUPS = "one rate for all weights; train.vision_lr and train.projector_lr set two others"
@@ -123,7 +124,9 @@ FAMILIES: Mapping[str, Rule | str] = {
         expert_parallel_: {shared.OF_PYTHON}
         """
     ),
-    "hatchery": unsupported("training runs here; penstock serve takes such clients"),
-    **dict.fromkeys(("mora.", "grokfast_"), unsupported("adapters and gradients are as they are")),
+    "hatchery": rule.unsupported("training runs here; penstock serve takes such clients"),
+    **dict.fromkeys(
+        ("mora.", "grokfast_"), rule.unsupported("adapters and gradients are as they are")
+    ),
 }
 """Prefixes of keys that concern one thing."""

@@ -4,34 +4,15 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.config.translate import shared
+from penstock.config.translate import rule, shared
 from penstock.config.translate.axolotl import data
 from penstock.config.translate.axolotl.reasons import FAMILIES, IDLE, UNSUPPORTED
-from penstock.config.translate.dialect import (
-    Dialect,
-    Rule,
-    approximated,
-    choice,
-    decides,
-    if_on,
-    if_true,
-    in_turn,
-    is_flat,
-    left_out,
-    put,
-    refused,
-    same_names,
-    sets,
-    truth,
-    typed,
-    when,
-    where,
-)
+from penstock.config.translate.dialect import Dialect, is_flat, same_names, typed
 from penstock.config.translate.hf import schedule, training_arguments
 from penstock.config.translate.shared import SOURCES, TESTS, tracks
 from penstock.config.translate.templates import AXOLOTL as AXOLOTL_TEMPLATES
 from penstock.config.translate.templates import chat_template
-from penstock.config.translate.translation import Draft, Entry
+from penstock.config.translate.translation import Draft, Entry, Rule
 
 ON, WITH_LORA = "adapter", ("lora", "qlora")
 PREFERRED = ("dpo", "ipo", "simpo", "orpo", "kto")
@@ -253,72 +234,74 @@ SAME: Mapping[str, str] = {
 
 COMPUTED: Mapping[str, Rule] = {
     "processor_type": _processor,
-    "freeze_mm_modules": when(
+    "freeze_mm_modules": rule.when(
         lambda entry: not entry.value and entry.get("processor_type") is not None,
-        decides("model.freeze"),
+        rule.decides("model.freeze"),
         "vision tower and projector are frozen unless model.freeze says otherwise",
     ),
     "datasets": data.sources(SOURCES),
     "test_datasets": data.sources(TESTS),
     "pretraining_dataset": data.sources(SOURCES),
-    "val_set_size": put("data.val_set_size", lambda share: share or None),
-    "sequence_len": decides(shared.ROW, f"{SOURCES}.0.max_seq_len"),
-    "excess_length_strategy": choice(
+    "val_set_size": rule.put("data.val_set_size", lambda share: share or None),
+    "sequence_len": rule.decides(shared.ROW, f"{SOURCES}.0.max_seq_len"),
+    "excess_length_strategy": rule.choice(
         "data.truncation_mode", {"drop": "drop", "truncate": "keep_start"}
     ),
-    "sample_packing": decides(shared.METHOD, shared.GROUP),
-    "train_on_inputs": truth("data.train_on_prompt"),
+    "sample_packing": rule.decides(shared.METHOD, shared.GROUP),
+    "train_on_inputs": rule.truth("data.train_on_prompt"),
     **dict.fromkeys(("chat_template", "chat_template_jinja"), chat_template(AXOLOTL_TEMPLATES)),
-    "chat_template_kwargs": put("data.chat_template_kwargs"),
-    "dataset_exact_deduplication": if_true(
+    "chat_template_kwargs": rule.put("data.chat_template_kwargs"),
+    "dataset_exact_deduplication": rule.if_true(
         "data.deduplicate", "exact", otherwise="duplicates are kept"
     ),
-    "curriculum_sampling": if_on(shared.IN_ORDER, "samples are shuffled"),
-    "streaming": if_on(
-        approximated(
+    "curriculum_sampling": rule.if_on(shared.IN_ORDER, "samples are shuffled"),
+    "streaming": rule.if_on(
+        rule.approximated(
             "data is prepared once, in parts, before training; write streaming: true"
             " in a data set to keep no copy of its files"
         ),
         "data is prepared once, before training",
     ),
-    "reinit_weights": if_on(decides("model.config_path"), "weights are those of base_model"),
+    "reinit_weights": rule.if_on(
+        rule.decides("model.config_path"), "weights are those of base_model"
+    ),
     "activation_offloading": _offloading,
     "unfrozen_parameters": _unfrozen,
-    "relora": if_on(decides(MERGES), "is off"),
-    "relora_steps": when(
+    "relora": rule.if_on(rule.decides(MERGES), "is off"),
+    "relora_steps": rule.when(
         lambda entry: entry.value and entry.get(ON) in WITH_LORA,
-        put(MERGES),
+        rule.put(MERGES),
         "is off, or there are no adapters to merge",
     ),
     # The learning rate restarts, and ReLoRA merges with it.
-    "jagged_restart_steps": when(
+    "jagged_restart_steps": rule.when(
         lambda entry: entry.get("relora") and entry.get(ON) in WITH_LORA,
-        in_turn(
-            put(MERGES),
-            approximated("adapters are merged then; the learning rate does not restart"),
+        rule.in_turn(
+            rule.put(MERGES),
+            rule.approximated("adapters are merged then; the learning rate does not restart"),
         ),
-        left_out("the learning rate does not restart"),
+        rule.left_out("the learning rate does not restart"),
     ),
     "relora_prune_method": _pruning,
     "relora_prune_ratio": _pruning,
-    "rope_theta": put("model.foundation.rope_theta"),
-    "rope_scaling": put("model.foundation.rope_scaling"),
-    "float32": if_true("train.precision", "fp32", otherwise="bf16 and fp16 say it"),
+    "rope_theta": rule.put("model.foundation.rope_theta"),
+    "rope_scaling": rule.put("model.foundation.rope_scaling"),
+    "float32": rule.if_true("train.precision", "fp32", otherwise="bf16 and fp16 say it"),
     "fp8_enable_fsdp_float8_all_gather": shared.gathers_8_bits,
     "precompute_ref_log_probs": shared.PRECOMPUTES,
-    "dpo_loss_type": where("rl", "dpo", then=shared.losses),
-    "dpo_loss_weights": decides("preference.pref_loss_ratio", "preference.sft_loss_ratio"),
+    "dpo_loss_type": rule.where("rl", "dpo", then=shared.losses),
+    "dpo_loss_weights": rule.decides("preference.pref_loss_ratio", "preference.sft_loss_ratio"),
     "trl.beta": _beta,
     "profiler_steps": _profile,
-    "profiler_steps_start": decides("train.profile_start_step"),
+    "profiler_steps_start": rule.decides("train.profile_start_step"),
     "use_trackio": tracks("trackio"),
     "use_tensorboard": tracks("tensorboard"),
     **dict.fromkeys(
-        ("reward_model", "process_reward_model"), refused("models are not trained by rewards")
+        ("reward_model", "process_reward_model"), rule.refused("models are not trained by rewards")
     ),
-    "diffusion": refused("models are trained from left to right alone"),
-    "kd_trainer": refused("models are not trained on log-probs of others"),
-    "trainer_cls": refused("there is one trainer"),
+    "diffusion": rule.refused("models are trained from left to right alone"),
+    "kd_trainer": rule.refused("models are not trained on log-probs of others"),
+    "trainer_cls": rule.refused("there is one trainer"),
     "special_tokens": _special,
     ON: _adapter,
     "load_in_4bit": _few_bits,
@@ -334,10 +317,10 @@ COMPUTED: Mapping[str, Rule] = {
         loraplus_lr_ratio="lora_plus_ratio",
     ),
     "lora_target_modules": _targets,
-    "lora_target_linear": where(
+    "lora_target_linear": rule.where(
         ON,
         *WITH_LORA,
-        then=if_true(
+        then=rule.if_true(
             "lora.lora_target_modules", "all-linear", otherwise="lora_target_modules names them"
         ),
     ),
@@ -346,37 +329,39 @@ COMPUTED: Mapping[str, Rule] = {
     "lr_scheduler": schedule.schedule,
     "lr_scheduler_kwargs": schedule.schedule_arguments("lr_scheduler", "learning_rate"),
     "cosine_min_lr_ratio": _least_rate,
-    "cosine_constant_lr_ratio": if_on(
-        put("train.lr_decay_ratio", float), "the rate falls to the end of the run"
+    "cosine_constant_lr_ratio": rule.if_on(
+        rule.put("train.lr_decay_ratio", float), "the rate falls to the end of the run"
     ),
-    "bfloat16": if_true("train.precision", "bf16", otherwise="is off"),
-    "float16": if_true("train.precision", "fp16_mixed", otherwise="is off"),
+    "bfloat16": rule.if_true("train.precision", "bf16", otherwise="is off"),
+    "float16": rule.if_true("train.precision", "fp16_mixed", otherwise="is off"),
     "gradient_checkpointing": _checkpointing,
-    "evals_per_epoch": put("train.eval_epochs", _epochs_between),
-    "saves_per_epoch": in_turn(
-        put("train.save_epochs", _epochs_between), sets({"train.save_steps": 0})
+    "evals_per_epoch": rule.put("train.eval_epochs", _epochs_between),
+    "saves_per_epoch": rule.in_turn(
+        rule.put("train.save_epochs", _epochs_between), rule.sets({"train.save_steps": 0})
     ),
     "eval_steps": _eval_steps,
-    "save_steps": in_turn(sets({"train.save_epochs": 0.0}), put("train.save_steps")),
+    "save_steps": rule.in_turn(rule.sets({"train.save_epochs": 0.0}), rule.put("train.save_steps")),
     "save_strategy": _saves,
-    "early_stopping_patience": put("train.early_stopping.patience"),
+    "early_stopping_patience": rule.put("train.early_stopping.patience"),
     "batch_size": _in_steps,
     "eot_tokens": _special,
     "tokenizer_use_mistral_common": _special,
     "adam_eps": schedule.of_adam("optimizer"),
     "auto_resume_from_checkpoints": shared.RESUMES,
     "attn_implementation": shared.attention,
-    "sdp_attention": if_true("model.attn_implementation", "sdpa", otherwise=shared.BEST_HERE),
-    "eager_attention": if_true("model.attn_implementation", "eager", otherwise=shared.BEST_HERE),
+    "sdp_attention": rule.if_true("model.attn_implementation", "sdpa", otherwise=shared.BEST_HERE),
+    "eager_attention": rule.if_true(
+        "model.attn_implementation", "eager", otherwise=shared.BEST_HERE
+    ),
     "rl": _rl,
     "rl_beta": _beta,
     "dpo_beta": _beta,
-    "orpo_alpha": where("rl", "orpo", then="preference.pref_loss_ratio"),
-    "rpo_alpha": where("rl", "dpo", then="preference.sft_loss_ratio"),
-    "simpo_gamma": where("rl", "simpo", then="preference.simpo_gamma"),
-    "kto_desirable_weight": where("rl", "kto", then="preference.desirable_weight"),
-    "kto_undesirable_weight": where("rl", "kto", then="preference.undesirable_weight"),
-    "wandb_project": in_turn(tracks("wandb"), put("train.wandb_project")),
+    "orpo_alpha": rule.where("rl", "orpo", then="preference.pref_loss_ratio"),
+    "rpo_alpha": rule.where("rl", "dpo", then="preference.sft_loss_ratio"),
+    "simpo_gamma": rule.where("rl", "simpo", then="preference.simpo_gamma"),
+    "kto_desirable_weight": rule.where("rl", "kto", then="preference.desirable_weight"),
+    "kto_undesirable_weight": rule.where("rl", "kto", then="preference.undesirable_weight"),
+    "wandb_project": rule.in_turn(tracks("wandb"), rule.put("train.wandb_project")),
     "use_mlflow": tracks("mlflow"),
     "use_wandb": tracks("wandb"),
 }

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 
-from penstock.config.translate.dialect import Rule, put, sets, when
+from penstock.config.translate import rule
 from penstock.config.translate.fit_parallel_sizes import EVAL_ROWS
-from penstock.config.translate.translation import Entry
+from penstock.config.translate.translation import Entry, Rule
 
 NO_EVALUATION = "do_eval is false, so nothing is evaluated"
 
@@ -71,7 +71,7 @@ def _evaluate(entry: Entry) -> None:
 def _interval(name: str, strategy: str) -> Rule:
     """The rule of the number of steps that a strategy asks for."""
 
-    def rule(entry: Entry) -> None:
+    def apply(entry: Entry) -> None:
         chosen = entry.draft.written.get(strategy, "steps")
         if name == "eval" and not evaluates(entry):
             entry.no_effect(NO_EVALUATION)
@@ -80,7 +80,7 @@ def _interval(name: str, strategy: str) -> Rule:
         else:
             entry.no_effect(f"{strategy} is {chosen}")
 
-    return rule
+    return apply
 
 
 def _do_eval(entry: Entry) -> None:
@@ -160,10 +160,10 @@ def _quantized_stage(entry: Entry) -> None:
 
 
 SAVING: Mapping[str, Rule] = {
-    "max_steps": when(
+    "max_steps": rule.when(
         lambda entry: entry.value > 0,
-        put("train.max_steps"),
-        sets({"train.max_steps": None}, "as many steps as num_train_epochs has"),
+        rule.put("train.max_steps"),
+        rule.sets({"train.max_steps": None}, "as many steps as num_train_epochs has"),
     ),
     "save_strategy": _save,
     "save_steps": _interval("save", "save_strategy"),
@@ -172,25 +172,27 @@ SAVING: Mapping[str, Rule] = {
     "do_eval": _do_eval,
     "do_train": _do_train,
     "max_evaluate_steps": _eval_batches,
-    "per_device_eval_batch_size": when(
-        evaluates, put("train.eval_micro_batch_size"), NO_EVALUATION
+    "per_device_eval_batch_size": rule.when(
+        evaluates, rule.put("train.eval_micro_batch_size"), NO_EVALUATION
     ),
-    "save_total_limit": put("train.save_total_limit", lambda count: count if count > 0 else None),
-    "overwrite_output_dir": put(
+    "save_total_limit": rule.put(
+        "train.save_total_limit", lambda count: count if count > 0 else None
+    ),
+    "overwrite_output_dir": rule.put(
         "train.load_checkpoint_path", lambda overwrites: None if overwrites else "auto"
     ),
-    "resume_from_checkpoint": put("train.load_checkpoint_path"),
-    "unified_checkpoint": sets(
+    "resume_from_checkpoint": rule.put("train.load_checkpoint_path"),
+    "unified_checkpoint": rule.sets(
         {"train.ckpt_manager": "dcp"},
         "checkpoints can be read in any layout, and are saved in parts",
     ),
     "unified_checkpoint_config": _unified_config,
     "disable_ckpt_quant": _quantized_states,
     "ckpt_quant_stage": _quantized_stage,
-    "ignore_save_lr_and_optim": put("train.save_optimizer", lambda left_out: not left_out),
-    "ignore_load_lr_and_optim": when(
+    "ignore_save_lr_and_optim": rule.put("train.save_optimizer", lambda left_out: not left_out),
+    "ignore_load_lr_and_optim": rule.when(
         lambda entry: not (entry.value and entry.get("overwrite_output_dir")),
-        put("train.load_optimizer", lambda left_out: not left_out),
+        rule.put("train.load_optimizer", lambda left_out: not left_out),
         "overwrite_output_dir is true, so the run starts from scratch",
     ),
 }

@@ -3,26 +3,15 @@
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.config.translate.dialect import (
-    Rule,
-    by_reason,
-    decides,
-    explained,
-    if_on,
-    in_turn,
-    no_effect,
-    put,
-    refused,
-    refuses,
-    when,
-)
+from penstock.config.translate import rule
+from penstock.config.translate.dialect import by_reason
 from penstock.config.translate.erniekit.checkpoint import NO_EVALUATION, evaluates, explicit_steps
 from penstock.config.translate.erniekit.objective import OF_DPO_ALONE, is_preference
 from penstock.config.translate.shared import ALONE, GROUP, METHOD, OF_PYTHON
 from penstock.config.translate.shared import SOURCES as TRAIN
 from penstock.config.translate.shared import TESTS as TEST
 from penstock.config.translate.templates import chat_template
-from penstock.config.translate.translation import Draft, Entry
+from penstock.config.translate.translation import Draft, Entry, Rule
 
 STAGE = "VL-SFT"
 
@@ -32,9 +21,9 @@ def is_of_images(entry: Entry) -> bool:
     return entry.get("stage") == STAGE
 
 
-def if_of_images(rule: Rule) -> Rule:
+def if_of_images(apply: Rule) -> Rule:
     """The rule of a key that recipes for images alone read."""
-    return when(is_of_images, rule, f"read by stage {STAGE} alone")
+    return rule.when(is_of_images, apply, f"read by stage {STAGE} alone")
 
 
 def _multimodal(entry: Entry) -> None:
@@ -191,7 +180,7 @@ def _test_sources(entry: Entry) -> None:
 def _part_of(kind: str, name: str) -> Rule:
     """The rule of a key that says something of all sources of a kind."""
 
-    def rule(entry: Entry) -> None:
+    def apply(entry: Entry) -> None:
         if kind == "eval" and not evaluates(entry):
             entry.no_effect(NO_EVALUATION)
             return
@@ -213,7 +202,7 @@ def _part_of(kind: str, name: str) -> Rule:
         elif entry.get("mix_strategy") not in WEIGHTED:
             entry.no_effect("mix_strategy uses every sample once, whatever its weight")
 
-    return rule
+    return apply
 
 
 def _length(entry: Entry) -> None:
@@ -292,38 +281,43 @@ DATA: Mapping[str, Rule] = {
     "train_dataset_path": _train_path,
     "train_dataset_prob": _part_of("train", "weight"),
     "train_dataset_type": _part_of("train", "type"),
-    "eval_dataset_path": when(evaluates, _test_sources, NO_EVALUATION),
+    "eval_dataset_path": rule.when(evaluates, _test_sources, NO_EVALUATION),
     "eval_dataset_prob": _part_of("eval", "weight"),
     "eval_dataset_type": _part_of("eval", "type"),
     "text_dataset_path": if_of_images(_text_path),
     "text_dataset_prob": if_of_images(_text_share),
     "dataset_name": if_of_images(_reader),
     "chat_template": chat_template({}),
-    "split_multi_turn": when(
+    "split_multi_turn": rule.when(
         lambda entry: entry.value,
-        put("data.turn_rendering", lambda _: "per_turn"),
+        rule.put("data.turn_rendering", lambda _: "per_turn"),
         "a conversation is one sample, of which all turns are trained",
     ),
-    "input_dir": refused(TOKENIZED),
-    "dataset_type": no_effect("read with input_dir alone"),
-    "split": no_effect("read with input_dir alone"),
-    "eval_iters": no_effect("read with input_dir alone; max_evaluate_steps says how many batches"),
+    "input_dir": rule.refused(TOKENIZED),
+    "dataset_type": rule.no_effect("read with input_dir alone"),
+    "split": rule.no_effect("read with input_dir alone"),
+    "eval_iters": rule.no_effect(
+        "read with input_dir alone; max_evaluate_steps says how many batches"
+    ),
     "max_seq_len": _length,
     "mix_strategy": _mix,
     "num_samples_each_epoch": _virtual_epoch,
-    "random_shuffle": in_turn(
-        put("data.shuffle_merged_datasets", bool), put("data.shuffle_before_merging_datasets", bool)
+    "random_shuffle": rule.in_turn(
+        rule.put("data.shuffle_merged_datasets", bool),
+        rule.put("data.shuffle_before_merging_datasets", bool),
     ),
-    "packing": when(
+    "packing": rule.when(
         lambda entry: entry.value,
-        decides(METHOD),
-        explained(ALONE, "each sample has a sequence of its own"),
+        rule.decides(METHOD),
+        rule.explained(ALONE, "each sample has a sequence of its own"),
     ),
     "greedy_intokens": _greedy,
-    "buffer_size": put(GROUP),
-    "max_prompt_len": when(is_preference, _prompt, OF_DPO_ALONE),
-    "mask_out_eos_token": when(is_preference, put("data.mask_eos_in_loss", bool), OF_DPO_ALONE),
-    "distributed_dataloader": no_effect(
+    "buffer_size": rule.put(GROUP),
+    "max_prompt_len": rule.when(is_preference, _prompt, OF_DPO_ALONE),
+    "mask_out_eos_token": rule.when(
+        is_preference, rule.put("data.mask_eos_in_loss", bool), OF_DPO_ALONE
+    ),
+    "distributed_dataloader": rule.no_effect(
         "every rank maps packed rows into memory, and reads its own alone"
     ),
 }
@@ -332,31 +326,31 @@ IMAGES: Mapping[str, Rule] = {
     "multimodal": _multimodal,
     "freeze_config": if_of_images(_freeze),
     "modality_ratio": if_of_images(
-        when(
+        rule.when(
             lambda entry: entry.get("text_dataset_path") and entry.get("train_dataset_path"),
-            refuses("sources are mixed by train_dataset_prob; write all sources there"),
+            rule.refuses("sources are mixed by train_dataset_prob; write all sources there"),
             "there are no text sources beside others with images",
         )
     ),
     "variable_resolution": if_of_images(
-        if_on(
-            no_effect("images have the size that the image processor gives them"),
-            refuses("one size of all images is not set here; write 1"),
+        rule.if_on(
+            rule.no_effect("images have the size that the image processor gives them"),
+            rule.refuses("one size of all images is not set here; write 1"),
         )
     ),
-    "one_sample_in_one_seq": if_of_images(if_on(ALONE, "packing says it")),
-    "prefetch_factor": if_of_images(put("data.dataloader_prefetch_factor")),
+    "one_sample_in_one_seq": if_of_images(rule.if_on(ALONE, "packing says it")),
+    "prefetch_factor": if_of_images(rule.put("data.dataloader_prefetch_factor")),
     "moe_use_aux_free_update_coef": if_of_images(
-        when(
+        rule.when(
             lambda entry: entry.value and entry.get("moe_use_aux_free", True),
-            put("train.moe_bias_update_rate", float),
+            rule.put("train.moe_bias_update_rate", float),
             "biases of routers are left as they are",
         )
     ),
     **dict.fromkeys(("moe_gate_lr_ratio", "visual_ld", "vit_lr_ratio"), if_of_images(_own_rate)),
-    "from_scratch": if_of_images(refused("weights are those of model_name_or_path; write 0")),
+    "from_scratch": if_of_images(rule.refused("weights are those of model_name_or_path; write 0")),
     **{
-        key: if_of_images(no_effect(why))
+        key: if_of_images(rule.no_effect(why))
         for key, why in by_reason(
             f"""
             moe_use_aux_free: moe_use_aux_free_update_coef says how much

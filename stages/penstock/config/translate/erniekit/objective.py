@@ -4,17 +4,9 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from penstock.config.schema.preference import AVERAGED, REFERENCE_FREE, LossType, is_used
-from penstock.config.translate.dialect import (
-    Rule,
-    Values,
-    choice,
-    if_on,
-    refuses,
-    sets,
-    truth,
-    when,
-)
-from penstock.config.translate.translation import Draft, Entry
+from penstock.config.translate import rule
+from penstock.config.translate.dialect import Values
+from penstock.config.translate.translation import Draft, Entry, Rule
 
 OBJECTIVES = {"SFT": "sft", "DPO": "preference", "PT": "pretrain", "VL-SFT": "sft"}
 
@@ -60,14 +52,14 @@ def _loss(entry: Entry) -> None:
 def _of_loss(name: str) -> Rule:
     """The rule of a number that some losses read."""
 
-    def rule(entry: Entry) -> None:
+    def apply(entry: Entry) -> None:
         loss = cast("LossType", entry.get("loss_type"))
         if is_used(name, loss):
             entry.put(f"preference.{name}", float(entry.value))
         else:
             entry.no_effect(f"loss_type {loss} does not read it")
 
-    return when(is_preference, rule, OF_DPO_ALONE)
+    return rule.when(is_preference, apply, OF_DPO_ALONE)
 
 
 def _normalized(entry: Entry) -> None:
@@ -109,7 +101,7 @@ def _is_lora(draft: Draft) -> bool:
 def _of_lora(name: str) -> Rule:
     """The rule of what says how adapters are made."""
 
-    def rule(entry: Entry) -> None:
+    def apply(entry: Entry) -> None:
         if not _is_lora(entry.draft):
             entry.no_effect("no adapters are trained")
         elif entry.get("rslora_plus") and name != "lora_rank":
@@ -117,7 +109,7 @@ def _of_lora(name: str) -> Rule:
         else:
             entry.put(f"lora.{name}", entry.value)
 
-    return rule
+    return apply
 
 
 def _alpha(entry: Entry) -> None:
@@ -138,11 +130,11 @@ def adapters_are_whole(draft: Draft) -> None:
 
 OBJECTIVE: Mapping[str, Rule] = {
     "stage": _stage,
-    "loss_type": when(is_preference, _loss, OF_DPO_ALONE),
+    "loss_type": rule.when(is_preference, _loss, OF_DPO_ALONE),
     "beta": _of_loss("beta"),
     "simpo_gamma": _of_loss("simpo_gamma"),
     "label_smoothing": _of_loss("label_smoothing"),
-    "offset_alpha": when(
+    "offset_alpha": rule.when(
         lambda entry: is_preference(entry) and entry.value,
         lambda entry: entry.refuse(
             "needs a score for each answer, and their data carry none; write 0, or translate the"
@@ -152,25 +144,25 @@ OBJECTIVE: Mapping[str, Rule] = {
         "is off",
     ),
     "pref_loss_ratio": _of_loss("pref_loss_ratio"),
-    "sft_loss_ratio": when(
+    "sft_loss_ratio": rule.when(
         lambda entry: not is_preference(entry) or entry.get("loss_type") != "orpo",
         _of_loss("sft_loss_ratio"),
         "loss_type orpo has a ratio of 1",
     ),
     "dpop_lambda": _of_loss("dpop_lambda"),
-    "normalize_logps": when(is_preference, _normalized, OF_DPO_ALONE),
-    "reference_free": when(is_preference, _without_reference, OF_DPO_ALONE),
+    "normalize_logps": rule.when(is_preference, _normalized, OF_DPO_ALONE),
+    "reference_free": rule.when(is_preference, _without_reference, OF_DPO_ALONE),
     "ref_model_update_steps": _update_reference,
-    "fine_tuning": choice("lora.enable_lora", {"LoRA": True, "Full": False}, refuses),
-    "lora": truth("lora.enable_lora"),
+    "fine_tuning": rule.choice("lora.enable_lora", {"LoRA": True, "Full": False}, rule.refuses),
+    "lora": rule.truth("lora.enable_lora"),
     "lora_rank": _of_lora("lora_rank"),
     "lora_alpha": _alpha,
     "rslora": _of_lora("use_rslora"),
     "lora_plus_scale": _of_lora("lora_plus_ratio"),
-    "rslora_plus": if_on(
-        when(
+    "rslora_plus": rule.if_on(
+        rule.when(
             lambda entry: _is_lora(entry.draft),
-            sets({"lora.use_rslora": True, "lora.lora_plus_ratio": 4.0, "lora.lora_alpha": 4}),
+            rule.sets({"lora.use_rslora": True, "lora.lora_plus_ratio": 4.0, "lora.lora_alpha": 4}),
             "no adapters are trained",
         ),
         "is off",

@@ -8,21 +8,8 @@ program stands before one of the documentation, and that before the documented d
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.config.translate.dialect import (
-    Dialect,
-    Rule,
-    Values,
-    approximated,
-    by_reason,
-    decides,
-    if_true,
-    in_turn,
-    is_flat,
-    negated,
-    put,
-    typed,
-    when,
-)
+from penstock.config.translate import rule
+from penstock.config.translate.dialect import Dialect, Values, by_reason, is_flat, typed
 from penstock.config.translate.erniekit.checkpoint import SAVING
 from penstock.config.translate.erniekit.data import DATA, IMAGES, data_is_there
 from penstock.config.translate.erniekit.objective import (
@@ -32,7 +19,7 @@ from penstock.config.translate.erniekit.objective import (
 )
 from penstock.config.translate.erniekit.training import LAYOUT, TRAINING
 from penstock.config.translate.shared import track
-from penstock.config.translate.translation import Draft, Entry
+from penstock.config.translate.translation import Draft, Entry, Rule
 
 SIGNATURE = (
     *("model_name_or_path", "train_dataset_path", "fine_tuning", "stage"),
@@ -113,28 +100,30 @@ def _log_dir(entry: Entry) -> None:
 
 RULES: Mapping[str, Rule] = {
     "model_name_or_path": _model,
-    "continue_training": in_turn(
-        decides("model.model_path", "model.config_path"),
+    "continue_training": rule.in_turn(
+        rule.decides("model.model_path", "model.config_path"),
         lambda entry: entry.explain(
             "pre-trained weights" if entry.value else "random weights of the model's configuration"
         ),
     ),
-    "download_hub": when(
+    "download_hub": rule.when(
         lambda entry: entry.value != "huggingface",
-        approximated("models are taken from the Hugging Face hub, or from a folder"),
+        rule.approximated("models are taken from the Hugging Face hub, or from a folder"),
         "models are taken from the Hugging Face hub",
     ),
-    "max_shard_size": put("export.max_shard_size", lambda size: f"{size}GB"),
-    "hf_hub_id": put("push.repo_id"),
+    "max_shard_size": rule.put("export.max_shard_size", lambda size: f"{size}GB"),
+    "hf_hub_id": rule.put("push.repo_id"),
     "use_flash_attention": _attention,
-    "fuse_rope": if_true(
+    "fuse_rope": rule.if_true(
         "model.rope_native",
         value=False,
         otherwise="the default; rotations are fused where a kernel serves, to the same result",
     ),
-    "fuse_rms_norm": negated("model.rmsnorm_native"),
-    "fuse_swiglu": negated("model.activation_native"),
-    "disable_tqdm": put("train.log_format", lambda off: "structured" if off else "progress_bar"),
+    "fuse_rms_norm": rule.negated("model.rmsnorm_native"),
+    "fuse_swiglu": rule.negated("model.activation_native"),
+    "disable_tqdm": rule.put(
+        "train.log_format", lambda off: "structured" if off else "progress_bar"
+    ),
     "logging_dir": _log_dir,
 }
 

@@ -5,20 +5,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.config.translate.dialect import (
-    Rule,
-    if_on,
-    if_true,
-    in_turn,
-    no_effect,
-    put,
-    sets,
-    truth,
-    when,
-    where,
-)
+from penstock.config.translate import rule
 from penstock.config.translate.shared import quantizes
-from penstock.config.translate.translation import Entry
+from penstock.config.translate.translation import Entry, Rule
 
 PRECISIONS = {"bf16": "bf16_mixed", "fp16": "fp16_mixed"}
 QUANTIZED = {
@@ -75,7 +64,7 @@ IN_FP32 = (
 
 
 def _operations(operations: tuple[str, ...], dtype: str) -> Rule:
-    def rule(entry: Entry) -> None:
+    def apply(entry: Entry) -> None:
         value: Any = entry.value
         names = [str(name) for name in value] if isinstance(value, list) else str(value).split()  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
         if unknown := [name for name in names if name not in operations]:
@@ -83,7 +72,7 @@ def _operations(operations: tuple[str, ...], dtype: str) -> Rule:
         else:
             entry.no_effect(f"these are computed in {dtype} anyway")
 
-    return rule
+    return apply
 
 
 def _betas(entry: Entry) -> None:
@@ -194,7 +183,7 @@ def _recompute_experts(entry: Entry) -> None:
 
 
 def _of_fp8(name: str) -> Rule:
-    return when(_is_fp8, put(name), "there is no FP8 training")
+    return rule.when(_is_fp8, rule.put(name), "there is no FP8 training")
 
 
 OLD_SCALES = {"apply_online_actscale_step": 200, "actscale_moving_rate": 0.01}
@@ -217,34 +206,34 @@ def _old_scales(entry: Entry) -> None:
 TRAINING: Mapping[str, Rule] = {
     "compute_type": _compute,
     "weight_quantize_algo": _compute,
-    "bf16": put("train.precision", lambda on: "bf16_mixed" if on else "fp32"),
-    "fp16_opt_level": when(
+    "bf16": rule.put("train.precision", lambda on: "bf16_mixed" if on else "fp32"),
+    "fp16_opt_level": rule.when(
         lambda entry: entry.value == "O0",
-        sets({"train.precision": "fp32"}),
+        rule.sets({"train.precision": "fp32"}),
         "weights are kept in fp32 beside what is computed in fewer bits, as in O2",
     ),
-    "scale_loss": when(
+    "scale_loss": rule.when(
         lambda entry: entry.get("compute_type") == "fp16",
-        put("train.loss_scale_init", float),
+        rule.put("train.loss_scale_init", float),
         "losses are scaled in fp16 alone",
     ),
     "amp_master_grad": _master_gradients,
     "amp_custom_white_list": _operations(IN_BF16, "bf16"),
     "amp_custom_black_list": _operations(IN_FP32, "fp32"),
-    "gradient_accumulation_steps": when(
+    "gradient_accumulation_steps": rule.when(
         lambda entry: entry.value != -1,
-        put("train.gradient_accumulation_steps"),
+        rule.put("train.gradient_accumulation_steps"),
         lambda entry: entry.refuse("-1 chooses it by the size of the data; write a number"),
     ),
-    "weight_decay": in_turn(
-        put("train.weight_decay"), sets({"train.no_decay_params": ["bias", "norm"]})
+    "weight_decay": rule.in_turn(
+        rule.put("train.weight_decay"), rule.sets({"train.no_decay_params": ["bias", "norm"]})
     ),
     "adam_beta1": _betas,
     "adam_beta2": _betas,
-    "adam_epsilon": put("train.optimizer_kwargs.eps"),
+    "adam_epsilon": rule.put("train.optimizer_kwargs.eps"),
     "optim": _optimizer,
-    "use_lowprecision_moment": if_on(
-        sets({"train.optimizer": "anyprecision_adamw", "train.optimizer_dtype": "bf16"}),
+    "use_lowprecision_moment": rule.if_on(
+        rule.sets({"train.optimizer": "anyprecision_adamw", "train.optimizer_dtype": "bf16"}),
         "states are kept in fp32",
     ),
     "offload_optim": _offload,
@@ -252,16 +241,18 @@ TRAINING: Mapping[str, Rule] = {
     "lr_scheduler_type": _schedule,
     "warmup_steps": _warmup,
     "warmup_ratio": _warmup,
-    "min_lr": where("lr_scheduler_type", "cosine", then="train.lr_min"),
-    "num_cycles": where("lr_scheduler_type", "cosine", then="train.lr_schedule_kwargs.num_cycles"),
-    "lr_end": where("lr_scheduler_type", "polynomial", then="train.lr_min"),
-    "power": where("lr_scheduler_type", "polynomial", then="train.lr_schedule_kwargs.power"),
+    "min_lr": rule.where("lr_scheduler_type", "cosine", then="train.lr_min"),
+    "num_cycles": rule.where(
+        "lr_scheduler_type", "cosine", then="train.lr_schedule_kwargs.num_cycles"
+    ),
+    "lr_end": rule.where("lr_scheduler_type", "polynomial", then="train.lr_min"),
+    "power": rule.where("lr_scheduler_type", "polynomial", then="train.lr_schedule_kwargs.power"),
     "decay_steps": _decay_steps,
-    "max_grad_norm": put("train.max_grad_norm", lambda norm: max(0.0, float(norm))),
+    "max_grad_norm": rule.put("train.max_grad_norm", lambda norm: max(0.0, float(norm))),
     "hidden_dropout_prob": _dropout,
     "attention_probs_dropout_prob": _dropout,
     "dropout_warmup_steps": _dropout_warmup,
-    "use_fused_head_and_loss_fn": if_true(
+    "use_fused_head_and_loss_fn": rule.if_true(
         "train.ce_mode",
         "chunked",
         otherwise="the head and the loss are computed in chunks all the same",
@@ -373,18 +364,18 @@ def _dispatch(entry: Entry) -> None:
 
 
 LAYOUT: Mapping[str, Rule] = {
-    "tensor_parallel_degree": put("train.tensor_parallel_size", _at_least_one),
-    "tensor_parallel_config": no_effect(
+    "tensor_parallel_degree": rule.put("train.tensor_parallel_size", _at_least_one),
+    "tensor_parallel_config": rule.no_effect(
         "ranks compute the same of what they all hold, and overlapping changes nothing"
     ),
-    "pipeline_parallel_degree": put("train.pipeline_parallel_size", _at_least_one),
+    "pipeline_parallel_degree": rule.put("train.pipeline_parallel_size", _at_least_one),
     "pipeline_parallel_config": _pipeline_words,
     "pp_seg_method": _segments,
     "virtual_pp_degree": _virtual,
     "add_tail_layers": _tail,
     "sharding": _sharding,
     "sharding_parallel_degree": _shards,
-    "sequence_parallel": truth("train.sequence_parallel"),
+    "sequence_parallel": rule.truth("train.sequence_parallel"),
     "moe_group": _experts,
     "moe_multimodal_dispatch_use_allgather": _dispatch,
 }

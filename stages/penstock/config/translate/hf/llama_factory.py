@@ -1,33 +1,13 @@
 """LLaMA-Factory: the flat files of `llamafactory-cli train`."""
 
-from penstock.config.translate import shared
-from penstock.config.translate.dialect import (
-    Dialect,
-    Rule,
-    Values,
-    approximated,
-    by_reason,
-    choice,
-    decides,
-    if_on,
-    in_turn,
-    is_flat,
-    no_effect,
-    only,
-    put,
-    refuses,
-    same_names,
-    sets,
-    typed,
-    when,
-    where,
-)
+from penstock.config.translate import rule, shared
+from penstock.config.translate.dialect import Dialect, Values, by_reason, is_flat, same_names, typed
 from penstock.config.translate.hf import schedule, training_arguments
 from penstock.config.translate.hf.llama_factory_data import BOUNDS, sources
 from penstock.config.translate.shared import SOURCES, TESTS
 from penstock.config.translate.templates import LLAMA_FACTORY as LLAMA_FACTORY_TEMPLATES
 from penstock.config.translate.templates import chat_template
-from penstock.config.translate.translation import Draft, Entry
+from penstock.config.translate.translation import Draft, Entry, Rule
 
 # Keys of which its files have at least two.
 SIGNATURE = (
@@ -110,9 +90,9 @@ def _prefers(draft: Draft) -> bool:
 
 
 def _of_dpo(name: str, *losses: str) -> Rule:
-    return when(
+    return rule.when(
         lambda entry: entry.get("stage") == "dpo" and entry.get("pref_loss", "sigmoid") in losses,
-        put(name),
+        rule.put(name),
         "this stage and loss do not read it",
     )
 
@@ -305,27 +285,27 @@ LLAMA_FACTORY = Dialect(
         "stage": _stage,
         "dataset": sources(SOURCES),
         "eval_dataset": sources(TESTS),
-        "interleave_probs": decides(f"{SOURCES}.0.weight"),
-        "max_samples": decides(f"{SOURCES}.0.max_samples"),
-        "mix_strategy": choice(
+        "interleave_probs": rule.decides(f"{SOURCES}.0.weight"),
+        "max_samples": rule.decides(f"{SOURCES}.0.max_samples"),
+        "mix_strategy": rule.choice(
             "data.mix_strategy",
             {name: name for name in ("concat", "interleave_under", "interleave_over")},
         ),
         "template": chat_template(LLAMA_FACTORY_TEMPLATES),
         "cutoff_len": _length,
         "packing": _packing,
-        "mask_history": put("data.train_on_turns", lambda last: "last" if last else "all"),
-        "val_size": put("data.val_set_size", lambda share: share or None),
+        "mask_history": rule.put("data.train_on_turns", lambda last: "last" if last else "all"),
+        "val_size": rule.put("data.val_set_size", lambda share: share or None),
         "flash_attn": shared.attention,
         **dict.fromkeys((*FREEZES, PROJECTOR_ALONE), _freeze),
-        "media_dir": when(
+        "media_dir": rule.when(
             lambda entry: entry.get("stage") != "pt",
-            decides(f"{SOURCES}.0.image_folder"),
+            rule.decides(f"{SOURCES}.0.image_folder"),
             "texts have no images",
         ),
-        **dict.fromkeys(BOUNDS, decides()),
-        "model_revision": only("main"),
-        ON: choice("lora.enable_lora", {"lora": True, "full": False}, refuses),
+        **dict.fromkeys(BOUNDS, rule.decides()),
+        "model_revision": rule.only("main"),
+        ON: rule.choice("lora.enable_lora", {"lora": True, "full": False}, rule.refuses),
         **shared.of_adapters(
             ON,
             *WITH_LORA,
@@ -336,54 +316,58 @@ LLAMA_FACTORY = Dialect(
             use_rslora="use_rslora",
             use_dora="use_dora",
         ),
-        "lora_target": where(ON, "lora", then=shared.put_targets),
-        "quantization_bit": when(
-            lambda entry: entry.value in (4, 8), shared.BITS, refuses("it takes 4 and 8")
+        "lora_target": rule.where(ON, "lora", then=shared.put_targets),
+        "quantization_bit": rule.when(
+            lambda entry: entry.value in (4, 8), shared.BITS, rule.refuses("it takes 4 and 8")
         ),
-        "use_muon": if_on(
-            in_turn(
+        "use_muon": rule.if_on(
+            rule.in_turn(
                 lambda entry: entry.put("train.muon_lr", entry.get("learning_rate", 5e-5)),
                 # Its Muon scales the rate by 0.2 * sqrt(max(rows, columns)), as this does.
-                sets({"train.muon_adjust_lr_fn": "match_rms_adamw"}),
-                decides("train.optimizer"),
+                rule.sets({"train.muon_adjust_lr_fn": "match_rms_adamw"}),
+                rule.decides("train.optimizer"),
             ),
             "optim says it",
         ),
         "fp8_enable_fsdp_float8_all_gather": shared.gathers_8_bits,
-        "quantization_type": only("nf4"),
-        "pure_bf16": if_on(decides("train.precision"), "bf16 and fp16 say it"),
-        "disable_shuffling": if_on(shared.IN_ORDER, "samples are shuffled"),
-        "train_from_scratch": if_on(decides("model.config_path"), "weights are those of the model"),
-        "enable_thinking": approximated("the chat template says how reasoning is rendered"),
+        "quantization_type": rule.only("nf4"),
+        "pure_bf16": rule.if_on(rule.decides("train.precision"), "bf16 and fp16 say it"),
+        "disable_shuffling": rule.if_on(shared.IN_ORDER, "samples are shuffled"),
+        "train_from_scratch": rule.if_on(
+            rule.decides("model.config_path"), "weights are those of the model"
+        ),
+        "enable_thinking": rule.approximated("the chat template says how reasoning is rendered"),
         **dict.fromkeys(
             ("hf_hub_token", "ms_hub_token", "om_hub_token"),
-            no_effect("a secret belongs in the environment: set HF_TOKEN"),
+            rule.no_effect("a secret belongs in the environment: set HF_TOKEN"),
         ),
-        "disable_gradient_checkpointing": put(
+        "disable_gradient_checkpointing": rule.put(
             "train.enable_gradient_checkpointing", lambda off: not off
         ),
-        "do_train": when(
+        "do_train": rule.when(
             lambda entry: not entry.value and entry.get("do_eval"),
-            sets({"train.eval_only": True}),
+            rule.sets({"train.eval_only": True}),
             "a run trains",
         ),
-        "do_eval": no_effect("eval_strategy says when"),
-        "preprocessing_batch_size": when(
+        "do_eval": rule.no_effect("eval_strategy says when"),
+        "preprocessing_batch_size": rule.when(
             lambda entry: entry.get("stage") == "kto",
-            decides("preference.kl_rotation_size"),
+            rule.decides("preference.kl_rotation_size"),
             "how samples are prepared, which changes none",
         ),
         "pref_beta": _beta,
         "pref_loss": _loss,
-        "pref_ftx": when(
+        "pref_ftx": rule.when(
             lambda entry: _prefers(entry.draft) and entry.get("pref_loss") != "orpo",
-            in_turn(put("preference.sft_loss_ratio", float), approximated(OVER_TOKENS)),
+            rule.in_turn(
+                rule.put("preference.sft_loss_ratio", float), rule.approximated(OVER_TOKENS)
+            ),
             "this stage and loss do not read it",
         ),
         "simpo_gamma": _of_dpo("preference.simpo_gamma", "simpo"),
         "dpo_label_smoothing": _of_dpo("preference.label_smoothing", "sigmoid", "simpo"),
-        "kto_chosen_weight": put("preference.desirable_weight"),
-        "kto_rejected_weight": put("preference.undesirable_weight"),
+        "kto_chosen_weight": rule.put("preference.desirable_weight"),
+        "kto_rejected_weight": rule.put("preference.undesirable_weight"),
     },
     unsupported=UNSUPPORTED,
     idle=IDLE,

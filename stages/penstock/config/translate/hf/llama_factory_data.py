@@ -5,9 +5,8 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from penstock.config.translate.dialect import Rule
 from penstock.config.translate.shared import SOURCES, names_in
-from penstock.config.translate.translation import Entry
+from penstock.config.translate.translation import Entry, Rule
 
 INFO = "dataset_info.json"
 NOT_FOUND = (

@@ -5,27 +5,13 @@ from pathlib import Path
 from typing import Any, cast
 
 from penstock.config.loading import yaml12
-from penstock.config.translate import shared
-from penstock.config.translate.dialect import (
-    Dialect,
-    Rule,
-    by_reason,
-    choice,
-    decides,
-    put,
-    refuses,
-    same_names,
-    truth,
-    typed,
-    unsupported,
-    when,
-    where,
-)
+from penstock.config.translate import rule, shared
+from penstock.config.translate.dialect import Dialect, by_reason, same_names, typed
 from penstock.config.translate.hf.training_arguments import determinism
 from penstock.config.translate.shared import SOURCES, TESTS
 from penstock.config.translate.templates import LLAMA_FACTORY as LLAMA_FACTORY_TEMPLATES
 from penstock.config.translate.templates import chat_template
-from penstock.config.translate.translation import Draft, Entry
+from penstock.config.translate.translation import Draft, Entry, Rule
 
 # Keys of which its files have at least one.
 SIGNATURE = ("model_class", "train_dataset", "peft_config", "dist_config", "kernel_config")
@@ -38,7 +24,7 @@ OURS = {"path": "path", "split": "split", "size": "max_samples", "weight": "weig
 def _sources(name: str) -> Rule:
     """The rule of a data set, or of a YAML file that describes several."""
 
-    def rule(entry: Entry) -> None:
+    def apply(entry: Entry) -> None:
         path = str(entry.value)
         if not path.endswith((".yaml", ".yml")):
             entry.put(name, [{"path": path}])
@@ -55,7 +41,7 @@ def _sources(name: str) -> Rule:
         if unread := {key for info in described.values() for key in info} - read:
             entry.approximated(f"{', '.join(sorted(unread))} of data sets is not read")
 
-    return rule
+    return apply
 
 
 def _source(info: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,35 +110,35 @@ LLAMA_FACTORY_V1 = Dialect(
         "eval_dataset": _sources(TESTS),
         "custom_chat_template": chat_template(LLAMA_FACTORY_TEMPLATES),
         "flash_attn": shared.attention,
-        PEFT: choice("lora.enable_lora", {"lora": True}, refuses),
-        "peft_config.r": where(PEFT, "lora", then="lora.lora_rank"),
-        "peft_config.lora_alpha": where(PEFT, "lora", then="lora.lora_alpha"),
-        "peft_config.lora_dropout": where(PEFT, "lora", then="lora.lora_dropout"),
-        "peft_config.use_rslora": truth("lora.use_rslora"),
-        "peft_config.use_dora": truth("lora.use_dora"),
+        PEFT: rule.choice("lora.enable_lora", {"lora": True}, rule.refuses),
+        "peft_config.r": rule.where(PEFT, "lora", then="lora.lora_rank"),
+        "peft_config.lora_alpha": rule.where(PEFT, "lora", then="lora.lora_alpha"),
+        "peft_config.lora_dropout": rule.where(PEFT, "lora", then="lora.lora_dropout"),
+        "peft_config.use_rslora": rule.truth("lora.use_rslora"),
+        "peft_config.use_dora": rule.truth("lora.use_dora"),
         "peft_config.target_modules": shared.put_targets,
         "quant_config.quantization_bit": shared.BITS,
         "dist_config.name": _dist,
         MUON: _optimizer,
-        "optim_config.momentum": where(MUON, "muon", then="train.muon_momentum"),
-        "optim_config.nesterov": where(MUON, "muon", then="train.muon_nesterov"),
-        "optim_config.ns_steps": where(MUON, "muon", then="train.muon_ns_steps"),
-        "bf16": put("train.precision", lambda on: "bf16" if on else "fp32"),
-        "cutoff_len": decides(shared.ROW, f"{SOURCES}.0.max_seq_len"),
-        "batching_strategy": decides(shared.METHOD, shared.GROUP),
-        "cp_size": when(
+        "optim_config.momentum": rule.where(MUON, "muon", then="train.muon_momentum"),
+        "optim_config.nesterov": rule.where(MUON, "muon", then="train.muon_nesterov"),
+        "optim_config.ns_steps": rule.where(MUON, "muon", then="train.muon_ns_steps"),
+        "bf16": rule.put("train.precision", lambda on: "bf16" if on else "fp32"),
+        "cutoff_len": rule.decides(shared.ROW, f"{SOURCES}.0.max_seq_len"),
+        "batching_strategy": rule.decides(shared.METHOD, shared.GROUP),
+        "cp_size": rule.when(
             lambda entry: entry.get("cp_mode", "ulysses") == "ulysses",
-            put("train.ulysses_parallel_size"),
-            put("train.ringattn_parallel_size"),
+            rule.put("train.ulysses_parallel_size"),
+            rule.put("train.ringattn_parallel_size"),
         ),
-        "cp_mode": decides("train.ulysses_parallel_size", "train.ringattn_parallel_size"),
+        "cp_mode": rule.decides("train.ulysses_parallel_size", "train.ringattn_parallel_size"),
         "full_determinism": determinism,
-        "resume_from_checkpoint": put("train.load_checkpoint_path"),
-        "pref_loss": put("preference.loss_type"),
-        "pref_beta": put("preference.beta"),
-        "pref_ftx": put("preference.sft_loss_ratio"),
-        "simpo_gamma": put("preference.simpo_gamma"),
-        "dpo_label_smoothing": put("preference.label_smoothing"),
+        "resume_from_checkpoint": rule.put("train.load_checkpoint_path"),
+        "pref_loss": rule.put("preference.loss_type"),
+        "pref_beta": rule.put("preference.beta"),
+        "pref_ftx": rule.put("preference.sft_loss_ratio"),
+        "simpo_gamma": rule.put("preference.simpo_gamma"),
+        "dpo_label_smoothing": rule.put("preference.label_smoothing"),
     },
     unsupported={
         "ld_alpha": "all tokens of an answer count the same",
@@ -172,7 +158,7 @@ LLAMA_FACTORY_V1 = Dialect(
             sample_backend max_new_tokens: of inference
             """
         ),
-        "peft_config.freeze_": unsupported("adapters, or all weights, are trained"),
+        "peft_config.freeze_": rule.unsupported("adapters, or all weights, are trained"),
     },
     defaults={
         "micro_batch_size": 1,

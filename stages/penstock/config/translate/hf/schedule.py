@@ -4,9 +4,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, cast
 
-from penstock.config.translate.dialect import Rule
 from penstock.config.translate.shared import has_steps
-from penstock.config.translate.translation import Draft, Entry
+from penstock.config.translate.translation import Draft, Entry, Rule
 
 MORE = "train.lr_schedule_kwargs"
 

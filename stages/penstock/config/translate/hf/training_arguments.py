@@ -4,23 +4,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, cast
 
-from penstock.config.translate.dialect import (
-    Rule,
-    Table,
-    approximated,
-    by_reason,
-    choice,
-    decides,
-    if_on,
-    listed,
-    negated,
-    no_effect,
-    put,
-    refuses,
-    same_names,
-    unless_minus_one,
-    when,
-)
+from penstock.config.translate import rule
+from penstock.config.translate.dialect import Table, by_reason, listed, same_names
 from penstock.config.translate.hf import schedule
 from penstock.config.translate.shared import (
     IN_ORDER,
@@ -29,7 +14,7 @@ from penstock.config.translate.shared import (
     has_steps,
     reports,
 )
-from penstock.config.translate.translation import Draft, Entry
+from penstock.config.translate.translation import Draft, Entry, Rule
 
 # Settings that speak of evaluations.
 EVALUATING = (
@@ -199,13 +184,15 @@ def _sampling(entry: Entry) -> None:
 
 
 FROM_FIRST = "evaluations begin with the first one that is due"
-RECOMPUTED_ALIKE = when(
+RECOMPUTED_ALIKE = rule.when(
     lambda entry: isinstance(entry.value, dict),
-    no_effect("either form of recomputation gives the same gradients"),
-    refuses("is a mapping, such as {use_reentrant: false}"),
+    rule.no_effect("either form of recomputation gives the same gradients"),
+    rule.refuses("is a mapping, such as {use_reentrant: false}"),
 )
-OF_BEST = when(
-    "load_best_model_at_end", decides("train.save_best"), "read with load_best_model_at_end alone"
+OF_BEST = rule.when(
+    "load_best_model_at_end",
+    rule.decides("train.save_best"),
+    "read with load_best_model_at_end alone",
 )
 
 IDLE = by_reason(
@@ -267,12 +254,12 @@ SAME: Mapping[str, str] = {
 }
 
 COMPUTED: Mapping[str, Rule] = {
-    "num_train_epochs": when(
+    "num_train_epochs": rule.when(
         has_steps,
-        no_effect("max_steps is written, and ends the run"),
-        put("train.num_train_epochs"),
+        rule.no_effect("max_steps is written, and ends the run"),
+        rule.put("train.num_train_epochs"),
     ),
-    "max_steps": unless_minus_one("train.max_steps", "-1: epochs end the run"),
+    "max_steps": rule.unless_minus_one("train.max_steps", "-1: epochs end the run"),
     "weight_decay": decay,
     "optim": schedule.optimizer,
     **{name: schedule.of_adam("optim") for name in (*schedule.BETAS, "adam_epsilon")},
@@ -283,21 +270,21 @@ COMPUTED: Mapping[str, Rule] = {
     "bf16": in_bits,
     "fp16": in_bits,
     "logging_steps": log_steps,
-    "log_on_each_node": choice("train.log_ranks", {True: "local0", False: "global0"}),
+    "log_on_each_node": rule.choice("train.log_ranks", {True: "local0", False: "global0"}),
     "eval_strategy": evaluations,
     "evaluation_strategy": evaluations,
-    "eval_steps": when(
+    "eval_steps": rule.when(
         lambda entry: (entry.get("eval_strategy") or entry.get("evaluation_strategy")) == "steps",
-        decides("train.eval_steps", "train.eval_epochs"),
+        rule.decides("train.eval_steps", "train.eval_epochs"),
         "read with eval_strategy: steps alone",
     ),
     "save_strategy": savings,
-    "save_steps": when(
+    "save_steps": rule.when(
         lambda entry: entry.get("save_strategy", "steps") == "steps",
-        decides("train.save_steps", "train.save_epochs"),
+        rule.decides("train.save_steps", "train.save_epochs"),
         "read with save_strategy: steps alone",
     ),
-    "save_only_model": negated("train.save_optimizer"),
+    "save_only_model": rule.negated("train.save_optimizer"),
     "load_best_model_at_end": best,
     **dict.fromkeys(("metric_for_best_model", "greater_is_better"), OF_BEST),
     "report_to": reports,
@@ -307,14 +294,16 @@ COMPUTED: Mapping[str, Rule] = {
         ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"), RECOMPUTED_ALIKE
     ),
     "train_sampling_strategy": _sampling,
-    "data_seed": when(
+    "data_seed": rule.when(
         lambda entry: entry.value != entry.get("seed", 42),
-        approximated("train.seed decides the order of samples too"),
+        rule.approximated("train.seed decides the order of samples too"),
         "seed is the same",
     ),
-    "eval_delay": if_on(approximated(FROM_FIRST), FROM_FIRST),
+    "eval_delay": rule.if_on(rule.approximated(FROM_FIRST), FROM_FIRST),
     "push_to_hub": pushing,
-    "hub_model_id": when("push_to_hub", put("push.repo_id"), "read with push_to_hub alone"),
+    "hub_model_id": rule.when(
+        "push_to_hub", rule.put("push.repo_id"), "read with push_to_hub alone"
+    ),
     "deepspeed": deepspeed,
     "fsdp": fsdp,
     "full_determinism": determinism,

@@ -3,34 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.config.translate import shared
-from penstock.config.translate.dialect import (
-    Dialect,
-    Rule,
-    Values,
-    approximated,
-    by_reason,
-    decides,
-    if_on,
-    is_flat,
-    is_on,
-    left_out,
-    no_effect,
-    only,
-    put,
-    refused,
-    refuses,
-    same_names,
-    sets,
-    truth,
-    typed,
-    when,
-)
+from penstock.config.translate import rule, shared
+from penstock.config.translate.dialect import Dialect, Values, by_reason, is_flat, same_names, typed
 from penstock.config.translate.hf import schedule, training_arguments
 from penstock.config.translate.hf.trl_data import columns_of, data_rules
 from penstock.config.translate.shared import SOURCES
 from penstock.config.translate.templates import chat_template
-from penstock.config.translate.translation import Draft, Entry
+from penstock.config.translate.translation import Draft, Entry, Rule
 
 # Keys that `trl dpo` alone has.
 OF_PAIRS = (
@@ -122,7 +101,7 @@ def _checkpointing(entry: Entry) -> None:
     """A boolean, text such as "True", or "unsloth", which recomputes too."""
     if not (isinstance(entry.value, bool) or str(entry.value).lower() in SWITCHES):
         raise ValueError(f"it takes true, false or unsloth, not {entry.value}")
-    entry.put("train.enable_gradient_checkpointing", is_on(entry.value))
+    entry.put("train.enable_gradient_checkpointing", rule.is_on(entry.value))
 
 
 def _finalize(draft: Draft) -> None:
@@ -210,24 +189,24 @@ SAME: Mapping[str, str] = {
 }
 
 COMPUTED: Mapping[str, Rule] = {
-    "dataset_config": decides(f"{SOURCES}.0.name"),
-    "dataset_train_split": decides(f"{SOURCES}.0.split"),
+    "dataset_config": rule.decides(f"{SOURCES}.0.name"),
+    "dataset_train_split": rule.decides(f"{SOURCES}.0.split"),
     "dtype": _dtype,
     "torch_dtype": _dtype,
     "attn_implementation": shared.attention,
-    "model_revision": only("main"),
+    "model_revision": rule.only("main"),
     **dict.fromkeys(
-        ("max_length", "max_seq_length"), decides(shared.ROW, f"{SOURCES}.0.max_seq_len")
+        ("max_length", "max_seq_length"), rule.decides(shared.ROW, f"{SOURCES}.0.max_seq_len")
     ),
     **dict.fromkeys(("chat_template", "chat_template_path"), chat_template({})),
-    "pad_to_multiple_of": when(
+    "pad_to_multiple_of": rule.when(
         lambda entry: isinstance(entry.value, int),
-        put("data.pad_to_multiple_of"),
+        rule.put("data.pad_to_multiple_of"),
         "rows are padded to whole 128 tokens",
     ),
     "dataset_kwargs": _data_arguments,
-    **dict.fromkeys(("use_flash_attention_2", "use_unsloth"), no_effect(shared.BEST_HERE)),
-    ON: truth("lora.enable_lora"),
+    **dict.fromkeys(("use_flash_attention_2", "use_unsloth"), rule.no_effect(shared.BEST_HERE)),
+    ON: rule.truth("lora.enable_lora"),
     **shared.of_adapters(
         ON,
         True,
@@ -237,25 +216,25 @@ COMPUTED: Mapping[str, Rule] = {
         use_rslora="use_rslora",
         use_dora="use_dora",
     ),
-    "lora_target_modules": when(ON, shared.put_targets, f"read with {ON}: true alone"),
+    "lora_target_modules": rule.when(ON, shared.put_targets, f"read with {ON}: true alone"),
     "use_gradient_checkpointing": _checkpointing,
     **dict.fromkeys(
         ("finetune_language_layers", "finetune_attention_modules", "finetune_mlp_modules"),
-        if_on(
-            no_effect("adapters are on the layers of lora_target_modules"),
-            left_out("name the other layers in lora_target_modules"),
+        rule.if_on(
+            rule.no_effect("adapters are on the layers of lora_target_modules"),
+            rule.left_out("name the other layers in lora_target_modules"),
         ),
     ),
     **dict.fromkeys(
         ("finetune_vision_layers", "finetune_audio_layers"),
-        if_on(
-            approximated("adapters are on the layers of lora_target_modules, in all parts"),
+        rule.if_on(
+            rule.approximated("adapters are on the layers of lora_target_modules, in all parts"),
             "lora.exclude_modules leaves layers out, in a native file",
         ),
     ),
     "load_in_4bit": shared.in_few_bits("nf4"),
     "load_in_8bit": shared.in_few_bits("int8"),
-    "bnb_4bit_quant_type": only("nf4"),
+    "bnb_4bit_quant_type": rule.only("nf4"),
 }
 
 DEFAULTS: Mapping[str, Any] = {
@@ -291,31 +270,33 @@ TRL = Dialect(
     same=SAME,
     computed={
         **{
-            key: refused(BY_REWARDS)
+            key: rule.refused(BY_REWARDS)
             for key in (*OF_REWARDS, *OF_PAIRS)
             if key not in UNSUPPORTED and key not in IDLE
         },
         **COMPUTED,
         **data_rules("sft"),
-        "dataset_text_field": decides(f"{SOURCES}.0.field_text"),
-        "packing": decides(shared.METHOD, shared.GROUP),
+        "dataset_text_field": rule.decides(f"{SOURCES}.0.field_text"),
+        "packing": rule.decides(shared.METHOD, shared.GROUP),
         "packing_strategy": _packing_strategy,
-        "assistant_only_loss": when(
+        "assistant_only_loss": rule.when(
             lambda entry: columns_of(entry, "sft")["type"] == "chat",
-            put("data.train_on_prompt", lambda alone: not alone),
+            rule.put("data.train_on_prompt", lambda alone: not alone),
             "read of conversations alone",
         ),
-        "completion_only_loss": if_on(decides(SOURCES), sets({"data.train_on_prompt": True})),
-        "loss_type": when(
+        "completion_only_loss": rule.if_on(
+            rule.decides(SOURCES), rule.sets({"data.train_on_prompt": True})
+        ),
+        "loss_type": rule.when(
             lambda entry: any(key in entry.draft.written for key in OF_REWARDS),
-            refuses(BY_REWARDS),
-            only("nll", "chunked_nll"),
+            rule.refuses(BY_REWARDS),
+            rule.only("nll", "chunked_nll"),
         ),
     },
     unsupported=UNSUPPORTED,
     idle=IDLE,
     defaults={**DEFAULTS, "learning_rate": 2e-5, "assistant_only_loss": False},
-    families=dict.fromkeys(FAMILIES_OF_REWARDS, refused(BY_REWARDS)),
+    families=dict.fromkeys(FAMILIES_OF_REWARDS, rule.refused(BY_REWARDS)),
     overridden_by={**BEATEN, "assistant_only_loss": ("completion_only_loss",)},
     finalize=_finalize,
 ).over(training_arguments.TRAINER)
@@ -336,13 +317,13 @@ TRL_DPO = Dialect(
         **COMPUTED,
         **data_rules("preference"),
         "loss_type": shared.losses,
-        "loss_weights": decides("preference.pref_loss_ratio", "preference.sft_loss_ratio"),
+        "loss_weights": rule.decides("preference.pref_loss_ratio", "preference.sft_loss_ratio"),
         "precompute_ref_log_probs": shared.PRECOMPUTES,
         **dict.fromkeys(
             ("desirable_weight", "undesirable_weight"),
-            refused("of trl kto; write preference.loss_type: kto, and type: kto of its data"),
+            rule.refused("of trl kto; write preference.loss_type: kto, and type: kto of its data"),
         ),
-        "f_divergence_type": only("reverse_kl"),
+        "f_divergence_type": rule.only("reverse_kl"),
     },
     unsupported=UNSUPPORTED,
     idle={**IDLE, **IDLE_OF_PAIRS},

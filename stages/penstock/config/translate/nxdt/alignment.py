@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.config.translate.dialect import Rule, approximated, in_turn, listed, put, sets, when
+from penstock.config.translate import rule
+from penstock.config.translate.dialect import listed
 from penstock.config.translate.nxdt.data import DPO, ORPO, PEFT
 from penstock.config.translate.shared import PRECOMPUTES
-from penstock.config.translate.translation import Draft, Entry
+from penstock.config.translate.translation import Draft, Entry, Rule
 
 START = "exp_manager.resume_from_checkpoint"
 
@@ -26,7 +27,7 @@ def _loss(entry: Entry) -> None:
 def _prefer(name: str, loss: str) -> Rule:
     """The rule of the one key of a strategy that weighs its loss; it chooses the strategy too."""
 
-    def rule(entry: Entry) -> None:
+    def apply(entry: Entry) -> None:
         strategy = entry.key.rpartition(".")[0]
         if entry.is_assumed and not _has(entry.draft, strategy):
             return
@@ -38,7 +39,7 @@ def _prefer(name: str, loss: str) -> Rule:
                 "the SFT loss of chosen completions is a mean over tokens, not over completions"
             )
 
-    return rule
+    return apply
 
 
 def _has(draft: Draft, strategy: str) -> bool:
@@ -46,13 +47,13 @@ def _has(draft: Draft, strategy: str) -> bool:
 
 
 def _adapters(name: str) -> Rule:
-    def rule(entry: Entry) -> None:
+    def apply(entry: Entry) -> None:
         if entry.is_assumed and not _has(entry.draft, PEFT):
             return
         entry.put("lora.enable_lora", True)
         entry.put(name, entry.value)
 
-    return rule
+    return apply
 
 
 def _targets(entry: Entry) -> None:
@@ -80,21 +81,21 @@ COMPUTED: Mapping[str, Rule] = {
     f"{PEFT}.lora_dropout": _adapters("lora.lora_dropout"),
     f"{PEFT}.lora_bias": _adapters("lora.lora_bias"),
     f"{PEFT}.target_modules": _targets,
-    f"{PEFT}.save_lora_base": when(
+    f"{PEFT}.save_lora_base": rule.when(
         lambda entry: not entry.value,
-        sets({"lora.save_lora_only": True}),
+        rule.sets({"lora.save_lora_only": True}),
         "an export holds the model and the adapter",
     ),
-    f"{PEFT}.merge_lora": when(
+    f"{PEFT}.merge_lora": rule.when(
         lambda entry: entry.get(f"{PEFT}.save_lora_base") is not False,
-        put("export.merge_lora", bool),
+        rule.put("export.merge_lora", bool),
         "save_lora_base: false keeps the adapter alone",
     ),
-    f"{PEFT}.load_lora_from_ckpt": when(
+    f"{PEFT}.load_lora_from_ckpt": rule.when(
         lambda entry: entry.value and entry.get(START),
-        in_turn(
+        rule.in_turn(
             lambda entry: entry.put("lora.init_adapter_path", entry.get(START)),
-            approximated("name a folder with adapter_config.json, as peft writes it"),
+            rule.approximated("name a folder with adapter_config.json, as peft writes it"),
         ),
         "adapters are initialized from scratch",
     ),

@@ -3,17 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from penstock.config.translate.dialect import (
-    Rule,
-    approximated,
-    decides,
-    explained,
-    put,
-    truth,
-    when,
-)
+from penstock.config.translate import rule
 from penstock.config.translate.shared import GROUP, ROW, SOURCES, TESTS
-from penstock.config.translate.translation import Draft, Entry
+from penstock.config.translate.translation import Draft, Entry, Rule
 from penstock.core.sources.megatron_files import parse_splits
 
 ALIGNMENT = "model_alignment_strategy"
@@ -40,7 +32,7 @@ def prefers(draft: Draft) -> bool:
 
 
 def _source(name: str) -> Rule:
-    def rule(entry: Entry) -> None:
+    def apply(entry: Entry) -> None:
         path = str(entry.value)
         is_text = path.rstrip("/").endswith(LINES)
         columns = OF_PAIRS if prefers(entry.draft) else OF_SFT if is_text else OF_TOKENS
@@ -50,7 +42,7 @@ def _source(name: str) -> Rule:
                 "where the tokenizer has a chat template, question and answer are put through it"
             )
 
-    return rule
+    return apply
 
 
 def _prefix(entry: Entry) -> None:
@@ -258,8 +250,8 @@ def _boundaries(entry: Entry) -> None:
         )
 
 
-LENGTH = decides(ROW, f"{SOURCES}.0.max_seq_len")
-PACKING = decides("data.sample_packing_method", GROUP)
+LENGTH = rule.decides(ROW, f"{SOURCES}.0.max_seq_len")
+PACKING = rule.decides("data.sample_packing_method", GROUP)
 DROPS_ROWS = "an evaluation takes every row; of training, data.dataloader_drop_last says it"
 
 SAME: Mapping[str, str] = {
@@ -273,18 +265,18 @@ COMPUTED: Mapping[str, Rule] = {
     "data.train_dir": _source(SOURCES),
     "data.val_dir": _source(TESTS),
     "data.data_prefix": _prefix,
-    "data.dev_choose_samples": decides(f"{SOURCES}.0.max_samples", f"{TESTS}.0.max_samples"),
+    "data.dev_choose_samples": rule.decides(f"{SOURCES}.0.max_samples", f"{TESTS}.0.max_samples"),
     "data.seq_length": LENGTH,
     "model.encoder_seq_length": LENGTH,
     "data.splits_string": _splits,
     "data.dataloader_type": _order,
-    "data.tokenizer.type": when(
+    "data.tokenizer.type": rule.when(
         lambda entry: entry.get("data.tokenizer.library") != "megatron",
-        put("model.tokenizer_path"),
+        rule.put("model.tokenizer_path"),
         "the name of a class; vocab_file says where the tokenizer is",
     ),
-    "data.tokenizer.vocab_file": explained(
-        put("model.tokenizer_path", lambda file: str(file).rpartition("/")[0] or "."),
+    "data.tokenizer.vocab_file": rule.explained(
+        rule.put("model.tokenizer_path", lambda file: str(file).rpartition("/")[0] or "."),
         "the folder of both files, which transformers reads as vocab.json and merges.txt",
     ),
     "data.packing": PACKING,
@@ -292,14 +284,16 @@ COMPUTED: Mapping[str, Rule] = {
     **{f"{strategy}.max_prompt_length": _prompt_length for strategy in (DPO, ORPO)},
     f"{DPO}.max_dpo_prompt_length": _prompt_length,
     **{f"{strategy}.truncation_mode": _truncation for strategy in (DPO, ORPO)},
-    "data.reset_position_ids": when(
+    "data.reset_position_ids": rule.when(
         lambda entry: (
             bool(entry.value) != bool(entry.get("data.reset_attention_mask", entry.value))
         ),
-        approximated("positions restart where attention does, as reset_attention_mask decides"),
+        rule.approximated(
+            "positions restart where attention does, as reset_attention_mask decides"
+        ),
         "positions restart where attention does; reset_attention_mask decides it",
     ),
-    "data.reset_attention_mask": truth("data.isolate_samples"),
+    "data.reset_attention_mask": rule.truth("data.isolate_samples"),
     "data.eod_mask_loss": _boundaries,
 }
 

@@ -18,21 +18,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.config.translate.dialect import (
-    Rule,
-    approximated,
-    decides,
-    if_on,
-    no_effect,
-    only,
-    put,
-    refuses,
-    same_names,
-    sets,
-    when,
-)
+from penstock.config.translate import rule
+from penstock.config.translate.dialect import same_names
 from penstock.config.translate.shared import BEST_HERE
-from penstock.config.translate.translation import Draft, Entry
+from penstock.config.translate.translation import Draft, Entry, Rule
 
 # A Llama's config.json; every number of it is written over.
 TINY_LLAMA = "builtin:tiny-llama"
@@ -211,9 +200,9 @@ def is_megatron(draft: Draft) -> bool:
 def _number(name: str) -> Rule:
     """The rule of an entry of config.json."""
 
-    return when(
+    return rule.when(
         lambda entry: entry.value not in (-1, *NONE),
-        put(f"{FOUNDATION}.{name}"),
+        rule.put(f"{FOUNDATION}.{name}"),
         "what config.json says stays",
     )
 
@@ -223,22 +212,22 @@ def _folder_of(path: Any) -> Any:
     return path.removesuffix("/config.json") if isinstance(path, str) else path
 
 
-def _if_megatron(rule: Rule, otherwise: str | Rule) -> Rule:
-    return when(lambda entry: is_megatron(entry.draft), rule, otherwise)
+def _if_megatron(apply: Rule, otherwise: str | Rule) -> Rule:
+    return rule.when(lambda entry: is_megatron(entry.draft), apply, otherwise)
 
 
-def _of_megatron(rule: Rule) -> Rule:
+def _of_megatron(apply: Rule) -> Rule:
     """The rule of a key that models of Hugging Face's have in config.json."""
-    return _if_megatron(rule, "config.json says it where model_source is hf")
+    return _if_megatron(apply, "config.json says it where model_source is hf")
 
 
 def _one_of(*values: str) -> Rule:
     """The rule of a part of the architecture, which is settled of all parts together."""
     return _of_megatron(
-        when(
+        rule.when(
             lambda entry: str(entry.value).lower() in values,
-            decides(f"{FOUNDATION}.model_type"),
-            refuses(f"it takes {' and '.join(values)}"),
+            rule.decides(f"{FOUNDATION}.model_type"),
+            rule.refuses(f"it takes {' and '.join(values)}"),
         )
     )
 
@@ -271,19 +260,19 @@ def _share_of_heads(entry: Entry) -> None:
 
 
 def _dropout(name: str) -> Rule:
-    def rule(entry: Entry) -> None:
+    def apply(entry: Entry) -> None:
         if entry.is_assumed and not is_megatron(entry.draft):
             return
         entry.put(f"train.dropout.{name}", float(entry.value))
 
-    return rule
+    return apply
 
 
 def _as_in_mixtral(is_so: str, *allowed: Any) -> Rule:
     """The rule of what Mixtral does in one way: weights that are read were trained so, and others
     may as well be."""
 
-    def rule(entry: Entry) -> None:
+    def apply(entry: Entry) -> None:
         if entry.value in (*allowed, *NONE):
             entry.no_effect(is_so)
         elif is_megatron(entry.draft):
@@ -291,7 +280,7 @@ def _as_in_mixtral(is_so: str, *allowed: Any) -> Rule:
         else:
             entry.refuse(f"{is_so}: it takes {', '.join(map(str, allowed))}")
 
-    return rule
+    return apply
 
 
 def settle_model(draft: Draft) -> None:
@@ -318,18 +307,18 @@ def settle_model(draft: Draft) -> None:
 SAME: Mapping[str, str] = {"model.fuse_qkv": "model.merge_qkv"}
 
 COMPUTED: Mapping[str, Rule] = {
-    "model_source": when(
+    "model_source": rule.when(
         lambda entry: entry.value == "megatron",
-        sets({"model.config_path": TINY_LLAMA}, "a model of the numbers in this file"),
-        when(
+        rule.sets({"model.config_path": TINY_LLAMA}, "a model of the numbers in this file"),
+        rule.when(
             lambda entry: entry.value != "hf",
-            refuses("it takes hf and megatron"),
+            rule.refuses("it takes hf and megatron"),
             "model.model_config says where config.json is",
         ),
     ),
     "model.model_config": _if_megatron(
-        no_effect("model_source: megatron builds the model of the numbers in this file"),
-        put("model.config_path", _folder_of),
+        rule.no_effect("model_source: megatron builds the model of the numbers in this file"),
+        rule.put("model.config_path", _folder_of),
     ),
     **{
         f"model.{nxdt_name}": _number(hf_name)
@@ -350,7 +339,7 @@ COMPUTED: Mapping[str, Rule] = {
         }.items()
     },
     "model.rope_theta": _if_megatron(
-        put(f"{FOUNDATION}.rope_parameters.rope_theta"), put(f"{FOUNDATION}.rope_theta")
+        rule.put(f"{FOUNDATION}.rope_parameters.rope_theta"), rule.put(f"{FOUNDATION}.rope_theta")
     ),
     "model.layernorm_epsilon": _epsilon,
     "model.normalization": _one_of("rmsnorm", "layernorm"),
@@ -358,26 +347,26 @@ COMPUTED: Mapping[str, Rule] = {
     "model.position_embedding_type": _of_megatron(_positions),
     "model.rotary_percentage": _of_megatron(_share_of_heads),
     "model.has_bias": _of_megatron(
-        decides(f"{FOUNDATION}.attention_bias", f"{FOUNDATION}.mlp_bias")
+        rule.decides(f"{FOUNDATION}.attention_bias", f"{FOUNDATION}.mlp_bias")
     ),
-    "model.use_scaled_init_method": if_on(
-        approximated(
+    "model.use_scaled_init_method": rule.if_on(
+        rule.approximated(
             "all matrices start as wide as init_method_std says; there those that lead out of a"
             " layer start narrower by sqrt(2 x num_layers)"
         ),
         "all matrices start alike here",
     ),
-    "model.transformer_block_type": only("pre_ln"),
+    "model.transformer_block_type": rule.only("pre_ln"),
     "model.make_vocab_size_divisible_by": _if_megatron(
-        decides(f"{FOUNDATION}.vocab_size"),
+        rule.decides(f"{FOUNDATION}.vocab_size"),
         "the vocabulary of config.json is split over any number of ranks as it is",
     ),
-    "model.fusions.flash_attention": if_on(
-        no_effect(BEST_HERE), sets({"model.attn_implementation": "sdpa"})
+    "model.fusions.flash_attention": rule.if_on(
+        rule.no_effect(BEST_HERE), rule.sets({"model.attn_implementation": "sdpa"})
     ),
-    "model.use_cpu_initialization": when(
+    "model.use_cpu_initialization": rule.when(
         lambda entry: entry.value and entry.get("distributed_strategy.zero1") is False,
-        sets({"train.init_device": "cpu"}),
+        rule.sets({"train.init_device": "cpu"}),
         "weights are made shard by shard where they will lie",
     ),
     "model.hidden_dropout": _dropout("hidden"),
@@ -387,19 +376,19 @@ COMPUTED: Mapping[str, Rule] = {
     "model.moe.routing_algorithm": _as_in_mixtral("tokens choose experts", "top_k", "topk"),
     "model.moe.router_activation": _as_in_mixtral("experts are weighed by softmax", "softmax"),
     "model.moe.normalize_top_k_affinities": _as_in_mixtral("weights of experts add up to 1", True),
-    "model.moe.dropout": only(0, *NONE),
-    "model.moe.dropless": when(
+    "model.moe.dropout": rule.only(0, *NONE),
+    "model.moe.dropless": rule.when(
         lambda entry: entry.value not in (True, *NONE),
-        approximated("no token is dropped, however full an expert is"),
+        rule.approximated("no token is dropped, however full an expert is"),
         "no token is dropped",
     ),
-    "model.moe.capacity_factor": when(
+    "model.moe.capacity_factor": rule.when(
         lambda entry: not entry.get("model.moe.dropless") and entry.value not in NONE,
-        approximated("experts have room for every token that chooses them"),
+        rule.approximated("experts have room for every token that chooses them"),
         "no token is dropped",
     ),
-    "model.moe.router_aux_loss_coef": when(
-        lambda entry: entry.value not in NONE, put("train.moe_aux_loss_coef", float), "is off"
+    "model.moe.router_aux_loss_coef": rule.when(
+        lambda entry: entry.value not in NONE, rule.put("train.moe_aux_loss_coef", float), "is off"
     ),
 }
 

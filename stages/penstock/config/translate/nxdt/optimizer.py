@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.config.translate.dialect import Rule, decides, explained, left_out, put, when
-from penstock.config.translate.translation import Draft, Entry
+from penstock.config.translate import rule
+from penstock.config.translate.translation import Draft, Entry, Rule
 
 ADAM = ("adamw", "adamw_fp32OptState")
 BY_FULL_NAME = {
@@ -88,7 +88,7 @@ def _optimizer(entry: Entry) -> None:
 
 
 def _argument(name: str, of: tuple[str, ...]) -> Rule:
-    def rule(entry: Entry) -> None:
+    def apply(entry: Entry) -> None:
         optimizer = entry.get("model.optim.name", "adamw")
         if optimizer in of:
             value = entry.value
@@ -101,7 +101,7 @@ def _argument(name: str, of: tuple[str, ...]) -> Rule:
         else:
             entry.no_effect(f"{optimizer} has none")
 
-    return rule
+    return apply
 
 
 def _amsgrad(entry: Entry) -> None:
@@ -155,20 +155,20 @@ def _least_rate(entry: Entry) -> None:
 
 
 def _of_schedule(argument: str) -> Rule:
-    def rule(entry: Entry) -> None:
+    def apply(entry: Entry) -> None:
         name = entry.get(f"{SCHEDULE}.name")
         if name in OF_STYLE[argument]:
             entry.put(f"{MORE}.{argument}", entry.value)
         else:
             entry.no_effect(f"{name} does not read it")
 
-    return rule
+    return apply
 
 
 def _share_of_steps(argument: str) -> Rule:
     """Shares of `max_steps` that stand for numbers of steps."""
 
-    def rule(entry: Entry) -> None:
+    def apply(entry: Entry) -> None:
         name, steps = entry.get(f"{SCHEDULE}.name"), entry.get("trainer.max_steps")
         if name not in OF_STYLE[argument]:
             entry.no_effect(f"{name} does not read it")
@@ -177,7 +177,7 @@ def _share_of_steps(argument: str) -> Rule:
         else:
             entry.leave_out("a share of trainer.max_steps, which is no number of steps")
 
-    return rule
+    return apply
 
 
 def _precision(entry: Entry) -> None:
@@ -241,9 +241,9 @@ def _is_on(value: Any) -> bool:
 
 def _of_manual(*names: str) -> Rule:
     """The rule of a key that `_by_hand` reads."""
-    return when(
+    return rule.when(
         lambda entry: entry.get("precision.type") == "manual",
-        decides(*names),
+        rule.decides(*names),
         "read with precision.type: manual alone",
     )
 
@@ -288,13 +288,13 @@ COMPUTED: Mapping[str, Rule] = {
     "model.optim.eps": _argument("eps", WITH_EPS),
     "model.optim.grad_averaging": _argument("grad_averaging", (NOVOGRAD,)),
     "model.optim.amsgrad": _amsgrad,
-    "model.optim.luc": when(
+    "model.optim.luc": rule.when(
         lambda entry: entry.value and entry.get("model.optim.name") == NOVOGRAD,
-        left_out("updates are not clipped by norms of weights here: write false"),
+        rule.left_out("updates are not clipped by norms of weights here: write false"),
         "is off",
     ),
-    "model.do_layer_norm_weight_decay": explained(
-        put("train.no_decay_params", lambda decays: ["bias"] if decays else ["bias", "norm"]),
+    "model.do_layer_norm_weight_decay": rule.explained(
+        rule.put("train.no_decay_params", lambda decays: ["bias"] if decays else ["bias", "norm"]),
         "as documented; upstream does the opposite for models of source hf",
     ),
     f"{SCHEDULE}.name": _schedule,
@@ -302,9 +302,9 @@ COMPUTED: Mapping[str, Rule] = {
     f"{SCHEDULE}.min_lr": _least_rate,
     f"{SCHEDULE}.hold_ratio": _share_of_steps("hold_steps"),
     f"{SCHEDULE}.constant_ratio": _share_of_steps("constant_steps"),
-    f"{SCHEDULE}.cycle": when(
+    f"{SCHEDULE}.cycle": rule.when(
         lambda entry: entry.value and str(entry.get(f"{SCHEDULE}.name")).startswith("Polynomial"),
-        left_out("a polynomial decay does not begin again here"),
+        rule.left_out("a polynomial decay does not begin again here"),
         "nothing begins again",
     ),
     **{f"{SCHEDULE}.{argument}": _of_schedule(argument) for argument in OF_STYLE},

@@ -7,29 +7,12 @@ where the program does otherwise.
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.config.translate import shared
-from penstock.config.translate.dialect import (
-    Dialect,
-    Rule,
-    approximated,
-    by_reason,
-    choice,
-    decides,
-    explained,
-    if_true,
-    in_turn,
-    listed,
-    no_effect,
-    put,
-    sets,
-    typed,
-    unless_minus_one,
-    when,
-)
+from penstock.config.translate import rule, shared
+from penstock.config.translate.dialect import Dialect, by_reason, listed, typed
 from penstock.config.translate.interpolation import resolve_references
 from penstock.config.translate.nxdt import alignment, data, model, optimizer
 from penstock.config.translate.shared import RESUMES, TESTS, tracks
-from penstock.config.translate.translation import Draft, Entry
+from penstock.config.translate.translation import Draft, Entry, Rule
 
 SECTIONS = ("trainer", "exp_manager", "distributed_strategy")
 MANAGER = "exp_manager"
@@ -204,90 +187,94 @@ SAME: Mapping[str, str] = {
 }
 
 COMPUTED: Mapping[str, Rule] = {
-    "trainer.max_epochs": unless_minus_one(
+    "trainer.max_epochs": rule.unless_minus_one(
         "train.num_train_epochs", "trainer.max_steps ends the run"
     ),
-    "trainer.max_steps": unless_minus_one("train.max_steps", "trainer.max_epochs ends the run"),
-    "trainer.gradient_clip_val": put("train.max_grad_norm", lambda norm: float(norm or 0)),
+    "trainer.max_steps": rule.unless_minus_one(
+        "train.max_steps", "trainer.max_epochs ends the run"
+    ),
+    "trainer.gradient_clip_val": rule.put("train.max_grad_norm", lambda norm: float(norm or 0)),
     "trainer.val_check_interval": _evaluations,
-    "trainer.check_val_every_n_epoch": when(
+    "trainer.check_val_every_n_epoch": rule.when(
         lambda entry: entry.get("trainer.val_check_interval") is not None,
-        decides("train.eval_epochs", "train.eval_steps"),
-        put("train.eval_epochs", float),
+        rule.decides("train.eval_epochs", "train.eval_steps"),
+        rule.put("train.eval_epochs", float),
     ),
     f"{MANAGER}.create_tensorboard_logger": tracks("tensorboard"),
-    f"{MANAGER}.log_local_rank_0_only": choice("train.log_ranks", {True: "local0", False: "all"}),
+    f"{MANAGER}.log_local_rank_0_only": rule.choice(
+        "train.log_ranks", {True: "local0", False: "all"}
+    ),
     **{f"{MANAGER}.{name}": _folder for name in ("explicit_log_dir", "exp_dir", "name")},
     f"{MANAGER}.resume_if_exists": RESUMES,
-    f"{MANAGER}.resume_ignore_no_checkpoint": when(
+    f"{MANAGER}.resume_ignore_no_checkpoint": rule.when(
         lambda entry: entry.get(f"{MANAGER}.resume_if_exists"),
-        put("train.require_checkpoint", lambda ignores: not ignores),
+        rule.put("train.require_checkpoint", lambda ignores: not ignores),
         "read with resume_if_exists alone",
     ),
     f"{MANAGER}.resume_from_checkpoint": _start,
     "model.weight_init_only": _weights_alone,
-    f"{MANAGER}.create_checkpoint_callback": in_turn(
-        when(
+    f"{MANAGER}.create_checkpoint_callback": rule.in_turn(
+        rule.when(
             lambda entry: entry.value and entry.get(f"{SAVING}.save_top_k") != 0,
-            decides("train.save_steps"),
-            sets({"train.save_steps": 0}),
+            rule.decides("train.save_steps"),
+            rule.sets({"train.save_steps": 0}),
         ),
-        sets({"train.save_epochs": 0.0}),
+        rule.sets({"train.save_epochs": 0.0}),
     ),
-    f"{SAVING}.every_n_train_steps": when(
+    f"{SAVING}.every_n_train_steps": rule.when(
         lambda entry: (
             entry.get(f"{MANAGER}.create_checkpoint_callback") is not False
             and entry.get(f"{SAVING}.save_top_k") != 0
         ),
-        put("train.save_steps"),
+        rule.put("train.save_steps"),
         "nothing is saved but the end",
     ),
-    f"{SAVING}.save_top_k": when(
+    f"{SAVING}.save_top_k": rule.when(
         lambda entry: entry.value != 0,
-        unless_minus_one("train.save_total_limit", "all are kept"),
-        decides("train.save_steps"),
+        rule.unless_minus_one("train.save_total_limit", "all are kept"),
+        rule.decides("train.save_steps"),
     ),
-    f"{SAVING}.monitor": when(
+    f"{SAVING}.monitor": rule.when(
         lambda entry: entry.value in METRICS,
-        put("train.save_best.metric", METRICS.get),
-        when(
+        rule.put("train.save_best.metric", METRICS.get),
+        rule.when(
             lambda entry: entry.value == "step",
-            no_effect("the newest are kept"),
-            approximated("the newest are kept: no evaluation tells it"),
+            rule.no_effect("the newest are kept"),
+            rule.approximated("the newest are kept: no evaluation tells it"),
         ),
     ),
-    f"{SAVING}.mode": when(
+    f"{SAVING}.mode": rule.when(
         lambda entry: entry.get(f"{SAVING}.monitor") in METRICS,
-        put("train.save_best.mode"),
+        rule.put("train.save_best.mode"),
         "the newest are kept",
     ),
-    f"{SAVING}.use_master_weights_in_ckpt": if_true(
+    f"{SAVING}.use_master_weights_in_ckpt": rule.if_true(
         "train.ckpt_weights",
         "master",
         otherwise="checkpoints hold master weights, there beside the optimizer's states",
     ),
-    "distributed_strategy.kv_replicator": when(
+    "distributed_strategy.kv_replicator": rule.when(
         lambda entry: entry.value not in (None, 1),
-        explained(
-            decides("train.tensor_parallel_size"),
+        rule.explained(
+            rule.decides("train.tensor_parallel_size"),
             "a key head is replicated on as many ranks as there are for each",
         ),
         "each key head is on one rank",
     ),
-    "distributed_strategy.zero1": when(
+    "distributed_strategy.zero1": rule.when(
         lambda entry: entry.value,
-        sets({"train.zero_stage": 1}),
-        sets(
+        rule.sets({"train.zero_stage": 1}),
+        rule.sets(
             {"train.data_parallel_mode": "ddp"},
             "master weights are kept as precision.type says; upstream drops them so",
         ),
     ),
-    "bucket_size_collectives": when(
+    "bucket_size_collectives": rule.when(
         lambda entry: entry.get("distributed_strategy.zero1") is False,
-        put("train.comm_bucket_mb"),
+        rule.put("train.comm_bucket_mb"),
         "sharded gradients are added up layer by layer",
     ),
-    "distributed_strategy.virtual_pipeline_model_parallel_size": when(
+    "distributed_strategy.virtual_pipeline_model_parallel_size": rule.when(
         lambda entry: entry.value != 1,
         shared.INTERLEAVED,
         "one stage on each rank",
@@ -295,10 +282,10 @@ COMPUTED: Mapping[str, Rule] = {
     "model.pipeline_cuts": _cuts,
     "model.activations_checkpoint_granularity": _recomputing,
     "model.activations_checkpoint_recompute": _recomputed,
-    "model.fusions.ring_attention": when(
+    "model.fusions.ring_attention": rule.when(
         lambda entry: entry.value,
-        explained(
-            decides("train.ringattn_parallel_size"),
+        rule.explained(
+            rule.decides("train.ringattn_parallel_size"),
             "context_parallel_size says over how many ranks",
         ),
         "rows are split over ranks where context_parallel_size says so",

@@ -3,18 +3,10 @@
 from collections.abc import Mapping
 from typing import Any, cast
 
-from penstock.config.translate.dialect import (
-    Rule,
-    Table,
-    choice,
-    decides,
-    listed,
-    no_effect,
-    put,
-    typed,
-)
+from penstock.config.translate import rule
+from penstock.config.translate.dialect import Table, listed, typed
 from penstock.config.translate.translate_key import translate_items
-from penstock.config.translate.translation import Entry
+from penstock.config.translate.translation import Entry, Rule
 
 ALPACA = {"type": "alpaca"}
 PAIRS = {"type": "preference"}
@@ -90,14 +82,14 @@ FILE_KINDS = ("json", "csv", "parquet", "text")
 def sources(name: str) -> Rule:
     """The rule of a data set, or of a list of several."""
 
-    def rule(entry: Entry) -> None:
+    def apply(entry: Entry) -> None:
         items = cast("list[dict[str, Any]]", [dict(item) for item in listed(entry.value)])
         for item in items:
             item.setdefault("_component_", "torchtune.datasets.instruct_dataset")
         entry.put(name, [{} for _ in items])
         translate_items(entry, items, TABLE, name)
 
-    return rule
+    return apply
 
 
 def _builder(entry: Entry) -> None:
@@ -150,11 +142,11 @@ def _columns(entry: Entry) -> None:
 
 
 def _of_all_data(name: str) -> Rule:
-    def rule(entry: Entry) -> None:
+    def apply(entry: Entry) -> None:
         entry.draft.put(name, bool(entry.value))
         entry.decides(name)
 
-    return rule
+    return apply
 
 
 MASKS: Mapping[str, tuple[str, Any]] = {
@@ -197,18 +189,18 @@ TABLE = Table(
         "source": _path,
         "data_files": _files,
         "column_map": _columns,
-        "column": put("field_text"),
-        "conversation_column": put("field_messages"),
-        "conversation_style": choice("type", STYLES),
+        "column": rule.put("field_text"),
+        "conversation_column": rule.put("field_messages"),
+        "conversation_style": rule.choice("type", STYLES),
         "train_on_input": _of_all_data("data.train_on_prompt"),
         "masking_strategy": _masking,
         "add_eos": _of_all_data("data.add_eos"),
         "partition": _partition,
-        "packed": decides("data.sample_packing_method"),
-        "split_across_pack": decides("data.sample_packing_method"),
-        "max_seq_len": put("max_seq_len"),
+        "packed": rule.decides("data.sample_packing_method"),
+        "split_across_pack": rule.decides("data.sample_packing_method"),
+        "max_seq_len": rule.put("max_seq_len"),
         "new_system_prompt": lambda entry: entry.leave_out("write it into the data"),
-        "image_tag": no_effect("images stand where the records have <image>"),
+        "image_tag": rule.no_effect("images stand where the records have <image>"),
     },
     unsupported={
         "transform": "images are processed as preprocessor_config.json of the model says",

@@ -3,31 +3,14 @@
 from collections.abc import Mapping
 from typing import Any, cast
 
-from penstock.config.translate import shared
-from penstock.config.translate.dialect import (
-    Dialect,
-    Rule,
-    Values,
-    by_reason,
-    choice,
-    decides,
-    left_out,
-    listed,
-    no_effect,
-    put,
-    refused,
-    sets,
-    truth,
-    typed,
-    unsupported,
-    when,
-)
+from penstock.config.translate import rule, shared
+from penstock.config.translate.dialect import Dialect, Values, by_reason, listed, typed
 from penstock.config.translate.hf import schedule
 from penstock.config.translate.hf.training_arguments import settle_evaluations
 from penstock.config.translate.interpolation import resolve_references
 from penstock.config.translate.shared import SOURCES, TESTS, lay_rows, settle_precision
 from penstock.config.translate.torchtune.data import sources
-from penstock.config.translate.translation import Draft, Entry
+from penstock.config.translate.translation import Draft, Entry, Rule
 from penstock.core.errors import ConfigError
 
 COMPONENT = "_component_"
@@ -101,13 +84,15 @@ def _model(entry: Entry) -> None:
 
 
 def _of_adapters(name: str) -> Rule:
-    return when(lambda entry: _is_adapted(entry.draft), put(name), "read with adapters alone")
+    return rule.when(
+        lambda entry: _is_adapted(entry.draft), rule.put(name), "read with adapters alone"
+    )
 
 
 def _of_pairs(name: str) -> Rule:
-    return when(
+    return rule.when(
         lambda entry: str(entry.get(LOSS, "")).rpartition(".")[2] in PREFERENCE_LOSSES,
-        put(name),
+        rule.put(name),
         "this loss does not read it",
     )
 
@@ -221,7 +206,7 @@ IDLE = by_reason(
 
 FAMILIES: Mapping[str, Rule] = {
     **{
-        prefix: no_effect(why)
+        prefix: rule.no_effect(why)
         for prefix, why in by_reason(
             f"""
             ref_checkpointer.
@@ -240,7 +225,7 @@ FAMILIES: Mapping[str, Rule] = {
             """
         ).items()
     },
-    **dict.fromkeys(("layer_dropout.", "early_exit_loss."), unsupported(OF_LAYERS)),
+    **dict.fromkeys(("layer_dropout.", "early_exit_loss."), rule.unsupported(OF_LAYERS)),
 }
 
 SAME: Mapping[str, str] = {
@@ -281,12 +266,12 @@ SAME: Mapping[str, str] = {
 COMPUTED: Mapping[str, Rule] = {
     "dataset": sources(SOURCES),
     "datasets": sources(SOURCES),
-    "dataset_val": when(
+    "dataset_val": rule.when(
         lambda entry: entry.get("run_val_every_n_steps"),
         sources(TESTS),
         "run_val_every_n_steps is null, so there are no evaluations",
     ),
-    "tokenizer.max_seq_len": decides(shared.ROW, f"{SOURCES}.0.max_seq_len"),
+    "tokenizer.max_seq_len": rule.decides(shared.ROW, f"{SOURCES}.0.max_seq_len"),
     MODEL: _model,
     "model.lora_rank": _of_adapters("lora.lora_rank"),
     "model.lora_alpha": _of_adapters("lora.lora_alpha"),
@@ -295,8 +280,8 @@ COMPUTED: Mapping[str, Rule] = {
     "model.lora_attn_modules": _targets,
     "model.apply_lora_to_mlp": _targets,
     "model.apply_lora_to_output": _targets,
-    "model.attn_dropout": unsupported("attention has no dropout"),
-    "model.quantize_base": when(
+    "model.attn_dropout": rule.unsupported("attention has no dropout"),
+    "model.quantize_base": rule.when(
         lambda entry: entry.value and _is_adapted(entry.draft),
         shared.quantizes("nf4"),
         "base weights keep their precision",
@@ -307,32 +292,36 @@ COMPUTED: Mapping[str, Rule] = {
     "loss.label_smoothing": _of_pairs("preference.label_smoothing"),
     "loss.gamma": _of_pairs("preference.simpo_gamma"),
     OPTIMIZER: _optimizer,
-    f"lr_scheduler.{COMPONENT}": when(
+    f"lr_scheduler.{COMPONENT}": rule.when(
         lambda entry: _last(entry) == "get_cosine_schedule_with_warmup",
-        sets({"train.lr_decay_style": "cosine", "train.lr_min": 0.0}),
-        left_out("it takes get_cosine_schedule_with_warmup"),
+        rule.sets({"train.lr_decay_style": "cosine", "train.lr_min": 0.0}),
+        rule.left_out("it takes get_cosine_schedule_with_warmup"),
     ),
-    "lr_scheduler.num_cycles": when(
-        lambda entry: entry.value != 0.5, put(f"{schedule.MORE}.num_cycles"), "the rate falls once"
+    "lr_scheduler.num_cycles": rule.when(
+        lambda entry: entry.value != 0.5,
+        rule.put(f"{schedule.MORE}.num_cycles"),
+        "the rate falls once",
     ),
-    "dtype": choice(
+    "dtype": rule.choice(
         "train.precision", {"bf16": "bf16_mixed", "fp16": "fp16_mixed", "fp32": "fp32"}
     ),
     "compile": _compile,
     "max_steps_per_epoch": _steps,
-    "clip_grad_norm": put("train.max_grad_norm", lambda norm: norm or 0.0),
-    **dict.fromkeys(("fsdp_cpu_offload", "fsdp.cpu_offload"), truth("train.enable_fsdp_offload")),
-    f"metric_logger.{COMPONENT}": when(
+    "clip_grad_norm": rule.put("train.max_grad_norm", lambda norm: norm or 0.0),
+    **dict.fromkeys(
+        ("fsdp_cpu_offload", "fsdp.cpu_offload"), rule.truth("train.enable_fsdp_offload")
+    ),
+    f"metric_logger.{COMPONENT}": rule.when(
         lambda entry: _last(entry) in TRACKERS,
         lambda entry: shared.track(entry, TRACKERS[_last(entry)]),
         "metrics.jsonl and report.html are always written",
     ),
-    "profiler.enabled": put("train.enable_profiling", bool),
+    "profiler.enabled": rule.put("train.enable_profiling", bool),
     "resume_from_checkpoint": shared.RESUMES,
-    "save_every_n_epochs": put("train.save_epochs", float),
-    "save_adapter_weights_only": truth("lora.save_lora_only"),
-    "kd_loss": refused("models are not trained on log-probs of others"),
-    "quantizer": unsupported(
+    "save_every_n_epochs": rule.put("train.save_epochs", float),
+    "save_adapter_weights_only": rule.truth("lora.save_lora_only"),
+    "kd_loss": rule.refused("models are not trained on log-probs of others"),
+    "quantizer": rule.unsupported(
         "weights are trained as they are; export.quantise quantizes the result"
     ),
 }
