@@ -69,12 +69,6 @@ IN_ORDER = rule.sets(
 # Rule of what asks for a sequence of its own for each sample.
 ALONE = rule.sets({METHOD: "multipack", GROUP: 1})
 
-# Rule of a number of pipeline stages on each rank, above 1.
-INTERLEAVED = rule.in_turn(
-    rule.put("train.pipeline_parallel_virtual_stages"),
-    rule.sets({"train.pipeline_parallel_schedule": "Interleaved1F1B"}),
-)
-
 
 def quantizes(kind: str) -> Rule:
     """Rule of what asks for base weights in this format."""

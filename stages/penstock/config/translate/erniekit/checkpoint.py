@@ -4,7 +4,11 @@ from collections.abc import Mapping
 
 from penstock.config.translate import rule
 from penstock.config.translate.fit_parallel_sizes import EVAL_ROWS
+from penstock.config.translate.shared import has_steps
 from penstock.config.translate.translation import Entry, Rule
+
+# Keys of the rows that a rank trains on at once.
+ROWS_AT_ONCE = ("batch_size", "per_device_train_batch_size")
 
 NO_EVALUATION = "do_eval is false, so nothing is evaluated"
 
@@ -14,25 +18,15 @@ def evaluates(entry: Entry) -> bool:
     return bool(entry.get("do_eval"))
 
 
-def explicit_steps(entry: Entry) -> int | None:
-    """The steps of the run, where they are written."""
-    steps = entry.get("max_steps")
-    return steps if isinstance(steps, int) and steps > 0 else None
-
-
-def rows_at_once(entry: Entry) -> int:
-    """Rows that a rank trains on at once."""
-    return entry.get("batch_size") or entry.get("per_device_train_batch_size") or 1
-
-
 def _by_steps_or_epochs(entry: Entry, name: str, chosen: str) -> None:
     """Put `train.<name>_steps` and `train.<name>_epochs` as a strategy says."""
     steps, epochs = 0, 0.0
-    total = explicit_steps(entry)
     if chosen == "steps":
-        steps = _interval_of(entry, name)
-    elif chosen == "epoch" and total:
-        steps = max(1, int(total / entry.get("num_train_epochs", 1)))
+        # As written; else what their program takes, where steps are asked for.
+        usual = 500 if name == "save" else entry.get("logging_steps", 500)
+        steps = entry.get(f"{name}_steps", 0 if entry.is_assumed else usual)
+    elif chosen == "epoch" and has_steps(entry):
+        steps = max(1, int(entry.get("max_steps") / entry.get("num_train_epochs", 1)))
         entry.explain("with max_steps an epoch is that share of them")
     elif chosen == "epoch":
         epochs = 1.0
@@ -41,14 +35,6 @@ def _by_steps_or_epochs(entry: Entry, name: str, chosen: str) -> None:
         return
     entry.put(f"train.{name}_steps", steps)
     entry.put(f"train.{name}_epochs", epochs)
-
-
-def _interval_of(entry: Entry, name: str) -> int:
-    """As written; else what their program takes, where steps are asked for."""
-    if entry.is_assumed:
-        return entry.get(f"{name}_steps", 0)
-    usual = 500 if name == "save" else entry.get("logging_steps", 500)
-    return entry.get(f"{name}_steps", usual)
 
 
 def _save(entry: Entry) -> None:
@@ -109,7 +95,8 @@ def _eval_batches(entry: Entry) -> None:
     elif entry.value > 0:
         entry.put("train.eval_max_batches", entry.value)
         # Of one replica here; the number of replicas is known when sizes are fitted.
-        entry.put(EVAL_ROWS, entry.get("per_device_eval_batch_size") or rows_at_once(entry))
+        rows = map(entry.get, ("per_device_eval_batch_size", *ROWS_AT_ONCE))
+        entry.put(EVAL_ROWS, next(filter(None, rows), 1))
         entry.explain("a batch has per_device_eval_batch_size rows of each data-parallel rank")
     else:
         entry.put("train.eval_max_batches", None)

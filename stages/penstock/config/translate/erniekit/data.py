@@ -5,9 +5,9 @@ from typing import Any
 
 from penstock.config.translate import rule
 from penstock.config.translate.dialect import by_reason
-from penstock.config.translate.erniekit.checkpoint import NO_EVALUATION, evaluates, explicit_steps
+from penstock.config.translate.erniekit.checkpoint import NO_EVALUATION, evaluates
 from penstock.config.translate.erniekit.objective import OF_DPO_ALONE, is_preference
-from penstock.config.translate.shared import ALONE, GROUP, METHOD, OF_PYTHON
+from penstock.config.translate.shared import ALONE, GROUP, METHOD, OF_PYTHON, has_steps
 from penstock.config.translate.shared import SOURCES as TRAIN
 from penstock.config.translate.shared import TESTS as TEST
 from penstock.config.translate.templates import chat_template
@@ -67,6 +67,7 @@ def has_samples_alone(entry: Entry) -> bool:
     return is_of_images(entry) and bool(entry.get("one_sample_in_one_seq"))
 
 
+# By stage, what their types of data are called here.
 TYPES: Mapping[str, Mapping[str, str]] = {
     "SFT": {"erniekit": "sft_turns", "alpaca": "alpaca", "chatml": "chat", "messages": "chat"},
     "DPO": {
@@ -76,15 +77,15 @@ TYPES: Mapping[str, Mapping[str, str]] = {
     "PT": {"erniekit": "text"},
     "VL-SFT": {"erniekit": "sft_turns", "chatml": "chat", "messages": "chat"},
 }
-"""By stage, what their types of data are called here."""
 
 WEIGHTED = ("random", "interleave_under", "interleave_over")
 
+# The class of their program that reads records of calls of tools.
+FUNCTIONS = "FunctionCallSFTReader"
+
 
 def _listed(value: Any) -> list[str]:
-    """Texts that a comma separates."""
-    parts = (part.strip() for part in str(value).split(","))
-    return [part for part in parts if part]
+    return [part.strip() for part in str(value).split(",") if part.strip()]
 
 
 def _numbers(value: Any) -> list[float]:
@@ -120,47 +121,24 @@ def _sources(entry: Entry, kind: str) -> list[dict[str, Any]]:
     return sources
 
 
-FUNCTIONS = "FunctionCallSFTReader"
-
-
 def _train_paths(entry: Entry) -> list[str]:
     """The sources of training; a recipe for images may have text alone."""
     paths = _listed(entry.get("train_dataset_path", ""))
     return paths or (_listed(entry.get("text_dataset_path", "")) if is_of_images(entry) else [])
 
 
-def _text_path(entry: Entry) -> None:
+def _text(entry: Entry) -> None:
+    """`text_dataset_path` and `text_dataset_prob`."""
     if not entry.value:
         entry.no_effect("is off")
     elif _listed(entry.get("train_dataset_path", "")):
         entry.refuse("write all sources in train_dataset_path")
+    elif entry.key == "text_dataset_prob":
+        _part_of("text", "weight")(entry)
     else:
         _put_sources(entry, "text")
         if entry.get("dataset_name") != FUNCTIONS:
             entry.approximated("records are read as those of train_dataset_type erniekit")
-
-
-def _text_share(entry: Entry) -> None:
-    if not entry.value:
-        entry.no_effect("is off")
-    elif _listed(entry.get("train_dataset_path", "")):
-        entry.refuse("write all sources in train_dataset_path")
-    else:
-        _part_of("text", "weight")(entry)
-
-
-def _reader(entry: Entry) -> None:
-    if entry.value == FUNCTIONS:
-        entry.decides(f"{TRAIN}.0.type")
-    else:
-        entry.no_effect("a class of their program; the types of sources say what records hold")
-
-
-def _train_path(entry: Entry) -> None:
-    if _listed(entry.value):
-        _put_sources(entry, "train")
-    else:
-        entry.no_effect("names no source")
 
 
 def _put_sources(entry: Entry, kind: str) -> None:
@@ -213,18 +191,14 @@ def _length(entry: Entry) -> None:
 
 
 def _mix(entry: Entry) -> None:
+    """`mix_strategy`, and `num_samples_each_epoch`, which one strategy reads."""
     if len(_train_paths(entry)) < 2:
         entry.no_effect("one source is read whole, and again from the start in another order")
-    else:
+    elif entry.key == "mix_strategy":
         entry.put("data.mix_strategy", entry.value)
-
-
-def _virtual_epoch(entry: Entry) -> None:
-    if len(_train_paths(entry)) < 2:
-        entry.no_effect("one source is read whole, and again from the start in another order")
     elif entry.get("mix_strategy") != "random":
         entry.no_effect("read by mix_strategy random alone")
-    elif explicit_steps(entry) is None:
+    elif not has_steps(entry):
         entry.no_effect("without max_steps an epoch has as many samples as the sources")
     else:
         entry.put("data.samples_per_epoch", entry.value)
@@ -271,45 +245,48 @@ def data_is_there(draft: Draft) -> None:
         )
 
 
-TOKENIZED = (
-    "files of token ids in Paddle's form are not read; write train_dataset_path with the texts, or"
-    " translate the file and name Megatron's .bin and .idx as a source with ds_type: megatron"
-)
-
-
 DATA: Mapping[str, Rule] = {
-    "train_dataset_path": _train_path,
+    "train_dataset_path": rule.when(
+        lambda entry: _listed(entry.value),
+        lambda entry: _put_sources(entry, "train"),
+        "names no source",
+    ),
     "train_dataset_prob": _part_of("train", "weight"),
     "train_dataset_type": _part_of("train", "type"),
     "eval_dataset_path": rule.when(evaluates, _test_sources, NO_EVALUATION),
     "eval_dataset_prob": _part_of("eval", "weight"),
     "eval_dataset_type": _part_of("eval", "type"),
-    "text_dataset_path": if_of_images(_text_path),
-    "text_dataset_prob": if_of_images(_text_share),
-    "dataset_name": if_of_images(_reader),
+    **dict.fromkeys(("text_dataset_path", "text_dataset_prob"), if_of_images(_text)),
+    "dataset_name": if_of_images(
+        rule.when(
+            lambda entry: entry.value == FUNCTIONS,
+            rule.decides(f"{TRAIN}.0.type"),
+            "a class of their program; the types of sources say what records hold",
+        )
+    ),
     "chat_template": chat_template({}),
-    "split_multi_turn": rule.when(
-        lambda entry: entry.value,
-        rule.put("data.turn_rendering", lambda _: "per_turn"),
+    "split_multi_turn": rule.if_on(
+        rule.sets({"data.turn_rendering": "per_turn"}),
         "a conversation is one sample, of which all turns are trained",
     ),
-    "input_dir": rule.refused(TOKENIZED),
-    "dataset_type": rule.no_effect("read with input_dir alone"),
-    "split": rule.no_effect("read with input_dir alone"),
+    "input_dir": rule.refused(
+        "files of token ids in Paddle's form are not read; write train_dataset_path with the texts,"
+        " or translate the file and name Megatron's .bin and .idx as a source with ds_type:"
+        " megatron"
+    ),
+    **dict.fromkeys(("dataset_type", "split"), rule.no_effect("read with input_dir alone")),
     "eval_iters": rule.no_effect(
         "read with input_dir alone; max_evaluate_steps says how many batches"
     ),
     "max_seq_len": _length,
     "mix_strategy": _mix,
-    "num_samples_each_epoch": _virtual_epoch,
+    "num_samples_each_epoch": _mix,
     "random_shuffle": rule.in_turn(
         rule.put("data.shuffle_merged_datasets", bool),
         rule.put("data.shuffle_before_merging_datasets", bool),
     ),
-    "packing": rule.when(
-        lambda entry: entry.value,
-        rule.decides(METHOD),
-        rule.explained(ALONE, "each sample has a sequence of its own"),
+    "packing": rule.if_on(
+        rule.decides(METHOD), rule.explained(ALONE, "each sample has a sequence of its own")
     ),
     "greedy_intokens": _greedy,
     "buffer_size": rule.put(GROUP),

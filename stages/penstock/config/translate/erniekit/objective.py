@@ -10,12 +10,12 @@ from penstock.config.translate.translation import Draft, Entry, Rule
 
 OBJECTIVES = {"SFT": "sft", "DPO": "preference", "PT": "pretrain", "VL-SFT": "sft"}
 
+# Keys that only DPO reads.
 OF_DPO = (
     *("beta", "simpo_gamma", "offset_alpha", "max_prompt_len", "loss_type", "pref_loss_ratio"),
     *("sft_loss_ratio", "label_smoothing", "reference_free", "ref_model_update_steps"),
     *("dpop_lambda", "normalize_logps", "mask_out_eos_token"),
 )
-"""Keys that only DPO reads."""
 
 
 def infer_stage(values: Values) -> Values:
@@ -49,17 +49,20 @@ def _loss(entry: Entry) -> None:
         entry.put("preference.dpop_penalty", "outside")
 
 
-def _of_loss(name: str) -> Rule:
-    """The rule of a number that some losses read."""
+def _number(entry: Entry) -> None:
+    """A number that some losses read."""
+    loss = cast("LossType", entry.get("loss_type"))
+    if is_used(entry.key, loss):
+        entry.put(f"preference.{entry.key}", float(entry.value))
+    else:
+        entry.no_effect(f"loss_type {loss} does not read it")
 
-    def apply(entry: Entry) -> None:
-        loss = cast("LossType", entry.get("loss_type"))
-        if is_used(name, loss):
-            entry.put(f"preference.{name}", float(entry.value))
-        else:
-            entry.no_effect(f"loss_type {loss} does not read it")
 
-    return rule.when(is_preference, apply, OF_DPO_ALONE)
+def _sft_ratio(entry: Entry) -> None:
+    if entry.get("loss_type") == "orpo":
+        entry.no_effect("loss_type orpo has a ratio of 1")
+    else:
+        _number(entry)
 
 
 def _normalized(entry: Entry) -> None:
@@ -131,25 +134,20 @@ def adapters_are_whole(draft: Draft) -> None:
 OBJECTIVE: Mapping[str, Rule] = {
     "stage": _stage,
     "loss_type": rule.when(is_preference, _loss, OF_DPO_ALONE),
-    "beta": _of_loss("beta"),
-    "simpo_gamma": _of_loss("simpo_gamma"),
-    "label_smoothing": _of_loss("label_smoothing"),
+    **dict.fromkeys(
+        ("beta", "simpo_gamma", "label_smoothing", "pref_loss_ratio", "dpop_lambda"),
+        rule.when(is_preference, _number, OF_DPO_ALONE),
+    ),
     "offset_alpha": rule.when(
         lambda entry: is_preference(entry) and entry.value,
-        lambda entry: entry.refuse(
+        rule.refuses(
             "needs a score for each answer, and their data carry none; write 0, or translate the"
             " file and write preference.offset_alpha with field_chosen_score and"
             " field_rejected_score of the data"
         ),
         "is off",
     ),
-    "pref_loss_ratio": _of_loss("pref_loss_ratio"),
-    "sft_loss_ratio": rule.when(
-        lambda entry: not is_preference(entry) or entry.get("loss_type") != "orpo",
-        _of_loss("sft_loss_ratio"),
-        "loss_type orpo has a ratio of 1",
-    ),
-    "dpop_lambda": _of_loss("dpop_lambda"),
+    "sft_loss_ratio": rule.when(is_preference, _sft_ratio, OF_DPO_ALONE),
     "normalize_logps": rule.when(is_preference, _normalized, OF_DPO_ALONE),
     "reference_free": rule.when(is_preference, _without_reference, OF_DPO_ALONE),
     "ref_model_update_steps": _update_reference,

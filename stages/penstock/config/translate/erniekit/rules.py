@@ -9,7 +9,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.config.translate import rule
-from penstock.config.translate.dialect import Dialect, Values, by_reason, is_flat, typed
+from penstock.config.translate.dialect import (
+    Dialect,
+    Values,
+    by_reason,
+    is_flat,
+    same_names,
+    typed,
+)
 from penstock.config.translate.erniekit.checkpoint import SAVING
 from penstock.config.translate.erniekit.data import DATA, IMAGES, data_is_there
 from penstock.config.translate.erniekit.objective import (
@@ -21,11 +28,11 @@ from penstock.config.translate.erniekit.training import LAYOUT, TRAINING
 from penstock.config.translate.shared import track
 from penstock.config.translate.translation import Draft, Entry, Rule
 
+# Keys of which its files have at least two.
 SIGNATURE = (
     *("model_name_or_path", "train_dataset_path", "fine_tuning", "stage"),
     *("tensor_parallel_degree", "per_device_train_batch_size"),
 )
-"""Keys of which its files have at least two."""
 
 
 def _recognizes(values: Values) -> bool:
@@ -33,14 +40,11 @@ def _recognizes(values: Values) -> bool:
 
 
 SAME: Mapping[str, str] = {
-    "output_dir": "train.output_dir",
+    **same_names("train.", "output_dir seed num_train_epochs layerwise_lr_decay_bound"),
     "logging_steps": "train.log_interval",
-    "seed": "train.seed",
-    "num_train_epochs": "train.num_train_epochs",
     "batch_size": "train.micro_batch_size",
     "per_device_train_batch_size": "train.micro_batch_size",
     "learning_rate": "train.lr",
-    "layerwise_lr_decay_bound": "train.layerwise_lr_decay_bound",
     "dataloader_num_workers": "data.dataloader_num_workers",
     "tensor_parallel_output": "train.tp_vocab_parallel_loss",
     "recompute": "train.enable_gradient_checkpointing",
@@ -48,6 +52,7 @@ SAME: Mapping[str, str] = {
     "moe_aux_loss_lambda": "train.moe_aux_loss_coef",
 }
 
+# Keys that change nothing here.
 IDLE = by_reason(
     """
     release_grads: gradients are always released after the step
@@ -65,22 +70,16 @@ IDLE = by_reason(
     use_sparse_head_and_loss_fn: tokens that are not trained never reach the head
     """
 )
-"""Keys that change nothing here."""
-
-SEVERAL = "layers that predict several tokens are not trained here; write 0"
 
 PADDLE, PUBLISHED = "-Paddle", "-PT"
 
 
 def _model(entry: Entry) -> None:
-    name = str(entry.value).rstrip("/")
-    source = name
+    name = source = str(entry.value).rstrip("/")
     if name.startswith("baidu/") and name.endswith(PADDLE):
         source = name.removesuffix(PADDLE) + PUBLISHED
-    if entry.get("continue_training", True):
-        entry.put("model.model_path", source)
-    else:
-        entry.put("model.config_path", source)
+    kind = "model" if entry.get("continue_training", True) else "config"
+    entry.put(f"model.{kind}_path", source)
     if source != name:
         entry.approximated(f"{PADDLE} weights are in Paddle's layout; {PUBLISHED} has the same")
 
@@ -127,6 +126,7 @@ RULES: Mapping[str, Rule] = {
     "logging_dir": _log_dir,
 }
 
+# What is documented, and of keys that only the program has, what that does.
 DEFAULTS: Mapping[str, Any] = {
     "seed": 42,
     "layerwise_lr_decay_bound": 1.0,
@@ -180,15 +180,6 @@ DEFAULTS: Mapping[str, Any] = {
     "quant_weight_grad": False,
     "fp8_format_type": "hybrid",
 }
-"""What is documented, and of keys that only the program has, what that does."""
-
-BEATEN: Mapping[str, tuple[str, ...]] = {
-    "per_device_train_batch_size": ("batch_size",),
-    "lora": ("fine_tuning",),
-    "bf16": ("compute_type",),
-    "weight_quantize_algo": ("compute_type",),
-    "overwrite_output_dir": ("resume_from_checkpoint",),
-}
 
 
 def _finalize(draft: Draft) -> None:
@@ -207,19 +198,20 @@ ERNIEKIT = Dialect(
         " overwrite_output_dir amp_master_grad use_flash_attention",
         text="train_dataset_path eval_dataset_path model_name_or_path logging_dir sharding optim",
     ),
-    computed={
-        **RULES,
-        **DATA,
-        **SAVING,
-        **LAYOUT,
-        **TRAINING,
-        **OBJECTIVE,
-        **IMAGES,
+    computed={**RULES, **DATA, **SAVING, **LAYOUT, **TRAINING, **OBJECTIVE, **IMAGES},
+    unsupported={
+        "num_nextn_predict_layers": "layers that predict several tokens are not trained here;"
+        " write 0"
     },
-    unsupported={"num_nextn_predict_layers": SEVERAL},
     idle=IDLE,
     defaults=DEFAULTS,
     inferred=infer_stage,
-    overridden_by=BEATEN,
+    overridden_by={
+        "per_device_train_batch_size": ("batch_size",),
+        "lora": ("fine_tuning",),
+        "bf16": ("compute_type",),
+        "weight_quantize_algo": ("compute_type",),
+        "overwrite_output_dir": ("resume_from_checkpoint",),
+    },
     finalize=_finalize,
 )

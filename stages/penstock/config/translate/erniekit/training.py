@@ -75,9 +75,7 @@ def _operations(operations: tuple[str, ...], dtype: str) -> Rule:
     return apply
 
 
-def _betas(entry: Entry) -> None:
-    betas = [entry.get("adam_beta1"), entry.get("adam_beta2")]
-    entry.put("train.optimizer_kwargs.betas", betas)
+BETAS = ("adam_beta1", "adam_beta2")
 
 
 def _optimizer(entry: Entry) -> None:
@@ -86,15 +84,6 @@ def _optimizer(entry: Entry) -> None:
     entry.decides("train.optimizer")
     if entry.value not in ("adamw", "adamw_custom"):
         entry.approximated(f"{entry.value} is no optimizer here; AdamW takes its place")
-
-
-def _offload(entry: Entry) -> None:
-    if entry.value:
-        entry.put("train.optimizer_offload", "cpu")
-        if entry.key == "tensorwise_offload_optimizer":
-            entry.explain("states lie in host memory, where the CPU steps the optimizer")
-    else:
-        entry.no_effect("is off")
 
 
 STYLES = {
@@ -221,23 +210,31 @@ TRAINING: Mapping[str, Rule] = {
     "amp_custom_white_list": _operations(IN_BF16, "bf16"),
     "amp_custom_black_list": _operations(IN_FP32, "fp32"),
     "gradient_accumulation_steps": rule.when(
-        lambda entry: entry.value != -1,
+        lambda entry: entry.value == -1,
+        rule.refuses("-1 chooses it by the size of the data; write a number"),
         rule.put("train.gradient_accumulation_steps"),
-        lambda entry: entry.refuse("-1 chooses it by the size of the data; write a number"),
     ),
     "weight_decay": rule.in_turn(
         rule.put("train.weight_decay"), rule.sets({"train.no_decay_params": ["bias", "norm"]})
     ),
-    "adam_beta1": _betas,
-    "adam_beta2": _betas,
+    **dict.fromkeys(
+        BETAS,
+        lambda entry: entry.put("train.optimizer_kwargs.betas", [entry.get(key) for key in BETAS]),
+    ),
     "adam_epsilon": rule.put("train.optimizer_kwargs.eps"),
     "optim": _optimizer,
     "use_lowprecision_moment": rule.if_on(
         rule.sets({"train.optimizer": "anyprecision_adamw", "train.optimizer_dtype": "bf16"}),
         "states are kept in fp32",
     ),
-    "offload_optim": _offload,
-    "tensorwise_offload_optimizer": _offload,
+    "offload_optim": rule.if_on(rule.sets({"train.optimizer_offload": "cpu"}), "is off"),
+    "tensorwise_offload_optimizer": rule.if_on(
+        rule.sets(
+            {"train.optimizer_offload": "cpu"},
+            "states lie in host memory, where the CPU steps the optimizer",
+        ),
+        "is off",
+    ),
     "lr_scheduler_type": _schedule,
     "warmup_steps": _warmup,
     "warmup_ratio": _warmup,
@@ -269,10 +266,6 @@ TRAINING: Mapping[str, Rule] = {
 }
 
 
-def _at_least_one(ranks: int) -> int:
-    return max(1, ranks)
-
-
 def _pipeline_words(entry: Entry) -> None:
     options = str(entry.value).split()
     if {"disable_p2p_cache_shape", "enable_clear_every_step_cache"} & set(options):
@@ -286,20 +279,12 @@ SPLIT = "train.pipeline_parallel_split"
 
 def _segments(entry: Entry) -> None:
     """Boundaries count the embedding as their first layer, and have one entry more than stages."""
-    value: Any = entry.value
-    bounds = [int(number) for number in re.findall(r"\d+", str(value))]
-    if isinstance(value, list) or str(value).strip().startswith("["):
+    # A list, or text that looks like one.
+    bounds = [int(number) for number in re.findall(r"\d+", str(entry.value))]
+    if str(entry.value).strip().startswith("["):
         entry.put(SPLIT, [max(0, bound - 1) for bound in bounds[:-1]])
     else:
         entry.put(SPLIT, "uniform")
-
-
-def _virtual(entry: Entry) -> None:
-    if entry.value > 1:
-        entry.put("train.pipeline_parallel_schedule", "Interleaved1F1B")
-        entry.put("train.pipeline_parallel_virtual_stages", entry.value)
-    else:
-        entry.no_effect("every rank has one stage")
 
 
 def _tail(entry: Entry) -> None:
@@ -333,12 +318,11 @@ def _shards(entry: Entry) -> None:
 
 def _experts(entry: Entry) -> None:
     group = str(entry.value)
-    sizes = {
-        "mp": entry.get("tensor_parallel_degree", 1),
-        "data": entry.get("sharding_parallel_degree", 1),
-        "dp": entry.get("sharding_parallel_degree", 1),
-        "dummy": 1,
-    }
+    tensor, shards = (
+        entry.get("tensor_parallel_degree", 1),
+        entry.get("sharding_parallel_degree", 1),
+    )
+    sizes = {"mp": tensor, "data": shards, "dp": shards, "dummy": 1}
     if group not in sizes:
         entry.refuse(f"it takes {', '.join(sizes)}")
         return
@@ -364,14 +348,23 @@ def _dispatch(entry: Entry) -> None:
 
 
 LAYOUT: Mapping[str, Rule] = {
-    "tensor_parallel_degree": rule.put("train.tensor_parallel_size", _at_least_one),
+    "tensor_parallel_degree": rule.put("train.tensor_parallel_size", lambda ranks: max(1, ranks)),
     "tensor_parallel_config": rule.no_effect(
         "ranks compute the same of what they all hold, and overlapping changes nothing"
     ),
-    "pipeline_parallel_degree": rule.put("train.pipeline_parallel_size", _at_least_one),
+    "pipeline_parallel_degree": rule.put(
+        "train.pipeline_parallel_size", lambda ranks: max(1, ranks)
+    ),
     "pipeline_parallel_config": _pipeline_words,
     "pp_seg_method": _segments,
-    "virtual_pp_degree": _virtual,
+    "virtual_pp_degree": rule.when(
+        lambda entry: entry.value > 1,
+        rule.in_turn(
+            rule.sets({"train.pipeline_parallel_schedule": "Interleaved1F1B"}),
+            rule.put("train.pipeline_parallel_virtual_stages"),
+        ),
+        "every rank has one stage",
+    ),
     "add_tail_layers": _tail,
     "sharding": _sharding,
     "sharding_parallel_degree": _shards,

@@ -11,11 +11,8 @@ from penstock.config.translate.translation import Draft, Entry, Rule
 
 START = "exp_manager.resume_from_checkpoint"
 
-TARGETS = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "gate_up_proj": ("gate_proj", "up_proj"),
-}
-"""Fused layers, and what checkpoints call their parts."""
+# Fused layers, and what checkpoints call their parts.
+TARGETS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
 def _loss(entry: Entry) -> None:
@@ -46,18 +43,18 @@ def _has(draft: Draft, strategy: str) -> bool:
     return any(key.startswith(f"{strategy}.") for key in draft.written)
 
 
-def _adapters(name: str) -> Rule:
-    def apply(entry: Entry) -> None:
-        if entry.is_assumed and not _has(entry.draft, PEFT):
-            return
-        entry.put("lora.enable_lora", True)
-        entry.put(name, entry.value)
+def _is_asked_for(entry: Entry) -> bool:
+    return not entry.is_assumed or _has(entry.draft, PEFT)
 
-    return apply
+
+def _adapters(entry: Entry) -> None:
+    if _is_asked_for(entry):
+        entry.put("lora.enable_lora", True)
+        entry.put(f"lora.{entry.key.rpartition('.')[2]}", entry.value)
 
 
 def _targets(entry: Entry) -> None:
-    if entry.is_assumed and not _has(entry.draft, PEFT):
+    if not _is_asked_for(entry):
         return
     names = [str(name) for name in listed(entry.value)]
     parts = [part for name in names for part in TARGETS.get(name, (name,))]
@@ -76,15 +73,11 @@ COMPUTED: Mapping[str, Rule] = {
     f"{DPO}.loss_type": _loss,
     f"{DPO}.precompute_ref_log_probs": PRECOMPUTES,
     f"{ORPO}.beta": _prefer("preference.pref_loss_ratio", "orpo"),
-    f"{PEFT}.lora_rank": _adapters("lora.lora_rank"),
-    f"{PEFT}.lora_alpha": _adapters("lora.lora_alpha"),
-    f"{PEFT}.lora_dropout": _adapters("lora.lora_dropout"),
-    f"{PEFT}.lora_bias": _adapters("lora.lora_bias"),
+    **{f"{PEFT}.lora_{name}": _adapters for name in ("rank", "alpha", "dropout", "bias")},
     f"{PEFT}.target_modules": _targets,
-    f"{PEFT}.save_lora_base": rule.when(
-        lambda entry: not entry.value,
+    f"{PEFT}.save_lora_base": rule.if_on(
+        rule.no_effect("an export holds the model and the adapter"),
         rule.sets({"lora.save_lora_only": True}),
-        "an export holds the model and the adapter",
     ),
     f"{PEFT}.merge_lora": rule.when(
         lambda entry: entry.get(f"{PEFT}.save_lora_base") is not False,
@@ -101,6 +94,7 @@ COMPUTED: Mapping[str, Rule] = {
     ),
 }
 
+# Assumed where such a strategy is written.
 DEFAULTS: Mapping[str, Any] = {
     f"{DPO}.kl_beta": 0.01,
     f"{ORPO}.beta": 0.01,
@@ -109,4 +103,3 @@ DEFAULTS: Mapping[str, Any] = {
     f"{PEFT}.lora_dropout": 0.05,
     f"{PEFT}.target_modules": ["qkv_proj"],
 }
-"""Assumed where such a strategy is written."""

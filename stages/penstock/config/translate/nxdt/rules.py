@@ -7,7 +7,7 @@ where the program does otherwise.
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.config.translate import rule, shared
+from penstock.config.translate import rule
 from penstock.config.translate.dialect import Dialect, by_reason, listed, typed
 from penstock.config.translate.interpolation import resolve_references
 from penstock.config.translate.nxdt import alignment, data, model, optimizer
@@ -18,13 +18,13 @@ SECTIONS = ("trainer", "exp_manager", "distributed_strategy")
 MANAGER = "exp_manager"
 SAVING = f"{MANAGER}.checkpoint_callback_params"
 
+# Modules that are recomputed, and our names of what holds them.
 PARTS = {
     "CoreAttention": "core_attn",
     "LlamaMLP": "mlp",
     "ActivationMultiplyMLP": "mlp",
     "NeuronSwitchMLP": "mlp",
 }
-"""Modules that are recomputed, and our names of what holds them."""
 
 EVALUATING = ("eval_steps", "eval_epochs", "eval_sanity_batches", "eval_max_batches")
 
@@ -51,21 +51,19 @@ def _folder(entry: Entry) -> None:
         entry.approximated("all starts share one folder; there each has a version of its own")
 
 
-AS_HUGGING_FACES = "a folder of Hugging Face's, of which the weights are read; one of NxD's own is"
+AS_HUGGING_FACES = (
+    "a folder of Hugging Face's, of which the weights are read; one of NxD's own is refused before"
+    " any work"
+)
 
 
 def _start(entry: Entry) -> None:
     if entry.get("model.weight_init_only"):
         entry.put("train.init_checkpoint_path", entry.value)
-        entry.explain(
-            f"{AS_HUGGING_FACES} refused before any work; a checkpoint of the run goes before it"
-        )
+        entry.explain(f"{AS_HUGGING_FACES}; a checkpoint of the run goes before it")
     elif entry.get(f"{MANAGER}.resume_if_exists"):
         entry.put("train.init_checkpoint_path", entry.value)
-        entry.approximated(
-            f"{AS_HUGGING_FACES} refused before any work, so the optimizer states start from"
-            " scratch"
-        )
+        entry.approximated(f"{AS_HUGGING_FACES}, so the optimizer states start from scratch")
     else:
         entry.put("train.load_checkpoint_path", entry.value)
         entry.explain("a checkpoint of a run made here; one of NxD's own is refused")
@@ -74,12 +72,12 @@ def _start(entry: Entry) -> None:
 def _weights_alone(entry: Entry) -> None:
     if entry.get(f"{MANAGER}.resume_from_checkpoint"):
         entry.decides("train.init_checkpoint_path")
-    elif entry.value and entry.get(f"{MANAGER}.resume_if_exists"):
-        entry.put("train.load_optimizer", False)
-    elif entry.value:
-        entry.no_effect("nothing is resumed")
-    else:
+    elif not entry.value:
         entry.no_effect("a run that is resumed takes up all of it")
+    elif entry.get(f"{MANAGER}.resume_if_exists"):
+        entry.put("train.load_optimizer", False)
+    else:
+        entry.no_effect("nothing is resumed")
 
 
 def _cuts(entry: Entry) -> None:
@@ -207,7 +205,7 @@ COMPUTED: Mapping[str, Rule] = {
     **{f"{MANAGER}.{name}": _folder for name in ("explicit_log_dir", "exp_dir", "name")},
     f"{MANAGER}.resume_if_exists": RESUMES,
     f"{MANAGER}.resume_ignore_no_checkpoint": rule.when(
-        lambda entry: entry.get(f"{MANAGER}.resume_if_exists"),
+        f"{MANAGER}.resume_if_exists",
         rule.put("train.require_checkpoint", lambda ignores: not ignores),
         "read with resume_if_exists alone",
     ),
@@ -261,8 +259,7 @@ COMPUTED: Mapping[str, Rule] = {
         ),
         "each key head is on one rank",
     ),
-    "distributed_strategy.zero1": rule.when(
-        lambda entry: entry.value,
+    "distributed_strategy.zero1": rule.if_on(
         rule.sets({"train.zero_stage": 1}),
         rule.sets(
             {"train.data_parallel_mode": "ddp"},
@@ -276,14 +273,16 @@ COMPUTED: Mapping[str, Rule] = {
     ),
     "distributed_strategy.virtual_pipeline_model_parallel_size": rule.when(
         lambda entry: entry.value != 1,
-        shared.INTERLEAVED,
+        rule.in_turn(
+            rule.put("train.pipeline_parallel_virtual_stages"),
+            rule.sets({"train.pipeline_parallel_schedule": "Interleaved1F1B"}),
+        ),
         "one stage on each rank",
     ),
     "model.pipeline_cuts": _cuts,
     "model.activations_checkpoint_granularity": _recomputing,
     "model.activations_checkpoint_recompute": _recomputed,
-    "model.fusions.ring_attention": rule.when(
-        lambda entry: entry.value,
+    "model.fusions.ring_attention": rule.if_on(
         rule.explained(
             rule.decides("train.ringattn_parallel_size"),
             "context_parallel_size says over how many ranks",
