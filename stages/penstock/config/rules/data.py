@@ -11,10 +11,7 @@ from penstock.core.sources.megatron_files import DATA, INDEX, KIND, PARTS
 
 TRAIN, TEST, AVOID = "datasets", "test_datasets", "decontaminate_datasets"
 
-MEDIA_BOUNDS = (
-    ("image_min_pixels", "image_max_pixels"),
-    ("video_min_frames", "video_max_frames"),
-)
+MEDIA_BOUNDS = (("image_min_pixels", "image_max_pixels"), ("video_min_frames", "video_max_frames"))
 """Fields with the smallest and the largest number."""
 
 HUB_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)?")
@@ -128,8 +125,7 @@ def _check_weights(run: RunConfig) -> Issues:
     reads = ("data.mix_strategy",)
     if all(entry.weight == 0 for entry in data.datasets):
         yield ConfigIssue(
-            ("data", "datasets"),
-            "all weights are 0, so there is no training data; raise one",
+            ("data", "datasets"), "all weights are 0, so there is no training data; raise one"
         )
         return
     for path, entry in _iter_datasets(run, TRAIN):
@@ -144,10 +140,7 @@ def _check_weights(run: RunConfig) -> Issues:
     for path, entry in _iter_datasets(run, TEST, AVOID):
         for name in ("weight", "max_samples") if path[1] == AVOID else ("weight",):
             if entry.is_non_default(name):
-                yield ConfigIssue(
-                    (*path, name),
-                    f"{path[1]} are not mixed; leave {name} out",
-                )
+                yield ConfigIssue((*path, name), f"{path[1]} are not mixed; leave {name} out")
 
 
 def _check_loss_weights(run: RunConfig) -> Issues:

@@ -184,9 +184,7 @@ class CheckpointConfig(ConfigSection):
             why="no checkpoint is loaded",
         ),
         OnlyWith(
-            "train.load_checkpoint_path",
-            ("auto",),
-            why="a named checkpoint is required anyway",
+            "train.load_checkpoint_path", ("auto",), why="a named checkpoint is required anyway"
         ),
         NotWith(
             RELEASE,

@@ -186,8 +186,7 @@ class DataConfig(ConfigSection):
     `test_datasets` (`exact`), or with nearly the same (`near`). The first one is kept."""
 
     near_duplicate_threshold: Annotated[
-        float,
-        OnlyWith("data.deduplicate", ("near",), why="is only used with deduplicate: near"),
+        float, OnlyWith("data.deduplicate", ("near",), why="is only used with deduplicate: near")
     ] = Field(default=0.8, gt=0, le=1)
     """`deduplicate: near`: Jaccard similarity of the sets of 5-grams of tokens, 0 to 1, at which
     two samples are duplicates."""

@@ -222,9 +222,7 @@ class DatasetConfig(ConfigSection):
     preprocess_shards: Annotated[
         int | None,
         NotWith(
-            ".shards",
-            unless=(None,),
-            why="shards splits this dataset too, and uses one shard",
+            ".shards", unless=(None,), why="shards splits this dataset too, and uses one shard"
         ),
     ] = Field(default=None, gt=0)
     """Prepare the dataset in this many slices, whatever its size. Not together with `shards`."""

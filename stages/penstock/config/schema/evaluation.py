@@ -39,9 +39,7 @@ EVALUATED = (
         reads=("train.eval_steps", "train.eval_epochs"),
     ),
     NotWith(
-        "train.eval_only",
-        why="has no effect with eval_only: true",
-        instead="leave {field} out",
+        "train.eval_only", why="has no effect with eval_only: true", instead="leave {field} out"
     ),
 )
 """The conditions of what evaluations during training decide."""
@@ -108,10 +106,7 @@ class EvaluationConfig(ConfigSection):
     eval_metrics: Annotated[
         KeyedIfEvaluated[
             dict[
-                Annotated[
-                    str,
-                    Registered(METRICS, "is always reported; leave {name} out"),
-                ],
+                Annotated[str, Registered(METRICS, "is always reported; leave {name} out")],
                 dict[str, Any],
             ]
         ],

@@ -153,9 +153,7 @@ class PushConfig(ConfigSection):
         PATH,
         AfterValidator(_check_url),
         NotWith(
-            "push.repo_id",
-            unless=(None,),
-            why="repo_id is set too, and a push has one target",
+            "push.repo_id", unless=(None,), why="repo_id is set too, and a push has one target"
         ),
     ] = None
     """Folder to upload to, as a URL that fsspec supports. Not together with `repo_id`."""

@@ -33,7 +33,7 @@ class LoraConfig(ConfigSection):
         Keyed[bool],
         Served(
             doc="Train LoRA adapters: many models share the base model. Otherwise all weights of "
-            "one model at a time are trained.",
+            "one model at a time are trained."
         ),
     ] = False
     """Train LoRA adapters and freeze the base weights."""
@@ -51,7 +51,7 @@ class LoraConfig(ConfigSection):
         Keyed[int | float],
         Served(
             doc="LoRA alpha if a client does not request one: the output of an adapter is scaled"
-            " by alpha / rank.",
+            " by alpha / rank."
         ),
     ] = Field(default=16, gt=0)
     """LoRA alpha: the output of an adapter is scaled by alpha / rank."""

@@ -24,8 +24,7 @@ RECOMPUTED = OnlyWith(
     "train.enable_gradient_checkpointing", why="nothing is recomputed with {name}: {value}"
 )
 OFFLOADED = OnlyWith(
-    "train.enable_activation_offload",
-    why="all activations stay on the GPU with {name}: {value}",
+    "train.enable_activation_offload", why="all activations stay on the GPU with {name}: {value}"
 )
 
 STOCHASTIC = ("adamw", "anyprecision_adamw", "muon", "novograd")
@@ -170,7 +169,7 @@ class MemoryConfig(ConfigSection):
         ),
         Served(
             doc="`fsdp2`: free all-gathered weights after the forward pass (ZeRO-3); false keeps "
-            "them until the backward pass has used them (ZeRO-2).",
+            "them until the backward pass has used them (ZeRO-2)."
         ),
     ] = True
     """`fsdp2`: free all-gathered weights after the forward pass (ZeRO-3); false keeps them until

@@ -48,9 +48,7 @@ class EncoderConfig(ConfigSection):
     scale_factor: Annotated[
         int,
         OnlyWith(
-            ".projector",
-            ("pixel_shuffle",),
-            why="is of a pixel shuffle, and the {name} is {value}",
+            ".projector", ("pixel_shuffle",), why="is of a pixel shuffle, and the {name} is {value}"
         ),
     ] = Field(default=SCALE_FACTOR, ge=2)
     """Pixel shuffle: side of the square of features that become one. An image takes

@@ -8,13 +8,7 @@ from pydantic import Field
 from penstock.config.schema.base import ConfigSection
 from penstock.config.schema.cache_key import CacheKey, Keyed, KeyedUnlessDefault
 from penstock.config.schema.effect import TRAINS, NativeOnly, NotWith, OnlyWith
-from penstock.config.schema.lr_schedule import (
-    DECAYS,
-    ENDING,
-    NOT_NOAM,
-    DecayStyle,
-    ScheduleConfig,
-)
+from penstock.config.schema.lr_schedule import DECAYS, ENDING, NOT_NOAM, DecayStyle, ScheduleConfig
 from penstock.config.schema.registered import Registered
 from penstock.config.schema.served import Served
 from penstock.core.extensions import OPTIMIZERS
@@ -66,11 +60,7 @@ class OptimConfig(ConfigSection):
 
     optimizer_dtype: Annotated[
         Keyed[Literal["fp32", "bf16"]],
-        OnlyWith(
-            "train.optimizer",
-            ("anyprecision_adamw", "muon", "novograd"),
-            unmet="silent",
-        ),
+        OnlyWith("train.optimizer", ("anyprecision_adamw", "muon", "novograd"), unmet="silent"),
         Served(doc="Dtype of the optimizer states of `anyprecision_adamw` and `muon`."),
     ] = "bf16"
     """Dtype of the optimizer states of `anyprecision_adamw`, `muon` and `novograd`."""

@@ -106,8 +106,7 @@ class PipelineConfig(ConfigSection):
     model."""
 
     extra_stages: dict[
-        Annotated[str, Registered(REGISTRY, "is ours; write it in pipeline.stages")],
-        dict[str, Any],
+        Annotated[str, Registered(REGISTRY, "is ours; write it in pipeline.stages")], dict[str, Any]
     ] = Field(default_factory=dict[str, dict[str, Any]])
     """Stages of installed packages to run besides, by name, each with its options: `{data_card:
     {bins: 20}}`. Each runs after the stages that it reads; its results are in `artifacts_path`."""

@@ -54,9 +54,7 @@ def served_fields(**sections: type[ConfigSection]) -> Iterator[ServedField]:
                     yield ServedField(served.name or name, f"{section_name}.{name}", served, field)
 
 
-def with_served(
-    **sections: type[ConfigSection],
-) -> Callable[[type[Section]], type[Section]]:
+def with_served(**sections: type[ConfigSection]) -> Callable[[type[Section]], type[Section]]:
     """Adds these sections' `Served` fields to the class of a server's settings."""
 
     def extend(server: type[Section]) -> type[Section]:

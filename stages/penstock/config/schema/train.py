@@ -71,8 +71,7 @@ class BalanceConfig(ConfigSection):
             instead="leave {field} out, or write lora.enable_lora: false",
         ),
         NotWith(
-            "model.freeze_router",
-            why="changes biases of routers, and {name}: true freezes routers",
+            "model.freeze_router", why="changes biases of routers, and {name}: true freezes routers"
         ),
         OWN_EXPERTS,
     ] = Field(default=0.0, ge=0)
@@ -102,7 +101,7 @@ class BatchConfig(ConfigSection):
         Served(
             doc="Random seed of initial weights: those of adapters whose clients give no seed, and "
             "those of a base model without weights to load. Generations without a seed are "
-            "different each time.",
+            "different each time."
         ),
     ] = Field(default=42, ge=0, lt=1 << 63)
     """Random seed of shuffling, initial weights and dropout."""

@@ -38,9 +38,7 @@ class _Option(Override):
 
 
 def load_server(
-    path: Path,
-    overrides: Sequence[Override] = (),
-    notify: Callable[[str], None] = lambda _: None,
+    path: Path, overrides: Sequence[Override] = (), notify: Callable[[str], None] = lambda _: None
 ) -> ServerConfig:
     """The config in a server's file, with the overrides applied in order.
 

@@ -7,13 +7,7 @@ from typing import Any
 
 from penstock.config.loading.fault import ConfigIssue, dotted, shown
 from penstock.config.loading.validate import validate
-from penstock.config.translate.translation import (
-    GAPS,
-    Draft,
-    Translation,
-    put_at,
-    value_at,
-)
+from penstock.config.translate.translation import GAPS, Draft, Translation, put_at, value_at
 from penstock.core.errors import ConfigError
 
 PLACEHOLDERS: Mapping[str, Any] = {

@@ -28,11 +28,7 @@ CUTS = (TENSOR, PIPELINE, RING, ULYSSES)
 """Axes that split the model or a sequence, in the order in which ranks are assigned."""
 
 SPLIT = "train.pipeline_parallel_split"
-OF_TENSOR = (
-    "train.sequence_parallel",
-    "train.tp_vocab_parallel_loss",
-    "train.tp_reduce_dtype",
-)
+OF_TENSOR = ("train.sequence_parallel", "train.tp_vocab_parallel_loss", "train.tp_reduce_dtype")
 OF_PIPELINE = (
     "train.pipeline_parallel_schedule",
     SPLIT,

@@ -9,21 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.config.translate import rule
-from penstock.config.translate.dialect import (
-    Dialect,
-    Values,
-    by_reason,
-    is_flat,
-    same_names,
-    typed,
-)
+from penstock.config.translate.dialect import Dialect, Values, by_reason, is_flat, same_names, typed
 from penstock.config.translate.erniekit.checkpoint import SAVING
 from penstock.config.translate.erniekit.data import DATA, IMAGES, data_is_there
-from penstock.config.translate.erniekit.objective import (
-    OBJECTIVE,
-    adapters_are_whole,
-    infer_stage,
-)
+from penstock.config.translate.erniekit.objective import OBJECTIVE, adapters_are_whole, infer_stage
 from penstock.config.translate.erniekit.training import LAYOUT, TRAINING
 from penstock.config.translate.shared import track
 from penstock.config.translate.translation import Draft, Entry, Rule

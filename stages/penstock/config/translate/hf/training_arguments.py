@@ -7,13 +7,7 @@ from typing import Any, cast
 from penstock.config.translate import rule
 from penstock.config.translate.dialect import Table, by_reason, listed, same_names
 from penstock.config.translate.hf import schedule
-from penstock.config.translate.shared import (
-    IN_ORDER,
-    OF_PYTHON,
-    events_folder,
-    has_steps,
-    reports,
-)
+from penstock.config.translate.shared import IN_ORDER, OF_PYTHON, events_folder, has_steps, reports
 from penstock.config.translate.translation import Draft, Entry, Rule
 
 # Settings that speak of evaluations.

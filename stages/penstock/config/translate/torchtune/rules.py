@@ -4,14 +4,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from penstock.config.translate import rule, shared
-from penstock.config.translate.dialect import (
-    Dialect,
-    Values,
-    by_reason,
-    listed,
-    same_names,
-    typed,
-)
+from penstock.config.translate.dialect import Dialect, Values, by_reason, listed, same_names, typed
 from penstock.config.translate.hf import schedule
 from penstock.config.translate.hf.training_arguments import settle_evaluations
 from penstock.config.translate.interpolation import resolve_references
