@@ -118,7 +118,7 @@ def parse_value(text: str) -> tuple[Any, str | None]:
 
 
 def _put(settings: dict[str, Any], path: Steps, value: Any) -> str | None:
-    """Set the value at `path`; the error message if there is no such place."""
+    # Set the value at `path`; the error message if there is no such place.
     parent: Any = settings
     for depth, step in enumerate(path):
         above = ".".join(map(str, path[:depth]))

@@ -25,11 +25,12 @@ from penstock.config.schema.run import RunConfig
 from penstock.core.errors import ConfigError
 
 SUFFIXES = (".yaml", ".yml", ".json")
-LARGEST = 1 << 20
-"""Maximum size of a config, in bytes."""
 
+# Maximum size of a config, in bytes.
+LARGEST = 1 << 20
+
+# File extensions of data, not of configs.
 DATA = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
-"""File extensions of data, not of configs."""
 
 
 def load(
@@ -131,7 +132,7 @@ def _text(path: Path) -> str:
 
 
 def _is_descriptor(path: Path) -> bool:
-    """Whether it is a pipe of this process, such as that of a shell's `<(command)`."""
+    # Whether it is a pipe of this process, such as that of a shell's `<(command)`.
     return str(path).startswith(("/dev/fd/", "/dev/stdin"))
 
 

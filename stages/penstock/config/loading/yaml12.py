@@ -15,20 +15,20 @@ from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from penstock.config.loading.fault import ConfigIssue, Steps
 
+# Tag of a scalar without quotes and without a tag.
 PLAIN = "plain"
-"""Tag of a scalar without quotes and without a tag."""
 
 PREFIX = "tag:yaml.org,2002:"
 MERGE = "<<"
 
+# Maximum number of values: a file of a few lines can expand to billions through anchors.
 MOST_VALUES = 100_000
-"""Maximum number of values: a file of a few lines can expand to billions through anchors."""
 
+# Maximum nesting: far more than configs need, far less than Python's stack allows.
 DEEPEST = 50
-"""Maximum nesting: far more than configs need, far less than Python's stack allows."""
 
+# Line and column, from 1.
 Mark = tuple[int, int]
-"""Line and column, from 1."""
 
 CORE: tuple[tuple[str, re.Pattern[str], Callable[[str], Any]], ...] = (
     ("null", re.compile(r"null|Null|NULL|~|"), lambda text: None),  # noqa: ARG005
@@ -161,8 +161,6 @@ def _compose(text: str) -> Node | None:
 
 
 class _Builder:
-    """Builds values from nodes, and fills a document's positions and errors."""
-
     def __init__(self, document: Document) -> None:
         self._document = document
         self._open: set[int] = set()
@@ -222,7 +220,7 @@ class _Builder:
         return values
 
     def _merged(self, node: MappingNode, path: Steps) -> Iterator[tuple[Node, ScalarNode]]:
-        """The entries of merge keys, in order of precedence."""
+        # The entries of merge keys, in order of precedence.
         for key, value in node.value:
             if not (isinstance(key, ScalarNode) and _is_merge(key)):
                 continue

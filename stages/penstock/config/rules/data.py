@@ -11,8 +11,8 @@ from penstock.core.sources.megatron_files import DATA, INDEX, KIND, PARTS
 
 TRAIN, TEST, AVOID = "datasets", "test_datasets", "decontaminate_datasets"
 
+# Fields with the smallest and the largest number.
 MEDIA_BOUNDS = (("image_min_pixels", "image_max_pixels"), ("video_min_frames", "video_max_frames"))
-"""Fields with the smallest and the largest number."""
 
 HUB_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)?")
 

@@ -5,21 +5,21 @@ from penstock.config.schema.dataset import SCORES
 from penstock.config.schema.pipeline import DEFAULT_STAGES
 from penstock.config.schema.run import RunConfig
 
+# Metrics of every evaluation; with several data sets also `eval_loss/<name>`.
 METRICS = ("eval_loss", "eval_perplexity", "eval_token_accuracy")
-"""Metrics of every evaluation; with several data sets also `eval_loss/<name>`."""
 
+# Metrics of preference training.
 PREFERENCE_METRICS = (
     "eval_loss",
     *(f"eval_rewards/{name}" for name in ("margins", "chosen", "rejected")),
 )
-"""Metrics of preference training."""
 
+# Metrics of preference training on pairs.
 PAIR_METRICS = (*PREFERENCE_METRICS, "eval_rewards/accuracies")
-"""Metrics of preference training on pairs."""
 
 
 def _unknown_metric(metric: str, run: RunConfig) -> str | None:
-    """The error message for a metric that no evaluation has; None for a known one."""
+    # The error message for a metric that no evaluation has; None for a known one.
     if run.train.objective == "preference":
         metrics = PREFERENCE_METRICS if run.preference.loss_type == "kto" else PAIR_METRICS
         if metric in metrics:
@@ -130,7 +130,7 @@ def _check_data_types(run: RunConfig) -> Issues:
 
 
 def _check_scores(run: RunConfig) -> Issues:
-    """Either all data sets have scores of both completions, or none does."""
+    # Either all data sets have scores of both completions, or none does.
     entries = [
         (("data", name, index), entry)
         for name in LISTS

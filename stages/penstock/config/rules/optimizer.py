@@ -13,6 +13,7 @@ from penstock.config.schema.optimizer import KWARGS
 from penstock.config.schema.run import RunConfig
 from penstock.core.extensions import OPTIMIZERS
 
+# Element-wise optimizers besides those of `KWARGS`: they work on shards of a tensor.
 ELEMENTWISE = tuple(
     f"torch.optim.{name}"
     for name in (
@@ -20,10 +21,9 @@ ELEMENTWISE = tuple(
         *("NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
     )
 )
-"""Element-wise optimizers besides those of `KWARGS`: they work on shards of a tensor."""
 
+# Dtypes in settings to torch's names.
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-"""Dtypes in settings to torch's names."""
 
 
 def _is_fraction(value: Any) -> bool:
@@ -46,11 +46,11 @@ NUMBER: Check = (_is_number, "a number of 0 or more")
 FRACTION: Check = (_is_fraction, "a number from 0 to below 1")
 BOOL: Check = (lambda value: isinstance(value, bool), "true or false")
 
+# Values of `optimizer_kwargs`.
 ARGUMENTS: Mapping[str, Check] = {
     **{"betas": BETAS, "eps": NUMBER, "momentum": FRACTION, "dampening": NUMBER},
     **dict.fromkeys(("use_kahan_summation", "nesterov", "grad_averaging", "amsgrad"), BOOL),
 }
-"""Values of `optimizer_kwargs`."""
 
 
 def check_optimizer_kwargs(run: RunConfig) -> Issues:

@@ -7,11 +7,11 @@ from penstock.config.loading.fault import ConfigIssue, Issues, shown
 from penstock.config.schema.quantization import GROUPS
 from penstock.config.schema.run import RunConfig
 
+# Expert-parallel sizes that DeepEP supports over NVLink.
 DEEPEP_SIZES = (2, 4, 8)
-"""Expert-parallel sizes that DeepEP supports over NVLink."""
 
+# Axes whose ranks hold shards of the operands of a matmul and reduce scales.
 SHARDING_AXES = ("tensor_parallel_size", "ulysses_parallel_size", "ringattn_parallel_size")
-"""Axes whose ranks hold shards of the operands of a matmul and reduce scales."""
 
 BLOCKING = "CUDA_LAUNCH_BLOCKING"
 

@@ -19,11 +19,11 @@ from penstock.config.schema.pipeline import DEFAULT_STAGES, STAGES
 from penstock.config.schema.run import RunConfig, has_target, needs_reference
 from penstock.core.remote.urls import is_url
 
+# Prefix of models that ship with the code, without weights.
 BUILT_IN = "builtin:"
-"""Prefix of models that ship with the code, without weights."""
 
+# Stages that are added where a run needs them.
 ADDED = ("encode", "reference")
-"""Stages that are added where a run needs them."""
 
 
 def rule_violations(run: RunConfig) -> Issues:
@@ -195,6 +195,7 @@ def _check_skip_prepare(run: RunConfig) -> Issues:
 INSTEAD = "write a folder of its own, such as outputs/my-run"
 
 
+# Folders of the Filesystem Hierarchy Standard, which every program shares.
 SYSTEM = frozenset(
     f"/{name}"
     for name in (
@@ -202,7 +203,6 @@ SYSTEM = frozenset(
         *("root", "run", "sbin", "srv", "sys", "tmp", "usr", "var"),
     )
 )
-"""Folders of the Filesystem Hierarchy Standard, which every program shares."""
 
 
 def check_shared_folders(run: RunConfig) -> Issues:
@@ -233,7 +233,6 @@ def check_output_dir(run: RunConfig) -> Issues:
 
 
 def _input_paths(run: RunConfig) -> Iterator[tuple[str, str]]:
-    """Settings that name folders to read, with their values."""
     models = {
         "model.model_path": run.model.model_path,
         "model.config_path": run.model.config_path,
@@ -250,7 +249,7 @@ def _input_paths(run: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _normalize(path: str) -> Path:
-    """The normalized path; empty for the current folder."""
+    # The normalized path; empty for the current folder.
     return Path(os.path.normpath(os.path.expanduser(path)))  # noqa: PTH111 - never raises
 
 

@@ -46,7 +46,6 @@ class _Condition:
 
     @property
     def name(self) -> str:
-        """The last part of the setting's name."""
         return self.setting.rpartition(".")[2]
 
     def value_in(self, run: ConfigSection, section: ConfigSection) -> Any:
@@ -98,8 +97,8 @@ class NativeOnly:
     """What to write instead, if not nothing."""
 
 
+# The condition of what only training uses.
 TRAINS = OnlyWith("train.eval_only", (False,), unmet="silent")
-"""The condition of what only training uses."""
 
 
 OWN_EXPERTS = NativeOnly("experts and routers are the model's own")
@@ -115,17 +114,14 @@ class DeclaredField(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The last part of its path."""
         return str(self.path[-1])
 
     @property
     def value(self) -> Any:
-        """Its value in the run."""
         return getattr(self.section, self.name)
 
     @property
     def is_default(self) -> bool:
-        """Whether the field has its default."""
         return not self.section.is_non_default(self.name)
 
     def unmet(self, run: ConfigSection) -> Iterator[OnlyWith]:

@@ -62,13 +62,13 @@ def _check_url(value: str | None) -> str | None:
 REPO_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
+# Formats that users ask for and other programs make.
 ELSEWHERE = {
     "gguf": "is created from the exported folder by llama.cpp: leave quantise out, and run its "
     "convert_hf_to_gguf.py on hf/",
     "nf4": "is not a compressed-tensors format; servers quantize to it when they load a model "
     "with bitsandbytes. Leave quantise out, or write int4 or nvfp4",
 }
-"""Formats that users ask for and other programs make."""
 
 
 def _check_quantization(value: Any) -> Any:
@@ -124,7 +124,6 @@ class ExportConfig(ConfigSection):
 
     @property
     def max_shard_bytes(self) -> int:
-        """`max_shard_size` in bytes."""
         return parse_size(self.max_shard_size)
 
 
@@ -173,5 +172,4 @@ class PushConfig(ConfigSection):
 
     @property
     def is_to_folder(self) -> bool:
-        """Whether the target is a folder at a URL."""
         return self.url is not None and self.repo_id is None

@@ -198,7 +198,6 @@ class LoraConfig(ConfigSection):
 
     @property
     def expert_sharing(self) -> Literal["each", "shared", "hybrid"]:
-        """Which LoRA factors the experts of a layer share."""
         if self.moe_shared_lora:
             return "shared"
         return "hybrid" if self.moe_hybrid_shared_lora else "each"
@@ -210,7 +209,6 @@ class LoraConfig(ConfigSection):
 
     @property
     def default_group_size(self) -> int | None:
-        """Group size of the format; None: a scale for each row."""
         return next(iter(GROUPS[self.quant_format]), None)
 
     @property
@@ -222,5 +220,4 @@ class LoraConfig(ConfigSection):
 
     @property
     def is_merged_in_training(self) -> bool:
-        """Whether adapters are merged while training goes on."""
         return self.merge_lora_interval > 0

@@ -22,8 +22,8 @@ DecayStyle = Literal[
     "exponential",
 ]
 
+# Decay styles that reach `lr_min` at a known step; the others keep falling.
 ENDING: tuple[DecayStyle, ...] = ("linear", "cosine", "polynomial", "wsd", "square", "sqrt")
-"""Decay styles that reach `lr_min` at a known step; the others keep falling."""
 
 
 DECAYS = OnlyWith(
@@ -40,11 +40,11 @@ NOT_NOAM = NotWith(
     instead="leave {field} out",
 )
 
+# Decay styles that may begin some steps after the warmup.
 HOLDING: tuple[DecayStyle, ...] = (
     *("constant", "linear", "cosine", "polynomial", "inverse_sqrt"),
     *("square", "noam_hold", "step", "exponential"),
 )
-"""Decay styles that may begin some steps after the warmup."""
 
 
 def _of(*styles: DecayStyle) -> OnlyWith:

@@ -27,8 +27,8 @@ OFFLOADED = OnlyWith(
     "train.enable_activation_offload", why="all activations stay on the GPU with {name}: {value}"
 )
 
+# Optimizers with stochastic rounding.
 STOCHASTIC = ("adamw", "anyprecision_adamw", "muon", "novograd")
-"""Optimizers with stochastic rounding."""
 
 RESULT_DTYPES = ("train.precision", "train.optimizer", "train.optimizer_dtype")
 
@@ -36,7 +36,7 @@ RESULT_DTYPES = ("train.precision", "train.optimizer", "train.optimizer_dtype")
 def _step_in_backward(
     setting: str, why: str, instead: str, values: tuple[Any, ...] = (True,), *, reads: str = ""
 ) -> NotWith:
-    """What does not go with an update of each weight as soon as its gradient is complete."""
+    # What does not go with an update of each weight as soon as its gradient is complete.
     return NotWith(
         setting,
         values,
@@ -46,13 +46,13 @@ def _step_in_backward(
     )
 
 
+# The fields that stand for a precision in cache keys, however it was written.
 PRECISION_KEYS: Mapping[Precision, Mapping[str, Any]] = {
     "bf16_mixed": {},
     "fp32": {"enable_mixed_precision": False},
     "bf16": {"precision": "bf16"},
     "fp16_mixed": {"precision": "fp16_mixed"},
 }
-"""The fields that stand for a precision in cache keys, however it was written."""
 
 
 class MemoryConfig(ConfigSection):
@@ -353,12 +353,10 @@ class MemoryConfig(ConfigSection):
 
     @property
     def keyed_mixed_precision(self) -> bool:
-        """`enable_mixed_precision` in keys."""
         return PRECISION_KEYS[self.resolved_precision].get("enable_mixed_precision", True)
 
     @property
     def keyed_precision(self) -> Precision | None:
-        """`precision` in keys."""
         return PRECISION_KEYS[self.resolved_precision].get("precision")
 
     @property
@@ -367,7 +365,6 @@ class MemoryConfig(ConfigSection):
 
     @property
     def computes_in(self) -> Literal["float32", "bfloat16", "float16"]:
-        """Compute dtype of the layers, as torch calls it."""
         return COMPUTES_IN[self.resolved_precision]
 
     @property

@@ -20,8 +20,9 @@ SCALE_FACTOR = 2
 
 
 DEEPEP = OnlyWith("model.ep_dispatch", ("deepep",))
+
+# What keeps a part in fp32 changes nothing where everything is in fp32.
 ROUNDS = OnlyWith("train.computes_in", ("bfloat16", "float16"), unmet="silent")
-"""What keeps a part in fp32 changes nothing where everything is in fp32."""
 
 CASTS = OnlyWith("train.computes_in", ("float32", "float16"), unmet="silent")
 

@@ -13,17 +13,19 @@ from penstock.config.schema.registered import Registered
 from penstock.config.schema.served import Served
 from penstock.core.extensions import OPTIMIZERS
 
+# An optimizer of PyTorch or torchao, by its full name.
 FullName = Annotated[str, Field(pattern=r"^torch(ao)?\.optim\.\w+$")]
-"""An optimizer of PyTorch or torchao, by its full name."""
 
+# Values of an optimizer's keyword arguments.
 Argument = bool | int | float | str | list[float | None] | None
-"""Values of an optimizer's keyword arguments."""
 
 
+# Betas of Llama and Qwen. PyTorch's default beta2, 0.999, averages over too many steps for short
+# runs.
 ADAM: Mapping[str, Argument] = {"betas": [0.9, 0.95], "eps": 1e-8}
-"""Betas of Llama and Qwen. PyTorch's default beta2, 0.999, averages over too many steps for short
-runs."""
 
+# The `optimizer_kwargs` of each optimizer with a short name, with their defaults; those of
+# `novograd` are NeMo's.
 KWARGS: Mapping[str, Mapping[str, Argument]] = {
     "adamw": ADAM,
     "anyprecision_adamw": {**ADAM, "use_kahan_summation": False},
@@ -31,12 +33,11 @@ KWARGS: Mapping[str, Mapping[str, Argument]] = {
     "sgd": {"momentum": 0.0, "dampening": 0.0, "nesterov": False},
     "novograd": {"betas": [0.95, 0.98], "eps": 1e-8, "grad_averaging": False, "amsgrad": False},
 }
-"""The `optimizer_kwargs` of each optimizer with a short name, with their defaults; those of
-`novograd` are NeMo's."""
 
 MUON = OnlyWith("train.optimizer", ("muon",), why="is used by muon only, and the {name} is {value}")
+
+# A notice says that AdamW trains adapters.
 MATRICES = OnlyWith("lora.enable_lora", (False,), unmet="silent")
-"""A notice says that AdamW trains adapters."""
 
 ENDS = f"lr_decay_style: {', '.join(ENDING[:-1])} or {ENDING[-1]}"
 DECAYED = OnlyWith("train.decays_weights", words="weight_decay above 0", unmet="silent")
@@ -250,12 +251,10 @@ class OptimConfig(ConfigSection):
 
     @property
     def decays_weights(self) -> bool:
-        """Whether weights decay."""
         return self.weight_decay > 0
 
     @property
     def changed_kwargs(self) -> dict[str, Argument]:
-        """The `optimizer_kwargs` that are not the optimizer's defaults."""
         defaults = KWARGS.get(self.optimizer, {})
         arguments = self.optimizer_kwargs.items()
         return {name: value for name, value in arguments if (name, value) not in defaults.items()}

@@ -10,24 +10,24 @@ from penstock.config.schema.cache_key import KeyedUnlessDefault, Unkeyed
 from penstock.config.schema.effect import NativeOnly, NotWith, OnlyWith
 from penstock.config.schema.served import Served
 
+# As many as `launch.nproc_per_node` on each of `launch.nnodes` can be.
 MAX_RANKS = 1024 * 100_000
-"""As many as `launch.nproc_per_node` on each of `launch.nnodes` can be."""
 
 
 PipelineSchedule = Literal[
     "1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
 ]
 
+# Schedules with several stages on each rank, in the order of the ranks.
 INTERLEAVED: tuple[PipelineSchedule, ...] = ("Interleaved1F1B", "InterleavedZeroBubble")
-"""Schedules with several stages on each rank, in the order of the ranks."""
 
+# Schedules with two stages on each rank: first in the order of the ranks, then in reverse.
 V_SHAPED: tuple[PipelineSchedule, ...] = ("ZBVZeroBubble", "DualPipeV")
-"""Schedules with two stages on each rank: first in the order of the ranks, then in reverse."""
 
+# Schedules that compute the gradients of weights later than those of activations. They need weights
+# that are not freed in between (with `reshard_after_forward: true` the gradients are silently
+# wrong), and non-reentrant activation checkpointing.
 SPLIT_BACKWARD: tuple[PipelineSchedule, ...] = ("InterleavedZeroBubble", *V_SHAPED)
-"""Schedules that compute the gradients of weights later than those of activations. They need
-weights that are not freed in between (with `reshard_after_forward: true` the gradients are silently
-wrong), and non-reentrant activation checkpointing."""
 
 FSDP2 = OnlyWith(
     "train.data_parallel_mode",
@@ -49,7 +49,7 @@ UNIFORM = OnlyWith(
 
 
 def _freed(value: Any, cause: str, instead: str) -> NotWith:
-    """What frees weights whose gradients are computed later."""
+    # What frees weights whose gradients are computed later.
     return NotWith(
         "train.split_backward_schedule",
         unless=(None,),
@@ -62,7 +62,7 @@ def _freed(value: Any, cause: str, instead: str) -> NotWith:
 
 
 def _synced_once(setting: str, why: str, reads: str, **matched: tuple[Any, ...]) -> NotWith:
-    """What does not go with a reduction after each micro-batch."""
+    # What does not go with a reduction after each micro-batch.
     return NotWith(
         setting,
         of=("micro_batch",),

@@ -32,17 +32,17 @@ def _check_result_path(value: str) -> str:
     return value.rstrip("/")
 
 
+# A folder for results. Results at a URL are written to a local mirror of it and uploaded.
 Root = Annotated[str, FOLDER, AfterValidator(_check_result_path)]
-"""A folder for results. Results at a URL are written to a local mirror of it and uploaded."""
 
 
 StageName = Literal["prepare", "encode", "pack", "reference", "train", "export", "push"]
 
+# All stages, in the only order in which they can run.
 STAGES: tuple[StageName, ...] = get_args(StageName)
-"""All stages, in the only order in which they can run."""
 
+# The stages if none are written; `push` is added if it has a target.
 DEFAULT_STAGES: tuple[StageName, ...] = ("prepare", "pack", "train", "export")
-"""The stages if none are written; `push` is added if it has a target."""
 
 SET_BY_THE_LAUNCHER = frozenset(
     {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}

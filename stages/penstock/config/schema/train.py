@@ -38,8 +38,8 @@ def _eager_only(setting: str, instead: str, **matched: tuple[Any, ...]) -> NotWi
     )
 
 
+# Upper limit of batch sizes, in packed sequences.
 MOST_ROWS = 10_000_000
-"""Upper limit of batch sizes, in packed sequences."""
 
 
 class BalanceConfig(ConfigSection):
@@ -144,7 +144,6 @@ class DropoutConfig(ConfigSection):
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is dropped."""
         return bool(self.hidden or self.ffn or self.attention)
 
 
@@ -284,7 +283,6 @@ class TrainConfig(
 
     @property
     def resolved_gradient_sync(self) -> Literal["micro_batch", "step"]:
-        """When gradients are reduced under `fsdp2`; see `fsdp_gradient_sync`."""
         if self.fsdp_gradient_sync is not None:
             return self.fsdp_gradient_sync
         is_exact = self.fsdp_reduce_dtype == "fp32" and self.keeps_in == "float32"
@@ -297,7 +295,6 @@ class TrainConfig(
 
     @property
     def rounds_updates(self) -> bool:
-        """Whether weights or optimizer states are in bfloat16."""
         in_state = self.optimizer != "adamw" and self.optimizer_dtype == "bf16"
         return in_state or self.keeps_in == "bfloat16"
 

@@ -24,8 +24,8 @@ from penstock.config.server.run_fields import SERVER
 from penstock.config.translate.apply import detect_dialect
 from penstock.core.errors import ConfigError
 
+# Of options that are for the server's file.
 PREFIX = "server."
-"""Of options that are for the server's file."""
 
 
 @dataclass(frozen=True)

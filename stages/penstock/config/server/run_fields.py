@@ -18,13 +18,14 @@ from penstock.config.translate import rule
 from penstock.config.translate.dialect import Dialect, Values, is_flat
 from penstock.config.translate.translation import Entry, Rule
 
+# Prefix of models with random weights.
 BUILT_IN = "builtin:"
-"""Prefix of models with random weights."""
 
 SERVED = tuple(
     served_fields(model=ModelConfig, train=TrainConfig, lora=LoraConfig, data=DataConfig)
 )
 
+# A server's settings to those of a run.
 SAME: Mapping[str, str] = {
     **{name: run_name for name, run_name, _, _ in SERVED},
     **{name: f"model.{name}" for name in ("config_path", "tokenizer_path", "backend", "encoders")},
@@ -32,8 +33,8 @@ SAME: Mapping[str, str] = {
     **{name: f"launch.{name}" for name in ("nnodes", "node_rank")},
     "sample_packing_sequence_len": "data.sample_packing_sequence_len",
 }
-"""A server's settings to those of a run."""
 
+# Reasons why a field has no counterpart in a run, unless `COMPUTED` has a rule for it.
 OF_THE_SERVER: Mapping[str, str] = {
     **dict.fromkeys(ServerServing.model_fields, "of the server: a run serves nobody"),
     **{
@@ -50,7 +51,6 @@ OF_THE_SERVER: Mapping[str, str] = {
     "sync_inference_method": "of the server: a run sends no weights while it trains",
     "sync_allowed_hosts": "of the server: a run sends no weights while it trains",
 }
-"""Reasons why a field has no counterpart in a run, unless `COMPUTED` has a rule for it."""
 
 
 def _strategy(entry: Entry) -> None:
@@ -101,11 +101,12 @@ COMPUTED: Mapping[str, Rule] = {
     "log_gradient_norms": rule.choice("train.log_grad_norm", {True: "layers", False: True}),
 }
 
+# Settings whose defaults differ from those of a run, and are applied like written values.
 OWN_DEFAULTS = frozenset(
     {"output_dir", *(name for name, _, served, _ in SERVED if served.default is not AS_IN_A_RUN)}
 )
-"""Settings whose defaults differ from those of a run, and are applied like written values."""
 
+# Those of them that change results.
 DEFAULTS: Mapping[str, Any] = {
     "output_dir": "outputs",
     **{
@@ -115,15 +116,14 @@ DEFAULTS: Mapping[str, Any] = {
         and any(isinstance(part, CacheKey) and part.role != "never" for part in field.metadata)
     },
 }
-"""Those of them that change results."""
 
 IDLE = {key: why for key, why in OF_THE_SERVER.items() if key not in SAME and key not in COMPUTED}
 UNMISTAKABLE = {*SAME, *COMPUTED, *IDLE} - {"model_path"}
 
 
 def _recognizes(values: Values) -> bool:
-    """Whether a file has `model_path` and another field of a server at the top. A file with data
-    sets is a run's whose sections were left out."""
+    # Whether a file has `model_path` and another field of a server at the top. A file with data
+    # sets is a run's whose sections were left out.
     is_run = "datasets" in values
     has_server_fields = "model_path" in values and bool(UNMISTAKABLE & values.keys())
     return is_flat(values) and has_server_fields and not is_run

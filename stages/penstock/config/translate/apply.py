@@ -22,6 +22,7 @@ from penstock.config.translate.translate_key import apply_rule, flat_keys, trans
 from penstock.config.translate.translation import GAPS, Draft, Entry, Line, Translation
 from penstock.core.errors import ConfigError
 
+# In the order in which they are tried.
 DIALECTS: tuple[Dialect, ...] = (
     NXDT,
     TORCHTUNE,
@@ -33,10 +34,9 @@ DIALECTS: tuple[Dialect, ...] = (
     TRL,
     ERNIEKIT,
 )
-"""In the order in which they are tried."""
 
+# The name of Penstock's own format in `--dialect`.
 NATIVE = "native"
-"""The name of Penstock's own format in `--dialect`."""
 
 
 def detect_dialect(values: Mapping[str, Any]) -> Dialect | None:
@@ -125,7 +125,7 @@ def _assume(draft: Draft, dialect: Dialect, key: str, value: Any) -> None:
 
 
 def _in_order(settings: Mapping[str, Any], section: type[ConfigSection]) -> dict[str, Any]:
-    """The same settings in the order of the schema; unknown ones last."""
+    # The same settings in the order of the schema; unknown ones last.
     ordered: dict[str, Any] = {}
     for name in [*section.model_fields, *settings]:
         if name not in settings or name in ordered:
@@ -144,8 +144,8 @@ SOURCES = ("data.datasets", "data.test_datasets")
 
 
 def _mark_doubtful(draft: Draft) -> None:
-    """Mark the keys of values that are translated as their tool computes them, and probably do not
-    do what was intended."""
+    # Mark the keys of values that are translated as their tool computes them, and probably do not
+    # do what was intended.
     _warmup_ends(draft)
     _texts_keep_their_ends(draft)
     _experts_compute_in_fp8(draft)

@@ -16,8 +16,8 @@ from penstock.config.translate.translation import Draft, Rule
 
 Values = Mapping[str, Any]
 
+# Texts that NeMo's files have for null.
 NOTHING = ("None", "none", "")
-"""Texts that NeMo's files have for null."""
 
 ValueType = Literal["switch", "number", "text"]
 
@@ -48,7 +48,6 @@ class Table:
 
     @cached_property
     def keys(self) -> set[str]:
-        """All known keys."""
         return {*self.same, *self.computed, *self.unsupported, *self.idle}
 
     def over(self, base: "Table", *unknown: str) -> Self:

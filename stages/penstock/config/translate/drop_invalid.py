@@ -10,15 +10,15 @@ from penstock.config.loading.validate import validate
 from penstock.config.translate.translation import GAPS, Draft, Translation, put_at, value_at
 from penstock.core.errors import ConfigError
 
+# Settings that every run needs, with values that are used to validate the rest.
 PLACEHOLDERS: Mapping[str, Any] = {
     "model.model_path": "path/to/model",
     "data.datasets": [{"path": "data/train.jsonl"}],
     "train.output_dir": "outputs/run",
 }
-"""Settings that every run needs, with values that are used to validate the rest."""
 
+# Removing a setting can uncover errors of others, but only a few times.
 MAX_ROUNDS = 20
-"""Removing a setting can uncover errors of others, but only a few times."""
 
 
 def drop_invalid(translation: Translation) -> Translation:
@@ -53,7 +53,7 @@ def drop_invalid(translation: Translation) -> Translation:
 
 
 def _drop(draft: Draft, issue: ConfigIssue) -> None:
-    """Remove the setting of an error, or else the first one that the error depends on."""
+    # Remove the setting of an error, or else the first one that the error depends on.
     missing = object()
     for name in (dotted(issue.path), *issue.reads):
         value = draft.value(name, missing)
@@ -72,7 +72,7 @@ def _drop(draft: Draft, issue: ConfigIssue) -> None:
 
 
 def _drop_item(draft: Draft, name: str, text: str) -> None:
-    """Remove the item of a list that lacks a required setting, and the list if it is empty."""
+    # Remove the item of a list that lacks a required setting, and the list if it is empty.
     item = name.rpartition(".")[0]
     above, _, index = item.rpartition(".")
     if not index.isdecimal() or not draft.has(item):

@@ -84,13 +84,13 @@ def load_translation(path: Path, name: str | None, devices: Devices) -> Translat
     return drop_invalid(translate(document.value, dialect, devices, path.parent))
 
 
+# Kinds of keys whose numbers the summary has, and their words.
 COUNTED: tuple[tuple[Kind, str], ...] = (
     ("left out", "left out"),
     ("approximated", "approximated"),
     ("no effect", "without effect here"),
     ("assumed", "added, as that tool's defaults"),
 )
-"""Kinds of keys whose numbers the summary has, and their words."""
 
 
 def _summary(path: Path, translation: Translation) -> str:
@@ -106,7 +106,6 @@ def _summary(path: Path, translation: Translation) -> str:
 
 
 def _devices(overrides: Sequence[Override]) -> Devices:
-    """The devices to fit a foreign file to: those of the command line, or of this machine."""
     overridden = {override.name: yaml12.scalar(override.text) for override in overrides}
     local = devices_here()
     count, nodes = overridden.get("launch.nproc_per_node"), overridden.get("launch.nnodes", 1)
@@ -114,6 +113,7 @@ def _devices(overrides: Sequence[Override]) -> Devices:
     return replace(local, ranks=ranks * (nodes if isinstance(nodes, int) and nodes > 0 else 1))
 
 
+# Keys that such a file has, and with ! does not have, and what it is.
 OTHER_FILES: Mapping[tuple[str, ...], str] = {
     ("compute_environment",): "accelerate's launch settings; write train.data_parallel_mode,"
     " train.zero_stage and launch in the run's config",
@@ -152,7 +152,6 @@ OTHER_FILES: Mapping[tuple[str, ...], str] = {
     ("provider", "secrets"): "settings of a cloud provider; penstock launch --print starts a run"
     " elsewhere",
 }
-"""Keys that such a file has, and with ! does not have, and what it is."""
 
 
 def require_run(path: Path, values: Mapping[str, Any]) -> None:

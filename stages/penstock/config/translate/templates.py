@@ -9,6 +9,7 @@ from penstock.config.translate.translation import Entry, Rule
 
 TEMPLATE = "data.chat_template"
 
+# `chat_template` of Axolotl.
 AXOLOTL: Mapping[str, str] = {
     "alpaca": "alpaca",
     "chatml": "chatml",
@@ -27,8 +28,8 @@ AXOLOTL: Mapping[str, str] = {
     "qwen3": "qwen3",
     "qwen_25": "qwen2.5",
 }
-"""`chat_template` of Axolotl."""
 
+# `template` of LLaMA-Factory.
 LLAMA_FACTORY: Mapping[str, str] = {
     "chatml": "chatml",
     "cohere": "command-r",
@@ -54,13 +55,12 @@ LLAMA_FACTORY: Mapping[str, str] = {
     "vicuna": "vicuna",
     "zephyr": "zephyr",
 }
-"""`template` of LLaMA-Factory."""
 
+# Templates of LLaMA-Factory with another default system prompt or other blanks, or that treat
+# reasoning in another way, than those published with the models.
 DIFFERING = frozenset(
     {"smollm2", "zephyr", "qwen3_nothink", "deepseek3", "deepseekr1", "granite3", "vicuna"}
 )
-"""Templates of LLaMA-Factory with another default system prompt or other blanks, or that treat
-reasoning in another way, than those published with the models."""
 
 TOKENIZERS = ("tokenizer_default", "jinja", "default", "empty")
 FALLBACK = "tokenizer_default_fallback_"

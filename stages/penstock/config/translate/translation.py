@@ -41,7 +41,6 @@ class Line:
 
     @property
     def redacted_value(self) -> Any:
-        """The value without secrets."""
         if SECRET.search(self.key.rpartition(".")[2]):
             return "(secret)"
         return redact_text(self.value) if isinstance(self.value, str) else self.value
@@ -69,7 +68,6 @@ class Draft:
         return self.written.get(key, self._defaults.get(key, default))
 
     def value(self, name: str, default: Any = None) -> Any:
-        """The current value of a setting of ours."""
         return value_at(self.settings, name, default)
 
     def sources(self, name: str) -> list[dict[str, Any]]:
@@ -77,7 +75,6 @@ class Draft:
         return self.value(name) or []
 
     def has(self, name: str) -> bool:
-        """Whether a setting of ours is set."""
         return self.value(name, MISSING) is not MISSING
 
     def put(self, name: str, value: Any) -> None:
@@ -113,7 +110,6 @@ class Draft:
             cast("dict[str, Any]", section).pop(last, None)
 
     def rename(self, name: str, new_name: str) -> None:
-        """Rename a setting of ours, if it is set."""
         if not self.has(name):
             return
         lines, value = self.lines_of(name), self.value(name)
@@ -158,7 +154,6 @@ class Entry:
         return self.line.kind == "assumed"
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of another foreign key."""
         return self.draft.get(key, default)
 
     def put(self, name: str, value: Any) -> None:
@@ -246,14 +241,13 @@ class Translation:
         return tuple(key for *_, key in sorted(ranked, key=lambda entry: entry[:2]))
 
     def _decides(self, decided: str, name: str) -> bool:
-        """Whether the key of a setting decides `name`: a part of it only if there is that part."""
+        # Whether the key of a setting decides `name`: a part of it only if there is that part.
         if _is_within(name, decided):
             return True
         has_part = value_at(self.settings, decided, MISSING) is not MISSING
         return _is_within(decided, name) and has_part
 
     def of(self, *kinds: Kind) -> list[Line]:
-        """The lines of some kinds, in the order of the file."""
         return [line for line in self.lines if line.kind in kinds]
 
 

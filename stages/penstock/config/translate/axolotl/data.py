@@ -11,6 +11,7 @@ from penstock.config.translate.templates import template_of_dataset
 from penstock.config.translate.translate_key import translate_items
 from penstock.config.translate.translation import Entry, Rule
 
+# Types of a data set to ours, with the columns that they read.
 TYPES: Mapping[str, Mapping[str, str]] = {
     "chat_template": {"type": "chat"},
     "messages.chat": {"type": "chat"},
@@ -49,7 +50,6 @@ TYPES: Mapping[str, Mapping[str, str]] = {
         for name in ("load_open_orca", "load_open_orca_chatml")
     },
 }
-"""Types of a data set to ours, with the columns that they read."""
 
 FAMILIES = ("chat_template", "chatml", "llama3", "zephyr", "user_defined", "passthrough")
 PROMPTS: Mapping[str, Mapping[str, str]] = {
@@ -74,8 +74,9 @@ RENDERED: Mapping[str, str] = {
 NAMES_OF_ROLES = {"human": "user", "gpt": "assistant"}
 KNOWN_ROLES = ("system", "user", "assistant", "tool")
 USUAL_KEYS, SHAREGPT_KEYS = ("role", "content"), ("from", "value")
+
+# Keys of a message under which reasoning is read.
 REASONING = ("reasoning_content", "reasoning", "thinking")
-"""Keys of a message under which reasoning is read."""
 
 
 def sources(name: str) -> Rule:
@@ -103,7 +104,6 @@ def _prefers(entry: Entry) -> bool:
 
 
 def _message_keys(item: Mapping[str, Any]) -> tuple[str, str]:
-    """The keys of a message with its role and its content."""
     keys: Mapping[str, str] = item.get("message_property_mappings") or {}
     role = item.get("message_field_role") or keys.get("role") or USUAL_KEYS[0]
     return role, item.get("message_field_content") or keys.get("content") or USUAL_KEYS[1]
@@ -134,7 +134,7 @@ def _type(entry: Entry) -> None:
 
 
 def _own_columns(entry: Entry, kind: Mapping[str, Any]) -> None:
-    """Columns of a form that the file describes itself."""
+    # Columns of a form that the file describes itself.
     kto = entry.get("rl") == "kto"
     entry.put("type", "kto" if kto else "preference" if _prefers(entry) else "instruction")
     fields = ("field_instruction", "field_input", "field_output", "field_system")
@@ -152,7 +152,7 @@ def _own_columns(entry: Entry, kind: Mapping[str, Any]) -> None:
 
 
 def _keys_of_messages(entry: Entry) -> None:
-    """`message_property_mappings`, `message_field_role` and `message_field_content`."""
+    # `message_property_mappings`, `message_field_role` and `message_field_content`.
     keys = _message_keys(entry.beside)
     if keys == USUAL_KEYS:
         entry.no_effect("these keys are read anyway")
@@ -194,7 +194,7 @@ def _trained_roles(entry: Entry) -> None:
 
 
 def _trained_ends(entry: Entry) -> None:
-    """`train_on_eot`, and `train_on_eos` unless the other one is written."""
+    # `train_on_eot`, and `train_on_eos` unless the other one is written.
     train_on_eot = entry.beside.get("train_on_eot") if entry.key.endswith("train_on_eos") else None
     if train_on_eot not in (None, entry.value):
         entry.approximated("train_on_eot says which tokens that end turns are trained")

@@ -110,6 +110,7 @@ UNSUPPORTED = by_reason(
     """
 )
 
+# Prefixes of keys that concern one thing.
 FAMILIES: Mapping[str, Rule | str] = {
     **by_reason(
         f"""
@@ -129,4 +130,3 @@ FAMILIES: Mapping[str, Rule | str] = {
         ("mora.", "grokfast_"), rule.unsupported("adapters and gradients are as they are")
     ),
 }
-"""Prefixes of keys that concern one thing."""

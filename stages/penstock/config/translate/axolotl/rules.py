@@ -57,7 +57,7 @@ def _least_rate(entry: Entry) -> None:
 
 
 def _in_steps(entry: Entry) -> None:
-    """Rows of a step on one device."""
+    # Rows of a step on one device.
     rows, unit = entry.value, entry.get("micro_batch_size", 1)
     entry.put("train.gradient_accumulation_steps", max(1, rows // unit))
 
@@ -100,7 +100,7 @@ LANGUAGE = re.compile(r"language_model|lm_head|embed_tokens")
 
 
 def _unfrozen(entry: Entry) -> None:
-    """Patterns of parameters; those of the text model alone have a setting."""
+    # Patterns of parameters; those of the text model alone have a setting.
     patterns = list(map(str, entry.value or ()))
     if entry.get(ON):
         entry.no_effect("with adapters all of the model's own weights are frozen")
@@ -118,7 +118,7 @@ MERGES = "lora.merge_lora_interval"
 
 
 def _pruning(entry: Entry) -> None:
-    """What becomes of optimizer states when ReLoRA merges."""
+    # What becomes of optimizer states when ReLoRA merges.
     if not entry.get("relora"):
         entry.no_effect("read with relora: true alone")
         return
@@ -366,6 +366,7 @@ COMPUTED: Mapping[str, Rule] = {
     "use_wandb": tracks("wandb"),
 }
 
+# Files with `base_model`.
 AXOLOTL = Dialect(
     name="axolotl",
     title="Axolotl",
@@ -408,4 +409,3 @@ AXOLOTL = Dialect(
     },
     finalize=_finalize,
 ).over(training_arguments.TRAINER, "per_device_train_batch_size", "run_name", "num_train_epochs")
-"""Files with `base_model`."""

@@ -19,7 +19,6 @@ def evaluates(entry: Entry) -> bool:
 
 
 def _by_steps_or_epochs(entry: Entry, name: str, chosen: str) -> None:
-    """Put `train.<name>_steps` and `train.<name>_epochs` as a strategy says."""
     steps, epochs = 0, 0.0
     if chosen == "steps":
         # As written; else what their program takes, where steps are asked for.
@@ -55,8 +54,6 @@ def _evaluate(entry: Entry) -> None:
 
 
 def _interval(name: str, strategy: str) -> Rule:
-    """The rule of the number of steps that a strategy asks for."""
-
     def apply(entry: Entry) -> None:
         chosen = entry.draft.written.get(strategy, "steps")
         if name == "eval" and not evaluates(entry):

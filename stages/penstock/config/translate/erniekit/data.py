@@ -48,7 +48,7 @@ def _freeze(entry: Entry) -> None:
 
 
 def _own_rate(entry: Entry) -> None:
-    """Factors of the learning rate of routers and of the vision tower's layers."""
+    # Factors of the learning rate of routers and of the vision tower's layers.
     adapted = entry.get("fine_tuning") == "LoRA"
     frozen = "freeze_vision" in str(entry.get("freeze_config", ""))
     if adapted or (frozen and entry.key != "moe_gate_lr_ratio"):
@@ -99,7 +99,7 @@ def _numbers(value: Any) -> list[float]:
 
 
 def _sources(entry: Entry, kind: str) -> list[dict[str, Any]]:
-    """The sources of `kind` (`train`, `text` or `eval`) as entries of ours, weighted."""
+    # The sources of `kind` (`train`, `text` or `eval`) as entries of ours, weighted.
     paths = _listed(entry.value)
     types = _listed(entry.get(f"{kind}_dataset_type", "erniekit"))
     shares = _numbers(entry.get(f"{kind}_dataset_prob", "1.0"))
@@ -122,13 +122,13 @@ def _sources(entry: Entry, kind: str) -> list[dict[str, Any]]:
 
 
 def _train_paths(entry: Entry) -> list[str]:
-    """The sources of training; a recipe for images may have text alone."""
+    # The sources of training; a recipe for images may have text alone.
     paths = _listed(entry.get("train_dataset_path", ""))
     return paths or (_listed(entry.get("text_dataset_path", "")) if is_of_images(entry) else [])
 
 
 def _text(entry: Entry) -> None:
-    """`text_dataset_path` and `text_dataset_prob`."""
+    # `text_dataset_path` and `text_dataset_prob`.
     if not entry.value:
         entry.no_effect("is off")
     elif _listed(entry.get("train_dataset_path", "")):
@@ -156,8 +156,7 @@ def _test_sources(entry: Entry) -> None:
 
 
 def _part_of(kind: str, name: str) -> Rule:
-    """The rule of a key that says something of all sources of a kind."""
-
+    # The rule of a key that says something of all sources of a kind.
     def apply(entry: Entry) -> None:
         if kind == "eval" and not evaluates(entry):
             entry.no_effect(NO_EVALUATION)
@@ -191,7 +190,7 @@ def _length(entry: Entry) -> None:
 
 
 def _mix(entry: Entry) -> None:
-    """`mix_strategy`, and `num_samples_each_epoch`, which one strategy reads."""
+    # `mix_strategy`, and `num_samples_each_epoch`, which one strategy reads.
     if len(_train_paths(entry)) < 2:
         entry.no_effect("one source is read whole, and again from the start in another order")
     elif entry.key == "mix_strategy":

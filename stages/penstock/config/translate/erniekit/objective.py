@@ -50,7 +50,7 @@ def _loss(entry: Entry) -> None:
 
 
 def _number(entry: Entry) -> None:
-    """A number that some losses read."""
+    # A number that some losses read.
     loss = cast("LossType", entry.get("loss_type"))
     if is_used(entry.key, loss):
         entry.put(f"preference.{entry.key}", float(entry.value))
@@ -102,8 +102,6 @@ def _is_lora(draft: Draft) -> bool:
 
 
 def _of_lora(name: str) -> Rule:
-    """The rule of what says how adapters are made."""
-
     def apply(entry: Entry) -> None:
         if not _is_lora(entry.draft):
             entry.no_effect("no adapters are trained")

@@ -175,8 +175,8 @@ def _of_fp8(name: str) -> Rule:
     return rule.when(_is_fp8, rule.put(name), "there is no FP8 training")
 
 
+# Keys of activations' scales that are kept from earlier steps, and their defaults.
 OLD_SCALES = {"apply_online_actscale_step": 200, "actscale_moving_rate": 0.01}
-"""Keys of activations' scales that are kept from earlier steps, and their defaults."""
 
 
 def _old_scales(entry: Entry) -> None:
@@ -278,7 +278,7 @@ SPLIT = "train.pipeline_parallel_split"
 
 
 def _segments(entry: Entry) -> None:
-    """Boundaries count the embedding as their first layer, and have one entry more than stages."""
+    # Boundaries count the embedding as their first layer, and have one entry more than stages.
     # A list, or text that looks like one.
     bounds = [int(number) for number in re.findall(r"\d+", str(entry.value))]
     if str(entry.value).strip().startswith("["):
@@ -331,8 +331,8 @@ def _experts(entry: Entry) -> None:
         entry.approximated("experts are on every rank; write expert_parallel_size to share them")
 
 
+# Words of which their names of a dispatch are made.
 DISPATCHES = {"v2", "alltoall", "allgather", "unpad", "text", ""}
-"""Words of which their names of a dispatch are made."""
 
 
 def _dispatch(entry: Entry) -> None:

@@ -137,7 +137,7 @@ def _finalize(draft: Draft) -> None:
 
 
 def _settle_bounds(draft: Draft) -> None:
-    """Sizes of images and frames of videos are those of data sets with some."""
+    # Sizes of images and frames of videos are those of data sets with some.
     sources = list(enumerate(draft.sources(SOURCES)))
     for key, field in BOUNDS.items():
         names = [f"{SOURCES}.{index}.{field}" for index, source in sources if field in source]
@@ -149,7 +149,7 @@ def _settle_bounds(draft: Draft) -> None:
 
 
 def _settle_decay(draft: Draft) -> None:
-    """Without a length the decay takes two thirds of the steps after the warmup, rounded up."""
+    # Without a length the decay takes two thirds of the steps after the warmup, rounded up.
     steps, decay = draft.value("train.max_steps"), f"{schedule.MORE}.decay_steps"
     if draft.value("train.lr_decay_style") != "wsd" or draft.has(decay):
         return
@@ -257,6 +257,7 @@ UNSUPPORTED = by_reason(
     """
 )
 
+# Files with `model_name_or_path` and at least two of its own keys.
 LLAMA_FACTORY = Dialect(
     name="llama-factory",
     title="LLaMA-Factory",
@@ -388,4 +389,3 @@ LLAMA_FACTORY = Dialect(
     overridden_by={"gradient_checkpointing": ("disable_gradient_checkpointing",)},
     finalize=_finalize,
 ).over(training_arguments.TRAINER)
-"""Files with `model_name_or_path` and at least two of its own keys."""

@@ -14,8 +14,9 @@ NOT_FOUND = (
     " file: files of these names in dataset_dir are taken, and what they hold is told by their"
     " first records"
 )
+
+# Types by stage, where the stage says them.
 TYPES = {"pt": "text", "dpo": "preference", "kto": "kto"}
-"""Types by stage, where the stage says them."""
 
 ROLE_TAGS: Mapping[str, str] = {
     "user_tag": "user",
@@ -38,14 +39,16 @@ COLUMNS: Mapping[str, Mapping[str, str]] = {
     "text": {"prompt": "field_text"},
 }
 MEDIA = ("images", "videos", "audios")
+
+# Keys of a file for data sets with these columns, and their names here.
 BOUNDED: Mapping[str, Mapping[str, str]] = {
     "images": {"image_min_pixels": "image_min_pixels", "image_max_pixels": "image_max_pixels"},
     "videos": {"video_fps": "video_fps", "video_maxlen": "video_max_frames"},
 }
-"""Keys of a file for data sets with these columns, and their names here."""
 BOUNDS = {key: field for keys in BOUNDED.values() for key, field in keys.items()}
+
+# What an entry says besides, and its names here.
 OURS: Mapping[str, str] = {"subset": "name", "num_samples": "max_samples"}
-"""What an entry says besides, and its names here."""
 
 READ = ("file_name", "formatting", "ranking", "columns", "tags", "split", "hf_hub_url", *OURS)
 OF_OTHER_HUBS = ("ms_hub_url", "om_hub_url")
@@ -84,7 +87,7 @@ def sources(name: str) -> Rule:
 
 
 def _read_info(entry: Entry) -> tuple[dict[str, Any] | None, Path]:
-    """The content of `dataset_info.json` and its folder; None if there is none."""
+    # The content of `dataset_info.json` and its folder; None if there is none.
     named = entry.get("dataset_dir", "data")
     if isinstance(named, dict):
         return cast("dict[str, Any]", named), Path()

@@ -22,8 +22,6 @@ OURS = {"path": "path", "split": "split", "size": "max_samples", "weight": "weig
 
 
 def _sources(name: str) -> Rule:
-    """The rule of a data set, or of a YAML file that describes several."""
-
     def apply(entry: Entry) -> None:
         path = str(entry.value)
         if not path.endswith((".yaml", ".yml")):

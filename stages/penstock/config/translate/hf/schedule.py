@@ -192,7 +192,7 @@ def _ignores_warmup(entry: Entry) -> bool:
 
 
 def _share(entry: Entry) -> None:
-    """A share of all steps is rounded up there, and down here."""
+    # A share of all steps is rounded up there, and down here.
     if has_steps(entry):
         entry.put("train.lr_warmup_steps", math.ceil(entry.get("max_steps") * entry.value))
     else:

@@ -37,7 +37,7 @@ def log_steps(entry: Entry) -> None:
 
 
 def _every(entry: Entry, strategy: str, kind: str, count: Any) -> None:
-    """Put how often something happens; `kind` is `eval` or `save`."""
+    # Put how often something happens; `kind` is `eval` or `save`.
     if strategy == "epoch":
         entry.put(f"train.{kind}_epochs", 1.0)
     elif isinstance(count, float) and count < 1:

@@ -98,7 +98,7 @@ def _packing_strategy(entry: Entry) -> None:
 
 
 def _checkpointing(entry: Entry) -> None:
-    """A boolean, text such as "True", or "unsloth", which recomputes too."""
+    # A boolean, text such as "True", or "unsloth", which recomputes too.
     if not (isinstance(entry.value, bool) or str(entry.value).lower() in SWITCHES):
         raise ValueError(f"it takes true, false or unsloth, not {entry.value}")
     entry.put("train.enable_gradient_checkpointing", rule.is_on(entry.value))
@@ -237,6 +237,7 @@ COMPUTED: Mapping[str, Rule] = {
     "bnb_4bit_quant_type": rule.only("nf4"),
 }
 
+# Those of version 1; targets of adapters are peft's for Llama and Qwen.
 DEFAULTS: Mapping[str, Any] = {
     **training_arguments.DEFAULTS,
     "output_dir": "trainer_output",
@@ -251,7 +252,6 @@ DEFAULTS: Mapping[str, Any] = {
     "lora_dropout": 0.05,
     "lora_target_modules": ["q_proj", "v_proj"],
 }
-"""Those of version 1; targets of adapters are peft's for Llama and Qwen."""
 
 BEATEN = {"dtype": ("torch_dtype",), "max_length": ("max_seq_length",)}
 
@@ -262,6 +262,7 @@ TYPES = typed(
     text="torch_dtype dtype chat_template dataset_name dataset_text_field packing_strategy",
 )
 
+# `trl sft`.
 TRL = Dialect(
     name="trl",
     title="TRL",
@@ -300,8 +301,8 @@ TRL = Dialect(
     overridden_by={**BEATEN, "assistant_only_loss": ("completion_only_loss",)},
     finalize=_finalize,
 ).over(training_arguments.TRAINER)
-"""`trl sft`."""
 
+# `trl dpo`: a file with keys that it alone has.
 TRL_DPO = Dialect(
     name="trl-dpo",
     title="TRL's DPO",
@@ -331,4 +332,3 @@ TRL_DPO = Dialect(
     overridden_by=BEATEN,
     finalize=_objective,
 ).over(training_arguments.TRAINER)
-"""`trl dpo`: a file with keys that it alone has."""

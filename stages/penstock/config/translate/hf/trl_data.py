@@ -68,6 +68,7 @@ def _share(entry: Entry) -> None:
         entry.approximated(SHARED_OUT)
 
 
+# The keys of a data set of several.
 ITEMS = Table(
     same={
         **{name: name for name in ("path", "name", "split", "data_files")},
@@ -80,7 +81,6 @@ ITEMS = Table(
     },
     unsupported={"data_dir": "write data_files"},
 )
-"""The keys of a data set of several."""
 
 
 def mixture(kind: str) -> Rule:

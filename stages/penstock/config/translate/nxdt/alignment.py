@@ -22,8 +22,7 @@ def _loss(entry: Entry) -> None:
 
 
 def _prefer(name: str, loss: str) -> Rule:
-    """The rule of the one key of a strategy that weighs its loss; it chooses the strategy too."""
-
+    # The rule of the one key of a strategy that weighs its loss; it chooses the strategy too.
     def apply(entry: Entry) -> None:
         strategy = entry.key.rpartition(".")[0]
         if entry.is_assumed and not _has(entry.draft, strategy):

@@ -13,13 +13,14 @@ DPO, ORPO, SFT, PEFT = (f"{ALIGNMENT}.{name}" for name in ("dpo", "orpo", "sft",
 
 OF_SFT = {"type": "instruction", "field_instruction": "input", "field_output": "output"}
 OF_PAIRS = {"type": "preference"}
+
+# A folder that `datasets` saved; its rows hold input_ids and labels.
 OF_TOKENS = {"type": "tokenized", "data_files": "*.arrow", "ds_type": "arrow"}
-"""A folder that `datasets` saved; its rows hold input_ids and labels."""
 
 LINES = (".jsonl", ".json", ".arrow")
 
+# Documents in Megatron's .bin and .idx, of which data_prefix is what both names begin with.
 INDEXED = {"type": "tokenized", "ds_type": "megatron"}
-"""Documents in Megatron's .bin and .idx, of which data_prefix is what both names begin with."""
 
 AS_THERE = "documents that are shuffled, joined, and cut every seq_length tokens, as there"
 
@@ -74,7 +75,7 @@ def _prefix(entry: Entry) -> None:
 
 
 def _weighed(value: Any) -> list[dict[str, Any]]:
-    """The sources of `[weight, path, weight, path]`, of several paths or of one."""
+    # The sources of `[weight, path, weight, path]`, of several paths or of one.
     if not isinstance(value, list):
         return [{"path": str(value), **INDEXED}]
     parts = cast("list[Any]", value)
@@ -94,12 +95,12 @@ def _is_number(value: Any) -> bool:
 
 
 def _are_weighed(sources: Sequence[dict[str, Any]]) -> bool:
-    """Whether weights decide how much of each is sampled."""
+    # Whether weights decide how much of each is sampled.
     return len(sources) > 1 and any("weight" in source for source in sources)
 
 
 def _held_whole(held: Sequence[dict[str, Any]]) -> str:
-    """The report on weights of validation data, which a test set does not have here."""
+    # The report on weights of validation data, which a test set does not have here.
     weights = ", ".join(f"{source['weight']:g}" for source in held)
     return (
         f"validation reads every prefix whole, and not in shares of {weights}; one of weight 0 is "
@@ -108,7 +109,7 @@ def _held_whole(held: Sequence[dict[str, Any]]) -> str:
 
 
 def _unweighed(sources: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same sources, read whole; those of weight 0 left out."""
+    # The same sources, read whole; those of weight 0 left out.
     weighed = [dict(source) for source in sources if source.get("weight", 1.0)]
     return [{k: v for k, v in source.items() if k != "weight"} for source in weighed]
 
@@ -127,7 +128,7 @@ def _splits(entry: Entry) -> None:
 
 
 def _share_out(draft: Draft) -> None:
-    """The documents of each split, where one data_prefix serves all."""
+    # The documents of each split, where one data_prefix serves all.
     line, prefix = draft.lines.get(SPLITS), draft.get(PREFIX)
     if prefix is None or isinstance(prefix, dict) or (line and line.kind == "refused"):
         return
@@ -208,7 +209,7 @@ def settle_data(draft: Draft) -> None:
 
 
 def _wrap(draft: Draft) -> None:
-    """Documents are shuffled, concatenated and split; tokens attend to all before them."""
+    # Documents are shuffled, concatenated and split; tokens attend to all before them.
     draft.put("data.sample_packing_method", "wrapped")
     if not draft.has("data.isolate_samples"):
         draft.put("data.isolate_samples", False)
@@ -217,7 +218,7 @@ def _wrap(draft: Draft) -> None:
 
 
 def _join(draft: Draft, sources: Sequence[dict[str, Any]]) -> None:
-    """Records of a packed row see those before them, and what does not fit one is left out."""
+    # Records of a packed row see those before them, and what does not fit one is left out.
     if not draft.has("data.isolate_samples"):
         draft.put("data.isolate_samples", False)
     if any("max_seq_len" in source for source in sources):
@@ -238,8 +239,8 @@ def _in_file_order(draft: Draft) -> None:
 
 
 def _boundaries(entry: Entry) -> None:
-    """Megatron masks the position whose input is the end of a document, so what it foretells is the
-    next document's first token."""
+    # Megatron masks the position whose input is the end of a document, so what it foretells is the
+    # next document's first token.
     if entry.get(PREFIX) is None:
         entry.no_effect("read with data_prefix alone")
     elif entry.value:
@@ -297,9 +298,9 @@ COMPUTED: Mapping[str, Rule] = {
     "data.eod_mask_loss": _boundaries,
 }
 
+# Assumed where such a strategy, or a data_prefix for all splits, is written.
 DEFAULTS: Mapping[str, Any] = {
     f"{DPO}.max_prompt_length": 2048,
     f"{ORPO}.max_prompt_length": 2048,
     SPLITS: "980,10,10",
 }
-"""Assumed where such a strategy, or a data_prefix for all splits, is written."""

@@ -119,7 +119,7 @@ def put_architecture(draft: Draft) -> None:
 def _find(
     draft: Draft, parts: tuple[str, str, str], *, biased: bool, has_experts: bool
 ) -> Architecture | None:
-    """The architecture of these parts; a window of attention is refused where it has none."""
+    # The architecture of these parts; a window of attention is refused where it has none.
     window = f"{FOUNDATION}.sliding_window"
     if has_experts:
         return MIXTRAL if parts == LLAMA else None
@@ -130,7 +130,7 @@ def _find(
 
 
 def _put_heads(draft: Draft) -> None:
-    """Sizes of which the file may leave some to be computed of the others."""
+    # Sizes of which the file may leave some to be computed of the others.
     heads, keys, width = (draft.get(key) for key in HEADS)
     hidden = draft.value(f"{FOUNDATION}.hidden_size")
     if not (isinstance(heads, int) and isinstance(hidden, int)):
@@ -142,7 +142,7 @@ def _put_heads(draft: Draft) -> None:
 
 
 def _fit_opt(draft: Draft, epsilon: float) -> None:
-    """Call entries as OPT does, and refuse what it does not have."""
+    # Call entries as OPT does, and refuse what it does not have.
     heads, keys, width = (draft.get(key) for key in HEADS)
     hidden = draft.value(f"{FOUNDATION}.hidden_size")
     for name in ("num_key_value_heads", "head_dim"):
@@ -198,8 +198,7 @@ def is_megatron(draft: Draft) -> bool:
 
 
 def _number(name: str) -> Rule:
-    """The rule of an entry of config.json."""
-
+    # The rule of an entry of config.json.
     return rule.when(
         lambda entry: entry.value not in (-1, *NONE),
         rule.put(f"{FOUNDATION}.{name}"),
@@ -217,12 +216,12 @@ def _if_megatron(apply: Rule, otherwise: str | Rule) -> Rule:
 
 
 def _of_megatron(apply: Rule) -> Rule:
-    """The rule of a key that models of Hugging Face's have in config.json."""
+    # The rule of a key that models of Hugging Face's have in config.json.
     return _if_megatron(apply, "config.json says it where model_source is hf")
 
 
 def _one_of(*values: str) -> Rule:
-    """The rule of a part of the architecture, which is settled of all parts together."""
+    # The rule of a part of the architecture, which is settled of all parts together.
     return _of_megatron(
         rule.when(
             lambda entry: str(entry.value).lower() in values,
@@ -269,9 +268,8 @@ def _dropout(name: str) -> Rule:
 
 
 def _as_in_mixtral(is_so: str, *allowed: Any) -> Rule:
-    """The rule of what Mixtral does in one way: weights that are read were trained so, and others
-    may as well be."""
-
+    # The rule of what Mixtral does in one way: weights that are read were trained so, and others
+    # may as well be.
     def apply(entry: Entry) -> None:
         if entry.value in (*allowed, *NONE):
             entry.no_effect(is_so)

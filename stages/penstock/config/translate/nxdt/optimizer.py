@@ -29,6 +29,8 @@ ARGUMENTS = {
     "grad_averaging": (NOVOGRAD,),
 }
 
+# NeMo's schedules to ours. All but the first, a cosine with a tail and the last two warm up as
+# `plus_one`.
 STYLES: Mapping[str, str] = {
     "LinearAnnealingWithWarmUp": "linear",
     "CosineAnnealing": "cosine",
@@ -45,12 +47,11 @@ STYLES: Mapping[str, str] = {
     "StepLR": "step",
     "ExponentialLR": "exponential",
 }
-"""NeMo's schedules to ours. All but the first, a cosine with a tail and the last two warm up as
-`plus_one`."""
 
+# PyTorch's own, which have no warmup and no least rate. NeMo steps them with the optimizer.
 PYTORCHS = ("StepLR", "ExponentialLR")
-"""PyTorch's own, which have no warmup and no least rate. NeMo steps them with the optimizer."""
 
+# Arguments of schedules, with those that read them; they have these names here too.
 OF_STYLE: Mapping[str, tuple[str, ...]] = {
     "hold_steps": ("WarmupHoldPolicy", "NoamHoldAnnealing", "PolynomialHoldDecayAnnealing"),
     "constant_steps": ("CosineAnnealing",),
@@ -60,7 +61,6 @@ OF_STYLE: Mapping[str, tuple[str, ...]] = {
     "step_size": ("StepLR",),
     "gamma": PYTORCHS,
 }
-"""Arguments of schedules, with those that read them; they have these names here too."""
 
 SCHEDULE, MORE = "model.optim.sched", "train.lr_schedule_kwargs"
 WARMUP_STYLE = f"{MORE}.warmup_style"
@@ -154,8 +154,8 @@ def _least_rate(entry: Entry) -> None:
 
 
 def _schedule_argument(entry: Entry) -> None:
-    """An argument of a schedule; `hold_ratio` and `constant_ratio` are shares of `max_steps` that
-    stand for numbers of steps."""
+    # An argument of a schedule; `hold_ratio` and `constant_ratio` are shares of `max_steps` that
+    # stand for numbers of steps.
     name, steps = entry.get(f"{SCHEDULE}.name"), entry.get("trainer.max_steps")
     argument = entry.key.rpartition(".")[2]
     setting = argument.replace("ratio", "steps")

@@ -42,7 +42,7 @@ def _evaluations(entry: Entry) -> None:
 
 
 def _folder(entry: Entry) -> None:
-    """`explicit_log_dir`, else `exp_dir`/`name`, and in it a version for each new start."""
+    # `explicit_log_dir`, else `exp_dir`/`name`, and in it a version for each new start.
     explicit = entry.get(f"{MANAGER}.explicit_log_dir")
     above = entry.get(f"{MANAGER}.exp_dir") or "nemo_experiments"
     folder = explicit or f"{above}/{entry.get(f'{MANAGER}.name') or 'default'}"
@@ -81,7 +81,7 @@ def _weights_alone(entry: Entry) -> None:
 
 
 def _cuts(entry: Entry) -> None:
-    """Names of layers (`model.layers.8`) before which the model is cut."""
+    # Names of layers (`model.layers.8`) before which the model is cut.
     numbers = [str(name).rpartition(".")[2] for name in listed(entry.value)]
     if all(number.isdecimal() for number in numbers):
         entry.put("train.pipeline_parallel_split", [0, *map(int, numbers)])
@@ -308,6 +308,7 @@ DEFAULTS: Mapping[str, Any] = {
     **optimizer.DEFAULTS,
 }
 
+# Files with `trainer`, `exp_manager` and `distributed_strategy`.
 NXDT = Dialect(
     name="nxdt",
     title="NxDT",
@@ -344,4 +345,3 @@ NXDT = Dialect(
     prepare=resolve_references,
     finalize=_finalize,
 )
-"""Files with `trainer`, `exp_manager` and `distributed_strategy`."""

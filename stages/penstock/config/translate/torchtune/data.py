@@ -136,7 +136,7 @@ MASKS: Mapping[str, tuple[str, Any]] = {
 
 
 def _of_all_data(entry: Entry) -> None:
-    """Keys of a data set whose setting is one of all data sets here."""
+    # Keys of a data set whose setting is one of all data sets here.
     key = entry.key.rpartition(".")[2]
     if key == "masking_strategy":
         name, value = MASKS[entry.value]
@@ -148,7 +148,7 @@ def _of_all_data(entry: Entry) -> None:
 
 
 def _partition(entry: Entry) -> None:
-    """`0-0/10` or `1-9/10`: the first to the last of so many parts."""
+    # `0-0/10` or `1-9/10`: the first to the last of so many parts.
     span, _, count = str(entry.value).partition("/")
     first, _, last = span.partition("-")
     start, end = (round(100 * part / int(count)) for part in (int(first), int(last) + 1))

@@ -15,8 +15,9 @@ from penstock.core.errors import ConfigError
 
 COMPONENT = "_component_"
 MODEL, LOSS, OPTIMIZER = (f"{name}.{COMPONENT}" for name in ("model", "loss", "optimizer"))
+
+# Prefixes of builders of models with adapters.
 ADAPTED = ("lora_", "qlora_", "dora_", "qdora_")
-"""Prefixes of builders of models with adapters."""
 
 MLP = ["gate_proj", "up_proj", "down_proj"]
 
@@ -148,7 +149,7 @@ def _compile(entry: Entry) -> None:
 
 
 def _steps(entry: Entry) -> None:
-    """Steps of an epoch, at most."""
+    # Steps of an epoch, at most.
     if entry.value is None or entry.value == -1:
         entry.no_effect("epochs are whole")
     else:
@@ -312,6 +313,7 @@ COMPUTED: Mapping[str, Rule] = {
     ),
 }
 
+# Files with a component of torchtune.
 TORCHTUNE = Dialect(
     name="torchtune",
     title="torchtune",
@@ -342,4 +344,3 @@ TORCHTUNE = Dialect(
     prepare=_prepare,
     finalize=_finalize,
 )
-"""Files with a component of torchtune."""
