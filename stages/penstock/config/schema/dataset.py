@@ -14,17 +14,9 @@ from penstock.core.sources.megatron_files import parse_splits
 FileKind = Literal["json", "csv", "parquet", "arrow", "text", "tar", "megatron"]
 
 FormatName = Literal[
-    "tokenized",
-    "chat",
-    "sharegpt",
-    "instruction",
-    "alpaca",
-    "text",
-    "preference",
-    "kto",
-    "sft_turns",
-    "preference_turns",
-]
+    "tokenized", "chat", "sharegpt", "instruction", "alpaca", "text", "preference", "kto",
+    "sft_turns", "preference_turns",
+]  # fmt: skip
 
 # Also the formats of installed packages.
 AnyFormatName = Annotated[FormatName | str, Registered(FORMATS)]
@@ -83,12 +75,6 @@ MAX_RECORD_BYTES = 256 << 20
 
 # Columns with the scores of the completions of a pair.
 SCORES = ("field_chosen_score", "field_rejected_score")
-
-
-def _check_splits(value: str | None) -> str | None:
-    if value is not None:
-        parse_splits(value)
-    return value
 
 
 def _check_message_roles(
@@ -158,7 +144,8 @@ class DatasetConfig(ConfigSection):
 
     splits_string: Annotated[
         str | None,
-        AfterValidator(_check_splits),
+        # It raises ValueError, and what it returns is not empty.
+        require(parse_splits, ""),
         NotWith(
             ".ds_type",
             unless=(None, "megatron"),

@@ -8,26 +8,17 @@ from penstock.config.schema.base import ConfigSection
 from penstock.config.schema.effect import TRAINS, NotWith, OnlyWith
 
 DecayStyle = Literal[
-    "constant",
-    "linear",
-    "cosine",
-    "polynomial",
-    "inverse_sqrt",
-    "wsd",
-    "square",
-    "sqrt",
-    "noam",
-    "noam_hold",
-    "step",
-    "exponential",
-]
+    "constant", "linear", "cosine", "polynomial", "inverse_sqrt", "wsd", "square", "sqrt", "noam",
+    "noam_hold", "step", "exponential",
+]  # fmt: skip
 
 # Decay styles that reach `lr_min` at a known step; the others keep falling.
 ENDING: tuple[DecayStyle, ...] = ("linear", "cosine", "polynomial", "wsd", "square", "sqrt")
 
 
 DECAYS = OnlyWith(
-    "train.decays",
+    "train.lr_decay_style",
+    unless=("constant",),
     words="a decay, such as lr_decay_style: cosine",
     why="the learning rate is constant and does not decay to it",
     unmet="notice",

@@ -234,20 +234,9 @@ class OptimConfig(ConfigSection):
     def has_warmup_style(self) -> bool:
         """Whether `warmup_style` is used: by a warmup, and by `inverse_sqrt`, whose timescale is
         the warmup's length."""
-        by_timescale = (
-            self.lr_decay_style == "inverse_sqrt" and self.lr_schedule_kwargs.timescale is None
-        )
-        return self.warms_up or by_timescale or self.lr_decay_style == "noam"
-
-    @property
-    def clips_gradients(self) -> bool:
-        """Whether gradients are clipped."""
-        return self.max_grad_norm > 0
-
-    @property
-    def decays(self) -> bool:
-        """Whether the learning rate falls after the warmup."""
-        return self.lr_decay_style != "constant"
+        style, timescale = self.lr_decay_style, self.lr_schedule_kwargs.timescale
+        by_timescale = style == "inverse_sqrt" and timescale is None
+        return self.warms_up or by_timescale or style == "noam"
 
     @property
     def decays_weights(self) -> bool:

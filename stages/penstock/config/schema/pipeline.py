@@ -54,10 +54,7 @@ SECRET = re.compile(r"(^|_)(TOKEN|API_KEY|ACCESS_KEY|SECRET|PASSWORD)(_ID)?$", r
 
 def _check_env(value: dict[str, str]) -> dict[str, str]:
     for name, text in value.items():
-        if not NAME.fullmatch(name):
-            raise ValueError(f"{name!r} is not a valid name of an environment variable")
-        if name in SET_BY_THE_LAUNCHER:
-            raise ValueError(f"{name} is set for each process by the launcher; leave it out")
+        variable_names([name])
         if SECRET.search(name):
             raise ValueError(
                 f"{name} looks like a secret, and the config of a run is stored with its results;"

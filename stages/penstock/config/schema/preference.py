@@ -8,19 +8,9 @@ from penstock.config.schema.base import ConfigSection, require
 from penstock.config.schema.effect import NotWith, OnlyWith, conditions_of
 
 LossType = Literal[
-    "sigmoid",
-    "hinge",
-    "ipo",
-    "kto_pair",
-    "kto",
-    "sppo_hard",
-    "nca_pair",
-    "dpop",
-    "simpo",
-    "cpo",
-    "or",
-    "orpo",
-]
+    "sigmoid", "hinge", "ipo", "kto_pair", "kto", "sppo_hard", "nca_pair", "dpop", "simpo", "cpo",
+    "or", "orpo",
+]  # fmt: skip
 Normalization = Literal["none", "mean", "pair_mean"]
 KLPairing = Literal["other_prompt", "rotate"]
 

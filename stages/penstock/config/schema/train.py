@@ -289,11 +289,6 @@ class TrainConfig(
         return "micro_batch" if is_exact and self.pipeline_parallel_size == 1 else "step"
 
     @property
-    def accumulates_gradients(self) -> bool:
-        """Whether a step has several micro-batches whatever the number of ranks."""
-        return self.gradient_accumulation_steps > 1
-
-    @property
     def rounds_updates(self) -> bool:
         in_state = self.optimizer != "adamw" and self.optimizer_dtype == "bf16"
         return in_state or self.keeps_in == "bfloat16"
