@@ -32,33 +32,30 @@ def rule_violations(run: RunConfig) -> Issues:
         yield from rule(run)
 
 
-def _check_model_path(run: RunConfig) -> Issues:
-    if run.model.model_path is None and run.model.config_path is None:
+def _check_model(run: RunConfig) -> Issues:
+    path = run.model.model_path
+    if path is None and run.model.config_path is None:
         yield ConfigIssue(
             ("model", "model_path"),
             "is not set; write model_path (pre-trained weights), or config_path for random weights",
             ("model.config_path",),
         )
-    elif (path := run.model.model_path or "").startswith(BUILT_IN):
+    elif path and path.startswith(BUILT_IN):
         yield ConfigIssue(
             ("model", "model_path"),
             f"is {path}, which has no weights; write it as config_path, for random weights",
             ("model.config_path",),
         )
-
-
-def _check_encoders(run: RunConfig) -> Issues:
     for kind, encoder in run.model.encoders.items():
-        path = ("model", "encoders", kind)
         if kind != "image":
             yield ConfigIssue(
-                path,
+                ("model", "encoders", kind),
                 f"no architecture joins a new encoder of {kind} to a text model; leave {kind} out,"
                 f" and write a model that has one as model_path (penstock models lists them)",
             )
         elif encoder.model_path is None and encoder.config_path is None:
             yield ConfigIssue(
-                path,
+                ("model", "encoders", kind),
                 "names no vision model; write model_path (pre-trained weights), or config_path for"
                 " random weights",
             )
@@ -154,7 +151,7 @@ def _check_push(run: RunConfig) -> Issues:
         )
 
 
-def _check_rendezvous(run: RunConfig) -> Issues:
+def _check_nodes(run: RunConfig) -> Issues:
     launch = run.launch
     if launch.node_rank >= launch.nnodes:
         yield ConfigIssue(
@@ -170,13 +167,10 @@ def _check_rendezvous(run: RunConfig) -> Issues:
             " with the name of the first node",
             ("launch.nnodes",),
         )
-
-
-def _check_shared_output_dir(run: RunConfig) -> Issues:
-    if run.launch.nnodes > 1 and is_url(run.train.output_dir):
+    if launch.nnodes > 1 and is_url(run.train.output_dir):
         yield ConfigIssue(
             ("train", "output_dir"),
-            f"is a URL, but {run.launch.nnodes} nodes write their shards of a checkpoint to one"
+            f"is a URL, but {launch.nnodes} nodes write their shards of a checkpoint to one"
             " folder; write a folder on a shared file system",
             ("launch.nnodes",),
         )
@@ -254,8 +248,7 @@ def _normalize(path: str) -> Path:
 
 
 RULES: tuple[Callable[[RunConfig], Issues], ...] = (
-    _check_model_path,
-    _check_encoders,
+    _check_model,
     *DATA_RULES,
     check_options,
     check_fields_of_ours,
@@ -270,7 +263,6 @@ RULES: tuple[Callable[[RunConfig], Issues], ...] = (
     _check_stages,
     check_reads,
     _check_push,
-    _check_rendezvous,
-    _check_shared_output_dir,
+    _check_nodes,
     _check_skip_prepare,
 )

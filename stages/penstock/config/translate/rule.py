@@ -48,9 +48,13 @@ def if_on(rule: Rule, otherwise: str | Rule) -> Rule:
 def when(holds: Callable[[Entry], Any] | str, rule: Rule, otherwise: str | Rule) -> Rule:
     """Rule of a key that is read only where something holds, or another key is on; `otherwise` is
     why it has no effect, or another rule."""
-    test = (lambda entry: entry.get(holds)) if isinstance(holds, str) else holds
     other_rule = no_effect(otherwise) if isinstance(otherwise, str) else otherwise
-    return lambda entry: rule(entry) if test(entry) else other_rule(entry)
+
+    def apply(entry: Entry) -> None:
+        is_read = entry.get(holds) if isinstance(holds, str) else holds(entry)
+        (rule if is_read else other_rule)(entry)
+
+    return apply
 
 
 def sets(settings: Mapping[str, Any], why: str = "") -> Rule:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 from penstock.config.schema.pipeline import SECRET
 from penstock.core.remote.urls import redact_text
@@ -17,6 +17,9 @@ Kind = Literal[
     "refused", "unknown", "left out", "doubtful", "approximated", "no effect", "assumed",
     "translated", "maps",
 ]  # fmt: skip
+
+# In the order of importance for the user.
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 # Kinds with which a foreign file is not run as it is.
 FATAL: tuple[Kind, ...] = ("refused", "unknown")

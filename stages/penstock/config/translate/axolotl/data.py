@@ -7,9 +7,10 @@ from typing import Any, cast
 
 from penstock.config.translate import rule
 from penstock.config.translate.dialect import Table, by_reason, listed, same_names
+from penstock.config.translate.shared import SOURCES, TESTS
 from penstock.config.translate.templates import template_of_dataset
 from penstock.config.translate.translate_key import translate_items
-from penstock.config.translate.translation import Entry, Rule
+from penstock.config.translate.translation import Entry
 
 # Types of a data set to ours, with the columns that they read.
 TYPES: Mapping[str, Mapping[str, str]] = {
@@ -79,24 +80,22 @@ USUAL_KEYS, SHAREGPT_KEYS = ("role", "content"), ("from", "value")
 REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
-def sources(name: str) -> Rule:
-    """The rule of a list of data sets."""
+def sources(entry: Entry) -> None:
+    """A list of data sets."""
 
-    def apply(entry: Entry) -> None:
-        if entry.key == "datasets" and not all(isinstance(i, dict) for i in listed(entry.value)):
-            raise TypeError("it takes mappings with a path")
-        items: list[dict[str, Any]] = [
-            item if isinstance(item, dict) else {"path": item} for item in listed(entry.value)
-        ]
-        entry.put(name, [{} for _ in items])
-        translate_items(entry, items, TABLE, name)
-        for index, source in enumerate(entry.draft.value(name)):
-            if "type" not in items[index] and "data_files" not in items[index]:
-                entry.put(f"{name}.{index}.type", "tokenized")
-            if source.get("type") == "sharegpt":
-                source.setdefault("field_messages", "messages")
-
-    return apply
+    name = TESTS if entry.key == "test_datasets" else SOURCES
+    if entry.key == "datasets" and not all(isinstance(i, dict) for i in listed(entry.value)):
+        raise TypeError("it takes mappings with a path")
+    items: list[dict[str, Any]] = [
+        item if isinstance(item, dict) else {"path": item} for item in listed(entry.value)
+    ]
+    entry.put(name, [{} for _ in items])
+    translate_items(entry, items, TABLE, name)
+    for index, source in enumerate(entry.draft.value(name)):
+        if "type" not in items[index] and "data_files" not in items[index]:
+            entry.put(f"{name}.{index}.type", "tokenized")
+        if source.get("type") == "sharegpt":
+            source.setdefault("field_messages", "messages")
 
 
 def _prefers(entry: Entry) -> bool:

@@ -9,7 +9,7 @@ from penstock.config.translate.axolotl import data
 from penstock.config.translate.axolotl.reasons import FAMILIES, IDLE, UNSUPPORTED
 from penstock.config.translate.dialect import Dialect, is_flat, same_names, typed
 from penstock.config.translate.hf import schedule, training_arguments
-from penstock.config.translate.shared import SOURCES, TESTS, tracks
+from penstock.config.translate.shared import SOURCES, tracks
 from penstock.config.translate.templates import AXOLOTL as AXOLOTL_TEMPLATES
 from penstock.config.translate.templates import chat_template
 from penstock.config.translate.translation import Draft, Entry, Rule
@@ -239,9 +239,7 @@ COMPUTED: Mapping[str, Rule] = {
         rule.decides("model.freeze"),
         "vision tower and projector are frozen unless model.freeze says otherwise",
     ),
-    "datasets": data.sources(SOURCES),
-    "test_datasets": data.sources(TESTS),
-    "pretraining_dataset": data.sources(SOURCES),
+    **dict.fromkeys(("datasets", "test_datasets", "pretraining_dataset"), data.sources),
     "val_set_size": rule.put("data.val_set_size", lambda share: share or None),
     "sequence_len": rule.decides(shared.ROW, f"{SOURCES}.0.max_seq_len"),
     "excess_length_strategy": rule.choice(

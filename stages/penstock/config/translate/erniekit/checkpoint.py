@@ -1,14 +1,15 @@
 """ERNIEKit's run: how long it is, and when it is measured and saved."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from penstock.config.translate import rule
 from penstock.config.translate.fit_parallel_sizes import EVAL_ROWS
 from penstock.config.translate.shared import has_steps
 from penstock.config.translate.translation import Entry, Rule
 
-# Keys of the rows that a rank trains on at once.
-ROWS_AT_ONCE = ("batch_size", "per_device_train_batch_size")
+# Keys of the rows that a rank evaluates at once: as many as it trains on, if none are written.
+ROWS = ("per_device_eval_batch_size", "batch_size", "per_device_train_batch_size")
 
 NO_EVALUATION = "do_eval is false, so nothing is evaluated"
 
@@ -53,17 +54,17 @@ def _evaluate(entry: Entry) -> None:
         _by_steps_or_epochs(entry, "eval", entry.value)
 
 
-def _interval(name: str, strategy: str) -> Rule:
-    def apply(entry: Entry) -> None:
-        chosen = entry.draft.written.get(strategy, "steps")
-        if name == "eval" and not evaluates(entry):
-            entry.no_effect(NO_EVALUATION)
-        elif chosen == "steps":
-            entry.decides(f"train.{name}_steps")
-        else:
-            entry.no_effect(f"{strategy} is {chosen}")
-
-    return apply
+def _interval(entry: Entry) -> None:
+    # The number of steps that a strategy asks for.
+    name = entry.key.removesuffix("_steps")
+    strategy = "save_strategy" if name == "save" else "evaluation_strategy"
+    chosen = entry.draft.written.get(strategy, "steps")
+    if name == "eval" and not evaluates(entry):
+        entry.no_effect(NO_EVALUATION)
+    elif chosen == "steps":
+        entry.decides(f"train.{name}_steps")
+    else:
+        entry.no_effect(f"{strategy} is {chosen}")
 
 
 def _do_eval(entry: Entry) -> None:
@@ -92,8 +93,8 @@ def _eval_batches(entry: Entry) -> None:
     elif entry.value > 0:
         entry.put("train.eval_max_batches", entry.value)
         # Of one replica here; the number of replicas is known when sizes are fitted.
-        rows = map(entry.get, ("per_device_eval_batch_size", *ROWS_AT_ONCE))
-        entry.put(EVAL_ROWS, next(filter(None, rows), 1))
+        rows: list[Any] = [entry.get(key) for key in ROWS if entry.get(key)]
+        entry.put(EVAL_ROWS, rows[0] if rows else 1)
         entry.explain("a batch has per_device_eval_batch_size rows of each data-parallel rank")
     else:
         entry.put("train.eval_max_batches", None)
@@ -150,9 +151,8 @@ SAVING: Mapping[str, Rule] = {
         rule.sets({"train.max_steps": None}, "as many steps as num_train_epochs has"),
     ),
     "save_strategy": _save,
-    "save_steps": _interval("save", "save_strategy"),
+    **dict.fromkeys(("save_steps", "eval_steps"), _interval),
     "evaluation_strategy": _evaluate,
-    "eval_steps": _interval("eval", "evaluation_strategy"),
     "do_eval": _do_eval,
     "do_train": _do_train,
     "max_evaluate_steps": _eval_batches,

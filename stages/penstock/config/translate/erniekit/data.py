@@ -134,7 +134,7 @@ def _text(entry: Entry) -> None:
     elif _listed(entry.get("train_dataset_path", "")):
         entry.refuse("write all sources in train_dataset_path")
     elif entry.key == "text_dataset_prob":
-        _part_of("text", "weight")(entry)
+        _of_sources(entry)
     else:
         _put_sources(entry, "text")
         if entry.get("dataset_name") != FUNCTIONS:
@@ -155,31 +155,30 @@ def _test_sources(entry: Entry) -> None:
     entry.put(TEST, [source for source in sources if source.pop("weight", 1.0) != 0])
 
 
-def _part_of(kind: str, name: str) -> Rule:
-    # The rule of a key that says something of all sources of a kind.
-    def apply(entry: Entry) -> None:
-        if kind == "eval" and not evaluates(entry):
-            entry.no_effect(NO_EVALUATION)
-            return
-        sources = len(_listed(entry.get(f"{kind}_dataset_path", "")))
-        if not sources:
-            entry.no_effect(f"{kind}_dataset_path names no source")
-            return
-        entry.decides(f"{TEST if kind == 'eval' else TRAIN}.0.{name}")
-        if name != "weight":
-            return
-        if len(_listed(entry.value)) != sources:
-            entry.refuse(f"{kind}_dataset_path names {sources} source(s); write a number for each")
-        elif min(_numbers(entry.value), default=0) < 0:
-            entry.refuse("write numbers of 0 or more, with commas between")
-        elif sources == 1:
-            entry.no_effect("there is one source, of which all is read")
-        elif kind == "eval":
-            entry.explain("every record is evaluated once; sources of share 0 are left out")
-        elif entry.get("mix_strategy") not in WEIGHTED:
-            entry.no_effect("mix_strategy uses every sample once, whatever its weight")
-
-    return apply
+def _of_sources(entry: Entry) -> None:
+    # A key that says something of all sources of a kind.
+    kind, _, name = entry.key.partition("_dataset_")
+    if kind == "eval" and not evaluates(entry):
+        entry.no_effect(NO_EVALUATION)
+        return
+    sources = len(_listed(entry.get(f"{kind}_dataset_path", "")))
+    if not sources:
+        entry.no_effect(f"{kind}_dataset_path names no source")
+        return
+    setting = "weight" if name == "prob" else name
+    entry.decides(f"{TEST if kind == 'eval' else TRAIN}.0.{setting}")
+    if name == "type":
+        return
+    if len(_listed(entry.value)) != sources:
+        entry.refuse(f"{kind}_dataset_path names {sources} source(s); write a number for each")
+    elif min(_numbers(entry.value), default=0) < 0:
+        entry.refuse("write numbers of 0 or more, with commas between")
+    elif sources == 1:
+        entry.no_effect("there is one source, of which all is read")
+    elif kind == "eval":
+        entry.explain("every record is evaluated once; sources of share 0 are left out")
+    elif entry.get("mix_strategy") not in WEIGHTED:
+        entry.no_effect("mix_strategy uses every sample once, whatever its weight")
 
 
 def _length(entry: Entry) -> None:
@@ -250,11 +249,12 @@ DATA: Mapping[str, Rule] = {
         lambda entry: _put_sources(entry, "train"),
         "names no source",
     ),
-    "train_dataset_prob": _part_of("train", "weight"),
-    "train_dataset_type": _part_of("train", "type"),
+    **{
+        f"{kind}_dataset_{name}": _of_sources
+        for kind in ("train", "eval")
+        for name in ("prob", "type")
+    },
     "eval_dataset_path": rule.when(evaluates, _test_sources, NO_EVALUATION),
-    "eval_dataset_prob": _part_of("eval", "weight"),
-    "eval_dataset_type": _part_of("eval", "type"),
     **dict.fromkeys(("text_dataset_path", "text_dataset_prob"), if_of_images(_text)),
     "dataset_name": if_of_images(
         rule.when(

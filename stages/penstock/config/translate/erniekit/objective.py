@@ -5,7 +5,7 @@ from typing import Any, cast
 
 from penstock.config.schema.preference import AVERAGED, REFERENCE_FREE, LossType, is_used
 from penstock.config.translate import rule
-from penstock.config.translate.dialect import Values
+from penstock.config.translate.dialect import Values, same_names
 from penstock.config.translate.translation import Draft, Entry, Rule
 
 OBJECTIVES = {"SFT": "sft", "DPO": "preference", "PT": "pretrain", "VL-SFT": "sft"}
@@ -101,21 +101,22 @@ def _is_lora(draft: Draft) -> bool:
     return written["fine_tuning"] == "LoRA" if "fine_tuning" in written else bool(draft.get("lora"))
 
 
-def _of_lora(name: str) -> Rule:
-    def apply(entry: Entry) -> None:
-        if not _is_lora(entry.draft):
-            entry.no_effect("no adapters are trained")
-        elif entry.get("rslora_plus") and name != "lora_rank":
-            entry.no_effect("rslora_plus decides it")
-        else:
-            entry.put(f"lora.{name}", entry.value)
-
-    return apply
+OF_LORA = {
+    **same_names("", "lora_rank lora_alpha"),
+    "rslora": "use_rslora",
+    "lora_plus_scale": "lora_plus_ratio",
+    "lora_path": "init_adapter_path",
+}
 
 
-def _alpha(entry: Entry) -> None:
-    _of_lora("lora_alpha")(entry)
-    if entry.value == -1 and entry.line.names:
+def _lora(entry: Entry) -> None:
+    if not _is_lora(entry.draft):
+        entry.no_effect("no adapters are trained")
+    elif entry.get("rslora_plus") and entry.key != "lora_rank":
+        entry.no_effect("rslora_plus decides it")
+    else:
+        entry.put(f"lora.{OF_LORA[entry.key]}", entry.value)
+    if entry.key == "lora_alpha" and entry.value == -1 and entry.line.names:
         root = bool(entry.get("rslora"))
         entry.put("lora.lora_alpha", 4 if root else 2 * entry.get("lora_rank"))
         entry.explain("-1 is 4 with rslora" if root else "-1 is twice the rank")
@@ -151,10 +152,7 @@ OBJECTIVE: Mapping[str, Rule] = {
     "ref_model_update_steps": _update_reference,
     "fine_tuning": rule.choice("lora.enable_lora", {"LoRA": True, "Full": False}, rule.refuses),
     "lora": rule.truth("lora.enable_lora"),
-    "lora_rank": _of_lora("lora_rank"),
-    "lora_alpha": _alpha,
-    "rslora": _of_lora("use_rslora"),
-    "lora_plus_scale": _of_lora("lora_plus_ratio"),
+    **dict.fromkeys(OF_LORA, _lora),
     "rslora_plus": rule.if_on(
         rule.when(
             lambda entry: _is_lora(entry.draft),
@@ -163,5 +161,4 @@ OBJECTIVE: Mapping[str, Rule] = {
         ),
         "is off",
     ),
-    "lora_path": _of_lora("init_adapter_path"),
 }

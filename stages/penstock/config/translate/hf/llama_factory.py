@@ -4,7 +4,7 @@ from penstock.config.translate import rule, shared
 from penstock.config.translate.dialect import Dialect, Values, by_reason, is_flat, same_names, typed
 from penstock.config.translate.hf import schedule, training_arguments
 from penstock.config.translate.hf.llama_factory_data import BOUNDS, sources
-from penstock.config.translate.shared import SOURCES, TESTS
+from penstock.config.translate.shared import SOURCES
 from penstock.config.translate.templates import LLAMA_FACTORY as LLAMA_FACTORY_TEMPLATES
 from penstock.config.translate.templates import chat_template
 from penstock.config.translate.translation import Draft, Entry, Rule
@@ -284,8 +284,7 @@ LLAMA_FACTORY = Dialect(
     },
     computed={
         "stage": _stage,
-        "dataset": sources(SOURCES),
-        "eval_dataset": sources(TESTS),
+        **dict.fromkeys(("dataset", "eval_dataset"), sources),
         "interleave_probs": rule.decides(f"{SOURCES}.0.weight"),
         "max_samples": rule.decides(f"{SOURCES}.0.max_samples"),
         "mix_strategy": rule.choice(

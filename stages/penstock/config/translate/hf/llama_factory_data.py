@@ -5,8 +5,8 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from penstock.config.translate.shared import SOURCES, names_in
-from penstock.config.translate.translation import Entry, Rule
+from penstock.config.translate.shared import SOURCES, TESTS, names_in
+from penstock.config.translate.translation import Entry
 
 INFO = "dataset_info.json"
 NOT_FOUND = (
@@ -54,36 +54,33 @@ READ = ("file_name", "formatting", "ranking", "columns", "tags", "split", "hf_hu
 OF_OTHER_HUBS = ("ms_hub_url", "om_hub_url")
 
 
-def sources(name: str) -> Rule:
-    """The rule of names of data sets."""
-
-    def rule(entry: Entry) -> None:
-        info, folder = _read_info(entry)
-        datasets, reasons = list[dict[str, Any]](), list[str]()
-        for dataset in names_in(entry.value):
-            if info is None:
-                datasets.append(_unknown(entry, folder / f"{dataset}.json"))
-            elif isinstance(described := info.get(dataset), dict):
-                description = cast("dict[str, Any]", described)
-                datasets.append(_source(entry, description, folder, reasons))
-            else:
-                entry.refuse(f"{dataset} is not in {folder / INFO}, which has {', '.join(info)}")
-                return
-        if name == SOURCES and (shares := entry.get("interleave_probs")) is not None:
-            for source, share in zip(datasets, names_in(shares), strict=False):
-                source["weight"] = float(share)
-        common = {"image_folder": entry.get("media_dir"), "max_samples": entry.get("max_samples")}
-        for source in datasets:
-            if source.get("type") == "text":
-                common.pop("image_folder", None)
-            source.update({key: value for key, value in common.items() if value})
-        entry.put(name, datasets)
+def sources(entry: Entry) -> None:
+    """Names of data sets."""
+    name = TESTS if entry.key == "eval_dataset" else SOURCES
+    info, folder = _read_info(entry)
+    datasets, reasons = list[dict[str, Any]](), list[str]()
+    for dataset in names_in(entry.value):
         if info is None:
-            entry.approximated(NOT_FOUND)
-        elif reasons:
-            entry.approximated("; ".join(dict.fromkeys(reasons)))
-
-    return rule
+            datasets.append(_unknown(entry, folder / f"{dataset}.json"))
+        elif isinstance(described := info.get(dataset), dict):
+            description = cast("dict[str, Any]", described)
+            datasets.append(_source(entry, description, folder, reasons))
+        else:
+            entry.refuse(f"{dataset} is not in {folder / INFO}, which has {', '.join(info)}")
+            return
+    if name == SOURCES and (shares := entry.get("interleave_probs")) is not None:
+        for source, share in zip(datasets, names_in(shares), strict=False):
+            source["weight"] = float(share)
+    common = {"image_folder": entry.get("media_dir"), "max_samples": entry.get("max_samples")}
+    for source in datasets:
+        if source.get("type") == "text":
+            common.pop("image_folder", None)
+        source.update({key: value for key, value in common.items() if value})
+    entry.put(name, datasets)
+    if info is None:
+        entry.approximated(NOT_FOUND)
+    elif reasons:
+        entry.approximated("; ".join(dict.fromkeys(reasons)))
 
 
 def _read_info(entry: Entry) -> tuple[dict[str, Any] | None, Path]:

@@ -11,7 +11,7 @@ from penstock.config.translate.hf.training_arguments import determinism
 from penstock.config.translate.shared import SOURCES, TESTS
 from penstock.config.translate.templates import LLAMA_FACTORY as LLAMA_FACTORY_TEMPLATES
 from penstock.config.translate.templates import chat_template
-from penstock.config.translate.translation import Draft, Entry, Rule
+from penstock.config.translate.translation import Draft, Entry
 
 # Keys of which its files have at least one.
 SIGNATURE = ("model_class", "train_dataset", "peft_config", "dist_config", "kernel_config")
@@ -21,25 +21,24 @@ CONVERTERS = {"alpaca": "alpaca", "sharegpt": "sharegpt", "pair": "preference"}
 OURS = {"path": "path", "split": "split", "size": "max_samples", "weight": "weight"}
 
 
-def _sources(name: str) -> Rule:
-    def apply(entry: Entry) -> None:
-        path = str(entry.value)
-        if not path.endswith((".yaml", ".yml")):
-            entry.put(name, [{"path": path}])
-            return
-        beside = entry.draft.folder
-        files = (Path(path), *(folder / path for folder in (beside, *beside.parents)))
-        file = next(filter(Path.is_file, files), None)
-        if file is None:
-            entry.refuse(f"there is no {path}, which says where the data is and what it holds")
-            return
-        described = cast("dict[str, dict[str, Any]]", yaml12.parse(file.read_text()).value)
-        entry.put(name, [_source(info) for info in described.values()])
-        read = {*OURS, "source", "converter"}
-        if unread := {key for info in described.values() for key in info} - read:
-            entry.approximated(f"{', '.join(sorted(unread))} of data sets is not read")
-
-    return apply
+def _sources(entry: Entry) -> None:
+    # A data set, or a YAML file that describes several.
+    name = TESTS if entry.key == "eval_dataset" else SOURCES
+    path = str(entry.value)
+    if not path.endswith((".yaml", ".yml")):
+        entry.put(name, [{"path": path}])
+        return
+    beside = entry.draft.folder
+    files = (Path(path), *(folder / path for folder in (beside, *beside.parents)))
+    file = next(filter(Path.is_file, files), None)
+    if file is None:
+        entry.refuse(f"there is no {path}, which says where the data is and what it holds")
+        return
+    described = cast("dict[str, dict[str, Any]]", yaml12.parse(file.read_text()).value)
+    entry.put(name, [_source(info) for info in described.values()])
+    read = {*OURS, "source", "converter"}
+    if unread := {key for info in described.values() for key in info} - read:
+        entry.approximated(f"{', '.join(sorted(unread))} of data sets is not read")
 
 
 def _source(info: Mapping[str, Any]) -> dict[str, Any]:
@@ -104,8 +103,7 @@ LLAMA_FACTORY_V1 = Dialect(
         "dist_config.ep_size": "train.expert_parallel_size",
     },
     computed={
-        "train_dataset": _sources(SOURCES),
-        "eval_dataset": _sources(TESTS),
+        **dict.fromkeys(("train_dataset", "eval_dataset"), _sources),
         "custom_chat_template": chat_template(LLAMA_FACTORY_TEMPLATES),
         "flash_attn": shared.attention,
         PEFT: rule.choice("lora.enable_lora", {"lora": True}, rule.refuses),

@@ -32,18 +32,16 @@ def prefers(draft: Draft) -> bool:
     return any(key.startswith((f"{DPO}.", f"{ORPO}.")) for key in draft.written)
 
 
-def _source(name: str) -> Rule:
-    def apply(entry: Entry) -> None:
-        path = str(entry.value)
-        is_text = path.rstrip("/").endswith(LINES)
-        columns = OF_PAIRS if prefers(entry.draft) else OF_SFT if is_text else OF_TOKENS
-        entry.put(name, [{"path": path, **columns}])
-        if columns is OF_SFT:
-            entry.explain(
-                "where the tokenizer has a chat template, question and answer are put through it"
-            )
-
-    return apply
+def _source(entry: Entry) -> None:
+    name = TESTS if entry.key == "data.val_dir" else SOURCES
+    path = str(entry.value)
+    is_text = path.rstrip("/").endswith(LINES)
+    columns = OF_PAIRS if prefers(entry.draft) else OF_SFT if is_text else OF_TOKENS
+    entry.put(name, [{"path": path, **columns}])
+    if columns is OF_SFT:
+        entry.explain(
+            "where the tokenizer has a chat template, question and answer are put through it"
+        )
 
 
 def _prefix(entry: Entry) -> None:
@@ -263,8 +261,7 @@ SAME: Mapping[str, str] = {
 }
 
 COMPUTED: Mapping[str, Rule] = {
-    "data.train_dir": _source(SOURCES),
-    "data.val_dir": _source(TESTS),
+    **dict.fromkeys(("data.train_dir", "data.val_dir"), _source),
     "data.data_prefix": _prefix,
     "data.dev_choose_samples": rule.decides(f"{SOURCES}.0.max_samples", f"{TESTS}.0.max_samples"),
     "data.seq_length": LENGTH,

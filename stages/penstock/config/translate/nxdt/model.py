@@ -258,13 +258,10 @@ def _share_of_heads(entry: Entry) -> None:
         entry.decides(f"{FOUNDATION}.model_type", f"{FOUNDATION}.rope_parameters")
 
 
-def _dropout(name: str) -> Rule:
-    def apply(entry: Entry) -> None:
-        if entry.is_assumed and not is_megatron(entry.draft):
-            return
-        entry.put(f"train.dropout.{name}", float(entry.value))
-
-    return apply
+def _dropout(entry: Entry) -> None:
+    if is_megatron(entry.draft) or not entry.is_assumed:
+        part = entry.key.removeprefix("model.").removesuffix("_dropout")
+        entry.put(f"train.dropout.{part}", float(entry.value))
 
 
 def _as_in_mixtral(is_so: str, *allowed: Any) -> Rule:
@@ -367,9 +364,7 @@ COMPUTED: Mapping[str, Rule] = {
         rule.sets({"train.init_device": "cpu"}),
         "weights are made shard by shard where they will lie",
     ),
-    "model.hidden_dropout": _dropout("hidden"),
-    "model.ffn_dropout": _dropout("ffn"),
-    "model.attention_dropout": _dropout("attention"),
+    **{f"model.{part}_dropout": _dropout for part in ("hidden", "ffn", "attention")},
     "model.moe.frequency": _as_in_mixtral("every layer has experts", 1),
     "model.moe.routing_algorithm": _as_in_mixtral("tokens choose experts", "top_k", "topk"),
     "model.moe.router_activation": _as_in_mixtral("experts are weighed by softmax", "softmax"),

@@ -10,13 +10,15 @@ from typing import Any
 from penstock.config.translate import rule
 from penstock.config.translate.dialect import Dialect, by_reason, listed, typed
 from penstock.config.translate.interpolation import resolve_references
-from penstock.config.translate.nxdt import alignment, data, model, optimizer
-from penstock.config.translate.shared import RESUMES, TESTS, tracks
+from penstock.config.translate.nxdt import data, model, optimizer
+from penstock.config.translate.nxdt.data import DPO, ORPO, PEFT
+from penstock.config.translate.shared import PRECOMPUTES, RESUMES, TESTS, tracks
 from penstock.config.translate.translation import Draft, Entry, Rule
 
 SECTIONS = ("trainer", "exp_manager", "distributed_strategy")
 MANAGER = "exp_manager"
 SAVING = f"{MANAGER}.checkpoint_callback_params"
+START = f"{MANAGER}.resume_from_checkpoint"
 
 # Modules that are recomputed, and our names of what holds them.
 PARTS = {
@@ -70,7 +72,7 @@ def _start(entry: Entry) -> None:
 
 
 def _weights_alone(entry: Entry) -> None:
-    if entry.get(f"{MANAGER}.resume_from_checkpoint"):
+    if entry.get(START):
         entry.decides("train.init_checkpoint_path")
     elif not entry.value:
         entry.no_effect("a run that is resumed takes up all of it")
@@ -111,6 +113,60 @@ def _recomputed(entry: Entry) -> None:
         entry.approximated(f"{', '.join(foreign)} is not known, and ignored upstream too")
 
 
+# Fused layers, and what checkpoints call their parts.
+TARGETS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+
+def _loss(entry: Entry) -> None:
+    entry.put("preference.loss_type", "sigmoid")
+    if entry.value != "sigmoid":
+        entry.approximated("the loss is sigmoid whatever this says, there too")
+
+
+def _prefer(name: str, loss: str) -> Rule:
+    # The rule of the one key of a strategy that weighs its loss; it chooses the strategy too.
+    def apply(entry: Entry) -> None:
+        strategy = entry.key.rpartition(".")[0]
+        if entry.is_assumed and not _has(entry.draft, strategy):
+            return
+        entry.put("train.objective", "preference")
+        entry.put("preference.loss_type", loss)
+        entry.put(name, entry.value)
+        if loss == "orpo":
+            entry.approximated(
+                "the SFT loss of chosen completions is a mean over tokens, not over completions"
+            )
+
+    return apply
+
+
+def _has(draft: Draft, strategy: str) -> bool:
+    return any(key.startswith(f"{strategy}.") for key in draft.written)
+
+
+def _is_asked_for(entry: Entry) -> bool:
+    return not entry.is_assumed or _has(entry.draft, PEFT)
+
+
+def _adapters(entry: Entry) -> None:
+    if _is_asked_for(entry):
+        entry.put("lora.enable_lora", True)
+        entry.put(f"lora.{entry.key.rpartition('.')[2]}", entry.value)
+
+
+def _targets(entry: Entry) -> None:
+    if not _is_asked_for(entry):
+        return
+    names = [str(name) for name in listed(entry.value)]
+    parts = [part for name in names for part in TARGETS.get(name, (name,))]
+    entry.put("lora.lora_target_modules", parts)
+    if fused := [name for name in names if name in TARGETS]:
+        entry.approximated(
+            f"{', '.join(fused)}: each part has a pair A, B of its own, where fused layers share"
+            " their A; start values and counts of trained parameters differ"
+        )
+
+
 def _finalize(draft: Draft) -> None:
     data.settle_data(draft)
     model.settle_model(draft)
@@ -120,6 +176,7 @@ def _finalize(draft: Draft) -> None:
             draft.drop(f"train.{name}", "there is nothing to evaluate on")
 
 
+OF_ADAPTER_FILES = "how adapters lie in NxD's own files; here they lie as peft writes them"
 OF_XLA = "checkpoints are written by PyTorch's distributed checkpoints, whatever this says"
 
 IDLE = by_reason(
@@ -135,8 +192,8 @@ IDLE = by_reason(
     {SAVING}.save_last: the last step is always saved
     {SAVING}.model_parallel_size: read by nothing
     distributed_strategy.token_shuffle_group_size: no token is dropped, so none is shuffled
-    {data.PEFT}.lora_verbose {data.PEFT}.save_lora_config_adapter
-    {data.PEFT}.merge_sharded_lora: {alignment.OF_ADAPTER_FILES}
+    {PEFT}.lora_verbose {PEFT}.save_lora_config_adapter
+    {PEFT}.merge_sharded_lora: {OF_ADAPTER_FILES}
     data.tokenizer.merge_file: read beside vocab_file
     data.tokenizer.library data.tokenizer.model data.tokenizer.delimiter
     data.tokenizer.sentencepiece_legacy
@@ -184,6 +241,32 @@ SAME: Mapping[str, str] = {
     **optimizer.SAME,
 }
 
+ALIGNMENT: Mapping[str, Rule] = {
+    f"{DPO}.kl_beta": _prefer("preference.beta", "sigmoid"),
+    f"{DPO}.loss_type": _loss,
+    f"{DPO}.precompute_ref_log_probs": PRECOMPUTES,
+    f"{ORPO}.beta": _prefer("preference.pref_loss_ratio", "orpo"),
+    **{f"{PEFT}.lora_{name}": _adapters for name in ("rank", "alpha", "dropout", "bias")},
+    f"{PEFT}.target_modules": _targets,
+    f"{PEFT}.save_lora_base": rule.if_on(
+        rule.no_effect("an export holds the model and the adapter"),
+        rule.sets({"lora.save_lora_only": True}),
+    ),
+    f"{PEFT}.merge_lora": rule.when(
+        lambda entry: entry.get(f"{PEFT}.save_lora_base") is not False,
+        rule.put("export.merge_lora", bool),
+        "save_lora_base: false keeps the adapter alone",
+    ),
+    f"{PEFT}.load_lora_from_ckpt": rule.when(
+        lambda entry: entry.value and entry.get(START),
+        rule.in_turn(
+            lambda entry: entry.put("lora.init_adapter_path", entry.get(START)),
+            rule.approximated("name a folder with adapter_config.json, as peft writes it"),
+        ),
+        "adapters are initialized from scratch",
+    ),
+}
+
 COMPUTED: Mapping[str, Rule] = {
     "trainer.max_epochs": rule.unless_minus_one(
         "train.num_train_epochs", "trainer.max_steps ends the run"
@@ -209,7 +292,7 @@ COMPUTED: Mapping[str, Rule] = {
         rule.put("train.require_checkpoint", lambda ignores: not ignores),
         "read with resume_if_exists alone",
     ),
-    f"{MANAGER}.resume_from_checkpoint": _start,
+    START: _start,
     "model.weight_init_only": _weights_alone,
     f"{MANAGER}.create_checkpoint_callback": rule.in_turn(
         rule.when(
@@ -289,7 +372,7 @@ COMPUTED: Mapping[str, Rule] = {
         ),
         "rows are split over ranks where context_parallel_size says so",
     ),
-    **alignment.COMPUTED,
+    **ALIGNMENT,
     **data.COMPUTED,
     **model.COMPUTED,
     **optimizer.COMPUTED,
@@ -302,7 +385,13 @@ DEFAULTS: Mapping[str, Any] = {
     f"{MANAGER}.log_gradient_norm": False,
     "trainer.gradient_clip_val": 0.0,
     "model.activations_checkpoint_granularity": None,
-    **alignment.DEFAULTS,
+    # Assumed where such a strategy is written.
+    f"{DPO}.kl_beta": 0.01,
+    f"{ORPO}.beta": 0.01,
+    f"{PEFT}.lora_rank": 16,
+    f"{PEFT}.lora_alpha": 32,
+    f"{PEFT}.lora_dropout": 0.05,
+    f"{PEFT}.target_modules": ["qkv_proj"],
     **data.DEFAULTS,
     **model.DEFAULTS,
     **optimizer.DEFAULTS,

@@ -5,8 +5,9 @@ from typing import Any, cast
 
 from penstock.config.translate import rule
 from penstock.config.translate.dialect import Table, by_reason, listed, same_names, typed
+from penstock.config.translate.shared import SOURCES, TESTS
 from penstock.config.translate.translate_key import translate_items
-from penstock.config.translate.translation import Entry, Rule
+from penstock.config.translate.translation import Entry
 
 ALPACA = {"type": "alpaca"}
 PAIRS = {"type": "preference"}
@@ -74,17 +75,15 @@ COLUMNS: Mapping[str, str] = {
 FILE_KINDS = ("json", "csv", "parquet", "text")
 
 
-def sources(name: str) -> Rule:
-    """The rule of a data set, or of a list of several."""
+def sources(entry: Entry) -> None:
+    """A data set, or a list of several."""
 
-    def apply(entry: Entry) -> None:
-        items = cast("list[dict[str, Any]]", [dict(item) for item in listed(entry.value)])
-        for item in items:
-            item.setdefault("_component_", "torchtune.datasets.instruct_dataset")
-        entry.put(name, [{} for _ in items])
-        translate_items(entry, items, TABLE, name)
-
-    return apply
+    name = TESTS if entry.key == "dataset_val" else SOURCES
+    items = cast("list[dict[str, Any]]", [dict(item) for item in listed(entry.value)])
+    for item in items:
+        item.setdefault("_component_", "torchtune.datasets.instruct_dataset")
+    entry.put(name, [{} for _ in items])
+    translate_items(entry, items, TABLE, name)
 
 
 def _builder(entry: Entry) -> None:

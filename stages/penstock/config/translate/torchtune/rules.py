@@ -8,7 +8,7 @@ from penstock.config.translate.dialect import Dialect, Values, by_reason, listed
 from penstock.config.translate.hf import schedule
 from penstock.config.translate.hf.training_arguments import settle_evaluations
 from penstock.config.translate.interpolation import resolve_references
-from penstock.config.translate.shared import SOURCES, TESTS, lay_rows, settle_precision
+from penstock.config.translate.shared import SOURCES, lay_rows, settle_precision
 from penstock.config.translate.torchtune.data import sources
 from penstock.config.translate.translation import Draft, Entry, Rule
 from penstock.core.errors import ConfigError
@@ -160,7 +160,8 @@ def _steps(entry: Entry) -> None:
 def _finalize(draft: Draft) -> None:
     pairs = draft.value("train.objective") == "preference"
     items = listed(draft.get("dataset") or draft.get("datasets") or [])
-    packs = any(isinstance(item, dict) and item.get("packed") for item in items)  # pyright: ignore[reportUnknownMemberType]
+    sources = [cast("dict[str, Any]", item) for item in items if isinstance(item, dict)]
+    packs = any(source.get("packed") for source in sources)
     lay_rows(draft, draft.get("tokenizer.max_seq_len"), "multipack" if packs else None, pairs=pairs)
     # Without lr_scheduler its recipes step none, so the rate stays as it is.
     if not draft.has("train.lr_decay_style"):
@@ -246,11 +247,10 @@ SAME: Mapping[str, str] = {
 }
 
 COMPUTED: Mapping[str, Rule] = {
-    "dataset": sources(SOURCES),
-    "datasets": sources(SOURCES),
+    **dict.fromkeys(("dataset", "datasets"), sources),
     "dataset_val": rule.when(
         "run_val_every_n_steps",
-        sources(TESTS),
+        sources,
         "run_val_every_n_steps is null, so there are no evaluations",
     ),
     "tokenizer.max_seq_len": rule.decides(shared.ROW, f"{SOURCES}.0.max_seq_len"),
