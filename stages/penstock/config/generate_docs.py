@@ -255,9 +255,7 @@ def _kind(branch: Any) -> str:
         return f"list[{' or '.join(_kind(item).replace('`', '') for item in items)}]"
     if get_origin(branch) is dict:
         value = get_args(branch)[1]
-        kinds = " or ".join(
-            _kind(inner_branch).replace("`", "") for inner_branch in branches(value)
-        )
+        kinds = " or ".join(_kind(inner).replace("`", "") for inner in branches(value))
         return f"map[{'any' if value is Any else kinds}]"
     if isinstance(branch, type) and issubclass(branch, ConfigSection):
         return "map"

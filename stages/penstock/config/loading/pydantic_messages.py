@@ -170,7 +170,8 @@ def _limit(location: _Place, detail: Detail) -> str:
 def _wrong_type(location: _Place, value: Any) -> str:
     if location.path[-1] in SECRET and isinstance(value, str):
         return f"is text; write {location.type_text} (a secret belongs in the environment)"
-    problem = f"is {_noun(value)}{_shown(value)}"
+    text = "" if value is None or isinstance(value, list | dict) else shown(value)
+    problem = f"is {_noun(value)}{text}"
     if any(map(is_section, location.kinds)):
         return f"{problem}; wanted a mapping of settings, for example {location.example}"
     if isinstance(value, str) and location.choices and str not in location.kinds:
@@ -217,7 +218,3 @@ def _noun(value: Any) -> str:
     if isinstance(value, dict):
         return "a mapping"
     return "the text " if isinstance(value, str) else ""
-
-
-def _shown(value: Any) -> str:
-    return "" if value is None or isinstance(value, list | dict) else shown(value)

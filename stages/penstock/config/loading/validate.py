@@ -41,11 +41,11 @@ MOST_REPAIRS = 10
 class ValidationResult:
     """The run, its errors and its notices."""
 
+    # With errors, only for inspection.
     run: RunConfig
-    """With errors, only for inspection."""
     faults: list[ConfigIssue]
+    # A line for each setting that is valid but is not used as written.
     notices: list[str]
-    """A line for each setting that is valid but is not used as written."""
 
 
 def validate(settings: Mapping[str, Any]) -> ValidationResult:
@@ -98,15 +98,9 @@ def _faults(error: ValidationError, root: type[ConfigSection]) -> list[ConfigIss
     return [
         ConfigIssue(path, error_message(path, details, root))
         for path, details in details_by_path.items()
-        if not _explained_within(path, deep)
+        # An error at a deeper path explains this one more precisely.
+        if not any(deeper != path and deeper[: len(path)] == path for deeper in deep)
     ]
-
-
-def _explained_within(path: Steps, other_paths: Iterable[Steps]) -> bool:
-    return any(
-        len(other_path) > len(path) and other_path[: len(path)] == path
-        for other_path in other_paths
-    )
 
 
 def _steps(loc: tuple[int | str, ...], root: type[ConfigSection]) -> Steps:
@@ -132,7 +126,9 @@ def _repaired(
     # The values without the invalid ones, or with placeholders where a value is required.
     repaired = deepcopy(values)
     for fault in faults:
-        path = fault.path if _is_unknown(fault.path, root) else enclosing_field(fault.path, root)
+        above = branches(annotation_at(fault.path[:-1], root))
+        is_unknown = any(map(is_section, above)) and annotation_at(fault.path, root) is None
+        path = fault.path if is_unknown else enclosing_field(fault.path, root)
         parent = _find(repaired, path[:-1])
         last: Any = path[-1]
         field = field_at(path, root)
@@ -141,11 +137,6 @@ def _repaired(
         elif isinstance(parent, dict):
             parent.pop(last, None)  # pyright: ignore[reportUnknownMemberType]
     return repaired
-
-
-def _is_unknown(path: Steps, root: type[ConfigSection]) -> bool:
-    above = annotation_at(path[:-1], root)
-    return any(map(is_section, branches(above))) and annotation_at(path, root) is None
 
 
 def _find(values: Any, path: Steps) -> Any:

@@ -75,7 +75,12 @@ class Document:
 def parse(text: str) -> Document:
     """Parse the YAML document in `text`. Raises YamlError."""
     try:
-        root = _compose(text)
+        loader = _Loader(text)
+        try:
+            root = loader.get_single_node()
+        finally:
+            # As `yaml.load` does: the parser refers to itself, and would stay until a collection.
+            loader.dispose()  # pyright: ignore[reportUnknownMemberType]
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         raise YamlError(mark.line + 1 if mark else 1, _problem(error)) from None
@@ -91,8 +96,7 @@ def parse(text: str) -> Document:
         raise YamlError(1, "nested too deeply") from None
     document = Document()
     if root is not None:
-        builder = _Builder(document)
-        document.value = builder.build(root, ())
+        document.value = _Builder(document).build(root, ())
     return document
 
 
@@ -151,15 +155,6 @@ class _Loader(yaml.SafeLoader):
         return f"{PREFIX}map" if kind is MappingNode else f"{PREFIX}seq"
 
 
-def _compose(text: str) -> Node | None:
-    loader = _Loader(text)
-    try:
-        return loader.get_single_node()
-    finally:
-        # As `yaml.load` does: the parser refers to itself, and would stay until a collection.
-        loader.dispose()  # pyright: ignore[reportUnknownMemberType]
-
-
 class _Builder:
     def __init__(self, document: Document) -> None:
         self._document = document
@@ -180,17 +175,14 @@ class _Builder:
             raise YamlError(_mark(node)[0], "an alias refers to a value that contains it")
         self._open.add(id(node))
         try:
-            return self._collection(node, path)
+            if isinstance(node, MappingNode) and node.tag == f"{PREFIX}map":
+                return self._mapping(node, path)
+            if isinstance(node, SequenceNode) and node.tag == f"{PREFIX}seq":
+                return [self.build(entry, (*path, index)) for index, entry in enumerate(node.value)]
+            self._fault(path, f"the tag {_spelled(node.tag)} is not supported; leave it out")
+            return None
         finally:
             self._open.remove(id(node))
-
-    def _collection(self, node: Node, path: Steps) -> Any:
-        if isinstance(node, MappingNode) and node.tag == f"{PREFIX}map":
-            return self._mapping(node, path)
-        if isinstance(node, SequenceNode) and node.tag == f"{PREFIX}seq":
-            return [self.build(entry, (*path, index)) for index, entry in enumerate(node.value)]
-        self._fault(path, f"the tag {_spelled(node.tag)} is not supported; leave it out")
-        return None
 
     def _mapping(self, node: MappingNode, path: Steps) -> dict[str, Any]:
         values: dict[str, Any] = {}

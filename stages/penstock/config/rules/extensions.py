@@ -19,8 +19,8 @@ class NamedPart(NamedTuple):
     name: str
     options: Mapping[str, Any]
     path: Steps
+    # The field with its name, if that is not the last part of the path.
     named_by: str = ""
-    """The field with its name, if that is not the last part of the path."""
 
 
 def named_parts(run: RunConfig) -> Iterator[NamedPart]:

@@ -22,9 +22,9 @@ class CacheKey:
     """When a field is part of the key."""
 
     role: Role
+    # A property of the section whose value the key contains instead of the field's, so that values
+    # that mean the same have one key.
     value: str | None = None
-    """A property of the section whose value the key contains instead of the field's, so that values
-    that mean the same have one key."""
 
 
 # Part of the key, with its value.

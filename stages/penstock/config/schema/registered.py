@@ -20,8 +20,8 @@ class Registered:
     JSON Schema has the names of installed packages too."""
 
     registry: Registry
+    # Why names of ours are not written in this field, where they are not.
     not_ours: str = ""
-    """Why names of ours are not written in this field, where they are not."""
 
     @property
     def names(self) -> list[str]:

@@ -23,17 +23,14 @@ AS_IN_A_RUN = object()
 class Served:
     """The field is a setting of a training server."""
 
+    # What a server uses unless it is written.
     default: Any = AS_IN_A_RUN
-    """What a server uses unless it is written."""
-
+    # The default as documented. If it is not written, a server uses what fits the machine.
     documented: Any = AS_IN_A_RUN
-    """The default as documented. If it is not written, a server uses what fits the machine."""
-
+    # Its name in a server's file, if it is another.
     name: str = ""
-    """Its name in a server's file, if it is another."""
-
+    # Its description, if it is another.
     doc: str = ""
-    """Its description, if it is another."""
 
 
 class ServedField(NamedTuple):

@@ -85,7 +85,11 @@ def translate(
     if str(draft.value("model.model_path")).startswith(BUILT_IN):
         draft.rename("model.model_path", "model.config_path")
     ranks = fit_parallel_sizes(draft, devices)
-    _mark_doubtful(draft)
+    # Values that are translated as their tool computes them, and probably do not do what was
+    # intended.
+    _warmup_ends(draft)
+    _texts_keep_their_ends(draft)
+    _experts_compute_in_fp8(draft)
     settings = _in_order(draft.settings, RunConfig)
     placeholders = {
         name: value
@@ -103,9 +107,7 @@ def translate_native(values: Mapping[str, Any], devices: Devices) -> Translation
 
 
 def _translate(draft: Draft, dialect: Dialect, key: str, *, is_null: bool) -> None:
-    stronger = [
-        other_key for other_key in dialect.overridden_by.get(key, ()) if other_key in draft.written
-    ]
+    stronger = [other for other in dialect.overridden_by.get(key, ()) if other in draft.written]
     if stronger and key in dialect.keys and not is_null:
         draft.set_line(key, "no effect", f"{stronger[0]} is written, and overrides it")
     else:
@@ -140,17 +142,6 @@ def _in_order(settings: Mapping[str, Any], section: type[ConfigSection]) -> dict
     return ordered
 
 
-SOURCES = ("data.datasets", "data.test_datasets")
-
-
-def _mark_doubtful(draft: Draft) -> None:
-    # Mark the keys of values that are translated as their tool computes them, and probably do not
-    # do what was intended.
-    _warmup_ends(draft)
-    _texts_keep_their_ends(draft)
-    _experts_compute_in_fp8(draft)
-
-
 def _warmup_ends(draft: Draft) -> None:
     warmup, steps = draft.value("train.lr_warmup_steps"), draft.value("train.max_steps")
     if isinstance(warmup, int) and isinstance(steps, int) and 0 < steps < warmup:
@@ -164,9 +155,9 @@ def _warmup_ends(draft: Draft) -> None:
 def _texts_keep_their_ends(draft: Draft) -> None:
     if draft.value("data.truncation_mode", "keep_start") == "drop":
         return
-    for name in SOURCES:
-        sources = cast("list[dict[str, Any]]", draft.value(name) or [])
-        limits = {source.get("max_seq_len") for source in sources if source.get("type") == "text"}
+    for name in ("data.datasets", "data.test_datasets"):
+        texts = (source for source in draft.sources(name) if source.get("type") == "text")
+        limits = {source.get("max_seq_len") for source in texts}
         # Keys that name data sets are marked once, however many they name.
         for limit in sorted(limit for limit in limits if isinstance(limit, int)):
             draft.mark_doubtful(
@@ -177,9 +168,8 @@ def _texts_keep_their_ends(draft: Draft) -> None:
 
 
 def _experts_compute_in_fp8(draft: Draft) -> None:
-    is_mixture = draft.value("model.foundation.num_local_experts") or draft.value(
-        "model.foundation.num_experts"
-    )
+    counts = ("num_local_experts", "num_experts")
+    is_mixture = any(draft.value(f"model.foundation.{name}") for name in counts)
     if draft.value("train.enable_fp8_training"):
         every = "experts" if is_mixture else "if the model has experts, they"
         draft.mark_doubtful(

@@ -27,24 +27,19 @@ class Table:
     """The keys of a mapping. Names of nested keys are joined with dots (`trainer.devices`); a key
     may also name a whole mapping."""
 
+    # Foreign key to our dotted name.
     same: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Foreign key to our dotted name."""
-
+    # Foreign key to its rule.
     computed: Mapping[str, Rule] = field(default_factory=dict[str, Rule])
-    """Foreign key to its rule."""
-
+    # Foreign key to the reason why it is left out unless its value is in `OFF`.
     unsupported: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Foreign key to the reason why it is left out unless its value is in `OFF`."""
-
+    # Foreign key to the reason why it has no effect here, whatever its value.
     idle: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Foreign key to the reason why it has no effect here, whatever its value."""
-
+    # Foreign key to the type of its value, for rules that would take any.
     types: Mapping[str, "ValueType"] = field(default_factory=dict[str, "ValueType"])
-    """Foreign key to the type of its value, for rules that would take any."""
-
+    # Prefixes of keys that are in no table to their rule, or the reason why they have no effect
+    # here.
     families: Mapping[str, Rule | str] = field(default_factory=dict[str, Rule | str])
-    """Prefixes of keys that are in no table to their rule, or the reason why they have no effect
-    here."""
 
     @cached_property
     def keys(self) -> set[str]:
@@ -66,37 +61,28 @@ class Table:
 class Dialect(Table):
     """One foreign format."""
 
+    # As in `--dialect`.
     name: str
-    """As in `--dialect`."""
-
+    # The name of the tool.
     title: str
-    """The name of the tool."""
-
+    # Whether a file, as parsed, is in this format.
     recognizes: Callable[[Values], bool]
-    """Whether a file, as parsed, is in this format."""
-
+    # Values of keys that are left out, translated like written ones and reported as assumed. Only
+    # those that may change results compared with our own defaults.
     defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Values of keys that are left out, translated like written ones and reported as assumed. Only
-    those that may change results compared with our own defaults."""
-
+    # Defaults that depend on the keys in a file; they replace those in `defaults`.
     inferred: Callable[[Values], Values] = lambda _: {}
-    """Defaults that depend on the keys in a file; they replace those in `defaults`."""
-
+    # A key to the keys that replace it where they are written.
     overridden_by: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
-    """A key to the keys that replace it where they are written."""
-
+    # Keys whose null has a meaning. For other keys null is the same as leaving the key out.
     meaningful_nulls: frozenset[str] = frozenset()
-    """Keys whose null has a meaning. For other keys null is the same as leaving the key out."""
-
+    # Settings that every run needs and such a file never has, which the user must write, with
+    # values that are used to validate the rest.
     placeholders: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Settings that every run needs and such a file never has, which the user must write, with
-    values that are used to validate the rest."""
-
+    # Applied to the values first, for example to resolve references.
     prepare: Callable[[Values], Values] = lambda values: values
-    """Applied to the values first, for example to resolve references."""
-
+    # Translates what several keys decide together, after all rules.
     finalize: Callable[[Draft], None] = lambda _: None
-    """Translates what several keys decide together, after all rules."""
 
 
 def why_not_of(kind: ValueType | None, value: Any) -> str | None:

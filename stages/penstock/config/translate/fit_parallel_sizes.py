@@ -45,8 +45,8 @@ ON_GPUS_ALONE = ("train.optimizer_offload", "train.enable_activation_offload")
 class Devices:
     """The devices to fit a run to."""
 
+    # Training processes, one for each GPU.
     ranks: int
-    """Training processes, one for each GPU."""
     has_gpus: bool = True
 
 

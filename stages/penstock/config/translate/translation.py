@@ -39,8 +39,8 @@ class Line:
     value: Any
     kind: Kind
     why: str = ""
+    # The settings of ours that it decides.
     names: list[str] = field(default_factory=list[str])
-    """The settings of ours that it decides."""
 
     @property
     def redacted_value(self) -> Any:
@@ -216,23 +216,18 @@ Rule = Callable[[Entry], None]
 class Translation:
     """A foreign file as settings of ours."""
 
+    # The name of its dialect.
     dialect: str
-    """The name of its dialect."""
-
+    # The name of the tool.
     title: str
-    """The name of the tool."""
-
+    # As in a native file, in the order of the schema.
     settings: Mapping[str, Any]
-    """As in a native file, in the order of the schema."""
-
+    # The report: a line for each foreign key and for each assumed default.
     lines: Sequence[Line]
-    """The report: a line for each foreign key and for each assumed default."""
-
+    # Number of processes that parallel sizes were fitted to.
     ranks: int
-    """Number of processes that parallel sizes were fitted to."""
-
+    # Settings that a run needs and the file does not have, with values for validation.
     placeholders: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Settings that a run needs and the file does not have, with values for validation."""
 
     def origins(self, name: str) -> tuple[str, ...]:
         """The foreign keys that decide a setting: written ones before assumed ones, and of these

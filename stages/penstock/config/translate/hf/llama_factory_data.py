@@ -1,7 +1,7 @@
 """LLaMA-Factory: data sets by the names that `dataset_info.json` gives them."""
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -88,18 +88,13 @@ def _read_info(entry: Entry) -> tuple[dict[str, Any] | None, Path]:
     named = entry.get("dataset_dir", "data")
     if isinstance(named, dict):
         return cast("dict[str, Any]", named), Path()
-    for folder in _folders(entry.draft.folder, str(named)):
+    beside = entry.draft.folder
+    above = (folder / str(named) for folder in (beside, *beside.parents))
+    for folder in (Path(str(named)), beside, *above):
         path = folder / INFO
         if path.is_file():
             return json.loads(path.read_text(encoding="utf-8")), folder
     return None, Path(str(named))
-
-
-def _folders(beside: Path, named: str) -> Iterator[Path]:
-    yield Path(named)
-    yield beside
-    for folder in (beside, *beside.parents):
-        yield folder / named
 
 
 def _unknown(entry: Entry, path: Path) -> dict[str, Any]:
@@ -126,7 +121,9 @@ def _source(
     entry: Entry, info: Mapping[str, Any], folder: Path, reasons: list[str]
 ) -> dict[str, Any]:
     columns: dict[str, Any] = info.get("columns") or {}
-    source: dict[str, Any] = {"path": _path(info, folder)}
+    hubs = ("hf_hub_url", *OF_OTHER_HUBS, "cloud_file_name")
+    hub_id = next((str(info[key]) for key in hubs if info.get(key)), None)
+    source: dict[str, Any] = {"path": hub_id or str(folder / str(info["file_name"]))}
     source |= {OURS[key]: info[key] for key in OURS if info.get(key)}
     if info.get("split", "train") != "train":
         source["split"] = info["split"]
@@ -160,13 +157,6 @@ def _source(
     if unread := [key for key in info if key not in (*READ, *OF_OTHER_HUBS)]:
         reasons.append(f"{', '.join(unread)} in {INFO} is not read")
     return source
-
-
-def _path(info: Mapping[str, Any], folder: Path) -> str:
-    for key in ("hf_hub_url", *OF_OTHER_HUBS, "cloud_file_name"):
-        if info.get(key):
-            return str(info[key])
-    return str(folder / str(info["file_name"]))
 
 
 def _kind(
