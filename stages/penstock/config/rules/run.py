@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from penstock.config.loading.fault import ConfigIssue, Issues, dotted
-from penstock.config.rules.data import DATA_RULES
+from penstock.config.rules.data import DATA_RULES, TEST, TRAIN, iter_datasets
 from penstock.config.rules.effect import check_declared
 from penstock.config.rules.extensions import check_fields_of_ours, check_options, check_reads
 from penstock.config.rules.objective import OBJECTIVE_RULES
@@ -237,9 +237,8 @@ def _input_paths(run: RunConfig) -> Iterator[tuple[str, str]]:
         models[f"model.encoders.{kind}.model_path"] = encoder.model_path
         models[f"model.encoders.{kind}.config_path"] = encoder.config_path
     yield from ((name, path) for name, path in models.items() if path)
-    for field in ("datasets", "test_datasets"):
-        for index, entry in enumerate(getattr(run.data, field)):
-            yield dotted(("data", field, index, "path")), entry.path
+    for path, entry in iter_datasets(run, TRAIN, TEST):
+        yield dotted((*path, "path")), entry.path
 
 
 def _normalize(path: str) -> Path:

@@ -20,16 +20,14 @@ STRATEGIES = ("no", "steps", "epoch")
 STAGE_IN_NAME = re.compile(r"(?:zero|z)[-_]?([0-3])")
 
 
-def decay(entry: Entry) -> None:
-    """`weight_decay`, which leaves norms and biases alone there."""
+def _decay(entry: Entry) -> None:
     entry.put("train.weight_decay", entry.value)
     if entry.value:
         # Trainer.get_decay_parameter_names leaves out biases and layers of the norms' types.
         entry.put("train.no_decay_params", ["bias", "norm"])
 
 
-def log_steps(entry: Entry) -> None:
-    """`logging_steps`: a number, or below 1 a share of all steps."""
+def _log_steps(entry: Entry) -> None:
     if isinstance(entry.value, float) and entry.value < 1:
         entry.approximated("every step is logged; metrics.jsonl always has all steps")
     else:
@@ -49,8 +47,7 @@ def _every(entry: Entry, strategy: str, kind: str, count: Any) -> None:
         entry.put(f"train.{kind}_steps", int(count))
 
 
-def evaluations(entry: Entry) -> None:
-    """`eval_strategy`."""
+def _evaluations(entry: Entry) -> None:
     name = str(entry.value)
     if name == "no":
         entry.put("train.eval_steps", 0)
@@ -75,8 +72,7 @@ def savings(entry: Entry) -> None:
         entry.leave_out(f"it takes {', '.join((*STRATEGIES, 'best'))}")
 
 
-def best(entry: Entry) -> None:
-    """`load_best_model_at_end`: the best checkpoint is the run's result."""
+def _best(entry: Entry) -> None:
     if not entry.value:
         entry.no_effect("the last checkpoint is the result")
         return
@@ -88,8 +84,7 @@ def best(entry: Entry) -> None:
         entry.put("train.save_best.mode", "max" if greater else "min")
 
 
-def resuming(entry: Entry) -> None:
-    """`resume_from_checkpoint`: a truth or a folder."""
+def _resuming(entry: Entry) -> None:
     if entry.value is True:
         entry.put("train.load_checkpoint_path", "auto")
     elif not entry.value:
@@ -99,8 +94,7 @@ def resuming(entry: Entry) -> None:
         entry.approximated("a trainer's checkpoint is not read; name one of a run made here")
 
 
-def in_bits(entry: Entry) -> None:
-    """`bf16` and `fp16` over weights in float32."""
+def _in_bits(entry: Entry) -> None:
     if entry.value not in (True, False, "auto", "full"):
         raise ValueError("it takes true, false, auto and full")
     if entry.get("fp16") is True:
@@ -111,8 +105,7 @@ def in_bits(entry: Entry) -> None:
         entry.put("train.precision", "fp32")
 
 
-def pushing(entry: Entry) -> None:
-    """`push_to_hub`, to `hub_model_id`."""
+def _pushing(entry: Entry) -> None:
     if not entry.value:
         entry.no_effect("nothing is pushed")
     elif entry.get("hub_model_id"):
@@ -121,8 +114,7 @@ def pushing(entry: Entry) -> None:
         entry.approximated("write push.repo_id: a push names its repository here")
 
 
-def deepspeed(entry: Entry) -> None:
-    """`deepspeed`: a DeepSpeed config file, or its content."""
+def _deepspeed(entry: Entry) -> None:
     value = entry.value
     if isinstance(value, dict):
         zero: Any = cast("dict[str, Any]", value).get("zero_optimization") or {}
@@ -139,8 +131,7 @@ def deepspeed(entry: Entry) -> None:
     entry.approximated("only the ZeRO stage of the file is used, from its name or the mapping")
 
 
-def fsdp(entry: Entry) -> None:
-    """`fsdp`: words, or a truth."""
+def _fsdp(entry: Entry) -> None:
     options = " ".join(map(str, listed(entry.value)))
     if options in ("", "False"):
         entry.no_effect("is off")
@@ -254,19 +245,19 @@ COMPUTED: Mapping[str, Rule] = {
         rule.put("train.num_train_epochs"),
     ),
     "max_steps": rule.unless_minus_one("train.max_steps", "-1: epochs end the run"),
-    "weight_decay": decay,
+    "weight_decay": _decay,
     "optim": schedule.optimizer,
     **{name: schedule.of_adam("optim") for name in (*schedule.BETAS, "adam_epsilon")},
     "lr_scheduler_type": schedule.schedule,
     "lr_scheduler_kwargs": schedule.schedule_arguments("lr_scheduler_type", "learning_rate"),
     "warmup_steps": schedule.warmup_steps,
     "warmup_ratio": schedule.warmup_ratio,
-    "bf16": in_bits,
-    "fp16": in_bits,
-    "logging_steps": log_steps,
+    "bf16": _in_bits,
+    "fp16": _in_bits,
+    "logging_steps": _log_steps,
     "log_on_each_node": rule.choice("train.log_ranks", {True: "local0", False: "global0"}),
-    "eval_strategy": evaluations,
-    "evaluation_strategy": evaluations,
+    "eval_strategy": _evaluations,
+    "evaluation_strategy": _evaluations,
     "eval_steps": rule.when(
         lambda entry: (entry.get("eval_strategy") or entry.get("evaluation_strategy")) == "steps",
         rule.decides("train.eval_steps", "train.eval_epochs"),
@@ -279,11 +270,11 @@ COMPUTED: Mapping[str, Rule] = {
         "read with save_strategy: steps alone",
     ),
     "save_only_model": rule.negated("train.save_optimizer"),
-    "load_best_model_at_end": best,
+    "load_best_model_at_end": _best,
     **dict.fromkeys(("metric_for_best_model", "greater_is_better"), OF_BEST),
     "report_to": reports,
     "logging_dir": events_folder,
-    "resume_from_checkpoint": resuming,
+    "resume_from_checkpoint": _resuming,
     **dict.fromkeys(
         ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"), RECOMPUTED_ALIKE
     ),
@@ -294,12 +285,12 @@ COMPUTED: Mapping[str, Rule] = {
         "seed is the same",
     ),
     "eval_delay": rule.if_on(rule.approximated(FROM_FIRST), FROM_FIRST),
-    "push_to_hub": pushing,
+    "push_to_hub": _pushing,
     "hub_model_id": rule.when(
         "push_to_hub", rule.put("push.repo_id"), "read with push_to_hub alone"
     ),
-    "deepspeed": deepspeed,
-    "fsdp": fsdp,
+    "deepspeed": _deepspeed,
+    "fsdp": _fsdp,
     "full_determinism": determinism,
 }
 

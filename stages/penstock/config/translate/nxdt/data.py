@@ -24,6 +24,8 @@ INDEXED = {"type": "tokenized", "ds_type": "megatron"}
 
 AS_THERE = "documents that are shuffled, joined, and cut every seq_length tokens, as there"
 
+SHUFFLES = ("data.shuffle_merged_datasets", "data.shuffle_before_merging_datasets")
+
 PREFIX, SPLITS = "data.data_prefix", "data.splits_string"
 
 
@@ -46,18 +48,14 @@ def _source(entry: Entry) -> None:
 
 def _prefix(entry: Entry) -> None:
     value: Any = entry.value
-    held: list[dict[str, Any]] = []
-    if isinstance(value, dict):
-        parts = cast("dict[str, Any]", value)
-        if not parts.get("train"):
-            entry.refuse("it needs train: a prefix, or weights and prefixes in turn")
-            return
-        entry.put(SOURCES, _weighed(parts["train"]))
-        held = _weighed(parts["validation"]) if parts.get("validation") else []
-        if held:
-            entry.put(TESTS, _unweighed(held))
-    else:
-        entry.put(SOURCES, _weighed(value))
+    parts = cast("dict[str, Any]", value if isinstance(value, dict) else {"train": value})
+    if isinstance(value, dict) and not parts.get("train"):
+        entry.refuse("it needs train: a prefix, or weights and prefixes in turn")
+        return
+    entry.put(SOURCES, _weighed(parts["train"]))
+    held = _weighed(parts["validation"]) if parts.get("validation") else []
+    if held:
+        entry.put(TESTS, _unweighed(held))
     weights = [source.get("weight", 0.0) for source in entry.draft.value(SOURCES)]
     if not any(weights):
         for source in entry.draft.value(SOURCES):
@@ -131,7 +129,7 @@ def _share_out(draft: Draft) -> None:
     if prefix is None or isinstance(prefix, dict) or (line and line.kind == "refused"):
         return
     shares = str(draft.get(SPLITS))
-    sources = cast("list[dict[str, Any]]", draft.value(SOURCES) or [])
+    sources = draft.sources(SOURCES)
     for source in sources:
         source["splits_string"] = shares
     if parse_splits(shares)[1]:
@@ -145,9 +143,8 @@ def _order(entry: Entry) -> None:
     if entry.get(PREFIX) is not None:
         entry.no_effect("documents of data_prefix are shuffled, whichever way batches are drawn")
         return
-    is_mixed = entry.value == "cyclic"
-    entry.put("data.shuffle_merged_datasets", is_mixed)
-    entry.put("data.shuffle_before_merging_datasets", is_mixed)
+    for name in SHUFFLES:
+        entry.put(name, entry.value == "cyclic")
 
 
 def _prompt_length(entry: Entry) -> None:
@@ -166,15 +163,13 @@ def _truncation(entry: Entry) -> None:
 
 def settle_data(draft: Draft) -> None:
     """How long a sample may be, and how many share a row."""
-    records_share = bool(draft.get(f"{SFT}.packing", draft.get("data.packing")))
     is_indexed = PREFIX in draft.written
     if is_indexed:
         _share_out(draft)
     model, own = draft.get("model.encoder_seq_length"), draft.get("data.seq_length")
     longest = own or model
-    sources = cast("list[dict[str, Any]]", draft.value(SOURCES) or [])
-    tests = cast("list[dict[str, Any]]", draft.value(TESTS) or [])
-    for source in (*sources, *tests):
+    sources = draft.sources(SOURCES)
+    for source in (*sources, *draft.sources(TESTS)):
         if longest and source["type"] != "tokenized":
             source["max_seq_len"] = longest
         if number := draft.get("data.dev_choose_samples"):
@@ -196,14 +191,16 @@ def settle_data(draft: Draft) -> None:
         )
     if is_indexed:
         _wrap(draft)
-    elif records_share:
+    elif draft.get(f"{SFT}.packing", draft.get("data.packing")):
         draft.put("data.sample_packing_method", "sequential")
         _join(draft, sources)
     else:
         draft.put("data.sample_packing_method", "multipack")
         draft.put(GROUP, 1)
-    if not is_indexed and any(source["type"] == "tokenized" for source in sources):
-        _in_file_order(draft)
+    is_tokenized = not is_indexed and any(source["type"] == "tokenized" for source in sources)
+    for name in SHUFFLES if is_tokenized else ():
+        if not draft.has(name):
+            draft.put(name, False)
 
 
 def _wrap(draft: Draft) -> None:
@@ -211,8 +208,8 @@ def _wrap(draft: Draft) -> None:
     draft.put("data.sample_packing_method", "wrapped")
     if not draft.has("data.isolate_samples"):
         draft.put("data.isolate_samples", False)
-    for name in ("shuffle_merged_datasets", "shuffle_before_merging_datasets"):
-        draft.put(f"data.{name}", True)
+    for name in SHUFFLES:
+        draft.put(name, True)
 
 
 def _join(draft: Draft, sources: Sequence[dict[str, Any]]) -> None:
@@ -228,12 +225,6 @@ def _join(draft: Draft, sources: Sequence[dict[str, Any]]) -> None:
         "prompts are not trained, as documented; upstream trains them in packed rows",
     )
     draft.lines[key].names.append("data.isolate_samples")
-
-
-def _in_file_order(draft: Draft) -> None:
-    for name in ("shuffle_merged_datasets", "shuffle_before_merging_datasets"):
-        if not draft.has(f"data.{name}"):
-            draft.put(f"data.{name}", False)
 
 
 def _boundaries(entry: Entry) -> None:
