@@ -7,9 +7,8 @@ from difflib import get_close_matches
 from typing import Any
 
 from penstock.config.loading.fault import ConfigIssue, Issues, shown
-from penstock.config.schema.lr_schedule import ENDING
 from penstock.config.schema.memory import RESULT_DTYPES, STOCHASTIC
-from penstock.config.schema.optimizer import KWARGS
+from penstock.config.schema.optimizer import ENDING, KWARGS
 from penstock.config.schema.run import RunConfig
 from penstock.core.extensions import OPTIMIZERS
 
