@@ -56,12 +56,6 @@ def _least_rate(entry: Entry) -> None:
         entry.refuse("a share of learning_rate, which is no number")
 
 
-def _in_steps(entry: Entry) -> None:
-    # Rows of a step on one device.
-    rows, unit = entry.value, entry.get("micro_batch_size", 1)
-    entry.put("train.gradient_accumulation_steps", max(1, rows // unit))
-
-
 # Words in the place of true, for activations that leave the GPU.
 OFFLOADS = ("offload", "offload_disk", "legacy", "disk", "hidden_states", "unsloth")
 
@@ -87,13 +81,6 @@ def _saves(entry: Entry) -> None:
         entry.put("train.save_epochs", 0.0)
     else:
         training_arguments.savings(entry)
-
-
-def _eval_steps(entry: Entry) -> None:
-    if isinstance(entry.value, float) and entry.value < 1:
-        entry.put("train.eval_epochs", entry.value * entry.get("num_epochs", 1))
-    else:
-        entry.put("train.eval_steps", entry.value)
 
 
 LANGUAGE = re.compile(r"language_model|lm_head|embed_tokens")
@@ -337,11 +324,19 @@ COMPUTED: Mapping[str, Rule] = {
     "saves_per_epoch": rule.in_turn(
         rule.put("train.save_epochs", _epochs_between), rule.sets({"train.save_steps": 0})
     ),
-    "eval_steps": _eval_steps,
+    "eval_steps": rule.when(
+        lambda entry: isinstance(entry.value, float) and entry.value < 1,
+        lambda entry: entry.put("train.eval_epochs", entry.value * entry.get("num_epochs", 1)),
+        rule.put("train.eval_steps"),
+    ),
     "save_steps": rule.in_turn(rule.sets({"train.save_epochs": 0.0}), rule.put("train.save_steps")),
     "save_strategy": _saves,
     "early_stopping_patience": rule.put("train.early_stopping.patience"),
-    "batch_size": _in_steps,
+    # Rows of a step on one device.
+    "batch_size": lambda entry: entry.put(
+        "train.gradient_accumulation_steps",
+        max(1, entry.value // entry.get("micro_batch_size", 1)),
+    ),
     "eot_tokens": _special,
     "tokenizer_use_mistral_common": _special,
     "adam_eps": schedule.of_adam("optimizer"),

@@ -266,13 +266,8 @@ TRAINING: Mapping[str, Rule] = {
 }
 
 
-def _pipeline_words(entry: Entry) -> None:
-    options = str(entry.value).split()
-    if {"disable_p2p_cache_shape", "enable_clear_every_step_cache"} & set(options):
-        entry.put("train.pp_variable_seq_lengths", True)
-    else:
-        entry.no_effect("ways to overlap or release, which change no result")
-
+# Words of `pipeline_parallel_config` for micro-batches of different lengths.
+OF_LENGTHS = {"disable_p2p_cache_shape", "enable_clear_every_step_cache"}
 
 SPLIT = "train.pipeline_parallel_split"
 
@@ -307,13 +302,6 @@ def _sharding(entry: Entry) -> None:
         entry.put("train.data_parallel_mode", "ddp")
     if "offload" in options:
         entry.put("train.optimizer_offload", "cpu")
-
-
-def _shards(entry: Entry) -> None:
-    if entry.value > 0 and "stage" not in str(entry.get("sharding", "")):
-        entry.no_effect("sharding names no stage, so nothing is sharded")
-    else:
-        entry.put("train.data_parallel_shard_size", entry.value if entry.value > 0 else -1)
 
 
 def _experts(entry: Entry) -> None:
@@ -355,7 +343,11 @@ LAYOUT: Mapping[str, Rule] = {
     "pipeline_parallel_degree": rule.put(
         "train.pipeline_parallel_size", lambda ranks: max(1, ranks)
     ),
-    "pipeline_parallel_config": _pipeline_words,
+    "pipeline_parallel_config": rule.when(
+        lambda entry: OF_LENGTHS & {*str(entry.value).split()},
+        rule.sets({"train.pp_variable_seq_lengths": True}),
+        "ways to overlap or release, which change no result",
+    ),
     "pp_seg_method": _segments,
     "virtual_pp_degree": rule.when(
         lambda entry: entry.value > 1,
@@ -367,7 +359,11 @@ LAYOUT: Mapping[str, Rule] = {
     ),
     "add_tail_layers": _tail,
     "sharding": _sharding,
-    "sharding_parallel_degree": _shards,
+    "sharding_parallel_degree": rule.when(
+        lambda entry: entry.value > 0 and "stage" not in str(entry.get("sharding", "")),
+        rule.no_effect("sharding names no stage, so nothing is sharded"),
+        rule.put("train.data_parallel_shard_size", lambda ranks: ranks if ranks > 0 else -1),
+    ),
     "sequence_parallel": rule.truth("train.sequence_parallel"),
     "moe_group": _experts,
     "moe_multimodal_dispatch_use_allgather": _dispatch,

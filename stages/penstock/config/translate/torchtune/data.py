@@ -106,14 +106,6 @@ def _builder(entry: Entry) -> None:
         entry.approximated(why)
 
 
-def _files(entry: Entry) -> None:
-    files = entry.value
-    if entry.beside.get("source") in FILE_KINDS and isinstance(files, str):
-        entry.put("path", files)
-    else:
-        entry.put("data_files", files)
-
-
 def _columns(entry: Entry) -> None:
     names = cast("dict[str, Any]", entry.value)
     entry.decides(entry.into.rstrip("."))
@@ -173,7 +165,11 @@ TABLE = Table(
             rule.put("ds_type"),
             rule.put("path"),
         ),
-        "data_files": _files,
+        "data_files": rule.when(
+            lambda entry: entry.beside.get("source") in FILE_KINDS and isinstance(entry.value, str),
+            rule.put("path"),
+            rule.put("data_files"),
+        ),
         "column_map": _columns,
         "column": rule.put("field_text"),
         "conversation_column": rule.put("field_messages"),
