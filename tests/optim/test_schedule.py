@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import optimization
 
-from penstock.config.schema.lr_schedule import DecayStyle
-from penstock.config.schema.optimizer import OptimConfig
+from penstock.config.schema.optimizer import DecayStyle, OptimConfig
 from penstock.optim.schedule import lr_at
 
 SHARED = Path(__file__).parents[3] / "shared" / "spec" / "lr_vectors.json"

@@ -78,7 +78,6 @@ def describe_fields(*models: type[BaseModel]) -> None:
 
 @cache
 def _module_docstrings(module: str) -> dict[str, dict[str, str]]:
-    """Docstrings of annotated attributes, by class and attribute."""
     try:
         tree = ast.parse(inspect.getsource(sys.modules[module]))
     except (OSError, TypeError):  # a module without source, such as builtins
@@ -101,7 +100,7 @@ def _attribute_docstrings(declared: ast.ClassDef) -> list[tuple[str, str]]:
 
 
 def _describe_server_fields() -> None:
-    """Copy the run's description to fields of a server that have no docstring of their own."""
+    # Copy the run's description to fields of a server that have no docstring of their own.
     for part in SERVER_PARTS:
         for name in part.model_fields.keys() & SAME.keys():
             section, _, run_name = SAME[name].rpartition(".")
@@ -256,9 +255,7 @@ def _kind(branch: Any) -> str:
         return f"list[{' or '.join(_kind(item).replace('`', '') for item in items)}]"
     if get_origin(branch) is dict:
         value = get_args(branch)[1]
-        kinds = " or ".join(
-            _kind(inner_branch).replace("`", "") for inner_branch in branches(value)
-        )
+        kinds = " or ".join(_kind(inner).replace("`", "") for inner in branches(value))
         return f"map[{'any' if value is Any else kinds}]"
     if isinstance(branch, type) and issubclass(branch, ConfigSection):
         return "map"

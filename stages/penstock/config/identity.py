@@ -23,16 +23,16 @@ KEYED_SECTIONS: Mapping[str, type[ConfigSection]] = {
     "lora": LoraConfig,
 }
 
+# The rows that are evaluated on.
 AMOUNT = ("eval_max_batches", "eval_rows_per_batch")
-"""The rows that are evaluated on."""
 
+# Versions of layers that compute otherwise than they did under the same settings, by model type.
+# Raising one trains again what has such layers, and nothing else. `sparse_attention` 2: of equal
+# index scores the earliest tokens are selected.
 LAYER_VERSIONS: Mapping[str, Mapping[str, int]] = {
     "deepseek_v32": {"sparse_attention": 2},
     "glm_moe_dsa": {"sparse_attention": 2},
 }
-"""Versions of layers that compute otherwise than they did under the same settings, by model type.
-Raising one trains again what has such layers, and nothing else. `sparse_attention` 2: of equal
-index scores the earliest tokens are selected."""
 
 
 def identity_fields(

@@ -8,8 +8,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from penstock.config.schema.lr_schedule import ENDING
-from penstock.config.schema.optimizer import OptimConfig
+from penstock.config.schema.optimizer import ENDING, OptimConfig
 
 DEFAULT_TIMESCALE = 10_000
 """Default timescale of `inverse_sqrt` without warmup: steps until the rate falls to about 0.7."""

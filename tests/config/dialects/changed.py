@@ -9,9 +9,8 @@ from typing import Any
 
 from penstock.config.loading.load import loads, read_document
 from penstock.config.translate.apply import detect_dialect, translate
-from penstock.config.translate.drop_invalid import drop_invalid
 from penstock.config.translate.fit_parallel_sizes import Devices
-from penstock.config.translate.load_foreign import require_known, require_run
+from penstock.config.translate.load_foreign import drop_invalid, require_known, require_run
 from penstock.config.translate.translation import GAPS, Translation
 from penstock.core.errors import ConfigError
 from tests.config.dialects.published import GPUS, Judge, Outcome

@@ -10,8 +10,8 @@ from penstock.config.loading import yaml12
 from penstock.config.loading.load import loads
 from penstock.config.translate.apply import DIALECTS, detect_dialect, translate
 from penstock.config.translate.dialect import Dialect
-from penstock.config.translate.drop_invalid import drop_invalid
 from penstock.config.translate.fit_parallel_sizes import Devices
+from penstock.config.translate.load_foreign import drop_invalid
 from penstock.config.translate.translation import GAPS, Line, Translation
 from tests.config.dialects.changed import draw, is_told
 from tests.config.dialects.published import Judge, keys_without_line, table, translate_one

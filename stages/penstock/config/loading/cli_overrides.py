@@ -49,6 +49,7 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[Override]]:
         if argument == "--":
             remaining += arguments[position - 1 :]
             break
+        following = arguments[position] if position < len(arguments) else None
         option = OPTION.fullmatch(argument)
         if not option and OPTION.fullmatch(f"-{argument}"):
             faults.append(f"{argument}: settings have two dashes; write -{argument}")
@@ -56,13 +57,15 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[Override]]:
             remaining.append(argument)
         elif option["value"] is not None:
             overrides.append(Override(option["name"], option["value"]))
-        elif position < len(arguments) and _is_value(arguments[position]):
-            overrides.append(Override(option["name"], arguments[position]))
+        elif following is None or following.startswith("--"):
+            why = f"the value is missing; write {argument} VALUE or {argument}=VALUE"
+            faults.append(f"{argument}: {why}")
+        elif not following.startswith("-") or NUMBER.match(following):
+            overrides.append(Override(option["name"], following))
             position += 1
         else:
-            faults.append(
-                _no_value(argument, arguments[position] if position < len(arguments) else None)
-            )
+            why = f"looks like an option; if it is the value, write {argument}={following}"
+            faults.append(f"{argument}: {following} {why}")
     texts: dict[str, str] = {}
     for override in overrides:
         before = texts.setdefault(override.name, override.text)
@@ -71,19 +74,6 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[Override]]:
     if faults:
         raise ConfigError("\n".join(faults))
     return remaining, overrides
-
-
-def _is_value(argument: str) -> bool:
-    return not argument.startswith("-") or bool(NUMBER.match(argument))
-
-
-def _no_value(option: str, following: str | None) -> str:
-    if following is None or following.startswith("--"):
-        return f"{option}: the value is missing; write {option} VALUE or {option}=VALUE"
-    return (
-        f"{option}: {following} looks like an option; if it is the value, write"
-        f" {option}={following}"
-    )
 
 
 def apply(
@@ -118,7 +108,7 @@ def parse_value(text: str) -> tuple[Any, str | None]:
 
 
 def _put(settings: dict[str, Any], path: Steps, value: Any) -> str | None:
-    """Set the value at `path`; the error message if there is no such place."""
+    # Set the value at `path`; the error message if there is no such place.
     parent: Any = settings
     for depth, step in enumerate(path):
         above = ".".join(map(str, path[:depth]))

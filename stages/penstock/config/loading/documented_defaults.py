@@ -14,8 +14,9 @@ from penstock.config.schema.quantization import GROUPS
 from penstock.config.schema.run import RunConfig, is_explicitly_set
 
 DOCUMENTED_INIT_DEVICE = "cuda"
+
+# Their real defaults are null, which means a value that fits the rest of the run.
 DOCUMENTED_GROUP = 16
-"""Their real defaults are null, which means a value that fits the rest of the run."""
 
 
 def with_usable_defaults(run: RunConfig) -> tuple[RunConfig, list[str]]:
@@ -37,8 +38,8 @@ def with_usable_defaults(run: RunConfig) -> tuple[RunConfig, list[str]]:
 
 
 def _unusable(run: RunConfig) -> Iterator[tuple[str, str]]:
-    """Settings that are written with a documented default that does not fit, and what is used
-    instead."""
+    # Settings that are written with a documented default that does not fit, and what is used
+    # instead.
     lora, train, data = run.lora, run.train, run.data
     if lora.enable_qlora and not lora.enable_lora and is_explicitly_set(run, "lora.enable_lora"):
         yield "lora.enable_lora", "enable_qlora: true trains adapters: true is used"
@@ -74,7 +75,6 @@ def _unusable(run: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _left_out(run: RunConfig, name: str) -> RunConfig:
-    """The run as if the setting had not been written."""
     section, field = name.split(".")
     before = cast(ConfigSection, getattr(run, section))
     values = {key: getattr(before, key) for key in before.model_fields_set - {field}}

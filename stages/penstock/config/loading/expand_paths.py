@@ -21,14 +21,14 @@ from penstock.core.remote.urls import is_url
 from penstock.core.sources.local_files import GLOB
 from penstock.core.sources.megatron_files import find_index
 
+# As in a shell; `$$` is a plain `$`.
 VARIABLE = re.compile(
     r"\$(?:(?P<dollar>\$)|(?P<bare>[A-Za-z_]\w*)|"
     r"\{(?P<name>[A-Za-z_]\w*)(?::-(?P<default>[^{}]*))?\}|(?P<broken>\{[^}]*\}?))"
 )
-"""As in a shell; `$$` is a plain `$`."""
 
+# NAME_MAX and PATH_MAX of Linux, in bytes.
 LONGEST_NAME, LONGEST_PATH = 255, 4096
-"""NAME_MAX and PATH_MAX of Linux, in bytes."""
 
 
 class ExpansionError(ValueError):
@@ -77,7 +77,7 @@ def expand(text: str) -> str:
 
 
 def _require_path(text: str) -> str:
-    """Raise ExpansionError for a text that can be no path on any file system."""
+    # Raise ExpansionError for a text that can be no path on any file system.
     if not is_url(text):
         if text and not text.strip():
             raise ExpansionError("is blank; write a path")
@@ -137,7 +137,6 @@ def paths_in(
 
 
 def _is_within(path: Steps, steps: Steps) -> bool:
-    """Whether one of the two begins with the other."""
     shared = min(len(path), len(steps))
     return path[:shared] == steps[:shared]
 
@@ -164,7 +163,7 @@ def anchor_paths(settings: dict[str, Any], folder: Path) -> None:
 
 
 def _exists(folder: Path, value: str) -> bool:
-    """Whether a relative path, glob, or prefix of a Megatron dataset exists in the folder."""
+    # Whether a relative path, glob, or prefix of a Megatron dataset exists in the folder.
     if (folder / value).exists() or find_index(folder / value):
         return True
     is_glob = GLOB.search(value) and not Path(value).is_absolute()

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+# Path of a value: the names of mappings and the indices of lists that lead to it.
 Steps = tuple[str | int, ...]
-"""Path of a value: the names of mappings and the indices of lists that lead to it."""
 
 LONGEST_SHOWN = 60
 

@@ -16,9 +16,8 @@ from penstock.core.errors import ConfigError
 if TYPE_CHECKING:
     from penstock.config.translate.translation import Translation
 
+# Sort key of an error (those of the file by line, then those of options in order), and its text.
 LocatedError = tuple[tuple[int, int], str]
-"""Sort key of an error (those of the file by line, then those of options in order), and its
-text."""
 
 
 def raise_if_any(errors: Sequence[LocatedError]) -> None:
@@ -71,7 +70,7 @@ class ErrorLocator:
         ]
 
     def _anywhere(self, fault: ConfigIssue) -> LocatedError:
-        """The error where it was written last: an option replaces the value in the file."""
+        # The error where it was written last: an option replaces the value in the file.
         name = dotted(fault.path)
         for length in range(len(fault.path), 0, -1):
             part = dotted(fault.path[:length])
@@ -97,7 +96,7 @@ class ErrorLocator:
         return self.in_file(ConfigIssue(_steps(key), text))
 
     def _translated(self, fault: ConfigIssue) -> LocatedError:
-        """The error at the foreign key that the setting was translated from, with both names."""
+        # The error at the foreign key that the setting was translated from, with both names.
         assert self._translation
         name = dotted(fault.path)
         keys = self._translation.origins(name)

@@ -25,11 +25,12 @@ from penstock.config.schema.run import RunConfig
 from penstock.core.errors import ConfigError
 
 SUFFIXES = (".yaml", ".yml", ".json")
-LARGEST = 1 << 20
-"""Maximum size of a config, in bytes."""
 
+# Maximum size of a config, in bytes.
+LARGEST = 1 << 20
+
+# File extensions of data, not of configs.
 DATA = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
-"""File extensions of data, not of configs."""
 
 
 def load(
@@ -104,7 +105,9 @@ def is_native(settings: Mapping[str, Any]) -> bool:
 def _text(path: Path) -> str:
     try:
         mode = path.stat().st_mode
-        if stat.S_ISCHR(mode) or (stat.S_ISFIFO(mode) and not _is_descriptor(path)):
+        # A pipe of this process, such as that of a shell's `<(command)`, is read.
+        is_descriptor = str(path).startswith(("/dev/fd/", "/dev/stdin"))
+        if stat.S_ISCHR(mode) or (stat.S_ISFIFO(mode) and not is_descriptor):
             raise ConfigError(f"{path} is a device or a pipe, not a file; name a YAML file")
         if path.stat().st_size > LARGEST:
             raise ConfigError(
@@ -128,11 +131,6 @@ def _text(path: Path) -> str:
     except OSError as error:
         reason = (error.strerror or "it cannot be read").lower()
         raise ConfigError(f"{path} cannot be read: {reason}; name a readable YAML file") from None
-
-
-def _is_descriptor(path: Path) -> bool:
-    """Whether it is a pipe of this process, such as that of a shell's `<(command)`."""
-    return str(path).startswith(("/dev/fd/", "/dev/stdin"))
 
 
 def _near_files(path: Path) -> str:

@@ -30,15 +30,17 @@ LIMITS: Mapping[str, tuple[str, str]] = {
     "less_than_equal": ("le", "at most"),
     "multiple_of": ("multiple_of", "a multiple of"),
 }
-SECRET = frozenset({"hf_use_auth_token"})
-"""Settings in which a user may have written a secret, which must not be repeated."""
 
+# Settings in which a user may have written a secret, which must not be repeated.
+SECRET = frozenset({"hf_use_auth_token"})
+
+# What settings take besides their choices.
 PATTERN_EXAMPLES: Mapping[str, str] = {
     "optimizer": "the full name of another, such as torch.optim.RAdam",
     "worker_bind_address": "tcp://host:port",
 }
-"""What settings take besides their choices."""
 
+# Other tools' names of our choices.
 CHOICE_ALIASES: Mapping[str, str] = {
     **dict.fromkeys(("fp16", "float16", "16-mixed"), "fp16_mixed"),
     **dict.fromkeys(("bfloat16", "bf16-true"), "bf16"),
@@ -50,18 +52,15 @@ CHOICE_ALIASES: Mapping[str, str] = {
     "cosine_with_restarts": "cosine",
     "gpu": "auto",
 }
-"""Other tools' names of our choices."""
 
+# Stages of other tools, which are `train.objective` here.
 FOREIGN_STAGES = ("sft", "dpo", "kto", "pt", "rm", "ppo")
-"""Stages of other tools, which are `train.objective` here."""
 
 YES_AND_NO = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
 
 
 @dataclass(frozen=True)
 class _Place:
-    """A setting with an error, and its type."""
-
     path: Steps
     annotation: Any
     default: Any
@@ -127,7 +126,7 @@ def _place(path: Steps, root: type[ConfigSection]) -> _Place:
 
 
 def _no_choice(location: _Place, value: str) -> str:
-    """For a setting that takes some names, and text that matches a pattern."""
+    # For a setting that takes some names, and text that matches a pattern.
     choices = location.choices or [location.default]
     near = get_close_matches(value, choices, 1)
     meant = f"did you mean {near[0]}? It takes" if near else "write"
@@ -135,7 +134,7 @@ def _no_choice(location: _Place, value: str) -> str:
 
 
 def _unregistered(location: _Place, detail: Detail) -> str:
-    """For a name that no part has: as for a choice among the names of all parts."""
+    # For a name that no part has: as for a choice among the names of all parts.
     names = Literal[tuple(detail["ctx"]["names"])]  # pyright: ignore[reportInvalidTypeForm]
     if location.name in PATTERN_EXAMPLES:
         return _no_choice(replace(location, annotation=names), str(detail["input"]))
@@ -171,7 +170,8 @@ def _limit(location: _Place, detail: Detail) -> str:
 def _wrong_type(location: _Place, value: Any) -> str:
     if location.path[-1] in SECRET and isinstance(value, str):
         return f"is text; write {location.type_text} (a secret belongs in the environment)"
-    problem = f"is {_noun(value)}{_shown(value)}"
+    text = "" if value is None or isinstance(value, list | dict) else shown(value)
+    problem = f"is {_noun(value)}{text}"
     if any(map(is_section, location.kinds)):
         return f"{problem}; wanted a mapping of settings, for example {location.example}"
     if isinstance(value, str) and location.choices and str not in location.kinds:
@@ -187,7 +187,7 @@ def _wrong_type(location: _Place, value: Any) -> str:
 
 
 def _instead(location: _Place, value: Any) -> str:
-    """What to write, derived from the wrong value where possible."""
+    # What to write, derived from the wrong value where possible.
     kinds = location.kinds
     if isinstance(value, str):
         if bool in kinds and value.lower() in YES_AND_NO:
@@ -218,7 +218,3 @@ def _noun(value: Any) -> str:
     if isinstance(value, dict):
         return "a mapping"
     return "the text " if isinstance(value, str) else ""
-
-
-def _shown(value: Any) -> str:
-    return "" if value is None or isinstance(value, list | dict) else shown(value)

@@ -9,6 +9,7 @@ from penstock.config.loading.schema_tree import annotation_at, is_section, secti
 from penstock.config.schema.base import ConfigSection
 from penstock.config.schema.run import RunConfig
 
+# Settings, and what other tools call them.
 NAMES_ELSEWHERE: Mapping[str, str] = {
     # models
     "model.model_path": "base_model model_name model_name_or_path pretrained_model_name_or_path",
@@ -94,7 +95,6 @@ NAMES_ELSEWHERE: Mapping[str, str] = {
     "pipeline.artifacts_path": "export_dir",
     "export.quantise": "quantize",
 }
-"""Settings, and what other tools call them."""
 
 SYNONYMS = {name: setting for setting, names in NAMES_ELSEWHERE.items() for name in names.split()}
 
@@ -121,20 +121,16 @@ def suggest(path: Steps, root: type[ConfigSection] = RunConfig) -> str | None:
         return near[0] if near else None
     if meant := SYNONYMS.get(name.lower()):
         return _from(section, meant)
-    homes = [
-        f"{section_name}.{name}"
-        for section_name, kind in sections().items()
-        if name in kind.model_fields
-    ]
-    if homes:
-        return homes[0]
-    if near := get_close_matches(name, siblings, 1, NEAR_ENOUGH) or _completed(name, siblings):
+    elsewhere: dict[str, str] = {}
+    for section_name, kind in sections().items():
+        if name in kind.model_fields:
+            return f"{section_name}.{name}"
+        elsewhere |= dict.fromkeys(kind.model_fields, section_name)
+    if near := get_close_matches(name, siblings, 1, NEAR_ENOUGH):
         return near[0]
-    elsewhere = {
-        field: section_name
-        for section_name, kind in sections().items()
-        for field in kind.model_fields
-    }
+    begun = [sibling for sibling in siblings if sibling.startswith(name)]
+    if len(begun) == 1:
+        return begun[0]
     if near := get_close_matches(name, elsewhere, 1, VERY_NEAR):
         return f"{elsewhere[near[0]]}.{near[0]}"
     if near := get_close_matches(name.lower(), SYNONYMS, 1, VERY_NEAR):
@@ -143,12 +139,6 @@ def suggest(path: Steps, root: type[ConfigSection] = RunConfig) -> str | None:
 
 
 def _from(section: Any, setting: str) -> str:
-    """The name of a setting as seen from `section`: bare if it is in that section."""
+    # The name of a setting as seen from `section`: bare if it is in that section.
     section_name, _, bare = setting.rpartition(".")
     return bare if sections().get(section_name) is section else setting
-
-
-def _completed(name: str, names: list[str]) -> list[str]:
-    """The only name that begins with this one."""
-    matches = [candidate for candidate in names if candidate.startswith(name)]
-    return matches if len(matches) == 1 else []

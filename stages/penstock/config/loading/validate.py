@@ -28,24 +28,24 @@ from penstock.config.rules.run import rule_violations
 from penstock.config.schema.base import ConfigSection
 from penstock.config.schema.run import RunConfig
 
+# A run, or the config of a server.
 Root = TypeVar("Root", bound=ConfigSection)
-"""A run, or the config of a server."""
 
 STAND_IN = "unset"
+
+# Rounds of repair. Two are enough unless one error hides another, which nests only a few levels.
 MOST_REPAIRS = 10
-"""Rounds of repair. Two are enough unless one error hides another, which nests only a few
-levels."""
 
 
 @dataclass(frozen=True)
 class ValidationResult:
     """The run, its errors and its notices."""
 
+    # With errors, only for inspection.
     run: RunConfig
-    """With errors, only for inspection."""
     faults: list[ConfigIssue]
+    # A line for each setting that is valid but is not used as written.
     notices: list[str]
-    """A line for each setting that is valid but is not used as written."""
 
 
 def validate(settings: Mapping[str, Any]) -> ValidationResult:
@@ -74,14 +74,14 @@ def validate_fields(values: Mapping[str, Any], root: type[Root]) -> tuple[Root, 
 
 
 def _misspelled_sections(settings: Mapping[str, Any]) -> set[str]:
-    """Sections that are missing because their name is misspelled."""
+    # Sections that are missing because their name is misspelled.
     unknown = [name for name in settings if name not in RunConfig.model_fields]
     meant = {suggest((name,)) for name in unknown}
     return {name for name in RunConfig.model_fields if name in meant and name not in settings}
 
 
 def _with_sections(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy in which empty and required sections are empty mappings."""
+    # A copy in which empty and required sections are empty mappings.
     values = deepcopy(dict(settings))
     for name, field in RunConfig.model_fields.items():
         if values.get(name) is None and (name in values or field.is_required()):
@@ -90,7 +90,7 @@ def _with_sections(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _faults(error: ValidationError, root: type[ConfigSection]) -> list[ConfigIssue]:
-    """Pydantic's errors, one for each setting: the members of a union are one error."""
+    # Pydantic's errors, one for each setting: the members of a union are one error.
     details_by_path: dict[Steps, list[Mapping[str, Any]]] = {}
     for detail in error.errors(include_url=False):
         details_by_path.setdefault(_steps(detail["loc"], root), []).append(detail)  # pyright: ignore[reportArgumentType]
@@ -98,20 +98,13 @@ def _faults(error: ValidationError, root: type[ConfigSection]) -> list[ConfigIss
     return [
         ConfigIssue(path, error_message(path, details, root))
         for path, details in details_by_path.items()
-        if not _explained_within(path, deep)
+        # An error at a deeper path explains this one more precisely.
+        if not any(deeper != path and deeper[: len(path)] == path for deeper in deep)
     ]
 
 
-def _explained_within(path: Steps, other_paths: Iterable[Steps]) -> bool:
-    """Whether an error at a deeper path explains this one more precisely."""
-    return any(
-        len(other_path) > len(path) and other_path[: len(path)] == path
-        for other_path in other_paths
-    )
-
-
 def _steps(loc: tuple[int | str, ...], root: type[ConfigSection]) -> Steps:
-    """The path of a pydantic error, without the names of members of unions."""
+    # The path of a pydantic error, without the names of members of unions.
     annotation: Any = root
     steps: list[int | str] = []
     # Of a union pydantic's loc names the member that was tried: ("data", "path", "list[str]", 0).
@@ -130,10 +123,12 @@ def _steps(loc: tuple[int | str, ...], root: type[ConfigSection]) -> Steps:
 def _repaired(
     values: dict[str, Any], faults: Iterable[ConfigIssue], root: type[ConfigSection]
 ) -> dict[str, Any]:
-    """The values without the invalid ones, or with placeholders where a value is required."""
+    # The values without the invalid ones, or with placeholders where a value is required.
     repaired = deepcopy(values)
     for fault in faults:
-        path = fault.path if _is_unknown(fault.path, root) else enclosing_field(fault.path, root)
+        above = branches(annotation_at(fault.path[:-1], root))
+        is_unknown = any(map(is_section, above)) and annotation_at(fault.path, root) is None
+        path = fault.path if is_unknown else enclosing_field(fault.path, root)
         parent = _find(repaired, path[:-1])
         last: Any = path[-1]
         field = field_at(path, root)
@@ -142,11 +137,6 @@ def _repaired(
         elif isinstance(parent, dict):
             parent.pop(last, None)  # pyright: ignore[reportUnknownMemberType]
     return repaired
-
-
-def _is_unknown(path: Steps, root: type[ConfigSection]) -> bool:
-    above = annotation_at(path[:-1], root)
-    return any(map(is_section, branches(above))) and annotation_at(path, root) is None
 
 
 def _find(values: Any, path: Steps) -> Any:

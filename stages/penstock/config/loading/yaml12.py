@@ -15,20 +15,20 @@ from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from penstock.config.loading.fault import ConfigIssue, Steps
 
+# Tag of a scalar without quotes and without a tag.
 PLAIN = "plain"
-"""Tag of a scalar without quotes and without a tag."""
 
 PREFIX = "tag:yaml.org,2002:"
 MERGE = "<<"
 
+# Maximum number of values: a file of a few lines can expand to billions through anchors.
 MOST_VALUES = 100_000
-"""Maximum number of values: a file of a few lines can expand to billions through anchors."""
 
+# Maximum nesting: far more than configs need, far less than Python's stack allows.
 DEEPEST = 50
-"""Maximum nesting: far more than configs need, far less than Python's stack allows."""
 
+# Line and column, from 1.
 Mark = tuple[int, int]
-"""Line and column, from 1."""
 
 CORE: tuple[tuple[str, re.Pattern[str], Callable[[str], Any]], ...] = (
     ("null", re.compile(r"null|Null|NULL|~|"), lambda text: None),  # noqa: ARG005
@@ -75,7 +75,12 @@ class Document:
 def parse(text: str) -> Document:
     """Parse the YAML document in `text`. Raises YamlError."""
     try:
-        root = _compose(text)
+        loader = _Loader(text)
+        try:
+            root = loader.get_single_node()
+        finally:
+            # As `yaml.load` does: the parser refers to itself, and would stay until a collection.
+            loader.dispose()  # pyright: ignore[reportUnknownMemberType]
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         raise YamlError(mark.line + 1 if mark else 1, _problem(error)) from None
@@ -91,8 +96,7 @@ def parse(text: str) -> Document:
         raise YamlError(1, "nested too deeply") from None
     document = Document()
     if root is not None:
-        builder = _Builder(document)
-        document.value = builder.build(root, ())
+        document.value = _Builder(document).build(root, ())
     return document
 
 
@@ -151,18 +155,7 @@ class _Loader(yaml.SafeLoader):
         return f"{PREFIX}map" if kind is MappingNode else f"{PREFIX}seq"
 
 
-def _compose(text: str) -> Node | None:
-    loader = _Loader(text)
-    try:
-        return loader.get_single_node()
-    finally:
-        # As `yaml.load` does: the parser refers to itself, and would stay until a collection.
-        loader.dispose()  # pyright: ignore[reportUnknownMemberType]
-
-
 class _Builder:
-    """Builds values from nodes, and fills a document's positions and errors."""
-
     def __init__(self, document: Document) -> None:
         self._document = document
         self._open: set[int] = set()
@@ -182,17 +175,14 @@ class _Builder:
             raise YamlError(_mark(node)[0], "an alias refers to a value that contains it")
         self._open.add(id(node))
         try:
-            return self._collection(node, path)
+            if isinstance(node, MappingNode) and node.tag == f"{PREFIX}map":
+                return self._mapping(node, path)
+            if isinstance(node, SequenceNode) and node.tag == f"{PREFIX}seq":
+                return [self.build(entry, (*path, index)) for index, entry in enumerate(node.value)]
+            self._fault(path, f"the tag {_spelled(node.tag)} is not supported; leave it out")
+            return None
         finally:
             self._open.remove(id(node))
-
-    def _collection(self, node: Node, path: Steps) -> Any:
-        if isinstance(node, MappingNode) and node.tag == f"{PREFIX}map":
-            return self._mapping(node, path)
-        if isinstance(node, SequenceNode) and node.tag == f"{PREFIX}seq":
-            return [self.build(entry, (*path, index)) for index, entry in enumerate(node.value)]
-        self._fault(path, f"the tag {_spelled(node.tag)} is not supported; leave it out")
-        return None
 
     def _mapping(self, node: MappingNode, path: Steps) -> dict[str, Any]:
         values: dict[str, Any] = {}
@@ -222,7 +212,7 @@ class _Builder:
         return values
 
     def _merged(self, node: MappingNode, path: Steps) -> Iterator[tuple[Node, ScalarNode]]:
-        """The entries of merge keys, in order of precedence."""
+        # The entries of merge keys, in order of precedence.
         for key, value in node.value:
             if not (isinstance(key, ScalarNode) and _is_merge(key)):
                 continue

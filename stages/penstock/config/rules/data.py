@@ -11,23 +11,21 @@ from penstock.core.sources.megatron_files import DATA, INDEX, KIND, PARTS
 
 TRAIN, TEST, AVOID = "datasets", "test_datasets", "decontaminate_datasets"
 
-MEDIA_BOUNDS = (
-    ("image_min_pixels", "image_max_pixels"),
-    ("video_min_frames", "video_max_frames"),
-)
-"""Fields with the smallest and the largest number."""
+# Fields with the smallest and the largest number.
+MEDIA_BOUNDS = (("image_min_pixels", "image_max_pixels"), ("video_min_frames", "video_max_frames"))
 
 HUB_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)?")
 
 
-def _iter_datasets(run: RunConfig, *lists: str) -> Iterator[tuple[Steps, DatasetConfig]]:
+def iter_datasets(run: RunConfig, *lists: str) -> Iterator[tuple[Steps, DatasetConfig]]:
+    """The data sets of these lists, or of all, with their paths."""
     for name in lists or (TRAIN, TEST, AVOID):
         for index, entry in enumerate(getattr(run.data, name)):
             yield ("data", name, index), entry
 
 
 def _check_file_format(run: RunConfig) -> Issues:
-    for path, entry in _iter_datasets(run):
+    for path, entry in iter_datasets(run):
         if entry.data_files is None or entry.ds_type is not None or detect_file_kind(entry.path):
             continue
         files = [entry.data_files] if isinstance(entry.data_files, str) else entry.data_files
@@ -45,7 +43,7 @@ def _check_max_seq_len(run: RunConfig) -> Issues:
     longest = run.data.row_length
     if run.data.sample_packing_method == "wrapped":
         return
-    for path, entry in _iter_datasets(run, TRAIN, TEST):
+    for path, entry in iter_datasets(run, TRAIN, TEST):
         if entry.max_seq_len is not None and entry.max_seq_len > longest:
             yield ConfigIssue(
                 (*path, "max_seq_len"),
@@ -70,7 +68,7 @@ def _check_pad_multiple(run: RunConfig) -> Issues:
 
 
 def _check_shards(run: RunConfig) -> Issues:
-    for path, entry in _iter_datasets(run):
+    for path, entry in iter_datasets(run):
         count, index = entry.shards, entry.shards_idx
         yield from _check_shard_index((*path, "shards"), count, (*path, "shards_idx"), index)
     count, index = run.data.dataset_shard_num, run.data.dataset_shard_idx
@@ -105,7 +103,7 @@ def _check_shard_index(
 
 
 def _check_megatron_files(run: RunConfig) -> Issues:
-    for path, entry in _iter_datasets(run):
+    for path, entry in iter_datasets(run):
         is_indexed = entry.ds_type == KIND or entry.path.endswith((INDEX, DATA))
         if is_indexed and entry.format != "tokenized":
             yield ConfigIssue(
@@ -128,11 +126,10 @@ def _check_weights(run: RunConfig) -> Issues:
     reads = ("data.mix_strategy",)
     if all(entry.weight == 0 for entry in data.datasets):
         yield ConfigIssue(
-            ("data", "datasets"),
-            "all weights are 0, so there is no training data; raise one",
+            ("data", "datasets"), "all weights are 0, so there is no training data; raise one"
         )
         return
-    for path, entry in _iter_datasets(run, TRAIN):
+    for path, entry in iter_datasets(run, TRAIN):
         if data.mix_strategy == "concat" and entry.weight not in (0, 1):
             yield ConfigIssue(
                 (*path, "weight"),
@@ -141,13 +138,10 @@ def _check_weights(run: RunConfig) -> Issues:
                 " interleave_over), or weight: 0 to leave the source out",
                 reads,
             )
-    for path, entry in _iter_datasets(run, TEST, AVOID):
+    for path, entry in iter_datasets(run, TEST, AVOID):
         for name in ("weight", "max_samples") if path[1] == AVOID else ("weight",):
             if entry.is_non_default(name):
-                yield ConfigIssue(
-                    (*path, name),
-                    f"{path[1]} are not mixed; leave {name} out",
-                )
+                yield ConfigIssue((*path, name), f"{path[1]} are not mixed; leave {name} out")
 
 
 def _check_loss_weights(run: RunConfig) -> Issues:
@@ -156,7 +150,7 @@ def _check_loss_weights(run: RunConfig) -> Issues:
         if entries and all(entry.loss_weight == 0 for entry in entries):
             why = "every loss_weight is 0, so no token counts; raise one"
             yield ConfigIssue(("data", name), why)
-    for path, entry in _iter_datasets(run):
+    for path, entry in iter_datasets(run):
         for name in ("loss_weight", "field_weight"):
             if not entry.is_non_default(name):
                 continue
@@ -187,9 +181,9 @@ def _check_loss_weights(run: RunConfig) -> Issues:
 def _check_truncation(run: RunConfig) -> Issues:
     data = run.data
     lengths = [
-        (path, length) for path, entry in _iter_datasets(run) if (length := entry.max_seq_len)
+        (path, length) for path, entry in iter_datasets(run) if (length := entry.max_seq_len)
     ]
-    reads = tuple(dotted((*path, "max_seq_len")) for path, _ in _iter_datasets(run))
+    reads = tuple(dotted((*path, "max_seq_len")) for path, _ in iter_datasets(run))
     prompt = data.max_prompt_len
     for path, longest in lengths:
         if prompt is not None and prompt >= longest:
@@ -206,7 +200,7 @@ def _check_sample_kinds(run: RunConfig) -> Issues:
     # A type that is not written is detected from records, and the rules run again.
     kinds = [
         (path, entry.format, entry.kind)
-        for path, entry in _iter_datasets(run, TRAIN, TEST)
+        for path, entry in iter_datasets(run, TRAIN, TEST)
         if entry.is_typed
     ]
     if not kinds:
@@ -233,7 +227,7 @@ def _check_sample_kinds(run: RunConfig) -> Issues:
 
 
 def _check_streaming(run: RunConfig) -> Issues:
-    for path, entry in _iter_datasets(run):
+    for path, entry in iter_datasets(run):
         on_hub = (
             HUB_ID.fullmatch(entry.path)
             and not detect_file_kind(entry.path)
@@ -283,7 +277,7 @@ def _check_encode_images(run: RunConfig) -> Issues:
 
 
 def _check_media_bounds(run: RunConfig) -> Issues:
-    for path, entry in _iter_datasets(run):
+    for path, entry in iter_datasets(run):
         for least, most in MEDIA_BOUNDS:
             low, high = getattr(entry, least), getattr(entry, most)
             if low is not None and high is not None and low > high:

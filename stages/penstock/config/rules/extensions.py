@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from penstock.config.loading.fault import ConfigIssue, Issues, Steps
+from penstock.config.loading.fault import ConfigIssue, Issues, Steps, dotted
+from penstock.config.rules.data import iter_datasets
 from penstock.config.schema.dataset import SCORES
 from penstock.config.schema.run import RunConfig
 from penstock.core.errors import ConfigError
@@ -19,19 +20,19 @@ class NamedPart(NamedTuple):
     name: str
     options: Mapping[str, Any]
     path: Steps
+    # The field with its name, if that is not the last part of the path.
     named_by: str = ""
-    """The field with its name, if that is not the last part of the path."""
 
 
 def named_parts(run: RunConfig) -> Iterator[NamedPart]:
     """The parts that the run names and gives options to."""
-    for field in ("datasets", "test_datasets", "decontaminate_datasets"):
-        for index, entry in enumerate(getattr(run.data, field)):
-            path, named_by = ("data", field, index, "type_kwargs"), f"data.{field}.{index}.type"
-            yield NamedPart(FORMATS, entry.format, entry.type_kwargs, path, named_by)
+    for path, entry in iter_datasets(run):
+        named_by = dotted((*path, "type"))
+        options = (*path, "type_kwargs")
+        yield NamedPart(FORMATS, entry.format, entry.type_kwargs, options, named_by)
     train = run.train
-    path = ("train", "loss_kwargs")
-    yield NamedPart(LOSSES, train.loss, train.loss_kwargs, path, "train.loss")
+    loss_options = ("train", "loss_kwargs")
+    yield NamedPart(LOSSES, train.loss, train.loss_kwargs, loss_options, "train.loss")
     for name, options in train.eval_metrics.items():
         yield NamedPart(METRICS, name, options, ("train", "eval_metrics", name))
     for name, options in run.pipeline.extra_stages.items():
@@ -42,16 +43,14 @@ def named_parts(run: RunConfig) -> Iterator[NamedPart]:
 
 def check_fields_of_ours(run: RunConfig) -> Issues:
     """Fields of a data set that formats of ours read, with one of a package."""
-    for part in named_parts(run):
-        if part.registry is not FORMATS or FORMATS.find(part.name) is None:
+    for path, entry in iter_datasets(run):
+        if FORMATS.find(entry.format) is None:
             continue
-        _, field, index, _ = part.path
-        entry = getattr(run.data, str(field))[index]
         for name in ("roles_to_train", "field_system", *SCORES):
             if entry.is_non_default(name):
                 yield ConfigIssue(
-                    (*part.path[:-1], name),
-                    f"is read by formats of ours; {part.name} has options of its own, in "
+                    (*path, name),
+                    f"is read by formats of ours; {entry.format} has options of its own, in "
                     "type_kwargs; leave it out",
                 )
 

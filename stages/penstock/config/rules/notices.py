@@ -9,24 +9,25 @@ from penstock.config.schema.run import RunConfig, has_target, is_explicitly_set
 from penstock.config.schema.train import TrainConfig
 from penstock.core.remote.urls import redact
 
+# LoRA settings that may be written without LoRA, for a later run.
 COMMON_LORA_FIELDS = ("lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules")
-"""LoRA settings that may be written without LoRA, for a later run."""
 
+# From this learning rate on, a decimal place is probably wrong, with Adam-like optimizers.
 HIGH_LR = 0.1
-"""From this learning rate on, a decimal place is probably wrong, with Adam-like optimizers."""
 
+# A usual peak learning rate of adapters, about ten times that of all weights.
 LORA_LR = "2e-4"
-"""A usual peak learning rate of adapters, about ten times that of all weights."""
 
 LIKE_ADAM = ("adamw", "anyprecision_adamw", "muon")
 
+# `initializer_range` of most models.
 TYPICAL_WEIGHT = 0.02
-"""`initializer_range` of most models."""
 
+# A change below this share of any weight is rounded away: a quarter of the spacing of numbers just
+# above a power of two, relative to it.
 ROUNDED_AWAY = {"bfloat16": 2.0**-9, "float32": 2.0**-25}
-"""A change below this share of any weight is rounded away: a quarter of the spacing of numbers just
-above a power of two, relative to it."""
 
+# Settings of a data set that select its records.
 SELECTION_FIELDS = (
     "name",
     "split",
@@ -36,7 +37,6 @@ SELECTION_FIELDS = (
     "shards_idx",
     "max_samples",
 )
-"""Settings of a data set that select its records."""
 
 
 def iter_notices(run: RunConfig) -> Iterator[str]:
@@ -86,8 +86,8 @@ def _iter_lr_notices(run: RunConfig) -> Iterator[str]:
 
 
 def _iter_rounding_notices(train: TrainConfig) -> Iterator[str]:
-    """A learning rate whose steps most weights are too coarse for: an Adam-like optimizer changes a
-    weight by about `lr`."""
+    # A learning rate whose steps most weights are too coarse for: an Adam-like optimizer changes a
+    # weight by about `lr`.
     share = ROUNDED_AWAY.get(train.keeps_in)
     if (
         not share

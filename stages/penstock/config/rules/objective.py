@@ -1,25 +1,26 @@
 """Invalid combinations of the objective, its data and its metrics, and what a release needs."""
 
 from penstock.config.loading.fault import ConfigIssue, Issues, Steps
+from penstock.config.rules.data import TEST, TRAIN, iter_datasets
 from penstock.config.schema.dataset import SCORES
 from penstock.config.schema.pipeline import DEFAULT_STAGES
 from penstock.config.schema.run import RunConfig
 
+# Metrics of every evaluation; with several data sets also `eval_loss/<name>`.
 METRICS = ("eval_loss", "eval_perplexity", "eval_token_accuracy")
-"""Metrics of every evaluation; with several data sets also `eval_loss/<name>`."""
 
+# Metrics of preference training.
 PREFERENCE_METRICS = (
     "eval_loss",
     *(f"eval_rewards/{name}" for name in ("margins", "chosen", "rejected")),
 )
-"""Metrics of preference training."""
 
+# Metrics of preference training on pairs.
 PAIR_METRICS = (*PREFERENCE_METRICS, "eval_rewards/accuracies")
-"""Metrics of preference training on pairs."""
 
 
 def _unknown_metric(metric: str, run: RunConfig) -> str | None:
-    """The error message for a metric that no evaluation has; None for a known one."""
+    # The error message for a metric that no evaluation has; None for a known one.
     if run.train.objective == "preference":
         metrics = PREFERENCE_METRICS if run.preference.loss_type == "kto" else PAIR_METRICS
         if metric in metrics:
@@ -98,44 +99,31 @@ def _check_released_model(run: RunConfig) -> Issues:
         )
 
 
-LISTS = ("datasets", "test_datasets")
-
-
 def _check_data_types(run: RunConfig) -> Issues:
     objective, loss = run.train.objective, run.preference.loss_type
     required, described = (
         ("kto", "rated completions") if loss == "kto" else ("preference", "preference pairs")
     )
-    for name in LISTS:
-        for index, entry in enumerate(getattr(run.data, name)):
-            if not entry.is_typed:
-                continue
-            path = ("data", name, index, "type")
-            kind = entry.kind
-            if objective == "pretrain" and entry.type != "text":
-                yield ConfigIssue(
-                    path,
-                    f"{entry.type} is not plain text, and train.objective: pretrain trains on all"
-                    " tokens of plain text; write type: text, or objective: sft",
-                    ("train.objective",),
-                )
-            if objective == "preference" and kind != required:
-                yield ConfigIssue(
-                    path,
-                    f"{entry.type} has no {described}, which train.objective:"
-                    f" preference with loss_type: {loss} needs; write type:"
-                    f" {required}",
-                    ("train.objective", "preference.loss_type"),
-                )
+    for path, entry in iter_datasets(run, TRAIN, TEST):
+        if entry.is_typed and objective == "pretrain" and entry.type != "text":
+            yield ConfigIssue(
+                (*path, "type"),
+                f"{entry.type} is not plain text, and train.objective: pretrain trains on all"
+                " tokens of plain text; write type: text, or objective: sft",
+                ("train.objective",),
+            )
+        if entry.is_typed and objective == "preference" and entry.kind != required:
+            yield ConfigIssue(
+                (*path, "type"),
+                f"{entry.type} has no {described}, which train.objective: preference with"
+                f" loss_type: {loss} needs; write type: {required}",
+                ("train.objective", "preference.loss_type"),
+            )
 
 
 def _check_scores(run: RunConfig) -> Issues:
-    """Either all data sets have scores of both completions, or none does."""
-    entries = [
-        (("data", name, index), entry)
-        for name in LISTS
-        for index, entry in enumerate(getattr(run.data, name))
-    ]
+    # Either all data sets have scores of both completions, or none does.
+    entries = list(iter_datasets(run, TRAIN, TEST))
     if not any(entry.is_non_default(field) for _, entry in entries for field in SCORES):
         if run.preference.offset_alpha and run.train.objective == "preference":
             yield ConfigIssue(

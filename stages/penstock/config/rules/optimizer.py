@@ -7,12 +7,12 @@ from difflib import get_close_matches
 from typing import Any
 
 from penstock.config.loading.fault import ConfigIssue, Issues, shown
-from penstock.config.schema.lr_schedule import ENDING
 from penstock.config.schema.memory import RESULT_DTYPES, STOCHASTIC
-from penstock.config.schema.optimizer import KWARGS
+from penstock.config.schema.optimizer import ENDING, KWARGS
 from penstock.config.schema.run import RunConfig
 from penstock.core.extensions import OPTIMIZERS
 
+# Element-wise optimizers besides those of `KWARGS`: they work on shards of a tensor.
 ELEMENTWISE = tuple(
     f"torch.optim.{name}"
     for name in (
@@ -20,20 +20,19 @@ ELEMENTWISE = tuple(
         *("NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
     )
 )
-"""Element-wise optimizers besides those of `KWARGS`: they work on shards of a tensor."""
 
+# Dtypes in settings to torch's names.
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-"""Dtypes in settings to torch's names."""
-
-
-def _is_fraction(value: Any) -> bool:
-    # bool is a subclass of int.
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1
 
 
 def _is_number(value: Any) -> bool:
-    good = isinstance(value, int | float) and not isinstance(value, bool)
-    return good and value >= 0 and math.isfinite(value)
+    # bool is a subclass of int.
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and value >= 0 and math.isfinite(value)
+
+
+def _is_fraction(value: Any) -> bool:
+    return _is_number(value) and value < 1
 
 
 def _are_betas(value: Any) -> bool:
@@ -46,11 +45,11 @@ NUMBER: Check = (_is_number, "a number of 0 or more")
 FRACTION: Check = (_is_fraction, "a number from 0 to below 1")
 BOOL: Check = (lambda value: isinstance(value, bool), "true or false")
 
+# Values of `optimizer_kwargs`.
 ARGUMENTS: Mapping[str, Check] = {
     **{"betas": BETAS, "eps": NUMBER, "momentum": FRACTION, "dampening": NUMBER},
     **dict.fromkeys(("use_kahan_summation", "nesterov", "grad_averaging", "amsgrad"), BOOL),
 }
-"""Values of `optimizer_kwargs`."""
 
 
 def check_optimizer_kwargs(run: RunConfig) -> Issues:
@@ -122,20 +121,16 @@ def _check_part_lrs(run: RunConfig) -> Issues:
             )
 
 
-def _check_lr_min(run: RunConfig) -> Issues:
-    train = run.train
-    if train.lr_decay_style not in ("constant", "noam") and train.lr_min > train.lr:
+def _check_schedule(run: RunConfig) -> Issues:
+    train, more, style = run.train, run.train.lr_schedule_kwargs, run.train.lr_decay_style
+    if style not in ("constant", "noam") and train.lr_min > train.lr:
         yield ConfigIssue(
             ("train", "lr_min"),
-            f"the {train.lr_decay_style} decay would rise from lr ({train.lr:g}) to lr_min"
+            f"the {style} decay would rise from lr ({train.lr:g}) to lr_min"
             f" ({train.lr_min:g}); write an lr_min of at most {train.lr:g}",
             ("train.lr", "train.lr_decay_style"),
         )
-
-
-def _check_warmup_length(run: RunConfig) -> Issues:
-    train = run.train
-    decays = train.lr_decay_style in ENDING and train.lr_warmup_steps is None
+    decays = style in ENDING and train.lr_warmup_steps is None
     if decays and train.lr_warmup_ratio > train.lr_decay_ratio:
         yield ConfigIssue(
             ("train", "lr_warmup_ratio"),
@@ -143,11 +138,6 @@ def _check_warmup_length(run: RunConfig) -> Issues:
             f" (lr_decay_ratio {train.lr_decay_ratio:g}); write a smaller lr_warmup_ratio",
             ("train.lr_decay_ratio", "train.lr_decay_style"),
         )
-
-
-def _check_schedule_kwargs(run: RunConfig) -> Issues:
-    train = run.train
-    more, style = train.lr_schedule_kwargs, train.lr_decay_style
     if style == "wsd" and more.decay_shape != "cosine" and more.is_non_default("num_cycles"):
         yield ConfigIssue(
             ("train", "lr_schedule_kwargs", "num_cycles"),
@@ -157,27 +147,26 @@ def _check_schedule_kwargs(run: RunConfig) -> Issues:
         )
 
 
-def _check_fsdp_grad_dtype(run: RunConfig) -> Issues:
-    train = run.train
-    dtype = train.grad_accum_dtype
-    if dtype and train.data_parallel_mode == "fsdp2" and dtype != train.fsdp_reduce_dtype:
-        yield ConfigIssue(
-            ("train", "grad_accum_dtype"),
-            f"fsdp2 accumulates gradients in the dtype of their reduction, and fsdp_reduce_dtype is"
-            f" {train.fsdp_reduce_dtype}; write fsdp_reduce_dtype: {dtype} as well",
-            ("train.fsdp_reduce_dtype", "train.data_parallel_mode"),
-        )
-
-
 def _check_grad_accum_dtype(run: RunConfig) -> Issues:
-    train = run.train
-    dtype, mode = train.grad_accum_dtype, train.data_parallel_mode
-    if mode == "fsdp2" or not dtype or DTYPES[dtype] == train.keeps_in:
+    train, path = run.train, ("train", "grad_accum_dtype")
+    dtype, reads = train.grad_accum_dtype, ("train.data_parallel_mode",)
+    if not dtype:
         return
-    reads = ("train.data_parallel_mode", "train.precision", "train.optimizer")
+    if train.data_parallel_mode == "fsdp2":
+        if dtype != train.fsdp_reduce_dtype:
+            yield ConfigIssue(
+                path,
+                "fsdp2 accumulates gradients in the dtype of their reduction, and fsdp_reduce_dtype"
+                f" is {train.fsdp_reduce_dtype}; write fsdp_reduce_dtype: {dtype} as well",
+                ("train.fsdp_reduce_dtype", *reads),
+            )
+        return
+    if DTYPES[dtype] == train.keeps_in:
+        return
+    reads += ("train.precision", "train.optimizer")
     if schedule := train.split_backward_schedule:
         yield ConfigIssue(
-            ("train", "grad_accum_dtype"),
+            path,
             f"pipeline_parallel_schedule: {schedule} accumulates gradients in the dtype of weights,"
             f" which is {train.keeps_in}; write data_parallel_mode: fsdp2, or leave"
             " grad_accum_dtype out",
@@ -185,7 +174,7 @@ def _check_grad_accum_dtype(run: RunConfig) -> Issues:
         )
     elif dtype == "bf16" and train.optimizer not in STOCHASTIC:
         yield ConfigIssue(
-            ("train", "grad_accum_dtype"),
+            path,
             f"{train.optimizer} needs gradients in the dtype of weights, which is"
             f" {train.keeps_in}; write optimizer: {', '.join(STOCHASTIC[:-1])} or {STOCHASTIC[-1]},"
             " or leave grad_accum_dtype out",
@@ -214,10 +203,7 @@ OPTIM_RULES = (
     check_optimizer_kwargs,
     _check_sharded_optimizer,
     _check_part_lrs,
-    _check_lr_min,
-    _check_warmup_length,
-    _check_schedule_kwargs,
-    _check_fsdp_grad_dtype,
+    _check_schedule,
     _check_grad_accum_dtype,
     _check_kahan_summation,
 )

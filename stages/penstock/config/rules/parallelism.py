@@ -7,17 +7,17 @@ from penstock.config.loading.fault import ConfigIssue, Issues, shown
 from penstock.config.schema.quantization import GROUPS
 from penstock.config.schema.run import RunConfig
 
+# Expert-parallel sizes that DeepEP supports over NVLink.
 DEEPEP_SIZES = (2, 4, 8)
-"""Expert-parallel sizes that DeepEP supports over NVLink."""
 
+# Axes whose ranks hold shards of the operands of a matmul and reduce scales.
 SHARDING_AXES = ("tensor_parallel_size", "ulysses_parallel_size", "ringattn_parallel_size")
-"""Axes whose ranks hold shards of the operands of a matmul and reduce scales."""
 
 BLOCKING = "CUDA_LAUNCH_BLOCKING"
 
 
-def _check_zero_stage(run: RunConfig) -> Issues:
-    train = run.train
+def _check_sharding(run: RunConfig) -> Issues:
+    train, schedule = run.train, run.train.split_backward_schedule
     stage, reshard = train.zero_stage, train.reshard_after_forward
     if stage is not None and reshard is not None and reshard != (stage == 3):
         yield ConfigIssue(
@@ -27,10 +27,6 @@ def _check_zero_stage(run: RunConfig) -> Issues:
             f" {3 if reshard else 2}, or leave reshard_after_forward out",
             ("train.reshard_after_forward",),
         )
-
-
-def _check_reentrant(run: RunConfig) -> Issues:
-    train, schedule = run.train, run.train.split_backward_schedule
     if schedule and train.enable_reentrant and train.enable_gradient_checkpointing:
         yield ConfigIssue(
             ("train", "enable_reentrant"),
@@ -77,20 +73,17 @@ def _check_activation_checkpointing(run: RunConfig) -> Issues:
         )
 
 
-def _check_launch_env(run: RunConfig) -> Issues:
-    blocks = run.launch.env.get(BLOCKING, "0") != "0"
-    if blocks and not run.train.allow_cuda_launch_blocking:
+def _check_debugging(run: RunConfig) -> Issues:
+    train = run.train
+    if run.launch.env.get(BLOCKING, "0") != "0" and not train.allow_cuda_launch_blocking:
         yield ConfigIssue(
             ("launch", "env"),
             f"sets {BLOCKING}, which makes every kernel launch synchronous; write"
             f" train.allow_cuda_launch_blocking: true, or leave {BLOCKING} out",
             ("train.allow_cuda_launch_blocking",),
         )
-
-
-def _check_profile_steps(run: RunConfig) -> Issues:
-    first, end = run.train.profile_start_step, run.train.profile_end_step
-    if run.train.enable_profiling and end <= first:
+    first, end = train.profile_start_step, train.profile_end_step
+    if train.enable_profiling and end <= first:
         yield ConfigIssue(
             ("train", "profile_end_step"),
             f"the profiler would stop after {end} steps and start after {first}; write"
@@ -101,44 +94,35 @@ def _check_profile_steps(run: RunConfig) -> Issues:
 
 def _check_fp8_compile(run: RunConfig) -> Issues:
     train = run.train
-    if not (train.enable_fp8_training and train.enable_compile):
-        return
-    if train.fp8.recipe == "blockwise":
-        return
-    for name in SHARDING_AXES:
-        if (size := getattr(train, name)) > 1:
-            yield ConfigIssue(
-                ("train", "enable_compile"),
-                f"the ranks of {name} ({shown(size)}) all-reduce scales within a layer, which a"
-                " compiled layer cannot; write fp8.recipe: blockwise, or leave"
-                " enable_compile out",
-                (f"train.{name}", "train.fp8.recipe"),
-            )
-            return
+    name = next((axis for axis in SHARDING_AXES if getattr(train, axis) > 1), None)
+    is_compiled = train.enable_fp8_training and train.enable_compile
+    if name and is_compiled and train.fp8.recipe != "blockwise":
+        yield ConfigIssue(
+            ("train", "enable_compile"),
+            f"the ranks of {name} ({getattr(train, name)}) all-reduce scales within a layer, which"
+            " a compiled layer cannot; write fp8.recipe: blockwise, or leave enable_compile out",
+            (f"train.{name}", "train.fp8.recipe"),
+        )
 
 
 def _check_group_size(run: RunConfig) -> Issues:
-    lora = run.lora
-    if not lora.enable_qlora or lora.quant_group_size is None:
-        return
+    lora, size = run.lora, run.lora.quant_group_size
     allowed = sorted(set(GROUPS[lora.quant_format]))
-    if lora.quant_group_size not in allowed:
+    if lora.enable_qlora and size is not None and size not in allowed:
         has = f"groups of {', '.join(map(str, allowed))}" if allowed else "one scale for each row"
         yield ConfigIssue(
             ("lora", "quant_group_size"),
-            f"{lora.quant_group_size} columns cannot share a scale in {lora.quant_format}, which"
+            f"{size} columns cannot share a scale in {lora.quant_format}, which"
             f" has {has}; leave quant_group_size out",
             ("lora.quant_format",),
         )
 
 
 LAYOUT_RULES = (
-    _check_zero_stage,
-    _check_reentrant,
+    _check_sharding,
     _check_deepep,
     _check_activation_checkpointing,
-    _check_launch_env,
-    _check_profile_steps,
+    _check_debugging,
     _check_fp8_compile,
     _check_group_size,
 )

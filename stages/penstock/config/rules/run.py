@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from penstock.config.loading.fault import ConfigIssue, Issues, dotted
-from penstock.config.rules.data import DATA_RULES
+from penstock.config.rules.data import DATA_RULES, TEST, TRAIN, iter_datasets
 from penstock.config.rules.effect import check_declared
 from penstock.config.rules.extensions import check_fields_of_ours, check_options, check_reads
 from penstock.config.rules.objective import OBJECTIVE_RULES
@@ -19,11 +19,11 @@ from penstock.config.schema.pipeline import DEFAULT_STAGES, STAGES
 from penstock.config.schema.run import RunConfig, has_target, needs_reference
 from penstock.core.remote.urls import is_url
 
+# Prefix of models that ship with the code, without weights.
 BUILT_IN = "builtin:"
-"""Prefix of models that ship with the code, without weights."""
 
+# Stages that are added where a run needs them.
 ADDED = ("encode", "reference")
-"""Stages that are added where a run needs them."""
 
 
 def rule_violations(run: RunConfig) -> Issues:
@@ -32,33 +32,30 @@ def rule_violations(run: RunConfig) -> Issues:
         yield from rule(run)
 
 
-def _check_model_path(run: RunConfig) -> Issues:
-    if run.model.model_path is None and run.model.config_path is None:
+def _check_model(run: RunConfig) -> Issues:
+    path = run.model.model_path
+    if path is None and run.model.config_path is None:
         yield ConfigIssue(
             ("model", "model_path"),
             "is not set; write model_path (pre-trained weights), or config_path for random weights",
             ("model.config_path",),
         )
-    elif (path := run.model.model_path or "").startswith(BUILT_IN):
+    elif path and path.startswith(BUILT_IN):
         yield ConfigIssue(
             ("model", "model_path"),
             f"is {path}, which has no weights; write it as config_path, for random weights",
             ("model.config_path",),
         )
-
-
-def _check_encoders(run: RunConfig) -> Issues:
     for kind, encoder in run.model.encoders.items():
-        path = ("model", "encoders", kind)
         if kind != "image":
             yield ConfigIssue(
-                path,
+                ("model", "encoders", kind),
                 f"no architecture joins a new encoder of {kind} to a text model; leave {kind} out,"
                 f" and write a model that has one as model_path (penstock models lists them)",
             )
         elif encoder.model_path is None and encoder.config_path is None:
             yield ConfigIssue(
-                path,
+                ("model", "encoders", kind),
                 "names no vision model; write model_path (pre-trained weights), or config_path for"
                 " random weights",
             )
@@ -154,7 +151,7 @@ def _check_push(run: RunConfig) -> Issues:
         )
 
 
-def _check_rendezvous(run: RunConfig) -> Issues:
+def _check_nodes(run: RunConfig) -> Issues:
     launch = run.launch
     if launch.node_rank >= launch.nnodes:
         yield ConfigIssue(
@@ -170,13 +167,10 @@ def _check_rendezvous(run: RunConfig) -> Issues:
             " with the name of the first node",
             ("launch.nnodes",),
         )
-
-
-def _check_shared_output_dir(run: RunConfig) -> Issues:
-    if run.launch.nnodes > 1 and is_url(run.train.output_dir):
+    if launch.nnodes > 1 and is_url(run.train.output_dir):
         yield ConfigIssue(
             ("train", "output_dir"),
-            f"is a URL, but {run.launch.nnodes} nodes write their shards of a checkpoint to one"
+            f"is a URL, but {launch.nnodes} nodes write their shards of a checkpoint to one"
             " folder; write a folder on a shared file system",
             ("launch.nnodes",),
         )
@@ -195,6 +189,7 @@ def _check_skip_prepare(run: RunConfig) -> Issues:
 INSTEAD = "write a folder of its own, such as outputs/my-run"
 
 
+# Folders of the Filesystem Hierarchy Standard, which every program shares.
 SYSTEM = frozenset(
     f"/{name}"
     for name in (
@@ -202,7 +197,6 @@ SYSTEM = frozenset(
         *("root", "run", "sbin", "srv", "sys", "tmp", "usr", "var"),
     )
 )
-"""Folders of the Filesystem Hierarchy Standard, which every program shares."""
 
 
 def check_shared_folders(run: RunConfig) -> Issues:
@@ -233,7 +227,6 @@ def check_output_dir(run: RunConfig) -> Issues:
 
 
 def _input_paths(run: RunConfig) -> Iterator[tuple[str, str]]:
-    """Settings that name folders to read, with their values."""
     models = {
         "model.model_path": run.model.model_path,
         "model.config_path": run.model.config_path,
@@ -244,19 +237,17 @@ def _input_paths(run: RunConfig) -> Iterator[tuple[str, str]]:
         models[f"model.encoders.{kind}.model_path"] = encoder.model_path
         models[f"model.encoders.{kind}.config_path"] = encoder.config_path
     yield from ((name, path) for name, path in models.items() if path)
-    for field in ("datasets", "test_datasets"):
-        for index, entry in enumerate(getattr(run.data, field)):
-            yield dotted(("data", field, index, "path")), entry.path
+    for path, entry in iter_datasets(run, TRAIN, TEST):
+        yield dotted((*path, "path")), entry.path
 
 
 def _normalize(path: str) -> Path:
-    """The normalized path; empty for the current folder."""
+    # The normalized path; empty for the current folder.
     return Path(os.path.normpath(os.path.expanduser(path)))  # noqa: PTH111 - never raises
 
 
 RULES: tuple[Callable[[RunConfig], Issues], ...] = (
-    _check_model_path,
-    _check_encoders,
+    _check_model,
     *DATA_RULES,
     check_options,
     check_fields_of_ours,
@@ -271,7 +262,6 @@ RULES: tuple[Callable[[RunConfig], Issues], ...] = (
     _check_stages,
     check_reads,
     _check_push,
-    _check_rendezvous,
-    _check_shared_output_dir,
+    _check_nodes,
     _check_skip_prepare,
 )

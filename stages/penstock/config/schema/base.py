@@ -41,8 +41,8 @@ class FilePath:
     """Declared with the type of a setting that is a path or a URL: `~` and variables in it are
     expanded when a file is read (`loading/expand_paths.py`)."""
 
+    # Whether it is of a folder that a run writes, and so a path whatever is there.
     is_written: bool = False
-    """Whether it is of a folder that a run writes, and so a path whatever is there."""
 
 
 PATH, FOLDER = FilePath(), FilePath(is_written=True)

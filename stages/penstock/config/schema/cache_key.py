@@ -22,26 +22,26 @@ class CacheKey:
     """When a field is part of the key."""
 
     role: Role
+    # A property of the section whose value the key contains instead of the field's, so that values
+    # that mean the same have one key.
     value: str | None = None
-    """A property of the section whose value the key contains instead of the field's, so that values
-    that mean the same have one key."""
 
 
+# Part of the key, with its value.
 Keyed = Annotated[T, CacheKey("always")]
-"""Part of the key, with its value."""
 
+# Part of the key unless it has its default: for fields that were added later, so that older results
+# stay valid. Of a section, each field that has its default is left out.
 KeyedUnlessDefault = Annotated[T, CacheKey("unless default")]
-"""Part of the key unless it has its default: for fields that were added later, so that older
-results stay valid. Of a section, each field that has its default is left out."""
 
+# Part of the key by what it refers to: the content of a source, or the sequences of a step.
 KeyedByContent = Annotated[T, CacheKey("by content")]
-"""Part of the key by what it refers to: the content of a source, or the sequences of a step."""
 
+# Part of the key where evaluations decide when a run ends or which checkpoint is its result.
 KeyedIfEvaluated = Annotated[T, CacheKey("if evaluations decide")]
-"""Part of the key where evaluations decide when a run ends or which checkpoint is its result."""
 
+# Not part of the key.
 Unkeyed = Annotated[T, CacheKey("never")]
-"""Not part of the key."""
 
 
 def cache_key(section: type[ConfigSection], name: str) -> CacheKey:

@@ -17,15 +17,15 @@ from penstock.config.schema.effect import NotWith, OnlyWith
 from penstock.config.schema.evaluation import EVALUATED
 from penstock.config.schema.pipeline import Root
 
+# The default name of a checkpoint.
 GLOBAL_STEP = "global_step_{step}"
-"""The default name of a checkpoint."""
 
 _FIELDS = ("step", "consumed_samples")
 _FOLDER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]*", re.ASCII)
 
 
 def _check_ckpt_name(template: str) -> str:
-    """Raises ValueError for a template that does not give every step a folder name of its own."""
+    # Raises ValueError for a template that does not give every step a folder name of its own.
     try:
         parts = list(Formatter().parse(template))
     except ValueError as error:
@@ -184,9 +184,7 @@ class CheckpointConfig(ConfigSection):
             why="no checkpoint is loaded",
         ),
         OnlyWith(
-            "train.load_checkpoint_path",
-            ("auto",),
-            why="a named checkpoint is required anyway",
+            "train.load_checkpoint_path", ("auto",), why="a named checkpoint is required anyway"
         ),
         NotWith(
             RELEASE,

@@ -16,22 +16,24 @@ from penstock.config.schema.effect import TRAINS, NotWith, OnlyWith
 from penstock.config.schema.pipeline import Root
 from penstock.config.schema.served import Served
 
+# `drop_few`: dropped where that loses at most `rows.sizing.FEW_ROWS` of an epoch, else kept.
 LastBatch = Literal["drop", "drop_few", "keep"]
-"""`drop_few`: dropped where that loses at most `rows.sizing.FEW_ROWS` of an epoch, else kept."""
 
+# Maximum length of a packed sequence where the length is chosen from the samples.
 LONGEST_ROW = 32_000
-"""Maximum length of a packed sequence where the length is chosen from the samples."""
 
+# DataLoader workers and prefetch factor where only the other one of the two is set.
 WORKERS, PREFETCH = 8, 2
-"""DataLoader workers and prefetch factor where only the other one of the two is set."""
 
 
+# The `chat_template` that is the tokenizer's own.
 TOKENIZER_TEMPLATE = "tokenizer"
-"""The `chat_template` that is the tokenizer's own."""
 
+# Values that `chat_template` had before `turn_rendering`.
 FORMER_RENDERINGS = {"auto": "auto", "published": "whole", "training": "per_turn"}
-"""Values that `chat_template` had before `turn_rendering`."""
 
+# Arguments of transformers' `apply_chat_template` that are no variables of the template, or are set
+# from the conversation.
 RENDERING_ARGUMENTS = frozenset(
     {
         *("messages", "conversation", "conversations", "tools", "documents", "chat_template"),
@@ -40,21 +42,19 @@ RENDERING_ARGUMENTS = frozenset(
         "tokenizer_kwargs",
     }
 )
-"""Arguments of transformers' `apply_chat_template` that are no variables of the template, or are
-set from the conversation."""
 
 
+# Words that are no variables in Jinja.
 JINJA_WORDS = frozenset(
     {
         *("true", "false", "none", "True", "False", "None", "and", "or", "not", "in", "is"),
         *("if", "else", "elif", "for", "recursive", "import", "as", "loop", "self", "caller"),
     }
 )
-"""Words that are no variables in Jinja."""
 
 
 def _check_val_set_size(value: int | float | None) -> int | float | None:
-    """None when nothing is held out; otherwise a number of samples or a fraction below 1."""
+    # None when nothing is held out; otherwise a number of samples or a fraction below 1.
     if value is None or value == 0:
         return None
     if value < 0 or (isinstance(value, float) and value >= 1):
@@ -71,7 +71,7 @@ def is_inline_template(value: str) -> bool:
 
 
 def _check_chat_template(value: str) -> str:
-    """The value. Raises ValueError for an empty one, and for the former name of a rendering."""
+    # The value. Raises ValueError for an empty one, and for the former name of a rendering.
     if value in FORMER_RENDERINGS:
         raise ValueError(
             f"is {value}, which is now data.turn_rendering: {FORMER_RENDERINGS[value]}; write that"
@@ -83,8 +83,8 @@ def _check_chat_template(value: str) -> str:
 
 
 def _check_chat_template_kwargs(value: dict[str, Any]) -> dict[str, Any]:
-    """The value. Raises ValueError for a name that a template cannot read, or that is not the
-    user's to set, and for values that JSON does not have."""
+    # The value. Raises ValueError for a name that a template cannot read, or that is not the user's
+    # to set, and for values that JSON does not have.
     for name in value:
         if reason := why_not_a_template_variable(name):
             raise ValueError(f"has {name!r}, {reason}")
@@ -115,13 +115,13 @@ TRUNCATES = OnlyWith(
 def _unread_by(
     *types: FormatName, why: str, unmet: Literal["notice", "silent"] = "notice"
 ) -> OnlyWith:
-    """The condition of a field without effect on samples of these types."""
+    # The condition of a field without effect on samples of these types.
     read_by = f"datasets of another type than {', '.join(types)}"
     return OnlyWith("data.types", unless=types, words=read_by, why=why, unmet=unmet)
 
 
 def _not_of_completions(why: str, instead: str, of: tuple[Any, ...] | None = None) -> NotWith:
-    """What does not go with samples whose loss is one of whole completions."""
+    # What does not go with samples whose loss is one of whole completions.
     reads = ("data.datasets.0.type",)
     return NotWith(
         "data.sample_type", (*KIND_OF_FORMAT,), of=of, why=why, instead=instead, reads=reads
@@ -186,8 +186,7 @@ class DataConfig(ConfigSection):
     `test_datasets` (`exact`), or with nearly the same (`near`). The first one is kept."""
 
     near_duplicate_threshold: Annotated[
-        float,
-        OnlyWith("data.deduplicate", ("near",), why="is only used with deduplicate: near"),
+        float, OnlyWith("data.deduplicate", ("near",), why="is only used with deduplicate: near")
     ] = Field(default=0.8, gt=0, le=1)
     """`deduplicate: near`: Jaccard similarity of the sets of 5-grams of tokens, 0 to 1, at which
     two samples are duplicates."""
@@ -496,7 +495,6 @@ class DataConfig(ConfigSection):
 
     @property
     def sample_type(self) -> str | None:
-        """Format of the first data source that is read, if it is known."""
         return next((source.type for source in self.read_datasets), None)
 
     @property
@@ -506,7 +504,6 @@ class DataConfig(ConfigSection):
 
     @property
     def sources(self) -> tuple[DatasetConfig, ...]:
-        """All data sources that are read."""
         return (*self.read_datasets, *self.test_datasets, *self.decontaminate_datasets)
 
     @property
@@ -516,7 +513,6 @@ class DataConfig(ConfigSection):
 
     @property
     def limits_samples(self) -> bool:
-        """Whether samples of a source have a maximum length."""
         return any(source.max_seq_len for source in self.sources)
 
     @property
@@ -556,7 +552,6 @@ class DataConfig(ConfigSection):
 
     @property
     def packing_method(self) -> Literal["sequential", "multipack", "greedy", "wrapped"]:
-        """How samples are packed."""
         return "sequential" if self.sample_packing_sequentially else self.sample_packing_method
 
     @property
@@ -579,18 +574,15 @@ class DataConfig(ConfigSection):
 
     @property
     def num_workers(self) -> int:
-        """DataLoader workers of one training process."""
         if self.dataloader_num_workers is None:
             return 0 if self.dataloader_prefetch_factor is None else WORKERS
         return self.dataloader_num_workers
 
     @property
     def prefetch_factor(self) -> int:
-        """Steps that each DataLoader worker loads ahead."""
         return self.dataloader_prefetch_factor or PREFETCH
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether the two completions of a sample share their prompt."""
         is_sft = all(source.kind == "sft" for source in self.read_datasets[:1])
         return self.share_prompts is not False and not is_sft

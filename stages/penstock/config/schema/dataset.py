@@ -14,23 +14,15 @@ from penstock.core.sources.megatron_files import parse_splits
 FileKind = Literal["json", "csv", "parquet", "arrow", "text", "tar", "megatron"]
 
 FormatName = Literal[
-    "tokenized",
-    "chat",
-    "sharegpt",
-    "instruction",
-    "alpaca",
-    "text",
-    "preference",
-    "kto",
-    "sft_turns",
-    "preference_turns",
-]
+    "tokenized", "chat", "sharegpt", "instruction", "alpaca", "text", "preference", "kto",
+    "sft_turns", "preference_turns",
+]  # fmt: skip
 
+# Also the formats of installed packages.
 AnyFormatName = Annotated[FormatName | str, Registered(FORMATS)]
-"""Also the formats of installed packages."""
 
+# `tool_call`: a message of the assistant's whose content is tool calls, as JSON.
 MessageRole = Literal["system", "user", "assistant", "tool", "tool_call"]
-"""`tool_call`: a message of the assistant's whose content is tool calls, as JSON."""
 
 Kind = Literal["sft", "preference", "kto"]
 
@@ -38,12 +30,12 @@ TrainedRole = Literal["assistant", "user", "system", "tool"]
 
 TrainedEos = Literal["turn", "all", "last", "none"]
 
+# What samples of a format are used for; `sft` where it is not listed.
 KIND_OF_FORMAT: Mapping[str, Kind] = {
     "preference": "preference",
     "preference_turns": "preference",
     "kto": "kto",
 }
-"""What samples of a format are used for; `sft` where it is not listed."""
 
 
 def kind_of_format(name: str) -> Kind:
@@ -60,7 +52,7 @@ QUESTIONS: tuple[FormatName, ...] = ("instruction", "alpaca", "preference")
 
 
 def _read_by(*types: FormatName) -> OnlyWith:
-    """The condition of a field that only these types read; one that is not known yet may."""
+    # The condition of a field that only these types read; one that is not known yet may.
     return OnlyWith(".type", (None, *types), why="type: {value} does not read it")
 
 
@@ -74,21 +66,15 @@ OF_TURNS = NotWith(
     instead="leave {field} out",
 )
 
+# The smallest and the largest loss weight other than 0: the product of the weights of a message,
+# its record and its source is a normal fp32 number.
 LOSS_WEIGHT_LIMITS = 1e-12, 1e12
-"""The smallest and the largest loss weight other than 0: the product of the weights of a message,
-its record and its source is a normal fp32 number."""
 
+# Default of `data.max_record_bytes`.
 MAX_RECORD_BYTES = 256 << 20
-"""Default of `data.max_record_bytes`."""
 
+# Columns with the scores of the completions of a pair.
 SCORES = ("field_chosen_score", "field_rejected_score")
-"""Columns with the scores of the completions of a pair."""
-
-
-def _check_splits(value: str | None) -> str | None:
-    if value is not None:
-        parse_splits(value)
-    return value
 
 
 def _check_message_roles(
@@ -158,7 +144,8 @@ class DatasetConfig(ConfigSection):
 
     splits_string: Annotated[
         str | None,
-        AfterValidator(_check_splits),
+        # It raises ValueError, and what it returns is not empty.
+        require(parse_splits, ""),
         NotWith(
             ".ds_type",
             unless=(None, "megatron"),
@@ -222,9 +209,7 @@ class DatasetConfig(ConfigSection):
     preprocess_shards: Annotated[
         int | None,
         NotWith(
-            ".shards",
-            unless=(None,),
-            why="shards splits this dataset too, and uses one shard",
+            ".shards", unless=(None,), why="shards splits this dataset too, and uses one shard"
         ),
     ] = Field(default=None, gt=0)
     """Prepare the dataset in this many slices, whatever its size. Not together with `shards`."""
@@ -359,7 +344,6 @@ class DatasetConfig(ConfigSection):
 
     @property
     def is_typed(self) -> bool:
-        """Whether `type` was written, or detected from records."""
         return self.type is not None
 
     @property
@@ -370,10 +354,8 @@ class DatasetConfig(ConfigSection):
 
     @property
     def is_read(self) -> bool:
-        """Whether its records are used: not with a weight of 0."""
         return self.weight > 0
 
     @property
     def kind(self) -> Kind:
-        """What its samples are used for."""
         return kind_of_format(self.format)

@@ -9,12 +9,12 @@ from penstock.config.schema.cache_key import Keyed, KeyedIfEvaluated, KeyedUnles
 from penstock.config.schema.effect import TRAINS, OnlyWith
 from penstock.config.schema.evaluation import EVALUATED
 
+# Upper limits of the length of a run.
 MOST_EPOCHS, MOST_STEPS = 1_000_000, 1_000_000_000
-"""Upper limits of the length of a run."""
 
 
 def _check_epochs(value: float) -> int | float:
-    """A whole number becomes an int, so that `3` and `3.0` have the same cache key."""
+    # A whole number becomes an int, so that `3` and `3.0` have the same cache key.
     if value <= 0:
         raise ValueError(f"is {value:g}; write a number above 0, for example 3 or 0.5")
     if value > MOST_EPOCHS:
@@ -43,7 +43,6 @@ class EarlyStoppingConfig(ConfigSection):
 
     @property
     def is_on(self) -> bool:
-        """Whether evaluations may end the run."""
         return self.patience > 0
 
 
@@ -80,5 +79,4 @@ class BudgetConfig(ConfigSection):
 
     @property
     def ends_by_epochs(self) -> bool:
-        """Whether `num_train_epochs` decides the length of the run."""
         return self.max_steps is None and self.max_tokens is None

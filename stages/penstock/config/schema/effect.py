@@ -23,30 +23,23 @@ Path = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class _Condition:
+    # Dotted name from the root, such as `train.optimizer`, of a setting or of a property of a
+    # section; `.type` is a setting beside the field.
     setting: str
-    """Dotted name from the root, such as `train.optimizer`, of a setting or of a property of a
-    section; `.type` is a setting beside the field."""
-
     values: tuple[Any, ...] = (True,)
-
+    # If given, all values but these are meant, in place of `values`.
     unless: tuple[Any, ...] | None = None
-    """If given, all values but these are meant, in place of `values`."""
-
+    # Values of the field that the condition is for. None: all but its default.
     of: tuple[Any, ...] | None = None
-    """Values of the field that the condition is for. None: all but its default."""
-
+    # Values of the field that the condition is not for.
     spares: tuple[Any, ...] = ()
-    """Values of the field that the condition is not for."""
-
+    # `{name}` and `{value}` are those of the setting, `{field}` and `{own}` those of the field.
     why: str = "is not used with {name}: {value}"
-    """`{name}` and `{value}` are those of the setting, `{field}` and `{own}` those of the field."""
-
+    # The settings that a property in `setting` reads: if one is invalid, no error follows.
     reads: tuple[str, ...] = ()
-    """The settings that a property in `setting` reads: if one is invalid, no error follows."""
 
     @property
     def name(self) -> str:
-        """The last part of the setting's name."""
         return self.setting.rpartition(".")[2]
 
     def value_in(self, run: ConfigSection, section: ConfigSection) -> Any:
@@ -73,19 +66,18 @@ class OnlyWith(_Condition):
     conditions, all must hold. Conditions of a whole section are in its class attribute
     `conditions`."""
 
+    # What to write so that the field has an effect, where that is not `setting: value`.
     words: str = ""
-    """What to write so that the field has an effect, where that is not `setting: value`."""
-
+    # What a value without effect is. `silent`: the setting is documented to override it.
     unmet: Literal["error", "notice", "silent"] = "error"
-    """What a value without effect is. `silent`: the setting is documented to override it."""
 
 
 @dataclass(frozen=True)
 class NotWith(_Condition):
     """The field is an error where a setting has one of these values."""
 
+    # What to write.
     instead: str = "leave one of the two out"
-    """What to write."""
 
 
 @dataclass(frozen=True)
@@ -93,13 +85,12 @@ class NativeOnly:
     """The field has no meaning where transformers' own code computes the model."""
 
     why: str = "layers are computed by the model's own code"
-
+    # What to write instead, if not nothing.
     write: str = ""
-    """What to write instead, if not nothing."""
 
 
+# The condition of what only training uses.
 TRAINS = OnlyWith("train.eval_only", (False,), unmet="silent")
-"""The condition of what only training uses."""
 
 
 OWN_EXPERTS = NativeOnly("experts and routers are the model's own")
@@ -115,17 +106,14 @@ class DeclaredField(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The last part of its path."""
         return str(self.path[-1])
 
     @property
     def value(self) -> Any:
-        """Its value in the run."""
         return getattr(self.section, self.name)
 
     @property
     def is_default(self) -> bool:
-        """Whether the field has its default."""
         return not self.section.is_non_default(self.name)
 
     def unmet(self, run: ConfigSection) -> Iterator[OnlyWith]:

@@ -30,6 +30,8 @@ EVALUATES = OnlyWith(
     why="there is nothing to evaluate on",
     reads=("data.val_set_size", "data.test_datasets"),
 )
+
+# The conditions of what evaluations during training decide.
 EVALUATED = (
     EVALUATES,
     OnlyWith(
@@ -39,12 +41,9 @@ EVALUATED = (
         reads=("train.eval_steps", "train.eval_epochs"),
     ),
     NotWith(
-        "train.eval_only",
-        why="has no effect with eval_only: true",
-        instead="leave {field} out",
+        "train.eval_only", why="has no effect with eval_only: true", instead="leave {field} out"
     ),
 )
-"""The conditions of what evaluations during training decide."""
 
 
 def _not_nothing(setting: str, none: object) -> NotWith:
@@ -108,10 +107,7 @@ class EvaluationConfig(ConfigSection):
     eval_metrics: Annotated[
         KeyedIfEvaluated[
             dict[
-                Annotated[
-                    str,
-                    Registered(METRICS, "is always reported; leave {name} out"),
-                ],
+                Annotated[str, Registered(METRICS, "is always reported; leave {name} out")],
                 dict[str, Any],
             ]
         ],
@@ -146,7 +142,6 @@ class EvaluationConfig(ConfigSection):
 
     @property
     def evaluates_in_training(self) -> bool:
-        """Whether there are evaluations between the first and the last step."""
         return self.eval_steps > 0 or self.eval_epochs > 0
 
     @property
@@ -161,5 +156,4 @@ class EvaluationConfig(ConfigSection):
 
     @property
     def has_prompts(self) -> bool:
-        """Whether completions are generated."""
         return bool(self.sample_prompts)

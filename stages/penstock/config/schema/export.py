@@ -19,10 +19,6 @@ UNITS = {
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]I?B)", re.IGNORECASE)
 
 
-def _expand_dtype(value: Any) -> Any:
-    return SHORT_NAMES.get(value, value) if isinstance(value, str) else value
-
-
 def parse_size(size: int | str) -> int:
     """The bytes of `5GB` (decimal), `5GiB` (binary) or a plain number. Raises ValueError."""
     match = SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
@@ -32,11 +28,6 @@ def parse_size(size: int | str) -> int:
     if count <= 0:
         raise ValueError(f"is {size}; write a size such as 5GB or 500MB, or a number of bytes")
     return count
-
-
-def _check_size(value: int | str) -> int | str:
-    parse_size(value)
-    return value
 
 
 def _check_url(value: str | None) -> str | None:
@@ -62,13 +53,13 @@ def _check_url(value: str | None) -> str | None:
 REPO_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
+# Formats that users ask for and other programs make.
 ELSEWHERE = {
     "gguf": "is created from the exported folder by llama.cpp: leave quantise out, and run its "
     "convert_hf_to_gguf.py on hf/",
     "nf4": "is not a compressed-tensors format; servers quantize to it when they load a model "
     "with bitsandbytes. Leave quantise out, or write int4 or nvfp4",
 }
-"""Formats that users ask for and other programs make."""
 
 
 def _check_quantization(value: Any) -> Any:
@@ -85,13 +76,16 @@ class ExportConfig(ConfigSection):
 
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        BeforeValidator(_expand_dtype),
+        BeforeValidator(
+            lambda name: SHORT_NAMES.get(name, name) if isinstance(name, str) else name
+        ),
         WithJsonSchema({"enum": [*PRECISIONS, *SHORT_NAMES], "type": "string"}),
     ] = "auto"
     """Dtype of the weights: `auto` is that of the base model; `float32`, `bfloat16` and `float16`
     may be written `fp32`, `bf16` and `fp16`."""
 
-    max_shard_size: Annotated[str | int, AfterValidator(_check_size)] = "5GB"
+    # `parse_size` raises ValueError, and no size is 0.
+    max_shard_size: Annotated[str | int, require(parse_size, "")] = "5GB"
     """Maximum size of a weight file: `5GB`, `500MB`, `4GiB` or a number of bytes."""
 
     merge_lora: bool = True
@@ -124,7 +118,6 @@ class ExportConfig(ConfigSection):
 
     @property
     def max_shard_bytes(self) -> int:
-        """`max_shard_size` in bytes."""
         return parse_size(self.max_shard_size)
 
 
@@ -153,9 +146,7 @@ class PushConfig(ConfigSection):
         PATH,
         AfterValidator(_check_url),
         NotWith(
-            "push.repo_id",
-            unless=(None,),
-            why="repo_id is set too, and a push has one target",
+            "push.repo_id", unless=(None,), why="repo_id is set too, and a push has one target"
         ),
     ] = None
     """Folder to upload to, as a URL that fsspec supports. Not together with `repo_id`."""
@@ -175,5 +166,4 @@ class PushConfig(ConfigSection):
 
     @property
     def is_to_folder(self) -> bool:
-        """Whether the target is a folder at a URL."""
         return self.url is not None and self.repo_id is None

@@ -53,7 +53,6 @@ class Fp8Config(ConfigSection):
 
     @property
     def of_gradients(self) -> Literal["e4m3", "e5m2"]:
-        """FP8 format of output gradients."""
         hybrid = self.recipe == "tensorwise" if self.format is None else self.format == "hybrid"
         return "e5m2" if hybrid else "e4m3"
 

@@ -43,7 +43,7 @@ class LoggingConfig(ConfigSection):
         Unkeyed[bool],
         Served(
             doc="Mixture of experts: report with each backward pass how evenly tokens were "
-            "distributed over experts.",
+            "distributed over experts."
         ),
     ] = True
     """Mixture of experts: write to `metrics.jsonl`, for every layer of every step, how evenly

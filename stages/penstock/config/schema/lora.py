@@ -33,7 +33,7 @@ class LoraConfig(ConfigSection):
         Keyed[bool],
         Served(
             doc="Train LoRA adapters: many models share the base model. Otherwise all weights of "
-            "one model at a time are trained.",
+            "one model at a time are trained."
         ),
     ] = False
     """Train LoRA adapters and freeze the base weights."""
@@ -51,7 +51,7 @@ class LoraConfig(ConfigSection):
         Keyed[int | float],
         Served(
             doc="LoRA alpha if a client does not request one: the output of an adapter is scaled"
-            " by alpha / rank.",
+            " by alpha / rank."
         ),
     ] = Field(default=16, gt=0)
     """LoRA alpha: the output of an adapter is scaled by alpha / rank."""
@@ -198,7 +198,6 @@ class LoraConfig(ConfigSection):
 
     @property
     def expert_sharing(self) -> Literal["each", "shared", "hybrid"]:
-        """Which LoRA factors the experts of a layer share."""
         if self.moe_shared_lora:
             return "shared"
         return "hybrid" if self.moe_hybrid_shared_lora else "each"
@@ -210,7 +209,6 @@ class LoraConfig(ConfigSection):
 
     @property
     def default_group_size(self) -> int | None:
-        """Group size of the format; None: a scale for each row."""
         return next(iter(GROUPS[self.quant_format]), None)
 
     @property
@@ -222,5 +220,4 @@ class LoraConfig(ConfigSection):
 
     @property
     def is_merged_in_training(self) -> bool:
-        """Whether adapters are merged while training goes on."""
         return self.merge_lora_interval > 0

@@ -24,36 +24,26 @@ RECOMPUTED = OnlyWith(
     "train.enable_gradient_checkpointing", why="nothing is recomputed with {name}: {value}"
 )
 OFFLOADED = OnlyWith(
-    "train.enable_activation_offload",
-    why="all activations stay on the GPU with {name}: {value}",
+    "train.enable_activation_offload", why="all activations stay on the GPU with {name}: {value}"
 )
 
+# Optimizers with stochastic rounding.
 STOCHASTIC = ("adamw", "anyprecision_adamw", "muon", "novograd")
-"""Optimizers with stochastic rounding."""
 
 RESULT_DTYPES = ("train.precision", "train.optimizer", "train.optimizer_dtype")
 
 
 def _step_in_backward(
-    setting: str, why: str, instead: str, values: tuple[Any, ...] = (True,), *, reads: str = ""
+    setting: str, why: str, instead: str, *, reads: tuple[str, ...] = (), **matched: tuple[Any, ...]
 ) -> NotWith:
-    """What does not go with an update of each weight as soon as its gradient is complete."""
+    # What does not go with an update of each weight as soon as its gradient is complete.
     return NotWith(
         setting,
-        values,
         why=f"uses each gradient as soon as it is complete, and {why}",
         instead=f"write {instead}, or leave fuse_optimizer_step out",
-        reads=(reads,) if reads else (),
+        reads=reads,
+        **matched,
     )
-
-
-PRECISION_KEYS: Mapping[Precision, Mapping[str, Any]] = {
-    "bf16_mixed": {},
-    "fp32": {"enable_mixed_precision": False},
-    "bf16": {"precision": "bf16"},
-    "fp16_mixed": {"precision": "fp16_mixed"},
-}
-"""The fields that stand for a precision in cache keys, however it was written."""
 
 
 class MemoryConfig(ConfigSection):
@@ -170,7 +160,7 @@ class MemoryConfig(ConfigSection):
         ),
         Served(
             doc="`fsdp2`: free all-gathered weights after the forward pass (ZeRO-3); false keeps "
-            "them until the backward pass has used them (ZeRO-2).",
+            "them until the backward pass has used them (ZeRO-2)."
         ),
     ] = True
     """`fsdp2`: free all-gathered weights after the forward pass (ZeRO-3); false keeps them until
@@ -199,59 +189,59 @@ class MemoryConfig(ConfigSection):
     fuse_optimizer_step: Annotated[
         Unkeyed[bool],
         _step_in_backward(
-            "train.clips_gradients",
+            "train.max_grad_norm",
             "gradients are clipped by their global norm",
             "max_grad_norm: 0",
-            reads="train.max_grad_norm",
+            unless=(0,),
         ),
         _step_in_backward(
-            "train.accumulates_gradients",
+            "train.gradient_accumulation_steps",
             "gradients of several micro-batches are accumulated first",
             "gradient_accumulation_steps: 1",
-            reads="train.gradient_accumulation_steps",
+            unless=(1,),
         ),
         _step_in_backward(
             "train.data_parallel_mode",
             "ddp all-reduces gradients in buckets",
             "data_parallel_mode: fsdp2",
-            ("ddp",),
+            values=("ddp",),
         ),
         _step_in_backward(
-            "train.has_tensor_parallel",
+            "train.tensor_parallel_size",
             "gradients are reduced over ranks at the end",
             "tensor_parallel_size: 1",
-            reads="train.tensor_parallel_size",
+            unless=(1,),
         ),
         _step_in_backward(
-            "train.has_pipeline",
+            "train.pipeline_parallel_size",
             "pipeline stages accumulate gradients of several micro-batches first",
             "pipeline_parallel_size: 1",
-            reads="train.pipeline_parallel_size",
+            unless=(1,),
         ),
         _step_in_backward(
             "train.computes_in",
             "float16 overflow is known only when all gradients are complete",
             "precision: bf16_mixed",
-            ("float16",),
-            reads="train.precision",
+            values=("float16",),
+            reads=("train.precision",),
         ),
         _step_in_backward(
             "train.optimizer",
             "{value} updates all matrices together",
             "optimizer: adamw",
-            ("muon", "novograd"),
+            values=("muon", "novograd"),
         ),
         _step_in_backward(
             "train.optimizer_offload",
             "gradients are copied to the host together",
             "optimizer_offload: none",
-            ("cpu",),
+            values=("cpu",),
         ),
         _step_in_backward(
             "train.log_grad_norm",
             "norms of layers need all gradients at once",
             "log_grad_norm: true",
-            ("layers",),
+            values=("layers",),
         ),
     ] = False
     """Optimizer-in-backward: update each weight in the backward pass as soon as its gradient is
@@ -354,13 +344,13 @@ class MemoryConfig(ConfigSection):
 
     @property
     def keyed_mixed_precision(self) -> bool:
-        """`enable_mixed_precision` in keys."""
-        return PRECISION_KEYS[self.resolved_precision].get("enable_mixed_precision", True)
+        return self.resolved_precision != "fp32"
 
     @property
     def keyed_precision(self) -> Precision | None:
-        """`precision` in keys."""
-        return PRECISION_KEYS[self.resolved_precision].get("precision")
+        """`precision` in keys: null where `enable_mixed_precision` says the same."""
+        written = self.resolved_precision
+        return None if written in ("bf16_mixed", "fp32") else written
 
     @property
     def keyed_master_weights(self) -> None:
@@ -368,7 +358,6 @@ class MemoryConfig(ConfigSection):
 
     @property
     def computes_in(self) -> Literal["float32", "bfloat16", "float16"]:
-        """Compute dtype of the layers, as torch calls it."""
         return COMPUTES_IN[self.resolved_precision]
 
     @property

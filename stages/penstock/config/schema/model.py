@@ -20,8 +20,9 @@ SCALE_FACTOR = 2
 
 
 DEEPEP = OnlyWith("model.ep_dispatch", ("deepep",))
+
+# What keeps a part in fp32 changes nothing where everything is in fp32.
 ROUNDS = OnlyWith("train.computes_in", ("bfloat16", "float16"), unmet="silent")
-"""What keeps a part in fp32 changes nothing where everything is in fp32."""
 
 CASTS = OnlyWith("train.computes_in", ("float32", "float16"), unmet="silent")
 
@@ -48,9 +49,7 @@ class EncoderConfig(ConfigSection):
     scale_factor: Annotated[
         int,
         OnlyWith(
-            ".projector",
-            ("pixel_shuffle",),
-            why="is of a pixel shuffle, and the {name} is {value}",
+            ".projector", ("pixel_shuffle",), why="is of a pixel shuffle, and the {name} is {value}"
         ),
     ] = Field(default=SCALE_FACTOR, ge=2)
     """Pixel shuffle: side of the square of features that become one. An image takes

@@ -1,4 +1,4 @@
-"""The optimizer and its learning rate."""
+"""The optimizer and the schedule of its learning rate."""
 
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
@@ -8,28 +8,113 @@ from pydantic import Field
 from penstock.config.schema.base import ConfigSection
 from penstock.config.schema.cache_key import CacheKey, Keyed, KeyedUnlessDefault
 from penstock.config.schema.effect import TRAINS, NativeOnly, NotWith, OnlyWith
-from penstock.config.schema.lr_schedule import (
-    DECAYS,
-    ENDING,
-    NOT_NOAM,
-    DecayStyle,
-    ScheduleConfig,
-)
 from penstock.config.schema.registered import Registered
 from penstock.config.schema.served import Served
 from penstock.core.extensions import OPTIMIZERS
 
+DecayStyle = Literal[
+    "constant", "linear", "cosine", "polynomial", "inverse_sqrt", "wsd", "square", "sqrt", "noam",
+    "noam_hold", "step", "exponential",
+]  # fmt: skip
+
+# Decay styles that reach `lr_min` at a known step; the others keep falling.
+ENDING: tuple[DecayStyle, ...] = ("linear", "cosine", "polynomial", "wsd", "square", "sqrt")
+
+
+DECAYS = OnlyWith(
+    "train.lr_decay_style",
+    unless=("constant",),
+    words="a decay, such as lr_decay_style: cosine",
+    why="the learning rate is constant and does not decay to it",
+    unmet="notice",
+)
+
+NOT_NOAM = NotWith(
+    "train.lr_decay_style",
+    ("noam",),
+    why="noam has a warmup of its own",
+    instead="leave {field} out",
+)
+
+# Decay styles that may begin some steps after the warmup.
+HOLDING: tuple[DecayStyle, ...] = (
+    *("constant", "linear", "cosine", "polynomial", "inverse_sqrt"),
+    *("square", "noam_hold", "step", "exponential"),
+)
+
+
+def _of(*styles: DecayStyle) -> OnlyWith:
+    return OnlyWith("train.lr_decay_style", styles, why="is not used by {name}: {value}")
+
+
+class ScheduleConfig(ConfigSection):
+    """Further arguments of the learning rate schedule. Each is used by some styles of warmup or
+    decay and is an error with the others. Steps are optimizer steps."""
+
+    conditions: ClassVar[tuple[OnlyWith, ...]] = (TRAINS,)
+
+    warmup_style: Annotated[
+        Literal["zero_start", "plus_one"],
+        OnlyWith(
+            "train.has_warmup_style",
+            words="lr_warmup_steps or lr_warmup_ratio",
+            why="there is no warmup",
+        ),
+        NOT_NOAM,
+    ] = "zero_start"
+    """`zero_start`: step s of W warmup steps uses s/W, so the first step uses `lr_start`.
+    `plus_one`: (s+1)/(W+1)."""
+
+    hold_steps: Annotated[int, _of(*HOLDING), DECAYS] = Field(default=0, ge=0)
+    """Steps at the peak between warmup and decay."""
+
+    constant_steps: Annotated[int, _of(*ENDING)] = Field(default=0, ge=0)
+    """Steps at `lr_min` at the end; the decay ends that many steps earlier."""
+
+    num_cycles: Annotated[float, _of("cosine", "wsd")] = Field(default=0.5, gt=0)
+    """`cosine`: number of cosine periods in the decay; 0.5 is one descent."""
+
+    power: Annotated[float, _of("polynomial")] = Field(default=1.0, gt=0)
+    """`polynomial`: exponent; 1 is linear, 2 falls fast first."""
+
+    gamma: Annotated[float, _of("step", "exponential")] = Field(default=0.1, gt=0, le=1)
+    """`step` and `exponential`: factor of the learning rate for every `step_size` steps."""
+
+    step_size: Annotated[int, _of("step", "exponential")] = Field(default=1, gt=0)
+    """`step` and `exponential`: number of steps in which the learning rate is multiplied by `gamma`
+    once."""
+
+    d_model: Annotated[int, _of("noam")] = Field(default=1, gt=0)
+    """`noam`: the model's hidden size; the learning rate is divided by its square root."""
+
+    decay_rate: Annotated[float, _of("noam_hold")] = Field(default=0.5, gt=0)
+    """`noam_hold`: exponent of W/s; with 0.5 the learning rate falls with the square root of the
+    steps."""
+
+    timescale: Annotated[int | None, _of("inverse_sqrt")] = Field(default=None, gt=0)
+    """`inverse_sqrt`: steps until the learning rate falls to about 0.7 of the peak. Unset: the
+    warmup steps, or 10,000 without warmup."""
+
+    decay_steps: Annotated[int | None, _of("wsd")] = Field(default=None, ge=0)
+    """`wsd`: number of decay steps. Unset: a tenth of all steps."""
+
+    decay_shape: Annotated[Literal["linear", "cosine", "sqrt"], _of("wsd")] = "linear"
+    """`wsd`: shape of the decay. `sqrt` is 1 - sqrt(p): fast first."""
+
+
+# An optimizer of PyTorch or torchao, by its full name.
 FullName = Annotated[str, Field(pattern=r"^torch(ao)?\.optim\.\w+$")]
-"""An optimizer of PyTorch or torchao, by its full name."""
 
+# Values of an optimizer's keyword arguments.
 Argument = bool | int | float | str | list[float | None] | None
-"""Values of an optimizer's keyword arguments."""
 
 
+# Betas of Llama and Qwen. PyTorch's default beta2, 0.999, averages over too many steps for short
+# runs.
 ADAM: Mapping[str, Argument] = {"betas": [0.9, 0.95], "eps": 1e-8}
-"""Betas of Llama and Qwen. PyTorch's default beta2, 0.999, averages over too many steps for short
-runs."""
 
+# The `optimizer_kwargs` of each optimizer with a short name, with their defaults; those of
+# `novograd` are NeMo's.
 KWARGS: Mapping[str, Mapping[str, Argument]] = {
     "adamw": ADAM,
     "anyprecision_adamw": {**ADAM, "use_kahan_summation": False},
@@ -37,12 +122,11 @@ KWARGS: Mapping[str, Mapping[str, Argument]] = {
     "sgd": {"momentum": 0.0, "dampening": 0.0, "nesterov": False},
     "novograd": {"betas": [0.95, 0.98], "eps": 1e-8, "grad_averaging": False, "amsgrad": False},
 }
-"""The `optimizer_kwargs` of each optimizer with a short name, with their defaults; those of
-`novograd` are NeMo's."""
 
 MUON = OnlyWith("train.optimizer", ("muon",), why="is used by muon only, and the {name} is {value}")
+
+# A notice says that AdamW trains adapters.
 MATRICES = OnlyWith("lora.enable_lora", (False,), unmet="silent")
-"""A notice says that AdamW trains adapters."""
 
 ENDS = f"lr_decay_style: {', '.join(ENDING[:-1])} or {ENDING[-1]}"
 DECAYED = OnlyWith("train.decays_weights", words="weight_decay above 0", unmet="silent")
@@ -66,11 +150,7 @@ class OptimConfig(ConfigSection):
 
     optimizer_dtype: Annotated[
         Keyed[Literal["fp32", "bf16"]],
-        OnlyWith(
-            "train.optimizer",
-            ("anyprecision_adamw", "muon", "novograd"),
-            unmet="silent",
-        ),
+        OnlyWith("train.optimizer", ("anyprecision_adamw", "muon", "novograd"), unmet="silent"),
         Served(doc="Dtype of the optimizer states of `anyprecision_adamw` and `muon`."),
     ] = "bf16"
     """Dtype of the optimizer states of `anyprecision_adamw`, `muon` and `novograd`."""
@@ -243,29 +323,16 @@ class OptimConfig(ConfigSection):
     def has_warmup_style(self) -> bool:
         """Whether `warmup_style` is used: by a warmup, and by `inverse_sqrt`, whose timescale is
         the warmup's length."""
-        by_timescale = (
-            self.lr_decay_style == "inverse_sqrt" and self.lr_schedule_kwargs.timescale is None
-        )
-        return self.warms_up or by_timescale or self.lr_decay_style == "noam"
-
-    @property
-    def clips_gradients(self) -> bool:
-        """Whether gradients are clipped."""
-        return self.max_grad_norm > 0
-
-    @property
-    def decays(self) -> bool:
-        """Whether the learning rate falls after the warmup."""
-        return self.lr_decay_style != "constant"
+        style, timescale = self.lr_decay_style, self.lr_schedule_kwargs.timescale
+        by_timescale = style == "inverse_sqrt" and timescale is None
+        return self.warms_up or by_timescale or style == "noam"
 
     @property
     def decays_weights(self) -> bool:
-        """Whether weights decay."""
         return self.weight_decay > 0
 
     @property
     def changed_kwargs(self) -> dict[str, Argument]:
-        """The `optimizer_kwargs` that are not the optimizer's defaults."""
         defaults = KWARGS.get(self.optimizer, {})
         arguments = self.optimizer_kwargs.items()
         return {name: value for name, value in arguments if (name, value) not in defaults.items()}

@@ -10,24 +10,24 @@ from penstock.config.schema.cache_key import KeyedUnlessDefault, Unkeyed
 from penstock.config.schema.effect import NativeOnly, NotWith, OnlyWith
 from penstock.config.schema.served import Served
 
+# As many as `launch.nproc_per_node` on each of `launch.nnodes` can be.
 MAX_RANKS = 1024 * 100_000
-"""As many as `launch.nproc_per_node` on each of `launch.nnodes` can be."""
 
 
 PipelineSchedule = Literal[
     "1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
 ]
 
+# Schedules with several stages on each rank, in the order of the ranks.
 INTERLEAVED: tuple[PipelineSchedule, ...] = ("Interleaved1F1B", "InterleavedZeroBubble")
-"""Schedules with several stages on each rank, in the order of the ranks."""
 
+# Schedules with two stages on each rank: first in the order of the ranks, then in reverse.
 V_SHAPED: tuple[PipelineSchedule, ...] = ("ZBVZeroBubble", "DualPipeV")
-"""Schedules with two stages on each rank: first in the order of the ranks, then in reverse."""
 
+# Schedules that compute the gradients of weights later than those of activations. They need weights
+# that are not freed in between (with `reshard_after_forward: true` the gradients are silently
+# wrong), and non-reentrant activation checkpointing.
 SPLIT_BACKWARD: tuple[PipelineSchedule, ...] = ("InterleavedZeroBubble", *V_SHAPED)
-"""Schedules that compute the gradients of weights later than those of activations. They need
-weights that are not freed in between (with `reshard_after_forward: true` the gradients are silently
-wrong), and non-reentrant activation checkpointing."""
 
 FSDP2 = OnlyWith(
     "train.data_parallel_mode",
@@ -49,7 +49,7 @@ UNIFORM = OnlyWith(
 
 
 def _freed(value: Any, cause: str, instead: str) -> NotWith:
-    """What frees weights whose gradients are computed later."""
+    # What frees weights whose gradients are computed later.
     return NotWith(
         "train.split_backward_schedule",
         unless=(None,),
@@ -61,14 +61,13 @@ def _freed(value: Any, cause: str, instead: str) -> NotWith:
     )
 
 
-def _synced_once(setting: str, why: str, reads: str, **matched: tuple[Any, ...]) -> NotWith:
-    """What does not go with a reduction after each micro-batch."""
+def _synced_once(setting: str, why: str, **matched: tuple[Any, ...]) -> NotWith:
+    # What does not go with a reduction after each micro-batch.
     return NotWith(
         setting,
         of=("micro_batch",),
         why=f"is micro_batch, and {why}",
         instead="write fsdp_gradient_sync: step, or leave it out",
-        reads=(reads,),
         **matched,
     )
 
@@ -232,21 +231,20 @@ class ParallelConfig(ConfigSection):
         Unkeyed[Literal["micro_batch", "step"] | None],
         FSDP2,
         _synced_once(
-            "train.has_pipeline",
-            "pipeline schedules reduce gradients once a step",
             "train.pipeline_parallel_size",
+            "pipeline schedules reduce gradients once a step",
+            unless=(1,),
         ),
         _synced_once(
             "train.fsdp_reduce_dtype",
             "each reduction would be rounded to bfloat16",
-            "train.fsdp_reduce_dtype",
             values=("bf16",),
         ),
         _synced_once(
             "train.keeps_in",
             "shards would accumulate in the weights' {value}",
-            "train.precision",
             values=("bfloat16",),
+            reads=("train.precision",),
         ),
     ] = None
     """`fsdp2`: reduce-scatter gradients after every micro-batch, so that each rank accumulates only
@@ -271,20 +269,11 @@ class ParallelConfig(ConfigSection):
     and shard experts over neighboring ranks; false does the reverse."""
 
     @property
-    def has_tensor_parallel(self) -> bool:
-        """Whether weight matrices are sharded."""
-        return self.tensor_parallel_size > 1
-
-    @property
-    def has_pipeline(self) -> bool:
-        """Whether layers are distributed over ranks."""
-        return self.pipeline_parallel_size > 1
-
-    @property
     def split_backward_schedule(self) -> PipelineSchedule | None:
         """The pipeline schedule, if it computes the gradients of weights later."""
         schedule = self.pipeline_parallel_schedule
-        return schedule if self.has_pipeline and schedule in SPLIT_BACKWARD else None
+        is_split = self.pipeline_parallel_size > 1 and schedule in SPLIT_BACKWARD
+        return schedule if is_split else None
 
     @property
     def resolved_virtual_stages(self) -> int:

@@ -32,17 +32,17 @@ def _check_result_path(value: str) -> str:
     return value.rstrip("/")
 
 
+# A folder for results. Results at a URL are written to a local mirror of it and uploaded.
 Root = Annotated[str, FOLDER, AfterValidator(_check_result_path)]
-"""A folder for results. Results at a URL are written to a local mirror of it and uploaded."""
 
 
 StageName = Literal["prepare", "encode", "pack", "reference", "train", "export", "push"]
 
+# All stages, in the only order in which they can run.
 STAGES: tuple[StageName, ...] = get_args(StageName)
-"""All stages, in the only order in which they can run."""
 
+# The stages if none are written; `push` is added if it has a target.
 DEFAULT_STAGES: tuple[StageName, ...] = ("prepare", "pack", "train", "export")
-"""The stages if none are written; `push` is added if it has a target."""
 
 SET_BY_THE_LAUNCHER = frozenset(
     {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
@@ -54,10 +54,7 @@ SECRET = re.compile(r"(^|_)(TOKEN|API_KEY|ACCESS_KEY|SECRET|PASSWORD)(_ID)?$", r
 
 def _check_env(value: dict[str, str]) -> dict[str, str]:
     for name, text in value.items():
-        if not NAME.fullmatch(name):
-            raise ValueError(f"{name!r} is not a valid name of an environment variable")
-        if name in SET_BY_THE_LAUNCHER:
-            raise ValueError(f"{name} is set for each process by the launcher; leave it out")
+        variable_names([name])
         if SECRET.search(name):
             raise ValueError(
                 f"{name} looks like a secret, and the config of a run is stored with its results;"
@@ -106,8 +103,7 @@ class PipelineConfig(ConfigSection):
     model."""
 
     extra_stages: dict[
-        Annotated[str, Registered(REGISTRY, "is ours; write it in pipeline.stages")],
-        dict[str, Any],
+        Annotated[str, Registered(REGISTRY, "is ours; write it in pipeline.stages")], dict[str, Any]
     ] = Field(default_factory=dict[str, dict[str, Any]])
     """Stages of installed packages to run besides, by name, each with its options: `{data_card:
     {bins: 20}}`. Each runs after the stages that it reads; its results are in `artifacts_path`."""

@@ -8,35 +8,25 @@ from penstock.config.schema.base import ConfigSection, require
 from penstock.config.schema.effect import NotWith, OnlyWith, conditions_of
 
 LossType = Literal[
-    "sigmoid",
-    "hinge",
-    "ipo",
-    "kto_pair",
-    "kto",
-    "sppo_hard",
-    "nca_pair",
-    "dpop",
-    "simpo",
-    "cpo",
-    "or",
-    "orpo",
-]
+    "sigmoid", "hinge", "ipo", "kto_pair", "kto", "sppo_hard", "nca_pair", "dpop", "simpo", "cpo",
+    "or", "orpo",
+]  # fmt: skip
 Normalization = Literal["none", "mean", "pair_mean"]
 KLPairing = Literal["other_prompt", "rotate"]
 
+# Losses without a reference model.
 REFERENCE_FREE: frozenset[LossType] = frozenset({"simpo", "cpo", "or", "orpo"})
-"""Losses without a reference model."""
 
+# Losses of the mean log-probability of a completion's tokens.
 AVERAGED: frozenset[LossType] = frozenset({"ipo", "simpo", "or", "orpo"})
-"""Losses of the mean log-probability of a completion's tokens."""
 
 SUMMED = sorted({*get_args(LossType)} - AVERAGED)
 
+# Losses that estimate the KL divergence from the reference model over the whole step.
 WITH_BASELINE: frozenset[LossType] = frozenset({"kto_pair", "kto"})
-"""Losses that estimate the KL divergence from the reference model over the whole step."""
 
+# Losses that include the cross-entropy of the chosen completion.
 WITH_SFT: frozenset[LossType] = frozenset({"cpo", "orpo"})
-"""Losses that include the cross-entropy of the chosen completion."""
 
 
 LOSS = "preference.loss_type"
@@ -209,31 +199,26 @@ class PreferenceConfig(ConfigSection):
 
     @property
     def has_reference(self) -> bool:
-        """Whether the loss uses a reference model."""
         return self.loss_type not in REFERENCE_FREE and not self.reference_free
 
     @property
     def normalization(self) -> Normalization:
-        """The resolved `length_normalize`."""
         if self.length_normalize is not None:
             return self.length_normalize
         return "mean" if self.loss_type in AVERAGED else "none"
 
     @property
     def sft_weight(self) -> float:
-        """The resolved `sft_loss_ratio`."""
         if self.sft_loss_ratio is not None:
             return self.sft_loss_ratio
         return 1.0 if self.loss_type in WITH_SFT else 0.0
 
     @property
     def has_sft_loss(self) -> bool:
-        """Whether an SFT loss is added."""
         return self.sft_weight > 0
 
     @property
     def learns_prompts(self) -> bool:
-        """Whether the SFT loss includes the tokens of prompts."""
         return self.sft_weight > 0 and self.sft_loss_scope == "prompt_and_answer"
 
     @property

@@ -12,11 +12,12 @@ QuantFormat = Literal["nvfp4", "block_fp8", "nf4", "int8", "int8_int4_experts"]
 
 DEFAULT: QuantFormat = "nvfp4"
 
+# Formats with different formats for linear layers and for experts.
 PAIRS: Mapping[str, tuple[str, str]] = {"int8_int4_experts": ("int8", "int4")}
-"""Formats with different formats for linear layers and for experts."""
 
 _POWERS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
+# Allowed group sizes (columns that share a scale), the default first; none: a scale for each row.
 GROUPS: Mapping[QuantFormat, tuple[int, ...]] = {
     "nvfp4": (16,),
     "block_fp8": (128,),
@@ -24,8 +25,6 @@ GROUPS: Mapping[QuantFormat, tuple[int, ...]] = {
     "int8": (),
     "int8_int4_experts": (128, *_POWERS),
 }
-"""Allowed group sizes (columns that share a scale), the default first; none: a scale for each
-row."""
 
 
 def cut_at(format: QuantFormat, group: int | None) -> int:

@@ -9,8 +9,8 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from penstock.core.errors import ConfigError
 from penstock.core.extensions import Registry, UnknownPartError
 
+# Type of the error for a name that no part has.
 UNREGISTERED = "unregistered"
-"""Type of the error for a name that no part has."""
 
 
 @dataclass(frozen=True)
@@ -20,12 +20,11 @@ class Registered:
     JSON Schema has the names of installed packages too."""
 
     registry: Registry
+    # Why names of ours are not written in this field, where they are not.
     not_ours: str = ""
-    """Why names of ours are not written in this field, where they are not."""
 
     @property
     def names(self) -> list[str]:
-        """The names that may be written."""
         hidden = self.registry.builtins if self.not_ours else ()
         return [name for name in self.registry.names if name not in hidden]
 

@@ -23,17 +23,14 @@ AS_IN_A_RUN = object()
 class Served:
     """The field is a setting of a training server."""
 
+    # What a server uses unless it is written.
     default: Any = AS_IN_A_RUN
-    """What a server uses unless it is written."""
-
+    # The default as documented. If it is not written, a server uses what fits the machine.
     documented: Any = AS_IN_A_RUN
-    """The default as documented. If it is not written, a server uses what fits the machine."""
-
+    # Its name in a server's file, if it is another.
     name: str = ""
-    """Its name in a server's file, if it is another."""
-
+    # Its description, if it is another.
     doc: str = ""
-    """Its description, if it is another."""
 
 
 class ServedField(NamedTuple):
@@ -54,9 +51,7 @@ def served_fields(**sections: type[ConfigSection]) -> Iterator[ServedField]:
                     yield ServedField(served.name or name, f"{section_name}.{name}", served, field)
 
 
-def with_served(
-    **sections: type[ConfigSection],
-) -> Callable[[type[Section]], type[Section]]:
+def with_served(**sections: type[ConfigSection]) -> Callable[[type[Section]], type[Section]]:
     """Adds these sections' `Served` fields to the class of a server's settings."""
 
     def extend(server: type[Section]) -> type[Section]:

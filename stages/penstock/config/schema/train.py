@@ -38,8 +38,8 @@ def _eager_only(setting: str, instead: str, **matched: tuple[Any, ...]) -> NotWi
     )
 
 
+# Upper limit of batch sizes, in packed sequences.
 MOST_ROWS = 10_000_000
-"""Upper limit of batch sizes, in packed sequences."""
 
 
 class BalanceConfig(ConfigSection):
@@ -71,8 +71,7 @@ class BalanceConfig(ConfigSection):
             instead="leave {field} out, or write lora.enable_lora: false",
         ),
         NotWith(
-            "model.freeze_router",
-            why="changes biases of routers, and {name}: true freezes routers",
+            "model.freeze_router", why="changes biases of routers, and {name}: true freezes routers"
         ),
         OWN_EXPERTS,
     ] = Field(default=0.0, ge=0)
@@ -102,7 +101,7 @@ class BatchConfig(ConfigSection):
         Served(
             doc="Random seed of initial weights: those of adapters whose clients give no seed, and "
             "those of a base model without weights to load. Generations without a seed are "
-            "different each time.",
+            "different each time."
         ),
     ] = Field(default=42, ge=0, lt=1 << 63)
     """Random seed of shuffling, initial weights and dropout."""
@@ -145,7 +144,6 @@ class DropoutConfig(ConfigSection):
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is dropped."""
         return bool(self.hidden or self.ffn or self.attention)
 
 
@@ -285,20 +283,13 @@ class TrainConfig(
 
     @property
     def resolved_gradient_sync(self) -> Literal["micro_batch", "step"]:
-        """When gradients are reduced under `fsdp2`; see `fsdp_gradient_sync`."""
         if self.fsdp_gradient_sync is not None:
             return self.fsdp_gradient_sync
         is_exact = self.fsdp_reduce_dtype == "fp32" and self.keeps_in == "float32"
         return "micro_batch" if is_exact and self.pipeline_parallel_size == 1 else "step"
 
     @property
-    def accumulates_gradients(self) -> bool:
-        """Whether a step has several micro-batches whatever the number of ranks."""
-        return self.gradient_accumulation_steps > 1
-
-    @property
     def rounds_updates(self) -> bool:
-        """Whether weights or optimizer states are in bfloat16."""
         in_state = self.optimizer != "adamw" and self.optimizer_dtype == "bf16"
         return in_state or self.keeps_in == "bfloat16"
 

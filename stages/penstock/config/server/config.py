@@ -27,15 +27,16 @@ from penstock.core.remote.urls import is_url, redact
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
 SIZE = re.compile(r"(\d{1,400}(?:\.\d{1,400})?)\s*([KMGTP]?)(i?)B?", re.IGNORECASE | re.ASCII)
 
+# Sizes whose product is the number of ranks.
 AXES = (
     *("data_parallel_shard_size", "data_parallel_replicate_size", "tensor_parallel_size"),
     *("pipeline_parallel_size", "ulysses_parallel_size", "ringattn_parallel_size"),
 )
-"""Sizes whose product is the number of ranks."""
 
+# Settings that apply whatever the optimizer in the file is: a client may request Muon.
 MUON = tuple(key for key in SAME if key.startswith("muon_"))
-"""Settings that apply whatever the optimizer in the file is: a client may request Muon."""
 
+# Settings of a run, and their names in a server's file.
 HERE = {
     **{name: key for key, name in SAME.items()},
     "model.model_path": "model_path",
@@ -44,7 +45,6 @@ HERE = {
     "launch.nproc_per_node": "nproc_per_node",
     "launch.rdzv_endpoint": "master_addr",
 }
-"""Settings of a run, and their names in a server's file."""
 
 
 class ServerConfig(ServerServing, ServerTraining, ServerModel):
@@ -103,7 +103,6 @@ class ServerConfig(ServerServing, ServerTraining, ServerModel):
 
     @property
     def storage_limit_bytes(self) -> int:
-        """`storage_limit` in bytes."""
         return parse_byte_size(self.storage_limit)
 
     @property
@@ -113,7 +112,6 @@ class ServerConfig(ServerServing, ServerTraining, ServerModel):
 
     @property
     def num_workers(self) -> int | Literal["auto"]:
-        """Workers on each node; `auto`: one for each GPU."""
         if self.nproc_per_node != "auto":
             return self.nproc_per_node
         mode, *sizes = (getattr(self, name) for name in ("data_parallel_mode", *AXES))
@@ -185,7 +183,7 @@ def _machines_can_meet(config: ServerConfig) -> Issues:
 
 
 def _here(fault: ConfigIssue) -> ConfigIssue:
-    """A run's fault as one of what stands in a server's file."""
+    # A run's fault as one of what stands in a server's file.
     steps = dotted(fault.path).split(".")
     parts = (".".join(steps[:length]) for length in range(len(steps), 0, -1))
     name = next((HERE[part] for part in parts if part in HERE), None)
@@ -201,8 +199,8 @@ def _in_names_here(text: str) -> str:
 
 
 def _run_values(config: ServerConfig) -> dict[str, Any]:
-    """Only what was written, and defaults that change results: a default that this machine does not
-    support may be replaced, a written value may not."""
+    # Only what was written, and defaults that change results: a default that this machine does not
+    # support may be replaced, a written value may not.
     is_built_in = config.model_path.startswith(BUILT_IN)
     values: dict[str, Any] = {}
     put_at(values, f"model.{'config' if is_built_in else 'model'}_path", config.model_path)

@@ -24,8 +24,8 @@ from penstock.config.server.run_fields import SERVER
 from penstock.config.translate.apply import detect_dialect
 from penstock.core.errors import ConfigError
 
+# Of options that are for the server's file.
 PREFIX = "server."
-"""Of options that are for the server's file."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,7 @@ class _Option(Override):
 
 
 def load_server(
-    path: Path,
-    overrides: Sequence[Override] = (),
-    notify: Callable[[str], None] = lambda _: None,
+    path: Path, overrides: Sequence[Override] = (), notify: Callable[[str], None] = lambda _: None
 ) -> ServerConfig:
     """The config in a server's file, with the overrides applied in order.
 

@@ -140,7 +140,6 @@ class ServerServing(ConfigSection):
 
     @property
     def max_restarts(self) -> int:
-        """The resolved `worker_max_restarts`."""
         if self.worker_max_restarts is not None:
             return self.worker_max_restarts
         return max(10, self.worker_max_retries + 1)

@@ -22,6 +22,7 @@ from penstock.config.translate.translate_key import apply_rule, flat_keys, trans
 from penstock.config.translate.translation import GAPS, Draft, Entry, Line, Translation
 from penstock.core.errors import ConfigError
 
+# In the order in which they are tried.
 DIALECTS: tuple[Dialect, ...] = (
     NXDT,
     TORCHTUNE,
@@ -33,10 +34,9 @@ DIALECTS: tuple[Dialect, ...] = (
     TRL,
     ERNIEKIT,
 )
-"""In the order in which they are tried."""
 
+# The name of Penstock's own format in `--dialect`.
 NATIVE = "native"
-"""The name of Penstock's own format in `--dialect`."""
 
 
 def detect_dialect(values: Mapping[str, Any]) -> Dialect | None:
@@ -85,7 +85,11 @@ def translate(
     if str(draft.value("model.model_path")).startswith(BUILT_IN):
         draft.rename("model.model_path", "model.config_path")
     ranks = fit_parallel_sizes(draft, devices)
-    _mark_doubtful(draft)
+    # Values that are translated as their tool computes them, and probably do not do what was
+    # intended.
+    _warmup_ends(draft)
+    _texts_keep_their_ends(draft)
+    _experts_compute_in_fp8(draft)
     settings = _in_order(draft.settings, RunConfig)
     placeholders = {
         name: value
@@ -103,9 +107,7 @@ def translate_native(values: Mapping[str, Any], devices: Devices) -> Translation
 
 
 def _translate(draft: Draft, dialect: Dialect, key: str, *, is_null: bool) -> None:
-    stronger = [
-        other_key for other_key in dialect.overridden_by.get(key, ()) if other_key in draft.written
-    ]
+    stronger = [other for other in dialect.overridden_by.get(key, ()) if other in draft.written]
     if stronger and key in dialect.keys and not is_null:
         draft.set_line(key, "no effect", f"{stronger[0]} is written, and overrides it")
     else:
@@ -125,7 +127,7 @@ def _assume(draft: Draft, dialect: Dialect, key: str, value: Any) -> None:
 
 
 def _in_order(settings: Mapping[str, Any], section: type[ConfigSection]) -> dict[str, Any]:
-    """The same settings in the order of the schema; unknown ones last."""
+    # The same settings in the order of the schema; unknown ones last.
     ordered: dict[str, Any] = {}
     for name in [*section.model_fields, *settings]:
         if name not in settings or name in ordered:
@@ -138,17 +140,6 @@ def _in_order(settings: Mapping[str, Any], section: type[ConfigSection]) -> dict
             if inner:
                 ordered[name] = _in_order(cast("dict[str, Any]", value), inner)
     return ordered
-
-
-SOURCES = ("data.datasets", "data.test_datasets")
-
-
-def _mark_doubtful(draft: Draft) -> None:
-    """Mark the keys of values that are translated as their tool computes them, and probably do not
-    do what was intended."""
-    _warmup_ends(draft)
-    _texts_keep_their_ends(draft)
-    _experts_compute_in_fp8(draft)
 
 
 def _warmup_ends(draft: Draft) -> None:
@@ -164,9 +155,9 @@ def _warmup_ends(draft: Draft) -> None:
 def _texts_keep_their_ends(draft: Draft) -> None:
     if draft.value("data.truncation_mode", "keep_start") == "drop":
         return
-    for name in SOURCES:
-        sources = cast("list[dict[str, Any]]", draft.value(name) or [])
-        limits = {source.get("max_seq_len") for source in sources if source.get("type") == "text"}
+    for name in ("data.datasets", "data.test_datasets"):
+        texts = (source for source in draft.sources(name) if source.get("type") == "text")
+        limits = {source.get("max_seq_len") for source in texts}
         # Keys that name data sets are marked once, however many they name.
         for limit in sorted(limit for limit in limits if isinstance(limit, int)):
             draft.mark_doubtful(
@@ -177,9 +168,8 @@ def _texts_keep_their_ends(draft: Draft) -> None:
 
 
 def _experts_compute_in_fp8(draft: Draft) -> None:
-    is_mixture = draft.value("model.foundation.num_local_experts") or draft.value(
-        "model.foundation.num_experts"
-    )
+    counts = ("num_local_experts", "num_experts")
+    is_mixture = any(draft.value(f"model.foundation.{name}") for name in counts)
     if draft.value("train.enable_fp8_training"):
         every = "experts" if is_mixture else "if the model has experts, they"
         draft.mark_doubtful(

@@ -12,19 +12,14 @@ from math import inf
 from typing import Any, Literal, Self, cast
 
 from penstock.config.loading.fault import shown
-from penstock.config.translate.translation import Draft, Entry
-
-Rule = Callable[[Entry], None]
-"""Translates one key to settings of ours (`entry.put`), or says why it has none."""
+from penstock.config.translate.translation import Draft, Rule
 
 Values = Mapping[str, Any]
 
+# Texts that NeMo's files have for null.
 NOTHING = ("None", "none", "")
-"""Texts that NeMo's files have for null."""
 
 ValueType = Literal["switch", "number", "text"]
-
-OFF: tuple[Any, ...] = (False, 0, "", [], {})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,27 +27,22 @@ class Table:
     """The keys of a mapping. Names of nested keys are joined with dots (`trainer.devices`); a key
     may also name a whole mapping."""
 
+    # Foreign key to our dotted name.
     same: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Foreign key to our dotted name."""
-
+    # Foreign key to its rule.
     computed: Mapping[str, Rule] = field(default_factory=dict[str, Rule])
-    """Foreign key to its rule."""
-
+    # Foreign key to the reason why it is left out unless its value is in `OFF`.
     unsupported: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Foreign key to the reason why it is left out unless its value is in `OFF`."""
-
+    # Foreign key to the reason why it has no effect here, whatever its value.
     idle: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Foreign key to the reason why it has no effect here, whatever its value."""
-
+    # Foreign key to the type of its value, for rules that would take any.
     types: Mapping[str, "ValueType"] = field(default_factory=dict[str, "ValueType"])
-    """Foreign key to the type of its value, for rules that would take any."""
-
-    families: Mapping[str, Rule] = field(default_factory=dict[str, Rule])
-    """Prefixes of keys that are in no table to their rule."""
+    # Prefixes of keys that are in no table to their rule, or the reason why they have no effect
+    # here.
+    families: Mapping[str, Rule | str] = field(default_factory=dict[str, Rule | str])
 
     @cached_property
     def keys(self) -> set[str]:
-        """All known keys."""
         return {*self.same, *self.computed, *self.unsupported, *self.idle}
 
     def over(self, base: "Table", *unknown: str) -> Self:
@@ -63,66 +53,52 @@ class Table:
             hidden = {*self.keys, *unknown}
             return {**{key: entries[key] for key in entries if key not in hidden}, **own}
 
-        return replace(
-            self,
-            same=inherited(base.same, self.same),
-            computed=inherited(base.computed, self.computed),
-            unsupported=inherited(base.unsupported, self.unsupported),
-            idle=inherited(base.idle, self.idle),
-        )
+        names = ("same", "computed", "unsupported", "idle")
+        return replace(self, **{n: inherited(getattr(base, n), getattr(self, n)) for n in names})
 
 
 @dataclass(frozen=True)
 class Dialect(Table):
     """One foreign format."""
 
+    # As in `--dialect`.
     name: str
-    """As in `--dialect`."""
-
+    # The name of the tool.
     title: str
-    """The name of the tool."""
-
+    # Whether a file, as parsed, is in this format.
     recognizes: Callable[[Values], bool]
-    """Whether a file, as parsed, is in this format."""
-
+    # Values of keys that are left out, translated like written ones and reported as assumed. Only
+    # those that may change results compared with our own defaults.
     defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Values of keys that are left out, translated like written ones and reported as assumed. Only
-    those that may change results compared with our own defaults."""
-
+    # Defaults that depend on the keys in a file; they replace those in `defaults`.
     inferred: Callable[[Values], Values] = lambda _: {}
-    """Defaults that depend on the keys in a file; they replace those in `defaults`."""
-
+    # A key to the keys that replace it where they are written.
     overridden_by: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
-    """A key to the keys that replace it where they are written."""
-
+    # Keys whose null has a meaning. For other keys null is the same as leaving the key out.
     meaningful_nulls: frozenset[str] = frozenset()
-    """Keys whose null has a meaning. For other keys null is the same as leaving the key out."""
-
+    # Settings that every run needs and such a file never has, which the user must write, with
+    # values that are used to validate the rest.
     placeholders: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Settings that every run needs and such a file never has, which the user must write, with
-    values that are used to validate the rest."""
-
+    # Applied to the values first, for example to resolve references.
     prepare: Callable[[Values], Values] = lambda values: values
-    """Applied to the values first, for example to resolve references."""
-
+    # Translates what several keys decide together, after all rules.
     finalize: Callable[[Draft], None] = lambda _: None
-    """Translates what several keys decide together, after all rules."""
 
 
 def why_not_of(kind: ValueType | None, value: Any) -> str | None:
     """Why a value is not of this type; None if it is."""
+    is_valid, meant = True, ""
     if kind == "switch":
-        is_valid = isinstance(value, bool) or (isinstance(value, int) and value in (0, 1))
-        return None if is_valid else f"{shown(value)} where true or false is meant"
-    if kind == "text":
-        return None if isinstance(value, str) else f"{shown(value)} where text is meant"
-    if kind == "number":
+        is_valid, meant = isinstance(value, int) and value in (0, 1), "true or false"
+    elif kind == "text":
+        is_valid, meant = isinstance(value, str), "text"
+    elif kind == "number":
+        meant = "a number"
         try:
             is_valid = value in NOTHING or (not isinstance(value, bool) and float(value) > -inf)
         except (TypeError, ValueError):
             is_valid = False
-        return None if is_valid else f"{shown(value)} where a number is meant"
-    return None
+    return None if is_valid else f"{shown(value)} where {meant} is meant"
 
 
 def typed(**names: str) -> dict[str, "ValueType"]:
@@ -144,6 +120,11 @@ def by_reason(text: str) -> dict[str, str]:
     return reasons
 
 
+def same_names(section: str, keys: str) -> dict[str, str]:
+    """Foreign keys that have the same names here, in a section."""
+    return {key: f"{section}{key}" for key in keys.split()}
+
+
 def is_flat(values: Values) -> bool:
     """Whether a file has none of our sections, as in all flat dialects."""
     return not any(isinstance(values.get(name), dict) for name in ("model", "data", "train"))
@@ -152,151 +133,3 @@ def is_flat(values: Values) -> bool:
 def listed(value: Any) -> list[Any]:
     """A list unchanged; any other value as a list of one."""
     return cast("list[Any]", value) if isinstance(value, list) else [value]
-
-
-def no_effect(why: str) -> Rule:
-    """Rule of a key that has no effect here."""
-
-    return lambda entry: entry.no_effect(why)
-
-
-def unsupported(why: str) -> Rule:
-    """Rule of a key that is left out unless it is false, 0 or empty."""
-    return _unless_off(lambda entry: entry.leave_out(why))
-
-
-def refused(why: str) -> Rule:
-    """Rule of a key that is refused unless it is false, 0 or empty."""
-    return _unless_off(lambda entry: entry.refuse(why))
-
-
-def _unless_off(rule: Rule) -> Rule:
-    return lambda entry: rule(entry) if entry.value not in OFF else entry.no_effect("is off")
-
-
-def put(name: str, convert: Callable[[Any], Any] = lambda value: value) -> Rule:
-    """Rule of a value that a setting takes, as it is or converted."""
-    return lambda entry: entry.put(name, convert(entry.value))
-
-
-def approximated(why: str) -> Rule:
-    """Rule of a key for which something similar is done here."""
-    return lambda entry: entry.approximated(why)
-
-
-def if_on(rule: Rule, otherwise: str) -> Rule:
-    """Rule of a key that has no effect if it is false, 0 or empty."""
-    return lambda entry: rule(entry) if entry.value else entry.no_effect(otherwise)
-
-
-def when(holds: Callable[[Entry], Any], rule: Rule, otherwise: str | Rule) -> Rule:
-    """Rule of a key that is read only where something holds; `otherwise` is why it has no effect,
-    or another rule."""
-    other_rule = no_effect(otherwise) if isinstance(otherwise, str) else otherwise
-    return lambda entry: rule(entry) if holds(entry) else other_rule(entry)
-
-
-def sets(settings: Mapping[str, Any], why: str = "") -> Rule:
-    """Rule of a key that stands for these settings, whatever its value; `why` explains them."""
-
-    def rule(entry: Entry) -> None:
-        for name, value in settings.items():
-            entry.put(name, value)
-        if why:
-            entry.explain(why)
-
-    return rule
-
-
-def in_turn(*rules: Rule) -> Rule:
-    """Several rules of one key."""
-
-    def rule(entry: Entry) -> None:
-        for apply in rules:
-            apply(entry)
-
-    return rule
-
-
-def explained(rule: Rule, why: str) -> Rule:
-    """A rule whose result is the same as there, for a reason that the report gives."""
-    return in_turn(rule, lambda entry: entry.explain(why))
-
-
-def left_out(why: str) -> Rule:
-    """Rule of a value that is left out."""
-    return lambda entry: entry.leave_out(why)
-
-
-def decides(*names: str) -> Rule:
-    """Rule of a key that affects settings which another rule, or `finalize`, sets."""
-    return lambda entry: entry.decides(*names)
-
-
-def where(key: str, *values: Any, name: str) -> Rule:
-    """Rule of a setting that is used if another key has one of `values`."""
-
-    allowed = " or ".join(shown(value) for value in values)
-    return when(
-        lambda entry: entry.get(key) in values, put(name), f"read with {key}: {allowed} alone"
-    )
-
-
-def is_on(value: Any) -> bool:
-    """Whether a switch is on. Raises TypeError for lists and mappings."""
-    if isinstance(value, list | dict):
-        raise TypeError("a switch is no list and no mapping")
-    return bool(value)
-
-
-def negated(name: str) -> Rule:
-    """Rule of a boolean whose setting here is its opposite."""
-
-    return put(name, lambda value: not is_on(value))
-
-
-def if_true(name: str, value: Any, otherwise: str) -> Rule:
-    """Rule of a boolean that sets a value if true; false has no effect, for the reason
-    `otherwise`."""
-
-    return when(lambda entry: is_on(entry.value), lambda entry: entry.put(name, value), otherwise)
-
-
-def unless_minus_one(name: str, otherwise: str) -> Rule:
-    """Rule of a number for which -1 means unset."""
-
-    return when(lambda entry: entry.value != -1, put(name), otherwise)
-
-
-def truth(name: str) -> Rule:
-    """Rule of a boolean that may be written as any value."""
-
-    return put(name, is_on)
-
-
-def only(*allowed: Any) -> Rule:
-    """Rule of a key whose values other than `allowed` are not supported; these are the behavior
-    here."""
-
-    def rule(entry: Entry) -> None:
-        if isinstance(entry.value, list | dict) or entry.value not in allowed:
-            entry.leave_out(f"here it is always {', '.join(map(str, allowed))}")
-        else:
-            entry.no_effect("this is always the behavior here")
-
-    return rule
-
-
-def choice(name: str, choices: Mapping[Any, Any], *, refuses: bool = False) -> Rule:
-    """Rule of a key with some values, each with one of ours. Others are left out, or refused."""
-
-    def rule(entry: Entry) -> None:
-        value, why = entry.value, f"it takes {', '.join(map(str, choices))}"
-        if not isinstance(value, list | dict) and value in choices:
-            entry.put(name, choices[value])
-        elif refuses:
-            entry.refuse(why)
-        else:
-            entry.leave_out(why)
-
-    return rule

@@ -17,22 +17,20 @@ RING, ULYSSES = "train.ringattn_parallel_size", "train.ulysses_parallel_size"
 EXPERT = "train.expert_parallel_size"
 SHARD, REPLICATE = "train.data_parallel_shard_size", "train.data_parallel_replicate_size"
 PER_NODE, NODES = "launch.nproc_per_node", "launch.nnodes"
+
+# Settings of the rendezvous.
 MEETING = ("launch.node_rank", "launch.rdzv_endpoint")
-"""Settings of the rendezvous."""
+
+# Set for one replica, and multiplied by the number of replicas here.
 EVAL_ROWS = "train.eval_rows_per_batch"
-"""Set for one replica, and multiplied by the number of replicas here."""
 GLOBAL, MICRO = "train.global_batch_size", "train.micro_batch_size"
 ACCUMULATION = "train.gradient_accumulation_steps"
 
+# Axes that split the model or a sequence, in the order in which ranks are assigned.
 CUTS = (TENSOR, PIPELINE, RING, ULYSSES)
-"""Axes that split the model or a sequence, in the order in which ranks are assigned."""
 
 SPLIT = "train.pipeline_parallel_split"
-OF_TENSOR = (
-    "train.sequence_parallel",
-    "train.tp_vocab_parallel_loss",
-    "train.tp_reduce_dtype",
-)
+OF_TENSOR = ("train.sequence_parallel", "train.tp_vocab_parallel_loss", "train.tp_reduce_dtype")
 OF_PIPELINE = (
     "train.pipeline_parallel_schedule",
     SPLIT,
@@ -47,8 +45,8 @@ ON_GPUS_ALONE = ("train.optimizer_offload", "train.enable_activation_offload")
 class Devices:
     """The devices to fit a run to."""
 
+    # Training processes, one for each GPU.
     ranks: int
-    """Training processes, one for each GPU."""
     has_gpus: bool = True
 
 
@@ -91,7 +89,6 @@ def _processes(number: int) -> str:
 
 
 def _processes_there(draft: Draft, available: int) -> int | None:
-    """Number of processes in the file."""
     if not (draft.has(PER_NODE) or draft.has(NODES)):
         return None
     return (_size(draft, PER_NODE) if draft.has(PER_NODE) else available) * _size(draft, NODES)
@@ -114,8 +111,8 @@ def _processes_here(draft: Draft, written: int | None, available: int) -> int:
 
 
 def _divide(draft: Draft, name: str, free_ranks: int) -> int:
-    """Set an axis to as many of the `left` ranks as it asks for and as divide them; returns the
-    ranks left for other axes."""
+    # Set an axis to as many of the `left` ranks as it asks for and as divide them; returns the
+    # ranks left for other axes.
     size = _size(draft, name)
     # The largest share of the written size that divides the ranks, so that heads and layers, which
     # the written size divides, are divided by it too.
@@ -126,7 +123,7 @@ def _divide(draft: Draft, name: str, free_ranks: int) -> int:
 
 
 def _keep_rows(draft: Draft, rows: int, ranks: int, free_ranks: int) -> tuple[int, int]:
-    """Set the sequences of a step, and use as many replicas as divide them evenly."""
+    # Set the sequences of a step, and use as many replicas as divide them evenly.
     micro = _size(draft, MICRO)
     replicas = next((n for n in range(free_ranks, 0, -1) if rows % (micro * n) == 0), free_ranks)
     if not draft.has(GLOBAL):
@@ -144,7 +141,7 @@ def _keep_rows(draft: Draft, rows: int, ranks: int, free_ranks: int) -> tuple[in
 
 
 def _fill_up(draft: Draft, replicas: int) -> None:
-    """If the number of shards is set, the number of replicas must be set too."""
+    # If the number of shards is set, the number of replicas must be set too.
     shards = _size(draft, SHARD)
     is_open = draft.value(SHARD, -1) == -1
     if not is_open and _size(draft, REPLICATE) * shards < replicas:
@@ -154,7 +151,7 @@ def _fill_up(draft: Draft, replicas: int) -> None:
 
 
 def _leave_out(draft: Draft, sizes: Mapping[str, int], devices: Devices) -> None:
-    """Remove settings of axes with one rank, and of GPUs if there are none."""
+    # Remove settings of axes with one rank, and of GPUs if there are none.
     stages = _size(draft, PIPELINE)
     idle = {
         **dict.fromkeys(OF_TENSOR if _size(draft, TENSOR) == 1 else (), "tensor_parallel_size"),

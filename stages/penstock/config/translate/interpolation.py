@@ -10,12 +10,13 @@ from penstock.core.errors import ConfigError
 
 INNERMOST = re.compile(r"\$\{([^${}]*)\}")
 
+# NeMo's resolvers.
 FUNCTIONS: Mapping[str, Callable[[Any, Any], Any]] = {"multiply": lambda left, right: left * right}
-"""NeMo's resolvers."""
 
 MOST_REFERENCES = 10_000
+
+# Limits: a file of a few lines can refer to itself endlessly.
 LONGEST_TEXT = 10_000
-"""Limits: a file of a few lines can refer to itself endlessly."""
 
 
 def resolve_references(values: Mapping[str, Any]) -> Mapping[str, Any]:

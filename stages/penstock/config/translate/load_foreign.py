@@ -1,15 +1,17 @@
 """From a config file of another tool to a `RunConfig`."""
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from penstock.config.loading import yaml12
 from penstock.config.loading.cli_overrides import Override
-from penstock.config.loading.fault import shown
+from penstock.config.loading.fault import ConfigIssue, dotted, shown
 from penstock.config.loading.fault_locations import ErrorLocator
 from penstock.config.loading.load import build_run, read_document
+from penstock.config.loading.validate import validate
 from penstock.config.schema.run import RunConfig
 from penstock.config.server.run_fields import SERVER
 from penstock.config.translate.apply import (
@@ -19,9 +21,17 @@ from penstock.config.translate.apply import (
     translate_native,
 )
 from penstock.config.translate.dialect import Dialect
-from penstock.config.translate.drop_invalid import drop_invalid
 from penstock.config.translate.fit_parallel_sizes import Devices, devices_here
-from penstock.config.translate.translation import FATAL, GAPS, Kind, Translation
+from penstock.config.translate.translation import (
+    FATAL,
+    GAPS,
+    MISSING,
+    Draft,
+    Kind,
+    Translation,
+    put_at,
+    value_at,
+)
 from penstock.core.errors import ConfigError
 
 __all__ = ["detect_dialect", "load", "load_translation", "require_run"]
@@ -84,13 +94,13 @@ def load_translation(path: Path, name: str | None, devices: Devices) -> Translat
     return drop_invalid(translate(document.value, dialect, devices, path.parent))
 
 
+# Kinds of keys whose numbers the summary has, and their words.
 COUNTED: tuple[tuple[Kind, str], ...] = (
     ("left out", "left out"),
     ("approximated", "approximated"),
     ("no effect", "without effect here"),
     ("assumed", "added, as that tool's defaults"),
 )
-"""Kinds of keys whose numbers the summary has, and their words."""
 
 
 def _summary(path: Path, translation: Translation) -> str:
@@ -106,7 +116,6 @@ def _summary(path: Path, translation: Translation) -> str:
 
 
 def _devices(overrides: Sequence[Override]) -> Devices:
-    """The devices to fit a foreign file to: those of the command line, or of this machine."""
     overridden = {override.name: yaml12.scalar(override.text) for override in overrides}
     local = devices_here()
     count, nodes = overridden.get("launch.nproc_per_node"), overridden.get("launch.nnodes", 1)
@@ -114,51 +123,36 @@ def _devices(overrides: Sequence[Override]) -> Devices:
     return replace(local, ranks=ranks * (nodes if isinstance(nodes, int) and nodes > 0 else 1))
 
 
-OTHER_FILES: Mapping[tuple[str, ...], str] = {
-    ("compute_environment",): "accelerate's launch settings; write train.data_parallel_mode,"
-    " train.zero_stage and launch in the run's config",
-    ("distributed_type",): "accelerate's launch settings; write train.data_parallel_mode,"
-    " train.zero_stage and launch in the run's config",
-    ("zero_optimization",): "a DeepSpeed config; write train.zero_stage and train.precision in the"
+# Keys that such a file has, and with ! does not have, and what it is.
+OTHER_FILES: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("compute_environment", "distributed_type"),
+        "accelerate's launch settings; write train.data_parallel_mode, train.zero_stage and launch"
+        " in the run's config",
+    ),
+    "zero_optimization": "a DeepSpeed config; write train.zero_stage and train.precision in the"
     " run's config",
-    (
-        "export_dir",
-        "!output_dir",
-    ): "an export; penstock merge BASE ADAPTER -o OUT merges an adapter",
-    (
-        "peft_config",
-        "model",
-        "!train_dataset",
-        "!learning_rate",
-    ): "an export; penstock merge BASE ADAPTER -o OUT merges an adapter",
-    (
-        "quant_config",
-        "model",
-        "!train_dataset",
-        "!learning_rate",
-    ): "inference; penstock chat MODEL answers prompts",
-    ("infer_backend", "!output_dir"): "inference; penstock chat MODEL answers prompts",
-    (
-        "quantizer",
-        "checkpointer",
-        "!optimizer",
-    ): "a quantization; write export.quantise in the run's config",
-    (
-        "tasks",
-        "checkpointer",
-        "!optimizer",
-    ): "an evaluation; penstock eval MODEL --harness TASKS evaluates",
-    ("prompt", "checkpointer", "!optimizer"): "a generation; penstock chat MODEL answers prompts",
-    ("provider", "secrets"): "settings of a cloud provider; penstock launch --print starts a run"
+    **dict.fromkeys(
+        ("export_dir !output_dir", "peft_config model !train_dataset !learning_rate"),
+        "an export; penstock merge BASE ADAPTER -o OUT merges an adapter",
+    ),
+    **dict.fromkeys(
+        ("quant_config model !train_dataset !learning_rate", "infer_backend !output_dir"),
+        "inference; penstock chat MODEL answers prompts",
+    ),
+    "quantizer checkpointer !optimizer": "a quantization; write export.quantise in the run's"
+    " config",
+    "tasks checkpointer !optimizer": "an evaluation; penstock eval MODEL --harness TASKS evaluates",
+    "prompt checkpointer !optimizer": "a generation; penstock chat MODEL answers prompts",
+    "provider secrets": "settings of a cloud provider; penstock launch --print starts a run"
     " elsewhere",
 }
-"""Keys that such a file has, and with ! does not have, and what it is."""
 
 
 def require_run(path: Path, values: Mapping[str, Any]) -> None:
     """Raises ConfigError for a known file that is no training config."""
     for keys, meaning in OTHER_FILES.items():
-        if all((key.removeprefix("!") in values) is not key.startswith("!") for key in keys):
+        if all((key.strip("!") in values) is not key.startswith("!") for key in keys.split()):
             raise ConfigError(f"{path} is no training run: it is {meaning}.")
 
 
@@ -171,3 +165,90 @@ def require_known(path: Path, values: Mapping[str, Any]) -> None:
             "  If it is one of axolotl, LLaMA-Factory, TRL, torchtune, ERNIEKit or NxDT, write"
             " --dialect NAME."
         )
+
+
+# Settings that every run needs, with values that are used to validate the rest.
+PLACEHOLDERS: Mapping[str, Any] = {
+    "model.model_path": "path/to/model",
+    "data.datasets": [{"path": "data/train.jsonl"}],
+    "train.output_dir": "outputs/run",
+}
+
+# Removing a setting can uncover errors of others, but only a few times.
+MAX_ROUNDS = 20
+
+
+def drop_invalid(translation: Translation) -> Translation:
+    """The translation without invalid settings, whose keys are refused with the reason; settings
+    that are missing are among its placeholders.
+
+    Raises ConfigError if an error is of no setting of the file.
+    """
+    draft = Draft({}, {})
+    draft.settings = deepcopy(dict(translation.settings))
+    draft.lines = {line.key: line for line in translation.lines}
+    placeholders = dict(translation.placeholders)
+    issues: list[ConfigIssue] = []
+    for _ in range(MAX_ROUNDS):
+        settings = deepcopy(draft.settings)
+        for name, value in placeholders.items():
+            put_at(settings, name, value)
+        issues = validate(settings).faults
+        if not issues:
+            lines = tuple(draft.lines.values())
+            return replace(
+                translation, settings=draft.settings, lines=lines, placeholders=placeholders
+            )
+        # The first issue of each path, the last path first: removing an item renumbers those after.
+        for issue in {issue.path: issue for issue in reversed(issues)}.values():
+            name = dotted(issue.path)
+            if name in PLACEHOLDERS and not draft.has(name):
+                placeholders[name] = PLACEHOLDERS[name]
+            else:
+                _drop(draft, issue)
+    raise ConfigError("\n".join(f"{dotted(issue.path)}: {issue.text}" for issue in issues))
+
+
+def _drop(draft: Draft, issue: ConfigIssue) -> None:
+    # Remove the setting of an error, or else the first one that the error depends on.
+    for name in (dotted(issue.path), *issue.reads):
+        value = draft.value(name, MISSING)
+        if value is MISSING:
+            continue
+        for line in draft.lines_of(name):
+            line.names = [line_name for line_name in line.names if line_name != name]
+            if line.kind == "assumed":
+                draft.lines.pop(line.key)
+            else:
+                line.kind = "refused" if line.kind not in GAPS else line.kind
+                line.why = f"here {name}: {shown(value)}, which {issue.text}"
+        remove_at(draft.settings, name)
+        return
+    _drop_item(draft, dotted(issue.path), issue.text)
+
+
+def _drop_item(draft: Draft, name: str, text: str) -> None:
+    # Remove the item of a list that lacks a required setting, and the list if it is empty.
+    item = name.rpartition(".")[0]
+    above, _, index = item.rpartition(".")
+    if not index.isdecimal() or not draft.has(item):
+        return
+    for line in draft.lines_of(item):
+        line.names = [
+            line_name for line_name in line.names if not f"{line_name}.".startswith(f"{item}.")
+        ]
+        if line.kind not in GAPS and not line.names:
+            line.kind, line.why = "refused", f"here {name}, which is {text}"
+    remove_at(draft.settings, item)
+    if not draft.value(above):
+        remove_at(draft.settings, above)
+
+
+def remove_at(settings: dict[str, Any], name: str) -> None:
+    """Remove the value at a dotted name in nested mappings and lists."""
+    above, _, last = name.rpartition(".")
+    parent = value_at(settings, above) if above else settings
+    if isinstance(parent, list):
+        del parent[int(last)]
+    else:
+        parent.pop(last)

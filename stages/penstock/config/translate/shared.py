@@ -2,19 +2,11 @@
 
 import re
 from importlib.util import find_spec
-from typing import Any, cast
+from typing import Any
 
-from penstock.config.translate.dialect import (
-    Rule,
-    if_on,
-    if_true,
-    in_turn,
-    listed,
-    put,
-    sets,
-    where,
-)
-from penstock.config.translate.translation import Draft, Entry
+from penstock.config.translate import rule
+from penstock.config.translate.dialect import listed
+from penstock.config.translate.translation import Draft, Entry, Rule
 
 SOURCES, TESTS = "data.datasets", "data.test_datasets"
 ROW, GROUP = "data.sample_packing_sequence_len", "data.sample_packing_group_size"
@@ -27,7 +19,6 @@ FLASH = (
 PLAIN = {"sdpa": "sdpa", "eager": "eager", "disabled": "eager"}
 
 REGEX_SIGNS = re.compile(r"[\\()\[\]|*+?^$]")
-
 BESIDE_ADAPTERS = (
     "whole layers beside adapters are not trained; lora_target_modules may name embed_tokens and"
     " lm_head"
@@ -70,36 +61,38 @@ def put_targets(entry: Entry) -> None:
             entry.assume("lora.missing_targets", "skip", "PEFT passes over names of other models")
 
 
-IN_ORDER = sets(
+# Samples stay in the order of their files.
+IN_ORDER = rule.sets(
     {"data.shuffle_merged_datasets": False, "data.shuffle_before_merging_datasets": False}
 )
-"""Samples stay in the order of their files."""
 
-
-ALONE = sets({METHOD: "multipack", GROUP: 1})
-"""Rule of what asks for a sequence of its own for each sample."""
-
-INTERLEAVED = in_turn(
-    put("train.pipeline_parallel_virtual_stages"),
-    sets({"train.pipeline_parallel_schedule": "Interleaved1F1B"}),
-)
-"""Rule of a number of pipeline stages on each rank, above 1."""
+# Rule of what asks for a sequence of its own for each sample.
+ALONE = rule.sets({METHOD: "multipack", GROUP: 1})
 
 
 def quantizes(kind: str) -> Rule:
     """Rule of what asks for base weights in this format."""
-    return sets({"lora.enable_qlora": True, "lora.quant_format": kind})
+    return rule.sets({"lora.enable_qlora": True, "lora.quant_format": kind})
+
+
+# Rule of a number of bits of base weights; raises LookupError for another than these.
+BITS = rule.in_turn(
+    rule.sets({"lora.enable_qlora": True}),
+    rule.put("lora.quant_format", {4: "nf4", 8: "int8"}.__getitem__),
+)
 
 
 def in_few_bits(kind: str) -> Rule:
     """Rule of a boolean that asks for quantized base weights."""
-    return if_on(quantizes(kind), "base weights keep their precision")
+    return rule.if_on(quantizes(kind), "base weights keep their precision")
 
 
 def of_adapters(key: str, *values: Any, **names: str) -> dict[str, Rule]:
     """Rules of settings of adapters, by their keys, which are read where `key` has one of `values`:
     `lora_r="lora_rank"`."""
-    return {foreign: where(key, *values, name=f"lora.{name}") for foreign, name in names.items()}
+    return {
+        foreign: rule.where(key, *values, then=f"lora.{name}") for foreign, name in names.items()
+    }
 
 
 def lay_rows(draft: Draft, longest: Any, packing: str | None, *, pairs: bool) -> None:
@@ -111,17 +104,21 @@ def lay_rows(draft: Draft, longest: Any, packing: str | None, *, pairs: bool) ->
     """
     if packing == "wrapped":
         draft.put("data.isolate_samples", False)
-    for name in (SOURCES, TESTS) if packing != "wrapped" else ():
-        for source in cast("list[dict[str, Any]]", draft.value(name) or []):
-            if isinstance(longest, int):
-                source.setdefault("max_seq_len", longest)
-    if isinstance(longest, int) and packing != "wrapped":
+    elif isinstance(longest, int):
+        for source in (*draft.sources(SOURCES), *draft.sources(TESTS)):
+            source.setdefault("max_seq_len", longest)
         draft.placeholders[SOURCES] = [{"path": "data/train.jsonl", "max_seq_len": longest}]
     if isinstance(longest, int):
         draft.put(ROW, 2 * longest if pairs else longest)
     draft.put(METHOD, packing or "multipack")
     if packing is None:
         draft.put(GROUP, 1)
+
+
+def has_steps(entry: Entry) -> bool:
+    """Whether the file says how many steps a run has (`max_steps`)."""
+    steps = entry.get("max_steps")
+    return isinstance(steps, int) and steps > 0
 
 
 def settle_precision(draft: Draft, weights: Any) -> None:
@@ -134,14 +131,16 @@ def settle_precision(draft: Draft, weights: Any) -> None:
         draft.put("train.precision", "bf16")
 
 
+# Losses of TRL and LLaMA-Factory that have the same names here.
 LOSSES = ("sigmoid", "hinge", "ipo", "kto_pair", "nca_pair", "sppo_hard", "orpo", "simpo")
-"""Losses of TRL and LLaMA-Factory that have the same names here."""
 
 
-def losses(entry: Entry, loss_weights: Any) -> None:
-    """One preference loss, or several with weights, of which cross-entropy may be one."""
+def losses(entry: Entry) -> None:
+    """`loss_type`: a preference loss, or several, of which cross-entropy may be one, with the
+    weights in `loss_weights`."""
     names = names_in(entry.value)
-    weights = dict(zip(names, listed(loss_weights or [1.0] * len(names)), strict=False))
+    loss_weights = entry.get(entry.key.replace("type", "weights")) or [1.0] * len(names)
+    weights = dict(zip(names, listed(loss_weights), strict=False))
     chosen = [name for name in names if name != "sft"]
     if len(chosen) != 1 or chosen[0] not in LOSSES or len(weights) != len(names):
         entry.refuse(f"one of {', '.join(LOSSES)} is taken, with sft beside it if it is wanted")
@@ -162,16 +161,15 @@ def gathers_8_bits(entry: Entry) -> None:
         entry.no_effect("weights are gathered as they are kept")
 
 
-PRECOMPUTES = if_true(
+# Rule of a boolean that asks for reference log-probs before training.
+PRECOMPUTES = rule.if_true(
     "preference.precompute_ref_logps",
     value=True,
     otherwise="they are always computed before training, and reused by other runs",
 )
-"""Rule of a boolean that asks for reference log-probs before training."""
 
-RESUMES = if_true("train.load_checkpoint_path", "auto", otherwise="nothing is resumed")
-"""Rule of a boolean that asks to resume from the newest checkpoint."""
-
+# Rule of a boolean that asks to resume from the newest checkpoint.
+RESUMES = rule.if_true("train.load_checkpoint_path", "auto", otherwise="nothing is resumed")
 
 TRACKERS = ("wandb", "tensorboard", "mlflow", "trackio")
 NO_TRACKER = f"no tracker here ({', '.join(TRACKERS)}); metrics.jsonl has all metrics"
@@ -194,10 +192,8 @@ def track(entry: Entry, tracker: str) -> None:
 
 def tracks(tracker: str) -> Rule:
     """Rule of a boolean that enables a tracker."""
-
-    return lambda entry: (
-        track(entry, tracker) if entry.value else entry.put(f"train.use_{tracker}", False)
-    )
+    off = rule.sets({f"train.use_{tracker}": False})
+    return rule.if_on(lambda entry: track(entry, tracker), off)
 
 
 def reports(entry: Entry) -> None:

@@ -4,63 +4,47 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from penstock.config.schema.data import TOKENIZER_TEMPLATE, is_inline_template
-from penstock.config.translate.dialect import Rule, listed
-from penstock.config.translate.translation import Entry
+from penstock.config.translate.dialect import listed, same_names
+from penstock.config.translate.translation import Entry, Rule
 
 TEMPLATE = "data.chat_template"
 
+# `chat_template` of Axolotl.
 AXOLOTL: Mapping[str, str] = {
-    "alpaca": "alpaca",
-    "chatml": "chatml",
+    **same_names("", "alpaca chatml gemma gemma3 granite llama3 qwen3"),
     "cohere": "command-r",
     "deepseek_v3": "deepseek-v3",
-    "gemma": "gemma",
-    "gemma3": "gemma3",
-    "granite": "granite",
-    "llama3": "llama3",
     "mistral_v1": "mistral-v1",
     "mistral_v2v3": "mistral-v3",
     "mistral_v3_tekken": "mistral-v3-tekken",
     "mistral_v7_tekken": "mistral-v7-tekken",
     "phi_3": "phi3",
     "phi_35": "phi3.5",
-    "qwen3": "qwen3",
     "qwen_25": "qwen2.5",
 }
-"""`chat_template` of Axolotl."""
 
+# `template` of LLaMA-Factory.
 LLAMA_FACTORY: Mapping[str, str] = {
-    "chatml": "chatml",
+    **same_names("", "chatml gemma gemma3 glm4 llama2 llama3 phi4 qwen3 smollm2 vicuna zephyr"),
     "cohere": "command-r",
     "deepseek3": "deepseek-v3",
     "deepseekr1": "deepseek-r1",
-    "gemma": "gemma",
     "gemma2": "gemma",
-    "gemma3": "gemma3",
-    "glm4": "glm4",
     "glm4_moe": "glm4.5",
     "gpt_oss": "gpt-oss",
     "granite3": "granite",
-    "llama2": "llama2",
-    "llama3": "llama3",
     "mistral": "mistral-v3",
     "phi": "phi3",
-    "phi4": "phi4",
     "phi4_mini": "phi4-mini",
     "qwen": "qwen2.5",
-    "qwen3": "qwen3",
     "qwen3_nothink": "qwen3-instruct",
-    "smollm2": "smollm2",
-    "vicuna": "vicuna",
-    "zephyr": "zephyr",
 }
-"""`template` of LLaMA-Factory."""
 
+# Templates of LLaMA-Factory with another default system prompt or other blanks, or that treat
+# reasoning in another way, than those published with the models.
 DIFFERING = frozenset(
     {"smollm2", "zephyr", "qwen3_nothink", "deepseek3", "deepseekr1", "granite3", "vicuna"}
 )
-"""Templates of LLaMA-Factory with another default system prompt or other blanks, or that treat
-reasoning in another way, than those published with the models."""
 
 TOKENIZERS = ("tokenizer_default", "jinja", "default", "empty")
 FALLBACK = "tokenizer_default_fallback_"

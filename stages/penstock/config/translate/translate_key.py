@@ -5,15 +5,15 @@ from difflib import get_close_matches
 from typing import Any, cast
 
 from penstock.config.loading.fault import shown
-from penstock.config.translate.dialect import Rule, Table, unsupported, why_not_of
-from penstock.config.translate.translation import Draft, Entry, Line
+from penstock.config.translate import rule
+from penstock.config.translate.dialect import Table, why_not_of
+from penstock.config.translate.translation import Entry, Line, Rule
 
+# Ratio of difflib at which a known key is suggested.
 MIN_SIMILARITY = 0.7
-"""Ratio of difflib at which a known key is suggested."""
 
-
+# The same for a key of a family, of which not all keys are known.
 VERY_SIMILAR = 0.94
-"""The same for a key of a family, of which not all keys are known."""
 
 
 def flat_keys(
@@ -46,22 +46,19 @@ def translate_items(
 
 def translate_key(entry: Entry, table: Table, key: str, title: str, *, is_null: bool) -> None:
     """Translate one key of a mapping that `title` names in messages."""
-    draft, line = entry.draft, entry.line
+    line = entry.line
     family = next((name for name in table.families if key.startswith(name)), None)
     is_typo = key not in table.keys and get_close_matches(key, table.keys, 1, VERY_SIMILAR)
     if key not in table.keys and (family is None or is_typo):
         nested = key.rpartition(".")[2]
-        near = (
-            [nested]
-            if nested in table.keys
-            else get_close_matches(key, table.keys, 1, MIN_SIMILARITY)
-        )
+        is_known = nested in table.keys
+        near = [nested] if is_known else get_close_matches(key, table.keys, 1, MIN_SIMILARITY)
         meant = f"; did you mean {near[0]}?" if near else ""
         line.kind, line.why = "unknown", f"is not a known key of {title}{meant}"
     elif is_null:
         line.kind, line.why = "no effect", "null, the same as leaving it out"
     elif key in table.unsupported:
-        apply_rule(unsupported(table.unsupported[key]), entry)
+        apply_rule(rule.unsupported(table.unsupported[key]), entry)
     elif key in table.same:
         line.kind = "maps"
         entry.put(table.same[key], line.value)
@@ -70,24 +67,19 @@ def translate_key(entry: Entry, table: Table, key: str, title: str, *, is_null: 
     elif key in table.idle:
         entry.no_effect(table.idle[key])
     else:
-        rule = table.computed.get(key) or table.families[family or ""]
-        apply_rule(rule, entry)
+        apply = table.computed.get(key) or table.families[family or ""]
+        apply_rule(rule.no_effect(apply) if isinstance(apply, str) else apply, entry)
         assert entry.is_handled, f"{title}: {key} is read and nothing is said of it"
-        if line.kind == "translated" and not line.why and _is_taken_over(draft, line):
-            line.kind = "maps"
+        if line.kind == "translated" and not line.why and len(line.names) == 1:
+            setting = entry.draft.value(line.names[0])
+            if type(setting) is type(line.value) and setting == line.value:
+                line.kind = "maps"
 
 
-def apply_rule(rule: Rule, entry: Entry) -> None:
+def apply_rule(apply: Rule, entry: Entry) -> None:
     """Apply a rule. Rules assume that values have the right type; a value for which they fail is
     refused."""
     try:
-        rule(entry)
+        apply(entry)
     except (TypeError, ValueError, AttributeError, ArithmeticError, LookupError):
         entry.refuse(f"{shown(entry.value)} is not a valid value")
-
-
-def _is_taken_over(draft: Draft, line: Line) -> bool:
-    settings = [draft.value(name) for name in line.names]
-    return (
-        len(settings) == 1 and type(settings[0]) is type(line.value) and settings[0] == line.value
-    )

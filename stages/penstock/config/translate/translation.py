@@ -1,40 +1,34 @@
 """A translation and its report: each foreign key, the settings it became, and why."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 from penstock.config.schema.pipeline import SECRET
 from penstock.core.remote.urls import redact_text
 
+# What became of a key. refused: nothing, and without it the run would train another model, other
+# data or another objective; unknown: nothing; left out: nothing, although the run differs by it;
+# doubtful: a value that may not do what was intended; approximated: a similar one; no effect:
+# nothing, as it has none here; assumed: a default of the tool; translated: a converted value; maps:
+# the same value under our name.
 Kind = Literal[
-    "maps",
-    "translated",
-    "approximated",
-    "doubtful",
-    "no effect",
-    "assumed",
-    "left out",
-    "unknown",
-    "refused",
-]
-"""What became of a key: the same value under our name; a converted value; an approximation; a value
-that may not do what was intended; nothing, because it has no effect here; a default of the tool;
-nothing, although the run differs by it; nothing, because it is unknown; or nothing, and without it
-the run would train another model, other data or another objective."""
-
-KINDS: tuple[Kind, ...] = (
     "refused", "unknown", "left out", "doubtful", "approximated", "no effect", "assumed",
     "translated", "maps",
-)  # fmt: skip
-"""In the order of importance for the user."""
+]  # fmt: skip
 
+# In the order of importance for the user.
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+# Kinds with which a foreign file is not run as it is.
 FATAL: tuple[Kind, ...] = ("refused", "unknown")
-"""Kinds with which a foreign file is not run as it is."""
 
+# Kinds of keys that are not translated.
 GAPS: tuple[Kind, ...] = (*FATAL, "left out")
-"""Kinds of keys that are not translated."""
+
+# Not None, which settings may have.
+MISSING = object()
 
 
 @dataclass
@@ -45,12 +39,11 @@ class Line:
     value: Any
     kind: Kind
     why: str = ""
+    # The settings of ours that it decides.
     names: list[str] = field(default_factory=list[str])
-    """The settings of ours that it decides."""
 
     @property
     def redacted_value(self) -> Any:
-        """The value without secrets."""
         if SECRET.search(self.key.rpartition(".")[2]):
             return "(secret)"
         return redact_text(self.value) if isinstance(self.value, str) else self.value
@@ -62,17 +55,15 @@ class Draft:
     def __init__(
         self, written: Mapping[str, Any], defaults: Mapping[str, Any], folder: Path | None = None
     ) -> None:
+        # The folder with the file, which may have others beside it.
         self.folder = folder or Path()
-        """The folder with the file, which may have others beside it."""
+        # Their keys, flat, as they stand in the file; without those that are null.
         self.written = written
-        """Their keys, flat, as they stand in the file; without those that are null."""
         self.settings: dict[str, Any] = {}
-        """Ours, nested."""
         self.lines: dict[str, Line] = {}
-        """The report, by their key."""
+        # Settings that a run needs and the file does not have, with the values that its other keys
+        # would give them.
         self.placeholders: dict[str, Any] = {}
-        """Settings that a run needs and the file does not have, with the values that its other
-        keys would give them."""
         self._defaults = defaults
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -80,13 +71,14 @@ class Draft:
         return self.written.get(key, self._defaults.get(key, default))
 
     def value(self, name: str, default: Any = None) -> Any:
-        """The current value of a setting of ours."""
         return value_at(self.settings, name, default)
 
+    def sources(self, name: str) -> list[dict[str, Any]]:
+        """The data sets of `data.datasets` or `data.test_datasets`; none if it is not set."""
+        return self.value(name) or []
+
     def has(self, name: str) -> bool:
-        """Whether a setting of ours is set."""
-        missing = object()
-        return self.value(name, missing) is not missing
+        return self.value(name, MISSING) is not MISSING
 
     def put(self, name: str, value: Any) -> None:
         """Set a setting that no single key decides."""
@@ -96,8 +88,7 @@ class Draft:
         """Set another value than was asked for, and mark its keys as approximated."""
         self.put(name, value)
         for line in self.lines_of(name):
-            line.kind = line.kind if line.kind == "assumed" else "approximated"
-            line.why = why
+            line.kind, line.why = "assumed" if line.kind == "assumed" else "approximated", why
 
     def mark_doubtful(self, name: str, why: str) -> None:
         """Mark the keys that decide a setting as doubtful, assumed ones too."""
@@ -110,8 +101,8 @@ class Draft:
         if not self.has(name):
             return
         *above, last = name.split(".")
-        for line in list(self.lines_of(name)):
-            line.names = [line_name for line_name in line.names if not _is_within(line_name, name)]
+        for line in self.lines_of(name):
+            line.names = [setting for setting in line.names if not _is_within(setting, name)]
             line.why = why
             if line.kind != "assumed":
                 line.kind = "approximated" if line.names else kind
@@ -122,28 +113,25 @@ class Draft:
             cast("dict[str, Any]", section).pop(last, None)
 
     def rename(self, name: str, new_name: str) -> None:
-        """Rename a setting of ours, if it is set."""
         if not self.has(name):
             return
-        lines, value = list(self.lines_of(name)), self.value(name)
+        lines, value = self.lines_of(name), self.value(name)
         above, _, last = name.rpartition(".")
         self.value(above).pop(last)
         self.put(new_name, value)
         for line in lines:
             line.names = [new_name if current == name else current for current in line.names]
 
-    def set_line(self, key: str, kind: Kind, why: str) -> None:
-        """Set the kind and reason of a foreign key in the report."""
+    def set_line(self, key: str, kind: Kind, why: str, *names: str) -> None:
+        """Set the kind and reason of a foreign key in the report, and add settings it decides."""
         line = self.lines.setdefault(key, Line(key, self.get(key), kind))
         line.kind, line.why = kind, why
+        line.names += names
 
-    def lines_of(self, name: str) -> Iterator[Line]:
+    def lines_of(self, name: str) -> list[Line]:
         """The lines of the keys that decide a setting, or a part of it."""
-        return (
-            line
-            for line in self.lines.values()
-            if any(_is_within(line_name, name) for line_name in line.names)
-        )
+        lines = self.lines.values()
+        return [line for line in lines if any(_is_within(setting, name) for setting in line.names)]
 
 
 class Entry:
@@ -154,14 +142,14 @@ class Entry:
     ) -> None:
         self.draft = draft
         self.key = line.key
+        # Prefix of the settings that `put` sets: the item of a list that the key is in.
         self.into = f"{into}." if into else ""
-        """Prefix of the settings that `put` sets: the item of a list that the key is in."""
+        # The item with the key, as written.
         self.beside = beside or {}
-        """The item with the key, as written."""
         self.value: Any = line.value
         self.line = line
+        # Whether the rule has put or said anything.
         self.is_handled = False
-        """Whether the rule has put or said anything."""
 
     @property
     def is_assumed(self) -> bool:
@@ -169,7 +157,6 @@ class Entry:
         return self.line.kind == "assumed"
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of another foreign key."""
         return self.draft.get(key, default)
 
     def put(self, name: str, value: Any) -> None:
@@ -221,50 +208,44 @@ class Entry:
             self.line.kind = kind
 
 
+# Translates one key to settings of ours (`Entry.put`), or says why it has none.
+Rule = Callable[[Entry], None]
+
+
 @dataclass(frozen=True)
 class Translation:
     """A foreign file as settings of ours."""
 
+    # The name of its dialect.
     dialect: str
-    """The name of its dialect."""
-
+    # The name of the tool.
     title: str
-    """The name of the tool."""
-
+    # As in a native file, in the order of the schema.
     settings: Mapping[str, Any]
-    """As in a native file, in the order of the schema."""
-
+    # The report: a line for each foreign key and for each assumed default.
     lines: Sequence[Line]
-    """The report: a line for each foreign key and for each assumed default."""
-
+    # Number of processes that parallel sizes were fitted to.
     ranks: int
-    """Number of processes that parallel sizes were fitted to."""
-
+    # Settings that a run needs and the file does not have, with values for validation.
     placeholders: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Settings that a run needs and the file does not have, with values for validation."""
 
     def origins(self, name: str) -> tuple[str, ...]:
         """The foreign keys that decide a setting: written ones before assumed ones, and of these
         first those that decide only this setting."""
         ranked: list[tuple[bool, int, str]] = []
         for line in self.lines:
-            if lengths := [
-                len(line_name) for line_name in line.names if self._decides(line_name, name)
-            ]:
+            if lengths := [len(setting) for setting in line.names if self._decides(setting, name)]:
                 ranked.append((line.kind == "assumed", -max(lengths), line.key))
         return tuple(key for *_, key in sorted(ranked, key=lambda entry: entry[:2]))
 
     def _decides(self, decided: str, name: str) -> bool:
-        """Whether the key of a setting decides `name`: a part of it only if there is that part."""
+        # Whether the key of a setting decides `name`: a part of it only if there is that part.
         if _is_within(name, decided):
             return True
-        missing = object()
-        return _is_within(decided, name) and (
-            value_at(self.settings, decided, missing) is not missing
-        )
+        has_part = value_at(self.settings, decided, MISSING) is not MISSING
+        return _is_within(decided, name) and has_part
 
     def of(self, *kinds: Kind) -> list[Line]:
-        """The lines of some kinds, in the order of the file."""
         return [line for line in self.lines if line.kind in kinds]
 
 

@@ -5,11 +5,14 @@ import re
 from collections.abc import Mapping
 from typing import Any, cast
 
-from penstock.config.translate.dialect import Rule, Table, choice, listed, no_effect
+from penstock.config.translate import rule
+from penstock.config.translate.dialect import Table, by_reason, listed, same_names
+from penstock.config.translate.shared import SOURCES, TESTS
 from penstock.config.translate.templates import template_of_dataset
 from penstock.config.translate.translate_key import translate_items
 from penstock.config.translate.translation import Entry
 
+# Types of a data set to ours, with the columns that they read.
 TYPES: Mapping[str, Mapping[str, str]] = {
     "chat_template": {"type": "chat"},
     "messages.chat": {"type": "chat"},
@@ -48,7 +51,6 @@ TYPES: Mapping[str, Mapping[str, str]] = {
         for name in ("load_open_orca", "load_open_orca_chatml")
     },
 }
-"""Types of a data set to ours, with the columns that they read."""
 
 FAMILIES = ("chat_template", "chatml", "llama3", "zephyr", "user_defined", "passthrough")
 PROMPTS: Mapping[str, Mapping[str, str]] = {
@@ -73,28 +75,27 @@ RENDERED: Mapping[str, str] = {
 NAMES_OF_ROLES = {"human": "user", "gpt": "assistant"}
 KNOWN_ROLES = ("system", "user", "assistant", "tool")
 USUAL_KEYS, SHAREGPT_KEYS = ("role", "content"), ("from", "value")
+
+# Keys of a message under which reasoning is read.
 REASONING = ("reasoning_content", "reasoning", "thinking")
-"""Keys of a message under which reasoning is read."""
 
 
-def sources(name: str) -> Rule:
-    """The rule of a list of data sets."""
+def sources(entry: Entry) -> None:
+    """A list of data sets."""
 
-    def rule(entry: Entry) -> None:
-        if entry.key == "datasets" and not all(isinstance(i, dict) for i in listed(entry.value)):
-            raise TypeError("it takes mappings with a path")
-        items: list[dict[str, Any]] = [
-            item if isinstance(item, dict) else {"path": item} for item in listed(entry.value)
-        ]
-        entry.put(name, [{} for _ in items])
-        translate_items(entry, items, TABLE, name)
-        for index, source in enumerate(entry.draft.value(name)):
-            if "type" not in items[index] and "data_files" not in items[index]:
-                entry.put(f"{name}.{index}.type", "tokenized")
-            if source.get("type") == "sharegpt":
-                source.setdefault("field_messages", "messages")
-
-    return rule
+    name = TESTS if entry.key == "test_datasets" else SOURCES
+    if entry.key == "datasets" and not all(isinstance(i, dict) for i in listed(entry.value)):
+        raise TypeError("it takes mappings with a path")
+    items: list[dict[str, Any]] = [
+        item if isinstance(item, dict) else {"path": item} for item in listed(entry.value)
+    ]
+    entry.put(name, [{} for _ in items])
+    translate_items(entry, items, TABLE, name)
+    for index, source in enumerate(entry.draft.value(name)):
+        if "type" not in items[index] and "data_files" not in items[index]:
+            entry.put(f"{name}.{index}.type", "tokenized")
+        if source.get("type") == "sharegpt":
+            source.setdefault("field_messages", "messages")
 
 
 def _prefers(entry: Entry) -> bool:
@@ -102,7 +103,6 @@ def _prefers(entry: Entry) -> bool:
 
 
 def _message_keys(item: Mapping[str, Any]) -> tuple[str, str]:
-    """The keys of a message with its role and its content."""
     keys: Mapping[str, str] = item.get("message_property_mappings") or {}
     role = item.get("message_field_role") or keys.get("role") or USUAL_KEYS[0]
     return role, item.get("message_field_content") or keys.get("content") or USUAL_KEYS[1]
@@ -114,8 +114,7 @@ def _type(entry: Entry) -> None:
     if isinstance(kind, dict):
         _own_columns(entry, cast("dict[str, Any]", kind))
         return
-    tables = {"kto": KTO_TYPES} if rl == "kto" else {}
-    types = tables.get(str(rl), PREFERENCE_TYPES if _prefers(entry) else TYPES)
+    types = KTO_TYPES if rl == "kto" else PREFERENCE_TYPES if _prefers(entry) else TYPES
     base = re.split(r"[.:]", str(kind))[0]
     name = kind if kind in types else base
     if name not in types or (name == base != kind and rl):
@@ -134,7 +133,7 @@ def _type(entry: Entry) -> None:
 
 
 def _own_columns(entry: Entry, kind: Mapping[str, Any]) -> None:
-    """Columns of a form that the file describes itself."""
+    # Columns of a form that the file describes itself.
     kto = entry.get("rl") == "kto"
     entry.put("type", "kto" if kto else "preference" if _prefers(entry) else "instruction")
     fields = ("field_instruction", "field_input", "field_output", "field_system")
@@ -152,7 +151,7 @@ def _own_columns(entry: Entry, kind: Mapping[str, Any]) -> None:
 
 
 def _keys_of_messages(entry: Entry) -> None:
-    """`message_property_mappings`, `message_field_role` and `message_field_content`."""
+    # `message_property_mappings`, `message_field_role` and `message_field_content`.
     keys = _message_keys(entry.beside)
     if keys == USUAL_KEYS:
         entry.no_effect("these keys are read anyway")
@@ -162,12 +161,11 @@ def _keys_of_messages(entry: Entry) -> None:
         entry.put("field_message_role", keys[0])
         entry.put("field_message_content", keys[1])
     mappings = cast("dict[str, Any]", entry.value if isinstance(entry.value, dict) else {})
-    unread = [
+    if unread := [
         f"{name}: {key}"
         for name, key in mappings.items()
         if name not in USUAL_KEYS and key != name and not (name in REASONING and key in REASONING)
-    ]
-    if unread:
+    ]:
         entry.leave_out(f"messages have their own names of {', '.join(unread)}")
 
 
@@ -188,16 +186,14 @@ def _roles(entry: Entry) -> None:
 
 def _trained_roles(entry: Entry) -> None:
     roles = list(dict.fromkeys(NAMES_OF_ROLES.get(role, role) for role in listed(entry.value)))
-    if not roles:
-        entry.leave_out("answers of the assistant are trained")
-    elif roles == ["assistant"]:
-        entry.no_effect("answers of the assistant are trained")
-    else:
+    if roles and roles != ["assistant"]:
         entry.put("roles_to_train", roles)
+    else:
+        (entry.no_effect if roles else entry.leave_out)("answers of the assistant are trained")
 
 
 def _trained_ends(entry: Entry) -> None:
-    """`train_on_eot`, and `train_on_eos` unless the other one is written."""
+    # `train_on_eot`, and `train_on_eos` unless the other one is written.
     train_on_eot = entry.beside.get("train_on_eot") if entry.key.endswith("train_on_eos") else None
     if train_on_eot not in (None, entry.value):
         entry.approximated("train_on_eot says which tokens that end turns are trained")
@@ -208,25 +204,19 @@ def _trained_ends(entry: Entry) -> None:
 
 
 def _reasoning_key(entry: Entry) -> None:
-    if entry.value in REASONING:
-        entry.no_effect(f"reasoning is read under {', '.join(REASONING)}")
-    else:
-        entry.leave_out(f"reasoning is read under {', '.join(REASONING)}")
+    report = entry.no_effect if entry.value in REASONING else entry.leave_out
+    report(f"reasoning is read under {', '.join(REASONING)}")
 
 
-OF_TEACHERS = "models are not trained on log-probs of others"
-OF_STEPS = "models are not trained by rewards"
-
+# The keys of a data set.
 TABLE = Table(
     same={
-        **{
-            name: name
-            for name in (
-                *("path", "name", "split", "revision", "data_files", "ds_type", "shards"),
-                *("shards_idx", "preprocess_shards", "field_messages", "field_tools"),
-                *("field_chosen", "field_rejected", "drop_system_message", "field_system"),
-            )
-        },
+        **same_names(
+            "",
+            "path name split revision data_files ds_type shards shards_idx preprocess_shards"
+            " field_messages field_tools field_chosen field_rejected drop_system_message"
+            " field_system",
+        ),
         "field": "field_text",
         "text_column": "field_text",
         "message_field_training": "field_message_training",
@@ -243,25 +233,20 @@ TABLE = Table(
         **dict.fromkeys(("train_on_eos", "train_on_eot"), _trained_ends),
         **dict.fromkeys(("chat_template", "chat_template_jinja"), template_of_dataset),
         **dict.fromkeys(("field_thinking", "template_thinking_key"), _reasoning_key),
-        "conversation": no_effect("the chat template renders conversations"),
+        "conversation": rule.no_effect("the chat template renders conversations"),
     },
-    unsupported={
-        "trust_remote_code": "loading scripts of data sets are not run",
-        "split_thinking": "put reasoning into reasoning_content of messages",
-        "logprobs_field": OF_TEACHERS,
-        "temperature": OF_TEACHERS,
-        "input_transform": "records are read as they are",
-        "input_format": "the tokenizer's chat template renders questions",
-        "field_human": "write field_instruction in a form of your own",
-        "field_model": "write field_output in a form of your own",
-        "skip": "sources are read from their beginning; write split: train[N:]",
-        "step_separator": OF_STEPS,
-        "max_completion_length": OF_STEPS,
-        "train_on_last_step_only": OF_STEPS,
-    },
+    unsupported=by_reason(
+        """
+        trust_remote_code: loading scripts of data sets are not run
+        split_thinking: put reasoning into reasoning_content of messages
+        logprobs_field temperature: models are not trained on log-probs of others
+        input_transform: records are read as they are
+        input_format: the tokenizer's chat template renders questions
+        field_human: write field_instruction in a form of your own
+        field_model: write field_output in a form of your own
+        skip: sources are read from their beginning; write split: train[N:]
+        step_separator max_completion_length
+        train_on_last_step_only: models are not trained by rewards
+        """
+    ),
 )
-"""The keys of a data set."""
-
-
-too_long = choice("data.truncation_mode", {"drop": "drop", "truncate": "keep_start"})
-"""Rule of `excess_length_strategy`: what becomes of samples above `sequence_len`."""

@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping
 
-from penstock.config.translate import shared
-from penstock.config.translate.dialect import Rule, by_reason, no_effect, unsupported
+from penstock.config.translate import rule, shared
+from penstock.config.translate.dialect import by_reason
+from penstock.config.translate.translation import Rule
 
 OF_REWARDS = "read by training with rewards alone"
 OF_GROUPS = "one rate for all weights; train.vision_lr and train.projector_lr set two others"
@@ -60,6 +61,7 @@ IDLE = by_reason(
     lora_fan_in_fan_out: a form of layers that no family here has
     dataset_processes: how samples are prepared, which changes none
     bnb_config_kwargs: scales are kept as they are, a little larger
+    skip_prepare_dataset: data is prepared once, before training
     wandb_watch: gradients are logged by train.log_grad_norm
     wandb_entity: a login says it: set WANDB_ENTITY in the environment
     load_best_model_at_end: write train.save_best in a native file
@@ -108,25 +110,23 @@ UNSUPPORTED = by_reason(
     """
 )
 
-FAMILIES: Mapping[str, Rule] = {
-    **{
-        prefix: no_effect(why)
-        for prefix, why in by_reason(
-            f"""
-            use_swanlab use_comet swanlab_ comet_ use_otel_metrics
-            otel_metrics_: {shared.NO_TRACKER}
-            trl. vllm. ebft. nemo_gym_: {OF_REWARDS}
-            kd_ pose_: read with what is refused alone
-            dion_ qgalore_: read by that optimizer alone
-            generation_ generate_samples num_generation_: {OF_SAMPLES}
-            use_ray ray_ resources_per_worker: torchrun starts it
-            gradio_: penstock chat answers prompts
-            lm_eval_: penstock eval RUN --harness TASKS evaluates
-            expert_parallel_: {shared.OF_PYTHON}
-            """
-        ).items()
-    },
-    "hatchery": unsupported("training runs here; penstock serve takes such clients"),
-    **dict.fromkeys(("mora.", "grokfast_"), unsupported("adapters and gradients are as they are")),
+# Prefixes of keys that concern one thing.
+FAMILIES: Mapping[str, Rule | str] = {
+    **by_reason(
+        f"""
+        use_swanlab use_comet swanlab_ comet_ use_otel_metrics otel_metrics_: {shared.NO_TRACKER}
+        trl. vllm. ebft. nemo_gym_: {OF_REWARDS}
+        kd_ pose_: read with what is refused alone
+        dion_ qgalore_: read by that optimizer alone
+        generation_ generate_samples num_generation_: {OF_SAMPLES}
+        use_ray ray_ resources_per_worker: torchrun starts it
+        gradio_: penstock chat answers prompts
+        lm_eval_: penstock eval RUN --harness TASKS evaluates
+        expert_parallel_: {shared.OF_PYTHON}
+        """
+    ),
+    "hatchery": rule.unsupported("training runs here; penstock serve takes such clients"),
+    **dict.fromkeys(
+        ("mora.", "grokfast_"), rule.unsupported("adapters and gradients are as they are")
+    ),
 }
-"""Prefixes of keys that concern one thing."""

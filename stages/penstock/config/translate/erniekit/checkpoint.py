@@ -1,10 +1,15 @@
 """ERNIEKit's run: how long it is, and when it is measured and saved."""
 
 from collections.abc import Mapping
+from typing import Any
 
-from penstock.config.translate.dialect import Rule, put, sets, when
+from penstock.config.translate import rule
 from penstock.config.translate.fit_parallel_sizes import EVAL_ROWS
-from penstock.config.translate.translation import Entry
+from penstock.config.translate.shared import has_steps
+from penstock.config.translate.translation import Entry, Rule
+
+# Keys of the rows that a rank evaluates at once: as many as it trains on, if none are written.
+ROWS = ("per_device_eval_batch_size", "batch_size", "per_device_train_batch_size")
 
 NO_EVALUATION = "do_eval is false, so nothing is evaluated"
 
@@ -14,25 +19,14 @@ def evaluates(entry: Entry) -> bool:
     return bool(entry.get("do_eval"))
 
 
-def explicit_steps(entry: Entry) -> int | None:
-    """The steps of the run, where they are written."""
-    steps = entry.get("max_steps")
-    return steps if isinstance(steps, int) and steps > 0 else None
-
-
-def rows_at_once(entry: Entry) -> int:
-    """Rows that a rank trains on at once."""
-    return entry.get("batch_size") or entry.get("per_device_train_batch_size") or 1
-
-
 def _by_steps_or_epochs(entry: Entry, name: str, chosen: str) -> None:
-    """Put `train.<name>_steps` and `train.<name>_epochs` as a strategy says."""
     steps, epochs = 0, 0.0
-    total = explicit_steps(entry)
     if chosen == "steps":
-        steps = _interval_of(entry, name)
-    elif chosen == "epoch" and total:
-        steps = max(1, int(total / entry.get("num_train_epochs", 1)))
+        # As written; else what their program takes, where steps are asked for.
+        usual = 500 if name == "save" else entry.get("logging_steps", 500)
+        steps = entry.get(f"{name}_steps", 0 if entry.is_assumed else usual)
+    elif chosen == "epoch" and has_steps(entry):
+        steps = max(1, int(entry.get("max_steps") / entry.get("num_train_epochs", 1)))
         entry.explain("with max_steps an epoch is that share of them")
     elif chosen == "epoch":
         epochs = 1.0
@@ -41,14 +35,6 @@ def _by_steps_or_epochs(entry: Entry, name: str, chosen: str) -> None:
         return
     entry.put(f"train.{name}_steps", steps)
     entry.put(f"train.{name}_epochs", epochs)
-
-
-def _interval_of(entry: Entry, name: str) -> int:
-    """As written; else what their program takes, where steps are asked for."""
-    if entry.is_assumed:
-        return entry.get(f"{name}_steps", 0)
-    usual = 500 if name == "save" else entry.get("logging_steps", 500)
-    return entry.get(f"{name}_steps", usual)
 
 
 def _save(entry: Entry) -> None:
@@ -68,19 +54,17 @@ def _evaluate(entry: Entry) -> None:
         _by_steps_or_epochs(entry, "eval", entry.value)
 
 
-def _interval(name: str, strategy: str) -> Rule:
-    """The rule of the number of steps that a strategy asks for."""
-
-    def rule(entry: Entry) -> None:
-        chosen = entry.draft.written.get(strategy, "steps")
-        if name == "eval" and not evaluates(entry):
-            entry.no_effect(NO_EVALUATION)
-        elif chosen == "steps":
-            entry.decides(f"train.{name}_steps")
-        else:
-            entry.no_effect(f"{strategy} is {chosen}")
-
-    return rule
+def _interval(entry: Entry) -> None:
+    # The number of steps that a strategy asks for.
+    name = entry.key.removesuffix("_steps")
+    strategy = "save_strategy" if name == "save" else "evaluation_strategy"
+    chosen = entry.draft.written.get(strategy, "steps")
+    if name == "eval" and not evaluates(entry):
+        entry.no_effect(NO_EVALUATION)
+    elif chosen == "steps":
+        entry.decides(f"train.{name}_steps")
+    else:
+        entry.no_effect(f"{strategy} is {chosen}")
 
 
 def _do_eval(entry: Entry) -> None:
@@ -109,7 +93,8 @@ def _eval_batches(entry: Entry) -> None:
     elif entry.value > 0:
         entry.put("train.eval_max_batches", entry.value)
         # Of one replica here; the number of replicas is known when sizes are fitted.
-        entry.put(EVAL_ROWS, entry.get("per_device_eval_batch_size") or rows_at_once(entry))
+        rows: list[Any] = [entry.get(key) for key in ROWS if entry.get(key)]
+        entry.put(EVAL_ROWS, rows[0] if rows else 1)
         entry.explain("a batch has per_device_eval_batch_size rows of each data-parallel rank")
     else:
         entry.put("train.eval_max_batches", None)
@@ -160,37 +145,38 @@ def _quantized_stage(entry: Entry) -> None:
 
 
 SAVING: Mapping[str, Rule] = {
-    "max_steps": when(
+    "max_steps": rule.when(
         lambda entry: entry.value > 0,
-        put("train.max_steps"),
-        sets({"train.max_steps": None}, "as many steps as num_train_epochs has"),
+        rule.put("train.max_steps"),
+        rule.sets({"train.max_steps": None}, "as many steps as num_train_epochs has"),
     ),
     "save_strategy": _save,
-    "save_steps": _interval("save", "save_strategy"),
+    **dict.fromkeys(("save_steps", "eval_steps"), _interval),
     "evaluation_strategy": _evaluate,
-    "eval_steps": _interval("eval", "evaluation_strategy"),
     "do_eval": _do_eval,
     "do_train": _do_train,
     "max_evaluate_steps": _eval_batches,
-    "per_device_eval_batch_size": when(
-        evaluates, put("train.eval_micro_batch_size"), NO_EVALUATION
+    "per_device_eval_batch_size": rule.when(
+        evaluates, rule.put("train.eval_micro_batch_size"), NO_EVALUATION
     ),
-    "save_total_limit": put("train.save_total_limit", lambda count: count if count > 0 else None),
-    "overwrite_output_dir": put(
+    "save_total_limit": rule.put(
+        "train.save_total_limit", lambda count: count if count > 0 else None
+    ),
+    "overwrite_output_dir": rule.put(
         "train.load_checkpoint_path", lambda overwrites: None if overwrites else "auto"
     ),
-    "resume_from_checkpoint": put("train.load_checkpoint_path"),
-    "unified_checkpoint": sets(
+    "resume_from_checkpoint": rule.put("train.load_checkpoint_path"),
+    "unified_checkpoint": rule.sets(
         {"train.ckpt_manager": "dcp"},
         "checkpoints can be read in any layout, and are saved in parts",
     ),
     "unified_checkpoint_config": _unified_config,
     "disable_ckpt_quant": _quantized_states,
     "ckpt_quant_stage": _quantized_stage,
-    "ignore_save_lr_and_optim": put("train.save_optimizer", lambda left_out: not left_out),
-    "ignore_load_lr_and_optim": when(
+    "ignore_save_lr_and_optim": rule.put("train.save_optimizer", lambda left_out: not left_out),
+    "ignore_load_lr_and_optim": rule.when(
         lambda entry: not (entry.value and entry.get("overwrite_output_dir")),
-        put("train.load_optimizer", lambda left_out: not left_out),
+        rule.put("train.load_optimizer", lambda left_out: not left_out),
         "overwrite_output_dir is true, so the run starts from scratch",
     ),
 }

@@ -4,17 +4,18 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from penstock.config.schema.preference import AVERAGED, REFERENCE_FREE, LossType, is_used
-from penstock.config.translate.dialect import Rule, Values, choice, if_on, sets, truth, when
-from penstock.config.translate.translation import Draft, Entry
+from penstock.config.translate import rule
+from penstock.config.translate.dialect import Values, same_names
+from penstock.config.translate.translation import Draft, Entry, Rule
 
 OBJECTIVES = {"SFT": "sft", "DPO": "preference", "PT": "pretrain", "VL-SFT": "sft"}
 
+# Keys that only DPO reads.
 OF_DPO = (
     *("beta", "simpo_gamma", "offset_alpha", "max_prompt_len", "loss_type", "pref_loss_ratio"),
     *("sft_loss_ratio", "label_smoothing", "reference_free", "ref_model_update_steps"),
     *("dpop_lambda", "normalize_logps", "mask_out_eos_token"),
 )
-"""Keys that only DPO reads."""
 
 
 def infer_stage(values: Values) -> Values:
@@ -48,17 +49,20 @@ def _loss(entry: Entry) -> None:
         entry.put("preference.dpop_penalty", "outside")
 
 
-def _of_loss(name: str) -> Rule:
-    """The rule of a number that some losses read."""
+def _number(entry: Entry) -> None:
+    # A number that some losses read.
+    loss = cast("LossType", entry.get("loss_type"))
+    if is_used(entry.key, loss):
+        entry.put(f"preference.{entry.key}", float(entry.value))
+    else:
+        entry.no_effect(f"loss_type {loss} does not read it")
 
-    def rule(entry: Entry) -> None:
-        loss = cast("LossType", entry.get("loss_type"))
-        if is_used(name, loss):
-            entry.put(f"preference.{name}", float(entry.value))
-        else:
-            entry.no_effect(f"loss_type {loss} does not read it")
 
-    return when(is_preference, rule, OF_DPO_ALONE)
+def _sft_ratio(entry: Entry) -> None:
+    if entry.get("loss_type") == "orpo":
+        entry.no_effect("loss_type orpo has a ratio of 1")
+    else:
+        _number(entry)
 
 
 def _normalized(entry: Entry) -> None:
@@ -97,23 +101,22 @@ def _is_lora(draft: Draft) -> bool:
     return written["fine_tuning"] == "LoRA" if "fine_tuning" in written else bool(draft.get("lora"))
 
 
-def _of_lora(name: str) -> Rule:
-    """The rule of what says how adapters are made."""
-
-    def rule(entry: Entry) -> None:
-        if not _is_lora(entry.draft):
-            entry.no_effect("no adapters are trained")
-        elif entry.get("rslora_plus") and name != "lora_rank":
-            entry.no_effect("rslora_plus decides it")
-        else:
-            entry.put(f"lora.{name}", entry.value)
-
-    return rule
+OF_LORA = {
+    **same_names("", "lora_rank lora_alpha"),
+    "rslora": "use_rslora",
+    "lora_plus_scale": "lora_plus_ratio",
+    "lora_path": "init_adapter_path",
+}
 
 
-def _alpha(entry: Entry) -> None:
-    _of_lora("lora_alpha")(entry)
-    if entry.value == -1 and entry.line.names:
+def _lora(entry: Entry) -> None:
+    if not _is_lora(entry.draft):
+        entry.no_effect("no adapters are trained")
+    elif entry.get("rslora_plus") and entry.key != "lora_rank":
+        entry.no_effect("rslora_plus decides it")
+    else:
+        entry.put(f"lora.{OF_LORA[entry.key]}", entry.value)
+    if entry.key == "lora_alpha" and entry.value == -1 and entry.line.names:
         root = bool(entry.get("rslora"))
         entry.put("lora.lora_alpha", 4 if root else 2 * entry.get("lora_rank"))
         entry.explain("-1 is 4 with rslora" if root else "-1 is twice the rank")
@@ -129,42 +132,33 @@ def adapters_are_whole(draft: Draft) -> None:
 
 OBJECTIVE: Mapping[str, Rule] = {
     "stage": _stage,
-    "loss_type": when(is_preference, _loss, OF_DPO_ALONE),
-    "beta": _of_loss("beta"),
-    "simpo_gamma": _of_loss("simpo_gamma"),
-    "label_smoothing": _of_loss("label_smoothing"),
-    "offset_alpha": when(
+    "loss_type": rule.when(is_preference, _loss, OF_DPO_ALONE),
+    **dict.fromkeys(
+        ("beta", "simpo_gamma", "label_smoothing", "pref_loss_ratio", "dpop_lambda"),
+        rule.when(is_preference, _number, OF_DPO_ALONE),
+    ),
+    "offset_alpha": rule.when(
         lambda entry: is_preference(entry) and entry.value,
-        lambda entry: entry.refuse(
+        rule.refuses(
             "needs a score for each answer, and their data carry none; write 0, or translate the"
             " file and write preference.offset_alpha with field_chosen_score and"
             " field_rejected_score of the data"
         ),
         "is off",
     ),
-    "pref_loss_ratio": _of_loss("pref_loss_ratio"),
-    "sft_loss_ratio": when(
-        lambda entry: not is_preference(entry) or entry.get("loss_type") != "orpo",
-        _of_loss("sft_loss_ratio"),
-        "loss_type orpo has a ratio of 1",
-    ),
-    "dpop_lambda": _of_loss("dpop_lambda"),
-    "normalize_logps": when(is_preference, _normalized, OF_DPO_ALONE),
-    "reference_free": when(is_preference, _without_reference, OF_DPO_ALONE),
+    "sft_loss_ratio": rule.when(is_preference, _sft_ratio, OF_DPO_ALONE),
+    "normalize_logps": rule.when(is_preference, _normalized, OF_DPO_ALONE),
+    "reference_free": rule.when(is_preference, _without_reference, OF_DPO_ALONE),
     "ref_model_update_steps": _update_reference,
-    "fine_tuning": choice("lora.enable_lora", {"LoRA": True, "Full": False}, refuses=True),
-    "lora": truth("lora.enable_lora"),
-    "lora_rank": _of_lora("lora_rank"),
-    "lora_alpha": _alpha,
-    "rslora": _of_lora("use_rslora"),
-    "lora_plus_scale": _of_lora("lora_plus_ratio"),
-    "rslora_plus": if_on(
-        when(
+    "fine_tuning": rule.choice("lora.enable_lora", {"LoRA": True, "Full": False}, rule.refuses),
+    "lora": rule.truth("lora.enable_lora"),
+    **dict.fromkeys(OF_LORA, _lora),
+    "rslora_plus": rule.if_on(
+        rule.when(
             lambda entry: _is_lora(entry.draft),
-            sets({"lora.use_rslora": True, "lora.lora_plus_ratio": 4.0, "lora.lora_alpha": 4}),
+            rule.sets({"lora.use_rslora": True, "lora.lora_plus_ratio": 4.0, "lora.lora_alpha": 4}),
             "no adapters are trained",
         ),
         "is off",
     ),
-    "lora_path": _of_lora("init_adapter_path"),
 }

@@ -8,39 +8,20 @@ program stands before one of the documentation, and that before the documented d
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.config.translate.dialect import (
-    Dialect,
-    Rule,
-    Values,
-    approximated,
-    by_reason,
-    decides,
-    if_true,
-    in_turn,
-    is_flat,
-    negated,
-    put,
-    typed,
-    when,
-)
+from penstock.config.translate import rule
+from penstock.config.translate.dialect import Dialect, Values, by_reason, is_flat, same_names, typed
 from penstock.config.translate.erniekit.checkpoint import SAVING
-from penstock.config.translate.erniekit.data import DATA, data_is_there
-from penstock.config.translate.erniekit.images import IMAGES
-from penstock.config.translate.erniekit.objective import (
-    OBJECTIVE,
-    adapters_are_whole,
-    infer_stage,
-)
-from penstock.config.translate.erniekit.parallelism import LAYOUT
-from penstock.config.translate.erniekit.training import TRAINING
+from penstock.config.translate.erniekit.data import DATA, IMAGES, data_is_there
+from penstock.config.translate.erniekit.objective import OBJECTIVE, adapters_are_whole, infer_stage
+from penstock.config.translate.erniekit.training import LAYOUT, TRAINING
 from penstock.config.translate.shared import track
-from penstock.config.translate.translation import Draft, Entry
+from penstock.config.translate.translation import Draft, Entry, Rule
 
+# Keys of which its files have at least two.
 SIGNATURE = (
     *("model_name_or_path", "train_dataset_path", "fine_tuning", "stage"),
     *("tensor_parallel_degree", "per_device_train_batch_size"),
 )
-"""Keys of which its files have at least two."""
 
 
 def _recognizes(values: Values) -> bool:
@@ -48,14 +29,11 @@ def _recognizes(values: Values) -> bool:
 
 
 SAME: Mapping[str, str] = {
-    "output_dir": "train.output_dir",
+    **same_names("train.", "output_dir seed num_train_epochs layerwise_lr_decay_bound"),
     "logging_steps": "train.log_interval",
-    "seed": "train.seed",
-    "num_train_epochs": "train.num_train_epochs",
     "batch_size": "train.micro_batch_size",
     "per_device_train_batch_size": "train.micro_batch_size",
     "learning_rate": "train.lr",
-    "layerwise_lr_decay_bound": "train.layerwise_lr_decay_bound",
     "dataloader_num_workers": "data.dataloader_num_workers",
     "tensor_parallel_output": "train.tp_vocab_parallel_loss",
     "recompute": "train.enable_gradient_checkpointing",
@@ -63,6 +41,7 @@ SAME: Mapping[str, str] = {
     "moe_aux_loss_lambda": "train.moe_aux_loss_coef",
 }
 
+# Keys that change nothing here.
 IDLE = by_reason(
     """
     release_grads: gradients are always released after the step
@@ -80,22 +59,16 @@ IDLE = by_reason(
     use_sparse_head_and_loss_fn: tokens that are not trained never reach the head
     """
 )
-"""Keys that change nothing here."""
-
-SEVERAL = "layers that predict several tokens are not trained here; write 0"
 
 PADDLE, PUBLISHED = "-Paddle", "-PT"
 
 
 def _model(entry: Entry) -> None:
-    name = str(entry.value).rstrip("/")
-    source = name
+    name = source = str(entry.value).rstrip("/")
     if name.startswith("baidu/") and name.endswith(PADDLE):
         source = name.removesuffix(PADDLE) + PUBLISHED
-    if entry.get("continue_training", True):
-        entry.put("model.model_path", source)
-    else:
-        entry.put("model.config_path", source)
+    kind = "model" if entry.get("continue_training", True) else "config"
+    entry.put(f"model.{kind}_path", source)
     if source != name:
         entry.approximated(f"{PADDLE} weights are in Paddle's layout; {PUBLISHED} has the same")
 
@@ -115,31 +88,34 @@ def _log_dir(entry: Entry) -> None:
 
 RULES: Mapping[str, Rule] = {
     "model_name_or_path": _model,
-    "continue_training": in_turn(
-        decides("model.model_path", "model.config_path"),
+    "continue_training": rule.in_turn(
+        rule.decides("model.model_path", "model.config_path"),
         lambda entry: entry.explain(
             "pre-trained weights" if entry.value else "random weights of the model's configuration"
         ),
     ),
-    "download_hub": when(
+    "download_hub": rule.when(
         lambda entry: entry.value != "huggingface",
-        approximated("models are taken from the Hugging Face hub, or from a folder"),
+        rule.approximated("models are taken from the Hugging Face hub, or from a folder"),
         "models are taken from the Hugging Face hub",
     ),
-    "max_shard_size": put("export.max_shard_size", lambda size: f"{size}GB"),
-    "hf_hub_id": put("push.repo_id"),
+    "max_shard_size": rule.put("export.max_shard_size", lambda size: f"{size}GB"),
+    "hf_hub_id": rule.put("push.repo_id"),
     "use_flash_attention": _attention,
-    "fuse_rope": if_true(
+    "fuse_rope": rule.if_true(
         "model.rope_native",
         value=False,
         otherwise="the default; rotations are fused where a kernel serves, to the same result",
     ),
-    "fuse_rms_norm": negated("model.rmsnorm_native"),
-    "fuse_swiglu": negated("model.activation_native"),
-    "disable_tqdm": put("train.log_format", lambda off: "structured" if off else "progress_bar"),
+    "fuse_rms_norm": rule.negated("model.rmsnorm_native"),
+    "fuse_swiglu": rule.negated("model.activation_native"),
+    "disable_tqdm": rule.put(
+        "train.log_format", lambda off: "structured" if off else "progress_bar"
+    ),
     "logging_dir": _log_dir,
 }
 
+# What is documented, and of keys that only the program has, what that does.
 DEFAULTS: Mapping[str, Any] = {
     "seed": 42,
     "layerwise_lr_decay_bound": 1.0,
@@ -193,15 +169,6 @@ DEFAULTS: Mapping[str, Any] = {
     "quant_weight_grad": False,
     "fp8_format_type": "hybrid",
 }
-"""What is documented, and of keys that only the program has, what that does."""
-
-BEATEN: Mapping[str, tuple[str, ...]] = {
-    "per_device_train_batch_size": ("batch_size",),
-    "lora": ("fine_tuning",),
-    "bf16": ("compute_type",),
-    "weight_quantize_algo": ("compute_type",),
-    "overwrite_output_dir": ("resume_from_checkpoint",),
-}
 
 
 def _finalize(draft: Draft) -> None:
@@ -220,19 +187,20 @@ ERNIEKIT = Dialect(
         " overwrite_output_dir amp_master_grad use_flash_attention",
         text="train_dataset_path eval_dataset_path model_name_or_path logging_dir sharding optim",
     ),
-    computed={
-        **RULES,
-        **DATA,
-        **SAVING,
-        **LAYOUT,
-        **TRAINING,
-        **OBJECTIVE,
-        **IMAGES,
+    computed={**RULES, **DATA, **SAVING, **LAYOUT, **TRAINING, **OBJECTIVE, **IMAGES},
+    unsupported={
+        "num_nextn_predict_layers": "layers that predict several tokens are not trained here;"
+        " write 0"
     },
-    unsupported={"num_nextn_predict_layers": SEVERAL},
     idle=IDLE,
     defaults=DEFAULTS,
     inferred=infer_stage,
-    overridden_by=BEATEN,
+    overridden_by={
+        "per_device_train_batch_size": ("batch_size",),
+        "lora": ("fine_tuning",),
+        "bf16": ("compute_type",),
+        "weight_quantize_algo": ("compute_type",),
+        "overwrite_output_dir": ("resume_from_checkpoint",),
+    },
     finalize=_finalize,
 )

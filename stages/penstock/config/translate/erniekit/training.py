@@ -1,11 +1,13 @@
-"""ERNIEKit's training: precision, optimizer, learning rate, dropout, memory."""
+"""ERNIEKit's training: precision, optimizer, learning rate, dropout, memory, and how a model is cut
+over ranks."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.config.translate.dialect import Rule, if_on, if_true, in_turn, put, sets, when, where
+from penstock.config.translate import rule
 from penstock.config.translate.shared import quantizes
-from penstock.config.translate.translation import Entry
+from penstock.config.translate.translation import Entry, Rule
 
 PRECISIONS = {"bf16": "bf16_mixed", "fp16": "fp16_mixed"}
 QUANTIZED = {
@@ -62,7 +64,7 @@ IN_FP32 = (
 
 
 def _operations(operations: tuple[str, ...], dtype: str) -> Rule:
-    def rule(entry: Entry) -> None:
+    def apply(entry: Entry) -> None:
         value: Any = entry.value
         names = [str(name) for name in value] if isinstance(value, list) else str(value).split()  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
         if unknown := [name for name in names if name not in operations]:
@@ -70,12 +72,10 @@ def _operations(operations: tuple[str, ...], dtype: str) -> Rule:
         else:
             entry.no_effect(f"these are computed in {dtype} anyway")
 
-    return rule
+    return apply
 
 
-def _betas(entry: Entry) -> None:
-    betas = [entry.get("adam_beta1"), entry.get("adam_beta2")]
-    entry.put("train.optimizer_kwargs.betas", betas)
+BETAS = ("adam_beta1", "adam_beta2")
 
 
 def _optimizer(entry: Entry) -> None:
@@ -84,15 +84,6 @@ def _optimizer(entry: Entry) -> None:
     entry.decides("train.optimizer")
     if entry.value not in ("adamw", "adamw_custom"):
         entry.approximated(f"{entry.value} is no optimizer here; AdamW takes its place")
-
-
-def _offload(entry: Entry) -> None:
-    if entry.value:
-        entry.put("train.optimizer_offload", "cpu")
-        if entry.key == "tensorwise_offload_optimizer":
-            entry.explain("states lie in host memory, where the CPU steps the optimizer")
-    else:
-        entry.no_effect("is off")
 
 
 STYLES = {
@@ -181,11 +172,11 @@ def _recompute_experts(entry: Entry) -> None:
 
 
 def _of_fp8(name: str) -> Rule:
-    return when(_is_fp8, put(name), "there is no FP8 training")
+    return rule.when(_is_fp8, rule.put(name), "there is no FP8 training")
 
 
+# Keys of activations' scales that are kept from earlier steps, and their defaults.
 OLD_SCALES = {"apply_online_actscale_step": 200, "actscale_moving_rate": 0.01}
-"""Keys of activations' scales that are kept from earlier steps, and their defaults."""
 
 
 def _old_scales(entry: Entry) -> None:
@@ -204,51 +195,61 @@ def _old_scales(entry: Entry) -> None:
 TRAINING: Mapping[str, Rule] = {
     "compute_type": _compute,
     "weight_quantize_algo": _compute,
-    "bf16": put("train.precision", lambda on: "bf16_mixed" if on else "fp32"),
-    "fp16_opt_level": when(
+    "bf16": rule.put("train.precision", lambda on: "bf16_mixed" if on else "fp32"),
+    "fp16_opt_level": rule.when(
         lambda entry: entry.value == "O0",
-        sets({"train.precision": "fp32"}),
+        rule.sets({"train.precision": "fp32"}),
         "weights are kept in fp32 beside what is computed in fewer bits, as in O2",
     ),
-    "scale_loss": when(
+    "scale_loss": rule.when(
         lambda entry: entry.get("compute_type") == "fp16",
-        put("train.loss_scale_init", float),
+        rule.put("train.loss_scale_init", float),
         "losses are scaled in fp16 alone",
     ),
     "amp_master_grad": _master_gradients,
     "amp_custom_white_list": _operations(IN_BF16, "bf16"),
     "amp_custom_black_list": _operations(IN_FP32, "fp32"),
-    "gradient_accumulation_steps": when(
-        lambda entry: entry.value != -1,
-        put("train.gradient_accumulation_steps"),
-        lambda entry: entry.refuse("-1 chooses it by the size of the data; write a number"),
+    "gradient_accumulation_steps": rule.when(
+        lambda entry: entry.value == -1,
+        rule.refuses("-1 chooses it by the size of the data; write a number"),
+        rule.put("train.gradient_accumulation_steps"),
     ),
-    "weight_decay": in_turn(
-        put("train.weight_decay"), sets({"train.no_decay_params": ["bias", "norm"]})
+    "weight_decay": rule.in_turn(
+        rule.put("train.weight_decay"), rule.sets({"train.no_decay_params": ["bias", "norm"]})
     ),
-    "adam_beta1": _betas,
-    "adam_beta2": _betas,
-    "adam_epsilon": put("train.optimizer_kwargs.eps"),
+    **dict.fromkeys(
+        BETAS,
+        lambda entry: entry.put("train.optimizer_kwargs.betas", [entry.get(key) for key in BETAS]),
+    ),
+    "adam_epsilon": rule.put("train.optimizer_kwargs.eps"),
     "optim": _optimizer,
-    "use_lowprecision_moment": if_on(
-        sets({"train.optimizer": "anyprecision_adamw", "train.optimizer_dtype": "bf16"}),
+    "use_lowprecision_moment": rule.if_on(
+        rule.sets({"train.optimizer": "anyprecision_adamw", "train.optimizer_dtype": "bf16"}),
         "states are kept in fp32",
     ),
-    "offload_optim": _offload,
-    "tensorwise_offload_optimizer": _offload,
+    "offload_optim": rule.if_on(rule.sets({"train.optimizer_offload": "cpu"}), "is off"),
+    "tensorwise_offload_optimizer": rule.if_on(
+        rule.sets(
+            {"train.optimizer_offload": "cpu"},
+            "states lie in host memory, where the CPU steps the optimizer",
+        ),
+        "is off",
+    ),
     "lr_scheduler_type": _schedule,
     "warmup_steps": _warmup,
     "warmup_ratio": _warmup,
-    "min_lr": where("lr_scheduler_type", "cosine", name="train.lr_min"),
-    "num_cycles": where("lr_scheduler_type", "cosine", name="train.lr_schedule_kwargs.num_cycles"),
-    "lr_end": where("lr_scheduler_type", "polynomial", name="train.lr_min"),
-    "power": where("lr_scheduler_type", "polynomial", name="train.lr_schedule_kwargs.power"),
+    "min_lr": rule.where("lr_scheduler_type", "cosine", then="train.lr_min"),
+    "num_cycles": rule.where(
+        "lr_scheduler_type", "cosine", then="train.lr_schedule_kwargs.num_cycles"
+    ),
+    "lr_end": rule.where("lr_scheduler_type", "polynomial", then="train.lr_min"),
+    "power": rule.where("lr_scheduler_type", "polynomial", then="train.lr_schedule_kwargs.power"),
     "decay_steps": _decay_steps,
-    "max_grad_norm": put("train.max_grad_norm", lambda norm: max(0.0, float(norm))),
+    "max_grad_norm": rule.put("train.max_grad_norm", lambda norm: max(0.0, float(norm))),
     "hidden_dropout_prob": _dropout,
     "attention_probs_dropout_prob": _dropout,
     "dropout_warmup_steps": _dropout_warmup,
-    "use_fused_head_and_loss_fn": if_true(
+    "use_fused_head_and_loss_fn": rule.if_true(
         "train.ce_mode",
         "chunked",
         otherwise="the head and the loss are computed in chunks all the same",
@@ -262,4 +263,108 @@ TRAINING: Mapping[str, Rule] = {
     "fp8_format_type": _of_fp8("train.fp8.format"),
     "apply_online_actscale_step": _old_scales,
     "actscale_moving_rate": _old_scales,
+}
+
+
+# Words of `pipeline_parallel_config` for micro-batches of different lengths.
+OF_LENGTHS = {"disable_p2p_cache_shape", "enable_clear_every_step_cache"}
+
+SPLIT = "train.pipeline_parallel_split"
+
+
+def _segments(entry: Entry) -> None:
+    # Boundaries count the embedding as their first layer, and have one entry more than stages.
+    # A list, or text that looks like one.
+    bounds = [int(number) for number in re.findall(r"\d+", str(entry.value))]
+    if str(entry.value).strip().startswith("["):
+        entry.put(SPLIT, [max(0, bound - 1) for bound in bounds[:-1]])
+    else:
+        entry.put(SPLIT, "uniform")
+
+
+def _tail(entry: Entry) -> None:
+    if not entry.value or entry.get("pipeline_parallel_degree", 1) <= 1:
+        entry.no_effect("is off" if not entry.value else "there is one pipeline stage")
+    elif str(entry.get("pp_seg_method", "")).strip().startswith("["):
+        entry.no_effect("pp_seg_method lists the layers of each stage")
+    else:
+        entry.put("train.pipeline_parallel_output_weight", 1 + entry.value)
+        entry.explain("empty layers take the place of layers in the split, and compute nothing")
+
+
+def _sharding(entry: Entry) -> None:
+    options = str(entry.value).split()
+    stages = [int(option[-1]) for option in options if re.fullmatch(r"stage[123]", option)]
+    if stages:
+        entry.put("train.data_parallel_mode", "fsdp2")
+        entry.put("train.zero_stage", stages[0])
+    else:
+        entry.put("train.data_parallel_mode", "ddp")
+    if "offload" in options:
+        entry.put("train.optimizer_offload", "cpu")
+
+
+def _experts(entry: Entry) -> None:
+    group = str(entry.value)
+    tensor, shards = (
+        entry.get("tensor_parallel_degree", 1),
+        entry.get("sharding_parallel_degree", 1),
+    )
+    sizes = {"mp": tensor, "data": shards, "dp": shards, "dummy": 1}
+    if group not in sizes:
+        entry.refuse(f"it takes {', '.join(sizes)}")
+        return
+    entry.put("train.expert_parallel_size", max(1, sizes[group]))
+    if group in ("data", "dp") and sizes[group] < 1:
+        entry.approximated("experts are on every rank; write expert_parallel_size to share them")
+
+
+# Words of which their names of a dispatch are made.
+DISPATCHES = {"v2", "alltoall", "allgather", "unpad", "text", ""}
+
+
+def _dispatch(entry: Entry) -> None:
+    options = set(str(entry.value).split("-"))
+    if not options <= DISPATCHES:
+        entry.refuse("it takes v2-alltoall-unpad, v2-alltoall, v2-allgather-unpad, v2-allgather")
+        return
+    entry.put("model.ep_dispatch", "alltoall")
+    if "alltoall" in options:
+        entry.explain("tokens travel to the ranks of their experts, without padding")
+    else:
+        entry.explain("tokens travel by all-to-all, which gives the same result")
+
+
+LAYOUT: Mapping[str, Rule] = {
+    "tensor_parallel_degree": rule.put("train.tensor_parallel_size", lambda ranks: max(1, ranks)),
+    "tensor_parallel_config": rule.no_effect(
+        "ranks compute the same of what they all hold, and overlapping changes nothing"
+    ),
+    "pipeline_parallel_degree": rule.put(
+        "train.pipeline_parallel_size", lambda ranks: max(1, ranks)
+    ),
+    "pipeline_parallel_config": rule.when(
+        lambda entry: OF_LENGTHS & {*str(entry.value).split()},
+        rule.sets({"train.pp_variable_seq_lengths": True}),
+        "ways to overlap or release, which change no result",
+    ),
+    "pp_seg_method": _segments,
+    "virtual_pp_degree": rule.when(
+        lambda entry: entry.value > 1,
+        rule.in_turn(
+            rule.sets({"train.pipeline_parallel_schedule": "Interleaved1F1B"}),
+            rule.put("train.pipeline_parallel_virtual_stages"),
+        ),
+        "every rank has one stage",
+    ),
+    "add_tail_layers": _tail,
+    "sharding": _sharding,
+    "sharding_parallel_degree": rule.when(
+        lambda entry: entry.value > 0 and "stage" not in str(entry.get("sharding", "")),
+        rule.no_effect("sharding names no stage, so nothing is sharded"),
+        rule.put("train.data_parallel_shard_size", lambda ranks: ranks if ranks > 0 else -1),
+    ),
+    "sequence_parallel": rule.truth("train.sequence_parallel"),
+    "moe_group": _experts,
+    "moe_multimodal_dispatch_use_allgather": _dispatch,
 }

@@ -1,60 +1,28 @@
 """LLaMA-Factory: the flat files of `llamafactory-cli train`."""
 
-from collections.abc import Mapping
-from typing import Any
-
-from penstock.config.translate import shared
-from penstock.config.translate.dialect import (
-    Dialect,
-    Rule,
-    Values,
-    approximated,
-    by_reason,
-    choice,
-    decides,
-    if_on,
-    in_turn,
-    is_flat,
-    no_effect,
-    only,
-    put,
-    sets,
-    typed,
-    when,
-)
+from penstock.config.translate import rule, shared
+from penstock.config.translate.dialect import Dialect, Values, by_reason, is_flat, same_names, typed
 from penstock.config.translate.hf import schedule, training_arguments
 from penstock.config.translate.hf.llama_factory_data import BOUNDS, sources
-from penstock.config.translate.shared import (
-    LOSSES,
-    SOURCES,
-    TESTS,
-    lay_rows,
-    of_adapters,
-    quantizes,
-)
+from penstock.config.translate.shared import SOURCES
 from penstock.config.translate.templates import LLAMA_FACTORY as LLAMA_FACTORY_TEMPLATES
 from penstock.config.translate.templates import chat_template
-from penstock.config.translate.translation import Draft, Entry
+from penstock.config.translate.translation import Draft, Entry, Rule
 
+# Keys of which its files have at least two.
 SIGNATURE = (
     *("finetuning_type", "template", "dataset", "dataset_dir", "cutoff_len", "lora_target"),
     *("flash_attn", "pref_beta", "overwrite_cache", "preprocessing_num_workers"),
 )
-"""Keys of which its files have at least two."""
 
 ON, WITH_LORA = "finetuning_type", ("lora", "oft")
 STAGES = {"sft": "sft", "pt": "pretrain", "dpo": "preference", "kto": "preference"}
 
 
 def _recognizes(values: Values) -> bool:
-    has_model = "model_name_or_path" in values
+    has_model = is_flat(values) and "model_name_or_path" in values
     foreign = "fine_tuning" in values or "train_dataset_path" in values
-    return (
-        is_flat(values)
-        and has_model
-        and not foreign
-        and sum(name in values for name in SIGNATURE) >= 2
-    )
+    return has_model and not foreign and sum(name in values for name in SIGNATURE) >= 2
 
 
 def _stage(entry: Entry) -> None:
@@ -78,24 +46,23 @@ PROJECTOR_ALONE = "train_mm_proj_only"
 
 
 def _freeze(entry: Entry) -> None:
-    if entry.get(ON) == "lora":
-        entry.no_effect("with adapters all of the model's own weights are frozen")
-        return
-    usual = {"freeze_vision_tower": True, "freeze_multi_modal_projector": True}
-    frozen = [part for key, part in FREEZES.items() if entry.get(key, usual.get(key, False))]
+    frozen = [part for key, part in FREEZES.items() if entry.get(key, part != "language")]
     if entry.get(PROJECTOR_ALONE):
         frozen = ["vision", "language"]
-    if frozen == ["vision", "projector"]:
+    if entry.get(ON) == "lora":
+        entry.no_effect("with adapters all of the model's own weights are frozen")
+    elif frozen == ["vision", "projector"]:
         entry.no_effect("these parts are frozen unless model.freeze says otherwise")
     else:
         entry.put("model.freeze", frozen)
 
 
-def _bits(entry: Entry) -> None:
-    if entry.value in (4, 8):
-        quantizes("nf4" if entry.value == 4 else "int8")(entry)
-    else:
-        entry.refuse("it takes 4 and 8")
+def _length(entry: Entry) -> None:
+    entry.decides(shared.ROW, f"{SOURCES}.0.max_seq_len")
+    if entry.get("stage") != "pt":
+        entry.approximated(
+            "a longer sample loses its end; there prompt and answer are truncated in proportion"
+        )
 
 
 def _packing(entry: Entry) -> None:
@@ -123,9 +90,9 @@ def _prefers(draft: Draft) -> bool:
 
 
 def _of_dpo(name: str, *losses: str) -> Rule:
-    return when(
+    return rule.when(
         lambda entry: entry.get("stage") == "dpo" and entry.get("pref_loss", "sigmoid") in losses,
-        put(name),
+        rule.put(name),
         "this stage and loss do not read it",
     )
 
@@ -139,12 +106,12 @@ OVER_TOKENS = (
 def _loss(entry: Entry) -> None:
     if entry.get("stage") != "dpo":
         entry.no_effect("read with stage: dpo alone")
-    elif entry.value in LOSSES:
+    elif entry.value in shared.LOSSES:
         entry.put("preference.loss_type", entry.value)
         if entry.value == "orpo":
             entry.approximated(OVER_TOKENS)
     else:
-        entry.refuse(f"it takes {', '.join(LOSSES)}")
+        entry.refuse(f"it takes {', '.join(shared.LOSSES)}")
 
 
 def _finalize(draft: Draft) -> None:
@@ -153,14 +120,13 @@ def _finalize(draft: Draft) -> None:
     packs, is_pt = draft.get("packing"), draft.get("stage") == "pt"
     if packs is None:
         packs = draft.get("neat_packing") or is_pt
-    longest, method = draft.get("cutoff_len"), "wrapped" if is_pt else "multipack"
-    lay_rows(draft, longest, method if packs else None, pairs=_prefers(draft))
-    rank, is_told = draft.get("lora_rank"), draft.has("lora.lora_alpha")
-    if draft.value("lora.enable_lora") and not is_told and isinstance(rank, int):
+    method = ("wrapped" if is_pt else "multipack") if packs else None
+    shared.lay_rows(draft, draft.get("cutoff_len"), method, pairs=_prefers(draft))
+    rank, is_written = draft.get("lora_rank"), draft.has("lora.lora_alpha")
+    if draft.value("lora.enable_lora") and not is_written and isinstance(rank, int):
         # FinetuningArguments sets `lora_alpha or lora_rank * 2`.
         draft.put("lora.lora_alpha", 2 * rank)
-        draft.set_line("lora_alpha", "assumed", "twice lora_rank")
-        draft.lines["lora_alpha"].names.append("lora.lora_alpha")
+        draft.set_line("lora_alpha", "assumed", "twice lora_rank", "lora.lora_alpha")
     if draft.get("use_muon"):
         draft.put("train.optimizer", "muon")
     _settle_decay(draft)
@@ -171,21 +137,19 @@ def _finalize(draft: Draft) -> None:
 
 
 def _settle_bounds(draft: Draft) -> None:
-    """Sizes of images and frames of videos are those of data sets with some."""
-    sources: list[dict[str, Any]] = draft.value(SOURCES, [])
+    # Sizes of images and frames of videos are those of data sets with some.
+    sources = list(enumerate(draft.sources(SOURCES)))
     for key, field in BOUNDS.items():
-        if key not in draft.written:
-            continue
-        names = [f"{SOURCES}.{i}.{field}" for i, source in enumerate(sources) if field in source]
-        draft.lines[key].names += names
-        if names:
-            draft.set_line(key, "approximated", "the model's processor resizes in its own way")
-        else:
+        names = [f"{SOURCES}.{index}.{field}" for index, source in sources if field in source]
+        if key in draft.written and names:
+            why = "the model's processor resizes in its own way"
+            draft.set_line(key, "approximated", why, *names)
+        elif key in draft.written:
             draft.set_line(key, "no effect", "no data set has a column of them")
 
 
 def _settle_decay(draft: Draft) -> None:
-    """Without a length the decay takes two thirds of the steps after the warmup, rounded up."""
+    # Without a length the decay takes two thirds of the steps after the warmup, rounded up.
     steps, decay = draft.value("train.max_steps"), f"{schedule.MORE}.decay_steps"
     if draft.value("train.lr_decay_style") != "wsd" or draft.has(decay):
         return
@@ -240,27 +204,24 @@ IDLE = by_reason(
     """
 )
 
-FAMILIES: Mapping[str, Rule] = {
-    prefix: no_effect(why)
-    for prefix, why in by_reason(
-        f"""
-        vllm_ sglang_ infer_ do_sample temperature top_p top_k num_beams max_length max_new_tokens
-        repetition_penalty length_penalty skip_special_tokens use_kv_cache offload_folder
-        eval_num_beams: read by inference alone
-        export_: read by exports alone; export and push of a native file say it
-        ppo_ reward_model_: read by stages that are refused
-        galore_ apollo_ badam_: read with that optimizer alone
-        oft_ module_dropout: read with finetuning_type: oft alone
-        use_swanlab swanlab_: {shared.NO_TRACKER}
-        ray_: torchrun starts the processes
-        kt_: read with use_kt alone
-        enable_torch_profiler: write train.enable_profiling
-        profiler_ profile_modules: read with a profiler alone
-        asft_alpha eaft_alpha: read with that loss alone
-        """
-    ).items()
-}
-"""Prefixes of keys that concern one thing."""
+# Prefixes of keys that concern one thing.
+FAMILIES = by_reason(
+    f"""
+    vllm_ sglang_ infer_ do_sample temperature top_p top_k num_beams max_length max_new_tokens
+    repetition_penalty length_penalty skip_special_tokens use_kv_cache offload_folder
+    eval_num_beams: read by inference alone
+    export_: read by exports alone; export and push of a native file say it
+    ppo_ reward_model_: read by stages that are refused
+    galore_ apollo_ badam_: read with that optimizer alone
+    oft_ module_dropout: read with finetuning_type: oft alone
+    use_swanlab swanlab_: {shared.NO_TRACKER}
+    ray_: torchrun starts the processes
+    kt_: read with use_kt alone
+    enable_torch_profiler: write train.enable_profiling
+    profiler_ profile_modules: read with a profiler alone
+    asft_alpha eaft_alpha: read with that loss alone
+    """
+)
 
 UNSUPPORTED = by_reason(
     f"""
@@ -296,6 +257,7 @@ UNSUPPORTED = by_reason(
     """
 )
 
+# Files with `model_name_or_path` and at least two of its own keys.
 LLAMA_FACTORY = Dialect(
     name="llama-factory",
     title="LLaMA-Factory",
@@ -309,54 +271,42 @@ LLAMA_FACTORY = Dialect(
     same={
         "model_name_or_path": "model.model_path",
         "adapter_name_or_path": "lora.init_adapter_path",
+        **same_names("train.", "moe_aux_loss_coef sequence_parallel"),
         "train_on_prompt": "data.train_on_prompt",
         "preprocessing_num_workers": "data.dataset_num_proc",
-        "moe_aux_loss_coef": "train.moe_aux_loss_coef",
         "hyper_parallel_cp_size": "train.ringattn_parallel_size",
         "upcast_lmhead_output": "model.lm_head_fp32",
         "tensor_model_parallel_size": "train.tensor_parallel_size",
         "pipeline_model_parallel_size": "train.pipeline_parallel_size",
         "expert_model_parallel_size": "train.expert_parallel_size",
         "context_parallel_size": "train.ringattn_parallel_size",
-        "sequence_parallel": "train.sequence_parallel",
         "fp8": "train.enable_fp8_training",
     },
     computed={
         "stage": _stage,
-        "dataset": sources(SOURCES),
-        "eval_dataset": sources(TESTS),
-        "interleave_probs": decides(f"{SOURCES}.0.weight"),
-        "max_samples": decides(f"{SOURCES}.0.max_samples"),
-        "mix_strategy": choice(
+        **dict.fromkeys(("dataset", "eval_dataset"), sources),
+        "interleave_probs": rule.decides(f"{SOURCES}.0.weight"),
+        "max_samples": rule.decides(f"{SOURCES}.0.max_samples"),
+        "mix_strategy": rule.choice(
             "data.mix_strategy",
             {name: name for name in ("concat", "interleave_under", "interleave_over")},
         ),
         "template": chat_template(LLAMA_FACTORY_TEMPLATES),
-        "cutoff_len": in_turn(
-            decides(shared.ROW, f"{SOURCES}.0.max_seq_len"),
-            when(
-                lambda entry: entry.get("stage") == "pt",
-                decides(),
-                approximated(
-                    "a longer sample loses its end; there prompt and answer are truncated in"
-                    " proportion"
-                ),
-            ),
-        ),
+        "cutoff_len": _length,
         "packing": _packing,
-        "mask_history": put("data.train_on_turns", lambda last: "last" if last else "all"),
-        "val_size": put("data.val_set_size", lambda share: share or None),
+        "mask_history": rule.put("data.train_on_turns", lambda last: "last" if last else "all"),
+        "val_size": rule.put("data.val_set_size", lambda share: share or None),
         "flash_attn": shared.attention,
         **dict.fromkeys((*FREEZES, PROJECTOR_ALONE), _freeze),
-        "media_dir": when(
+        "media_dir": rule.when(
             lambda entry: entry.get("stage") != "pt",
-            decides(f"{SOURCES}.0.image_folder"),
+            rule.decides(f"{SOURCES}.0.image_folder"),
             "texts have no images",
         ),
-        **dict.fromkeys(BOUNDS, decides()),
-        "model_revision": only("main"),
-        ON: choice("lora.enable_lora", {"lora": True, "full": False}, refuses=True),
-        **of_adapters(
+        **dict.fromkeys(BOUNDS, rule.decides()),
+        "model_revision": rule.only("main"),
+        ON: rule.choice("lora.enable_lora", {"lora": True, "full": False}, rule.refuses),
+        **shared.of_adapters(
             ON,
             *WITH_LORA,
             lora_rank="lora_rank",
@@ -366,56 +316,58 @@ LLAMA_FACTORY = Dialect(
             use_rslora="use_rslora",
             use_dora="use_dora",
         ),
-        "lora_target": when(
-            lambda entry: entry.get(ON) == "lora",
-            shared.put_targets,
-            "read with finetuning_type: lora alone",
+        "lora_target": rule.where(ON, "lora", then=shared.put_targets),
+        "quantization_bit": rule.when(
+            lambda entry: entry.value in (4, 8), shared.BITS, rule.refuses("it takes 4 and 8")
         ),
-        "quantization_bit": _bits,
-        "use_muon": if_on(
-            in_turn(
+        "use_muon": rule.if_on(
+            rule.in_turn(
                 lambda entry: entry.put("train.muon_lr", entry.get("learning_rate", 5e-5)),
                 # Its Muon scales the rate by 0.2 * sqrt(max(rows, columns)), as this does.
-                sets({"train.muon_adjust_lr_fn": "match_rms_adamw"}),
-                decides("train.optimizer"),
+                rule.sets({"train.muon_adjust_lr_fn": "match_rms_adamw"}),
+                rule.decides("train.optimizer"),
             ),
             "optim says it",
         ),
         "fp8_enable_fsdp_float8_all_gather": shared.gathers_8_bits,
-        "quantization_type": only("nf4"),
-        "pure_bf16": if_on(decides("train.precision"), "bf16 and fp16 say it"),
-        "disable_shuffling": if_on(shared.IN_ORDER, "samples are shuffled"),
-        "train_from_scratch": if_on(decides("model.config_path"), "weights are those of the model"),
-        "enable_thinking": approximated("the chat template says how reasoning is rendered"),
+        "quantization_type": rule.only("nf4"),
+        "pure_bf16": rule.if_on(rule.decides("train.precision"), "bf16 and fp16 say it"),
+        "disable_shuffling": rule.if_on(shared.IN_ORDER, "samples are shuffled"),
+        "train_from_scratch": rule.if_on(
+            rule.decides("model.config_path"), "weights are those of the model"
+        ),
+        "enable_thinking": rule.approximated("the chat template says how reasoning is rendered"),
         **dict.fromkeys(
             ("hf_hub_token", "ms_hub_token", "om_hub_token"),
-            no_effect("a secret belongs in the environment: set HF_TOKEN"),
+            rule.no_effect("a secret belongs in the environment: set HF_TOKEN"),
         ),
-        "disable_gradient_checkpointing": put(
+        "disable_gradient_checkpointing": rule.put(
             "train.enable_gradient_checkpointing", lambda off: not off
         ),
-        "do_train": when(
+        "do_train": rule.when(
             lambda entry: not entry.value and entry.get("do_eval"),
-            sets({"train.eval_only": True}),
+            rule.sets({"train.eval_only": True}),
             "a run trains",
         ),
-        "do_eval": no_effect("eval_strategy says when"),
-        "preprocessing_batch_size": when(
+        "do_eval": rule.no_effect("eval_strategy says when"),
+        "preprocessing_batch_size": rule.when(
             lambda entry: entry.get("stage") == "kto",
-            decides("preference.kl_rotation_size"),
+            rule.decides("preference.kl_rotation_size"),
             "how samples are prepared, which changes none",
         ),
         "pref_beta": _beta,
         "pref_loss": _loss,
-        "pref_ftx": when(
+        "pref_ftx": rule.when(
             lambda entry: _prefers(entry.draft) and entry.get("pref_loss") != "orpo",
-            in_turn(put("preference.sft_loss_ratio", float), approximated(OVER_TOKENS)),
+            rule.in_turn(
+                rule.put("preference.sft_loss_ratio", float), rule.approximated(OVER_TOKENS)
+            ),
             "this stage and loss do not read it",
         ),
         "simpo_gamma": _of_dpo("preference.simpo_gamma", "simpo"),
         "dpo_label_smoothing": _of_dpo("preference.label_smoothing", "sigmoid", "simpo"),
-        "kto_chosen_weight": put("preference.desirable_weight"),
-        "kto_rejected_weight": put("preference.undesirable_weight"),
+        "kto_chosen_weight": rule.put("preference.desirable_weight"),
+        "kto_rejected_weight": rule.put("preference.undesirable_weight"),
     },
     unsupported=UNSUPPORTED,
     idle=IDLE,
@@ -433,9 +385,6 @@ LLAMA_FACTORY = Dialect(
         "pref_beta": 0.1,
         "pref_loss": "sigmoid",
     },
-    overridden_by={
-        "gradient_checkpointing": ("disable_gradient_checkpointing",),
-    },
+    overridden_by={"gradient_checkpointing": ("disable_gradient_checkpointing",)},
     finalize=_finalize,
 ).over(training_arguments.TRAINER)
-"""Files with `model_name_or_path` and at least two of its own keys."""

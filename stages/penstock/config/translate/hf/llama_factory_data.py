@@ -1,12 +1,11 @@
 """LLaMA-Factory: data sets by the names that `dataset_info.json` gives them."""
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from penstock.config.translate.dialect import Rule
-from penstock.config.translate.shared import SOURCES, names_in
+from penstock.config.translate.shared import SOURCES, TESTS, names_in
 from penstock.config.translate.translation import Entry
 
 INFO = "dataset_info.json"
@@ -15,8 +14,9 @@ NOT_FOUND = (
     " file: files of these names in dataset_dir are taken, and what they hold is told by their"
     " first records"
 )
+
+# Types by stage, where the stage says them.
 TYPES = {"pt": "text", "dpo": "preference", "kto": "kto"}
-"""Types by stage, where the stage says them."""
 
 ROLE_TAGS: Mapping[str, str] = {
     "user_tag": "user",
@@ -39,68 +39,62 @@ COLUMNS: Mapping[str, Mapping[str, str]] = {
     "text": {"prompt": "field_text"},
 }
 MEDIA = ("images", "videos", "audios")
+
+# Keys of a file for data sets with these columns, and their names here.
 BOUNDED: Mapping[str, Mapping[str, str]] = {
     "images": {"image_min_pixels": "image_min_pixels", "image_max_pixels": "image_max_pixels"},
     "videos": {"video_fps": "video_fps", "video_maxlen": "video_max_frames"},
 }
-"""Keys of a file for data sets with these columns, and their names here."""
 BOUNDS = {key: field for keys in BOUNDED.values() for key, field in keys.items()}
+
+# What an entry says besides, and its names here.
 OURS: Mapping[str, str] = {"subset": "name", "num_samples": "max_samples"}
-"""What an entry says besides, and its names here."""
 
 READ = ("file_name", "formatting", "ranking", "columns", "tags", "split", "hf_hub_url", *OURS)
 OF_OTHER_HUBS = ("ms_hub_url", "om_hub_url")
 
 
-def sources(name: str) -> Rule:
-    """The rule of names of data sets."""
-
-    def rule(entry: Entry) -> None:
-        info, folder = _read_info(entry)
-        datasets, reasons = list[dict[str, Any]](), list[str]()
-        for dataset in names_in(entry.value):
-            if info is None:
-                datasets.append(_unknown(entry, folder / f"{dataset}.json"))
-            elif isinstance(described := info.get(dataset), dict):
-                description = cast("dict[str, Any]", described)
-                datasets.append(_source(entry, description, folder, reasons))
-            else:
-                entry.refuse(f"{dataset} is not in {folder / INFO}, which has {', '.join(info)}")
-                return
-        if name == SOURCES and (shares := entry.get("interleave_probs")) is not None:
-            for source, share in zip(datasets, names_in(shares), strict=False):
-                source["weight"] = float(share)
-        common = {"image_folder": entry.get("media_dir"), "max_samples": entry.get("max_samples")}
-        for source in datasets:
-            if source.get("type") == "text":
-                common.pop("image_folder", None)
-            source.update({key: value for key, value in common.items() if value})
-        entry.put(name, datasets)
+def sources(entry: Entry) -> None:
+    """Names of data sets."""
+    name = TESTS if entry.key == "eval_dataset" else SOURCES
+    info, folder = _read_info(entry)
+    datasets, reasons = list[dict[str, Any]](), list[str]()
+    for dataset in names_in(entry.value):
         if info is None:
-            entry.approximated(NOT_FOUND)
-        elif reasons:
-            entry.approximated("; ".join(dict.fromkeys(reasons)))
-
-    return rule
+            datasets.append(_unknown(entry, folder / f"{dataset}.json"))
+        elif isinstance(described := info.get(dataset), dict):
+            description = cast("dict[str, Any]", described)
+            datasets.append(_source(entry, description, folder, reasons))
+        else:
+            entry.refuse(f"{dataset} is not in {folder / INFO}, which has {', '.join(info)}")
+            return
+    if name == SOURCES and (shares := entry.get("interleave_probs")) is not None:
+        for source, share in zip(datasets, names_in(shares), strict=False):
+            source["weight"] = float(share)
+    common = {"image_folder": entry.get("media_dir"), "max_samples": entry.get("max_samples")}
+    for source in datasets:
+        if source.get("type") == "text":
+            common.pop("image_folder", None)
+        source.update({key: value for key, value in common.items() if value})
+    entry.put(name, datasets)
+    if info is None:
+        entry.approximated(NOT_FOUND)
+    elif reasons:
+        entry.approximated("; ".join(dict.fromkeys(reasons)))
 
 
 def _read_info(entry: Entry) -> tuple[dict[str, Any] | None, Path]:
-    """The content of `dataset_info.json` and its folder; None if there is none."""
+    # The content of `dataset_info.json` and its folder; None if there is none.
     named = entry.get("dataset_dir", "data")
     if isinstance(named, dict):
         return cast("dict[str, Any]", named), Path()
-    for folder in _folders(entry.draft.folder, str(named)):
+    beside = entry.draft.folder
+    above = (folder / str(named) for folder in (beside, *beside.parents))
+    for folder in (Path(str(named)), beside, *above):
         path = folder / INFO
         if path.is_file():
             return json.loads(path.read_text(encoding="utf-8")), folder
     return None, Path(str(named))
-
-
-def _folders(beside: Path, named: str) -> Iterator[Path]:
-    yield Path(named)
-    yield beside
-    for folder in (beside, *beside.parents):
-        yield folder / named
 
 
 def _unknown(entry: Entry, path: Path) -> dict[str, Any]:
@@ -127,7 +121,9 @@ def _source(
     entry: Entry, info: Mapping[str, Any], folder: Path, reasons: list[str]
 ) -> dict[str, Any]:
     columns: dict[str, Any] = info.get("columns") or {}
-    source: dict[str, Any] = {"path": _path(info, folder)}
+    hubs = ("hf_hub_url", *OF_OTHER_HUBS, "cloud_file_name")
+    hub_id = next((str(info[key]) for key in hubs if info.get(key)), None)
+    source: dict[str, Any] = {"path": hub_id or str(folder / str(info["file_name"]))}
     source |= {OURS[key]: info[key] for key in OURS if info.get(key)}
     if info.get("split", "train") != "train":
         source["split"] = info["split"]
@@ -161,13 +157,6 @@ def _source(
     if unread := [key for key in info if key not in (*READ, *OF_OTHER_HUBS)]:
         reasons.append(f"{', '.join(unread)} in {INFO} is not read")
     return source
-
-
-def _path(info: Mapping[str, Any], folder: Path) -> str:
-    for key in ("hf_hub_url", *OF_OTHER_HUBS, "cloud_file_name"):
-        if info.get(key):
-            return str(info[key])
-    return str(folder / str(info["file_name"]))
 
 
 def _kind(

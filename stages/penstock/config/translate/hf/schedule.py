@@ -4,8 +4,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, cast
 
-from penstock.config.translate.dialect import Rule
-from penstock.config.translate.translation import Draft, Entry
+from penstock.config.translate.shared import has_steps
+from penstock.config.translate.translation import Draft, Entry, Rule
 
 MORE = "train.lr_schedule_kwargs"
 
@@ -20,6 +20,7 @@ STYLES: Mapping[str, str] = {
     "warmup_stable_decay": "wsd",
 }
 
+# What `lr_scheduler_kwargs` may say of each here.
 OF_STYLE: Mapping[str, tuple[str, ...]] = {
     "cosine": ("num_cycles",),
     "cosine_with_min_lr": ("num_cycles", "min_lr", "min_lr_rate"),
@@ -29,12 +30,8 @@ OF_STYLE: Mapping[str, tuple[str, ...]] = {
         *("num_decay_steps", "decay_type", "warmup_type", "min_lr_ratio", "num_cycles"),
     ),
 }
-"""What `lr_scheduler_kwargs` may say of each here."""
-
-SAME_NAMES = {"num_cycles": "num_cycles", "power": "power", "timescale": "timescale"}
-
+# `decay_type` of a warmup, a stable rate and a decay; a cosine unless it is written.
 DECAY_SHAPES = {"linear": "linear", "cosine": "cosine", "1-sqrt": "sqrt"}
-"""`decay_type` of a warmup, a stable rate and a decay; a cosine unless it is written."""
 
 ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw_torch_xla")
 IN_FEW_BITS = (
@@ -51,14 +48,14 @@ BETAS = ("adam_beta1", "adam_beta2")
 def optimizer(entry: Entry) -> None:
     """`optim`: AdamW in one of many kinds, or another."""
     name = str(entry.value)
-    if name in ADAMW:
+    if name in (*ADAMW, *PAGED, *IN_FEW_BITS):
         entry.put("train.optimizer", "adamw")
-    elif name in PAGED:
-        entry.put("train.optimizer", "adamw")
-        entry.explain("states are not paged; train.optimizer_offload: cpu keeps them on the host")
-    elif name in IN_FEW_BITS:
-        entry.put("train.optimizer", "adamw")
-        entry.approximated("states are in float32, and not in a few bits")
+        if name in PAGED:
+            entry.explain(
+                "states are not paged; train.optimizer_offload: cpu keeps them on the host"
+            )
+        elif name in IN_FEW_BITS:
+            entry.approximated("states are in float32, and not in a few bits")
     elif name in OURS:
         entry.put("train.optimizer", OURS[name])
     elif name in BY_FULL_NAME:
@@ -118,10 +115,8 @@ def schedule_arguments(type_key: str, rate_key: str) -> Rule:
 
     def rule(entry: Entry) -> None:
         style = str(entry.get(type_key, "linear"))
-        value_written: Any = entry.value
-        arguments = (
-            dict(cast("dict[str, Any]", value_written)) if isinstance(value_written, dict) else {}
-        )
+        written: Any = entry.value
+        arguments = dict(cast("dict[str, Any]", written)) if isinstance(written, dict) else {}
         foreign = [name for name in arguments if name not in OF_STYLE.get(style, ())]
         if foreign:
             entry.leave_out(f"{style} takes no {', '.join(foreign)} here")
@@ -138,16 +133,15 @@ def schedule_arguments(type_key: str, rate_key: str) -> Rule:
 
 
 def _argument(entry: Entry, name: str, value: Any, rate: Any) -> None:
-    if name in SAME_NAMES:
-        entry.put(f"{MORE}.{SAME_NAMES[name]}", value)
+    if name in ("num_cycles", "power", "timescale"):
+        entry.put(f"{MORE}.{name}", value)
     elif name in ("min_lr", "lr_end"):
         entry.put("train.lr_min", value)
-    elif name == "min_lr_rate":
+    elif name in ("min_lr_rate", "min_lr_ratio"):
         entry.put("train.lr_min", scale_rate(rate, value))
-    elif name == "min_lr_ratio":
-        # Warmup begins there too, and not at 0.
-        entry.put("train.lr_min", scale_rate(rate, value))
-        entry.put("train.lr_start", scale_rate(rate, value))
+        # With the latter warmup begins there too, and not at 0.
+        if name == "min_lr_ratio":
+            entry.put("train.lr_start", scale_rate(rate, value))
     elif name == "warmup_type":
         if value != "linear":
             entry.leave_out(f"a warmup of {value} is not computed here; linear is")
@@ -198,10 +192,9 @@ def _ignores_warmup(entry: Entry) -> bool:
 
 
 def _share(entry: Entry) -> None:
-    """A share of all steps is rounded up there, and down here."""
-    steps = entry.get("max_steps")
-    if isinstance(steps, int) and steps > 0:
-        entry.put("train.lr_warmup_steps", math.ceil(steps * entry.value))
+    # A share of all steps is rounded up there, and down here.
+    if has_steps(entry):
+        entry.put("train.lr_warmup_steps", math.ceil(entry.get("max_steps") * entry.value))
     else:
         entry.put("train.lr_warmup_ratio", float(entry.value))
         entry.approximated("a share of all steps is rounded down here, and up there")

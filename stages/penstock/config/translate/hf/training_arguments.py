@@ -4,54 +4,30 @@ import re
 from collections.abc import Mapping
 from typing import Any, cast
 
-from penstock.config.translate.dialect import (
-    Rule,
-    Table,
-    approximated,
-    by_reason,
-    choice,
-    decides,
-    if_on,
-    listed,
-    negated,
-    no_effect,
-    put,
-    unless_minus_one,
-    when,
-)
+from penstock.config.translate import rule
+from penstock.config.translate.dialect import Table, by_reason, listed, same_names
 from penstock.config.translate.hf import schedule
-from penstock.config.translate.shared import IN_ORDER, OF_PYTHON, events_folder, reports
-from penstock.config.translate.translation import Draft, Entry
+from penstock.config.translate.shared import IN_ORDER, OF_PYTHON, events_folder, has_steps, reports
+from penstock.config.translate.translation import Draft, Entry, Rule
 
+# Settings that speak of evaluations.
 EVALUATING = (
     *("eval_steps", "eval_epochs", "eval_at_start", "eval_sanity_batches", "eval_max_batches"),
     *("eval_micro_batch_size", "early_stopping", "save_best"),
 )
 
 STRATEGIES = ("no", "steps", "epoch")
-
 STAGE_IN_NAME = re.compile(r"(?:zero|z)[-_]?([0-3])")
 
 
-def epochs(entry: Entry) -> None:
-    """`num_train_epochs`, which `max_steps` overrides."""
-    steps = entry.get("max_steps")
-    if isinstance(steps, int) and steps > 0:
-        entry.no_effect("max_steps is written, and ends the run")
-    else:
-        entry.put("train.num_train_epochs", entry.value)
-
-
-def decay(entry: Entry) -> None:
-    """`weight_decay`, which leaves norms and biases alone there."""
+def _decay(entry: Entry) -> None:
     entry.put("train.weight_decay", entry.value)
     if entry.value:
         # Trainer.get_decay_parameter_names leaves out biases and layers of the norms' types.
         entry.put("train.no_decay_params", ["bias", "norm"])
 
 
-def log_steps(entry: Entry) -> None:
-    """`logging_steps`: a number, or below 1 a share of all steps."""
+def _log_steps(entry: Entry) -> None:
     if isinstance(entry.value, float) and entry.value < 1:
         entry.approximated("every step is logged; metrics.jsonl always has all steps")
     else:
@@ -59,21 +35,19 @@ def log_steps(entry: Entry) -> None:
 
 
 def _every(entry: Entry, strategy: str, kind: str, count: Any) -> None:
-    """Put how often something happens; `kind` is `eval` or `save`."""
-    total = entry.get("max_steps")
+    # Put how often something happens; `kind` is `eval` or `save`.
     if strategy == "epoch":
         entry.put(f"train.{kind}_epochs", 1.0)
     elif isinstance(count, float) and count < 1:
-        if isinstance(total, int) and total > 0:
-            entry.put(f"train.{kind}_steps", max(1, int(count * total)))
+        if has_steps(entry):
+            entry.put(f"train.{kind}_steps", max(1, int(count * entry.get("max_steps"))))
         else:
             entry.put(f"train.{kind}_epochs", count * entry.get("num_train_epochs", 3))
     else:
         entry.put(f"train.{kind}_steps", int(count))
 
 
-def evaluations(entry: Entry) -> None:
-    """`eval_strategy`."""
+def _evaluations(entry: Entry) -> None:
     name = str(entry.value)
     if name == "no":
         entry.put("train.eval_steps", 0)
@@ -98,8 +72,7 @@ def savings(entry: Entry) -> None:
         entry.leave_out(f"it takes {', '.join((*STRATEGIES, 'best'))}")
 
 
-def best(entry: Entry) -> None:
-    """`load_best_model_at_end`: the best checkpoint is the run's result."""
+def _best(entry: Entry) -> None:
     if not entry.value:
         entry.no_effect("the last checkpoint is the result")
         return
@@ -111,8 +84,7 @@ def best(entry: Entry) -> None:
         entry.put("train.save_best.mode", "max" if greater else "min")
 
 
-def resuming(entry: Entry) -> None:
-    """`resume_from_checkpoint`: a truth or a folder."""
+def _resuming(entry: Entry) -> None:
     if entry.value is True:
         entry.put("train.load_checkpoint_path", "auto")
     elif not entry.value:
@@ -122,8 +94,7 @@ def resuming(entry: Entry) -> None:
         entry.approximated("a trainer's checkpoint is not read; name one of a run made here")
 
 
-def in_bits(entry: Entry) -> None:
-    """`bf16` and `fp16` over weights in float32."""
+def _in_bits(entry: Entry) -> None:
     if entry.value not in (True, False, "auto", "full"):
         raise ValueError("it takes true, false, auto and full")
     if entry.get("fp16") is True:
@@ -134,8 +105,7 @@ def in_bits(entry: Entry) -> None:
         entry.put("train.precision", "fp32")
 
 
-def pushing(entry: Entry) -> None:
-    """`push_to_hub`, to `hub_model_id`."""
+def _pushing(entry: Entry) -> None:
     if not entry.value:
         entry.no_effect("nothing is pushed")
     elif entry.get("hub_model_id"):
@@ -144,8 +114,7 @@ def pushing(entry: Entry) -> None:
         entry.approximated("write push.repo_id: a push names its repository here")
 
 
-def deepspeed(entry: Entry) -> None:
-    """`deepspeed`: a DeepSpeed config file, or its content."""
+def _deepspeed(entry: Entry) -> None:
     value = entry.value
     if isinstance(value, dict):
         zero: Any = cast("dict[str, Any]", value).get("zero_optimization") or {}
@@ -162,8 +131,7 @@ def deepspeed(entry: Entry) -> None:
     entry.approximated("only the ZeRO stage of the file is used, from its name or the mapping")
 
 
-def fsdp(entry: Entry) -> None:
-    """`fsdp`: words, or a truth."""
+def _fsdp(entry: Entry) -> None:
     options = " ".join(map(str, listed(entry.value)))
     if options in ("", "False"):
         entry.no_effect("is off")
@@ -191,15 +159,24 @@ def settle_evaluations(draft: Draft) -> None:
         draft.put("train.eval_epochs", 1.0)
 
 
+def _sampling(entry: Entry) -> None:
+    if entry.value == "sequential":
+        IN_ORDER(entry)
+    elif entry.value == "random":
+        entry.no_effect("samples are shuffled")
+    else:
+        entry.approximated("samples are shuffled, and stand beside others of any length")
+
+
 FROM_FIRST = "evaluations begin with the first one that is due"
-RECOMPUTED_ALIKE = when(
-    lambda entry: not isinstance(entry.value, dict),
-    lambda entry: entry.refuse("is a mapping, such as {use_reentrant: false}"),
-    "either form of recomputation gives the same gradients",
+RECOMPUTED_ALIKE = rule.when(
+    lambda entry: isinstance(entry.value, dict),
+    rule.no_effect("either form of recomputation gives the same gradients"),
+    rule.refuses("is a mapping, such as {use_reentrant: false}"),
 )
-OF_BEST = when(
-    lambda entry: entry.get("load_best_model_at_end"),
-    decides("train.save_best"),
+OF_BEST = rule.when(
+    "load_best_model_at_end",
+    rule.decides("train.save_best"),
     "read with load_best_model_at_end alone",
 )
 
@@ -240,20 +217,19 @@ UNSUPPORTED = by_reason(
 )
 
 SAME: Mapping[str, str] = {
-    "output_dir": "train.output_dir",
+    **same_names(
+        "train.", "output_dir gradient_accumulation_steps max_grad_norm seed save_total_limit"
+    ),
+    **same_names(
+        "data.",
+        "dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor"
+        " dataloader_drop_last",
+    ),
     "per_device_train_batch_size": "train.micro_batch_size",
     "per_device_eval_batch_size": "train.eval_micro_batch_size",
-    "gradient_accumulation_steps": "train.gradient_accumulation_steps",
     "learning_rate": "train.lr",
-    "max_grad_norm": "train.max_grad_norm",
     "label_smoothing_factor": "train.label_smoothing",
-    "seed": "train.seed",
     "eval_on_start": "train.eval_at_start",
-    "save_total_limit": "train.save_total_limit",
-    "dataloader_num_workers": "data.dataloader_num_workers",
-    "dataloader_pin_memory": "data.dataloader_pin_memory",
-    "dataloader_prefetch_factor": "data.dataloader_prefetch_factor",
-    "dataloader_drop_last": "data.dataloader_drop_last",
     "gradient_checkpointing": "train.enable_gradient_checkpointing",
     "activation_checkpointing": "train.enable_gradient_checkpointing",
     "torch_compile": "train.enable_compile",
@@ -263,68 +239,65 @@ SAME: Mapping[str, str] = {
 }
 
 COMPUTED: Mapping[str, Rule] = {
-    "num_train_epochs": epochs,
-    "max_steps": unless_minus_one("train.max_steps", "-1: epochs end the run"),
-    "weight_decay": decay,
+    "num_train_epochs": rule.when(
+        has_steps,
+        rule.no_effect("max_steps is written, and ends the run"),
+        rule.put("train.num_train_epochs"),
+    ),
+    "max_steps": rule.unless_minus_one("train.max_steps", "-1: epochs end the run"),
+    "weight_decay": _decay,
     "optim": schedule.optimizer,
     **{name: schedule.of_adam("optim") for name in (*schedule.BETAS, "adam_epsilon")},
     "lr_scheduler_type": schedule.schedule,
     "lr_scheduler_kwargs": schedule.schedule_arguments("lr_scheduler_type", "learning_rate"),
     "warmup_steps": schedule.warmup_steps,
     "warmup_ratio": schedule.warmup_ratio,
-    "bf16": in_bits,
-    "fp16": in_bits,
-    "logging_steps": log_steps,
-    "log_on_each_node": choice("train.log_ranks", {True: "local0", False: "global0"}),
-    "eval_strategy": evaluations,
-    "evaluation_strategy": evaluations,
-    "eval_steps": when(
+    "bf16": _in_bits,
+    "fp16": _in_bits,
+    "logging_steps": _log_steps,
+    "log_on_each_node": rule.choice("train.log_ranks", {True: "local0", False: "global0"}),
+    "eval_strategy": _evaluations,
+    "evaluation_strategy": _evaluations,
+    "eval_steps": rule.when(
         lambda entry: (entry.get("eval_strategy") or entry.get("evaluation_strategy")) == "steps",
-        decides("train.eval_steps", "train.eval_epochs"),
+        rule.decides("train.eval_steps", "train.eval_epochs"),
         "read with eval_strategy: steps alone",
     ),
     "save_strategy": savings,
-    "save_steps": when(
+    "save_steps": rule.when(
         lambda entry: entry.get("save_strategy", "steps") == "steps",
-        decides("train.save_steps", "train.save_epochs"),
+        rule.decides("train.save_steps", "train.save_epochs"),
         "read with save_strategy: steps alone",
     ),
-    "save_only_model": negated("train.save_optimizer"),
-    "load_best_model_at_end": best,
+    "save_only_model": rule.negated("train.save_optimizer"),
+    "load_best_model_at_end": _best,
     **dict.fromkeys(("metric_for_best_model", "greater_is_better"), OF_BEST),
     "report_to": reports,
     "logging_dir": events_folder,
-    "resume_from_checkpoint": resuming,
+    "resume_from_checkpoint": _resuming,
     **dict.fromkeys(
         ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"), RECOMPUTED_ALIKE
     ),
-    "train_sampling_strategy": when(
-        lambda entry: entry.value == "sequential",
-        IN_ORDER,
-        when(
-            lambda entry: entry.value == "random",
-            no_effect("samples are shuffled"),
-            approximated("samples are shuffled, and stand beside others of any length"),
-        ),
-    ),
-    "data_seed": when(
+    "train_sampling_strategy": _sampling,
+    "data_seed": rule.when(
         lambda entry: entry.value != entry.get("seed", 42),
-        approximated("train.seed decides the order of samples too"),
+        rule.approximated("train.seed decides the order of samples too"),
         "seed is the same",
     ),
-    "eval_delay": if_on(approximated(FROM_FIRST), FROM_FIRST),
-    "push_to_hub": pushing,
-    "hub_model_id": when(
-        lambda entry: entry.get("push_to_hub"), put("push.repo_id"), "read with push_to_hub alone"
+    "eval_delay": rule.if_on(rule.approximated(FROM_FIRST), FROM_FIRST),
+    "push_to_hub": _pushing,
+    "hub_model_id": rule.when(
+        "push_to_hub", rule.put("push.repo_id"), "read with push_to_hub alone"
     ),
-    "deepspeed": deepspeed,
-    "fsdp": fsdp,
+    "deepspeed": _deepspeed,
+    "fsdp": _fsdp,
     "full_determinism": determinism,
 }
 
+# The keys of the trainer, over which tools that are built on it write their own.
 TRAINER = Table(same=SAME, computed=COMPUTED, unsupported=UNSUPPORTED, idle=IDLE)
-"""The keys of the trainer, over which tools that are built on it write their own."""
 
+# Those of transformers; tools with other ones of their own write them over these.
 DEFAULTS: Mapping[str, Any] = {
     "per_device_train_batch_size": 8,
     "num_train_epochs": 3,
@@ -339,4 +312,3 @@ DEFAULTS: Mapping[str, Any] = {
     "save_strategy": "steps",
     "logging_steps": 500,
 }
-"""Those of transformers; tools with other ones of their own write them over these."""

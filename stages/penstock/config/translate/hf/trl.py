@@ -3,49 +3,23 @@
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.config.translate import shared
-from penstock.config.translate.dialect import (
-    Dialect,
-    Rule,
-    Values,
-    approximated,
-    by_reason,
-    decides,
-    if_on,
-    is_flat,
-    is_on,
-    left_out,
-    no_effect,
-    only,
-    put,
-    refused,
-    sets,
-    truth,
-    typed,
-    when,
-)
+from penstock.config.translate import rule, shared
+from penstock.config.translate.dialect import Dialect, Values, by_reason, is_flat, same_names, typed
 from penstock.config.translate.hf import schedule, training_arguments
 from penstock.config.translate.hf.trl_data import columns_of, data_rules
-from penstock.config.translate.shared import (
-    LOSSES,
-    SOURCES,
-    in_few_bits,
-    lay_rows,
-    names_in,
-    of_adapters,
-    settle_precision,
-)
+from penstock.config.translate.shared import SOURCES
 from penstock.config.translate.templates import chat_template
-from penstock.config.translate.translation import Draft, Entry
+from penstock.config.translate.translation import Draft, Entry, Rule
 
+# Keys that `trl dpo` alone has.
 OF_PAIRS = (
     *("beta", "loss_weights", "label_smoothing", "precompute_ref_log_probs", "max_prompt_length"),
     *("sync_ref_model", "f_divergence_type", "use_weighting", "rpo_alpha", "reference_free"),
     *("precompute_ref_batch_size", "max_completion_length", "disable_dropout"),
     *("desirable_weight", "undesirable_weight"),
 )
-"""Keys that `trl dpo` alone has."""
 
+# Keys, and prefixes of keys, that `trl grpo` has, which generates while it trains.
 OF_REWARDS = (
     *("num_generations", "scale_rewards", "num_iterations", "steps_per_generation", "delta"),
     *("generation_batch_size", "epsilon", "epsilon_high", "importance_sampling_level"),
@@ -61,26 +35,24 @@ FAMILIES_OF_REWARDS = (
     *("vllm_", "reward_", "entropy_", "sapo_", "vespo_", "use_transformers_", "num_generations_"),
     "log_completions_",
 )
-"""Keys, and prefixes of keys, that `trl grpo` has, which generates while it trains."""
 
+# Keys by which other flat files are recognized.
 OF_OTHERS = (
     *("stage", "finetuning_type", "template", "base_model", "train_dataset_path", "fine_tuning"),
     *("tensor_parallel_degree", "compute_type", "sharding", "train_dataset_type"),
 )
-"""Keys by which other flat files are recognized."""
 
 ON = "use_peft"
 
-
+# Keys that name data, besides a list of `datasets`.
 DATA = ("dataset_name", "dataset_mixture", "dataset_mixer")
-"""Keys that name data, besides a list of `datasets`."""
 
+# Keys of which a file has at least three whose program names the data.
 ARGUMENTS = (
     *("per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs"),
     *("learning_rate", "max_seq_length", "max_length", "use_peft", "lr_scheduler_type", "bf16"),
     *("eval_strategy", "evaluation_strategy", "save_strategy", "report_to", "torch_dtype"),
 )
-"""Keys of which a file has at least three whose program names the data."""
 
 
 def _is_trl(values: Values) -> bool:
@@ -92,10 +64,10 @@ def _is_trl(values: Values) -> bool:
 
 
 def _is_of_pairs(values: Values) -> bool:
-    losses = names_in(values.get("loss_type") or [])
+    losses = shared.names_in(values.get("loss_type") or [])
     if any(name in values for name in OF_REWARDS):
         return False
-    return any(name in values for name in OF_PAIRS) or any(name in LOSSES for name in losses)
+    return any(name in values for name in OF_PAIRS) or any(name in shared.LOSSES for name in losses)
 
 
 def _dtype(entry: Entry) -> None:
@@ -126,24 +98,23 @@ def _packing_strategy(entry: Entry) -> None:
 
 
 def _checkpointing(entry: Entry) -> None:
-    """A boolean, text such as "True", or "unsloth", which recomputes too."""
+    # A boolean, text such as "True", or "unsloth", which recomputes too.
     if not (isinstance(entry.value, bool) or str(entry.value).lower() in SWITCHES):
         raise ValueError(f"it takes true, false or unsloth, not {entry.value}")
-    entry.put("train.enable_gradient_checkpointing", is_on(entry.value))
+    entry.put("train.enable_gradient_checkpointing", rule.is_on(entry.value))
 
 
 def _finalize(draft: Draft) -> None:
     pairs = draft.value("train.objective") == "preference"
-    packs = bool(draft.get("packing"))
-    is_wrapped = draft.get("packing_strategy") == "wrapped"
-    packing = ("wrapped" if is_wrapped and not pairs else "multipack") if packs else None
+    is_wrapped = draft.get("packing_strategy") == "wrapped" and not pairs
+    packing = ("wrapped" if is_wrapped else "multipack") if draft.get("packing") else None
     # Unsloth's max_seq_length is of the model, where a trainer's max_length is written.
     longest = (
         draft.written.get("max_length") or draft.get("max_seq_length") or draft.get("max_length")
     )
-    lay_rows(draft, longest, packing, pairs=pairs)
+    shared.lay_rows(draft, longest, packing, pairs=pairs)
     weights = draft.get("torch_dtype") or draft.get("dtype")
-    settle_precision(draft, "bfloat16" if weights == "auto" else weights)
+    shared.settle_precision(draft, "bfloat16" if weights == "auto" else weights)
     schedule.require_decay_steps(draft, "lr_scheduler_type")
     training_arguments.settle_evaluations(draft)
 
@@ -174,9 +145,16 @@ IDLE = by_reason(
     """
 )
 
+IDLE_OF_PAIRS = by_reason(
+    """
+    f_alpha_divergence_coef: read of other divergences alone
+    discopop_tau: read of the loss discopop alone
+    ref_model_mixup_alpha ref_model_sync_steps: read with sync_ref_model alone
+    """
+)
+
 BY_REWARDS = "models are not trained by rewards: clients of penstock serve generate and train"
 SWITCHES = ("true", "false", "unsloth")
-
 
 UNSUPPORTED = by_reason(
     f"""
@@ -199,12 +177,11 @@ UNSUPPORTED = by_reason(
 )
 
 SAME: Mapping[str, str] = {
+    **same_names("data.", "dataset_num_proc truncation_mode"),
     "model_name_or_path": "model.model_path",
-    "dataset_num_proc": "data.dataset_num_proc",
     "tokenizer_name_or_path": "model.tokenizer_path",
     "preprocessing_num_workers": "data.dataset_num_proc",
     "hub_model_revision": "push.revision",
-    "truncation_mode": "data.truncation_mode",
     "eval_packing": "data.eval_sample_packing",
     "lora_bias": "lora.lora_bias",
     "router_aux_loss_coef": "train.moe_aux_loss_coef",
@@ -212,25 +189,25 @@ SAME: Mapping[str, str] = {
 }
 
 COMPUTED: Mapping[str, Rule] = {
-    "dataset_config": decides(f"{SOURCES}.0.name"),
-    "dataset_train_split": decides(f"{SOURCES}.0.split"),
+    "dataset_config": rule.decides(f"{SOURCES}.0.name"),
+    "dataset_train_split": rule.decides(f"{SOURCES}.0.split"),
     "dtype": _dtype,
     "torch_dtype": _dtype,
     "attn_implementation": shared.attention,
-    "model_revision": only("main"),
+    "model_revision": rule.only("main"),
     **dict.fromkeys(
-        ("max_length", "max_seq_length"), decides(shared.ROW, f"{SOURCES}.0.max_seq_len")
+        ("max_length", "max_seq_length"), rule.decides(shared.ROW, f"{SOURCES}.0.max_seq_len")
     ),
     **dict.fromkeys(("chat_template", "chat_template_path"), chat_template({})),
-    "pad_to_multiple_of": when(
+    "pad_to_multiple_of": rule.when(
         lambda entry: isinstance(entry.value, int),
-        put("data.pad_to_multiple_of"),
+        rule.put("data.pad_to_multiple_of"),
         "rows are padded to whole 128 tokens",
     ),
     "dataset_kwargs": _data_arguments,
-    **dict.fromkeys(("use_flash_attention_2", "use_unsloth"), no_effect(shared.BEST_HERE)),
-    ON: truth("lora.enable_lora"),
-    **of_adapters(
+    **dict.fromkeys(("use_flash_attention_2", "use_unsloth"), rule.no_effect(shared.BEST_HERE)),
+    ON: rule.truth("lora.enable_lora"),
+    **shared.of_adapters(
         ON,
         True,
         lora_r="lora_rank",
@@ -239,30 +216,28 @@ COMPUTED: Mapping[str, Rule] = {
         use_rslora="use_rslora",
         use_dora="use_dora",
     ),
-    "lora_target_modules": when(
-        lambda entry: entry.get(ON), shared.put_targets, f"read with {ON}: true alone"
-    ),
+    "lora_target_modules": rule.when(ON, shared.put_targets, f"read with {ON}: true alone"),
     "use_gradient_checkpointing": _checkpointing,
     **dict.fromkeys(
         ("finetune_language_layers", "finetune_attention_modules", "finetune_mlp_modules"),
-        when(
-            lambda entry: entry.value,
-            no_effect("adapters are on the layers of lora_target_modules"),
-            left_out("name the other layers in lora_target_modules"),
+        rule.if_on(
+            rule.no_effect("adapters are on the layers of lora_target_modules"),
+            rule.left_out("name the other layers in lora_target_modules"),
         ),
     ),
     **dict.fromkeys(
         ("finetune_vision_layers", "finetune_audio_layers"),
-        if_on(
-            approximated("adapters are on the layers of lora_target_modules, in all parts"),
+        rule.if_on(
+            rule.approximated("adapters are on the layers of lora_target_modules, in all parts"),
             "lora.exclude_modules leaves layers out, in a native file",
         ),
     ),
-    "load_in_4bit": in_few_bits("nf4"),
-    "load_in_8bit": in_few_bits("int8"),
-    "bnb_4bit_quant_type": only("nf4"),
+    "load_in_4bit": shared.in_few_bits("nf4"),
+    "load_in_8bit": shared.in_few_bits("int8"),
+    "bnb_4bit_quant_type": rule.only("nf4"),
 }
 
+# Those of version 1; targets of adapters are peft's for Llama and Qwen.
 DEFAULTS: Mapping[str, Any] = {
     **training_arguments.DEFAULTS,
     "output_dir": "trainer_output",
@@ -277,7 +252,6 @@ DEFAULTS: Mapping[str, Any] = {
     "lora_dropout": 0.05,
     "lora_target_modules": ["q_proj", "v_proj"],
 }
-"""Those of version 1; targets of adapters are peft's for Llama and Qwen."""
 
 BEATEN = {"dtype": ("torch_dtype",), "max_length": ("max_seq_length",)}
 
@@ -288,6 +262,7 @@ TYPES = typed(
     text="torch_dtype dtype chat_template dataset_name dataset_text_field packing_strategy",
 )
 
+# `trl sft`.
 TRL = Dialect(
     name="trl",
     title="TRL",
@@ -296,38 +271,38 @@ TRL = Dialect(
     same=SAME,
     computed={
         **{
-            key: refused(BY_REWARDS)
+            key: rule.refused(BY_REWARDS)
             for key in (*OF_REWARDS, *OF_PAIRS)
             if key not in UNSUPPORTED and key not in IDLE
         },
         **COMPUTED,
         **data_rules("sft"),
-        "dataset_text_field": decides(f"{SOURCES}.0.field_text"),
-        "packing": decides(shared.METHOD, shared.GROUP),
+        "dataset_text_field": rule.decides(f"{SOURCES}.0.field_text"),
+        "packing": rule.decides(shared.METHOD, shared.GROUP),
         "packing_strategy": _packing_strategy,
-        "assistant_only_loss": when(
+        "assistant_only_loss": rule.when(
             lambda entry: columns_of(entry, "sft")["type"] == "chat",
-            put("data.train_on_prompt", lambda alone: not alone),
+            rule.put("data.train_on_prompt", lambda alone: not alone),
             "read of conversations alone",
         ),
-        "completion_only_loss": when(
-            lambda entry: entry.value, decides(SOURCES), sets({"data.train_on_prompt": True})
+        "completion_only_loss": rule.if_on(
+            rule.decides(SOURCES), rule.sets({"data.train_on_prompt": True})
         ),
-        "loss_type": when(
+        "loss_type": rule.when(
             lambda entry: any(key in entry.draft.written for key in OF_REWARDS),
-            lambda entry: entry.refuse(BY_REWARDS),
-            only("nll", "chunked_nll"),
+            rule.refuses(BY_REWARDS),
+            rule.only("nll", "chunked_nll"),
         ),
     },
     unsupported=UNSUPPORTED,
     idle=IDLE,
     defaults={**DEFAULTS, "learning_rate": 2e-5, "assistant_only_loss": False},
-    families=dict.fromkeys(FAMILIES_OF_REWARDS, refused(BY_REWARDS)),
+    families=dict.fromkeys(FAMILIES_OF_REWARDS, rule.refused(BY_REWARDS)),
     overridden_by={**BEATEN, "assistant_only_loss": ("completion_only_loss",)},
     finalize=_finalize,
 ).over(training_arguments.TRAINER)
-"""`trl sft`."""
 
+# `trl dpo`: a file with keys that it alone has.
 TRL_DPO = Dialect(
     name="trl-dpo",
     title="TRL's DPO",
@@ -335,32 +310,25 @@ TRL_DPO = Dialect(
     types=TYPES,
     same={
         **SAME,
-        "beta": "preference.beta",
-        "label_smoothing": "preference.label_smoothing",
-        "reference_free": "preference.reference_free",
+        **same_names("preference.", "beta label_smoothing reference_free"),
         "rpo_alpha": "preference.sft_loss_ratio",
         "max_prompt_length": "data.max_prompt_len",
     },
     computed={
         **COMPUTED,
         **data_rules("preference"),
-        "loss_type": lambda entry: shared.losses(entry, entry.get("loss_weights")),
-        "loss_weights": decides("preference.pref_loss_ratio", "preference.sft_loss_ratio"),
+        "loss_type": shared.losses,
+        "loss_weights": rule.decides("preference.pref_loss_ratio", "preference.sft_loss_ratio"),
         "precompute_ref_log_probs": shared.PRECOMPUTES,
         **dict.fromkeys(
             ("desirable_weight", "undesirable_weight"),
-            refused("of trl kto; write preference.loss_type: kto, and type: kto of its data"),
+            rule.refused("of trl kto; write preference.loss_type: kto, and type: kto of its data"),
         ),
-        "f_divergence_type": only("reverse_kl"),
-        "f_alpha_divergence_coef": no_effect("read of other divergences alone"),
-        "discopop_tau": no_effect("read of the loss discopop alone"),
-        "ref_model_mixup_alpha": no_effect("read with sync_ref_model alone"),
-        "ref_model_sync_steps": no_effect("read with sync_ref_model alone"),
+        "f_divergence_type": rule.only("reverse_kl"),
     },
     unsupported=UNSUPPORTED,
-    idle=IDLE,
+    idle={**IDLE, **IDLE_OF_PAIRS},
     defaults={**DEFAULTS, "learning_rate": 1e-6, "loss_type": ["sigmoid"], "beta": 0.1},
     overridden_by=BEATEN,
     finalize=_objective,
 ).over(training_arguments.TRAINER)
-"""`trl dpo`: a file with keys that it alone has."""

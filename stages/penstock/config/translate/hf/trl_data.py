@@ -3,18 +3,11 @@
 from collections.abc import Mapping
 from typing import Any, cast
 
-from penstock.config.translate.dialect import (
-    Rule,
-    Table,
-    approximated,
-    decides,
-    listed,
-    no_effect,
-    put,
-)
+from penstock.config.translate import rule
+from penstock.config.translate.dialect import Table, listed
 from penstock.config.translate.shared import SOURCES, TESTS
 from penstock.config.translate.translate_key import translate_items
-from penstock.config.translate.translation import Entry
+from penstock.config.translate.translation import Entry, Rule
 
 GRANTED = (
     "TRL tells from the columns what rows hold, and a column messages is taken for granted here;"
@@ -51,7 +44,7 @@ def take_share(source: dict[str, Any], share: Any) -> None:
 def by_name(kind: str) -> Rule:
     """The rule of `dataset_name`."""
 
-    def rule(entry: Entry) -> None:
+    def apply(entry: Entry) -> None:
         columns = columns_of(entry, kind)
         config = entry.get("dataset_config")
         named = {"path": entry.value, **({"name": config} if config else {}), **columns}
@@ -62,7 +55,7 @@ def by_name(kind: str) -> Rule:
         if columns == {"type": "chat"}:
             entry.approximated(GRANTED)
 
-    return rule
+    return apply
 
 
 def _share(entry: Entry) -> None:
@@ -75,25 +68,25 @@ def _share(entry: Entry) -> None:
         entry.approximated(SHARED_OUT)
 
 
+# The keys of a data set of several.
 ITEMS = Table(
     same={
         **{name: name for name in ("path", "name", "split", "data_files")},
         **{"id": "path", "config": "name"},
     },
     computed={
-        "columns": no_effect("columns that the type does not read are left out"),
+        "columns": rule.no_effect("columns that the type does not read are left out"),
         # After `split`, which it may extend.
         "weight": _share,
     },
     unsupported={"data_dir": "write data_files"},
 )
-"""The keys of a data set of several."""
 
 
 def mixture(kind: str) -> Rule:
     """The rule of `datasets`, and of `dataset_mixture.datasets`."""
 
-    def rule(entry: Entry) -> None:
+    def apply(entry: Entry) -> None:
         items = [
             dict(sorted(item.items(), key=lambda pair: pair[0] == "weight"))
             for item in listed(entry.value)
@@ -102,13 +95,13 @@ def mixture(kind: str) -> Rule:
         entry.put(SOURCES, [dict(columns) for _ in items])
         translate_items(entry, items, ITEMS, SOURCES)
 
-    return rule
+    return apply
 
 
 def mixer(kind: str) -> Rule:
     """The rule of `dataset_mixer`: data sets with the share of each; test data is used whole."""
 
-    def rule(entry: Entry) -> None:
+    def apply(entry: Entry) -> None:
         shares = cast("dict[str, Any]", entry.value)
         splits = [str(split) for split in listed(entry.get("dataset_splits", ["train", "test"]))]
         configs = listed(entry.get("dataset_configs", [None] * len(shares)))
@@ -128,7 +121,7 @@ def mixer(kind: str) -> Rule:
         if any(share != 1 for share in shares.values()):
             entry.approximated(SHARED_OUT)
 
-    return rule
+    return apply
 
 
 def data_rules(kind: str) -> Mapping[str, Rule]:
@@ -137,11 +130,11 @@ def data_rules(kind: str) -> Mapping[str, Rule]:
         "dataset_name": by_name(kind),
         "datasets": mixture(kind),
         "dataset_mixture.datasets": mixture(kind),
-        "dataset_mixture.test_split_size": put("data.val_set_size"),
-        "dataset_mixture.seed": approximated(
+        "dataset_mixture.test_split_size": rule.put("data.val_set_size"),
+        "dataset_mixture.seed": rule.approximated(
             "train.seed decides what is held out, and the order of samples"
         ),
         "dataset_mixer": mixer(kind),
-        "dataset_splits": decides(SOURCES, TESTS),
-        "dataset_configs": decides(SOURCES, TESTS),
+        "dataset_splits": rule.decides(SOURCES, TESTS),
+        "dataset_configs": rule.decides(SOURCES, TESTS),
     }

@@ -3,17 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from penstock.config.translate.dialect import (
-    Rule,
-    approximated,
-    decides,
-    explained,
-    put,
-    truth,
-    when,
-)
+from penstock.config.translate import rule
 from penstock.config.translate.shared import GROUP, ROW, SOURCES, TESTS
-from penstock.config.translate.translation import Draft, Entry
+from penstock.config.translate.translation import Draft, Entry, Rule
 from penstock.core.sources.megatron_files import parse_splits
 
 ALIGNMENT = "model_alignment_strategy"
@@ -21,15 +13,18 @@ DPO, ORPO, SFT, PEFT = (f"{ALIGNMENT}.{name}" for name in ("dpo", "orpo", "sft",
 
 OF_SFT = {"type": "instruction", "field_instruction": "input", "field_output": "output"}
 OF_PAIRS = {"type": "preference"}
+
+# A folder that `datasets` saved; its rows hold input_ids and labels.
 OF_TOKENS = {"type": "tokenized", "data_files": "*.arrow", "ds_type": "arrow"}
-"""A folder that `datasets` saved; its rows hold input_ids and labels."""
 
 LINES = (".jsonl", ".json", ".arrow")
 
+# Documents in Megatron's .bin and .idx, of which data_prefix is what both names begin with.
 INDEXED = {"type": "tokenized", "ds_type": "megatron"}
-"""Documents in Megatron's .bin and .idx, of which data_prefix is what both names begin with."""
 
 AS_THERE = "documents that are shuffled, joined, and cut every seq_length tokens, as there"
+
+SHUFFLES = ("data.shuffle_merged_datasets", "data.shuffle_before_merging_datasets")
 
 PREFIX, SPLITS = "data.data_prefix", "data.splits_string"
 
@@ -39,34 +34,28 @@ def prefers(draft: Draft) -> bool:
     return any(key.startswith((f"{DPO}.", f"{ORPO}.")) for key in draft.written)
 
 
-def _source(name: str) -> Rule:
-    def rule(entry: Entry) -> None:
-        path = str(entry.value)
-        is_text = path.rstrip("/").endswith(LINES)
-        columns = OF_PAIRS if prefers(entry.draft) else OF_SFT if is_text else OF_TOKENS
-        entry.put(name, [{"path": path, **columns}])
-        if columns is OF_SFT:
-            entry.explain(
-                "where the tokenizer has a chat template, question and answer are put through it"
-            )
-
-    return rule
+def _source(entry: Entry) -> None:
+    name = TESTS if entry.key == "data.val_dir" else SOURCES
+    path = str(entry.value)
+    is_text = path.rstrip("/").endswith(LINES)
+    columns = OF_PAIRS if prefers(entry.draft) else OF_SFT if is_text else OF_TOKENS
+    entry.put(name, [{"path": path, **columns}])
+    if columns is OF_SFT:
+        entry.explain(
+            "where the tokenizer has a chat template, question and answer are put through it"
+        )
 
 
 def _prefix(entry: Entry) -> None:
     value: Any = entry.value
-    held: list[dict[str, Any]] = []
-    if isinstance(value, dict):
-        parts = cast("dict[str, Any]", value)
-        if not parts.get("train"):
-            entry.refuse("it needs train: a prefix, or weights and prefixes in turn")
-            return
-        entry.put(SOURCES, _weighed(parts["train"]))
-        held = _weighed(parts["validation"]) if parts.get("validation") else []
-        if held:
-            entry.put(TESTS, _unweighed(held))
-    else:
-        entry.put(SOURCES, _weighed(value))
+    parts = cast("dict[str, Any]", value if isinstance(value, dict) else {"train": value})
+    if isinstance(value, dict) and not parts.get("train"):
+        entry.refuse("it needs train: a prefix, or weights and prefixes in turn")
+        return
+    entry.put(SOURCES, _weighed(parts["train"]))
+    held = _weighed(parts["validation"]) if parts.get("validation") else []
+    if held:
+        entry.put(TESTS, _unweighed(held))
     weights = [source.get("weight", 0.0) for source in entry.draft.value(SOURCES)]
     if not any(weights):
         for source in entry.draft.value(SOURCES):
@@ -82,7 +71,7 @@ def _prefix(entry: Entry) -> None:
 
 
 def _weighed(value: Any) -> list[dict[str, Any]]:
-    """The sources of `[weight, path, weight, path]`, of several paths or of one."""
+    # The sources of `[weight, path, weight, path]`, of several paths or of one.
     if not isinstance(value, list):
         return [{"path": str(value), **INDEXED}]
     parts = cast("list[Any]", value)
@@ -102,12 +91,12 @@ def _is_number(value: Any) -> bool:
 
 
 def _are_weighed(sources: Sequence[dict[str, Any]]) -> bool:
-    """Whether weights decide how much of each is sampled."""
+    # Whether weights decide how much of each is sampled.
     return len(sources) > 1 and any("weight" in source for source in sources)
 
 
 def _held_whole(held: Sequence[dict[str, Any]]) -> str:
-    """The report on weights of validation data, which a test set does not have here."""
+    # The report on weights of validation data, which a test set does not have here.
     weights = ", ".join(f"{source['weight']:g}" for source in held)
     return (
         f"validation reads every prefix whole, and not in shares of {weights}; one of weight 0 is "
@@ -116,7 +105,7 @@ def _held_whole(held: Sequence[dict[str, Any]]) -> str:
 
 
 def _unweighed(sources: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same sources, read whole; those of weight 0 left out."""
+    # The same sources, read whole; those of weight 0 left out.
     weighed = [dict(source) for source in sources if source.get("weight", 1.0)]
     return [{k: v for k, v in source.items() if k != "weight"} for source in weighed]
 
@@ -135,12 +124,12 @@ def _splits(entry: Entry) -> None:
 
 
 def _share_out(draft: Draft) -> None:
-    """The documents of each split, where one data_prefix serves all."""
+    # The documents of each split, where one data_prefix serves all.
     line, prefix = draft.lines.get(SPLITS), draft.get(PREFIX)
     if prefix is None or isinstance(prefix, dict) or (line and line.kind == "refused"):
         return
     shares = str(draft.get(SPLITS))
-    sources = cast("list[dict[str, Any]]", draft.value(SOURCES) or [])
+    sources = draft.sources(SOURCES)
     for source in sources:
         source["splits_string"] = shares
     if parse_splits(shares)[1]:
@@ -154,9 +143,8 @@ def _order(entry: Entry) -> None:
     if entry.get(PREFIX) is not None:
         entry.no_effect("documents of data_prefix are shuffled, whichever way batches are drawn")
         return
-    is_mixed = entry.value == "cyclic"
-    entry.put("data.shuffle_merged_datasets", is_mixed)
-    entry.put("data.shuffle_before_merging_datasets", is_mixed)
+    for name in SHUFFLES:
+        entry.put(name, entry.value == "cyclic")
 
 
 def _prompt_length(entry: Entry) -> None:
@@ -175,15 +163,13 @@ def _truncation(entry: Entry) -> None:
 
 def settle_data(draft: Draft) -> None:
     """How long a sample may be, and how many share a row."""
-    records_share = bool(draft.get(f"{SFT}.packing", draft.get("data.packing")))
     is_indexed = PREFIX in draft.written
     if is_indexed:
         _share_out(draft)
     model, own = draft.get("model.encoder_seq_length"), draft.get("data.seq_length")
     longest = own or model
-    sources = cast("list[dict[str, Any]]", draft.value(SOURCES) or [])
-    tests = cast("list[dict[str, Any]]", draft.value(TESTS) or [])
-    for source in (*sources, *tests):
+    sources = draft.sources(SOURCES)
+    for source in (*sources, *draft.sources(TESTS)):
         if longest and source["type"] != "tokenized":
             source["max_seq_len"] = longest
         if number := draft.get("data.dev_choose_samples"):
@@ -205,27 +191,29 @@ def settle_data(draft: Draft) -> None:
         )
     if is_indexed:
         _wrap(draft)
-    elif records_share:
+    elif draft.get(f"{SFT}.packing", draft.get("data.packing")):
         draft.put("data.sample_packing_method", "sequential")
         _join(draft, sources)
     else:
         draft.put("data.sample_packing_method", "multipack")
         draft.put(GROUP, 1)
-    if not is_indexed and any(source["type"] == "tokenized" for source in sources):
-        _in_file_order(draft)
+    is_tokenized = not is_indexed and any(source["type"] == "tokenized" for source in sources)
+    for name in SHUFFLES if is_tokenized else ():
+        if not draft.has(name):
+            draft.put(name, False)
 
 
 def _wrap(draft: Draft) -> None:
-    """Documents are shuffled, concatenated and split; tokens attend to all before them."""
+    # Documents are shuffled, concatenated and split; tokens attend to all before them.
     draft.put("data.sample_packing_method", "wrapped")
     if not draft.has("data.isolate_samples"):
         draft.put("data.isolate_samples", False)
-    for name in ("shuffle_merged_datasets", "shuffle_before_merging_datasets"):
-        draft.put(f"data.{name}", True)
+    for name in SHUFFLES:
+        draft.put(name, True)
 
 
 def _join(draft: Draft, sources: Sequence[dict[str, Any]]) -> None:
-    """Records of a packed row see those before them, and what does not fit one is left out."""
+    # Records of a packed row see those before them, and what does not fit one is left out.
     if not draft.has("data.isolate_samples"):
         draft.put("data.isolate_samples", False)
     if any("max_seq_len" in source for source in sources):
@@ -239,15 +227,9 @@ def _join(draft: Draft, sources: Sequence[dict[str, Any]]) -> None:
     draft.lines[key].names.append("data.isolate_samples")
 
 
-def _in_file_order(draft: Draft) -> None:
-    for name in ("shuffle_merged_datasets", "shuffle_before_merging_datasets"):
-        if not draft.has(f"data.{name}"):
-            draft.put(f"data.{name}", False)
-
-
 def _boundaries(entry: Entry) -> None:
-    """Megatron masks the position whose input is the end of a document, so what it foretells is the
-    next document's first token."""
+    # Megatron masks the position whose input is the end of a document, so what it foretells is the
+    # next document's first token.
     if entry.get(PREFIX) is None:
         entry.no_effect("read with data_prefix alone")
     elif entry.value:
@@ -258,8 +240,8 @@ def _boundaries(entry: Entry) -> None:
         )
 
 
-LENGTH = decides(ROW, f"{SOURCES}.0.max_seq_len")
-PACKING = decides("data.sample_packing_method", GROUP)
+LENGTH = rule.decides(ROW, f"{SOURCES}.0.max_seq_len")
+PACKING = rule.decides("data.sample_packing_method", GROUP)
 DROPS_ROWS = "an evaluation takes every row; of training, data.dataloader_drop_last says it"
 
 SAME: Mapping[str, str] = {
@@ -270,21 +252,20 @@ SAME: Mapping[str, str] = {
 }
 
 COMPUTED: Mapping[str, Rule] = {
-    "data.train_dir": _source(SOURCES),
-    "data.val_dir": _source(TESTS),
+    **dict.fromkeys(("data.train_dir", "data.val_dir"), _source),
     "data.data_prefix": _prefix,
-    "data.dev_choose_samples": decides(f"{SOURCES}.0.max_samples", f"{TESTS}.0.max_samples"),
+    "data.dev_choose_samples": rule.decides(f"{SOURCES}.0.max_samples", f"{TESTS}.0.max_samples"),
     "data.seq_length": LENGTH,
     "model.encoder_seq_length": LENGTH,
     "data.splits_string": _splits,
     "data.dataloader_type": _order,
-    "data.tokenizer.type": when(
+    "data.tokenizer.type": rule.when(
         lambda entry: entry.get("data.tokenizer.library") != "megatron",
-        put("model.tokenizer_path"),
+        rule.put("model.tokenizer_path"),
         "the name of a class; vocab_file says where the tokenizer is",
     ),
-    "data.tokenizer.vocab_file": explained(
-        put("model.tokenizer_path", lambda file: str(file).rpartition("/")[0] or "."),
+    "data.tokenizer.vocab_file": rule.explained(
+        rule.put("model.tokenizer_path", lambda file: str(file).rpartition("/")[0] or "."),
         "the folder of both files, which transformers reads as vocab.json and merges.txt",
     ),
     "data.packing": PACKING,
@@ -292,20 +273,22 @@ COMPUTED: Mapping[str, Rule] = {
     **{f"{strategy}.max_prompt_length": _prompt_length for strategy in (DPO, ORPO)},
     f"{DPO}.max_dpo_prompt_length": _prompt_length,
     **{f"{strategy}.truncation_mode": _truncation for strategy in (DPO, ORPO)},
-    "data.reset_position_ids": when(
+    "data.reset_position_ids": rule.when(
         lambda entry: (
             bool(entry.value) != bool(entry.get("data.reset_attention_mask", entry.value))
         ),
-        approximated("positions restart where attention does, as reset_attention_mask decides"),
+        rule.approximated(
+            "positions restart where attention does, as reset_attention_mask decides"
+        ),
         "positions restart where attention does; reset_attention_mask decides it",
     ),
-    "data.reset_attention_mask": truth("data.isolate_samples"),
+    "data.reset_attention_mask": rule.truth("data.isolate_samples"),
     "data.eod_mask_loss": _boundaries,
 }
 
+# Assumed where such a strategy, or a data_prefix for all splits, is written.
 DEFAULTS: Mapping[str, Any] = {
     f"{DPO}.max_prompt_length": 2048,
     f"{ORPO}.max_prompt_length": 2048,
     SPLITS: "980,10,10",
 }
-"""Assumed where such a strategy, or a data_prefix for all splits, is written."""

@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.config.translate.dialect import Rule, decides, explained, left_out, put, when
-from penstock.config.translate.translation import Draft, Entry
+from penstock.config.translate import rule
+from penstock.config.translate.translation import Draft, Entry, Rule
 
 ADAM = ("adamw", "adamw_fp32OptState")
+# Optimizers that are PyTorch's here.
 BY_FULL_NAME = {
     "adam": "Adam",
     "adadelta": "Adadelta",
@@ -16,15 +17,20 @@ BY_FULL_NAME = {
     "rprop": "Rprop",
     "adafactor": "Adafactor",
 }
-"""Optimizers that are PyTorch's here."""
-
 NOVOGRAD = "novograd"
+# NeMo's, where a file has none.
 BETAS_OF_NOVOGRAD = [0.95, 0.98]
-"""NeMo's, where a file has none."""
 
 WITH_BETAS = (*ADAM, "adam", "adamax", NOVOGRAD)
-WITH_EPS = (*WITH_BETAS, "adadelta", "adagrad", "rmsprop")
+# Arguments, and the optimizers that have them.
+ARGUMENTS = {
+    "betas": WITH_BETAS,
+    "eps": (*WITH_BETAS, "adadelta", "adagrad", "rmsprop"),
+    "grad_averaging": (NOVOGRAD,),
+}
 
+# NeMo's schedules to ours. All but the first, a cosine with a tail and the last two warm up as
+# `plus_one`.
 STYLES: Mapping[str, str] = {
     "LinearAnnealingWithWarmUp": "linear",
     "CosineAnnealing": "cosine",
@@ -41,12 +47,11 @@ STYLES: Mapping[str, str] = {
     "StepLR": "step",
     "ExponentialLR": "exponential",
 }
-"""NeMo's schedules to ours. All but the first, a cosine with a tail and the last two warm up as
-`plus_one`."""
 
+# PyTorch's own, which have no warmup and no least rate. NeMo steps them with the optimizer.
 PYTORCHS = ("StepLR", "ExponentialLR")
-"""PyTorch's own, which have no warmup and no least rate. NeMo steps them with the optimizer."""
 
+# Arguments of schedules, with those that read them; they have these names here too.
 OF_STYLE: Mapping[str, tuple[str, ...]] = {
     "hold_steps": ("WarmupHoldPolicy", "NoamHoldAnnealing", "PolynomialHoldDecayAnnealing"),
     "constant_steps": ("CosineAnnealing",),
@@ -56,7 +61,6 @@ OF_STYLE: Mapping[str, tuple[str, ...]] = {
     "step_size": ("StepLR",),
     "gamma": PYTORCHS,
 }
-"""Arguments of schedules, with those that read them; they have these names here too."""
 
 SCHEDULE, MORE = "model.optim.sched", "train.lr_schedule_kwargs"
 WARMUP_STYLE = f"{MORE}.warmup_style"
@@ -87,21 +91,16 @@ def _optimizer(entry: Entry) -> None:
         entry.leave_out(f"it takes {', '.join(('sgd', *ADAM, NOVOGRAD, *BY_FULL_NAME))}")
 
 
-def _argument(name: str, of: tuple[str, ...]) -> Rule:
-    def rule(entry: Entry) -> None:
-        optimizer = entry.get("model.optim.name", "adamw")
-        if optimizer in of:
-            value = entry.value
-            if name == "eps" and entry.is_assumed and optimizer == "adamw_fp32OptState":
-                value = 1e-6
-            if name == "betas" and entry.is_assumed and optimizer == NOVOGRAD:
-                value = BETAS_OF_NOVOGRAD
-            entry.line.value = value
-            entry.put(f"train.optimizer_kwargs.{name}", value)
-        else:
-            entry.no_effect(f"{optimizer} has none")
-
-    return rule
+def _argument(entry: Entry) -> None:
+    name, optimizer = entry.key.rpartition(".")[2], entry.get("model.optim.name", "adamw")
+    if optimizer not in ARGUMENTS[name]:
+        entry.no_effect(f"{optimizer} has none")
+        return
+    if name == "eps" and entry.is_assumed and optimizer == "adamw_fp32OptState":
+        entry.line.value = 1e-6
+    if name == "betas" and entry.is_assumed and optimizer == NOVOGRAD:
+        entry.line.value = BETAS_OF_NOVOGRAD
+    entry.put(f"train.optimizer_kwargs.{name}", entry.line.value)
 
 
 def _amsgrad(entry: Entry) -> None:
@@ -149,35 +148,25 @@ def _least_rate(entry: Entry) -> None:
     if name in (FALLS_TO_ZERO, *PYTORCHS):
         entry.no_effect(f"{name} falls towards 0")
         return
-    value = 1e-5 if entry.is_assumed and name == "SquareAnnealing" else entry.value
-    entry.line.value = value
-    entry.put("train.lr_min", value)
+    if entry.is_assumed and name == "SquareAnnealing":
+        entry.line.value = 1e-5
+    entry.put("train.lr_min", entry.line.value)
 
 
-def _of_schedule(argument: str) -> Rule:
-    def rule(entry: Entry) -> None:
-        name = entry.get(f"{SCHEDULE}.name")
-        if name in OF_STYLE[argument]:
-            entry.put(f"{MORE}.{argument}", entry.value)
-        else:
-            entry.no_effect(f"{name} does not read it")
-
-    return rule
-
-
-def _share_of_steps(argument: str) -> Rule:
-    """Shares of `max_steps` that stand for numbers of steps."""
-
-    def rule(entry: Entry) -> None:
-        name, steps = entry.get(f"{SCHEDULE}.name"), entry.get("trainer.max_steps")
-        if name not in OF_STYLE[argument]:
-            entry.no_effect(f"{name} does not read it")
-        elif isinstance(steps, int) and isinstance(entry.value, int | float):
-            entry.put(f"{MORE}.{argument}", int(entry.value * steps))
-        else:
-            entry.leave_out("a share of trainer.max_steps, which is no number of steps")
-
-    return rule
+def _schedule_argument(entry: Entry) -> None:
+    # An argument of a schedule; `hold_ratio` and `constant_ratio` are shares of `max_steps` that
+    # stand for numbers of steps.
+    name, steps = entry.get(f"{SCHEDULE}.name"), entry.get("trainer.max_steps")
+    argument = entry.key.rpartition(".")[2]
+    setting = argument.replace("ratio", "steps")
+    if name not in OF_STYLE[setting]:
+        entry.no_effect(f"{name} does not read it")
+    elif setting == argument:
+        entry.put(f"{MORE}.{argument}", entry.value)
+    elif isinstance(steps, int) and isinstance(entry.value, int | float):
+        entry.put(f"{MORE}.{setting}", int(entry.value * steps))
+    else:
+        entry.leave_out("a share of trainer.max_steps, which is no number of steps")
 
 
 def _precision(entry: Entry) -> None:
@@ -239,19 +228,8 @@ def _is_on(value: Any) -> bool:
     return value in (1, "1", True, "true")
 
 
-def _of_manual(*names: str) -> Rule:
-    """The rule of a key that `_by_hand` reads."""
-    return when(
-        lambda entry: entry.get("precision.type") == "manual",
-        decides(*names),
-        "read with precision.type: manual alone",
-    )
-
-
 def _rounding(entry: Entry) -> None:
-    if entry.get("precision.type") != "manual":
-        entry.no_effect("read with precision.type: manual alone")
-    elif not _is_on(entry.value) or not _computes_in_bf16(entry):
+    if not _is_on(entry.value) or not _computes_in_bf16(entry):
         entry.no_effect("nothing is rounded at random")
     elif entry.get("precision.master_weights"):
         entry.approximated(FLOAT32_STATES)
@@ -284,35 +262,40 @@ SAME: Mapping[str, str] = {
 
 COMPUTED: Mapping[str, Rule] = {
     "model.optim.name": _optimizer,
-    "model.optim.betas": _argument("betas", WITH_BETAS),
-    "model.optim.eps": _argument("eps", WITH_EPS),
-    "model.optim.grad_averaging": _argument("grad_averaging", (NOVOGRAD,)),
+    **{f"model.optim.{name}": _argument for name in ARGUMENTS},
     "model.optim.amsgrad": _amsgrad,
-    "model.optim.luc": when(
+    "model.optim.luc": rule.when(
         lambda entry: entry.value and entry.get("model.optim.name") == NOVOGRAD,
-        left_out("updates are not clipped by norms of weights here: write false"),
+        rule.left_out("updates are not clipped by norms of weights here: write false"),
         "is off",
     ),
-    "model.do_layer_norm_weight_decay": explained(
-        put("train.no_decay_params", lambda decays: ["bias"] if decays else ["bias", "norm"]),
+    "model.do_layer_norm_weight_decay": rule.explained(
+        rule.put("train.no_decay_params", lambda decays: ["bias"] if decays else ["bias", "norm"]),
         "as documented; upstream does the opposite for models of source hf",
     ),
     f"{SCHEDULE}.name": _schedule,
     f"{SCHEDULE}.warmup_ratio": _warmup_ratio,
     f"{SCHEDULE}.min_lr": _least_rate,
-    f"{SCHEDULE}.hold_ratio": _share_of_steps("hold_steps"),
-    f"{SCHEDULE}.constant_ratio": _share_of_steps("constant_steps"),
-    f"{SCHEDULE}.cycle": when(
+    **{
+        f"{SCHEDULE}.{argument}": _schedule_argument
+        for argument in (*OF_STYLE, "hold_ratio", "constant_ratio")
+    },
+    f"{SCHEDULE}.cycle": rule.when(
         lambda entry: entry.value and str(entry.get(f"{SCHEDULE}.name")).startswith("Polynomial"),
-        left_out("a polynomial decay does not begin again here"),
+        rule.left_out("a polynomial decay does not begin again here"),
         "nothing begins again",
     ),
-    **{f"{SCHEDULE}.{argument}": _of_schedule(argument) for argument in OF_STYLE},
     "precision.type": _precision,
-    "precision.master_weights": _of_manual("train.precision"),
-    "precision.fp32_grad_acc": _of_manual("train.grad_accum_dtype", "train.fsdp_reduce_dtype"),
-    **dict.fromkeys(BITS, _of_manual("train.precision")),
-    ROUNDING: _rounding,
+    **{
+        key: rule.where("precision.type", "manual", then=manual)
+        for key, manual in {
+            **dict.fromkeys(("precision.master_weights", *BITS), rule.decides("train.precision")),
+            "precision.fp32_grad_acc": rule.decides(
+                "train.grad_accum_dtype", "train.fsdp_reduce_dtype"
+            ),
+            ROUNDING: _rounding,
+        }.items()
+    },
 }
 
 DEFAULTS: Mapping[str, Any] = {

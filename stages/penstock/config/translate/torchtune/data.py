@@ -3,31 +3,21 @@
 from collections.abc import Mapping
 from typing import Any, cast
 
-from penstock.config.translate.dialect import (
-    Rule,
-    Table,
-    choice,
-    decides,
-    listed,
-    no_effect,
-    put,
-    typed,
-)
+from penstock.config.translate import rule
+from penstock.config.translate.dialect import Table, by_reason, listed, same_names, typed
+from penstock.config.translate.shared import SOURCES, TESTS
 from penstock.config.translate.translate_key import translate_items
 from penstock.config.translate.translation import Entry
 
 ALPACA = {"type": "alpaca"}
 PAIRS = {"type": "preference"}
-STYLES = {"openai": "chat", "sharegpt": "sharegpt"}
+QUESTIONS = {"type": "instruction", "field_instruction": "input"}
 
+# Builders to the data set and the columns that they read.
 BUILDERS: Mapping[str, Mapping[str, Any]] = {
     "alpaca_dataset": {"path": "tatsu-lab/alpaca", **ALPACA},
     "alpaca_cleaned_dataset": {"path": "yahma/alpaca-cleaned", **ALPACA},
-    "grammar_dataset": {
-        "path": "liweili/c4_200m",
-        "type": "instruction",
-        "field_instruction": "input",
-    },
+    "grammar_dataset": {"path": "liweili/c4_200m", **QUESTIONS},
     "samsum_dataset": {
         "path": "Samsung/samsum",
         "type": "instruction",
@@ -49,17 +39,13 @@ BUILDERS: Mapping[str, Mapping[str, Any]] = {
         "field_rejected": "response_k",
     },
     "hh_rlhf_helpful_dataset": {"path": "RLHFlow/HH-RLHF-Helpful-standard", **PAIRS},
-    "instruct_dataset": {
-        "type": "instruction",
-        "field_instruction": "input",
-        "field_output": "output",
-    },
+    "instruct_dataset": {**QUESTIONS, "field_output": "output"},
     "chat_dataset": {"type": "chat"},
     "text_completion_dataset": {"type": "text"},
     "preference_dataset": PAIRS,
     "multimodal_chat_dataset": {"type": "chat"},
     "multimodal.multimodal_chat_dataset": {"type": "chat"},
-    "vqa_dataset": {"type": "instruction", "field_instruction": "input"},
+    "vqa_dataset": QUESTIONS,
     "gsm8k_sft": {
         "path": "openai/gsm8k",
         "name": "main",
@@ -68,36 +54,36 @@ BUILDERS: Mapping[str, Mapping[str, Any]] = {
         "field_output": "answer",
     },
 }
-"""Builders to the data set and the columns that they read."""
 
-NEAR: Mapping[str, str] = {
-    "alpaca_dataset": "the tokenizer's chat template, if any, renders questions",
-    "alpaca_cleaned_dataset": "the tokenizer's chat template, if any, renders questions",
-    "slimorca_dataset": "answers of the assistant are trained",
-    "gsm8k_sft": "answers are rendered as they are, without tags",
+# In what builders differ from these.
+NEAR = by_reason(
+    """
+    alpaca_dataset
+    alpaca_cleaned_dataset: the tokenizer's chat template, if any, renders questions
+    slimorca_dataset: answers of the assistant are trained
+    gsm8k_sft: answers are rendered as they are, without tags
+    """
+)
+
+# Names in a `column_map` to ours; others have none, and are read under their own names.
+COLUMNS: Mapping[str, str] = {
+    **{name: f"field_{name}" for name in ("output", "prompt", "chosen", "rejected", "system")},
+    "input": "field_instruction",
+    **dict.fromkeys(("messages", "conversations"), "field_messages"),
 }
-
-INPUTS = {"input": "field_instruction", "output": "field_output"}
-MESSAGES = {"messages": "field_messages", "conversations": "field_messages"}
-PREFERENCES = {"prompt": "field_prompt", "chosen": "field_chosen", "rejected": "field_rejected"}
-OTHERS = {"system": "field_system", "image": "", "images": ""}
-COLUMNS: Mapping[str, str] = {**INPUTS, **MESSAGES, **PREFERENCES, **OTHERS}
-"""Names in a `column_map` to ours; an empty one has none, and is read under its own name."""
 
 FILE_KINDS = ("json", "csv", "parquet", "text")
 
 
-def sources(name: str) -> Rule:
-    """The rule of a data set, or of a list of several."""
+def sources(entry: Entry) -> None:
+    """A data set, or a list of several."""
 
-    def rule(entry: Entry) -> None:
-        items = cast("list[dict[str, Any]]", [dict(item) for item in listed(entry.value)])
-        for item in items:
-            item.setdefault("_component_", "torchtune.datasets.instruct_dataset")
-        entry.put(name, [{} for _ in items])
-        translate_items(entry, items, TABLE, name)
-
-    return rule
+    name = TESTS if entry.key == "dataset_val" else SOURCES
+    items = cast("list[dict[str, Any]]", [dict(item) for item in listed(entry.value)])
+    for item in items:
+        item.setdefault("_component_", "torchtune.datasets.instruct_dataset")
+    entry.put(name, [{} for _ in items])
+    translate_items(entry, items, TABLE, name)
 
 
 def _builder(entry: Entry) -> None:
@@ -120,22 +106,6 @@ def _builder(entry: Entry) -> None:
         entry.approximated(why)
 
 
-def _path(entry: Entry) -> None:
-    """`source`, a hub id, or the kind of the files in `data_files`."""
-    if entry.value in FILE_KINDS and entry.beside.get("data_files"):
-        entry.put("ds_type", entry.value)
-    else:
-        entry.put("path", entry.value)
-
-
-def _files(entry: Entry) -> None:
-    files = entry.value
-    if entry.beside.get("source") in FILE_KINDS and isinstance(files, str):
-        entry.put("path", files)
-    else:
-        entry.put("data_files", files)
-
-
 def _columns(entry: Entry) -> None:
     names = cast("dict[str, Any]", entry.value)
     entry.decides(entry.into.rstrip("."))
@@ -149,14 +119,6 @@ def _columns(entry: Entry) -> None:
         entry.leave_out(f"columns have their own names of {', '.join(unread)}")
 
 
-def _of_all_data(name: str) -> Rule:
-    def rule(entry: Entry) -> None:
-        entry.draft.put(name, bool(entry.value))
-        entry.decides(name)
-
-    return rule
-
-
 MASKS: Mapping[str, tuple[str, Any]] = {
     "train_on_all": ("data.train_on_prompt", True),
     "train_on_assistant": ("data.train_on_prompt", False),
@@ -164,14 +126,20 @@ MASKS: Mapping[str, tuple[str, Any]] = {
 }
 
 
-def _masking(entry: Entry) -> None:
-    name, value = MASKS[entry.value]
+def _of_all_data(entry: Entry) -> None:
+    # Keys of a data set whose setting is one of all data sets here.
+    key = entry.key.rpartition(".")[2]
+    if key == "masking_strategy":
+        name, value = MASKS[entry.value]
+    else:
+        name = "data.add_eos" if key == "add_eos" else "data.train_on_prompt"
+        value = bool(entry.value)
     entry.draft.put(name, value)
     entry.decides(name)
 
 
 def _partition(entry: Entry) -> None:
-    """`0-0/10` or `1-9/10`: the first to the last of so many parts."""
+    # `0-0/10` or `1-9/10`: the first to the last of so many parts.
     span, _, count = str(entry.value).partition("/")
     first, _, last = span.partition("-")
     start, end = (round(100 * part / int(count)) for part in (int(first), int(last) + 1))
@@ -179,41 +147,46 @@ def _partition(entry: Entry) -> None:
     entry.put("split", f"{source.get('split', 'train')}[{start}%:{end}%]")
 
 
+# The keys of a data set.
 TABLE = Table(
     types=typed(switch="packed train_on_input"),
     same={
-        "name": "name",
+        **same_names("", "name split revision max_samples weight"),
         "subset": "name",
-        "split": "split",
-        "revision": "revision",
         "image_dir": "image_folder",
         "images_dir": "image_folder",
-        "max_samples": "max_samples",
-        "weight": "weight",
     },
     computed={
         # The columns that are written stand before those of the builder.
         "_component_": _builder,
-        "source": _path,
-        "data_files": _files,
+        # A hub id, or the kind of the files in `data_files`.
+        "source": rule.when(
+            lambda entry: entry.value in FILE_KINDS and entry.beside.get("data_files"),
+            rule.put("ds_type"),
+            rule.put("path"),
+        ),
+        "data_files": rule.when(
+            lambda entry: entry.beside.get("source") in FILE_KINDS and isinstance(entry.value, str),
+            rule.put("path"),
+            rule.put("data_files"),
+        ),
         "column_map": _columns,
-        "column": put("field_text"),
-        "conversation_column": put("field_messages"),
-        "conversation_style": choice("type", STYLES),
-        "train_on_input": _of_all_data("data.train_on_prompt"),
-        "masking_strategy": _masking,
-        "add_eos": _of_all_data("data.add_eos"),
+        "column": rule.put("field_text"),
+        "conversation_column": rule.put("field_messages"),
+        "conversation_style": rule.choice("type", {"openai": "chat", "sharegpt": "sharegpt"}),
+        **dict.fromkeys(("train_on_input", "masking_strategy", "add_eos"), _of_all_data),
         "partition": _partition,
-        "packed": decides("data.sample_packing_method"),
-        "split_across_pack": decides("data.sample_packing_method"),
-        "max_seq_len": put("max_seq_len"),
-        "new_system_prompt": lambda entry: entry.leave_out("write it into the data"),
-        "image_tag": no_effect("images stand where the records have <image>"),
+        **dict.fromkeys(
+            ("packed", "split_across_pack"), rule.decides("data.sample_packing_method")
+        ),
+        "max_seq_len": rule.put("max_seq_len"),
+        "new_system_prompt": rule.left_out("write it into the data"),
+        "image_tag": rule.no_effect("images stand where the records have <image>"),
     },
-    unsupported={
-        "transform": "images are processed as preprocessor_config.json of the model says",
-        "filter_fn": "records are read as they are",
-        "filter_kwargs": "records are read as they are",
-    },
+    unsupported=by_reason(
+        """
+        transform: images are processed as preprocessor_config.json of the model says
+        filter_fn filter_kwargs: records are read as they are
+        """
+    ),
 )
-"""The keys of a data set."""

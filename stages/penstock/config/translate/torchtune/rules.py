@@ -3,47 +3,30 @@
 from collections.abc import Mapping
 from typing import Any, cast
 
-from penstock.config.translate import shared
-from penstock.config.translate.dialect import (
-    Dialect,
-    Rule,
-    Values,
-    by_reason,
-    choice,
-    decides,
-    left_out,
-    listed,
-    no_effect,
-    put,
-    refused,
-    sets,
-    truth,
-    typed,
-    unsupported,
-    when,
-)
+from penstock.config.translate import rule, shared
+from penstock.config.translate.dialect import Dialect, Values, by_reason, listed, same_names, typed
 from penstock.config.translate.hf import schedule
 from penstock.config.translate.hf.training_arguments import settle_evaluations
 from penstock.config.translate.interpolation import resolve_references
-from penstock.config.translate.shared import SOURCES, TESTS, lay_rows, settle_precision
+from penstock.config.translate.shared import SOURCES, lay_rows, settle_precision
 from penstock.config.translate.torchtune.data import sources
-from penstock.config.translate.translation import Draft, Entry
+from penstock.config.translate.translation import Draft, Entry, Rule
 from penstock.core.errors import ConfigError
 
 COMPONENT = "_component_"
 MODEL, LOSS, OPTIMIZER = (f"{name}.{COMPONENT}" for name in ("model", "loss", "optimizer"))
+
+# Prefixes of builders of models with adapters.
 ADAPTED = ("lora_", "qlora_", "dora_", "qdora_")
-"""Prefixes of builders of models with adapters."""
 
 MLP = ["gate_proj", "up_proj", "down_proj"]
-NAMES_OF_LAYERS = {"output_proj": "o_proj"}
 
 FUSED_MODELS = ("phi3", "phi4")
+# Layers of torchtune that are rows of one layer in the checkpoints of these models.
 FUSED_LAYERS = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
     **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
 }
-"""Layers of torchtune that are rows of one layer in the checkpoints of these models."""
 
 CROSS_ENTROPY = "CrossEntropyLoss"
 PREFERENCE_LOSSES = {"DPOLoss": "sigmoid", "RSOLoss": "hinge", "SimPOLoss": "simpo"}
@@ -73,23 +56,23 @@ def _recognizes(values: Values) -> bool:
 
 
 def _prepare(values: Values) -> Values:
-    """References that cannot be resolved stay as they are: few keys have them."""
     try:
         return resolve_references(values)
     except ConfigError:
+        # References that cannot be resolved stay as they are: few keys have them.
         return values
 
 
-def _last(entry: Entry) -> str:
-    return str(entry.value).rpartition(".")[2]
+def _last(component: Any) -> str:
+    return str(component).rpartition(".")[2]
 
 
-def _is_adapted(draft: Draft) -> bool:
-    return str(draft.get(MODEL, "")).rpartition(".")[2].startswith(ADAPTED)
+def _is_adapted(entry: Entry) -> bool:
+    return _last(entry.get(MODEL, "")).startswith(ADAPTED)
 
 
 def _model(entry: Entry) -> None:
-    name = _last(entry)
+    name = _last(entry.value)
     entry.put("lora.enable_lora", name.startswith(ADAPTED))
     if name.startswith(("qlora_", "qdora_")):
         shared.quantizes("nf4")(entry)
@@ -100,24 +83,17 @@ def _model(entry: Entry) -> None:
     entry.explain("config.json in checkpointer.checkpoint_dir says the architecture")
 
 
-def _of_adapters(name: str) -> Rule:
-    return when(lambda entry: _is_adapted(entry.draft), put(name), "read with adapters alone")
-
-
 def _of_pairs(name: str) -> Rule:
-    return when(
-        lambda entry: str(entry.get(LOSS, "")).rpartition(".")[2] in PREFERENCE_LOSSES,
-        put(name),
+    return rule.when(
+        lambda entry: _last(entry.get(LOSS, "")) in PREFERENCE_LOSSES,
+        rule.put(name),
         "this loss does not read it",
     )
 
 
 def _targets(entry: Entry) -> None:
-    if not _is_adapted(entry.draft):
-        entry.no_effect("read with adapters alone")
-        return
     attention: list[str] = entry.get("model.lora_attn_modules", [])
-    names = [NAMES_OF_LAYERS.get(name, name) for name in attention]
+    names = ["o_proj" if name == "output_proj" else name for name in attention]
     names += MLP if entry.get("model.apply_lora_to_mlp") else []
     names += ["lm_head"] if entry.get("model.apply_lora_to_output") else []
     if any(f".{model}." in str(entry.get(MODEL)) for model in FUSED_MODELS):
@@ -129,7 +105,7 @@ def _targets(entry: Entry) -> None:
 
 
 def _trainable(entry: Entry) -> None:
-    if _is_adapted(entry.draft):
+    if _is_adapted(entry):
         entry.approximated("adapters are on the layers of lora_attn_modules, in all parts")
         return
     frozen = [part for key, part in PARTS.items() if entry.get(key, False) in (False, "frozen")]
@@ -137,7 +113,7 @@ def _trainable(entry: Entry) -> None:
 
 
 def _loss(entry: Entry) -> None:
-    name = _last(entry)
+    name = _last(entry.value)
     if name in PREFERENCE_LOSSES:
         entry.put("train.objective", "preference")
         entry.put("preference.loss_type", PREFERENCE_LOSSES[name])
@@ -151,7 +127,7 @@ def _loss(entry: Entry) -> None:
 
 
 def _optimizer(entry: Entry) -> None:
-    name = _last(entry)
+    name = _last(entry.value)
     if name not in OPTIMIZERS:
         entry.leave_out(f"it takes {', '.join(OPTIMIZERS)}")
         return
@@ -160,8 +136,8 @@ def _optimizer(entry: Entry) -> None:
         entry.approximated("states are in float32, on the devices")
 
 
+# Keys of `compile` as a mapping.
 COMPILED = frozenset({"model", "loss", "optimizer_step", "scale_grads"})
-"""Keys of `compile` as a mapping."""
 
 
 def _compile(entry: Entry) -> None:
@@ -173,7 +149,7 @@ def _compile(entry: Entry) -> None:
 
 
 def _steps(entry: Entry) -> None:
-    """Steps of an epoch, at most."""
+    # Steps of an epoch, at most.
     if entry.value is None or entry.value == -1:
         entry.no_effect("epochs are whole")
     else:
@@ -183,7 +159,9 @@ def _steps(entry: Entry) -> None:
 
 def _finalize(draft: Draft) -> None:
     pairs = draft.value("train.objective") == "preference"
-    packs = any(item.get("packed") for item in _items(draft))
+    items = listed(draft.get("dataset") or draft.get("datasets") or [])
+    sources = [cast("dict[str, Any]", item) for item in items if isinstance(item, dict)]
+    packs = any(source.get("packed") for source in sources)
     lay_rows(draft, draft.get("tokenizer.max_seq_len"), "multipack" if packs else None, pairs=pairs)
     # Without lr_scheduler its recipes step none, so the rate stays as it is.
     if not draft.has("train.lr_decay_style"):
@@ -192,11 +170,6 @@ def _finalize(draft: Draft) -> None:
     # Its recipes build and load the model with `dtype` as torch's default: weights are kept in it.
     settle_precision(draft, draft.get("dtype"))
     settle_evaluations(draft)
-
-
-def _items(draft: Draft) -> list[dict[str, Any]]:
-    items = listed(draft.get("dataset") or draft.get("datasets") or [])
-    return [cast("dict[str, Any]", item) for item in items if isinstance(item, dict)]
 
 
 RESUMED = "checkpoints are in output_dir, and the same command resumes from the newest"
@@ -219,39 +192,34 @@ IDLE = by_reason(
     """
 )
 
-FAMILIES: Mapping[str, Rule] = {
-    **{
-        prefix: no_effect(why)
-        for prefix, why in by_reason(
-            f"""
-            ref_checkpointer.
-            ref_policy_checkpointer.: the reference is the model that training starts from
-            tokenizer. model.image_size model.max_seq_len model.vocab_size model.num_
-            model.embed_dim model.norm_eps: {OF_FILES}
-            policy_model. reward_ value_checkpointer. ppo_ grpo_ num_steps forward_batch_size
-            penalise_no_eos stop_token_ids min_response_length whiten_rewards kl_coeff gamma lmbda
-            loss.epsilon loss.kl_coeff loss.value_ inference. postprocessing. training.
-            orchestration.: read by training with rewards alone
-            teacher_ kd_ratio: read with kd_loss, which is refused
-            max_generated_tokens max_new_tokens temperature top_k prompt enable_kv_cache
-            apply_chat_template: read by generation alone
-            profiler.: read with profiler.enabled alone; train.profile_start_step says when
-            fsdp.: {shared.OF_PYTHON}
-            """
-        ).items()
-    },
-    **dict.fromkeys(("layer_dropout.", "early_exit_loss."), unsupported(OF_LAYERS)),
+FAMILIES: Mapping[str, Rule | str] = {
+    **by_reason(
+        f"""
+        ref_checkpointer.
+        ref_policy_checkpointer.: the reference is the model that training starts from
+        tokenizer. model.image_size model.max_seq_len model.vocab_size model.num_
+        model.embed_dim model.norm_eps: {OF_FILES}
+        policy_model. reward_ value_checkpointer. ppo_ grpo_ num_steps forward_batch_size
+        penalise_no_eos stop_token_ids min_response_length whiten_rewards kl_coeff gamma lmbda
+        loss.epsilon loss.kl_coeff loss.value_ inference. postprocessing. training.
+        orchestration.: read by training with rewards alone
+        teacher_ kd_ratio: read with kd_loss, which is refused
+        max_generated_tokens max_new_tokens temperature top_k prompt enable_kv_cache
+        apply_chat_template: read by generation alone
+        profiler.: read with profiler.enabled alone; train.profile_start_step says when
+        fsdp.: {shared.OF_PYTHON}
+        """
+    ),
+    **dict.fromkeys(("layer_dropout.", "early_exit_loss."), rule.unsupported(OF_LAYERS)),
 }
 
 SAME: Mapping[str, str] = {
-    "output_dir": "train.output_dir",
+    **same_names("train.", "output_dir gradient_accumulation_steps seed"),
     "checkpointer.checkpoint_dir": "model.model_path",
     "checkpointer.adapter_checkpoint": "lora.init_adapter_path",
     "epochs": "train.num_train_epochs",
     "batch_size": "train.micro_batch_size",
     "batch_size_val": "train.eval_micro_batch_size",
-    "gradient_accumulation_steps": "train.gradient_accumulation_steps",
-    "seed": "train.seed",
     "shuffle": "data.shuffle_merged_datasets",
     "optimizer.lr": "train.lr",
     "optimizer.weight_decay": "train.weight_decay",
@@ -279,25 +247,29 @@ SAME: Mapping[str, str] = {
 }
 
 COMPUTED: Mapping[str, Rule] = {
-    "dataset": sources(SOURCES),
-    "datasets": sources(SOURCES),
-    "dataset_val": when(
-        lambda entry: entry.get("run_val_every_n_steps"),
-        sources(TESTS),
+    **dict.fromkeys(("dataset", "datasets"), sources),
+    "dataset_val": rule.when(
+        "run_val_every_n_steps",
+        sources,
         "run_val_every_n_steps is null, so there are no evaluations",
     ),
-    "tokenizer.max_seq_len": decides(shared.ROW, f"{SOURCES}.0.max_seq_len"),
+    "tokenizer.max_seq_len": rule.decides(shared.ROW, f"{SOURCES}.0.max_seq_len"),
     MODEL: _model,
-    "model.lora_rank": _of_adapters("lora.lora_rank"),
-    "model.lora_alpha": _of_adapters("lora.lora_alpha"),
-    "model.lora_dropout": _of_adapters("lora.lora_dropout"),
-    "model.use_dora": _of_adapters("lora.use_dora"),
-    "model.lora_attn_modules": _targets,
-    "model.apply_lora_to_mlp": _targets,
-    "model.apply_lora_to_output": _targets,
-    "model.attn_dropout": unsupported("attention has no dropout"),
-    "model.quantize_base": when(
-        lambda entry: entry.value and _is_adapted(entry.draft),
+    **{
+        f"model.{name}": rule.when(_is_adapted, of_adapters, "read with adapters alone")
+        for name, of_adapters in {
+            **{
+                name: rule.put(f"lora.{name}")
+                for name in ("lora_rank", "lora_alpha", "lora_dropout", "use_dora")
+            },
+            **dict.fromkeys(
+                ("lora_attn_modules", "apply_lora_to_mlp", "apply_lora_to_output"), _targets
+            ),
+        }.items()
+    },
+    "model.attn_dropout": rule.unsupported("attention has no dropout"),
+    "model.quantize_base": rule.when(
+        lambda entry: entry.value and _is_adapted(entry),
         shared.quantizes("nf4"),
         "base weights keep their precision",
     ),
@@ -307,36 +279,41 @@ COMPUTED: Mapping[str, Rule] = {
     "loss.label_smoothing": _of_pairs("preference.label_smoothing"),
     "loss.gamma": _of_pairs("preference.simpo_gamma"),
     OPTIMIZER: _optimizer,
-    f"lr_scheduler.{COMPONENT}": when(
-        lambda entry: _last(entry) == "get_cosine_schedule_with_warmup",
-        sets({"train.lr_decay_style": "cosine", "train.lr_min": 0.0}),
-        left_out("it takes get_cosine_schedule_with_warmup"),
+    f"lr_scheduler.{COMPONENT}": rule.when(
+        lambda entry: _last(entry.value) == "get_cosine_schedule_with_warmup",
+        rule.sets({"train.lr_decay_style": "cosine", "train.lr_min": 0.0}),
+        rule.left_out("it takes get_cosine_schedule_with_warmup"),
     ),
-    "lr_scheduler.num_cycles": when(
-        lambda entry: entry.value != 0.5, put(f"{schedule.MORE}.num_cycles"), "the rate falls once"
+    "lr_scheduler.num_cycles": rule.when(
+        lambda entry: entry.value != 0.5,
+        rule.put(f"{schedule.MORE}.num_cycles"),
+        "the rate falls once",
     ),
-    "dtype": choice(
+    "dtype": rule.choice(
         "train.precision", {"bf16": "bf16_mixed", "fp16": "fp16_mixed", "fp32": "fp32"}
     ),
     "compile": _compile,
     "max_steps_per_epoch": _steps,
-    "clip_grad_norm": put("train.max_grad_norm", lambda norm: norm or 0.0),
-    **dict.fromkeys(("fsdp_cpu_offload", "fsdp.cpu_offload"), truth("train.enable_fsdp_offload")),
-    f"metric_logger.{COMPONENT}": when(
-        lambda entry: _last(entry) in TRACKERS,
-        lambda entry: shared.track(entry, TRACKERS[_last(entry)]),
+    "clip_grad_norm": rule.put("train.max_grad_norm", lambda norm: norm or 0.0),
+    **dict.fromkeys(
+        ("fsdp_cpu_offload", "fsdp.cpu_offload"), rule.truth("train.enable_fsdp_offload")
+    ),
+    f"metric_logger.{COMPONENT}": rule.when(
+        lambda entry: _last(entry.value) in TRACKERS,
+        lambda entry: shared.track(entry, TRACKERS[_last(entry.value)]),
         "metrics.jsonl and report.html are always written",
     ),
-    "profiler.enabled": put("train.enable_profiling", bool),
+    "profiler.enabled": rule.put("train.enable_profiling", bool),
     "resume_from_checkpoint": shared.RESUMES,
-    "save_every_n_epochs": put("train.save_epochs", float),
-    "save_adapter_weights_only": truth("lora.save_lora_only"),
-    "kd_loss": refused("models are not trained on log-probs of others"),
-    "quantizer": unsupported(
+    "save_every_n_epochs": rule.put("train.save_epochs", float),
+    "save_adapter_weights_only": rule.truth("lora.save_lora_only"),
+    "kd_loss": rule.refused("models are not trained on log-probs of others"),
+    "quantizer": rule.unsupported(
         "weights are trained as they are; export.quantise quantizes the result"
     ),
 }
 
+# Files with a component of torchtune.
 TORCHTUNE = Dialect(
     name="torchtune",
     title="torchtune",
@@ -367,4 +344,3 @@ TORCHTUNE = Dialect(
     prepare=_prepare,
     finalize=_finalize,
 )
-"""Files with a component of torchtune."""
