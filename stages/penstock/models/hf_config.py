@@ -92,6 +92,7 @@ OLD_LAYER_TYPES: Mapping[str, str] = {"attention": FULL, "mamba": LINEAR}
 def decoder_config(
     hf: HfConfig,
     *,
+    defaults: Mapping[str, Any] | None = None,
     unsupported: Iterable[str] = (),
     not_native: Iterable[str] = (),
     hidden_act: str = "silu",
@@ -99,17 +100,19 @@ def decoder_config(
     layer_type: str = FULL,
     **specific: Any,
 ) -> DecoderConfig:
-    """The DecoderConfig of a config.json. `specific` are the family's own values, which take
-    precedence over the file. `unsupported` are unsupported settings that the family found,
-    `not_native` those that transformers computes as they are, `hidden_act` is the family's default
-    activation, `named` maps field names to the names in the family's files, and `layer_type` is
-    what `layer_types` calls layers of no other kind.
+    """The DecoderConfig of a config.json. `defaults` are the family's, of fields that have the same
+    name in both. `specific` are its own values, which take precedence over the file. `unsupported`
+    are unsupported settings that the family found, `not_native` those that transformers computes
+    as they are, `hidden_act` is the family's default activation, `named` maps field names to the
+    names in the family's files, and `layer_type` is what `layer_types` calls layers of no other
+    kind.
 
     Raises:
         ConfigError: a required field is missing.
         NotNativeError: the config has settings of `not_native`, or another activation.
         CapabilityError: the config has unsupported settings.
     """
+    own = {name: config_get(hf, name, value) for name, value in (defaults or {}).items()}
     gated = specific.get("gated", True)
     activations = ACTIVATIONS if gated else UNGATED
     inner, act = ((named or {}).get(name, name) for name in ("intermediate_size", "hidden_act"))
@@ -141,32 +144,30 @@ def decoder_config(
         "head_dim": config_get(hf, "head_dim", hidden // heads),
         "rms_norm_eps": config_get(hf, "rms_norm_eps", 1e-6),
         "max_position_embeddings": config_require(hf, "max_position_embeddings"),
-        "tie_word_embeddings": bool(config_get(hf, "tie_word_embeddings", False)),
+        "tie_word_embeddings": config_get(hf, "tie_word_embeddings", False),
         "initializer_range": config_get(hf, "initializer_range", 0.02),
         "activation": activations[activation],
+        **own,
     }
+    fields["tie_word_embeddings"] = bool(fields["tie_word_embeddings"])
     if "num_hidden_layers" not in specific:
         fields["num_hidden_layers"] = config_require(hf, "num_hidden_layers")
     if "intermediate_size" not in specific:
         fields["intermediate_size"] = config_require(hf, inner)
     if "rope_parameters" not in specific:
-        fields["rope_parameters"] = require_full_rotary(rope_parameters(hf))
+        fields["rope_parameters"] = full_rope(hf)
     return DecoderConfig(**{**fields, **specific})
 
 
-def ungated_config(hf: HfConfig, *, biased: bool = False, **specific: Any) -> DecoderConfig:
-    """`decoder_config` for a family whose MLPs have no gate and, by default, squared ReLU. `biased`
-    is the default of `attention_bias` and `mlp_bias`."""
-    bias = bool(config_get(hf, "attention_bias", biased))
-    return decoder_config(
-        hf,
-        hidden_act="relu2",
-        gated=False,
-        qkv_bias=bias,
-        o_bias=bias,
-        mlp_bias=bool(config_get(hf, "mlp_bias", biased)),
-        **specific,
-    )
+def attention_bias(hf: HfConfig, *, default: bool = False) -> dict[str, Any]:
+    """The bias fields of attention, both as `attention_bias` says."""
+    bias = bool(config_get(hf, "attention_bias", default))
+    return {"qkv_bias": bias, "o_bias": bias}
+
+
+def mlp_bias(hf: HfConfig, *, default: bool = False) -> dict[str, Any]:
+    """The bias field of MLPs."""
+    return {"mlp_bias": bool(config_get(hf, "mlp_bias", default))}
 
 
 def layer_types(hf: HfConfig, default: Sequence[str]) -> list[str]:
@@ -315,6 +316,11 @@ def require_full_rotary(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
     return parameters
 
 
+def full_rope(hf: HfConfig, *, theta: float = 10_000.0) -> Mapping[str, Any]:
+    """`rope_parameters` of a family without partial RoPE."""
+    return require_full_rotary(rope_parameters(hf, theta=theta))
+
+
 def sliding(hf: HfConfig, window: int | None, layers: Iterable[int]) -> dict[str, Any]:
     """The sliding-window fields of a DecoderConfig. The layers with the window are those in
     `layer_types`, or `layers` if there is none. `window` None: full attention."""
@@ -325,6 +331,14 @@ def sliding(hf: HfConfig, window: int | None, layers: Iterable[int]) -> dict[str
         layers = ()
     chosen = tuple(layers)
     return {"sliding_window": window if chosen else None, "sliding_layers": chosen}
+
+
+def sliding_but_every(hf: HfConfig, step: int) -> dict[str, Any]:
+    """`sliding` for all layers but each `step`-th, with a window of 4096 tokens by default."""
+    layers = range(config_require(hf, "num_hidden_layers"))
+    return sliding(
+        hf, hf.get("sliding_window", 4096), (layer for layer in layers if (layer + 1) % step)
+    )
 
 
 def sliding_everywhere(hf: HfConfig, window: int | None) -> dict[str, Any]:

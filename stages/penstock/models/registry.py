@@ -8,9 +8,9 @@ from penstock.core.errors import CapabilityError, ConfigError
 from penstock.core.extensions import FAMILIES
 from penstock.models.automodel.family import auto_family
 from penstock.models.decoder_config import DecoderConfig
-from penstock.models.families.vision.ernie4_5_vl_moe import ERNIE4_5_VL_MOE
-from penstock.models.families.vision.glm4v import GLM4V, GLM4V_MOE
-from penstock.models.families.vision.qwen3_vl_moe import QWEN3_VL_MOE
+from penstock.models.families.ernie import ERNIE4_5_VL_MOE
+from penstock.models.families.glm import GLM4V, GLM4V_MOE
+from penstock.models.families.qwen import QWEN3_VL_MOE
 from penstock.models.family import Family
 from penstock.models.hf_config import HfConfig, NotNativeError, native_type
 from penstock.models.multimodal import MULTIMODAL, language_config

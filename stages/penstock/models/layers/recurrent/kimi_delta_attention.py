@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from penstock.models.decoder_config import DecoderConfig
-from penstock.models.kimi_delta_config import KimiDeltaConfig
 from penstock.models.layers.call_hook import HeadBlocks, OfHeads
 from penstock.models.layers.layer_ops import DEFAULT_LAYER_OPS, LayerOps
 from penstock.models.layers.norm import GatedRMSNorm
 from penstock.models.layers.recurrent.gated_delta_net import GatedDeltaNet
+from penstock.models.linear_config import KimiDeltaConfig
 
 
 class KimiDeltaAttention(GatedDeltaNet):
