@@ -168,7 +168,12 @@ class SelfAttention(nn.Module):
     ) -> torch.Tensor:
         """Attention's output, which is added to the residual stream, [T, D]. `query_scale_T` are
         factors of the queries after RoPE."""
-        q, k, v = self._project_qkv(x_TD)
+        if self.merge_qkv:
+            q, k, *values = self.qkv_proj(x_TD).split(self.qkv_sizes, dim=-1)
+        else:
+            q, k, *values = (getattr(self, part)(x_TD) for part in QKV[: len(self.qkv_sizes)])
+        # Keys that are values are so before norm and RoPE.
+        v = values[0] if values else k
         gate_TNH = None
         if self.output_gate:
             # In q_proj the rows of a head's gate follow those of its query.
@@ -212,11 +217,3 @@ class SelfAttention(nn.Module):
         if self.training and self.dropout is not None and self.dropout.is_enabled:
             return eager(*args, drop=self.dropout.drop_probs)
         return self.attend(*args)
-
-    def _project_qkv(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        if self.merge_qkv:
-            q, k, *v = self.qkv_proj(x_TD).split(self.qkv_sizes, dim=-1)
-        else:
-            q, k, *v = (getattr(self, part)(x_TD) for part in QKV[: len(self.qkv_sizes)])
-        # Keys that are values are so before norm and RoPE.
-        return q, k, v[0] if v else k

@@ -12,7 +12,7 @@ from penstock.models.layers.dropout import NO_DROPOUT, DropoutRates
 from penstock.models.layers.experts import ExpertOperations
 from penstock.models.layers.feed_forward import build_feed_forward
 from penstock.models.layers.layer_ops import LayerOps
-from penstock.models.layers.modality.moe import build_moe
+from penstock.models.layers.moe import build_moe
 from penstock.models.layers.norm import NoNorm, build_norm
 from penstock.models.layers.router import Precision
 from penstock.models.layers.token_mixer import TokenMixer, build_token_mixer

@@ -43,5 +43,4 @@ class Float8Linear(nn.Linear):
         return self.affine(input, self.weight, self.bias)
 
     def extra_repr(self) -> str:
-        """What `print(model)` shows."""
         return f"{super().extra_repr()}, float8 {self.affine.scheme.recipe}"

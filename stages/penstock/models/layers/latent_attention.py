@@ -92,7 +92,12 @@ class LatentAttention(nn.Module):
         factors of the queries after RoPE."""
         sizes = self.sizes
         # -1 for heads: under tensor parallelism only some are here.
-        q_TE, q_latent_TQ = self._queries(x_TD)
+        q_latent_TQ = None
+        if sizes.q_rank is None:
+            q_TE = self.q_proj(x_TD)
+        else:
+            q_latent_TQ = self.q_a_layernorm(self.q_a_proj(x_TD))
+            q_TE = self.q_b_proj(q_latent_TQ)
         q_TNH = q_TE.unflatten(-1, (-1, sizes.qk_dim))
         q_TNn, q_TNP = q_TNH.split((sizes.nope_dim, sizes.rope_dim), dim=-1)
         latent_TR, k_TP = self.kv_a_proj_with_mqa(x_TD).split(
@@ -159,13 +164,6 @@ class LatentAttention(nn.Module):
         compared = torch.cat(q_TNF, dim=-1), torch.cat(k_TNF, dim=-1)
         args = index, *compared, selected_TS, key_segments, self.scale
         return indexer.add_loss(loss, y_TNV, *args)
-
-    def _queries(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The queries of all heads, and the latent vector that they are projected from."""
-        if self.sizes.q_rank is None:
-            return self.q_proj(x_TD), None
-        latent_TQ = self.q_a_layernorm(self.q_a_proj(x_TD))
-        return self.q_b_proj(latent_TQ), latent_TQ
 
     def _attend(
         self,
@@ -292,14 +290,15 @@ class LatentAttention(nn.Module):
         return F.pad(y_BNL, (0, 0, 0, 0, 0, len(q_TNL) - rows))
 
     def _absorbed_weights(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The matrices of `kv_b_proj` from latent vectors to keys and to values of each head."""
+        """The matrices of `kv_b_proj` from latent vectors to keys and to values of each head, with
+        its adapter and from any format."""
         sizes = self.sizes
-        weight_NER = self._kv_b_weight(like).unflatten(0, (-1, sizes.nope_dim + sizes.v_dim))
+        if type(self.kv_b_proj) is nn.Linear:
+            weight_ER = self.kv_b_proj.weight.to(like.dtype)
+        else:
+            weight_ER = self.kv_b_proj(
+                torch.eye(sizes.kv_rank, dtype=like.dtype, device=like.device)
+            ).T
+        weight_NER = weight_ER.unflatten(0, (-1, sizes.nope_dim + sizes.v_dim))
         to_keys_NnR, to_values_NVR = weight_NER.split((sizes.nope_dim, sizes.v_dim), dim=1)
         return to_keys_NnR, to_values_NVR
-
-    def _kv_b_weight(self, like: torch.Tensor) -> torch.Tensor:
-        """The matrix of kv_b_proj, [N (n + V), R], with its adapter and from any format."""
-        if type(self.kv_b_proj) is nn.Linear:
-            return self.kv_b_proj.weight.to(like.dtype)
-        return self.kv_b_proj(torch.eye(self.sizes.kv_rank, dtype=like.dtype, device=like.device)).T

@@ -1,23 +1,22 @@
 """Mixture of experts (MoE).
 
-T tokens, D model width, L width of the experts' inputs and outputs (that of the model, unless they
-are latent), K experts per token.
+T tokens, of which N are of text and M of images; D model width, L width of the experts' inputs and
+outputs (that of the model, unless they are latent), K experts per token.
 """
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from penstock.models.decoder_config import DecoderConfig, ExpertsConfig
-from penstock.models.layers.call_hook import CallHook, call
-from penstock.models.layers.clamped_experts import ClampedExperts
-from penstock.models.layers.experts import ExpertOperations, Experts
+from penstock.models.layers.call_hook import CallHook, call, no_op
+from penstock.models.layers.experts import ExpertOperations, Experts, build_experts
 from penstock.models.layers.feed_forward import build_feed_forward
-from penstock.models.layers.layer_ops import ACTIVATIONS, LayerOps
-from penstock.models.layers.plain_experts import PlainExperts
+from penstock.models.layers.layer_ops import LayerOps
 from penstock.models.layers.router import Precision, Router
+from penstock.models.layers.router_observer import current_modalities
 from penstock_kernels.permute import sort_by_expert
 
 Projection = Callable[[torch.Tensor], torch.Tensor]
@@ -49,24 +48,6 @@ def dispatch_locally(
     indices_R = experts.row_indices(order)
     y_RD = experts(operations.permute(x_TD, order), order.counts, indices_R)
     return operations.unpermute(y_RD, weights_TK, order)
-
-
-def no_op(y_TL: torch.Tensor) -> torch.Tensor:
-    """Nothing to wait for, or to project."""
-    return y_TL
-
-
-def build_experts(
-    config: DecoderConfig, experts: ExpertsConfig, operations: ExpertOperations
-) -> Experts:
-    """The experts of a layer, as the config defines them."""
-    width = experts.latent_size or config.hidden_size
-    if experts.clamped:
-        return ClampedExperts(experts, width, operations=operations)
-    if not config.gated:
-        activation = ACTIVATIONS[config.activation]
-        return PlainExperts(experts, width, operations=operations, activation=activation)
-    return Experts(experts, width, operations=operations)
 
 
 class MoE(nn.Module):
@@ -139,3 +120,42 @@ class MoE(nn.Module):
         if gate is not None:
             shared_TD = gate(x_TD).sigmoid() * shared_TD
         return project_back(self.finish_dispatch(y_TL)) + shared_TD
+
+
+class ModalityMoE(MoE):
+    """A `MoE` for the tokens of text, with a second one, `image`, for those of images, as in
+    ERNIE-4.5-VL; the shared experts are those of all tokens.
+
+    Both are called in every pass of a model with images, even without a token: under expert and
+    data parallelism all ranks must then communicate equally often.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, experts: ExpertsConfig, of_images: ExpertsConfig, **kwargs: Any
+    ) -> None:
+        """`kwargs` as in `MoE`."""
+        super().__init__(config, experts, **kwargs)
+        self.image = MoE(config, of_images, **kwargs)
+        self.image.gate.is_observed = False
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """The output, which is added to the residual stream, [T, D]."""
+        tokens = current_modalities()
+        if tokens is None:
+            return super().forward(x_TD)
+        choice_TK, weights_TK = self.gate(x_TD)
+        text_ND, choice_NK, weights_NK = (
+            tensor.index_select(0, tokens.text) for tensor in (x_TD, choice_TK, weights_TK)
+        )
+        text_ND = self.finish_dispatch(self.dispatch(text_ND, choice_NK, weights_NK, self.experts))
+        image_MD = self.image(x_TD.index_select(0, tokens.images))
+        y_TD = torch.empty_like(x_TD, dtype=text_ND.dtype)
+        y_TD = y_TD.index_copy(0, tokens.text, text_ND).index_copy(0, tokens.images, image_MD)
+        return y_TD if self.shared is None else y_TD + self.run_shared(self.shared, x_TD)
+
+
+def build_moe(config: DecoderConfig, experts: ExpertsConfig, **kwargs: Any) -> MoE:
+    """The MoE layer that the config defines; `kwargs` as in `MoE`."""
+    if of_images := experts.of_images:
+        return ModalityMoE(config, experts, of_images, **kwargs)
+    return MoE(config, experts, **kwargs)

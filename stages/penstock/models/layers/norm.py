@@ -1,7 +1,7 @@
 """RMSNorm and LayerNorm modules."""
 
 from collections.abc import Callable, Collection
-from typing import overload
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,17 +34,7 @@ class RMSNorm(nn.Module):
         self.operations = operations
         self.mean_squares: Callable[[torch.Tensor], torch.Tensor] | None = None
 
-    @overload
-    def forward(self, x_TD: torch.Tensor) -> torch.Tensor: ...
-
-    @overload
-    def forward(
-        self, x_TD: torch.Tensor, stream_TD: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-    def forward(
-        self, x_TD: torch.Tensor, stream_TD: torch.Tensor | None = None
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x_TD: torch.Tensor, stream_TD: torch.Tensor | None = None) -> Any:
         """The normalized input. With `stream_TD`: the sum of both, and the sum normalized.
 
         T may be any leading dimensions.
@@ -66,7 +56,6 @@ class RMSNorm(nn.Module):
         return self.weight.to(x_TD.dtype) * normed_TD.to(x_TD.dtype)
 
     def extra_repr(self) -> str:
-        """What `print(model)` shows."""
         return f"{self.weight.shape[0]}, eps={self.eps}"
 
 
@@ -123,17 +112,7 @@ class GatedRMSNorm(nn.Module):
 class NoNorm(nn.Module):
     """The identity, where a family has no norm."""
 
-    @overload
-    def forward(self, x_TD: torch.Tensor) -> torch.Tensor: ...
-
-    @overload
-    def forward(
-        self, x_TD: torch.Tensor, stream_TD: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-    def forward(
-        self, x_TD: torch.Tensor, stream_TD: torch.Tensor | None = None
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x_TD: torch.Tensor, stream_TD: torch.Tensor | None = None) -> Any:
         """The input. With `stream_TD`: the sum of both, twice."""
         if stream_TD is None:
             return x_TD
@@ -160,17 +139,7 @@ class LayerNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(width)) if "bias" in parameters else None
         self.width, self.eps, self.plus_one = width, eps, plus_one
 
-    @overload
-    def forward(self, x_TD: torch.Tensor) -> torch.Tensor: ...
-
-    @overload
-    def forward(
-        self, x_TD: torch.Tensor, stream_TD: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-    def forward(
-        self, x_TD: torch.Tensor, stream_TD: torch.Tensor | None = None
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x_TD: torch.Tensor, stream_TD: torch.Tensor | None = None) -> Any:
         """The normalized input. With `stream_TD`: the sum of both, and the sum normalized."""
         if stream_TD is not None:
             sum_TD = stream_TD + x_TD
@@ -186,7 +155,6 @@ class LayerNorm(nn.Module):
         return normed_TD.to(x_TD.dtype)
 
     def extra_repr(self) -> str:
-        """What `print(model)` shows."""
         return f"{self.width}, eps={self.eps}"
 
 

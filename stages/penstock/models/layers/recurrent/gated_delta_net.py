@@ -63,12 +63,7 @@ class GatedDeltaNet(RecurrentMixer):
     def mix(self, x_TD: torch.Tensor, segments: VarlenMetadata) -> torch.Tensor:
         """The output, [T, D]."""
         qkv_TC, z_TNV, b_TN, a_TN = self._project(x_TD)
-        core = self._core
-        if isinstance(segments, PrefillSegments):
-            core = self._prefill
-        elif isinstance(segments, DecodeSegments):
-            core = self._decode
-        y_TNV = self.run_core(core, qkv_TC, b_TN, a_TN, segments)
+        y_TNV = self.run_core(self._core, qkv_TC, b_TN, a_TN, segments)
         return self.out_proj(self.norm(y_TNV, z_TNV).flatten(1))
 
     def _project(
@@ -103,62 +98,30 @@ class GatedDeltaNet(RecurrentMixer):
         segments: VarlenMetadata,
         of_heads: OfHeads = of_all_heads,
     ) -> torch.Tensor:
-        """Outputs of the delta rule, [T, N, V]."""
-        return self._with_states(qkv_TC, b_TN, a_TN, segments, of_heads)[0]
-
-    def _with_states(
-        self,
-        qkv_TC: torch.Tensor,
-        b_TN: torch.Tensor,
-        a_TN: torch.Tensor,
-        segments: VarlenMetadata,
-        of_heads: OfHeads,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The outputs; the last inputs of each document's convolution, [B, W - 1, C], and its last
-        state, [B, N, K, V]."""
-        taps_CW = self._taps_CW(of_heads)
-        qkv_TC, tail_BWC = causal_conv1d(qkv_TC, taps_CW, None, segments, "silu")
-        q_TGK, k_TGK, v_TNV = self._heads(qkv_TC, b_TN.shape[1])
+        """Outputs of the delta rule, [T, N, V]. States are the last inputs of each document's
+        convolution, [B, W - 1, C], and its last state, [B, N, K, V]."""
+        taps_CW = of_heads(self.conv1d.taps_CW(), self.head_blocks()[0])
+        scale, value_heads = self.sizes.key_dim**-0.5, b_TN.shape[1]
+        if isinstance(segments, DecodeSegments):
+            # One more token of each cached sequence, then padding, whose outputs are zeros.
+            tail_BWC, state_BNKV = segments.states()
+            rows = len(tail_BWC)
+            qkv_BC, tail_BWC = convolve_token(qkv_TC[:rows], taps_CW, None, tail_BWC, "silu")
+            q_BGK, k_BGK, v_BNV = self._heads(qkv_BC, value_heads)
+            log_decay_BN = self._log_decay_TN(a_TN[:rows], of_heads)
+            args = q_BGK, k_BGK, v_BNV, log_decay_BN, self._rates(b_TN[:rows]), state_BNKV
+            y_BNV, state_BNKV = decode_step(*args, scale)
+            segments.replace_states(tail_BWC, state_BNKV)
+            return F.pad(y_BNV, (0, 0, 0, 0, 0, len(qkv_TC) - rows))
+        documents = segments.uncached() if isinstance(segments, PrefillSegments) else segments
+        qkv_TC, tail_BWC = causal_conv1d(qkv_TC, taps_CW, None, documents, "silu")
+        q_TGK, k_TGK, v_TNV = self._heads(qkv_TC, value_heads)
         log_decay_TN = self._log_decay_TN(a_TN, of_heads)
-        args = q_TGK, k_TGK, v_TNV, log_decay_TN, self._rates(b_TN), segments
-        y_TNV, state_BNKV = linear_attention(*args, self.sizes.key_dim**-0.5)
-        return y_TNV, tail_BWC, state_BNKV
-
-    def _prefill(
-        self,
-        qkv_TC: torch.Tensor,
-        b_TN: torch.Tensor,
-        a_TN: torch.Tensor,
-        segments: PrefillSegments,
-        of_heads: OfHeads = of_all_heads,
-    ) -> torch.Tensor:
-        """The same, whose states are cached."""
-        args = qkv_TC, b_TN, a_TN, segments.uncached(), of_heads
-        y_TNV, *states = self._with_states(*args)
-        segments.store_states(*states)
+        args = q_TGK, k_TGK, v_TNV, log_decay_TN, self._rates(b_TN), documents
+        y_TNV, state_BNKV = linear_attention(*args, scale)
+        if isinstance(segments, PrefillSegments):
+            segments.store_states(tail_BWC, state_BNKV)
         return y_TNV
-
-    def _decode(
-        self,
-        qkv_TC: torch.Tensor,
-        b_TN: torch.Tensor,
-        a_TN: torch.Tensor,
-        segments: DecodeSegments,
-        of_heads: OfHeads = of_all_heads,
-    ) -> torch.Tensor:
-        """One more token of each cached sequence, then padding, whose outputs are zeros."""
-        tail_BWC, state_BNKV = segments.states()
-        rows, taps_CW = len(tail_BWC), self._taps_CW(of_heads)
-        qkv_BC, tail_BWC = convolve_token(qkv_TC[:rows], taps_CW, None, tail_BWC, "silu")
-        q_BGK, k_BGK, v_BNV = self._heads(qkv_BC, b_TN.shape[1])
-        log_decay_BN = self._log_decay_TN(a_TN[:rows], of_heads)
-        args = q_BGK, k_BGK, v_BNV, log_decay_BN, self._rates(b_TN[:rows]), state_BNKV
-        y_BNV, state_BNKV = decode_step(*args, self.sizes.key_dim**-0.5)
-        segments.replace_states(tail_BWC, state_BNKV)
-        return F.pad(y_BNV, (0, 0, 0, 0, 0, len(qkv_TC) - rows))
-
-    def _taps_CW(self, of_heads: OfHeads) -> torch.Tensor:  # noqa: N802 - C and W name dimensions
-        return of_heads(self.conv1d.taps_CW(), self.head_blocks()[0])
 
     def _rates(self, b_TN: torch.Tensor) -> torch.Tensor:
         return b_TN.sigmoid() * 2 if self.sizes.doubles_rates else b_TN.sigmoid()
