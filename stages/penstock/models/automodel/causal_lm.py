@@ -144,7 +144,7 @@ class AutoCausalLM(nn.Module):
             dropout_rng(rng and replace(rng, any_rows=True)),
         ):
             if traits.packing:
-                y_TD = self._packed(inputs, position_ids_T, segments)
+                y_TD = self._run(inputs[None], packed_inputs(position_ids_T, segments))[0]
             else:
                 y_TD = self._padded(inputs, segments, images)
         if self.config.outline.media:
@@ -155,12 +155,6 @@ class AutoCausalLM(nn.Module):
         head = self.get_submodule(self.config.outline.head)
         head = head if traits.head == Head() else ScaledHead(head, traits.head)
         return head(y_TD) if output_fn is None else output_fn(y_TD, head)
-
-    def _packed(
-        self, ids_T: torch.Tensor, position_ids_T: torch.Tensor, segments: VarlenMetadata
-    ) -> torch.Tensor:
-        """Hidden states [T, D], or logits, of documents as one sequence."""
-        return self._run(ids_T[None], packed_inputs(position_ids_T, segments))[0]
 
     def image_params(self) -> list[nn.Parameter]:
         """The parameters now of the towers and the projector."""
@@ -176,7 +170,7 @@ class AutoCausalLM(nn.Module):
     def _padded(
         self, ids_T: torch.Tensor, segments: VarlenMetadata, images: ImageInputs | None
     ) -> torch.Tensor:
-        """The same of documents as a padded batch."""
+        """Hidden states [T, D], or logits, of documents as a padded batch."""
         lengths = torch.tensor(segments.lengths)
         longest = int(lengths.max())
         here_BL = (torch.arange(longest) < lengths[:, None]).to(ids_T.device)

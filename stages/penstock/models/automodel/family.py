@@ -122,7 +122,11 @@ def _family(text: str) -> AutoFamily:
         from penstock.models.automodel.describe import describe  # noqa: PLC0415 - torch
 
         outline = describe(hf_config)
-        _write(file, json.dumps(outline.to_json()))
+        file.parent.mkdir(parents=True, exist_ok=True)
+        # Each rank may write it, so parts have names of their own, and replace it atomically.
+        with NamedTemporaryFile("w", dir=file.parent, delete=False) as part:
+            part.write(json.dumps(outline.to_json()))
+        Path(part.name).replace(file)
     return AutoFamily(
         str(hf_config.get("model_type")),
         outline.architecture,
@@ -131,15 +135,6 @@ def _family(text: str) -> AutoFamily:
         lora_targets=default_lora_targets(outline),
         outline=outline,
     )
-
-
-def _write(file: Path, text: str) -> None:
-    """Write a file of the cache atomically. Each rank may write it, so parts have names of their
-    own."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with NamedTemporaryFile("w", dir=file.parent, delete=False) as part:
-        part.write(text)
-    Path(part.name).replace(file)
 
 
 def _size(hf: HfConfig, *names: str) -> int | None:

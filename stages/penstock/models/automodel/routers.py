@@ -97,20 +97,16 @@ class PaddedObserver:
 
     @property
     def num_rows(self) -> int:
-        """See `RouterObserver`."""
         return self._observer.num_rows
 
     @property
     def has_aux_loss(self) -> bool:
-        """See `RouterObserver`."""
         return self._observer.has_aux_loss
 
     def observes_pass(self, router: nn.Module) -> bool:
-        """See `RouterObserver`."""
         return self._observer.observes_pass(router)
 
     def observe(self, router: nn.Module, stats: RouterStats) -> AuxLossGradient | None:
-        """See `RouterObserver`."""
         return self._observer.observe(router, stats)
 
 

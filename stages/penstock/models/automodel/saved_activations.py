@@ -103,7 +103,9 @@ def _count(model: Any, layers: Sequence[str], length: int) -> list[int]:
     try:
         with (
             torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
-            attention_over(VarlenMetadata.of([length]), _attend),
+            attention_over(
+                VarlenMetadata.of([length]), lambda q, k, v, *_: _Attention.apply(q, k, v)
+            ),
             suppress(_OutOfTimeError),
         ):
             base(input_ids=ids_1L, **accepted(base, {"use_cache": False}))
@@ -114,10 +116,6 @@ def _count(model: Any, layers: Sequence[str], length: int) -> list[int]:
         raise ValueError(f"{len(counts)} layers ran, of {len(layers)}")
     mean = sum(counts) // max(1, len(counts))
     return counts + [mean] * (len(layers) - len(counts))
-
-
-def _attend(q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor, *_: Any) -> torch.Tensor:
-    return _Attention.apply(q_TNH, k_TKH, v_TKH)
 
 
 class _Attention(torch.autograd.Function):

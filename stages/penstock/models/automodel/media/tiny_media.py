@@ -1,4 +1,5 @@
-"""Sizes of the vision part of a tiny config, and ids of image tokens that are in its vocabulary."""
+"""Sizes of the vision and audio parts of a tiny config, and ids of media tokens that are in its
+vocabulary."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,38 +7,20 @@ from typing import Any
 PATCHES = 4
 """Patches of a tiny image along its height and its width."""
 
+_NAMES_BY_SIZE: Mapping[int, str] = {
+    64: """
+        out_hidden_size text_hidden_size output_hidden_size projection_dim projector_hidden_size
+        adapter_out_dim projector_output_dim projector_input_dim projection_hidden_dim
+        projection_hidden_size encoder_hidden_size downsample_hidden_size
+        patch_embed_hidden_size image_text_hidden_size embed_dim output_dim vision_output_dim
+        vision_hidden_size mm_hidden_size num_embeddings
+    """,
+    96: "mlp_dim alignment_intermediate_size projection_intermediate_size",
+    4: "mm_tokens_per_image max_value_projector_patch_to_query_dict",
+    32: "base_channels",
+}
 SIZES: Mapping[str, int] = {
-    **dict.fromkeys(
-        (
-            "out_hidden_size",
-            "text_hidden_size",
-            "output_hidden_size",
-            "projection_dim",
-            "projector_hidden_size",
-            "adapter_out_dim",
-            "projector_output_dim",
-            "projector_input_dim",
-            "projection_hidden_dim",
-            "projection_hidden_size",
-            "encoder_hidden_size",
-            "downsample_hidden_size",
-            "patch_embed_hidden_size",
-            "image_text_hidden_size",
-            "embed_dim",
-            "output_dim",
-            "vision_output_dim",
-            "vision_hidden_size",
-            "mm_hidden_size",
-        ),
-        64,
-    ),
-    "mlp_dim": 96,
-    "alignment_intermediate_size": 96,
-    "projection_intermediate_size": 96,
-    "mm_tokens_per_image": 4,
-    "max_value_projector_patch_to_query_dict": 4,
-    "base_channels": 32,
-    "num_embeddings": 64,
+    name: size for size, names in _NAMES_BY_SIZE.items() for name in names.split()
 }
 """Sizes by their names in configs: widths that are those of another part, or between two parts,
 come first."""
@@ -45,6 +28,17 @@ come first."""
 MERGED = "out_hidden_size"
 
 INTERMEDIATE = "intermediate_layers_indices"
+
+MELS = "num_mel_bins"
+"""The field that every config of an audio tower has."""
+AUDIO_SIZES: Mapping[str, int] = {
+    MELS: 8,
+    "max_source_positions": 16,
+    "output_dim": 64,
+    "downsample_hidden_size": 8,
+}
+STACKED = ("voxtral_encoder",)
+"""Types whose features of several positions are one: as many as the inner width is wider."""
 
 SIDES = ("image_size", "max_image_size", "max_img_size")
 INDICES = ("indexes", "indices", "indexs", "target_layers", "summary_idxs")
@@ -72,7 +66,11 @@ def shrink_images(values: Mapping[str, Any], small: dict[str, Any], layers: int)
         small["vision_output_dim"] = small["hidden_size"] * (1 + len(small[INTERMEDIATE]))
     _shrink_sides(values, small)
     _fit_merged(values, small)
-    _fit_pinpoints(small)
+    vision = small.get("vision_config")
+    side = _side(vision.get("image_size")) if isinstance(vision, Mapping) else 0
+    if small.get("image_grid_pinpoints") and side:
+        # One tile beside the whole image.
+        small["image_grid_pinpoints"] = [[side, side]]
     if isinstance(ratio := values.get("pixel_shuffle_ratio"), float):
         # Features of so many patches are one before a network of this width.
         small["intermediate_size"] = round(small["hidden_size"] / ratio**2)
@@ -102,13 +100,14 @@ def _fit_merged(values: Mapping[str, Any], small: dict[str, Any]) -> None:
             small[MERGED] = width // hidden_size * small_vision["hidden_size"]
 
 
-def _fit_pinpoints(small: dict[str, Any]) -> None:
-    """One tile beside the whole image."""
-    vision = small.get("vision_config")
-    if small.get("image_grid_pinpoints") and isinstance(vision, Mapping):
-        image_size = _side(vision.get("image_size"))
-        if image_size:
-            small["image_grid_pinpoints"] = [[image_size, image_size]]
+def shrink_audio(values: Mapping[str, Any], small: dict[str, Any]) -> None:
+    """Make the sizes small that only configs of audio have, in place."""
+    for name, size in AUDIO_SIZES.items():
+        if isinstance(values.get(name), int):
+            small[name] = min(values[name], size)
+    if values.get("model_type") in STACKED:
+        stacked = values["intermediate_size"] // values["hidden_size"]
+        small["intermediate_size"] = stacked * small["hidden_size"]
 
 
 def fit_tokens(small: dict[str, Any]) -> None:
