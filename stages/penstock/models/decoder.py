@@ -59,18 +59,8 @@ class PipelineStageModules:
 class DecoderModel(nn.Module):
     """Everything except the head, named as in checkpoints. `Decoder` calls its submodules."""
 
-    def __init__(
-        self,
-        config: DecoderConfig,
-        part: PipelineStageModules,
-        *,
-        merge_qkv: bool,
-        attend: AttentionFn,
-        operations: LayerOps,
-        experts: ExpertOperations,
-        router: Precision,
-        dropout: DropoutRates,
-    ) -> None:
+    def __init__(self, config: DecoderConfig, part: PipelineStageModules, **kwargs: Any) -> None:
+        """`kwargs` is as in `Block`."""
         super().__init__()
         has_table = part.has_embedding or (part.has_head and config.num_mtp_layers > 0)
         self.embed_tokens = (
@@ -82,19 +72,12 @@ class DecoderModel(nn.Module):
         self.layers = nn.ModuleDict(
             {
                 str(number): (Block if number < config.num_hidden_layers else PredictionLayer)(
-                    config,
-                    number,
-                    merge_qkv=merge_qkv,
-                    attend=attend,
-                    operations=operations,
-                    experts=experts,
-                    router=router,
-                    dropout=dropout,
+                    config, number, **kwargs
                 )
                 for number in part.layers
             }
         )
-        self.norm = build_norm(config, operations) if part.has_head else None
+        self.norm = build_norm(config, kwargs["operations"]) if part.has_head else None
 
 
 class Decoder(nn.Module):

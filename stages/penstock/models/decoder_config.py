@@ -1,7 +1,7 @@
 """Decoder hyperparameters: everything that determines tensor shapes and the computation."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -150,7 +150,6 @@ class QueryScale:
     """Whether only `no_rope_layers` have it."""
 
     def __post_init__(self) -> None:
-        """Raise an error for values that are not numbers."""
         _require_numbers(self)
 
 
@@ -174,7 +173,6 @@ class ClampedGate:
     """Gates are clamped to at most this, and up features to between it and its negative."""
 
     def __post_init__(self) -> None:
-        """Raise an error for values that are not numbers."""
         _require_numbers(self)
 
 
@@ -231,13 +229,8 @@ class ExpertsConfig:
     names: ExpertNames = field(default_factory=ExpertNames)
 
     def __post_init__(self) -> None:
-        """Raise an error for inconsistent values."""
         _require_numbers(self)
-        for name in EXPERT_POSITIVE_INT_FIELDS:
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
-                raise config_error(
-                    f"{name} is {getattr(self, name)!r}; it must be an integer of 1 or more"
-                )
+        _require_positive(self, EXPERT_POSITIVE_INT_FIELDS)
         for experts, features in (
             ("shared experts", self.shared_intermediate_size),
             ("latent experts", self.latent_size),
@@ -420,13 +413,8 @@ class DecoderConfig:
     names: TensorNames = field(default_factory=TensorNames)
 
     def __post_init__(self) -> None:
-        """Raise an error for inconsistent values."""
         _require_numbers(self)
-        for name in POSITIVE_INT_FIELDS:
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
-                raise config_error(
-                    f"{name} is {getattr(self, name)!r}; it must be an integer of 1 or more"
-                )
+        _require_positive(self, POSITIVE_INT_FIELDS)
         if self.num_hidden_layers > MAX_LAYERS:
             raise config_error(
                 f"num_hidden_layers is {self.num_hidden_layers:,}; it must be at most "
@@ -650,6 +638,13 @@ def _rotary_dim(parameters: Mapping[str, Any], head_dim: int) -> int:
     if parameters["rope_type"] == "proportional":
         return head_dim  # features beyond the share have angles of 0
     return int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+
+
+def _require_positive(config: Any, names: Iterable[str]) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if not isinstance(value, int) or value < 1:
+            raise config_error(f"{name} is {value!r}; it must be an integer of 1 or more")
 
 
 def _require_numbers(config: Any) -> None:

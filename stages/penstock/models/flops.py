@@ -105,8 +105,8 @@ def step_flops(
     passes = 3 if learning.base == "learns" else 2
     inner = learning.adapter_params - learning.head_adapter_params
     factors = inner * work.tokens + learning.head_adapter_params * work.logits
-    differentiated = 2.0 * (passes * matmul_macs + 3 * factors) + 3 * _attention_flops(config, work)
-    return differentiated + _indexer_flops(config, work)
+    attention = 3 * core_attention_flops(config, work)
+    return 2.0 * (passes * matmul_macs + 3 * factors) + attention + _indexer_flops(config, work)
 
 
 def forward_flops(config: DecoderConfig, work: Work, *, parts: Iterable[Part] = PARTS) -> float:
@@ -115,7 +115,7 @@ def forward_flops(config: DecoderConfig, work: Work, *, parts: Iterable[Part] = 
     matmul_flops = 2.0 * sum(_matmul_macs(config, work, part) for part in chosen)
     if "attention" not in chosen:
         return matmul_flops
-    return matmul_flops + _attention_flops(config, work) + _indexer_flops(config, work)
+    return matmul_flops + core_attention_flops(config, work) + _indexer_flops(config, work)
 
 
 def layer_flops(config: DecoderConfig, length: int) -> list[int]:
@@ -136,8 +136,9 @@ def layer_flops(config: DecoderConfig, length: int) -> list[int]:
 
 
 def core_attention_flops(config: DecoderConfig, work: Work) -> float:
-    """FLOPs of all layers' attention without projections, in one forward pass."""
-    return _attention_flops(config, work)
+    """FLOPs of all layers' attention scores and of their products with values, and those with
+    states token by token, in one forward pass."""
+    return 2.0 * sum(_core_macs(config, work))
 
 
 def matrix_parameters(config: DecoderConfig) -> int:
@@ -157,7 +158,8 @@ def pairs_per_token(config: DecoderConfig) -> int:
     counts as work per token. The result is a whole number, so that costs, and any order by cost,
     are the same on every machine.
     """
-    per_token = 6 * (matrix_parameters(config) + _state_macs(config))
+    state_macs = len(config.linear_layers) * config.linear.state_macs if config.linear else 0
+    per_token = 6 * (matrix_parameters(config) + state_macs)
     local = len(config.local_layers)
     per_token += 6 * _pair_features(config) * local * _local_keys(config)
     return max(1, round(per_token / flops_per_pair(config)))
@@ -251,12 +253,6 @@ def _pair_features(config: DecoderConfig) -> int:
     return config.num_attention_heads * (config.head_dim + config.value_dim)
 
 
-def _attention_flops(config: DecoderConfig, work: Work) -> float:
-    """FLOPs of all layers' attention scores and of their products with values, and those with
-    states token by token, in one forward pass."""
-    return 2.0 * sum(_core_macs(config, work))
-
-
 def _core_macs(config: DecoderConfig, work: Work) -> list[int]:
     """Multiplications of each layer's attention, or states, without projections."""
     macs: list[int] = []
@@ -270,8 +266,3 @@ def _core_macs(config: DecoderConfig, work: Work) -> list[int]:
             pairs = work.local_pairs if is_local else work.attention_pairs
             macs.append(_pair_features(config if is_local else config.layer_kinds[-1]) * pairs)
     return macs
-
-
-def _state_macs(config: DecoderConfig) -> int:
-    """Multiplications of one token with states, in all layers."""
-    return len(config.linear_layers) * config.linear.state_macs if config.linear else 0

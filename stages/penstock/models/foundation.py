@@ -84,7 +84,12 @@ def apply_overrides(base: HfConfig, entries: Mapping[str, Any]) -> dict[str, Any
         if counts and merged.get(name) and name not in entries:
             merged[name] = _resize_layer_types(name, merged[name], merged["num_hidden_layers"])
     if merged.get("per_layer_config") and {"num_hidden_layers", "layer_types"} & set(entries):
-        merged["per_layer_config"] = _resize_per_layer(merged)
+        # transformers writes the head sizes of layers with full attention there, and makes the last
+        # layer one of them.
+        own = next(iter(merged["per_layer_config"].values()))
+        *kinds, _ = merged["layer_types"]
+        full = [str(index) for index, kind in enumerate(kinds) if kind == FULL]
+        merged["per_layer_config"] = dict.fromkeys([*full, str(len(kinds))], own)
     model_type = merged.get("model_type")
     is_other = model_type != base.get("model_type") and "architectures" not in entries
     if is_other and (family := find_family(native_type(merged) or "")):
@@ -100,13 +105,16 @@ def check_foundation(
     With `loads_weights` there is no random initialization. Also raises ConfigError for values of
     the wrong type, and CapabilityError for an unsupported model.
     """
-    _check_types(base, entries)
+    defaults = {**_collect_defaults(entries, base), **_collect_defaults({}, base)}
+    if mismatches := list(_find_type_mismatches(entries, base, defaults)):
+        raise ConfigError("\n".join(f"model.foundation.{fault}" for fault in mismatches))
     try:
         read = _RecordingConfig(apply_overrides(base, entries))
         family = get_family(read)
         family.read(read)
     except PARSE_ERRORS as error:
         raise _parse_error(base, entries, error) from error
+    own = _try_parse(base, entries)
     faults: list[str] = []
     for path, value in _iter_leaves(entries):
         name = ".".join(path)
@@ -114,7 +122,11 @@ def check_foundation(
             faults.append(f"{name}: {value!r} has no effect: {NO_EFFECT[path[0]]}")
         elif loads_weights and path == ("initializer_range",):
             faults.append(f"{name}: {value!r} has no effect: all weights are loaded")
-        elif not _changes_model(base, entries, path, value):
+        # Any other value must give another model, or an unsupported one.
+        elif all(
+            _try_parse(base, _set_path(entries, path, other)) == own
+            for other in _other_values(value)
+        ):
             faults.append(
                 f"{name}: {value!r} has no effect: {_explain_no_effect(path, read.names, family)}"
             )
@@ -151,15 +163,6 @@ def _resize_layer_types(name: str, types: Sequence[str], num_layers: int) -> lis
         )
     more = [types[-1]] * (num_layers - len(types))
     return [*types, *more][:num_layers]
-
-
-def _resize_per_layer(merged: HfConfig) -> dict[str, Any]:
-    """The `per_layer_config` of a model with these `layer_types`: transformers writes the head
-    sizes of layers with full attention there, and makes the last layer one of them."""
-    own = next(iter(merged["per_layer_config"].values()))
-    *kinds, _ = merged["layer_types"]
-    full = [str(index) for index, kind in enumerate(kinds) if kind == FULL]
-    return dict.fromkeys([*full, str(len(kinds))], own)
 
 
 def _resolve_alias(name: str, base: HfConfig) -> str:
@@ -266,17 +269,11 @@ def _iter_leaves(entries: Mapping[str, Any], above: Path = ()) -> Iterator[tuple
             yield (*above, name), value
 
 
-def _check_types(base: HfConfig, entries: Mapping[str, Any]) -> None:
-    """Raise ConfigError for empty tables, and for values whose type differs from that in the file
-    or, where it has none, of the default."""
-    defaults = {**_collect_defaults(entries, base), **_collect_defaults({}, base)}
-    if faults := list(_find_type_mismatches(entries, base, defaults)):
-        raise ConfigError("\n".join(f"model.foundation.{fault}" for fault in faults))
-
-
 def _find_type_mismatches(
     entries: Mapping[str, Any], stored: Any, defaults: Mapping[str, Any], above: str = ""
 ) -> Iterator[str]:
+    """Empty tables, and values whose type differs from that in the file or, where it has none, of
+    the default."""
     for name, value in entries.items():
         path = f"{above}{name}"
         own = stored.get(_resolve_alias(name, stored)) if isinstance(stored, Mapping) else None
@@ -327,15 +324,6 @@ def _remove_path(entries: Mapping[str, Any], path: Path) -> dict[str, Any]:
     other_entries = {name: value for name, value in entries.items() if name != first}
     inner = _remove_path(entries[first], tuple(tail)) if tail else {}
     return {**other_entries, first: inner} if inner else other_entries
-
-
-def _changes_model(base: HfConfig, entries: Mapping[str, Any], path: Path, value: Any) -> bool:
-    """Whether any other value would give another model, or an unsupported one."""
-    own = _try_parse(base, entries)
-    return any(
-        _try_parse(base, _set_path(entries, path, other_value)) != own
-        for other_value in _other_values(value)
-    )
 
 
 def _try_parse(

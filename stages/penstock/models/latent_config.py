@@ -38,7 +38,6 @@ class IndexerConfig:
     """Which features RoPE rotates together; as in attention, or halves."""
 
     def __post_init__(self) -> None:
-        """Raise an error for sizes that are not positive integers."""
         for name, field in INDEXER_FIELDS.items():
             _require_size(field, getattr(self, name))
 
@@ -68,8 +67,6 @@ class LatentAttentionConfig:
     """Sparse attention; None: tokens attend to all earlier ones."""
 
     def __post_init__(self) -> None:
-        """Raise an error for sizes that are not positive integers, and for features with RoPE that
-        are not pairs."""
         for name, field in FIELDS.items():
             size = getattr(self, name)
             if name != "q_rank" or size is not None:

@@ -71,8 +71,6 @@ class GatedDeltaConfig(StateLayerConfig):
     heads_field = "linear_num_key_heads"
 
     def __post_init__(self) -> None:
-        """Raise an error for sizes that are not positive integers, and for value heads that key
-        heads cannot share out."""
         self.require_sizes(FIELDS)
         if self.value_heads % self.key_heads:
             raise config_error(
@@ -82,7 +80,6 @@ class GatedDeltaConfig(StateLayerConfig):
 
     @property
     def heads(self) -> int:
-        """Key heads."""
         return self.key_heads
 
     @property
@@ -103,11 +100,9 @@ class GatedDeltaConfig(StateLayerConfig):
         return dict(zip(("q", "k", "v"), sizes, strict=True))
 
     def row_blocks(self, layer: str) -> Mapping[str, int] | None:
-        """Queries, keys and values are blocks of rows."""
         return self.channels if layer in ("conv1d", "in_proj_qkv") else None
 
     def stored(self, name: str, shape: Shape) -> Mapping[str, Shape]:
-        """The tensors of a checkpoint whose rows are this parameter, in order."""
         layer, _, leaf = name.partition(".")
         if not self.separate or layer not in SEPARATE:
             return {name: shape}
@@ -118,7 +113,6 @@ class GatedDeltaConfig(StateLayerConfig):
         }
 
     def shapes(self, width: int) -> Mapping[str, Shape]:
-        """The shape of each parameter of a layer, in order, for a hidden size."""
         convolved, values = sum(self.channels.values()), self.channels["v"]
         if self.fused:
             inputs = {"in_proj_qkvz": convolved + values, "in_proj_ba": 2 * self.value_heads}
@@ -135,12 +129,10 @@ class GatedDeltaConfig(StateLayerConfig):
         }
 
     def initial_values(self, leaf: str) -> InitialValues | float | None:
-        """Those of time steps and decay rates."""
         return self.initial.get(leaf)
 
     @property
     def input_layers(self) -> tuple[str, ...]:
-        """The input projections."""
         if self.fused:
             return "in_proj_qkvz", "in_proj_ba"
         inputs = "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"
@@ -150,7 +142,6 @@ class GatedDeltaConfig(StateLayerConfig):
 
     @property
     def output_layer(self) -> tuple[str, int]:
-        """It reads values."""
         return "o_proj" if self.separate else "out_proj", self.channels["v"]
 
     @property
@@ -173,7 +164,6 @@ class GatedDeltaConfig(StateLayerConfig):
 
     @property
     def state_size(self) -> int:
-        """Numbers in the state of a layer, for one sequence."""
         return self.value_heads * self.key_dim * self.value_dim
 
     @property
@@ -202,7 +192,6 @@ class KimiDeltaConfig(GatedDeltaConfig):
     heads_field = "linear_num_heads"
 
     def shapes(self, width: int) -> Mapping[str, Shape]:
-        """The shape of each parameter of a layer, in order, for a hidden size."""
         heads, inner = self.key_heads, self.key_dim
         channels = heads * inner
         layers = {
@@ -224,7 +213,6 @@ class KimiDeltaConfig(GatedDeltaConfig):
 
     @property
     def input_layers(self) -> tuple[str, ...]:
-        """The input projections."""
         return "q_proj", "k_proj", "v_proj", "b_proj", "f_a_proj", "g_a_proj"
 
     @property

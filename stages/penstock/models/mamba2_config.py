@@ -54,8 +54,6 @@ class Mamba2Config(StateLayerConfig):
     """Names in config.json."""
 
     def __post_init__(self) -> None:
-        """Raise an error for sizes that are not positive integers, and for heads that groups cannot
-        share out."""
         self.require_sizes(self.fields)
         if self.num_heads % self.groups:
             raise config_error(
@@ -65,17 +63,14 @@ class Mamba2Config(StateLayerConfig):
 
     @property
     def heads(self) -> int:
-        """Those of x."""
         return self.num_heads
 
     @property
     def input_layers(self) -> tuple[str, ...]:
-        """One has them all."""
         return ("in_proj",)
 
     @property
     def features(self) -> int:
-        """Features of all heads."""
         return self.num_heads * self.head_dim
 
     @property
@@ -90,11 +85,9 @@ class Mamba2Config(StateLayerConfig):
         return {"z": self.features, **self.channels, "dt": self.num_heads}
 
     def row_blocks(self, layer: str) -> Mapping[str, int] | None:
-        """Gates, x, B, C and steps are blocks of rows."""
         return {"conv1d": self.channels, "in_proj": self.projected}.get(layer)
 
     def split_heads(self, part: str) -> int:
-        """Groups of B and C, otherwise heads."""
         return self.groups if part in ("B", "C") else self.num_heads
 
     def why_unsplit(self, tensor: int) -> str | None:
@@ -107,7 +100,6 @@ class Mamba2Config(StateLayerConfig):
         return super().why_unsplit(tensor)
 
     def shapes(self, width: int) -> Mapping[str, Shape]:
-        """The shape of each parameter of a layer, in order, for a hidden size."""
         convolved, rows = (sum(sizes.values()) for sizes in (self.channels, self.projected))
         return {
             "dt_bias": (self.num_heads,),
@@ -129,7 +121,6 @@ class Mamba2Config(StateLayerConfig):
 
     @property
     def output_layer(self) -> tuple[str, int]:
-        """It reads the features of all heads."""
         return "out_proj", self.features
 
     @property
@@ -146,7 +137,6 @@ class Mamba2Config(StateLayerConfig):
 
     @property
     def state_size(self) -> int:
-        """A head's B times x."""
         return self.num_heads * self.state_dim * self.head_dim
 
     @property

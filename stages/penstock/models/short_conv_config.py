@@ -26,16 +26,13 @@ class ShortConvConfig(StateLayerConfig):
     heads_field = "hidden_size"
 
     def __post_init__(self) -> None:
-        """Raise an error for sizes that are not positive integers."""
         self.require_sizes(FIELDS)
 
     @property
     def heads(self) -> int:
-        """Channels."""
         return self.channels
 
     def shapes(self, width: int) -> Mapping[str, Shape]:
-        """The shape of each parameter of a layer, in order, for a hidden size."""
         weights: dict[str, Shape] = {
             "conv": (self.channels, 1, self.kernel),
             "in_proj": (3 * self.channels, width),
@@ -54,12 +51,10 @@ class ShortConvConfig(StateLayerConfig):
 
     @property
     def input_layers(self) -> tuple[str, ...]:
-        """One projection."""
         return ("in_proj",)
 
     @property
     def output_layer(self) -> tuple[str, int]:
-        """It reads the channels."""
         return "out_proj", self.channels
 
     @property

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from penstock.models.decoder_config import DecoderConfig, ExpertsConfig
+from penstock.models.decoder_config import DecoderConfig, ExpertsConfig, TensorNames
 from penstock.models.mtp_config import MTPNames
 from penstock.models.multimodal import BACKBONE, is_language, stored_name, text_name
 from penstock.models.names import (
@@ -41,6 +41,11 @@ class _NativeParam:
     shape: Shape
     parts: Mapping[str, Shape]
     """Its checkpoint tensors, in order."""
+
+
+Params = Iterator[tuple[str, _NativeParam]]
+# Names in the MLP of shared experts, where it is within the block of experts.
+SHARED_NAMES = TensorNames(gate_proj="gate_proj", up_proj="up_proj", down_proj="down_proj")
 
 
 @dataclass(frozen=True)
@@ -208,7 +213,7 @@ class WeightMap:
     def _native_params(self) -> Mapping[str, _NativeParam]:
         return dict(self._iter_params())
 
-    def _iter_params(self) -> Iterator[tuple[str, _NativeParam]]:
+    def _iter_params(self) -> Params:
         config = self.config
         table = (config.vocab_size, config.hidden_size)
         names = config.names
@@ -226,7 +231,7 @@ class WeightMap:
         if not config.tie_word_embeddings:
             yield _same(HEAD_WEIGHT, table)
 
-    def _layer(self, layer: int, stored: str) -> Iterator[tuple[str, _NativeParam]]:
+    def _layer(self, layer: int, stored: str) -> Params:
         prefix = f"{LAYERS}{layer}"
         if self.config.layer_scalars:
             yield _renamed(f"{prefix}.{LAYER_SCALAR}", f"{stored}.{LAYER_SCALAR}", (1,))
@@ -235,21 +240,28 @@ class WeightMap:
         if self.config.has_mlp(layer):
             yield from self._network(layer, prefix, stored)
 
-    def _mixer(self, layer: int, prefix: str, stored: str) -> Iterator[tuple[str, _NativeParam]]:
+    def _mixer(self, layer: int, prefix: str, stored: str) -> Params:
         """A layer's token mixer, with its norms."""
         config, names = self.config, self.config.names
         input_norms, output_norms = config.layer_norms(layer)
         if input_norms:
             yield from self._norm(f"{prefix}.input_layernorm", f"{stored}.{names.attention_norm}")
         if config.layer_mixer(layer) == LINEAR_ATTN:
-            yield from self._state_layer(f"{prefix}.{LINEAR_ATTN}", stored)
+            linear = config.linear
+            assert linear is not None
+            for name, shape in linear.shapes(config.hidden_size).items():
+                rows = linear.stored(name, shape).items()
+                parts = {
+                    f"{stored}.{linear.module}.{part}": part_shape for part, part_shape in rows
+                }
+                yield f"{prefix}.{LINEAR_ATTN}.{name}", _NativeParam(shape, parts)
         else:
             yield from self._attention(prefix, stored, config.of_layer(layer))
         if output_norms:
             output_norm = f"{stored}.{names.attention_output_norm}"
             yield from self._norm(f"{prefix}.attention_output_norm", output_norm)
 
-    def _network(self, layer: int, prefix: str, stored: str) -> Iterator[tuple[str, _NativeParam]]:
+    def _network(self, layer: int, prefix: str, stored: str) -> Params:
         """A layer's MLP or experts, with its norms."""
         config, names = self.config, self.config.names
         input_norms, output_norms = config.layer_norms(layer)
@@ -260,11 +272,11 @@ class WeightMap:
         if experts := config.layer_experts(layer):
             yield from self._moe(prefix, stored, experts)
         else:
-            yield from self._mlp(f"{prefix}.mlp", stored, config.intermediate_size)
+            yield from self._mlp(f"{prefix}.mlp", stored, config.intermediate_size, names)
         if output_norms:
             yield from self._norm(f"{prefix}.mlp_output_norm", f"{stored}.{names.mlp_output_norm}")
 
-    def _prediction_layer(self, depth: int, names: MTPNames) -> Iterator[tuple[str, _NativeParam]]:
+    def _prediction_layer(self, depth: int, names: MTPNames) -> Params:
         """The layer of one depth, from 0, of multi-token prediction."""
         layer, width = self.config.num_hidden_layers + depth, self.config.hidden_size
         prefix = f"{LAYERS}{layer}"
@@ -279,21 +291,11 @@ class WeightMap:
         yield from _linear(f"{prefix}.eh_proj", stored(names.eh_proj), projection, bias=False)
         yield from self._norm(f"{prefix}.norm", stored(names.norm))
 
-    def _norm(self, prefix: str, stored: str) -> Iterator[tuple[str, _NativeParam]]:
+    def _norm(self, prefix: str, stored: str) -> Params:
         for leaf in self.config.norm_parameters:
             yield _renamed(f"{prefix}.{leaf}", f"{stored}.{leaf}", (self.config.hidden_size,))
 
-    def _state_layer(self, prefix: str, layer: str) -> Iterator[tuple[str, _NativeParam]]:
-        linear = self.config.linear
-        assert linear is not None
-        for name, shape in linear.shapes(self.config.hidden_size).items():
-            parts = linear.stored(name, shape)
-            stored = {f"{layer}.{linear.module}.{part}": rows for part, rows in parts.items()}
-            yield f"{prefix}.{name}", _NativeParam(shape, stored)
-
-    def _attention(
-        self, layer: str, stored_layer: str, config: DecoderConfig
-    ) -> Iterator[tuple[str, _NativeParam]]:
+    def _attention(self, layer: str, stored_layer: str, config: DecoderConfig) -> Params:
         prefix = f"{layer}.{SELF_ATTN}"
         stored = f"{stored_layer}.{config.names.attention}"
         if latent := config.latent:
@@ -339,31 +341,19 @@ class WeightMap:
                 shape = (config.head_dim if is_per_head else parts[part],)
                 yield _renamed(f"{prefix}.{norm}.weight", f"{stored}.{name}.weight", shape)
 
-    def _mlp(self, prefix: str, stored: str, inner: int) -> Iterator[tuple[str, _NativeParam]]:
-        """The MLP of a layer, beside which there may be experts."""
-        config, names = self.config, self.config.names
-        up, bias = (inner, config.hidden_size), config.mlp_bias
-        if config.fused_gate_up:
+    def _mlp(self, prefix: str, stored: str, inner: int, names: TensorNames) -> Params:
+        config = self.config
+        up, bias, fused = (inner, config.hidden_size), config.mlp_bias, config.fused_gate_up
+        if fused:
             shape, name = (2 * up[0], up[1]), f"{stored}.{names.gate_up_proj}"
             yield from _linear(f"{prefix}.{GATE_UP_PROJ}", name, shape, bias)
         elif config.gated:
             yield from _linear(f"{prefix}.gate_proj", f"{stored}.{names.gate_proj}", up, bias)
-        if not config.fused_gate_up:
+        if not fused:
             yield from _linear(f"{prefix}.up_proj", f"{stored}.{names.up_proj}", up, bias)
         yield from _linear(f"{prefix}.down_proj", f"{stored}.{names.down_proj}", up[::-1], bias)
 
-    def _shared_mlp(
-        self, prefix: str, stored: str, inner: int
-    ) -> Iterator[tuple[str, _NativeParam]]:
-        """The MLP of shared experts."""
-        up, bias = (inner, self.config.hidden_size), self.config.mlp_bias
-        for part in ("gate_proj", "up_proj") if self.config.gated else ("up_proj",):
-            yield from _linear(f"{prefix}.{part}", f"{stored}.{part}", up, bias)
-        yield from _linear(f"{prefix}.down_proj", f"{stored}.down_proj", up[::-1], bias)
-
-    def _moe(
-        self, layer: str, stored_layer: str, experts: ExpertsConfig
-    ) -> Iterator[tuple[str, _NativeParam]]:
+    def _moe(self, layer: str, stored_layer: str, experts: ExpertsConfig) -> Params:
         prefix, names = f"{layer}.mlp", experts.names
         stored = f"{stored_layer}.{names.block}"
         width = self.config.hidden_size
@@ -376,10 +366,10 @@ class WeightMap:
             yield from self._experts(f"{prefix}.{IMAGE_EXPERTS}.experts", stored, images, number)
         if experts.shared_intermediate_size:
             shared, inner = f".{names.shared}", experts.shared_intermediate_size
+            location = f"{stored}{shared}", inner, SHARED_NAMES
             if names.shared_is_beside:
-                yield from self._mlp(f"{prefix}{shared}", stored_layer, inner)
-            else:
-                yield from self._shared_mlp(f"{prefix}{shared}", f"{stored}{shared}", inner)
+                location = stored_layer, inner, self.config.names
+            yield from self._mlp(f"{prefix}{shared}", *location)
         if experts.shared_gate:
             gate = f".{names.shared_gate}"
             yield from _linear(f"{prefix}{gate}", f"{stored}{gate}", (1, width), bias=False)
@@ -391,9 +381,7 @@ class WeightMap:
             ):
                 yield from _linear(f"{prefix}.{name}", f"{stored}.{name}", projection_shape, bias)
 
-    def _router(
-        self, prefix: str, stored: str, experts: ExpertsConfig
-    ) -> Iterator[tuple[str, _NativeParam]]:
+    def _router(self, prefix: str, stored: str, experts: ExpertsConfig) -> Params:
         scores, names = (experts.num_experts, self.config.hidden_size), experts.names
         yield from _linear(
             f"{prefix}.gate", f"{stored}.{names.router}", scores, experts.router_bias
@@ -403,9 +391,7 @@ class WeightMap:
                 f"{prefix}.gate.{SELECTION_BIAS}", f"{stored}.{names.selection_bias}", bias
             )
 
-    def _experts(
-        self, prefix: str, stored: str, experts: ExpertsConfig, first: int = 0
-    ) -> Iterator[tuple[str, _NativeParam]]:
+    def _experts(self, prefix: str, stored: str, experts: ExpertsConfig, first: int = 0) -> Params:
         """The experts of a layer, whose number in files is from `first` on."""
         count, inner, width = (
             experts.num_experts,
@@ -458,7 +444,7 @@ def _renamed(name: str, stored: str, shape: Shape) -> tuple[str, _NativeParam]:
     return name, _NativeParam(shape, {stored: shape})
 
 
-def _linear(name: str, stored: str, shape: Shape, bias: bool) -> Iterator[tuple[str, _NativeParam]]:
+def _linear(name: str, stored: str, shape: Shape, bias: bool) -> Params:
     yield _renamed(f"{name}.weight", f"{stored}.weight", shape)
     if bias:
         yield _renamed(f"{name}.bias", f"{stored}.bias", shape[:1])

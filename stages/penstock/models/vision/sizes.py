@@ -93,28 +93,9 @@ Projector = Callable[[_Fields], tuple[int, int]]
 """The projector's parameters, and the patches of one feature."""
 
 
-def _mlp(fields: _Fields) -> tuple[int, int]:
-    return fields.width * fields.outer + fields.outer**2, 1
-
-
 def _merger(fields: _Fields) -> tuple[int, int]:
     mergers = 1 + len(fields.vision.get("deepstack_visual_indexes") or fields.kind.deepstack)
     return mergers * fields.merged * (fields.merged + fields.outer), fields.side**2
-
-
-def _gated_merger(fields: _Fields) -> tuple[int, int]:
-    return fields.outer**2 + 3 * fields.outer * fields.inner, fields.side**2
-
-
-def _resampler(fields: _Fields) -> tuple[int, int]:
-    return fields.merged * (5 * fields.merged + fields.outer), fields.side**2
-
-
-def _merged_mlp(fields: _Fields) -> tuple[int, int]:
-    return (
-        fields.merged * fields.width + fields.width * fields.outer + fields.outer**2,
-        fields.side**2,
-    )
 
 
 def _shuffled_mlp(fields: _Fields) -> tuple[int, int]:
@@ -163,9 +144,13 @@ class _SizeType:
     """Whether the tower ends with a matrix that merges patches."""
 
 
+def _mlp(f: _Fields) -> tuple[int, int]:
+    return f.width * f.outer + f.outer**2, 1
+
+
 _grid = partial(_SizeType, _merger, frames=2, tile_size=None)
 _GLM = _SizeType(
-    _gated_merger,
+    lambda f: (f.outer**2 + 3 * f.outer * f.inner, f.side**2),
     "glm4v",
     frames=2,
     tile_size=None,
@@ -176,7 +161,11 @@ _GLM = _SizeType(
 )
 
 SIZE_TYPES: Mapping[str, _SizeType] = {
-    "ernie4_5_vl_moe": _SizeType(_resampler, "ernie4_5_vl_moe", tile_size=None),
+    "ernie4_5_vl_moe": _SizeType(
+        lambda f: (f.merged * (5 * f.merged + f.outer), f.side**2),
+        "ernie4_5_vl_moe",
+        tile_size=None,
+    ),
     "gemma3": _SizeType(_pooled, "siglip_vision_model", tile_size=224),
     "glm4v": _GLM,
     "glm4v_moe": _GLM,
@@ -185,7 +174,11 @@ SIZE_TYPES: Mapping[str, _SizeType] = {
     "llava": _SizeType(_mlp),
     "llava_next": _SizeType(_mlp),
     "llava_onevision": _SizeType(_mlp, "siglip_vision_model"),
-    "mistral3": _SizeType(_merged_mlp, "pixtral", tile_size=None),
+    "mistral3": _SizeType(
+        lambda f: (f.merged * f.width + f.width * f.outer + f.outer**2, f.side**2),
+        "pixtral",
+        tile_size=None,
+    ),
     "qwen2_vl": _grid("qwen2_vl", width="embed_dim", outer="hidden_size"),
     "qwen2_5_vl": _grid("qwen2_5_vl", gated=True, full_attention=FULL_ATTENTION),
     "qwen3_5": _grid("qwen3_vl"),
