@@ -52,7 +52,6 @@ class PipelineStageModules:
 
     @staticmethod
     def all_of(config: DecoderConfig) -> "PipelineStageModules":
-        """The whole model."""
         return PipelineStageModules(range(config.num_layers))
 
 
@@ -153,7 +152,6 @@ class Decoder(nn.Module):
 
     @cached_property
     def weight_map(self) -> WeightMap:
-        """The names and shapes of the whole model's tensors."""
         if self.vision is None:
             return WeightMap(self.config, self.merge_qkv)
         backbone = self.vision.config.backbone
@@ -186,7 +184,6 @@ class Decoder(nn.Module):
         return [router for router in self.all_routers() if router.is_exact]
 
     def tie_weights(self) -> None:
-        """Tie the head's weight to the embedding."""
         assert self.lm_head is not None
         assert self.model.embed_tokens is not None
         self.lm_head.weight = self.model.embed_tokens.weight
@@ -274,14 +271,14 @@ class Decoder(nn.Module):
         return loss
 
     def _scaled(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """Hidden states times the factor of the logits: the head is linear, so this scales them,
-        and every loss of them."""
+        # Hidden states times the factor of the logits: the head is linear, so this scales them, and
+        # every loss of them.
         scale = self.config.logit_scale
         return x_TD if scale == 1 else x_TD * scale
 
     def _embed(self, ids_T: torch.Tensor, position_ids_T: torch.Tensor) -> torch.Tensor:
-        """Embeddings, cast to the autocast dtype if autocast is enabled: the residual stream keeps
-        the dtype of the embeddings, and fp32 would undo the effect of autocast."""
+        # Embeddings, cast to the autocast dtype if autocast is enabled: the residual stream keeps
+        # the dtype of the embeddings, and fp32 would undo the effect of autocast.
         assert self.model.embed_tokens is not None
         x_TD = self.model.embed_tokens(ids_T)
         if (scale := self.config.embedding_scale) != 1:
@@ -293,8 +290,8 @@ class Decoder(nn.Module):
         return as_autocast(x_TD)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True):
-        """Move or convert parameters, then tie them again: when a model leaves the meta device,
-        torch creates a new Parameter for each module."""
+        # Move or convert parameters, then tie them again: when a model leaves the meta device,
+        # torch creates a new Parameter for each module.
         super()._apply(fn, recurse)
         if self.is_tied:
             self.tie_weights()

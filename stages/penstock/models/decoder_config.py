@@ -118,12 +118,10 @@ class TensorNames:
 
     @property
     def embedding(self) -> str:
-        """The token embedding."""
         return f"{self.backbone}.{self.embed}.weight"
 
     @property
     def positions(self) -> str:
-        """The learned position embedding, if any."""
         return f"{self.backbone}.embed_positions.weight"
 
 
@@ -280,12 +278,10 @@ class ExpertsConfig:
 
     @property
     def is_transposed(self) -> bool:
-        """Whether matrices are [experts, inputs, outputs]."""
         return self.transposed or self.clamped is not None
 
     @property
     def is_stacked(self) -> bool:
-        """Whether checkpoints have one tensor for all experts of a layer."""
         return bool(self.names.gate_up_stack)
 
 
@@ -491,7 +487,6 @@ class DecoderConfig:
 
     @property
     def all_rope_parameters(self) -> tuple[Mapping[str, Any], ...]:
-        """The RoPE parameters of layers of any kind."""
         sliding = self.sliding_rope_parameters
         return (self.rope_parameters,) if sliding is None else (self.rope_parameters, sliding)
 
@@ -549,19 +544,17 @@ class DecoderConfig:
 
     @property
     def norm_parameters(self) -> tuple[str, ...]:
-        """The parameters of a norm of the residual stream."""
         unusual = {"layer": ("weight", "bias"), "layer_1p": ("weight", "bias"), "layer_plain": ()}
         return unusual.get(self.norm, ("weight",))
 
     @property
     def is_adaptable(self) -> bool:
-        """Whether layers can have adapters: transformers names the backbone as the model does."""
+        # Whether layers can have adapters: transformers names the backbone as the model does.
         backbone = self.names.module_backbone or self.names.backbone
         return backbone == TensorNames().backbone
 
     @property
     def score_scale(self) -> float:
-        """Factor of attention scores."""
         return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
 
     @property
@@ -621,12 +614,10 @@ class DecoderConfig:
         return self.input_norms, self.output_norms
 
     def has_mlp(self, layer: int) -> bool:
-        """Whether this layer has an MLP or experts."""
         return layer not in self.without_mlp
 
     @property
     def softmax_layers(self) -> int:
-        """The number of layers with softmax attention."""
         return self.num_layers - len(self.linear_layers) - len(self.without_mixer)
 
     def layer_experts(self, layer: int) -> ExpertsConfig | None:
@@ -648,7 +639,6 @@ def _require_positive(config: Any, names: Iterable[str]) -> None:
 
 
 def _require_numbers(config: Any) -> None:
-    """Raise ConfigError for numeric fields that are not numbers."""
     for config_field in fields(config):
         value = getattr(config, config_field.name)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)

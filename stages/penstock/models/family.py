@@ -47,5 +47,4 @@ class Family:
         return replace(config, experts=experts, mtp=MTPConfig(count, self.mtp))
 
     def weight_map(self, config: DecoderConfig, *, merge_qkv: bool = False) -> WeightMap:
-        """The names and shapes of a model's tensors."""
         return WeightMap(config, merge_qkv, self.multimodal)

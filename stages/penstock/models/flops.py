@@ -68,7 +68,6 @@ class Work:
         return cls(tokens, pairs, local_pairs, tokens if logits is None else logits)
 
     def __add__(self, other: "Work") -> "Work":
-        """The work of both."""
         return Work(
             self.tokens + other.tokens,
             self.attention_pairs + other.attention_pairs,
@@ -174,15 +173,14 @@ def flops_per_pair(config: DecoderConfig) -> int:
 
 
 def _local_keys(config: DecoderConfig) -> int:
-    """The keys of a token in layers with a sliding window or an indexer, at most, or with chunks,
-    on average."""
+    # The keys of a token in layers with a sliding window or an indexer, at most, or with chunks, on
+    # average.
     if config.most_keys is not None:
         return config.most_keys
     return 0 if config.attention_chunk is None else (config.attention_chunk + 1) // 2
 
 
 def _matmul_params(config: DecoderConfig, part: Part) -> int:
-    """Matmul parameters of a part that one token uses."""
     width = config.hidden_size
     if part == "head":
         return width * config.vocab_size * (1 + config.num_mtp_layers)
@@ -195,7 +193,7 @@ def _matmul_params(config: DecoderConfig, part: Part) -> int:
 
 
 def _network_params(config: DecoderConfig, layer: int) -> int:
-    """Parameters of a layer's MLP, or of its router and the experts of one token."""
+    # Parameters of a layer's MLP, or of its router and the experts of one token.
     if not config.has_mlp(layer):
         return 0
     width, matrices = config.hidden_size, 3 if config.gated else 2
@@ -209,7 +207,6 @@ def _network_params(config: DecoderConfig, layer: int) -> int:
 
 
 def _mixer_params(config: DecoderConfig, layer: int) -> int:
-    """Parameters of the projections of a layer's attention, softmax or linear."""
     if config.layer_mixer(layer) is None:
         return 0
     width = config.hidden_size
@@ -227,14 +224,14 @@ def _matrix_size(shape: tuple[int, ...]) -> int:
 
 
 def _index_features(config: DecoderConfig) -> int:
-    """Features of a query's index scores with a key, in all layers."""
+    # Features of a query's index scores with a key, in all layers.
     indexer = config.latent.indexer if config.latent else None
     return indexer.heads * indexer.head_dim * config.num_layers if indexer else 0
 
 
 def _indexer_flops(config: DecoderConfig, work: Work) -> float:
-    """FLOPs of indexers in one forward pass. They have no backward pass, but for the loss that
-    trains them, which is not counted."""
+    # FLOPs of indexers in one forward pass. They have no backward pass, but for the loss that
+    # trains them, which is not counted.
     if not config.latent or not config.latent.indexer:
         return 0.0
     shapes = config.latent.shapes(config.hidden_size, config.num_attention_heads).items()
@@ -244,17 +241,16 @@ def _indexer_flops(config: DecoderConfig, work: Work) -> float:
 
 
 def _matmul_macs(config: DecoderConfig, work: Work, part: Part) -> int:
-    """Multiplications of a part's matrices with tokens."""
     return _matmul_params(config, part) * (work.logits if part == "head" else work.tokens)
 
 
 def _pair_features(config: DecoderConfig) -> int:
-    """Features of a query's scores with a key and of its values, over all heads."""
+    # Features of a query's scores with a key and of its values, over all heads.
     return config.num_attention_heads * (config.head_dim + config.value_dim)
 
 
 def _core_macs(config: DecoderConfig, work: Work) -> list[int]:
-    """Multiplications of each layer's attention, or states, without projections."""
+    # Multiplications of each layer's attention, or states, without projections.
     macs: list[int] = []
     for layer in range(config.num_layers):
         if config.linear and layer in config.linear_layers:

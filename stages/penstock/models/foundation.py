@@ -154,7 +154,6 @@ def _merge(merged: dict[str, Any], entries: Mapping[str, Any], base: HfConfig) -
 
 
 def _resize_layer_types(name: str, types: Sequence[str], num_layers: int) -> list[str]:
-    """The layer types of the model with `num_layers` layers."""
     if len(types) < num_layers and len(set(types)) > 1:
         raise ConfigError(
             f"model.foundation.num_hidden_layers is {num_layers}, and config.json has {name} "
@@ -166,7 +165,6 @@ def _resize_layer_types(name: str, types: Sequence[str], num_layers: int) -> lis
 
 
 def _resolve_alias(name: str, base: HfConfig) -> str:
-    """The name that `base` uses for a field that has aliases."""
     if name in base:
         return name
     same = next((names for names in ALIASES if name in names), ())
@@ -174,7 +172,6 @@ def _resolve_alias(name: str, base: HfConfig) -> str:
 
 
 def _set_rope(merged: dict[str, Any], entries: Mapping[str, Any]) -> None:
-    """Override RoPE parameters in the form that the file has."""
     overrides, tables = _normalize_rope_overrides(entries), merged.get(ROPE)
     if _has_tables(tables) or _has_tables(overrides):
         merged[ROPE] = _override_tables(tables if isinstance(tables, Mapping) else {}, overrides)
@@ -202,14 +199,12 @@ def _set_rope(merged: dict[str, Any], entries: Mapping[str, Any]) -> None:
 
 
 def _has_tables(parameters: Any) -> bool:
-    """Whether RoPE parameters have a table for each kind of layer."""
     return isinstance(parameters, Mapping) and any(
         isinstance(value, Mapping) for value in parameters.values()
     )
 
 
 def _override_tables(stored: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """RoPE parameters of each kind of layer, with those that are wanted."""
     merged = dict(stored)
     for kind, table in overrides.items():
         below = stored.get(kind)
@@ -220,7 +215,6 @@ def _override_tables(stored: Mapping[str, Any], overrides: Mapping[str, Any]) ->
 
 
 def _override_table(stored: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """RoPE parameters with those that are wanted."""
     kind = stored.get("rope_type", "default")
     if overrides.get("rope_type", kind) != kind:
         # Scaling parameters of the old rope_type do not apply to the new one.
@@ -229,7 +223,7 @@ def _override_table(stored: Mapping[str, Any], overrides: Mapping[str, Any]) -> 
 
 
 def _normalize_rope_overrides(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """The overrides of RoPE in either form, in that of transformers 5."""
+    # The overrides of RoPE in either form, in that of transformers 5.
     overrides: dict[str, Any] = {}
     for table in (ROPE, "rope_scaling"):
         if table not in entries:

@@ -146,10 +146,10 @@ class GatedDeltaConfig(StateLayerConfig):
 
     @property
     def saved(self) -> SavedNumbers:
-        """The input of the convolution, which in the fused layout is a copy beside the projection
-        that has the gate; queries, keys and values after it, queries and keys again in fp32 and of
-        length 1; the output of the delta rule and, in fp32, its deltas; for each value head the
-        steps, decays and rates."""
+        # The input of the convolution, which in the fused layout is a copy beside the projection
+        # that has the gate; queries, keys and values after it, queries and keys again in fp32 and
+        # of length 1; the output of the delta rule and, in fp32, its deltas; for each value head
+        # the steps, decays and rates.
         convolved, values = sum(self.channels.values()), self.channels["v"]
         keys = convolved - values
         return SavedNumbers(
@@ -159,7 +159,7 @@ class GatedDeltaConfig(StateLayerConfig):
 
     @property
     def exchanged(self) -> tuple[tuple[int, int], ...]:
-        """Queries and keys; values, two numbers for rates and steps, and outputs."""
+        # Queries and keys; values, two numbers for rates and steps, and outputs.
         return (self.key_heads, 2 * self.key_dim), (self.value_heads, 2 * self.value_dim + 2)
 
     @property
@@ -168,7 +168,7 @@ class GatedDeltaConfig(StateLayerConfig):
 
     @property
     def state_macs(self) -> int:
-        """A state is read for its key, updated, and read for its query."""
+        # A state is read for its key, updated, and read for its query.
         return 3 * self.state_size
 
 
@@ -217,17 +217,17 @@ class KimiDeltaConfig(GatedDeltaConfig):
 
     @property
     def inner_layers(self) -> Mapping[str, int]:
-        """The second of two layers that give decays, and of those that give the gate."""
+        # The second of two layers that give decays, and of those that give the gate.
         return dict.fromkeys(("f_b_proj", "g_b_proj"), self.key_dim)
 
     @property
     def exchanged(self) -> tuple[tuple[int, int], ...]:
-        """Queries and keys; values, a step for each channel of a key, a rate, and outputs."""
+        # Queries and keys; values, a step for each channel of a key, a rate, and outputs.
         sizes = 2 * self.value_dim + self.key_dim + 1
         return (self.key_heads, 2 * self.key_dim), (self.value_heads, sizes)
 
     @property
     def saved(self) -> SavedNumbers:
-        """As Gated DeltaNet; and for each channel of a key the steps and decays."""
+        # As Gated DeltaNet; and for each channel of a key the steps and decays.
         saved, channels = super().saved, self.channels["k"]
         return SavedNumbers(saved.computed, saved.fp32 + 4 * channels)

@@ -91,7 +91,7 @@ class Mamba2Config(StateLayerConfig):
         return self.groups if part in ("B", "C") else self.num_heads
 
     def why_unsplit(self, tensor: int) -> str | None:
-        """Groups are shared out like key heads: several ranks may have the same one."""
+        # Groups are shared out like key heads: several ranks may have the same one.
         if self.groups % tensor and tensor % self.groups:
             return (
                 f"{self.fields['groups']} is {self.groups}: neither do ranks get equally many of "
@@ -115,7 +115,7 @@ class Mamba2Config(StateLayerConfig):
         }
 
     def initial_values(self, leaf: str) -> InitialValues | float | None:
-        """As in transformers: the rates at which heads decay are their numbers."""
+        # As in transformers: the rates at which heads decay are their numbers.
         rates = InitialValues("log_number", 1)
         return {"dt_bias": self.initial_step, "A_log": rates, "D": 1.0}.get(leaf)
 
@@ -125,14 +125,14 @@ class Mamba2Config(StateLayerConfig):
 
     @property
     def saved(self) -> SavedNumbers:
-        """The input and output of the convolution; x times its step; the output of the state-space
-        model, and its gate; for each head its steps and decays."""
+        # The input and output of the convolution; x times its step; the output of the state-space
+        # model, and its gate; for each head its steps and decays.
         convolved = sum(self.channels.values())
         return SavedNumbers(2 * convolved + 3 * self.features, 4 * self.num_heads)
 
     @property
     def exchanged(self) -> tuple[tuple[int, int], ...]:
-        """B and C; x, its step, and the output."""
+        # B and C; x, its step, and the output.
         return (self.groups, 2 * self.state_dim), (self.num_heads, 2 * self.head_dim + 1)
 
     @property
@@ -141,5 +141,5 @@ class Mamba2Config(StateLayerConfig):
 
     @property
     def state_macs(self) -> int:
-        """A state is updated with B and x, and read with C."""
+        # A state is updated with B and x, and read with C.
         return 2 * self.state_size

@@ -81,8 +81,8 @@ def find_family(model_type: str) -> Family | None:
 
 
 def _refusal(family: Family, hf_config: HfConfig, adapters: bool) -> NotNativeError | None:
-    """Why a native family does not compute this config.json; None for errors that it would raise
-    with either backend."""
+    # Why a native family does not compute this config.json; None for errors that it would raise
+    # with either backend.
     try:
         config = family.read(hf_config)
     except NotNativeError as error:
@@ -96,8 +96,8 @@ def _refusal(family: Family, hf_config: HfConfig, adapters: bool) -> NotNativeEr
 
 
 def _fallback(hf_config: HfConfig, refusal: NotNativeError) -> Family:
-    """The family of the transformers backend. Raises `refusal` if transformers cannot build the
-    model either."""
+    # The family of the transformers backend. Raises `refusal` if transformers cannot build the
+    # model either.
     try:
         _require_readable(hf_config)
         return replace(auto_family(hf_config), not_native=refusal.reasons)
@@ -116,8 +116,8 @@ def _require_readable(hf_config: HfConfig) -> None:
 
 
 def _language_model(hf_config: HfConfig) -> Family | None:
-    """The native family of the language model in a multimodal model, under the model's own type;
-    None without one."""
+    # The native family of the language model in a multimodal model, under the model's own type;
+    # None without one.
     model_type = str(hf_config.get("model_type"))
     multimodal = MULTIMODAL.get(model_type)
     if multimodal is None:

@@ -46,7 +46,7 @@ class ShortConvConfig(StateLayerConfig):
         return shapes
 
     def row_blocks(self, layer: str) -> Mapping[str, int] | None:
-        """Gates of the input, gates of the output and inputs are blocks of rows."""
+        # Gates of the input, gates of the output and inputs are blocks of rows.
         return dict.fromkeys(("B", "C", "x"), self.channels) if layer == "in_proj" else None
 
     @property
@@ -59,20 +59,20 @@ class ShortConvConfig(StateLayerConfig):
 
     @property
     def saved(self) -> SavedNumbers:
-        """The output of in_proj, and the input and the output of the convolution."""
+        # The output of in_proj, and the input and the output of the convolution.
         return SavedNumbers(5 * self.channels)
 
     @property
     def exchanged(self) -> tuple[tuple[int, int], ...]:
-        """The input and the output of the convolution."""
+        # The input and the output of the convolution.
         return ((self.channels, 2),)
 
     @property
     def state_size(self) -> int:
-        """The inputs of the convolution that its next token reads."""
+        # The inputs of the convolution that its next token reads.
         return (self.kernel - 1) * self.channels
 
     @property
     def state_macs(self) -> int:
-        """Each channel has a product for each tap."""
+        # Each channel has a product for each tap.
         return self.kernel * self.channels

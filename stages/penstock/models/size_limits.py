@@ -50,7 +50,6 @@ def _require(name: str, size: int, limit: int, source: str) -> None:
 
 
 def _sizes(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, int]]:
-    """Dotted names and values of all integers, also those in lists and nested tables."""
     for key, value in values.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping):

@@ -68,7 +68,6 @@ class WeightMap:
         return tuple(self._native_params)
 
     def native_shape(self, native_name: str) -> Shape:
-        """The shape of a native tensor."""
         return self._native_params[native_name].shape
 
     def hf_names(self, native_name: str) -> tuple[str, ...]:
@@ -120,8 +119,8 @@ class WeightMap:
 
     @property
     def has_stacked_adapters(self) -> bool:
-        """Whether PEFT has an adapter of all experts at once: where a checkpoint has one tensor for
-        them, and where they have no gate, as it converts no other names of theirs."""
+        # Whether PEFT has an adapter of all experts at once: where a checkpoint has one tensor for
+        # them, and where they have no gate, as it converts no other names of theirs.
         return self.has_stacked_experts or (self.num_experts > 0 and not self.config.gated)
 
     def is_transposed(self, native_name: str) -> bool:
@@ -159,7 +158,6 @@ class WeightMap:
         return _with_backbone(hf_name, names.backbone, names.module_backbone or names.backbone)
 
     def hf_name(self, module_name: str) -> str:
-        """The inverse of `module_name`."""
         names = self.config.names
         if self.multimodal:
             return text_name(module_name)
@@ -198,8 +196,8 @@ class WeightMap:
         }
 
     def is_exact(self, hf_name: str) -> bool:
-        """Whether a checkpoint stores this tensor in fp32, whatever the dtype of the others:
-        rounding it would change which experts are selected."""
+        # Whether a checkpoint stores this tensor in fp32, whatever the dtype of the others:
+        # rounding it would change which experts are selected.
         experts = self.config.experts
         if experts is None:
             return False
@@ -241,7 +239,6 @@ class WeightMap:
             yield from self._network(layer, prefix, stored)
 
     def _mixer(self, layer: int, prefix: str, stored: str) -> Params:
-        """A layer's token mixer, with its norms."""
         config, names = self.config, self.config.names
         input_norms, output_norms = config.layer_norms(layer)
         if input_norms:
@@ -262,7 +259,6 @@ class WeightMap:
             yield from self._norm(f"{prefix}.attention_output_norm", output_norm)
 
     def _network(self, layer: int, prefix: str, stored: str) -> Params:
-        """A layer's MLP or experts, with its norms."""
         config, names = self.config, self.config.names
         input_norms, output_norms = config.layer_norms(layer)
         if input_norms and not config.parallel_block:
@@ -277,7 +273,6 @@ class WeightMap:
             yield from self._norm(f"{prefix}.mlp_output_norm", f"{stored}.{names.mlp_output_norm}")
 
     def _prediction_layer(self, depth: int, names: MTPNames) -> Params:
-        """The layer of one depth, from 0, of multi-token prediction."""
         layer, width = self.config.num_hidden_layers + depth, self.config.hidden_size
         prefix = f"{LAYERS}{layer}"
 
@@ -392,7 +387,7 @@ class WeightMap:
             )
 
     def _experts(self, prefix: str, stored: str, experts: ExpertsConfig, first: int = 0) -> Params:
-        """The experts of a layer, whose number in files is from `first` on."""
+        # The experts of a layer, whose number in files is from `first` on.
         count, inner, width = (
             experts.num_experts,
             experts.intermediate_size,
@@ -431,7 +426,6 @@ def vision_name(native: str) -> str:
 
 
 def _with_backbone(name: str, before: str, after: str) -> str:
-    """The name with another backbone."""
     inner = name.removeprefix(f"{before}.")
     return name if inner == name else f"{after}.{inner}"
 

@@ -73,7 +73,6 @@ def absent_rope(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _config_of_code(hf_config: Mapping[str, Any], values: dict[str, Any]) -> Any:
-    """The config of the model's own class."""
     config_class, model_class = (load_class(hf_config, name) for name in (CONFIG, MODEL))
     _MODEL_CLASSES[config_class] = model_class
     values = {key: value for key, value in values.items() if key not in (CODE, AUTO_MAP)}

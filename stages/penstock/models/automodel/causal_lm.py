@@ -47,7 +47,6 @@ class ScaledHead(nn.Module):
         self._head, self.form = [head], form
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """Logits [T, V]."""
         logits_TV = self._head[0](x_TD) * self.form.scale
         cap = self.form.soft_cap
         return logits_TV if cap is None else (logits_TV / cap).tanh() * cap
@@ -100,13 +99,12 @@ class AutoCausalLM(nn.Module):
 
     @property
     def is_tied(self) -> bool:
-        """Whether parameters have several names."""
         return bool(self.config.outline.tied)
 
     @property
     def edges(self) -> tuple[nn.Module | None, nn.Module | None, nn.Module | None]:
-        """The embedding, the final norm and the head; none if the norm is not known: the loss may
-        read the head's weight without calling it, and the norm is then called for both."""
+        # The embedding, the final norm and the head; none if the norm is not known: the loss may
+        # read the head's weight without calling it, and the norm is then called for both.
         outline = self.config.outline
         if not outline.norm or not outline.traits.head:
             return None, None, None
@@ -115,12 +113,10 @@ class AutoCausalLM(nn.Module):
         return embedding, norm, head
 
     def routers(self) -> dict[int, nn.Module]:
-        """The routers that are observed, by layer."""
         routers = self.config.outline.routers
         return {layer: self.get_submodule(name) for name, layer in routers.items()}
 
     def fp32_modules(self) -> list[nn.Module]:
-        """The modules with parameters that the model keeps in fp32."""
         names = {name.rpartition(".")[0] for name in self.config.outline.fp32}
         return [self.get_submodule(name) for name in sorted(names)]
 
@@ -197,7 +193,7 @@ class AutoCausalLM(nn.Module):
 
     @property
     def _called(self) -> Any:
-        """The model without the head, or with it where it is not apart."""
+        # The model without the head, or with it where it is not apart.
         return self._base[0] if self.config.outline.traits.head else self._hf[0]
 
     def _run(self, ids_BL: torch.Tensor, model_inputs: Mapping[str, Any]) -> torch.Tensor:
@@ -223,8 +219,8 @@ class AutoCausalLM(nn.Module):
         return self.run_layer(keep_documents(run), *args)
 
     def _seed_of_pass(self) -> int | None:
-        """The seed of the dropout of a forward pass, from the run's seed, the step and the first
-        token; None without dropout."""
+        # The seed of the dropout of a forward pass, from the run's seed, the step and the first
+        # token; None without dropout.
         rng = current_dropout_rng()
         if not (self.training and self.config.outline.dropout and rng):
             return None
@@ -232,7 +228,6 @@ class AutoCausalLM(nn.Module):
         return rng.key(f"pass.{int(rng.token_indices_T[0])}") >> 8
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> "AutoCausalLM":
-        """Allocate the parameters, and copy the computed buffers to the device."""
         super().to_empty(device=device, recurse=recurse)
         for name, value in self.buffer_values.items():
             owner, _, leaf = name.rpartition(".")
@@ -242,7 +237,7 @@ class AutoCausalLM(nn.Module):
         return self
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "AutoCausalLM":
-        """Move or convert parameters, then tie them again, as `Decoder` does."""
+        # Move or convert parameters, then tie them again, as `Decoder` does.
         super()._apply(fn, recurse)
         # Those of the model's own module, which torch replaced here and not in `_hf`.
         for name, parameter in self._parameters.items():
@@ -253,7 +248,7 @@ class AutoCausalLM(nn.Module):
         return self
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """A replaced child is replaced in the transformers model too."""
+        # A replaced child is replaced in the transformers model too.
         super().__setattr__(name, value)
         if isinstance(value, nn.Module) and "_hf" in self.__dict__:
             setattr(self._hf[0], name, value)

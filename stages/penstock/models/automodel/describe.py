@@ -191,7 +191,7 @@ def stacked_experts(model: nn.Module) -> dict[str, bool]:
 
 
 def _tied(model: nn.Module) -> dict[str, str]:
-    """Every further name of a parameter, and its first one."""
+    # Every further name of a parameter, and its first one.
     first: dict[int, str] = {}
     tied: dict[str, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -48,7 +48,6 @@ class AutoFamily(Family):
     is no native family, or `model.backend` is `transformers`."""
 
     def weight_map(self, config: DecoderConfig, *, merge_qkv: bool = False) -> AutoWeightMap:
-        """The names and shapes of the model's tensors; projections are as the model has them."""
         del merge_qkv
         assert isinstance(config, AutoModelConfig)
         return AutoWeightMap(config)
@@ -79,7 +78,7 @@ def read_sizes(outline: ModelOutline, hf: HfConfig) -> AutoModelConfig:
 
 
 def _rope_limit(text: HfConfig, positions: int) -> float:
-    """The length from which RoPE parameters, of any kind of layer, depend on the length."""
+    # The length from which RoPE parameters, of any kind of layer, depend on the length.
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     limits = [math.inf]
     for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):

@@ -49,8 +49,8 @@ def saved_activations(
 
 @contextmanager
 def _portable_experts() -> Iterator[None]:
-    """Context manager: grouped matmuls by the operation of transformers, whose shapes are known in
-    every dtype."""
+    # Context manager: grouped matmuls by the operation of transformers, whose shapes are known in
+    # every dtype.
     from transformers.integrations import moe  # noqa: PLC0415
 
     before = moe._can_use_grouped_mm
@@ -62,7 +62,7 @@ def _portable_experts() -> Iterator[None]:
 
 
 def _fit(short: int, long: int) -> SavedBytes:
-    """The two coefficients of `a T + b T^2`."""
+    # The two coefficients of `a T + b T^2`.
     first, second = LENGTHS
     pair = max(0.0, (long / second - short / first) / (second - first))
     return SavedBytes(round(short / first - pair * first, 1), round(pair, 3))
@@ -73,7 +73,6 @@ class _OutOfTimeError(Exception):
 
 
 def _count(model: Any, layers: Sequence[str], length: int) -> list[int]:
-    """Bytes that each layer saves of one document."""
     end = time.monotonic() + SECONDS
     storages = {
         tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())

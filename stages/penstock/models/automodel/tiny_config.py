@@ -160,8 +160,8 @@ def _small_size(name: str, value: int, layers: int) -> int:
 def _shrink_rope(
     rope: Mapping[str, Any], values: Mapping[str, Any], small: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Rotary parameters, of one kind or by kind, whose sections of axes (M-RoPE) and share of a
-    head fit the small sizes."""
+    # Rotary parameters, of one kind or by kind, whose sections of axes (M-RoPE) and share of a head
+    # fit the small sizes.
     small_rope = {
         name: _shrink_rope(parameter, values, small)
         if isinstance(parameter, Mapping)
@@ -219,7 +219,7 @@ def _is_per_layer(value: Any, count: int) -> bool:
 
 
 def _kinds_of_layers(values: Mapping[str, Any], count: int) -> Sequence[int]:
-    """The first layer of each kind, by the per-layer lists of the config; at least two layers."""
+    # The first layer of each kind, by the per-layer lists of the config; at least two layers.
     per_layer = [value for value in values.values() if _is_per_layer(value, count)]
     first: dict[str, int] = {}
     for layer in range(count):

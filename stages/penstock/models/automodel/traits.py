@@ -97,7 +97,6 @@ def find_traits(hf_config: Mapping[str, Any]) -> Traits:
 
 
 def _positions_end(model: Any) -> bool:
-    """Whether a document of more tokens than the model has positions is an error."""
     ids = torch.full((1, MAX_POSITIONS + 2), 5)
     try:
         with torch.no_grad():
@@ -179,7 +178,6 @@ def find_scoring(run: "_Run") -> tuple[Scoring | None, str]:
 
 
 def _forms(config: Any) -> Iterator[Head]:
-    """Heads to try, from what the config names."""
     config = config.get_text_config(decoder=True)
     scales = [1.0]
     for name, exponent in SCALES:
@@ -249,7 +247,6 @@ def _logits(
 
 
 def _ids(model: Any, length: int) -> torch.Tensor:
-    """Distinct token ids, none of them special."""
     size = model.get_input_embeddings().weight.shape[0]
     with _seed(length):
         return (
@@ -260,7 +257,6 @@ def _ids(model: Any, length: int) -> torch.Tensor:
 
 
 def _difference(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> str:
-    """Why two runs are not the same; empty if they are."""
     count = len(LENGTHS)
     if len(actual) != len(expected):
         return "packed documents reach other weights"
@@ -281,7 +277,6 @@ def is_different(
 
 @contextmanager
 def _seed(seed: int) -> Iterator[None]:
-    """Draw from torch's generator at `seed`, and restore it."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield

@@ -92,7 +92,7 @@ def read_cohere2_moe(hf: HfConfig) -> DecoderConfig:
 
 
 def _sliding_layers(hf: HfConfig) -> tuple[int, ...]:
-    """Indices of the layers with a window; patterns count dense and other layers apart."""
+    # Indices of the layers with a window; patterns count dense and other layers apart.
     if types := config_get(hf, "layer_types", []):
         return tuple(index for index, kind in enumerate(types) if kind == SLIDING)
     dense = config_get(hf, "first_k_dense_replace", 0)

@@ -40,7 +40,7 @@ def read_hunyuan(hf: HfConfig, **specific: Any) -> DecoderConfig:
 
 
 def _rope(hf: HfConfig, head_dim: int) -> Mapping[str, Any]:
-    """The RoPE parameters. `dynamic` with an alpha is plain RoPE with another base."""
+    # The RoPE parameters. `dynamic` with an alpha is plain RoPE with another base.
     entries = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     rope = rope_parameters(hf)
     if rope["rope_type"] != "dynamic" or not entries.get("alpha"):
@@ -66,7 +66,7 @@ def read_moe(hf: HfConfig) -> DecoderConfig:
 
 
 def _of_all_layers(hf: HfConfig, name: str, reasons: list[str]) -> Any:
-    """A number, 1 by default, that may be given for each layer."""
+    # A number, 1 by default, that may be given for each layer.
     value = config_get(hf, name, 1)
     if not isinstance(value, list):
         return value

@@ -97,7 +97,7 @@ def rotary_pairs(hf: HfConfig) -> Literal["halves", "neighbours"]:
 
 
 def _yarn_factor(hf: HfConfig) -> float:
-    """YaRN's factor of queries and of keys besides that of RoPE, 1 without `mscale_all_dim`."""
+    # YaRN's factor of queries and of keys besides that of RoPE, 1 without `mscale_all_dim`.
     rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     scale, factor = config_get(rope, "mscale_all_dim", 0), config_get(rope, "factor", 1.0)
@@ -137,7 +137,6 @@ def _unsupported(
 
 
 def _sparse_layers(hf: HfConfig, first: int) -> list[int]:
-    """The layers with experts by `mlp_layer_types`; without it, those from `first` on."""
     count = config_require(hf, "num_hidden_layers")
     default = ["dense"] * first + [SPARSE] * max(0, count - first)
     kinds = per_layer(hf, "mlp_layer_types", default)

@@ -162,7 +162,6 @@ def _gated_delta(hf: HfConfig) -> GatedDeltaConfig:
 
 
 def _range(hf: HfConfig, name: str, low: float, high: float) -> tuple[float, float]:
-    """The bounds of a random number, which are `low` and `high` by default."""
     low, high = config_get(hf, f"{name}_min", low), config_get(hf, f"{name}_max", high)
     if not 0 <= low < high:
         raise config_error(f"{name}_min is {low}; it must be less than {name}_max ({high})")

@@ -52,17 +52,14 @@ class QuantizedMatrix(OpModule):
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of the dequantized matrix or matrices."""
         return torch.Size((*self.codes.shape[:-1], self.columns))
 
     @property
     def device(self) -> torch.device:
-        """The parameters' device."""
         return self.codes.device
 
     @property
     def value(self) -> QuantizedTensor:
-        """The quantized tensors, as views of the parameters."""
         return QuantizedTensor.of_bytes(self.format, self.columns, dict(self.named_parameters()))
 
     def linear(self, x: torch.Tensor) -> torch.Tensor:
@@ -219,7 +216,6 @@ class QuantizedLinear(nn.Linear):
         set_weight(self, QuantizedMatrix(format, base.weight.shape, base.weight.device))
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """The base layer's output, with the quantized weight."""
         return affine(input, self.weight, self.bias)
 
 

@@ -58,7 +58,7 @@ class Router(OpModule):
 
     @property
     def is_exact(self) -> bool:
-        """Whether its parameters must stay in fp32 when the others are cast."""
+        # Whether its parameters must stay in fp32 when the others are cast.
         return self.precision == "fp32" or self.e_score_correction_bias is not None
 
     def forward(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,7 +91,6 @@ class Router(OpModule):
         return choice_TK, weights_TK
 
     def _aux_loss(self, logits_TE: torch.Tensor, choice_TK: torch.Tensor) -> torch.Tensor | None:
-        """Report statistics to the observer; return its auxiliary loss, if any."""
         observer = current_observer()
         if observer is None or not self.is_observed or not observer.observes_pass(self):
             return None
@@ -118,7 +117,7 @@ class Router(OpModule):
         return torch.zeros_like(shares_TE), torch.zeros_like(squares_T)
 
     def _local_rows(self, observer: RouterObserver) -> torch.Tensor:
-        """The row of each local token, int64 [T]; 0 for those that this router is not of."""
+        # The row of each local token, int64 [T]; 0 for those that this router is not of.
         row_T, tokens = self.local_rows(observer.row_T), current_modalities()
         return row_T if tokens is None else row_T * tokens.is_text_T
 
@@ -129,14 +128,13 @@ class Router(OpModule):
         squares_T: torch.Tensor,
         choice_TK: torch.Tensor,
     ) -> RouterStats:
-        """Sums of the statistics over the tokens of each row."""
         row_T = self._local_rows(observer)
         with torch.autocast(shares_TE.device.type, enabled=False):
             return sum_by_row(row_T, observer.num_rows, shares_TE, squares_T, choice_TK)
 
     def _scores(self, logits_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Each expert's share of a token's scores, and the squared logsumexp of the token's logits
-        (z-loss)."""
+        # Each expert's share of a token's scores, and the squared logsumexp of the token's logits
+        # (z-loss).
         shares_TE = score_shares(logits_TE, self.config.scoring)
         return shares_TE, logits_TE.logsumexp(-1).square()
 

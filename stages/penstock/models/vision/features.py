@@ -178,5 +178,5 @@ def _projector_inputs(tower: "VisionTower", tensors: Mapping[str, torch.Tensor])
 
 
 def _floats(stored: torch.Tensor) -> torch.Tensor:
-    """Stored bfloat16, for which NumPy has no type, is read as int16."""
+    # Stored bfloat16, for which NumPy has no type, is read as int16.
     return stored.view(torch.bfloat16) if stored.dtype == torch.int16 else stored

@@ -114,7 +114,7 @@ def _pooled(fields: _Fields) -> tuple[int, int]:
 
 
 def _tile(fields: _Fields, usual: int) -> int:
-    """Patches of a tile, whose side in pixels is `usual` where vision_config has none."""
+    # Patches of a tile, whose side in pixels is `usual` where vision_config has none.
     image = fields.vision.get("image_size") or usual
     return (int(image if isinstance(image, int) else image[0]) // fields.patch) ** 2
 

@@ -219,7 +219,6 @@ def read_vision(hf: Mapping[str, Any]) -> VisionConfig:
 
 
 def _rope_axes(hf: Mapping[str, Any], kind: VisionType) -> tuple[int, ...] | None:
-    """The axis of each pair of rotated features."""
     if kind.mrope is None:
         return None
     text = language_config(hf)

@@ -29,7 +29,6 @@ def without_tower(config: Any) -> Any:
 
 @cache
 def _config_class(tower: type) -> Any:
-    """The class of a tower's config, registered with a model of its own."""
     from transformers import AutoModel, PreTrainedModel  # noqa: PLC0415
 
     class AbsentTowerConfig(tower):

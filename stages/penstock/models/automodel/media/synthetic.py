@@ -97,7 +97,6 @@ def _attended_tiles(vision: Any, number: int) -> Tensors:
 
 @torch.no_grad()
 def _count_features(model: Any, kind: Kind, tensors: Tensors) -> int:
-    """The number of features that the model makes."""
     features = _features(model, kind)
     params = inspect.signature(features).parameters
     takes_any = any(param.kind is param.VAR_KEYWORD for param in params.values())
@@ -107,13 +106,12 @@ def _count_features(model: Any, kind: Kind, tensors: Tensors) -> int:
 
 
 def _count_lengths(tower: Any, tensors: Tensors) -> int:
-    """The number of features of audio by its mask, as the tower counts them."""
+    # The number of features of audio by its mask, as the tower counts them.
     frames = tensors["feature_attention_mask"].sum(-1)
     return int(tower._get_feat_extract_output_lengths(frames)[1].sum())
 
 
 def _outputs(outputs: Any) -> Iterator[Any]:
-    """What may be the features in the outputs of the vision part."""
     if not hasattr(outputs, "pooler_output"):
         yield outputs
         return
@@ -123,8 +121,8 @@ def _outputs(outputs: Any) -> Iterator[Any]:
 
 
 def _features(model: Any, kind: Kind) -> Any:
-    """The method that makes features; None without one. It may be that of the base model, whose
-    arguments are then named."""
+    # The method that makes features; None without one. It may be that of the base model, whose
+    # arguments are then named.
     methods = [
         getattr(module, f"get_{kind}_features", None) for module in (model.base_model, model)
     ]
@@ -155,7 +153,6 @@ class _Sizes:
 
     @property
     def pixels(self) -> int:
-        """Values of a patch."""
         return self.channels * self.patch**2
 
     def square(self, number: int, *before: int, image_size: int = 0) -> torch.Tensor:
@@ -190,7 +187,7 @@ def _forms(model: Any) -> Iterator[Form]:
 
 
 def _grids(sizes: _Sizes, names: set[str]) -> Iterator[Form]:
-    """Patches of images of any size one after another."""
+    # Patches of images of any size one after another.
     pixels, patch, square = sizes.pixels, sizes.patch, sizes.merge * sizes.patch
     for shape in (
         (sizes.times * pixels,),
@@ -214,7 +211,7 @@ def _grid(shape: tuple[int, ...], names: set[str], number: int) -> Tensors:
 
 
 def _patches(sizes: _Sizes, names: set[str]) -> Iterator[Form]:
-    """Patches of one image after another, padded to as many."""
+    # Patches of one image after another, padded to as many.
     count = PATCHES**2
     if "spatial_shapes" in names:
         shapes = {
@@ -234,7 +231,7 @@ def _patches(sizes: _Sizes, names: set[str]) -> Iterator[Form]:
 
 
 def _tiles(sizes: _Sizes, names: set[str], *, has_tiles: bool) -> Iterator[Form]:
-    """Images of one size, or tiles of it."""
+    # Images of one size, or tiles of it.
     image_size, square = sizes.image_size, sizes.square
     size = torch.tensor([[image_size, image_size]])
     if has_tiles:

@@ -77,7 +77,6 @@ def shrink_images(values: Mapping[str, Any], small: dict[str, Any], layers: int)
 
 
 def _shrink_sides(values: Mapping[str, Any], small: dict[str, Any]) -> None:
-    """Images of a few patches."""
     patch = _side(values.get("patch_size"))
     merge = _side(values.get("spatial_merge_size")) or 1
     for name in SIDES:
@@ -91,7 +90,7 @@ def _shrink_sides(values: Mapping[str, Any], small: dict[str, Any]) -> None:
 
 
 def _fit_merged(values: Mapping[str, Any], small: dict[str, Any]) -> None:
-    """The width of several patches' features side by side."""
+    # The width of several patches' features side by side.
     width = values.get(MERGED)
     vision, small_vision = (config.get("vision_config") for config in (values, small))
     if isinstance(width, int) and isinstance(vision, Mapping) and isinstance(small_vision, Mapping):
@@ -128,7 +127,7 @@ def fit_tokens(small: dict[str, Any]) -> None:
 
 
 def _side(value: Any) -> int:
-    """A number, or the first of two; 0 for another value."""
+    # A number, or the first of two; 0 for another value.
     if isinstance(value, list | tuple) and value:
         value = value[0]
     return value if isinstance(value, int) and not isinstance(value, bool) else 0

@@ -116,7 +116,7 @@ def find_media_traits(hf_config: Mapping[str, Any]) -> tuple[Traits, MediaTraits
 
 @torch.no_grad()
 def _add_noise(model: Any) -> None:
-    """Make parameters that are ones or zeros when initialized tell from others."""
+    # Make parameters that are ones or zeros when initialized tell from others.
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         parameter.add_(NOISE * torch.randn(parameter.shape, generator=generator))

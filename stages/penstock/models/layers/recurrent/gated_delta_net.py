@@ -61,7 +61,6 @@ class GatedDeltaNet(RecurrentMixer):
             self.in_proj_a = nn.Linear(width, heads, bias=False)
 
     def mix(self, x_TD: torch.Tensor, segments: VarlenMetadata) -> torch.Tensor:
-        """The output, [T, D]."""
         qkv_TC, z_TNV, b_TN, a_TN = self._project(x_TD)
         y_TNV = self.run_core(self._core, qkv_TC, b_TN, a_TN, segments)
         return self.out_proj(self.norm(y_TNV, z_TNV).flatten(1))
@@ -85,7 +84,7 @@ class GatedDeltaNet(RecurrentMixer):
         return qkv_TC, z_TNV, b_TGS.flatten(1), a_TGS.flatten(1)
 
     def head_blocks(self) -> tuple[HeadBlocks, HeadBlocks, HeadBlocks]:
-        """Of the channels of the convolution, and of b and a."""
+        # Of the channels of the convolution, and of b and a.
         sizes, values = self.sizes, len(self.dt_bias)
         keys = values // sizes.values_per_key, sizes.key_dim
         return (keys, keys, (values, sizes.value_dim)), ((values, 1),), ((values, 1),)

@@ -48,7 +48,7 @@ class KimiDeltaAttention(GatedDeltaNet):
         return self.in_proj_qkv(x_TD), z_TNV, self.in_proj_b(x_TD), steps_TE
 
     def head_blocks(self) -> tuple[HeadBlocks, HeadBlocks, HeadBlocks]:
-        """Of the channels of the convolution, and of rates and steps."""
+        # Of the channels of the convolution, and of rates and steps.
         heads = len(self.dt_bias) // self.sizes.key_dim
         channels = heads, self.sizes.key_dim
         return (channels, channels, channels), ((heads, 1),), (channels,)

@@ -54,7 +54,6 @@ class Mamba2(RecurrentMixer):
         self.out_proj = nn.Linear(features, width, bias=sizes.out_bias)
 
     def mix(self, x_TD: torch.Tensor, segments: VarlenMetadata) -> torch.Tensor:
-        """The output, [T, D]."""
         z_TE, xBC_TC, dt_TN = self._project(x_TD)
         wide = torch.promote_types(dt_TN.dtype, torch.float32)
         steps_TN = F.softplus(dt_TN.to(wide) + self.dt_bias.to(wide))
@@ -72,7 +71,7 @@ class Mamba2(RecurrentMixer):
         return y_TF.split((features, y_TF.shape[-1] - features - heads, heads), dim=-1)
 
     def head_blocks(self) -> tuple[HeadBlocks, HeadBlocks]:
-        """Of the channels of the convolution, and of the steps."""
+        # Of the channels of the convolution, and of the steps.
         sizes, heads = self.sizes, len(self.dt_bias)
         groups = (len(self.conv1d.weight) - heads * sizes.head_dim) // (2 * sizes.state_dim)
         shared = groups, sizes.state_dim
