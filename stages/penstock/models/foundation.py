@@ -124,8 +124,8 @@ def check_foundation(
             faults.append(f"{name}: {value!r} has no effect: all weights are loaded")
         # Any other value must give another model, or an unsupported one.
         elif all(
-            _try_parse(base, _set_path(entries, path, other)) == own
-            for other in _other_values(value)
+            _try_parse(base, _set_path(entries, path, candidate)) == own
+            for candidate in _other_values(value)
         ):
             faults.append(
                 f"{name}: {value!r} has no effect: {_explain_no_effect(path, read.names, family)}"
@@ -282,7 +282,7 @@ def _find_type_mismatches(
 
 
 def _collect_defaults(entries: Mapping[str, Any], base: HfConfig) -> dict[str, Any]:
-    """The defaults of fields that config.json lacks, as far as it can be read."""
+    # The defaults of fields that config.json lacks, as far as it can be read.
     defaults = dict[str, Any](TABLE_EXAMPLES)
     with suppress(ConfigError, CapabilityError, *PARSE_ERRORS):
         read = _RecordingConfig(apply_overrides(base, entries))
@@ -300,8 +300,8 @@ def _type_name(value: Any) -> str | None:
 
 
 def _parse_error(base: HfConfig, entries: Mapping[str, Any], error: Exception) -> ConfigError:
-    """The error for overrides with which config.json cannot be read; it names those whose removal
-    alone would fix it."""
+    # The error for overrides with which config.json cannot be read; it names those whose removal
+    # alone would fix it.
     leaves = list(_iter_leaves(entries))
     failing = [leaf for leaf in leaves if _try_parse(base, _remove_path(entries, leaf[0]))]
     named = ", ".join(
@@ -323,8 +323,8 @@ def _remove_path(entries: Mapping[str, Any], path: Path) -> dict[str, Any]:
 def _try_parse(
     base: HfConfig, entries: Mapping[str, Any]
 ) -> DecoderConfig | Mapping[str, Any] | None:
-    """The model with these overrides; the config.json of one that its native family does not
-    compute; None if it is invalid or unsupported."""
+    # The model with these overrides; the config.json of one that its native family does not
+    # compute; None if it is invalid or unsupported.
     merged = base
     try:
         merged = apply_overrides(base, entries)
@@ -337,7 +337,6 @@ def _try_parse(
 
 
 def _drop_unused_fields(config: DecoderConfig) -> DecoderConfig:
-    """The config without fields that do not affect the computation."""
     experts = config.experts
     if experts is not None and len(experts.layers) == config.num_hidden_layers:
         config = replace(config, intermediate_size=1)
@@ -371,7 +370,6 @@ def _set_path(entries: Mapping[str, Any], path: Path, value: Any) -> dict[str, A
 
 
 def _explain_no_effect(path: Path, read: set[str], family: Any) -> str:
-    """Why an override has no effect."""
     known_keys = ROPE_KEYS if len(path) > 1 and path[0] in _ROPE_ENTRIES else read
     name = ".".join(path).rpartition(".")[2]
     if name in known_keys:

@@ -258,7 +258,6 @@ def rope_by_layer(
 def _complete_rope(
     hf: HfConfig, parameters: dict[str, Any], share: float = 1.0
 ) -> Mapping[str, Any]:
-    """RoPE parameters with a theta, in the form of transformers 5 and checked."""
     kind = parameters.pop("type", "default")
     kind = parameters.setdefault("rope_type", kind)
     if kind not in ROPE_TYPES:
@@ -286,7 +285,6 @@ def _complete_rope(
 
 
 def _select_rope_keys(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The parameters that the RoPE type uses."""
     kind = parameters["rope_type"]
     read = {"rope_type", "rope_theta", "partial_rotary_factor", *ROPE_NUMBERS[kind]}
     if parameters.get("attention_factor") is not None:

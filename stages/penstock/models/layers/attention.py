@@ -211,7 +211,7 @@ class SelfAttention(nn.Module):
         v_TKH: torch.Tensor,
         segments: VarlenMetadata,
     ) -> torch.Tensor:
-        """`softmax(scale * q @ k.T) @ v` over the tokens that each token attends to, [T, N, H]."""
+        # `softmax(scale * q @ k.T) @ v` over the tokens that each token attends to, [T, N, H].
         settings = self.scale, self.window, self.sinks, self.soft_cap
         args = (q_TNH, k_TKH, v_TKH, segments, *settings)
         if self.training and self.dropout is not None and self.dropout.is_enabled:

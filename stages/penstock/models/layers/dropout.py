@@ -37,18 +37,16 @@ class DropoutRNG:
     which calls layers with the tokens of an expert, or with patches of images."""
 
     def select(self, selection: torch.Tensor | slice) -> "DropoutRNG":
-        """The RNG of a subset of the pass's tokens."""
         return replace(self, token_indices_T=self.token_indices_T[selection])
 
     def indices(self, rows: int) -> torch.Tensor:
-        """Indices of the tokens, or other ones if there are so many rows instead of tokens."""
+        # Indices of the tokens, or other ones if there are so many rows instead of tokens.
         tokens_T = self.token_indices_T
         if self.any_rows and rows != len(tokens_T):
             return tokens_T[0] + torch.arange(rows, device=tokens_T.device)
         return tokens_T
 
     def key(self, site: str) -> int:
-        """The 64-bit key of a site, from seed, step and site name."""
         text = f"{self.seed}:{self.step}:{site}".encode()
         # Not hash(), which for text differs from process to process.
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
@@ -206,8 +204,8 @@ def rows_rng(indices_R: torch.Tensor | None) -> AbstractContextManager[None]:
 def _mask_inputs(
     x: torch.Tensor, op_id: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Token indices, rate and key for the current step, for compiled code. Without an RNG the rate
-    is 0, which drops nothing."""
+    # Token indices, rate and key for the current step, for compiled code. Without an RNG the rate
+    # is 0, which drops nothing.
     site, rng = module_by_id(op_id), current_dropout_rng()
     assert isinstance(site, Dropout)
     if rng is None:

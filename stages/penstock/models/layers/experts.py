@@ -214,11 +214,9 @@ class PlainExperts(Experts):
 
     @property
     def matrices(self) -> Mapping[Matrix, tuple[int, int]]:
-        """Output and input features of each of an expert's matrices."""
         return {"up_proj": (self.inner, self.width), "down_proj": (self.width, self.inner)}
 
     def gate_up(self, x_RD: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
-        """up_proj and the activation, [R, F]."""
         up_RF = self._grouped_linear(x_RD, self.up_proj, counts_E)
         return self.activation(self._add_adapter("up_proj", up_RF, x_RD, counts_E))
 
@@ -238,7 +236,6 @@ class ClampedExperts(Experts):
         self.alpha, self.limit = config.clamped.alpha, config.clamped.limit
 
     def gate_up(self, x_RD: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
-        """gate_up_proj and the activation, [R, F]."""
         both_R2F = self._biased_group_linear(
             x_RD, self.gate_up_proj, self.gate_up_proj_bias, counts_E
         )
@@ -246,7 +243,6 @@ class ClampedExperts(Experts):
         return self.operations.clamped_gate(both_R2F, self.alpha, self.limit)
 
     def down(self, inner_RF: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
-        """down_proj, [R, D]."""
         y_RD = self._biased_group_linear(inner_RF, self.down_proj, self.down_proj_bias, counts_E)
         return self._add_adapter("down_proj", y_RD, inner_RF, counts_E)
 
@@ -257,7 +253,6 @@ class ClampedExperts(Experts):
         bias_EN: torch.Tensor,
         counts_E: torch.Tensor,
     ) -> torch.Tensor:
-        """Each row times its expert's matrix plus its expert's bias, [R, N]."""
         y_RN = self._grouped_linear(x_RK, weight_EKN, counts_E)
         # The bias is added by a grouped GEMM too, so that its gradient is a sum over the expert's
         # rows in fp32 and in a fixed order, wherever the rows are.

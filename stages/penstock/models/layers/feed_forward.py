@@ -30,7 +30,6 @@ class FeedForward(nn.Module):
         activation: Callable[..., torch.Tensor],
         drop: Dropout | None = None,
     ) -> None:
-        """`drop=None`: no dropout."""
         super().__init__()
         for name, count in self.projections.items():
             self.add_module(name, nn.Linear(width, count * inner, bias=bias))

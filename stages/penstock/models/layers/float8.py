@@ -39,7 +39,6 @@ class Float8Linear(nn.Linear):
         self.affine = product
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """The base layer's output with FP8 rounding."""
         return self.affine(input, self.weight, self.bias)
 
     def extra_repr(self) -> str:

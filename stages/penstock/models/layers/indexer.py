@@ -123,7 +123,6 @@ class Indexer(nn.Module):
 
     @staticmethod
     def current_loss(segments: VarlenMetadata) -> IndexerLoss | None:
-        """The loss of the current pass; None without one, or without gradients."""
         return segments.memo.get(LOSS) if torch.is_grad_enabled() else None
 
     def selects(self, segments: VarlenMetadata) -> bool:

@@ -142,8 +142,8 @@ class LatentAttention(nn.Module):
         index: Index,
         loss: IndexerLoss | None,
     ) -> torch.Tensor:
-        """What the tokens attend to, with the gradient of the indexer's loss, [T, N, V]. Under
-        context parallelism keys are those of all ranks' tokens."""
+        # What the tokens attend to, with the gradient of the indexer's loss, [T, N, V]. Under
+        # context parallelism keys are those of all ranks' tokens.
         key_segments, selected_TS = indexer.keys.segments(segments), None
         index_key, latents, rotated = indexer.keys.gather(index[1], latent_TR, k_T1P)
         index, keys = (index[0], index_key, index[2]), (latents, rotated)
@@ -190,8 +190,8 @@ class LatentAttention(nn.Module):
         segments: VarlenMetadata,
         selected_TS: torch.Tensor,
     ) -> bool:
-        """Whether selected latent vectors are gathered, for which `kv_b_proj` has to be a matrix:
-        it is none where its adapter drops inputs."""
+        # Whether selected latent vectors are gathered, for which `kv_b_proj` has to be a matrix: it
+        # is none where its adapter drops inputs.
         parts = self.kv_b_proj.modules()
         if self.training and any(isinstance(part, Dropout) and part.is_enabled for part in parts):
             return False
@@ -209,7 +209,7 @@ class LatentAttention(nn.Module):
         segments: VarlenMetadata,
         selected_TS: torch.Tensor,
     ) -> tuple[torch.Tensor, Features, Features]:
-        """The same as `_attend`, absorbed: all heads have the latent vectors as their keys."""
+        # The same as `_attend`, absorbed: all heads have the latent vectors as their keys.
         to_keys_NnR, to_values_NVR = self._absorbed_weights(latent_TR)
         q_TNR = torch.einsum("tnh,nhr->tnr", q_TNn, to_keys_NnR)
         inputs = q_TNR, q_TNP, latent_TR, k_T1P.squeeze(1), selected_TS, segments
@@ -220,7 +220,6 @@ class LatentAttention(nn.Module):
     def _keys_values(
         self, latent_TR: torch.Tensor, k_T1P: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of all heads, [T, N, W] each."""
         nope, v_dim = self.sizes.nope_dim, self.sizes.v_dim
         kv_TNE = self.kv_b_proj(latent_TR).unflatten(-1, (-1, nope + v_dim))
         k_TNn, v_TNV = kv_TNE.split((nope, v_dim), dim=-1)
@@ -228,8 +227,8 @@ class LatentAttention(nn.Module):
         return self._padded(k_TNH), self._padded(v_TNV)
 
     def _padded(self, x_TNH: torch.Tensor) -> torch.Tensor:
-        """Zeros appended to a head's features: kernels take queries, keys and values of one width.
-        They change neither scores nor the other features of the output."""
+        # Zeros appended to a head's features: kernels take queries, keys and values of one width.
+        # They change neither scores nor the other features of the output.
         missing = self.sizes.padded_dim - x_TNH.shape[-1]
         return F.pad(x_TNH, (0, missing)) if missing else x_TNH
 
@@ -241,8 +240,8 @@ class LatentAttention(nn.Module):
         segments: VarlenMetadata,
         selected_TS: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`softmax(scale * q @ k.T) @ v` over the tokens that each token attends to, [T, N, W]:
-        those selected, or all earlier ones."""
+        # `softmax(scale * q @ k.T) @ v` over the tokens that each token attends to, [T, N, W]:
+        # those selected, or all earlier ones.
         if selected_TS is not None:
             return sparse_attention(q_TNW, k_TNW, v_TNW, selected_TS, segments, self.scale)
         if self.training and self.dropout is not None and self.dropout.is_enabled:
@@ -278,7 +277,7 @@ class LatentAttention(nn.Module):
         indexer: Indexer,
         index: Index,
     ) -> torch.Tensor:
-        """The same with the cached vectors that the indexer selects; zeros for padding."""
+        # The same with the cached vectors that the indexer selects; zeros for padding.
         cached_BCL, visible_BC = segments.append_latents(cached_T1L)
         rows, width = len(cached_BCL), q_TNL.shape[-1]
         keys_BCL, k_BCI = cached_BCL.split((width, indexer.sizes.head_dim), dim=-1)
@@ -290,8 +289,8 @@ class LatentAttention(nn.Module):
         return F.pad(y_BNL, (0, 0, 0, 0, 0, len(q_TNL) - rows))
 
     def _absorbed_weights(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The matrices of `kv_b_proj` from latent vectors to keys and to values of each head, with
-        its adapter and from any format."""
+        # The matrices of `kv_b_proj` from latent vectors to keys and to values of each head, with
+        # its adapter and from any format.
         sizes = self.sizes
         if type(self.kv_b_proj) is nn.Linear:
             weight_ER = self.kv_b_proj.weight.to(like.dtype)

@@ -67,7 +67,6 @@ class MoE(nn.Module):
         router: Precision,
         shared_ops: LayerOps,
     ) -> None:
-        """`shared_ops`: the kernels of the shared experts."""
         super().__init__()
         width = config.hidden_size
         self.gate = Router(experts, width, precision=router)
@@ -87,18 +86,16 @@ class MoE(nn.Module):
 
     @property
     def shared(self) -> nn.Module | None:
-        """The MLP of the shared experts. Its name is that in checkpoints, from which adapters take
-        theirs."""
+        # The MLP of the shared experts. Its name is that in checkpoints, from which adapters take
+        # theirs.
         return self._modules.get(self.names.shared)
 
     @property
     def shared_gate(self) -> nn.Module | None:
-        """The linear layer whose sigmoid multiplies the output of the shared experts."""
         return self._modules.get(self.names.shared_gate)
 
     @property
     def latent_projections(self) -> tuple[Projection, Projection]:
-        """What the experts' inputs, and then their outputs, pass through."""
         names = self.names
         projections = (self._modules.get(name) for name in (names.latent_in, names.latent_out))
         first, last = (no_op if projection is None else projection for projection in projections)
@@ -133,13 +130,11 @@ class ModalityMoE(MoE):
     def __init__(
         self, config: DecoderConfig, experts: ExpertsConfig, of_images: ExpertsConfig, **kwargs: Any
     ) -> None:
-        """`kwargs` as in `MoE`."""
         super().__init__(config, experts, **kwargs)
         self.image = MoE(config, of_images, **kwargs)
         self.image.gate.is_observed = False
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """The output, which is added to the residual stream, [T, D]."""
         tokens = current_modalities()
         if tokens is None:
             return super().forward(x_TD)

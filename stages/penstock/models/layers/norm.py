@@ -78,7 +78,6 @@ class GatedRMSNorm(nn.Module):
         norm_first: bool = True,
         operations: LayerOps = DEFAULT_LAYER_OPS,
     ) -> None:
-        """`group_width=None`: all features."""
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
         self.eps, self.activation, self.operations = eps, activation, operations
@@ -98,7 +97,7 @@ class GatedRMSNorm(nn.Module):
         gate_TD: torch.Tensor,
         mean_squares: Callable[[torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
-        """The same with a part of one group here."""
+        # The same with a part of one group here.
         assert self.activation == "silu"
         wide = torch.promote_types(x_TD.dtype, torch.float32)
         gate_TD, wide_TD = F.silu(gate_TD.to(wide)), x_TD.to(wide)

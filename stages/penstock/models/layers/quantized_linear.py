@@ -85,7 +85,7 @@ class QuantizedMatrix(OpModule):
         return group_linear(x_RK, value, counts_E, multiply, self._weight_transform(value))
 
     def weight(self, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
-        """The weight of the current pass, dequantized from these tensors into new memory."""
+        # The weight of the current pass, dequantized from these tensors into new memory.
         named = {
             name: tensor
             for name, tensor in zip(COMPONENTS, tensors, strict=True)
@@ -163,7 +163,7 @@ def _weight(
     columns: int,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weight, and its RNG as int64 [has_rng, seed, step] on the CPU."""
+    # The weight, and its RNG as int64 [has_rng, seed, step] on the CPU.
     del columns
     rng = current_dropout_rng()
     rng_state = [0, 0, 0] if rng is None else [1, rng.seed, rng.step]

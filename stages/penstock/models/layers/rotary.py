@@ -131,7 +131,6 @@ class _RopeFormula:
         return ROPE_INIT_FUNCTIONS[kind](config, device, seq_len=length)
 
     def frequencies_of(self, lengths_D: torch.Tensor) -> torch.Tensor:
-        """Inverse frequencies of each document, [D, R/2] on the device of the lengths."""
         lengths_D1 = lengths_D[:, None].float()
         if self.parameters["rope_type"] == "dynamic":
             return self.frequencies(lengths_D1)[0]

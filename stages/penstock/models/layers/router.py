@@ -102,8 +102,8 @@ class Router(OpModule):
     def aux_loss_grads(
         self, shares_TE: torch.Tensor, squares_T: torch.Tensor, choice_TK: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same for a compiled pass: the auxiliary loss's gradients with respect to each token's
-        shares and squares; zeros without an observer."""
+        # The same for a compiled pass: the auxiliary loss's gradients with respect to each token's
+        # shares and squares; zeros without an observer.
         observer = current_observer()
         if observer is not None and self.is_observed and observer.observes_pass(self):
             grad = observer.observe(

@@ -38,7 +38,6 @@ class AuxLossGradient:
     """With respect to the squares of each row."""
 
     def inner_product(self, stats: RouterStats) -> torch.Tensor:
-        """Inner product with the statistics: a scalar with this gradient."""
         return (self.shares_RE * stats.shares_RE).sum() + self.squares * stats.squares_R.sum()
 
 

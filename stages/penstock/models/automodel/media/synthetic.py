@@ -82,7 +82,7 @@ def find_maker(model: Any, kind: Kind = "image") -> MediaMaker:
 
 
 def _attended_tiles(vision: Any, number: int) -> Tensors:
-    """An image of one tile, or of two side by side, padded to as many as an image may have."""
+    # An image of one tile, or of two side by side, padded to as many as an image may have.
     tiles, count = torch.zeros(1, 1, vision.max_num_tiles, dtype=torch.int64), 1 + number % 2
     tiles[..., :count] = 1
     image_size = vision.image_size

@@ -1,4 +1,4 @@
-"""Gated DeltaNet: linear attention over packed documents.
+"""Gated DeltaNet and Kimi Delta Attention: linear attention over packed documents.
 
 T tokens, B documents, D model width; G key heads and N value heads; K and V the widths of a key and
 of a value; C the channels of the convolution (queries, keys and values) and W its taps.
@@ -14,7 +14,7 @@ from penstock.models.layers.call_hook import HeadBlocks, OfHeads, of_all_heads
 from penstock.models.layers.layer_ops import DEFAULT_LAYER_OPS, LayerOps
 from penstock.models.layers.norm import GatedRMSNorm
 from penstock.models.layers.recurrent.mixer import RecurrentMixer, ShortConvolution
-from penstock.models.linear_config import GatedDeltaConfig
+from penstock.models.linear_config import GatedDeltaConfig, KimiDeltaConfig
 from penstock_kernels.attention import VarlenMetadata
 from penstock_kernels.causal_conv1d import causal_conv1d
 from penstock_kernels.causal_conv1d import decode_step as convolve_token
@@ -68,8 +68,8 @@ class GatedDeltaNet(RecurrentMixer):
     def _project(
         self, x_TD: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys and values before the convolution, [T, C]; the gate of the output, [T, N,
-        V]; the rate of the delta rule before its sigmoid, and the step before dt_bias, [T, N]."""
+        # Queries, keys and values before the convolution, [T, C]; the gate of the output, [T, N,
+        # V]; the rate of the delta rule before its sigmoid, and the step before dt_bias, [T, N].
         sizes = self.sizes
         if not sizes.fused:
             z_TNV = self.in_proj_z(x_TD).unflatten(-1, (-1, sizes.value_dim))
@@ -97,8 +97,8 @@ class GatedDeltaNet(RecurrentMixer):
         segments: VarlenMetadata,
         of_heads: OfHeads = of_all_heads,
     ) -> torch.Tensor:
-        """Outputs of the delta rule, [T, N, V]. States are the last inputs of each document's
-        convolution, [B, W - 1, C], and its last state, [B, N, K, V]."""
+        # Outputs of the delta rule, [T, N, V]. States are the last inputs of each document's
+        # convolution, [B, W - 1, C], and its last state, [B, N, K, V].
         taps_CW = of_heads(self.conv1d.taps_CW(), self.head_blocks()[0])
         scale, value_heads = self.sizes.key_dim**-0.5, b_TN.shape[1]
         if isinstance(segments, DecodeSegments):
@@ -134,7 +134,7 @@ class GatedDeltaNet(RecurrentMixer):
     def _heads(
         self, qkv_TC: torch.Tensor, value_heads: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries and keys of length 1, [T, G, K], and values, [T, N, V]."""
+        # Queries and keys of length 1, [T, G, K], and values, [T, N, V].
         values = value_heads * self.sizes.value_dim
         keys = (qkv_TC.shape[-1] - values) // 2
         q_TE, k_TE, v_TE = qkv_TC.split((keys, keys, values), dim=-1)
@@ -144,7 +144,54 @@ class GatedDeltaNet(RecurrentMixer):
 
 
 def _unit_length(x_TGK: torch.Tensor) -> torch.Tensor:
-    """`x / |x|` over the last dimension, computed in fp32 and returned in x's dtype."""
+    # `x / |x|` over the last dimension, computed in fp32 and returned in x's dtype.
     wide_TGK = x_TGK.to(torch.promote_types(x_TGK.dtype, torch.float32))
     squares_TG1 = wide_TGK.square().sum(-1, keepdim=True)
     return (wide_TGK * torch.rsqrt(squares_TG1 + L2_EPS)).to(x_TGK.dtype)
+
+
+class KimiDeltaAttention(GatedDeltaNet):
+    """`GatedDeltaNet` with a decay for each channel of a key, and the sigmoid of its gate."""
+
+    def __init__(self, config: DecoderConfig, *, operations: LayerOps = DEFAULT_LAYER_OPS) -> None:
+        super().__init__(config, operations=operations)
+        sizes = self.sizes
+        self.norm = GatedRMSNorm(
+            sizes.value_dim, config.rms_norm_eps, activation="sigmoid", operations=operations
+        )
+
+    def _add_projections(self, width: int) -> None:
+        sizes = self.sizes
+        assert isinstance(sizes, KimiDeltaConfig)
+        inner, channels = sizes.key_dim, sizes.channels
+        self.in_proj_qkv = nn.Linear(width, sum(channels.values()), bias=False)
+        self.in_proj_b = nn.Linear(width, sizes.value_heads, bias=False)
+        self.f_a_proj = nn.Linear(width, inner, bias=False)
+        self.f_b_proj = nn.Linear(inner, channels["k"], bias=False)
+        self.g_a_proj = nn.Linear(width, inner, bias=False)
+        self.g_b_proj = nn.Linear(inner, channels["v"], bias=False)
+
+    def _project(
+        self, x_TD: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        # Queries, keys and values before the convolution, [T, C]; the gate of the output, [T, N,
+        # V]; the rate of the delta rule before its sigmoid, [T, N], and the step before dt_bias,
+        # [T, N K].
+        z_TNV = self.g_b_proj(self.g_a_proj(x_TD)).unflatten(-1, (-1, self.sizes.value_dim))
+        steps_TE = self.f_b_proj(self.f_a_proj(x_TD))
+        return self.in_proj_qkv(x_TD), z_TNV, self.in_proj_b(x_TD), steps_TE
+
+    def head_blocks(self) -> tuple[HeadBlocks, HeadBlocks, HeadBlocks]:
+        # Of the channels of the convolution, and of rates and steps.
+        heads = len(self.dt_bias) // self.sizes.key_dim
+        channels = heads, self.sizes.key_dim
+        return (channels, channels, channels), ((heads, 1),), (channels,)
+
+    def _log_decay_TN(self, a_TN: torch.Tensor, of_heads: OfHeads) -> torch.Tensor:  # noqa: N802
+        # [T, N, K], of steps [T, N K].
+        wide = torch.promote_types(a_TN.dtype, torch.float32)
+        _, of_rates, of_steps = self.head_blocks()
+        bias_E = of_heads(self.dt_bias, of_steps).to(wide)
+        A_log_N = of_heads(self.A_log.flatten(), of_rates).to(wide)
+        steps_TNK = F.softplus(a_TN.to(wide) + bias_E).unflatten(-1, (len(A_log_N), -1))
+        return -A_log_N.exp().unsqueeze(-1) * steps_TNK

@@ -62,8 +62,8 @@ class Mamba2(RecurrentMixer):
         return self.out_proj(self.norm(y_TNP.flatten(1), z_TE))
 
     def _project(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The gate of the output, [T, E]; x, B and C before the convolution, [T, C]; and the steps
-        before their bias, [T, N]."""
+        # The gate of the output, [T, E]; x, B and C before the convolution, [T, C]; and the steps
+        # before their bias, [T, N].
         y_TF = self.in_proj(x_TD)
         # Under tensor parallelism only some heads are here.
         heads = len(self.dt_bias)
@@ -84,8 +84,8 @@ class Mamba2(RecurrentMixer):
         segments: VarlenMetadata,
         of_heads: OfHeads = of_all_heads,
     ) -> torch.Tensor:
-        """Outputs of the state-space model, [T, N, P]. States are the last inputs of each
-        document's convolution, [B, W - 1, C], and its last state, [B, N, S, P]."""
+        # Outputs of the state-space model, [T, N, P]. States are the last inputs of each document's
+        # convolution, [B, W - 1, C], and its last state, [B, N, S, P].
         channels, heads = self.head_blocks()
         taps_CW, bias_C = of_heads(self.conv1d.taps_CW(), channels), self.conv1d.bias
         if bias_C is not None:
@@ -117,7 +117,7 @@ class Mamba2(RecurrentMixer):
     def _heads(
         self, xBC_TC: torch.Tensor, heads: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """x, [T, N, P], B and C, [T, G, S]."""
+        # x, [T, N, P], B and C, [T, G, S].
         sizes = self.sizes
         features = heads * sizes.head_dim
         shared = (xBC_TC.shape[-1] - features) // 2
