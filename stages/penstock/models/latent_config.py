@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from penstock.models.state_layer_config import config_error
+from penstock.models.state_layer_config import config_error, require_sizes
 
 FIELDS: Mapping[str, str] = {
     "q_rank": "q_lora_rank",
@@ -38,8 +38,7 @@ class IndexerConfig:
     """Which features RoPE rotates together; as in attention, or halves."""
 
     def __post_init__(self) -> None:
-        for name, field in INDEXER_FIELDS.items():
-            _require_size(field, getattr(self, name))
+        require_sizes(self, INDEXER_FIELDS)
 
 
 @dataclass(frozen=True)
@@ -67,10 +66,9 @@ class LatentAttentionConfig:
     """Sparse attention; None: tokens attend to all earlier ones."""
 
     def __post_init__(self) -> None:
-        for name, field in FIELDS.items():
-            size = getattr(self, name)
-            if name != "q_rank" or size is not None:
-                _require_size(field, size)
+        # Queries may have no latent vector.
+        optional = {"q_rank"} if self.q_rank is None else set[str]()
+        require_sizes(self, {name: FIELDS[name] for name in FIELDS if name not in optional})
         if self.rope_dim % 2:
             raise config_error(
                 f"qk_rope_head_dim is {self.rope_dim}; RoPE rotates features in pairs, so their "
@@ -137,8 +135,3 @@ class LatentAttentionConfig:
             shapes["indexer.k_norm.weight"] = shapes["indexer.k_norm.bias"] = (indexer.head_dim,)
             linear("indexer.weights_proj", indexer.heads, width)
         return shapes
-
-
-def _require_size(field: str, size: object) -> None:
-    if type(size) is not int or size < 1:
-        raise config_error(f"{field} is {size!r}; it must be an integer of 1 or more")

@@ -9,6 +9,7 @@ from penstock.models.state_layer_config import (
     Shape,
     StateLayerConfig,
     config_error,
+    require_sizes,
 )
 
 FIELDS: Mapping[str, str] = {
@@ -71,7 +72,7 @@ class GatedDeltaConfig(StateLayerConfig):
     heads_field = "linear_num_key_heads"
 
     def __post_init__(self) -> None:
-        self.require_sizes(FIELDS)
+        require_sizes(self, FIELDS)
         if self.value_heads % self.key_heads:
             raise config_error(
                 f"linear_num_value_heads ({self.value_heads}) is not a multiple of its "

@@ -11,6 +11,7 @@ from penstock.models.state_layer_config import (
     Shape,
     StateLayerConfig,
     config_error,
+    require_sizes,
 )
 
 FIELDS: Mapping[str, str] = {
@@ -54,7 +55,7 @@ class Mamba2Config(StateLayerConfig):
     """Names in config.json."""
 
     def __post_init__(self) -> None:
-        self.require_sizes(self.fields)
+        require_sizes(self, self.fields)
         if self.num_heads % self.groups:
             raise config_error(
                 f"{self.heads_field} ({self.num_heads}) is not a multiple of its "

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from penstock.models.state_layer_config import SavedNumbers, Shape, StateLayerConfig
+from penstock.models.state_layer_config import SavedNumbers, Shape, StateLayerConfig, require_sizes
 
 FIELDS: Mapping[str, str] = {"channels": "hidden_size", "kernel": "conv_L_cache"}
 """Names in config.json."""
@@ -26,7 +26,7 @@ class ShortConvConfig(StateLayerConfig):
     heads_field = "hidden_size"
 
     def __post_init__(self) -> None:
-        self.require_sizes(FIELDS)
+        require_sizes(self, FIELDS)
 
     @property
     def heads(self) -> int:

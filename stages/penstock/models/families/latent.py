@@ -8,6 +8,7 @@ epsilon of 1e-6 whatever `rms_norm_eps` is, the factor of scores has YaRN's `msc
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, Literal
 
 from penstock.models.decoder_config import DecoderConfig, Scoring
@@ -297,37 +298,10 @@ def read_youtu(hf: HfConfig) -> DecoderConfig:
 
 
 DEEPSEEK_V2 = Family("deepseek_v2", "DeepseekV2ForCausalLM", read_deepseek_v2, ROLES, LORA_TARGETS)
-DEEPSEEK_V3 = Family(
-    "deepseek_v3",
-    "DeepseekV3ForCausalLM",
-    read_deepseek_v3,
-    ROLES,
-    LORA_TARGETS,
-    mtp=DEEPSEEK_MTP,
-)
-GLM4_MOE_LITE = Family(
-    "glm4_moe_lite",
-    "Glm4MoeLiteForCausalLM",
-    read_glm4_moe_lite,
-    ROLES,
-    LORA_TARGETS,
-    mtp=DEEPSEEK_MTP,
-)
-DEEPSEEK_V32 = Family(
-    "deepseek_v32",
-    "DeepseekV32ForCausalLM",
-    read_deepseek_v32,
-    SPARSE_ROLES,
-    LORA_TARGETS,
-    mtp=DEEPSEEK_MTP,
-)
-GLM_MOE_DSA = Family(
-    "glm_moe_dsa",
-    "GlmMoeDsaForCausalLM",
-    read_glm_moe_dsa,
-    SPARSE_ROLES,
-    LORA_TARGETS,
-    mtp=DEEPSEEK_MTP,
-)
+_with_mtp = partial(Family, lora_targets=LORA_TARGETS, mtp=DEEPSEEK_MTP)
+DEEPSEEK_V3 = _with_mtp("deepseek_v3", "DeepseekV3ForCausalLM", read_deepseek_v3, ROLES)
+GLM4_MOE_LITE = _with_mtp("glm4_moe_lite", "Glm4MoeLiteForCausalLM", read_glm4_moe_lite, ROLES)
+DEEPSEEK_V32 = _with_mtp("deepseek_v32", "DeepseekV32ForCausalLM", read_deepseek_v32, SPARSE_ROLES)
+GLM_MOE_DSA = _with_mtp("glm_moe_dsa", "GlmMoeDsaForCausalLM", read_glm_moe_dsa, SPARSE_ROLES)
 MINICPM3 = Family("minicpm3", "MiniCPM3ForCausalLM", read_minicpm3, ROLES, LORA_TARGETS)
 YOUTU = Family("youtu", "YoutuForCausalLM", read_youtu, ROLES, LORA_TARGETS)

@@ -5,7 +5,7 @@ T tokens, D model width, N query heads, K key and value heads, H head dimension.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -85,18 +85,10 @@ def in_bf16(attend: AttentionFn) -> AttentionFn:
     """Cast queries, keys and values to bf16 for attention, and the result back."""
 
     def attend_in_bf16(
-        q_TNH: torch.Tensor,
-        k_TKH: torch.Tensor,
-        v_TKH: torch.Tensor,
-        segments: VarlenMetadata,
-        scale: float,
-        window: int | None = None,
-        sinks_N: torch.Tensor | None = None,
-        soft_cap: float | None = None,
-        /,
+        q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor, /, *args: Any
     ) -> torch.Tensor:
         q, k, v = (part.bfloat16() for part in (q_TNH, k_TKH, v_TKH))
-        return attend(q, k, v, segments, scale, window, sinks_N, soft_cap).to(q_TNH.dtype)
+        return attend(q, k, v, *args).to(q_TNH.dtype)
 
     return attend_in_bf16
 

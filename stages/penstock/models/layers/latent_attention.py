@@ -155,10 +155,18 @@ class LatentAttention(nn.Module):
             if loss is not None and key_segments is not segments:
                 with torch.no_grad():
                     k_TNF = (self._keys_values(*keys)[0],)
-        elif self._reads_latents(*inputs, selected_TS):
-            y_TNV, q_TNF, k_TNF = self._attend_latents(*inputs, selected_TS)
         else:
-            y_TNV, q_TNF, k_TNF = self._attend(*inputs, selected_TS)
+            # Latent vectors are gathered where `kv_b_proj` is a matrix: it is none where its
+            # adapter drops inputs.
+            parts = self.kv_b_proj.modules()
+            drops = any(isinstance(part, Dropout) and part.is_enabled for part in parts)
+            absorbed = q_TNn, q_TNP, latents, rotated.squeeze(1), selected_TS, key_segments
+            attend = self._attend
+            if not (self.training and drops) and latent_sparse_attention.is_fast(
+                *absorbed, self.scale
+            ):
+                attend = self._attend_latents
+            y_TNV, q_TNF, k_TNF = attend(*inputs, selected_TS)
         if loss is None:
             return y_TNV
         compared = torch.cat(q_TNF, dim=-1), torch.cat(k_TNF, dim=-1)
@@ -180,25 +188,6 @@ class LatentAttention(nn.Module):
         selected = () if selected_TS is None else (selected_TS,)
         y_TNW = self.run_core(self._core, q_TNW, k_TNW, v_TNW, segments, *selected)
         return y_TNW[..., : self.sizes.v_dim], (q_TNW,), (k_TNW,)
-
-    def _reads_latents(
-        self,
-        q_TNn: torch.Tensor,
-        q_TNP: torch.Tensor,
-        latent_TR: torch.Tensor,
-        k_T1P: torch.Tensor,
-        segments: VarlenMetadata,
-        selected_TS: torch.Tensor,
-    ) -> bool:
-        # Whether selected latent vectors are gathered, for which `kv_b_proj` has to be a matrix: it
-        # is none where its adapter drops inputs.
-        parts = self.kv_b_proj.modules()
-        if self.training and any(isinstance(part, Dropout) and part.is_enabled for part in parts):
-            return False
-        keys = latent_TR, k_T1P.squeeze(1)
-        return latent_sparse_attention.is_fast(
-            q_TNn, q_TNP, *keys, selected_TS, segments, self.scale
-        )
 
     def _attend_latents(
         self,
@@ -266,27 +255,17 @@ class LatentAttention(nn.Module):
             # Values are the keys: the cache holds them once.
             y_TNL = self.attend(q_TNL, cached_T1L, cached_T1L, segments, self.scale)
         else:
-            y_TNL = self._decode_selected(q_TNL, cached_T1L, segments, self.indexer, index)
+            # The cached vectors that the indexer selects; zeros for padding.
+            cached_BCL, visible_BC = segments.append_latents(cached_T1L)
+            rows, widths = len(cached_BCL), (q_TNL.shape[-1], self.indexer.sizes.head_dim)
+            keys_BCL, k_BCI = cached_BCL.split(widths, dim=-1)
+            q_TJI, _, weight_TJ = index
+            mask_BC = self.indexer.cached_mask(q_TJI[:rows], k_BCI, weight_TJ[:rows], visible_BC)
+            keys_B1CL = keys_BCL.unsqueeze(1)
+            q_BNL = q_TNL[:rows].to(keys_B1CL.dtype)
+            y_BNL = decode_attention(q_BNL, keys_B1CL, keys_B1CL, mask_BC, self.scale)
+            y_TNL = F.pad(y_BNL, (0, 0, 0, 0, 0, len(q_TNL) - rows))
         return torch.einsum("tnr,nvr->tnv", y_TNL[..., : sizes.kv_rank], to_values_NVR)
-
-    def _decode_selected(
-        self,
-        q_TNL: torch.Tensor,
-        cached_T1L: torch.Tensor,
-        segments: DecodeSegments,
-        indexer: Indexer,
-        index: Index,
-    ) -> torch.Tensor:
-        # The same with the cached vectors that the indexer selects; zeros for padding.
-        cached_BCL, visible_BC = segments.append_latents(cached_T1L)
-        rows, width = len(cached_BCL), q_TNL.shape[-1]
-        keys_BCL, k_BCI = cached_BCL.split((width, indexer.sizes.head_dim), dim=-1)
-        q_TJI, _, weight_TJ = index
-        mask_BC = indexer.cached_mask(q_TJI[:rows], k_BCI, weight_TJ[:rows], visible_BC)
-        keys_B1CL = keys_BCL.unsqueeze(1)
-        q_BNL = q_TNL[:rows].to(keys_B1CL.dtype)
-        y_BNL = decode_attention(q_BNL, keys_B1CL, keys_B1CL, mask_BC, self.scale)
-        return F.pad(y_BNL, (0, 0, 0, 0, 0, len(q_TNL) - rows))
 
     def _absorbed_weights(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         # The matrices of `kv_b_proj` from latent vectors to keys and to values of each head, with
