@@ -298,11 +298,13 @@ class Decoder(nn.Module):
         return self
 
 
+# named_parameters lists a shared Parameter once, state_dict under both of its names.
 def _drop_tied_head(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     del module, metadata
     state.pop(prefix + HEAD_WEIGHT, None)
 
 
+# Strict loading would report the head as missing.
 def _add_tied_head(module: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
     del module, args
     if prefix + EMBEDDING_WEIGHT in state:

@@ -261,6 +261,7 @@ class ExpertsConfig:
                 "are scored by their two best experts"
             )
 
+    # cached_property writes to __dict__, which a frozen dataclass allows.
     @cached_property
     def of_images(self) -> "ExpertsConfig | None":
         """The experts of the tokens of images, without shared ones; None if all tokens have the
@@ -526,6 +527,7 @@ class DecoderConfig:
     def rope_invariant_up_to(self) -> float:
         """The document length up to which RoPE angles do not depend on the length; infinite if they
         never do."""
+        # Up to these lengths transformers' formulas take the frequencies of training.
         limits = {"dynamic": self.max_position_embeddings}
         return min(
             parameters["original_max_position_embeddings"]
@@ -641,6 +643,7 @@ def _require_positive(config: Any, names: Iterable[str]) -> None:
 def _require_numbers(config: Any) -> None:
     for config_field in fields(config):
         value = getattr(config, config_field.name)
+        # bool is a subclass of int.
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         is_absent = value is None and config_field.type == (float | None)
         if config_field.type in (float, float | None) and not (is_number or is_absent):

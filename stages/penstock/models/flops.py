@@ -46,9 +46,11 @@ class Work:
             tokens += length
             pairs += length * (length + 1) // 2
             if window is not None:
+                # The first tokens of a document have fewer keys than the window.
                 full = min(length, window)
                 local_pairs += full * (full + 1) // 2 + (length - full) * window
             elif chunk is not None:
+                # The last chunk of a document may be shorter.
                 count, remainder = divmod(length, chunk)
                 local_pairs += (count * chunk * (chunk + 1) + remainder * (remainder + 1)) // 2
         return cls(tokens, pairs, local_pairs, tokens if logits is None else logits)
@@ -101,6 +103,7 @@ def step_flops(
     than a hundredth of a large model's total.
     """
     matmul_macs = sum(_matmul_macs(config, work, part) for part in PARTS)
+    # The forward pass, the gradient of the input and, if it is trained, that of the weight.
     passes = 3 if learning.base == "learns" else 2
     inner = learning.adapter_params - learning.head_adapter_params
     factors = inner * work.tokens + learning.head_adapter_params * work.logits
@@ -201,6 +204,8 @@ def _network_params(config: DecoderConfig, layer: int) -> int:
     if experts is None:
         return matrices * width * config.intermediate_size
     chosen = experts.experts_per_token * experts.intermediate_size
+    # Shared experts, router, gate and the projections around latent experts: each has D inputs or
+    # outputs for every token.
     around = experts.shared_intermediate_size * matrices + experts.num_experts + experts.shared_gate
     around += 2 * experts.latent_size
     return matrices * (experts.latent_size or width) * chosen + width * around

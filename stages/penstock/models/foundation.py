@@ -27,15 +27,15 @@ from penstock.models.registry import find_family, get_family, native_family
 from penstock.models.size_limits import validate_sizes
 
 ROPE = "rope_parameters"
+# Fields that were separate, beside `rope_scaling`, before transformers 5.
 BEFORE_ROPE_PARAMETERS = ("rope_theta", "partial_rotary_factor")
-"""Fields that were separate, beside `rope_scaling`, before transformers 5."""
 
+# Names of the same field in different families; a config.json has one of them, and transformers
+# accepts several.
 ALIASES = (
     ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
     ("num_experts_per_tok", "moe_k"),
 )
-"""Names of the same field in different families; a config.json has one of them, and transformers
-accepts several."""
 
 SPECIAL_TOKENS = "the tokenizer and generation_config.json say which tokens are special"
 NO_EFFECT: Mapping[str, str] = {
@@ -52,14 +52,14 @@ Path = tuple[str, ...]
 PARSE_ERRORS = (TypeError, ValueError, KeyError, AttributeError, ArithmeticError)
 """Exceptions when a config.json with values of the wrong type is read."""
 
+# Fields that are tables or null, with an example of each.
 TABLE_EXAMPLES: Mapping[str, Any] = {"quantization_config": {"quant_method": "fp8"}}
-"""Fields that are tables or null, with an example of each."""
 
+# Lists with one value per layer; unlike others they may not be empty.
 PER_LAYER = ("layer_types", "mlp_layer_types")
-"""Lists with one value per layer; unlike others they may not be empty."""
 
+# What error messages call types; all other types are numbers.
 TYPE_NAMES = {bool: "true or false", str: "text", list: "a list", dict: "a table"}
-"""What error messages call types; all other types are numbers."""
 
 
 def apply_overrides(base: HfConfig, entries: Mapping[str, Any]) -> dict[str, Any]:
@@ -272,6 +272,7 @@ def _find_type_mismatches(
         path = f"{above}{name}"
         own = stored.get(_resolve_alias(name, stored)) if isinstance(stored, Mapping) else None
         type_name = _type_name(defaults.get(name) if own is None else own)
+        # An empty table merges nothing, and an empty list says nothing of any layer.
         if value == {} or (value == [] and name in PER_LAYER):
             yield f"{path}: {value!r} has no effect; leave it out"
         elif None not in (type_name, value) and _type_name(value) != type_name:
@@ -340,6 +341,7 @@ def _drop_unused_fields(config: DecoderConfig) -> DecoderConfig:
     experts = config.experts
     if experts is not None and len(experts.layers) == config.num_hidden_layers:
         config = replace(config, intermediate_size=1)
+    # RoPE of a kind of layer that the model has none of.
     if not config.sliding_layers:
         return replace(config, sliding_rope_parameters=None)
     if config.sliding_rope_parameters and len(config.sliding_layers) == config.num_hidden_layers:
@@ -348,6 +350,7 @@ def _drop_unused_fields(config: DecoderConfig) -> DecoderConfig:
 
 
 def _other_values(value: Any) -> Iterator[Any]:
+    # bool before int, of which it is a subclass.
     if isinstance(value, bool):
         yield not value
     elif isinstance(value, int):

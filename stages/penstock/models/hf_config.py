@@ -13,8 +13,8 @@ from penstock.models.quantization_config import parse_quantization_config
 
 HfConfig = Mapping[str, Any]
 
+# Model types whose published code is that of another type; transformers has no class for them.
 SAME_CODE: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
-"""Model types whose published code is that of another type; transformers has no class for them."""
 
 
 class NotNativeError(CapabilityError):
@@ -25,9 +25,11 @@ class NotNativeError(CapabilityError):
         self.reasons = tuple(reasons)
 
 
+# Supported RoPE types.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional", *LENGTH_DEPENDENT_ROPE)
-"""Supported RoPE types."""
 
+# Parameters of each RoPE type besides `rope_theta` and `partial_rotary_factor`, as in transformers'
+# `modeling_rope_utils`.
 ROPE_NUMBERS: Mapping[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -57,30 +59,28 @@ ROPE_NUMBERS: Mapping[str, tuple[str, ...]] = {
         "original_max_position_embeddings",
     ),
 }
-"""Parameters of each RoPE type besides `rope_theta` and `partial_rotary_factor`, as in
-transformers' `modeling_rope_utils`."""
 
 ROPE_KEYS = frozenset(
     ("rope_type", "rope_theta", "partial_rotary_factor", *sum(ROPE_NUMBERS.values(), ()))
 )
 
+# Those of them that are not numbers but booleans or lists.
 NON_NUMERIC_ROPE_KEYS = ("truncate", "short_factor", "long_factor")
-"""Those of them that are not numbers but booleans or lists."""
 
+# Parameters that `attention_factor` replaces. YaRN's `mscale` has an effect only with
+# `mscale_all_dim`.
 REPLACED_BY_ATTENTION_FACTOR = {"yarn": ("mscale", "mscale_all_dim"), "longrope": ("factor",)}
-"""Parameters that `attention_factor` replaces. YaRN's `mscale` has an effect only with
-`mscale_all_dim`."""
 
 SILU = ("silu", "swish")
+# `hidden_act` values; experts only support SiLU.
 ACTIVATIONS: Mapping[str, Activation] = {
     **dict.fromkeys(SILU, "silu"),
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
-"""`hidden_act` values; experts only support SiLU."""
+# `hidden_act` values of MLPs without a gate.
 UNGATED: Mapping[str, Activation] = {**ACTIVATIONS, "relu": "relu", "relu2": "relu2"}
-"""`hidden_act` values of MLPs without a gate."""
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 LINEAR = "linear_attention"
@@ -112,6 +112,7 @@ def decoder_config(
         NotNativeError: the config has settings of `not_native`, or another activation.
         CapabilityError: the config has unsupported settings.
     """
+    # Read first, so that foundation.py knows their types whatever is raised below.
     own = {name: config_get(hf, name, value) for name, value in (defaults or {}).items()}
     gated = specific.get("gated", True)
     activations = ACTIVATIONS if gated else UNGATED
@@ -181,8 +182,8 @@ def native_type(hf: HfConfig) -> str | None:
     return SAME_CODE.get(str(model_type), model_type)
 
 
+# Required fields that others are divided by or that size a tensor.
 POSITIVE = ("num_attention_heads", "hidden_size", "vocab_size")
-"""Required fields that others are divided by or that size a tensor."""
 
 
 def config_require(hf: HfConfig, name: str) -> Any:
@@ -267,6 +268,7 @@ def _complete_rope(
         )
         message = f"{reason}. Use a model with one of these, or write model.backend: transformers."
         raise NotNativeError(message, [reason])
+    # Families with a table for each kind of layer use rope_by_layer.
     if nested := [name for name, value in parameters.items() if isinstance(value, Mapping)]:
         raise CapabilityError(
             f"the model's rotary embedding differs by kind of layer ({', '.join(nested)} in "
@@ -291,6 +293,7 @@ def _select_rope_keys(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
         read -= {*REPLACED_BY_ATTENTION_FACTOR.get(kind, ())}
     for name in read - {"rope_type", *NON_NUMERIC_ROPE_KEYS}:
         value = parameters.get(name)
+        # bool is a subclass of int.
         if isinstance(value, bool) or not isinstance(value, int | float | None):
             raise ConfigError(
                 f"the model's {name} (rotary embedding, in config.json) is {value!r}, which is not "
@@ -376,6 +379,7 @@ def check_supported(
             f"layer_types names {', '.join(other_types)}; for this family {' and '.join(kinds)} "
             f"{'are' if len(kinds) > 1 else 'is'} computed"
         )
+    # Models drop by train.dropout alone, whose masks do not depend on the parallel layout.
     if dropout := config_get(hf, "attention_dropout", 0.0):
         unsupported.append(
             f"attention_dropout is {dropout}; write 0 here (model.foundation overrides it), and"

@@ -6,6 +6,7 @@ from typing import Literal
 
 from penstock.models.state_layer_config import config_error, require_sizes
 
+# Names in config.json.
 FIELDS: Mapping[str, str] = {
     "q_rank": "q_lora_rank",
     "kv_rank": "kv_lora_rank",
@@ -13,7 +14,6 @@ FIELDS: Mapping[str, str] = {
     "rope_dim": "qk_rope_head_dim",
     "v_dim": "v_head_dim",
 }
-"""Names in config.json."""
 
 INDEXER_FIELDS: Mapping[str, str] = {
     "heads": "index_n_heads",

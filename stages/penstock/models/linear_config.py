@@ -22,6 +22,7 @@ FIELDS: Mapping[str, str] = {
 """Names in config.json."""
 
 
+# The layers of a checkpoint whose rows are a layer's, in FLA's names.
 SEPARATE: Mapping[str, tuple[str, ...]] = {
     "in_proj_qkv": ("q_proj", "k_proj", "v_proj"),
     "in_proj_z": ("g_proj",),
@@ -31,13 +32,12 @@ SEPARATE: Mapping[str, tuple[str, ...]] = {
     "norm": ("o_norm",),
     "out_proj": ("o_proj",),
 }
-"""The layers of a checkpoint whose rows are a layer's, in FLA's names."""
 
+# As in transformers for Qwen3-Next: time steps of one, and decay rates between 0.01 and 16.
 INITIAL: Mapping[str, InitialValues | float] = {
     "dt_bias": 1.0,
     "A_log": InitialValues("log_uniform", 0.01, 16),
 }
-"""As in transformers for Qwen3-Next: time steps of one, and decay rates between 0.01 and 16."""
 
 
 @dataclass(frozen=True)
@@ -173,11 +173,11 @@ class GatedDeltaConfig(StateLayerConfig):
         return 3 * self.state_size
 
 
+# The same of Kimi Linear, as in FLA and transformers.
 KIMI_INITIAL: Mapping[str, InitialValues] = {
     "A_log": InitialValues("log_uniform", 1.0, 16.0),
     "dt_bias": InitialValues("softplus_log_uniform", 1e-3, 0.1, 1e-4),
 }
-"""The same of Kimi Linear, as in FLA and transformers."""
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from penstock.models.state_layer_config import (
     require_sizes,
 )
 
+# Names in config.json.
 FIELDS: Mapping[str, str] = {
     "num_heads": "mamba_n_heads",
     "head_dim": "mamba_d_head",
@@ -21,7 +22,6 @@ FIELDS: Mapping[str, str] = {
     "state_dim": "mamba_d_state",
     "kernel": "mamba_d_conv",
 }
-"""Names in config.json."""
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ TEXT_BACKBONE = "model.text_model."
 STORED_BACKBONE = re.compile(r"(?:model\.(?:language|text)_model|language_model\.model)\.")
 STORED_MODEL = "language_model.model."
 STORED_HEAD = "language_model.lm_head"
+# Beginnings of the names of a language model's tensors.
 LANGUAGE = ("model.embed_tokens.", "model.layers.", "model.norm.", "lm_head.")
-"""Beginnings of the names of a language model's tensors."""
 
 
 @dataclass(frozen=True)
@@ -90,13 +90,15 @@ _QWEN_VL = {
 }
 
 # Rotary positions in three axes are those of the text model where there are no images.
+# Model types of `text_config`, and the text models that compute the same on text.
 SAME_ON_TEXT: Mapping[str, str] = {
     "qwen2_vl_text": "qwen2",
     "qwen2_5_vl_text": "qwen2",
     "qwen3_vl_text": "qwen3",
 }
-"""Model types of `text_config`, and the text models that compute the same on text."""
 
+# Values of fields that `text_config` lacks, by its model type: files may leave out what is
+# transformers' default.
 TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "ernie4_5_vl_moe_text": _sizes(103424, 2560, 12288, 28, 20, 131072),
     "gemma3_text": _sizes(262208, 2304, 9216, 26, 8, 131072),
@@ -115,8 +117,6 @@ TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "qwen3_vl_text": {**_QWEN, "max_position_embeddings": 128000, "rope_theta": 5e5},
     "qwen3_vl_moe_text": {**_sizes(151936, 2048, 5632, 24, 16, 128000), "rope_theta": 5e5},
 }
-"""Values of fields that `text_config` lacks, by its model type: files may leave out what is
-transformers' default."""
 
 
 def language_config(hf: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -138,6 +138,7 @@ def language_config(hf: Mapping[str, Any]) -> Mapping[str, Any]:
     text_config = {**defaults, **text, "model_type": text_model, TIED: tied}
     if quantization := hf.get("quantization_config"):
         text_config["quantization_config"] = quantization
+    # Without images the positions of all axes are the same, which is RoPE with one axis.
     for table in ("rope_parameters", "rope_scaling"):
         if rope := text_config.get(table):
             # The older name of default RoPE with three axes.

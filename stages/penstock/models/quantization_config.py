@@ -153,6 +153,7 @@ def _bitsandbytes(config: Mapping[str, Any]) -> QuantizationConfig:
     )
 
 
+# Maps compressed-tensors' (format, weight type, bits, strategy) to a format name.
 _COMPRESSED = {
     ("float-quantized", "float", 8, "block"): "block_fp8",
     ("float-quantized", "float", 8, "channel"): "fp8",
@@ -162,7 +163,6 @@ _COMPRESSED = {
     ("pack-quantized", "int", 4, "group"): "int4",
     ("nvfp4-pack-quantized", "float", 4, "tensor_group"): "nvfp4",
 }
-"""Maps compressed-tensors' (format, weight type, bits, strategy) to a format name."""
 
 
 def _compressed_tensors(config: Mapping[str, Any]) -> QuantizationConfig:

@@ -101,6 +101,7 @@ def _fallback(hf_config: HfConfig, refusal: NotNativeError) -> Family:
     try:
         _require_readable(hf_config)
         return replace(auto_family(hf_config), not_native=refusal.reasons)
+    # Whatever transformers raises, what the native family lacks says more to the user.
     except Exception as error:
         raise refusal from error
 
@@ -129,6 +130,7 @@ def _language_model(hf_config: HfConfig) -> Family | None:
 
     def read(hf: HfConfig) -> DecoderConfig:
         config = family.read(language_config(hf))
+        # PEFT takes adapters of each expert of some language models alone, not within the whole.
         if config.experts is None or multimodal.adapts_experts:
             return config
         return replace(config, experts=replace(config.experts, adaptable=False))

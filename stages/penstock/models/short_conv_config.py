@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from penstock.models.state_layer_config import SavedNumbers, Shape, StateLayerConfig, require_sizes
 
+# Names in config.json.
 FIELDS: Mapping[str, str] = {"channels": "hidden_size", "kernel": "conv_L_cache"}
-"""Names in config.json."""
 
 
 @dataclass(frozen=True)

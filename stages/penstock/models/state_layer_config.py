@@ -130,6 +130,7 @@ class StateLayerConfig(ABC):
 
     def heads_of_rank(self, tensor: int, context: int) -> tuple[int, ...]:
         """Those heads of a rank, where `context` ranks share those of each of `tensor` ranks."""
+        # With fewer heads than tensor-parallel ranks several ranks have the same head.
         counts = [max(1, heads // tensor) for heads, _ in self.exchanged]
         heads_by_count = [(count, *even_heads(count, counts[-1], context)) for count in counts]
         return tuple(

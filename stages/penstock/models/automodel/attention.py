@@ -82,6 +82,7 @@ def varlen_attention(
     query, key = query.to(value.dtype), key.to(value.dtype)
     q_TNH, k_TKH, v_TKH = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     value_width = v_TKH.shape[-1]
+    # Kernels take queries, keys and values of one width; zeros change neither scores nor outputs.
     if value_width != width:
         widest = max(width, value_width)
         q_TNH, k_TKH, v_TKH = (F.pad(x, (0, widest - x.shape[-1])) for x in (q_TNH, k_TKH, v_TKH))

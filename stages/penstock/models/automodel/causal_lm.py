@@ -95,6 +95,7 @@ class AutoCausalLM(nn.Module):
             observe_router(self.get_submodule(name), scoring)
         self.has_experts = any(".experts." in name for name in config.outline.params)
         for number, layer in enumerate(self.blocks):
+            # On the instance: nn.Module.__call__ calls it within the hooks of FSDP.
             layer.forward = partial(self._call_layer, number, layer.forward)
 
     @property
@@ -167,12 +168,15 @@ class AutoCausalLM(nn.Module):
         self, ids_T: torch.Tensor, segments: VarlenMetadata, images: ImageInputs | None
     ) -> torch.Tensor:
         """Hidden states [T, D], or logits, of documents as a padded batch."""
+        # On the host: reading the longest length from a device would wait for it.
         lengths = torch.tensor(segments.lengths)
         longest = int(lengths.max())
         here_BL = (torch.arange(longest) < lengths[:, None]).to(ids_T.device)
+        # masked_scatter fills row by row, which is the order of packed tokens.
         ids_BL = ids_T.new_zeros(here_BL.shape).masked_scatter(here_BL, ids_T)
         observer, rng = current_observer(), current_dropout_rng()
         if rng:
+            # Masks of padding change nothing: its outputs are left out below.
             padding_BL = rng.token_indices_T.new_full(here_BL.shape, -1)
             indices_BL = padding_BL.masked_scatter(here_BL, rng.token_indices_T)
             rng = replace(rng, token_indices_T=indices_BL.flatten())
@@ -244,6 +248,7 @@ class AutoCausalLM(nn.Module):
             self._hf[0]._parameters[name] = parameter
         for alias, name in self.config.outline.tied.items():
             owner, _, leaf = alias.rpartition(".")
+            # torch makes a new Parameter for each module when a model leaves the meta device.
             setattr(self.get_submodule(owner), leaf, self.get_parameter(name))
         return self
 

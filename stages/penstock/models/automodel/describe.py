@@ -21,8 +21,8 @@ from penstock.models.automodel.routers import layer_indices, router_modules
 from penstock.models.automodel.saved_activations import saved_activations
 from penstock.models.automodel.traits import EXPERTS, find_traits, first_size
 
+# Parts of the names of towers, by modality.
 TOWERS = {"image": "vision", "audio": "audio_tower"}
-"""Parts of the names of towers, by modality."""
 
 EXPERTS_PER_TOKEN = (
     "num_experts_per_tok",

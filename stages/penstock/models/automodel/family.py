@@ -24,12 +24,12 @@ from penstock.models.decoder_config import (
 from penstock.models.family import Family
 from penstock.models.hf_config import HfConfig
 
+# Raised when `describe` finds something else for the same config.
 REVISION = 13
-"""Raised when `describe` finds something else for the same config."""
 
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "context_length")
+# The longest document of a model whose config names no number of positions.
 UNLIMITED = 1 << 20
-"""The longest document of a model whose config names no number of positions."""
 
 NO_EFFECT = (
     *("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version"),
@@ -102,6 +102,7 @@ def auto_family(hf_config: HfConfig) -> AutoFamily:
 
     Raises CapabilityError for a model that cannot be trained, with the reason.
     """
+    # As text, because the cache needs a key that can be hashed.
     return _family(json.dumps(hf_config, sort_keys=True))
 
 
@@ -110,6 +111,7 @@ def _family(text: str) -> AutoFamily:
     hf_config: Mapping[str, Any] = json.loads(text)
     entries = {key: value for key, value in hf_config.items() if key not in NO_EFFECT}
     if CODE in entries:
+        # Not the folder: the same code may lie in another one.
         entries[CODE] = entries[CODE]["digest"]
     versions = [REVISION, version("transformers"), version("torch")]
     digest = hashlib.sha256(json.dumps([entries, versions], sort_keys=True).encode()).hexdigest()

@@ -19,11 +19,11 @@ from penstock.models.automodel.inputs import accepted
 from penstock.models.automodel.outline import SavedBytes
 from penstock_kernels.attention import VarlenMetadata
 
+# Documents from which the part that grows with the square of their length follows.
 LENGTHS = (64, 128)
-"""Documents from which the part that grows with the square of their length follows."""
 
+# After this time the mean of the layers so far is taken for the others.
 SECONDS = 3.0
-"""After this time the mean of the layers so far is taken for the others."""
 
 
 def saved_activations(
@@ -74,6 +74,7 @@ class _OutOfTimeError(Exception):
 
 def _count(model: Any, layers: Sequence[str], length: int) -> list[int]:
     end = time.monotonic() + SECONDS
+    # By the address of the storage's object: fake tensors have no memory, so no data_ptr.
     storages = {
         tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())
     }

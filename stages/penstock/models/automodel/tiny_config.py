@@ -9,8 +9,8 @@ from typing import Any
 
 from penstock.models.automodel.media.tiny_media import MELS, fit_tokens, shrink_audio, shrink_images
 
+# Layers of a tiny model, if more kinds of layers are not needed.
 MAX_LAYERS = 6
-"""Layers of a tiny model, if more kinds of layers are not needed."""
 
 MAX_POSITIONS = 256
 
@@ -61,11 +61,10 @@ _NAMES_BY_SIZE: Mapping[int, str] = {
     128: "mamba_d_ssm",
     0: "pad_token_id",
 }
+# Sizes by their names in transformers' configs. Windows are shorter than the documents of a check.
 SIZES: Mapping[str, int] = {
     name: size for size, names in _NAMES_BY_SIZE.items() for name in names.split()
 }
-"""Sizes by their names in transformers' configs. Windows are shorter than the documents of a
-check."""
 
 LAYER_COUNTS = (
     "num_hidden_layers",
@@ -81,30 +80,30 @@ LAYER_COUNTS = (
     "depth",
 )
 KEY_VALUE_HEADS = ("num_key_value_heads", "swa_num_key_value_heads", "num_kv_heads", "kv_n_heads")
+# Pairs of sizes of which the first stays equal to the second.
 EQUAL = (
     ("num_key_value_heads", "num_attention_heads"),
     ("head_dim", "qk_rope_head_dim"),
     ("head_dim", "qk_head_dim"),
 )
-"""Pairs of sizes of which the first stays equal to the second."""
 
+# The layers that attend to images.
 CROSS_ATTENDING = "cross_attention_layers"
-"""The layers that attend to images."""
 
+# The share of a head that is rotated.
 ROTATED = "partial_rotary_factor"
-"""The share of a head that is rotated."""
 
+# The number of last layers that use keys and values of earlier ones.
 SHARING = "num_kv_shared_layers"
-"""The number of last layers that use keys and values of earlier ones."""
 
+# Fields of configs of images.
 MARKS = ("vision_config", "image_size", "num_embeddings")
-"""Fields of configs of images."""
 
+# Values of single layers, by layer index.
 PER_LAYER_CONFIG = "per_layer_config"
-"""Values of single layers, by layer index."""
 
+# Number of dense layers before the first one with experts.
 DENSE_FIRST = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
-"""Number of dense layers before the first one with experts."""
 
 
 def shrink(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -211,6 +210,7 @@ def _keep_relations(values: Mapping[str, Any], small: dict[str, Any]) -> None:
 
 
 def _is_size(value: Any) -> bool:
+    # bool is a subclass of int.
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 

@@ -21,18 +21,18 @@ from penstock.models.automodel.routers import infer_scoring, router_modules
 from penstock.models.automodel.tiny_config import MAX_POSITIONS, shrink
 from penstock_kernels.attention import VarlenMetadata
 
+# Tokens of the two documents: more than the tiny model's windows.
 LENGTHS = (11, 7)
-"""Tokens of the two documents: more than the tiny model's windows."""
+# Relative difference up to which values are equal but for rounding (fp32).
 TOLERANCE = 2e-4
-"""Relative difference up to which values are equal but for rounding (fp32)."""
 
+# Factors of logits by their names in configs, and the exponent with which they apply.
 SCALES = (
     ("logit_scale", 1),
     ("logits_scaling", -1),
     ("lm_head_multiplier", 1),
     ("output_scale", 1),
 )
-"""Factors of logits by their names in configs, and the exponent with which they apply."""
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 """Names of the number of experts in configs."""
 SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
@@ -101,6 +101,7 @@ def _positions_end(model: Any) -> bool:
     try:
         with torch.no_grad():
             _logits(model, ids)
+    # A table of positions raises; rotary embeddings compute any position.
     except (IndexError, RuntimeError):
         return True
     return False
@@ -232,6 +233,7 @@ class _Run:
         loss = sum((logits_LV.float() * weights).square().sum() for logits_LV in logits)
         assert isinstance(loss, torch.Tensor)
         params = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        # Experts without tokens have no gradient.
         gradients = torch.autograd.grad(loss, params, allow_unused=True)
         return [
             *(logits_LV.detach() for logits_LV in logits),

@@ -25,9 +25,9 @@ VL_NAMES = ExpertNames(
     known_to_peft=False,
 )
 
+# The top-k softmax weights always sum to more than this, so a lower bound on the sum that is at
+# most this large has no effect.
 MIN_TOPK_SUM = 1e-9
-"""The top-k softmax weights always sum to more than this, so a lower bound on the sum that is at
-most this large has no effect."""
 
 
 def ernie_config(hf: HfConfig, defaults: dict[str, Any], **specific: Any) -> DecoderConfig:

@@ -25,11 +25,11 @@ NAMES = TensorNames(
     attention_output_norm="post_attention_layernorm",
     mlp_output_norm="post_feedforward_layernorm",
 )
+# RoPE of a config.json without `rope_parameters`.
 GEMMA4_ROPE = {
     SLIDING: {"rope_type": "default", "rope_theta": 1e4},
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
 }
-"""RoPE of a config.json without `rope_parameters`."""
 
 
 def gemma_config(

@@ -29,6 +29,7 @@ from penstock.models.hf_config import (
 from penstock.models.linear_config import KimiDeltaConfig
 from penstock.models.tp_roles import LINEAR_ATTENTION_ROLES
 
+# Other families' names of fields, and those in published files.
 PUBLISHED = {
     "max_position_embeddings": "model_max_length",
     "norm_topk_prob": "moe_renormalize",
@@ -37,17 +38,16 @@ PUBLISHED = {
     "num_experts_per_tok": "num_experts_per_token",
     "n_shared_experts": "num_shared_experts",
 }
-"""Other families' names of fields, and those in published files."""
+# Fields without effect: there is no RoPE.
 UNREAD = ("rope_parameters", "rope_scaling", "rope_theta", "head_dim", "n_routed_experts")
-"""Fields without effect: there is no RoPE."""
+# Settings of published files that transformers does not read either, and tied embeddings, which it
+# does not tie.
 COMPUTED = {
     "mla_use_nope": True,
     "moe_router_activation_func": "sigmoid",
     "moe_layer_freq": 1,
     "tie_word_embeddings": False,
 }
-"""Settings of published files that transformers does not read either, and tied embeddings, which it
-does not tie."""
 
 EXPERT_NAMES = ExpertNames(
     block="block_sparse_moe", gate="w1", up="w3", down="w2", known_to_peft=False

@@ -60,8 +60,8 @@ LORA_TARGETS = (
 )
 """Default LoRA targets: q_proj, or q_a_proj and q_b_proj where queries have a latent vector."""
 
+# Routing of DeepSeek V2.
 GREEDY, GROUPED = "greedy", "group_limited_greedy"
-"""Routing of DeepSeek V2."""
 
 
 def latent_attention(

@@ -29,6 +29,7 @@ CWM_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+# RoPE parameters where config.json has none.
 MINISTRAL3_ROPE = {
     "rope_type": "yarn",
     "rope_theta": 1e6,
@@ -40,7 +41,6 @@ MINISTRAL3_ROPE = {
     "mscale": 1.0,
     "llama_4_scaling_beta": 0.1,
 }
-"""RoPE parameters where config.json has none."""
 
 
 def read_llama(hf: HfConfig) -> DecoderConfig:

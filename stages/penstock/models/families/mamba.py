@@ -46,8 +46,8 @@ NEMOTRON_NAMES = TensorNames(
 )
 
 MLP, EXPERTS = "mlp", "moe"
+# The kinds of layers in `hybrid_override_pattern`, as files of Nemotron-H say.
 PATTERN: Mapping[str, str] = {"M": LINEAR, "*": FULL, "-": MLP, "E": EXPERTS}
-"""The kinds of layers in `hybrid_override_pattern`, as files of Nemotron-H say."""
 
 
 def mamba_config(hf: HfConfig) -> Mamba2Config:

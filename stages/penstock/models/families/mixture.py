@@ -40,6 +40,7 @@ MINIMAX_NAMES = ExpertNames(
 GPT_OSS_NAMES = ExpertNames(
     router="router", gate_up_stack="experts.gate_up_proj", down_stack="experts.down_proj"
 )
+# RoPE parameters where config.json has none.
 GPT_OSS_ROPE: Mapping[str, Any] = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -48,7 +49,6 @@ GPT_OSS_ROPE: Mapping[str, Any] = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-"""RoPE parameters where config.json has none."""
 
 
 def read_mixtral(hf: HfConfig) -> DecoderConfig:

@@ -32,8 +32,8 @@ from penstock.models.tp_roles import LINEAR_ATTENTION_ROLES
 
 SHARED_NAMES = ExpertNames(shared="shared_expert", known_to_peft=False)
 STACK_NAMES = ExpertNames(gate_up_stack="experts.gate_up_proj", down_stack="experts.down_proj")
+# Transformers' defaults.
 DELTA_SIZES = {"key_heads": 16, "value_heads": 32, "key_dim": 128, "value_dim": 128, "kernel": 4}
-"""Transformers' defaults."""
 
 
 def qwen_experts(

@@ -25,8 +25,8 @@ OPT_NAMES = TensorNames(
     down_proj="fc2",
 )
 OPT_LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")
+# First used row of OPT's position table; rows before it are for padding.
 FIRST_ROW = 2
-"""First used row of OPT's position table; rows before it are for padding."""
 
 
 def ungated_config(hf: HfConfig, *, biased: bool = False, **specific: Any) -> DecoderConfig:

@@ -206,6 +206,7 @@ class SelfAttention(nn.Module):
         # `softmax(scale * q @ k.T) @ v` over the tokens that each token attends to, [T, N, H].
         settings = self.scale, self.window, self.sinks, self.soft_cap
         args = (q_TNH, k_TKH, v_TKH, segments, *settings)
+        # Only eager attention has the probabilities, of which some are dropped.
         if self.training and self.dropout is not None and self.dropout.is_enabled:
             return eager(*args, drop=self.dropout.drop_probs)
         return self.attend(*args)

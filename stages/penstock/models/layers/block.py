@@ -76,6 +76,7 @@ class Block(nn.Module):
                 self.mlp = build_feed_forward(config, config.intermediate_size, operations, drop)
             self.mlp_output_norm = output_norm()
         self.residual_scale = config.residual_scale
+        # A parameter, because checkpoints have it; it is not trained.
         self.layer_scalar = (
             nn.Parameter(torch.ones(1), requires_grad=False) if config.layer_scalars else None
         )

@@ -32,9 +32,9 @@ Stack = Literal["gate_up_proj", "up_proj", "down_proj"]
 """Names of the parameters that stack them."""
 
 
+# Width of the matmul that adds biases. One column is ones, the others are zeros; 8 is the least
+# that every grouped GEMM backend supports.
 BIAS_GEMM_WIDTH = 8
-"""Width of the matmul that adds biases. One column is ones, the others are zeros; 8 is the least
-that every grouped GEMM backend supports."""
 
 
 @dataclass(frozen=True)
@@ -160,6 +160,7 @@ class Experts(nn.Module):
         both_RF = self._grouped_linear(x_RD, self.gate_up_proj, counts_E)
         if self.is_stacked:
             both_RF = self._add_adapter("gate_up_proj", both_RF, x_RD, counts_E)
+        # Gate and up are one matmul, whose outputs are split where each has an adapter of its own.
         if self.adapter is None or self.is_stacked:
             return self.operations.packed_activate(both_RF)
         gate_RF, up_RF = both_RF.chunk(2, dim=-1)

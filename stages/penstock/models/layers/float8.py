@@ -35,6 +35,7 @@ class Float8Linear(nn.Linear):
         super().__init__(
             base.in_features, base.out_features, bias=base.bias is not None, device="meta"
         )
+        # The base's own Parameters: optimizers and tied weights keep their identity.
         self.weight, self.bias = base.weight, base.bias
         self.affine = product
 

@@ -24,8 +24,8 @@ from penstock_kernels.sparse_attention.highest import highest
 
 R = TypeVar("R")
 
+# Epsilon of the norm of keys, as in transformers.
 NORM_EPS = 1e-6
-"""Epsilon of the norm of keys, as in transformers."""
 
 
 _IS_FIRST = PassState[bool]("is_first")

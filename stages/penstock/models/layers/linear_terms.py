@@ -32,8 +32,8 @@ class LinearTerms(Protocol):
         ...
 
 
+# Exactly these types: DTensors and quantized tensors are subclasses of tensors too.
 _PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
-"""Exactly these types: DTensors and quantized tensors are subclasses of tensors too."""
 
 
 def linear_terms(layer: object, x: torch.Tensor) -> Sequence[WeightedRows] | None:

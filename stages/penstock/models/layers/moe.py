@@ -107,6 +107,7 @@ class MoE(nn.Module):
         routed_TD = x_TD
         if self.scales_inputs:
             routed_TD = x_TD * weights_TK.to(x_TD.dtype)  # K is 1
+            # The combine of the dispatcher multiplies outputs by these.
             weights_TK = torch.ones_like(weights_TK)
         project, project_back = self.latent_projections
         y_TL = self.dispatch(project(routed_TD), choice_TK, weights_TK, self.experts)
@@ -144,6 +145,7 @@ class ModalityMoE(MoE):
         )
         text_ND = self.finish_dispatch(self.dispatch(text_ND, choice_NK, weights_NK, self.experts))
         image_MD = self.image(x_TD.index_select(0, tokens.images))
+        # Every token is of text or of an image, so no row stays undefined.
         y_TD = torch.empty_like(x_TD, dtype=text_ND.dtype)
         y_TD = y_TD.index_copy(0, tokens.text, text_ND).index_copy(0, tokens.images, image_MD)
         return y_TD if self.shared is None else y_TD + self.run_shared(self.shared, x_TD)

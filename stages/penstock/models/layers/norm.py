@@ -49,6 +49,7 @@ class RMSNorm(nn.Module):
     def _split(
         self, x_TD: torch.Tensor, mean_squares: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
+        # fp32, or fp64 for inputs in fp64.
         wide_TD = x_TD.to(torch.promote_types(x_TD.dtype, torch.float32))
         normed_TD = wide_TD * torch.rsqrt(mean_squares(wide_TD) + self.eps)
         if self.plus_one:

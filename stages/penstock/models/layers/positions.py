@@ -33,6 +33,7 @@ class PositionTable(nn.Module):
         assertion ends the process.
         """
         at_T = self.local_positions(position_ids_T)
+        # Reading the largest position of a GPU's tensor would wait for the GPU.
         if at_T.device.type != "cpu":
             torch._assert_async((at_T < self.learned).all(), "more positions than are learned")
         elif len(at_T) and (last := int(at_T.max())) >= self.learned:

@@ -75,6 +75,7 @@ class Router(OpModule):
             scoring=config.scoring,
             normalized=config.norm_topk_prob,
             norm_eps=config.norm_eps,
+            # Checkpoints of ERNIE have it as [1, E].
             bias_E=None if bias is None else bias.flatten(),
             num_groups=config.num_groups,
             groups_per_token=config.groups_per_token,
@@ -112,6 +113,7 @@ class Router(OpModule):
             if grad is not None:
                 row_mask_RT = row_mask(self._local_rows(observer), observer.num_rows)
                 of_shares_RE = grad.shares_RE.expand(len(row_mask_RT), -1)
+                # Autocast would multiply in 16 bits.
                 with torch.autocast(shares_TE.device.type, enabled=False):
                     return row_mask_RT.T @ of_shares_RE, row_mask_RT.sum(0) * grad.squares
         return torch.zeros_like(shares_TE), torch.zeros_like(squares_T)

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 FEATURES = "image_features"
 """The features of an image [F, D]."""
+# Beginning of the names of the features [F, D] that are added after decoder layers; its number.
 DEEPSTACK = "deepstack_features."
-"""Beginning of the names of the features [F, D] that are added after decoder layers; its number."""
+# What the projector takes of an image.
 HIDDEN = "projector_inputs"
-"""What the projector takes of an image."""
 PIXELS = "pixel_values"
 SECONDS = "second_per_grid_ts"
 """Seconds of a temporal patch of each video, on which positions depend, and no features."""
@@ -42,6 +42,7 @@ def encode_images(
 ) -> dict[str, torch.Tensor]:
     """What is stored of images: the features, or the projector's inputs; and their other tensors.
     `tensors` are the arguments of `get_image_features`."""
+    # Grids and sizes of images are needed for positions, whatever is stored of the pixels.
     inputs = {name: tensor for name, tensor in tensors.items() if name != PIXELS}
     if not projected:
         return {HIDDEN: _projector_inputs(tower, tensors), **inputs}

@@ -12,6 +12,7 @@ from typing import Any
 from penstock.models.multimodal import language_config
 from penstock.models.vision.types import VISION_TYPES, VisionType
 
+# By tower, of fields that a vision_config leaves out: transformers' own.
 DEFAULTS: Mapping[str, Mapping[str, int]] = {
     "clip_vision_model": {"hidden_size": 768, "layers": 12, "inner": 3072, "patch": 32},
     "dinov2": {"hidden_size": 768, "layers": 12, "inner": 3072, "patch": 14},
@@ -26,10 +27,9 @@ DEFAULTS: Mapping[str, Mapping[str, int]] = {
     "qwen3_vl": {"hidden_size": 1152, "layers": 27, "inner": 4304, "patch": 16},
     "smolvlm_vision": {"hidden_size": 1152, "layers": 12, "inner": 3072, "patch": 32},
 }
-"""By tower, of fields that a vision_config leaves out: transformers' own."""
 
+# Layers of Qwen2.5-VL's tower without windows, where vision_config names none.
 FULL_ATTENTION = (7, 15, 23, 31)
-"""Layers of Qwen2.5-VL's tower without windows, where vision_config names none."""
 
 
 @dataclass(frozen=True)
@@ -160,6 +160,7 @@ _GLM = _SizeType(
     downsamples=True,
 )
 
+# By the `model_type` of config.json.
 SIZE_TYPES: Mapping[str, _SizeType] = {
     "ernie4_5_vl_moe": _SizeType(
         lambda f: (f.merged * (5 * f.merged + f.outer), f.side**2),
@@ -187,7 +188,6 @@ SIZE_TYPES: Mapping[str, _SizeType] = {
     "qwen3_vl_moe": _grid("qwen3_vl"),
     "smolvlm": _SizeType(_shuffled_linear, "smolvlm_vision"),
 }
-"""By the `model_type` of config.json."""
 
 
 def read_sizes(hf: Mapping[str, Any]) -> VisionSizes | None:

@@ -33,8 +33,8 @@ MODULES = (
 )
 """The vision part's modules and parameters at the top of transformers' class."""
 
+# Beginnings of the names of its tensors in the model, and in checkpoints.
 VISION_NAMES = (VISION, *(f"{BACKBONE}{module}" for module in MODULES))
-"""Beginnings of the names of its tensors in the model, and in checkpoints."""
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from torch import nn
 
 PIXELS, RATIOS, TILES = "pixel_values", "aspect_ratio_ids", "aspect_ratio_mask"
 """[B, I, T, C, H, W]; [B, I], 0 for none; [B, I, T], 1 for a tile that is one of the image."""
+# [B, L, I, T]: 1 where a token attends to a tile.
 MASK = "cross_attention_mask"
-"""[B, L, I, T]: 1 where a token attends to a tile."""
 
 
 def is_cross_attended(config: Any) -> bool:

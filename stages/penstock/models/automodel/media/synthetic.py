@@ -28,8 +28,8 @@ Form = tuple[str, Callable[[int], Tensors]]
 
 AUDIO_CONFIGS = ("audio_config", "encoder_config")
 MASKS = ("feature_attention_mask", "input_features_mask")
+# Frames of a position of the tower.
 STRIDE = 2
-"""Frames of a position of the tower."""
 
 Kind = Literal["image", "audio"]
 KINDS: tuple[Kind, ...] = ("image", "audio")

@@ -37,8 +37,8 @@ AUDIO_SIZES: Mapping[str, int] = {
     "output_dim": 64,
     "downsample_hidden_size": 8,
 }
+# Types whose features of several positions are one: as many as the inner width is wider.
 STACKED = ("voxtral_encoder",)
-"""Types whose features of several positions are one: as many as the inner width is wider."""
 
 SIDES = ("image_size", "max_image_size", "max_img_size")
 INDICES = ("indexes", "indices", "indexs", "target_layers", "summary_idxs")

@@ -27,8 +27,8 @@ PLURALS = {"image": "images", "audio": "audio"}
 
 NOISE = 0.02
 
+# Ends of the names in configs of the token of a kind of media.
 TOKEN_NAMES = ("token_id", "token_index")
-"""Ends of the names in configs of the token of a kind of media."""
 
 
 @dataclass(frozen=True)

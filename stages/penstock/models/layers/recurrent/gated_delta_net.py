@@ -20,8 +20,8 @@ from penstock_kernels.causal_conv1d import causal_conv1d
 from penstock_kernels.causal_conv1d import decode_step as convolve_token
 from penstock_kernels.linear_attention import decode_step, linear_attention
 
+# Added to the squared length of queries and keys, as in transformers and FLA.
 L2_EPS = 1e-6
-"""Added to the squared length of queries and keys, as in transformers and FLA."""
 
 
 class GatedDeltaNet(RecurrentMixer):

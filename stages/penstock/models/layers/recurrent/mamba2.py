@@ -57,6 +57,7 @@ class Mamba2(RecurrentMixer):
         z_TE, xBC_TC, dt_TN = self._project(x_TD)
         wide = torch.promote_types(dt_TN.dtype, torch.float32)
         steps_TN = F.softplus(dt_TN.to(wide) + self.dt_bias.to(wide))
+        # As in transformers: after the softplus.
         steps_TN = steps_TN.clamp(self.sizes.min_step, self.sizes.max_step)
         y_TNP = self.run_core(self._core, xBC_TC, steps_TN, segments)
         return self.out_proj(self.norm(y_TNP.flatten(1), z_TE))
