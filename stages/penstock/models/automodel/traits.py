@@ -170,7 +170,8 @@ def find_scoring(run: "_Run") -> tuple[Scoring | None, str]:
         _logits(model, ids_1L)
     for handle in handles:
         handle.remove()
-    if len(scorings := set(map(tuple, scorings_by_router.values()))) != 1:
+    scorings = {(*of_router,) for of_router in scorings_by_router.values()}
+    if len(scorings) != 1:
         return None, "its routers are not alike"
     [scoring] = scorings
     if len(scoring) != 1 or scoring[0] is None:
