@@ -11,7 +11,7 @@ from torch import nn
 from penstock.engine.vision.image_inputs import ImageInputBuilder
 from penstock.engine.vision.stored_names import checkpoint_names
 from penstock.models.decoder import Decoder
-from penstock.models.layers.modality.tokens import route_modalities
+from penstock.models.layers.router_observer import route_modalities
 from penstock.models.multimodal import text_name
 from penstock.models.registry import get_family
 from penstock.models.vision.tower import VisionTower

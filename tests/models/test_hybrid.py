@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from penstock.core.errors import CapabilityError, ConfigError
-from penstock.models.kimi_delta_config import KimiDeltaConfig
-from penstock.models.linear_config import GatedDeltaConfig
+from penstock.models.linear_config import GatedDeltaConfig, KimiDeltaConfig
 from penstock.models.mamba2_config import Mamba2Config
 from penstock.models.registry import get_family
 from tests.models.stored import to_hf

@@ -10,7 +10,7 @@ from penstock.models.decoder import Decoder
 from penstock.models.foundation import apply_overrides, check_foundation
 from penstock.models.multimodal import (
     MULTIMODAL,
-    TEXT_TYPES,
+    TEXT_DEFAULTS,
     is_language,
     stored_backbone,
     stored_name,
@@ -63,7 +63,7 @@ def test_overrides_of_the_language_model_are_those_of_its_own_table():
             check_foundation(hf_config, wrong)
 
 
-@pytest.mark.parametrize("text_type", TEXT_TYPES)
+@pytest.mark.parametrize("text_type", TEXT_DEFAULTS)
 def test_fields_that_a_text_config_leaves_out_have_the_defaults_of_transformers(text_type):
     model_type = text_type.removesuffix("_text")
     model_type = model_type if model_type in MULTIMODAL else "llava"

@@ -171,7 +171,7 @@ def test_without_the_package_each_name_is_refused_where_it_is_written(tmp_path):
 
 FAMILY = """
 from dataclasses import replace
-from penstock.models.families.dense.llama import LLAMA
+from penstock.models.families.llama import LLAMA
 MINE = replace(LLAMA, model_type="my_llama")
 """
 

@@ -221,38 +221,38 @@ TRACKERS = Registry(
 )
 
 _FAMILIES = {
-    "dense": """
-        llama qwen2 qwen3 ernie4_5 arcee jais2 nemotron stablelm opt mistral ministral
-        ministral3 phi3 smollm3 olmo2 olmo2:olmo3 granite glm glm:glm4 seed_oss
-        hunyuan_v1_dense exaone4 hyperclovax like_llama:internlm3 like_llama:iquestcoder
-        like_llama:cwm like_llama:helium olmo granite_swa
+    "llama": """
+        llama qwen2 qwen3 mistral ministral ministral3 internlm3 iquestcoder cwm helium seed_oss
+        smollm3
     """,
-    "moe": """
-        qwen3_moe qwen2_moe mixtral ernie4_5_moe glm4_moe dots1 gpt_oss granitemoe
-        hunyuan_v1_moe minimax_m2 olmoe exaone_moe flex_olmo hy_v3 llama4:llama4_text
-        mellum solar_open
-    """,
-    "gemma": "gemma gemma2 gemma3:gemma3_text gemma4:gemma4_text vaultgemma",
+    "qwen": "qwen2_moe qwen3_moe qwen3_next qwen3_5_text qwen3_5_moe_text",
+    "ernie": "ernie4_5 ernie4_5_moe",
+    "gemma": "gemma gemma2 gemma3_text gemma4_text vaultgemma",
+    "glm": "glm glm4 glm4_moe solar_open",
+    "granite": "granite granite_swa granitemoe granitemoehybrid hyperclovax",
+    "olmo": "olmo olmo2 olmo3 olmoe flex_olmo olmo_hybrid",
+    "exaone": "exaone4 exaone_moe",
+    "hunyuan": "hunyuan_v1_dense hunyuan_v1_moe hy_v3",
+    "cohere": "cohere cohere2 cohere2_moe",
+    "partial_rope": "phi3 stablelm",
+    "ungated": "arcee jais2 nemotron opt",
+    "mixture": "mixtral minimax_m2 gpt_oss dots1 mellum",
+    "llama4": "llama4_text",
     "latent": """
-        deepseek_v3 deepseek_v2 glm4_moe_lite sparse:deepseek_v32 sparse:glm_moe_dsa
-        minicpm3 youtu
+        deepseek_v2 deepseek_v3 deepseek_v32 glm_moe_dsa glm4_moe_lite minicpm3 youtu
     """,
-    "parallel": "cohere cohere:cohere2 cohere2_moe",
-    "hybrid": """
-        qwen3_next qwen3_5:qwen3_5_text qwen3_5:qwen3_5_moe_text granitemoehybrid bamba
-        nemotron_h lfm2 lfm2:lfm2_moe olmo_hybrid kimi_linear
-    """,
+    "kimi_linear": "kimi_linear",
+    "mamba": "bamba nemotron_h",
+    "lfm2": "lfm2 lfm2_moe",
 }
-"""By folder, the model types; with their module where it has another name."""
+"""By module, the model types."""
 
 
 def _families() -> Iterator[tuple[str, str]]:
-    for folder, entries in _FAMILIES.items():
-        for entry in entries.split():
-            module, _, separate = entry.partition(":")
-            name = separate or module
+    for module, names in _FAMILIES.items():
+        for name in names.split():
             attribute = name.removesuffix("_text").upper()
-            yield name, f"penstock.models.families.{folder}.{module}:{attribute}"
+            yield name, f"penstock.models.families.{module}:{attribute}"
 
 
 FAMILIES = Registry(

@@ -3,11 +3,12 @@
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from penstock.core.errors import ConfigError
 
 SCHEME = "builtin:"
+T = TypeVar("T")
 
 _SHAPE: Mapping[str, Any] = {
     "vocab_size": 320,
@@ -125,17 +126,17 @@ ENCODERS: Mapping[str, BuiltinEncoder] = {
 
 def builtin_encoder(name: str) -> BuiltinEncoder:
     """A copy of the vision tower `builtin:<name>`. Raises ConfigError for an unknown name."""
-    short = name.removeprefix(SCHEME)
-    if short not in ENCODERS:
-        names = ", ".join(f"{SCHEME}{name}" for name in ENCODERS)
-        raise ConfigError(f"{name} is not a built-in vision model; there is {names}.")
-    return deepcopy(ENCODERS[short])
+    return _copy(ENCODERS, name, "a built-in vision model")
 
 
 def builtin_config(name: str) -> dict[str, Any]:
     """A new Hugging Face config for `builtin:<name>`. Raises ConfigError for an unknown name."""
+    return dict(_copy(CONFIGS, name, "a built-in model"))
+
+
+def _copy(table: Mapping[str, T], name: str, noun: str) -> T:
     short = name.removeprefix(SCHEME)
-    if short not in CONFIGS:
-        names = ", ".join(f"{SCHEME}{name}" for name in CONFIGS)
-        raise ConfigError(f"{name} is not a built-in model; there is {names}.")
-    return deepcopy(dict(CONFIGS[short]))
+    if short not in table:
+        names = ", ".join(f"{SCHEME}{name}" for name in table)
+        raise ConfigError(f"{name} is not {noun}; there is {names}.")
+    return deepcopy(table[short])

@@ -52,25 +52,14 @@ class PipelineStageModules:
 
     @staticmethod
     def all_of(config: DecoderConfig) -> "PipelineStageModules":
-        """The whole model."""
         return PipelineStageModules(range(config.num_layers))
 
 
 class DecoderModel(nn.Module):
     """Everything except the head, named as in checkpoints. `Decoder` calls its submodules."""
 
-    def __init__(
-        self,
-        config: DecoderConfig,
-        part: PipelineStageModules,
-        *,
-        merge_qkv: bool,
-        attend: AttentionFn,
-        operations: LayerOps,
-        experts: ExpertOperations,
-        router: Precision,
-        dropout: DropoutRates,
-    ) -> None:
+    def __init__(self, config: DecoderConfig, part: PipelineStageModules, **kwargs: Any) -> None:
+        """`kwargs` is as in `Block`."""
         super().__init__()
         has_table = part.has_embedding or (part.has_head and config.num_mtp_layers > 0)
         self.embed_tokens = (
@@ -82,19 +71,12 @@ class DecoderModel(nn.Module):
         self.layers = nn.ModuleDict(
             {
                 str(number): (Block if number < config.num_hidden_layers else PredictionLayer)(
-                    config,
-                    number,
-                    merge_qkv=merge_qkv,
-                    attend=attend,
-                    operations=operations,
-                    experts=experts,
-                    router=router,
-                    dropout=dropout,
+                    config, number, **kwargs
                 )
                 for number in part.layers
             }
         )
-        self.norm = build_norm(config, operations) if part.has_head else None
+        self.norm = build_norm(config, kwargs["operations"]) if part.has_head else None
 
 
 class Decoder(nn.Module):
@@ -170,7 +152,6 @@ class Decoder(nn.Module):
 
     @cached_property
     def weight_map(self) -> WeightMap:
-        """The names and shapes of the whole model's tensors."""
         if self.vision is None:
             return WeightMap(self.config, self.merge_qkv)
         backbone = self.vision.config.backbone
@@ -203,7 +184,6 @@ class Decoder(nn.Module):
         return [router for router in self.all_routers() if router.is_exact]
 
     def tie_weights(self) -> None:
-        """Tie the head's weight to the embedding."""
         assert self.lm_head is not None
         assert self.model.embed_tokens is not None
         self.lm_head.weight = self.model.embed_tokens.weight
@@ -291,14 +271,14 @@ class Decoder(nn.Module):
         return loss
 
     def _scaled(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """Hidden states times the factor of the logits: the head is linear, so this scales them,
-        and every loss of them."""
+        # Hidden states times the factor of the logits: the head is linear, so this scales them, and
+        # every loss of them.
         scale = self.config.logit_scale
         return x_TD if scale == 1 else x_TD * scale
 
     def _embed(self, ids_T: torch.Tensor, position_ids_T: torch.Tensor) -> torch.Tensor:
-        """Embeddings, cast to the autocast dtype if autocast is enabled: the residual stream keeps
-        the dtype of the embeddings, and fp32 would undo the effect of autocast."""
+        # Embeddings, cast to the autocast dtype if autocast is enabled: the residual stream keeps
+        # the dtype of the embeddings, and fp32 would undo the effect of autocast.
         assert self.model.embed_tokens is not None
         x_TD = self.model.embed_tokens(ids_T)
         if (scale := self.config.embedding_scale) != 1:
@@ -310,19 +290,21 @@ class Decoder(nn.Module):
         return as_autocast(x_TD)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True):
-        """Move or convert parameters, then tie them again: when a model leaves the meta device,
-        torch creates a new Parameter for each module."""
+        # Move or convert parameters, then tie them again: when a model leaves the meta device,
+        # torch creates a new Parameter for each module.
         super()._apply(fn, recurse)
         if self.is_tied:
             self.tie_weights()
         return self
 
 
+# named_parameters lists a shared Parameter once, state_dict under both of its names.
 def _drop_tied_head(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     del module, metadata
     state.pop(prefix + HEAD_WEIGHT, None)
 
 
+# Strict loading would report the head as missing.
 def _add_tied_head(module: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
     del module, args
     if prefix + EMBEDDING_WEIGHT in state:

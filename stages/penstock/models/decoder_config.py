@@ -1,7 +1,7 @@
 """Decoder hyperparameters: everything that determines tensor shapes and the computation."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -118,12 +118,10 @@ class TensorNames:
 
     @property
     def embedding(self) -> str:
-        """The token embedding."""
         return f"{self.backbone}.{self.embed}.weight"
 
     @property
     def positions(self) -> str:
-        """The learned position embedding, if any."""
         return f"{self.backbone}.embed_positions.weight"
 
 
@@ -150,7 +148,6 @@ class QueryScale:
     """Whether only `no_rope_layers` have it."""
 
     def __post_init__(self) -> None:
-        """Raise an error for values that are not numbers."""
         _require_numbers(self)
 
 
@@ -174,7 +171,6 @@ class ClampedGate:
     """Gates are clamped to at most this, and up features to between it and its negative."""
 
     def __post_init__(self) -> None:
-        """Raise an error for values that are not numbers."""
         _require_numbers(self)
 
 
@@ -231,13 +227,8 @@ class ExpertsConfig:
     names: ExpertNames = field(default_factory=ExpertNames)
 
     def __post_init__(self) -> None:
-        """Raise an error for inconsistent values."""
         _require_numbers(self)
-        for name in EXPERT_POSITIVE_INT_FIELDS:
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
-                raise config_error(
-                    f"{name} is {getattr(self, name)!r}; it must be an integer of 1 or more"
-                )
+        _require_positive(self, EXPERT_POSITIVE_INT_FIELDS)
         for experts, features in (
             ("shared experts", self.shared_intermediate_size),
             ("latent experts", self.latent_size),
@@ -270,6 +261,7 @@ class ExpertsConfig:
                 "are scored by their two best experts"
             )
 
+    # cached_property writes to __dict__, which a frozen dataclass allows.
     @cached_property
     def of_images(self) -> "ExpertsConfig | None":
         """The experts of the tokens of images, without shared ones; None if all tokens have the
@@ -287,12 +279,10 @@ class ExpertsConfig:
 
     @property
     def is_transposed(self) -> bool:
-        """Whether matrices are [experts, inputs, outputs]."""
         return self.transposed or self.clamped is not None
 
     @property
     def is_stacked(self) -> bool:
-        """Whether checkpoints have one tensor for all experts of a layer."""
         return bool(self.names.gate_up_stack)
 
 
@@ -420,13 +410,8 @@ class DecoderConfig:
     names: TensorNames = field(default_factory=TensorNames)
 
     def __post_init__(self) -> None:
-        """Raise an error for inconsistent values."""
         _require_numbers(self)
-        for name in POSITIVE_INT_FIELDS:
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
-                raise config_error(
-                    f"{name} is {getattr(self, name)!r}; it must be an integer of 1 or more"
-                )
+        _require_positive(self, POSITIVE_INT_FIELDS)
         if self.num_hidden_layers > MAX_LAYERS:
             raise config_error(
                 f"num_hidden_layers is {self.num_hidden_layers:,}; it must be at most "
@@ -503,7 +488,6 @@ class DecoderConfig:
 
     @property
     def all_rope_parameters(self) -> tuple[Mapping[str, Any], ...]:
-        """The RoPE parameters of layers of any kind."""
         sliding = self.sliding_rope_parameters
         return (self.rope_parameters,) if sliding is None else (self.rope_parameters, sliding)
 
@@ -543,6 +527,7 @@ class DecoderConfig:
     def rope_invariant_up_to(self) -> float:
         """The document length up to which RoPE angles do not depend on the length; infinite if they
         never do."""
+        # Up to these lengths transformers' formulas take the frequencies of training.
         limits = {"dynamic": self.max_position_embeddings}
         return min(
             parameters["original_max_position_embeddings"]
@@ -561,19 +546,17 @@ class DecoderConfig:
 
     @property
     def norm_parameters(self) -> tuple[str, ...]:
-        """The parameters of a norm of the residual stream."""
         unusual = {"layer": ("weight", "bias"), "layer_1p": ("weight", "bias"), "layer_plain": ()}
         return unusual.get(self.norm, ("weight",))
 
     @property
     def is_adaptable(self) -> bool:
-        """Whether layers can have adapters: transformers names the backbone as the model does."""
+        # Whether layers can have adapters: transformers names the backbone as the model does.
         backbone = self.names.module_backbone or self.names.backbone
         return backbone == TensorNames().backbone
 
     @property
     def score_scale(self) -> float:
-        """Factor of attention scores."""
         return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
 
     @property
@@ -633,12 +616,10 @@ class DecoderConfig:
         return self.input_norms, self.output_norms
 
     def has_mlp(self, layer: int) -> bool:
-        """Whether this layer has an MLP or experts."""
         return layer not in self.without_mlp
 
     @property
     def softmax_layers(self) -> int:
-        """The number of layers with softmax attention."""
         return self.num_layers - len(self.linear_layers) - len(self.without_mixer)
 
     def layer_experts(self, layer: int) -> ExpertsConfig | None:
@@ -652,10 +633,17 @@ def _rotary_dim(parameters: Mapping[str, Any], head_dim: int) -> int:
     return int(head_dim * parameters.get("partial_rotary_factor", 1.0))
 
 
+def _require_positive(config: Any, names: Iterable[str]) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if not isinstance(value, int) or value < 1:
+            raise config_error(f"{name} is {value!r}; it must be an integer of 1 or more")
+
+
 def _require_numbers(config: Any) -> None:
-    """Raise ConfigError for numeric fields that are not numbers."""
     for config_field in fields(config):
         value = getattr(config, config_field.name)
+        # bool is a subclass of int.
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         is_absent = value is None and config_field.type == (float | None)
         if config_field.type in (float, float | None) and not (is_number or is_absent):

@@ -1,13 +1,13 @@
 """The definition of a model family: how to read its config.json, and the roles of its modules."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from penstock.models.decoder_config import DecoderConfig
 from penstock.models.hf_config import HfConfig
 from penstock.models.mtp_config import MTPConfig, MTPNames
 from penstock.models.multimodal import language_config
-from penstock.models.tp_roles import Roles
+from penstock.models.tp_roles import DECODER_ROLES, Roles
 from penstock.models.weights import WeightMap
 
 ATTENTION_PARTS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -25,7 +25,7 @@ class Family:
     """The transformers class, as `architectures` in config.json names it."""
     read: Callable[[HfConfig], DecoderConfig]
     """Converts a config.json to a DecoderConfig; raises ConfigError and CapabilityError."""
-    roles: Roles
+    roles: Roles = field(default_factory=lambda: DECODER_ROLES)
     lora_targets: tuple[str, ...] = LINEAR_PARTS
     """Default LoRA targets."""
     multimodal: str = ""
@@ -47,5 +47,4 @@ class Family:
         return replace(config, experts=experts, mtp=MTPConfig(count, self.mtp))
 
     def weight_map(self, config: DecoderConfig, *, merge_qkv: bool = False) -> WeightMap:
-        """The names and shapes of a model's tensors."""
         return WeightMap(config, merge_qkv, self.multimodal)

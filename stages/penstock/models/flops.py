@@ -46,9 +46,11 @@ class Work:
             tokens += length
             pairs += length * (length + 1) // 2
             if window is not None:
+                # The first tokens of a document have fewer keys than the window.
                 full = min(length, window)
                 local_pairs += full * (full + 1) // 2 + (length - full) * window
             elif chunk is not None:
+                # The last chunk of a document may be shorter.
                 count, remainder = divmod(length, chunk)
                 local_pairs += (count * chunk * (chunk + 1) + remainder * (remainder + 1)) // 2
         return cls(tokens, pairs, local_pairs, tokens if logits is None else logits)
@@ -68,7 +70,6 @@ class Work:
         return cls(tokens, pairs, local_pairs, tokens if logits is None else logits)
 
     def __add__(self, other: "Work") -> "Work":
-        """The work of both."""
         return Work(
             self.tokens + other.tokens,
             self.attention_pairs + other.attention_pairs,
@@ -102,11 +103,12 @@ def step_flops(
     than a hundredth of a large model's total.
     """
     matmul_macs = sum(_matmul_macs(config, work, part) for part in PARTS)
+    # The forward pass, the gradient of the input and, if it is trained, that of the weight.
     passes = 3 if learning.base == "learns" else 2
     inner = learning.adapter_params - learning.head_adapter_params
     factors = inner * work.tokens + learning.head_adapter_params * work.logits
-    differentiated = 2.0 * (passes * matmul_macs + 3 * factors) + 3 * _attention_flops(config, work)
-    return differentiated + _indexer_flops(config, work)
+    attention = 3 * core_attention_flops(config, work)
+    return 2.0 * (passes * matmul_macs + 3 * factors) + attention + _indexer_flops(config, work)
 
 
 def forward_flops(config: DecoderConfig, work: Work, *, parts: Iterable[Part] = PARTS) -> float:
@@ -115,7 +117,7 @@ def forward_flops(config: DecoderConfig, work: Work, *, parts: Iterable[Part] = 
     matmul_flops = 2.0 * sum(_matmul_macs(config, work, part) for part in chosen)
     if "attention" not in chosen:
         return matmul_flops
-    return matmul_flops + _attention_flops(config, work) + _indexer_flops(config, work)
+    return matmul_flops + core_attention_flops(config, work) + _indexer_flops(config, work)
 
 
 def layer_flops(config: DecoderConfig, length: int) -> list[int]:
@@ -136,8 +138,9 @@ def layer_flops(config: DecoderConfig, length: int) -> list[int]:
 
 
 def core_attention_flops(config: DecoderConfig, work: Work) -> float:
-    """FLOPs of all layers' attention without projections, in one forward pass."""
-    return _attention_flops(config, work)
+    """FLOPs of all layers' attention scores and of their products with values, and those with
+    states token by token, in one forward pass."""
+    return 2.0 * sum(_core_macs(config, work))
 
 
 def matrix_parameters(config: DecoderConfig) -> int:
@@ -157,7 +160,8 @@ def pairs_per_token(config: DecoderConfig) -> int:
     counts as work per token. The result is a whole number, so that costs, and any order by cost,
     are the same on every machine.
     """
-    per_token = 6 * (matrix_parameters(config) + _state_macs(config))
+    state_macs = len(config.linear_layers) * config.linear.state_macs if config.linear else 0
+    per_token = 6 * (matrix_parameters(config) + state_macs)
     local = len(config.local_layers)
     per_token += 6 * _pair_features(config) * local * _local_keys(config)
     return max(1, round(per_token / flops_per_pair(config)))
@@ -172,15 +176,14 @@ def flops_per_pair(config: DecoderConfig) -> int:
 
 
 def _local_keys(config: DecoderConfig) -> int:
-    """The keys of a token in layers with a sliding window or an indexer, at most, or with chunks,
-    on average."""
+    # The keys of a token in layers with a sliding window or an indexer, at most, or with chunks, on
+    # average.
     if config.most_keys is not None:
         return config.most_keys
     return 0 if config.attention_chunk is None else (config.attention_chunk + 1) // 2
 
 
 def _matmul_params(config: DecoderConfig, part: Part) -> int:
-    """Matmul parameters of a part that one token uses."""
     width = config.hidden_size
     if part == "head":
         return width * config.vocab_size * (1 + config.num_mtp_layers)
@@ -193,7 +196,7 @@ def _matmul_params(config: DecoderConfig, part: Part) -> int:
 
 
 def _network_params(config: DecoderConfig, layer: int) -> int:
-    """Parameters of a layer's MLP, or of its router and the experts of one token."""
+    # Parameters of a layer's MLP, or of its router and the experts of one token.
     if not config.has_mlp(layer):
         return 0
     width, matrices = config.hidden_size, 3 if config.gated else 2
@@ -201,13 +204,14 @@ def _network_params(config: DecoderConfig, layer: int) -> int:
     if experts is None:
         return matrices * width * config.intermediate_size
     chosen = experts.experts_per_token * experts.intermediate_size
+    # Shared experts, router, gate and the projections around latent experts: each has D inputs or
+    # outputs for every token.
     around = experts.shared_intermediate_size * matrices + experts.num_experts + experts.shared_gate
     around += 2 * experts.latent_size
     return matrices * (experts.latent_size or width) * chosen + width * around
 
 
 def _mixer_params(config: DecoderConfig, layer: int) -> int:
-    """Parameters of the projections of a layer's attention, softmax or linear."""
     if config.layer_mixer(layer) is None:
         return 0
     width = config.hidden_size
@@ -225,14 +229,14 @@ def _matrix_size(shape: tuple[int, ...]) -> int:
 
 
 def _index_features(config: DecoderConfig) -> int:
-    """Features of a query's index scores with a key, in all layers."""
+    # Features of a query's index scores with a key, in all layers.
     indexer = config.latent.indexer if config.latent else None
     return indexer.heads * indexer.head_dim * config.num_layers if indexer else 0
 
 
 def _indexer_flops(config: DecoderConfig, work: Work) -> float:
-    """FLOPs of indexers in one forward pass. They have no backward pass, but for the loss that
-    trains them, which is not counted."""
+    # FLOPs of indexers in one forward pass. They have no backward pass, but for the loss that
+    # trains them, which is not counted.
     if not config.latent or not config.latent.indexer:
         return 0.0
     shapes = config.latent.shapes(config.hidden_size, config.num_attention_heads).items()
@@ -242,23 +246,16 @@ def _indexer_flops(config: DecoderConfig, work: Work) -> float:
 
 
 def _matmul_macs(config: DecoderConfig, work: Work, part: Part) -> int:
-    """Multiplications of a part's matrices with tokens."""
     return _matmul_params(config, part) * (work.logits if part == "head" else work.tokens)
 
 
 def _pair_features(config: DecoderConfig) -> int:
-    """Features of a query's scores with a key and of its values, over all heads."""
+    # Features of a query's scores with a key and of its values, over all heads.
     return config.num_attention_heads * (config.head_dim + config.value_dim)
 
 
-def _attention_flops(config: DecoderConfig, work: Work) -> float:
-    """FLOPs of all layers' attention scores and of their products with values, and those with
-    states token by token, in one forward pass."""
-    return 2.0 * sum(_core_macs(config, work))
-
-
 def _core_macs(config: DecoderConfig, work: Work) -> list[int]:
-    """Multiplications of each layer's attention, or states, without projections."""
+    # Multiplications of each layer's attention, or states, without projections.
     macs: list[int] = []
     for layer in range(config.num_layers):
         if config.linear and layer in config.linear_layers:
@@ -270,8 +267,3 @@ def _core_macs(config: DecoderConfig, work: Work) -> list[int]:
             pairs = work.local_pairs if is_local else work.attention_pairs
             macs.append(_pair_features(config if is_local else config.layer_kinds[-1]) * pairs)
     return macs
-
-
-def _state_macs(config: DecoderConfig) -> int:
-    """Multiplications of one token with states, in all layers."""
-    return len(config.linear_layers) * config.linear.state_macs if config.linear else 0

@@ -27,15 +27,15 @@ from penstock.models.registry import find_family, get_family, native_family
 from penstock.models.size_limits import validate_sizes
 
 ROPE = "rope_parameters"
+# Fields that were separate, beside `rope_scaling`, before transformers 5.
 BEFORE_ROPE_PARAMETERS = ("rope_theta", "partial_rotary_factor")
-"""Fields that were separate, beside `rope_scaling`, before transformers 5."""
 
+# Names of the same field in different families; a config.json has one of them, and transformers
+# accepts several.
 ALIASES = (
     ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
     ("num_experts_per_tok", "moe_k"),
 )
-"""Names of the same field in different families; a config.json has one of them, and transformers
-accepts several."""
 
 SPECIAL_TOKENS = "the tokenizer and generation_config.json say which tokens are special"
 NO_EFFECT: Mapping[str, str] = {
@@ -52,14 +52,14 @@ Path = tuple[str, ...]
 PARSE_ERRORS = (TypeError, ValueError, KeyError, AttributeError, ArithmeticError)
 """Exceptions when a config.json with values of the wrong type is read."""
 
+# Fields that are tables or null, with an example of each.
 TABLE_EXAMPLES: Mapping[str, Any] = {"quantization_config": {"quant_method": "fp8"}}
-"""Fields that are tables or null, with an example of each."""
 
+# Lists with one value per layer; unlike others they may not be empty.
 PER_LAYER = ("layer_types", "mlp_layer_types")
-"""Lists with one value per layer; unlike others they may not be empty."""
 
+# What error messages call types; all other types are numbers.
 TYPE_NAMES = {bool: "true or false", str: "text", list: "a list", dict: "a table"}
-"""What error messages call types; all other types are numbers."""
 
 
 def apply_overrides(base: HfConfig, entries: Mapping[str, Any]) -> dict[str, Any]:
@@ -84,7 +84,12 @@ def apply_overrides(base: HfConfig, entries: Mapping[str, Any]) -> dict[str, Any
         if counts and merged.get(name) and name not in entries:
             merged[name] = _resize_layer_types(name, merged[name], merged["num_hidden_layers"])
     if merged.get("per_layer_config") and {"num_hidden_layers", "layer_types"} & set(entries):
-        merged["per_layer_config"] = _resize_per_layer(merged)
+        # transformers writes the head sizes of layers with full attention there, and makes the last
+        # layer one of them.
+        own = next(iter(merged["per_layer_config"].values()))
+        *kinds, _ = merged["layer_types"]
+        full = [str(index) for index, kind in enumerate(kinds) if kind == FULL]
+        merged["per_layer_config"] = dict.fromkeys([*full, str(len(kinds))], own)
     model_type = merged.get("model_type")
     is_other = model_type != base.get("model_type") and "architectures" not in entries
     if is_other and (family := find_family(native_type(merged) or "")):
@@ -100,13 +105,16 @@ def check_foundation(
     With `loads_weights` there is no random initialization. Also raises ConfigError for values of
     the wrong type, and CapabilityError for an unsupported model.
     """
-    _check_types(base, entries)
+    defaults = {**_collect_defaults(entries, base), **_collect_defaults({}, base)}
+    if mismatches := list(_find_type_mismatches(entries, base, defaults)):
+        raise ConfigError("\n".join(f"model.foundation.{fault}" for fault in mismatches))
     try:
         read = _RecordingConfig(apply_overrides(base, entries))
         family = get_family(read)
         family.read(read)
     except PARSE_ERRORS as error:
         raise _parse_error(base, entries, error) from error
+    own = _try_parse(base, entries)
     faults: list[str] = []
     for path, value in _iter_leaves(entries):
         name = ".".join(path)
@@ -114,7 +122,11 @@ def check_foundation(
             faults.append(f"{name}: {value!r} has no effect: {NO_EFFECT[path[0]]}")
         elif loads_weights and path == ("initializer_range",):
             faults.append(f"{name}: {value!r} has no effect: all weights are loaded")
-        elif not _changes_model(base, entries, path, value):
+        # Any other value must give another model, or an unsupported one.
+        elif all(
+            _try_parse(base, _set_path(entries, path, candidate)) == own
+            for candidate in _other_values(value)
+        ):
             faults.append(
                 f"{name}: {value!r} has no effect: {_explain_no_effect(path, read.names, family)}"
             )
@@ -142,7 +154,6 @@ def _merge(merged: dict[str, Any], entries: Mapping[str, Any], base: HfConfig) -
 
 
 def _resize_layer_types(name: str, types: Sequence[str], num_layers: int) -> list[str]:
-    """The layer types of the model with `num_layers` layers."""
     if len(types) < num_layers and len(set(types)) > 1:
         raise ConfigError(
             f"model.foundation.num_hidden_layers is {num_layers}, and config.json has {name} "
@@ -153,17 +164,7 @@ def _resize_layer_types(name: str, types: Sequence[str], num_layers: int) -> lis
     return [*types, *more][:num_layers]
 
 
-def _resize_per_layer(merged: HfConfig) -> dict[str, Any]:
-    """The `per_layer_config` of a model with these `layer_types`: transformers writes the head
-    sizes of layers with full attention there, and makes the last layer one of them."""
-    own = next(iter(merged["per_layer_config"].values()))
-    *kinds, _ = merged["layer_types"]
-    full = [str(index) for index, kind in enumerate(kinds) if kind == FULL]
-    return dict.fromkeys([*full, str(len(kinds))], own)
-
-
 def _resolve_alias(name: str, base: HfConfig) -> str:
-    """The name that `base` uses for a field that has aliases."""
     if name in base:
         return name
     same = next((names for names in ALIASES if name in names), ())
@@ -171,7 +172,6 @@ def _resolve_alias(name: str, base: HfConfig) -> str:
 
 
 def _set_rope(merged: dict[str, Any], entries: Mapping[str, Any]) -> None:
-    """Override RoPE parameters in the form that the file has."""
     overrides, tables = _normalize_rope_overrides(entries), merged.get(ROPE)
     if _has_tables(tables) or _has_tables(overrides):
         merged[ROPE] = _override_tables(tables if isinstance(tables, Mapping) else {}, overrides)
@@ -199,14 +199,12 @@ def _set_rope(merged: dict[str, Any], entries: Mapping[str, Any]) -> None:
 
 
 def _has_tables(parameters: Any) -> bool:
-    """Whether RoPE parameters have a table for each kind of layer."""
     return isinstance(parameters, Mapping) and any(
         isinstance(value, Mapping) for value in parameters.values()
     )
 
 
 def _override_tables(stored: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """RoPE parameters of each kind of layer, with those that are wanted."""
     merged = dict(stored)
     for kind, table in overrides.items():
         below = stored.get(kind)
@@ -217,7 +215,6 @@ def _override_tables(stored: Mapping[str, Any], overrides: Mapping[str, Any]) ->
 
 
 def _override_table(stored: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """RoPE parameters with those that are wanted."""
     kind = stored.get("rope_type", "default")
     if overrides.get("rope_type", kind) != kind:
         # Scaling parameters of the old rope_type do not apply to the new one.
@@ -226,7 +223,7 @@ def _override_table(stored: Mapping[str, Any], overrides: Mapping[str, Any]) -> 
 
 
 def _normalize_rope_overrides(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """The overrides of RoPE in either form, in that of transformers 5."""
+    # The overrides of RoPE in either form, in that of transformers 5.
     overrides: dict[str, Any] = {}
     for table in (ROPE, "rope_scaling"):
         if table not in entries:
@@ -266,21 +263,16 @@ def _iter_leaves(entries: Mapping[str, Any], above: Path = ()) -> Iterator[tuple
             yield (*above, name), value
 
 
-def _check_types(base: HfConfig, entries: Mapping[str, Any]) -> None:
-    """Raise ConfigError for empty tables, and for values whose type differs from that in the file
-    or, where it has none, of the default."""
-    defaults = {**_collect_defaults(entries, base), **_collect_defaults({}, base)}
-    if faults := list(_find_type_mismatches(entries, base, defaults)):
-        raise ConfigError("\n".join(f"model.foundation.{fault}" for fault in faults))
-
-
 def _find_type_mismatches(
     entries: Mapping[str, Any], stored: Any, defaults: Mapping[str, Any], above: str = ""
 ) -> Iterator[str]:
+    """Empty tables, and values whose type differs from that in the file or, where it has none, of
+    the default."""
     for name, value in entries.items():
         path = f"{above}{name}"
         own = stored.get(_resolve_alias(name, stored)) if isinstance(stored, Mapping) else None
         type_name = _type_name(defaults.get(name) if own is None else own)
+        # An empty table merges nothing, and an empty list says nothing of any layer.
         if value == {} or (value == [] and name in PER_LAYER):
             yield f"{path}: {value!r} has no effect; leave it out"
         elif None not in (type_name, value) and _type_name(value) != type_name:
@@ -291,7 +283,7 @@ def _find_type_mismatches(
 
 
 def _collect_defaults(entries: Mapping[str, Any], base: HfConfig) -> dict[str, Any]:
-    """The defaults of fields that config.json lacks, as far as it can be read."""
+    # The defaults of fields that config.json lacks, as far as it can be read.
     defaults = dict[str, Any](TABLE_EXAMPLES)
     with suppress(ConfigError, CapabilityError, *PARSE_ERRORS):
         read = _RecordingConfig(apply_overrides(base, entries))
@@ -309,8 +301,8 @@ def _type_name(value: Any) -> str | None:
 
 
 def _parse_error(base: HfConfig, entries: Mapping[str, Any], error: Exception) -> ConfigError:
-    """The error for overrides with which config.json cannot be read; it names those whose removal
-    alone would fix it."""
+    # The error for overrides with which config.json cannot be read; it names those whose removal
+    # alone would fix it.
     leaves = list(_iter_leaves(entries))
     failing = [leaf for leaf in leaves if _try_parse(base, _remove_path(entries, leaf[0]))]
     named = ", ".join(
@@ -329,20 +321,11 @@ def _remove_path(entries: Mapping[str, Any], path: Path) -> dict[str, Any]:
     return {**other_entries, first: inner} if inner else other_entries
 
 
-def _changes_model(base: HfConfig, entries: Mapping[str, Any], path: Path, value: Any) -> bool:
-    """Whether any other value would give another model, or an unsupported one."""
-    own = _try_parse(base, entries)
-    return any(
-        _try_parse(base, _set_path(entries, path, other_value)) != own
-        for other_value in _other_values(value)
-    )
-
-
 def _try_parse(
     base: HfConfig, entries: Mapping[str, Any]
 ) -> DecoderConfig | Mapping[str, Any] | None:
-    """The model with these overrides; the config.json of one that its native family does not
-    compute; None if it is invalid or unsupported."""
+    # The model with these overrides; the config.json of one that its native family does not
+    # compute; None if it is invalid or unsupported.
     merged = base
     try:
         merged = apply_overrides(base, entries)
@@ -355,10 +338,10 @@ def _try_parse(
 
 
 def _drop_unused_fields(config: DecoderConfig) -> DecoderConfig:
-    """The config without fields that do not affect the computation."""
     experts = config.experts
     if experts is not None and len(experts.layers) == config.num_hidden_layers:
         config = replace(config, intermediate_size=1)
+    # RoPE of a kind of layer that the model has none of.
     if not config.sliding_layers:
         return replace(config, sliding_rope_parameters=None)
     if config.sliding_rope_parameters and len(config.sliding_layers) == config.num_hidden_layers:
@@ -367,6 +350,7 @@ def _drop_unused_fields(config: DecoderConfig) -> DecoderConfig:
 
 
 def _other_values(value: Any) -> Iterator[Any]:
+    # bool before int, of which it is a subclass.
     if isinstance(value, bool):
         yield not value
     elif isinstance(value, int):
@@ -389,7 +373,6 @@ def _set_path(entries: Mapping[str, Any], path: Path, value: Any) -> dict[str, A
 
 
 def _explain_no_effect(path: Path, read: set[str], family: Any) -> str:
-    """Why an override has no effect."""
     known_keys = ROPE_KEYS if len(path) > 1 and path[0] in _ROPE_ENTRIES else read
     name = ".".join(path).rpartition(".")[2]
     if name in known_keys:

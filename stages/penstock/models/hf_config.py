@@ -13,8 +13,8 @@ from penstock.models.quantization_config import parse_quantization_config
 
 HfConfig = Mapping[str, Any]
 
+# Model types whose published code is that of another type; transformers has no class for them.
 SAME_CODE: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
-"""Model types whose published code is that of another type; transformers has no class for them."""
 
 
 class NotNativeError(CapabilityError):
@@ -25,9 +25,11 @@ class NotNativeError(CapabilityError):
         self.reasons = tuple(reasons)
 
 
+# Supported RoPE types.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional", *LENGTH_DEPENDENT_ROPE)
-"""Supported RoPE types."""
 
+# Parameters of each RoPE type besides `rope_theta` and `partial_rotary_factor`, as in transformers'
+# `modeling_rope_utils`.
 ROPE_NUMBERS: Mapping[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -57,30 +59,28 @@ ROPE_NUMBERS: Mapping[str, tuple[str, ...]] = {
         "original_max_position_embeddings",
     ),
 }
-"""Parameters of each RoPE type besides `rope_theta` and `partial_rotary_factor`, as in
-transformers' `modeling_rope_utils`."""
 
 ROPE_KEYS = frozenset(
     ("rope_type", "rope_theta", "partial_rotary_factor", *sum(ROPE_NUMBERS.values(), ()))
 )
 
+# Those of them that are not numbers but booleans or lists.
 NON_NUMERIC_ROPE_KEYS = ("truncate", "short_factor", "long_factor")
-"""Those of them that are not numbers but booleans or lists."""
 
+# Parameters that `attention_factor` replaces. YaRN's `mscale` has an effect only with
+# `mscale_all_dim`.
 REPLACED_BY_ATTENTION_FACTOR = {"yarn": ("mscale", "mscale_all_dim"), "longrope": ("factor",)}
-"""Parameters that `attention_factor` replaces. YaRN's `mscale` has an effect only with
-`mscale_all_dim`."""
 
 SILU = ("silu", "swish")
+# `hidden_act` values; experts only support SiLU.
 ACTIVATIONS: Mapping[str, Activation] = {
     **dict.fromkeys(SILU, "silu"),
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
-"""`hidden_act` values; experts only support SiLU."""
+# `hidden_act` values of MLPs without a gate.
 UNGATED: Mapping[str, Activation] = {**ACTIVATIONS, "relu": "relu", "relu2": "relu2"}
-"""`hidden_act` values of MLPs without a gate."""
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 LINEAR = "linear_attention"
@@ -92,6 +92,7 @@ OLD_LAYER_TYPES: Mapping[str, str] = {"attention": FULL, "mamba": LINEAR}
 def decoder_config(
     hf: HfConfig,
     *,
+    defaults: Mapping[str, Any] | None = None,
     unsupported: Iterable[str] = (),
     not_native: Iterable[str] = (),
     hidden_act: str = "silu",
@@ -99,17 +100,20 @@ def decoder_config(
     layer_type: str = FULL,
     **specific: Any,
 ) -> DecoderConfig:
-    """The DecoderConfig of a config.json. `specific` are the family's own values, which take
-    precedence over the file. `unsupported` are unsupported settings that the family found,
-    `not_native` those that transformers computes as they are, `hidden_act` is the family's default
-    activation, `named` maps field names to the names in the family's files, and `layer_type` is
-    what `layer_types` calls layers of no other kind.
+    """The DecoderConfig of a config.json. `defaults` are the family's, of fields that have the same
+    name in both. `specific` are its own values, which take precedence over the file. `unsupported`
+    are unsupported settings that the family found, `not_native` those that transformers computes
+    as they are, `hidden_act` is the family's default activation, `named` maps field names to the
+    names in the family's files, and `layer_type` is what `layer_types` calls layers of no other
+    kind.
 
     Raises:
         ConfigError: a required field is missing.
         NotNativeError: the config has settings of `not_native`, or another activation.
         CapabilityError: the config has unsupported settings.
     """
+    # Read first, so that foundation.py knows their types whatever is raised below.
+    own = {name: config_get(hf, name, value) for name, value in (defaults or {}).items()}
     gated = specific.get("gated", True)
     activations = ACTIVATIONS if gated else UNGATED
     inner, act = ((named or {}).get(name, name) for name in ("intermediate_size", "hidden_act"))
@@ -141,32 +145,30 @@ def decoder_config(
         "head_dim": config_get(hf, "head_dim", hidden // heads),
         "rms_norm_eps": config_get(hf, "rms_norm_eps", 1e-6),
         "max_position_embeddings": config_require(hf, "max_position_embeddings"),
-        "tie_word_embeddings": bool(config_get(hf, "tie_word_embeddings", False)),
+        "tie_word_embeddings": config_get(hf, "tie_word_embeddings", False),
         "initializer_range": config_get(hf, "initializer_range", 0.02),
         "activation": activations[activation],
+        **own,
     }
+    fields["tie_word_embeddings"] = bool(fields["tie_word_embeddings"])
     if "num_hidden_layers" not in specific:
         fields["num_hidden_layers"] = config_require(hf, "num_hidden_layers")
     if "intermediate_size" not in specific:
         fields["intermediate_size"] = config_require(hf, inner)
     if "rope_parameters" not in specific:
-        fields["rope_parameters"] = require_full_rotary(rope_parameters(hf))
+        fields["rope_parameters"] = full_rope(hf)
     return DecoderConfig(**{**fields, **specific})
 
 
-def ungated_config(hf: HfConfig, *, biased: bool = False, **specific: Any) -> DecoderConfig:
-    """`decoder_config` for a family whose MLPs have no gate and, by default, squared ReLU. `biased`
-    is the default of `attention_bias` and `mlp_bias`."""
-    bias = bool(config_get(hf, "attention_bias", biased))
-    return decoder_config(
-        hf,
-        hidden_act="relu2",
-        gated=False,
-        qkv_bias=bias,
-        o_bias=bias,
-        mlp_bias=bool(config_get(hf, "mlp_bias", biased)),
-        **specific,
-    )
+def attention_bias(hf: HfConfig, *, default: bool = False) -> dict[str, Any]:
+    """The bias fields of attention, both as `attention_bias` says."""
+    bias = bool(config_get(hf, "attention_bias", default))
+    return {"qkv_bias": bias, "o_bias": bias}
+
+
+def mlp_bias(hf: HfConfig, *, default: bool = False) -> dict[str, Any]:
+    """The bias field of MLPs."""
+    return {"mlp_bias": bool(config_get(hf, "mlp_bias", default))}
 
 
 def layer_types(hf: HfConfig, default: Sequence[str]) -> list[str]:
@@ -180,8 +182,8 @@ def native_type(hf: HfConfig) -> str | None:
     return SAME_CODE.get(str(model_type), model_type)
 
 
+# Required fields that others are divided by or that size a tensor.
 POSITIVE = ("num_attention_heads", "hidden_size", "vocab_size")
-"""Required fields that others are divided by or that size a tensor."""
 
 
 def config_require(hf: HfConfig, name: str) -> Any:
@@ -257,7 +259,6 @@ def rope_by_layer(
 def _complete_rope(
     hf: HfConfig, parameters: dict[str, Any], share: float = 1.0
 ) -> Mapping[str, Any]:
-    """RoPE parameters with a theta, in the form of transformers 5 and checked."""
     kind = parameters.pop("type", "default")
     kind = parameters.setdefault("rope_type", kind)
     if kind not in ROPE_TYPES:
@@ -267,6 +268,7 @@ def _complete_rope(
         )
         message = f"{reason}. Use a model with one of these, or write model.backend: transformers."
         raise NotNativeError(message, [reason])
+    # Families with a table for each kind of layer use rope_by_layer.
     if nested := [name for name, value in parameters.items() if isinstance(value, Mapping)]:
         raise CapabilityError(
             f"the model's rotary embedding differs by kind of layer ({', '.join(nested)} in "
@@ -285,13 +287,13 @@ def _complete_rope(
 
 
 def _select_rope_keys(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The parameters that the RoPE type uses."""
     kind = parameters["rope_type"]
     read = {"rope_type", "rope_theta", "partial_rotary_factor", *ROPE_NUMBERS[kind]}
     if parameters.get("attention_factor") is not None:
         read -= {*REPLACED_BY_ATTENTION_FACTOR.get(kind, ())}
     for name in read - {"rope_type", *NON_NUMERIC_ROPE_KEYS}:
         value = parameters.get(name)
+        # bool is a subclass of int.
         if isinstance(value, bool) or not isinstance(value, int | float | None):
             raise ConfigError(
                 f"the model's {name} (rotary embedding, in config.json) is {value!r}, which is not "
@@ -315,6 +317,11 @@ def require_full_rotary(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
     return parameters
 
 
+def full_rope(hf: HfConfig, *, theta: float = 10_000.0) -> Mapping[str, Any]:
+    """`rope_parameters` of a family without partial RoPE."""
+    return require_full_rotary(rope_parameters(hf, theta=theta))
+
+
 def sliding(hf: HfConfig, window: int | None, layers: Iterable[int]) -> dict[str, Any]:
     """The sliding-window fields of a DecoderConfig. The layers with the window are those in
     `layer_types`, or `layers` if there is none. `window` None: full attention."""
@@ -325,6 +332,14 @@ def sliding(hf: HfConfig, window: int | None, layers: Iterable[int]) -> dict[str
         layers = ()
     chosen = tuple(layers)
     return {"sliding_window": window if chosen else None, "sliding_layers": chosen}
+
+
+def sliding_but_every(hf: HfConfig, step: int) -> dict[str, Any]:
+    """`sliding` for all layers but each `step`-th, with a window of 4096 tokens by default."""
+    layers = range(config_require(hf, "num_hidden_layers"))
+    return sliding(
+        hf, hf.get("sliding_window", 4096), (layer for layer in layers if (layer + 1) % step)
+    )
 
 
 def sliding_everywhere(hf: HfConfig, window: int | None) -> dict[str, Any]:
@@ -364,6 +379,7 @@ def check_supported(
             f"layer_types names {', '.join(other_types)}; for this family {' and '.join(kinds)} "
             f"{'are' if len(kinds) > 1 else 'is'} computed"
         )
+    # Models drop by train.dropout alone, whose masks do not depend on the parallel layout.
     if dropout := config_get(hf, "attention_dropout", 0.0):
         unsupported.append(
             f"attention_dropout is {dropout}; write 0 here (model.foundation overrides it), and"

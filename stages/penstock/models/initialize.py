@@ -17,6 +17,7 @@ from penstock.models.state_layer_config import InitialValues
 
 def generator_for(name: str, seed: int) -> torch.Generator:
     """A CPU generator for the tensor with this name."""
+    # Not hash(), which for text differs from process to process.
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     return torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
@@ -38,6 +39,7 @@ def initialize(name: str, shape: Sequence[int], seed: int, config: DecoderConfig
             return torch.zeros(*shape, dtype=torch.float32)
         if leaf == LAYER_SCALAR:
             return torch.ones(*shape, dtype=torch.float32)
+        # Gated norms within a token mixer have a plain weight, whatever the residual stream's are.
         if config.linear and ".layers." in name and module in ("norm", "o_norm"):
             return torch.ones(*shape, dtype=torch.float32)
         if "norm" in module:

@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from penstock.models.state_layer_config import config_error
+from penstock.models.state_layer_config import config_error, require_sizes
 
+# Names in config.json.
 FIELDS: Mapping[str, str] = {
     "q_rank": "q_lora_rank",
     "kv_rank": "kv_lora_rank",
@@ -13,7 +14,6 @@ FIELDS: Mapping[str, str] = {
     "rope_dim": "qk_rope_head_dim",
     "v_dim": "v_head_dim",
 }
-"""Names in config.json."""
 
 INDEXER_FIELDS: Mapping[str, str] = {
     "heads": "index_n_heads",
@@ -38,9 +38,7 @@ class IndexerConfig:
     """Which features RoPE rotates together; as in attention, or halves."""
 
     def __post_init__(self) -> None:
-        """Raise an error for sizes that are not positive integers."""
-        for name, field in INDEXER_FIELDS.items():
-            _require_size(field, getattr(self, name))
+        require_sizes(self, INDEXER_FIELDS)
 
 
 @dataclass(frozen=True)
@@ -68,12 +66,9 @@ class LatentAttentionConfig:
     """Sparse attention; None: tokens attend to all earlier ones."""
 
     def __post_init__(self) -> None:
-        """Raise an error for sizes that are not positive integers, and for features with RoPE that
-        are not pairs."""
-        for name, field in FIELDS.items():
-            size = getattr(self, name)
-            if name != "q_rank" or size is not None:
-                _require_size(field, size)
+        # Queries may have no latent vector.
+        optional = {"q_rank"} if self.q_rank is None else set[str]()
+        require_sizes(self, {name: FIELDS[name] for name in FIELDS if name not in optional})
         if self.rope_dim % 2:
             raise config_error(
                 f"qk_rope_head_dim is {self.rope_dim}; RoPE rotates features in pairs, so their "
@@ -140,8 +135,3 @@ class LatentAttentionConfig:
             shapes["indexer.k_norm.weight"] = shapes["indexer.k_norm.bias"] = (indexer.head_dim,)
             linear("indexer.weights_proj", indexer.heads, width)
         return shapes
-
-
-def _require_size(field: str, size: object) -> None:
-    if type(size) is not int or size < 1:
-        raise config_error(f"{field} is {size!r}; it must be an integer of 1 or more")

@@ -9,6 +9,7 @@ from penstock.models.state_layer_config import (
     Shape,
     StateLayerConfig,
     config_error,
+    require_sizes,
 )
 
 FIELDS: Mapping[str, str] = {
@@ -21,6 +22,7 @@ FIELDS: Mapping[str, str] = {
 """Names in config.json."""
 
 
+# The layers of a checkpoint whose rows are a layer's, in FLA's names.
 SEPARATE: Mapping[str, tuple[str, ...]] = {
     "in_proj_qkv": ("q_proj", "k_proj", "v_proj"),
     "in_proj_z": ("g_proj",),
@@ -30,13 +32,12 @@ SEPARATE: Mapping[str, tuple[str, ...]] = {
     "norm": ("o_norm",),
     "out_proj": ("o_proj",),
 }
-"""The layers of a checkpoint whose rows are a layer's, in FLA's names."""
 
+# As in transformers for Qwen3-Next: time steps of one, and decay rates between 0.01 and 16.
 INITIAL: Mapping[str, InitialValues | float] = {
     "dt_bias": 1.0,
     "A_log": InitialValues("log_uniform", 0.01, 16),
 }
-"""As in transformers for Qwen3-Next: time steps of one, and decay rates between 0.01 and 16."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +72,7 @@ class GatedDeltaConfig(StateLayerConfig):
     heads_field = "linear_num_key_heads"
 
     def __post_init__(self) -> None:
-        """Raise an error for sizes that are not positive integers, and for value heads that key
-        heads cannot share out."""
-        self.require_sizes(FIELDS)
+        require_sizes(self, FIELDS)
         if self.value_heads % self.key_heads:
             raise config_error(
                 f"linear_num_value_heads ({self.value_heads}) is not a multiple of its "
@@ -82,7 +81,6 @@ class GatedDeltaConfig(StateLayerConfig):
 
     @property
     def heads(self) -> int:
-        """Key heads."""
         return self.key_heads
 
     @property
@@ -103,11 +101,9 @@ class GatedDeltaConfig(StateLayerConfig):
         return dict(zip(("q", "k", "v"), sizes, strict=True))
 
     def row_blocks(self, layer: str) -> Mapping[str, int] | None:
-        """Queries, keys and values are blocks of rows."""
         return self.channels if layer in ("conv1d", "in_proj_qkv") else None
 
     def stored(self, name: str, shape: Shape) -> Mapping[str, Shape]:
-        """The tensors of a checkpoint whose rows are this parameter, in order."""
         layer, _, leaf = name.partition(".")
         if not self.separate or layer not in SEPARATE:
             return {name: shape}
@@ -118,7 +114,6 @@ class GatedDeltaConfig(StateLayerConfig):
         }
 
     def shapes(self, width: int) -> Mapping[str, Shape]:
-        """The shape of each parameter of a layer, in order, for a hidden size."""
         convolved, values = sum(self.channels.values()), self.channels["v"]
         if self.fused:
             inputs = {"in_proj_qkvz": convolved + values, "in_proj_ba": 2 * self.value_heads}
@@ -135,12 +130,10 @@ class GatedDeltaConfig(StateLayerConfig):
         }
 
     def initial_values(self, leaf: str) -> InitialValues | float | None:
-        """Those of time steps and decay rates."""
         return self.initial.get(leaf)
 
     @property
     def input_layers(self) -> tuple[str, ...]:
-        """The input projections."""
         if self.fused:
             return "in_proj_qkvz", "in_proj_ba"
         inputs = "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"
@@ -150,15 +143,14 @@ class GatedDeltaConfig(StateLayerConfig):
 
     @property
     def output_layer(self) -> tuple[str, int]:
-        """It reads values."""
         return "o_proj" if self.separate else "out_proj", self.channels["v"]
 
     @property
     def saved(self) -> SavedNumbers:
-        """The input of the convolution, which in the fused layout is a copy beside the projection
-        that has the gate; queries, keys and values after it, queries and keys again in fp32 and of
-        length 1; the output of the delta rule and, in fp32, its deltas; for each value head the
-        steps, decays and rates."""
+        # The input of the convolution, which in the fused layout is a copy beside the projection
+        # that has the gate; queries, keys and values after it, queries and keys again in fp32 and
+        # of length 1; the output of the delta rule and, in fp32, its deltas; for each value head
+        # the steps, decays and rates.
         convolved, values = sum(self.channels.values()), self.channels["v"]
         keys = convolved - values
         return SavedNumbers(
@@ -168,15 +160,75 @@ class GatedDeltaConfig(StateLayerConfig):
 
     @property
     def exchanged(self) -> tuple[tuple[int, int], ...]:
-        """Queries and keys; values, two numbers for rates and steps, and outputs."""
+        # Queries and keys; values, two numbers for rates and steps, and outputs.
         return (self.key_heads, 2 * self.key_dim), (self.value_heads, 2 * self.value_dim + 2)
 
     @property
     def state_size(self) -> int:
-        """Numbers in the state of a layer, for one sequence."""
         return self.value_heads * self.key_dim * self.value_dim
 
     @property
     def state_macs(self) -> int:
-        """A state is read for its key, updated, and read for its query."""
+        # A state is read for its key, updated, and read for its query.
         return 3 * self.state_size
+
+
+# The same of Kimi Linear, as in FLA and transformers.
+KIMI_INITIAL: Mapping[str, InitialValues] = {
+    "A_log": InitialValues("log_uniform", 1.0, 16.0),
+    "dt_bias": InitialValues("softplus_log_uniform", 1e-3, 0.1, 1e-4),
+}
+
+
+@dataclass(frozen=True)
+class KimiDeltaConfig(GatedDeltaConfig):
+    """Kimi Delta Attention (Kimi Team 2025, https://arxiv.org/abs/2510.26692): the gated delta rule
+    with a decay for each channel of a key. Decays, and the gate of the output, are computed through
+    `key_dim` features. Key heads and value heads are as many, and as wide."""
+
+    separate: bool = True
+    initial: Mapping[str, InitialValues | float] = field(default_factory=lambda: KIMI_INITIAL)
+
+    module = "self_attn"
+    heads_field = "linear_num_heads"
+
+    def shapes(self, width: int) -> Mapping[str, Shape]:
+        heads, inner = self.key_heads, self.key_dim
+        channels = heads * inner
+        layers = {
+            "in_proj_qkv": (3 * channels, width),
+            "in_proj_b": (heads, width),
+            "f_a_proj": (inner, width),
+            "f_b_proj": (channels, inner),
+            "g_a_proj": (inner, width),
+            "g_b_proj": (channels, inner),
+        }
+        return {
+            "dt_bias": (channels,),
+            "A_log": (1, 1, heads, 1),
+            "conv1d.weight": (3 * channels, 1, self.kernel),
+            **{f"{name}.weight": shape for name, shape in layers.items()},
+            "norm.weight": (self.value_dim,),
+            "out_proj.weight": (width, channels),
+        }
+
+    @property
+    def input_layers(self) -> tuple[str, ...]:
+        return "q_proj", "k_proj", "v_proj", "b_proj", "f_a_proj", "g_a_proj"
+
+    @property
+    def inner_layers(self) -> Mapping[str, int]:
+        # The second of two layers that give decays, and of those that give the gate.
+        return dict.fromkeys(("f_b_proj", "g_b_proj"), self.key_dim)
+
+    @property
+    def exchanged(self) -> tuple[tuple[int, int], ...]:
+        # Queries and keys; values, a step for each channel of a key, a rate, and outputs.
+        sizes = 2 * self.value_dim + self.key_dim + 1
+        return (self.key_heads, 2 * self.key_dim), (self.value_heads, sizes)
+
+    @property
+    def saved(self) -> SavedNumbers:
+        # As Gated DeltaNet; and for each channel of a key the steps and decays.
+        saved, channels = super().saved, self.channels["k"]
+        return SavedNumbers(saved.computed, saved.fp32 + 4 * channels)

@@ -11,8 +11,10 @@ from penstock.models.state_layer_config import (
     Shape,
     StateLayerConfig,
     config_error,
+    require_sizes,
 )
 
+# Names in config.json.
 FIELDS: Mapping[str, str] = {
     "num_heads": "mamba_n_heads",
     "head_dim": "mamba_d_head",
@@ -20,7 +22,6 @@ FIELDS: Mapping[str, str] = {
     "state_dim": "mamba_d_state",
     "kernel": "mamba_d_conv",
 }
-"""Names in config.json."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +55,7 @@ class Mamba2Config(StateLayerConfig):
     """Names in config.json."""
 
     def __post_init__(self) -> None:
-        """Raise an error for sizes that are not positive integers, and for heads that groups cannot
-        share out."""
-        self.require_sizes(self.fields)
+        require_sizes(self, self.fields)
         if self.num_heads % self.groups:
             raise config_error(
                 f"{self.heads_field} ({self.num_heads}) is not a multiple of its "
@@ -65,17 +64,14 @@ class Mamba2Config(StateLayerConfig):
 
     @property
     def heads(self) -> int:
-        """Those of x."""
         return self.num_heads
 
     @property
     def input_layers(self) -> tuple[str, ...]:
-        """One has them all."""
         return ("in_proj",)
 
     @property
     def features(self) -> int:
-        """Features of all heads."""
         return self.num_heads * self.head_dim
 
     @property
@@ -90,15 +86,13 @@ class Mamba2Config(StateLayerConfig):
         return {"z": self.features, **self.channels, "dt": self.num_heads}
 
     def row_blocks(self, layer: str) -> Mapping[str, int] | None:
-        """Gates, x, B, C and steps are blocks of rows."""
         return {"conv1d": self.channels, "in_proj": self.projected}.get(layer)
 
     def split_heads(self, part: str) -> int:
-        """Groups of B and C, otherwise heads."""
         return self.groups if part in ("B", "C") else self.num_heads
 
     def why_unsplit(self, tensor: int) -> str | None:
-        """Groups are shared out like key heads: several ranks may have the same one."""
+        # Groups are shared out like key heads: several ranks may have the same one.
         if self.groups % tensor and tensor % self.groups:
             return (
                 f"{self.fields['groups']} is {self.groups}: neither do ranks get equally many of "
@@ -107,7 +101,6 @@ class Mamba2Config(StateLayerConfig):
         return super().why_unsplit(tensor)
 
     def shapes(self, width: int) -> Mapping[str, Shape]:
-        """The shape of each parameter of a layer, in order, for a hidden size."""
         convolved, rows = (sum(sizes.values()) for sizes in (self.channels, self.projected))
         return {
             "dt_bias": (self.num_heads,),
@@ -123,33 +116,31 @@ class Mamba2Config(StateLayerConfig):
         }
 
     def initial_values(self, leaf: str) -> InitialValues | float | None:
-        """As in transformers: the rates at which heads decay are their numbers."""
+        # As in transformers: the rates at which heads decay are their numbers.
         rates = InitialValues("log_number", 1)
         return {"dt_bias": self.initial_step, "A_log": rates, "D": 1.0}.get(leaf)
 
     @property
     def output_layer(self) -> tuple[str, int]:
-        """It reads the features of all heads."""
         return "out_proj", self.features
 
     @property
     def saved(self) -> SavedNumbers:
-        """The input and output of the convolution; x times its step; the output of the state-space
-        model, and its gate; for each head its steps and decays."""
+        # The input and output of the convolution; x times its step; the output of the state-space
+        # model, and its gate; for each head its steps and decays.
         convolved = sum(self.channels.values())
         return SavedNumbers(2 * convolved + 3 * self.features, 4 * self.num_heads)
 
     @property
     def exchanged(self) -> tuple[tuple[int, int], ...]:
-        """B and C; x, its step, and the output."""
+        # B and C; x, its step, and the output.
         return (self.groups, 2 * self.state_dim), (self.num_heads, 2 * self.head_dim + 1)
 
     @property
     def state_size(self) -> int:
-        """A head's B times x."""
         return self.num_heads * self.state_dim * self.head_dim
 
     @property
     def state_macs(self) -> int:
-        """A state is updated with B and x, and read with C."""
+        # A state is updated with B and x, and read with C.
         return 2 * self.state_size

@@ -30,7 +30,6 @@ class MTPNames:
 
     @property
     def shares_projection(self) -> bool:
-        """Whether all depths have one projection."""
         return "{" not in self.eh_proj
 
     def num_layers(self, hf: Mapping[str, Any]) -> int:

@@ -69,7 +69,6 @@ class EmbeddingApart(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_TD: torch.Tensor, embed: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
-        """Return what `embed` does."""
         del hidden_TD
         with torch.enable_grad():
             ctx.embedded_TD = embed()
@@ -77,7 +76,7 @@ class EmbeddingApart(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_TD: torch.Tensor) -> tuple[None, None]:
-        """Hidden states get no gradient from here."""
+        # Hidden states get no gradient from here.
         if ctx.embedded_TD.requires_grad:
             ctx.embedded_TD.backward(grad_TD)
         return None, None
@@ -97,7 +96,6 @@ class FurtherTokens:
 
     @property
     def indices(self) -> Sequence[torch.Tensor | None]:
-        """`feature_index_KT` of each depth."""
         none = [None] * len(self.output_fns)
         return none if self.feature_index_KT is None else [*self.feature_index_KT]
 

@@ -20,8 +20,8 @@ TEXT_BACKBONE = "model.text_model."
 STORED_BACKBONE = re.compile(r"(?:model\.(?:language|text)_model|language_model\.model)\.")
 STORED_MODEL = "language_model.model."
 STORED_HEAD = "language_model.lm_head"
+# Beginnings of the names of a language model's tensors.
 LANGUAGE = ("model.embed_tokens.", "model.layers.", "model.norm.", "lm_head.")
-"""Beginnings of the names of a language model's tensors."""
 
 
 @dataclass(frozen=True)
@@ -68,17 +68,6 @@ MULTIMODAL: Mapping[str, Multimodal] = {
 """By the `model_type` of config.json."""
 
 
-@dataclass(frozen=True)
-class TextType:
-    """A model type of `text_config`."""
-
-    model_type: str
-    """The text model that computes the same on text."""
-    defaults: Mapping[str, Any]
-    """Values of fields that `text_config` lacks: files may leave out what is transformers' default
-    for this type."""
-
-
 def _sizes(
     vocab_size: int, hidden_size: int, intermediate_size: int, layers: int, heads: int, length: int
 ) -> dict[str, int]:
@@ -100,33 +89,33 @@ _QWEN_VL = {
     "rms_norm_eps": 1e-5,
 }
 
-TEXT_TYPES: Mapping[str, TextType] = {
-    "ernie4_5_vl_moe_text": TextType(
-        "ernie4_5_vl_moe_text", _sizes(103424, 2560, 12288, 28, 20, 131072)
-    ),
-    "gemma3_text": TextType("gemma3_text", _sizes(262208, 2304, 9216, 26, 8, 131072)),
-    "gemma4_text": TextType("gemma4_text", _sizes(262144, 2304, 9216, 30, 8, 131072)),
-    "glm4v_text": TextType("glm4v_text", _sizes(151552, 4096, 13696, 40, 32, 32768)),
-    "glm4v_moe_text": TextType("glm4v_moe_text", _sizes(151424, 4096, 10944, 46, 96, 65536)),
-    "llama": TextType("llama", _sizes(32000, 4096, 11008, 32, 32, 2048)),
-    "llama4_text": TextType(
-        "llama4_text",
-        {**_sizes(202048, 5120, 8192, 48, 40, 131072), "intermediate_size_mlp": 16384},
-    ),
-    "mistral": TextType("mistral", _sizes(32000, 4096, 14336, 32, 32, 131072)),
-    "qwen2": TextType("qwen2", _QWEN),
-    "qwen3": TextType("qwen3", _QWEN),
-    # Rotary positions in three axes are those of the text model where there are no images.
-    "qwen2_vl_text": TextType("qwen2", _QWEN_VL),
-    "qwen2_5_vl_text": TextType("qwen2", _QWEN_VL),
-    "qwen3_5_text": TextType("qwen3_5_text", _sizes(248320, 4096, 12288, 32, 16, 32768)),
-    "qwen3_5_moe_text": TextType("qwen3_5_moe_text", _sizes(248320, 2048, 512, 40, 16, 32768)),
-    "qwen3_vl_text": TextType(
-        "qwen3", {**_QWEN, "max_position_embeddings": 128000, "rope_theta": 5e5}
-    ),
-    "qwen3_vl_moe_text": TextType(
-        "qwen3_vl_moe_text", {**_sizes(151936, 2048, 5632, 24, 16, 128000), "rope_theta": 5e5}
-    ),
+# Rotary positions in three axes are those of the text model where there are no images.
+# Model types of `text_config`, and the text models that compute the same on text.
+SAME_ON_TEXT: Mapping[str, str] = {
+    "qwen2_vl_text": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+}
+
+# Values of fields that `text_config` lacks, by its model type: files may leave out what is
+# transformers' default.
+TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "ernie4_5_vl_moe_text": _sizes(103424, 2560, 12288, 28, 20, 131072),
+    "gemma3_text": _sizes(262208, 2304, 9216, 26, 8, 131072),
+    "gemma4_text": _sizes(262144, 2304, 9216, 30, 8, 131072),
+    "glm4v_text": _sizes(151552, 4096, 13696, 40, 32, 32768),
+    "glm4v_moe_text": _sizes(151424, 4096, 10944, 46, 96, 65536),
+    "llama": _sizes(32000, 4096, 11008, 32, 32, 2048),
+    "llama4_text": {**_sizes(202048, 5120, 8192, 48, 40, 131072), "intermediate_size_mlp": 16384},
+    "mistral": _sizes(32000, 4096, 14336, 32, 32, 131072),
+    "qwen2": _QWEN,
+    "qwen3": _QWEN,
+    "qwen2_vl_text": _QWEN_VL,
+    "qwen2_5_vl_text": _QWEN_VL,
+    "qwen3_5_text": _sizes(248320, 4096, 12288, 32, 16, 32768),
+    "qwen3_5_moe_text": _sizes(248320, 2048, 512, 40, 16, 32768),
+    "qwen3_vl_text": {**_QWEN, "max_position_embeddings": 128000, "rope_theta": 5e5},
+    "qwen3_vl_moe_text": {**_sizes(151936, 2048, 5632, 24, 16, 128000), "rope_theta": 5e5},
 }
 
 
@@ -144,10 +133,12 @@ def language_config(hf: Mapping[str, Any]) -> Mapping[str, Any]:
     text_type = text.get("model_type", multimodal.text_type) if is_nested else multimodal.text_type
     of_text = text.get(TIED)
     tied = hf.get(TIED, multimodal.tied if of_text is None else of_text)
-    alias = TEXT_TYPES.get(text_type, TextType(text_type, {}))
-    text_config = {**alias.defaults, **text, "model_type": alias.model_type, TIED: tied}
+    text_model = SAME_ON_TEXT.get(text_type, text_type)
+    defaults = TEXT_DEFAULTS.get(text_type, {})
+    text_config = {**defaults, **text, "model_type": text_model, TIED: tied}
     if quantization := hf.get("quantization_config"):
         text_config["quantization_config"] = quantization
+    # Without images the positions of all axes are the same, which is RoPE with one axis.
     for table in ("rope_parameters", "rope_scaling"):
         if rope := text_config.get(table):
             # The older name of default RoPE with three axes.

@@ -131,8 +131,9 @@ def _modelopt(config: Mapping[str, Any]) -> QuantizationConfig:
     if algorithm not in ("NVFP4", "W4A16_NVFP4"):
         raise _unsupported(f"says quant_algo {algorithm!r} of ModelOpt; NVFP4 and FP8 are read")
     # Older exports have group_size at the top level, newer ones in config_groups.
+    weight_groups = [group.get("weights") for group in _config_groups(config)]
     sizes = {config.get("group_size") or 16} | {
-        weights.get("group_size") or 16 for weights in _group_weights(config)
+        weights.get("group_size") or 16 for weights in weight_groups if isinstance(weights, Mapping)
     }
     if sizes != {16}:
         raise _unsupported(f"says group_size {max(sizes)} of NVFP4, which has groups of 16")
@@ -152,6 +153,7 @@ def _bitsandbytes(config: Mapping[str, Any]) -> QuantizationConfig:
     )
 
 
+# Maps compressed-tensors' (format, weight type, bits, strategy) to a format name.
 _COMPRESSED = {
     ("float-quantized", "float", 8, "block"): "block_fp8",
     ("float-quantized", "float", 8, "channel"): "fp8",
@@ -161,7 +163,6 @@ _COMPRESSED = {
     ("pack-quantized", "int", 4, "group"): "int4",
     ("nvfp4-pack-quantized", "float", 4, "tensor_group"): "nvfp4",
 }
-"""Maps compressed-tensors' (format, weight type, bits, strategy) to a format name."""
 
 
 def _compressed_tensors(config: Mapping[str, Any]) -> QuantizationConfig:
@@ -183,9 +184,11 @@ def _compressed(layout: Any, weights: Any, ignored_modules: tuple[str, ...]) -> 
         raise _unsupported(
             "has a group of layers whose weights are not quantized; weights are read"
         )
-    key = (layout, weights.get("type", "int"), weights.get("num_bits", 8), _strategy(weights))
+    number, bits = weights.get("type", "int"), weights.get("num_bits", 8)
+    # Without a strategy, the default of compressed-tensors.
+    strategy = weights.get("strategy") or ("group" if weights.get("group_size") else "tensor")
+    key = (layout, number, bits, strategy)
     if key not in _COMPRESSED:
-        _, number, bits, strategy = key
         raise _unsupported(
             f"says {layout} weights of {bits} bits ({number}) by {strategy}; of compressed-tensors "
             "fp8 and int8 by channel or tensor, fp8 in blocks, int4 in groups and nvfp4 are read"
@@ -198,26 +201,14 @@ def _compressed(layout: Any, weights: Any, ignored_modules: tuple[str, ...]) -> 
         )
     format = _COMPRESSED[key]
     block, size = weights.get("block_structure"), weights.get("group_size")
-    if format == "block_fp8":
-        if not _is_128_block(block):
-            raise _unsupported(f"says block_structure {block}; tiles of [128, 128] are read")
-        return QuantizationConfig(format, "compressed-tensors", 128, ignored_modules)
-    if format == "nvfp4":
-        if size not in (None, 16):
-            raise _unsupported(f"says group_size {size} of NVFP4, which has groups of 16")
-        return QuantizationConfig(format, "compressed-tensors", 16, ignored_modules)
+    if format == "block_fp8" and not _is_128_block(block):
+        raise _unsupported(f"says block_structure {block}; tiles of [128, 128] are read")
+    if format == "nvfp4" and size not in (None, 16):
+        raise _unsupported(f"says group_size {size} of NVFP4, which has groups of 16")
     if format == "int4" and not isinstance(size, int):
         raise _unsupported(f"says group_size {size!r}, which is no number of columns")
-    return QuantizationConfig(
-        format, "compressed-tensors", size if format == "int4" else None, ignored_modules
-    )
-
-
-def _strategy(weights: Mapping[str, Any]) -> Any:
-    if strategy := weights.get("strategy"):
-        return strategy
-    # The default of compressed-tensors.
-    return "group" if weights.get("group_size") else "tensor"
+    group_size = {"block_fp8": 128, "nvfp4": 16, "int4": size}.get(format)
+    return QuantizationConfig(format, "compressed-tensors", group_size, ignored_modules)
 
 
 def _is_128_block(block: Any) -> bool:
@@ -231,11 +222,6 @@ def _config_groups(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     groups = config.get("config_groups")
     entries = groups.values() if isinstance(groups, Mapping) else ()
     return [group for group in entries if isinstance(group, Mapping)]
-
-
-def _group_weights(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    weight_groups = (group.get("weights") for group in _config_groups(config))
-    return [weights for weights in weight_groups if isinstance(weights, Mapping)]
 
 
 def _read_names(config: Mapping[str, Any], *fields: str) -> tuple[str, ...]:

@@ -8,9 +8,9 @@ from penstock.core.errors import CapabilityError, ConfigError
 from penstock.core.extensions import FAMILIES
 from penstock.models.automodel.family import auto_family
 from penstock.models.decoder_config import DecoderConfig
-from penstock.models.families.vision.ernie4_5_vl_moe import ERNIE4_5_VL_MOE
-from penstock.models.families.vision.glm4v import GLM4V, GLM4V_MOE
-from penstock.models.families.vision.qwen3_vl_moe import QWEN3_VL_MOE
+from penstock.models.families.ernie import ERNIE4_5_VL_MOE
+from penstock.models.families.glm import GLM4V, GLM4V_MOE
+from penstock.models.families.qwen import QWEN3_VL_MOE
 from penstock.models.family import Family
 from penstock.models.hf_config import HfConfig, NotNativeError, native_type
 from penstock.models.multimodal import MULTIMODAL, language_config
@@ -81,8 +81,8 @@ def find_family(model_type: str) -> Family | None:
 
 
 def _refusal(family: Family, hf_config: HfConfig, adapters: bool) -> NotNativeError | None:
-    """Why a native family does not compute this config.json; None for errors that it would raise
-    with either backend."""
+    # Why a native family does not compute this config.json; None for errors that it would raise
+    # with either backend.
     try:
         config = family.read(hf_config)
     except NotNativeError as error:
@@ -96,11 +96,12 @@ def _refusal(family: Family, hf_config: HfConfig, adapters: bool) -> NotNativeEr
 
 
 def _fallback(hf_config: HfConfig, refusal: NotNativeError) -> Family:
-    """The family of the transformers backend. Raises `refusal` if transformers cannot build the
-    model either."""
+    # The family of the transformers backend. Raises `refusal` if transformers cannot build the
+    # model either.
     try:
         _require_readable(hf_config)
         return replace(auto_family(hf_config), not_native=refusal.reasons)
+    # Whatever transformers raises, what the native family lacks says more to the user.
     except Exception as error:
         raise refusal from error
 
@@ -116,8 +117,8 @@ def _require_readable(hf_config: HfConfig) -> None:
 
 
 def _language_model(hf_config: HfConfig) -> Family | None:
-    """The native family of the language model in a multimodal model, under the model's own type;
-    None without one."""
+    # The native family of the language model in a multimodal model, under the model's own type;
+    # None without one.
     model_type = str(hf_config.get("model_type"))
     multimodal = MULTIMODAL.get(model_type)
     if multimodal is None:
@@ -129,6 +130,7 @@ def _language_model(hf_config: HfConfig) -> Family | None:
 
     def read(hf: HfConfig) -> DecoderConfig:
         config = family.read(language_config(hf))
+        # PEFT takes adapters of each expert of some language models alone, not within the whole.
         if config.experts is None or multimodal.adapts_experts:
             return config
         return replace(config, experts=replace(config.experts, adaptable=False))

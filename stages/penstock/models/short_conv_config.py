@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from penstock.models.state_layer_config import SavedNumbers, Shape, StateLayerConfig
+from penstock.models.state_layer_config import SavedNumbers, Shape, StateLayerConfig, require_sizes
 
+# Names in config.json.
 FIELDS: Mapping[str, str] = {"channels": "hidden_size", "kernel": "conv_L_cache"}
-"""Names in config.json."""
 
 
 @dataclass(frozen=True)
@@ -26,16 +26,13 @@ class ShortConvConfig(StateLayerConfig):
     heads_field = "hidden_size"
 
     def __post_init__(self) -> None:
-        """Raise an error for sizes that are not positive integers."""
-        self.require_sizes(FIELDS)
+        require_sizes(self, FIELDS)
 
     @property
     def heads(self) -> int:
-        """Channels."""
         return self.channels
 
     def shapes(self, width: int) -> Mapping[str, Shape]:
-        """The shape of each parameter of a layer, in order, for a hidden size."""
         weights: dict[str, Shape] = {
             "conv": (self.channels, 1, self.kernel),
             "in_proj": (3 * self.channels, width),
@@ -49,35 +46,33 @@ class ShortConvConfig(StateLayerConfig):
         return shapes
 
     def row_blocks(self, layer: str) -> Mapping[str, int] | None:
-        """Gates of the input, gates of the output and inputs are blocks of rows."""
+        # Gates of the input, gates of the output and inputs are blocks of rows.
         return dict.fromkeys(("B", "C", "x"), self.channels) if layer == "in_proj" else None
 
     @property
     def input_layers(self) -> tuple[str, ...]:
-        """One projection."""
         return ("in_proj",)
 
     @property
     def output_layer(self) -> tuple[str, int]:
-        """It reads the channels."""
         return "out_proj", self.channels
 
     @property
     def saved(self) -> SavedNumbers:
-        """The output of in_proj, and the input and the output of the convolution."""
+        # The output of in_proj, and the input and the output of the convolution.
         return SavedNumbers(5 * self.channels)
 
     @property
     def exchanged(self) -> tuple[tuple[int, int], ...]:
-        """The input and the output of the convolution."""
+        # The input and the output of the convolution.
         return ((self.channels, 2),)
 
     @property
     def state_size(self) -> int:
-        """The inputs of the convolution that its next token reads."""
+        # The inputs of the convolution that its next token reads.
         return (self.kernel - 1) * self.channels
 
     @property
     def state_macs(self) -> int:
-        """Each channel has a product for each tap."""
+        # Each channel has a product for each tap.
         return self.kernel * self.channels

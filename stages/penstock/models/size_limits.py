@@ -13,11 +13,11 @@ from penstock.core.errors import ConfigError
 MAX_LAYERS = 10_000
 """Published models have at most a few hundred."""
 
+# Of all layers together; published models have at most about 25,000.
 MAX_EXPERTS = 200_000
-"""Of all layers together; published models have at most about 25,000."""
 
+# Of every other size; token ids have 32 bits.
 MAX_WIDTH = (1 << 31) - 1
-"""Of every other size; token ids have 32 bits."""
 
 LAYERS = re.compile(r"(.*_)?(num|n)_(.*_)?layers?")
 EXPERTS = re.compile(r"(.*_)?experts?")
@@ -36,6 +36,7 @@ def validate_sizes(config: Mapping[str, Any], source: str) -> None:
             layers = max(layers, size)
         elif WIDTHS.fullmatch(leaf):
             _require(name, size, MAX_WIDTH, source)
+    # After all counts of layers: the limit is of the experts of all layers together.
     for name, size in _sizes(config):
         if EXPERTS.fullmatch(name.rpartition(".")[2]):
             _require(name, size, MAX_EXPERTS // layers, source)
@@ -50,7 +51,6 @@ def _require(name: str, size: int, limit: int, source: str) -> None:
 
 
 def _sizes(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, int]]:
-    """Dotted names and values of all integers, also those in lists and nested tables."""
     for key, value in values.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping):

@@ -130,6 +130,7 @@ class StateLayerConfig(ABC):
 
     def heads_of_rank(self, tensor: int, context: int) -> tuple[int, ...]:
         """Those heads of a rank, where `context` ranks share those of each of `tensor` ranks."""
+        # With fewer heads than tensor-parallel ranks several ranks have the same head.
         counts = [max(1, heads // tensor) for heads, _ in self.exchanged]
         heads_by_count = [(count, *even_heads(count, counts[-1], context)) for count in counts]
         return tuple(
@@ -151,14 +152,6 @@ class StateLayerConfig(ABC):
     def state_macs(self) -> int:
         """Multiplications of one token with the states of a layer."""
 
-    def require_sizes(self, fields: Mapping[str, str]) -> None:
-        """Raise an error for sizes that are not positive integers. `fields` are their names here
-        and in config.json."""
-        for name, field in fields.items():
-            size = getattr(self, name)
-            if type(size) is not int or size < 1:
-                raise config_error(f"{field} is {size!r}; it must be an integer of 1 or more")
-
 
 def even_heads(heads: int, last: int, ranks: int) -> tuple[int, int]:
     """How often each head is repeated, and how many empty ones are added, so that `ranks` get
@@ -168,6 +161,15 @@ def even_heads(heads: int, last: int, ranks: int) -> tuple[int, int]:
     if shared % repeats:
         repeats = shared
     return repeats, -heads * repeats % ranks
+
+
+def require_sizes(config: object, fields: Mapping[str, str]) -> None:
+    """Raise ConfigError for sizes that are not positive integers. `fields` are their names here and
+    in config.json."""
+    for name, field in fields.items():
+        size = getattr(config, name)
+        if type(size) is not int or size < 1:
+            raise config_error(f"{field} is {size!r}; it must be an integer of 1 or more")
 
 
 def config_error(fault: str) -> ConfigError:

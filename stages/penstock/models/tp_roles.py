@@ -114,6 +114,9 @@ SPLIT_QK_NORM_ROLES: Roles = {
 }
 """The same for families whose QK norm is over whole projections."""
 
+# What the rows (in a `ROWWISE` layer: the columns) of a checkpoint's layer are, by the last part of
+# its name; the same for all families so far. Layers of token mixers with a state have
+# `StateLayerConfig.heads`.
 DECODER_SHARD_UNITS: Mapping[str, ShardUnit] = {
     "embed_tokens": ShardUnit.TOKEN,
     "embeddings": ShardUnit.TOKEN,
@@ -138,9 +141,6 @@ DECODER_SHARD_UNITS: Mapping[str, ShardUnit] = {
     "w2": ShardUnit.FEATURE,
     "w3": ShardUnit.FEATURE,
 }
-"""What the rows (in a `ROWWISE` layer: the columns) of a checkpoint's layer are, by the last part
-of its name; the same for all families so far. Layers of token mixers with a state have
-`StateLayerConfig.heads`."""
 
 
 def shard_unit(layer: str) -> ShardUnit:

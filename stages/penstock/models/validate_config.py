@@ -33,6 +33,7 @@ def _find_fault(config: Any) -> str | None:
     try:
         family = native_family(config)
         text = language_config(config) if family else {}
+        # Before the family reads them, which may divide by a size or build a tuple of all layers.
         for name in SIZES:
             size = text.get(name)
             if size is not None and (not isinstance(size, int) or size < 1):

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from penstock.models.decoder_config import DecoderConfig, ExpertsConfig
+from penstock.models.decoder_config import DecoderConfig, ExpertsConfig, TensorNames
 from penstock.models.mtp_config import MTPNames
 from penstock.models.multimodal import BACKBONE, is_language, stored_name, text_name
 from penstock.models.names import (
@@ -43,6 +43,11 @@ class _NativeParam:
     """Its checkpoint tensors, in order."""
 
 
+Params = Iterator[tuple[str, _NativeParam]]
+# Names in the MLP of shared experts, where it is within the block of experts.
+SHARED_NAMES = TensorNames(gate_proj="gate_proj", up_proj="up_proj", down_proj="down_proj")
+
+
 @dataclass(frozen=True)
 class WeightMap:
     """Names and shapes of a model's tensors, native and in a checkpoint."""
@@ -63,7 +68,6 @@ class WeightMap:
         return tuple(self._native_params)
 
     def native_shape(self, native_name: str) -> Shape:
-        """The shape of a native tensor."""
         return self._native_params[native_name].shape
 
     def hf_names(self, native_name: str) -> tuple[str, ...]:
@@ -115,8 +119,8 @@ class WeightMap:
 
     @property
     def has_stacked_adapters(self) -> bool:
-        """Whether PEFT has an adapter of all experts at once: where a checkpoint has one tensor for
-        them, and where they have no gate, as it converts no other names of theirs."""
+        # Whether PEFT has an adapter of all experts at once: where a checkpoint has one tensor for
+        # them, and where they have no gate, as it converts no other names of theirs.
         return self.has_stacked_experts or (self.num_experts > 0 and not self.config.gated)
 
     def is_transposed(self, native_name: str) -> bool:
@@ -154,7 +158,6 @@ class WeightMap:
         return _with_backbone(hf_name, names.backbone, names.module_backbone or names.backbone)
 
     def hf_name(self, module_name: str) -> str:
-        """The inverse of `module_name`."""
         names = self.config.names
         if self.multimodal:
             return text_name(module_name)
@@ -193,8 +196,8 @@ class WeightMap:
         }
 
     def is_exact(self, hf_name: str) -> bool:
-        """Whether a checkpoint stores this tensor in fp32, whatever the dtype of the others:
-        rounding it would change which experts are selected."""
+        # Whether a checkpoint stores this tensor in fp32, whatever the dtype of the others:
+        # rounding it would change which experts are selected.
         experts = self.config.experts
         if experts is None:
             return False
@@ -208,7 +211,7 @@ class WeightMap:
     def _native_params(self) -> Mapping[str, _NativeParam]:
         return dict(self._iter_params())
 
-    def _iter_params(self) -> Iterator[tuple[str, _NativeParam]]:
+    def _iter_params(self) -> Params:
         config = self.config
         table = (config.vocab_size, config.hidden_size)
         names = config.names
@@ -226,7 +229,7 @@ class WeightMap:
         if not config.tie_word_embeddings:
             yield _same(HEAD_WEIGHT, table)
 
-    def _layer(self, layer: int, stored: str) -> Iterator[tuple[str, _NativeParam]]:
+    def _layer(self, layer: int, stored: str) -> Params:
         prefix = f"{LAYERS}{layer}"
         if self.config.layer_scalars:
             yield _renamed(f"{prefix}.{LAYER_SCALAR}", f"{stored}.{LAYER_SCALAR}", (1,))
@@ -235,22 +238,27 @@ class WeightMap:
         if self.config.has_mlp(layer):
             yield from self._network(layer, prefix, stored)
 
-    def _mixer(self, layer: int, prefix: str, stored: str) -> Iterator[tuple[str, _NativeParam]]:
-        """A layer's token mixer, with its norms."""
+    def _mixer(self, layer: int, prefix: str, stored: str) -> Params:
         config, names = self.config, self.config.names
         input_norms, output_norms = config.layer_norms(layer)
         if input_norms:
             yield from self._norm(f"{prefix}.input_layernorm", f"{stored}.{names.attention_norm}")
         if config.layer_mixer(layer) == LINEAR_ATTN:
-            yield from self._state_layer(f"{prefix}.{LINEAR_ATTN}", stored)
+            linear = config.linear
+            assert linear is not None
+            for name, shape in linear.shapes(config.hidden_size).items():
+                rows = linear.stored(name, shape).items()
+                parts = {
+                    f"{stored}.{linear.module}.{part}": part_shape for part, part_shape in rows
+                }
+                yield f"{prefix}.{LINEAR_ATTN}.{name}", _NativeParam(shape, parts)
         else:
             yield from self._attention(prefix, stored, config.of_layer(layer))
         if output_norms:
             output_norm = f"{stored}.{names.attention_output_norm}"
             yield from self._norm(f"{prefix}.attention_output_norm", output_norm)
 
-    def _network(self, layer: int, prefix: str, stored: str) -> Iterator[tuple[str, _NativeParam]]:
-        """A layer's MLP or experts, with its norms."""
+    def _network(self, layer: int, prefix: str, stored: str) -> Params:
         config, names = self.config, self.config.names
         input_norms, output_norms = config.layer_norms(layer)
         if input_norms and not config.parallel_block:
@@ -260,12 +268,11 @@ class WeightMap:
         if experts := config.layer_experts(layer):
             yield from self._moe(prefix, stored, experts)
         else:
-            yield from self._mlp(f"{prefix}.mlp", stored, config.intermediate_size)
+            yield from self._mlp(f"{prefix}.mlp", stored, config.intermediate_size, names)
         if output_norms:
             yield from self._norm(f"{prefix}.mlp_output_norm", f"{stored}.{names.mlp_output_norm}")
 
-    def _prediction_layer(self, depth: int, names: MTPNames) -> Iterator[tuple[str, _NativeParam]]:
-        """The layer of one depth, from 0, of multi-token prediction."""
+    def _prediction_layer(self, depth: int, names: MTPNames) -> Params:
         layer, width = self.config.num_hidden_layers + depth, self.config.hidden_size
         prefix = f"{LAYERS}{layer}"
 
@@ -279,21 +286,11 @@ class WeightMap:
         yield from _linear(f"{prefix}.eh_proj", stored(names.eh_proj), projection, bias=False)
         yield from self._norm(f"{prefix}.norm", stored(names.norm))
 
-    def _norm(self, prefix: str, stored: str) -> Iterator[tuple[str, _NativeParam]]:
+    def _norm(self, prefix: str, stored: str) -> Params:
         for leaf in self.config.norm_parameters:
             yield _renamed(f"{prefix}.{leaf}", f"{stored}.{leaf}", (self.config.hidden_size,))
 
-    def _state_layer(self, prefix: str, layer: str) -> Iterator[tuple[str, _NativeParam]]:
-        linear = self.config.linear
-        assert linear is not None
-        for name, shape in linear.shapes(self.config.hidden_size).items():
-            parts = linear.stored(name, shape)
-            stored = {f"{layer}.{linear.module}.{part}": rows for part, rows in parts.items()}
-            yield f"{prefix}.{name}", _NativeParam(shape, stored)
-
-    def _attention(
-        self, layer: str, stored_layer: str, config: DecoderConfig
-    ) -> Iterator[tuple[str, _NativeParam]]:
+    def _attention(self, layer: str, stored_layer: str, config: DecoderConfig) -> Params:
         prefix = f"{layer}.{SELF_ATTN}"
         stored = f"{stored_layer}.{config.names.attention}"
         if latent := config.latent:
@@ -339,31 +336,19 @@ class WeightMap:
                 shape = (config.head_dim if is_per_head else parts[part],)
                 yield _renamed(f"{prefix}.{norm}.weight", f"{stored}.{name}.weight", shape)
 
-    def _mlp(self, prefix: str, stored: str, inner: int) -> Iterator[tuple[str, _NativeParam]]:
-        """The MLP of a layer, beside which there may be experts."""
-        config, names = self.config, self.config.names
-        up, bias = (inner, config.hidden_size), config.mlp_bias
-        if config.fused_gate_up:
+    def _mlp(self, prefix: str, stored: str, inner: int, names: TensorNames) -> Params:
+        config = self.config
+        up, bias, fused = (inner, config.hidden_size), config.mlp_bias, config.fused_gate_up
+        if fused:
             shape, name = (2 * up[0], up[1]), f"{stored}.{names.gate_up_proj}"
             yield from _linear(f"{prefix}.{GATE_UP_PROJ}", name, shape, bias)
         elif config.gated:
             yield from _linear(f"{prefix}.gate_proj", f"{stored}.{names.gate_proj}", up, bias)
-        if not config.fused_gate_up:
+        if not fused:
             yield from _linear(f"{prefix}.up_proj", f"{stored}.{names.up_proj}", up, bias)
         yield from _linear(f"{prefix}.down_proj", f"{stored}.{names.down_proj}", up[::-1], bias)
 
-    def _shared_mlp(
-        self, prefix: str, stored: str, inner: int
-    ) -> Iterator[tuple[str, _NativeParam]]:
-        """The MLP of shared experts."""
-        up, bias = (inner, self.config.hidden_size), self.config.mlp_bias
-        for part in ("gate_proj", "up_proj") if self.config.gated else ("up_proj",):
-            yield from _linear(f"{prefix}.{part}", f"{stored}.{part}", up, bias)
-        yield from _linear(f"{prefix}.down_proj", f"{stored}.down_proj", up[::-1], bias)
-
-    def _moe(
-        self, layer: str, stored_layer: str, experts: ExpertsConfig
-    ) -> Iterator[tuple[str, _NativeParam]]:
+    def _moe(self, layer: str, stored_layer: str, experts: ExpertsConfig) -> Params:
         prefix, names = f"{layer}.mlp", experts.names
         stored = f"{stored_layer}.{names.block}"
         width = self.config.hidden_size
@@ -376,10 +361,10 @@ class WeightMap:
             yield from self._experts(f"{prefix}.{IMAGE_EXPERTS}.experts", stored, images, number)
         if experts.shared_intermediate_size:
             shared, inner = f".{names.shared}", experts.shared_intermediate_size
+            location = f"{stored}{shared}", inner, SHARED_NAMES
             if names.shared_is_beside:
-                yield from self._mlp(f"{prefix}{shared}", stored_layer, inner)
-            else:
-                yield from self._shared_mlp(f"{prefix}{shared}", f"{stored}{shared}", inner)
+                location = stored_layer, inner, self.config.names
+            yield from self._mlp(f"{prefix}{shared}", *location)
         if experts.shared_gate:
             gate = f".{names.shared_gate}"
             yield from _linear(f"{prefix}{gate}", f"{stored}{gate}", (1, width), bias=False)
@@ -391,9 +376,7 @@ class WeightMap:
             ):
                 yield from _linear(f"{prefix}.{name}", f"{stored}.{name}", projection_shape, bias)
 
-    def _router(
-        self, prefix: str, stored: str, experts: ExpertsConfig
-    ) -> Iterator[tuple[str, _NativeParam]]:
+    def _router(self, prefix: str, stored: str, experts: ExpertsConfig) -> Params:
         scores, names = (experts.num_experts, self.config.hidden_size), experts.names
         yield from _linear(
             f"{prefix}.gate", f"{stored}.{names.router}", scores, experts.router_bias
@@ -403,10 +386,8 @@ class WeightMap:
                 f"{prefix}.gate.{SELECTION_BIAS}", f"{stored}.{names.selection_bias}", bias
             )
 
-    def _experts(
-        self, prefix: str, stored: str, experts: ExpertsConfig, first: int = 0
-    ) -> Iterator[tuple[str, _NativeParam]]:
-        """The experts of a layer, whose number in files is from `first` on."""
+    def _experts(self, prefix: str, stored: str, experts: ExpertsConfig, first: int = 0) -> Params:
+        # The experts of a layer, whose number in files is from `first` on.
         count, inner, width = (
             experts.num_experts,
             experts.intermediate_size,
@@ -445,7 +426,6 @@ def vision_name(native: str) -> str:
 
 
 def _with_backbone(name: str, before: str, after: str) -> str:
-    """The name with another backbone."""
     inner = name.removeprefix(f"{before}.")
     return name if inner == name else f"{after}.{inner}"
 
@@ -458,7 +438,7 @@ def _renamed(name: str, stored: str, shape: Shape) -> tuple[str, _NativeParam]:
     return name, _NativeParam(shape, {stored: shape})
 
 
-def _linear(name: str, stored: str, shape: Shape, bias: bool) -> Iterator[tuple[str, _NativeParam]]:
+def _linear(name: str, stored: str, shape: Shape, bias: bool) -> Params:
     yield _renamed(f"{name}.weight", f"{stored}.weight", shape)
     if bias:
         yield _renamed(f"{name}.bias", f"{stored}.bias", shape[:1])

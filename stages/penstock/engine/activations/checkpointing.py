@@ -19,9 +19,8 @@ from penstock.models.layers.block import CALL_HOOKS, Block
 from penstock.models.layers.call_hook import CallHook
 from penstock.models.layers.dropout import preserve_dropout_rng
 from penstock.models.layers.indexer import defer_losses
-from penstock.models.layers.modality.tokens import preserve_modalities
 from penstock.models.layers.moe import MoE
-from penstock.models.layers.router_observer import preserve_observer
+from penstock.models.layers.router_observer import preserve_modalities, preserve_observer
 
 Kind = Literal["plain", "reentrant", "once"]
 """PyTorch's two implementations, and one for backward passes that are split (zero bubble)."""

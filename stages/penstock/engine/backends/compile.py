@@ -17,9 +17,8 @@ from penstock.models.causal_lm import CausalLM
 from penstock.models.layers.block import Block
 from penstock.models.layers.call_hook import call
 from penstock.models.layers.experts import call_experts
-from penstock.models.layers.modality.moe import ModalityMoE
 from penstock.models.layers.module_registry import OpModule
-from penstock.models.layers.moe import MoE, dispatch_locally, no_op
+from penstock.models.layers.moe import ModalityMoE, MoE, dispatch_locally, no_op
 from penstock_kernels.group_gemm import group_gemm
 from penstock_kernels.op import HAS_TRITON
 

@@ -25,8 +25,12 @@ from penstock.models.decoder import OutputFn, PipelineStageModules
 from penstock.models.decoder_config import DecoderConfig
 from penstock.models.flops import layer_flops
 from penstock.models.layers.dropout import DropoutRNG, dropout_rng
-from penstock.models.layers.modality.tokens import ModalityTokens, route_modalities
-from penstock.models.layers.router_observer import RouterObserver, observe_routers
+from penstock.models.layers.router_observer import (
+    ModalityTokens,
+    RouterObserver,
+    observe_routers,
+    route_modalities,
+)
 from penstock.models.multi_token_prediction import FurtherTokens
 from penstock.models.vision.tower import ImageInputs
 from penstock.rows.collate import MicroBatch

@@ -101,7 +101,7 @@ def _full_attention_heads(hf: HfConfig) -> HeadSizes | None:
     if hf.get("model_type") != "gemma4_text":
         return None
     # A finished run needs no families.
-    from penstock.models.families.gemma.gemma4 import full_attention_heads  # noqa: PLC0415
+    from penstock.models.families.gemma import full_attention_heads  # noqa: PLC0415
 
     return full_attention_heads(hf)
 
@@ -109,7 +109,7 @@ def _full_attention_heads(hf: HfConfig) -> HeadSizes | None:
 def _hybrid_config(hf: HfConfig) -> DecoderConfig | None:
     if hf.get("model_type") not in HYBRID:
         return None
-    from penstock.models.families.hybrid.dims import hybrid_config  # noqa: PLC0415
+    from penstock.models.families.layers import hybrid_config  # noqa: PLC0415
 
     return hybrid_config(hf)
 

@@ -11,7 +11,7 @@ from penstock.engine.distributed.param_shards import LocalParam
 from penstock.models.automodel.outline import AutoModelConfig
 from penstock.models.decoder import Decoder
 from penstock.models.decoder_config import DecoderConfig
-from penstock.models.layers.modality.moe import ModalityMoE
+from penstock.models.layers.moe import ModalityMoE
 from penstock.models.vision.types import VISION, VisionConfig
 
 DEFAULT: tuple[Part, ...] = ("vision", "projector")

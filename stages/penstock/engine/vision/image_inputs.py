@@ -10,9 +10,8 @@ from torch import nn
 
 from penstock.core.errors import CapabilityError
 from penstock.engine.vision.image_shares import ImageShares
-from penstock.models.layers.modality.tokens import ModalityTokens
-from penstock.models.vision.dummy import dummy_image
-from penstock.models.vision.features import SECONDS, dummy_hidden
+from penstock.models.layers.router_observer import ModalityTokens
+from penstock.models.vision.features import SECONDS, dummy_hidden, dummy_image
 from penstock.models.vision.positions import image_places, image_runs, mrope_positions
 from penstock.models.vision.tower import GatherFeatures, ImageInputs, VisionTower
 from penstock.models.vision.types import VISION_TYPES, VisionConfig

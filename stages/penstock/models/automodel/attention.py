@@ -4,9 +4,7 @@ B sequences of L tokens (one packed sequence in training), N query heads, K key 
 dimension.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -16,15 +14,15 @@ from torch import nn
 
 from penstock.models.layers.attention import AttentionFn
 from penstock.models.layers.autocast import as_autocast
+from penstock.models.layers.pass_state import PassState
 from penstock_kernels.attention import VarlenMetadata, attention
 from penstock_kernels.attention.reference import eager
 from penstock_kernels.op import UnsupportedError
 
 NAME = "penstock_varlen"
 
-_DOCUMENTS: ContextVar[tuple[VarlenMetadata, AttentionFn] | None] = ContextVar(
-    "documents", default=None
-)
+_DOCUMENTS = PassState[tuple[VarlenMetadata, AttentionFn]]("documents")
+keep_documents = _DOCUMENTS.preserve
 
 
 def register() -> None:
@@ -34,28 +32,11 @@ def register() -> None:
     AttentionInterface.register(NAME, varlen_attention)
 
 
-@contextmanager
-def attention_over(segments: VarlenMetadata, attend: AttentionFn = attention) -> Iterator[None]:
+def attention_over(
+    segments: VarlenMetadata, attend: AttentionFn = attention
+) -> AbstractContextManager[None]:
     """Context manager: the documents of the tokens that the model is called with."""
-    before = _DOCUMENTS.set((segments, attend))
-    try:
-        yield
-    finally:
-        _DOCUMENTS.reset(before)
-
-
-def keep_documents(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `run` so that later calls, such as recomputation, have the documents of now."""
-    current = _DOCUMENTS.get()
-
-    def run_with_documents(*args: Any, **kwargs: Any) -> Any:
-        before = _DOCUMENTS.set(current)
-        try:
-            return run(*args, **kwargs)
-        finally:
-            _DOCUMENTS.reset(before)
-
-    return run_with_documents
+    return _DOCUMENTS.use((segments, attend))
 
 
 def varlen_attention(
@@ -101,6 +82,7 @@ def varlen_attention(
     query, key = query.to(value.dtype), key.to(value.dtype)
     q_TNH, k_TKH, v_TKH = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     value_width = v_TKH.shape[-1]
+    # Kernels take queries, keys and values of one width; zeros change neither scores nor outputs.
     if value_width != width:
         widest = max(width, value_width)
         q_TNH, k_TKH, v_TKH = (F.pad(x, (0, widest - x.shape[-1])) for x in (q_TNH, k_TKH, v_TKH))

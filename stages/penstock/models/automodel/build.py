@@ -14,8 +14,8 @@ from penstock.models.automodel.media.cross_attention import is_cross_attended, k
 from penstock.models.automodel.outline import AttentionImpl
 from penstock.models.automodel.remote_code import AUTO_MAP, CODE, CONFIG, MODEL, load_class
 
+# Of configs whose code is the model's own.
 _MODEL_CLASSES: dict[type, Any] = {}
-"""Of configs whose code is the model's own."""
 
 
 def build_config(hf_config: Mapping[str, Any]) -> Any:
@@ -73,7 +73,6 @@ def absent_rope(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _config_of_code(hf_config: Mapping[str, Any], values: dict[str, Any]) -> Any:
-    """The config of the model's own class."""
     config_class, model_class = (load_class(hf_config, name) for name in (CONFIG, MODEL))
     _MODEL_CLASSES[config_class] = model_class
     values = {key: value for key, value in values.items() if key not in (CODE, AUTO_MAP)}
@@ -134,6 +133,7 @@ def model_class(config: Any) -> Any:
     )
     if type(config) not in of_type:
         raise CapabilityError(f"transformers has no language model of type {config.model_type}")
+    # Where a type has several classes, the first is the default of transformers.
     cls = of_type[type(config)]
     return cls[0] if isinstance(cls, tuple) else cls
 
@@ -158,6 +158,7 @@ def build_model(config: Any, attention: AttentionImpl) -> Any:
     auto: Any = AutoModelForMultimodalLM if is_whole else AutoModelForCausalLM
     make = own_class._from_config if own_class else auto.from_config
     kind = "a multimodal" if is_whole else "a causal language"
+    # from_config writes the attention implementation and the dtype into it.
     config = deepcopy(config)
     if is_whole and has_absent_tower(config):
         config = without_tower(config)
@@ -180,5 +181,6 @@ def computed_buffers(model: Any) -> dict[str, torch.Tensor]:
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 module._buffers[name] = torch.empty_like(buffer, device="cpu")
+    # It also computes rotary frequencies, which are buffers and not in checkpoints.
     model.initialize_weights()
     return {name: buffer for name, buffer in model.named_buffers() if not buffer.is_meta}

@@ -47,7 +47,6 @@ class ScaledHead(nn.Module):
         self._head, self.form = [head], form
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """Logits [T, V]."""
         logits_TV = self._head[0](x_TD) * self.form.scale
         cap = self.form.soft_cap
         return logits_TV if cap is None else (logits_TV / cap).tanh() * cap
@@ -96,17 +95,17 @@ class AutoCausalLM(nn.Module):
             observe_router(self.get_submodule(name), scoring)
         self.has_experts = any(".experts." in name for name in config.outline.params)
         for number, layer in enumerate(self.blocks):
+            # On the instance: nn.Module.__call__ calls it within the hooks of FSDP.
             layer.forward = partial(self._call_layer, number, layer.forward)
 
     @property
     def is_tied(self) -> bool:
-        """Whether parameters have several names."""
         return bool(self.config.outline.tied)
 
     @property
     def edges(self) -> tuple[nn.Module | None, nn.Module | None, nn.Module | None]:
-        """The embedding, the final norm and the head; none if the norm is not known: the loss may
-        read the head's weight without calling it, and the norm is then called for both."""
+        # The embedding, the final norm and the head; none if the norm is not known: the loss may
+        # read the head's weight without calling it, and the norm is then called for both.
         outline = self.config.outline
         if not outline.norm or not outline.traits.head:
             return None, None, None
@@ -115,12 +114,10 @@ class AutoCausalLM(nn.Module):
         return embedding, norm, head
 
     def routers(self) -> dict[int, nn.Module]:
-        """The routers that are observed, by layer."""
         routers = self.config.outline.routers
         return {layer: self.get_submodule(name) for name, layer in routers.items()}
 
     def fp32_modules(self) -> list[nn.Module]:
-        """The modules with parameters that the model keeps in fp32."""
         names = {name.rpartition(".")[0] for name in self.config.outline.fp32}
         return [self.get_submodule(name) for name in sorted(names)]
 
@@ -144,7 +141,7 @@ class AutoCausalLM(nn.Module):
             dropout_rng(rng and replace(rng, any_rows=True)),
         ):
             if traits.packing:
-                y_TD = self._packed(inputs, position_ids_T, segments)
+                y_TD = self._run(inputs[None], packed_inputs(position_ids_T, segments))[0]
             else:
                 y_TD = self._padded(inputs, segments, images)
         if self.config.outline.media:
@@ -155,12 +152,6 @@ class AutoCausalLM(nn.Module):
         head = self.get_submodule(self.config.outline.head)
         head = head if traits.head == Head() else ScaledHead(head, traits.head)
         return head(y_TD) if output_fn is None else output_fn(y_TD, head)
-
-    def _packed(
-        self, ids_T: torch.Tensor, position_ids_T: torch.Tensor, segments: VarlenMetadata
-    ) -> torch.Tensor:
-        """Hidden states [T, D], or logits, of documents as one sequence."""
-        return self._run(ids_T[None], packed_inputs(position_ids_T, segments))[0]
 
     def image_params(self) -> list[nn.Parameter]:
         """The parameters now of the towers and the projector."""
@@ -176,13 +167,16 @@ class AutoCausalLM(nn.Module):
     def _padded(
         self, ids_T: torch.Tensor, segments: VarlenMetadata, images: ImageInputs | None
     ) -> torch.Tensor:
-        """The same of documents as a padded batch."""
+        """Hidden states [T, D], or logits, of documents as a padded batch."""
+        # On the host: reading the longest length from a device would wait for it.
         lengths = torch.tensor(segments.lengths)
         longest = int(lengths.max())
         here_BL = (torch.arange(longest) < lengths[:, None]).to(ids_T.device)
+        # masked_scatter fills row by row, which is the order of packed tokens.
         ids_BL = ids_T.new_zeros(here_BL.shape).masked_scatter(here_BL, ids_T)
         observer, rng = current_observer(), current_dropout_rng()
         if rng:
+            # Masks of padding change nothing: its outputs are left out below.
             padding_BL = rng.token_indices_T.new_full(here_BL.shape, -1)
             indices_BL = padding_BL.masked_scatter(here_BL, rng.token_indices_T)
             rng = replace(rng, token_indices_T=indices_BL.flatten())
@@ -203,7 +197,7 @@ class AutoCausalLM(nn.Module):
 
     @property
     def _called(self) -> Any:
-        """The model without the head, or with it where it is not apart."""
+        # The model without the head, or with it where it is not apart.
         return self._base[0] if self.config.outline.traits.head else self._hf[0]
 
     def _run(self, ids_BL: torch.Tensor, model_inputs: Mapping[str, Any]) -> torch.Tensor:
@@ -229,8 +223,8 @@ class AutoCausalLM(nn.Module):
         return self.run_layer(keep_documents(run), *args)
 
     def _seed_of_pass(self) -> int | None:
-        """The seed of the dropout of a forward pass, from the run's seed, the step and the first
-        token; None without dropout."""
+        # The seed of the dropout of a forward pass, from the run's seed, the step and the first
+        # token; None without dropout.
         rng = current_dropout_rng()
         if not (self.training and self.config.outline.dropout and rng):
             return None
@@ -238,7 +232,6 @@ class AutoCausalLM(nn.Module):
         return rng.key(f"pass.{int(rng.token_indices_T[0])}") >> 8
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> "AutoCausalLM":
-        """Allocate the parameters, and copy the computed buffers to the device."""
         super().to_empty(device=device, recurse=recurse)
         for name, value in self.buffer_values.items():
             owner, _, leaf = name.rpartition(".")
@@ -248,18 +241,19 @@ class AutoCausalLM(nn.Module):
         return self
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "AutoCausalLM":
-        """Move or convert parameters, then tie them again, as `Decoder` does."""
+        # Move or convert parameters, then tie them again, as `Decoder` does.
         super()._apply(fn, recurse)
         # Those of the model's own module, which torch replaced here and not in `_hf`.
         for name, parameter in self._parameters.items():
             self._hf[0]._parameters[name] = parameter
         for alias, name in self.config.outline.tied.items():
             owner, _, leaf = alias.rpartition(".")
+            # torch makes a new Parameter for each module when a model leaves the meta device.
             setattr(self.get_submodule(owner), leaf, self.get_parameter(name))
         return self
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """A replaced child is replaced in the transformers model too."""
+        # A replaced child is replaced in the transformers model too.
         super().__setattr__(name, value)
         if isinstance(value, nn.Module) and "_hf" in self.__dict__:
             setattr(self._hf[0], name, value)

@@ -11,19 +11,19 @@ from typing import Any
 import torch
 from torch import nn
 
+Parameters = Callable[[], Iterable[nn.Parameter]]
+"""Called in the backward pass, as FSDP replaces parameters."""
+
 
 class _CompleteGradients(torch.autograd.Function):
-    """Returns the layer's input unchanged. Its backward is the last of the layer's, and the first
-    before FSDP reduces the layer's gradients."""
-
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
-        ctx.layer = layer
+    def forward(ctx: Any, x: torch.Tensor, parameters: Parameters) -> torch.Tensor:
+        ctx.parameters = parameters
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, dx: torch.Tensor) -> tuple[torch.Tensor, None]:
-        for parameter in ctx.layer.parameters():
+        for parameter in ctx.parameters():
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         return dx, None
@@ -37,32 +37,14 @@ def complete_gradients(x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
     if not torch.is_grad_enabled():
         return x
     x = x if x.requires_grad else x.detach().requires_grad_()
-    return _CompleteGradients.apply(x, layer)
+    # Of the input: its backward is the last of the layer's, and the first before FSDP reduces the
+    # layer's gradients.
+    return _CompleteGradients.apply(x, layer.parameters)
 
 
-class _CompletePartGradients(torch.autograd.Function):
-    """Returns its input unchanged. Its backward is one of the first of the model's."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, y: torch.Tensor, parameters: Callable[[], Iterable[nn.Parameter]]
-    ) -> torch.Tensor:
-        ctx.parameters = parameters
-        return y.view_as(y)
-
-    @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
-        for parameter in ctx.parameters():
-            if parameter.requires_grad and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        return dy, None
-
-
-def complete_part_gradients(
-    y: torch.Tensor, parameters: Callable[[], Iterable[nn.Parameter]]
-) -> torch.Tensor:
+def complete_part_gradients(y: torch.Tensor, parameters: Parameters) -> torch.Tensor:
     """The output of a model, such that each of these parameters gets a gradient in the backward
     pass: zeros, to which those that are computed are added."""
     if not (torch.is_grad_enabled() and y.requires_grad):
         return y
-    return _CompletePartGradients.apply(y, parameters)
+    return _CompleteGradients.apply(y, parameters)

@@ -21,8 +21,8 @@ from penstock.models.automodel.routers import layer_indices, router_modules
 from penstock.models.automodel.saved_activations import saved_activations
 from penstock.models.automodel.traits import EXPERTS, find_traits, first_size
 
+# Parts of the names of towers, by modality.
 TOWERS = {"image": "vision", "audio": "audio_tower"}
-"""Parts of the names of towers, by modality."""
 
 EXPERTS_PER_TOKEN = (
     "num_experts_per_tok",
@@ -67,6 +67,14 @@ def describe(hf_config: Mapping[str, Any]) -> ModelOutline:
     routers = layer_indices(router_modules(model), layers) if traits.scoring else {}
     if traits.scoring and not routers:
         traits = replace(traits, scoring=None, routers_why="its routers are not one in a layer")
+    # The final norm is the only one beside the layers.
+    children = model.base_model.children()
+    norms = [child for child in children if "norm" in type(child).__name__.lower()]
+    fp32_modules = set(model._keep_in_fp32_modules_strict or ())
+    rates = (v for k, v in config.to_dict().items() if "dropout" in k or k.endswith("_pdrop"))
+    aux_loss_coef = 0.0
+    if getattr(text, "output_router_logits", False):
+        aux_loss_coef = float(getattr(text, "router_aux_loss_coef", None) or 0.0)
     return ModelOutline(
         architecture=type(model).__name__,
         params=params,
@@ -78,17 +86,21 @@ def describe(hf_config: Mapping[str, Any]) -> ModelOutline:
             for name, module in model.named_modules()
             if type(module) is nn.Linear and (media is None or name.startswith(media.language))
         },
-        fp32=tuple(_kept_in_fp32(model, params)),
+        fp32=tuple(name for name in params if fp32_modules & {*name.split(".")}),
         embedding=modules[id(model.get_input_embeddings())],
         head="" if head is None else modules[id(head)],
-        norm=_final_norm(model, modules),
+        norm=modules[id(norms[0])] if len(norms) == 1 else "",
         experts_per_token=first_size(text, EXPERTS_PER_TOKEN),
         num_experts=first_size(text, EXPERTS),
         stacked=stacked,
-        replaceable_experts=all(_is_replaceable(model, name) for name in stacked),
+        replaceable_experts=all(
+            # transformers' use_experts_implementation decorates the class of these experts.
+            hasattr(model.get_submodule(name.rpartition(".")[0]), "_is_expert_parallel")
+            for name in stacked
+        ),
         routers=routers,
-        aux_loss_coef=_aux_loss_coef(text),
-        dropout=_has_dropout(config),
+        aux_loss_coef=aux_loss_coef,
+        dropout=any(isinstance(rate, float) and rate > 0 for rate in rates),
         traits=traits,
         saved=saved_activations(lambda: build_meta(config, traits.attention), layers),
         media=media,
@@ -178,20 +190,8 @@ def stacked_experts(model: nn.Module) -> dict[str, bool]:
     return transposed if len(sizes) == 1 else {}
 
 
-def _is_replaceable(model: nn.Module, parameter: str) -> bool:
-    """Whether transformers' `use_experts_implementation` decorates the class of these experts."""
-    return hasattr(model.get_submodule(parameter.rpartition(".")[0]), "_is_expert_parallel")
-
-
-def _final_norm(model: Any, modules: Mapping[int, str]) -> str:
-    """The only norm beside the layers."""
-    children = model.base_model.children()
-    norms = [child for child in children if "norm" in type(child).__name__.lower()]
-    return modules[id(norms[0])] if len(norms) == 1 else ""
-
-
 def _tied(model: nn.Module) -> dict[str, str]:
-    """Every further name of a parameter, and its first one."""
+    # Every further name of a parameter, and its first one.
     first: dict[int, str] = {}
     tied: dict[str, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -200,19 +200,3 @@ def _tied(model: nn.Module) -> dict[str, str]:
         else:
             first[id(parameter)] = name
     return tied
-
-
-def _kept_in_fp32(model: Any, params: Mapping[str, Shape]) -> Iterator[str]:
-    """The parameters of the modules that the model keeps in fp32 in any dtype."""
-    parts = set(model._keep_in_fp32_modules_strict or ())
-    return (name for name in params if parts & {*name.split(".")})
-
-
-def _aux_loss_coef(config: Any) -> float:
-    is_asked = getattr(config, "output_router_logits", False)
-    return float(getattr(config, "router_aux_loss_coef", None) or 0.0) if is_asked else 0.0
-
-
-def _has_dropout(config: Any) -> bool:
-    rates = (v for k, v in config.to_dict().items() if "dropout" in k or k.endswith("_pdrop"))
-    return any(isinstance(rate, float) and rate > 0 for rate in rates)

@@ -24,12 +24,12 @@ from penstock.models.decoder_config import (
 from penstock.models.family import Family
 from penstock.models.hf_config import HfConfig
 
+# Raised when `describe` finds something else for the same config.
 REVISION = 13
-"""Raised when `describe` finds something else for the same config."""
 
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "context_length")
+# The longest document of a model whose config names no number of positions.
 UNLIMITED = 1 << 20
-"""The longest document of a model whose config names no number of positions."""
 
 NO_EFFECT = (
     *("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version"),
@@ -48,7 +48,6 @@ class AutoFamily(Family):
     is no native family, or `model.backend` is `transformers`."""
 
     def weight_map(self, config: DecoderConfig, *, merge_qkv: bool = False) -> AutoWeightMap:
-        """The names and shapes of the model's tensors; projections are as the model has them."""
         del merge_qkv
         assert isinstance(config, AutoModelConfig)
         return AutoWeightMap(config)
@@ -79,7 +78,7 @@ def read_sizes(outline: ModelOutline, hf: HfConfig) -> AutoModelConfig:
 
 
 def _rope_limit(text: HfConfig, positions: int) -> float:
-    """The length from which RoPE parameters, of any kind of layer, depend on the length."""
+    # The length from which RoPE parameters, of any kind of layer, depend on the length.
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     limits = [math.inf]
     for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
@@ -103,6 +102,7 @@ def auto_family(hf_config: HfConfig) -> AutoFamily:
 
     Raises CapabilityError for a model that cannot be trained, with the reason.
     """
+    # As text, because the cache needs a key that can be hashed.
     return _family(json.dumps(hf_config, sort_keys=True))
 
 
@@ -111,6 +111,7 @@ def _family(text: str) -> AutoFamily:
     hf_config: Mapping[str, Any] = json.loads(text)
     entries = {key: value for key, value in hf_config.items() if key not in NO_EFFECT}
     if CODE in entries:
+        # Not the folder: the same code may lie in another one.
         entries[CODE] = entries[CODE]["digest"]
     versions = [REVISION, version("transformers"), version("torch")]
     digest = hashlib.sha256(json.dumps([entries, versions], sort_keys=True).encode()).hexdigest()
@@ -122,7 +123,11 @@ def _family(text: str) -> AutoFamily:
         from penstock.models.automodel.describe import describe  # noqa: PLC0415 - torch
 
         outline = describe(hf_config)
-        _write(file, json.dumps(outline.to_json()))
+        file.parent.mkdir(parents=True, exist_ok=True)
+        # Each rank may write it, so parts have names of their own, and replace it atomically.
+        with NamedTemporaryFile("w", dir=file.parent, delete=False) as part:
+            part.write(json.dumps(outline.to_json()))
+        Path(part.name).replace(file)
     return AutoFamily(
         str(hf_config.get("model_type")),
         outline.architecture,
@@ -131,15 +136,6 @@ def _family(text: str) -> AutoFamily:
         lora_targets=default_lora_targets(outline),
         outline=outline,
     )
-
-
-def _write(file: Path, text: str) -> None:
-    """Write a file of the cache atomically. Each rank may write it, so parts have names of their
-    own."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with NamedTemporaryFile("w", dir=file.parent, delete=False) as part:
-        part.write(text)
-    Path(part.name).replace(file)
 
 
 def _size(hf: HfConfig, *names: str) -> int | None:

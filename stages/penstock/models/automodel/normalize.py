@@ -13,9 +13,25 @@ from torch import nn
 
 def normalize(model: nn.Module) -> None:
     """Apply all changes to a model on the meta device, in place."""
-    _store_buffers_as_params(model)
-    _make_vectors_of_scalars(model)
-    _replace_transposed_layers(model)
+    # Persistent buffers are loaded, sharded and saved as parameters without gradients.
+    for name in persistent_buffers(model):
+        module, leaf = _owner(model, name)
+        value = module._buffers.pop(leaf)
+        assert value is not None
+        module.register_parameter(leaf, nn.Parameter(value.to("meta"), requires_grad=False))
+    # FSDP2 shards rows, so a scalar is a vector of one element.
+    for name in scalars(model):
+        module, leaf = _owner(model, name)
+        scalar = model.get_parameter(name)
+        vector = nn.Parameter(scalar.detach().reshape(1), requires_grad=scalar.requires_grad)
+        setattr(module, leaf, vector)
+    for name in transposed_layers(model):
+        old: Any = model.get_submodule(name)
+        inputs, outputs = old.weight.shape
+        layer = nn.Linear(inputs, outputs, device="meta", dtype=torch.float32)
+        layer.bias = old.bias
+        module, leaf = _owner(model, name)
+        setattr(module, leaf, layer)
 
 
 def persistent_buffers(model: nn.Module) -> list[str]:
@@ -35,34 +51,6 @@ def transposed_layers(model: nn.Module) -> list[str]:
     from transformers.pytorch_utils import Conv1D  # noqa: PLC0415
 
     return [name for name, module in model.named_modules() if isinstance(module, Conv1D)]
-
-
-def _store_buffers_as_params(model: nn.Module) -> None:
-    """Persistent buffers are loaded, sharded and saved as parameters without gradients."""
-    for name in persistent_buffers(model):
-        module, leaf = _owner(model, name)
-        value = module._buffers.pop(leaf)
-        assert value is not None
-        module.register_parameter(leaf, nn.Parameter(value.to("meta"), requires_grad=False))
-
-
-def _make_vectors_of_scalars(model: nn.Module) -> None:
-    """FSDP2 shards rows, so a scalar is a vector of one element."""
-    for name in scalars(model):
-        module, leaf = _owner(model, name)
-        scalar = model.get_parameter(name)
-        vector = nn.Parameter(scalar.detach().reshape(1), requires_grad=scalar.requires_grad)
-        setattr(module, leaf, vector)
-
-
-def _replace_transposed_layers(model: nn.Module) -> None:
-    for name in transposed_layers(model):
-        old: Any = model.get_submodule(name)
-        inputs, outputs = old.weight.shape
-        layer = nn.Linear(inputs, outputs, device="meta", dtype=torch.float32)
-        layer.bias = old.bias
-        module, leaf = _owner(model, name)
-        setattr(module, leaf, layer)
 
 
 def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:

@@ -119,19 +119,17 @@ class ModelOutline:
     """None for a causal language model."""
 
     def part(self, name: str) -> Part:
-        """The part of the model that a parameter is of."""
         if self.media is None or name.startswith(self.media.language):
             return "language"
         return "vision" if name.startswith(self.media.vision) else "projector"
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object, which `family.py` keeps in the user's cache: building an outline takes
-        seconds."""
+        # A JSON object, which `family.py` keeps in the user's cache: building an outline takes
+        # seconds.
         return asdict(self)
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "ModelOutline":
-        """Read what `to_json` wrote."""
         # JSON reads tuples back as lists: a field with tuples must be converted here.
         traits = dict(fields["traits"])
         media = fields.get("media")
@@ -190,8 +188,8 @@ class AutoModelConfig(DecoderConfig):
 
     @property
     def rope_invariant_up_to(self) -> float:
-        """The length up to which a KV cache holds all state of a document: 0 for models with other
-        state than keys and values."""
+        # The length up to which a KV cache holds all state of a document: 0 for models with other
+        # state than keys and values.
         traits = self.outline.traits
         return self.rope_limit if traits.attention == "varlen" and traits.packing else 0
 

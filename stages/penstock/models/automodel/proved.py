@@ -48,7 +48,6 @@ class ProvedModels:
 
     @classmethod
     def read(cls, file: Path = FILE) -> "ProvedModels":
-        """Read the file."""
         content = json.loads(file.read_text())
         models = {name: ProvedModel(**values) for name, values in content["models"].items()}
         return cls(content["transformers"], content["torch"], models)

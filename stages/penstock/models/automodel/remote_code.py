@@ -75,7 +75,7 @@ def load_class(hf_config: Mapping[str, Any], name: str) -> Any:
 
 
 def _package(folder: Path, digest: str) -> str:
-    """A package of the folder's files, which import one another relatively."""
+    # A package of the folder's files, which import one another relatively.
     name = f"penstock_remote_code_{digest[:16]}"
     if name not in sys.modules:
         package = ModuleType(name)

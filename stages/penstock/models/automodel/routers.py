@@ -64,6 +64,7 @@ def observe_router(module: nn.Module, scoring: Scoring) -> None:
         if observer is None or not observer.observes_pass(router):
             return None
         logits_TE, weights_TK, choice_TK = output
+        # In fp32 outside of autocast, as the routers of native models.
         device = logits_TE.device.type
         with (
             torch.set_grad_enabled(torch.is_grad_enabled() and observer.has_aux_loss),
@@ -97,20 +98,16 @@ class PaddedObserver:
 
     @property
     def num_rows(self) -> int:
-        """See `RouterObserver`."""
         return self._observer.num_rows
 
     @property
     def has_aux_loss(self) -> bool:
-        """See `RouterObserver`."""
         return self._observer.has_aux_loss
 
     def observes_pass(self, router: nn.Module) -> bool:
-        """See `RouterObserver`."""
         return self._observer.observes_pass(router)
 
     def observe(self, router: nn.Module, stats: RouterStats) -> AuxLossGradient | None:
-        """See `RouterObserver`."""
         return self._observer.observe(router, stats)
 
 

@@ -19,11 +19,11 @@ from penstock.models.automodel.inputs import accepted
 from penstock.models.automodel.outline import SavedBytes
 from penstock_kernels.attention import VarlenMetadata
 
+# Documents from which the part that grows with the square of their length follows.
 LENGTHS = (64, 128)
-"""Documents from which the part that grows with the square of their length follows."""
 
+# After this time the mean of the layers so far is taken for the others.
 SECONDS = 3.0
-"""After this time the mean of the layers so far is taken for the others."""
 
 
 def saved_activations(
@@ -49,8 +49,8 @@ def saved_activations(
 
 @contextmanager
 def _portable_experts() -> Iterator[None]:
-    """Context manager: grouped matmuls by the operation of transformers, whose shapes are known in
-    every dtype."""
+    # Context manager: grouped matmuls by the operation of transformers, whose shapes are known in
+    # every dtype.
     from transformers.integrations import moe  # noqa: PLC0415
 
     before = moe._can_use_grouped_mm
@@ -62,7 +62,7 @@ def _portable_experts() -> Iterator[None]:
 
 
 def _fit(short: int, long: int) -> SavedBytes:
-    """The two coefficients of `a T + b T^2`."""
+    # The two coefficients of `a T + b T^2`.
     first, second = LENGTHS
     pair = max(0.0, (long / second - short / first) / (second - first))
     return SavedBytes(round(short / first - pair * first, 1), round(pair, 3))
@@ -73,8 +73,8 @@ class _OutOfTimeError(Exception):
 
 
 def _count(model: Any, layers: Sequence[str], length: int) -> list[int]:
-    """Bytes that each layer saves of one document."""
     end = time.monotonic() + SECONDS
+    # By the address of the storage's object: fake tensors have no memory, so no data_ptr.
     storages = {
         tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())
     }
@@ -103,7 +103,9 @@ def _count(model: Any, layers: Sequence[str], length: int) -> list[int]:
     try:
         with (
             torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
-            attention_over(VarlenMetadata.of([length]), _attend),
+            attention_over(
+                VarlenMetadata.of([length]), lambda q, k, v, *_: _Attention.apply(q, k, v)
+            ),
             suppress(_OutOfTimeError),
         ):
             base(input_ids=ids_1L, **accepted(base, {"use_cache": False}))
@@ -114,10 +116,6 @@ def _count(model: Any, layers: Sequence[str], length: int) -> list[int]:
         raise ValueError(f"{len(counts)} layers ran, of {len(layers)}")
     mean = sum(counts) // max(1, len(counts))
     return counts + [mean] * (len(layers) - len(counts))
-
-
-def _attend(q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor, *_: Any) -> torch.Tensor:
-    return _Attention.apply(q_TNH, k_TKH, v_TKH)
 
 
 class _Attention(torch.autograd.Function):

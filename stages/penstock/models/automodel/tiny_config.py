@@ -7,164 +7,64 @@ model (documents packed or apart, the head, names in checkpoints) holds for the 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from penstock.models.automodel.media.tiny_audio import is_audio, shrink_audio
-from penstock.models.automodel.media.tiny_images import fit_tokens, shrink_images
+from penstock.models.automodel.media.tiny_media import MELS, fit_tokens, shrink_audio, shrink_images
 
+# Layers of a tiny model, if more kinds of layers are not needed.
 MAX_LAYERS = 6
-"""Layers of a tiny model, if more kinds of layers are not needed."""
 
 MAX_POSITIONS = 256
 
-SIZES: Mapping[str, int] = {
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embedding_dim", "dim"), 64),
-    **dict.fromkeys(
-        (
-            "intermediate_size",
-            "ffn_dim",
-            "d_inner",
-            "n_inner",
-            "dff",
-            "dim_ff",
-            "ffn_hidden_size",
-            "encoder_ffn_dim",
-            "decoder_ffn_dim",
-            "feed_forward_size",
-            "emb_dim",
-            "intermediate_size_mlp",
-            "dense_intermediate_size",
-            "prefix_dense_intermediate_size",
-        ),
-        96,
-    ),
-    **dict.fromkeys(
-        (
-            "moe_intermediate_size",
-            "shared_expert_intermediate_size",
-            "shared_experts_intermediate_size",
-            "moe_shared_expert_intermediate_size",
-            "expert_ffn_hidden_size",
-            "moe_latent_size",
-        ),
-        32,
-    ),
-    **dict.fromkeys(
-        (
-            "num_attention_heads",
-            "n_head",
-            "n_heads",
-            "num_heads",
-            "encoder_attention_heads",
-            "decoder_attention_heads",
-            "num_encoder_attention_heads",
-            "num_decoder_attention_heads",
-            "attention_heads",
-            "swa_num_attention_heads",
-            "linear_num_value_heads",
-            "linear_num_heads",
-            "mamba_n_heads",
-            "num_query_groups",
-        ),
-        4,
-    ),
-    **dict.fromkeys(("linear_num_key_heads",), 2),
-    **dict.fromkeys(
-        (
-            "head_dim",
-            "swa_head_dim",
-            "global_head_dim",
-            "kv_channels",
-            "dim_head",
-            "d_head",
-            "attention_head_size",
-            "v_head_dim",
-            "qk_nope_head_dim",
-            "linear_key_head_dim",
-            "linear_value_head_dim",
-            "linear_head_dim",
-            "index_head_dim",
-            "query_pre_attn_scalar",
-        ),
-        16,
-    ),
-    **dict.fromkeys(("qk_rope_head_dim", "rotary_dim"), 8),
-    **dict.fromkeys(("kv_lora_rank", "o_lora_rank", "hc_lowrank"), 16),
-    **dict.fromkeys(("q_lora_rank",), 24),
-    **dict.fromkeys(
-        (
-            "num_experts",
-            "n_routed_experts",
-            "num_local_experts",
-            "moe_num_experts",
-        ),
-        4,
-    ),
-    **dict.fromkeys(
-        (
-            "num_experts_per_tok",
-            "num_experts_per_token",
-            "moe_k",
-            "moe_topk",
-            "moe_top_k",
-        ),
-        2,
-    ),
-    **dict.fromkeys(
-        (
-            "sliding_window",
-            "window_size",
-            "local_attention",
-            "attention_window_size",
-            "sliding_window_size",
-            "attention_chunk_size",
-            "keep_window_size",
-        ),
-        4,
-    ),
-    **dict.fromkeys(
-        (
-            "max_position_embeddings",
-            "n_positions",
-            "max_seq_len",
-            "context_length",
-            "max_target_positions",
-            "model_max_length",
-        ),
-        MAX_POSITIONS,
-    ),
-    "vocab_size": 320,
-    "unpadded_vocab_size": 320,
-    "vocab_size_per_layer_input": 320,
-    "hidden_size_per_layer_input": 8,
-    "laurel_rank": 8,
-    "n_groups": 2,
-    "mamba_ngroups": 1,
-    "index_n_heads": 4,
-    "index_topk": 64,
-    "n_group": 2,
-    "num_expert_group": 2,
-    "topk_group": 1,
-    "n_shared_experts": 1,
-    "mamba_d_state": 16,
-    "mamba_d_head": 32,
-    "mamba_expand": 2,
-    "state_size": 16,
-    "ssm_state_size": 16,
-    "lru_width": 64,
-    "mamba_num_heads": 4,
-    "mamba_head_dim": 32,
-    "mamba_chunk_size": 8,
-    "chunk_size": 8,
-    "time_step_rank": 8,
-    "mamba_dt_rank": 8,
-    "mamba_d_ssm": 128,
-    "embedding_size": 64,
-    "word_embed_proj_dim": 64,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
+_NAMES_BY_SIZE: Mapping[int, str] = {
+    64: """
+        hidden_size d_model n_embd embedding_dim dim index_topk lru_width embedding_size
+        word_embed_proj_dim
+    """,
+    96: """
+        intermediate_size ffn_dim d_inner n_inner dff dim_ff ffn_hidden_size encoder_ffn_dim
+        decoder_ffn_dim feed_forward_size emb_dim intermediate_size_mlp dense_intermediate_size
+        prefix_dense_intermediate_size
+    """,
+    32: """
+        moe_intermediate_size shared_expert_intermediate_size shared_experts_intermediate_size
+        moe_shared_expert_intermediate_size expert_ffn_hidden_size moe_latent_size mamba_d_head
+        mamba_head_dim
+    """,
+    4: """
+        num_attention_heads n_head n_heads num_heads encoder_attention_heads
+        decoder_attention_heads num_encoder_attention_heads num_decoder_attention_heads
+        attention_heads swa_num_attention_heads linear_num_value_heads linear_num_heads
+        mamba_n_heads num_query_groups num_experts n_routed_experts num_local_experts
+        moe_num_experts sliding_window window_size local_attention attention_window_size
+        sliding_window_size attention_chunk_size keep_window_size index_n_heads mamba_num_heads
+    """,
+    2: """
+        linear_num_key_heads num_experts_per_tok num_experts_per_token moe_k moe_topk moe_top_k
+        n_groups n_group num_expert_group mamba_expand eos_token_id
+    """,
+    16: """
+        head_dim swa_head_dim global_head_dim kv_channels dim_head d_head attention_head_size
+        v_head_dim qk_nope_head_dim linear_key_head_dim linear_value_head_dim linear_head_dim
+        index_head_dim query_pre_attn_scalar kv_lora_rank o_lora_rank hc_lowrank mamba_d_state
+        state_size ssm_state_size
+    """,
+    8: """
+        qk_rope_head_dim rotary_dim hidden_size_per_layer_input laurel_rank mamba_chunk_size
+        chunk_size time_step_rank mamba_dt_rank
+    """,
+    24: "q_lora_rank",
+    MAX_POSITIONS: """
+        max_position_embeddings n_positions max_seq_len context_length max_target_positions
+        model_max_length
+    """,
+    320: "vocab_size unpadded_vocab_size vocab_size_per_layer_input",
+    1: "mamba_ngroups topk_group n_shared_experts bos_token_id",
+    128: "mamba_d_ssm",
+    0: "pad_token_id",
 }
-"""Sizes by their names in transformers' configs. Windows are shorter than the documents of a
-check."""
+# Sizes by their names in transformers' configs. Windows are shorter than the documents of a check.
+SIZES: Mapping[str, int] = {
+    name: size for size, names in _NAMES_BY_SIZE.items() for name in names.split()
+}
 
 LAYER_COUNTS = (
     "num_hidden_layers",
@@ -180,30 +80,30 @@ LAYER_COUNTS = (
     "depth",
 )
 KEY_VALUE_HEADS = ("num_key_value_heads", "swa_num_key_value_heads", "num_kv_heads", "kv_n_heads")
+# Pairs of sizes of which the first stays equal to the second.
 EQUAL = (
     ("num_key_value_heads", "num_attention_heads"),
     ("head_dim", "qk_rope_head_dim"),
     ("head_dim", "qk_head_dim"),
 )
-"""Pairs of sizes of which the first stays equal to the second."""
 
+# The layers that attend to images.
 CROSS_ATTENDING = "cross_attention_layers"
-"""The layers that attend to images."""
 
+# The share of a head that is rotated.
 ROTATED = "partial_rotary_factor"
-"""The share of a head that is rotated."""
 
+# The number of last layers that use keys and values of earlier ones.
 SHARING = "num_kv_shared_layers"
-"""The number of last layers that use keys and values of earlier ones."""
 
+# Fields of configs of images.
 MARKS = ("vision_config", "image_size", "num_embeddings")
-"""Fields of configs of images."""
 
+# Values of single layers, by layer index.
 PER_LAYER_CONFIG = "per_layer_config"
-"""Values of single layers, by layer index."""
 
+# Number of dense layers before the first one with experts.
 DENSE_FIRST = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
-"""Number of dense layers before the first one with experts."""
 
 
 def shrink(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -235,9 +135,9 @@ def _shrink(values: Mapping[str, Any]) -> dict[str, Any]:
             small[name] = _shrink(value)
         elif isinstance(value, int) and _is_size(value):
             small[name] = _small_size(name, value, len(layers) if value == count else MAX_LAYERS)
-    if _has_images(values):
+    if any("patch_size" in name or name in MARKS for name in values):
         shrink_images(values, small, len(layers))
-    if is_audio(values):
+    if MELS in values:
         shrink_audio(values, small)
     _keep_relations(values, small)
     for name in ("rope_parameters", "rope_scaling"):
@@ -247,7 +147,6 @@ def _shrink(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _small_size(name: str, value: int, layers: int) -> int:
-    """A small value of a size."""
     if name in LAYER_COUNTS:
         return min(value, layers)
     if name in KEY_VALUE_HEADS:
@@ -260,8 +159,8 @@ def _small_size(name: str, value: int, layers: int) -> int:
 def _shrink_rope(
     rope: Mapping[str, Any], values: Mapping[str, Any], small: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Rotary parameters, of one kind or by kind, whose sections of axes (M-RoPE) and share of a
-    head fit the small sizes."""
+    # Rotary parameters, of one kind or by kind, whose sections of axes (M-RoPE) and share of a head
+    # fit the small sizes.
     small_rope = {
         name: _shrink_rope(parameter, values, small)
         if isinstance(parameter, Mapping)
@@ -289,8 +188,6 @@ def _head_width(values: Mapping[str, Any]) -> int:
 
 
 def _keep_relations(values: Mapping[str, Any], small: dict[str, Any]) -> None:
-    """Make sizes agree where the model's do."""
-
     def have(*names: str) -> bool:
         return all(_is_size(values.get(name)) for name in names)
 
@@ -312,12 +209,8 @@ def _keep_relations(values: Mapping[str, Any], small: dict[str, Any]) -> None:
         small["head_dim"] = small["hidden_size"] * values["expand"] // small["num_heads"]
 
 
-def _has_images(values: Mapping[str, Any]) -> bool:
-    """Whether this is a config of images or of a model with images."""
-    return any("patch_size" in name or name in MARKS for name in values)
-
-
 def _is_size(value: Any) -> bool:
+    # bool is a subclass of int.
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
@@ -326,7 +219,7 @@ def _is_per_layer(value: Any, count: int) -> bool:
 
 
 def _kinds_of_layers(values: Mapping[str, Any], count: int) -> Sequence[int]:
-    """The first layer of each kind, by the per-layer lists of the config; at least two layers."""
+    # The first layer of each kind, by the per-layer lists of the config; at least two layers.
     per_layer = [value for value in values.values() if _is_per_layer(value, count)]
     first: dict[str, int] = {}
     for layer in range(count):

@@ -5,13 +5,12 @@ declared anywhere: it depends on position ids, the mask that the model makes of 
 layers with state. So two short documents are run packed and apart, forward and backward.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from penstock.core.errors import CapabilityError
 from penstock.models.automodel.attention import attention_over
@@ -22,28 +21,21 @@ from penstock.models.automodel.routers import infer_scoring, router_modules
 from penstock.models.automodel.tiny_config import MAX_POSITIONS, shrink
 from penstock_kernels.attention import VarlenMetadata
 
+# Tokens of the two documents: more than the tiny model's windows.
 LENGTHS = (11, 7)
-"""Tokens of the two documents: more than the tiny model's windows."""
+# Relative difference up to which values are equal but for rounding (fp32).
 TOLERANCE = 2e-4
-"""Relative difference up to which values are equal but for rounding (fp32)."""
 
+# Factors of logits by their names in configs, and the exponent with which they apply.
 SCALES = (
     ("logit_scale", 1),
     ("logits_scaling", -1),
     ("lm_head_multiplier", 1),
     ("output_scale", 1),
 )
-"""Factors of logits by their names in configs, and the exponent with which they apply."""
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 """Names of the number of experts in configs."""
 SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-
-
-class TinyRun(Protocol):
-    """A tiny model, and the token ids of its documents."""
-
-    model: Any
-    ids: list[torch.Tensor]
 
 
 def find_traits(hf_config: Mapping[str, Any]) -> Traits:
@@ -77,9 +69,13 @@ def find_traits(hf_config: Mapping[str, Any]) -> Traits:
             continue
         if _difference(apart, expected.apart()):
             continue
-        difference = _compare_packed(run.packed, apart)
+        try:
+            difference = _difference(run.packed(), apart)
+        except Exception as error:  # noqa: BLE001 - whatever a model raises for a packed sequence
+            reason = str(error).splitlines()[:1]
+            difference = f"packed documents raise {type(error).__name__}: {reason}"
         scoring, routers_why = find_scoring(run)
-        head, why = find_head(run, config)
+        head, why = find_head(run.model, run.ids[0], config)
         traits = Traits(
             name,
             packing=not difference,
@@ -101,11 +97,11 @@ def find_traits(hf_config: Mapping[str, Any]) -> Traits:
 
 
 def _positions_end(model: Any) -> bool:
-    """Whether a document of more tokens than the model has positions is an error."""
     ids = torch.full((1, MAX_POSITIONS + 2), 5)
     try:
         with torch.no_grad():
             _logits(model, ids)
+    # A table of positions raises; rotary embeddings compute any position.
     except (IndexError, RuntimeError):
         return True
     return False
@@ -118,7 +114,7 @@ def require_causal(model: Any, model_type: str) -> None:
     changed[-1] = changed[-1] - 1
     with torch.no_grad():
         first, second = (_logits(model, token_ids[None])[0, :-1] for token_ids in (ids, changed))
-    if _is_different(first, second):
+    if is_different(first, second):
         raise CapabilityError(
             f"in a model of type {model_type} with this config.json, tokens see the tokens after "
             "them: it is not a causal language model.\n"
@@ -126,16 +122,15 @@ def require_causal(model: Any, model_type: str) -> None:
         )
 
 
-def find_head(run: TinyRun, config: Any) -> tuple[Head | None, str]:
+def find_head(model: Any, ids_L: torch.Tensor, config: Any) -> tuple[Head | None, str]:
     """How logits follow from the base model's hidden states and the head in the model of `config`,
-    or None and the reason if they do not. Factors may follow from a model's width, so those of the
-    tiny model are others."""
-    model = run.model
+    or None and the reason if they do not: from a tiny model and token ids. Factors may follow from
+    a model's width, so those of the tiny model are others."""
     head = model.get_output_embeddings()
     base = model.base_model
     if head is None or base is model:
         return None, "it has no head of its own; all logits are computed"
-    ids_1L = run.ids[0][None]
+    ids_1L = ids_L[None]
     with torch.no_grad():
         # Large logits, which a soft cap changes.
         for parameter in head.parameters():
@@ -150,7 +145,7 @@ def find_head(run: TinyRun, config: Any) -> tuple[Head | None, str]:
                 break
             if form.soft_cap:
                 logits = (logits / form.soft_cap).tanh() * form.soft_cap
-            if logits.shape == expected.shape and not _is_different(logits, expected):
+            if logits.shape == expected.shape and not is_different(logits, expected):
                 return form_of_config, ""
     return None, "its logits are not those of its head alone; all logits are computed"
 
@@ -164,24 +159,19 @@ def find_scoring(run: "_Run") -> tuple[Scoring | None, str]:
     routers = router_modules(model)
     if not routers:
         return None, "it does not say which of its modules are routers"
-    scorings_by_name: dict[str, list[Scoring | None]] = {name: [] for name in routers}
+    scorings_by_router: dict[nn.Module, list[Scoring | None]] = {r: [] for r in routers.values()}
     ids_1L = run.ids[0][None]
 
-    def hook(name: str) -> RemovableHandle:
-        def look(_: nn.Module, __: Any, output: Any) -> None:
-            scorings_by_name[name].append(infer_scoring(output, ids_1L.shape[1], experts))
+    def look(router: nn.Module, _: Any, output: Any) -> None:
+        scorings_by_router[router].append(infer_scoring(output, ids_1L.shape[1], experts))
 
-        return routers[name].register_forward_hook(look)
-
-    handles = [hook(name) for name in routers]
+    handles = [router.register_forward_hook(look) for router in scorings_by_router]
     with torch.no_grad(), attention_over(VarlenMetadata.of([ids_1L.shape[1]], ids_1L.device)):
         _logits(model, ids_1L)
     for handle in handles:
         handle.remove()
-    if (
-        len(scorings := {tuple(scorings_of_name) for scorings_of_name in scorings_by_name.values()})
-        != 1
-    ):
+    scorings = {(*of_router,) for of_router in scorings_by_router.values()}
+    if len(scorings) != 1:
         return None, "its routers are not alike"
     [scoring] = scorings
     if len(scoring) != 1 or scoring[0] is None:
@@ -190,7 +180,6 @@ def find_scoring(run: "_Run") -> tuple[Scoring | None, str]:
 
 
 def _forms(config: Any) -> Iterator[Head]:
-    """Heads to try, from what the config names."""
     config = config.get_text_config(decoder=True)
     scales = [1.0]
     for name, exponent in SCALES:
@@ -245,6 +234,7 @@ class _Run:
         loss = sum((logits_LV.float() * weights).square().sum() for logits_LV in logits)
         assert isinstance(loss, torch.Tensor)
         params = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        # Experts without tokens have no gradient.
         gradients = torch.autograd.grad(loss, params, allow_unused=True)
         return [
             *(logits_LV.detach() for logits_LV in logits),
@@ -260,7 +250,6 @@ def _logits(
 
 
 def _ids(model: Any, length: int) -> torch.Tensor:
-    """Distinct token ids, none of them special."""
     size = model.get_input_embeddings().weight.shape[0]
     with _seed(length):
         return (
@@ -270,33 +259,27 @@ def _ids(model: Any, length: int) -> torch.Tensor:
         )
 
 
-def _compare_packed(run: Callable[[], list[torch.Tensor]], expected: list[torch.Tensor]) -> str:
-    try:
-        return _difference(run(), expected)
-    except Exception as error:  # noqa: BLE001 - whatever a model raises for a packed sequence
-        return f"packed documents raise {type(error).__name__}: {str(error).splitlines()[:1]}"
-
-
 def _difference(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> str:
-    """Why two runs are not the same; empty if they are."""
     count = len(LENGTHS)
     if len(actual) != len(expected):
         return "packed documents reach other weights"
     for number, (tensor, expected_tensor) in enumerate(zip(actual, expected, strict=True)):
-        if _is_different(tensor, expected_tensor):
+        if is_different(tensor, expected_tensor):
             subject = "outputs" if number < count else "gradients"
             return f"the {subject} of packed documents differ from those of separate ones"
     return ""
 
 
-def _is_different(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+def is_different(
+    actual: torch.Tensor, expected: torch.Tensor, tolerance: float = TOLERANCE
+) -> bool:
+    """Whether values differ by more than rounding, or are not numbers."""
     actual, expected = actual.double(), expected.double()
-    return not bool((actual - expected).norm() <= TOLERANCE * expected.norm() + 1e-12)
+    return not bool((actual - expected).norm() <= tolerance * expected.norm() + 1e-12)
 
 
 @contextmanager
 def _seed(seed: int) -> Iterator[None]:
-    """Draw from torch's generator at `seed`, and restore it."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield

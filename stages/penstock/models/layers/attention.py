@@ -5,7 +5,7 @@ T tokens, D model width, N query heads, K key and value heads, H head dimension.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -85,18 +85,10 @@ def in_bf16(attend: AttentionFn) -> AttentionFn:
     """Cast queries, keys and values to bf16 for attention, and the result back."""
 
     def attend_in_bf16(
-        q_TNH: torch.Tensor,
-        k_TKH: torch.Tensor,
-        v_TKH: torch.Tensor,
-        segments: VarlenMetadata,
-        scale: float,
-        window: int | None = None,
-        sinks_N: torch.Tensor | None = None,
-        soft_cap: float | None = None,
-        /,
+        q_TNH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor, /, *args: Any
     ) -> torch.Tensor:
         q, k, v = (part.bfloat16() for part in (q_TNH, k_TKH, v_TKH))
-        return attend(q, k, v, segments, scale, window, sinks_N, soft_cap).to(q_TNH.dtype)
+        return attend(q, k, v, *args).to(q_TNH.dtype)
 
     return attend_in_bf16
 
@@ -168,7 +160,12 @@ class SelfAttention(nn.Module):
     ) -> torch.Tensor:
         """Attention's output, which is added to the residual stream, [T, D]. `query_scale_T` are
         factors of the queries after RoPE."""
-        q, k, v = self._project_qkv(x_TD)
+        if self.merge_qkv:
+            q, k, *values = self.qkv_proj(x_TD).split(self.qkv_sizes, dim=-1)
+        else:
+            q, k, *values = (getattr(self, part)(x_TD) for part in QKV[: len(self.qkv_sizes)])
+        # Keys that are values are so before norm and RoPE.
+        v = values[0] if values else k
         gate_TNH = None
         if self.output_gate:
             # In q_proj the rows of a head's gate follow those of its query.
@@ -206,17 +203,10 @@ class SelfAttention(nn.Module):
         v_TKH: torch.Tensor,
         segments: VarlenMetadata,
     ) -> torch.Tensor:
-        """`softmax(scale * q @ k.T) @ v` over the tokens that each token attends to, [T, N, H]."""
+        # `softmax(scale * q @ k.T) @ v` over the tokens that each token attends to, [T, N, H].
         settings = self.scale, self.window, self.sinks, self.soft_cap
         args = (q_TNH, k_TKH, v_TKH, segments, *settings)
+        # Only eager attention has the probabilities, of which some are dropped.
         if self.training and self.dropout is not None and self.dropout.is_enabled:
             return eager(*args, drop=self.dropout.drop_probs)
         return self.attend(*args)
-
-    def _project_qkv(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        if self.merge_qkv:
-            q, k, *v = self.qkv_proj(x_TD).split(self.qkv_sizes, dim=-1)
-        else:
-            q, k, *v = (getattr(self, part)(x_TD) for part in QKV[: len(self.qkv_sizes)])
-        # Keys that are values are so before norm and RoPE.
-        return q, k, v[0] if v else k

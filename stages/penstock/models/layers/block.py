@@ -12,7 +12,7 @@ from penstock.models.layers.dropout import NO_DROPOUT, DropoutRates
 from penstock.models.layers.experts import ExpertOperations
 from penstock.models.layers.feed_forward import build_feed_forward
 from penstock.models.layers.layer_ops import LayerOps
-from penstock.models.layers.modality.moe import build_moe
+from penstock.models.layers.moe import build_moe
 from penstock.models.layers.norm import NoNorm, build_norm
 from penstock.models.layers.router import Precision
 from penstock.models.layers.token_mixer import TokenMixer, build_token_mixer
@@ -76,6 +76,7 @@ class Block(nn.Module):
                 self.mlp = build_feed_forward(config, config.intermediate_size, operations, drop)
             self.mlp_output_norm = output_norm()
         self.residual_scale = config.residual_scale
+        # A parameter, because checkpoints have it; it is not trained.
         self.layer_scalar = (
             nn.Parameter(torch.ones(1), requires_grad=False) if config.layer_scalars else None
         )

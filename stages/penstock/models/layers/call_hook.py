@@ -19,6 +19,11 @@ def call(module: Callable[..., torch.Tensor], /, *args: Any) -> torch.Tensor:
     return module(*args)
 
 
+def no_op(x: torch.Tensor) -> torch.Tensor:
+    """Return `x`. The default of hooks that map tensors."""
+    return x
+
+
 HeadBlocks = Sequence[tuple[int, int]]
 """Blocks of a dimension, one after another: of each the number of heads and their width."""
 

@@ -8,20 +8,19 @@ T tokens, F features.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 
+from penstock.models.layers.call_hook import no_op
 from penstock.models.layers.module_registry import OpModule, module_by_id
+from penstock.models.layers.pass_state import PassState
 from penstock_kernels.custom_op import operator
 from penstock_kernels.dropout import dropout, on_host
 from penstock_kernels.permute import Order
-
-R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -38,50 +37,26 @@ class DropoutRNG:
     which calls layers with the tokens of an expert, or with patches of images."""
 
     def select(self, selection: torch.Tensor | slice) -> "DropoutRNG":
-        """The RNG of a subset of the pass's tokens."""
         return replace(self, token_indices_T=self.token_indices_T[selection])
 
     def indices(self, rows: int) -> torch.Tensor:
-        """Indices of the tokens, or other ones if there are so many rows instead of tokens."""
+        # Indices of the tokens, or other ones if there are so many rows instead of tokens.
         tokens_T = self.token_indices_T
         if self.any_rows and rows != len(tokens_T):
             return tokens_T[0] + torch.arange(rows, device=tokens_T.device)
         return tokens_T
 
     def key(self, site: str) -> int:
-        """The 64-bit key of a site, from seed, step and site name."""
         text = f"{self.seed}:{self.step}:{site}".encode()
         # Not hash(), which for text differs from process to process.
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
-_CURRENT_RNG: ContextVar[DropoutRNG | None] = ContextVar("dropout_rng", default=None)
-
-
-@contextmanager
-def dropout_rng(rng: DropoutRNG | None) -> Iterator[None]:
-    """Context manager that sets the RNG of dropout; None disables dropout."""
-    before = _CURRENT_RNG.set(rng)
-    try:
-        yield
-    finally:
-        _CURRENT_RNG.reset(before)
-
-
-def current_dropout_rng() -> DropoutRNG | None:
-    """The current RNG, or None if dropout is disabled."""
-    return _CURRENT_RNG.get()
-
-
-def preserve_dropout_rng(run: Callable[..., R]) -> Callable[..., R]:
-    """Wrap `run` so that later calls, such as recomputation, use the RNG that is current now."""
-    rng = current_dropout_rng()
-
-    def run_with_rng(*args: Any) -> R:
-        with dropout_rng(rng):
-            return run(*args)
-
-    return run_with_rng
+_RNG = PassState[DropoutRNG]("dropout_rng")
+dropout_rng = _RNG.use
+"""Context manager that sets the RNG of dropout; None disables dropout."""
+current_dropout_rng = _RNG.get
+preserve_dropout_rng = _RNG.preserve
 
 
 @dataclass(frozen=True)
@@ -143,7 +118,7 @@ class Dropout(OpModule):
         rate, which differs by layer and step."""
         self._rate, self._warmup_steps = rate * share, warmup_steps
         self.first_feature = 0
-        self.local_token_indices: Callable[[torch.Tensor], torch.Tensor] = _identity
+        self.local_token_indices: Callable[[torch.Tensor], torch.Tensor] = no_op
 
     def forward(self, x_TF: torch.Tensor) -> torch.Tensor:
         """Apply dropout to [T, F]; what is kept is divided by the keep probability."""
@@ -167,7 +142,6 @@ class Dropout(OpModule):
         return self._rate * step / warmup if step < warmup else self._rate
 
     def extra_repr(self) -> str:
-        """What `print(model)` shows."""
         return f"{self._rate}, site={self.site}"
 
 
@@ -227,15 +201,11 @@ def rows_rng(indices_R: torch.Tensor | None) -> AbstractContextManager[None]:
     return dropout_rng(rng)
 
 
-def _identity(places_T: torch.Tensor) -> torch.Tensor:
-    return places_T
-
-
 def _mask_inputs(
     x: torch.Tensor, op_id: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Token indices, rate and key for the current step, for compiled code. Without an RNG the rate
-    is 0, which drops nothing."""
+    # Token indices, rate and key for the current step, for compiled code. Without an RNG the rate
+    # is 0, which drops nothing.
     site, rng = module_by_id(op_id), current_dropout_rng()
     assert isinstance(site, Dropout)
     if rng is None:

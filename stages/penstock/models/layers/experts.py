@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, ParamSpec, Protocol, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from penstock.models.decoder_config import ExpertsConfig
+from penstock.models.decoder_config import DecoderConfig, ExpertsConfig
 from penstock.models.layers.dropout import RowDropout, rows_rng
+from penstock.models.layers.layer_ops import ACTIVATIONS
 from penstock.models.layers.quantized_linear import QuantizedMatrix
 from penstock_kernels.clamped_swiglu import clamped_gate
 from penstock_kernels.glu import packed_swiglu, swiglu
@@ -28,6 +30,11 @@ Matrix = Literal["gate_proj", "up_proj", "gate_up_proj", "down_proj"]
 """Native names of an expert's matrices."""
 Stack = Literal["gate_up_proj", "up_proj", "down_proj"]
 """Names of the parameters that stack them."""
+
+
+# Width of the matmul that adds biases. One column is ones, the others are zeros; 8 is the least
+# that every grouped GEMM backend supports.
+BIAS_GEMM_WIDTH = 8
 
 
 @dataclass(frozen=True)
@@ -95,6 +102,8 @@ class Experts(nn.Module):
 
     stacks: ClassVar[tuple[Stack, Stack]] = ("gate_up_proj", "down_proj")
     """The two parameters."""
+    gate_up_proj: nn.Parameter
+    down_proj: nn.Parameter
 
     def __init__(
         self, config: ExpertsConfig, hidden_size: int, *, operations: ExpertOperations
@@ -103,18 +112,22 @@ class Experts(nn.Module):
         self.inner, self.width = config.intermediate_size, hidden_size
         self.num_experts, self.is_stacked = config.num_experts, config.is_stacked
         self.is_transposed = config.is_transposed
-        self._add_parameters(config.num_experts, config.intermediate_size, hidden_size)
+        features = {
+            "gate_up_proj": (2 * self.inner, self.width),
+            "up_proj": (self.inner, self.width),
+        }
+        features["down_proj"] = (self.width, self.inner)
+        for stack in self.stacks:
+            outputs, inputs = features[stack]
+            shape = (inputs, outputs) if self.is_transposed else (outputs, inputs)
+            self.register_parameter(stack, nn.Parameter(torch.empty(self.num_experts, *shape)))
+            if config.clamped:
+                bias = torch.empty(self.num_experts, outputs)
+                self.register_parameter(f"{stack}_bias", nn.Parameter(bias))
         self.operations = operations
         self.run: RunExperts = call_experts
         self.adapter: nn.Module | None = None
         self.row_dropout: RowDropout | None = None
-
-    def _add_parameters(self, experts: int, inner: int, hidden_size: int) -> None:
-        gate_up, down = (2 * inner, hidden_size), (hidden_size, inner)
-        if self.is_transposed:
-            gate_up, down = gate_up[::-1], down[::-1]
-        self.gate_up_proj = nn.Parameter(torch.empty(experts, *gate_up))
-        self.down_proj = nn.Parameter(torch.empty(experts, *down))
 
     @property
     def matrices(self) -> Mapping[Matrix, tuple[int, int]]:
@@ -147,6 +160,7 @@ class Experts(nn.Module):
         both_RF = self._grouped_linear(x_RD, self.gate_up_proj, counts_E)
         if self.is_stacked:
             both_RF = self._add_adapter("gate_up_proj", both_RF, x_RD, counts_E)
+        # Gate and up are one matmul, whose outputs are split where each has an adapter of its own.
         if self.adapter is None or self.is_stacked:
             return self.operations.packed_activate(both_RF)
         gate_RF, up_RF = both_RF.chunk(2, dim=-1)
@@ -178,6 +192,88 @@ class Experts(nn.Module):
         return y_RN if more_RN is None else y_RN + more_RN.to(y_RN.dtype)
 
     def extra_repr(self) -> str:
-        """What `print(model)` shows."""
         experts, width = self.down_proj.shape[0], self.width
         return f"{experts} x {width} -> {self.inner} -> {width}"
+
+
+class PlainExperts(Experts):
+    """Experts without a gate, as in Nemotron-H: `down(activation(up(x)))`."""
+
+    stacks = ("up_proj", "down_proj")
+    up_proj: nn.Parameter
+
+    def __init__(
+        self,
+        config: ExpertsConfig,
+        width: int,
+        *,
+        operations: ExpertOperations,
+        activation: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        super().__init__(config, width, operations=operations)
+        self.activation = activation
+
+    @property
+    def matrices(self) -> Mapping[Matrix, tuple[int, int]]:
+        return {"up_proj": (self.inner, self.width), "down_proj": (self.width, self.inner)}
+
+    def gate_up(self, x_RD: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
+        up_RF = self._grouped_linear(x_RD, self.up_proj, counts_E)
+        return self.activation(self._add_adapter("up_proj", up_RF, x_RD, counts_E))
+
+
+class ClampedExperts(Experts):
+    """Experts of gpt-oss: `down(clamp(gate(x)) * sigmoid(alpha * clamp(gate(x))) * (clamp(up(x)) +
+    1))`, with biases on both matrices. Gate and up features are interleaved."""
+
+    gate_up_proj_bias: nn.Parameter
+    down_proj_bias: nn.Parameter
+
+    def __init__(
+        self, config: ExpertsConfig, hidden_size: int, *, operations: ExpertOperations
+    ) -> None:
+        super().__init__(config, hidden_size, operations=operations)
+        assert config.clamped is not None
+        self.alpha, self.limit = config.clamped.alpha, config.clamped.limit
+
+    def gate_up(self, x_RD: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
+        both_R2F = self._biased_group_linear(
+            x_RD, self.gate_up_proj, self.gate_up_proj_bias, counts_E
+        )
+        both_R2F = self._add_adapter("gate_up_proj", both_R2F, x_RD, counts_E)
+        return self.operations.clamped_gate(both_R2F, self.alpha, self.limit)
+
+    def down(self, inner_RF: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
+        y_RD = self._biased_group_linear(inner_RF, self.down_proj, self.down_proj_bias, counts_E)
+        return self._add_adapter("down_proj", y_RD, inner_RF, counts_E)
+
+    def _biased_group_linear(
+        self,
+        x_RK: torch.Tensor,
+        weight_EKN: torch.Tensor | QuantizedMatrix,
+        bias_EN: torch.Tensor,
+        counts_E: torch.Tensor,
+    ) -> torch.Tensor:
+        y_RN = self._grouped_linear(x_RK, weight_EKN, counts_E)
+        # The bias is added by a grouped GEMM too, so that its gradient is a sum over the expert's
+        # rows in fp32 and in a fixed order, wherever the rows are.
+        ones_RC = x_RK.new_zeros(x_RK.shape[0], BIAS_GEMM_WIDTH)
+        ones_RC[:, 0] = 1
+        bias_ENC = F.pad(bias_EN.to(x_RK.dtype).unsqueeze(-1), (0, BIAS_GEMM_WIDTH - 1))
+        return y_RN + self.operations.group_gemm(ones_RC, bias_ENC, counts_E)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, alpha={self.alpha}, limit={self.limit}"
+
+
+def build_experts(
+    config: DecoderConfig, experts: ExpertsConfig, operations: ExpertOperations
+) -> Experts:
+    """The experts of a layer, as the config defines them."""
+    width = experts.latent_size or config.hidden_size
+    if experts.clamped:
+        return ClampedExperts(experts, width, operations=operations)
+    if not config.gated:
+        activation = ACTIVATIONS[config.activation]
+        return PlainExperts(experts, width, operations=operations, activation=activation)
+    return Experts(experts, width, operations=operations)

@@ -35,13 +35,12 @@ class Float8Linear(nn.Linear):
         super().__init__(
             base.in_features, base.out_features, bias=base.bias is not None, device="meta"
         )
+        # The base's own Parameters: optimizers and tied weights keep their identity.
         self.weight, self.bias = base.weight, base.bias
         self.affine = product
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """The base layer's output with FP8 rounding."""
         return self.affine(input, self.weight, self.bias)
 
     def extra_repr(self) -> str:
-        """What `print(model)` shows."""
         return f"{super().extra_repr()}, float8 {self.affine.scheme.recipe}"

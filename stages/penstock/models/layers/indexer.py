@@ -5,7 +5,6 @@ their width; S selected tokens.
 """
 
 from collections.abc import Callable
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -17,6 +16,7 @@ from penstock.models.decoder_config import DecoderConfig
 from penstock.models.latent_config import IndexerConfig
 from penstock.models.layers.layer_ops import DEFAULT_LAYER_OPS, LayerOps
 from penstock.models.layers.norm import LayerNorm
+from penstock.models.layers.pass_state import PassState
 from penstock.models.layers.router import AddAuxLoss
 from penstock_kernels.attention import VarlenMetadata
 from penstock_kernels.sparse_attention import ALONE, index_scores, indexer_loss, select_keys
@@ -24,11 +24,11 @@ from penstock_kernels.sparse_attention.highest import highest
 
 R = TypeVar("R")
 
+# Epsilon of the norm of keys, as in transformers.
 NORM_EPS = 1e-6
-"""Epsilon of the norm of keys, as in transformers."""
 
 
-_IS_FIRST: ContextVar[bool] = ContextVar("is_first", default=False)
+_IS_FIRST = PassState[bool]("is_first")
 
 
 def defer_losses(run: Callable[..., R]) -> Callable[..., R]:
@@ -38,11 +38,9 @@ def defer_losses(run: Callable[..., R]) -> Callable[..., R]:
 
     def run_deferring(*args: Any) -> R:
         nonlocal is_first
-        before, is_first = _IS_FIRST.set(is_first), False
-        try:
+        deferred, is_first = is_first, False
+        with _IS_FIRST.use(deferred):
             return run(*args)
-        finally:
-            _IS_FIRST.reset(before)
 
     return run_deferring
 
@@ -125,7 +123,6 @@ class Indexer(nn.Module):
 
     @staticmethod
     def current_loss(segments: VarlenMetadata) -> IndexerLoss | None:
-        """The loss of the current pass; None without one, or without gradients."""
         return segments.memo.get(LOSS) if torch.is_grad_enabled() else None
 
     def selects(self, segments: VarlenMetadata) -> bool:
@@ -152,15 +149,14 @@ class Indexer(nn.Module):
             cos_TP, sin_TP = (x_TP[:, ::2].repeat(1, 2) for x_TP in (cos_TP, sin_TP))
         q_TJP, k_T1P = self.rope(q_TJP, k_T1P, cos_TP, sin_TP, self.sizes.rope_pairs)
         q_TJI, k_T1I = torch.cat((q_TJP, q_TJR), -1), torch.cat((k_T1P, k_T1R), -1)
-        return q_TJI, k_T1I.squeeze(1), self._weights(x_TD) * (heads * width) ** -0.5
-
-    def _weights(self, x_TD: torch.Tensor) -> torch.Tensor:
         wide = torch.promote_types(x_TD.dtype, torch.float32)
         with torch.autocast(x_TD.device.type, enabled=False):
             # A layer with an adapter, or quantized, has no single matrix to cast.
             if type(self.weights_proj) is nn.Linear:
-                return F.linear(x_TD.to(wide), self.weights_proj.weight.to(wide))
-            return self.weights_proj(x_TD).to(wide)
+                weight_TJ = F.linear(x_TD.to(wide), self.weights_proj.weight.to(wide))
+            else:
+                weight_TJ = self.weights_proj(x_TD).to(wide)
+        return q_TJI, k_T1I.squeeze(1), weight_TJ * (heads * width) ** -0.5
 
     def select(self, index: Index, segments: VarlenMetadata) -> torch.Tensor:
         """The tokens that each token attends to, int32 [T, S]; see `select_keys`."""
@@ -179,7 +175,7 @@ class Indexer(nn.Module):
     ) -> torch.Tensor:
         """The output of attention unchanged, with the gradient of the loss; see `indexer_loss`."""
         args = selected_TS, segments, scale, loss.num_tokens, self.sharing
-        deferred = _IS_FIRST.get()
+        deferred = bool(_IS_FIRST.get())
         total = indexer_loss(index, q_TNH, k_TNH, *args, deferred=deferred)
         if not deferred:
             loss.sums[self] = total.detach()

@@ -92,7 +92,12 @@ class LatentAttention(nn.Module):
         factors of the queries after RoPE."""
         sizes = self.sizes
         # -1 for heads: under tensor parallelism only some are here.
-        q_TE, q_latent_TQ = self._queries(x_TD)
+        q_latent_TQ = None
+        if sizes.q_rank is None:
+            q_TE = self.q_proj(x_TD)
+        else:
+            q_latent_TQ = self.q_a_layernorm(self.q_a_proj(x_TD))
+            q_TE = self.q_b_proj(q_latent_TQ)
         q_TNH = q_TE.unflatten(-1, (-1, sizes.qk_dim))
         q_TNn, q_TNP = q_TNH.split((sizes.nope_dim, sizes.rope_dim), dim=-1)
         latent_TR, k_TP = self.kv_a_proj_with_mqa(x_TD).split(
@@ -137,8 +142,8 @@ class LatentAttention(nn.Module):
         index: Index,
         loss: IndexerLoss | None,
     ) -> torch.Tensor:
-        """What the tokens attend to, with the gradient of the indexer's loss, [T, N, V]. Under
-        context parallelism keys are those of all ranks' tokens."""
+        # What the tokens attend to, with the gradient of the indexer's loss, [T, N, V]. Under
+        # context parallelism keys are those of all ranks' tokens.
         key_segments, selected_TS = indexer.keys.segments(segments), None
         index_key, latents, rotated = indexer.keys.gather(index[1], latent_TR, k_T1P)
         index, keys = (index[0], index_key, index[2]), (latents, rotated)
@@ -150,22 +155,23 @@ class LatentAttention(nn.Module):
             if loss is not None and key_segments is not segments:
                 with torch.no_grad():
                     k_TNF = (self._keys_values(*keys)[0],)
-        elif self._reads_latents(*inputs, selected_TS):
-            y_TNV, q_TNF, k_TNF = self._attend_latents(*inputs, selected_TS)
         else:
-            y_TNV, q_TNF, k_TNF = self._attend(*inputs, selected_TS)
+            # Latent vectors are gathered where `kv_b_proj` is a matrix: it is none where its
+            # adapter drops inputs.
+            parts = self.kv_b_proj.modules()
+            drops = any(isinstance(part, Dropout) and part.is_enabled for part in parts)
+            absorbed = q_TNn, q_TNP, latents, rotated.squeeze(1), selected_TS, key_segments
+            attend = self._attend
+            if not (self.training and drops) and latent_sparse_attention.is_fast(
+                *absorbed, self.scale
+            ):
+                attend = self._attend_latents
+            y_TNV, q_TNF, k_TNF = attend(*inputs, selected_TS)
         if loss is None:
             return y_TNV
         compared = torch.cat(q_TNF, dim=-1), torch.cat(k_TNF, dim=-1)
         args = index, *compared, selected_TS, key_segments, self.scale
         return indexer.add_loss(loss, y_TNV, *args)
-
-    def _queries(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The queries of all heads, and the latent vector that they are projected from."""
-        if self.sizes.q_rank is None:
-            return self.q_proj(x_TD), None
-        latent_TQ = self.q_a_layernorm(self.q_a_proj(x_TD))
-        return self.q_b_proj(latent_TQ), latent_TQ
 
     def _attend(
         self,
@@ -183,25 +189,6 @@ class LatentAttention(nn.Module):
         y_TNW = self.run_core(self._core, q_TNW, k_TNW, v_TNW, segments, *selected)
         return y_TNW[..., : self.sizes.v_dim], (q_TNW,), (k_TNW,)
 
-    def _reads_latents(
-        self,
-        q_TNn: torch.Tensor,
-        q_TNP: torch.Tensor,
-        latent_TR: torch.Tensor,
-        k_T1P: torch.Tensor,
-        segments: VarlenMetadata,
-        selected_TS: torch.Tensor,
-    ) -> bool:
-        """Whether selected latent vectors are gathered, for which `kv_b_proj` has to be a matrix:
-        it is none where its adapter drops inputs."""
-        parts = self.kv_b_proj.modules()
-        if self.training and any(isinstance(part, Dropout) and part.is_enabled for part in parts):
-            return False
-        keys = latent_TR, k_T1P.squeeze(1)
-        return latent_sparse_attention.is_fast(
-            q_TNn, q_TNP, *keys, selected_TS, segments, self.scale
-        )
-
     def _attend_latents(
         self,
         q_TNn: torch.Tensor,
@@ -211,7 +198,7 @@ class LatentAttention(nn.Module):
         segments: VarlenMetadata,
         selected_TS: torch.Tensor,
     ) -> tuple[torch.Tensor, Features, Features]:
-        """The same as `_attend`, absorbed: all heads have the latent vectors as their keys."""
+        # The same as `_attend`, absorbed: all heads have the latent vectors as their keys.
         to_keys_NnR, to_values_NVR = self._absorbed_weights(latent_TR)
         q_TNR = torch.einsum("tnh,nhr->tnr", q_TNn, to_keys_NnR)
         inputs = q_TNR, q_TNP, latent_TR, k_T1P.squeeze(1), selected_TS, segments
@@ -222,7 +209,6 @@ class LatentAttention(nn.Module):
     def _keys_values(
         self, latent_TR: torch.Tensor, k_T1P: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of all heads, [T, N, W] each."""
         nope, v_dim = self.sizes.nope_dim, self.sizes.v_dim
         kv_TNE = self.kv_b_proj(latent_TR).unflatten(-1, (-1, nope + v_dim))
         k_TNn, v_TNV = kv_TNE.split((nope, v_dim), dim=-1)
@@ -230,8 +216,8 @@ class LatentAttention(nn.Module):
         return self._padded(k_TNH), self._padded(v_TNV)
 
     def _padded(self, x_TNH: torch.Tensor) -> torch.Tensor:
-        """Zeros appended to a head's features: kernels take queries, keys and values of one width.
-        They change neither scores nor the other features of the output."""
+        # Zeros appended to a head's features: kernels take queries, keys and values of one width.
+        # They change neither scores nor the other features of the output.
         missing = self.sizes.padded_dim - x_TNH.shape[-1]
         return F.pad(x_TNH, (0, missing)) if missing else x_TNH
 
@@ -243,8 +229,8 @@ class LatentAttention(nn.Module):
         segments: VarlenMetadata,
         selected_TS: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`softmax(scale * q @ k.T) @ v` over the tokens that each token attends to, [T, N, W]:
-        those selected, or all earlier ones."""
+        # `softmax(scale * q @ k.T) @ v` over the tokens that each token attends to, [T, N, W]:
+        # those selected, or all earlier ones.
         if selected_TS is not None:
             return sparse_attention(q_TNW, k_TNW, v_TNW, selected_TS, segments, self.scale)
         if self.training and self.dropout is not None and self.dropout.is_enabled:
@@ -269,37 +255,28 @@ class LatentAttention(nn.Module):
             # Values are the keys: the cache holds them once.
             y_TNL = self.attend(q_TNL, cached_T1L, cached_T1L, segments, self.scale)
         else:
-            y_TNL = self._decode_selected(q_TNL, cached_T1L, segments, self.indexer, index)
+            # The cached vectors that the indexer selects; zeros for padding.
+            cached_BCL, visible_BC = segments.append_latents(cached_T1L)
+            rows, widths = len(cached_BCL), (q_TNL.shape[-1], self.indexer.sizes.head_dim)
+            keys_BCL, k_BCI = cached_BCL.split(widths, dim=-1)
+            q_TJI, _, weight_TJ = index
+            mask_BC = self.indexer.cached_mask(q_TJI[:rows], k_BCI, weight_TJ[:rows], visible_BC)
+            keys_B1CL = keys_BCL.unsqueeze(1)
+            q_BNL = q_TNL[:rows].to(keys_B1CL.dtype)
+            y_BNL = decode_attention(q_BNL, keys_B1CL, keys_B1CL, mask_BC, self.scale)
+            y_TNL = F.pad(y_BNL, (0, 0, 0, 0, 0, len(q_TNL) - rows))
         return torch.einsum("tnr,nvr->tnv", y_TNL[..., : sizes.kv_rank], to_values_NVR)
 
-    def _decode_selected(
-        self,
-        q_TNL: torch.Tensor,
-        cached_T1L: torch.Tensor,
-        segments: DecodeSegments,
-        indexer: Indexer,
-        index: Index,
-    ) -> torch.Tensor:
-        """The same with the cached vectors that the indexer selects; zeros for padding."""
-        cached_BCL, visible_BC = segments.append_latents(cached_T1L)
-        rows, width = len(cached_BCL), q_TNL.shape[-1]
-        keys_BCL, k_BCI = cached_BCL.split((width, indexer.sizes.head_dim), dim=-1)
-        q_TJI, _, weight_TJ = index
-        mask_BC = indexer.cached_mask(q_TJI[:rows], k_BCI, weight_TJ[:rows], visible_BC)
-        keys_B1CL = keys_BCL.unsqueeze(1)
-        q_BNL = q_TNL[:rows].to(keys_B1CL.dtype)
-        y_BNL = decode_attention(q_BNL, keys_B1CL, keys_B1CL, mask_BC, self.scale)
-        return F.pad(y_BNL, (0, 0, 0, 0, 0, len(q_TNL) - rows))
-
     def _absorbed_weights(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The matrices of `kv_b_proj` from latent vectors to keys and to values of each head."""
+        # The matrices of `kv_b_proj` from latent vectors to keys and to values of each head, with
+        # its adapter and from any format.
         sizes = self.sizes
-        weight_NER = self._kv_b_weight(like).unflatten(0, (-1, sizes.nope_dim + sizes.v_dim))
+        if type(self.kv_b_proj) is nn.Linear:
+            weight_ER = self.kv_b_proj.weight.to(like.dtype)
+        else:
+            weight_ER = self.kv_b_proj(
+                torch.eye(sizes.kv_rank, dtype=like.dtype, device=like.device)
+            ).T
+        weight_NER = weight_ER.unflatten(0, (-1, sizes.nope_dim + sizes.v_dim))
         to_keys_NnR, to_values_NVR = weight_NER.split((sizes.nope_dim, sizes.v_dim), dim=1)
         return to_keys_NnR, to_values_NVR
-
-    def _kv_b_weight(self, like: torch.Tensor) -> torch.Tensor:
-        """The matrix of kv_b_proj, [N (n + V), R], with its adapter and from any format."""
-        if type(self.kv_b_proj) is nn.Linear:
-            return self.kv_b_proj.weight.to(like.dtype)
-        return self.kv_b_proj(torch.eye(self.sizes.kv_rank, dtype=like.dtype, device=like.device)).T

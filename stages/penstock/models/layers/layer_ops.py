@@ -56,7 +56,6 @@ class LayerOps:
     rope: Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
     def packed_gate(self, activation: Activation) -> Callable[[torch.Tensor], torch.Tensor]:
-        """The gate of that activation, of rows [2 F] that hold gate and up."""
         if activation == "silu":
             return self.packed_swiglu
         gate = self.gates[activation]

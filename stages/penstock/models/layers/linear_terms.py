@@ -32,8 +32,8 @@ class LinearTerms(Protocol):
         ...
 
 
+# Exactly these types: DTensors and quantized tensors are subclasses of tensors too.
 _PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
-"""Exactly these types: DTensors and quantized tensors are subclasses of tensors too."""
 
 
 def linear_terms(layer: object, x: torch.Tensor) -> Sequence[WeightedRows] | None:
@@ -45,7 +45,12 @@ def linear_terms(layer: object, x: torch.Tensor) -> Sequence[WeightedRows] | Non
     terms = None
     if isinstance(layer, LinearTerms):
         terms = layer.products(x)
-    elif isinstance(layer, nn.Linear) and _is_plain_linear(layer) and layer.bias is None:
+    # The class that FSDP makes of nn.Linear is another one with the same forward.
+    elif (
+        isinstance(layer, nn.Linear)
+        and type(layer).forward is nn.Linear.forward
+        and layer.bias is None
+    ):
         terms = [(x, layer.weight)]
     return terms if terms and _are_plain_tensors(terms) else None
 
@@ -57,11 +62,6 @@ def scaled_linear_terms(layer: object, x: torch.Tensor) -> Sequence[ScaledProduc
         return [(None, terms)] if terms else None
     groups = layer.scaled_products(x)
     return groups if groups and all(_are_plain_tensors(terms) for _, terms in groups) else None
-
-
-def _is_plain_linear(layer: nn.Linear) -> bool:
-    """Whether it computes what `nn.Linear` does, as also the class that FSDP makes of it."""
-    return type(layer).forward is nn.Linear.forward
 
 
 def _are_plain_tensors(products: Sequence[WeightedRows]) -> bool:

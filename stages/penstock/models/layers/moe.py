@@ -1,23 +1,22 @@
 """Mixture of experts (MoE).
 
-T tokens, D model width, L width of the experts' inputs and outputs (that of the model, unless they
-are latent), K experts per token.
+T tokens, of which N are of text and M of images; D model width, L width of the experts' inputs and
+outputs (that of the model, unless they are latent), K experts per token.
 """
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from penstock.models.decoder_config import DecoderConfig, ExpertsConfig
-from penstock.models.layers.call_hook import CallHook, call
-from penstock.models.layers.clamped_experts import ClampedExperts
-from penstock.models.layers.experts import ExpertOperations, Experts
+from penstock.models.layers.call_hook import CallHook, call, no_op
+from penstock.models.layers.experts import ExpertOperations, Experts, build_experts
 from penstock.models.layers.feed_forward import build_feed_forward
-from penstock.models.layers.layer_ops import ACTIVATIONS, LayerOps
-from penstock.models.layers.plain_experts import PlainExperts
+from penstock.models.layers.layer_ops import LayerOps
 from penstock.models.layers.router import Precision, Router
+from penstock.models.layers.router_observer import current_modalities
 from penstock_kernels.permute import sort_by_expert
 
 Projection = Callable[[torch.Tensor], torch.Tensor]
@@ -51,24 +50,6 @@ def dispatch_locally(
     return operations.unpermute(y_RD, weights_TK, order)
 
 
-def no_op(y_TL: torch.Tensor) -> torch.Tensor:
-    """Nothing to wait for, or to project."""
-    return y_TL
-
-
-def build_experts(
-    config: DecoderConfig, experts: ExpertsConfig, operations: ExpertOperations
-) -> Experts:
-    """The experts of a layer, as the config defines them."""
-    width = experts.latent_size or config.hidden_size
-    if experts.clamped:
-        return ClampedExperts(experts, width, operations=operations)
-    if not config.gated:
-        activation = ACTIVATIONS[config.activation]
-        return PlainExperts(experts, width, operations=operations, activation=activation)
-    return Experts(experts, width, operations=operations)
-
-
 class MoE(nn.Module):
     """Router, dispatch, experts and combine, plus the output of the shared experts.
 
@@ -86,7 +67,6 @@ class MoE(nn.Module):
         router: Precision,
         shared_ops: LayerOps,
     ) -> None:
-        """`shared_ops`: the kernels of the shared experts."""
         super().__init__()
         width = config.hidden_size
         self.gate = Router(experts, width, precision=router)
@@ -106,18 +86,16 @@ class MoE(nn.Module):
 
     @property
     def shared(self) -> nn.Module | None:
-        """The MLP of the shared experts. Its name is that in checkpoints, from which adapters take
-        theirs."""
+        # The MLP of the shared experts. Its name is that in checkpoints, from which adapters take
+        # theirs.
         return self._modules.get(self.names.shared)
 
     @property
     def shared_gate(self) -> nn.Module | None:
-        """The linear layer whose sigmoid multiplies the output of the shared experts."""
         return self._modules.get(self.names.shared_gate)
 
     @property
     def latent_projections(self) -> tuple[Projection, Projection]:
-        """What the experts' inputs, and then their outputs, pass through."""
         names = self.names
         projections = (self._modules.get(name) for name in (names.latent_in, names.latent_out))
         first, last = (no_op if projection is None else projection for projection in projections)
@@ -129,6 +107,7 @@ class MoE(nn.Module):
         routed_TD = x_TD
         if self.scales_inputs:
             routed_TD = x_TD * weights_TK.to(x_TD.dtype)  # K is 1
+            # The combine of the dispatcher multiplies outputs by these.
             weights_TK = torch.ones_like(weights_TK)
         project, project_back = self.latent_projections
         y_TL = self.dispatch(project(routed_TD), choice_TK, weights_TK, self.experts)
@@ -139,3 +118,41 @@ class MoE(nn.Module):
         if gate is not None:
             shared_TD = gate(x_TD).sigmoid() * shared_TD
         return project_back(self.finish_dispatch(y_TL)) + shared_TD
+
+
+class ModalityMoE(MoE):
+    """A `MoE` for the tokens of text, with a second one, `image`, for those of images, as in
+    ERNIE-4.5-VL; the shared experts are those of all tokens.
+
+    Both are called in every pass of a model with images, even without a token: under expert and
+    data parallelism all ranks must then communicate equally often.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, experts: ExpertsConfig, of_images: ExpertsConfig, **kwargs: Any
+    ) -> None:
+        super().__init__(config, experts, **kwargs)
+        self.image = MoE(config, of_images, **kwargs)
+        self.image.gate.is_observed = False
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        tokens = current_modalities()
+        if tokens is None:
+            return super().forward(x_TD)
+        choice_TK, weights_TK = self.gate(x_TD)
+        text_ND, choice_NK, weights_NK = (
+            tensor.index_select(0, tokens.text) for tensor in (x_TD, choice_TK, weights_TK)
+        )
+        text_ND = self.finish_dispatch(self.dispatch(text_ND, choice_NK, weights_NK, self.experts))
+        image_MD = self.image(x_TD.index_select(0, tokens.images))
+        # Every token is of text or of an image, so no row stays undefined.
+        y_TD = torch.empty_like(x_TD, dtype=text_ND.dtype)
+        y_TD = y_TD.index_copy(0, tokens.text, text_ND).index_copy(0, tokens.images, image_MD)
+        return y_TD if self.shared is None else y_TD + self.run_shared(self.shared, x_TD)
+
+
+def build_moe(config: DecoderConfig, experts: ExpertsConfig, **kwargs: Any) -> MoE:
+    """The MoE layer that the config defines; `kwargs` as in `MoE`."""
+    if of_images := experts.of_images:
+        return ModalityMoE(config, experts, of_images, **kwargs)
+    return MoE(config, experts, **kwargs)

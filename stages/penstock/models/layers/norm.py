@@ -1,7 +1,7 @@
 """RMSNorm and LayerNorm modules."""
 
 from collections.abc import Callable, Collection
-from typing import overload
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,17 +34,7 @@ class RMSNorm(nn.Module):
         self.operations = operations
         self.mean_squares: Callable[[torch.Tensor], torch.Tensor] | None = None
 
-    @overload
-    def forward(self, x_TD: torch.Tensor) -> torch.Tensor: ...
-
-    @overload
-    def forward(
-        self, x_TD: torch.Tensor, stream_TD: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-    def forward(
-        self, x_TD: torch.Tensor, stream_TD: torch.Tensor | None = None
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x_TD: torch.Tensor, stream_TD: torch.Tensor | None = None) -> Any:
         """The normalized input. With `stream_TD`: the sum of both, and the sum normalized.
 
         T may be any leading dimensions.
@@ -59,6 +49,7 @@ class RMSNorm(nn.Module):
     def _split(
         self, x_TD: torch.Tensor, mean_squares: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
+        # fp32, or fp64 for inputs in fp64.
         wide_TD = x_TD.to(torch.promote_types(x_TD.dtype, torch.float32))
         normed_TD = wide_TD * torch.rsqrt(mean_squares(wide_TD) + self.eps)
         if self.plus_one:
@@ -66,7 +57,6 @@ class RMSNorm(nn.Module):
         return self.weight.to(x_TD.dtype) * normed_TD.to(x_TD.dtype)
 
     def extra_repr(self) -> str:
-        """What `print(model)` shows."""
         return f"{self.weight.shape[0]}, eps={self.eps}"
 
 
@@ -89,7 +79,6 @@ class GatedRMSNorm(nn.Module):
         norm_first: bool = True,
         operations: LayerOps = DEFAULT_LAYER_OPS,
     ) -> None:
-        """`group_width=None`: all features."""
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
         self.eps, self.activation, self.operations = eps, activation, operations
@@ -109,7 +98,7 @@ class GatedRMSNorm(nn.Module):
         gate_TD: torch.Tensor,
         mean_squares: Callable[[torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
-        """The same with a part of one group here."""
+        # The same with a part of one group here.
         assert self.activation == "silu"
         wide = torch.promote_types(x_TD.dtype, torch.float32)
         gate_TD, wide_TD = F.silu(gate_TD.to(wide)), x_TD.to(wide)
@@ -123,17 +112,7 @@ class GatedRMSNorm(nn.Module):
 class NoNorm(nn.Module):
     """The identity, where a family has no norm."""
 
-    @overload
-    def forward(self, x_TD: torch.Tensor) -> torch.Tensor: ...
-
-    @overload
-    def forward(
-        self, x_TD: torch.Tensor, stream_TD: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-    def forward(
-        self, x_TD: torch.Tensor, stream_TD: torch.Tensor | None = None
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x_TD: torch.Tensor, stream_TD: torch.Tensor | None = None) -> Any:
         """The input. With `stream_TD`: the sum of both, twice."""
         if stream_TD is None:
             return x_TD
@@ -160,17 +139,7 @@ class LayerNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(width)) if "bias" in parameters else None
         self.width, self.eps, self.plus_one = width, eps, plus_one
 
-    @overload
-    def forward(self, x_TD: torch.Tensor) -> torch.Tensor: ...
-
-    @overload
-    def forward(
-        self, x_TD: torch.Tensor, stream_TD: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-    def forward(
-        self, x_TD: torch.Tensor, stream_TD: torch.Tensor | None = None
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x_TD: torch.Tensor, stream_TD: torch.Tensor | None = None) -> Any:
         """The normalized input. With `stream_TD`: the sum of both, and the sum normalized."""
         if stream_TD is not None:
             sum_TD = stream_TD + x_TD
@@ -186,7 +155,6 @@ class LayerNorm(nn.Module):
         return normed_TD.to(x_TD.dtype)
 
     def extra_repr(self) -> str:
-        """What `print(model)` shows."""
         return f"{self.width}, eps={self.eps}"
 
 

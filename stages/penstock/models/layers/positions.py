@@ -10,10 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from penstock.models.decoder_config import LearnedPositions
-
-
-def _identity(position_ids_T: torch.Tensor) -> torch.Tensor:
-    return position_ids_T
+from penstock.models.layers.call_hook import no_op
 
 
 class PositionTable(nn.Module):
@@ -27,7 +24,7 @@ class PositionTable(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(positions.rows, width))
         self.first, self.learned = positions.first, positions.rows - positions.first
-        self.local_positions: Callable[[torch.Tensor], torch.Tensor] = _identity
+        self.local_positions: Callable[[torch.Tensor], torch.Tensor] = no_op
 
     def forward(self, position_ids_T: torch.Tensor) -> torch.Tensor:
         """The embeddings [T, D] of position ids [T], which start at 0 in each document.
@@ -36,6 +33,7 @@ class PositionTable(nn.Module):
         assertion ends the process.
         """
         at_T = self.local_positions(position_ids_T)
+        # Reading the largest position of a GPU's tensor would wait for the GPU.
         if at_T.device.type != "cpu":
             torch._assert_async((at_T < self.learned).all(), "more positions than are learned")
         elif len(at_T) and (last := int(at_T.max())) >= self.learned:

@@ -3,26 +3,33 @@
 N rows, K columns; E experts; T or R rows of x.
 """
 
+# pyright: reportIncompatibleMethodOverride=false
+
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 
-from penstock.models.layers import quantized_ops
 from penstock.models.layers.autocast import as_autocast
-from penstock.models.layers.quantized_ops import DequantizableModule, Multiply, Tensors
+from penstock.models.layers.dropout import DropoutRNG, current_dropout_rng, dropout_rng
+from penstock.models.layers.module_registry import OpModule, module_by_id
+from penstock_kernels.custom_op import operator
 from penstock_kernels.quant import Format, QuantizedTensor, dequantize, group_linear, linear
 
 COMPONENTS = ("codes", "scales", "global_scales")
 """Names of the tensors of a quantized matrix."""
+
+Multiply = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+"""Codes, scales and global scales, as uint8."""
 
 WeightTransform = Callable[[QuantizedTensor], Callable[[torch.Tensor], torch.Tensor] | None]
 """Called with the quantized matrix in the forward pass. It returns None or a function from the
 dequantized weight to the weight that is used; the backward pass calls that function again."""
 
 
-class QuantizedMatrix(DequantizableModule):
+class QuantizedMatrix(OpModule):
     """A quantized matrix [N, K], or those of experts [E, N, K], as uint8 parameters.
 
     They are uint8 so that casting a model does not change the scales. N is their last dimension but
@@ -45,17 +52,14 @@ class QuantizedMatrix(DequantizableModule):
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of the dequantized matrix or matrices."""
         return torch.Size((*self.codes.shape[:-1], self.columns))
 
     @property
     def device(self) -> torch.device:
-        """The parameters' device."""
         return self.codes.device
 
     @property
     def value(self) -> QuantizedTensor:
-        """The quantized tensors, as views of the parameters."""
         return QuantizedTensor.of_bytes(self.format, self.columns, dict(self.named_parameters()))
 
     def linear(self, x: torch.Tensor) -> torch.Tensor:
@@ -63,8 +67,8 @@ class QuantizedMatrix(DequantizableModule):
         x = as_autocast(x)
         number = self.traced_op_id()
         if number is not None:
-            y_TN = quantized_ops.linear(x.flatten(0, -2), number, self._tensors, self.columns)
-            return y_TN.unflatten(0, x.shape[:-1])
+            args = number, *self._tensors, self.columns, None
+            return _QuantizedMatmul.apply(x.flatten(0, -2), None, *args).unflatten(0, x.shape[:-1])
         value = self.value
         return linear(x, value, self._weight_transform(value))
 
@@ -75,13 +79,13 @@ class QuantizedMatrix(DequantizableModule):
         each."""
         number = self.traced_op_id()
         if number is not None:
-            tensors, columns = self._tensors, self.columns
-            return quantized_ops.group_linear(x_RK, counts_E, number, tensors, columns, multiply)
+            args = number, *self._tensors, self.columns, multiply
+            return _QuantizedMatmul.apply(x_RK, counts_E, *args)
         value = self.value
         return group_linear(x_RK, value, counts_E, multiply, self._weight_transform(value))
 
     def weight(self, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
-        """The weight of the current pass, dequantized from these tensors into new memory."""
+        # The weight of the current pass, dequantized from these tensors into new memory.
         named = {
             name: tensor
             for name, tensor in zip(COMPONENTS, tensors, strict=True)
@@ -102,8 +106,103 @@ class QuantizedMatrix(DequantizableModule):
         return self.transform(value) if self.transform and self.training else None
 
     def extra_repr(self) -> str:
-        """What `print(model)` shows."""
         return f"{self.format.name}, {list(self.shape)}"
+
+
+# The forward and the backward pass dequantize with different operators. With one operator the
+# compiler would recognize both results as equal and keep the dequantized weight in memory between
+# the passes. Quantization noise is the same in both: the first operator returns the seed and the
+# step of its RNG, and the second one gets them.
+
+
+class _QuantizedMatmul(torch.autograd.Function):
+    """`x W^T` in compiled code, or a grouped GEMM with `multiply`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TK: torch.Tensor,
+        counts_E: torch.Tensor | None,
+        op_id: torch.Tensor,
+        codes: torch.Tensor,
+        scales: torch.Tensor,
+        global_scales: torch.Tensor | None,
+        columns: int,
+        multiply: Multiply | None,
+    ) -> torch.Tensor:
+        weight, rng_state = _weight_op(op_id, codes, scales, global_scales, columns, x_TK.dtype)
+        ctx.save_for_backward(counts_E, op_id, rng_state, codes, scales, global_scales)
+        ctx.columns, ctx.multiply = columns, multiply
+        if multiply is None or counts_E is None:
+            return x_TK @ weight.mT
+        return multiply(x_TK, weight, counts_E)
+
+    @staticmethod
+    def backward(ctx: Any, dy_TN: torch.Tensor) -> tuple[Any, ...]:
+        counts_E, *saved = ctx.saved_tensors
+        weight, nothing = _recompute_weight_op(*saved, ctx.columns, dy_TN.dtype), (None,) * 7
+        if ctx.multiply is None:
+            return dy_TN @ weight, *nothing
+        return ctx.multiply(dy_TN, weight.mT, counts_E), *nothing
+
+
+def _dequantize(
+    op_id: torch.Tensor, tensors: Tensors, dtype: torch.dtype, rng: DropoutRNG | None
+) -> torch.Tensor:
+    matrix = module_by_id(op_id)
+    assert isinstance(matrix, QuantizedMatrix)
+    with dropout_rng(rng):
+        return matrix.weight(tensors, dtype)
+
+
+def _weight(
+    op_id: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    global_scales: torch.Tensor | None,
+    columns: int,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    # The weight, and its RNG as int64 [has_rng, seed, step] on the CPU.
+    del columns
+    rng = current_dropout_rng()
+    rng_state = [0, 0, 0] if rng is None else [1, rng.seed, rng.step]
+    weight = _dequantize(op_id, (codes, scales, global_scales), dtype, rng)
+    return weight, torch.tensor(rng_state, device="cpu")
+
+
+def _weight_fake(
+    op_id: torch.Tensor, codes: torch.Tensor, *args: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    *_, columns, dtype = args
+    weight = codes.new_empty((*codes.shape[:-1], columns), dtype=dtype)
+    return weight, op_id.new_empty(3)
+
+
+_weight_op = operator("quantized_weight", _weight, fake=_weight_fake)
+
+
+def _recompute_weight(
+    op_id: torch.Tensor,
+    rng_state: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    global_scales: torch.Tensor | None,
+    columns: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    del columns
+    has_rng, seed, step = rng_state.tolist()
+    # Noise has no tokens: its key follows from seed and step.
+    rng = DropoutRNG(seed, step, rng_state[:0]) if has_rng else None
+    return _dequantize(op_id, (codes, scales, global_scales), dtype, rng)
+
+
+_recompute_weight_op = operator(
+    "quantized_weight_again",
+    _recompute_weight,
+    fake=lambda op_id, _state, *args: _weight_fake(op_id, *args)[0],
+)
 
 
 class QuantizedLinear(nn.Linear):
@@ -117,7 +216,6 @@ class QuantizedLinear(nn.Linear):
         set_weight(self, QuantizedMatrix(format, base.weight.shape, base.weight.device))
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """The base layer's output, with the quantized weight."""
         return affine(input, self.weight, self.bias)
 
 

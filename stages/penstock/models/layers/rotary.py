@@ -40,24 +40,16 @@ class Rotary:
         self.inverse_frequencies: list[float] = inverse_frequencies.float().tolist()
         self.model = model if parameters["rope_type"] in LENGTH_DEPENDENT_ROPE else None
         self.axes = axes
-        self._copies: dict[torch.device, torch.Tensor] = {}
-        self._axis_copies: dict[torch.device, torch.Tensor] = {}
+        self._copies: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
 
-    def _inverse_on(self, device: torch.device) -> torch.Tensor:
+    def _on(
+        self, device: torch.device, values: Sequence[float], dtype: torch.dtype
+    ) -> torch.Tensor:
         # Copied once: a copy in each forward pass would be a host sync in each.
-        if device not in self._copies:
-            host = torch.tensor(self.inverse_frequencies, dtype=torch.float32, device="cpu")
-            self._copies[device] = to_device(host, device)
-        return self._copies[device]
-
-    def _of_pairs(self, position_ids_T3: torch.Tensor) -> torch.Tensor:
-        """The positions of each pair of rotated features, [T, R/2]."""
-        assert self.axes is not None
-        device = position_ids_T3.device
-        if device not in self._axis_copies:
-            host = torch.tensor(self.axes, dtype=torch.int64, device="cpu")
-            self._axis_copies[device] = to_device(host, device)
-        return position_ids_T3.index_select(1, self._axis_copies[device])
+        if (device, dtype) not in self._copies:
+            host = torch.tensor(values, dtype=dtype, device="cpu")
+            self._copies[device, dtype] = to_device(host, device)
+        return self._copies[device, dtype]
 
     def angles(
         self,
@@ -73,15 +65,19 @@ class Rotary:
         """
         device = position_ids_T.device
         if self.model is None:
-            inverse = self._inverse_on(device)
+            inverse = self._on(device, self.inverse_frequencies, torch.float32)
         else:
             assert segments is not None
             lengths_D = segments.cu_seqlens.diff()
             inverse = self.model.frequencies_of(lengths_D).repeat_interleave(
                 lengths_D, dim=0, output_size=position_ids_T.shape[0]
             )
-        is_flat = position_ids_T.ndim == 1
-        positions = position_ids_T[:, None] if is_flat else self._of_pairs(position_ids_T)
+        if position_ids_T.ndim == 1:
+            positions = position_ids_T[:, None]
+        else:
+            assert self.axes is not None
+            axes = self._on(device, self.axes, torch.int64)
+            positions = position_ids_T.index_select(1, axes)  # of each pair, [T, R/2]
         angle = positions.float() * inverse
         factor = self.attention_factor
         if self.pairs == "neighbours":
@@ -135,7 +131,6 @@ class _RopeFormula:
         return ROPE_INIT_FUNCTIONS[kind](config, device, seq_len=length)
 
     def frequencies_of(self, lengths_D: torch.Tensor) -> torch.Tensor:
-        """Inverse frequencies of each document, [D, R/2] on the device of the lengths."""
         lengths_D1 = lengths_D[:, None].float()
         if self.parameters["rope_type"] == "dynamic":
             return self.frequencies(lengths_D1)[0]

@@ -13,9 +13,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from penstock.models.decoder_config import ExpertsConfig, Scoring
-from penstock.models.layers.modality.tokens import current_modalities
+from penstock.models.layers.call_hook import no_op
 from penstock.models.layers.module_registry import OpModule, module_by_id
-from penstock.models.layers.router_observer import RouterObserver, RouterStats, current_observer
+from penstock.models.layers.router_observer import (
+    RouterObserver,
+    RouterStats,
+    current_modalities,
+    current_observer,
+)
 from penstock_kernels.custom_op import operator
 from penstock_kernels.route import route
 
@@ -48,17 +53,21 @@ class Router(OpModule):
             if config.selection_bias
             else None
         )
-        self.local_rows: Callable[[torch.Tensor], torch.Tensor] = _identity
+        self.local_rows: Callable[[torch.Tensor], torch.Tensor] = no_op
         self.is_observed = True
 
     @property
     def is_exact(self) -> bool:
-        """Whether its parameters must stay in fp32 when the others are cast."""
+        # Whether its parameters must stay in fp32 when the others are cast.
         return self.precision == "fp32" or self.e_score_correction_bias is not None
 
     def forward(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Expert indices, int64 [T, K], and weights, fp32 [T, K], of each token."""
-        logits_TE = self._logits(x_TD)
+        dtype = torch.float32 if self.precision == "fp32" else x_TD.dtype
+        router_bias = None if self.bias is None else self.bias.to(dtype)
+        # Autocast would compute fp32 logits in 16 bits.
+        with torch.autocast(x_TD.device.type, enabled=False):
+            logits_TE = F.linear(x_TD.to(dtype), self.weight.to(dtype), router_bias).float()
         config, bias = self.config, self.e_score_correction_bias
         choice_TK, weights_TK = route(
             logits_TE,
@@ -66,6 +75,7 @@ class Router(OpModule):
             scoring=config.scoring,
             normalized=config.norm_topk_prob,
             norm_eps=config.norm_eps,
+            # Checkpoints of ERNIE have it as [1, E].
             bias_E=None if bias is None else bias.flatten(),
             num_groups=config.num_groups,
             groups_per_token=config.groups_per_token,
@@ -82,7 +92,6 @@ class Router(OpModule):
         return choice_TK, weights_TK
 
     def _aux_loss(self, logits_TE: torch.Tensor, choice_TK: torch.Tensor) -> torch.Tensor | None:
-        """Report statistics to the observer; return its auxiliary loss, if any."""
         observer = current_observer()
         if observer is None or not self.is_observed or not observer.observes_pass(self):
             return None
@@ -94,28 +103,25 @@ class Router(OpModule):
     def aux_loss_grads(
         self, shares_TE: torch.Tensor, squares_T: torch.Tensor, choice_TK: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same for a compiled pass: the auxiliary loss's gradients with respect to each token's
-        shares and squares; zeros without an observer."""
+        # The same for a compiled pass: the auxiliary loss's gradients with respect to each token's
+        # shares and squares; zeros without an observer.
         observer = current_observer()
         if observer is not None and self.is_observed and observer.observes_pass(self):
             grad = observer.observe(
                 self, self._routing_stats(observer, shares_TE, squares_T, choice_TK)
             )
             if grad is not None:
-                row_mask_RT = self._row_mask(observer)
+                row_mask_RT = row_mask(self._local_rows(observer), observer.num_rows)
                 of_shares_RE = grad.shares_RE.expand(len(row_mask_RT), -1)
+                # Autocast would multiply in 16 bits.
                 with torch.autocast(shares_TE.device.type, enabled=False):
                     return row_mask_RT.T @ of_shares_RE, row_mask_RT.sum(0) * grad.squares
         return torch.zeros_like(shares_TE), torch.zeros_like(squares_T)
 
     def _local_rows(self, observer: RouterObserver) -> torch.Tensor:
-        """The row of each local token, int64 [T]; 0 for those that this router is not of."""
+        # The row of each local token, int64 [T]; 0 for those that this router is not of.
         row_T, tokens = self.local_rows(observer.row_T), current_modalities()
         return row_T if tokens is None else row_T * tokens.is_text_T
-
-    def _row_mask(self, observer: RouterObserver) -> torch.Tensor:
-        """Mask of the local tokens of each row, fp32 [R, T]."""
-        return row_mask(self._local_rows(observer), observer.num_rows)
 
     def _routing_stats(
         self,
@@ -124,26 +130,17 @@ class Router(OpModule):
         squares_T: torch.Tensor,
         choice_TK: torch.Tensor,
     ) -> RouterStats:
-        """Sums of the statistics over the tokens of each row."""
         row_T = self._local_rows(observer)
         with torch.autocast(shares_TE.device.type, enabled=False):
             return sum_by_row(row_T, observer.num_rows, shares_TE, squares_T, choice_TK)
 
-    def _logits(self, x_TD: torch.Tensor) -> torch.Tensor:
-        dtype = torch.float32 if self.precision == "fp32" else x_TD.dtype
-        bias = None if self.bias is None else self.bias.to(dtype)
-        # Autocast would compute fp32 logits in 16 bits.
-        with torch.autocast(x_TD.device.type, enabled=False):
-            return F.linear(x_TD.to(dtype), self.weight.to(dtype), bias).float()
-
     def _scores(self, logits_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Each expert's share of a token's scores, and the squared logsumexp of the token's logits
-        (z-loss)."""
+        # Each expert's share of a token's scores, and the squared logsumexp of the token's logits
+        # (z-loss).
         shares_TE = score_shares(logits_TE, self.config.scoring)
         return shares_TE, logits_TE.logsumexp(-1).square()
 
     def extra_repr(self) -> str:
-        """What `print(model)` shows."""
         experts, width = self.weight.shape
         return f"{width} -> {self.config.experts_per_token} of {experts}, {self.config.scoring}"
 
@@ -238,12 +235,6 @@ def _observe(
     return weights.clone(), *router.aux_loss_grads(shares, squares, choice)
 
 
-def _observe_fake(*args: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return tuple(torch.empty_like(tensor) for tensor in args[:3])
-
-
-def _identity(row_T: torch.Tensor) -> torch.Tensor:
-    return row_T
-
-
-_observe_op = operator("observe_router", _observe, fake=_observe_fake)
+_observe_op = operator(
+    "observe_router", _observe, fake=lambda *args: tuple(map(torch.empty_like, args[:3]))
+)

@@ -1,22 +1,17 @@
 """Observers of routers: they get routing statistics and may return an auxiliary loss.
 
-An observer belongs to one micro-batch. It is kept in a context variable instead of being passed to
-the model, so that a recomputed layer finds the observer of its own micro-batch, even while another
-micro-batch is in flight.
+An observer belongs to one micro-batch.
 
 T tokens, R packed rows, E experts.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Protocol
 
 import torch
 from torch import nn
 
-Result = TypeVar("Result")
+from penstock.models.layers.pass_state import PassState
 
 
 @dataclass(frozen=True)
@@ -43,7 +38,6 @@ class AuxLossGradient:
     """With respect to the squares of each row."""
 
     def inner_product(self, stats: RouterStats) -> torch.Tensor:
-        """Inner product with the statistics: a scalar with this gradient."""
         return (self.shares_RE * stats.shares_RE).sum() + self.squares * stats.squares_R.sum()
 
 
@@ -74,31 +68,29 @@ class RouterObserver(Protocol):
         ...
 
 
-_CURRENT_OBSERVER: ContextVar[RouterObserver | None] = ContextVar("router_observer", default=None)
+_OBSERVER = PassState[RouterObserver]("router_observer")
+observe_routers = _OBSERVER.use
+"""Context manager that sets the current observer; None: no observer."""
+current_observer = _OBSERVER.get
+preserve_observer = _OBSERVER.preserve
 
 
-@contextmanager
-def observe_routers(observer: RouterObserver | None) -> Iterator[None]:
-    """Context manager that sets the current observer; None: no observer."""
-    before = _CURRENT_OBSERVER.set(observer)
-    try:
-        yield
-    finally:
-        _CURRENT_OBSERVER.reset(before)
+@dataclass(frozen=True)
+class ModalityTokens:
+    """The tokens of each modality among those that a MoE layer computes on this rank, by which it
+    chooses a router."""
+
+    is_text_T: torch.Tensor  # noqa: N815 - T names the dimension
+    """int64: 1, or 0 for a token of an image."""
+    text: torch.Tensor
+    """The places of the tokens of text, int64."""
+    images: torch.Tensor
+    """The places of the tokens of images."""
 
 
-def current_observer() -> RouterObserver | None:
-    """The current observer, or None."""
-    return _CURRENT_OBSERVER.get()
-
-
-def preserve_observer(run: Callable[..., Result]) -> Callable[..., Result]:
-    """Wrap `run` so that later calls, such as recomputation, use the observer that is
-    current now."""
-    observer = current_observer()
-
-    def run_with_observer(*args: Any) -> Result:
-        with observe_routers(observer):
-            return run(*args)
-
-    return run_with_observer
+_MODALITIES = PassState[ModalityTokens]("modality_tokens")
+route_modalities = _MODALITIES.use
+"""Context manager that sets the tokens of the pass; None: all are text, and the routers and experts
+of images are not called."""
+current_modalities = _MODALITIES.get
+preserve_modalities = _MODALITIES.preserve

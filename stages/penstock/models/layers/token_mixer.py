@@ -19,15 +19,14 @@ A token mixer is an `nn.Module` that provides:
 """
 
 from penstock.models.decoder_config import DecoderConfig
-from penstock.models.kimi_delta_config import KimiDeltaConfig
 from penstock.models.layers.attention import AttentionFn, SelfAttention
 from penstock.models.layers.dropout import WeightDropout
 from penstock.models.layers.latent_attention import LatentAttention
 from penstock.models.layers.layer_ops import LayerOps
-from penstock.models.layers.recurrent.gated_delta_net import GatedDeltaNet
-from penstock.models.layers.recurrent.kimi_delta_attention import KimiDeltaAttention
+from penstock.models.layers.recurrent.gated_delta_net import GatedDeltaNet, KimiDeltaAttention
 from penstock.models.layers.recurrent.mamba2 import Mamba2
 from penstock.models.layers.recurrent.short_conv import ShortConv
+from penstock.models.linear_config import KimiDeltaConfig
 from penstock.models.mamba2_config import Mamba2Config
 from penstock.models.short_conv_config import ShortConvConfig
 

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 FEATURES = "image_features"
 """The features of an image [F, D]."""
+# Beginning of the names of the features [F, D] that are added after decoder layers; its number.
 DEEPSTACK = "deepstack_features."
-"""Beginning of the names of the features [F, D] that are added after decoder layers; its number."""
+# What the projector takes of an image.
 HIDDEN = "projector_inputs"
-"""What the projector takes of an image."""
 PIXELS = "pixel_values"
 SECONDS = "second_per_grid_ts"
 """Seconds of a temporal patch of each video, on which positions depend, and no features."""
@@ -42,6 +42,7 @@ def encode_images(
 ) -> dict[str, torch.Tensor]:
     """What is stored of images: the features, or the projector's inputs; and their other tensors.
     `tensors` are the arguments of `get_image_features`."""
+    # Grids and sizes of images are needed for positions, whatever is stored of the pixels.
     inputs = {name: tensor for name, tensor in tensors.items() if name != PIXELS}
     if not projected:
         return {HIDDEN: _projector_inputs(tower, tensors), **inputs}
@@ -85,6 +86,51 @@ def find_projector(tower: "VisionTower") -> nn.Module:
     return tower.get_submodule(require_projector(tower.config))
 
 
+def dummy_image(tower: "VisionTower") -> Mapping[str, torch.Tensor]:
+    """Arguments of `get_image_features` for one blank image.
+
+    Micro-batches without images take it, so that all ranks gather and reduce the vision part's
+    weights in the same order, and each of its parameters has a gradient: of zeros, as no token
+    takes its features.
+    """
+    hf, form = tower.hf_model.config, tower.config.type.form
+    vision = hf.vision_config
+    if form == "grid":
+        merge_size = tower.config.merge_size
+        channels = getattr(vision, "in_channels", 3)
+        frames = getattr(vision, "temporal_patch_size", 1)
+        size = channels * frames * vision.patch_size**2
+        return {
+            "pixel_values": torch.zeros(merge_size**2, size),
+            "image_grid_thw": torch.tensor([[1, merge_size, merge_size]]),
+        }
+    channels = getattr(vision, "num_channels", 3)
+    if form == "native":
+        feature_size = vision.patch_size * hf.spatial_merge_size
+        # Of a single feature transformers would drop the dimension.
+        return {
+            "pixel_values": torch.zeros(1, channels, 2 * feature_size, feature_size),
+            "image_sizes": torch.tensor([[2 * feature_size, feature_size]]),
+        }
+    sides = vision.image_size
+    height, width = (sides, sides) if isinstance(sides, int) else sides
+    if form == "square":
+        return {"pixel_values": torch.zeros(1, channels, height, width)}
+    if form == "crops":
+        # Crops of zeros are padding.
+        return {"pixel_values": torch.ones(1, 1, channels, height, width)}
+    # More than one tile, so that the parameter between rows of tiles is used as well.
+    from transformers.models.llava_next.modeling_llava_next import (  # noqa: PLC0415
+        image_size_to_num_patches,
+    )
+
+    tiles = image_size_to_num_patches([height, width], hf.image_grid_pinpoints, height)
+    return {
+        "pixel_values": torch.zeros(1, tiles, channels, height, width),
+        "image_sizes": torch.tensor([[height, width]]),
+    }
+
+
 def dummy_hidden(tower: "VisionTower") -> dict[str, torch.Tensor]:
     """Inputs of the projector for one feature, for micro-batches without images."""
     [first, *_] = [parameter for parameter in find_projector(tower).parameters() if parameter.dim()]
@@ -115,17 +161,10 @@ def drop_encoder(tower: "VisionTower", *, projected: bool) -> None:
         name for name, _ in tower.named_parameters(recurse=False) if name not in kept_names
     ]:
         delattr(tower, name)
+    buffers = {name for name, _ in tower.named_buffers(remove_duplicate=False)}
     tower.buffer_values = {
-        name: value for name, value in tower.buffer_values.items() if _has_buffer(tower, name)
+        name: value for name, value in tower.buffer_values.items() if name in buffers
     }
-
-
-def _has_buffer(tower: "VisionTower", buffer: str) -> bool:
-    try:
-        tower.get_buffer(buffer)
-    except AttributeError:
-        return False
-    return True
 
 
 def _projector_inputs(tower: "VisionTower", tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -140,5 +179,5 @@ def _projector_inputs(tower: "VisionTower", tensors: Mapping[str, torch.Tensor])
 
 
 def _floats(stored: torch.Tensor) -> torch.Tensor:
-    """Stored bfloat16, for which NumPy has no type, is read as int16."""
+    # Stored bfloat16, for which NumPy has no type, is read as int16.
     return stored.view(torch.bfloat16) if stored.dtype == torch.int16 else stored

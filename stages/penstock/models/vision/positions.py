@@ -35,6 +35,7 @@ def image_runs(positions: np.ndarray, lengths: Sequence[int]) -> tuple[tuple[int
 
     `positions` are those of the image tokens, and `lengths` the document lengths.
     """
+    # side="right", as the sum of the lengths up to a document is the first place after it.
     documents = np.searchsorted(np.cumsum(lengths), positions, side="right")
     # -2 is no neighbor of position 0, which so begins a run.
     is_first = (np.diff(positions, prepend=-2) > 1) | (np.diff(documents, prepend=-1) > 0)
@@ -94,6 +95,7 @@ def mrope_positions(
                 " between them.\n  Prepare the data again."
             )
         grid_3F = np.indices((frames, rows, columns)).reshape(3, -1)
+        # In fp32 and cut off, as transformers computes them.
         grid_3F[0] = grid_3F[0].astype(np.float32) * np.float32(step)
         positions_T3[first : last + 1] = positions_T3[first] + grid_3F.T
         # As text, the image's tokens would have taken `count` positions.

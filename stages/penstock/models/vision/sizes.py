@@ -12,6 +12,7 @@ from typing import Any
 from penstock.models.multimodal import language_config
 from penstock.models.vision.types import VISION_TYPES, VisionType
 
+# By tower, of fields that a vision_config leaves out: transformers' own.
 DEFAULTS: Mapping[str, Mapping[str, int]] = {
     "clip_vision_model": {"hidden_size": 768, "layers": 12, "inner": 3072, "patch": 32},
     "dinov2": {"hidden_size": 768, "layers": 12, "inner": 3072, "patch": 14},
@@ -26,10 +27,9 @@ DEFAULTS: Mapping[str, Mapping[str, int]] = {
     "qwen3_vl": {"hidden_size": 1152, "layers": 27, "inner": 4304, "patch": 16},
     "smolvlm_vision": {"hidden_size": 1152, "layers": 12, "inner": 3072, "patch": 32},
 }
-"""By tower, of fields that a vision_config leaves out: transformers' own."""
 
+# Layers of Qwen2.5-VL's tower without windows, where vision_config names none.
 FULL_ATTENTION = (7, 15, 23, 31)
-"""Layers of Qwen2.5-VL's tower without windows, where vision_config names none."""
 
 
 @dataclass(frozen=True)
@@ -93,28 +93,9 @@ Projector = Callable[[_Fields], tuple[int, int]]
 """The projector's parameters, and the patches of one feature."""
 
 
-def _mlp(fields: _Fields) -> tuple[int, int]:
-    return fields.width * fields.outer + fields.outer**2, 1
-
-
 def _merger(fields: _Fields) -> tuple[int, int]:
     mergers = 1 + len(fields.vision.get("deepstack_visual_indexes") or fields.kind.deepstack)
     return mergers * fields.merged * (fields.merged + fields.outer), fields.side**2
-
-
-def _gated_merger(fields: _Fields) -> tuple[int, int]:
-    return fields.outer**2 + 3 * fields.outer * fields.inner, fields.side**2
-
-
-def _resampler(fields: _Fields) -> tuple[int, int]:
-    return fields.merged * (5 * fields.merged + fields.outer), fields.side**2
-
-
-def _merged_mlp(fields: _Fields) -> tuple[int, int]:
-    return (
-        fields.merged * fields.width + fields.width * fields.outer + fields.outer**2,
-        fields.side**2,
-    )
 
 
 def _shuffled_mlp(fields: _Fields) -> tuple[int, int]:
@@ -133,7 +114,7 @@ def _pooled(fields: _Fields) -> tuple[int, int]:
 
 
 def _tile(fields: _Fields, usual: int) -> int:
-    """Patches of a tile, whose side in pixels is `usual` where vision_config has none."""
+    # Patches of a tile, whose side in pixels is `usual` where vision_config has none.
     image = fields.vision.get("image_size") or usual
     return (int(image if isinstance(image, int) else image[0]) // fields.patch) ** 2
 
@@ -163,9 +144,13 @@ class _SizeType:
     """Whether the tower ends with a matrix that merges patches."""
 
 
+def _mlp(f: _Fields) -> tuple[int, int]:
+    return f.width * f.outer + f.outer**2, 1
+
+
 _grid = partial(_SizeType, _merger, frames=2, tile_size=None)
 _GLM = _SizeType(
-    _gated_merger,
+    lambda f: (f.outer**2 + 3 * f.outer * f.inner, f.side**2),
     "glm4v",
     frames=2,
     tile_size=None,
@@ -175,8 +160,13 @@ _GLM = _SizeType(
     downsamples=True,
 )
 
+# By the `model_type` of config.json.
 SIZE_TYPES: Mapping[str, _SizeType] = {
-    "ernie4_5_vl_moe": _SizeType(_resampler, "ernie4_5_vl_moe", tile_size=None),
+    "ernie4_5_vl_moe": _SizeType(
+        lambda f: (f.merged * (5 * f.merged + f.outer), f.side**2),
+        "ernie4_5_vl_moe",
+        tile_size=None,
+    ),
     "gemma3": _SizeType(_pooled, "siglip_vision_model", tile_size=224),
     "glm4v": _GLM,
     "glm4v_moe": _GLM,
@@ -185,7 +175,11 @@ SIZE_TYPES: Mapping[str, _SizeType] = {
     "llava": _SizeType(_mlp),
     "llava_next": _SizeType(_mlp),
     "llava_onevision": _SizeType(_mlp, "siglip_vision_model"),
-    "mistral3": _SizeType(_merged_mlp, "pixtral", tile_size=None),
+    "mistral3": _SizeType(
+        lambda f: (f.merged * f.width + f.width * f.outer + f.outer**2, f.side**2),
+        "pixtral",
+        tile_size=None,
+    ),
     "qwen2_vl": _grid("qwen2_vl", width="embed_dim", outer="hidden_size"),
     "qwen2_5_vl": _grid("qwen2_5_vl", gated=True, full_attention=FULL_ATTENTION),
     "qwen3_5": _grid("qwen3_vl"),
@@ -194,7 +188,6 @@ SIZE_TYPES: Mapping[str, _SizeType] = {
     "qwen3_vl_moe": _grid("qwen3_vl"),
     "smolvlm": _SizeType(_shuffled_linear, "smolvlm_vision"),
 }
-"""By the `model_type` of config.json."""
 
 
 def read_sizes(hf: Mapping[str, Any]) -> VisionSizes | None:

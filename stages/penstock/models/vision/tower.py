@@ -100,12 +100,10 @@ class VisionTower(nn.Module):
 
     @property
     def hf_model(self) -> Any:
-        """Transformers' model, of which the modules here are."""
         return self._hf[0]
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """The repeated layers of the tower, in order."""
         from transformers.modeling_layers import GradientCheckpointingLayer  # noqa: PLC0415
 
         return [
@@ -114,7 +112,7 @@ class VisionTower(nn.Module):
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the parameters by their names in a decoder, for a `WeightMap`."""
+        # The shapes of the parameters by their names in a decoder, for a `WeightMap`.
         return {VISION + name: tuple(param.shape) for name, param in self.named_parameters()}
 
     def forward(self, images: ImageInputs) -> ImageFeatures:
@@ -142,8 +140,8 @@ class VisionTower(nn.Module):
         return _flat(outputs.pooler_output), tuple(map(_flat, deepstack))
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "VisionTower":
-        """Move or convert parameters, then restore the buffers, which `to_empty` leaves undefined
-        and `to` may round."""
+        # Move or convert parameters, then restore the buffers, which `to_empty` leaves undefined
+        # and `to` may round.
         super()._apply(fn, recurse)
         self._hf[0]._parameters.update(self._parameters)
         for name, value in self.buffer_values.items():
@@ -156,13 +154,12 @@ class VisionTower(nn.Module):
 
 
 def _flat(features: Any) -> torch.Tensor:
-    """The features of all images, [F, D]: of a list with those of each, or of a batch."""
+    # The features of all images, [F, D]: of a list with those of each, or of a batch.
     flat = features if isinstance(features, torch.Tensor) else torch.cat(tuple(features))
     return flat.flatten(0, -2)
 
 
 def _build_meta(config: VisionConfig) -> Any:
-    """Transformers' model on the meta device in fp32, without its language model."""
     from transformers import AutoConfig, AutoModel  # noqa: PLC0415 - takes seconds
 
     values = deepcopy(dict(config.hf_config))

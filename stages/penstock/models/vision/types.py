@@ -33,8 +33,8 @@ MODULES = (
 )
 """The vision part's modules and parameters at the top of transformers' class."""
 
+# Beginnings of the names of its tensors in the model, and in checkpoints.
 VISION_NAMES = (VISION, *(f"{BACKBONE}{module}" for module in MODULES))
-"""Beginnings of the names of its tensors in the model, and in checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -200,33 +200,25 @@ def read_vision(hf: Mapping[str, Any]) -> VisionConfig:
     token_ids = (hf.get(name) for name in ("image_token_id", "image_token_index"))
     token = next((token_id for token_id in token_ids if token_id is not None), kind.image_token_id)
     deepstack = tower.get("deepstack_visual_indexes") or kind.deepstack
+    per_second = kind.video.tokens_per_second if kind.video else None
+    modality_ids: tuple[int, ...] = ()
+    if kind.modality_tokens:
+        more = (hf.get(name, default) for name, default in kind.modality_tokens.items())
+        modality_ids = (int(token), *(int(token_id) for token_id in more if token_id is not None))
     return VisionConfig(
         hf,
         kind,
         int(token),
         int(hf.get("video_token_id") or kind.video.token_id) if kind.video else None,
-        _tokens_per_second(tower, kind),
+        int(tower.get("tokens_per_second") or per_second) if per_second is not None else None,
         _rope_axes(hf, kind),
         int(tower.get("spatial_merge_size") or 2) if kind.form == "grid" else 1,
         len(deepstack) if kind.deepstack else 0,
-        _modality_ids(hf, kind, int(token)),
+        modality_ids,
     )
 
 
-def _tokens_per_second(tower: Mapping[str, Any], kind: VisionType) -> int | None:
-    default = kind.video.tokens_per_second if kind.video else None
-    return None if default is None else int(tower.get("tokens_per_second") or default)
-
-
-def _modality_ids(hf: Mapping[str, Any], kind: VisionType, token: int) -> tuple[int, ...]:
-    if not kind.modality_tokens:
-        return ()
-    more = (hf.get(name, default) for name, default in kind.modality_tokens.items())
-    return (token, *(int(token_id) for token_id in more if token_id is not None))
-
-
 def _rope_axes(hf: Mapping[str, Any], kind: VisionType) -> tuple[int, ...] | None:
-    """The axis of each pair of rotated features."""
     if kind.mrope is None:
         return None
     text = language_config(hf)

@@ -5,8 +5,8 @@ from copy import copy
 from functools import cache
 from typing import Any
 
+# transformers' class of a model of timm, which cannot be built where timm is not installed.
 WRAPPER = "TimmWrapperModel"
-"""transformers' class of a model of timm, which cannot be built where timm is not installed."""
 
 WHY = "its vision tower is a model of the library timm, which is not built"
 
@@ -29,7 +29,6 @@ def without_tower(config: Any) -> Any:
 
 @cache
 def _config_class(tower: type) -> Any:
-    """The class of a tower's config, registered with a model of its own."""
     from transformers import AutoModel, PreTrainedModel  # noqa: PLC0415
 
     class AbsentTowerConfig(tower):

@@ -16,8 +16,8 @@ from torch import nn
 
 PIXELS, RATIOS, TILES = "pixel_values", "aspect_ratio_ids", "aspect_ratio_mask"
 """[B, I, T, C, H, W]; [B, I], 0 for none; [B, I, T], 1 for a tile that is one of the image."""
+# [B, L, I, T]: 1 where a token attends to a tile.
 MASK = "cross_attention_mask"
-"""[B, L, I, T]: 1 where a token attends to a tile."""
 
 
 def is_cross_attended(config: Any) -> bool:
@@ -37,7 +37,7 @@ def keep_apart(model: Any) -> None:
 
 
 def _attend(forward: Any, tiles: int, hidden_states: torch.Tensor, **inputs: Any) -> torch.Tensor:
-    """The output of a layer [B, L, D]; that of documents without images is its input."""
+    # The output of a layer [B, L, D]; that of documents without images is its input.
     mask, has_any = inputs[MASK], inputs["full_text_row_masked_out_mask"]
     if mask is None:
         return forward(hidden_states, **inputs)
@@ -85,8 +85,8 @@ def cross_attended(
 
 
 def _spans(is_image_BL: torch.Tensor, images: int) -> torch.Tensor:
-    """Whether a token attends to an image [B, L, I]: from its token on to that of the next image;
-    images whose tokens follow one another end together."""
+    # Whether a token attends to an image [B, L, I]: from its token on to that of the next image;
+    # images whose tokens follow one another end together.
     length = is_image_BL.shape[1]
     positions = torch.arange(length, device=is_image_BL.device)
     spans = is_image_BL.new_zeros(*is_image_BL.shape, images)

@@ -15,16 +15,16 @@ IMAGE_TYPES = ("token_type_ids", "moe_mm_token_type_ids")
 """Arguments that are 1 at image tokens and 0 elsewhere."""
 
 MEDIA_TYPES = "mm_token_type_ids"
+# The argument that has these values at the tokens of each kind and 0 elsewhere, as
+# `ProcessorMixin.create_mm_token_type_ids`.
 MEDIA_TYPE_IDS = {"image": 1, "audio": 3}
-"""The argument that has these values at the tokens of each kind and 0 elsewhere, as
-`ProcessorMixin.create_mm_token_type_ids`."""
 
+# Model types where token type 0 sees all tokens of its type, and 1 only those before it: image
+# tokens are 0 and text is 1.
 CAUSAL_TYPE = ("paligemma",)
-"""Model types where token type 0 sees all tokens of its type, and 1 only those before it: image
-tokens are 0 and text is 1."""
 
+# The argument with the number of images of each sample.
 NUM_IMAGES = "batch_num_images"
-"""The argument with the number of images of each sample."""
 
 
 class OneOfSeveral(int):
@@ -77,6 +77,7 @@ def media_inputs(
         )
     if media is None:
         return inputs
+    # Processors return fp32; the towers compute in the dtype of their parameters.
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     media = {
         name: value.to(dtype) if value.is_floating_point() else value

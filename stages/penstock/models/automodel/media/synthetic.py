@@ -1,7 +1,8 @@
 """Media as the processor of a model returns them, made of noise: no processor is needed.
 
 What a processor returns is told apart by the names that the model's forward takes, and tried: the
-first form of which the model makes features is taken. P patches, C channels, S side of an image.
+first form of which the model makes features is taken. P patches, C channels, S side of an image; M
+mel bins, F frames.
 """
 
 import inspect
@@ -19,8 +20,16 @@ from penstock.models.automodel.media.cross_attention import (
     TILES,
     is_cross_attended,
 )
-from penstock.models.automodel.media.synthetic_audio import Form, Tensors, audio_forms, noise
-from penstock.models.automodel.media.tiny_images import PATCHES
+from penstock.models.automodel.media.tiny_media import PATCHES
+
+Tensors = dict[str, torch.Tensor]
+Form = tuple[str, Callable[[int], Tensors]]
+"""A name, and what makes the tensors of an image or of audio from its number."""
+
+AUDIO_CONFIGS = ("audio_config", "encoder_config")
+MASKS = ("feature_attention_mask", "input_features_mask")
+# Frames of a position of the tower.
+STRIDE = 2
 
 Kind = Literal["image", "audio"]
 KINDS: tuple[Kind, ...] = ("image", "audio")
@@ -50,10 +59,15 @@ def find_maker(model: Any, kind: Kind = "image") -> MediaMaker:
     Raises CapabilityError with the reason if there is no form of which it makes features.
     """
     if kind == "image" and is_cross_attended(model.config):
-        return MediaMaker(kind, "tiles", partial(_attended_tiles, model.config.vision_config), _one)
-    count = _LengthCounter(model) if _has_only_lengths(model, kind) else _Counter(model, kind)
-    if isinstance(count, _Counter) and _features(model, kind) is None:
-        raise CapabilityError(f"it has no get_{kind}_features")
+        make = partial(_attended_tiles, model.config.vision_config)
+        return MediaMaker(kind, "tiles", make, lambda _: 1)
+    count = partial(_count_features, model, kind)
+    if _features(model, kind) is None:
+        # Qwen2-Audio makes features of audio within its forward alone.
+        tower = model.get_encoder(modality="audio") if kind == "audio" else None
+        if not hasattr(tower, "_get_feat_extract_output_lengths"):
+            raise CapabilityError(f"it has no get_{kind}_features")
+        count = partial(_count_lengths, tower)
     why = ""
     for form, make in _forms(model) if kind == "image" else audio_forms(model):
         maker = MediaMaker(kind, form, make, count)
@@ -68,7 +82,7 @@ def find_maker(model: Any, kind: Kind = "image") -> MediaMaker:
 
 
 def _attended_tiles(vision: Any, number: int) -> Tensors:
-    """An image of one tile, or of two side by side, padded to as many as an image may have."""
+    # An image of one tile, or of two side by side, padded to as many as an image may have.
     tiles, count = torch.zeros(1, 1, vision.max_num_tiles, dtype=torch.int64), 1 + number % 2
     tiles[..., :count] = 1
     image_size = vision.image_size
@@ -81,31 +95,23 @@ def _attended_tiles(vision: Any, number: int) -> Tensors:
     }
 
 
-def _one(tensors: Tensors) -> int:
-    """The image token alone."""
-    del tensors
-    return 1
+@torch.no_grad()
+def _count_features(model: Any, kind: Kind, tensors: Tensors) -> int:
+    features = _features(model, kind)
+    params = inspect.signature(features).parameters
+    takes_any = any(param.kind is param.VAR_KEYWORD for param in params.values())
+    kwargs = {k: v for k, v in tensors.items() if takes_any or k in params}
+    outputs = features(**kwargs, return_dict=True)
+    return next(filter(None, map(count_features, _outputs(outputs))), 0)
 
 
-@dataclass(frozen=True)
-class _Counter:
-    """Counts the features that the model makes."""
-
-    model: Any
-    kind: Kind
-
-    @torch.no_grad()
-    def __call__(self, tensors: Tensors) -> int:
-        features = _features(self.model, self.kind)
-        params = inspect.signature(features).parameters
-        takes_any = any(param.kind is param.VAR_KEYWORD for param in params.values())
-        kwargs = {k: v for k, v in tensors.items() if takes_any or k in params}
-        outputs = features(**kwargs, return_dict=True)
-        return next(filter(None, map(count_features, _outputs(outputs))), 0)
+def _count_lengths(tower: Any, tensors: Tensors) -> int:
+    # The number of features of audio by its mask, as the tower counts them.
+    frames = tensors["feature_attention_mask"].sum(-1)
+    return int(tower._get_feat_extract_output_lengths(frames)[1].sum())
 
 
 def _outputs(outputs: Any) -> Iterator[Any]:
-    """What may be the features in the outputs of the vision part."""
     if not hasattr(outputs, "pooler_output"):
         yield outputs
         return
@@ -115,31 +121,12 @@ def _outputs(outputs: Any) -> Iterator[Any]:
 
 
 def _features(model: Any, kind: Kind) -> Any:
-    """The method that makes features; None without one. It may be that of the base model, whose
-    arguments are then named."""
+    # The method that makes features; None without one. It may be that of the base model, whose
+    # arguments are then named.
     methods = [
         getattr(module, f"get_{kind}_features", None) for module in (model.base_model, model)
     ]
     return next((method for method in methods if method is not None), None)
-
-
-@dataclass(frozen=True)
-class _LengthCounter:
-    """Counts the features of audio by its mask, as the tower does."""
-
-    model: Any
-
-    def __call__(self, tensors: Tensors) -> int:
-        tower = self.model.get_encoder(modality="audio")
-        frames = tensors["feature_attention_mask"].sum(-1)
-        return int(tower._get_feat_extract_output_lengths(frames)[1].sum())
-
-
-def _has_only_lengths(model: Any, kind: Kind) -> bool:
-    """Whether the model makes features of audio within its forward alone (Qwen2-Audio)."""
-    tower = model.get_encoder(modality="audio") if kind == "audio" else None
-    has_lengths = hasattr(tower, "_get_feat_extract_output_lengths")
-    return has_lengths and _features(model, kind) is None
 
 
 def count_features(features: Any) -> int:
@@ -166,7 +153,6 @@ class _Sizes:
 
     @property
     def pixels(self) -> int:
-        """Values of a patch."""
         return self.channels * self.patch**2
 
     def square(self, number: int, *before: int, image_size: int = 0) -> torch.Tensor:
@@ -201,7 +187,7 @@ def _forms(model: Any) -> Iterator[Form]:
 
 
 def _grids(sizes: _Sizes, names: set[str]) -> Iterator[Form]:
-    """Patches of images of any size one after another."""
+    # Patches of images of any size one after another.
     pixels, patch, square = sizes.pixels, sizes.patch, sizes.merge * sizes.patch
     for shape in (
         (sizes.times * pixels,),
@@ -225,7 +211,7 @@ def _grid(shape: tuple[int, ...], names: set[str], number: int) -> Tensors:
 
 
 def _patches(sizes: _Sizes, names: set[str]) -> Iterator[Form]:
-    """Patches of one image after another, padded to as many."""
+    # Patches of one image after another, padded to as many.
     count = PATCHES**2
     if "spatial_shapes" in names:
         shapes = {
@@ -235,17 +221,17 @@ def _patches(sizes: _Sizes, names: set[str]) -> Iterator[Form]:
         yield "patches", lambda n: {"pixel_values": noise(n, 1, count, sizes.pixels), **shapes}
     if "image_position_ids" in names:
         grid = torch.cartesian_prod(torch.arange(PATCHES), torch.arange(PATCHES)).flip(1)
+
+        def with_positions(patch_size: int, number: int) -> Tensors:
+            pixels = noise(number, 1, count, sizes.channels * patch_size**2)
+            return {"pixel_values": pixels, "image_position_ids": grid[None]}
+
         for patch_size in (sizes.patch, sizes.whole_patch):
-            pixels = sizes.channels * patch_size**2
-            yield "positions", partial(_positions, pixels, grid[None])
-
-
-def _positions(pixels: int, grid: torch.Tensor, number: int) -> Tensors:
-    return {"pixel_values": noise(number, *grid.shape[:2], pixels), "image_position_ids": grid}
+            yield "positions", partial(with_positions, patch_size)
 
 
 def _tiles(sizes: _Sizes, names: set[str], *, has_tiles: bool) -> Iterator[Form]:
-    """Images of one size, or tiles of it."""
+    # Images of one size, or tiles of it.
     image_size, square = sizes.image_size, sizes.square
     size = torch.tensor([[image_size, image_size]])
     if has_tiles:
@@ -255,8 +241,12 @@ def _tiles(sizes: _Sizes, names: set[str], *, has_tiles: bool) -> Iterator[Form]
             torch.ones(1, 1, image_size, image_size, dtype=torch.int64),
             torch.ones(1, 1, dtype=torch.bool),
         )
+
+        def masked(mask: torch.Tensor, number: int) -> Tensors:
+            return {"pixel_values": square(number, 1, 1), "pixel_attention_mask": mask}
+
         for mask in masks:
-            yield "masked", partial(_masked, sizes, mask)
+            yield "masked", partial(masked, mask)
     if "high_res_pixel_values" in names:
         yield (
             "two resolutions",
@@ -272,10 +262,6 @@ def _tiles(sizes: _Sizes, names: set[str], *, has_tiles: bool) -> Iterator[Form]
     yield "one tile", lambda n: {"pixel_values": square(n, 1, 1)}
 
 
-def _masked(sizes: _Sizes, mask: torch.Tensor, number: int) -> Tensors:
-    return {"pixel_values": sizes.square(number, 1, 1), "pixel_attention_mask": mask}
-
-
 def _first(config: Any, *names: str) -> int:
     for name in names:
         value = getattr(config, name, None)
@@ -283,3 +269,28 @@ def _first(config: Any, *names: str) -> int:
         if isinstance(value, int) and value:
             return value
     return 0
+
+
+def audio_forms(model: Any) -> Iterator[Form]:
+    """Forms of audio, of which the first that a model takes is its own."""
+    config = model.config
+    audio = next((v for n in AUDIO_CONFIGS if (v := getattr(config, n, None))), config)
+    mels = getattr(audio, "num_mel_bins", None) or 80
+    frames = STRIDE * (getattr(audio, "max_source_positions", None) or 16)
+    names = inspect.signature(model.forward).parameters
+
+    def masked(mask: str, number: int) -> Tensors:
+        # Features [1, M, F] of audio that is shorter for odd numbers.
+        is_inside = torch.arange(frames)[None] < frames - 8 * (number % 2)
+        return {"input_features": noise(number, 1, mels, frames), mask: is_inside.long()}
+
+    for mask in MASKS:
+        if mask in names:
+            yield mask, partial(masked, mask)
+    yield "whole", lambda number: {"input_features": noise(number, 1, mels, frames)}
+
+
+def noise(number: int, *shape: int) -> torch.Tensor:
+    """Normal values, the same for the same number."""
+    generator = torch.Generator().manual_seed(number)
+    return torch.randn(shape, generator=generator)

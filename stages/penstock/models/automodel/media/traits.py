@@ -17,20 +17,18 @@ from penstock.models.automodel.inputs import accepted
 from penstock.models.automodel.media.absent_tower import WHY, has_absent_tower
 from penstock.models.automodel.media.inputs import join_media, media_inputs
 from penstock.models.automodel.media.synthetic import KINDS, Kind, MediaMaker, Tensors, find_maker
-from penstock.models.automodel.media.tiny_images import TOKENS
+from penstock.models.automodel.media.tiny_media import TOKENS
 from penstock.models.automodel.outline import AttentionImpl, MediaTraits, Traits
 from penstock.models.automodel.tiny_config import shrink
+from penstock.models.automodel.traits import find_head, is_different
 from penstock_kernels.attention import VarlenMetadata
 
 PLURALS = {"image": "images", "audio": "audio"}
 
-TOLERANCE = 2e-4
-"""Relative difference up to which values are equal but for rounding (fp32)."""
-
 NOISE = 0.02
 
+# Ends of the names in configs of the token of a kind of media.
 TOKEN_NAMES = ("token_id", "token_index")
-"""Ends of the names in configs of the token of a kind of media."""
 
 
 @dataclass(frozen=True)
@@ -100,10 +98,7 @@ def find_media_traits(hf_config: Mapping[str, Any]) -> tuple[Traits, MediaTraits
         except Exception as error:  # noqa: BLE001 - what a model's forward may raise is not known
             why = (str(error).splitlines() or [type(error).__name__])[0]
             continue
-        # Imported here: it imports this module's callers.
-        from penstock.models.automodel.traits import find_head  # noqa: PLC0415
-
-        head, head_why = find_head(_TextRun(model), config)
+        head, head_why = find_head(model, text_ids(model, 11), config)
         traits = Traits(name, packing=False, positions_end=False, head=head, why=head_why)
         refused: dict[str, str] = dict.fromkeys(token_ids(config) if is_text_only else (), WHY)
         for other_kind in KINDS:
@@ -119,17 +114,9 @@ def find_media_traits(hf_config: Mapping[str, Any]) -> tuple[Traits, MediaTraits
     raise CapabilityError(f"models of type {model_type} are not trained on {plural}: {why}.")
 
 
-class _TextRun:
-    """A tiny model and tokens of text."""
-
-    def __init__(self, model: Any) -> None:
-        self.model: Any = model
-        self.ids = [text_ids(model, 11)]
-
-
 @torch.no_grad()
 def _add_noise(model: Any) -> None:
-    """Make parameters that are ones or zeros when initialized tell from others."""
+    # Make parameters that are ones or zeros when initialized tell from others.
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         parameter.add_(NOISE * torch.randn(parameter.shape, generator=generator))
@@ -192,7 +179,9 @@ def check_media(model: Any, kind: Kind) -> None:
         alone = _logits_alone(model, documents)
         changed_document = Document(documents[0].ids_L, [maker.make_one(2)[0]])
         after = int((changed_document.ids_L == token_id(model.config, kind)).nonzero()[-1]) + 1
-        if not _differ(document_logits(model, [changed_document])[0][after], alone[0][after], 1e-7):
+        if not is_different(
+            document_logits(model, [changed_document])[0][after], alone[0][after], 1e-7
+        ):
             raise CapabilityError(f"its logits do not depend on the {PLURALS[kind]}")
         _require_causal(model, documents, alone)
 
@@ -208,7 +197,7 @@ def check_text(model: Any) -> None:
 def _logits_alone(model: Any, documents: list[Document]) -> list[torch.Tensor]:
     together = document_logits(model, documents)
     alone = [document_logits(model, [document])[0] for document in documents]
-    if any(_differ(first, second) for first, second in zip(together, alone, strict=True)):
+    if any(is_different(first, second) for first, second in zip(together, alone, strict=True)):
         raise CapabilityError("a padded batch gives other results than each document alone")
     return alone
 
@@ -218,10 +207,5 @@ def _require_causal(model: Any, documents: list[Document], logits: list[torch.Te
         changed = sample.ids_L.clone()
         changed[-1] = changed[-1] + 1
         changed_logits_LV = document_logits(model, [Document(changed, sample.media)])[0]
-        if _differ(changed_logits_LV[:-1], expected[:-1]):
+        if is_different(changed_logits_LV[:-1], expected[:-1]):
             raise CapabilityError("tokens of text see the tokens after them")
-
-
-def _differ(first: torch.Tensor, second: torch.Tensor, tolerance: float = TOLERANCE) -> bool:
-    first, second = first.double(), second.double()
-    return not bool((first - second).norm() <= tolerance * second.norm() + 1e-12)

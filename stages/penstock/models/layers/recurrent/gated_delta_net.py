@@ -1,4 +1,4 @@
-"""Gated DeltaNet: linear attention over packed documents.
+"""Gated DeltaNet and Kimi Delta Attention: linear attention over packed documents.
 
 T tokens, B documents, D model width; G key heads and N value heads; K and V the widths of a key and
 of a value; C the channels of the convolution (queries, keys and values) and W its taps.
@@ -14,14 +14,14 @@ from penstock.models.layers.call_hook import HeadBlocks, OfHeads, of_all_heads
 from penstock.models.layers.layer_ops import DEFAULT_LAYER_OPS, LayerOps
 from penstock.models.layers.norm import GatedRMSNorm
 from penstock.models.layers.recurrent.mixer import RecurrentMixer, ShortConvolution
-from penstock.models.linear_config import GatedDeltaConfig
+from penstock.models.linear_config import GatedDeltaConfig, KimiDeltaConfig
 from penstock_kernels.attention import VarlenMetadata
 from penstock_kernels.causal_conv1d import causal_conv1d
 from penstock_kernels.causal_conv1d import decode_step as convolve_token
 from penstock_kernels.linear_attention import decode_step, linear_attention
 
+# Added to the squared length of queries and keys, as in transformers and FLA.
 L2_EPS = 1e-6
-"""Added to the squared length of queries and keys, as in transformers and FLA."""
 
 
 class GatedDeltaNet(RecurrentMixer):
@@ -61,21 +61,15 @@ class GatedDeltaNet(RecurrentMixer):
             self.in_proj_a = nn.Linear(width, heads, bias=False)
 
     def mix(self, x_TD: torch.Tensor, segments: VarlenMetadata) -> torch.Tensor:
-        """The output, [T, D]."""
         qkv_TC, z_TNV, b_TN, a_TN = self._project(x_TD)
-        core = self._core
-        if isinstance(segments, PrefillSegments):
-            core = self._prefill
-        elif isinstance(segments, DecodeSegments):
-            core = self._decode
-        y_TNV = self.run_core(core, qkv_TC, b_TN, a_TN, segments)
+        y_TNV = self.run_core(self._core, qkv_TC, b_TN, a_TN, segments)
         return self.out_proj(self.norm(y_TNV, z_TNV).flatten(1))
 
     def _project(
         self, x_TD: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys and values before the convolution, [T, C]; the gate of the output, [T, N,
-        V]; the rate of the delta rule before its sigmoid, and the step before dt_bias, [T, N]."""
+        # Queries, keys and values before the convolution, [T, C]; the gate of the output, [T, N,
+        # V]; the rate of the delta rule before its sigmoid, and the step before dt_bias, [T, N].
         sizes = self.sizes
         if not sizes.fused:
             z_TNV = self.in_proj_z(x_TD).unflatten(-1, (-1, sizes.value_dim))
@@ -90,7 +84,7 @@ class GatedDeltaNet(RecurrentMixer):
         return qkv_TC, z_TNV, b_TGS.flatten(1), a_TGS.flatten(1)
 
     def head_blocks(self) -> tuple[HeadBlocks, HeadBlocks, HeadBlocks]:
-        """Of the channels of the convolution, and of b and a."""
+        # Of the channels of the convolution, and of b and a.
         sizes, values = self.sizes, len(self.dt_bias)
         keys = values // sizes.values_per_key, sizes.key_dim
         return (keys, keys, (values, sizes.value_dim)), ((values, 1),), ((values, 1),)
@@ -103,62 +97,30 @@ class GatedDeltaNet(RecurrentMixer):
         segments: VarlenMetadata,
         of_heads: OfHeads = of_all_heads,
     ) -> torch.Tensor:
-        """Outputs of the delta rule, [T, N, V]."""
-        return self._with_states(qkv_TC, b_TN, a_TN, segments, of_heads)[0]
-
-    def _with_states(
-        self,
-        qkv_TC: torch.Tensor,
-        b_TN: torch.Tensor,
-        a_TN: torch.Tensor,
-        segments: VarlenMetadata,
-        of_heads: OfHeads,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The outputs; the last inputs of each document's convolution, [B, W - 1, C], and its last
-        state, [B, N, K, V]."""
-        taps_CW = self._taps_CW(of_heads)
-        qkv_TC, tail_BWC = causal_conv1d(qkv_TC, taps_CW, None, segments, "silu")
-        q_TGK, k_TGK, v_TNV = self._heads(qkv_TC, b_TN.shape[1])
+        # Outputs of the delta rule, [T, N, V]. States are the last inputs of each document's
+        # convolution, [B, W - 1, C], and its last state, [B, N, K, V].
+        taps_CW = of_heads(self.conv1d.taps_CW(), self.head_blocks()[0])
+        scale, value_heads = self.sizes.key_dim**-0.5, b_TN.shape[1]
+        if isinstance(segments, DecodeSegments):
+            # One more token of each cached sequence, then padding, whose outputs are zeros.
+            tail_BWC, state_BNKV = segments.states()
+            rows = len(tail_BWC)
+            qkv_BC, tail_BWC = convolve_token(qkv_TC[:rows], taps_CW, None, tail_BWC, "silu")
+            q_BGK, k_BGK, v_BNV = self._heads(qkv_BC, value_heads)
+            log_decay_BN = self._log_decay_TN(a_TN[:rows], of_heads)
+            args = q_BGK, k_BGK, v_BNV, log_decay_BN, self._rates(b_TN[:rows]), state_BNKV
+            y_BNV, state_BNKV = decode_step(*args, scale)
+            segments.replace_states(tail_BWC, state_BNKV)
+            return F.pad(y_BNV, (0, 0, 0, 0, 0, len(qkv_TC) - rows))
+        documents = segments.uncached() if isinstance(segments, PrefillSegments) else segments
+        qkv_TC, tail_BWC = causal_conv1d(qkv_TC, taps_CW, None, documents, "silu")
+        q_TGK, k_TGK, v_TNV = self._heads(qkv_TC, value_heads)
         log_decay_TN = self._log_decay_TN(a_TN, of_heads)
-        args = q_TGK, k_TGK, v_TNV, log_decay_TN, self._rates(b_TN), segments
-        y_TNV, state_BNKV = linear_attention(*args, self.sizes.key_dim**-0.5)
-        return y_TNV, tail_BWC, state_BNKV
-
-    def _prefill(
-        self,
-        qkv_TC: torch.Tensor,
-        b_TN: torch.Tensor,
-        a_TN: torch.Tensor,
-        segments: PrefillSegments,
-        of_heads: OfHeads = of_all_heads,
-    ) -> torch.Tensor:
-        """The same, whose states are cached."""
-        args = qkv_TC, b_TN, a_TN, segments.uncached(), of_heads
-        y_TNV, *states = self._with_states(*args)
-        segments.store_states(*states)
+        args = q_TGK, k_TGK, v_TNV, log_decay_TN, self._rates(b_TN), documents
+        y_TNV, state_BNKV = linear_attention(*args, scale)
+        if isinstance(segments, PrefillSegments):
+            segments.store_states(tail_BWC, state_BNKV)
         return y_TNV
-
-    def _decode(
-        self,
-        qkv_TC: torch.Tensor,
-        b_TN: torch.Tensor,
-        a_TN: torch.Tensor,
-        segments: DecodeSegments,
-        of_heads: OfHeads = of_all_heads,
-    ) -> torch.Tensor:
-        """One more token of each cached sequence, then padding, whose outputs are zeros."""
-        tail_BWC, state_BNKV = segments.states()
-        rows, taps_CW = len(tail_BWC), self._taps_CW(of_heads)
-        qkv_BC, tail_BWC = convolve_token(qkv_TC[:rows], taps_CW, None, tail_BWC, "silu")
-        q_BGK, k_BGK, v_BNV = self._heads(qkv_BC, b_TN.shape[1])
-        log_decay_BN = self._log_decay_TN(a_TN[:rows], of_heads)
-        args = q_BGK, k_BGK, v_BNV, log_decay_BN, self._rates(b_TN[:rows]), state_BNKV
-        y_BNV, state_BNKV = decode_step(*args, self.sizes.key_dim**-0.5)
-        segments.replace_states(tail_BWC, state_BNKV)
-        return F.pad(y_BNV, (0, 0, 0, 0, 0, len(qkv_TC) - rows))
-
-    def _taps_CW(self, of_heads: OfHeads) -> torch.Tensor:  # noqa: N802 - C and W name dimensions
-        return of_heads(self.conv1d.taps_CW(), self.head_blocks()[0])
 
     def _rates(self, b_TN: torch.Tensor) -> torch.Tensor:
         return b_TN.sigmoid() * 2 if self.sizes.doubles_rates else b_TN.sigmoid()
@@ -172,7 +134,7 @@ class GatedDeltaNet(RecurrentMixer):
     def _heads(
         self, qkv_TC: torch.Tensor, value_heads: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries and keys of length 1, [T, G, K], and values, [T, N, V]."""
+        # Queries and keys of length 1, [T, G, K], and values, [T, N, V].
         values = value_heads * self.sizes.value_dim
         keys = (qkv_TC.shape[-1] - values) // 2
         q_TE, k_TE, v_TE = qkv_TC.split((keys, keys, values), dim=-1)
@@ -182,7 +144,54 @@ class GatedDeltaNet(RecurrentMixer):
 
 
 def _unit_length(x_TGK: torch.Tensor) -> torch.Tensor:
-    """`x / |x|` over the last dimension, computed in fp32 and returned in x's dtype."""
+    # `x / |x|` over the last dimension, computed in fp32 and returned in x's dtype.
     wide_TGK = x_TGK.to(torch.promote_types(x_TGK.dtype, torch.float32))
     squares_TG1 = wide_TGK.square().sum(-1, keepdim=True)
     return (wide_TGK * torch.rsqrt(squares_TG1 + L2_EPS)).to(x_TGK.dtype)
+
+
+class KimiDeltaAttention(GatedDeltaNet):
+    """`GatedDeltaNet` with a decay for each channel of a key, and the sigmoid of its gate."""
+
+    def __init__(self, config: DecoderConfig, *, operations: LayerOps = DEFAULT_LAYER_OPS) -> None:
+        super().__init__(config, operations=operations)
+        sizes = self.sizes
+        self.norm = GatedRMSNorm(
+            sizes.value_dim, config.rms_norm_eps, activation="sigmoid", operations=operations
+        )
+
+    def _add_projections(self, width: int) -> None:
+        sizes = self.sizes
+        assert isinstance(sizes, KimiDeltaConfig)
+        inner, channels = sizes.key_dim, sizes.channels
+        self.in_proj_qkv = nn.Linear(width, sum(channels.values()), bias=False)
+        self.in_proj_b = nn.Linear(width, sizes.value_heads, bias=False)
+        self.f_a_proj = nn.Linear(width, inner, bias=False)
+        self.f_b_proj = nn.Linear(inner, channels["k"], bias=False)
+        self.g_a_proj = nn.Linear(width, inner, bias=False)
+        self.g_b_proj = nn.Linear(inner, channels["v"], bias=False)
+
+    def _project(
+        self, x_TD: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        # Queries, keys and values before the convolution, [T, C]; the gate of the output, [T, N,
+        # V]; the rate of the delta rule before its sigmoid, [T, N], and the step before dt_bias,
+        # [T, N K].
+        z_TNV = self.g_b_proj(self.g_a_proj(x_TD)).unflatten(-1, (-1, self.sizes.value_dim))
+        steps_TE = self.f_b_proj(self.f_a_proj(x_TD))
+        return self.in_proj_qkv(x_TD), z_TNV, self.in_proj_b(x_TD), steps_TE
+
+    def head_blocks(self) -> tuple[HeadBlocks, HeadBlocks, HeadBlocks]:
+        # Of the channels of the convolution, and of rates and steps.
+        heads = len(self.dt_bias) // self.sizes.key_dim
+        channels = heads, self.sizes.key_dim
+        return (channels, channels, channels), ((heads, 1),), (channels,)
+
+    def _log_decay_TN(self, a_TN: torch.Tensor, of_heads: OfHeads) -> torch.Tensor:  # noqa: N802
+        # [T, N, K], of steps [T, N K].
+        wide = torch.promote_types(a_TN.dtype, torch.float32)
+        _, of_rates, of_steps = self.head_blocks()
+        bias_E = of_heads(self.dt_bias, of_steps).to(wide)
+        A_log_N = of_heads(self.A_log.flatten(), of_rates).to(wide)
+        steps_TNK = F.softplus(a_TN.to(wide) + bias_E).unflatten(-1, (len(A_log_N), -1))
+        return -A_log_N.exp().unsqueeze(-1) * steps_TNK

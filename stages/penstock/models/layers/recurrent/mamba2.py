@@ -54,22 +54,17 @@ class Mamba2(RecurrentMixer):
         self.out_proj = nn.Linear(features, width, bias=sizes.out_bias)
 
     def mix(self, x_TD: torch.Tensor, segments: VarlenMetadata) -> torch.Tensor:
-        """The output, [T, D]."""
         z_TE, xBC_TC, dt_TN = self._project(x_TD)
         wide = torch.promote_types(dt_TN.dtype, torch.float32)
         steps_TN = F.softplus(dt_TN.to(wide) + self.dt_bias.to(wide))
+        # As in transformers: after the softplus.
         steps_TN = steps_TN.clamp(self.sizes.min_step, self.sizes.max_step)
-        core = self._core
-        if isinstance(segments, PrefillSegments):
-            core = self._prefill
-        elif isinstance(segments, DecodeSegments):
-            core = self._decode
-        y_TNP = self.run_core(core, xBC_TC, steps_TN, segments)
+        y_TNP = self.run_core(self._core, xBC_TC, steps_TN, segments)
         return self.out_proj(self.norm(y_TNP.flatten(1), z_TE))
 
     def _project(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The gate of the output, [T, E]; x, B and C before the convolution, [T, C]; and the steps
-        before their bias, [T, N]."""
+        # The gate of the output, [T, E]; x, B and C before the convolution, [T, C]; and the steps
+        # before their bias, [T, N].
         y_TF = self.in_proj(x_TD)
         # Under tensor parallelism only some heads are here.
         heads = len(self.dt_bias)
@@ -77,7 +72,7 @@ class Mamba2(RecurrentMixer):
         return y_TF.split((features, y_TF.shape[-1] - features - heads, heads), dim=-1)
 
     def head_blocks(self) -> tuple[HeadBlocks, HeadBlocks]:
-        """Of the channels of the convolution, and of the steps."""
+        # Of the channels of the convolution, and of the steps.
         sizes, heads = self.sizes, len(self.dt_bias)
         groups = (len(self.conv1d.weight) - heads * sizes.head_dim) // (2 * sizes.state_dim)
         shared = groups, sizes.state_dim
@@ -90,75 +85,40 @@ class Mamba2(RecurrentMixer):
         segments: VarlenMetadata,
         of_heads: OfHeads = of_all_heads,
     ) -> torch.Tensor:
-        """Outputs of the state-space model, [T, N, P]."""
-        return self._with_states(xBC_TC, steps_TN, segments, of_heads)[0]
-
-    def _with_states(
-        self,
-        xBC_TC: torch.Tensor,
-        steps_TN: torch.Tensor,
-        segments: VarlenMetadata,
-        of_heads: OfHeads,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The outputs; the last inputs of each document's convolution, [B, W - 1, C], and its last
-        state, [B, N, S, P]."""
-        xBC_TC, tail_BWC = causal_conv1d(xBC_TC, *self._convolution(of_heads), segments, "silu")
+        # Outputs of the state-space model, [T, N, P]. States are the last inputs of each document's
+        # convolution, [B, W - 1, C], and its last state, [B, N, S, P].
+        channels, heads = self.head_blocks()
+        taps_CW, bias_C = of_heads(self.conv1d.taps_CW(), channels), self.conv1d.bias
+        if bias_C is not None:
+            bias_C = of_heads(bias_C, channels)
+        rates_N = -of_heads(self.A_log, heads).to(steps_TN.dtype).exp()
+        D_N = of_heads(self.D, heads)
+        if isinstance(segments, DecodeSegments):
+            # One more token of each cached sequence, then padding, whose outputs are zeros.
+            tail_BWC, state_BNSP = segments.states()
+            rows = len(tail_BWC)
+            xBC_BC, tail_BWC = convolve_token(xBC_TC[:rows], taps_CW, bias_C, tail_BWC, "silu")
+            x_BNP, B_BGS, C_BGS = self._heads(xBC_BC, steps_TN.shape[1])
+            steps_BN = steps_TN[:rows]
+            scaled_BNP = (x_BNP * steps_BN.unsqueeze(-1)).to(x_BNP.dtype)
+            args = C_BGS, B_BGS, scaled_BNP, steps_BN * rates_N, None, state_BNSP
+            y_BNP, state_BNSP = decode_step(*args, 1.0)
+            segments.replace_states(tail_BWC, state_BNSP)
+            y_BNP = (y_BNP + x_BNP * D_N.unsqueeze(-1)).to(x_BNP.dtype)
+            return F.pad(y_BNP, (0, 0, 0, 0, 0, len(xBC_TC) - rows))
+        documents = segments.uncached() if isinstance(segments, PrefillSegments) else segments
+        xBC_TC, tail_BWC = causal_conv1d(xBC_TC, taps_CW, bias_C, documents, "silu")
         x_TNP, B_TGS, C_TGS = self._heads(xBC_TC, steps_TN.shape[1])
-        rates_N, D_N = self._of_steps(steps_TN.dtype, of_heads)
-        args = x_TNP, steps_TN, rates_N, B_TGS, C_TGS, segments, D_N
+        args = x_TNP, steps_TN, rates_N, B_TGS, C_TGS, documents, D_N
         y_TNP, state_BNSP = ssd(linear_attention, *args)
-        return y_TNP, tail_BWC, state_BNSP
-
-    def _prefill(
-        self,
-        xBC_TC: torch.Tensor,
-        steps_TN: torch.Tensor,
-        segments: PrefillSegments,
-        of_heads: OfHeads = of_all_heads,
-    ) -> torch.Tensor:
-        """The same, whose states are cached."""
-        y_TNP, *states = self._with_states(xBC_TC, steps_TN, segments.uncached(), of_heads)
-        segments.store_states(*states)
+        if isinstance(segments, PrefillSegments):
+            segments.store_states(tail_BWC, state_BNSP)
         return y_TNP
-
-    def _decode(
-        self,
-        xBC_TC: torch.Tensor,
-        steps_TN: torch.Tensor,
-        segments: DecodeSegments,
-        of_heads: OfHeads = of_all_heads,
-    ) -> torch.Tensor:
-        """One more token of each cached sequence, then padding, whose outputs are zeros."""
-        tail_BWC, state_BNSP = segments.states()
-        rows = len(tail_BWC)
-        weights = self._convolution(of_heads)
-        xBC_BC, tail_BWC = convolve_token(xBC_TC[:rows], *weights, tail_BWC, "silu")
-        x_BNP, B_BGS, C_BGS = self._heads(xBC_BC, steps_TN.shape[1])
-        steps_BN = steps_TN[:rows]
-        rates_N, D_N = self._of_steps(steps_BN.dtype, of_heads)
-        scaled_BNP = (x_BNP * steps_BN.unsqueeze(-1)).to(x_BNP.dtype)
-        log_decay_BN = steps_BN * rates_N
-        args = C_BGS, B_BGS, scaled_BNP, log_decay_BN, None, state_BNSP
-        y_BNP, state_BNSP = decode_step(*args, 1.0)
-        segments.replace_states(tail_BWC, state_BNSP)
-        y_BNP = (y_BNP + x_BNP * D_N.unsqueeze(-1)).to(x_BNP.dtype)
-        return F.pad(y_BNP, (0, 0, 0, 0, 0, len(xBC_TC) - rows))
-
-    def _convolution(self, of_heads: OfHeads) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Taps [C, W] and bias [C] of the convolution."""
-        [blocks, _], bias_C = self.head_blocks(), self.conv1d.bias
-        taps_CW = of_heads(self.conv1d.taps_CW(), blocks)
-        return taps_CW, None if bias_C is None else of_heads(bias_C, blocks)
-
-    def _of_steps(self, dtype: torch.dtype, of_heads: OfHeads) -> tuple[torch.Tensor, torch.Tensor]:
-        """A, below 0, and D, of each head."""
-        _, blocks = self.head_blocks()
-        return -of_heads(self.A_log, blocks).to(dtype).exp(), of_heads(self.D, blocks)
 
     def _heads(
         self, xBC_TC: torch.Tensor, heads: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """x, [T, N, P], B and C, [T, G, S]."""
+        # x, [T, N, P], B and C, [T, G, S].
         sizes = self.sizes
         features = heads * sizes.head_dim
         shared = (xBC_TC.shape[-1] - features) // 2

@@ -56,5 +56,4 @@ class ShortConvolution(nn.Module):
         self.bias = nn.Parameter(torch.empty(channels)) if bias else None
 
     def taps_CW(self) -> torch.Tensor:  # noqa: N802 - C and W name the dimensions
-        """The taps of each channel, [C, W]."""
         return self.weight.squeeze(1)

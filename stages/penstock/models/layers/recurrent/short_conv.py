@@ -33,13 +33,12 @@ class ShortConv(RecurrentMixer):
         self.out_proj = nn.Linear(sizes.channels, width, bias=sizes.bias)
 
     def mix(self, x_TD: torch.Tensor, segments: VarlenMetadata) -> torch.Tensor:
-        """The output, [T, D]."""
         b_TC, c_TC, x_TC = self.in_proj(x_TD).chunk(3, dim=-1)
         y_TC = self.run_core(self._core, b_TC * x_TC, segments)
         return self.out_proj(c_TC * y_TC)
 
     def head_blocks(self) -> tuple[HeadBlocks]:
-        """Of the input of the convolution."""
+        # Of the input of the convolution.
         return (((len(self.conv.weight), 1),),)
 
     def _core(
@@ -48,7 +47,6 @@ class ShortConv(RecurrentMixer):
         segments: VarlenMetadata,
         of_heads: OfHeads = of_all_heads,
     ) -> torch.Tensor:
-        """The convolution, [T, C]."""
         [blocks] = self.head_blocks()
         weight_CW, bias_C = of_heads(self.conv.taps_CW(), blocks), self.conv.bias
         if bias_C is not None:
