@@ -8,9 +8,10 @@ Calling an operation reads no flags and no context variables, so that `torch.com
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Generic, Literal, ParamSpec, TypeVar
+from typing import Any, Generic, Literal, ParamSpec, TypeVar
 
 import torch
 
@@ -111,6 +112,23 @@ class Op(Generic[P, R]):
         return run_or_raise
 
 
+def triton_backend(
+    function: str, unsupported_reason: Callable[..., str | None] | str
+) -> dict[str, KernelImpl[..., Any]]:
+    """The backend `triton` of an operation: a function of this package, as "module:function", and
+    `unsupported_reason` or its name in the same module.
+
+    Without Triton there is none, and the module cannot be imported.
+    """
+    if not HAS_TRITON:
+        return {}
+    module_name, name = function.split(":")
+    module = import_module(f"penstock_kernels.{module_name}")
+    if isinstance(unsupported_reason, str):
+        unsupported_reason = getattr(module, unsupported_reason)
+    return {"triton": KernelImpl(getattr(module, name), unsupported_reason, language="triton")}
+
+
 def cache_home() -> Path:
     """The user's folder for small cached files (XDG)."""
     if root := os.environ.get("PENSTOCK_CACHE_HOME"):
@@ -133,6 +151,17 @@ def needs_cuda(*tensors: torch.Tensor) -> str | None:
         names = ", ".join(sorted(map(str, devices)))
         return f"its tensors are on {names}, and cuda:{current} is the current device"
     return None
+
+
+def tensors_need_cuda(*args: Any, **kwargs: Any) -> str | None:
+    """`needs_cuda` of all tensors among the arguments of an operation."""
+    arguments = (*args, *kwargs.values())
+    return needs_cuda(*(value for value in arguments if isinstance(value, torch.Tensor)))
+
+
+def supports_all(*args: object, **kwargs: object) -> None:
+    """No reason: of a backend that supports whatever its reference does."""
+    del args, kwargs
 
 
 def needs_floats(*tensors: torch.Tensor) -> str | None:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from penstock_kernels.adamw.settings import Settings
+from penstock_kernels.adamw.reference import Settings
 
 SMALL = 1 << 16
 """Elements of a tensor that is concatenated: calls cost more than copies."""

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock_kernels.adamw.settings import Settings, require_step
+from penstock_kernels.adamw.reference import Settings, require_step
 from penstock_kernels.launch_sizes import cdiv, next_power_of_2
 from penstock_kernels.rng_rows import RowKeys, copy_tables
 from penstock_kernels.stochastic_rounding.draws import (

@@ -10,10 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock_kernels.attention.segments import VarlenMetadata
-from penstock_kernels.causal_conv1d.lean import backward_by, save_inputs
-from penstock_kernels.causal_conv1d.reference import Activation
-from penstock_kernels.custom_op import operator
+from penstock_kernels.causal_conv1d.autograd import differentiable
 from penstock_kernels.launch_sizes import cdiv
 
 TILE = {"ROWS": 16, "BLOCK": 128, "num_warps": 4}
@@ -322,19 +319,6 @@ def _run(
     return y, final
 
 
-def _run_fake(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    initial: torch.Tensor | None,
-    cu_seqlens: torch.Tensor,
-    silu: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    del bias, initial, silu
-    states = len(cu_seqlens) - 1, weight.shape[1] - 1, x.shape[1]
-    return x.new_empty(x.shape), x.new_empty(states)
-
-
 def _gradients(
     dy: torch.Tensor,
     dfinal: torch.Tensor | None,
@@ -376,41 +360,5 @@ def _gradients(
     )
 
 
-def _gradients_fake(
-    dy: torch.Tensor,
-    dfinal: torch.Tensor | None,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    initial: torch.Tensor | None,
-    cu_seqlens: torch.Tensor,
-    silu: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    del dy, dfinal, cu_seqlens, silu
-    absent = x.new_empty(0)
-    dbias = absent if bias is None else bias.new_empty(bias.shape)
-    dinitial = absent if initial is None else initial.new_empty(initial.shape)
-    return x.new_empty(x.shape), weight.new_empty(weight.shape), dbias, dinitial
-
-
-_gradients_of = operator("causal_conv1d_gradients", _gradients, fake=_gradients_fake)
-_conv_of = operator(
-    "causal_conv1d",
-    _run,
-    fake=_run_fake,
-    keep=save_inputs,
-    backward=backward_by(_gradients_of),
-)
-
-
-def causal_conv1d(
-    x_TC: torch.Tensor,
-    weight_CW: torch.Tensor,
-    bias_C: torch.Tensor | None,
-    segments: VarlenMetadata,
-    activation: Activation | None = None,
-    initial_state_BWC: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Same as the reference."""
-    inputs = x_TC, weight_CW, bias_C, initial_state_BWC
-    return _conv_of(*inputs, segments.cu_seqlens, activation == "silu")
+causal_conv1d = differentiable("causal_conv1d", _run, _gradients)
+"""Same as the reference."""

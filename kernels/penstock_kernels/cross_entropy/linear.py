@@ -28,8 +28,13 @@ from penstock_kernels.cross_entropy.loss_terms import (
     losses,
     slopes,
 )
-from penstock_kernels.cross_entropy.passes import IMPLEMENTATIONS, Implementation, Passes
-from penstock_kernels.cross_entropy.several import slope_by_, tally_by
+from penstock_kernels.cross_entropy.passes import (
+    IMPLEMENTATIONS,
+    Implementation,
+    Passes,
+    slope_by_,
+    tally_by,
+)
 from penstock_kernels.cross_entropy.sides import (
     Product,
     SideGradients,

@@ -4,13 +4,11 @@ So it does not depend on sharding or on the order of computation, and is recompu
 pass.
 """
 
-from collections.abc import Mapping
-
 import torch
 
 from penstock_kernels.dropout.operators import dropping, on_host
 from penstock_kernels.dropout.reference import drop as _reference
-from penstock_kernels.op import HAS_TRITON, KernelImpl, Op, needs_cuda
+from penstock_kernels.op import Op, needs_cuda, triton_backend
 
 __all__ = ["dropout", "on_host"]
 
@@ -30,12 +28,5 @@ def _unsupported_reason(
     return needs_cuda(x_TF, places_T)
 
 
-_FAST: Mapping[str, KernelImpl[..., torch.Tensor]] = {}
-if HAS_TRITON:
-    from penstock_kernels.dropout.triton import drop as _triton
-
-    _FAST = {
-        "triton": KernelImpl(dropping("triton", _triton), _unsupported_reason, language="triton")
-    }
-
+_FAST = triton_backend("dropout.triton:dropout", _unsupported_reason)
 dropout = Op("dropout", dropping("reference", _reference), _FAST)

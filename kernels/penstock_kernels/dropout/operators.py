@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from penstock_kernels.custom_op import fake_like, operator
+from penstock_kernels.custom_op import fake_like, keep_inputs, operator
 
 Drop = Callable[[torch.Tensor, torch.Tensor, float, int, int], torch.Tensor]
 """x [T, F], places [T], rate, key and first feature to the dropped-out x."""
@@ -27,9 +27,10 @@ def dropping(name: str, drop: Drop) -> Callable[..., torch.Tensor]:
         return drop(x, positions, rate.item(), int(key.item()) % 2**64, first_feature).contiguous()
 
     def back(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return dropped(dy, *ctx.saved_tensors, ctx.first_feature), None, None, None, None
+        return dropped(dy, *ctx.saved_tensors, *ctx.options), None, None, None, None
 
-    dropped = operator(f"dropout_{name}", run, fake=fake_like(0), keep=_keep, backward=back)
+    keep = keep_inputs(4, first=1)
+    dropped = operator(f"dropout_{name}", run, fake=fake_like(0), keep=keep, backward=back)
 
     def dropout(
         x_TF: torch.Tensor,
@@ -59,9 +60,3 @@ def on_host(rate: float, key: int) -> tuple[torch.Tensor, torch.Tensor]:
         torch.tensor(rate, dtype=torch.float64, device="cpu"),
         torch.tensor(signed, dtype=torch.int64, device="cpu"),
     )
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    del output
-    _, positions, rate, key, ctx.first_feature = inputs
-    ctx.save_for_backward(positions, rate, key)

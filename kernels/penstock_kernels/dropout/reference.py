@@ -5,7 +5,7 @@ T tokens, F features, G groups of four features.
 
 import torch
 
-from penstock_kernels.philox import WORD, philox
+from penstock_kernels.rng_rows import WORD, side_by_side, words_of_rows
 
 
 def keep_mask(
@@ -15,13 +15,8 @@ def keep_mask(
 
     Word f mod 4 of the counter (f div 4, low half of the place, high half of it, 0) is feature f's.
     """
-    first_group = first_feature // 4
-    end_group = -(-(first_feature + features) // 4)
-    groups_G = torch.arange(first_group, end_group, device=places_T.device)
-    low_T1, high_T1 = places_T[:, None] & WORD, (places_T[:, None] >> 32) & WORD
-    random_words = philox((groups_G, low_T1, high_T1, torch.zeros_like(low_T1)), key)
-    words_TF = torch.stack(random_words, dim=-1).flatten(1)
-    return words_TF.narrow(1, first_feature - 4 * first_group, features) >= keep_threshold(rate)
+    words = words_of_rows(places_T, key, first_feature, features, 0)
+    return side_by_side(words, first_feature, features) >= keep_threshold(rate)
 
 
 def keep_threshold(rate: float) -> int:

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from penstock_kernels.dropout.operators import dropping
 from penstock_kernels.dropout.reference import keep_threshold
 from penstock_kernels.launch_sizes import cdiv
 
@@ -60,6 +61,9 @@ def drop(
             GROUPS=GROUPS,
         )
     return y_TF
+
+
+dropout = dropping("triton", drop)
 
 
 def _signed(uint32: int) -> int:

@@ -11,9 +11,13 @@ from typing import Literal
 
 import torch
 
-from penstock_kernels.float8.amax import amax
-from penstock_kernels.float8.float8_matrix import Float8Matrix, Sharing
-from penstock_kernels.float8.formats import Kind, compute_scales
+from penstock_kernels.float8.float8_matrix import (
+    Float8Matrix,
+    Kind,
+    Sharing,
+    amax,
+    compute_scales,
+)
 from penstock_kernels.float8.hadamard import factors, turn
 from penstock_kernels.float8.operations import multiply, quantize, transpose
 from penstock_kernels.float8.weight import Float8WeightShard

@@ -284,3 +284,4 @@ def of_groups(a_TM: torch.Tensor, b_TN: torch.Tensor, counts_G: torch.Tensor) ->
 
 
 PRODUCTS = operators("triton", by_rows, of_groups)
+group_gemm = PRODUCTS.by_rows

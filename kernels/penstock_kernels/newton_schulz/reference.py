@@ -3,6 +3,8 @@
 N rows, K columns of a matrix, a stack of such matrices with leading dimensions.
 """
 
+from collections.abc import Callable, Sequence
+
 import torch
 
 # Jordan et al. chose them for the steepest slope at 0, at which small singular values grow
@@ -12,6 +14,9 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 STEPS = 5
 EPS = 1e-7
 """Minimum norm in the division."""
+
+TOGETHER = 1 << 28
+"""Elements at a time, except for a single matrix: about four bfloat16 copies of each are stored."""
 
 
 def newton_schulz(matrix_NK: torch.Tensor, steps: int = STEPS) -> torch.Tensor:
@@ -61,3 +66,29 @@ def turned(x: torch.Tensor, like_NK: torch.Tensor) -> torch.Tensor:
 def is_tall(matrix_NK: torch.Tensor) -> bool:
     """Whether it has more rows than columns."""
     return matrix_NK.shape[-2] > matrix_NK.shape[-1]
+
+
+def each_by_shape(
+    matrices: Sequence[torch.Tensor],
+    compute: Callable[[torch.Tensor], torch.Tensor],
+    together: int = TOGETHER,
+) -> list[torch.Tensor]:
+    """`compute` of every matrix [N, K], in order, called with stacks of at most `together`
+    elements.
+
+    The result of a matrix must not depend on the others of a stack, and the result of a transposed
+    matrix must be transposed, as with `newton_schulz`.
+    """
+    alike: dict[tuple[torch.Size, torch.dtype, torch.device], list[int]] = {}
+    wide = [matrix.mT if is_tall(matrix) else matrix for matrix in matrices]
+    for number, matrix in enumerate(wide):
+        alike.setdefault((matrix.shape, matrix.dtype, matrix.device), []).append(number)
+    results = dict[int, torch.Tensor]()
+    for (shape, _, _), numbers in alike.items():
+        most = max(1, together // max(1, shape.numel()))
+        for start in range(0, len(numbers), most):
+            some = numbers[start : start + most]
+            stacked = compute(torch.stack([wide[number] for number in some]))
+            for number, result in zip(some, stacked, strict=True):
+                results[number] = result.mT if is_tall(matrices[number]) else result
+    return [results[number] for number in range(len(matrices))]

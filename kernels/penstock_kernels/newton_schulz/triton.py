@@ -24,8 +24,7 @@ from penstock_kernels.newton_schulz.reference import (
 )
 from penstock_kernels.op import INTERPRETED
 from penstock_kernels.quant.triton_numbers import to_bf16_grid
-from penstock_kernels.tuning import select_config
-from penstock_kernels.tuning.shared_memory import shared_memory_per_block
+from penstock_kernels.tuning import select_config, shared_memory_per_block
 
 
 class Tile(NamedTuple):

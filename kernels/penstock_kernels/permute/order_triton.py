@@ -8,7 +8,7 @@ import triton.language as tl
 
 from penstock_kernels.custom_op import operator
 from penstock_kernels.launch_sizes import cdiv, next_power_of_2
-from penstock_kernels.permute.order import NO_EXPERT, Order, key_dtype
+from penstock_kernels.permute.reference import NO_EXPERT, Order, key_dtype
 
 BLOCK = 1024
 

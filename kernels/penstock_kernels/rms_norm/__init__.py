@@ -1,10 +1,8 @@
 """RMSNorm over the last dimension, with a weight; alone, or fused with a residual addition."""
 
-from collections.abc import Mapping
-
 import torch
 
-from penstock_kernels.op import HAS_TRITON, KernelImpl, Op, needs_cuda, needs_floats
+from penstock_kernels.op import KernelImpl, Op, needs_cuda, needs_floats, triton_backend
 from penstock_kernels.rms_norm import lean as _lean
 from penstock_kernels.rms_norm.reference import add_rms_norm as _add_reference
 from penstock_kernels.rms_norm.reference import rms_norm as _reference
@@ -70,18 +68,19 @@ def _unsupported_add(
     return misplaced or _mismatch_of_sum(x_TD, stream_TD, weight_D, eps) or _too_wide(x_TD)
 
 
-_FAST: Mapping[str, KernelImpl[..., torch.Tensor]] = {}
-_ADD_FAST: Mapping[str, KernelImpl[..., tuple[torch.Tensor, torch.Tensor]]] = {}
-if HAS_TRITON:
-    from penstock_kernels.rms_norm.triton import add_rms_norm as _add_triton
-    from penstock_kernels.rms_norm.triton import rms_norm as _triton
-
-    _FAST = {"triton": KernelImpl(_triton, _unsupported_reason, language="triton")}
-    _ADD_FAST = {"triton": KernelImpl(_add_triton, _unsupported_add, language="triton")}
-
-rms_norm = Op("rms_norm", _reference, {**_FAST, "lean": KernelImpl(_lean.rms_norm, _mismatch)})
+rms_norm = Op(
+    "rms_norm",
+    _reference,
+    {
+        **triton_backend("rms_norm.triton:rms_norm", _unsupported_reason),
+        "lean": KernelImpl(_lean.rms_norm, _mismatch),
+    },
+)
 add_rms_norm = Op(
     "add_rms_norm",
     _add_reference,
-    {**_ADD_FAST, "lean": KernelImpl(_lean.add_rms_norm, _mismatch_of_sum)},
+    {
+        **triton_backend("rms_norm.triton:add_rms_norm", _unsupported_add),
+        "lean": KernelImpl(_lean.add_rms_norm, _mismatch_of_sum),
+    },
 )

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock_kernels.custom_op import operator
+from penstock_kernels.custom_op import keep_inputs, operator
 from penstock_kernels.launch_sizes import cdiv, next_power_of_2
 from penstock_kernels.spans import Spans, to_spans
 
@@ -248,15 +248,9 @@ def _constants(spans: Spans, D: int) -> dict[str, int]:
 
 
 def _gradients_fake(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    dy: torch.Tensor,
-    dsum: torch.Tensor | None,
-    scale: torch.Tensor,
-    plus_one: bool,
-    wants_weight: bool,
+    x: torch.Tensor, weight: torch.Tensor, *further: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    del dy, dsum, scale, plus_one
+    wants_weight = further[-1]
     return x.new_empty(x.shape), weight.new_empty(weight.shape if wants_weight else (0,))
 
 
@@ -266,34 +260,29 @@ _gradients_of = operator("rms_norm_gradients", _gradients, fake=_gradients_fake)
 def _norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, plus_one: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    _, y, scale = _normalized(x, None, weight, eps, plus_one)
-    return y, scale
+    return _normalized(x, None, weight, eps, plus_one)[1:]
 
 
-def _norm_fake(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, plus_one: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    del weight, eps, plus_one
+def _norm_fake(x: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return x.new_empty(x.shape), x.new_empty(x.shape[:-1].numel(), dtype=torch.float32)
 
 
-def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    # Nobody has a gradient of `scale`, and zeros of it would be a launch.
-    ctx.set_materialize_grads(False)
-    x, weight, _, ctx.plus_one = inputs
-    _, scale = output
-    ctx.save_for_backward(x, weight, scale)
-
-
-def _back_norm(ctx: Any, dy: torch.Tensor, dscale: None) -> tuple[torch.Tensor | None, ...]:
-    del dscale
+def _back_norm(ctx: Any, dy: torch.Tensor, _: None) -> tuple[torch.Tensor | None, ...]:
     x, weight, scale = ctx.saved_tensors
+    _, plus_one = ctx.options
     needs_grad = ctx.needs_input_grad[1]
-    dx, dweight = _gradients_of(x, weight, dy, None, scale, ctx.plus_one, needs_grad)
+    dx, dweight = _gradients_of(x, weight, dy, None, scale, plus_one, needs_grad)
     return dx, dweight if needs_grad else None, None, None
 
 
-_norm_of = operator("rms_norm", _norm, fake=_norm_fake, keep=_keep_norm, backward=_back_norm)
+# Nobody has a gradient of `scale`, and zeros of it would be a launch.
+_norm_of = operator(
+    "rms_norm",
+    _norm,
+    fake=_norm_fake,
+    keep=keep_inputs(2, 1, materialize_grads=False),
+    backward=_back_norm,
+)
 
 
 def _add_norm(
@@ -302,35 +291,29 @@ def _add_norm(
     return _normalized(x, stream, weight, eps, plus_one)
 
 
-def _add_norm_fake(
-    x: torch.Tensor, stream: torch.Tensor, weight: torch.Tensor, eps: float, plus_one: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    del stream
-    return x.new_empty(x.shape), *_norm_fake(x, weight, eps, plus_one)
-
-
-def _keep_add_norm(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.set_materialize_grads(False)
-    _, _, weight, _, ctx.plus_one = inputs
-    total, _, scale = output
-    ctx.save_for_backward(total, weight, scale)
+def _add_norm_fake(x: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return x.new_empty(x.shape), *_norm_fake(x)
 
 
 def _back_add_norm(
-    ctx: Any, dsum: torch.Tensor | None, dy: torch.Tensor | None, dscale: None
+    ctx: Any, dsum: torch.Tensor | None, dy: torch.Tensor | None, _: None
 ) -> tuple[torch.Tensor | None, ...]:
-    del dscale
-    total, weight, scale = ctx.saved_tensors
+    weight, total, scale = ctx.saved_tensors
+    _, plus_one = ctx.options
     # The norm was not used, only the sum.
     if dy is None:
         return dsum, dsum, None, None, None
     needs_grad = ctx.needs_input_grad[2]
-    dx, dweight = _gradients_of(total, weight, dy, dsum, scale, ctx.plus_one, needs_grad)
+    dx, dweight = _gradients_of(total, weight, dy, dsum, scale, plus_one, needs_grad)
     return dx, dx, dweight if needs_grad else None, None, None
 
 
 _add_norm_of = operator(
-    "add_rms_norm", _add_norm, fake=_add_norm_fake, keep=_keep_add_norm, backward=_back_add_norm
+    "add_rms_norm",
+    _add_norm,
+    fake=_add_norm_fake,
+    keep=keep_inputs(3, 0, 2, first=2, materialize_grads=False),
+    backward=_back_add_norm,
 )
 
 

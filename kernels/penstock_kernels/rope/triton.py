@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock_kernels.custom_op import fake_like, operator
+from penstock_kernels.custom_op import fake_like, keep_inputs, operator
 from penstock_kernels.launch_sizes import next_power_of_2
 from penstock_kernels.rope.reference import Pairs
 
@@ -163,20 +163,16 @@ def _turned(
     return turned_q, turned_k
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    del output
-    _, _, cos, sin, ctx.pairs, ctx.back = inputs
-    # A rotation is linear: its gradient needs neither q nor k.
-    ctx.save_for_backward(cos, sin)
-
-
 def _turn_back(ctx: Any, dq: torch.Tensor, dk: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    cos, sin = ctx.saved_tensors
+    pairs, back = ctx.options
     # The transpose of a rotation is the rotation by the negative angle.
-    return *_turned_of(dq, dk, cos, sin, ctx.pairs, not ctx.back), None, None, None, None
+    return *_turned_of(dq, dk, *ctx.saved_tensors, pairs, not back), None, None, None, None
 
 
-_turned_of = operator("rope", _turned, fake=fake_like(0, 1), keep=_keep, backward=_turn_back)
+# A rotation is linear: its gradient needs neither q nor k.
+_turned_of = operator(
+    "rope", _turned, fake=fake_like(0, 1), keep=keep_inputs(4, first=2), backward=_turn_back
+)
 
 
 def rope(
