@@ -124,9 +124,9 @@ def triton_backend(
         return {}
     module_name, name = function.split(":")
     module = import_module(f"penstock_kernels.{module_name}")
-    if isinstance(unsupported_reason, str):
-        unsupported_reason = getattr(module, unsupported_reason)
-    return {"triton": KernelImpl(getattr(module, name), unsupported_reason, language="triton")}
+    is_name = isinstance(unsupported_reason, str)
+    reason = getattr(module, unsupported_reason) if is_name else unsupported_reason
+    return {"triton": KernelImpl(getattr(module, name), reason, language="triton")}
 
 
 def cache_home() -> Path:

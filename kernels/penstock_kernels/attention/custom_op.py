@@ -15,7 +15,7 @@ import torch
 from penstock_kernels.attention.block import sdpa as block
 from penstock_kernels.attention.segments import VarlenMetadata
 from penstock_kernels.attention.sinks import gradient_of_sinks, with_sinks
-from penstock_kernels.custom_op import fake_like, operator
+from penstock_kernels.custom_op import fake_like, keep_inputs, operator
 
 
 @lru_cache(maxsize=8)
@@ -50,18 +50,7 @@ def _forward(
     return y_TNH.contiguous(), lse_TN.contiguous()
 
 
-def _fake(
-    q_TNH: torch.Tensor,
-    k_TKH: torch.Tensor,
-    v_TKH: torch.Tensor,
-    sinks_N: torch.Tensor | None,
-    cu_seqlens: torch.Tensor,
-    start_rows_T: torch.Tensor | None,
-    run_ends_T: torch.Tensor | None,
-    scale: float,
-    window: int | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    del k_TKH, v_TKH, sinks_N, cu_seqlens, start_rows_T, run_ends_T, scale, window
+def _fake(q_TNH: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
     wide = torch.promote_types(q_TNH.dtype, torch.float32)
     return q_TNH.new_empty(q_TNH.shape), q_TNH.new_empty(q_TNH.shape[:2], dtype=wide)
 
@@ -89,22 +78,19 @@ def _backward(
 _operator_backward = operator("packed_attention_backward", _backward, fake=fake_like(1, 2, 3))
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    *tensors, ctx.scale, ctx.window = inputs
-    ctx.save_for_backward(*tensors, *output)
-
-
 def _gradients(ctx: Any, dy_TNH: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
     q_TNH, k_TKH, v_TKH, sinks_N, *documents, y_TNH, lse_TN = ctx.saved_tensors
     inputs = q_TNH, k_TKH, v_TKH, y_TNH, lse_TN, *documents
-    dq_TNH, dk_TKH, dv_TKH = _operator_backward(dy_TNH, *inputs, ctx.scale, ctx.window)
+    dq_TNH, dk_TKH, dv_TKH = _operator_backward(dy_TNH, *inputs, *ctx.options)
     dsinks_N = None
     if sinks_N is not None and ctx.needs_input_grad[3]:
         dsinks_N = gradient_of_sinks(dy_TNH, y_TNH, lse_TN, sinks_N)
     return dq_TNH, dk_TKH, dv_TKH, dsinks_N, *[None] * 5
 
 
-_operator = operator("packed_attention", _forward, fake=_fake, keep=_keep, backward=_gradients)
+_operator = operator(
+    "packed_attention", _forward, fake=_fake, keep=keep_inputs(7, 0, 1), backward=_gradients
+)
 
 
 def traced(

@@ -89,36 +89,9 @@ def _turn(
     sin = tl.load(sin_ptr + token * R + offs, mask=inside, other=0).to(tl.float32)[None, :]
     if BACK:
         sin = -sin
-    _heads(
-        q_ptr,
-        turned_q_ptr,
-        cos,
-        sin,
-        N,
-        q_token_stride,
-        q_head_stride,
-        H,
-        R,
-        PAIRS,
-        HEADS,
-        PAIR,
-        REST,
-    )
-    _heads(
-        k_ptr,
-        turned_k_ptr,
-        cos,
-        sin,
-        K,
-        k_token_stride,
-        k_head_stride,
-        H,
-        R,
-        PAIRS,
-        HEADS,
-        PAIR,
-        REST,
-    )
+    sizes = (H, R, PAIRS, HEADS, PAIR, REST)
+    _heads(q_ptr, turned_q_ptr, cos, sin, N, q_token_stride, q_head_stride, *sizes)
+    _heads(k_ptr, turned_k_ptr, cos, sin, K, k_token_stride, k_head_stride, *sizes)
 
 
 def tile(num_heads: int, width: int, turning: int) -> dict[str, int]:
