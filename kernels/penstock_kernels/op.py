@@ -65,7 +65,6 @@ class Op(Generic[P, R]):
     no longer than a few such checks."""
 
     def __post_init__(self) -> None:
-        """Find the available implementations."""
         available = tuple(backend for backend in self.fast.values() if backend.is_auto_selectable)
         object.__setattr__(self, "available", available)
 
@@ -77,7 +76,6 @@ class Op(Generic[P, R]):
         return self.reference(*args, **kwargs)
 
     def is_fast(self, *args: P.args, **kwargs: P.kwargs) -> bool:
-        """Whether a call with these inputs would run a fast backend."""
         reasons = (backend.unsupported_reason(*args, **kwargs) for backend in self.available)
         return any(reason is None for reason in reasons)
 
@@ -153,10 +151,14 @@ def needs_cuda(*tensors: torch.Tensor) -> str | None:
     return None
 
 
+def tensors_among(*args: Any, **kwargs: Any) -> list[torch.Tensor]:
+    """The tensors among the arguments of an operation."""
+    return [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+
+
 def tensors_need_cuda(*args: Any, **kwargs: Any) -> str | None:
     """`needs_cuda` of all tensors among the arguments of an operation."""
-    arguments = (*args, *kwargs.values())
-    return needs_cuda(*(value for value in arguments if isinstance(value, torch.Tensor)))
+    return needs_cuda(*tensors_among(*args, **kwargs))
 
 
 def supports_all(*args: object, **kwargs: object) -> None:

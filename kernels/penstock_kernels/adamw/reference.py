@@ -29,17 +29,14 @@ class Settings:
 
     @property
     def decay_factor(self) -> float:
-        """Factor of the weight in decoupled weight decay: 1 - lr * weight_decay."""
         return 1 - self.lr * self.weight_decay
 
     @property
     def step_size(self) -> float:
-        """The learning rate with the bias correction of the first moment."""
         return self.lr / (1 - self.beta1**self.step)
 
     @property
     def bias_correction2_sqrt(self) -> float:
-        """Bias correction of the square root of the second moment."""
         return math.sqrt(1 - self.beta2**self.step)
 
 

@@ -123,24 +123,15 @@ def adamw_(
     begins = 0 if runs is None else first_column
     if runs is not None and table is None:
         [table] = copy_tables([runs], weight.device)
+    tensors = weight, gradient, first, second, lost, table
+    rates = (
+        *(1 - settings.beta1, settings.beta2, 1 - settings.beta2, settings.eps),
+        *(settings.decay_factor, settings.step_size, settings.bias_correction2_sqrt),
+    )
     _step[(cdiv(R, rows), cdiv(begins % 4 + K, across))](
-        weight,
-        gradient,
-        first,
-        second,
-        lost,
-        table,
-        R,
-        K,
-        0 if runs is None else len(runs),
-        begins,
-        1 - settings.beta1,
-        settings.beta2,
-        1 - settings.beta2,
-        settings.eps,
-        settings.decay_factor,
-        settings.step_size,
-        settings.bias_correction2_sqrt,
+        *tensors,
+        *(R, K, 0 if runs is None else len(runs), begins),
+        *rates,
         ROWS=rows,
         ACROSS=across,
         RUNS=0 if runs is None else next_power_of_2(len(runs)),

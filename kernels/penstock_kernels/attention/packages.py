@@ -85,7 +85,6 @@ def _without_sinks(
     sinks_N: torch.Tensor | None = None,
     soft_cap: float | None = None,
 ) -> torch.Tensor:
-    """The call that versions 2 and 3 share."""
     assert sinks_N is None, "refused"
     y_TNH = varlen(
         q_TNH,

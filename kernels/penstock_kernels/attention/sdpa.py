@@ -11,8 +11,7 @@ import torch.nn.functional as F
 
 from penstock_kernels.attention.block import sdpa as block
 from penstock_kernels.attention.cpu_strips import cpu_flash_attention, should_use
-from penstock_kernels.attention.custom_op import traced
-from penstock_kernels.attention.one_block import Block, attend
+from penstock_kernels.attention.one_block import Block, attend, traced
 from penstock_kernels.attention.segments import LengthBucket, VarlenMetadata
 from penstock_kernels.attention.sinks import unsupported_sinks
 
@@ -68,7 +67,6 @@ def sdpa(
 
 
 def _is_plain(segments: VarlenMetadata, window: int | None, sinks_N: torch.Tensor | None) -> bool:
-    """Whether attention is causal within documents, without any other mask."""
     return (
         segments.effective_window(window) is None
         and segments.start_rows is None

@@ -12,7 +12,14 @@ from penstock_kernels.attention.segments import VarlenMetadata
 from penstock_kernels.causal_conv1d import lean as _lean
 from penstock_kernels.causal_conv1d.reference import Activation, decode_step
 from penstock_kernels.causal_conv1d.reference import causal_conv1d as _reference
-from penstock_kernels.op import KernelImpl, Op, needs_cuda, needs_floats, triton_backend
+from penstock_kernels.op import (
+    KernelImpl,
+    Op,
+    needs_cuda,
+    needs_floats,
+    tensors_among,
+    triton_backend,
+)
 
 __all__ = ["Activation", "causal_conv1d", "decode_step"]
 
@@ -28,7 +35,6 @@ def _mismatch(
     activation: Activation | None = None,
     initial_state_BWC: torch.Tensor | None = None,
 ) -> str | None:
-    """Why the arguments do not fit together; None: they do."""
     x, weight = tuple(x_TC.shape), tuple(weight_CW.shape)
     if (len(x), len(weight)) != (2, 2) or weight[0] != x[1] or not weight[1]:
         return f"x is {x} and its weight is {weight}"
@@ -51,15 +57,10 @@ def _unsupported_on_cpu(x_TC: torch.Tensor, *args: Any, **kwargs: Any) -> str | 
 
 
 def _unsupported_on_triton(
-    x_TC: torch.Tensor,
-    weight_CW: torch.Tensor,
-    bias_C: torch.Tensor | None,
-    segments: VarlenMetadata,
-    activation: Activation | None = None,
-    initial_state_BWC: torch.Tensor | None = None,
+    x_TC: torch.Tensor, weight_CW: torch.Tensor, *args: Any, **kwargs: Any
 ) -> str | None:
-    tensors = [x for x in (x_TC, weight_CW, bias_C, initial_state_BWC) if x is not None]
-    mismatch = _mismatch(x_TC, weight_CW, bias_C, segments, activation, initial_state_BWC)
+    tensors = tensors_among(x_TC, weight_CW, *args, **kwargs)
+    mismatch = _mismatch(x_TC, weight_CW, *args, **kwargs)
     if reason := needs_cuda(*tensors) or mismatch or needs_floats(*tensors):
         return reason
     if weight_CW.shape[1] > WIDEST:

@@ -16,15 +16,12 @@ BLOCK = 2**16
 
 
 def _documents(cu_seqlens: torch.Tensor) -> Iterator[tuple[int, slice]]:
-    """Numbers and tokens of documents."""
     bounds = cu_seqlens.tolist()
     for document, (start, end) in enumerate(pairwise(bounds)):
         yield document, slice(start, end)
 
 
 class _Taps:
-    """A kernel's weights in fp32, or fp64."""
-
     def __init__(self, weight_CW: torch.Tensor, bias_C: torch.Tensor | None, x: torch.Tensor):
         self.wide = torch.promote_types(x.dtype, torch.float32)
         # By how many tokens ago they read.
@@ -34,7 +31,6 @@ class _Taps:
         self.rows = max(16, BLOCK // max(1, x.shape[1]))
 
     def sums(self, inputs_LC: torch.Tensor) -> torch.Tensor:
-        """Of the rows from `before` on."""
         rows = len(inputs_LC) - self.before
         found_LC = inputs_LC[self.before :] * self.taps_WC[0]
         for ago in range(1, self.before + 1):

@@ -248,7 +248,6 @@ def _run(
     cu_seqlens: torch.Tensor,
     silu: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """y, and final states."""
     x, weight = x.contiguous(), weight.contiguous()
     initial = None if initial is None else initial.contiguous()
     (T, C), width, documents = x.shape, weight.shape[1], len(cu_seqlens) - 1

@@ -91,7 +91,6 @@ def _to_shares(y_RV: torch.Tensor, label_R: torch.Tensor, stats: SoftmaxStats, r
 def _to_slopes(
     y_RV: torch.Tensor, bend_RV: torch.Tensor | None, label_R: torch.Tensor, rises: LogitGradFactors
 ) -> None:
-    """Replace probabilities by gradients of the logits."""
     y_RV.mul_(rises.share[:, None])
     if rises.floor is not None:
         y_RV.sub_(rises.floor[:, None])

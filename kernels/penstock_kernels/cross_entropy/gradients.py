@@ -77,7 +77,6 @@ class WeightGradient:
         self._is_empty = True
 
     def add(self, slope_CV: torch.Tensor, x_CK: torch.Tensor) -> None:
-        """Add a chunk's contribution."""
         beta = 0 if self._is_empty else 1
         if self._dtype == x_CK.dtype and self._whole_VK is not None:
             scaled_product_(self._whole_VK, slope_CV.t(), x_CK, self._scale, beta)

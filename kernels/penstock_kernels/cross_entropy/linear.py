@@ -150,7 +150,6 @@ class _Work:
 
     @property
     def num_chunks(self) -> int:
-        """Number of chunks."""
         return -(-len(self.labels) // self.chunk)
 
     def tally(self, logits_CV: torch.Tensor, rows: slice) -> tuple[SoftmaxStats, SoftmaxStats]:

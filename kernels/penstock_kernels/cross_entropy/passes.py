@@ -28,7 +28,6 @@ SlopeOf = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, LogitGradFactors, 
 
 
 def _mismatch(logits_CV: torch.Tensor, labels_C: torch.Tensor) -> str | None:
-    """Why the arguments do not fit together; None: they do."""
     if labels_C.shape != logits_CV.shape[:1]:
         return f"there are {tuple(labels_C.shape)} labels for logits of {tuple(logits_CV.shape)}"
     if labels_C.dtype != torch.int64:

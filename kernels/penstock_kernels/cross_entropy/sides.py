@@ -63,7 +63,6 @@ class SideGradients:
         ]
 
     def add(self, rows: slice, slope_CV: torch.Tensor, sides: Sides) -> None:
-        """Add the gradients of a chunk."""
         for found_SK, matrix_VK in zip(self._rows, sides.matrices, strict=True):
             if found_SK is not None:
                 scaled_product_(found_SK[rows], slope_CV, matrix_VK, self._scale)

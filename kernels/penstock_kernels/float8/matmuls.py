@@ -56,7 +56,6 @@ class Float8Recipe:
 
     @property
     def of_weights(self) -> Sharing:
-        """Sharing of scales in W."""
         return SHARING[self.recipe][1]
 
 

@@ -103,16 +103,10 @@ def _run(
     (M, K), N = a.shape, len(b)
     y = a.new_empty((M, N), dtype=dtype)
     if y.numel():
+        # The interpreter takes codes as bytes.
+        codes = (a, b) if INTERPRETED else (a.view(DTYPES[a_kind]), b.view(DTYPES[b_kind]))
         _multiply[(cdiv(M, TILE) * cdiv(N, TILE),)](
-            a if INTERPRETED else a.view(DTYPES[a_kind]),
-            b if INTERPRETED else b.view(DTYPES[b_kind]),
-            a_scales,
-            b_scales,
-            y,
-            M,
-            N,
-            K,
-            a_scales.shape[1],
+            *(*codes, a_scales, b_scales, y, M, N, K, a_scales.shape[1]),
             A_KIND=a_kind,
             B_KIND=b_kind,
             A_ROWS=BLOCK if "a" in tiles else 1,

@@ -145,13 +145,7 @@ def _run(
     if codes.numel():
         rows = BLOCK if sharing == "tiles" else ROWS
         _quantize[(cdiv(R, rows), cdiv(C, BLOCK))](
-            x,
-            codes,
-            out_scales,
-            largest,
-            R,
-            C,
-            *x.stride(),
+            *(x, codes, out_scales, largest, R, C, *x.stride()),
             SHARING=sharing,
             KIND=kind,
             GIVEN=has_scales,

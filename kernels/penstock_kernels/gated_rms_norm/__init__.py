@@ -20,7 +20,6 @@ def _mismatch(
     norm_first: bool = True,
     groups: int = 1,
 ) -> str | None:
-    """Why the arguments do not fit together; None: they do."""
     del norm_first
     x, gate, weight = (tuple(tensor.shape) for tensor in (x_TD, gate_TD, weight_D))
     if not x or x != gate or weight != x[-1:] or not x[-1]:

@@ -130,7 +130,6 @@ def _run(
     norm_first: bool,
     groups: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """y, and the factor of each row."""
     D = x.shape[-1] // groups
     tokens = x.numel() // x.shape[-1]
     y = x.new_empty(x.shape)
@@ -162,7 +161,6 @@ def _gradients(
     norm_first: bool,
     groups: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of x, the gate and the weight."""
     D = x.shape[-1] // groups
     tokens = x.numel() // x.shape[-1]
     dx, dgate = x.new_empty(x.shape), gate.new_empty(gate.shape)

@@ -96,16 +96,9 @@ def _glu(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
     if y.numel():
         gates, ups = _alike(gate, up)
         blocks = cdiv(gates.length, BLOCK)
+        sizes = gates.length, gates.stride, ups.stride, blocks
         _forward[(y.numel() // gates.length * blocks,)](
-            gates.tensor,
-            ups.tensor,
-            y,
-            gates.length,
-            gates.stride,
-            ups.stride,
-            blocks,
-            ACTIVATION=activation,
-            BLOCK=BLOCK,
+            gates.tensor, ups.tensor, y, *sizes, ACTIVATION=activation, BLOCK=BLOCK
         )
     return y
 
@@ -131,19 +124,10 @@ def _write_gradients(
 ) -> None:
     """Into dgate and dup, whose spans begin grad_stride apart."""
     blocks = cdiv(gates.length, BLOCK)
+    tensors = gates.tensor, ups.tensor, dy.contiguous(), dgate, dup
+    sizes = gates.length, gates.stride, ups.stride, grad_stride, blocks
     _backward[(dy.numel() // gates.length * blocks,)](
-        gates.tensor,
-        ups.tensor,
-        dy.contiguous(),
-        dgate,
-        dup,
-        gates.length,
-        gates.stride,
-        ups.stride,
-        grad_stride,
-        blocks,
-        ACTIVATION=activation,
-        BLOCK=BLOCK,
+        *tensors, *sizes, ACTIVATION=activation, BLOCK=BLOCK
     )
 
 

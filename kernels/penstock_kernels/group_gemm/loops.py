@@ -54,7 +54,6 @@ def padded_height(rows: int) -> int:
 
 
 def _filled(x_CK: torch.Tensor) -> torch.Tensor:
-    """Padded with zeros."""
     missing = padded_height(x_CK.shape[0]) - x_CK.shape[0]
     return F.pad(x_CK, (0, 0, 0, missing)) if missing else x_CK
 

@@ -6,12 +6,18 @@ from typing import Any
 
 import torch
 
-from penstock_kernels.attention.segments import VarlenMetadata
 from penstock_kernels.linear_attention.chunked import chunked as _chunked
 from penstock_kernels.linear_attention.reference import decode_step, shape_mismatch
 from penstock_kernels.linear_attention.reference import recurrent as _recurrent
 from penstock_kernels.linear_attention.ssd import ssd
-from penstock_kernels.op import KernelImpl, Op, needs_cuda, needs_floats, triton_backend
+from penstock_kernels.op import (
+    KernelImpl,
+    Op,
+    needs_cuda,
+    needs_floats,
+    tensors_among,
+    triton_backend,
+)
 
 __all__ = ["decode_step", "linear_attention", "ssd"]
 
@@ -26,18 +32,11 @@ def _unsupported_on_cpu(q_TGK: torch.Tensor, *args: Any, **kwargs: Any) -> str |
 
 
 def _unsupported_on_triton(
-    q_TGK: torch.Tensor,
-    k_TGK: torch.Tensor,
-    v_TNV: torch.Tensor,
-    log_decay_TN: torch.Tensor,
-    beta_TN: torch.Tensor | None,
-    segments: VarlenMetadata,
-    scale: float,
-    initial_state_BNKV: torch.Tensor | None = None,
+    q_TGK: torch.Tensor, k_TGK: torch.Tensor, v_TNV: torch.Tensor, *args: Any, **kwargs: Any
 ) -> str | None:
-    args = q_TGK, k_TGK, v_TNV, log_decay_TN, beta_TN, segments, scale, initial_state_BNKV
-    tensors = [x for x in args if isinstance(x, torch.Tensor)]
-    if reason := needs_cuda(*tensors) or shape_mismatch(*args) or needs_floats(*tensors):
+    tensors = tensors_among(q_TGK, k_TGK, v_TNV, *args, **kwargs)
+    mismatch = shape_mismatch(q_TGK, k_TGK, v_TNV, *args, **kwargs)
+    if reason := needs_cuda(*tensors) or mismatch or needs_floats(*tensors):
         return reason
     if not q_TGK.dtype == k_TGK.dtype == v_TNV.dtype:
         return f"q is {q_TGK.dtype}, k is {k_TGK.dtype} and v is {v_TNV.dtype}"

@@ -26,8 +26,6 @@ document are passed once more."""
 
 
 class _Packed:
-    """The inputs of all documents."""
-
     def __init__(
         self,
         q: torch.Tensor,
@@ -69,7 +67,6 @@ class _Packed:
         x[tokens] = chunk[:, : tokens.stop - tokens.start].transpose(0, 1)
 
     def chunk(self, tokens: slice) -> Chunk:
-        """The inputs of a chunk."""
         qk = torch.stack((self.read(self.q, tokens), self.read(self.k, tokens)), dim=1)
         qk[:, 0].mul_(self.scale)
         decays = chunk_decays(self.read(self.log_decay, tokens))

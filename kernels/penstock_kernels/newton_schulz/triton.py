@@ -133,13 +133,7 @@ def _product(
     def launch(tile: Tile) -> None:
         across = cdiv(N, tile.rows)
         _symmetric[(across * (across + 1) // 2, B)](
-            x_BNK,
-            add_BNN,
-            y_BNN,
-            N,
-            K,
-            times,
-            plus,
+            *(x_BNK, add_BNN, y_BNN, N, K, times, plus),
             ROWS=tile.rows,
             DEPTH=tile.depth,
             UPCAST=INTERPRETED,

@@ -4,7 +4,7 @@ So it does not depend on sharding, and is recomputed in the backward pass and wi
 checkpointing.
 """
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -17,13 +17,8 @@ __all__ = ["RowKeys", "add_noise_"]
 
 
 def _unsupported_reason(
-    weight_NK: torch.Tensor,
-    quantized: QuantizedTensor,
-    alpha: float,
-    runs: Sequence[RowKeys],
-    first_column: int = 0,
+    weight_NK: torch.Tensor, quantized: QuantizedTensor, *_: Any, **__: Any
 ) -> str | None:
-    del alpha, runs, first_column
     if weight_NK.dtype == torch.float64:
         return "the weight is in fp64, and it computes in fp32"
     if weight_NK.stride(-1) != 1:

@@ -107,15 +107,8 @@ def add_noise_(
     drawn = first_column % 4 + K
     [table] = copy_tables([runs], weight_RK.device)
     _add[(cdiv(R, rows), cdiv(drawn, columns))](
-        weight_RK,
-        spread,
-        table,
-        R,
-        K,
-        weight_RK.stride(0),
-        spread.shape[-1],
-        num_runs,
-        first_column,
+        *(weight_RK, spread, table, R, K, weight_RK.stride(0)),
+        *(spread.shape[-1], num_runs, first_column),
         GROUP=group or 0,
         ROWS=rows,
         COLUMNS=columns,

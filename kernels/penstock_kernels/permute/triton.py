@@ -90,17 +90,8 @@ def _weighed(
     dweights = weights.new_zeros(weights.shape, dtype=torch.float32)
     R, D = rows.shape
     if drows.numel():
-        _weigh[(R,)](
-            dy.contiguous(),
-            rows.contiguous(),
-            weights.contiguous(),
-            copy_of_row,
-            drows,
-            dweights,
-            weights.shape[1],
-            D,
-            BLOCK=_block(D),
-        )
+        tensors = dy.contiguous(), rows.contiguous(), weights.contiguous(), copy_of_row
+        _weigh[(R,)](*tensors, drows, dweights, weights.shape[1], D, BLOCK=_block(D))
     return drows, dweights
 
 
@@ -154,16 +145,8 @@ def _unpermuted(
     if y.numel():
         block = _block(D)
         rows = rows.contiguous()
-        _add[(T, cdiv(D, block))](
-            rows,
-            row_of_copy,
-            rows if weights is None else weights.contiguous(),
-            y,
-            K,
-            D,
-            WEIGHTED=weights is not None,
-            BLOCK=block,
-        )
+        addends = rows, row_of_copy, rows if weights is None else weights.contiguous()
+        _add[(T, cdiv(D, block))](*addends, y, K, D, WEIGHTED=weights is not None, BLOCK=block)
     return y
 
 

@@ -70,7 +70,6 @@ class Format:
 
     @property
     def scales_dtype(self) -> torch.dtype:
-        """Dtype of a group's scale."""
         return SCALE_DTYPES[self.scales]
 
     def num_groups(self, columns: int) -> int:

@@ -1,10 +1,11 @@
 """The quantization operations and their backends."""
 
+from typing import Any
+
 import torch
 
 from penstock_kernels.op import Op, needs_cuda, triton_backend
 from penstock_kernels.quant import reference
-from penstock_kernels.quant.formats import Format
 from penstock_kernels.quant.quantized_tensor import QuantizedTensor
 
 __all__ = ["dequantize", "matmul", "quantize"]
@@ -12,12 +13,7 @@ __all__ = ["dequantize", "matmul", "quantize"]
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def _unsupported_quantize(
-    weight_NK: torch.Tensor,
-    format: Format,
-    largest: torch.Tensor | None = None,
-) -> str | None:
-    del format, largest
+def _unsupported_quantize(weight_NK: torch.Tensor, *_: Any, **__: Any) -> str | None:
     if weight_NK.dtype not in _FLOATS:
         return f"the weight is {weight_NK.dtype}"
     return needs_cuda(weight_NK)
@@ -32,7 +28,6 @@ def _unsupported_dequantize(
 
 
 def _dequantized(x_TK: torch.Tensor, quantized: QuantizedTensor) -> torch.Tensor:
-    """x W^T of the dequantized matrix."""
     return x_TK @ dequantize(quantized, x_TK.dtype).mT
 
 

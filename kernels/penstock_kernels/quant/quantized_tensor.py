@@ -73,7 +73,6 @@ class QuantizedTensor:
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Its tensors by name."""
         tensors = {"codes": self.codes, "scales": self.scales}
         if self.global_scales is not None:
             tensors["global_scales"] = self.global_scales
@@ -86,7 +85,6 @@ class QuantizedTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Total bytes."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
     def as_bytes(self) -> dict[str, torch.Tensor]:

@@ -161,7 +161,6 @@ def int8_scales(largest: torch.Tensor) -> torch.Tensor:
 
 
 def _fp8(weight_NK: torch.Tensor, _: Any, largest: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """A scale for each row; values are e4m3."""
     scales = fp8_scales(largest).contiguous()
     return _cast_to_e4m3(weight_NK.float() / scales), scales
 

@@ -124,12 +124,7 @@ def dequantize(quantized: QuantizedTensor, dtype: torch.dtype = torch.bfloat16) 
     R = y.numel() // K
     rows, columns = tile(K, format.group)
     _dequantize[(cdiv(R, rows), cdiv(K, columns))](
-        *pointers(quantized),
-        y,
-        R,
-        K,
-        format.row_bytes(K),
-        format.num_groups(K),
+        *(*pointers(quantized), y, R, K, format.row_bytes(K), format.num_groups(K)),
         FORMAT=format.name,
         GROUP=format.group or 0,
         ROWS=rows,

@@ -93,14 +93,7 @@ def matmul(x_TK: torch.Tensor, quantized: QuantizedTensor) -> torch.Tensor:
 
     def launch(tile: Tile) -> None:
         _multiply[(cdiv(N, tile.weight_rows),)](
-            x_TK,
-            *tensors,
-            y_TN,
-            T,
-            N,
-            K,
-            format.row_bytes(K),
-            format.num_groups(K),
+            *(x_TK, *tensors, y_TN, T, N, K, format.row_bytes(K), format.num_groups(K)),
             FORMAT=format.name,
             GROUP=format.group or 0,
             X_ROWS=x_rows,

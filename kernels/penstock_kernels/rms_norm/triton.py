@@ -162,14 +162,6 @@ def tile(width: int) -> dict[str, int]:
     return {"ROWS": rows, "BLOCK": block, "num_warps": warps}
 
 
-def _most_partials(device: torch.device, warps: int) -> int:
-    """Programs of so many warps in the backward pass."""
-    if device.type != "cuda":
-        return MOST_PARTIALS
-    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    return multiprocessors * max(1, RESIDENT // warps)
-
-
 def _normalized(
     x: torch.Tensor, stream: torch.Tensor | None, weight: torch.Tensor, eps: float, plus_one: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -182,16 +174,10 @@ def _normalized(
     scale = x.new_empty(num_rows, dtype=torch.float32)
     if num_rows:
         spans, launch = to_spans(x), tile(D)
+        streams = (None, None) if stream is None else (stream.contiguous(), total)
         _forward[(cdiv(num_rows, launch["ROWS"]),)](
-            spans.tensor,
-            None if stream is None else stream.contiguous(),
-            weight.contiguous(),
-            None if stream is None else total,
-            y,
-            scale,
-            num_rows,
-            D,
-            eps,
+            *(spans.tensor, streams[0], weight.contiguous(), streams[1], y, scale),
+            *(num_rows, D, eps),
             PLUS_ONE=plus_one,
             **_constants(spans, D),
             **launch,
@@ -215,22 +201,18 @@ def _gradients(
     if not num_rows:
         return dx, weight.new_zeros(D if wants_weight else 0)
     spans, launch = to_spans(x), tile(D)
-    most = _most_partials(x.device, launch["num_warps"])
+    most = MOST_PARTIALS
+    if x.device.type == "cuda":
+        multiprocessors = torch.cuda.get_device_properties(x.device).multi_processor_count
+        most = multiprocessors * max(1, RESIDENT // launch["num_warps"])
     # Whole tiles: only the last tile of all rows is masked.
     rows_each = cdiv(cdiv(num_rows, most), launch["ROWS"]) * launch["ROWS"]
     parts = cdiv(num_rows, rows_each)
     partial = x.new_empty(parts, D, dtype=torch.float32) if wants_weight else None
+    dsum = None if dsum is None else dsum.contiguous()
     _backward[(parts,)](
-        spans.tensor,
-        weight.contiguous(),
-        dy.contiguous(),
-        None if dsum is None else dsum.contiguous(),
-        scale,
-        dx,
-        partial,
-        num_rows,
-        rows_each,
-        D,
+        *(spans.tensor, weight.contiguous(), dy.contiguous(), dsum, scale, dx, partial),
+        *(num_rows, rows_each, D),
         PLUS_ONE=plus_one,
         **_constants(spans, D),
         **launch,

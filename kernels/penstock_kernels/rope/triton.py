@@ -110,25 +110,14 @@ def _turned(
     pairs: str,
     back: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries and keys, rotated by their angles or the negative angles."""
     turned_q, turned_k = q.new_empty(q.shape), k.new_empty(k.shape)
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     T, N, H = q.shape
     K, R = k.shape[1], cos.shape[1]
     if T:
         _turn[(T,)](
-            q,
-            k,
-            cos.contiguous(),
-            sin.contiguous(),
-            turned_q,
-            turned_k,
-            N,
-            K,
-            H,
-            R,
-            *q.stride()[:2],
-            *k.stride()[:2],
+            *(q, k, cos.contiguous(), sin.contiguous(), turned_q, turned_k),
+            *(N, K, H, R, *q.stride()[:2], *k.stride()[:2]),
             PAIRS=pairs,
             BACK=back,
             **tile(max(N, K, 1), H, R),

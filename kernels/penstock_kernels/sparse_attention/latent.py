@@ -132,17 +132,8 @@ def _forward(
     grid, sizes, options = _launch(FORWARD, forward_bytes, q_TNR, k_TP, selected_TS)
     if q_TNR.numel():
         triton_latent.attend[grid](
-            q_TNR,
-            q_TNP,
-            latent_TR.contiguous(),
-            k_TP.contiguous(),
-            selected_TS,
-            y_TNR,
-            log_sum_TN,
-            scale,
-            *sizes,
-            *q_TNR.stride()[:2],
-            *q_TNP.stride()[:2],
+            *(q_TNR, q_TNP, latent_TR.contiguous(), k_TP.contiguous(), selected_TS),
+            *(y_TNR, log_sum_TN, scale, *sizes, *q_TNR.stride()[:2], *q_TNP.stride()[:2]),
             **options,
         )
     return y_TNR, log_sum_TN
@@ -178,23 +169,11 @@ def _backward(
     is_in_order = torch.are_deterministic_algorithms_enabled()
 
     def add_gradients(own: slice, dkeys: torch.Tensor) -> None:
+        strides = *q_TNR.stride()[:2], *q_TNP.stride()[:2], *dy_TNR.stride()[:2]
         triton_latent.add_gradients[(len(q_TNR[own]) * blocks,)](
-            q_TNR[own],
-            q_TNP[own],
-            latent_TR,
-            k_TP,
-            selected_TS[own],
-            y_TNR[own],
-            dy_TNR[own],
-            log_sum_TN[own],
-            dq[own],
-            dq_rope[own],
-            dkeys,
-            scale,
-            *sizes,
-            *q_TNR.stride()[:2],
-            *q_TNP.stride()[:2],
-            *dy_TNR.stride()[:2],
+            *(q_TNR[own], q_TNP[own], latent_TR, k_TP, selected_TS[own], y_TNR[own]),
+            *(dy_TNR[own], log_sum_TN[own], dq[own], dq_rope[own], dkeys),
+            *(scale, *sizes, *strides),
             IN_ORDER=is_in_order,
             **options,
         )

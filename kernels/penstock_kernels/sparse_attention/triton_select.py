@@ -108,17 +108,8 @@ def _select(
         scores_CM = torch.empty((count, columns), dtype=torch.float32, device=device)
         grid = cdiv(count, TILE["QUERIES"]), cdiv(columns, TILE["KEYS"])
         score[grid](
-            q_TJI[own],
-            k_TI,
-            weight_TJ[own],
-            first_T,
-            scores_CM,
-            start,
-            tokens,
-            count,
-            columns,
-            heads,
-            width,
+            *(q_TJI[own], k_TI, weight_TJ[own], first_T, scores_CM),
+            *(start, tokens, count, columns, heads, width),
             **TILE,
             WIDTH=max(16, next_power_of_2(width)),
             UPCAST=INTERPRETED,  # bfloat16 products need it in the interpreter

@@ -86,7 +86,6 @@ def _name(candidate: tuple[int, ...]) -> str:
 
 
 def _among(candidates: Sequence[Candidate], choice: Choice | None) -> Candidate | None:
-    """The stored candidate, if it still exists."""
     return next(
         (candidate for candidate in candidates if choice is not None and list(candidate) == choice),
         None,

@@ -214,7 +214,6 @@ def _backward(
     y_BLNH: torch.Tensor,
     lse_BLN: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k and v, shaped as they are."""
     tensors = (dy_BLNH, q_BLNH, k_BSKH, v_BSKH, y_BLNH, lse_BLN)
     dy, q, k, v, y, lse = (part.transpose(1, 2) for part in tensors)
     causal, bias = keys == "past", _bias(hidden_LS, q)
