@@ -47,6 +47,7 @@ def operator(
     torch.library.register_fake(qualified, fake, lib=_LIBRARY)
     if backward is not None:
         torch.library.register_autograd(qualified, backward, setup_context=keep, lib=_LIBRARY)
+    # The overload: a call by the name alone would choose it anew each time.
     return getattr(torch.ops.penstock, name).default
 
 
@@ -80,6 +81,7 @@ def keep_inputs(
     """
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        # By default autograd makes a tensor of zeros for each undefined gradient.
         if not materialize_grads:
             ctx.set_materialize_grads(False)
         ctx.options = inputs[tensors:]
@@ -90,6 +92,7 @@ def keep_inputs(
 
 def needed(ctx: Any, gradients: Iterable[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
     """The gradients of the first inputs, and None for inputs that need none."""
+    # `needs_input_grad` is False for inputs that are no tensors.
     return tuple(
         gradient if needs_grad else None
         for gradient, needs_grad in zip_longest(gradients, ctx.needs_input_grad)

@@ -120,6 +120,7 @@ def triton_backend(
     """
     if not HAS_TRITON:
         return {}
+    # Imported by name, after the check: the module imports triton.
     module_name, name = function.split(":")
     module = import_module(f"penstock_kernels.{module_name}")
     is_name = isinstance(unsupported_reason, str)

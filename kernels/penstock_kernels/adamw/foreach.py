@@ -44,6 +44,7 @@ def adamw_foreach_(
         if state.weight.numel() > concat_below:
             step_one(state, settings, adamw)
         elif state.weight.numel():
+            # A concatenation has one dtype and one device.
             key = tuple(
                 tensor if tensor is None else (tensor.dtype, tensor.device) for tensor in state
             )

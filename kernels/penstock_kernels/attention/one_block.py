@@ -105,6 +105,7 @@ def _forward(
     y_TNH, lse_TN = sdpa.block(q_TNH, k_TKH, v_TKH, segments, scale, window)
     if sinks_N is not None:
         y_TNH, lse_TN = with_sinks(y_TNH, lse_TN, sinks_N)
+    # As results of the fake implementation are; PyTorch's kernels have heads before tokens.
     return y_TNH.contiguous(), lse_TN.contiguous()
 
 

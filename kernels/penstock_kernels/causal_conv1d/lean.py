@@ -120,6 +120,7 @@ def _backward(
                 dtaps_WC[ago] += torch.linalg.vecdot(slopes_LC, inputs_LC[reached], dim=0)
             dbias_C += slopes_LC.sum(0)
             dx_TC[block] = dinputs_LC[before:]
+            # They belong to the block before, which adds its own.
             carried_WC = dinputs_LC[:before]
         if initial_BWC is not None:
             dinitial_BWC[document] = carried_WC

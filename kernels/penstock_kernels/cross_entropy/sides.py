@@ -88,6 +88,7 @@ def seen_by_autograd(products: Sequence[Product]) -> list[torch.Tensor]:
 
 def computed(sides: Sequence[torch.Tensor]) -> Sides:
     """The operands, cast to the dtype of the first rows."""
+    # `to` copies nothing where the dtype is the same.
     cast = [operand.to(sides[0].dtype) for operand in sides]
     return Sides(cast[::2], cast[1::2])
 

@@ -61,6 +61,8 @@ def dropping(name: str, drop: Drop) -> Callable[..., torch.Tensor]:
         key: torch.Tensor,
         first_feature: int,
     ) -> torch.Tensor:
+        # Rate and key are on the host: reading them waits for no device. The result is contiguous,
+        # as that of the fake implementation.
         return drop(x, positions, rate.item(), int(key.item()) % 2**64, first_feature).contiguous()
 
     def back(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -46,6 +46,7 @@ def linear(
         assert agreement == ALONE
         # FSDP gathers in FP8 only where layers are not compiled.
         assert not isinstance(weight_NK, Float8WeightShard)
+        # An operator's schema has strings and numbers, and no dataclasses.
         fields = [scheme.recipe, scheme.gradients, scheme.input_gradient, scheme.weight_gradient]
         y_TN = _linear_of(x_TK, weight_NK, " ".join(fields), scheme.block or 0)[0]
     else:

@@ -116,6 +116,7 @@ def outputs(
     x = coded(
         turned(x_TK, scheme.block), "e4m3", scheme.of_rows, agreement.tokens, agreement.inputs
     )
+    # All-gathered in FP8: it has been coded by its shards.
     if isinstance(weight_NK, Float8WeightShard):
         weight = weight_NK.coded
     else:

@@ -57,6 +57,7 @@ def _unsupported_multiply(
         return f"it gives no {dtype}"
     if misplaced := needs_cuda(a_MK.codes, b_NK.codes):
         return misplaced
+    # Codes are multiplied as FP8; the interpreter decodes them.
     if not (INTERPRETED or has_float8(a_MK.codes.device)):
         return "its tensor cores multiply no float8, which begins with sm_89"
     return None

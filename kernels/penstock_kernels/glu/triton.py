@@ -133,6 +133,7 @@ def _write_gradients(
 
 def _alike(gate: torch.Tensor, up: torch.Tensor) -> tuple[Spans, Spans]:
     """Both, as spans of the same length."""
+    # A program finds its span by one division, for gates and ups alike.
     gates, ups = to_spans(gate), to_spans(up)
     if gates.length == ups.length:
         return gates, ups

@@ -33,6 +33,7 @@ def padded_by_rows(
     for rows, matrix_NK in zip(_rows_of_groups(counts_G), weight_GNK, strict=True):
         end = rows.stop
         y_TN[rows] = torch.mm(_filled(x_TK[rows]), matrix_NK.mT)[: end - rows.start]
+    # Rows past the groups have no matrix; their memory is not yet written.
     y_TN[end:] = 0
     return y_TN
 

@@ -144,6 +144,8 @@ def _backward(
     with torch.autocast("cpu", enabled=False):
         for document, chunks in packed.documents():
             state = _state(initial_state_BNKV, document, packed.wide)
+            # States of all chunks would take K V numbers for each: those before parts are kept, and
+            # the others computed again.
             parts = [chunks[first : first + KEPT] for first in range(0, len(chunks), KEPT)]
             befores = [state]
             for part in parts[:-1]:

@@ -97,6 +97,7 @@ def max_logits(
 ) -> torch.Tensor:
     """Same as the reference, in fp32."""
     tokens, heads, width = q_TNH.shape
+    # Heads are read by their strides: only features must lie side by side.
     q_TNH, k_TKH = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_TNH, k_TKH))
     sizes = tile(width, q_TNH.dtype)
     num_blocks = cdiv(tokens, sizes["QUERIES"])

@@ -2,8 +2,13 @@
 
 import torch
 
-from penstock_kernels.newton_schulz.batched import newton_schulz as _batched
-from penstock_kernels.newton_schulz.reference import COEFFICIENTS, EPS, STEPS, each_by_shape
+from penstock_kernels.newton_schulz.reference import (
+    COEFFICIENTS,
+    EPS,
+    STEPS,
+    batched,
+    each_by_shape,
+)
 from penstock_kernels.newton_schulz.reference import newton_schulz as _reference
 from penstock_kernels.op import KernelImpl, Op, supports_all, tensors_need_cuda, triton_backend
 
@@ -14,6 +19,6 @@ newton_schulz: Op[..., torch.Tensor] = Op(
     _reference,
     {
         **triton_backend("newton_schulz.triton:newton_schulz", tensors_need_cuda),
-        "batched": KernelImpl(_batched, supports_all),
+        "batched": KernelImpl(batched, supports_all),
     },
 )

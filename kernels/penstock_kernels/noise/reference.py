@@ -38,6 +38,7 @@ def add_noise_(
     columns, group = quantized.columns, quantized.format.group
     # A view, so that writes change the original.
     weight_RK = weight_NK.view(-1, columns)
+    # By group, before it is repeated for columns.
     spread_RG = (step_size(quantized) * alpha).flatten(0, -2)
     for rows_slice, run in blocks(runs, columns):
         noise = normals(run, first_column, columns, weight_RK.device)

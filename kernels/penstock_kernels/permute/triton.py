@@ -145,6 +145,7 @@ def _unpermuted(
     if y.numel():
         block = _block(D)
         rows = rows.contiguous()
+        # Without weights the kernel does not read that pointer.
         addends = rows, row_of_copy, rows if weights is None else weights.contiguous()
         _add[(T, cdiv(D, block))](*addends, y, K, D, WEIGHTED=weights is not None, BLOCK=block)
     return y

@@ -92,6 +92,7 @@ class Format:
         return bits | {"global_scales": 4} if self.scales == "e4m3" else bits
 
 
+# Powers of two: tiles on Triton hold whole groups, and its ranges have such lengths.
 _POWERS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 FORMATS: Mapping[str, Format] = {

@@ -81,6 +81,7 @@ class _Linear(torch.autograd.Function):
         change: Change | None,
     ) -> torch.Tensor:
         tensors = codes, scales, global_scales
+        # Codes are saved, and not the weight: it is as large as a matrix that is not quantized.
         ctx.save_for_backward(*tensors, counts_G)
         ctx.format, ctx.columns, ctx.multiply, ctx.change = format, columns, multiply, change
         if multiply is not None:

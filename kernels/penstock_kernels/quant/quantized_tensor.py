@@ -124,6 +124,7 @@ class QuantizedTensor:
             raise ValueError(
                 f"{length} from {start} on are not in the {self.shape[dim]} of dimension {dim}"
             )
+        # Rows and matrices are independent, so every tensor is cut alike.
         if dim < -1:
             parts = {name: part.narrow(dim, start, length) for name, part in self.tensors.items()}
             return QuantizedTensor(self.format, self.columns, **parts)

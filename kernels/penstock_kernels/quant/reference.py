@@ -201,6 +201,7 @@ def _split_groups(weight_K: torch.Tensor, group: int) -> torch.Tensor:
     """[..., K] as float32 [..., G, group]; the last group is filled with zeros."""
     missing = -weight_K.shape[-1] % group
     numbers = weight_K.float()
+    # F.pad copies also where there is nothing to pad.
     if missing:
         numbers = F.pad(numbers, (0, missing))
     return numbers.unflatten(-1, (-1, group))

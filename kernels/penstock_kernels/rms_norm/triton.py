@@ -201,6 +201,8 @@ def _gradients(
     if not num_rows:
         return dx, weight.new_zeros(D if wants_weight else 0)
     spans, launch = to_spans(x), tile(D)
+    # The number of partial sums depends on the device alone, so that sums are the same from run to
+    # run.
     most = MOST_PARTIALS
     if x.device.type == "cuda":
         multiprocessors = torch.cuda.get_device_properties(x.device).multi_processor_count

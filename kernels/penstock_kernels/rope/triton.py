@@ -111,6 +111,8 @@ def _turned(
     back: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     turned_q, turned_k = q.new_empty(q.shape), k.new_empty(k.shape)
+    # Heads are read by their strides, such as from a fused projection: only features must lie side
+    # by side.
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     T, N, H = q.shape
     K, R = k.shape[1], cos.shape[1]

@@ -99,6 +99,8 @@ def _forward(
     queries: Sequence[int],
     scale: float,
 ) -> torch.Tensor:
+    # empty_like alone would keep the strides of q; an operator's result is contiguous, as its fake
+    # one is.
     y_TNH = torch.empty_like(q_TNH, memory_format=torch.contiguous_format)
     q, k, v = (part.to(_computed(part)) for part in (q_TNH, k_TNH, v_TNH))
     for chunk in query_chunks(cu_seqlens.diff().tolist(), queries, PAIRS):

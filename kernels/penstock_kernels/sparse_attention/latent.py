@@ -223,6 +223,7 @@ _operator_backward = operator(
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     *tensors, ctx.scale = inputs
     y_TNR, log_sum_TN = output
+    # Log-sums are for the backward pass: nobody else gets them.
     ctx.mark_non_differentiable(log_sum_TN)
     ctx.save_for_backward(*tensors, y_TNR, log_sum_TN)
 

@@ -49,6 +49,7 @@ def select_config(
     if torch.are_deterministic_algorithms_enabled():
         return candidates[0]
     inputs = f"{str(like.dtype).removeprefix('torch.')} {size_class(sizes)} {kind}".strip()
+    # Kernels of two folders may have one name.
     name = f"{kernel.__module__.split('.')[-2]}.{kernel.__name__.strip('_')}"
     return _tuner(like.device).choose(
         AutotuneKey(name, _made_by(kernel), inputs),

@@ -41,6 +41,7 @@ class Autotuner:
         `run` launches a candidate, possibly repeatedly.
         """
         known_key = key, candidates[0]
+        # Every launch asks: only the first reads the file.
         if (remembered := self._known.get(known_key)) is not None:
             return remembered
         # The rule's choice is part of the key: others are measured against it.

@@ -96,6 +96,8 @@ def block_backward(
         gradients = tuple(gradient.squeeze(0) for gradient in batched)
     else:
         rows = (_rows(part, sees) for part in (q, k, v, y, lse_QN))
+        # Padding repeats a document's last token: with a gradient of 0 it adds nothing to those of
+        # keys and values.
         buckets = zip(_masks(sees), _rows(dy, sees, padding="zero"), *rows, strict=True)
         run = partial(_documents, _backward, chunks.backward, scale, window)
         results = [run(*bucket) for bucket in buckets]
@@ -195,6 +197,7 @@ def _forward(
         y, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
             q, k, v, bias, True, 0.0, causal, scale=scale
         )
+        # Its queries are padded to a multiple of CUDA_ROWS.
         lse = lse[..., : q.shape[2]]
     else:
         y, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -243,6 +246,7 @@ def _bias(hidden_LS: torch.Tensor | None, q_BNLH: torch.Tensor) -> torch.Tensor 
     if hidden_LS is None:
         return None
     *rows, queries, keys = hidden_LS.shape
+    # Rows are allocated wider, and cut: their stride stays aligned.
     columns = -(-keys // CUDA_COLUMNS) * CUDA_COLUMNS
     bias_LS = q_BNLH.new_zeros((*rows, queries, columns))[..., :keys]
     bias_LS.masked_fill_(hidden_LS, float("-inf"))
