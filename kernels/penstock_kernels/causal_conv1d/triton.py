@@ -174,8 +174,8 @@ def _backward(
             if ago == 0:
                 dbias += tl.sum(slopes, axis=0)[None, :]
                 for earlier in tl.static_range(WIDTH):
-                    where = (document, start, position - earlier, column, inside)
-                    x = _inputs(x_ptr, initial_ptr, *where, C, WIDTH)
+                    tile = (document, start, position - earlier, column, inside)
+                    x = _inputs(x_ptr, initial_ptr, *tile, C, WIDTH)
                     summed = tl.sum(slopes * x, axis=0)[None, :]
                     # Registers have no index: the sum is added to its row, and 0 to the others.
                     dweight += tl.where(tap == WIDTH - 1 - earlier, summed, 0.0)

@@ -23,8 +23,8 @@ def keep_mask(
 
     Word f mod 4 of the counter (f div 4, low half of the place, high half of it, 0) is feature f's.
     """
-    words = words_of_rows(places_T, key, first_feature, features, 0)
-    return side_by_side(words, first_feature, features) >= keep_threshold(rate)
+    random_words = words_of_rows(places_T, key, first_feature, features, 0)
+    return side_by_side(random_words, first_feature, features) >= keep_threshold(rate)
 
 
 def keep_threshold(rate: float) -> int:
