@@ -51,7 +51,7 @@ def flex(
     q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in (q_TNH, k_TKH, v_TKH))
     # A compiled model compiles it with the rest.
     is_compiled = q.is_cuda and not torch.compiler.is_compiling()
-    run = _compiled() if is_compiled else flex_attention
+    run: Callable[..., Any] = _compiled() if is_compiled else flex_attention
     y_1NTH, aux = run(
         q,
         k,

@@ -153,6 +153,7 @@ def _masks(documents: VarlenMetadata) -> Sequence[Masks]:
         starts = [
             start_BL.masked_fill(is_padding.view_as(start_BL), start_BL.shape[1])
             for start_BL, is_padding in zip(starts, padding, strict=True)
+            if start_BL is not None
         ]
     return [*zip(starts, ends, strict=True)]
 
