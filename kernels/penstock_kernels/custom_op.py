@@ -5,7 +5,8 @@ A plain kernel call breaks the compiler's graph. A custom operator has a name
 and gradients, which are operators too.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -46,16 +47,53 @@ def operator(
     torch.library.register_fake(qualified, fake, lib=_LIBRARY)
     if backward is not None:
         torch.library.register_autograd(qualified, backward, setup_context=keep, lib=_LIBRARY)
+    # The overload: a call by the name alone would choose it anew each time.
     return getattr(torch.ops.penstock, name).default
 
 
 def fake_like(*indices: int) -> Callable[..., Any]:
     """A fake implementation whose results are contiguous, of the shapes and dtypes of the arguments
-    at these places: one tensor, or several.
+    at these places: one tensor, or several. `None` gives an empty one of the first one's dtype.
     """
 
     def fake(*args: Any) -> Any:
-        first, *further = (args[index].new_empty(args[index].shape) for index in indices)
+        first, *further = empty_like(*(args[index] for index in indices))
         return (first, *further) if further else first
 
     return fake
+
+
+def empty_like(first: torch.Tensor, *further: torch.Tensor | None) -> list[torch.Tensor]:
+    """Memory for gradients, contiguous, in the order of the tensors; for `None` without elements,
+    since a custom operator returns tensors alone."""
+    return [
+        first.new_empty(0) if tensor is None else tensor.new_empty(tensor.shape)
+        for tensor in (first, *further)
+    ]
+
+
+def keep_inputs(
+    tensors: int, *outputs: int, first: int = 0, materialize_grads: bool = True
+) -> Keep:
+    """Save the inputs from number `first` to `tensors` and then these outputs for the backward
+    pass; the further inputs, which are no tensors, are `ctx.options`. `materialize_grads`: whether
+    gradients of unused outputs are zeros, or None.
+    """
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        # By default autograd makes a tensor of zeros for each undefined gradient.
+        if not materialize_grads:
+            ctx.set_materialize_grads(False)
+        ctx.options = inputs[tensors:]
+        ctx.save_for_backward(*inputs[first:tensors], *(output[index] for index in outputs))
+
+    return keep
+
+
+def needed(ctx: Any, gradients: Iterable[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
+    """The gradients of the first inputs, and None for inputs that need none."""
+    # `needs_input_grad` is False for inputs that are no tensors.
+    return tuple(
+        gradient if needs_grad else None
+        for gradient, needs_grad in zip_longest(gradients, ctx.needs_input_grad)
+    )

@@ -8,9 +8,10 @@ Calling an operation reads no flags and no context variables, so that `torch.com
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Generic, Literal, ParamSpec, TypeVar
+from typing import Any, Generic, Literal, ParamSpec, TypeVar
 
 import torch
 
@@ -64,7 +65,6 @@ class Op(Generic[P, R]):
     no longer than a few such checks."""
 
     def __post_init__(self) -> None:
-        """Find the available implementations."""
         available = tuple(backend for backend in self.fast.values() if backend.is_auto_selectable)
         object.__setattr__(self, "available", available)
 
@@ -76,7 +76,6 @@ class Op(Generic[P, R]):
         return self.reference(*args, **kwargs)
 
     def is_fast(self, *args: P.args, **kwargs: P.kwargs) -> bool:
-        """Whether a call with these inputs would run a fast backend."""
         reasons = (backend.unsupported_reason(*args, **kwargs) for backend in self.available)
         return any(reason is None for reason in reasons)
 
@@ -111,6 +110,24 @@ class Op(Generic[P, R]):
         return run_or_raise
 
 
+def triton_backend(
+    function: str, unsupported_reason: Callable[..., str | None] | str
+) -> dict[str, KernelImpl[..., Any]]:
+    """The backend `triton` of an operation: a function of this package, as "module:function", and
+    `unsupported_reason` or its name in the same module.
+
+    Without Triton there is none, and the module cannot be imported.
+    """
+    if not HAS_TRITON:
+        return {}
+    # Imported by name, after the check: the module imports triton.
+    module_name, name = function.split(":")
+    module = import_module(f"penstock_kernels.{module_name}")
+    is_name = isinstance(unsupported_reason, str)
+    reason = getattr(module, unsupported_reason) if is_name else unsupported_reason
+    return {"triton": KernelImpl(getattr(module, name), reason, language="triton")}
+
+
 def cache_home() -> Path:
     """The user's folder for small cached files (XDG)."""
     if root := os.environ.get("PENSTOCK_CACHE_HOME"):
@@ -133,6 +150,21 @@ def needs_cuda(*tensors: torch.Tensor) -> str | None:
         names = ", ".join(sorted(map(str, devices)))
         return f"its tensors are on {names}, and cuda:{current} is the current device"
     return None
+
+
+def tensors_among(*args: Any, **kwargs: Any) -> list[torch.Tensor]:
+    """The tensors among the arguments of an operation."""
+    return [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+
+
+def tensors_need_cuda(*args: Any, **kwargs: Any) -> str | None:
+    """`needs_cuda` of all tensors among the arguments of an operation."""
+    return needs_cuda(*tensors_among(*args, **kwargs))
+
+
+def supports_all(*args: object, **kwargs: object) -> None:
+    """No reason: of a backend that supports whatever its reference does."""
+    del args, kwargs
 
 
 def needs_floats(*tensors: torch.Tensor) -> str | None:

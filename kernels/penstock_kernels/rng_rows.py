@@ -1,4 +1,5 @@
-"""Keys for counter-based random numbers of matrices whose rows belong to several tensors.
+"""Counter-based random numbers (Philox4x32-10), also of matrices whose rows belong to several
+tensors, each with its key. The reference; on Triton `tl.philox` is the same.
 
 Fused projections and stacks of experts are such matrices. An element's random number is a function
 of its tensor's key and of its row and column there, so it does not depend on sharding or fusion.
@@ -11,11 +12,16 @@ from itertools import accumulate
 
 import torch
 
-from penstock_kernels.philox import WORD, philox
 from penstock_kernels.to_device import to_device
 
 AT_ONCE = 1 << 18
 """Random numbers generated at a time: their words, 64 bits each here, fit the caches."""
+
+ROUNDS = 10
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+INCREMENTS = (0x9E3779B9, 0xBB67AE85)
+WORD = 0xFFFFFFFF
+"""The largest number of 32 bits; tensors hold such numbers as int64."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +33,31 @@ class RowKeys:
     """64 bits: the key of the tensor's random numbers."""
     first_row: int = 0
     """Index of the first row in the full tensor."""
+
+
+def philox(counter: Sequence[torch.Tensor], key: int) -> tuple[torch.Tensor, ...]:
+    """Four random words of 32 bits for each counter of four words; broadcasts.
+
+    With a key of 64 bits (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3",
+    section 5.1.2).
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key & WORD, key >> 32
+    for _ in range(ROUNDS):
+        high_0, low_0 = _product(c0, MULTIPLIERS[0])
+        high_2, low_2 = _product(c2, MULTIPLIERS[1])
+        c0, c1, c2, c3 = high_2 ^ c1 ^ k0, low_2, high_0 ^ c3 ^ k1, low_0
+        k0, k1 = (k0 + INCREMENTS[0]) & WORD, (k1 + INCREMENTS[1]) & WORD
+    return c0, c1, c2, c3
+
+
+def _product(uint32: torch.Tensor, by: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The high and the low word of a product of two words, the second at least 2^31.
+
+    Computed with 2^32 minus the second word, so that the product fits a signed 64-bit integer.
+    """
+    less = uint32 * (by - 2**32)
+    return (less >> 32) + uint32, less & WORD
 
 
 def require_rows(shape: Sequence[int], runs: Sequence[RowKeys], first_column: int) -> None:
@@ -68,10 +99,18 @@ def words(
     Philox4x32-10 of the counter (group, low half of the row, high half of it, `purpose`) and the
     run's key; rows and columns are indices in the full tensor.
     """
-    groups_G = torch.arange(first_column // 4, -(-(first_column + columns) // 4), device=device)
-    number_R1 = torch.arange(run.rows, device=device)[:, None] + run.first_row
-    low_R1, high_R1 = number_R1 & WORD, number_R1 >> 32
-    return philox((groups_G, low_R1, high_R1, torch.full_like(low_R1, purpose)), run.key)
+    numbers_R = torch.arange(run.rows, device=device) + run.first_row
+    return words_of_rows(numbers_R, run.key, first_column, columns, purpose)
+
+
+def words_of_rows(
+    numbers_R: torch.Tensor, key: int, first_column: int, columns: int, purpose: int
+) -> tuple[torch.Tensor, ...]:
+    """The same for rows of these numbers, int64."""
+    end_group = -(-(first_column + columns) // 4)
+    groups_G = torch.arange(first_column // 4, end_group, device=numbers_R.device)
+    low_R1, high_R1 = numbers_R[:, None] & WORD, (numbers_R[:, None] >> 32) & WORD
+    return philox((groups_G, low_R1, high_R1, torch.full_like(low_R1, purpose)), key)
 
 
 def side_by_side(four: Sequence[torch.Tensor], first_column: int, columns: int) -> torch.Tensor:
@@ -85,16 +124,14 @@ def copy_tables(
     """Tables of the runs for kernels, each int64 [3, runs]: the end of a run's rows, its key, and
     the offset of its rows in their tensor. One copy to the device for all.
     """
-    numbers = [number for runs in runs_of_tensors for row in _table(runs) for number in row]
+    numbers: list[int] = []
+    for runs in runs_of_tensors:
+        ends = list(accumulate(run.rows for run in runs))
+        numbers += ends
+        # Two's complement: PyTorch has no arithmetic for uint64, and the bits are what counts.
+        numbers += [run.key - 2**64 if run.key >= 2**63 else run.key for run in runs]
+        # A run's rows begin at its end less its length; added to a row, this gives the tensor's.
+        numbers += [run.first_row + run.rows - end for run, end in zip(runs, ends, strict=True)]
     copied = to_device(torch.tensor(numbers), device)
     tables = copied.split([3 * len(runs) for runs in runs_of_tensors])
     return [part.view(3, -1) for part in tables]
-
-
-def _table(runs: Sequence[RowKeys]) -> tuple[list[int], list[int], list[int]]:
-    ends = list(accumulate(run.rows for run in runs))
-    # Two's complement: PyTorch has no arithmetic for uint64, and the bits are what counts.
-    keys = [run.key - 2**64 if run.key >= 2**63 else run.key for run in runs]
-    # A run's rows begin at its end less its length; added to a row, this gives the tensor's row.
-    further = [run.first_row + run.rows - end for run, end in zip(runs, ends, strict=True)]
-    return ends, keys, further

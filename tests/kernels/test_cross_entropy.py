@@ -22,8 +22,7 @@ from penstock_kernels.cross_entropy import (
     tally,
 )
 from penstock_kernels.cross_entropy.loss_terms import losses, slopes
-from penstock_kernels.cross_entropy.passes import turn_, two_pass
-from penstock_kernels.cross_entropy.several import slope_by_, tally_by
+from penstock_kernels.cross_entropy.passes import slope_by_, tally_by, turn_, two_pass
 from penstock_kernels.op import UnsupportedError
 from tests.kernels.where import DEVICE, needs_triton
 from tests.turns import one_day_in

@@ -174,7 +174,7 @@ def test_the_last_row_is_dropped_by_its_own_draws():
 @pytest.mark.parametrize("states", [torch.float32, torch.bfloat16], ids=str)
 def test_the_last_row_of_a_matrix_is_updated(states):
     from penstock_kernels.adamw import reference, triton
-    from penstock_kernels.adamw.settings import Settings
+    from penstock_kernels.adamw.reference import Settings
 
     settings = Settings(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, step=3)
     kinds = (torch.bfloat16, torch.bfloat16, states, states)

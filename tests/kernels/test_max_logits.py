@@ -19,10 +19,7 @@ def exact(q_TNH, k_TKH, segments, scale, window):
     for length in segments.lengths:
         q, k = (x[first : first + length].double() for x in (q_TNH, k_TKH))
         k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
-        masks = (
-            segments.document_start_rows(first, length),
-            segments.document_run_ends(first, length),
-        )
+        masks = segments.document_masks(first, length)
         hidden = causal_window_mask(length, window, q.device, *masks)
         scores = torch.einsum("qnh,knh->nqk", q, k) * scale
         found.append(scores.masked_fill(hidden, float("-inf")).amax((1, 2)))

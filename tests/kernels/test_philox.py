@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from penstock_kernels.philox import philox
+from penstock_kernels.rng_rows import philox
 
 
 # The known answers that come with the authors' own implementation (Random123, philox4x32-10).

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from penstock_kernels.adamw.settings import Settings
+from penstock_kernels.adamw.reference import Settings
 
 SMALL = 1 << 16
 """Elements of a tensor that is concatenated: calls cost more than copies."""
@@ -44,6 +44,7 @@ def adamw_foreach_(
         if state.weight.numel() > concat_below:
             step_one(state, settings, adamw)
         elif state.weight.numel():
+            # A concatenation has one dtype and one device.
             key = tuple(
                 tensor if tensor is None else (tensor.dtype, tensor.device) for tensor in state
             )

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock_kernels.adamw.settings import Settings, require_step
+from penstock_kernels.adamw.reference import Settings, require_step
 from penstock_kernels.launch_sizes import cdiv, next_power_of_2
 from penstock_kernels.rng_rows import RowKeys, copy_tables
 from penstock_kernels.stochastic_rounding.draws import (
@@ -123,24 +123,15 @@ def adamw_(
     begins = 0 if runs is None else first_column
     if runs is not None and table is None:
         [table] = copy_tables([runs], weight.device)
+    tensors = weight, gradient, first, second, lost, table
+    rates = (
+        *(1 - settings.beta1, settings.beta2, 1 - settings.beta2, settings.eps),
+        *(settings.decay_factor, settings.step_size, settings.bias_correction2_sqrt),
+    )
     _step[(cdiv(R, rows), cdiv(begins % 4 + K, across))](
-        weight,
-        gradient,
-        first,
-        second,
-        lost,
-        table,
-        R,
-        K,
-        0 if runs is None else len(runs),
-        begins,
-        1 - settings.beta1,
-        settings.beta2,
-        1 - settings.beta2,
-        settings.eps,
-        settings.decay_factor,
-        settings.step_size,
-        settings.bias_correction2_sqrt,
+        *tensors,
+        *(R, K, 0 if runs is None else len(runs), begins),
+        *rates,
         ROWS=rows,
         ACROSS=across,
         RUNS=0 if runs is None else next_power_of_2(len(runs)),

@@ -67,8 +67,6 @@ def cpu_flash_attention(
 
 
 class _Lay(NamedTuple):
-    """How tokens become strips."""
-
     bucket: LengthBucket
     groups: int
     queries: int
@@ -111,27 +109,10 @@ class _Lay(NamedTuple):
 
 
 class _Strip(NamedTuple):
-    """One strip of some pairs."""
-
     pairs: slice
     number: int
     end: int
     """E."""
-
-
-class _Scratch:
-    """Reusable memory for one strip's rows: allocating memory costs a CPU as much as the
-    computation.
-    """
-
-    def __init__(self, like_PnRH: torch.Tensor, width: int, at_once: int, dtype: torch.dtype):
-        self._rows = like_PnRH.shape[2]
-        self._kept = like_PnRH.new_empty(at_once * self._rows * width, dtype=dtype)
-
-    def rows(self, strip: _Strip) -> torch.Tensor:
-        """[p, R, E], with p pairs at once."""
-        count = strip.pairs.stop - strip.pairs.start
-        return self._kept[: count * self._rows * strip.end].view(count, self._rows, strip.end)
 
 
 class _Walk:
@@ -139,17 +120,22 @@ class _Walk:
 
     def __init__(self, q_PnRH: torch.Tensor, k_PWH: torch.Tensor, lay: _Lay, low: torch.dtype):
         self._q_PnRH, self._k_PWH, self._lay = q_PnRH, k_PWH, lay
-        self.pairs, _, rows, _ = q_PnRH.shape
+        self.pairs, _, self.rows, _ = q_PnRH.shape
         self.width = k_PWH.shape[1]
-        fit = SCORES // (rows * self.width * q_PnRH.element_size())
+        fit = SCORES // (self.rows * self.width * q_PnRH.element_size())
         self.at_once = min(self.pairs, max(fit, torch.get_num_threads()))
         self._scores = self.scratch(q_PnRH.dtype)
         self._rounded = self.scratch(low)
         self._later = q_PnRH.new_full((lay.queries, lay.queries), float("-inf")).triu_(1)
 
-    def scratch(self, dtype: torch.dtype) -> _Scratch:
-        """For rows of numbers of any strip."""
-        return _Scratch(self._q_PnRH, self.width, self.at_once, dtype)
+    def scratch(self, dtype: torch.dtype) -> torch.Tensor:
+        # Reused by all strips: allocating memory costs a CPU as much as the computation.
+        return self._q_PnRH.new_empty(self.at_once * self.rows * self.width, dtype=dtype)
+
+    def rows_of(self, scratch: torch.Tensor, strip: _Strip) -> torch.Tensor:
+        """[p, R, E] of it, with p pairs at once."""
+        count = strip.pairs.stop - strip.pairs.start
+        return scratch[: count * self.rows * strip.end].view(count, self.rows, strip.end)
 
     def strips(self) -> Iterator[_Strip]:
         for first in range(0, self.pairs, self.at_once):
@@ -159,7 +145,7 @@ class _Walk:
 
     def probabilities(self, strip: _Strip) -> torch.Tensor:
         """[p, R, E] in fp32."""
-        scores = self._scores.rows(strip)
+        scores = self.rows_of(self._scores, strip)
         keys_pEH = self._k_PWH[strip.pairs, : strip.end]
         torch.bmm(self._q_PnRH[strip.pairs, strip.number], keys_pEH.mT, out=scores)
         queries = self._lay.queries
@@ -169,9 +155,9 @@ class _Walk:
 
     def rounded(self, x_pRE: torch.Tensor, strip: _Strip) -> torch.Tensor:
         """In the dtype of products, until the next is."""
-        if x_pRE.dtype == self._rounded.rows(strip).dtype:
+        if x_pRE.dtype == self._rounded.dtype:
             return x_pRE
-        return self._rounded.rows(strip).copy_(x_pRE)
+        return self.rows_of(self._rounded, strip).copy_(x_pRE)
 
 
 class _Strips(torch.autograd.Function):
@@ -213,7 +199,7 @@ class _Strips(torch.autograd.Function):
             probabilities = walk.probabilities(strip)
             weights = walk.rounded(probabilities, strip)
             dv_PWH[keys].add_(torch.bmm(weights.mT, dy_PnRH[index]))
-            slope = slopes.rows(strip)
+            slope = walk.rows_of(slopes, strip)
             torch.bmm(precise_dy_PnRH[index], precise_v_PWH[keys].mT, out=slope)
             # In place: the kernel reads a row of gradients before it writes that row.
             torch.ops.aten._softmax_backward_data.out(

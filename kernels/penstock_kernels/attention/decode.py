@@ -32,6 +32,7 @@ def decode_attention(
         y_BKGH = F.scaled_dot_product_attention(q_BKGH, k_BKCH, v_BKCH, attn_mask=sees, scale=scale)
         return y_BKGH.flatten(1, 2)
     wide = torch.promote_types(q_BNH.dtype, torch.float32)
+    # Autocast would cast the fp32 products down.
     with torch.autocast(q_BNH.device.type, enabled=False):
         scores = q_BKGH.to(wide) @ k_BKCH.to(wide).transpose(-1, -2) * scale
         if soft_cap is not None:

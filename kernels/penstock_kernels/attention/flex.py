@@ -46,10 +46,13 @@ def flex(
 ) -> torch.Tensor:
     """Same as the reference. On CPUs it is not compiled, and has no gradients."""
     # Imported late: it imports the compiler, which takes a second.
-    from torch.nn.attention.flex_attention import AuxRequest  # noqa: PLC0415
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention  # noqa: PLC0415
 
     q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in (q_TNH, k_TKH, v_TKH))
-    y_1NTH, aux = _function(q)(
+    # A compiled model compiles it with the rest.
+    is_compiled = q.is_cuda and not torch.compiler.is_compiling()
+    run: Callable[..., Any] = _compiled() if is_compiled else flex_attention
+    y_1NTH, aux = run(
         q,
         k,
         v,
@@ -61,13 +64,6 @@ def flex(
     )
     y_TNH = y_1NTH.squeeze(0).transpose(0, 1)
     return y_TNH if sinks_N is None else with_sinks(y_TNH, aux.lse.squeeze(0).t(), sinks_N)[0]
-
-
-def _function(q: torch.Tensor) -> Callable[..., Any]:
-    from torch.nn.attention.flex_attention import flex_attention  # noqa: PLC0415
-
-    # A compiled model compiles it with the rest.
-    return flex_attention if torch.compiler.is_compiling() or not q.is_cuda else _compiled()
 
 
 @cache

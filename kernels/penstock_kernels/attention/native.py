@@ -8,11 +8,10 @@ from typing import Any
 import torch
 
 from penstock_kernels.attention.block import native as block
-from penstock_kernels.attention.flash import unsupported_tensors
+from penstock_kernels.attention.flash import unsupported_inputs
 from penstock_kernels.attention.flex import flex, unsupported_width
 from penstock_kernels.attention.one_block import Block, attend
 from penstock_kernels.attention.segments import VarlenMetadata
-from penstock_kernels.attention.sinks import unsupported_sinks
 
 # torch.__version__ compares as versions do, where strings would put 2.9 after 2.12.
 ENABLE_GQA: Mapping[str, Any] = {"enable_gqa": True} if torch.__version__ >= "2.12" else {}
@@ -33,13 +32,9 @@ def unsupported_reason(
 ) -> str | None:
     """bf16 and fp16 on CUDA only."""
     del scale, window
-    if reason := unsupported_tensors(q_TNH, k_TKH, v_TKH) or unsupported_sinks(q_TNH, sinks_N):
+    if reason := unsupported_inputs(q_TNH, k_TKH, v_TKH, segments, sinks_N):
         return reason
-    if segments.num_tokens != q_TNH.shape[0]:
-        return f"q holds {q_TNH.shape[0]} tokens and the documents {segments.num_tokens}"
-    if _needs_flex(segments, soft_cap):
-        return unsupported_width(q_TNH)
-    return None
+    return unsupported_width(q_TNH) if _needs_flex(segments, soft_cap) else None
 
 
 def native(

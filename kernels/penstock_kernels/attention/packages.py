@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from penstock_kernels.attention.flash import unsupported_tensors
+from penstock_kernels.attention.flash import unsupported_inputs, unsupported_masks
 from penstock_kernels.attention.segments import VarlenMetadata
-from penstock_kernels.attention.sinks import gradient_of_sinks, unsupported_sinks
+from penstock_kernels.attention.sinks import gradient_of_sinks
 from penstock_kernels.flash_packages import HOPPER, PACKAGES
 
 
@@ -36,16 +36,12 @@ def unsupported_reason(
     """Why the package of that name does not support this; None if it does."""
     del scale
     package = PACKAGES[name]
-    if reason := unsupported_tensors(q_TNH, k_TKH, v_TKH) or unsupported_sinks(q_TNH, sinks_N):
+    if reason := unsupported_inputs(q_TNH, k_TKH, v_TKH, segments, sinks_N):
         return reason
-    if segments.num_tokens != q_TNH.shape[0]:
-        return f"q holds {q_TNH.shape[0]} tokens and the documents {segments.num_tokens}"
     if q_TNH.shape[-1] > package.widest:
         return f"heads are {q_TNH.shape[-1]} wide, and it takes up to {package.widest}"
-    if segments.start_rows is not None:
-        return "start rows hide some of a document's past, and it has causal masks and windows"
-    if segments.run_ends is not None:
-        return "runs of tokens are bidirectional, and it has causal masks and windows"
+    if reason := unsupported_masks(segments):
+        return reason
     if sinks_N is not None and not package.sinks:
         return "heads have sinks, and it has none"
     if soft_cap is not None and not package.soft_cap:
@@ -89,7 +85,6 @@ def _without_sinks(
     sinks_N: torch.Tensor | None = None,
     soft_cap: float | None = None,
 ) -> torch.Tensor:
-    """The call that versions 2 and 3 share."""
     assert sinks_N is None, "refused"
     y_TNH = varlen(
         q_TNH,

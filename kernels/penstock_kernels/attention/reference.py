@@ -43,9 +43,8 @@ def eager(
         scores_NLL = torch.einsum("qnh,knh->nqk", q_LNH, k_LNH).to(wide) * scale
         if soft_cap is not None:
             scores_NLL = (scores_NLL / soft_cap).tanh() * soft_cap
-        start_rows_L = segments.document_start_rows(first, length)
-        run_ends_L = segments.document_run_ends(first, length)
-        hidden_LL = causal_window_mask(length, window, q_TNH.device, start_rows_L, run_ends_L)
+        masks = segments.document_masks(first, length)
+        hidden_LL = causal_window_mask(length, window, q_TNH.device, *masks)
         scores_NLL = scores_NLL.masked_fill(hidden_LL, float("-inf"))
         if sinks_N is not None:
             sinks_NL1 = sinks_N.to(wide)[:, None, None].expand(-1, length, 1)

@@ -11,9 +11,8 @@ import torch.nn.functional as F
 
 from penstock_kernels.attention.block import sdpa as block
 from penstock_kernels.attention.cpu_strips import cpu_flash_attention, should_use
-from penstock_kernels.attention.custom_op import traced
-from penstock_kernels.attention.one_block import Block, attend
-from penstock_kernels.attention.segments import Layout, LengthBucket, VarlenMetadata
+from penstock_kernels.attention.one_block import Block, attend, traced
+from penstock_kernels.attention.segments import LengthBucket, VarlenMetadata
 from penstock_kernels.attention.sinks import unsupported_sinks
 
 _BLOCK = Block(block.block, block.block_backward)
@@ -68,7 +67,6 @@ def sdpa(
 
 
 def _is_plain(segments: VarlenMetadata, window: int | None, sinks_N: torch.Tensor | None) -> bool:
-    """Whether attention is causal within documents, without any other mask."""
     return (
         segments.effective_window(window) is None
         and segments.start_rows is None
@@ -88,12 +86,14 @@ def _by_buckets(
     if layout is None:
         return _attend(q_TNH, k_TKH, v_TKH, segments.buckets[0], scale)
     slots = [bucket.num_slots for bucket in segments.buckets]
-    q, k, v = (_to_slots(part, layout).split(slots) for part in (q_TNH, k_TKH, v_TKH))
+    to, back = layout.token_of_slot, layout.slot_of_token
+    q, k, v = (_ToSlots.apply(part, to, back).split(slots) for part in (q_TNH, k_TKH, v_TKH))
     rows = [
         _attend(q_SNH, k_SKH, v_SKH, bucket, scale)
         for q_SNH, k_SKH, v_SKH, bucket in zip(q, k, v, segments.buckets, strict=True)
     ]
-    return _to_tokens(rows[0] if len(rows) == 1 else torch.cat(rows), layout)
+    y_SNH = rows[0] if len(rows) == 1 else torch.cat(rows)
+    return _ToTokens.apply(y_SNH, back, to, layout.is_padding)
 
 
 def _attend(
@@ -159,11 +159,3 @@ class _ToTokens(torch.autograd.Function):
         back, padding = ctx.saved_tensors
         dy_SNH = dy_TNH.index_select(0, back).masked_fill_(padding[:, None, None], 0)
         return dy_SNH, None, None, None
-
-
-def _to_slots(x_TNH: torch.Tensor, layout: Layout) -> torch.Tensor:
-    return _ToSlots.apply(x_TNH, layout.token_of_slot, layout.slot_of_token)
-
-
-def _to_tokens(y_SNH: torch.Tensor, layout: Layout) -> torch.Tensor:
-    return _ToTokens.apply(y_SNH, layout.slot_of_token, layout.token_of_slot, layout.is_padding)

@@ -110,13 +110,15 @@ class VarlenMetadata:
             self.memo["chunks", size] = VarlenMetadata.of(lengths, self.cu_seqlens.device)
         return self.memo["chunks", size]
 
-    def document_start_rows(self, first: int, length: int) -> torch.Tensor | None:
-        """The start rows of a document, counted from its own first token."""
-        return None if self.start_rows is None else self.start_rows[first : first + length] - first
-
-    def document_run_ends(self, first: int, length: int) -> torch.Tensor | None:
-        """The run ends of a document, counted from its own first token."""
-        return None if self.run_ends is None else self.run_ends[first : first + length] - first
+    def document_masks(
+        self, first: int, length: int
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Start rows and run ends of a document, counted from its own first token."""
+        start_rows, run_ends = (
+            None if mask_T is None else mask_T[first : first + length] - first
+            for mask_T in (self.start_rows, self.run_ends)
+        )
+        return start_rows, run_ends
 
     def causal(self) -> "VarlenMetadata":
         """The same documents without bidirectional runs."""
@@ -226,6 +228,7 @@ def _layout(
     lengths: tuple[int, ...],
     device: torch.device,
 ) -> Layout:
+    # Made on the host, from the lengths: the device is not waited for.
     starts = (0, *accumulate(lengths))
     tokens, paddings = [], []
     for group, bucket in zip(groups, buckets, strict=True):

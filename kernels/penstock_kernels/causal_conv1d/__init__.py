@@ -4,7 +4,7 @@ each document of a packed micro-batch.
 T tokens, C channels, W taps, B documents.
 """
 
-from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -12,7 +12,14 @@ from penstock_kernels.attention.segments import VarlenMetadata
 from penstock_kernels.causal_conv1d import lean as _lean
 from penstock_kernels.causal_conv1d.reference import Activation, decode_step
 from penstock_kernels.causal_conv1d.reference import causal_conv1d as _reference
-from penstock_kernels.op import HAS_TRITON, KernelImpl, Op, needs_cuda, needs_floats
+from penstock_kernels.op import (
+    KernelImpl,
+    Op,
+    needs_cuda,
+    needs_floats,
+    tensors_among,
+    triton_backend,
+)
 
 __all__ = ["Activation", "causal_conv1d", "decode_step"]
 
@@ -28,7 +35,6 @@ def _mismatch(
     activation: Activation | None = None,
     initial_state_BWC: torch.Tensor | None = None,
 ) -> str | None:
-    """Why the arguments do not fit together; None: they do."""
     x, weight = tuple(x_TC.shape), tuple(weight_CW.shape)
     if (len(x), len(weight)) != (2, 2) or weight[0] != x[1] or not weight[1]:
         return f"x is {x} and its weight is {weight}"
@@ -44,29 +50,17 @@ def _mismatch(
     return None
 
 
-def _unsupported_on_cpu(
-    x_TC: torch.Tensor,
-    weight_CW: torch.Tensor,
-    bias_C: torch.Tensor | None,
-    segments: VarlenMetadata,
-    activation: Activation | None = None,
-    initial_state_BWC: torch.Tensor | None = None,
-) -> str | None:
+def _unsupported_on_cpu(x_TC: torch.Tensor, *args: Any, **kwargs: Any) -> str | None:
     if x_TC.device.type != "cpu":
         return f"its tensors are on {x_TC.device.type}, and it needs cpu"
-    return _mismatch(x_TC, weight_CW, bias_C, segments, activation, initial_state_BWC)
+    return _mismatch(x_TC, *args, **kwargs)
 
 
 def _unsupported_on_triton(
-    x_TC: torch.Tensor,
-    weight_CW: torch.Tensor,
-    bias_C: torch.Tensor | None,
-    segments: VarlenMetadata,
-    activation: Activation | None = None,
-    initial_state_BWC: torch.Tensor | None = None,
+    x_TC: torch.Tensor, weight_CW: torch.Tensor, *args: Any, **kwargs: Any
 ) -> str | None:
-    tensors = [x for x in (x_TC, weight_CW, bias_C, initial_state_BWC) if x is not None]
-    mismatch = _mismatch(x_TC, weight_CW, bias_C, segments, activation, initial_state_BWC)
+    tensors = tensors_among(x_TC, weight_CW, *args, **kwargs)
+    mismatch = _mismatch(x_TC, weight_CW, *args, **kwargs)
     if reason := needs_cuda(*tensors) or mismatch or needs_floats(*tensors):
         return reason
     if weight_CW.shape[1] > WIDEST:
@@ -74,14 +68,11 @@ def _unsupported_on_triton(
     return None
 
 
-_FAST: Mapping[str, KernelImpl[..., tuple[torch.Tensor, torch.Tensor]]] = {}
-if HAS_TRITON:
-    from penstock_kernels.causal_conv1d.triton import causal_conv1d as _triton
-
-    _FAST = {"triton": KernelImpl(_triton, _unsupported_on_triton, language="triton")}
-
 causal_conv1d = Op(
     "causal_conv1d",
     _reference,
-    {**_FAST, "lean": KernelImpl(_lean.causal_conv1d, _unsupported_on_cpu)},
+    {
+        **triton_backend("causal_conv1d.triton:causal_conv1d", _unsupported_on_triton),
+        "lean": KernelImpl(_lean.causal_conv1d, _unsupported_on_cpu),
+    },
 )

@@ -6,28 +6,22 @@ saved for the backward pass.
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any
 
 import torch
 
-from penstock_kernels.attention.segments import VarlenMetadata
-from penstock_kernels.causal_conv1d.reference import Activation
-from penstock_kernels.custom_op import operator
+from penstock_kernels.causal_conv1d.autograd import differentiable
 
 BLOCK = 2**16
 """Elements of a block."""
 
 
 def _documents(cu_seqlens: torch.Tensor) -> Iterator[tuple[int, slice]]:
-    """Numbers and tokens of documents."""
     bounds = cu_seqlens.tolist()
     for document, (start, end) in enumerate(pairwise(bounds)):
         yield document, slice(start, end)
 
 
 class _Taps:
-    """A kernel's weights in fp32, or fp64."""
-
     def __init__(self, weight_CW: torch.Tensor, bias_C: torch.Tensor | None, x: torch.Tensor):
         self.wide = torch.promote_types(x.dtype, torch.float32)
         # By how many tokens ago they read.
@@ -37,7 +31,6 @@ class _Taps:
         self.rows = max(16, BLOCK // max(1, x.shape[1]))
 
     def sums(self, inputs_LC: torch.Tensor) -> torch.Tensor:
-        """Of the rows from `before` on."""
         rows = len(inputs_LC) - self.before
         found_LC = inputs_LC[self.before :] * self.taps_WC[0]
         for ago in range(1, self.before + 1):
@@ -87,19 +80,6 @@ def _forward(
     return y_TC, final_BWC
 
 
-def _forward_fake(
-    x_TC: torch.Tensor,
-    weight_CW: torch.Tensor,
-    bias_C: torch.Tensor | None,
-    initial_BWC: torch.Tensor | None,
-    cu_seqlens: torch.Tensor,
-    silu: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    del bias_C, initial_BWC, silu
-    states = len(cu_seqlens) - 1, weight_CW.shape[1] - 1, x_TC.shape[1]
-    return x_TC.new_empty(x_TC.shape), x_TC.new_empty(states)
-
-
 def _backward(
     dy_TC: torch.Tensor,
     dfinal_BWC: torch.Tensor | None,
@@ -140,6 +120,7 @@ def _backward(
                 dtaps_WC[ago] += torch.linalg.vecdot(slopes_LC, inputs_LC[reached], dim=0)
             dbias_C += slopes_LC.sum(0)
             dx_TC[block] = dinputs_LC[before:]
+            # They belong to the block before, which adds its own.
             carried_WC = dinputs_LC[:before]
         if initial_BWC is not None:
             dinitial_BWC[document] = carried_WC
@@ -148,73 +129,5 @@ def _backward(
     return dx_TC, dweight_CW, dbias_C, dinitial_BWC
 
 
-def _backward_fake(
-    dy_TC: torch.Tensor,
-    dfinal_BWC: torch.Tensor | None,
-    x_TC: torch.Tensor,
-    weight_CW: torch.Tensor,
-    bias_C: torch.Tensor | None,
-    initial_BWC: torch.Tensor | None,
-    cu_seqlens: torch.Tensor,
-    silu: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    del dy_TC, dfinal_BWC, cu_seqlens, silu
-    absent = x_TC.new_empty(0)
-    dbias_C = absent if bias_C is None else bias_C.new_empty(bias_C.shape)
-    dinitial_BWC = absent if initial_BWC is None else initial_BWC.new_empty(initial_BWC.shape)
-    dweight_CW = weight_CW.new_empty(weight_CW.shape)
-    return x_TC.new_empty(x_TC.shape), dweight_CW, dbias_C, dinitial_BWC
-
-
-_gradients_of = operator("causal_conv1d_lean_gradients", _backward, fake=_backward_fake)
-
-
-def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Saves what the backward pass of both implementations needs."""
-    del output
-    # Mostly nobody has a gradient of the final states.
-    ctx.set_materialize_grads(False)
-    *tensors, ctx.silu = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def backward_by(gradients_of: Any) -> Any:
-    """The backward pass of both implementations, by an operator of gradients."""
-
-    def run(
-        ctx: Any, dy_TC: torch.Tensor | None, dfinal_BWC: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, ...]:
-        saved = ctx.saved_tensors
-        if dy_TC is None:
-            dy_TC = torch.zeros_like(saved[0])
-        gradients = gradients_of(dy_TC, dfinal_BWC, *saved, ctx.silu)
-        needs_grad = ctx.needs_input_grad
-        return (
-            *(x if wants else None for x, wants in zip(gradients, needs_grad, strict=False)),
-            None,
-            None,
-        )
-
-    return run
-
-
-_conv_of = operator(
-    "causal_conv1d_lean",
-    _forward,
-    fake=_forward_fake,
-    keep=save_inputs,
-    backward=backward_by(_gradients_of),
-)
-
-
-def causal_conv1d(
-    x_TC: torch.Tensor,
-    weight_CW: torch.Tensor,
-    bias_C: torch.Tensor | None,
-    segments: VarlenMetadata,
-    activation: Activation | None = None,
-    initial_state_BWC: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Same as the reference, except for the last bits of sums."""
-    inputs = x_TC, weight_CW, bias_C, initial_state_BWC
-    return _conv_of(*inputs, segments.cu_seqlens, activation == "silu")
+causal_conv1d = differentiable("causal_conv1d_lean", _forward, _backward)
+"""Same as the reference, except for the last bits of sums."""

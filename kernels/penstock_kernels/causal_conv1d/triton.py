@@ -10,10 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock_kernels.attention.segments import VarlenMetadata
-from penstock_kernels.causal_conv1d.lean import backward_by, save_inputs
-from penstock_kernels.causal_conv1d.reference import Activation
-from penstock_kernels.custom_op import operator
+from penstock_kernels.causal_conv1d.autograd import differentiable
 from penstock_kernels.launch_sizes import cdiv
 
 TILE = {"ROWS": 16, "BLOCK": 128, "num_warps": 4}
@@ -96,19 +93,8 @@ def _slopes(
     row = (start + position).to(tl.int64)
     dy = tl.load(dy_ptr + row * C + column, mask=inside, other=0).to(tl.float32)
     if SILU:
-        x = _sums(
-            x_ptr,
-            weight_ptr,
-            bias_ptr,
-            initial_ptr,
-            document,
-            start,
-            position,
-            column,
-            inside,
-            C,
-            WIDTH,
-        )
+        inputs = (x_ptr, weight_ptr, bias_ptr, initial_ptr)
+        x = _sums(*inputs, document, start, position, column, inside, C, WIDTH)
         share = tl.sigmoid(x)
         # The derivative of x times its sigmoid.
         dy *= share * (1 + x * (1 - share))
@@ -136,19 +122,8 @@ def _forward(
     column = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
     inside = (token < T) & (column < C)
     document, start, _ = _documents(cu_seqlens_ptr, token, num_documents)
-    y = _sums(
-        x_ptr,
-        weight_ptr,
-        bias_ptr,
-        initial_ptr,
-        document,
-        start,
-        token - start,
-        column,
-        inside,
-        C,
-        WIDTH,
-    )
+    inputs = (x_ptr, weight_ptr, bias_ptr, initial_ptr)
+    y = _sums(*inputs, document, start, token - start, column, inside, C, WIDTH)
     if SILU:
         y *= tl.sigmoid(y)
     tl.store(y_ptr + token.to(tl.int64) * C + column, y, mask=inside)
@@ -176,6 +151,7 @@ def _backward(
     BLOCK: tl.constexpr,
 ):
     """dx, and parts of the gradients of taps, [parts, WIDTH, C], and of the bias, [parts, C]."""
+    inputs = (dy_ptr, x_ptr, weight_ptr, bias_ptr, initial_ptr)
     part = tl.program_id(0)
     column = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
     # 4, for WIDTH is at most that, and Triton's ranges are powers of two.
@@ -190,38 +166,16 @@ def _backward(
         dx = tl.zeros([ROWS, BLOCK], tl.float32)
         for ago in tl.static_range(WIDTH):
             position = token - start + ago
-            slopes = _slopes(
-                dy_ptr,
-                x_ptr,
-                weight_ptr,
-                bias_ptr,
-                initial_ptr,
-                document,
-                start,
-                position,
-                column,
-                inside & (position < end - start),
-                C,
-                SILU,
-                WIDTH,
-            )
+            has_output = inside & (position < end - start)
+            slopes = _slopes(*inputs, document, start, position, column, has_output, C, SILU, WIDTH)
             weight_ptrs = weight_ptr + column * WIDTH + WIDTH - 1 - ago
             dx += slopes * tl.load(weight_ptrs, mask=column < C, other=0).to(tl.float32)
             # Here the slopes are those of this tile's own tokens: each is counted once.
             if ago == 0:
                 dbias += tl.sum(slopes, axis=0)[None, :]
                 for earlier in tl.static_range(WIDTH):
-                    x = _inputs(
-                        x_ptr,
-                        initial_ptr,
-                        document,
-                        start,
-                        position - earlier,
-                        column,
-                        inside,
-                        C,
-                        WIDTH,
-                    )
+                    tile = (document, start, position - earlier, column, inside)
+                    x = _inputs(x_ptr, initial_ptr, *tile, C, WIDTH)
                     summed = tl.sum(slopes * x, axis=0)[None, :]
                     # Registers have no index: the sum is added to its row, and 0 to the others.
                     dweight += tl.where(tap == WIDTH - 1 - earlier, summed, 0.0)
@@ -259,6 +213,7 @@ def _states(
 
     Both are WIDTH - 1 tokens of a document, its last ones or those before its first.
     """
+    inputs = (dy_ptr, x_ptr, weight_ptr, bias_ptr, initial_ptr)
     document = tl.program_id(0)
     column = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
     row = tl.arange(0, 4)[:, None]
@@ -270,21 +225,8 @@ def _states(
         state = tl.zeros([4, BLOCK], tl.float32)
         for ago in tl.static_range(1, WIDTH):
             position = row - (WIDTH - 1) + ago
-            slopes = _slopes(
-                dy_ptr,
-                x_ptr,
-                weight_ptr,
-                bias_ptr,
-                initial_ptr,
-                document,
-                start,
-                position,
-                column,
-                inside & (position >= 0) & (position < length),
-                C,
-                SILU,
-                WIDTH,
-            )
+            has_output = inside & (position >= 0) & (position < length)
+            slopes = _slopes(*inputs, document, start, position, column, has_output, C, SILU, WIDTH)
             weight_ptrs = weight_ptr + column * WIDTH + WIDTH - 1 - ago
             state += slopes * tl.load(weight_ptrs, mask=column < C, other=0).to(tl.float32)
         if dfinal_ptr is not None:
@@ -306,7 +248,6 @@ def _run(
     cu_seqlens: torch.Tensor,
     silu: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """y, and final states."""
     x, weight = x.contiguous(), weight.contiguous()
     initial = None if initial is None else initial.contiguous()
     (T, C), width, documents = x.shape, weight.shape[1], len(cu_seqlens) - 1
@@ -320,19 +261,6 @@ def _run(
         *(None, *inputs, None, cu_seqlens, final, C), BACKWARD=False, **kind, BLOCK=TILE["BLOCK"]
     )
     return y, final
-
-
-def _run_fake(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    initial: torch.Tensor | None,
-    cu_seqlens: torch.Tensor,
-    silu: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    del bias, initial, silu
-    states = len(cu_seqlens) - 1, weight.shape[1] - 1, x.shape[1]
-    return x.new_empty(x.shape), x.new_empty(states)
 
 
 def _gradients(
@@ -376,41 +304,5 @@ def _gradients(
     )
 
 
-def _gradients_fake(
-    dy: torch.Tensor,
-    dfinal: torch.Tensor | None,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    initial: torch.Tensor | None,
-    cu_seqlens: torch.Tensor,
-    silu: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    del dy, dfinal, cu_seqlens, silu
-    absent = x.new_empty(0)
-    dbias = absent if bias is None else bias.new_empty(bias.shape)
-    dinitial = absent if initial is None else initial.new_empty(initial.shape)
-    return x.new_empty(x.shape), weight.new_empty(weight.shape), dbias, dinitial
-
-
-_gradients_of = operator("causal_conv1d_gradients", _gradients, fake=_gradients_fake)
-_conv_of = operator(
-    "causal_conv1d",
-    _run,
-    fake=_run_fake,
-    keep=save_inputs,
-    backward=backward_by(_gradients_of),
-)
-
-
-def causal_conv1d(
-    x_TC: torch.Tensor,
-    weight_CW: torch.Tensor,
-    bias_C: torch.Tensor | None,
-    segments: VarlenMetadata,
-    activation: Activation | None = None,
-    initial_state_BWC: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Same as the reference."""
-    inputs = x_TC, weight_CW, bias_C, initial_state_BWC
-    return _conv_of(*inputs, segments.cu_seqlens, activation == "silu")
+causal_conv1d = differentiable("causal_conv1d", _run, _gradients)
+"""Same as the reference."""

@@ -1,11 +1,9 @@
 """gpt-oss's clamped SwiGLU, with one added to the up projection; on Triton in one pass each way."""
 
-from collections.abc import Mapping
-
 import torch
 
 from penstock_kernels.clamped_swiglu.reference import clamped_gate as _reference
-from penstock_kernels.op import HAS_TRITON, KernelImpl, Op, needs_cuda, needs_floats
+from penstock_kernels.op import Op, needs_cuda, needs_floats, triton_backend
 
 __all__ = ["clamped_gate"]
 
@@ -19,10 +17,5 @@ def _unsupported_reason(both_T2F: torch.Tensor, alpha: float, limit: float) -> s
     return needs_floats(both_T2F) or needs_cuda(both_T2F)
 
 
-_FAST: Mapping[str, KernelImpl[[torch.Tensor, float, float], torch.Tensor]] = {}
-if HAS_TRITON:
-    from penstock_kernels.clamped_swiglu.triton import clamped_gate as _triton
-
-    _FAST = {"triton": KernelImpl(_triton, _unsupported_reason, language="triton")}
-
+_FAST = triton_backend("clamped_swiglu.triton:clamped_gate", _unsupported_reason)
 clamped_gate = Op("clamped_gate", _reference, _FAST)

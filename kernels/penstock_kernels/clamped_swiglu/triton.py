@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock_kernels.custom_op import fake_like, operator
+from penstock_kernels.custom_op import fake_like, keep_inputs, operator
 from penstock_kernels.launch_sizes import cdiv
 
 BLOCK = 1024
@@ -55,14 +55,13 @@ def _backward(both_ptr, dy_ptr, dboth_ptr, alpha, limit, n, BLOCK: tl.constexpr)
 
 
 def _clamped_gate(gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
-    y = _clamped_gate_fake(gate_up, alpha, limit)
+    y = _clamped_gate_fake(gate_up)
     if n := y.numel():
         _forward[(cdiv(n, BLOCK),)](gate_up.contiguous(), y, alpha, limit, n, BLOCK=BLOCK)
     return y
 
 
-def _clamped_gate_fake(gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
-    del alpha, limit
+def _clamped_gate_fake(gate_up: torch.Tensor, *_: Any) -> torch.Tensor:
     return gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
 
 
@@ -78,19 +77,12 @@ def _gradient(gate_up: torch.Tensor, dy: torch.Tensor, alpha: float, limit: floa
 _gradient_of = operator("clamped_gate_gradient", _gradient, fake=fake_like(0))
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    del output
-    gate_up, ctx.alpha, ctx.limit = inputs
-    ctx.save_for_backward(gate_up)
-
-
 def _back(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    (gate_up,) = ctx.saved_tensors
-    return _gradient_of(gate_up, dy, ctx.alpha, ctx.limit), None, None
+    return _gradient_of(*ctx.saved_tensors, dy, *ctx.options), None, None
 
 
 _clamped_gate_of = operator(
-    "clamped_gate", _clamped_gate, fake=_clamped_gate_fake, keep=_keep, backward=_back
+    "clamped_gate", _clamped_gate, fake=_clamped_gate_fake, keep=keep_inputs(1), backward=_back
 )
 
 

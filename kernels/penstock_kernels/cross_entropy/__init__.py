@@ -6,10 +6,9 @@ from penstock_kernels.cross_entropy.linear import (
     linear_cross_entropies,
     linear_cross_entropy,
 )
-from penstock_kernels.cross_entropy.logits import linear_logits
 from penstock_kernels.cross_entropy.loss_terms import PLAIN, LossOptions, SoftmaxStats, VocabShard
 from penstock_kernels.cross_entropy.passes import Passes, slope_, tally
-from penstock_kernels.cross_entropy.sides import Product
+from penstock_kernels.cross_entropy.sides import Product, linear_logits
 
 __all__ = [
     "PLAIN",

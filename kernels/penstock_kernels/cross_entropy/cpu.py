@@ -43,7 +43,9 @@ def logits_to_grad_(
     for rows, y_RV in _blocks(logits_CV):
         bend_RV = _read(y_RV, logits_CV[rows], terms)
         torch.softmax(y_RV, 1, out=y_RV)
-        _to_slopes(y_RV, bend_RV, labels_C[rows], _of(slopes, rows))
+        floor = None if slopes.floor is None else slopes.floor[rows]
+        rises = LogitGradFactors(slopes.share[rows], slopes.hit[rows], floor)
+        _to_slopes(y_RV, bend_RV, labels_C[rows], rises)
         logits_CV[rows].copy_(y_RV)
 
 
@@ -89,7 +91,6 @@ def _to_shares(y_RV: torch.Tensor, label_R: torch.Tensor, stats: SoftmaxStats, r
 def _to_slopes(
     y_RV: torch.Tensor, bend_RV: torch.Tensor | None, label_R: torch.Tensor, rises: LogitGradFactors
 ) -> None:
-    """Replace probabilities by gradients of the logits."""
     y_RV.mul_(rises.share[:, None])
     if rises.floor is not None:
         y_RV.sub_(rises.floor[:, None])
@@ -97,13 +98,6 @@ def _to_slopes(
     y_RV.scatter_add_(1, label_R.clamp(min=0)[:, None], -hit_R[:, None])
     if bend_RV is not None:
         y_RV.mul_(bend_RV)
-
-
-def _of(rises: LogitGradFactors, rows: slice) -> LogitGradFactors:
-    floor_C = rises.floor
-    return LogitGradFactors(
-        rises.share[rows], rises.hit[rows], None if floor_C is None else floor_C[rows]
-    )
 
 
 def _unfilled(logits_CV: torch.Tensor, terms: LossOptions) -> SoftmaxStats:

@@ -77,22 +77,18 @@ class WeightGradient:
         self._is_empty = True
 
     def add(self, slope_CV: torch.Tensor, x_CK: torch.Tensor) -> None:
-        """Add a chunk's contribution."""
         beta = 0 if self._is_empty else 1
         if self._dtype == x_CK.dtype and self._whole_VK is not None:
             scaled_product_(self._whole_VK, slope_CV.t(), x_CK, self._scale, beta)
         elif x_CK.device.type == "cuda" and x_CK.itemsize == 2:
-            self._add_in_fp32(slope_CV, x_CK, beta)
+            # PyTorch multiplies 16-bit matrices into an fp32 sum on GPUs only.
+            stop = 0
+            for tile_RK in self._tiles:
+                start, stop = stop, stop + len(tile_RK)
+                scaled_product_(tile_RK, slope_CV[:, start:stop].t(), x_CK, self._scale, beta)
         else:
             self._add_by_tiles(slope_CV, x_CK)
         self._is_empty = False
-
-    def _add_in_fp32(self, slope_CV: torch.Tensor, x_CK: torch.Tensor, beta: int) -> None:
-        """PyTorch multiplies 16-bit matrices into an fp32 sum on GPUs only."""
-        stop = 0
-        for tile_RK in self._tiles:
-            start, stop = stop, stop + len(tile_RK)
-            scaled_product_(tile_RK, slope_CV[:, start:stop].t(), x_CK, self._scale, beta)
 
     def _add_by_tiles(self, slope_CV: torch.Tensor, x_CK: torch.Tensor) -> None:
         made_RK = x_CK.new_empty(min(self._each, slope_CV.shape[1]), x_CK.shape[1])

@@ -28,8 +28,13 @@ from penstock_kernels.cross_entropy.loss_terms import (
     losses,
     slopes,
 )
-from penstock_kernels.cross_entropy.passes import IMPLEMENTATIONS, Implementation, Passes
-from penstock_kernels.cross_entropy.several import slope_by_, tally_by
+from penstock_kernels.cross_entropy.passes import (
+    IMPLEMENTATIONS,
+    Implementation,
+    Passes,
+    slope_by_,
+    tally_by,
+)
 from penstock_kernels.cross_entropy.sides import (
     Product,
     SideGradients,
@@ -145,7 +150,6 @@ class _Work:
 
     @property
     def num_chunks(self) -> int:
-        """Number of chunks."""
         return -(-len(self.labels) // self.chunk)
 
     def tally(self, logits_CV: torch.Tensor, rows: slice) -> tuple[SoftmaxStats, SoftmaxStats]:
@@ -187,6 +191,7 @@ class _Summed(torch.autograd.Function):
         with torch.autocast(sides[0].device.type, enabled=False):
             needs_grad = any(ctx.needs_input_grad)
             total = _total(work, computed(sides), gradients if needs_grad else None)
+        # Gradients, and not inputs: backward only scales them.
         ctx.save_for_backward(*gradients.take())
         return total * scale
 
@@ -273,6 +278,7 @@ class _OfLogits(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         logits_CV, labels_C, own_C, whole_C = ctx.saved_tensors
         rises = slopes(own_C, whole_C, ctx.entries, ctx.terms, grads[0])
+        # `slope_` writes in place, and saved logits may be asked for again.
         slope_CV = logits_CV.clone()
         slope_by_(ctx.made_by.slope_, slope_CV, labels_C, own_C, rises, ctx.terms)
         return slope_CV, None, None, None, None

@@ -1,18 +1,23 @@
-"""Selects the implementation of the passes over a chunk's logits."""
+"""Selects the implementation of the passes over a chunk's logits, and extends them to tokens with
+several labels each, such as a teacher's top-k tokens.
+
+C tokens of a chunk, K labels of each, V entries of the local vocabulary.
+"""
 
 from collections.abc import Callable, Mapping
-from typing import Literal, NamedTuple
+from functools import cache
+from typing import Any, Literal, NamedTuple
 
 import torch
 
-from penstock_kernels.cross_entropy import compiled, cpu, reference
+from penstock_kernels.cross_entropy import cpu, reference
 from penstock_kernels.cross_entropy.loss_terms import (
     LogitGradFactors,
     LossOptions,
     SoftmaxStats,
     slopes,
 )
-from penstock_kernels.op import HAS_TRITON, KernelImpl, Op, needs_cuda
+from penstock_kernels.op import KernelImpl, Op, needs_cuda, triton_backend
 
 Passes = Literal["auto", "compiled"]
 """The best implementation for the logits, or the compiled reference."""
@@ -23,7 +28,6 @@ SlopeOf = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, LogitGradFactors, 
 
 
 def _mismatch(logits_CV: torch.Tensor, labels_C: torch.Tensor) -> str | None:
-    """Why the arguments do not fit together; None: they do."""
     if labels_C.shape != logits_CV.shape[:1]:
         return f"there are {tuple(labels_C.shape)} labels for logits of {tuple(logits_CV.shape)}"
     if labels_C.dtype != torch.int64:
@@ -57,27 +61,31 @@ def _unsupported_slope(
     return _unsupported_tally(logits_CV, labels_C, terms)
 
 
-def _off_cpu(logits_CV: torch.Tensor, labels_C: torch.Tensor, *args: object) -> str | None:
-    del args
+def _off_cpu(
+    logits_CV: torch.Tensor, labels_C: torch.Tensor, *args: Any, **kwargs: Any
+) -> str | None:
+    del args, kwargs
     if logits_CV.device.type != "cpu":
         return f"its tensors are on {logits_CV.device.type}, and it needs the cpu"
     return _mismatch(logits_CV, labels_C)
 
 
-_TALLY: dict[str, KernelImpl[[torch.Tensor, torch.Tensor, LossOptions], SoftmaxStats]] = {
-    "rows": KernelImpl(cpu.softmax_stats, _off_cpu)
-}
-_SLOPE: dict[
-    str, KernelImpl[[torch.Tensor, torch.Tensor, torch.Tensor, LogitGradFactors, LossOptions], None]
-] = {"rows": KernelImpl(cpu.logits_to_grad_, _off_cpu)}
-if HAS_TRITON:
-    from penstock_kernels.cross_entropy import triton
-
-    _TALLY = {"triton": KernelImpl(triton.tally, _unsupported_tally, language="triton"), **_TALLY}
-    _SLOPE = {"triton": KernelImpl(triton.slope_, _unsupported_slope, language="triton"), **_SLOPE}
-
-tally = Op("tally", reference.softmax_stats, _TALLY)
-slope_ = Op("slope_", reference.logits_to_grad_, _SLOPE)
+tally = Op(
+    "tally",
+    reference.softmax_stats,
+    {
+        **triton_backend("cross_entropy.triton:tally", _unsupported_tally),
+        "rows": KernelImpl(cpu.softmax_stats, _off_cpu),
+    },
+)
+slope_ = Op(
+    "slope_",
+    reference.logits_to_grad_,
+    {
+        **triton_backend("cross_entropy.triton:slope_", _unsupported_slope),
+        "rows": KernelImpl(cpu.logits_to_grad_, _off_cpu),
+    },
+)
 
 
 def two_pass(tally: TallyOf, slope_: SlopeOf) -> TurnOf:
@@ -105,11 +113,95 @@ class Implementation(NamedTuple):
     turn_: TurnOf
 
 
+@cache
+def _compiled(terms: LossOptions) -> tuple[Any, Any]:
+    """The reference as compiled by `torch.compile`: a loop or a kernel for each pass.
+
+    Compilation takes seconds, and a C++ compiler on a CPU.
+    """
+
+    def tally(logits_CV: torch.Tensor, labels_C: torch.Tensor) -> SoftmaxStats:
+        return reference.softmax_stats(logits_CV, labels_C, terms)
+
+    def slope_(
+        logits_CV: torch.Tensor,
+        labels_C: torch.Tensor,
+        log_sum_C: torch.Tensor,
+        share_C: torch.Tensor,
+        hit_C: torch.Tensor,
+        floor_C: torch.Tensor | None,
+    ) -> None:
+        slopes = LogitGradFactors(share_C, hit_C, floor_C)
+        reference.logits_to_grad_(logits_CV, labels_C, log_sum_C, slopes, terms)
+
+    # The last chunk has fewer tokens than the others.
+    return torch.compile(tally, dynamic=True), torch.compile(slope_, dynamic=True)
+
+
+# Compiled functions get `data`: a chunk is a view, and the number of rows of its base would be
+# compiled in.
+def _compiled_tally(
+    logits_CV: torch.Tensor, labels_C: torch.Tensor, terms: LossOptions
+) -> SoftmaxStats:
+    return _compiled(terms)[0](logits_CV.data, labels_C)
+
+
+def _compiled_slope_(
+    logits_CV: torch.Tensor,
+    labels_C: torch.Tensor,
+    log_sum_C: torch.Tensor,
+    slopes: LogitGradFactors,
+    terms: LossOptions,
+) -> None:
+    _compiled(terms)[1](logits_CV.data, labels_C, log_sum_C, *slopes)
+
+
 IMPLEMENTATIONS: Mapping[Passes, Implementation] = {
     "auto": Implementation(tally, slope_, turn_),
     "compiled": Implementation(
-        compiled.softmax_stats,
-        compiled.logits_to_grad_,
-        two_pass(compiled.softmax_stats, compiled.logits_to_grad_),
+        _compiled_tally, _compiled_slope_, two_pass(_compiled_tally, _compiled_slope_)
     ),
 }
+
+
+def tally_by(
+    tally: TallyOf, logits_CV: torch.Tensor, labels: torch.Tensor, terms: LossOptions
+) -> SoftmaxStats:
+    """A pass for labels [C], extended to labels [C, K] with a target for each, [C, K]. A label of
+    -1 is not among the logits.
+
+    The log-sum-exp is computed once for all labels of a token, by the pass with a label of -1.
+    """
+    if labels.dim() == 1:
+        return tally(logits_CV, labels, terms)
+    stats = tally(logits_CV, _nowhere(labels), terms)
+    own_CK = reference.capped(logits_CV.gather(1, labels.clamp(min=0)), terms)
+    return stats._replace(target=own_CK.masked_fill(labels < 0, 0))
+
+
+def slope_by_(
+    slope_: SlopeOf,
+    logits_CV: torch.Tensor,
+    labels: torch.Tensor,
+    log_sum_C: torch.Tensor,
+    slopes: LogitGradFactors,
+    terms: LossOptions,
+) -> None:
+    """A pass for labels [C], extended to labels [C, K] with a `hit` for each, [C, K]. Duplicate
+    labels of a token count twice.
+    """
+    if labels.dim() == 1:
+        slope_(logits_CV, labels, log_sum_C, slopes, terms)
+        return
+    at_CK, hit_CK = labels.clamp(min=0), slopes.hit.masked_fill(labels < 0, 0)
+    if terms.soft_cap is not None:
+        own_CK = reference.capped(logits_CV.gather(1, at_CK), terms)
+        hit_CK = hit_CK * (1 - (own_CK / terms.soft_cap).square())
+    # No floor: several labels have no smoothing.
+    shares = LogitGradFactors(slopes.share, torch.zeros_like(slopes.share), None)
+    slope_(logits_CV, _nowhere(labels), log_sum_C, shares, terms)
+    logits_CV.scatter_add_(1, at_CK, -hit_CK.to(logits_CV.dtype))
+
+
+def _nowhere(labels_CK: torch.Tensor) -> torch.Tensor:
+    return labels_CK.new_full(labels_CK.shape[:1], -1)

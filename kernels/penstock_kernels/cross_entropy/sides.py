@@ -1,18 +1,25 @@
-"""The operands of the products that add up to logits, and their gradients.
+"""The operands of the products that add up to logits, their gradients, and full logits.
 
 S tokens, C those of a chunk; V entries of the local vocabulary; K the contracted dimension of a
 product.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from penstock_kernels.cross_entropy.gradients import Scale, WeightGradient, scaled_product_
+from penstock_kernels.cross_entropy.gradients import (
+    Scale,
+    WeightGradient,
+    largest,
+    scaled_product_,
+)
 
 Product = tuple[torch.Tensor, torch.Tensor]
 """Rows [S, K] and a matrix [V, K]."""
+
+ALL = slice(None)
 
 
 class Sides(NamedTuple):
@@ -56,7 +63,6 @@ class SideGradients:
         ]
 
     def add(self, rows: slice, slope_CV: torch.Tensor, sides: Sides) -> None:
-        """Add the gradients of a chunk."""
         for found_SK, matrix_VK in zip(self._rows, sides.matrices, strict=True):
             if found_SK is not None:
                 scaled_product_(found_SK[rows], slope_CV, matrix_VK, self._scale)
@@ -82,6 +88,7 @@ def seen_by_autograd(products: Sequence[Product]) -> list[torch.Tensor]:
 
 def computed(sides: Sequence[torch.Tensor]) -> Sides:
     """The operands, cast to the dtype of the first rows."""
+    # `to` copies nothing where the dtype is the same.
     cast = [operand.to(sides[0].dtype) for operand in sides]
     return Sides(cast[::2], cast[1::2])
 
@@ -89,3 +96,38 @@ def computed(sides: Sequence[torch.Tensor]) -> Sides:
 def precise(x: torch.Tensor) -> torch.dtype:
     """The dtype of sums over the vocabulary."""
     return torch.promote_types(x.dtype, torch.float32)
+
+
+def linear_logits(products: Sequence[Product]) -> torch.Tensor:
+    """The sum of products `x_i @ w_i.T`, [S, V], in fp32 (fp64 of fp64).
+
+    Products are computed and rounded in the dtype of the first's rows, to which everything else is
+    cast.
+
+    PyTorch gives a product's output and its gradient one dtype. In bf16 the gradients of a mean's
+    logits, such as (probability - 1) / 513, would be rounded as if 1/513 were 1/512. So logits are
+    fp32, and their gradient is divided by its maximum, rounded, and multiplied by that maximum in
+    fp32 after the matmul.
+    """
+    return _Logits.apply(*seen_by_autograd(products))
+
+
+class _Logits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *sides: torch.Tensor) -> torch.Tensor:
+        first_SK, first_VK = sides[:2]
+        logits_SV = first_SK.new_empty(len(first_SK), len(first_VK))
+        with torch.autocast(first_SK.device.type, enabled=False):
+            computed(sides).multiplied(ALL, logits_SV)
+        ctx.save_for_backward(*sides)
+        return logits_SV.to(precise(first_SK))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        sides = ctx.saved_tensors
+        dtype = sides[0].dtype
+        scale = largest(grads[0]) if dtype != grads[0].dtype else 1.0
+        gradients = SideGradients(ctx.needs_input_grad, sides, 1, scale)
+        slope_SV = (grads[0] / scale).to(dtype)
+        gradients.add(ALL, slope_SV, computed(sides))
+        return tuple(gradients.take())

@@ -138,15 +138,9 @@ def tally(logits_CV: torch.Tensor, labels_C: torch.Tensor, terms: LossOptions) -
     target_C = torch.empty_like(log_sum_C)
     total_C = torch.empty_like(log_sum_C) if terms.smoothing else None
     if count:
+        tensors = logits_CV, labels_C, log_sum_C, target_C, total_C
         _tally[(count,)](
-            logits_CV,
-            labels_C,
-            log_sum_C,
-            target_C,
-            total_C,
-            width,
-            logits_CV.stride(0),
-            terms.soft_cap or 1.0,
+            *(*tensors, width, logits_CV.stride(0), terms.soft_cap or 1.0),
             CAPPED=terms.soft_cap is not None,
             SMOOTHED=total_C is not None,
             BLOCK=BLOCK,
@@ -169,15 +163,8 @@ def slope_(
 
     def launch(logits_CV: torch.Tensor, tile: Tile) -> None:
         _slope[(len(logits_CV), cdiv(width, tile.block))](
-            logits_CV,
-            labels_C,
-            log_sum_C,
-            slopes.share,
-            slopes.hit,
-            slopes.floor,
-            width,
-            logits_CV.stride(0),
-            terms.soft_cap or 1.0,
+            *(logits_CV, labels_C, log_sum_C, *slopes),
+            *(width, logits_CV.stride(0), terms.soft_cap or 1.0),
             CAPPED=terms.soft_cap is not None,
             SMOOTHED=slopes.floor is not None,
             BLOCK=tile.block,

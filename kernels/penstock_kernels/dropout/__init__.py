@@ -4,25 +4,20 @@ So it does not depend on sharding or on the order of computation, and is recompu
 pass.
 """
 
-from collections.abc import Mapping
+from typing import Any
 
 import torch
 
-from penstock_kernels.dropout.operators import dropping, on_host
 from penstock_kernels.dropout.reference import drop as _reference
-from penstock_kernels.op import HAS_TRITON, KernelImpl, Op, needs_cuda
+from penstock_kernels.dropout.reference import dropping, on_host
+from penstock_kernels.op import Op, needs_cuda, triton_backend
 
 __all__ = ["dropout", "on_host"]
 
 
 def _unsupported_reason(
-    x_TF: torch.Tensor,
-    places_T: torch.Tensor,
-    rate: float | torch.Tensor,
-    key: int | torch.Tensor,
-    first_feature: int = 0,
+    x_TF: torch.Tensor, places_T: torch.Tensor, *_: Any, **__: Any
 ) -> str | None:
-    del rate, key, first_feature
     if x_TF.ndim != 2 or x_TF.shape[:1] != places_T.shape:
         return f"x is {tuple(x_TF.shape)} and its places are {tuple(places_T.shape)}"
     if x_TF.dtype == torch.float64:
@@ -30,12 +25,5 @@ def _unsupported_reason(
     return needs_cuda(x_TF, places_T)
 
 
-_FAST: Mapping[str, KernelImpl[..., torch.Tensor]] = {}
-if HAS_TRITON:
-    from penstock_kernels.dropout.triton import drop as _triton
-
-    _FAST = {
-        "triton": KernelImpl(dropping("triton", _triton), _unsupported_reason, language="triton")
-    }
-
+_FAST = triton_backend("dropout.triton:dropout", _unsupported_reason)
 dropout = Op("dropout", dropping("reference", _reference), _FAST)

@@ -6,8 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock_kernels.dropout.reference import keep_threshold
+from penstock_kernels.dropout.reference import dropping, keep_threshold
 from penstock_kernels.launch_sizes import cdiv
+from penstock_kernels.rng_rows import WORD
 
 GROUPS = 256
 """Groups of four features in a program: one draw makes four words."""
@@ -47,19 +48,13 @@ def drop(
     # Of the full tensor: a shard that begins or ends within a group draws for all of it.
     groups = -(-(first_feature + F) // 4) - first_feature // 4
     if x_TF.numel():
-        _drop[(T, cdiv(groups, GROUPS))](
-            x_TF,
-            places_T,
-            y_TF,
-            F,
-            first_feature,
-            _signed(keep_threshold(rate)),
-            1 / (1 - rate),
-            _signed(key & 0xFFFFFFFF),
-            _signed(key >> 32),
-            GROUPS=GROUPS,
-        )
+        least, low, high = map(_signed, (keep_threshold(rate), key & WORD, key >> 32))
+        numbers = F, first_feature, least, 1 / (1 - rate), low, high
+        _drop[(T, cdiv(groups, GROUPS))](x_TF, places_T, y_TF, *numbers, GROUPS=GROUPS)
     return y_TF
+
+
+dropout = dropping("triton", drop)
 
 
 def _signed(uint32: int) -> int:

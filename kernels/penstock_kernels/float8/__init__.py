@@ -1,8 +1,15 @@
 """FP8 linear layers: formats, scales, matmuls and a layer."""
 
-from penstock_kernels.float8.amax import amax, largest_of_part
-from penstock_kernels.float8.float8_matrix import BLOCK, Float8Matrix, Sharing, shape_of_scales
-from penstock_kernels.float8.formats import Kind, compute_scales
+from penstock_kernels.float8.float8_matrix import (
+    BLOCK,
+    Float8Matrix,
+    Kind,
+    Sharing,
+    amax,
+    compute_scales,
+    largest_of_part,
+    shape_of_scales,
+)
 from penstock_kernels.float8.linear import linear
 from penstock_kernels.float8.matmuls import (
     ALONE,

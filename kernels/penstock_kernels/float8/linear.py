@@ -3,14 +3,14 @@
 T rows of x, K columns in, N out.
 """
 
-# pyright: reportIncompatibleMethodOverride=false
+# pyright: reportIncompatibleMethodOverride=false, reportArgumentType=false
 
 from typing import Any
 
 import torch
 
-from penstock_kernels.float8.custom_op import float8_linear
-from penstock_kernels.float8.float8_matrix import Float8Matrix
+from penstock_kernels.custom_op import keep_inputs, operator
+from penstock_kernels.float8.float8_matrix import Float8Matrix, shape_of_scales
 from penstock_kernels.float8.matmuls import (
     ALONE,
     AmaxReduceGroups,
@@ -46,7 +46,9 @@ def linear(
         assert agreement == ALONE
         # FSDP gathers in FP8 only where layers are not compiled.
         assert not isinstance(weight_NK, Float8WeightShard)
-        y_TN = float8_linear(x_TK, weight_NK, scheme)
+        # An operator's schema has strings and numbers, and no dataclasses.
+        fields = [scheme.recipe, scheme.gradients, scheme.input_gradient, scheme.weight_gradient]
+        y_TN = _linear_of(x_TK, weight_NK, " ".join(fields), scheme.block or 0)[0]
     else:
         y_TN = _Linear.apply(x_TK, weight_NK, scheme, agreement)
     # FSDP warns about views.
@@ -81,3 +83,57 @@ class _Linear(torch.autograd.Function):
             dy_TN, x, weight_NK, scales, ctx.scheme, ctx.agreement, needs_grad=needs_grad
         )
         return *results, None, None
+
+
+def _scheme(fields: str, block: int) -> Float8Recipe:
+    return Float8Recipe(*fields.split(), block=block or None)
+
+
+def _forward(
+    x: torch.Tensor, weight: torch.Tensor, scheme: str, block: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    y, _, coded = outputs(x, weight, _scheme(scheme, block), ALONE)
+    return y, coded.scales
+
+
+def _forward_fake(
+    x: torch.Tensor, weight: torch.Tensor, scheme: str, block: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = shape_of_scales(_scheme(scheme, block).of_weights, *weight.shape)
+    y = x.new_empty((x.shape[0], weight.shape[0]))
+    return y, x.new_empty(shape, dtype=torch.float32)
+
+
+def _gradients(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    scheme: str,
+    block: int,
+    wants_x: bool,
+    wants_weight: bool,
+) -> list[torch.Tensor]:
+    needs_grad = wants_x, wants_weight
+    results = gradients(dy, x, weight, scales, _scheme(scheme, block), ALONE, needs_grad=needs_grad)
+    # A list of an operator's holds no None, and its tensors lie as those of the fake one do.
+    return [gradient.contiguous() for gradient in results if gradient is not None]
+
+
+def _gradients_fake(
+    _: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *args: Any
+) -> list[torch.Tensor]:
+    sides = zip((x, weight), args[-2:], strict=True)
+    return [operand.new_empty(operand.shape) for operand, is_wanted in sides if is_wanted]
+
+
+def _back(ctx: Any, dy: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+    needs_grad = ctx.needs_input_grad[:2]
+    results = iter(_gradients_of(dy, *ctx.saved_tensors, *ctx.options, *needs_grad))
+    return *(next(results) if is_wanted else None for is_wanted in needs_grad), None, None
+
+
+_gradients_of = operator("float8_linear_gradients", _gradients, fake=_gradients_fake)
+_linear_of = operator(
+    "float8_linear", _forward, fake=_forward_fake, keep=keep_inputs(2, 1), backward=_back
+)

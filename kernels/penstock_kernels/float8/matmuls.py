@@ -11,9 +11,13 @@ from typing import Literal
 
 import torch
 
-from penstock_kernels.float8.amax import amax
-from penstock_kernels.float8.float8_matrix import Float8Matrix, Sharing
-from penstock_kernels.float8.formats import Kind, compute_scales
+from penstock_kernels.float8.float8_matrix import (
+    Float8Matrix,
+    Kind,
+    Sharing,
+    amax,
+    compute_scales,
+)
 from penstock_kernels.float8.hadamard import factors, turn
 from penstock_kernels.float8.operations import multiply, quantize, transpose
 from penstock_kernels.float8.weight import Float8WeightShard
@@ -52,7 +56,6 @@ class Float8Recipe:
 
     @property
     def of_weights(self) -> Sharing:
-        """Sharing of scales in W."""
         return SHARING[self.recipe][1]
 
 
@@ -113,6 +116,7 @@ def outputs(
     x = coded(
         turned(x_TK, scheme.block), "e4m3", scheme.of_rows, agreement.tokens, agreement.inputs
     )
+    # All-gathered in FP8: it has been coded by its shards.
     if isinstance(weight_NK, Float8WeightShard):
         weight = weight_NK.coded
     else:

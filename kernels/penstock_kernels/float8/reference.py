@@ -5,9 +5,17 @@ R rows, C columns; M and N rows of two matrices, K columns (the contracted dimen
 
 import torch
 
-from penstock_kernels.float8.amax import amax
-from penstock_kernels.float8.float8_matrix import Float8Matrix, Sharing, Sums, spread
-from penstock_kernels.float8.formats import Kind, cast_to_fp8, compute_scales
+from penstock_kernels.float8.float8_matrix import (
+    DTYPES,
+    MOST,
+    Float8Matrix,
+    Kind,
+    Sharing,
+    Sums,
+    amax,
+    compute_scales,
+    spread,
+)
 
 
 def quantize(
@@ -20,7 +28,9 @@ def quantize(
     if scales is None:
         scales = compute_scales(amax(x_RC, sharing), kind)
     scaled = x_RC.float() / spread(scales, sharing, *x_RC.shape)
-    return Float8Matrix(cast_to_fp8(scaled, kind).contiguous(), scales, sharing)
+    # The nearest values, ties to even; larger ones saturate.
+    codes = scaled.clamp(-MOST[kind], MOST[kind]).to(DTYPES[kind])
+    return Float8Matrix(codes.contiguous(), scales, sharing)
 
 
 def multiply(

@@ -16,11 +16,9 @@ import triton
 import triton.language as tl
 
 from penstock_kernels.custom_op import operator
-from penstock_kernels.float8.float8_matrix import BLOCK, Float8Matrix, Sums
-from penstock_kernels.float8.formats import DTYPES, Kind
-from penstock_kernels.float8.triton_quantize import has_float8
+from penstock_kernels.float8.float8_matrix import BLOCK, DTYPES, Float8Matrix, Sums
 from penstock_kernels.launch_sizes import cdiv
-from penstock_kernels.op import INTERPRETED, needs_cuda
+from penstock_kernels.op import INTERPRETED
 from penstock_kernels.quant.triton_numbers import from_e4m3, to_bf16_grid
 
 TILE = 128
@@ -105,16 +103,10 @@ def _run(
     (M, K), N = a.shape, len(b)
     y = a.new_empty((M, N), dtype=dtype)
     if y.numel():
+        # The interpreter takes codes as bytes.
+        codes = (a, b) if INTERPRETED else (a.view(DTYPES[a_kind]), b.view(DTYPES[b_kind]))
         _multiply[(cdiv(M, TILE) * cdiv(N, TILE),)](
-            a if INTERPRETED else a.view(DTYPES[a_kind]),
-            b if INTERPRETED else b.view(DTYPES[b_kind]),
-            a_scales,
-            b_scales,
-            y,
-            M,
-            N,
-            K,
-            a_scales.shape[1],
+            *(*codes, a_scales, b_scales, y, M, N, K, a_scales.shape[1]),
             A_KIND=a_kind,
             B_KIND=b_kind,
             A_ROWS=BLOCK if "a" in tiles else 1,
@@ -131,8 +123,7 @@ def _run(
 
 
 def _fake(a: torch.Tensor, b: torch.Tensor, *args: Any) -> torch.Tensor:
-    *_, dtype = args
-    return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=args[-1])
 
 
 _product = operator("float8_multiply", _run, fake=_fake)
@@ -143,33 +134,9 @@ def multiply(
 ) -> torch.Tensor:
     """Same as the reference, except for the order of sums."""
     del sums
-    named = {"a": a_MK, "b": b_NK}
-    tiles = "".join(name for name, matrix in named.items() if matrix.sharing == "tiles")
+    matrices = {"a": a_MK, "b": b_NK}
+    tiles = "".join(name for name, matrix in matrices.items() if matrix.sharing == "tiles")
     codes = (matrix.codes.view(torch.uint8) for matrix in (a_MK, b_NK))
     scales = (matrix.scales.contiguous() for matrix in (a_MK, b_NK))
-    return _product(*codes, *scales, _kind(a_MK), _kind(b_NK), tiles, dtype)
-
-
-def unsupported_reason(
-    a_MK: Float8Matrix, b_NK: Float8Matrix, dtype: torch.dtype, sums: Sums = "exact"
-) -> str | None:
-    """Why these inputs are not supported."""
-    del sums
-    if a_MK.codes.shape[1] != b_NK.codes.shape[1]:
-        return f"the matrices are {tuple(a_MK.codes.shape)} and {tuple(b_NK.codes.shape)}"
-    for matrix in (a_MK, b_NK):
-        if matrix.sharing not in ("groups", "tiles"):
-            return f"scales of {matrix.sharing} reach beyond {BLOCK} columns"
-        if not matrix.codes.is_contiguous():
-            return "codes do not lie row by row"
-    if dtype not in (torch.float32, torch.bfloat16):
-        return f"it gives no {dtype}"
-    if misplaced := needs_cuda(a_MK.codes, b_NK.codes):
-        return misplaced
-    if not (INTERPRETED or has_float8(a_MK.codes.device)):
-        return "its tensor cores multiply no float8, which begins with sm_89"
-    return None
-
-
-def _kind(matrix: Float8Matrix) -> Kind:
-    return "e4m3" if matrix.codes.dtype == DTYPES["e4m3"] else "e5m2"
+    kinds = ("e4m3" if matrix.codes.dtype == DTYPES["e4m3"] else "e5m2" for matrix in (a_MK, b_NK))
+    return _product(*codes, *scales, *kinds, tiles, dtype)

@@ -7,24 +7,26 @@ R rows, C columns.
 # pyright: reportArgumentType=false, reportPossiblyUnboundVariable=false, reportCallIssue=false
 # pyright: reportAssignmentType=false
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
 
 from penstock_kernels.custom_op import operator
-from penstock_kernels.float8.amax import amax
-from penstock_kernels.float8.float8_matrix import BLOCK, Float8Matrix, Sharing, shape_of_scales
-from penstock_kernels.float8.formats import DTYPES, Kind, compute_scales
+from penstock_kernels.float8.float8_matrix import (
+    BLOCK,
+    DTYPES,
+    Float8Matrix,
+    Kind,
+    Sharing,
+    amax,
+    compute_scales,
+    has_float8,
+    shape_of_scales,
+)
 from penstock_kernels.launch_sizes import cdiv
-from penstock_kernels.op import INTERPRETED, needs_cuda, needs_floats
 from penstock_kernels.quant.triton_numbers import E4M3_MOST, magnitude, to_e4m3, to_e5m2
 
 E5M2_MOST = tl.constexpr(57344.0)
-
-CAPABILITY = (8, 9)
-"""The first GPUs with FP8."""
 
 TRANSPOSED = 128
 """Rows and columns of a tile."""
@@ -124,12 +126,6 @@ def _transpose(x_ptr, y_ptr, R, C, TILE: tl.constexpr):
     tl.store(y_ptr + column[:, None] * R + row[None, :], tl.trans(x), mask=inside)
 
 
-@cache
-def has_float8(device: torch.device) -> bool:
-    """Whether the GPU computes with FP8; in the interpreter nothing does."""
-    return not INTERPRETED and torch.cuda.get_device_capability(device) >= CAPABILITY
-
-
 def _run(
     x: torch.Tensor, kind: str, sharing: str, scales: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -149,13 +145,7 @@ def _run(
     if codes.numel():
         rows = BLOCK if sharing == "tiles" else ROWS
         _quantize[(cdiv(R, rows), cdiv(C, BLOCK))](
-            x,
-            codes,
-            out_scales,
-            largest,
-            R,
-            C,
-            *x.stride(),
+            *(x, codes, out_scales, largest, R, C, *x.stride()),
             SHARING=sharing,
             KIND=kind,
             GIVEN=has_scales,
@@ -176,24 +166,15 @@ def _transposed(codes: torch.Tensor) -> torch.Tensor:
     return transposed
 
 
-def _transposed_fake(codes: torch.Tensor) -> torch.Tensor:
-    return codes.new_empty(codes.shape[::-1])
-
-
-_transposed_of = operator("float8_transpose", _transposed, fake=_transposed_fake)
+_transposed_of = operator(
+    "float8_transpose", _transposed, fake=lambda codes: codes.new_empty(codes.shape[::-1])
+)
 
 
 def transpose(codes_RC: torch.Tensor) -> torch.Tensor:
     """The transpose, contiguous. PyTorch's copy of one-byte elements is slow: it took 2.2 ms of the
     6.6 ms of a layer's forward and backward on an H200."""
     return _transposed_of(codes_RC.view(torch.uint8)).view(codes_RC.dtype)
-
-
-def transpose_unsupported_reason(codes_RC: torch.Tensor) -> str | None:
-    """Why these inputs are not supported."""
-    if codes_RC.dim() != 2 or codes_RC.dtype.itemsize != 1 or not codes_RC.is_contiguous():
-        return "it transposes matrices of bytes that lie row by row"
-    return needs_cuda(codes_RC)
 
 
 def _fake(
@@ -213,16 +194,3 @@ def quantize(
     """Bitwise identical to the reference, of finite numbers; others leave the same scales."""
     codes, out_scales = _quantized(x_RC, kind, sharing, scales)
     return Float8Matrix(codes.view(DTYPES[kind]), out_scales, sharing)
-
-
-def unsupported_reason(
-    x_RC: torch.Tensor, kind: Kind, sharing: Sharing, scales: torch.Tensor | None = None
-) -> str | None:
-    """Why these inputs are not supported."""
-    del kind
-    if x_RC.dim() != 2:
-        return f"it rounds matrices, and this is {tuple(x_RC.shape)}"
-    expected = shape_of_scales(sharing, *x_RC.shape)
-    if scales is not None and tuple(scales.shape) != expected:
-        return f"scales of {sharing} are {expected}, and these are {tuple(scales.shape)}"
-    return needs_floats(x_RC) or needs_cuda(x_RC)

@@ -36,12 +36,10 @@ class Float8WeightShard(torch.Tensor):
         return wrapper
 
     def numbers(self) -> torch.Tensor:
-        """The weight."""
         turned = self.coded.numbers(self.dtype)
         return turned if self.block is None else turn(turned, self.block, factors(self.block)[0])
 
     def __repr__(self, **_: Any) -> str:
-        """What print shows."""
         return f"Float8WeightShard({list(self.shape)}, {self.coded.sharing})"
 
     @classmethod

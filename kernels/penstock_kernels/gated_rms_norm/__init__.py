@@ -1,13 +1,11 @@
 """RMSNorm with a gate, before it or after it: of the outputs of linear attention and Mamba-2."""
 
-from collections.abc import Mapping
-
 import torch
 
 from penstock_kernels.gated_rms_norm import lean as _lean
 from penstock_kernels.gated_rms_norm.reference import Activation
 from penstock_kernels.gated_rms_norm.reference import gated_rms_norm as _reference
-from penstock_kernels.op import HAS_TRITON, KernelImpl, Op, needs_cuda, needs_floats
+from penstock_kernels.op import KernelImpl, Op, needs_cuda, needs_floats, triton_backend
 from penstock_kernels.rms_norm import WIDEST
 
 __all__ = ["Activation", "gated_rms_norm"]
@@ -22,7 +20,6 @@ def _mismatch(
     norm_first: bool = True,
     groups: int = 1,
 ) -> str | None:
-    """Why the arguments do not fit together; None: they do."""
     del norm_first
     x, gate, weight = (tuple(tensor.shape) for tensor in (x_TD, gate_TD, weight_D))
     if not x or x != gate or weight != x[-1:] or not x[-1]:
@@ -45,8 +42,7 @@ def _unsupported_on_triton(
     norm_first: bool = True,
     groups: int = 1,
 ) -> str | None:
-    options = eps, activation, norm_first, groups
-    mismatch = _mismatch(x_TD, gate_TD, weight_D, *options)
+    mismatch = _mismatch(x_TD, gate_TD, weight_D, eps, activation, norm_first, groups)
     if reason := needs_cuda(x_TD, gate_TD, weight_D) or mismatch:
         return reason
     if x_TD.shape[-1] // groups > WIDEST:
@@ -54,14 +50,11 @@ def _unsupported_on_triton(
     return None
 
 
-_FAST: Mapping[str, KernelImpl[..., torch.Tensor]] = {}
-if HAS_TRITON:
-    from penstock_kernels.gated_rms_norm.triton import gated_rms_norm as _triton
-
-    _FAST = {"triton": KernelImpl(_triton, _unsupported_on_triton, language="triton")}
-
 gated_rms_norm = Op(
     "gated_rms_norm",
     _reference,
-    {**_FAST, "lean": KernelImpl(_lean.gated_rms_norm, _mismatch)},
+    {
+        **triton_backend("gated_rms_norm.triton:gated_rms_norm", _unsupported_on_triton),
+        "lean": KernelImpl(_lean.gated_rms_norm, _mismatch),
+    },
 )

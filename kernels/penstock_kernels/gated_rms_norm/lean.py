@@ -34,6 +34,7 @@ class _GatedRMSNorm(torch.autograd.Function):
         eps, activation, norm_first, groups = ctx.how
         x, gate, slope = x_TD.float(), gate_TD.float(), dy_TD.float()
         weight = weight_D.to(x_TD.dtype).float()
+        # Computed again from the inputs, as by the reference: activations are not saved.
         share = gate.sigmoid()
         gated = gate * share if activation == "silu" else share
         normed = (x if norm_first else x * gated).unflatten(-1, (groups, -1))

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock_kernels.custom_op import operator
+from penstock_kernels.custom_op import fake_like, keep_inputs, needed, operator
 from penstock_kernels.gated_rms_norm.reference import Activation
 from penstock_kernels.launch_sizes import cdiv
 from penstock_kernels.rms_norm.triton import tile
@@ -130,7 +130,6 @@ def _run(
     norm_first: bool,
     groups: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """y, and the factor of each row."""
     D = x.shape[-1] // groups
     tokens = x.numel() // x.shape[-1]
     y = x.new_empty(x.shape)
@@ -147,17 +146,8 @@ def _run(
     return y, scale
 
 
-def _run_fake(
-    x: torch.Tensor,
-    gate: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    silu: bool,
-    norm_first: bool,
-    groups: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    del gate, weight, eps, silu, norm_first
-    rows = x.shape[:-1].numel() * groups
+def _run_fake(x: torch.Tensor, *options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = x.shape[:-1].numel() * options[-1]
     return x.new_empty(x.shape), x.new_empty(rows, dtype=torch.float32)
 
 
@@ -171,7 +161,6 @@ def _gradients(
     norm_first: bool,
     groups: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of x, the gate and the weight."""
     D = x.shape[-1] // groups
     tokens = x.numel() // x.shape[-1]
     dx, dgate = x.new_empty(x.shape), gate.new_empty(gate.shape)
@@ -192,44 +181,22 @@ def _gradients(
     return dx, dgate, dweight.sum(0).to(weight.dtype)
 
 
-def _gradients_fake(
-    x: torch.Tensor,
-    gate: torch.Tensor,
-    weight: torch.Tensor,
-    dy: torch.Tensor,
-    scale: torch.Tensor,
-    silu: bool,
-    norm_first: bool,
-    groups: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    del dy, scale, silu, norm_first, groups
-    dx, dgate, dweight = (tensor.new_empty(tensor.shape) for tensor in (x, gate, weight))
-    return dx, dgate, dweight
+_gradients_of = operator("gated_rms_norm_gradients", _gradients, fake=fake_like(0, 1, 2))
 
 
-_gradients_of = operator("gated_rms_norm_gradients", _gradients, fake=_gradients_fake)
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    # Nobody has a gradient of `scale`, and zeros of it would be a launch.
-    ctx.set_materialize_grads(False)
-    x, gate, weight, _, ctx.silu, ctx.norm_first, ctx.groups = inputs
-    ctx.save_for_backward(x, gate, weight, output[1])
-
-
-def _back(ctx: Any, dy: torch.Tensor, dscale: None) -> tuple[torch.Tensor | None, ...]:
-    del dscale
+def _back(ctx: Any, dy: torch.Tensor, _: None) -> tuple[torch.Tensor | None, ...]:
     x, gate, weight, scale = ctx.saved_tensors
-    options = ctx.silu, ctx.norm_first, ctx.groups
-    results = _gradients_of(x, gate, weight, dy, scale, *options)
-    needs_grad = ctx.needs_input_grad
-    gradients = (
-        gradient if wants else None for gradient, wants in zip(results, needs_grad, strict=False)
-    )
-    return *gradients, None, None, None, None
+    return needed(ctx, _gradients_of(x, gate, weight, dy, scale, *ctx.options[1:]))
 
 
-_norm_of = operator("gated_rms_norm", _run, fake=_run_fake, keep=_keep, backward=_back)
+_norm_of = operator(
+    "gated_rms_norm",
+    _run,
+    fake=_run_fake,
+    # Nobody has a gradient of `scale`, and zeros of it would be a launch.
+    keep=keep_inputs(3, 1, materialize_grads=False),
+    backward=_back,
+)
 
 
 def gated_rms_norm(

@@ -6,13 +6,14 @@ An activation of g is g * s(g), with a sigmoid or a distribution function s.
 
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
 
+from functools import partial
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from penstock_kernels.custom_op import fake_like, operator
+from penstock_kernels.custom_op import fake_like, keep_inputs, operator
 from penstock_kernels.launch_sizes import cdiv
 from penstock_kernels.spans import Spans, to_spans
 
@@ -95,16 +96,9 @@ def _glu(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
     if y.numel():
         gates, ups = _alike(gate, up)
         blocks = cdiv(gates.length, BLOCK)
+        sizes = gates.length, gates.stride, ups.stride, blocks
         _forward[(y.numel() // gates.length * blocks,)](
-            gates.tensor,
-            ups.tensor,
-            y,
-            gates.length,
-            gates.stride,
-            ups.stride,
-            blocks,
-            ACTIVATION=activation,
-            BLOCK=BLOCK,
+            gates.tensor, ups.tensor, y, *sizes, ACTIVATION=activation, BLOCK=BLOCK
         )
     return y
 
@@ -130,24 +124,16 @@ def _write_gradients(
 ) -> None:
     """Into dgate and dup, whose spans begin grad_stride apart."""
     blocks = cdiv(gates.length, BLOCK)
+    tensors = gates.tensor, ups.tensor, dy.contiguous(), dgate, dup
+    sizes = gates.length, gates.stride, ups.stride, grad_stride, blocks
     _backward[(dy.numel() // gates.length * blocks,)](
-        gates.tensor,
-        ups.tensor,
-        dy.contiguous(),
-        dgate,
-        dup,
-        gates.length,
-        gates.stride,
-        ups.stride,
-        grad_stride,
-        blocks,
-        ACTIVATION=activation,
-        BLOCK=BLOCK,
+        *tensors, *sizes, ACTIVATION=activation, BLOCK=BLOCK
     )
 
 
 def _alike(gate: torch.Tensor, up: torch.Tensor) -> tuple[Spans, Spans]:
     """Both, as spans of the same length."""
+    # A program finds its span by one division, for gates and ups alike.
     gates, ups = to_spans(gate), to_spans(up)
     if gates.length == ups.length:
         return gates, ups
@@ -157,18 +143,11 @@ def _alike(gate: torch.Tensor, up: torch.Tensor) -> tuple[Spans, Spans]:
 _gradients_of = operator("glu_gradients", _gradients, fake=fake_like(0, 1))
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    del output
-    gate, up, ctx.activation = inputs
-    ctx.save_for_backward(gate, up)
-
-
 def _back(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    gate, up = ctx.saved_tensors
-    return *_gradients_of(gate, up, dy, ctx.activation), None
+    return *_gradients_of(*ctx.saved_tensors, dy, *ctx.options), None
 
 
-_glu_of = operator("glu", _glu, fake=fake_like(0), keep=_keep, backward=_back)
+_glu_of = operator("glu", _glu, fake=fake_like(0), keep=keep_inputs(2), backward=_back)
 
 
 def glu(gate_TF: torch.Tensor, up_TF: torch.Tensor, activation: str) -> torch.Tensor:
@@ -176,13 +155,17 @@ def glu(gate_TF: torch.Tensor, up_TF: torch.Tensor, activation: str) -> torch.Te
     return _glu_of(gate_TF, up_TF, activation)
 
 
+swiglu, geglu, geglu_tanh = (
+    partial(glu, activation=activation) for activation in ("silu", "gelu", "gelu_tanh")
+)
+
+
 def _packed(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     gate, up = gate_up.contiguous().chunk(2, dim=-1)
     return _glu(gate, up, activation)
 
 
-def _packed_fake(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-    del activation
+def _packed_fake(gate_up: torch.Tensor, _: str) -> torch.Tensor:
     return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
 
 
@@ -200,22 +183,15 @@ def _packed_gradients(gate_up: torch.Tensor, dy: torch.Tensor, activation: str) 
 _packed_gradients_of = operator("packed_glu_gradients", _packed_gradients, fake=fake_like(0))
 
 
-def _keep_packed(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    del output
-    gate_up, ctx.activation = inputs
-    ctx.save_for_backward(gate_up)
-
-
 def _back_packed(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    [gate_up] = ctx.saved_tensors
-    return _packed_gradients_of(gate_up, dy, ctx.activation), None
+    return _packed_gradients_of(*ctx.saved_tensors, dy, *ctx.options), None
 
 
 _packed_of = operator(
-    "packed_glu", _packed, fake=_packed_fake, keep=_keep_packed, backward=_back_packed
+    "packed_glu", _packed, fake=_packed_fake, keep=keep_inputs(1), backward=_back_packed
 )
 
 
-def packed_glu(both_TF: torch.Tensor, activation: str) -> torch.Tensor:
-    """`glu` of the two halves of each row, [T, 2 F] to [T, F]."""
-    return _packed_of(both_TF, activation)
+def packed_swiglu(both_TF: torch.Tensor) -> torch.Tensor:
+    """`swiglu` of the two halves of each row, [T, 2 F] to [T, F]."""
+    return _packed_of(both_TF, "silu")

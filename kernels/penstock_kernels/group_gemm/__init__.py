@@ -4,8 +4,6 @@ The experts of an MoE layer are such groups. There is no host synchronization: g
 computed on the device, from the counts.
 """
 
-from collections.abc import Mapping
-
 import torch
 
 from penstock_kernels.group_gemm import loops as _loops
@@ -13,7 +11,7 @@ from penstock_kernels.group_gemm import native as _native
 from penstock_kernels.group_gemm import quack as _quack
 from penstock_kernels.group_gemm.reference import group_gemm as _reference
 from penstock_kernels.group_gemm.shapes import unsupported_pairs, unsupported_shapes
-from penstock_kernels.op import HAS_TRITON, KernelImpl, Op, needs_cuda
+from penstock_kernels.op import KernelImpl, Op, needs_cuda, triton_backend
 
 __all__ = ["group_gemm"]
 
@@ -21,23 +19,16 @@ __all__ = ["group_gemm"]
 def _unsupported_reason(
     x_TK: torch.Tensor, weight_GNK: torch.Tensor, counts_G: torch.Tensor
 ) -> str | None:
-    if reason := unsupported_shapes(x_TK, weight_GNK, counts_G):
-        return reason
-    return needs_cuda(x_TK, weight_GNK, counts_G)
+    reason = unsupported_shapes(x_TK, weight_GNK, counts_G)
+    return reason or needs_cuda(x_TK, weight_GNK, counts_G)
 
-
-_TRITON: Mapping[str, KernelImpl[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = {}
-if HAS_TRITON:
-    from penstock_kernels.group_gemm.triton import PRODUCTS
-
-    _TRITON = {"triton": KernelImpl(PRODUCTS.by_rows, _unsupported_reason, language="triton")}
 
 group_gemm = Op(
     "group_gemm",
     _reference,
     {
         "native": KernelImpl(_native.PRODUCTS.by_rows, _native.unsupported_reason),
-        **_TRITON,
+        **triton_backend("group_gemm.triton:group_gemm", _unsupported_reason),
         "quack": KernelImpl(
             _quack.PRODUCTS.by_rows, _quack.unsupported_reason, missing_reason=_quack.MISSING
         ),

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from penstock_kernels.group_gemm import even
+from penstock_kernels.group_gemm import loops
 from penstock_kernels.group_gemm.autograd import operators
 from penstock_kernels.group_gemm.shapes import (
     unsupported_shapes,
@@ -21,9 +21,8 @@ def unsupported_reason(
     x_TK: torch.Tensor, weight_GNK: torch.Tensor, counts_G: torch.Tensor
 ) -> str | None:
     """Operands that PyTorch does not support, or that need a synchronization on a GPU."""
-    if reason := unsupported_shapes(x_TK, weight_GNK, counts_G):
-        return reason
-    if reason := unsupported_widths(x_TK, weight_GNK):
+    reason = unsupported_shapes(x_TK, weight_GNK, counts_G)
+    if reason := reason or unsupported_widths(x_TK, weight_GNK):
         return reason
     if x_TK.is_cuda:
         if x_TK.dtype != torch.bfloat16:
@@ -46,8 +45,9 @@ def _by_rows(x_TK: torch.Tensor, weight_GNK: torch.Tensor, counts_G: torch.Tenso
     if not x_TK.shape[0]:
         return x_TK.new_zeros(0, weight_GNK.shape[1])
     if _is_evened(x_TK):
-        return even.by_rows(x_TK, weight_GNK, counts_G)
+        return loops.padded_by_rows(x_TK, weight_GNK, counts_G)
     ends_G = counts_G.cumsum(0, dtype=torch.int32)
+    # A view: grouped_mm takes either memory layout of a matrix, if one stride is 1.
     weight_GKN = with_unit_stride(weight_GNK).mT
     return zero_tail_rows(F.grouped_mm(x_TK.contiguous(), weight_GKN, offs=ends_G), ends_G)
 
@@ -56,7 +56,7 @@ def _of_groups(a_TM: torch.Tensor, b_TN: torch.Tensor, counts_G: torch.Tensor) -
     if not a_TM.shape[0]:
         return a_TM.new_zeros(counts_G.shape[0], a_TM.shape[1], b_TN.shape[1])
     if _is_evened(a_TM):
-        return even.of_groups(a_TM, b_TN, counts_G)
+        return loops.padded_of_groups(a_TM, b_TN, counts_G)
     ends_G = counts_G.cumsum(0, dtype=torch.int32)
     y_GMN = F.grouped_mm(a_TM.contiguous().mT, b_TN.contiguous(), offs=ends_G)
     return zero_empty(y_GMN, counts_G)

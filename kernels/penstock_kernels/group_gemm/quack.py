@@ -18,17 +18,14 @@ OLDEST = 9
 """Minimum CUDA capability for QuACK's group GEMM here."""
 
 
-def _missing() -> str | None:
-    # By its PyPI name: other packages may be imported as `quack` too.
-    try:
-        version("quack-kernels")
-    except PackageNotFoundError:
-        return "its package is not installed; install it with `pip install quack-kernels`"
-    return None
-
-
-MISSING = _missing()
+MISSING: str | None = None
 """Why QuACK is not available, or None if it is."""
+
+# By its PyPI name: other packages may be imported as `quack` too.
+try:
+    version("quack-kernels")
+except PackageNotFoundError:
+    MISSING = "its package is not installed; install it with `pip install quack-kernels`"
 
 
 def unsupported_reason(

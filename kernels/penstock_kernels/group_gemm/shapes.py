@@ -1,7 +1,5 @@
 """Inputs that no fast implementation of group_gemm supports, and shared helpers for layouts."""
 
-from collections.abc import Iterator
-
 import torch
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -46,14 +44,6 @@ def unsupported_widths(x_TK: torch.Tensor, weight_GNK: torch.Tensor) -> str | No
             step = VECTOR // x_TK.element_size()
             return f"{name} is {width}; it takes multiples of {step} ({VECTOR} bytes) alone"
     return None
-
-
-def rows_of_groups(counts_G: torch.Tensor) -> Iterator[slice]:
-    """Slices of each group's rows, on the host, which synchronizes."""
-    start = 0
-    for count in counts_G.tolist():
-        yield slice(start, start + count)
-        start += count
 
 
 def with_unit_stride(weight_GNK: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from penstock_kernels.op import INTERPRETED
-from penstock_kernels.tuning.shared_memory import shared_memory_per_block
+from penstock_kernels.tuning import shared_memory_per_block
 
 BAND = 8
 """Tiles of rows walked together, column by column, so that both operands stay in the L2 cache."""

@@ -216,16 +216,7 @@ def by_rows(x_TK: torch.Tensor, weight_GNK: torch.Tensor, counts_G: torch.Tensor
             block = block if weight == "contracted" else block[::-1]
             w = TensorDescriptor.from_tensor(stored, [1, *block])
         _by_rows[(most_tiles * cdiv(N, tile.columns),)](
-            x,
-            w,
-            y_TN,
-            bounds,
-            G,
-            K,
-            N,
-            most_tiles,
-            x_TK.stride(0),
-            *weight_GNK.stride(),
+            *(x, w, y_TN, bounds, G, K, N, most_tiles, x_TK.stride(0), *weight_GNK.stride()),
             WEIGHT=weight,
             COPY=copy,
             UPCAST=INTERPRETED,  # bfloat16 products need it in the interpreter
@@ -259,15 +250,7 @@ def of_groups(a_TM: torch.Tensor, b_TN: torch.Tensor, counts_G: torch.Tensor) ->
             a = TensorDescriptor.from_tensor(a_TM, [tile.depth, tile.rows])
             b = TensorDescriptor.from_tensor(b_TN, [tile.depth, tile.columns])
         _of_groups[(G * cdiv(M, tile.rows) * cdiv(N, tile.columns),)](
-            a,
-            b,
-            a_TM,
-            b_TN,
-            y_GMN,
-            ends_G,
-            T,
-            M,
-            N,
+            *(a, b, a_TM, b_TN, y_GMN, ends_G, T, M, N),
             COPY=copy,
             UPCAST=INTERPRETED,
             ROWS=tile.rows,
@@ -284,3 +267,4 @@ def of_groups(a_TM: torch.Tensor, b_TN: torch.Tensor, counts_G: torch.Tensor) ->
 
 
 PRODUCTS = operators("triton", by_rows, of_groups)
+group_gemm = PRODUCTS.by_rows

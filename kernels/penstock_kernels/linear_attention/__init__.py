@@ -2,49 +2,41 @@
 Delta Attention), gated linear attention, and Mamba-2's state-space duality (SSD).
 """
 
-from collections.abc import Mapping
+from typing import Any
 
 import torch
 
-from penstock_kernels.attention.segments import VarlenMetadata
 from penstock_kernels.linear_attention.chunked import chunked as _chunked
 from penstock_kernels.linear_attention.reference import decode_step, shape_mismatch
 from penstock_kernels.linear_attention.reference import recurrent as _recurrent
 from penstock_kernels.linear_attention.ssd import ssd
-from penstock_kernels.op import HAS_TRITON, KernelImpl, Op, needs_cuda, needs_floats
+from penstock_kernels.op import (
+    KernelImpl,
+    Op,
+    needs_cuda,
+    needs_floats,
+    tensors_among,
+    triton_backend,
+)
 
 __all__ = ["decode_step", "linear_attention", "ssd"]
 
+WIDEST = 256
+"""Channels of a key: a scan on Triton holds a state of all of them."""
 
-def _unsupported_on_cpu(
-    q_TGK: torch.Tensor,
-    k_TGK: torch.Tensor,
-    v_TNV: torch.Tensor,
-    log_decay_TN: torch.Tensor,
-    beta_TN: torch.Tensor | None,
-    segments: VarlenMetadata,
-    scale: float,
-    initial_state_BNKV: torch.Tensor | None = None,
-) -> str | None:
+
+def _unsupported_on_cpu(q_TGK: torch.Tensor, *args: Any, **kwargs: Any) -> str | None:
     if q_TGK.device.type != "cpu":
         return f"its tensors are on {q_TGK.device.type}, and it needs cpu"
-    args = q_TGK, k_TGK, v_TNV, log_decay_TN, beta_TN, segments, scale, initial_state_BNKV
-    return shape_mismatch(*args)
+    return shape_mismatch(q_TGK, *args, **kwargs)
 
 
 def _unsupported_on_triton(
-    q_TGK: torch.Tensor,
-    k_TGK: torch.Tensor,
-    v_TNV: torch.Tensor,
-    log_decay_TN: torch.Tensor,
-    beta_TN: torch.Tensor | None,
-    segments: VarlenMetadata,
-    scale: float,
-    initial_state_BNKV: torch.Tensor | None = None,
+    q_TGK: torch.Tensor, k_TGK: torch.Tensor, v_TNV: torch.Tensor, *args: Any, **kwargs: Any
 ) -> str | None:
-    args = q_TGK, k_TGK, v_TNV, log_decay_TN, beta_TN, segments, scale, initial_state_BNKV
-    tensors = [x for x in args if isinstance(x, torch.Tensor)]
-    if reason := needs_cuda(*tensors) or shape_mismatch(*args) or needs_floats(*tensors):
+    tensors = tensors_among(q_TGK, k_TGK, v_TNV, *args, **kwargs)
+    mismatch = shape_mismatch(q_TGK, k_TGK, v_TNV, *args, **kwargs)
+    if reason := needs_cuda(*tensors) or mismatch or needs_floats(*tensors):
         return reason
     if not q_TGK.dtype == k_TGK.dtype == v_TNV.dtype:
         return f"q is {q_TGK.dtype}, k is {k_TGK.dtype} and v is {v_TNV.dtype}"
@@ -53,18 +45,11 @@ def _unsupported_on_triton(
     return None
 
 
-_FAST: Mapping[str, KernelImpl[..., tuple[torch.Tensor, torch.Tensor]]] = {}
-if HAS_TRITON:
-    from penstock_kernels.linear_attention.triton import WIDEST
-    from penstock_kernels.linear_attention.triton import linear_attention as _triton
-
-    _FAST = {"triton": KernelImpl(_triton, _unsupported_on_triton, language="triton")}
-
 linear_attention = Op(
     "linear_attention",
     _recurrent,
     {
-        **_FAST,
+        **triton_backend("linear_attention.triton:linear_attention", _unsupported_on_triton),
         "chunked": KernelImpl(_chunked, _unsupported_on_cpu),
     },
     reference_name="recurrent",

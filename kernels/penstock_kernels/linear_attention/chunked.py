@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from penstock_kernels.attention.segments import VarlenMetadata
-from penstock_kernels.custom_op import operator
+from penstock_kernels.custom_op import empty_like
 from penstock_kernels.launch_sizes import next_power_of_2
+from penstock_kernels.linear_attention.autograd import differentiable
 from penstock_kernels.linear_attention.chunk import Chunk, backward, forward, next_state
 from penstock_kernels.linear_attention.decays import chunk_decays
 
@@ -26,8 +26,6 @@ document are passed once more."""
 
 
 class _Packed:
-    """The inputs of all documents."""
-
     def __init__(
         self,
         q: torch.Tensor,
@@ -69,7 +67,6 @@ class _Packed:
         x[tokens] = chunk[:, : tokens.stop - tokens.start].transpose(0, 1)
 
     def chunk(self, tokens: slice) -> Chunk:
-        """The inputs of a chunk."""
         qk = torch.stack((self.read(self.q, tokens), self.read(self.k, tokens)), dim=1)
         qk[:, 0].mul_(self.scale)
         decays = chunk_decays(self.read(self.log_decay, tokens))
@@ -113,16 +110,15 @@ def _state(
 
 
 def _forward_fake(
-    q_TGK: torch.Tensor,
+    _: torch.Tensor,
     k_TGK: torch.Tensor,
     v_TNV: torch.Tensor,
     log_decay_TN: torch.Tensor,
     beta_TN: torch.Tensor | None,
-    initial_state_BNKV: torch.Tensor | None,
-    cu_seqlens: torch.Tensor,
-    scale: float,
+    *further: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    del q_TGK, log_decay_TN, initial_state_BNKV, scale
+    del log_decay_TN
+    _, cu_seqlens, _ = further
     wide = torch.promote_types(v_TNV.dtype, torch.float32)
     state = len(cu_seqlens) - 1, v_TNV.shape[1], k_TGK.shape[2], v_TNV.shape[2]
     deltas = v_TNV.new_empty((0,) if beta_TN is None else v_TNV.shape, dtype=wide)
@@ -142,14 +138,14 @@ def _backward(
     cu_seqlens: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients; those of absent inputs are empty."""
     inputs = q_TGK, k_TGK, v_TNV, log_decay_TN, beta_TN
     packed = _Packed(*inputs, cu_seqlens, scale)
-    gradients = _empty_gradients(v_TNV, *inputs, initial_state_BNKV)
-    *by_token, dinitial_BNKV = gradients
+    *by_token, dinitial_BNKV = empty_like(*inputs, initial_state_BNKV)
     with torch.autocast("cpu", enabled=False):
         for document, chunks in packed.documents():
             state = _state(initial_state_BNKV, document, packed.wide)
+            # States of all chunks would take K V numbers for each: those before parts are kept, and
+            # the others computed again.
             parts = [chunks[first : first + KEPT] for first in range(0, len(chunks), KEPT)]
             befores = [state]
             for part in parts[:-1]:
@@ -168,7 +164,8 @@ def _backward(
                     dstate = slopes.state
             if initial_state_BNKV is not None and dstate is not None:
                 dinitial_BNKV[document] = dstate
-    return gradients
+    dq, dk, dv, dlog_decay, dbeta = by_token
+    return dq, dk, dv, dlog_decay, dbeta, dinitial_BNKV
 
 
 def _passed(
@@ -191,75 +188,7 @@ def _passed(
     return passed, state
 
 
-def _empty_gradients(
-    v_TNV: torch.Tensor, *inputs: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    q, k, v, log_decay, beta, initial = (
-        v_TNV.new_empty(0) if x is None else x.new_empty(x.shape) for x in inputs
-    )
-    return q, k, v, log_decay, beta, initial
-
-
-def _backward_fake(
-    dy_TNV: torch.Tensor,
-    dfinal_BNKV: torch.Tensor | None,
-    deltas_TNV: torch.Tensor,
-    q_TGK: torch.Tensor,
-    k_TGK: torch.Tensor,
-    v_TNV: torch.Tensor,
-    log_decay_TN: torch.Tensor,
-    beta_TN: torch.Tensor | None,
-    initial_state_BNKV: torch.Tensor | None,
-    cu_seqlens: torch.Tensor,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    del dy_TNV, dfinal_BNKV, deltas_TNV, cu_seqlens, scale
-    inputs = q_TGK, k_TGK, v_TNV, log_decay_TN, beta_TN, initial_state_BNKV
-    return _empty_gradients(v_TNV, *inputs)
-
-
-_gradients_of = operator("linear_attention_chunked_gradients", _backward, fake=_backward_fake)
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    # Mostly nobody has a gradient of the final states.
-    ctx.set_materialize_grads(False)
-    *tensors, ctx.scale = inputs
-    ctx.save_for_backward(output[2], *tensors)
-
-
-def _back(
-    ctx: Any, dy_TNV: torch.Tensor | None, dfinal_BNKV: torch.Tensor | None, ddeltas: None
-) -> tuple[torch.Tensor | None, ...]:
-    del ddeltas
-    saved = ctx.saved_tensors
-    if dy_TNV is None:
-        dy_TNV = torch.zeros_like(saved[3])
-    results = _gradients_of(dy_TNV, dfinal_BNKV, *saved, ctx.scale)
-    needs_grad = ctx.needs_input_grad
-    return (
-        *(x if wants else None for x, wants in zip(results, needs_grad, strict=False)),
-        None,
-        None,
-    )
-
-
-_chunked_of = operator(
-    "linear_attention_chunked", _forward, fake=_forward_fake, keep=_keep, backward=_back
+chunked = differentiable(
+    "linear_attention_chunked", _forward, _forward_fake, _backward, num_saved=1
 )
-
-
-def chunked(
-    q_TGK: torch.Tensor,
-    k_TGK: torch.Tensor,
-    v_TNV: torch.Tensor,
-    log_decay_TN: torch.Tensor,
-    beta_TN: torch.Tensor | None,
-    segments: VarlenMetadata,
-    scale: float,
-    initial_state_BNKV: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Same as the reference. Computed in fp32, or fp64 for inputs of that dtype."""
-    inputs = q_TGK, k_TGK, v_TNV, log_decay_TN, beta_TN, initial_state_BNKV
-    y_TNV, final_BNKV, _ = _chunked_of(*inputs, segments.cu_seqlens, scale)
-    return y_TNV, final_BNKV
+"""Same as the reference. Computed in fp32, or fp64 for inputs of that dtype."""

@@ -12,32 +12,33 @@ import torch
 
 
 @dataclass(frozen=True, eq=False)
-class HeadDecays:
-    """One decay for all channels."""
-
+class _Decays:
     sums: torch.Tensor
-    """G, [H, C]."""
+    """G, [H, C, K], or [H, C, 1] of one decay for all channels."""
 
     @cached_property
     def since_start(self) -> torch.Tensor:
-        """From the chunk's beginning to a token, [H, C, 1]."""
-        return self.sums.exp().unsqueeze(-1)
+        """From the chunk's beginning to a token, shaped as `sums`."""
+        return self.sums.exp()
 
     @cached_property
     def until_end(self) -> torch.Tensor:
         """From a token to the chunk's end."""
-        return (self.sums[:, -1:] - self.sums).exp().unsqueeze(-1)
+        return (self.sums[:, -1:] - self.sums).exp()
 
     @property
     def total(self) -> torch.Tensor:
-        """Over the whole chunk, [H, 1, 1]."""
-        return self.since_start[:, -1:]
+        """Over the whole chunk, [H, K, 1] or [H, 1, 1]."""
+        return self.since_start[:, -1].unsqueeze(-1)
+
+
+class HeadDecays(_Decays):
+    """One decay for all channels."""
 
     @cached_property
     def _between(self) -> torch.Tensor:
-        """From a column's token to a row's, 0 where the column is later, [H, 1, C,
-        C]."""
-        differences = self.sums.unsqueeze(2) - self.sums.unsqueeze(1)
+        """From a column's token to a row's, 0 where the column is later, [H, 1, C, C]."""
+        differences = self.sums - self.sums.mT
         # The upper triangle may overflow before it is dropped.
         return differences.clamp_(max=0).exp_().tril_().unsqueeze(1)
 
@@ -65,31 +66,12 @@ class HeadDecays:
         return dsums_HCK.sum(-1).flip(-1).cumsum_(-1).flip(-1)
 
 
-@dataclass(frozen=True, eq=False)
-class ChannelDecays:
+class ChannelDecays(_Decays):
     """A decay of each channel: products are made by halves.
 
     The later half of a block meets the earlier half at the border between them: rows are decayed
     from the border to them, and columns from them to the border. Halves are halved again.
     """
-
-    sums: torch.Tensor
-    """G, [H, C, K]."""
-
-    @cached_property
-    def since_start(self) -> torch.Tensor:
-        """From the chunk's beginning to a token, [H, C, K]."""
-        return self.sums.exp()
-
-    @cached_property
-    def until_end(self) -> torch.Tensor:
-        """From a token to the chunk's end."""
-        return (self.sums[:, -1:] - self.sums).exp()
-
-    @property
-    def total(self) -> torch.Tensor:
-        """Over the whole chunk, [H, K, 1]."""
-        return self.since_start[:, -1].unsqueeze(-1)
 
     @cached_property
     def _halves(self) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
@@ -147,7 +129,7 @@ Decays = HeadDecays | ChannelDecays
 def chunk_decays(log_decay: torch.Tensor) -> Decays:
     """Of chunks' log decays, [H, C] or [H, C, K]."""
     sums = log_decay.cumsum(1)
-    return HeadDecays(sums) if sums.ndim == 2 else ChannelDecays(sums)
+    return HeadDecays(sums.unsqueeze(-1)) if sums.ndim == 2 else ChannelDecays(sums)
 
 
 def _early_and_late(x_HCK: torch.Tensor, half: int) -> tuple[torch.Tensor, torch.Tensor]:

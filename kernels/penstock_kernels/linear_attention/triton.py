@@ -11,16 +11,13 @@ from typing import Any
 
 import torch
 
-from penstock_kernels.attention.segments import VarlenMetadata
-from penstock_kernels.custom_op import operator
 from penstock_kernels.launch_sizes import cdiv, next_power_of_2
 from penstock_kernels.linear_attention import triton_backward as backward
 from penstock_kernels.linear_attention import triton_forward as forward
+from penstock_kernels.linear_attention.autograd import differentiable
 from penstock_kernels.op import INTERPRETED
 
 CHUNK = 64
-WIDEST = 256
-"""Channels of a key: a scan holds a state of all of them."""
 DOCUMENTS = 128
 """Documents that a program counts at a time."""
 SUMMED = 64
@@ -120,19 +117,17 @@ def _kept(
 
 
 def _run_fake(
-    q: torch.Tensor,
+    _: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     log_decay: torch.Tensor,
     beta: torch.Tensor | None,
-    initial: torch.Tensor | None,
-    cu_seqlens: torch.Tensor,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    del q, initial, scale
+    *further: Any,
+) -> tuple[torch.Tensor, ...]:
+    _, cu_seqlens, _ = further
     states = len(cu_seqlens) - 1, v.shape[1], k.shape[2], v.shape[2]
-    y, deltas, sums, scores, solution = _kept(k, v, log_decay, beta)
-    return y, v.new_empty(states, dtype=torch.float32), deltas, sums, scores, solution
+    y, *saved = _kept(k, v, log_decay, beta)
+    return y, v.new_empty(states, dtype=torch.float32), *saved
 
 
 def _gradients(
@@ -151,7 +146,6 @@ def _gradients(
     cu_seqlens: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients; those of absent inputs are empty."""
     dy, q, k, v = (x.contiguous() for x in (dy, q, k, v))
     beta, initial, dfinal = (None if x is None else x.contiguous() for x in (beta, initial, dfinal))
     (T, G, K), (N, V) = k.shape, v.shape[1:]
@@ -168,7 +162,7 @@ def _gradients(
         **flags,
         **scan,
     )
-    dv, dinitial = v.new_empty(v.shape), v.new_empty(0)
+    dv, dinitial = v.new_empty(v.shape), q.new_empty(0)
     if initial is not None:
         dinitial = initial.new_empty(initial.shape)
     # A part of each block of values: added up afterwards, in the same order every time.
@@ -196,74 +190,9 @@ def _gradients(
         dq, dk = (x.view(T, G, N // G, K).sum(2).to(k.dtype) for x in (dq, dk))
     if not by_channel:
         dlog_decay = dlog_decay.sum(0)
-    if beta is not None:
-        dbeta = dbeta.sum(0).to(beta.dtype)
+    dbeta = q.new_empty(0) if beta is None else dbeta.sum(0).to(beta.dtype)
     return dq, dk, dv, dlog_decay.to(log_decay.dtype), dbeta, dinitial
 
 
-def _gradients_fake(
-    dy: torch.Tensor,
-    dfinal: torch.Tensor | None,
-    deltas: torch.Tensor,
-    sums: torch.Tensor,
-    scores: torch.Tensor,
-    solution: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    log_decay: torch.Tensor,
-    beta: torch.Tensor | None,
-    initial: torch.Tensor | None,
-    cu_seqlens: torch.Tensor,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    del dy, dfinal, deltas, sums, scores, solution, cu_seqlens, scale
-    dbeta = v.new_empty((0,), dtype=torch.float32) if beta is None else beta.new_empty(beta.shape)
-    dinitial = v.new_empty(0) if initial is None else initial.new_empty(initial.shape)
-    dq, dk, dv, dlog_decay = (x.new_empty(x.shape) for x in (q, k, v, log_decay))
-    return dq, dk, dv, dlog_decay, dbeta, dinitial
-
-
-_gradients_of = operator("linear_attention_gradients", _gradients, fake=_gradients_fake)
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    # Mostly nobody has a gradient of the final states.
-    ctx.set_materialize_grads(False)
-    *tensors, ctx.scale = inputs
-    ctx.save_for_backward(*output[2:], *tensors)
-
-
-def _back(
-    ctx: Any, dy: torch.Tensor | None, dfinal: torch.Tensor | None, *unused: None
-) -> tuple[torch.Tensor | None, ...]:
-    del unused
-    saved = ctx.saved_tensors
-    if dy is None:
-        dy = torch.zeros_like(saved[6])
-    results = _gradients_of(dy, dfinal, *saved, ctx.scale)
-    needs_grad = ctx.needs_input_grad
-    return (
-        *(x if wants else None for x, wants in zip(results, needs_grad, strict=False)),
-        None,
-        None,
-    )
-
-
-_attention_of = operator("linear_attention", _run, fake=_run_fake, keep=_keep, backward=_back)
-
-
-def linear_attention(
-    q_TGK: torch.Tensor,
-    k_TGK: torch.Tensor,
-    v_TNV: torch.Tensor,
-    log_decay_TN: torch.Tensor,
-    beta_TN: torch.Tensor | None,
-    segments: VarlenMetadata,
-    scale: float,
-    initial_state_BNKV: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Same as the reference. States are in fp32; products are of operands in the dtype of k."""
-    inputs = q_TGK, k_TGK, v_TNV, log_decay_TN, beta_TN, initial_state_BNKV
-    y_TNV, final_BNKV, *_ = _attention_of(*inputs, segments.cu_seqlens, scale)
-    return y_TNV, final_BNKV
+linear_attention = differentiable("linear_attention", _run, _run_fake, _gradients, num_saved=4)
+"""Same as the reference. States are in fp32; products are of operands in the dtype of k."""

@@ -1,12 +1,10 @@
 """The largest attention logit of each query head, for QK-clip (Kimi K2, arXiv 2507.20534)."""
 
-from collections.abc import Mapping
-
 import torch
 
 from penstock_kernels.attention.segments import VarlenMetadata
 from penstock_kernels.max_logits.reference import max_logits as _reference
-from penstock_kernels.op import HAS_TRITON, KernelImpl, Op, needs_cuda, needs_floats
+from penstock_kernels.op import Op, needs_cuda, needs_floats, triton_backend
 
 __all__ = ["max_logits"]
 
@@ -26,10 +24,5 @@ def _unsupported_reason(
     return needs_cuda(q_TNH, k_TKH) or needs_floats(q_TNH, k_TKH)
 
 
-_FAST: Mapping[str, KernelImpl[..., torch.Tensor]] = {}
-if HAS_TRITON:
-    from penstock_kernels.max_logits.triton import max_logits as _triton
-
-    _FAST = {"triton": KernelImpl(_triton, _unsupported_reason, language="triton")}
-
+_FAST = triton_backend("max_logits.triton:max_logits", _unsupported_reason)
 max_logits: Op[..., torch.Tensor] = Op("max_logits", _reference, _FAST)

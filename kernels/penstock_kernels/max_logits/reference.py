@@ -31,10 +31,7 @@ def max_logits(
     for first, length in zip(starts, segments.lengths, strict=False):
         q_NLH = q_TNH[first : first + length].to(wide).transpose(0, 1)
         k_KLH = k_TKH[first : first + length].to(wide).transpose(0, 1)
-        masks = (
-            segments.document_start_rows(first, length),
-            segments.document_run_ends(first, length),
-        )
+        masks = segments.document_masks(first, length)
         for row in range(0, length, QUERIES):
             end = min(row + QUERIES, length)
             hidden_LE = _hidden(row, end, length, window, q_TNH.device, *masks)

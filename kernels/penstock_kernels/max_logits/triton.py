@@ -97,24 +97,15 @@ def max_logits(
 ) -> torch.Tensor:
     """Same as the reference, in fp32."""
     tokens, heads, width = q_TNH.shape
+    # Heads are read by their strides: only features must lie side by side.
     q_TNH, k_TKH = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_TNH, k_TKH))
     sizes = tile(width, q_TNH.dtype)
     num_blocks = cdiv(tokens, sizes["QUERIES"])
     largest_BN = q_TNH.new_empty(num_blocks, heads, dtype=torch.float32)
     window = segments.effective_window(window)
     _max_logits[num_blocks, heads](
-        q_TNH,
-        k_TKH,
-        _document_starts(segments),
-        segments.start_rows,
-        largest_BN,
-        tokens,
-        heads,
-        width,
-        *q_TNH.stride()[:2],
-        *k_TKH.stride()[:2],
-        scale,
-        window or 0,
+        *(q_TNH, k_TKH, _document_starts(segments), segments.start_rows, largest_BN),
+        *(tokens, heads, width, *q_TNH.stride()[:2], *k_TKH.stride()[:2], scale, window or 0),
         GROUPS=heads // k_TKH.shape[1],
         WINDOWED=window is not None,
         **sizes,

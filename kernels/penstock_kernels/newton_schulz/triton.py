@@ -24,8 +24,7 @@ from penstock_kernels.newton_schulz.reference import (
 )
 from penstock_kernels.op import INTERPRETED
 from penstock_kernels.quant.triton_numbers import to_bf16_grid
-from penstock_kernels.tuning import select_config
-from penstock_kernels.tuning.shared_memory import shared_memory_per_block
+from penstock_kernels.tuning import select_config, shared_memory_per_block
 
 
 class Tile(NamedTuple):
@@ -134,13 +133,7 @@ def _product(
     def launch(tile: Tile) -> None:
         across = cdiv(N, tile.rows)
         _symmetric[(across * (across + 1) // 2, B)](
-            x_BNK,
-            add_BNN,
-            y_BNN,
-            N,
-            K,
-            times,
-            plus,
+            *(x_BNK, add_BNN, y_BNN, N, K, times, plus),
             ROWS=tile.rows,
             DEPTH=tile.depth,
             UPCAST=INTERPRETED,

@@ -4,12 +4,12 @@ So it does not depend on sharding, and is recomputed in the backward pass and wi
 checkpointing.
 """
 
-from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from penstock_kernels.noise.reference import add_noise_ as _reference
-from penstock_kernels.op import HAS_TRITON, KernelImpl, Op, needs_cuda
+from penstock_kernels.op import Op, needs_cuda, triton_backend
 from penstock_kernels.quant import QuantizedTensor
 from penstock_kernels.rng_rows import RowKeys
 
@@ -17,13 +17,8 @@ __all__ = ["RowKeys", "add_noise_"]
 
 
 def _unsupported_reason(
-    weight_NK: torch.Tensor,
-    quantized: QuantizedTensor,
-    alpha: float,
-    runs: Sequence[RowKeys],
-    first_column: int = 0,
+    weight_NK: torch.Tensor, quantized: QuantizedTensor, *_: Any, **__: Any
 ) -> str | None:
-    del alpha, runs, first_column
     if weight_NK.dtype == torch.float64:
         return "the weight is in fp64, and it computes in fp32"
     if weight_NK.stride(-1) != 1:
@@ -31,10 +26,5 @@ def _unsupported_reason(
     return needs_cuda(weight_NK, *quantized.tensors.values())
 
 
-_FAST: Mapping[str, KernelImpl[..., torch.Tensor]] = {}
-if HAS_TRITON:
-    from penstock_kernels.noise.triton import add_noise_ as _triton
-
-    _FAST = {"triton": KernelImpl(_triton, _unsupported_reason, language="triton")}
-
+_FAST = triton_backend("noise.triton:add_noise_", _unsupported_reason)
 add_noise_: Op[..., torch.Tensor] = Op("add_noise_", _reference, _FAST)

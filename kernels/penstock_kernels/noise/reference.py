@@ -8,9 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
-from penstock_kernels.noise.runs import require_runs
 from penstock_kernels.quant import QuantizedTensor, step_size
-from penstock_kernels.rng_rows import RowKeys, blocks, side_by_side, words
+from penstock_kernels.rng_rows import RowKeys, blocks, require_rows, side_by_side, words
 
 PURPOSE = 1
 """The last word of counters: one key draws other words here than in `dropout`, where it is 0."""
@@ -36,15 +35,44 @@ def add_noise_(
     require_runs(weight_NK, quantized, alpha, runs, first_column)
     if alpha == 0:
         return weight_NK
-    columns = quantized.columns
+    columns, group = quantized.columns, quantized.format.group
     # A view, so that writes change the original.
     weight_RK = weight_NK.view(-1, columns)
+    # By group, before it is repeated for columns.
     spread_RG = (step_size(quantized) * alpha).flatten(0, -2)
     for rows_slice, run in blocks(runs, columns):
         noise = normals(run, first_column, columns, weight_RK.device)
-        spread = _of_columns(spread_RG[rows_slice], quantized.format.group, columns)
+        spread = spread_RG[rows_slice]
+        if group is not None:
+            spread = spread.repeat_interleave(group, -1)[:, :columns]
         weight_RK[rows_slice] = torch.addcmul(weight_RK[rows_slice].float(), noise, spread)
     return weight_NK
+
+
+def require_runs(
+    weight_NK: torch.Tensor,
+    quantized: QuantizedTensor,
+    alpha: float,
+    runs: Sequence[RowKeys],
+    first_column: int,
+) -> None:
+    """Refuse inconsistent arguments.
+
+    Raises:
+        ValueError: the weight is not of the quantized one's shape, the runs are not its rows, a key
+            has more than 64 bits, columns begin within a group, or `alpha` is negative or not
+            finite.
+    """
+    if tuple(weight_NK.shape) != quantized.shape:
+        raise ValueError(f"the weight is {tuple(weight_NK.shape)}, and quantized {quantized.shape}")
+    require_rows(quantized.shape, runs, first_column)
+    group = quantized.format.group
+    if group and first_column % group:
+        raise ValueError(
+            f"columns begin at {first_column}, and {quantized.format.name} has groups of {group}"
+        )
+    if not 0 <= alpha < math.inf:
+        raise ValueError(f"alpha is {alpha}; it must be finite and at least 0")
 
 
 def normals(run: RowKeys, first_column: int, columns: int, device: torch.device) -> torch.Tensor:
@@ -69,10 +97,3 @@ def _two_normals(first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tenso
 
 def _uniform(uint32: torch.Tensor) -> torch.Tensor:
     return uint32.float() * 2**-32 + 2**-33
-
-
-def _of_columns(spread_RG: torch.Tensor, group: int | None, columns: int) -> torch.Tensor:
-    """The group's value for each column."""
-    if group is None:
-        return spread_RG
-    return spread_RG.repeat_interleave(group, -1)[:, :columns]

@@ -1,13 +1,11 @@
 """MoE permute and unpermute: sort tokens by expert, and sum the experts' outputs."""
 
-from collections.abc import Mapping
-
 import torch
 
-from penstock_kernels.op import HAS_TRITON, KernelImpl, Op, needs_cuda
-from penstock_kernels.permute.order import Order
-from penstock_kernels.permute.order import sort_by_expert as _sort
+from penstock_kernels.op import Op, needs_cuda, triton_backend
+from penstock_kernels.permute.reference import Order
 from penstock_kernels.permute.reference import permute as _permute
+from penstock_kernels.permute.reference import sort_by_expert as _sort
 from penstock_kernels.permute.reference import unpermute as _unpermute
 
 __all__ = ["Order", "permute", "sort_by_expert", "unpermute"]
@@ -38,20 +36,21 @@ def _unsupported_sort(choice_TK: torch.Tensor, num_experts: int) -> str | None:
     return needs_cuda(choice_TK)
 
 
-_SORT: Mapping[str, KernelImpl[[torch.Tensor, int], Order]] = {}
-_PERMUTE: Mapping[str, KernelImpl[[torch.Tensor, Order], torch.Tensor]] = {}
-_UNPERMUTE: Mapping[str, KernelImpl[[torch.Tensor, torch.Tensor | None, Order], torch.Tensor]] = {}
-if HAS_TRITON:
-    from penstock_kernels.permute.order_triton import sort_by_expert as _triton_sort
-    from penstock_kernels.permute.triton import permute as _triton_permute
-    from penstock_kernels.permute.triton import unpermute as _triton_unpermute
-
-    _SORT = {"triton": KernelImpl(_triton_sort, _unsupported_sort, language="triton")}
-    _PERMUTE = {"triton": KernelImpl(_triton_permute, _unsupported_permute, language="triton")}
-    _UNPERMUTE = {
-        "triton": KernelImpl(_triton_unpermute, _unsupported_unpermute, language="triton")
-    }
-
-sort_by_expert = Op("sort_by_expert", _sort, _SORT, reference_name="eager")
-permute = Op("permute", _permute, _PERMUTE, reference_name="eager")
-unpermute = Op("unpermute", _unpermute, _UNPERMUTE, reference_name="eager")
+sort_by_expert = Op(
+    "sort_by_expert",
+    _sort,
+    triton_backend("permute.order_triton:sort_by_expert", _unsupported_sort),
+    reference_name="eager",
+)
+permute = Op(
+    "permute",
+    _permute,
+    triton_backend("permute.triton:permute", _unsupported_permute),
+    reference_name="eager",
+)
+unpermute = Op(
+    "unpermute",
+    _unpermute,
+    triton_backend("permute.triton:unpermute", _unsupported_unpermute),
+    reference_name="eager",
+)

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from penstock_kernels.custom_op import operator
 from penstock_kernels.launch_sizes import cdiv, next_power_of_2
-from penstock_kernels.permute.order import NO_EXPERT, Order, key_dtype
+from penstock_kernels.permute.reference import NO_EXPERT, Order, key_dtype
 
 BLOCK = 1024
 
@@ -77,17 +77,9 @@ def _sorted(
         _keys[(blocks,)](choice_TK, keys_R, R, num_experts, BLOCK=BLOCK)
     keys_R, copy_of_row = keys_R.sort(stable=True)
     row_of_copy = choice_TK.new_empty(choice_TK.shape, dtype=torch.int64)
-    _order[(blocks + 1,)](
-        keys_R,
-        copy_of_row,
-        row_of_copy,
-        counts_E,
-        R,
-        num_experts,
-        NONE=NO_EXPERT,
-        EXPERTS=next_power_of_2(num_experts),
-        BLOCK=BLOCK,
-    )
+    sizes = {"NONE": NO_EXPERT, "EXPERTS": next_power_of_2(num_experts), "BLOCK": BLOCK}
+    tensors = keys_R, copy_of_row, row_of_copy, counts_E
+    _order[(blocks + 1,)](*tensors, R, num_experts, **sizes)
     return copy_of_row, row_of_copy, counts_E
 
 

@@ -13,9 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock_kernels.custom_op import operator
+from penstock_kernels.custom_op import keep_inputs, operator
 from penstock_kernels.launch_sizes import cdiv, next_power_of_2
-from penstock_kernels.permute.order import Order
+from penstock_kernels.permute.reference import Order
 
 WIDEST = 2048
 """Columns that a program holds at a time."""
@@ -90,24 +90,14 @@ def _weighed(
     dweights = weights.new_zeros(weights.shape, dtype=torch.float32)
     R, D = rows.shape
     if drows.numel():
-        _weigh[(R,)](
-            dy.contiguous(),
-            rows.contiguous(),
-            weights.contiguous(),
-            copy_of_row,
-            drows,
-            dweights,
-            weights.shape[1],
-            D,
-            BLOCK=_block(D),
-        )
+        tensors = dy.contiguous(), rows.contiguous(), weights.contiguous(), copy_of_row
+        _weigh[(R,)](*tensors, drows, dweights, weights.shape[1], D, BLOCK=_block(D))
     return drows, dweights
 
 
 def _weighed_fake(
-    dy: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, copy_of_row: torch.Tensor
+    _: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor, *__: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    del dy, copy_of_row
     return rows.new_empty(rows.shape), weights.new_empty(weights.shape, dtype=torch.float32)
 
 
@@ -126,26 +116,20 @@ def _permuted(
     return rows
 
 
-def _permuted_fake(
-    x: torch.Tensor, copy_of_row: torch.Tensor, row_of_copy: torch.Tensor
-) -> torch.Tensor:
-    del row_of_copy
+def _permuted_fake(x: torch.Tensor, copy_of_row: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
     return x.new_empty(copy_of_row.shape[0], x.shape[1])
 
 
-def _keep_order(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    del output
-    _, copy_of_row, row_of_copy = inputs
-    ctx.save_for_backward(copy_of_row, row_of_copy)
-
-
 def _back_permuted(ctx: Any, drows: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    copy_of_row, row_of_copy = ctx.saved_tensors
-    return _unpermute_of(drows, None, copy_of_row, row_of_copy), None, None
+    return _unpermute_of(drows, None, *ctx.saved_tensors), None, None
 
 
 _permute_of = operator(
-    "permute", _permuted, fake=_permuted_fake, keep=_keep_order, backward=_back_permuted
+    "permute",
+    _permuted,
+    fake=_permuted_fake,
+    keep=keep_inputs(3, first=1),
+    backward=_back_permuted,
 )
 
 
@@ -161,26 +145,14 @@ def _unpermuted(
     if y.numel():
         block = _block(D)
         rows = rows.contiguous()
-        _add[(T, cdiv(D, block))](
-            rows,
-            row_of_copy,
-            rows if weights is None else weights.contiguous(),
-            y,
-            K,
-            D,
-            WEIGHTED=weights is not None,
-            BLOCK=block,
-        )
+        # Without weights the kernel does not read that pointer.
+        addends = rows, row_of_copy, rows if weights is None else weights.contiguous()
+        _add[(T, cdiv(D, block))](*addends, y, K, D, WEIGHTED=weights is not None, BLOCK=block)
     return y
 
 
-def _unpermuted_fake(
-    rows: torch.Tensor,
-    weights: torch.Tensor | None,
-    copy_of_row: torch.Tensor,
-    row_of_copy: torch.Tensor,
-) -> torch.Tensor:
-    del weights, copy_of_row
+def _unpermuted_fake(rows: torch.Tensor, *further: Any) -> torch.Tensor:
+    row_of_copy = further[-1]
     return rows.new_empty(row_of_copy.shape[0], rows.shape[1])
 
 

@@ -6,9 +6,8 @@ T rows of x, matrices of N rows and K columns, a stack of them with leading dime
 from penstock_kernels.quant.formats import FORMATS, Format, get_format
 from penstock_kernels.quant.linear import group_linear, linear
 from penstock_kernels.quant.operations import dequantize, matmul, quantize
-from penstock_kernels.quant.quantized_tensor import QuantizedTensor, cat
+from penstock_kernels.quant.quantized_tensor import QuantizedTensor, cat, step_size
 from penstock_kernels.quant.scales import largest
-from penstock_kernels.quant.steps import step_size
 
 __all__ = [
     "FORMATS",

@@ -6,13 +6,42 @@ begin at its first column, and its last group may be short.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Literal
 
 import torch
 
-from penstock_kernels.quant.levels import E2M1, INT4, NF4
-
 __all__ = ["FORMATS", "Format", "get_format"]
+
+# Quantiles of the normal distribution, as published with QLoRA (Dettmers et al., 2023) and used by
+# bitsandbytes; read as float32.
+NF4 = (
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
+
+NF4_MIDPOINTS = tuple((low + high) / 2 for low, high in pairwise(NF4))
+"""Midpoints of neighboring levels, exact here and rounded to float32 where they are compared."""
+
+# OCP Microscaling Formats 1.0, section 5.3.3; bit 3 is the sign.
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1 = (*_MAGNITUDES, *(-magnitude for magnitude in _MAGNITUDES))
+
+INT4 = tuple(float(code - 8) for code in range(16))
 
 SCALE_DTYPES = {
     "float32": torch.float32,
@@ -41,7 +70,6 @@ class Format:
 
     @property
     def scales_dtype(self) -> torch.dtype:
-        """Dtype of a group's scale."""
         return SCALE_DTYPES[self.scales]
 
     def num_groups(self, columns: int) -> int:
@@ -64,6 +92,7 @@ class Format:
         return bits | {"global_scales": 4} if self.scales == "e4m3" else bits
 
 
+# Powers of two: tiles on Triton hold whole groups, and its ranges have such lengths.
 _POWERS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 FORMATS: Mapping[str, Format] = {

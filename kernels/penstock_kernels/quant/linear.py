@@ -6,7 +6,7 @@ it is recomputed there.
 
 # pyright: reportIncompatibleMethodOverride=false
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,6 @@ from penstock_kernels.group_gemm import group_gemm
 from penstock_kernels.quant.formats import Format
 from penstock_kernels.quant.operations import dequantize, matmul
 from penstock_kernels.quant.quantized_tensor import QuantizedTensor
-
-__all__ = ["Change", "GroupGemm", "group_linear", "linear"]
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 """Makes of the dequantized weight the one that is used, such as by noise, in place if it likes;
@@ -35,7 +33,7 @@ def linear(
     """
     if len(quantized.shape) != 2 or x.shape[-1] != quantized.columns:
         raise ValueError(f"x is {tuple(x.shape)}, and the matrix {quantized.shape}")
-    y_TN = _Linear.apply(x.reshape(-1, x.shape[-1]), *_parts(quantized), change)
+    y_TN = _multiply(x.reshape(-1, x.shape[-1]), quantized, None, None, change)
     return y_TN.unflatten(0, x.shape[:-1])
 
 
@@ -50,29 +48,25 @@ def group_linear(
 
     multiply is group_gemm, or one of its backends.
     """
-    return _GroupLinear.apply(x_TK, counts_G, *_parts(quantized), multiply, change)
+    return _multiply(x_TK, quantized, counts_G, multiply, change)
 
 
-_Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, Format, int]
-
-
-def _parts(quantized: QuantizedTensor) -> _Parts:
-    """What autograd sees: tensors, and what is none."""
-    return (
-        quantized.codes,
-        quantized.scales,
-        quantized.global_scales,
-        quantized.format,
-        quantized.columns,
-    )
-
-
-def _weight(ctx: Any, tensors: tuple[Any, ...], dtype: torch.dtype) -> torch.Tensor:
-    weight = dequantize(QuantizedTensor(ctx.format, ctx.columns, *tensors), dtype)
-    return weight if ctx.change is None else ctx.change(weight)
+def _multiply(
+    x_TK: torch.Tensor,
+    quantized: QuantizedTensor,
+    counts_G: torch.Tensor | None,
+    multiply: GroupGemm | None,
+    change: Change | None,
+) -> torch.Tensor:
+    # Autograd sees tensors, and what is none.
+    tensors = quantized.codes, quantized.scales, quantized.global_scales
+    kind = quantized.format, quantized.columns
+    return _Linear.apply(x_TK, *tensors, counts_G, *kind, multiply, change)
 
 
 class _Linear(torch.autograd.Function):
+    """By one matrix, or with `multiply` by one of each group."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -80,45 +74,31 @@ class _Linear(torch.autograd.Function):
         codes: torch.Tensor,
         scales: torch.Tensor,
         global_scales: torch.Tensor | None,
+        counts_G: Any,
         format: Format,
         columns: int,
+        multiply: GroupGemm | None,
         change: Change | None,
     ) -> torch.Tensor:
-        ctx.save_for_backward(codes, scales, global_scales)
-        ctx.format, ctx.columns, ctx.change = format, columns, change
+        tensors = codes, scales, global_scales
+        # Codes are saved, and not the weight: it is as large as a matrix that is not quantized.
+        ctx.save_for_backward(*tensors, counts_G)
+        ctx.format, ctx.columns, ctx.multiply, ctx.change = format, columns, multiply, change
+        if multiply is not None:
+            return multiply(x_TK, _weight(ctx, tensors, x_TK.dtype), counts_G)
         if change is None:
-            return matmul(x_TK, QuantizedTensor(format, columns, codes, scales, global_scales))
-        return x_TK @ _weight(ctx, (codes, scales, global_scales), x_TK.dtype).mT
+            return matmul(x_TK, QuantizedTensor(format, columns, *tensors))
+        return x_TK @ _weight(ctx, tensors, x_TK.dtype).mT
 
     @staticmethod
     def backward(ctx: Any, dy_TN: torch.Tensor) -> tuple[Any, ...]:
-        dx_TK = dy_TN @ _weight(ctx, ctx.saved_tensors, dy_TN.dtype)
-        return dx_TK, None, None, None, None, None, None
+        *tensors, counts_G = ctx.saved_tensors
+        weight = _weight(ctx, tensors, dy_TN.dtype)
+        multiply = ctx.multiply
+        dx_TK = dy_TN @ weight if multiply is None else multiply(dy_TN, weight.mT, counts_G)
+        return dx_TK, *[None] * 8
 
 
-class _GroupLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x_TK: torch.Tensor,
-        counts_G: torch.Tensor,
-        codes: torch.Tensor,
-        scales: torch.Tensor,
-        global_scales: torch.Tensor | None,
-        format: Format,
-        columns: int,
-        multiply: GroupGemm,
-        change: Change | None,
-    ) -> torch.Tensor:
-        ctx.save_for_backward(counts_G, codes, scales, global_scales)
-        ctx.format, ctx.columns, ctx.change = format, columns, change
-        ctx.multiply = multiply
-        weight_GNK = _weight(ctx, (codes, scales, global_scales), x_TK.dtype)
-        return multiply(x_TK, weight_GNK, counts_G)
-
-    @staticmethod
-    def backward(ctx: Any, dy_TN: torch.Tensor) -> tuple[Any, ...]:
-        counts_G, *tensors = ctx.saved_tensors
-        weight_GNK = _weight(ctx, tuple(tensors), dy_TN.dtype)
-        dx_TK = ctx.multiply(dy_TN, weight_GNK.mT, counts_G)
-        return dx_TK, None, None, None, None, None, None, None, None
+def _weight(ctx: Any, tensors: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
+    weight = dequantize(QuantizedTensor(ctx.format, ctx.columns, *tensors), dtype)
+    return weight if ctx.change is None else ctx.change(weight)

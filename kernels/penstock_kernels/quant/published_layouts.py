@@ -8,18 +8,10 @@ from collections.abc import Sequence
 
 import torch
 
-from penstock_kernels.quant.block_fp8 import TILE
 from penstock_kernels.quant.formats import FORMATS, get_format
 from penstock_kernels.quant.quantized_tensor import QuantizedTensor
 
-__all__ = [
-    "bitsandbytes_scales",
-    "mxfp4_of_blocks",
-    "nf4_of_bitsandbytes",
-    "nvfp4_of_modelopt",
-    "of_fp8_tiles",
-    "tile_scales",
-]
+TILE = FORMATS["block_fp8"].tile_rows
 
 
 def nf4_of_bitsandbytes(

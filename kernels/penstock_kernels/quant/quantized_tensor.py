@@ -10,9 +10,21 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock_kernels.quant.formats import Format
+from penstock_kernels.quant.formats import NF4, Format
 
-__all__ = ["QuantizedTensor", "cat"]
+STEPS = {
+    # From 0 to the smallest value.
+    "nvfp4": 0.5,
+    "mxfp4": 0.5,
+    # Between values from 1 to 2.
+    "fp8": 0.125,
+    "block_fp8": 0.125,
+    # Half of the narrowest gap above 0: the maximum error there.
+    "nf4": 0.5 * NF4[8],
+    "int8": 0.5,
+    "int4": 0.5,
+}
+"""In units of the scale, by format."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,14 +47,10 @@ class QuantizedTensor:
         Raises:
             ValueError: a tensor is missing, or has another shape or dtype.
         """
-        rows = self.codes.shape[:-1]
+        rows, format = self.codes.shape[:-1], self.format
         expected = {
-            "codes": (self.codes, torch.uint8, self.format.row_bytes(self.columns)),
-            "scales": (
-                self.scales,
-                self.format.scales_dtype,
-                self.format.num_groups(self.columns),
-            ),
+            "codes": (self.codes, torch.uint8, format.row_bytes(self.columns)),
+            "scales": (self.scales, format.scales_dtype, format.num_groups(self.columns)),
         }
         if (self.global_scales is None) == (self.format.scales == "e4m3"):
             has = "has" if self.global_scales is None else "has no"
@@ -65,17 +73,18 @@ class QuantizedTensor:
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Its tensors by name."""
         tensors = {"codes": self.codes, "scales": self.scales}
-        return (
-            tensors
-            if self.global_scales is None
-            else tensors | {"global_scales": self.global_scales}
-        )
+        if self.global_scales is not None:
+            tensors["global_scales"] = self.global_scales
+        return tensors
+
+    def float_scales(self) -> torch.Tensor:
+        """The factor of each group's values, float32 [..., N, G]."""
+        scales = self.scales.float()
+        return scales if self.global_scales is None else scales * self.global_scales
 
     @property
     def num_bytes(self) -> int:
-        """Total bytes."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
     def as_bytes(self) -> dict[str, torch.Tensor]:
@@ -115,6 +124,7 @@ class QuantizedTensor:
             raise ValueError(
                 f"{length} from {start} on are not in the {self.shape[dim]} of dimension {dim}"
             )
+        # Rows and matrices are independent, so every tensor is cut alike.
         if dim < -1:
             parts = {name: part.narrow(dim, start, length) for name, part in self.tensors.items()}
             return QuantizedTensor(self.format, self.columns, **parts)
@@ -153,6 +163,12 @@ class QuantizedTensor:
             )
         for name, tensor in self.tensors.items():
             tensor.copy_(source.tensors[name])
+
+
+def step_size(quantized: QuantizedTensor) -> torch.Tensor:
+    """The quantization step of each group, float32 [..., N, G]; G is 1 where rows have one scale.
+    Noise on quantized weights is in units of it (adaptive quantization noise, AQN)."""
+    return quantized.float_scales() * STEPS[quantized.format.name]
 
 
 def cat(parts: Sequence[QuantizedTensor], dim: int = -2) -> QuantizedTensor:

@@ -91,20 +91,8 @@ def _dequantize(
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS
     inside = rows < R
-    y = read(
-        codes_ptr,
-        scales_ptr,
-        global_ptr,
-        rows,
-        inside,
-        column,
-        row_bytes,
-        num_groups,
-        FORMAT,
-        GROUP,
-        ROWS,
-        COLUMNS,
-    )
+    tensors, kind = (codes_ptr, scales_ptr, global_ptr), (FORMAT, GROUP, ROWS, COLUMNS)
+    y = read(*tensors, rows, inside, column, row_bytes, num_groups, *kind)
     if ROUND:
         y = to_bf16_grid(y)
     offs = column + tl.arange(0, COLUMNS)
@@ -136,12 +124,7 @@ def dequantize(quantized: QuantizedTensor, dtype: torch.dtype = torch.bfloat16) 
     R = y.numel() // K
     rows, columns = tile(K, format.group)
     _dequantize[(cdiv(R, rows), cdiv(K, columns))](
-        *pointers(quantized),
-        y,
-        R,
-        K,
-        format.row_bytes(K),
-        format.num_groups(K),
+        *(*pointers(quantized), y, R, K, format.row_bytes(K), format.num_groups(K)),
         FORMAT=format.name,
         GROUP=format.group or 0,
         ROWS=rows,

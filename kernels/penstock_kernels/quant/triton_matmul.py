@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from penstock_kernels.launch_sizes import cdiv, next_power_of_2
-from penstock_kernels.op import INTERPRETED
+from penstock_kernels.op import INTERPRETED, needs_cuda
 from penstock_kernels.quant.quantized_tensor import QuantizedTensor
 from penstock_kernels.quant.triton_dequantize import pointers, read
 from penstock_kernels.quant.triton_numbers import to_bf16_grid
@@ -65,20 +65,8 @@ def _multiply(
         offs = column + tl.arange(0, COLUMNS)
         x_at = x_ptr + token[:, None] * K + offs[None, :]
         x = tl.load(x_at, mask=(token < T)[:, None] & (offs < K)[None, :], other=0)
-        weight = read(
-            codes_ptr,
-            scales_ptr,
-            global_ptr,
-            row,
-            row < N,
-            column,
-            row_bytes,
-            num_groups,
-            FORMAT,
-            GROUP,
-            WEIGHT_ROWS,
-            COLUMNS,
-        )
+        tensors, kind = (codes_ptr, scales_ptr, global_ptr), (FORMAT, GROUP, WEIGHT_ROWS, COLUMNS)
+        weight = read(*tensors, row, row < N, column, row_bytes, num_groups, *kind)
         # Rounded like a dequantized matrix.
         if UPCAST:
             if x.dtype == tl.bfloat16:
@@ -105,14 +93,7 @@ def matmul(x_TK: torch.Tensor, quantized: QuantizedTensor) -> torch.Tensor:
 
     def launch(tile: Tile) -> None:
         _multiply[(cdiv(N, tile.weight_rows),)](
-            x_TK,
-            *tensors,
-            y_TN,
-            T,
-            N,
-            K,
-            format.row_bytes(K),
-            format.num_groups(K),
+            *(x_TK, *tensors, y_TN, T, N, K, format.row_bytes(K), format.num_groups(K)),
             FORMAT=format.name,
             GROUP=format.group or 0,
             X_ROWS=x_rows,
@@ -127,3 +108,20 @@ def matmul(x_TK: torch.Tensor, quantized: QuantizedTensor) -> torch.Tensor:
         kind = f"{format.name} {format.group}"
         launch(select_config(_multiply, x_TK, (x_rows, N, K), TILES, launch, kind))
     return y_TN
+
+
+def unsupported_reason(x_TK: torch.Tensor, quantized: QuantizedTensor) -> str | None:
+    """Why these inputs are not supported; None if they are."""
+    group = quantized.format.group
+    if x_TK.ndim != 2 or quantized.shape[1:] != x_TK.shape[1:]:
+        return f"x is {tuple(x_TK.shape)}, and the matrix {quantized.shape}"
+    if x_TK.shape[0] > MOST_ROWS:
+        return f"x has {x_TK.shape[0]} rows; from {MOST_ROWS + 1} on dequantizing once is cheaper"
+    if group is not None and group > MOST_GROUP:
+        return f"groups of {group} columns are wider than its tiles"
+    if x_TK.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"x is {x_TK.dtype}"
+    if x_TK.dtype == torch.float32 and not INTERPRETED:
+        # Without tensor cores its tiles would be spilled.
+        return "x is in float32, and it takes bfloat16 and float16"
+    return needs_cuda(x_TK, *quantized.tensors.values())

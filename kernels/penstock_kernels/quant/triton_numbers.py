@@ -9,16 +9,15 @@ The interpreter's own conversions to 8-bit floats and to bfloat16 do not round a
 import triton
 import triton.language as tl
 
-from penstock_kernels.quant import levels as tables
-from penstock_kernels.quant import scales
+from penstock_kernels.quant import formats, scales
 
 SMALLEST = tl.constexpr(scales.SMALLEST)
 E4M3_MOST = tl.constexpr(scales.E4M3_MOST)
 E2M1_MOST = tl.constexpr(scales.E2M1_MOST)
 INT8_MOST = tl.constexpr(scales.INT8_MOST)
 INT4_MOST = tl.constexpr(scales.INT4_MOST)
-NF4 = tl.constexpr(tables.NF4)
-NF4_MIDPOINTS = tl.constexpr(tables.NF4_MIDPOINTS)
+NF4 = tl.constexpr(formats.NF4)
+NF4_MIDPOINTS = tl.constexpr(formats.NF4_MIDPOINTS)
 
 
 @triton.jit

@@ -10,13 +10,15 @@ import triton
 import triton.language as tl
 
 from penstock_kernels.launch_sizes import cdiv
-from penstock_kernels.quant import nvfp4
-from penstock_kernels.quant.block_fp8 import TILE
-from penstock_kernels.quant.check import require_finite, require_matrix
-from penstock_kernels.quant.formats import Format
-from penstock_kernels.quant.fp8 import compute_scales
-from penstock_kernels.quant.integers import int8_scales
+from penstock_kernels.quant.formats import FORMATS, Format
 from penstock_kernels.quant.quantized_tensor import QuantizedTensor
+from penstock_kernels.quant.reference import (
+    fp8_scales,
+    int8_scales,
+    nvfp4_global_scales,
+    require_finite,
+    require_matrix,
+)
 from penstock_kernels.quant.scales import row_maxima
 from penstock_kernels.quant.triton_dequantize import tile
 from penstock_kernels.quant.triton_numbers import (
@@ -32,6 +34,8 @@ from penstock_kernels.quant.triton_numbers import (
     round_even,
     to_e4m3,
 )
+
+TILE = FORMATS["block_fp8"].tile_rows
 
 
 @triton.jit(do_not_specialize=["R"])
@@ -173,13 +177,12 @@ def quantize(
         scales = empty(num_groups, format.scales_dtype)
         if magnitudes is not None:
             magnitudes = magnitudes.contiguous()
-            global_scales = nvfp4.global_scales(magnitudes)
+            global_scales = nvfp4_global_scales(magnitudes)
         stored = scales if format.scales == "float32" else scales.view(torch.uint8)
         _by_groups[grid](weight, codes, stored, magnitudes, R, K, row_bytes, num_groups, **of)
     else:
         assert magnitudes is not None
-        scales = (int8_scales if format.codes == "int8" else compute_scales)(
-            magnitudes
-        ).contiguous()
+        scales_of = int8_scales if format.codes == "int8" else fp8_scales
+        scales = scales_of(magnitudes).contiguous()
         _by_rows[grid](weight, codes, scales, R, K, num_groups, **of)
     return require_finite(QuantizedTensor(format, K, codes, scales, global_scales))

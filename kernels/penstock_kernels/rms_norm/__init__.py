@@ -1,10 +1,10 @@
 """RMSNorm over the last dimension, with a weight; alone, or fused with a residual addition."""
 
-from collections.abc import Mapping
+from typing import Any
 
 import torch
 
-from penstock_kernels.op import HAS_TRITON, KernelImpl, Op, needs_cuda, needs_floats
+from penstock_kernels.op import KernelImpl, Op, needs_floats, tensors_need_cuda, triton_backend
 from penstock_kernels.rms_norm import lean as _lean
 from penstock_kernels.rms_norm.reference import add_rms_norm as _add_reference
 from penstock_kernels.rms_norm.reference import rms_norm as _reference
@@ -18,7 +18,6 @@ WIDEST = 16384
 def _mismatch(
     x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, plus_one: bool = False
 ) -> str | None:
-    """Why the arguments do not fit together; None: they do."""
     del plus_one
     if not x_TD.ndim or weight_D.shape != x_TD.shape[-1:]:
         return f"x is {tuple(x_TD.shape)} and its weight is {tuple(weight_D.shape)}"
@@ -30,18 +29,13 @@ def _mismatch(
 
 
 def _mismatch_of_sum(
-    x_TD: torch.Tensor,
-    stream_TD: torch.Tensor,
-    weight_D: torch.Tensor,
-    eps: float,
-    plus_one: bool = False,
+    x_TD: torch.Tensor, stream_TD: torch.Tensor, *args: Any, **kwargs: Any
 ) -> str | None:
-    del plus_one
     if x_TD.shape != stream_TD.shape:
         return f"x is {tuple(x_TD.shape)} and the stream is {tuple(stream_TD.shape)}"
     if x_TD.dtype != stream_TD.dtype:
         return f"x is {x_TD.dtype} and the stream is {stream_TD.dtype}"
-    return _mismatch(x_TD, weight_D, eps)
+    return _mismatch(x_TD, *args, **kwargs)
 
 
 def _too_wide(x_TD: torch.Tensor) -> str | None:
@@ -50,38 +44,30 @@ def _too_wide(x_TD: torch.Tensor) -> str | None:
     return None
 
 
-def _unsupported_reason(
-    x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, plus_one: bool = False
-) -> str | None:
-    del plus_one
-    # The device is checked first, because every norm on a CPU gets here.
-    return needs_cuda(x_TD, weight_D) or _mismatch(x_TD, weight_D, eps) or _too_wide(x_TD)
+# The device is checked first, because every norm on a CPU gets here.
+def _unsupported_reason(x_TD: torch.Tensor, *args: Any, **kwargs: Any) -> str | None:
+    misplaced = tensors_need_cuda(x_TD, *args, **kwargs)
+    return misplaced or _mismatch(x_TD, *args, **kwargs) or _too_wide(x_TD)
 
 
-def _unsupported_add(
-    x_TD: torch.Tensor,
-    stream_TD: torch.Tensor,
-    weight_D: torch.Tensor,
-    eps: float,
-    plus_one: bool = False,
-) -> str | None:
-    del plus_one
-    misplaced = needs_cuda(x_TD, stream_TD, weight_D)
-    return misplaced or _mismatch_of_sum(x_TD, stream_TD, weight_D, eps) or _too_wide(x_TD)
+def _unsupported_add(x_TD: torch.Tensor, *args: Any, **kwargs: Any) -> str | None:
+    misplaced = tensors_need_cuda(x_TD, *args, **kwargs)
+    return misplaced or _mismatch_of_sum(x_TD, *args, **kwargs) or _too_wide(x_TD)
 
 
-_FAST: Mapping[str, KernelImpl[..., torch.Tensor]] = {}
-_ADD_FAST: Mapping[str, KernelImpl[..., tuple[torch.Tensor, torch.Tensor]]] = {}
-if HAS_TRITON:
-    from penstock_kernels.rms_norm.triton import add_rms_norm as _add_triton
-    from penstock_kernels.rms_norm.triton import rms_norm as _triton
-
-    _FAST = {"triton": KernelImpl(_triton, _unsupported_reason, language="triton")}
-    _ADD_FAST = {"triton": KernelImpl(_add_triton, _unsupported_add, language="triton")}
-
-rms_norm = Op("rms_norm", _reference, {**_FAST, "lean": KernelImpl(_lean.rms_norm, _mismatch)})
+rms_norm = Op(
+    "rms_norm",
+    _reference,
+    {
+        **triton_backend("rms_norm.triton:rms_norm", _unsupported_reason),
+        "lean": KernelImpl(_lean.rms_norm, _mismatch),
+    },
+)
 add_rms_norm = Op(
     "add_rms_norm",
     _add_reference,
-    {**_ADD_FAST, "lean": KernelImpl(_lean.add_rms_norm, _mismatch_of_sum)},
+    {
+        **triton_backend("rms_norm.triton:add_rms_norm", _unsupported_add),
+        "lean": KernelImpl(_lean.add_rms_norm, _mismatch_of_sum),
+    },
 )

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock_kernels.custom_op import operator
+from penstock_kernels.custom_op import keep_inputs, operator
 from penstock_kernels.launch_sizes import cdiv, next_power_of_2
 from penstock_kernels.spans import Spans, to_spans
 
@@ -162,14 +162,6 @@ def tile(width: int) -> dict[str, int]:
     return {"ROWS": rows, "BLOCK": block, "num_warps": warps}
 
 
-def _most_partials(device: torch.device, warps: int) -> int:
-    """Programs of so many warps in the backward pass."""
-    if device.type != "cuda":
-        return MOST_PARTIALS
-    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    return multiprocessors * max(1, RESIDENT // warps)
-
-
 def _normalized(
     x: torch.Tensor, stream: torch.Tensor | None, weight: torch.Tensor, eps: float, plus_one: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -182,16 +174,10 @@ def _normalized(
     scale = x.new_empty(num_rows, dtype=torch.float32)
     if num_rows:
         spans, launch = to_spans(x), tile(D)
+        streams = (None, None) if stream is None else (stream.contiguous(), total)
         _forward[(cdiv(num_rows, launch["ROWS"]),)](
-            spans.tensor,
-            None if stream is None else stream.contiguous(),
-            weight.contiguous(),
-            None if stream is None else total,
-            y,
-            scale,
-            num_rows,
-            D,
-            eps,
+            *(spans.tensor, streams[0], weight.contiguous(), streams[1], y, scale),
+            *(num_rows, D, eps),
             PLUS_ONE=plus_one,
             **_constants(spans, D),
             **launch,
@@ -215,22 +201,20 @@ def _gradients(
     if not num_rows:
         return dx, weight.new_zeros(D if wants_weight else 0)
     spans, launch = to_spans(x), tile(D)
-    most = _most_partials(x.device, launch["num_warps"])
+    # The number of partial sums depends on the device alone, so that sums are the same from run to
+    # run.
+    most = MOST_PARTIALS
+    if x.device.type == "cuda":
+        multiprocessors = torch.cuda.get_device_properties(x.device).multi_processor_count
+        most = multiprocessors * max(1, RESIDENT // launch["num_warps"])
     # Whole tiles: only the last tile of all rows is masked.
     rows_each = cdiv(cdiv(num_rows, most), launch["ROWS"]) * launch["ROWS"]
     parts = cdiv(num_rows, rows_each)
     partial = x.new_empty(parts, D, dtype=torch.float32) if wants_weight else None
+    dsum = None if dsum is None else dsum.contiguous()
     _backward[(parts,)](
-        spans.tensor,
-        weight.contiguous(),
-        dy.contiguous(),
-        None if dsum is None else dsum.contiguous(),
-        scale,
-        dx,
-        partial,
-        num_rows,
-        rows_each,
-        D,
+        *(spans.tensor, weight.contiguous(), dy.contiguous(), dsum, scale, dx, partial),
+        *(num_rows, rows_each, D),
         PLUS_ONE=plus_one,
         **_constants(spans, D),
         **launch,
@@ -248,15 +232,9 @@ def _constants(spans: Spans, D: int) -> dict[str, int]:
 
 
 def _gradients_fake(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    dy: torch.Tensor,
-    dsum: torch.Tensor | None,
-    scale: torch.Tensor,
-    plus_one: bool,
-    wants_weight: bool,
+    x: torch.Tensor, weight: torch.Tensor, *further: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    del dy, dsum, scale, plus_one
+    wants_weight = further[-1]
     return x.new_empty(x.shape), weight.new_empty(weight.shape if wants_weight else (0,))
 
 
@@ -266,34 +244,29 @@ _gradients_of = operator("rms_norm_gradients", _gradients, fake=_gradients_fake)
 def _norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, plus_one: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    _, y, scale = _normalized(x, None, weight, eps, plus_one)
-    return y, scale
+    return _normalized(x, None, weight, eps, plus_one)[1:]
 
 
-def _norm_fake(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, plus_one: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    del weight, eps, plus_one
+def _norm_fake(x: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return x.new_empty(x.shape), x.new_empty(x.shape[:-1].numel(), dtype=torch.float32)
 
 
-def _keep_norm(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    # Nobody has a gradient of `scale`, and zeros of it would be a launch.
-    ctx.set_materialize_grads(False)
-    x, weight, _, ctx.plus_one = inputs
-    _, scale = output
-    ctx.save_for_backward(x, weight, scale)
-
-
-def _back_norm(ctx: Any, dy: torch.Tensor, dscale: None) -> tuple[torch.Tensor | None, ...]:
-    del dscale
+def _back_norm(ctx: Any, dy: torch.Tensor, _: None) -> tuple[torch.Tensor | None, ...]:
     x, weight, scale = ctx.saved_tensors
+    _, plus_one = ctx.options
     needs_grad = ctx.needs_input_grad[1]
-    dx, dweight = _gradients_of(x, weight, dy, None, scale, ctx.plus_one, needs_grad)
+    dx, dweight = _gradients_of(x, weight, dy, None, scale, plus_one, needs_grad)
     return dx, dweight if needs_grad else None, None, None
 
 
-_norm_of = operator("rms_norm", _norm, fake=_norm_fake, keep=_keep_norm, backward=_back_norm)
+# Nobody has a gradient of `scale`, and zeros of it would be a launch.
+_norm_of = operator(
+    "rms_norm",
+    _norm,
+    fake=_norm_fake,
+    keep=keep_inputs(2, 1, materialize_grads=False),
+    backward=_back_norm,
+)
 
 
 def _add_norm(
@@ -302,35 +275,29 @@ def _add_norm(
     return _normalized(x, stream, weight, eps, plus_one)
 
 
-def _add_norm_fake(
-    x: torch.Tensor, stream: torch.Tensor, weight: torch.Tensor, eps: float, plus_one: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    del stream
-    return x.new_empty(x.shape), *_norm_fake(x, weight, eps, plus_one)
-
-
-def _keep_add_norm(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.set_materialize_grads(False)
-    _, _, weight, _, ctx.plus_one = inputs
-    total, _, scale = output
-    ctx.save_for_backward(total, weight, scale)
+def _add_norm_fake(x: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return x.new_empty(x.shape), *_norm_fake(x)
 
 
 def _back_add_norm(
-    ctx: Any, dsum: torch.Tensor | None, dy: torch.Tensor | None, dscale: None
+    ctx: Any, dsum: torch.Tensor | None, dy: torch.Tensor | None, _: None
 ) -> tuple[torch.Tensor | None, ...]:
-    del dscale
-    total, weight, scale = ctx.saved_tensors
+    weight, total, scale = ctx.saved_tensors
+    _, plus_one = ctx.options
     # The norm was not used, only the sum.
     if dy is None:
         return dsum, dsum, None, None, None
     needs_grad = ctx.needs_input_grad[2]
-    dx, dweight = _gradients_of(total, weight, dy, dsum, scale, ctx.plus_one, needs_grad)
+    dx, dweight = _gradients_of(total, weight, dy, dsum, scale, plus_one, needs_grad)
     return dx, dx, dweight if needs_grad else None, None, None
 
 
 _add_norm_of = operator(
-    "add_rms_norm", _add_norm, fake=_add_norm_fake, keep=_keep_add_norm, backward=_back_add_norm
+    "add_rms_norm",
+    _add_norm,
+    fake=_add_norm_fake,
+    keep=keep_inputs(3, 0, 2, first=2, materialize_grads=False),
+    backward=_back_add_norm,
 )
 
 

@@ -1,10 +1,8 @@
 """Rotary position embedding, applied to queries and keys together."""
 
-from collections.abc import Mapping
-
 import torch
 
-from penstock_kernels.op import HAS_TRITON, KernelImpl, Op, needs_cuda, needs_floats
+from penstock_kernels.op import KernelImpl, Op, needs_cuda, needs_floats, triton_backend
 from penstock_kernels.rope import lean as _lean
 from penstock_kernels.rope.reference import Pairs
 from penstock_kernels.rope.reference import rope as _reference
@@ -33,10 +31,11 @@ def _unsupported_reason(
     return needs_floats(q_TNH, cos_TR, sin_TR) or needs_cuda(q_TNH, k_TKH, cos_TR, sin_TR)
 
 
-_FAST: Mapping[str, KernelImpl[..., tuple[torch.Tensor, torch.Tensor]]] = {}
-if HAS_TRITON:
-    from penstock_kernels.rope.triton import rope as _triton
-
-    _FAST = {"triton": KernelImpl(_triton, _unsupported_reason, language="triton")}
-
-rope = Op("rope", _reference, {**_FAST, "lean": KernelImpl(_lean.rope, _lean.unsupported_reason)})
+rope = Op(
+    "rope",
+    _reference,
+    {
+        **triton_backend("rope.triton:rope", _unsupported_reason),
+        "lean": KernelImpl(_lean.rope, _lean.unsupported_reason),
+    },
+)

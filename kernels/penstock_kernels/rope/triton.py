@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock_kernels.custom_op import fake_like, operator
+from penstock_kernels.custom_op import fake_like, keep_inputs, operator
 from penstock_kernels.launch_sizes import next_power_of_2
 from penstock_kernels.rope.reference import Pairs
 
@@ -89,36 +89,9 @@ def _turn(
     sin = tl.load(sin_ptr + token * R + offs, mask=inside, other=0).to(tl.float32)[None, :]
     if BACK:
         sin = -sin
-    _heads(
-        q_ptr,
-        turned_q_ptr,
-        cos,
-        sin,
-        N,
-        q_token_stride,
-        q_head_stride,
-        H,
-        R,
-        PAIRS,
-        HEADS,
-        PAIR,
-        REST,
-    )
-    _heads(
-        k_ptr,
-        turned_k_ptr,
-        cos,
-        sin,
-        K,
-        k_token_stride,
-        k_head_stride,
-        H,
-        R,
-        PAIRS,
-        HEADS,
-        PAIR,
-        REST,
-    )
+    sizes = (H, R, PAIRS, HEADS, PAIR, REST)
+    _heads(q_ptr, turned_q_ptr, cos, sin, N, q_token_stride, q_head_stride, *sizes)
+    _heads(k_ptr, turned_k_ptr, cos, sin, K, k_token_stride, k_head_stride, *sizes)
 
 
 def tile(num_heads: int, width: int, turning: int) -> dict[str, int]:
@@ -137,25 +110,16 @@ def _turned(
     pairs: str,
     back: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries and keys, rotated by their angles or the negative angles."""
     turned_q, turned_k = q.new_empty(q.shape), k.new_empty(k.shape)
+    # Heads are read by their strides, such as from a fused projection: only features must lie side
+    # by side.
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     T, N, H = q.shape
     K, R = k.shape[1], cos.shape[1]
     if T:
         _turn[(T,)](
-            q,
-            k,
-            cos.contiguous(),
-            sin.contiguous(),
-            turned_q,
-            turned_k,
-            N,
-            K,
-            H,
-            R,
-            *q.stride()[:2],
-            *k.stride()[:2],
+            *(q, k, cos.contiguous(), sin.contiguous(), turned_q, turned_k),
+            *(N, K, H, R, *q.stride()[:2], *k.stride()[:2]),
             PAIRS=pairs,
             BACK=back,
             **tile(max(N, K, 1), H, R),
@@ -163,20 +127,16 @@ def _turned(
     return turned_q, turned_k
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    del output
-    _, _, cos, sin, ctx.pairs, ctx.back = inputs
-    # A rotation is linear: its gradient needs neither q nor k.
-    ctx.save_for_backward(cos, sin)
-
-
 def _turn_back(ctx: Any, dq: torch.Tensor, dk: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    cos, sin = ctx.saved_tensors
+    pairs, back = ctx.options
     # The transpose of a rotation is the rotation by the negative angle.
-    return *_turned_of(dq, dk, cos, sin, ctx.pairs, not ctx.back), None, None, None, None
+    return *_turned_of(dq, dk, *ctx.saved_tensors, pairs, not back), None, None, None, None
 
 
-_turned_of = operator("rope", _turned, fake=fake_like(0, 1), keep=_keep, backward=_turn_back)
+# A rotation is linear: its gradient needs neither q nor k.
+_turned_of = operator(
+    "rope", _turned, fake=fake_like(0, 1), keep=keep_inputs(4, first=2), backward=_turn_back
+)
 
 
 def rope(

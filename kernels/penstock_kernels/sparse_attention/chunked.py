@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from penstock_kernels.attention.segments import VarlenMetadata
-from penstock_kernels.custom_op import fake_like, operator
+from penstock_kernels.custom_op import fake_like, keep_inputs, operator
 from penstock_kernels.sparse_attention.queries import query_chunks, query_ranges
 from penstock_kernels.sparse_attention.reference import (
     NO_KEY,
@@ -53,20 +53,12 @@ def _select(
     return selected_TS
 
 
-def _fake_selected(
-    q_TJI: torch.Tensor,
-    k_TI: torch.Tensor,
-    weight_TJ: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    queries: Sequence[int],
-    slots: int,
-    top_k: int,
-) -> torch.Tensor:
-    del k_TI, weight_TJ, cu_seqlens, queries, top_k
-    return q_TJI.new_empty((len(q_TJI), slots), dtype=torch.int32)
+def fake_selected(q_TJI: torch.Tensor, *further: Any) -> torch.Tensor:
+    """The fake implementation of both operators: the last argument but one is S."""
+    return q_TJI.new_empty((len(q_TJI), further[-2]), dtype=torch.int32)
 
 
-_select_operator = operator("select_keys", _select, fake=_fake_selected)
+_select_operator = operator("select_keys", _select, fake=fake_selected)
 
 
 def select_keys(
@@ -107,6 +99,8 @@ def _forward(
     queries: Sequence[int],
     scale: float,
 ) -> torch.Tensor:
+    # empty_like alone would keep the strides of q; an operator's result is contiguous, as its fake
+    # one is.
     y_TNH = torch.empty_like(q_TNH, memory_format=torch.contiguous_format)
     q, k, v = (part.to(_computed(part)) for part in (q_TNH, k_TNH, v_TNH))
     for chunk in query_chunks(cu_seqlens.diff().tolist(), queries, PAIRS):
@@ -157,19 +151,13 @@ def _backward(
 _operator_backward = operator("sparse_attention_backward", _backward, fake=fake_like(1, 2, 3))
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    del output
-    *tensors, ctx.queries, ctx.scale = inputs
-    ctx.save_for_backward(*tensors)
-
-
 def _gradients(ctx: Any, dy_TNH: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    dq, dk, dv = _operator_backward(dy_TNH, *ctx.saved_tensors, ctx.queries, ctx.scale)
+    dq, dk, dv = _operator_backward(dy_TNH, *ctx.saved_tensors, *ctx.options)
     return dq, dk, dv, None, None, None, None
 
 
 _operator = operator(
-    "sparse_attention", _forward, fake=fake_like(0), keep=_keep, backward=_gradients
+    "sparse_attention", _forward, fake=fake_like(0), keep=keep_inputs(5), backward=_gradients
 )
 
 

@@ -71,6 +71,7 @@ def indexer_loss(
     Returns:
         A scalar, fp32 or wider.
     """
+    # The indexer is trained to follow attention, and not the reverse.
     args = q_TNH.detach(), k_TNH.detach(), selected_TS, segments, scale, num_tokens, sharing
     return _IndexerLoss.apply(*index, *args, deferred)
 

@@ -15,7 +15,7 @@ from penstock_kernels.custom_op import fake_like, operator
 from penstock_kernels.launch_sizes import cdiv, next_power_of_2
 from penstock_kernels.op import INTERPRETED, needs_cuda, needs_floats
 from penstock_kernels.sparse_attention import triton_latent
-from penstock_kernels.tuning.shared_memory import shared_memory_per_block
+from penstock_kernels.tuning import shared_memory_per_block
 
 LEAST = 16
 """The least size of a tile of a product."""
@@ -132,31 +132,14 @@ def _forward(
     grid, sizes, options = _launch(FORWARD, forward_bytes, q_TNR, k_TP, selected_TS)
     if q_TNR.numel():
         triton_latent.attend[grid](
-            q_TNR,
-            q_TNP,
-            latent_TR.contiguous(),
-            k_TP.contiguous(),
-            selected_TS,
-            y_TNR,
-            log_sum_TN,
-            scale,
-            *sizes,
-            *q_TNR.stride()[:2],
-            *q_TNP.stride()[:2],
+            *(q_TNR, q_TNP, latent_TR.contiguous(), k_TP.contiguous(), selected_TS),
+            *(y_TNR, log_sum_TN, scale, *sizes, *q_TNR.stride()[:2], *q_TNP.stride()[:2]),
             **options,
         )
     return y_TNR, log_sum_TN
 
 
-def _fake(
-    q_TNR: torch.Tensor,
-    q_TNP: torch.Tensor,
-    latent_TR: torch.Tensor,
-    k_TP: torch.Tensor,
-    selected_TS: torch.Tensor,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    del q_TNP, latent_TR, k_TP, selected_TS, scale
+def _fake(q_TNR: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
     log_sum_TN = q_TNR.new_empty(q_TNR.shape[:2], dtype=torch.float32)
     return q_TNR.new_empty(q_TNR.shape), log_sum_TN
 
@@ -186,23 +169,11 @@ def _backward(
     is_in_order = torch.are_deterministic_algorithms_enabled()
 
     def add_gradients(own: slice, dkeys: torch.Tensor) -> None:
+        strides = *q_TNR.stride()[:2], *q_TNP.stride()[:2], *dy_TNR.stride()[:2]
         triton_latent.add_gradients[(len(q_TNR[own]) * blocks,)](
-            q_TNR[own],
-            q_TNP[own],
-            latent_TR,
-            k_TP,
-            selected_TS[own],
-            y_TNR[own],
-            dy_TNR[own],
-            log_sum_TN[own],
-            dq[own],
-            dq_rope[own],
-            dkeys,
-            scale,
-            *sizes,
-            *q_TNR.stride()[:2],
-            *q_TNP.stride()[:2],
-            *dy_TNR.stride()[:2],
+            *(q_TNR[own], q_TNP[own], latent_TR, k_TP, selected_TS[own], y_TNR[own]),
+            *(dy_TNR[own], log_sum_TN[own], dq[own], dq_rope[own], dkeys),
+            *(scale, *sizes, *strides),
             IN_ORDER=is_in_order,
             **options,
         )
@@ -252,6 +223,7 @@ _operator_backward = operator(
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     *tensors, ctx.scale = inputs
     y_TNR, log_sum_TN = output
+    # Log-sums are for the backward pass: nobody else gets them.
     ctx.mark_non_differentiable(log_sum_TN)
     ctx.save_for_backward(*tensors, y_TNR, log_sum_TN)
 

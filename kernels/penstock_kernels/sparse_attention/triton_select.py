@@ -7,7 +7,7 @@ keys selected for a token.
 
 # pyright: reportArgumentType=false, reportReturnType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -17,9 +17,9 @@ from penstock_kernels.attention.segments import VarlenMetadata
 from penstock_kernels.custom_op import operator
 from penstock_kernels.launch_sizes import cdiv, next_power_of_2
 from penstock_kernels.op import INTERPRETED, needs_cuda, needs_floats
-from penstock_kernels.sparse_attention.highest import highest
+from penstock_kernels.sparse_attention.chunked import fake_selected
 from penstock_kernels.sparse_attention.queries import query_ranges
-from penstock_kernels.sparse_attention.reference import NO_KEY
+from penstock_kernels.sparse_attention.reference import NO_KEY, highest
 
 NUMBERS = 1 << 25
 """Scores of a chunk, about."""
@@ -94,7 +94,12 @@ def _select(
     first_T = torch.repeat_interleave(cu_seqlens[:-1], lengths, output_size=tokens)
     size = max(TILE["QUERIES"], NUMBERS // (2 * max_length))
     row = 0
-    for start, end in _chunks(queries, size):
+    chunks = (
+        (start, min(start + size, stop))
+        for begin, stop in zip(queries[::2], queries[1::2], strict=True)
+        for start in range(begin, stop, size)
+    )
+    for start, end in chunks:
         count = end - start
         own = slice(row, row + count)
         row += count
@@ -103,17 +108,8 @@ def _select(
         scores_CM = torch.empty((count, columns), dtype=torch.float32, device=device)
         grid = cdiv(count, TILE["QUERIES"]), cdiv(columns, TILE["KEYS"])
         score[grid](
-            q_TJI[own],
-            k_TI,
-            weight_TJ[own],
-            first_T,
-            scores_CM,
-            start,
-            tokens,
-            count,
-            columns,
-            heads,
-            width,
+            *(q_TJI[own], k_TI, weight_TJ[own], first_T, scores_CM),
+            *(start, tokens, count, columns, heads, width),
             **TILE,
             WIDTH=max(16, next_power_of_2(width)),
             UPCAST=INTERPRETED,  # bfloat16 products need it in the interpreter
@@ -125,27 +121,7 @@ def _select(
     return selected_TS
 
 
-def _chunks(ranges: Sequence[int], size: int) -> Iterator[tuple[int, int]]:
-    """The queries of each range, at most `size` at a time."""
-    for begin, stop in zip(ranges[::2], ranges[1::2], strict=True):
-        for start in range(begin, stop, size):
-            yield start, min(start + size, stop)
-
-
-def _fake(
-    q_TJI: torch.Tensor,
-    k_TI: torch.Tensor,
-    weight_TJ: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    queries: Sequence[int],
-    slots: int,
-    max_length: int,
-) -> torch.Tensor:
-    del k_TI, weight_TJ, cu_seqlens, queries, max_length
-    return q_TJI.new_empty((len(q_TJI), slots), dtype=torch.int32)
-
-
-_operator = operator("select_keys_triton", _select, fake=_fake)
+_operator = operator("select_keys_triton", _select, fake=fake_selected)
 
 
 def unsupported_reason(

@@ -59,13 +59,7 @@ def stochastic_round(
         rows, across = tile(K)
         [table] = copy_tables([runs], x_NK.device)
         _round[(cdiv(R, rows), cdiv(first_column % 4 + K, across))](
-            x_NK,
-            y_NK,
-            table,
-            R,
-            K,
-            len(runs),
-            first_column,
+            *(x_NK, y_NK, table, R, K, len(runs), first_column),
             ROWS=rows,
             ACROSS=across,
             RUNS=next_power_of_2(len(runs)),

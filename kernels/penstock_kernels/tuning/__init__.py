@@ -19,9 +19,10 @@ from penstock_kernels.op import INTERPRETED, cache_home
 from penstock_kernels.tuning.autotune_cache import AutotuneCache, AutotuneKey, Device
 from penstock_kernels.tuning.tuner import Autotuner, Candidate, size_class
 
-__all__ = ["select_config"]
+__all__ = ["select_config", "shared_memory_per_block"]
 
 FOLDER = "tuning"
+UNLIMITED = 2**30
 
 
 def select_config(
@@ -48,8 +49,10 @@ def select_config(
     if torch.are_deterministic_algorithms_enabled():
         return candidates[0]
     inputs = f"{str(like.dtype).removeprefix('torch.')} {size_class(sizes)} {kind}".strip()
+    # Kernels of two folders may have one name.
+    name = f"{kernel.__module__.split('.')[-2]}.{kernel.__name__.strip('_')}"
     return _tuner(like.device).choose(
-        AutotuneKey(_name(kernel), _made_by(kernel), inputs),
+        AutotuneKey(name, _made_by(kernel), inputs),
         candidates,
         run,
         may_measure=not torch.cuda.is_current_stream_capturing(),
@@ -66,13 +69,18 @@ def _tuner(device: torch.device) -> Autotuner:
     return Autotuner(AutotuneCache(cache_home() / FOLDER, kind), microseconds)
 
 
-def _name(kernel: Any) -> str:
-    return f"{kernel.__module__.split('.')[-2]}.{kernel.__name__.strip('_')}"
-
-
 @cache
 def _made_by(kernel: Any) -> str:
     import triton  # noqa: PLC0415
 
     # The hash of its source, and of all functions that it calls.
     return f"triton {triton.__version__}, {kernel.cache_key[:16]}"
+
+
+@cache
+def shared_memory_per_block(device: torch.device) -> int:
+    """Bytes of shared memory that one thread block may use, opting in: what a kernel's tiles, times
+    its pipeline stages, must fit into. Without limit where it is no GPU."""
+    if device.type != "cuda":
+        return UNLIMITED
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)

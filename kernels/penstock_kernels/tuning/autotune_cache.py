@@ -49,7 +49,6 @@ class AutotuneCache:
         self._warned = False
 
     def find(self, key: AutotuneKey) -> Choice | None:
-        """The stored result, if there is one."""
         kernel = self._read().get(key.kernel, {})
         if kernel.get("made_by") != key.made_by:
             return None

@@ -20,7 +20,16 @@ MAX_LAUNCHES = 50
 
 def microseconds(works: Sequence[Callable[[], Any]]) -> list[float]:
     """Of a launch of each; infinity for launches that do not fit on the device. Synchronizes."""
-    launches = [_launches(work) for work in works]
+    launches = []
+    for work in works:
+        try:
+            # It compiles the kernel.
+            work()
+        except (OutOfResources, PTXASError, CompileTimeAssertionFailure):
+            launches.append(0)
+            continue
+        count = int(ROUND_MICROSECONDS / max(_timed(work, 1), 1.0))
+        launches.append(min(max(count, 1), MAX_LAUNCHES))
     durations: list[list[float]] = [[] for _ in works]
     # One round of each in turn: a change of clocks then affects all candidates alike.
     for _ in range(ROUNDS):
@@ -28,15 +37,6 @@ def microseconds(works: Sequence[Callable[[], Any]]) -> list[float]:
             if count:
                 times.append(_timed(work, count))
     return [statistics.median(times) if times else math.inf for times in durations]
-
-
-def _launches(work: Callable[[], Any]) -> int:
-    """Launches per round; 0 if a launch is not possible. Compiles the kernel."""
-    try:
-        work()
-    except (OutOfResources, PTXASError, CompileTimeAssertionFailure):
-        return 0
-    return min(max(int(ROUND_MICROSECONDS / max(_timed(work, 1), 1.0)), 1), MAX_LAUNCHES)
 
 
 def _timed(work: Callable[[], Any], count: int) -> float:

@@ -41,6 +41,7 @@ class Autotuner:
         `run` launches a candidate, possibly repeatedly.
         """
         known_key = key, candidates[0]
+        # Every launch asks: only the first reads the file.
         if (remembered := self._known.get(known_key)) is not None:
             return remembered
         # The rule's choice is part of the key: others are measured against it.
@@ -86,7 +87,6 @@ def _name(candidate: tuple[int, ...]) -> str:
 
 
 def _among(candidates: Sequence[Candidate], choice: Choice | None) -> Candidate | None:
-    """The stored candidate, if it still exists."""
     return next(
         (candidate for candidate in candidates if choice is not None and list(candidate) == choice),
         None,

@@ -20,7 +20,7 @@ from penstock.estimate.machine import check_model, check_weights
 from penstock.models.registry import get_family
 from penstock.pipeline.origins import resolve_model_source
 from penstock_kernels.quant import FORMATS
-from penstock_kernels.quant.levels import E2M1
+from penstock_kernels.quant.formats import E2M1
 from tests.engine import runs
 from tests.engine.loops import each, loop_of, parameters_of, save, step
 from tests.models.twins import documents, their_logits

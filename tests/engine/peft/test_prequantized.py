@@ -22,7 +22,7 @@ from penstock.engine.quantization.prequantized import published_in
 from penstock.engine.quantization.validate_prequantized import validate_prequantized
 from penstock.models.quantization_config import MODELOPT, parse_quantization_config
 from penstock_kernels.quant import FORMATS, dequantize, quantize
-from penstock_kernels.quant.levels import NF4
+from penstock_kernels.quant.formats import NF4
 
 NAME = "model.layers.0.mlp.up_proj.weight"
 LAYER = NAME.removesuffix(".weight")

@@ -5,8 +5,7 @@ import torch
 
 from penstock_kernels.attention import VarlenMetadata
 from penstock_kernels.sparse_attention import chunked, reference, triton_select
-from penstock_kernels.sparse_attention.highest import highest
-from penstock_kernels.sparse_attention.reference import NO_KEY
+from penstock_kernels.sparse_attention.reference import NO_KEY, highest
 from tests.kernels.where import DEVICE, needs_triton
 
 SEGMENTS = VarlenMetadata.of([1, 3, 70, 41], DEVICE)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from penstock_kernels.group_gemm import group_gemm, quack
-from penstock_kernels.group_gemm.even import padded_height
+from penstock_kernels.group_gemm.loops import padded_height
 from penstock_kernels.group_gemm.zeroing import zero_empty, zero_tail_rows
 from penstock_kernels.op import UnsupportedError
 from tests.kernels.where import DEVICE, needs_triton

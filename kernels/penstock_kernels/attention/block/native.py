@@ -3,7 +3,7 @@
 import torch
 
 from penstock_kernels.attention.block.block_mask import Rectangle, Sees, unsupported_sizes
-from penstock_kernels.attention.flash import unsupported_tensors
+from penstock_kernels.attention.flash import unsupported_masks, unsupported_tensors
 
 
 def unsupported_reason(
@@ -19,10 +19,8 @@ def unsupported_reason(
     del scale, window
     if soft_cap is not None:
         return f"scores are capped at {soft_cap}, and its blocks do not cap them"
-    if not isinstance(sees, Rectangle) and sees.start_rows is not None:
-        return "start rows hide some of a document's past, and it has causal masks and windows"
-    if not isinstance(sees, Rectangle) and sees.run_ends is not None:
-        return "runs of tokens are bidirectional, and it has causal masks and windows"
+    if not isinstance(sees, Rectangle) and (reason := unsupported_masks(sees)):
+        return reason
     return unsupported_tensors(q_QNH, k_SKH, v_SKH) or unsupported_sizes(q_QNH, k_SKH, sees)
 
 

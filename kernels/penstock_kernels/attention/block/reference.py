@@ -91,7 +91,7 @@ def _parts(
     start = 0
     for length in sees.lengths:
         document = slice(start, start + length)
-        masks = sees.document_start_rows(start, length), sees.document_run_ends(start, length)
+        masks = sees.document_masks(start, length)
         yield document, document, causal_window_mask(length, window, q_QNH.device, *masks)
         start += length
 

@@ -4,7 +4,7 @@ log-sum-exp that the public function does not return: one call per bucket of doc
 B documents of a bucket, L tokens of each.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal
 
@@ -15,6 +15,8 @@ from penstock_kernels.attention.block import chunks
 from penstock_kernels.attention.block.block_mask import Rectangle, Sees, unsupported_sizes
 from penstock_kernels.attention.mask import causal_window_mask
 from penstock_kernels.attention.segments import VarlenMetadata
+
+Tensors = tuple[torch.Tensor, ...]
 
 Keys = Literal["all", "past"]
 """The mask: none, or causal."""
@@ -66,7 +68,8 @@ def block(
         return y.squeeze(0).to(q_QNH.dtype), lse.squeeze(0)
     rows = (_rows(part, sees) for part in (q, k, v))
     results = [
-        _documents(scale, window, *bucket) for bucket in zip(_masks(sees), *rows, strict=True)
+        _documents(_forward, chunks.forward, scale, window, *bucket)
+        for bucket in zip(_masks(sees), *rows, strict=True)
     ]
     y, lse = (_tokens(parts, sees) for parts in zip(*results, strict=True))
     return y.to(q_QNH.dtype), lse
@@ -93,8 +96,11 @@ def block_backward(
         gradients = tuple(gradient.squeeze(0) for gradient in batched)
     else:
         rows = (_rows(part, sees) for part in (q, k, v, y, lse_QN))
+        # Padding repeats a document's last token: with a gradient of 0 it adds nothing to those of
+        # keys and values.
         buckets = zip(_masks(sees), _rows(dy, sees, padding="zero"), *rows, strict=True)
-        results = [_documents_backward(scale, window, *bucket) for bucket in buckets]
+        run = partial(_documents, _backward, chunks.backward, scale, window)
+        results = [run(*bucket) for bucket in buckets]
         gradients = tuple(_tokens(parts, sees) for parts in zip(*results, strict=True))
     dq, dk, dv = (part.to(q_QNH.dtype) for part in gradients)
     return dq, dk, dv
@@ -132,52 +138,41 @@ Masks = tuple[torch.Tensor | None, torch.Tensor | None]
 
 def _masks(documents: VarlenMetadata) -> Sequence[Masks]:
     """The masks of each bucket beyond causal ones and windows."""
-    starts, ends = (
-        [None] * len(documents.buckets) if mask_T is None else _within(mask_T, documents)
-        for mask_T in (documents.start_rows, documents.run_ends)
-    )
-    if documents.layout is None:
-        return [*zip(starts, ends, strict=True)]
-    # Padding attends to itself: a query without keys would give NaN.
-    padding = documents.layout.is_padding.split([b.num_slots for b in documents.buckets])
-    starts = [
-        start_BL
-        if start_BL is None
-        else start_BL.masked_fill(is_padding.view_as(start_BL), start_BL.shape[1])
-        for start_BL, is_padding in zip(starts, padding, strict=True)
-    ]
+    masks: list[list[torch.Tensor] | list[None]] = []
+    for mask_T in (documents.start_rows, documents.run_ends):
+        if mask_T is None:
+            masks.append([None] * len(documents.buckets))
+            continue
+        lengths, count = documents.cu_seqlens.diff(), documents.num_tokens
+        first_T = documents.cu_seqlens[:-1].repeat_interleave(lengths, output_size=count)
+        masks.append(_rows(mask_T - first_T, documents))
+    starts, ends = masks
+    if documents.layout is not None and documents.start_rows is not None:
+        # Padding attends to itself: a query without keys would give NaN.
+        padding = documents.layout.is_padding.split([b.num_slots for b in documents.buckets])
+        starts = [
+            start_BL.masked_fill(is_padding.view_as(start_BL), start_BL.shape[1])
+            for start_BL, is_padding in zip(starts, padding, strict=True)
+            if start_BL is not None
+        ]
     return [*zip(starts, ends, strict=True)]
 
 
-def _within(mask_T: torch.Tensor, documents: VarlenMetadata) -> list[torch.Tensor]:
-    """Numbers of tokens by bucket, [B, L], counted from the first token of their document."""
-    lengths = documents.cu_seqlens.diff()
-    first_T = documents.cu_seqlens[:-1].repeat_interleave(lengths, output_size=documents.num_tokens)
-    return _rows(mask_T - first_T, documents)
-
-
 def _documents(
-    scale: float, window: int | None, masks: Masks, *parts: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and log-sum-exp of a bucket, from its rows of q, k and v."""
+    run: Callable[..., Tensors],
+    in_chunks: Callable[..., Tensors],
+    scale: float,
+    window: int | None,
+    masks: Masks,
+    *parts: torch.Tensor,
+) -> Tensors:
+    """What `run` gives of a bucket, from its rows; `in_chunks` calls it for chunks."""
     length, device = parts[0].shape[1], parts[0].device
     if any(mask_BL is not None for mask_BL in masks):
-        return _forward(scale, "all", causal_window_mask(length, window, device, *masks), *parts)
+        return run(scale, "all", causal_window_mask(length, window, device, *masks), *parts)
     if window is None or window >= length:
-        return _forward(scale, "past", None, *parts)
-    return chunks.forward(partial(_forward, scale, "all"), window, *parts)
-
-
-def _documents_backward(
-    scale: float, window: int | None, masks: Masks, *parts: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of a bucket, from its rows of dy, q, k, v, y and the log-sum-exp."""
-    length, device = parts[0].shape[1], parts[0].device
-    if any(mask_BL is not None for mask_BL in masks):
-        return _backward(scale, "all", causal_window_mask(length, window, device, *masks), *parts)
-    if window is None or window >= length:
-        return _backward(scale, "past", None, *parts)
-    return chunks.backward(partial(_backward, scale, "all"), window, *parts)
+        return run(scale, "past", None, *parts)
+    return in_chunks(partial(run, scale, "all"), window, *parts)
 
 
 def _tokens(rows: Sequence[torch.Tensor], documents: VarlenMetadata) -> torch.Tensor:
@@ -203,6 +198,7 @@ def _forward(
         y, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
             q, k, v, bias, True, 0.0, causal, scale=scale
         )
+        # Its queries are padded to a multiple of CUDA_ROWS.
         lse = lse[..., : q.shape[2]]
     else:
         y, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -222,7 +218,6 @@ def _backward(
     y_BLNH: torch.Tensor,
     lse_BLN: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k and v, shaped as they are."""
     tensors = (dy_BLNH, q_BLNH, k_BSKH, v_BSKH, y_BLNH, lse_BLN)
     dy, q, k, v, y, lse = (part.transpose(1, 2) for part in tensors)
     causal, bias = keys == "past", _bias(hidden_LS, q)
@@ -252,6 +247,7 @@ def _bias(hidden_LS: torch.Tensor | None, q_BNLH: torch.Tensor) -> torch.Tensor 
     if hidden_LS is None:
         return None
     *rows, queries, keys = hidden_LS.shape
+    # Rows are allocated wider, and cut: their stride stays aligned.
     columns = -(-keys // CUDA_COLUMNS) * CUDA_COLUMNS
     bias_LS = q_BNLH.new_zeros((*rows, queries, columns))[..., :keys]
     bias_LS.masked_fill_(hidden_LS, float("-inf"))

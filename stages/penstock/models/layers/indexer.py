@@ -20,7 +20,7 @@ from penstock.models.layers.pass_state import PassState
 from penstock.models.layers.router import AddAuxLoss
 from penstock_kernels.attention import VarlenMetadata
 from penstock_kernels.sparse_attention import ALONE, index_scores, indexer_loss, select_keys
-from penstock_kernels.sparse_attention.highest import highest
+from penstock_kernels.sparse_attention.reference import highest
 
 R = TypeVar("R")
 
