@@ -55,8 +55,7 @@ class ExternalProcessGroup:
         self._tensor_timeout = datetime.timedelta(seconds=tensor_seconds)
         ip = str(socket.getaddrinfo(address, None)[0][4][0])
         if ipaddress.ip_address(ip.partition("%")[0]).is_unspecified:
-            # Any machine could write to a store on all interfaces, and nothing can connect to
-            # 0.0.0.0.
+            # Any machine could write to such a store, and nothing can connect to 0.0.0.0.
             raise OSError(
                 "the address is unspecified (all interfaces); write the address of one interface"
             )
@@ -80,8 +79,7 @@ class ExternalProcessGroup:
         Raises RuntimeError if they do not join in time, or the group was abandoned meanwhile.
         """
         if self._device.type != "cuda":
-            # Options that torch's stubs leave out; by default gloo binds the training ranks'
-            # interface.
+            # Options that torch's stubs leave out; by default gloo binds the ranks' interface.
             gloo: Any = dist.ProcessGroupGloo
             own = gloo._Options()
             own._timeout = self._timeout
@@ -110,16 +108,13 @@ class ExternalProcessGroup:
         else:
             options.timeout = self._tensor_timeout
         sent = [tensor.contiguous() for tensor in tensors]
-        sent = [
-            buffer.view(torch.uint8) if buffer.dtype in FP8_DTYPES else buffer for buffer in sent
-        ]
-        works = [self._backend.broadcast([buffer], options) for buffer in sent]
+        sent = [x.view(torch.uint8) if x.dtype in FP8_DTYPES else x for x in sent]
+        works = [self._backend.broadcast([x], options) for x in sent]
         try:
             while works:
                 works.pop(0).wait()
         finally:
-            # A raised error would keep references to the works, and those keep the connections
-            # open.
+            # A raised error would keep the works, and those keep the connections open.
             works.clear()
         if self._device.type == "cuda":
             torch.cuda.synchronize()
@@ -132,22 +127,19 @@ class ExternalProcessGroup:
         self.close_store()
 
     def abort(self) -> None:
-        """Leave the group at once.
-
-        Operations in progress fail here and for others, soon or by timeout.
-
-        Gloo cannot cancel a tensor in progress: a thread waits for its end. The store stays for
-        late joiners: without it they would retry for minutes.
+        """Leave the group at once: operations in progress fail here and for others, soon or by
+        timeout. The store stays for late joiners: without it they would retry for minutes.
         """
+        # In a thread: gloo cannot cancel a tensor in progress, and waits for its end.
         backend, self._backend = self._backend, None
+
+        def abort_backend() -> None:
+            with contextlib.suppress(RuntimeError):
+                backend.abort()
+
         if backend is not None:
-            threading.Thread(target=_abort, args=[backend], daemon=True).start()
+            threading.Thread(target=abort_backend, daemon=True).start()
 
     def close_store(self) -> None:
         """Close the store, so that processes waiting in it for others stop waiting."""
         self._server = None
-
-
-def _abort(backend: Any) -> None:
-    with contextlib.suppress(RuntimeError):
-        backend.abort()
