@@ -36,13 +36,13 @@ class ProcessInfo:
         return self.rank == 0
 
     def all_reduce_sum(self, value: torch.Tensor) -> torch.Tensor:
-        """All-reduce: the sum of `value` over all ranks, in place."""
+        """The sum of `value` over all ranks, in place."""
         with self.heartbeat.waiting():
             dist.all_reduce(value, op=dist.ReduceOp.SUM)
         return value
 
     def all_reduce_max(self, value: torch.Tensor) -> torch.Tensor:
-        """All-reduce: the elementwise maximum of `value` over all ranks, in place."""
+        """The elementwise maximum of `value` over all ranks, in place."""
         with self.heartbeat.waiting():
             dist.all_reduce(value, op=dist.ReduceOp.MAX)
         return value
@@ -59,14 +59,13 @@ class ProcessInfo:
             return marks.tolist()
 
     def all_gather(self, value: T) -> list[T]:
-        """All-gather each rank's `value`, in rank order."""
+        """Each rank's `value`, in rank order."""
         gathered = [value] * self.world_size
         with self.heartbeat.waiting():
             dist.all_gather_object(gathered, value)
         return gathered
 
     def barrier(self) -> None:
-        """Barrier over all ranks."""
         with self.heartbeat.waiting():
             dist.barrier()
 
@@ -112,7 +111,6 @@ def init_process_group(
 
 
 def _set_cuda_backends() -> None:
-    """Override PyTorch's defaults for CUDA."""
     # On Hopper scaled_dot_product_attention selects its cuDNN backend, which builds an execution
     # plan for each new input shape (70 ms on an H200): for each new document length of packed rows,
     # and in decoding for each length of the KV cache.

@@ -11,7 +11,7 @@ T tokens of this rank, S received tokens; N query heads, K key and value heads, 
 # pyright: reportIncompatibleMethodOverride=false
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -82,7 +82,6 @@ class RingSegments(VarlenMetadata):
     """How far the tokens are seen if documents are trees with branches."""
     bidirectional: tuple[Run, ...]
     """The bidirectional runs of the packed sequence."""
-    _by_window: dict[int, "RingSegments"] = field(default_factory=dict, repr=False)
 
     def with_window(self, window: int | None) -> "RingSegments":
         """The segments under a sliding window of `window` tokens (the query's own included);
@@ -90,18 +89,17 @@ class RingSegments(VarlenMetadata):
         """
         if window is None or window >= max(self.doc_lengths):
             return self
-        if window not in self._by_window:
+        if ("window", window) not in self.memo:
             ring_rank = self.size, self.index, self.cu_seqlens.device
             masks = {"spans": self.spans, "bidirectional": self.bidirectional}
             windowed = ring_segments(self.doc_lengths, *ring_rank, window=window, **masks)
-            self._by_window[window] = windowed
-        return self._by_window[window]
+            self.memo["window", window] = windowed
+        return self.memo["window", window]
 
     def unsharded(self) -> VarlenMetadata:
         """The documents of the packed sequence, for a rank with all tokens; cached."""
         if "unsharded" not in self.memo:
-            documents = VarlenMetadata.of(self.doc_lengths, self.cu_seqlens.device)
-            self.memo["unsharded"] = documents
+            self.memo["unsharded"] = VarlenMetadata.of(self.doc_lengths, self.cu_seqlens.device)
         return self.memo["unsharded"]
 
     def in_chunks(self, size: int) -> "RingSegments":
@@ -144,9 +142,7 @@ def ring_segments(
     transfers: list[tuple[int, range, list[KVRange]]] = [(0, range(0), kv_ranges_for(me, me))]
     for distance in range(1, size):
         # For all ranks: the distances must be the same on each.
-        if any(
-            kv_ranges_for(tokens, rank_tokens[tokens.index - distance]) for tokens in rank_tokens
-        ):
+        if any(kv_ranges_for(rank, rank_tokens[rank.index - distance]) for rank in rank_tokens):
             send = _all_keys(kv_ranges_for(rank_tokens[(index + distance) % size], me))
             transfers.append((distance, send, kv_ranges_for(me, rank_tokens[index - distance])))
     all_ranges = [need for *_, ranges in transfers for need in ranges]
@@ -155,10 +151,11 @@ def ring_segments(
     rectangles = iter(Rectangle.several(sizes, device, reaches=reaches))
 
     def parts(ranges: Sequence[KVRange], first_key: int) -> tuple[AttentionBlock, ...]:
-        return tuple(
-            AttentionBlock(need.queries, _shifted(need.keys, by=first_key), next(rectangles))
-            for need in ranges
-        )
+        blocks: list[AttentionBlock] = []
+        for need in ranges:
+            keys = range(need.keys.start - first_key, need.keys.stop - first_key)
+            blocks.append(AttentionBlock(need.queries, keys, next(rectangles)))
+        return tuple(blocks)
 
     # Own keys are numbered by position, received keys by arrival.
     [(*_, local_ranges), *remote] = transfers
@@ -189,10 +186,6 @@ def _all_keys(ranges: Sequence[KVRange]) -> range:
     if not ranges:
         return range(0)
     return range(min(need.keys.start for need in ranges), max(need.keys.stop for need in ranges))
-
-
-def _shifted(numbers: range, *, by: int) -> range:
-    return range(numbers.start - by, numbers.stop - by)
 
 
 class Ring:
@@ -247,10 +240,8 @@ class Ring:
     def start_transfer(
         self, x: torch.Tensor | None, by: int, like: torch.Tensor, recv_count: int
     ) -> "P2PTransfer":
-        """Start the P2P transfer of a ring step.
-
-        Sends `x` to the rank `by` ahead, and receives `recv_count` rows, shaped like those of
-        `like`, from the rank as far behind.
+        """Start to send `x` to the rank `by` ahead, and to receive `recv_count` rows, shaped like
+        those of `like`, from the rank as far behind.
         """
         operations: list[dist.P2POp] = []
         received = None
@@ -271,11 +262,10 @@ class P2PTransfer:
 
     works: list[dist.Work]
     sent: torch.Tensor | None
-    """The sent tensor, kept alive until completion."""
+    """Kept alive until completion."""
     received: torch.Tensor | None
 
     def wait(self) -> torch.Tensor | None:
-        """Wait for completion and return the received tensor."""
         for work in self.works:
             work.wait()
         return self.received
@@ -356,8 +346,7 @@ class _RingAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy_TNH: torch.Tensor) -> tuple[Any, ...]:
         q_TNH, kv_T2KH, y_TNH, lse_TN, sinks_N = ctx.saved_tensors
-        segments, scale, ring = ctx.segments, ctx.scale, ctx.ring
-        soft_cap = ctx.soft_cap
+        segments, scale, ring, soft_cap = ctx.segments, ctx.scale, ctx.ring, ctx.soft_cap
         gradients = block_backward.backend(ctx.backend)
         incoming = _KVPrefetcher(ring, segments.steps, kv_T2KH)
         k_TKH, v_TKH = kv_T2KH.unbind(1)

@@ -44,11 +44,8 @@ Logits = Literal["divided", "gathered"]
 
 
 class SumLossFn(Protocol):
-    """Function that computes `scale` times the summed cross-entropy.
-
-    The arguments are final hidden states, head and labels [T].
-
-    The result is the same on all ranks of the group. Hidden states are [T, D], or a share of them
+    """Function from final hidden states, head and labels [T] to `scale` times the summed
+    cross-entropy, the same on all ranks of the group. Hidden states are [T, D], or a share of them
     with a split residual stream.
     """
 
@@ -105,9 +102,11 @@ class VocabParallelEmbedding(nn.Embedding):
 
 def lookup_local_rows(ids_T: torch.Tensor, rows_WF: torch.Tensor, first: int) -> torch.Tensor:
     """Look up token ids in the rows from `first` on; zeros for ids on other ranks."""
-    local_T, is_local_T = _to_local_rows(ids_T, first, rows_WF.shape[0])
+    local_T = ids_T - first
+    elsewhere_T = (local_T < 0) | (local_T >= rows_WF.shape[0])
     # Ids of other ranks look up row 0; the mask also keeps gradients from it.
-    return F.embedding(local_T, rows_WF).masked_fill(~is_local_T[:, None], 0)
+    looked_up_TF = F.embedding(local_T.masked_fill(elsewhere_T, 0), rows_WF)
+    return looked_up_TF.masked_fill(elsewhere_T[:, None], 0)
 
 
 @dataclass(frozen=True)
@@ -147,9 +146,8 @@ class VocabParallelHead:
         def of_labels(
             hidden: torch.Tensor, head: nn.Module, labels_T: torch.Tensor | Labels
         ) -> torch.Tensor:
-            return token_log_probs(
-                *self._head_inputs(hidden, head, loss), labels_T, self._loss(loss)
-            )
+            inputs = self._head_inputs(hidden, head, loss)
+            return token_log_probs(*inputs, labels_T, self._loss(loss))
 
         return of_labels if self._group else partial(token_log_probs, loss=loss)
 
@@ -158,6 +156,10 @@ class VocabParallelHead:
     ) -> TokenScoresFn:
         """`losses.token_metrics.token_scores` for such a model."""
         parallel = replace(self, logits="gathered") if metrics else self
+
+        def max_reduce(numbers: torch.Tensor) -> torch.Tensor:
+            dist.all_reduce(numbers, dist.ReduceOp.MAX, self._group)
+            return numbers
 
         def scored(
             hidden: torch.Tensor, head: nn.Module, labels_T: torch.Tensor | Labels
@@ -168,16 +170,14 @@ class VocabParallelHead:
                 # Of the widest shard: all ranks must cut the tokens into the same chunks.
                 width=parallel._max_shard_size,
                 loss=parallel._loss(loss),
-                max_reduce=self._all_reduce_max if parallel._is_sharded else None,
+                max_reduce=max_reduce if parallel._is_sharded else None,
                 metrics=metrics,
             )
 
         return scored
 
     def full_logits(self, loss: Loss = CROSS_ENTROPY) -> LogitsFn:
-        """`losses.token_metrics.chunked_logits` for such a model, with logits gathered from all
-        ranks and soft-capped.
-        """
+        """`losses.token_metrics.chunked_logits` for such a model, gathered and soft-capped."""
         gathering = replace(self, logits="gathered")
 
         def capped(
@@ -204,7 +204,6 @@ class VocabParallelHead:
 
     @property
     def _max_shard_size(self) -> int:
-        """The largest number of logits per token on a rank."""
         return max(map(len, self._vocab_ranges)) if self._is_sharded else self.size
 
     def _head_inputs(
@@ -234,10 +233,6 @@ class VocabParallelHead:
         )
         return replace(loss, divided=divided)
 
-    def _all_reduce_max(self, numbers: torch.Tensor) -> torch.Tensor:
-        dist.all_reduce(numbers, dist.ReduceOp.MAX, self._group)
-        return numbers
-
 
 def _merge_stats(own: SoftmaxStats, group: dist.ProcessGroup) -> SoftmaxStats:
     """Merge the softmax statistics of logit shards over the ranks of a group.
@@ -255,10 +250,3 @@ def _merge_stats(own: SoftmaxStats, group: dist.ProcessGroup) -> SoftmaxStats:
     sums = [partials.sum(0) for partials in gathered]
     target = torch.stack(sums[: len(target_KC)], 1) if has_several else sums[0]
     return SoftmaxStats(log_sums.logsumexp(0), target, sums[-1] if totals else None)
-
-
-def _to_local_rows(ids: torch.Tensor, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The local row of each id, or 0, and whether this rank holds it."""
-    rows = ids - first
-    is_local = (rows >= 0) & (rows < count)
-    return rows.masked_fill(~is_local, 0), is_local

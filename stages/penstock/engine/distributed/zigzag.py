@@ -9,6 +9,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
 from itertools import pairwise, product
+from operator import attrgetter
 
 from penstock.rows.shared_prefix import Span, first_blind_rows
 
@@ -85,10 +86,7 @@ def local_lengths(
 
 def local_start_rows(spans: Sequence[Span], rank_tokens: RankTokens) -> list[int]:
     """For each token of a rank, the first local index that no longer sees it."""
-    own = [
-        Span(*(rank_tokens.count_before(position) for position in astuple(span))) for span in spans
-    ]
-    return first_blind_rows(own)
+    return first_blind_rows([Span(*map(rank_tokens.count_before, astuple(s))) for s in spans])
 
 
 def local_runs(
@@ -141,7 +139,6 @@ def kv_ranges(
 def _later_in_runs(
     runs: Sequence[Run], query_rank: RankTokens, kv_rank: RankTokens
 ) -> Iterator[KVRange]:
-    """The keys in later chunks of the run of a query."""
     for chunk, kv_chunk in product(query_rank.chunks, kv_rank.chunks):
         if kv_chunk.start < chunk.stop:
             continue
@@ -160,12 +157,8 @@ def _document_at(
     begin, end = bounds[document : document + 2]
     if spans is None:
         return [Span(begin, end, end)]
-    first, last = (bisect_left(spans, bound, key=_span_begin) for bound in (begin, end))
+    first, last = (bisect_left(spans, bound, key=attrgetter("begin")) for bound in (begin, end))
     return spans[first:last]
-
-
-def _span_begin(span: Span) -> int:
-    return span.begin
 
 
 def _within_window(
