@@ -83,10 +83,9 @@ def cut(lengths: Sequence[int], number: int) -> list[list[int]]:
     cuts = [len(widths_U)]
     for choice in reversed(choices):
         cuts.append(int(choice[cuts[-1]]))
-    bounds = [0, *reversed(cuts)]
     documents = [doc for group in by_length.values() for doc in group]
-    pairs = pairwise(bounds)
-    return [sorted(documents[ends[first] : ends[end]]) for first, end in pairs]
+    bounds = pairwise([0, *reversed(cuts)])
+    return [sorted(documents[ends[first] : ends[end]]) for first, end in bounds]
 
 
 def padded_tokens(groups: Sequence[Sequence[int]], lengths: Sequence[int]) -> int:
@@ -104,8 +103,7 @@ def _sub_batch(
     batch: MicroBatch, group: Sequence[int], starts: Sequence[int]
 ) -> tuple[MicroBatch, torch.Tensor]:
     tokens_T = torch.cat([torch.arange(starts[doc], starts[doc + 1]) for doc in group])
-    labels_T = batch.labels_T[tokens_T]
-    places_T = batch.places()[tokens_T]
+    labels_T, places_T = batch.labels_T[tokens_T], batch.places()[tokens_T]
     lengths = tuple(starts[doc + 1] - starts[doc] for doc in group)
     firsts = [starts[doc] for doc in group]
     sub_batch = replace(

@@ -72,10 +72,8 @@ class StepPart:
         """Set the loss or extend `step.calls`."""
 
     def after_backward(self, step: StepState) -> torch.Tensor | None:
-        """With all gradients, before their norm is computed.
-
-        Returns what is summed over ranks and read together with the loss, fp64 [M].
-        """
+        """With all gradients, before their norm is computed. Returns what is summed over ranks and
+        read together with the loss, fp64 [M]."""
 
     def skips_update(self, step: StepState) -> bool:
         """Called if gradients are not finite: whether the run goes on without this update."""

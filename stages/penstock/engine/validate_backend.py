@@ -61,11 +61,11 @@ def _faults(run: RunConfig, family: AutoFamily, config: DecoderConfig) -> Iterat
     for field, declared in UNSUPPORTED.items():
         section, name = field.split(".")
         settings: ConfigSection = getattr(run, section)
-        if settings.is_non_default(name) and not _has_no_effect(run, family, name):
-            yield (
-                f"{field}: {_shown(getattr(settings, name))} ({declared.why}); "
-                + (f"write {declared.write}" if declared.write else "leave it out")
-            )
+        # A setting of routers, which a server writes, changes nothing for a model without any.
+        no_routers = run.lora.enable_lora or not family.outline.num_experts
+        if settings.is_non_default(name) and not (name == "freeze_router" and no_routers):
+            write = f"write {declared.write}" if declared.write else "leave it out"
+            yield f"{field}: {_shown(getattr(settings, name))} ({declared.why}); {write}"
     yield from _balancing_faults(run, family)
     traits = family.outline.traits
     for name in ("attn_implementation", "attention_cast_bf16"):
@@ -86,17 +86,11 @@ def _faults(run: RunConfig, family: AutoFamily, config: DecoderConfig) -> Iterat
         yield "data.share_prompts: true (documents are causal); leave it out, or write false"
 
 
-def _has_no_effect(run: RunConfig, family: AutoFamily, name: str) -> bool:
-    """Whether a setting of routers, which a server writes, changes nothing here."""
-    return name == "freeze_router" and (run.lora.enable_lora or not family.outline.num_experts)
-
-
 def _balancing_faults(run: RunConfig, family: AutoFamily) -> Iterator[str]:
-    """Losses of routers that are not observed."""
     outline = family.outline
-    why = outline.traits.routers_why or "it has no experts"
     if outline.routers:
         return
+    why = outline.traits.routers_why or "it has no experts"
     for name in BALANCING:
         if value := getattr(run.train, name):
             yield f"train.{name}: {_shown(value)} ({why}); leave it out"

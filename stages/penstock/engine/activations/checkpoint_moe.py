@@ -22,9 +22,8 @@ from penstock.models.layers.moe import MoE
 
 
 def checkpoint_moe_act(moe: MoE, recompute: Callable[..., torch.Tensor]) -> None:
-    """Register recomputation on an MoE layer, in place.
-
-    `recompute` recomputes a whole module: the shared experts, which do not communicate.
+    """Register recomputation on an MoE layer, in place; `recompute` is of a whole module: the
+    shared experts, which do not communicate.
     """
     moe.experts.run = checkpoint_expert_gates
     shared: CallHook = partial(recompute, moe.run_shared)
@@ -83,7 +82,6 @@ class _Call:
         return partial(self.unpack, slot)
 
     def record_first_half_output(self, inner_RF: torch.Tensor) -> None:
-        """Record the output of the first half, which the caller of the second half holds."""
         # Not the tensor itself: the graph may hold this call's methods, and so the call.
         self._inner = _storage_key(inner_RF), inner_RF.dtype, int(inner_RF.storage_offset())
 
@@ -98,7 +96,6 @@ class _Call:
         return partial(self.unpack, slot)
 
     def unpack(self, slot: SavedTensorSlot) -> torch.Tensor:
-        """Unpack hook: the tensor of the slot."""
         if self._saved is None:
             self._saved = self._recompute()
         return self._saved[slot]

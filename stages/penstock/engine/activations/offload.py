@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -23,26 +23,24 @@ from penstock.models.causal_lm import CausalLM
 from penstock.models.layers.call_hook import CallHook
 
 
-class Copies(Protocol):
-    """Copies flat uint8 tensors.
+class SyncCopier:
+    """Copies flat uint8 tensors synchronously. After `wait` for the returned event, the copy may be
+    read and its source freed.
 
-    After waiting for the returned handle, the copy may be read and its source freed.
+    If device memory is host memory it saves nothing, but shows what is moved.
     """
 
     def to_host(self, data: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Copy to host memory."""
-        ...
+        return data.to("cpu", copy=True), None
 
     def to_device(self, data: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Copy back to the device."""
-        ...
+        return data.clone(), None
 
     def wait(self, event: Any) -> None:
         """Make later computation wait for the copy."""
-        ...
 
 
-class StreamCopier:
+class StreamCopier(SyncCopier):
     """Copies on two CUDA streams, one per direction, overlapped with computation.
 
     Device memory always belongs to the compute stream: a copy begins when that stream reaches the
@@ -54,16 +52,16 @@ class StreamCopier:
         self._offloading = torch.cuda.Stream(device)
         self._fetching = torch.cuda.Stream(device)
 
-    def to_host(self, data: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
+    def to_host(self, data: torch.Tensor) -> tuple[torch.Tensor, Any]:
         # Pinned, because pageable memory is copied synchronously. Torch caches pinned memory.
         copy = torch.empty(data.shape, dtype=torch.uint8, pin_memory=True)
         return copy, self._copy_on(copy, data, self._offloading)
 
-    def to_device(self, data: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
+    def to_device(self, data: torch.Tensor) -> tuple[torch.Tensor, Any]:
         copy = torch.empty(data.shape, dtype=torch.uint8, device=self._device)
         return copy, self._copy_on(copy, data, self._fetching)
 
-    def wait(self, event: torch.cuda.Event) -> None:
+    def wait(self, event: Any) -> None:
         torch.cuda.current_stream(self._device).wait_event(event)
 
     def _copy_on(
@@ -75,22 +73,6 @@ class StreamCopier:
         event = torch.cuda.Event()
         event.record(stream)
         return event
-
-
-class SyncCopier:
-    """Copies synchronously.
-
-    If device memory is host memory it saves nothing, but shows what is moved.
-    """
-
-    def to_host(self, data: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return data.to("cpu", copy=True), None
-
-    def to_device(self, data: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return data.clone(), None
-
-    def wait(self, event: None) -> None:
-        del event
 
 
 MIN_BYTES = 1024
@@ -106,9 +88,7 @@ class Group:
 
     before: "Group | None"
     """The group of the previous layer, which the backward pass needs next."""
-    storages: "list[weakref.ref[OffloadedStorage]]" = field(
-        default_factory=list["weakref.ref[OffloadedStorage]"]
-    )
+    storages: "list[weakref.ref[OffloadedStorage]]" = field(default_factory=list)
     is_wanted: bool = False
     """Whether the backward pass has reached it."""
 
@@ -126,7 +106,6 @@ class OffloadedStorage:
         self.version = tensor._version
 
     def on_device(self) -> torch.Tensor:
-        """The tensor on the device, which must not have been modified."""
         assert self.here is not None
         # Autograd compares versions only of tensors that are saved without hooks.
         if self.here._version != self.version:
@@ -150,7 +129,7 @@ class ActivationOffloader:
     extra memory; in the backward pass, the needed group and the next one.
     """
 
-    def __init__(self, device: torch.device, copies: Copies, *, capacity: int) -> None:
+    def __init__(self, device: torch.device, copies: SyncCopier, *, capacity: int) -> None:
         self._device, self._copies, self._capacity = device, copies, capacity
         self._by_storage: weakref.WeakValueDictionary[int, OffloadedStorage] = (
             weakref.WeakValueDictionary()
@@ -246,7 +225,6 @@ class ActivationOffloader:
             self._fetch(group.before)
 
     def _fetch(self, group: Group) -> None:
-        """Bring all tensors of the group back to the device."""
         for ref in group.storages:
             stored = ref()
             if stored is None:
@@ -276,7 +254,7 @@ def _is_weight(tensor: torch.Tensor) -> bool:
 
 def build_offloader(device: torch.device, gigabytes: float) -> ActivationOffloader:
     """The offloader of this rank, with `gigabytes` of the newest activations left on the device."""
-    copies: Copies = StreamCopier(device) if device.type == "cuda" else SyncCopier()
+    copies = StreamCopier(device) if device.type == "cuda" else SyncCopier()
     return ActivationOffloader(device, copies, capacity=int(gigabytes * 1e9))
 
 
@@ -286,20 +264,16 @@ def offload(parts: Iterable[CausalLM], store: ActivationOffloader) -> None:
     Hooks registered on `run_layer` before run inside: activation checkpointing then offloads the
     layer inputs. All parts on a rank, and all their micro-batches, share a store.
     """
+
+    def run_offloaded(
+        first: nn.Module | None, run: CallHook, module: nn.Module, *args: Any
+    ) -> torch.Tensor:
+        if not torch.is_grad_enabled():
+            return run(module, *args)
+        group = store.start_group("pass" if module is first else "layer")
+        with saved_tensors_to(partial(store.pack, group)):
+            return run(module, *args)
+
     for part in parts:
         first = next(iter(part.blocks), None)
-        part.run_layer = partial(_run_offloaded, store, first, part.run_layer)
-
-
-def _run_offloaded(
-    store: ActivationOffloader,
-    first: nn.Module | None,
-    run: CallHook,
-    module: nn.Module,
-    *args: Any,
-) -> torch.Tensor:
-    if not torch.is_grad_enabled():
-        return run(module, *args)
-    group = store.start_group("pass" if module is first else "layer")
-    with saved_tensors_to(partial(store.pack, group)):
-        return run(module, *args)
+        part.run_layer = partial(run_offloaded, first, part.run_layer)

@@ -16,10 +16,7 @@ from penstock.engine.activations.saved_tensors import SavedTensor, save_for_back
 
 
 class SavedTensorSlot:
-    """The placeholder that the graph holds for a saved tensor.
-
-    When the graph frees it, so does the call.
-    """
+    """What the graph holds for a saved tensor: when the graph frees it, so does the call."""
 
 
 class _RecomputedError(Exception):
@@ -51,7 +48,6 @@ class _Call:
         self._autocast = current_autocast(device)
 
     def pack(self, _: torch.Tensor) -> tuple["_Call", SavedTensorSlot]:
-        """Pack hook: a slot for the tensor."""
         slot = SavedTensorSlot()
         self._slots.append(weakref.ref(slot))
         # Only the slots in the graph keep the call alive.
@@ -59,7 +55,6 @@ class _Call:
 
     @staticmethod
     def unpack(packed: tuple["_Call", SavedTensorSlot]) -> torch.Tensor:
-        """Unpack hook: the tensor of the slot."""
         call, slot = packed
         if call._saved is None:
             call._saved = call._recompute()
@@ -103,19 +98,13 @@ def current_autocast(device: str) -> torch.autocast:
 
 @dataclass(frozen=True)
 class _Argument:
-    """A tensor argument of a call."""
-
     saved: SavedTensor
     wants_gradient: bool
 
     @staticmethod
     def of(arg: Any) -> Any:
-        return (
-            _Argument(save_for_backward(arg), arg.requires_grad)
-            if isinstance(arg, torch.Tensor)
-            else arg
-        )
+        is_tensor = isinstance(arg, torch.Tensor)
+        return _Argument(save_for_backward(arg), arg.requires_grad) if is_tensor else arg
 
     def detached(self) -> torch.Tensor:
-        """A detached copy that requires a gradient if the argument did."""
         return self.saved().detach().requires_grad_(self.wants_gradient)

@@ -38,9 +38,7 @@ Combining = Literal["at_once", "meanwhile"]
 class Event(Protocol):
     """The completion event of a buffer operation."""
 
-    def current_stream_wait(self) -> None:
-        """Make the current stream wait for it."""
-        ...
+    def current_stream_wait(self) -> None: ...
 
 
 class Buffer(Protocol):
@@ -60,10 +58,9 @@ class Buffer(Protocol):
 
 
 def open_buffer(group: dist.ProcessGroup, *, width: int, gigabytes: float, num_sms: int) -> Buffer:
-    """Open the communication buffer of this rank; a collective call.
+    """Open the communication buffer of this rank for a model of this width; a collective call.
 
-    `width` is the model width. Raises ConfigError if DeepEP's kernels need more memory than
-    `gigabytes`.
+    Raises ConfigError if DeepEP's kernels need more memory than `gigabytes`.
     """
     # The import loads GPU kernels, so it must follow the choice of this process's device.
     from deep_ep import Buffer  # noqa: PLC0415
@@ -91,14 +88,11 @@ class DeepEP:
     ranks."""
 
     def __init__(self, buffer: Buffer, num_experts: int, *, combining: Combining) -> None:
-        """`num_experts` counts the experts of all ranks; each rank holds equally many, in rank
-        order.
-        """
+        # Experts of all ranks; each holds equally many, in rank order.
         self._buffer, self._num_experts, self._combining = buffer, num_experts, combining
         self._pending: _PendingCombine | None = None
 
     def register_hooks(self, mixture: MoE) -> None:
-        """Register the hooks on an MoE layer that holds this rank's experts."""
         if mixture.experts.row_dropout is not None:
             raise CapabilityError(NO_DROPOUT)
         mixture.dispatch = self
@@ -156,7 +150,6 @@ class _PendingCombine:
         self.grad_SD: torch.Tensor | None = None
 
     def wait(self) -> None:
-        """Make the current stream wait for it."""
         assert self.event, "no combine is in progress"
         self.event.current_stream_wait()
         self.event = None

@@ -125,7 +125,6 @@ class Routers(StepPart):
         )
 
     def finish(self, step: StepState, totals: Sequence[float]) -> Mapping[str, Any]:
-        """See `finish_step`."""
         del totals
         return self.finish_step(step.counts.tokens)
 
@@ -187,22 +186,17 @@ class Routers(StepPart):
 
     @torch.no_grad()
     def finish_step(self, tokens: int) -> dict[str, Any]:
-        """Update the biases and return the metrics of a step of `tokens` tokens, the same on all
-        ranks.
-
-        Call it after the optimizer step.
-        """
+        """Update the biases, after the optimizer step, and return the metrics of a step of
+        `tokens` tokens, the same on all ranks."""
         totals, experts = self._totals(), self._config.num_experts
         if self._balance.bias_rate:
             for layer_index, local_param in self._biases.items():
                 # Of totals over all ranks: the copies of a bias move alike without communication.
                 moves_E = update_expert_bias(totals[layer_index, :experts], self._balance.bias_rate)
                 for piece in local_param.shards:
-                    _add_box(
-                        moves_E.view(piece.full_shape),
-                        piece.view(local(local_param.parameter)),
-                        piece.offsets,
-                    )
+                    box = piece.view(local(local_param.parameter))
+                    moves = piece.within(moves_E.view(piece.full_shape))
+                    box.add_(moves.to(box.device, box.dtype))
         self._collectors = []
         metrics: dict[str, Any] = {}
         sums = totals.cpu()
@@ -216,7 +210,6 @@ class Routers(StepPart):
         return metrics
 
     def _metrics(self, counts_LE: torch.Tensor, shares_LE: torch.Tensor) -> dict[str, list[Any]]:
-        """The metrics, with one entry per MoE layer in every list."""
         metrics = {
             "layers": list(self._config.layers),
             "entropy": [round(entropy(shares_E), 6) for shares_E in shares_LE],
@@ -229,18 +222,12 @@ class Routers(StepPart):
         return metrics
 
     def _totals(self) -> torch.Tensor:
-        """The router statistics of the step by layer, summed over ranks.
-
-        Token counts and probability sums of each expert, and the two losses, undivided.
-
-        fp64 [L, 2 E + 2], in which counts are exact.
+        """The router statistics of the step by layer, summed over ranks: token counts and
+        probability sums of each expert, and the two losses, undivided. fp64 [L, 2 E + 2], in which
+        counts are exact.
         """
-        experts = self._config.num_experts
-        sums = torch.zeros(
-            (len(self._config.layers), 2 * experts + 2),
-            dtype=torch.float64,
-            device=self._ranks.device,
-        )
+        shape = len(self._config.layers), 2 * self._config.num_experts + 2
+        sums = torch.zeros(shape, dtype=torch.float64, device=self._ranks.device)
         for collector in self._collectors:
             for router, statistics in collector.statistics.items():
                 sums[self._layer_index[router]] += statistics
@@ -278,9 +265,7 @@ class RouterStatsCollector:
     def __init__(
         self, rows: LocalRows, grad_fn: AuxLossGradFn | None, load: float, z: float
     ) -> None:
-        """`load` and `z` are the loss coefficients; without a `grad_fn` there is no load-balancing
-        loss.
-        """
+        # `load` and `z` are loss coefficients; no load-balancing loss without a `grad_fn`.
         self._rows, self._grad_fn, self._load, self._z = rows, grad_fn, load, z
         self._grads: dict[nn.Module, torch.Tensor | None] = {}
         self.statistics: dict[nn.Module, torch.Tensor] = {}
@@ -290,17 +275,14 @@ class RouterStatsCollector:
 
     @property
     def row_T(self) -> torch.Tensor:  # noqa: N802 - T names the dimension
-        """See `RouterObserver`."""
         return self._rows.row_T
 
     @property
     def num_rows(self) -> int:
-        """See `RouterObserver`."""
         return len(self._rows.tokens_R)
 
     @property
     def has_aux_loss(self) -> bool:
-        """See `RouterObserver`."""
         return bool(self._load or self._z)
 
     def observes_pass(self, router: nn.Module) -> bool:
@@ -332,10 +314,3 @@ def _all_reduce(counts: torch.Tensor, group: dist.ProcessGroup | None) -> torch.
     total = counts.contiguous().clone()
     dist.all_reduce(total, group=group)
     return total
-
-
-def _add_box(full: torch.Tensor, box: torch.Tensor, offsets: Sequence[int]) -> None:
-    """Add the matching box of `full` to a box of a tensor."""
-    for dim, (offset, size) in enumerate(zip(offsets, box.shape, strict=True)):
-        full = full.narrow(dim, offset, size)
-    box.add_(full.to(box.device, box.dtype))
