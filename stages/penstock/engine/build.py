@@ -161,9 +161,7 @@ class BuiltModel:
     config: DecoderConfig
     learning: TrainableParams
     pairs_per_token: int
-    """The cost of a token outside attention, in query-key pairs; used to estimate the cost of
-    packed sequences.
-    """
+    """The cost of a token outside attention, in query-key pairs, for costs of packed sequences."""
     image_cost: ImageCost | None
     """The cost of images, in addition; None without a vision part of known size."""
     quantized: tuple[str, ...] = ()
@@ -517,10 +515,8 @@ def lora_target_layers(
 
 
 def saves_adapters_only(lora: LoraConfig) -> bool:
-    """Whether checkpoints leave out the base model.
-
-    With ReLoRA merging they cannot: only the checkpoint has the merged weights.
-    """
+    """Whether checkpoints leave out the base model."""
+    # With ReLoRA merging they cannot: only the checkpoint has the merged weights.
     return lora.enable_lora and not lora.merge_lora_interval
 
 
@@ -532,10 +528,8 @@ def load_params(
     ranks: ProcessInfo,
     adapter_init: AdapterStart | None = None,
 ) -> None:
-    """Load the weights of the empty model.
-
-    Base weights come from `weights` or from the seed; adapters come from the seed or from the saved
-    adapter `adapter_init`.
+    """Load the empty model: base weights from `weights` or from the seed, adapters from the seed
+    or from the saved adapter `adapter_init`.
     """
     seed = run.train.seed
     readers: Readers = "all_ranks" if run.train.load_weights_mode == "all_ranks" else "first_rank"

@@ -106,10 +106,8 @@ class ContextParallel:
                 module.keys = _GatheredKeys(exchange, self.shard_tensor)
 
     def all_reduce_sum(self, local_sum: torch.Tensor) -> torch.Tensor:
-        """All-reduce `local_sum` over the context-parallel ranks.
-
-        The gradient of each rank's term is the gradient of the sum, so what follows must be
-        computed identically on all ranks.
+        """All-reduce `local_sum`. The gradient of each rank's term is the gradient of the sum, so
+        what follows must be computed identically on all ranks.
         """
         for group in self._groups:
             local_sum = reduce_from_tp_region(local_sum, group, "whole")

@@ -74,9 +74,8 @@ class ExternalProcessGroup:
         return "nccl" if self._device.type == "cuda" else "gloo"
 
     def join(self) -> None:
-        """Wait until the others have joined; NCCL connects lazily, so do not wait there.
-
-        Raises RuntimeError if they do not join in time, or the group was abandoned meanwhile.
+        """Wait until the others have joined, except over NCCL, which connects lazily. Raises
+        RuntimeError if they do not join in time, or the group was abandoned meanwhile.
         """
         if self._device.type != "cuda":
             # Options that torch's stubs leave out; by default gloo binds the ranks' interface.
@@ -93,10 +92,8 @@ class ExternalProcessGroup:
             self._backend = dist.ProcessGroupNCCL(self._store, 0, self._size, options)
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Broadcast tensors to all others, one after another, and wait for completion.
-
-        Raises RuntimeError if another process is gone or does not receive in time.
-        """
+        """Broadcast tensors, one after another, and wait for completion. Raises RuntimeError if
+        another process is gone or does not receive in time."""
         assert self._backend is not None, "call join first"
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0

@@ -92,9 +92,7 @@ class VocabParallelEmbedding(nn.Embedding):
         self.residual: Residual = residual
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Embeddings of token ids [T]: of all of them, or of this rank's share with a split
-        residual.
-        """
+        """Embeddings of token ids [T]: of all, or of this rank's share with a split residual."""
         return reduce_from_tp_region(
             lookup_local_rows(input, self.weight, self.first), self.group, self.residual
         )
@@ -235,10 +233,7 @@ class VocabParallelHead:
 
 
 def _merge_stats(own: SoftmaxStats, group: dist.ProcessGroup) -> SoftmaxStats:
-    """Merge the softmax statistics of logit shards over the ranks of a group.
-
-    The log-sum-exp of all logits is the log-sum-exp of the ranks' own.
-    """
+    """Merge the softmax statistics of logit shards over the ranks of a group."""
     has_several = own.target.dim() > 1
     target_KC = own.target.t() if has_several else own.target[None]
     totals = [] if own.total is None else [own.total[None]]
@@ -249,4 +244,5 @@ def _merge_stats(own: SoftmaxStats, group: dist.ProcessGroup) -> SoftmaxStats:
     # One rank has a label's logit and the others contribute 0, so the sum is exact.
     sums = [partials.sum(0) for partials in gathered]
     target = torch.stack(sums[: len(target_KC)], 1) if has_several else sums[0]
+    # The log-sum-exp of all logits is the log-sum-exp of the ranks' own.
     return SoftmaxStats(log_sums.logsumexp(0), target, sums[-1] if totals else None)

@@ -34,9 +34,7 @@ class PolicyLoss:
     params: Mapping[str, float]
 
     def of_tokens(self, logp_T: torch.Tensor, loss_inputs: LossInputs) -> torch.Tensor | None:
-        """The loss of each token, [T], or each target, [T, K]; None for losses over whole
-        sequences.
-        """
+        """The loss of each token, [T], or target, [T, K]; None for losses over whole sequences."""
         if self.name == "gspo":
             return None
         return token_losses(self.name, logp_T, loss_inputs, self.params)

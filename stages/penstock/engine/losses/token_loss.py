@@ -30,8 +30,7 @@ class TokenLoss(StepPart):
         step.set_output_fns([self.output_fn(batch, divisor) for batch in step.batches])
 
     def output_fn(self, batch: MicroBatch, divisor: float) -> OutputFn:
-        """Function from hidden states and LM head to this rank's summed token losses over
-        `divisor`."""
+        """Function to this rank's summed token losses over `divisor`."""
         labels = self.layout.context.shard_labels(batch, self.ranks.device)
 
         def output_fn(hidden_TD: torch.Tensor, head: nn.Module) -> torch.Tensor:

@@ -92,10 +92,8 @@ class LoadBalancingConfig:
 
     @classmethod
     def of(cls, train: TrainConfig, experts: RoutedLayers | None) -> "LoadBalancingConfig | None":
-        """The settings of a run; None if a step does nothing with routers.
-
-        Raises ConfigError if it should and the model has no routers.
-        """
+        """The settings of a run; None if a step does nothing with routers. Raises ConfigError if
+        it should and the model has no routers."""
         if experts is None:
             if needs_router_config(train):
                 raise _without_experts(train)

@@ -13,7 +13,7 @@ T tokens of this rank, S received tokens, D model width, K experts per token.
 # pyright: reportMissingImports=false, reportIncompatibleMethodOverride=false
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import torch
@@ -107,10 +107,7 @@ class DeepEP:
         experts: Experts,
         /,
     ) -> torch.Tensor:
-        """Dispatch tokens to the ranks of their experts and combine the outputs, [T, D].
-
-        Unless combining waits at once, the result is not complete before `finish_dispatch`.
-        """
+        """The outputs of the tokens, [T, D]; complete after `finish_dispatch`, if there is one."""
         layout = _DispatchLayout(self._buffer, self._num_experts)
         x_SD, choice_SK, weights_SK = _DispatchTokens.apply(x_TD, choice_TK, weights_TK, layout)
         # Most tokens also have experts on other ranks: those copies are sorted last and left out.
@@ -131,23 +128,24 @@ class DeepEP:
         return _WaitCombine.apply(y_TD, pending)
 
 
+@dataclass(eq=False)
 class _DispatchLayout:
     """The dispatch layout of sent tokens, reused to combine and for the backward pass."""
 
-    def __init__(self, buffer: Buffer, num_experts: int) -> None:
-        self.buffer, self.num_experts = buffer, num_experts
-        self.handle: Any = None
-        self.num_rows = 0
-        """Copies of received tokens that have an expert on this rank."""
+    buffer: Buffer
+    num_experts: int
+    handle: Any = None
+    num_rows: int = 0
+    """Copies of received tokens that have an expert on this rank."""
 
 
+@dataclass(eq=False)
 class _PendingCombine:
     """A combine in progress: outputs in the forward pass, their gradients in the backward pass."""
 
-    def __init__(self, layout: _DispatchLayout) -> None:
-        self.layout = layout
-        self.event: Event | None = None
-        self.grad_SD: torch.Tensor | None = None
+    layout: _DispatchLayout
+    event: Event | None = None
+    grad_SD: torch.Tensor | None = None  # noqa: N815 - SD names the dimensions
 
     def wait(self) -> None:
         assert self.event, "no combine is in progress"
@@ -245,9 +243,8 @@ class _WaitCombine(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         pending: _PendingCombine = ctx.pending
-        pending.grad_SD, pending.event = _dispatch_again(
-            grads[0], pending.layout, async_finish=True
-        )
+        options = {"async_finish": True}
+        pending.grad_SD, pending.event = _dispatch_again(grads[0], pending.layout, **options)
         return grads[0], None
 
 

@@ -138,9 +138,8 @@ class Routers(StepPart):
         *,
         scale: float = 1.0,
     ) -> list[ModelInputs]:
-        """The calls of a step of `tokens` tokens, with router observers.
-
-        Auxiliary losses are multiplied by `scale`, like the loss.
+        """The calls of a step of `tokens` tokens, with router observers. Auxiliary losses are
+        multiplied by `scale`, like the loss.
 
         Balancing over the whole step needs the expert counts of all tokens before the first
         backward pass. In a step of one pass the ranks exchange counts during it; with more, all
