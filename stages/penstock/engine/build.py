@@ -149,11 +149,8 @@ class BuiltModel:
 
     engine: TrainStep
     evaluator: EvalModel
-    """The same model, for evaluation without gradients."""
     sequence_logprobs: SequenceLogProbs
-    """The same model, for log-probs of whole completions."""
     generator: Generator
-    """The same model, for generation."""
     train_state: TrainState
     dims: ParallelDims
     layout: dict[str, Any]

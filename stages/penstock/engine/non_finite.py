@@ -24,7 +24,6 @@ class NonFiniteReport:
     rows: tuple[int, ...]
     """Packed sequences of the micro-batches with a non-finite loss."""
     loss: float
-    """The sum of those losses."""
     parameter: str | None
     """The first parameter whose local gradient is not finite."""
     all_rows: tuple[int, ...]

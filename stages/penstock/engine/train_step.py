@@ -260,7 +260,6 @@ class TrainStep:
         )
 
     def _local_sub_batches(self, batches: Sequence[MicroBatch]) -> tuple[int, ...]:
-        """The sub-batches that this rank needs of each micro-batch; none if they are not split."""
         return tuple(map(num_sub_batches, batches)) if self.splits_by_length else ()
 
     @staticmethod

@@ -66,8 +66,15 @@ def _faults(run: RunConfig, family: AutoFamily, config: DecoderConfig) -> Iterat
         if settings.is_non_default(name) and not (name == "freeze_router" and no_routers):
             write = f"write {declared.write}" if declared.write else "leave it out"
             yield f"{field}: {_shown(getattr(settings, name))} ({declared.why}); {write}"
-    yield from _balancing_faults(run, family)
-    traits = family.outline.traits
+    outline, traits = family.outline, family.outline.traits
+    if not outline.routers:
+        why = traits.routers_why or "it has no experts"
+        for name in BALANCING:
+            if value := getattr(run.train, name):
+                yield f"train.{name}: {_shown(value)} ({why}); leave it out"
+        if outline.aux_loss_coef and run.train.moe_aux_loss_coef is None:
+            write = "write train.moe_aux_loss_coef: 0"
+            yield f"output_router_logits: true in config.json ({why}); {write}"
     for name in ("attn_implementation", "attention_cast_bf16"):
         value = getattr(run.model, name)
         if traits.attention not in ("varlen", value) and run.model.is_non_default(name):
@@ -84,20 +91,6 @@ def _faults(run: RunConfig, family: AutoFamily, config: DecoderConfig) -> Iterat
         )
     if run.data.shares_prompts:
         yield "data.share_prompts: true (documents are causal); leave it out, or write false"
-
-
-def _balancing_faults(run: RunConfig, family: AutoFamily) -> Iterator[str]:
-    outline = family.outline
-    if outline.routers:
-        return
-    why = outline.traits.routers_why or "it has no experts"
-    for name in BALANCING:
-        if value := getattr(run.train, name):
-            yield f"train.{name}: {_shown(value)} ({why}); leave it out"
-    if outline.aux_loss_coef and run.train.moe_aux_loss_coef is None:
-        yield (
-            f"output_router_logits: true in config.json ({why}); write train.moe_aux_loss_coef: 0"
-        )
 
 
 def _shown(value: object) -> str:

@@ -90,7 +90,6 @@ class Group:
     """The group of the previous layer, which the backward pass needs next."""
     storages: "list[weakref.ref[OffloadedStorage]]" = field(default_factory=list)
     is_wanted: bool = False
-    """Whether the backward pass has reached it."""
 
 
 class OffloadedStorage:
@@ -116,7 +115,6 @@ class OffloadedStorage:
         return self.here
 
     def data(self) -> torch.Tensor:
-        """All bytes of the storage as a flat tensor."""
         stored = self.on_device()
         data = torch.empty(0, dtype=torch.uint8, device=stored.device)
         return data.set_(stored.untyped_storage())
@@ -193,24 +191,20 @@ class ActivationOffloader:
 
     def _keep_on_device(self, stored: OffloadedStorage) -> None:
         number, size = id(stored), stored.size
-
-        # Called when no graph needs the storage any more: it no longer counts as resident.
-        def on_freed(_: Any) -> None:
-            if self._resident.pop(number, None):
-                self._resident_bytes -= size
-
-        self._resident[number] = weakref.ref(stored, on_freed)
+        # When no graph needs the storage any more, it no longer counts as resident.
+        ref = weakref.ref(stored, lambda _: self._forget_resident(number, size))
+        self._resident[number] = ref
         self._resident_bytes += size
         while self._resident_bytes > self._capacity:
             oldest = next(iter(self._resident.values()))()
             assert oldest is not None
-            self._forget_resident(oldest)
+            self._forget_resident(id(oldest), oldest.size)
             oldest.away, event = self._copies.to_host(oldest.data())
             self._offloading[-1].append((weakref.ref(oldest), event))
 
-    def _forget_resident(self, stored: OffloadedStorage) -> None:
-        if self._resident.pop(id(stored), None):
-            self._resident_bytes -= stored.size
+    def _forget_resident(self, number: int, size: int) -> None:
+        if self._resident.pop(number, None):
+            self._resident_bytes -= size
 
     def _prefetch(self, group: Group) -> None:
         if group.is_wanted:
@@ -229,7 +223,7 @@ class ActivationOffloader:
             stored = ref()
             if stored is None:
                 continue
-            self._forget_resident(stored)
+            self._forget_resident(id(stored), stored.size)
             if stored.here is None:
                 assert stored.away is not None
                 stored.here, event = self._copies.to_device(stored.away)

@@ -81,7 +81,6 @@ class ContextParallel:
         return VarlenMetadata.of(batch.lengths, device, start_rows=start_rows, bidirectional=runs)
 
     def attention_fn(self, backend: str) -> AttentionFn:
-        """Attention from this rank's tokens to the whole packed sequence, on `backend`."""
         ring = self._ring
         inner = ring.attend(backend) if ring else with_kv_cache(attention.backend(backend))
         return self._ulysses.attend(inner) if self._ulysses else inner
@@ -118,7 +117,6 @@ class ContextParallel:
         return self._ulysses.gather(x_S) if self._ulysses else x_S
 
     def shard_tensor(self, x_T: torch.Tensor) -> torch.Tensor:
-        """This rank's share of a per-token tensor of a micro-batch."""
         assert x_T.shape[0] % self.multiple == 0, (
             f"{x_T.shape[0]} tokens are not padded to a multiple of {self.multiple}"
         )
@@ -155,7 +153,6 @@ class _GatheredKeys:
 
 
 def _ranges(numbers: Sequence[int]) -> list[range]:
-    """Ascending numbers as ranges."""
     ranges: list[range] = []
     for number in numbers:
         if ranges and number == ranges[-1].stop:

@@ -57,9 +57,7 @@ class FSDPPolicy:
     reduce_dtype: torch.dtype | None
     """The dtype of gradient reduction; None: the compute dtype."""
     offload: bool
-    """Whether sharded weights, gradients and optimizer states are offloaded to host memory."""
     prefetch: bool
-    """Whether the next layer's weights are gathered during the forward pass of the current one."""
 
 
 def shard(

@@ -23,8 +23,7 @@ from penstock.core import env
 from penstock.engine.launch.stores import listening_store
 
 NCCL_NO_ABORT_ENV = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
-"""Otherwise NCCL's watchdog and its monitor would end this process for an error of another process.
-"""
+"""Otherwise NCCL's watchdog and its monitor would end this process for an error of another."""
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 """Dtypes that backends do not support; they are sent as bytes."""
@@ -117,7 +116,6 @@ class ExternalProcessGroup:
             torch.cuda.synchronize()
 
     def close(self) -> None:
-        """Close a group with no operation in progress."""
         backend, self._backend = self._backend, None
         if backend is not None:
             backend.shutdown()

@@ -87,7 +87,6 @@ class LayoutError:
 
     reason: str
     settings: tuple[str, ...]
-    """Names such as `train.tensor_parallel_size`."""
 
 
 def build_parallel_dims(train: TrainConfig, world: int) -> ParallelDims:

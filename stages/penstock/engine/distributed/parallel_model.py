@@ -49,7 +49,6 @@ class ModelInputs:
     output_fn: OutputFn
     """Function from hidden states and LM head to the summed loss of this rank's tokens."""
     dropout: DropoutRNG | None = None
-    """None: no dropout."""
     router_observer: RouterObserver | None = None
     further: FurtherTokens | None = None
     """What layers that predict further tokens read; None where they are not run."""
@@ -85,18 +84,15 @@ class ParallelModel:
     parts: Sequence[CausalLM]
     """One part, or one for each pipeline stage of this rank."""
     params: Sequence[LocalParam]
-    """Every parameter of the parts."""
     context: ContextParallel
     sync: GradSync
     pipeline: "Pipeline | None"
-    """None without pipeline parallelism."""
     autocast: AutocastContext
     """Context manager around forward passes: autocast, if the weights are not cast themselves."""
     images: ImageInputBuilder | ImageTextInputs | None = None
     """None for a model without a vision part."""
     heartbeat: Heartbeat = field(default_factory=Heartbeat, compare=False)
-    """Reports which pass begins when gradients are computed. Gradient reduction counts as backward.
-    """
+    """Reports which pass begins; gradient reduction counts as backward."""
 
     @property
     def trainable(self) -> list[LocalParam]:
@@ -119,7 +115,6 @@ class ParallelModel:
         device: torch.device,
         noise: DropoutRNG | None = None,
     ) -> ModelInputs:
-        """The model inputs for this rank's tokens of a micro-batch."""
         images = None
         if self.images is not None:
             batch = self.images.with_layout(batch)

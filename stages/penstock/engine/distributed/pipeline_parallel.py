@@ -164,7 +164,6 @@ class Pipeline:
             gradients[0].add_(self._exchange(local_grad).to(gradients[0].device))
 
     def _exchange(self, local_grad: torch.Tensor) -> torch.Tensor:
-        """Exchange a tensor with the rank at the other end."""
         last = self._num_stages - 1
         peer = self._rank_by_stage[last if 0 in self._stage_indices else 0]
         received = torch.empty_like(local_grad)

@@ -28,7 +28,6 @@ class ProcessInfo:
     world_size: int
     device: torch.device
     heartbeat: Heartbeat = field(default_factory=Heartbeat, compare=False)
-    """Where this rank reports its current phase."""
 
     @property
     def is_main_process(self) -> bool:
@@ -36,19 +35,16 @@ class ProcessInfo:
         return self.rank == 0
 
     def all_reduce_sum(self, value: torch.Tensor) -> torch.Tensor:
-        """The sum of `value` over all ranks, in place."""
         with self.heartbeat.waiting():
             dist.all_reduce(value, op=dist.ReduceOp.SUM)
         return value
 
     def all_reduce_max(self, value: torch.Tensor) -> torch.Tensor:
-        """The elementwise maximum of `value` over all ranks, in place."""
         with self.heartbeat.waiting():
             dist.all_reduce(value, op=dist.ReduceOp.MAX)
         return value
 
     def any_rank(self, flag: bool) -> bool:
-        """Whether `flag` is set on any rank; the same result on all ranks."""
         return bool(self.max_over_ranks(flag)[0])
 
     def max_over_ranks(self, *values: int) -> list[int]:

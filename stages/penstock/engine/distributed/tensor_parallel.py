@@ -51,7 +51,6 @@ REDUCE_DTYPES: Mapping[str | None, ReduceDtype] = {
     "bf16": torch.bfloat16,
     "fp32": torch.float32,
 }
-"""The reduction dtype, by `train.tp_reduce_dtype`."""
 
 
 def parallelize_tensor(
@@ -180,7 +179,6 @@ def _resize(
 
 
 def _update_module(module: nn.Module, name: str, plan: TensorParallelPlan, mesh: Mesh) -> None:
-    """Update a module for its shard: its sizes, offsets and input tokens."""
     group = mesh.group("tensor")
     assert group is not None
     parts = name.split(".")
@@ -225,7 +223,6 @@ def _mean_squares(x_TD: torch.Tensor, features: int, group: dist.ProcessGroup) -
 
 
 def _all_reduce_sum(partial_sums: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The sum over ranks, in place, for tensors without gradients."""
     dist.all_reduce(partial_sums, group=group)
     return partial_sums
 

@@ -56,14 +56,10 @@ class TensorParallelPlan:
     names: WeightMap
     roles: Roles
     size: int
-    """The size of the tensor axis."""
     index: int
-    """This rank's index along the tensor axis."""
     residual: Residual
     expert_size: int = 1
-    """The number of expert-parallel ranks."""
     expert_index: int = 0
-    """This rank's index among them."""
     formats: Mapping[str, Format] = field(default_factory=dict[str, Format])
     """The formats of quantized parameters, by their unquantized names."""
     copied: frozenset[str] = frozenset()
@@ -227,7 +223,6 @@ class TensorParallelPlan:
         return self.names.hf_shapes()
 
     def _lora_shards(self, factor: LoraParamName, shape: tuple[int, ...]) -> Iterator[TensorShard]:
-        """A LoRA factor under its name in a model without fused projections."""
         layer = self.names.hf_layer(factor.hf_module)
         name = native_name(layer, factor.side)
         rows, columns = self._shapes[f"{layer}.weight"]

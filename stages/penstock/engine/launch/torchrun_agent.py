@@ -56,7 +56,6 @@ def _pass_on(signum: int, _frame: FrameType | None) -> None:
 
 
 def _tell_deaths(file: Path, failed: ChildFailedError) -> None:
-    """Write which ranks of this node a signal has ended."""
     deaths = [
         {
             "rank": rank,

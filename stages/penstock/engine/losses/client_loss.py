@@ -23,7 +23,6 @@ from penstock.rows.collate import MicroBatch
 from penstock_kernels.to_device import to_device
 
 NO_POSITION = -1
-"""The index of padding."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,6 @@ class PolicyLoss:
         return token_losses(self.name, logp_T, loss_inputs, self.params)
 
     def of_sample(self, logp_T: torch.Tensor, loss_inputs: LossInputs) -> torch.Tensor:
-        """The loss of one whole sample, a scalar."""
         if self.name == "gspo":
             # In fp64, as in passes.
             return sequence_losses(
@@ -54,9 +52,7 @@ class LossBatch:
     """A micro-batch with the loss inputs of its tokens; all of the whole micro-batch."""
 
     batch: MicroBatch
-    """Labels, [T] or [T, K], are set wherever a log-prob is requested, also for tokens without a
-    loss.
-    """
+    """Labels, [T] or [T, K], are set wherever a log-prob is requested, with or without a loss."""
     loss_inputs: LossInputs
     """Shaped like the labels."""
     sample_T: torch.Tensor  # noqa: N815 - T names the dimension
@@ -87,13 +83,8 @@ class PolicyForwardBackward:
         log_probs = self._empty_log_probs(batches, num_tokens)
         calls = self._calls(batches, partial(self._train, log_probs, loss))
         if self.routers:
-            calls = self.routers.with_observers(
-                calls,
-                [loss_batch.batch for loss_batch in batches],
-                num_tokens,
-                self.layout.context,
-                self.layout.forward_for_observers,
-            )
+            micro_batches = [loss_batch.batch for loss_batch in batches]
+            calls = self.routers.with_observers(self.layout, calls, micro_batches, num_tokens)
         self.layout.forward_backward(calls)
         router_metrics = self.routers.finish_step(num_tokens) if self.routers else {}
         return self.ranks.all_reduce_sum(log_probs), router_metrics

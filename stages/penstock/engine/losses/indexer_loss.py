@@ -27,7 +27,6 @@ class IndexerLosses(StepPart):
     """One for each micro-batch of the step, which its passes fill."""
 
     def before_forward(self, step: StepState) -> None:
-        """Give the calls their losses, multiplied by the loss scale."""
         factor = self.coefficient * step.scale / max(1, step.counts.tokens)
         self._losses = [IndexerLoss(factor, batch.num_tokens) for batch in step.batches]
         for number, loss in enumerate(self._losses):

@@ -81,7 +81,6 @@ class PreferenceBatch:
         return (self.tokens_DA[:, 0] + self.prompt_tokens_D) * self.sft_mask_D
 
     def sft_log_probs(self, policy_DA: torch.Tensor) -> torch.Tensor:
-        """Their summed log-prob, [D]."""
         return (policy_DA[:, 0] + policy_DA[:, PER_SAMPLE:].sum(1)) * self.sft_mask_D
 
     @property

@@ -34,11 +34,9 @@ class SequenceLogProbs:
     ranks: ProcessInfo
     log_probs: LogProbsFn
     with_prompts: bool = False
-    """Whether prompt tokens are summed too."""
 
     @property
     def is_loss_rank(self) -> bool:
-        """Whether this rank reports for its replica."""
         ends = any(part.lm_head is not None for part in self.layout.parts)
         return ends and self.layout.is_loss_rank
 

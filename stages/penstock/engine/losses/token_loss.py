@@ -25,7 +25,6 @@ class TokenLoss(StepPart):
     loss_fn: SumLossFn
 
     def before_forward(self, step: StepState) -> None:
-        """Multiplied by the loss scale."""
         divisor = step.counts.divisor / step.scale
         step.set_output_fns([self.output_fn(batch, divisor) for batch in step.batches])
 

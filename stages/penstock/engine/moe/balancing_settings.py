@@ -78,17 +78,11 @@ class LoadBalancingConfig:
     """The load balancing of a training step."""
 
     load: float
-    """The coefficient of the load-balancing loss."""
     z: float
-    """The coefficient of the router z-loss."""
     over: Literal["row", "step"]
-    """The tokens over which load is balanced: those of each packed sequence, or of the whole
-    step.
-    """
+    """Whether load is balanced over the tokens of each packed sequence, or of the whole step."""
     bias_rate: float
-    """The bias update rate per step."""
     log_stats: bool
-    """Whether router statistics are logged."""
 
     @classmethod
     def of(cls, train: TrainConfig, experts: RoutedLayers | None) -> "LoadBalancingConfig | None":
@@ -110,7 +104,6 @@ class LoadBalancingConfig:
 
     @property
     def has_aux_loss(self) -> bool:
-        """Whether an auxiliary loss is added."""
         return bool(self.load or self.z)
 
 

@@ -122,7 +122,6 @@ class DeepEP:
         return _CombineAsync.apply(outputs_SD, self._pending)
 
     def wait_combine(self, y_TD: torch.Tensor) -> torch.Tensor:
-        """Wait for the last combine and return its result."""
         pending, self._pending = self._pending, None
         assert pending, "wait_combine without a dispatch"
         return _WaitCombine.apply(y_TD, pending)

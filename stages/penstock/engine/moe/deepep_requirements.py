@@ -14,7 +14,6 @@ from penstock.core.machine.gpus import Gpus
 
 PACKAGE = "deep_ep"
 MIN_CAPABILITY = (9, 0)
-"""The lowest CUDA compute capability supported here."""
 
 NO_DROPOUT = (
     "model.ep_dispatch is deepep, which does not say which token a row is of, and lora.lora_dropout"

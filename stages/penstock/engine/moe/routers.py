@@ -16,7 +16,7 @@ from torch import nn
 from penstock.config.schema.train import TrainConfig
 from penstock.engine.distributed.context_parallel import ContextParallel
 from penstock.engine.distributed.device_mesh import DATA_AXES, Mesh
-from penstock.engine.distributed.parallel_model import ModelInputs
+from penstock.engine.distributed.parallel_model import ModelInputs, ParallelModel
 from penstock.engine.distributed.param_shards import LocalParam, local
 from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.engine.moe.balancing_settings import LoadBalancingConfig, RoutedLayers
@@ -39,9 +39,6 @@ from penstock_kernels.to_device import to_device
 
 MAX_LOGGED_COUNTS = 1024
 """Token counts per expert are logged for models with up to so many experts in total."""
-
-Observe = Callable[[Sequence[ModelInputs]], None]
-"""Runs forward passes as in training, without backward passes."""
 
 
 def build_routers(
@@ -87,7 +84,6 @@ class Routers(StepPart):
         mesh: Mesh,
         ranks: ProcessInfo,
     ) -> None:
-        """`params` are the parameters of the parts. Collective."""
         self._balance, self._config, self._ranks = balance, config, ranks
         self._layer_index: dict[nn.Module, int] = {
             router: config.layers.index(layer)
@@ -114,14 +110,8 @@ class Routers(StepPart):
     def before_forward(self, step: StepState) -> None:
         """Observe the routers of the calls, which may run a forward pass of all of them."""
         self._ranks.heartbeat.set_phase("forward")
-        model, tokens = step.model, step.counts.tokens
         step.calls = self.with_observers(
-            step.calls,
-            step.batches,
-            tokens,
-            model.context,
-            model.forward_for_observers,
-            scale=step.scale,
+            step.model, step.calls, step.batches, step.counts.tokens, scale=step.scale
         )
 
     def finish(self, step: StepState, totals: Sequence[float]) -> Mapping[str, Any]:
@@ -130,11 +120,10 @@ class Routers(StepPart):
 
     def with_observers(
         self,
+        model: ParallelModel,
         calls: Sequence[ModelInputs],
         batches: Sequence[MicroBatch],
         tokens: int,
-        context: ContextParallel,
-        observe: Observe,
         *,
         scale: float = 1.0,
     ) -> list[ModelInputs]:
@@ -148,7 +137,7 @@ class Routers(StepPart):
         # Losses are means over tokens and layers.
         factor = scale / (max(1, tokens) * len(self._config.layers))
         load, z = self._balance.load * factor, self._balance.z * factor
-        rows = [LocalRows.of(batch, context, self._ranks.device) for batch in batches]
+        rows = [LocalRows.of(batch, model.context, self._ranks.device) for batch in batches]
         step = to_device(torch.tensor([tokens]), self._ranks.device)
 
         def with_row(of: "LocalRows") -> AuxLossGradFn:
@@ -178,7 +167,7 @@ class Routers(StepPart):
             return build_observers(with_row, load, z)
         if len(calls) == 1:
             return build_observers(lambda _: with_pass, load, z)
-        observe(build_observers(lambda _: None, 0.0, 0.0))
+        model.forward_for_observers(build_observers(lambda _: None, 0.0, 0.0))
         counts_LE = self._totals()[:, : self._config.num_experts]
         grads_LE = aux_loss_grad(counts_LE, step.expand(len(counts_LE)))
         return build_observers(lambda _: with_step, load, z)
@@ -250,7 +239,6 @@ class LocalRows:
 
     @staticmethod
     def of(batch: MicroBatch, context: ContextParallel, device: torch.device) -> "LocalRows":
-        """This rank's share, on the device."""
         sizes = torch.tensor([size for _, size in batch.rows], dtype=torch.int64)
         row_T = torch.zeros(sum(batch.lengths), dtype=torch.int64)
         used = torch.arange(1, len(sizes) + 1).repeat_interleave(sizes)

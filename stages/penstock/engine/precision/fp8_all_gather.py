@@ -48,7 +48,6 @@ class Rows:
     product: Float8Matmul
 
     def quantized(self, shard_NK: torch.Tensor) -> Float8Matrix:
-        """The rows quantized with the scales of the full weight."""
         scheme, agreement = self.product.scheme, self.product.agreement
         sharing = scheme.of_weights
         blocks = seen(shard_NK, scheme.block)
@@ -77,7 +76,6 @@ class Float8ShardedWeight(torch.Tensor):
 
     @staticmethod
     def of(shard_NK: torch.Tensor, rows: Rows) -> "Float8ShardedWeight":
-        """A Float8ShardedWeight that shares the memory."""
         sharded = torch.Tensor._make_subclass(Float8ShardedWeight, shard_NK)
         sharded.rows = rows
         return sharded

@@ -21,7 +21,6 @@ MULTIPLE = 16
 TILE = 128
 
 CAPABILITY = (8, 9)
-"""The compute capability of the first GPUs with FP8."""
 
 FIELD = "train.fp8.exclude_modules"
 
@@ -38,7 +37,6 @@ class Float8Layers:
     """Experts per MoE layer; they are computed in the model's own precision."""
 
     def description(self, fp8: Fp8Config) -> str:
-        """The choice, in one line."""
         line = f"train.enable_fp8_training: {len(self.chosen)} linear layers in float8"
         line += f" ({fp8.recipe}, gradients {fp8.of_gradients}"
         line += ", turned)" if fp8.hadamard else ")"
