@@ -12,8 +12,11 @@ from hypothesis import strategies as st
 from penstock.config.loading.load import load, loads
 from penstock.core import env
 from penstock.core.errors import CapabilityError, ConfigError
-from penstock.engine.distributed.parallel_dims import AXIS_FIELDS, build_parallel_dims
-from penstock.engine.distributed.reshard_policy import reshard_policy
+from penstock.engine.distributed.parallel_dims import (
+    AXIS_FIELDS,
+    build_parallel_dims,
+    reshard_policy,
+)
 from penstock.engine.distributed.validate_layout import (
     ModelDims,
     layout_errors,

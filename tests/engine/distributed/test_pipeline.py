@@ -22,7 +22,7 @@ from penstock.engine.distributed.parallel_dims import ParallelDims
 from penstock.engine.distributed.parallel_model import ModelInputs, build_stage_modules
 from penstock.engine.distributed.pipeline_parallel import Pipeline
 from penstock.engine.distributed.pipeline_stages import (
-    rank_stages,
+    stages_of_rank,
 )
 from penstock.losses.cross_entropy import sum_cross_entropy
 from penstock.models.decoder import Decoder
@@ -160,7 +160,7 @@ def compare(
     ]
     seen, computed, order = [], [], []
     for number, part in zip(
-        rank_stages(schedule, degrees.pipeline, len(parts), mesh.index("pipeline")),
+        stages_of_rank(train, mesh.index("pipeline")),
         parts,
         strict=True,
     ):

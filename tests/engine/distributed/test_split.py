@@ -12,8 +12,8 @@ from penstock.engine.distributed.parallel_model import build_stage_modules
 from penstock.engine.distributed.pipeline_stages import (
     describe_pipeline,
     layers_of_stages,
-    rank_stages,
     schedule_accepts,
+    stages_of_rank,
     virtual_stages,
 )
 from tests.engine.distributed.test_pipeline import SCHEDULES, config_of, train_of
@@ -111,7 +111,8 @@ def test_layers_of_unlike_cost_are_split_by_cost(costs, stages, weights, wanted)
 
 def test_stages_lie_on_ranks_in_a_loop_or_a_v():
     def of_ranks(schedule):
-        return [rank_stages(schedule, 4, 2, index) for index in range(4)]
+        train = train_of(pipeline_parallel_schedule=schedule, pipeline_parallel_size=4)
+        return [stages_of_rank(train, index) for index in range(4)]
 
     assert of_ranks("Interleaved1F1B") == [[0, 4], [1, 5], [2, 6], [3, 7]]
     assert of_ranks("DualPipeV") == [[0, 7], [1, 6], [2, 5], [3, 4]]
@@ -175,7 +176,7 @@ def tried():
         torch.distributed.init_process_group("fake", rank=0, world_size=ranks)
         for schedule in SCHEDULES:
             train = train_of(pipeline_parallel_schedule=schedule, pipeline_parallel_size=ranks)
-            numbers = rank_stages(schedule, ranks, virtual_stages(train), 0)
+            numbers = stages_of_rank(train, 0)
             stages = [
                 PipelineStage(
                     torch.nn.Identity(), number, ranks * len(numbers), device, shape, shape

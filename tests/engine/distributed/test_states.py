@@ -88,7 +88,7 @@ def several_layouts(layouts):
         context = ContextParallel(Mesh(degrees, dist.get_rank(), "cpu"))
         for name, (layer, row) in CASES.items():
             model = model_of(layer)
-            context.shard_states([model])
+            context.parallelize([model])
             batch = MicroBatch(tokens_T, tokens_T, tokens_T, tuple(ROWS[row]), 0, 0, ())
             segments = context.varlen_metadata(batch, "cpu")
             mine_S = context.shard_tensor(tokens_T)

@@ -67,11 +67,10 @@ def compile_layers(model: CausalLM, device: torch.device) -> None:
 
 
 def _modules_to_compile(block: Block) -> Iterator[nn.Module]:
-    """The modules to compile separately."""
     has_no_hooks = block.run_attn is call and block.run_mlp is call
     networks = [] if block.mlp is None else list(_mlp_modules_to_compile(block.mlp))
-    feed_forwards = [] if block.mlp is None else [block.mlp]
-    if has_no_hooks and networks == feed_forwards and _is_one_fsdp_unit(block):
+    is_one_graph = block.mlp is None or networks == [block.mlp]
+    if has_no_hooks and is_one_graph and _is_one_fsdp_unit(block):
         yield block
     else:
         if mixer := block.token_mixer:
@@ -80,7 +79,6 @@ def _modules_to_compile(block: Block) -> Iterator[nn.Module]:
 
 
 def _mlp_modules_to_compile(network: nn.Module) -> Iterator[nn.Module]:
-    """The modules to compile separately in a feed-forward network."""
     if not isinstance(network, MoE):
         yield network
         return

@@ -9,7 +9,7 @@ from penstock.models.causal_lm import CausalLM
 from penstock.models.layers.attention import AttentionFn, in_bf16
 from penstock.models.layers.dropout import Dropout, DropoutRates
 from penstock.models.layers.experts import ExpertOperations
-from penstock.models.layers.layer_ops import Choice, LayerOps, layer_operations
+from penstock.models.layers.layer_ops import LayerOps, layer_operations
 from penstock_kernels.clamped_swiglu import clamped_gate
 from penstock_kernels.glu import packed_swiglu, swiglu
 
@@ -31,11 +31,11 @@ def has_dropout(part: CausalLM) -> bool:
 
 def select_layer_ops(model: ModelConfig) -> LayerOps:
     """PyTorch's native operations if the settings ask for them, otherwise the fastest available."""
-    return layer_operations(
-        norms=_choice(model.rmsnorm_native),
-        gates=_choice(model.activation_native),
-        rope_impl=_choice(model.rope_native),
+    norms, gates, rope = (
+        "plain" if native else "best"
+        for native in (model.rmsnorm_native, model.activation_native, model.rope_native)
     )
+    return layer_operations(norms=norms, gates=gates, rope_impl=rope)
 
 
 def select_activation_impl(experts: ExpertOperations, model: ModelConfig) -> ExpertOperations:
@@ -53,7 +53,3 @@ def select_activation_impl(experts: ExpertOperations, model: ModelConfig) -> Exp
 def select_attention_dtype(attend: AttentionFn, model: ModelConfig) -> AttentionFn:
     """Attention in bf16 if the settings ask for it, otherwise in the dtype of its inputs."""
     return in_bf16(attend) if model.attention_cast_bf16 else attend
-
-
-def _choice(native: bool) -> Choice:
-    return "plain" if native else "best"

@@ -23,26 +23,20 @@ class ControlBroadcast:
         assert isinstance(group, dist.ProcessGroup)
         self._group = group
 
-    def broadcast(self, frame: bytes = b"") -> bytes:
-        """Broadcast rank 0's `frame` and return it on all ranks.
-
-        Ranks do not wait forever: rank 0 must send something, even an empty frame, before the
-        timeout.
-        """
-        return self._broadcast_from(0, frame)
-
     def all_gather_errors(self, error: bytes | None) -> list[bytes | None]:
         """All-gather the error of each rank, in rank order; None for ranks without an error."""
         has_error = torch.zeros(self._ranks.world_size, dtype=torch.int64)
         has_error[self._ranks.rank] = error is not None
         # One collective for the flags; after it only ranks with an error send something.
         dist.all_reduce(has_error, group=self._group)
-        return [
-            self._broadcast_from(rank, error or b"") if flag else None
-            for rank, flag in enumerate(has_error.tolist())
-        ]
+        flags = enumerate(has_error.tolist())
+        return [self.broadcast(error or b"", rank) if flag else None for rank, flag in flags]
 
-    def _broadcast_from(self, rank: int, frame: bytes) -> bytes:
+    def broadcast(self, frame: bytes = b"", rank: int = 0) -> bytes:
+        """Broadcast the `frame` of `rank` and return it on all ranks.
+
+        Ranks do not wait forever: it must send something, even an empty frame, before the timeout.
+        """
         size = torch.tensor([len(frame)])
         dist.broadcast(size, src=rank, group=self._group)
         if not (count := int(size.item())):

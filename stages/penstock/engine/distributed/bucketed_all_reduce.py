@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +17,6 @@ buckets start early in the backward pass.
 
 @dataclass
 class _Bucket:
-    """Parameters whose gradients are all-reduced together."""
-
     parameters: list[nn.Parameter]
     num_pending: int = 0
     """How many gradients of the bucket are not computed yet."""
@@ -26,10 +25,7 @@ class _Bucket:
 
 
 class BucketedAllReduce:
-    """All-reduces gradients over one group.
-
-    Every rank must hold the same parameters in the same order.
-    """
+    """All-reduces gradients over one group, whose ranks have the same parameters in one order."""
 
     def __init__(
         self,
@@ -52,7 +48,7 @@ class BucketedAllReduce:
         self._next = 0
         for bucket in self._buckets if overlaps else ():
             for parameter in bucket.parameters:
-                parameter.register_post_accumulate_grad_hook(self._make_grad_hook(bucket))
+                parameter.register_post_accumulate_grad_hook(partial(self._on_grad, bucket))
 
     def start(self) -> None:
         """Start collecting: the next backward pass is the last one of the step."""
@@ -61,36 +57,40 @@ class BucketedAllReduce:
             bucket.num_pending = len(bucket.parameters)
 
     def wait(self) -> None:
-        """Wait until every gradient is the sum over all ranks of the group."""
         self._is_last_backward = False
         while self._next < len(self._buckets):
             self._launch_next()
         for bucket in self._buckets:
             # With NCCL the compute stream waits, and the host does not.
             bucket.work.wait()
-            _set_grads(bucket)
+            assert bucket.buffer is not None
+            sizes = [parameter.numel() for parameter in bucket.parameters]
+            for parameter, flat in zip(bucket.parameters, bucket.buffer.split(sizes), strict=True):
+                # A view: the buffer lives as long as the gradients, without a copy.
+                parameter.grad = flat.view_as(parameter)
+            bucket.buffer = bucket.work = None
 
-    def _make_grad_hook(self, bucket: _Bucket) -> Any:
-        def hook(_: nn.Parameter) -> None:
-            if not self._is_last_backward:
-                return
-            bucket.num_pending -= 1
-            # Reduce buckets in the same order on all ranks, in whatever order gradients are ready.
-            while self._next < len(self._buckets) and not self._buckets[self._next].num_pending:
-                self._launch_next()
-
-        return hook
+    def _on_grad(self, bucket: _Bucket, _: nn.Parameter) -> None:
+        if not self._is_last_backward:
+            return
+        bucket.num_pending -= 1
+        # Reduce buckets in the same order on all ranks, in whatever order gradients are ready.
+        while self._next < len(self._buckets) and not self._buckets[self._next].num_pending:
+            self._launch_next()
 
     def _launch_next(self) -> None:
         bucket = self._buckets[self._next]
         self._next += 1
-        bucket.buffer = _flatten_grads(bucket.parameters)
+        # A missing gradient counts as zero: other ranks may have one.
+        gradients = (
+            torch.zeros_like(p, dtype=p.grad_dtype) if p.grad is None else p.grad
+            for p in bucket.parameters
+        )
+        bucket.buffer = torch.cat([gradient.reshape(-1) for gradient in gradients])
         bucket.work = dist.all_reduce(bucket.buffer, group=self._group, async_op=True)
 
 
 def _buckets(parameters: Sequence[nn.Parameter], max_bytes: int) -> Iterable[_Bucket]:
-    """Split parameters into buckets of one dtype and at least `max_bytes` bytes, except the
-    last."""
     bucket: list[nn.Parameter] = []
     size = 0
     for parameter in parameters:
@@ -101,20 +101,3 @@ def _buckets(parameters: Sequence[nn.Parameter], max_bytes: int) -> Iterable[_Bu
         size += parameter.numel() * (parameter.grad_dtype or parameter.dtype).itemsize
     if bucket:
         yield _Bucket(bucket)
-
-
-def _flatten_grads(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
-    # A missing gradient counts as zero: other ranks may have one.
-    gradients = (
-        torch.zeros_like(p, dtype=p.grad_dtype) if p.grad is None else p.grad for p in parameters
-    )
-    return torch.cat([gradient.reshape(-1) for gradient in gradients])
-
-
-def _set_grads(bucket: _Bucket) -> None:
-    assert bucket.buffer is not None
-    sizes = [parameter.numel() for parameter in bucket.parameters]
-    for parameter, flat in zip(bucket.parameters, bucket.buffer.split(sizes), strict=True):
-        # A view: the buffer lives as long as the gradients, without a copy.
-        parameter.grad = flat.view_as(parameter)
-    bucket.buffer = bucket.work = None

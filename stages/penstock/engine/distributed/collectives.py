@@ -9,7 +9,8 @@ al. 2022, "Reducing Activation Recomputation in Large Transformer Models", secti
 T tokens, D model width, V vocabulary, C tokens of a chunk.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -20,13 +21,28 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 Residual = Literal["whole", "split"]
-"""Whether each rank of a group holds all tokens of the residual stream, or its share (sequence
-parallelism).
-"""
-
+"""Whether ranks hold all tokens of the residual stream, or a share each (sequence parallelism)."""
 
 ReduceDtype = torch.dtype | None
 """The dtype of reductions; None: the dtype of the tensor."""
+
+TensorFn = Callable[[torch.Tensor], torch.Tensor]
+
+
+class _Collective(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, run: TensorFn, run_on_grad: TensorFn) -> torch.Tensor:
+        ctx.run_on_grad = run_on_grad
+        return run(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.run_on_grad(grads[0]), None, None
+
+
+def apply_collective(x: torch.Tensor, run: TensorFn, run_on_grad: TensorFn) -> torch.Tensor:
+    """`run(x)`, whose gradient by `x` is `run_on_grad` of the gradient of the result."""
+    return _Collective.apply(x, run, run_on_grad)
 
 
 def copy_to_tp_region(
@@ -40,9 +56,11 @@ def copy_to_tp_region(
     The gradient is summed over the group. Each rank passes all tokens (`whole`) or its own
     consecutive share of them (`split`, which is all-gathered).
     """
-    return (_CopyToRegion if residual == "whole" else _GatherToRegion).apply(
-        x_TD, group, reduce_dtype
-    )
+    if residual == "split":
+        reduce_grad = partial(reduce_scatter_dim0, group=group, reduce_dtype=reduce_dtype)
+        return apply_collective(x_TD, partial(all_gather_dim0, group=group), reduce_grad)
+    reduce_grad = partial(_all_reduce, group=group, reduce_dtype=reduce_dtype)
+    return apply_collective(x_TD, lambda x: x.view_as(x), reduce_grad)
 
 
 def reduce_from_tp_region(
@@ -53,12 +71,13 @@ def reduce_from_tp_region(
 ) -> torch.Tensor:
     """Leave a tensor-parallel region: all-reduce (`whole`) or reduce-scatter over tokens (`split`).
 
-    Raises:
-        ValueError: for `split`, if the tokens do not divide evenly.
+    Raises ValueError for `split`, if the tokens do not divide evenly.
     """
-    return (_ReduceFromRegion if residual == "whole" else _ScatterFromRegion).apply(
-        x_TD, group, reduce_dtype
-    )
+    if residual == "split":
+        reduce = partial(reduce_scatter_dim0, group=group, reduce_dtype=reduce_dtype)
+        return apply_collective(x_TD, reduce, partial(all_gather_dim0, group=group))
+    reduce = partial(_all_reduce, group=group, reduce_dtype=reduce_dtype)
+    return apply_collective(x_TD, reduce, lambda grad: grad)
 
 
 def scatter_to_sequence_parallel(x_TD: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -67,7 +86,9 @@ def scatter_to_sequence_parallel(x_TD: torch.Tensor, group: dist.ProcessGroup) -
     If they do not divide evenly, zeros are appended. In the backward pass all ranks get the
     gradient of all tokens.
     """
-    return _ScatterTokens.apply(x_TD, group)
+    count = x_TD.shape[0]
+    share = partial(local_share, group=group)
+    return apply_collective(x_TD, share, lambda grad: all_gather_dim0(grad, group)[:count])
 
 
 def gather_from_sequence_parallel(
@@ -75,11 +96,10 @@ def gather_from_sequence_parallel(
 ) -> torch.Tensor:
     """All-gather the shares of all ranks and keep the first `count` tokens.
 
-    The inverse of `scatter_to_sequence_parallel`.
-
     What follows must be computed identically on all ranks, so that each has the complete gradient.
     """
-    return _GatherTokens.apply(x_TD, group)[:count]
+    gather, share = partial(all_gather_dim0, group=group), partial(local_share, group=group)
+    return apply_collective(x_TD, gather, share)[:count]
 
 
 def gather_columns(
@@ -90,7 +110,15 @@ def gather_columns(
     What follows must be computed identically on all ranks: the gradient of a rank's columns is
     taken from that rank alone, without communication.
     """
-    return _GatherColumns.apply(x_CV, group, widths)
+    first, width = sum(widths[: group.rank()]), widths[group.rank()]
+
+    def gather(x: torch.Tensor) -> torch.Tensor:
+        # Collectives need equal sizes.
+        padded = torch.nn.functional.pad(x, (0, max(widths) - width))
+        parts = all_gather_dim0(padded, group).chunk(group.size())
+        return torch.cat([part[:, :w] for part, w in zip(parts, widths, strict=True)], dim=1)
+
+    return apply_collective(x_CV, gather, lambda grad: grad.narrow(1, first, width))
 
 
 def all_gather_dim0(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -124,100 +152,8 @@ def reduce_scatter_dim0(
     return out.to(x.dtype)
 
 
-class _CopyToRegion(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, reduce_dtype: ReduceDtype
-    ) -> torch.Tensor:
-        ctx.group, ctx.reduce_dtype = group, reduce_dtype
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _all_reduce(grads[0], ctx.group, ctx.reduce_dtype), None, None
-
-
-class _ReduceFromRegion(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, reduce_dtype: ReduceDtype
-    ) -> torch.Tensor:
-        del ctx
-        return _all_reduce(x, group, reduce_dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        del ctx
-        return grads[0], None, None
-
-
-class _GatherToRegion(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, reduce_dtype: ReduceDtype
-    ) -> torch.Tensor:
-        ctx.group, ctx.reduce_dtype = group, reduce_dtype
-        return all_gather_dim0(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return reduce_scatter_dim0(grads[0], ctx.group, ctx.reduce_dtype), None, None
-
-
-class _ScatterFromRegion(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, reduce_dtype: ReduceDtype
-    ) -> torch.Tensor:
-        ctx.group = group
-        return reduce_scatter_dim0(x, group, reduce_dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return all_gather_dim0(grads[0], ctx.group), None, None
-
-
 def local_share(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return the share that `scatter_to_sequence_parallel` keeps, for a tensor without gradient."""
     if padding := -x.shape[0] % group.size():
         x = torch.cat((x, x.new_zeros((padding, *x.shape[1:]))))
     return x.chunk(group.size())[group.rank()].contiguous()
-
-
-class _ScatterTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group, ctx.count = group, x.shape[0]
-        return local_share(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return all_gather_dim0(grads[0], ctx.group)[: ctx.count], None
-
-
-class _GatherTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return all_gather_dim0(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return local_share(grads[0], ctx.group), None
-
-
-class _GatherColumns(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, group: dist.ProcessGroup, widths: Sequence[int]
-    ) -> torch.Tensor:
-        rank = group.rank()
-        ctx.first, ctx.width = sum(widths[:rank]), widths[rank]
-        # Collectives need equal sizes.
-        padded = torch.nn.functional.pad(x, (0, max(widths) - widths[rank]))
-        parts = all_gather_dim0(padded, group).chunk(group.size())
-        return torch.cat([part[:, :w] for part, w in zip(parts, widths, strict=True)], dim=1)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return grads[0].narrow(1, ctx.first, ctx.width), None, None

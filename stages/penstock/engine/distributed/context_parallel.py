@@ -12,7 +12,6 @@ T tokens of a packed sequence or micro-batch, padding included.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import torch
 
@@ -26,7 +25,6 @@ from penstock.losses.labels import Labels
 from penstock.models.causal_lm import CausalLM
 from penstock.models.decoder_config import DecoderConfig
 from penstock.models.layers.attention import AttentionFn
-from penstock.models.layers.block import Block
 from penstock.models.layers.indexer import Indexer
 from penstock.models.layers.recurrent.mixer import RecurrentMixer
 from penstock.rows.collate import MicroBatch
@@ -47,7 +45,6 @@ class ContextParallel:
     def __init__(self, mesh: Mesh) -> None:
         """Every rank of the mesh must create it at the same time."""
         self.multiple = multiple(mesh.dims)
-        """What T must be a multiple of."""
         ring, ulysses = mesh.group("ring"), mesh.group("ulysses")
         self._mesh, self._groups = mesh, [group for group in (ring, ulysses) if group]
         self._ring = Ring(ring, mesh.size("ring"), mesh.index("ring")) if ring else None
@@ -60,10 +57,7 @@ class ContextParallel:
         return self._ring is None and not (config.indexer and self._ulysses)
 
     def shard_batch(self, batch: MicroBatch) -> MicroBatch:
-        """Slice the batch to this context-parallel rank.
-
-        Non-tensor fields still describe the full micro-batch.
-        """
+        """This rank's tokens of the batch; other fields still describe the full micro-batch."""
         return replace(
             batch,
             input_ids_T=self.shard_tensor(batch.input_ids_T),
@@ -87,59 +81,32 @@ class ContextParallel:
         return VarlenMetadata.of(batch.lengths, device, start_rows=start_rows, bidirectional=runs)
 
     def attention_fn(self, backend: str) -> AttentionFn:
-        """Attention from this rank's tokens to the whole packed sequence, on `backend`."""
         ring = self._ring
         inner = ring.attend(backend) if ring else with_kv_cache(attention.backend(backend))
         return self._ulysses.attend(inner) if self._ulysses else inner
 
     def parallelize(self, parts: Sequence[CausalLM]) -> None:
-        """Let the layers that read other tokens in other ways than `attend` does read those of all
-        ranks.
-
-        Every rank must call it at the same time.
-        """
-        self.shard_states(parts)
-        self.gather_keys(parts)
-
-    def shard_states(self, parts: Sequence[CausalLM]) -> None:
-        """Run the layers with recurrent states for all tokens of some heads on each rank.
-
-        Every rank must call it at the same time.
+        """Let the layers that read other tokens in other ways than `attention_fn` does read those
+        of all ranks. Every rank must call it at the same time.
         """
         # Of the whole model: a rank of a pipeline takes part in making the groups of others.
-        exchange = self._all_ranks() if parts[0].config.linear_layers else None
-        if exchange is None:
+        config = parts[0].config
+        axes: tuple[Axis, ...] = ("ring", "ulysses") if self._ring else ("ulysses",)
+        group = self._mesh.group(*axes) if config.linear_layers or config.indexer else None
+        if group is None:
             return
-        for block in (block for part in parts for block in part.blocks):
-            if isinstance(block, Block) and isinstance(block.token_mixer, RecurrentMixer):
-                block.token_mixer.run_core = exchange.run_core(block.token_mixer)
-
-    def gather_keys(self, parts: Sequence[CausalLM]) -> None:
-        """Let the tokens of a rank select from the keys of all, and attend to those.
-
-        Every rank must call it at the same time.
-        """
-        exchange = self._all_ranks() if parts[0].config.indexer else None
-        if exchange is None:
-            return
+        size, index = self._mesh.size(*axes), self._mesh.index(*axes)
+        exchange = Ulysses(group, size, index, zigzag=self._mesh.size("ring"))
         for module in (module for part in parts for module in part.modules()):
-            if isinstance(module, Indexer):
+            if isinstance(module, RecurrentMixer):
+                # Run for all tokens of some heads.
+                module.run_core = exchange.run_core(module)
+            elif isinstance(module, Indexer):
                 module.keys = _GatheredKeys(exchange, self.shard_tensor)
 
-    def _all_ranks(self) -> Ulysses | None:
-        """The exchange between all ranks that share the tokens; None without others."""
-        axes: tuple[Axis, ...] = ("ring", "ulysses") if self._ring else ("ulysses",)
-        group = self._mesh.group(*axes)
-        if group is None:
-            return None
-        size, index = self._mesh.size(*axes), self._mesh.index(*axes)
-        return Ulysses(group, size, index, zigzag=self._mesh.size("ring"))
-
     def all_reduce_sum(self, local_sum: torch.Tensor) -> torch.Tensor:
-        """All-reduce `local_sum` over the context-parallel ranks.
-
-        The gradient of each rank's term is the gradient of the sum, so what follows must be
-        computed identically on all ranks.
+        """All-reduce `local_sum`. The gradient of each rank's term is the gradient of the sum, so
+        what follows must be computed identically on all ranks.
         """
         for group in self._groups:
             local_sum = reduce_from_tp_region(local_sum, group, "whole")
@@ -150,7 +117,6 @@ class ContextParallel:
         return self._ulysses.gather(x_S) if self._ulysses else x_S
 
     def shard_tensor(self, x_T: torch.Tensor) -> torch.Tensor:
-        """This rank's share of a per-token tensor of a micro-batch."""
         assert x_T.shape[0] % self.multiple == 0, (
             f"{x_T.shape[0]} tokens are not padded to a multiple of {self.multiple}"
         )
@@ -165,16 +131,13 @@ class _GatheredKeys:
 
     exchange: Ulysses
     shard: Callable[[torch.Tensor], torch.Tensor]
-    """This rank's share of a per-token tensor."""
 
     def segments(self, segments: VarlenMetadata) -> VarlenMetadata:
         if "partial" not in segments.memo:
             unsharded = segments.unsharded() if isinstance(segments, RingSegments) else segments
             own = self.shard(torch.arange(unsharded.num_tokens)).tolist()
-            queries = tuple(_ranges(own))
-            segments.memo["partial"] = PartialSegments(
-                **{**vars(unsharded), "memo": {}}, queries=queries
-            )
+            settings = {**vars(unsharded), "memo": {}}
+            segments.memo["partial"] = PartialSegments(**settings, queries=tuple(_ranges(own)))
         return segments.memo["partial"]
 
     def gather(self, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -190,13 +153,10 @@ class _GatheredKeys:
 
 
 def _ranges(numbers: Sequence[int]) -> list[range]:
-    """Ascending numbers as ranges."""
-    starts = [
-        index
-        for index, number in enumerate(numbers)
-        if not index or number != numbers[index - 1] + 1
-    ]
-    return [
-        range(numbers[start], numbers[end - 1] + 1)
-        for start, end in pairwise([*starts, len(numbers)])
-    ]
+    ranges: list[range] = []
+    for number in numbers:
+        if ranges and number == ranges[-1].stop:
+            ranges[-1] = range(ranges[-1].start, number + 1)
+        else:
+            ranges.append(range(number, number + 1))
+    return ranges

@@ -24,11 +24,10 @@ from penstock.engine.device import uses_cuda
 from penstock.engine.distributed.bucketed_all_reduce import BUCKET_MB, BucketedAllReduce
 from penstock.engine.distributed.device_mesh import DATA_AXES, Mesh
 from penstock.engine.distributed.expert_parallel import moe_layers
+from penstock.engine.distributed.parallel_dims import ReshardAfter, reshard_policy
 from penstock.engine.distributed.param_shards import LocalParam, TensorShard, make_local_param
-from penstock.engine.distributed.reshard_policy import ReshardAfter, reshard_policy
 from penstock.models.causal_lm import CausalLM
 from penstock.models.decoder import Decoder, PipelineStageModules
-from penstock.models.decoder_config import DecoderConfig
 from penstock.models.multi_token_prediction import PredictionLayer
 from penstock.models.names import EMBEDDING_WEIGHT, HEAD_WEIGHT
 
@@ -58,9 +57,7 @@ class FSDPPolicy:
     reduce_dtype: torch.dtype | None
     """The dtype of gradient reduction; None: the compute dtype."""
     offload: bool
-    """Whether sharded weights, gradients and optimizer states are offloaded to host memory."""
     prefetch: bool
-    """Whether the next layer's weights are gathered during the forward pass of the current one."""
 
 
 def shard(
@@ -86,41 +83,29 @@ def shard(
     apart = [module for module in exact if policy.param_dtype is not None and module not in units]
     # Without replicas a one-dimensional mesh saves a collective per unit.
     mesh = mesh if mesh["replicate"].size() > 1 else mesh["shard"]
-    pinned = uses_cuda()
-    offload = CPUOffloadPolicy(pin_memory=pinned) if policy.offload else OffloadPolicy()
+    offload = CPUOffloadPolicy(pin_memory=uses_cuda()) if policy.offload else OffloadPolicy()
     frees = policy.reshard_after == "nothing"
     # Before the layers that contain them: a unit takes the parameters that no unit inside it has.
     for unit, its_mesh in elsewhere:
-        fully_shard(
-            unit,
-            mesh=its_mesh["shard"],
-            mp_policy=mixed,
-            reshard_after_forward=frees,
-            offload_policy=offload,
-        )
+        settings = {"mesh": its_mesh["shard"], "mp_policy": mixed, "offload_policy": offload}
+        fully_shard(unit, reshard_after_forward=frees, **settings)
+    settings = {"mesh": mesh, "offload_policy": offload}
     for unit in [*apart, *units, *([first] if first else [])]:
-        fully_shard(
-            unit,
-            mesh=mesh,
-            mp_policy=uncast if unit in exact else mixed,
-            reshard_after_forward=frees,
-            offload_policy=offload,
-        )
+        policy_of_unit = uncast if unit in exact else mixed
+        fully_shard(unit, mp_policy=policy_of_unit, reshard_after_forward=frees, **settings)
     # The backward pass needs these first; resharding would only gather them a second time.
     for end in ([*last], model):
         if end:
-            fully_shard(
-                end, mesh=mesh, mp_policy=mixed, reshard_after_forward=False, offload_policy=offload
-            )
+            fully_shard(end, mp_policy=mixed, reshard_after_forward=False, **settings)
     if isinstance(first, FSDPModule) and len([*first.parameters()]) == 1:
         # The gradient of an embedding does not depend on its table, that of an adapter does.
         first.set_unshard_in_backward(False)
-    for module in _sharded_modules(model):
+    fsdp_modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in fsdp_modules:
         # A divide factor of 1 with a forced sum is exact on NCCL and gloo, also on one rank.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-    # Layers with the units inside them, in execution order; `basic_modules` need not be.
-    layers = [_sharded_modules(layer) for layer in _outermost_units(model) if layer not in last[1:]]
+    layers = _layers_with_units(model, fsdp_modules, skipped=last[1:])
     if policy.prefetch:
         # Not those that evaluations do not call.
         always = [layer for layer in layers if not isinstance(layer[0], PredictionLayer)]
@@ -133,6 +118,24 @@ def shard(
         # parallelism hold up: gather a whole layer while the one after it is computed.
         for before, layer in pairwise(layers):
             layer[0].set_modules_to_backward_prefetch(before)
+
+
+def _layers_with_units(
+    model: nn.Module, fsdp_modules: Sequence[FSDPModule], *, skipped: Sequence[nn.Module]
+) -> list[list[FSDPModule]]:
+    """The units that are in no other but the root, each with those inside it, in the order of the
+    modules, which is that of execution; `basic_modules` need not be.
+    """
+    layers: list[list[FSDPModule]] = []
+    inside: set[nn.Module] = {model}
+    for unit in fsdp_modules:
+        assert isinstance(unit, nn.Module)
+        if unit not in inside:
+            modules = [*unit.modules()]
+            inside.update(modules)
+            if unit not in skipped:
+                layers.append([module for module in modules if isinstance(module, FSDPModule)])
+    return layers
 
 
 class FSDPSync:
@@ -149,7 +152,6 @@ class FSDPSync:
         self._reshard_after, self._once = reshard_after, once
 
     def prepare_backward(self, *, last: bool) -> None:
-        """Reduce gradients over shards in this pass, and over replicas in the last."""
         reduces = last or not self._once
         for part in self._parts:
             # Without a sync FSDP2 keeps unsharded gradients, and there is nothing to wait for.
@@ -166,33 +168,15 @@ class ReplicatedSync:
     """Gradient sync of replicated weights: all-reduce over the ranks that share them."""
 
     def __init__(self, sums: Sequence[BucketedAllReduce]) -> None:
-        """`sums` are the all-reduces of weights that other ranks also hold."""
         self._sums = sums
 
     def prepare_backward(self, *, last: bool) -> None:
-        """Keep gradients local until the last pass."""
         for sums in self._sums if last else ():
             sums.start()
 
     def wait(self) -> None:
-        """Wait for the all-reduces."""
         for sums in self._sums:
             sums.wait()
-
-
-def _outermost_units(model: nn.Module) -> list[nn.Module]:
-    """The FSDP units that are in no other but the root, in the order of the modules."""
-    units: list[nn.Module] = []
-    inside: set[nn.Module] = set()
-    for module in model.modules():
-        if module is not model and isinstance(module, FSDPModule) and module not in inside:
-            units.append(module)
-            inside.update(module.modules())
-    return units
-
-
-def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def shard_parts(
@@ -204,31 +188,31 @@ def shard_parts(
     """
     if train.data_parallel_mode != "fsdp2":
         return
-    parts = list(parts)
-    if mesh.shards_experts_separately and any(_has_experts(part) for part in parts):
-        # Created now because all ranks must create groups, and a stage may have no experts.
-        mesh.expert_mesh()
+    computes_in: torch.dtype = getattr(torch, train.computes_in)
+    policy = FSDPPolicy(
+        reshard_after=reshard_policy(train),
+        param_dtype=None if computes_in == torch.float32 else computes_in,
+        reduce_dtype=torch.bfloat16 if train.fsdp_reduce_dtype == "bf16" else torch.float32,
+        offload=train.enable_fsdp_offload,
+        prefetch=train.enable_forward_prefetch,
+    )
     for part in parts:
-        units = shard_units(part, basic_modules)
-        exact = part.fp32_modules()
+        if mesh.shards_experts_separately and isinstance(part, Decoder) and part.config.experts:
+            # Created now because all ranks must create groups, and a stage may have no experts.
+            mesh.expert_mesh()
         embedding, head = edge_units(part)
         shard(
             part,
-            units,
+            shard_units(part, basic_modules),
             mesh.fsdp_mesh(train.cp_fsdp_mode),
-            sharding(train),
+            policy,
             first=embedding,
             last=head,
-            exact=exact,
+            exact=part.fp32_modules(),
             elsewhere=[
                 (experts, mesh.expert_mesh()) for experts in separately_sharded_experts(part, mesh)
             ],
         )
-
-
-def _has_experts(part: CausalLM) -> bool:
-    """Whether the whole model has experts, in this part or in another."""
-    return isinstance(part, Decoder) and part.config.experts is not None
 
 
 def separately_sharded_experts(part: CausalLM, mesh: Mesh) -> list[nn.Module]:
@@ -236,18 +220,6 @@ def separately_sharded_experts(part: CausalLM, mesh: Mesh) -> list[nn.Module]:
     if not mesh.shards_experts_separately or not isinstance(part, Decoder):
         return []
     return [mixture.experts for mixture in moe_layers(part)]
-
-
-def sharding(train: TrainConfig) -> FSDPPolicy:
-    """The FSDP2 settings of a run."""
-    computes_in: torch.dtype = getattr(torch, train.computes_in)
-    return FSDPPolicy(
-        reshard_after=reshard_policy(train),
-        param_dtype=None if computes_in == torch.float32 else computes_in,
-        reduce_dtype=torch.bfloat16 if train.fsdp_reduce_dtype == "bf16" else torch.float32,
-        offload=train.enable_fsdp_offload,
-        prefetch=train.enable_forward_prefetch,
-    )
 
 
 def gradient_sync(
@@ -261,19 +233,14 @@ def gradient_sync(
     overlaps = not train.enable_reentrant and mesh.size("pipeline") == 1
     bucket_mb = train.comm_bucket_mb or BUCKET_MB
     # Experts may have other replicas than the other weights have.
-    by_copies: dict[int, list[LocalParam]] = {}
+    by_group: dict[dist.ProcessGroup, list[nn.Parameter]] = {}
     for param in params:
-        by_copies.setdefault(id(param.replica_group), []).append(param)
+        if param.replica_group is not None:
+            by_group.setdefault(param.replica_group, []).append(param.parameter)
     return ReplicatedSync(
         [
-            BucketedAllReduce(
-                [param.parameter for param in group_params],
-                group_params[0].replica_group,
-                overlaps=overlaps,
-                bucket_mb=bucket_mb,
-            )
-            for group_params in by_copies.values()
-            if group_params[0].replica_group is not None
+            BucketedAllReduce(parameters, group, overlaps=overlaps, bucket_mb=bucket_mb)
+            for group, parameters in by_group.items()
         ]
     )
 
@@ -289,10 +256,17 @@ def shard_units(model: CausalLM, basic_modules: list[str]) -> list[nn.Module]:
     units: list[nn.Module] = []
     for unit in basic_modules:
         named_modules = _called(unit, model)
-        if not named_modules and not (
-            isinstance(model, Decoder) and _called(unit, _outline(model.config))
-        ):
-            raise CapabilityError(f"model.basic_modules names {unit}, and no module is called so.")
+        if not named_modules:
+            config, outline = model.config, None
+            if isinstance(model, Decoder):
+                # One layer of each kind: this part may lack a kind that another has.
+                sparse = config.experts.layers[:1] if config.experts else ()
+                with torch.device("meta"):
+                    outline = Decoder(config, part=PipelineStageModules([0, *sparse]))
+            if outline is None or not _called(unit, outline):
+                raise CapabilityError(
+                    f"model.basic_modules names {unit}, and no module is called so."
+                )
         # Inner units first: `fully_shard` leaves parameters to the unit that has them already.
         units += [module for module in named_modules if module not in edges]
     tower = model.vision.blocks if isinstance(model, Decoder) and model.vision else []
@@ -321,13 +295,6 @@ def _called(unit: str, model: CausalLM) -> list[nn.Module]:
     ]
 
 
-def _outline(config: DecoderConfig) -> Decoder:
-    """A meta model with one layer of each kind, to check module names against."""
-    sparse = config.experts.layers[:1] if config.experts else ()
-    with torch.device("meta"):
-        return Decoder(config, part=PipelineStageModules([0, *sparse]))
-
-
 def local_params(
     parts: Sequence[CausalLM],
     shards: Sequence[Mapping[str, tuple[TensorShard, ...]]],
@@ -335,7 +302,16 @@ def local_params(
     train: TrainConfig,
 ) -> list[LocalParam]:
     """Every parameter of the parts as sharded now, with the checkpoint tensors it is part of."""
-    copying, of_experts = _copying(mesh, train), _copying_experts(mesh, train)
+    # The ranks that hold the same part of most weights as this one, and of the experts.
+    if train.data_parallel_mode == "fsdp2":
+        replicate = mesh.fsdp_mesh(train.cp_fsdp_mode)["replicate"]
+        copying = replicate.get_group() if replicate.size() > 1 else None
+    else:
+        copying = mesh.group(*DATA_AXES)
+    copying_experts = None
+    if train.data_parallel_mode != "fsdp2" and mesh.shards_experts_separately:
+        alike = mesh.expert_mesh()["shard"]
+        copying_experts = alike.get_group() if alike.size() > 1 else None
     params: list[LocalParam] = []
     for part, shards_by_name in zip(parts, shards, strict=True):
         expert_params = {
@@ -349,29 +325,9 @@ def local_params(
             is_copy = (
                 name == HEAD_WEIGHT and shards_of_param[0].tensor == part.config.names.embedding
             )
-            group = of_experts if id(parameter) in expert_params else copying
+            group = copying_experts if id(parameter) in expert_params else copying
+            model_name = EMBEDDING_WEIGHT if is_copy else name
             params.append(
-                make_local_param(
-                    EMBEDDING_WEIGHT if is_copy else name,
-                    parameter,
-                    shards_of_param,
-                    replica_group=group,
-                )
+                make_local_param(model_name, parameter, shards_of_param, replica_group=group)
             )
     return params
-
-
-def _copying(mesh: Mesh, train: TrainConfig) -> dist.ProcessGroup | None:
-    """The ranks that hold the same part of most weights as this one; None if there is no other."""
-    if train.data_parallel_mode != "fsdp2":
-        return mesh.group(*DATA_AXES)
-    replicate = mesh.fsdp_mesh(train.cp_fsdp_mode)["replicate"]
-    return replicate.get_group() if replicate.size() > 1 else None
-
-
-def _copying_experts(mesh: Mesh, train: TrainConfig) -> dist.ProcessGroup | None:
-    """The ranks that hold the same part of the experts as this one; None if there is no other."""
-    if train.data_parallel_mode == "fsdp2" or not mesh.shards_experts_separately:
-        return None
-    alike = mesh.expert_mesh()["shard"]
-    return alike.get_group() if alike.size() > 1 else None

@@ -5,7 +5,7 @@ and communicate most; those along the first axis communicate least.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
 import torch
@@ -36,10 +36,8 @@ DATA_AXES: tuple[Axis, ...] = ("replicate", "shard", "ring", "ulysses")
 
 
 class Mesh:
-    """The device mesh from the view of one rank.
-
-    Creating a process group is collective, so every rank must request the same groups in the same
-    order.
+    """The device mesh from the view of one rank. Creating a process group is collective, so every
+    rank must request the same groups in the same order.
     """
 
     def __init__(
@@ -50,14 +48,11 @@ class Mesh:
         *,
         experts: Placement = "adjacent",
     ) -> None:
-        """The world size must be the product of the degrees.
-
-        Experts are sharded over `adjacent` ranks, or over `strided` ones: ranks as far apart as
-        possible.
+        """The world size must be the product of the degrees. Experts are sharded over `adjacent`
+        ranks, or over `strided` ones: ranks as far apart as possible.
         """
         self._placement: Placement = experts
-        self.dims, self.rank = dims, rank
-        self.device_type = device_type
+        self.dims, self.rank, self.device_type = dims, rank, device_type
         # Rank numbers, [pipeline, replicate, shard, ring, ulysses, tensor].
         self._grid = torch.arange(dims.world_size).reshape([self.size(axis) for axis in AXES])
         coords = (self._grid == rank).nonzero()[0].tolist()
@@ -65,7 +60,6 @@ class Mesh:
         self._meshes: dict[object, DeviceMesh] = {}
 
     def size(self, *axes: Axis) -> int:
-        """The number of ranks along these axes."""
         return math.prod(getattr(self.dims, axis) for axis in axes)
 
     def index(self, *axes: Axis) -> int:
@@ -75,88 +69,71 @@ class Mesh:
             flat_index = flat_index * self.size(axis) + self._coords[axis]
         return flat_index
 
-    def ranks(self, *axes: Axis) -> list[int]:
-        """The ranks that differ from this one in these axes only, in the order of `index`."""
-        return self._grid_by_axes([axes])[self._rest_index([axes])].tolist()
+    def ranks(self, axis: Axis) -> list[int]:
+        """The ranks that differ from this one in this axis only, in the order of `index`."""
+        coords = self._coords
+        return self._grid[tuple(slice(None) if a == axis else coords[a] for a in AXES)].tolist()
 
     def group(self, *axes: Axis) -> dist.ProcessGroup | None:
-        """The process group of those ranks; None if this rank is the only one."""
-        return self._device_mesh([axes]).get_group("0") if self.size(*axes) > 1 else None
+        """The process group of the ranks that differ from this one in these axes only; None if
+        this rank is the only one."""
+        return self._by_axes([axes], ("0",)).get_group("0") if self.size(*axes) > 1 else None
 
     def adjacent_group(self, count: int) -> dist.ProcessGroup | None:
         """The group of `count` consecutive ranks along `tensor` that includes this rank; None for
-        one.
-
-        `count` must divide the size of the axis.
+        one. `count` must divide the size of the axis.
         """
         if count == 1:
             return None
         assert self.size("tensor") % count == 0, f"{count} of {self.size('tensor')} ranks"
-        key = "adjacent", count
-        if key not in self._meshes:
-            self._meshes[key] = DeviceMesh(
-                self.device_type, self._grid.reshape(-1, count), mesh_dim_names=("rest", "adjacent")
-            )
-        return self._meshes[key].get_group("adjacent")
+        mesh = self._mesh(("adjacent", count), ("adjacent",), lambda: self._grid.reshape(-1, count))
+        return mesh.get_group("adjacent")
 
     def fsdp_mesh(self, folding: CpFsdpMode) -> DeviceMesh:
         """The weight mesh: replicas along `replicate`, shards along `shard` (HSDP)."""
         shard: tuple[Axis, ...] = ("shard", *FOLDED_AXES[folding])
         replicate: tuple[Axis, ...] = tuple(axis for axis in DATA_AXES if axis not in shard)
-        return self._device_mesh([replicate, shard], names=("replicate", "shard"))[
-            "replicate", "shard"
-        ]
+        names = ("replicate", "shard")
+        return self._by_axes([replicate, shard], names)["replicate", "shard"]
 
     def expert_mesh(self) -> DeviceMesh:
-        """The expert mesh of this pipeline stage.
-
-        `expert` ranks share a layer's experts; `shard` ranks hold the same experts and shard their
-        weights.
+        """The expert mesh of this pipeline stage: `expert` ranks share a layer's experts; `shard`
+        ranks hold the same experts and shard their weights.
         """
-        if "experts" not in self._meshes:
+
+        def grid() -> torch.Tensor:
             stages = self._grid.reshape(self.size("pipeline"), -1)
             count = self.dims.expert
             if self._placement == "adjacent":
                 # Axes: stage, 1, shard, expert.
-                laid = stages.reshape(len(stages), 1, -1, count)
-            else:
-                laid = stages.reshape(len(stages), 1, count, -1).transpose(2, 3)
-            self._meshes["experts"] = DeviceMesh(
-                self.device_type,
-                laid.contiguous(),
-                mesh_dim_names=("rest", "replicate", "shard", "expert"),
-            )
-        return self._meshes["experts"]
+                return stages.reshape(len(stages), 1, -1, count)
+            return stages.reshape(len(stages), 1, count, -1).transpose(2, 3).contiguous()
+
+        return self._mesh("experts", ("replicate", "shard", "expert"), grid)
 
     @property
     def shards_experts_separately(self) -> bool:
         """Whether experts are sharded differently from the other weights."""
         return self.dims.expert > 1 or self.dims.tensor > 1
 
-    def _device_mesh(
-        self, parts: Sequence[tuple[Axis, ...]], names: tuple[str, ...] | None = None
+    def _by_axes(self, parts: Sequence[tuple[Axis, ...]], names: tuple[str, ...]) -> DeviceMesh:
+        """The grid reshaped to one axis per part, after one of all remaining axes."""
+
+        def grid() -> torch.Tensor:
+            rest: tuple[Axis, ...] = tuple(
+                axis for axis in AXES if not any(axis in part for part in parts)
+            )
+            order = [AXES.index(axis) for part in (rest, *parts) for axis in part]
+            return self._grid.permute(order).reshape([self.size(*part) for part in (rest, *parts)])
+
+        return self._mesh((tuple(parts), names), names, grid)
+
+    def _mesh(
+        self, key: object, names: tuple[str, ...], grid: Callable[[], torch.Tensor]
     ) -> DeviceMesh:
-        """The grid reshaped to one axis per part, after one axis of all remaining axes."""
         # Each DeviceMesh would create its process groups anew.
-        key = tuple(parts), names
         if key not in self._meshes:
             self._meshes[key] = DeviceMesh(
-                self.device_type,
-                self._grid_by_axes(parts),
-                mesh_dim_names=("rest", *(names or map(str, range(len(parts))))),
+                self.device_type, grid(), mesh_dim_names=("rest", *names)
             )
         return self._meshes[key]
-
-    def _grid_by_axes(self, parts: Sequence[tuple[Axis, ...]]) -> torch.Tensor:
-        """Rank numbers, shape [remaining, *sizes of the parts]."""
-        other_axes = _axes_outside(parts)
-        order = [*other_axes, *(axis for part in parts for axis in part)]
-        sizes = [self.size(*part) for part in (other_axes, *parts)]
-        return self._grid.permute([AXES.index(axis) for axis in order]).reshape(sizes)
-
-    def _rest_index(self, parts: Sequence[tuple[Axis, ...]]) -> int:
-        return self.index(*_axes_outside(parts))
-
-
-def _axes_outside(parts: Sequence[tuple[Axis, ...]]) -> tuple[Axis, ...]:
-    return tuple(axis for axis in AXES if not any(axis in part for part in parts))

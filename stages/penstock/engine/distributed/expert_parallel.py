@@ -8,13 +8,14 @@ T tokens of this rank, D model width, K experts per token, E experts in all, R r
 """
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from penstock.engine.distributed.collectives import apply_collective
 from penstock.engine.distributed.device_mesh import Mesh
 from penstock.models.causal_lm import CausalLM
 from penstock.models.layers.experts import Experts
@@ -33,11 +34,10 @@ def moe_layers(model: CausalLM) -> list[MoE]:
 def parallelize_experts(
     model: CausalLM, mesh: Mesh, register_dispatcher: RegisterDispatcher
 ) -> None:
-    """Keep this rank's experts of every layer, and register token dispatchers with
-    `register_dispatcher`; in place.
+    """Keep this rank's experts of every layer, and register token dispatchers; in place.
 
     Call it on every rank before anything is sharded. The size of the expert-parallel group must
-    divide the number of experts. Does nothing without expert parallelism.
+    divide the number of experts.
     """
     if mesh.dims.expert == 1:
         return
@@ -72,9 +72,7 @@ class AllToAllDispatcher:
     """
 
     def __init__(self, group: dist.ProcessGroup, num_experts: int) -> None:
-        """`num_experts` counts the experts of all ranks; each rank holds equally many, in rank
-        order.
-        """
+        # Of all ranks; each holds equally many, in rank order.
         self.group, self.num_experts = group, num_experts
 
     def __call__(
@@ -95,12 +93,16 @@ class AllToAllDispatcher:
         dist.all_to_all_single(recv_counts, send_counts, group=self.group)
         # In one tensor, because reading each would stall the device once more.
         splits = torch.stack((send_counts.sum(1), recv_counts.sum(1)))
-        evenly = choice_TK.numel() // self.group.size()
-        send_splits, recv_splits = _read_splits(splits, evenly)
-        received_RD = _AllToAll.apply(rows, send_splits, recv_splits, self.group)
+        values = splits.tolist()
+        if isinstance(splits, FakeTensor):
+            # A dry run has no values: rows are shared out evenly.
+            values = torch.full(splits.shape, choice_TK.numel() // self.group.size()).tolist()
+        send = partial(_all_to_all, splits=values, group=self.group)
+        send_back = partial(_all_to_all, splits=values[::-1], group=self.group)
+        received_RD = apply_collective(rows, send, send_back)
         indices_R = experts.row_indices(order)
         if indices_R is not None:
-            indices_R = _all_to_all(indices_R, send_splits, recv_splits, self.group)
+            indices_R = send(indices_R)
         # Rows that no backward pass reads, [T K, D] each, end here, and not with the function.
         del rows
         # Received rows are ordered by source rank, then by expert.
@@ -118,44 +120,15 @@ class AllToAllDispatcher:
         del sorted_RD
         outputs_RD = unpermute(y_RD, None, local_order)
         del y_RD
-        returned = _AllToAll.apply(outputs_RD, recv_splits, send_splits, self.group)
+        returned = apply_collective(outputs_RD, send_back, send)
         del outputs_RD
         return operations.unpermute(returned, weights_TK, order)
 
 
-class _AllToAll(torch.autograd.Function):
-    """All-to-all of rows: `sends[i]` to rank i and `receives[i]` from it.
-
-    The backward pass runs the reverse all-to-all.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        rows: torch.Tensor,
-        send_splits: list[int],
-        recv_splits: list[int],
-        group: dist.ProcessGroup,
-    ) -> torch.Tensor:
-        ctx.send_splits, ctx.recv_splits, ctx.group = send_splits, recv_splits, group
-        return _all_to_all(rows, send_splits, recv_splits, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _all_to_all(grads[0], ctx.recv_splits, ctx.send_splits, ctx.group), None, None, None
-
-
 def _all_to_all(
-    rows: torch.Tensor, send_splits: list[int], recv_splits: list[int], group: dist.ProcessGroup
+    rows: torch.Tensor, splits: list[list[int]], group: dist.ProcessGroup
 ) -> torch.Tensor:
+    send_splits, recv_splits = splits
     out = rows.new_empty((sum(recv_splits), *rows.shape[1:]))
     dist.all_to_all_single(out, rows.contiguous(), recv_splits, send_splits, group=group)
     return out
-
-
-def _read_splits(splits: torch.Tensor, evenly: int) -> list[Any]:
-    """`splits.tolist()`, a host sync; `evenly` everywhere for fake tensors, without values."""
-    values = splits.tolist()
-    if isinstance(splits, FakeTensor):
-        return torch.full(splits.shape, evenly).tolist()
-    return values

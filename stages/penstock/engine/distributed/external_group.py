@@ -23,8 +23,7 @@ from penstock.core import env
 from penstock.engine.launch.stores import listening_store
 
 NCCL_NO_ABORT_ENV = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
-"""Otherwise NCCL's watchdog and its monitor would end this process for an error of another process.
-"""
+"""Otherwise NCCL's watchdog and its monitor would end this process for an error of another."""
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 """Dtypes that backends do not support; they are sent as bytes."""
@@ -55,8 +54,7 @@ class ExternalProcessGroup:
         self._tensor_timeout = datetime.timedelta(seconds=tensor_seconds)
         ip = str(socket.getaddrinfo(address, None)[0][4][0])
         if ipaddress.ip_address(ip.partition("%")[0]).is_unspecified:
-            # Any machine could write to a store on all interfaces, and nothing can connect to
-            # 0.0.0.0.
+            # Any machine could write to such a store, and nothing can connect to 0.0.0.0.
             raise OSError(
                 "the address is unspecified (all interfaces); write the address of one interface"
             )
@@ -75,13 +73,11 @@ class ExternalProcessGroup:
         return "nccl" if self._device.type == "cuda" else "gloo"
 
     def join(self) -> None:
-        """Wait until the others have joined; NCCL connects lazily, so do not wait there.
-
-        Raises RuntimeError if they do not join in time, or the group was abandoned meanwhile.
+        """Wait until the others have joined, except over NCCL, which connects lazily. Raises
+        RuntimeError if they do not join in time, or the group was abandoned meanwhile.
         """
         if self._device.type != "cuda":
-            # Options that torch's stubs leave out; by default gloo binds the training ranks'
-            # interface.
+            # Options that torch's stubs leave out; by default gloo binds the ranks' interface.
             gloo: Any = dist.ProcessGroupGloo
             own = gloo._Options()
             own._timeout = self._timeout
@@ -95,10 +91,8 @@ class ExternalProcessGroup:
             self._backend = dist.ProcessGroupNCCL(self._store, 0, self._size, options)
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Broadcast tensors to all others, one after another, and wait for completion.
-
-        Raises RuntimeError if another process is gone or does not receive in time.
-        """
+        """Broadcast tensors, one after another, and wait for completion. Raises RuntimeError if
+        another process is gone or does not receive in time."""
         assert self._backend is not None, "call join first"
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
@@ -110,44 +104,37 @@ class ExternalProcessGroup:
         else:
             options.timeout = self._tensor_timeout
         sent = [tensor.contiguous() for tensor in tensors]
-        sent = [
-            buffer.view(torch.uint8) if buffer.dtype in FP8_DTYPES else buffer for buffer in sent
-        ]
-        works = [self._backend.broadcast([buffer], options) for buffer in sent]
+        sent = [x.view(torch.uint8) if x.dtype in FP8_DTYPES else x for x in sent]
+        works = [self._backend.broadcast([x], options) for x in sent]
         try:
             while works:
                 works.pop(0).wait()
         finally:
-            # A raised error would keep references to the works, and those keep the connections
-            # open.
+            # A raised error would keep the works, and those keep the connections open.
             works.clear()
         if self._device.type == "cuda":
             torch.cuda.synchronize()
 
     def close(self) -> None:
-        """Close a group with no operation in progress."""
         backend, self._backend = self._backend, None
         if backend is not None:
             backend.shutdown()
         self.close_store()
 
     def abort(self) -> None:
-        """Leave the group at once.
-
-        Operations in progress fail here and for others, soon or by timeout.
-
-        Gloo cannot cancel a tensor in progress: a thread waits for its end. The store stays for
-        late joiners: without it they would retry for minutes.
+        """Leave the group at once: operations in progress fail here and for others, soon or by
+        timeout. The store stays for late joiners: without it they would retry for minutes.
         """
+        # In a thread: gloo cannot cancel a tensor in progress, and waits for its end.
         backend, self._backend = self._backend, None
+
+        def abort_backend() -> None:
+            with contextlib.suppress(RuntimeError):
+                backend.abort()
+
         if backend is not None:
-            threading.Thread(target=_abort, args=[backend], daemon=True).start()
+            threading.Thread(target=abort_backend, daemon=True).start()
 
     def close_store(self) -> None:
         """Close the store, so that processes waiting in it for others stop waiting."""
         self._server = None
-
-
-def _abort(backend: Any) -> None:
-    with contextlib.suppress(RuntimeError):
-        backend.abort()

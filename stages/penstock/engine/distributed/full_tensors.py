@@ -6,7 +6,7 @@ the TensorShard tables, so this file depends on no layout.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -19,25 +19,8 @@ STOP = -1
 """Sent in place of the number of tensors: no more requests."""
 
 
-@dataclass(frozen=True)
-class _ShardKey:
-    """The position of a shard in its tensor; equal on every rank that holds this shard."""
-
-    tensor: str
-    full_shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return torch.Size(self.sizes).numel() * self.dtype.itemsize
-
-    def within(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The view of this box in the full tensor."""
-        for dim, (first, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):
-            tensor = tensor.narrow(dim, first, size)
-        return tensor
+Box = tuple[TensorShard, torch.dtype]
+"""A shard without what may differ between the ranks that hold it, and its dtype."""
 
 
 class FullTensorGather:
@@ -52,34 +35,29 @@ class FullTensorGather:
 
     def __init__(self, params: Iterable[LocalParam], ranks: ProcessInfo) -> None:
         self._ranks = ranks
-        self._local_shards: dict[_ShardKey, tuple[TensorShard, nn.Parameter]] = {
-            _ShardKey(
-                piece.tensor, piece.full_shape, piece.offsets, piece.sizes, param.parameter.dtype
-            ): (
-                piece,
+        self._local_shards: dict[Box, tuple[TensorShard, nn.Parameter]] = {
+            (replace(shard, start=0, num_copies=1, grad_reduce=None), param.parameter.dtype): (
+                shard,
                 param.parameter,
             )
             for param in params
-            for piece in param.shards
+            for shard in param.shards
         }
-        ranks_by_name: dict[str, dict[_ShardKey, int]] = {}
+        ranks_by_name: dict[str, dict[Box, int]] = {}
         for rank, boxes in enumerate(ranks.all_gather(list(self._local_shards))):
             for box in boxes:
                 # The lowest rank sends a shard: what rank 0 holds is not sent.
-                ranks_by_name.setdefault(box.tensor, {}).setdefault(box, rank)
+                ranks_by_name.setdefault(box[0].tensor, {}).setdefault(box, rank)
         self._sources = {name: ranks_by_name[name] for name in sorted(ranks_by_name)}
         self._index_by_name = {name: number for number, name in enumerate(self._sources)}
 
     def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Name -> (shape, dtype) of every parameter, sorted by name."""
         boxes = {name: next(iter(sources)) for name, sources in self._sources.items()}
-        return {name: (box.full_shape, box.dtype) for name, box in boxes.items()}
+        return {name: (shard.full_shape, dtype) for name, (shard, dtype) in boxes.items()}
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Return copies of these full tensors on this rank's device.
-
-        Rank 0 only, while all other ranks run `serve`.
-        """
+        """Copies of these full tensors on this rank's device. Rank 0 only, while others `serve`."""
         assert self._ranks.is_main_process, "only rank 0 reads"
         requested = list(names)
         shapes, device = self.shapes(), self._ranks.device
@@ -88,23 +66,24 @@ class FullTensorGather:
             name: torch.empty(shapes[name][0], dtype=shapes[name][1], device=device)
             for name in requested
         }
-        receives: list[tuple[int, list[_ShardKey], torch.Tensor]] = []
+        receives: list[tuple[int, list[Box], torch.Tensor]] = []
         for rank in range(1, self._ranks.world_size):
             if boxes := self._shards_sent_by(rank, requested):
                 # Sent as bytes, which every backend supports.
-                size = sum(box.nbytes for box in boxes)
-                receives.append((rank, boxes, torch.empty(size, dtype=torch.uint8, device=device)))
+                received = torch.empty(sum(map(_nbytes, boxes)), dtype=torch.uint8, device=device)
+                receives.append((rank, boxes, received))
         self._send_request([self._index_by_name[name] for name in requested])
         for box in self._shards_sent_by(0, requested):
-            box.within(full_tensors[box.tensor]).copy_(self._local_data(box))
+            box[0].within(full_tensors[box[0].tensor]).copy_(self._local_data(box))
         # A rank sends one message for a request, so none of them waits for another.
-        for rank, boxes, arrived in receives:
+        for rank, boxes, received in receives:
             with self._ranks.heartbeat.waiting():
-                dist.recv(arrived, src=rank)
-            for box, part in zip(boxes, arrived.split([b.nbytes for b in boxes]), strict=True):
+                dist.recv(received, src=rank)
+            parts = received.split([*map(_nbytes, boxes)])
+            for (shard, dtype), part in zip(boxes, parts, strict=True):
                 # Cloned for alignment: a view to a wider dtype needs an aligned start.
-                numbers = part.clone().view(box.dtype).view(box.sizes)
-                box.within(full_tensors[box.tensor]).copy_(numbers)
+                values = part.clone().view(dtype).view(shard.sizes)
+                shard.within(full_tensors[shard.tensor]).copy_(values)
         return full_tensors
 
     def stop_serving(self) -> None:
@@ -115,8 +94,14 @@ class FullTensorGather:
     def serve(self) -> None:
         """Send rank 0 the shards it requests, until it finishes. Called by all other ranks."""
         names = list(self._sources)
-        while (numbers := self._receive_request()) is not None:
-            self._send_shards([names[number] for number in numbers])
+        while (count := int(self._broadcast(torch.empty(1, dtype=torch.int64)))) != STOP:
+            numbers = torch.empty(count, dtype=torch.int64)
+            numbers = self._broadcast(numbers).tolist() if count else []
+            boxes = self._shards_sent_by(self._ranks.rank, [names[number] for number in numbers])
+            if boxes:
+                with self._ranks.heartbeat.waiting():
+                    data = [self._local_data(box).contiguous().view(-1) for box in boxes]
+                    dist.send(torch.cat([x.view(torch.uint8) for x in data]), dst=0)
 
     def _send_request(self, numbers: list[int] | None) -> None:
         if self._ranks.world_size == 1:
@@ -125,35 +110,22 @@ class FullTensorGather:
         if numbers:
             self._broadcast(torch.tensor(numbers))
 
-    def _receive_request(self) -> list[int] | None:
-        count = int(self._broadcast(torch.empty(1, dtype=torch.int64)))
-        if count == STOP:
-            return None
-        return self._broadcast(torch.empty(count, dtype=torch.int64)).tolist() if count else []
-
     def _broadcast(self, numbers: torch.Tensor) -> torch.Tensor:
         numbers = numbers.to(self._ranks.device)
         with self._ranks.heartbeat.waiting():
             dist.broadcast(numbers, src=0)
             return numbers.cpu()
 
-    def _shards_sent_by(self, rank: int, names: Sequence[str]) -> list[_ShardKey]:
-        """The shards that a rank sends of these tensors, in order."""
+    def _shards_sent_by(self, rank: int, names: Sequence[str]) -> list[Box]:
         return [
             box for name in names for box, source in self._sources[name].items() if source == rank
         ]
 
-    def _send_shards(self, names: Sequence[str]) -> None:
-        boxes = self._shards_sent_by(self._ranks.rank, names)
-        if boxes:
-            with self._ranks.heartbeat.waiting():
-                dist.send(torch.cat([_bytes(self._local_data(box)) for box in boxes]), dst=0)
-
-    def _local_data(self, box: _ShardKey) -> torch.Tensor:
-        """This rank's shard of a tensor, on the device of the process group."""
-        piece, parameter = self._local_shards[box]
-        return piece.view(local(parameter.detach())).to(self._ranks.device)
+    def _local_data(self, box: Box) -> torch.Tensor:
+        shard, parameter = self._local_shards[box]
+        return shard.view(local(parameter.detach())).to(self._ranks.device)
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
+def _nbytes(box: Box) -> int:
+    shard, dtype = box
+    return shard.numel * dtype.itemsize

@@ -33,9 +33,7 @@ ALLOWED_NAMES = {
 }
 """Allowed by module and name: functions that a message may call with any arguments."""
 RECORD_MODULES = ("penstock.", "torch.distributed.checkpoint.")
-"""Modules whose records are rebuilt."""
 EXCEPTION_PACKAGES = ("builtins", "penstock", "torch")
-"""Packages whose exceptions are rebuilt."""
 NUMERIC_KINDS = "biufc"
 """Numpy dtype kinds that hold only numbers."""
 
@@ -44,7 +42,6 @@ class ObjectPickler(pickle.Pickler):
     """Writes what `ObjectUnpickler` reads."""
 
     def reducer_override(self, obj: Any, /) -> Any:
-        """Tensors of any device and numeric arrays as bytes; everything else as usual."""
         if type(obj) is torch.Tensor:
             data = obj.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             return rebuild_tensor, (data.numpy().tobytes(), obj.dtype, tuple(obj.shape))
@@ -52,8 +49,7 @@ class ObjectPickler(pickle.Pickler):
             shape = obj.shape if isinstance(obj, np.ndarray) else None
             return rebuild_array, (obj.tobytes(), obj.dtype.str, shape)
         if isinstance(obj, BaseException):
-            # Not with a reducer that a library registered for exceptions (tblib does for all of
-            # them).
+            # Not with a reducer that a library registered: tblib does for all exceptions.
             return obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         if isinstance(obj, enum.Enum):
             # Python 3.11.0 to 3.11.3 would write a call of getattr.
@@ -65,7 +61,6 @@ class ObjectUnpickler(pickle.Unpickler):
     """Rebuilds records and plain values; raises UnpicklingError for anything else."""
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
-        """The class of this name, if it is allowed."""
         # Python 3.13's module of the classes that are `pathlib`'s before and after it.
         module_name = "pathlib" if module_name == "pathlib._local" else module_name
         # A message must never trigger an import.

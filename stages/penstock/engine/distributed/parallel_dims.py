@@ -7,7 +7,7 @@ batch size before heavy imports.
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from penstock.config.schema.train import TrainConfig
 from penstock.core.errors import ConfigError
@@ -29,9 +29,21 @@ AXIS_FIELDS: Mapping[str, str] = {
 """The setting of each axis, outermost axis first."""
 
 EXPERT_FIELD = "expert_parallel_size"
+SIZE_FIELDS = {**AXIS_FIELDS, "expert": EXPERT_FIELD}
 
 DATA_AXES = ("replicate", "shard")
 """Axes whose size may be -1, to be inferred."""
+
+ReshardAfter = Literal["step", "backward", "nothing"]
+"""What FSDP2 keeps gathered weights until (`reshard_after_forward`): stages 1, 2 and 3 of ZeRO
+(Rajbhandari et al. 2020), by which `TrainConfig.resolved_zero_stage` states it.
+"""
+ZERO_STAGES: dict[int, ReshardAfter] = {1: "step", 2: "backward", 3: "nothing"}
+
+
+def reshard_policy(train: TrainConfig) -> ReshardAfter:
+    """When FSDP2 frees gathered weights."""
+    return ZERO_STAGES[train.resolved_zero_stage]
 
 
 @dataclass(frozen=True)
@@ -61,13 +73,11 @@ class ParallelDims:
 
     @property
     def world_size(self) -> int:
-        """The world size."""
         return self.pipeline * self.num_replicas * self.context * self.tensor
 
     def __str__(self) -> str:
         """The axes with more than one rank, by the names of their settings."""
-        names = {**AXIS_FIELDS, "expert": EXPERT_FIELD}
-        sizes = {names[axis]: size for axis, size in asdict(self).items() if size > 1}
+        sizes = {SIZE_FIELDS[axis]: size for axis, size in asdict(self).items() if size > 1}
         return " x ".join(f"{name} {size}" for name, size in sizes.items()) or "1 process"
 
 
@@ -77,7 +87,6 @@ class LayoutError:
 
     reason: str
     settings: tuple[str, ...]
-    """Names such as `train.tensor_parallel_size`."""
 
 
 def build_parallel_dims(train: TrainConfig, world: int) -> ParallelDims:
@@ -127,26 +136,22 @@ def compute_dims(train: TrainConfig, world: int) -> ParallelDims | LayoutError:
         return LayoutError(
             f"{sizes_set}, and {_remaining(world, data_ranks)} to be shared out",
             # The other data-parallel axis is best inferred if it was left out.
-            tuple(
-                f"train.{AXIS_FIELDS[axis]}"
-                for axis in DATA_AXES
-                if train.data_parallel_mode == "fsdp2"
-            ),
+            tuple(f"train.{AXIS_FIELDS[axis]}" for axis in DATA_AXES)
+            if train.data_parallel_mode == "fsdp2"
+            else (),
         )
     experts, in_stage = train.expert_parallel_size, world // train.pipeline_parallel_size
     if in_stage % experts:
         stage = "a pipeline stage has" if train.pipeline_parallel_size > 1 else "there are"
         return LayoutError(
             f"train.{EXPERT_FIELD} is {experts}, and {stage} {in_stage} processes, which "
-            "experts cannot "
-            "be shared out over evenly",
+            "experts cannot be shared out over evenly",
             (f"train.{EXPERT_FIELD}",),
         )
     return ParallelDims(**{**sizes, "replicate": replicate, "shard": shard, "expert": experts})
 
 
 def _check_mode(train: TrainConfig, world: int, data_ranks: int) -> LayoutError | None:
-    """The error of an invalid combination with the data-parallel mode itself."""
     mode, shard = train.data_parallel_mode, train.data_parallel_shard_size
     replicate = train.data_parallel_replicate_size
     if mode != "fsdp2" and shard not in (-1, 1):
@@ -173,36 +178,28 @@ def _check_mode(train: TrainConfig, world: int, data_ranks: int) -> LayoutError 
 def sizes_near(train: TrainConfig, world: int) -> list[LayoutSuggestion]:
     """Other sizes for each axis on `world` ranks, and other data-parallel modes."""
     suggestions: list[LayoutSuggestion] = []
-    for axis, field in AXIS_FIELDS.items():
+
+    def suggest(field: str, value: Any, distance: float) -> None:
+        is_written = field in train.model_fields_set
+        suggestions.append(LayoutSuggestion(f"train.{field}", value, distance, is_written))
+
+    for axis, field in SIZE_FIELDS.items():
         now = getattr(train, field)
-        if now == -1 and axis == "shard":
-            continue  # inferred from the others
+        # The shard axis may be inferred from the others; the model may have no experts.
+        if (axis, now) in (("shard", -1), ("expert", 1)):
+            continue
         for size in (size for size in range(1, world + 1) if world % size == 0 and size != now):
             # Of equally near sizes prefer the smaller.
-            distance = abs(math.log2(size / max(1, now))) + (0.01 if size > now else 0)
-            suggestions.append(
-                LayoutSuggestion(f"train.{field}", size, distance, field in train.model_fields_set)
-            )
-    now = train.expert_parallel_size
-    for size in range(1, world + 1) if now > 1 else ():
-        if world % size == 0 and size != now:
-            written = EXPERT_FIELD in train.model_fields_set
-            distance = abs(math.log2(size / now)) + (0.01 if size > now else 0)
-            suggestions.append(LayoutSuggestion(f"train.{EXPERT_FIELD}", size, distance, written))
+            suggest(field, size, abs(math.log2(size / max(1, now))) + (0.01 if size > now else 0))
     for distance, mode in enumerate(("fsdp2", "ddp", "none"), 1):
         if mode != train.data_parallel_mode:
-            name = "data_parallel_mode"
-            suggestions.append(
-                LayoutSuggestion(f"train.{name}", mode, distance, name in train.model_fields_set)
-            )
+            suggest("data_parallel_mode", mode, distance)
     return suggestions
 
 
 def fallback_dims(train: TrainConfig) -> dict[str, Any]:
     """The settings of a layout with data parallelism only."""
-    plain = {field: -1 if axis in DATA_AXES else 1 for axis, field in AXIS_FIELDS.items()} | {
-        EXPERT_FIELD: 1
-    }
+    plain = {field: -1 if axis in DATA_AXES else 1 for axis, field in SIZE_FIELDS.items()}
     plain = {name: size for name, size in plain.items() if getattr(train, name) not in (size, 1)}
     mode = {"data_parallel_mode": "fsdp2"} if train.data_parallel_mode == "none" else {}
     return {f"train.{name}": value for name, value in {**mode, **plain}.items()}
@@ -216,10 +213,8 @@ def rows_per_step(train: TrainConfig, num_replicas: int) -> int:
 
 
 def accumulation_steps(train: TrainConfig, num_replicas: int) -> int:
-    """Gradient accumulation steps: micro-batches per replica and optimizer step.
-
-    Raises ConfigError if the global batch size does not divide that way.
-    """
+    """Micro-batches per replica and optimizer step. Raises ConfigError if the global batch size
+    does not divide that way."""
     if train.global_batch_size is None:
         return train.gradient_accumulation_steps
     at_once = train.micro_batch_size * num_replicas
@@ -243,11 +238,9 @@ def accumulation_steps(train: TrainConfig, num_replicas: int) -> int:
 
 
 def _remaining(world: int, data_ranks: int) -> str:
-    division = (
-        f" ({world}, divided by {world // data_ranks} for the other axes)"
-        if data_ranks != world
-        else ""
-    )
+    division = ""
+    if data_ranks != world:
+        division = f" ({world}, divided by {world // data_ranks} for the other axes)"
     return f"{_format_processes(data_ranks)}{division} {'is' if data_ranks == 1 else 'are'}"
 
 

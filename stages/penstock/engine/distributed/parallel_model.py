@@ -1,7 +1,7 @@
 """Parallel model: this rank's model parts, and the forward and backward passes through them."""
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -53,9 +53,7 @@ class ModelInputs:
     output_fn: OutputFn
     """Function from hidden states and LM head to the summed loss of this rank's tokens."""
     dropout: DropoutRNG | None = None
-    """Dropout RNG; None: no dropout."""
     router_observer: RouterObserver | None = None
-    """The observer of router choices."""
     further: FurtherTokens | None = None
     """What layers that predict further tokens read; None where they are not run."""
     images: ImageInputs | None = None
@@ -66,16 +64,13 @@ class ModelInputs:
     @contextmanager
     def in_context(self) -> Generator[None]:
         """Context manager around a forward pass: what modules find of this micro-batch."""
-        with ExitStack() as opened:
-            opened.enter_context(dropout_rng(self.dropout))
-            opened.enter_context(observe_routers(self.router_observer))
-            opened.enter_context(route_modalities(self.modalities))
+        observing = observe_routers(self.router_observer)
+        with dropout_rng(self.dropout), observing, route_modalities(self.modalities):
             yield
 
     @property
     def extra_args(self) -> dict[str, Any]:
-        """`further` and `images` as arguments of the model, where they are there: not all models
-        take them."""
+        """`further` and `images` if they are there: not all models take them."""
         arguments = {"further": self.further, "images": self.images}
         return {name: value for name, value in arguments.items() if value is not None}
 
@@ -93,22 +88,18 @@ class ParallelModel:
     parts: Sequence[CausalLM]
     """One part, or one for each pipeline stage of this rank."""
     params: Sequence[LocalParam]
-    """Every parameter of the parts."""
     context: ContextParallel
     sync: GradSync
     pipeline: "Pipeline | None"
-    """None without pipeline parallelism."""
     autocast: AutocastContext
     """Context manager around forward passes: autocast, if the weights are not cast themselves."""
     images: ImageInputBuilder | ImageTextInputs | None = None
     """None for a model without a vision part."""
     heartbeat: Heartbeat = field(default_factory=Heartbeat, compare=False)
-    """Reports which pass begins when gradients are computed. Gradient reduction counts as backward.
-    """
+    """Reports which pass begins; gradient reduction counts as backward."""
 
     @property
     def trainable(self) -> list[LocalParam]:
-        """The trainable parameters."""
         return [local_param for local_param in self.params if local_param.parameter.requires_grad]
 
     @property
@@ -118,9 +109,7 @@ class ParallelModel:
 
     @property
     def is_loss_rank(self) -> bool:
-        """Whether this rank reports for those that compute the same packed sequences, one per
-        pipeline stage.
-        """
+        """Whether this rank of a stage reports for those with the same packed sequences."""
         return self.mesh.index("tensor", "ring", "ulysses") == 0
 
     def build_inputs(
@@ -130,9 +119,14 @@ class ParallelModel:
         device: torch.device,
         noise: DropoutRNG | None = None,
     ) -> ModelInputs:
-        """The model inputs for this rank's tokens of a micro-batch."""
+        images = None
         if self.images is not None:
             batch = self.images.with_layout(batch)
+            images = self.images.build(batch, self.context.shard_tensor, device)
+        elif batch.images is not None:
+            raise StageError(
+                "a micro-batch has images, and the model was built without its vision part."
+            )
         local = self.context.shard_batch(batch)
         return ModelInputs(
             to_device(local.input_ids_T, device),
@@ -140,7 +134,7 @@ class ParallelModel:
             self.context.varlen_metadata(batch, device),
             reduce,
             noise,
-            images=self._image_inputs(batch, device),
+            images=images,
             modalities=self._modalities(batch, device),
         )
 
@@ -150,15 +144,6 @@ class ParallelModel:
         if not images or not isinstance(self.images, ImageInputBuilder):
             return 0
         return self.images.skipped_positions(images)
-
-    def _image_inputs(self, batch: MicroBatch, device: torch.device) -> ImageInputs | None:
-        if self.images is None:
-            if batch.images is not None:
-                raise StageError(
-                    "a micro-batch has images, and the model was built without its vision part."
-                )
-            return None
-        return self.images.build(batch, self.context.shard_tensor, device)
 
     def _modalities(self, batch: MicroBatch, device: torch.device) -> ModalityTokens | None:
         if not isinstance(self.images, ImageInputBuilder):
@@ -205,7 +190,7 @@ class ParallelModel:
 
     @contextmanager
     def eval_mode(self) -> Generator[None]:
-        """Context manager: evaluation mode, without dropout or other random draws."""
+        """Evaluation mode, without dropout or other random draws."""
         for part in self.parts:
             part.eval()
         try:
@@ -225,7 +210,14 @@ class ParallelModel:
     @torch.no_grad()
     def forward_for_observers(self, calls: Sequence[ModelInputs]) -> None:
         """Run a forward pass as in training for router observers, without a loss."""
-        calls = [_without_loss(call) for call in calls]
+        calls = [
+            replace(
+                call,
+                output_fn=no_loss,
+                further=call.further and call.further.with_output(no_loss),
+            )
+            for call in calls
+        ]
         if self.pipeline:
             self.pipeline.forward(calls)
         else:
@@ -254,11 +246,6 @@ class ParallelModel:
         return total if self.mesh.index("tensor") == 0 else torch.zeros_like(total)
 
 
-def _without_loss(call: ModelInputs) -> ModelInputs:
-    further = call.further and call.further.with_output(no_loss)
-    return replace(call, output_fn=no_loss, further=further)
-
-
 def no_loss(hidden_TD: torch.Tensor, _: nn.Module) -> torch.Tensor:
     """The output function of a pass without a loss: zero."""
     return hidden_TD.new_zeros(())
@@ -268,9 +255,7 @@ def build_stage_modules(
     config: DecoderConfig, train: TrainConfig, index: int, length: int
 ) -> list[PipelineStageModules]:
     """The modules of the rank at `index` in its pipeline, in stage order. Stages are split by the
-    cost of layers for documents of `length` tokens.
-
-    Raises ConfigError as `layers_of_stages` does.
+    cost of layers for documents of `length` tokens. Raises ConfigError as `layers_of_stages` does.
     """
     if train.pipeline_parallel_size == 1:
         return [PipelineStageModules.all_of(config)]

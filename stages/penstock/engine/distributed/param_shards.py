@@ -6,7 +6,7 @@ tables, so none of them depends on a layout.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -31,26 +31,21 @@ class TensorShard:
     tensor: str
     """The name in a checkpoint: Hugging Face's, or the adapter's."""
     full_shape: tuple[int, ...]
-    """The shape of the full tensor."""
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     start: int = 0
     """The first local row of the box; `sizes` gives the number of rows."""
     num_copies: int = 1
-    """The number of ranks of one pipeline stage's tensor axis, or of stages, that hold this same
-    box.
-    """
+    """How many ranks of one pipeline stage's tensor axis, or stages, hold this same box."""
     grad_reduce: GradReduceAxis | None = None
     """The ranks over which the gradients of the copies must be summed; None: each is complete."""
 
     @property
     def num_rows(self) -> int:
-        """Rows of the local tensor."""
         return self.sizes[0]
 
     @property
     def numel(self) -> int:
-        """The number of elements of the box."""
         return math.prod(self.sizes)
 
     def view(self, local: torch.Tensor) -> torch.Tensor:
@@ -58,6 +53,12 @@ class TensorShard:
         first = local.dim() - len(self.sizes) + 1
         rows = math.prod(local.shape[:first])
         return local.view(rows, *local.shape[first:]).narrow(0, self.start, self.num_rows)
+
+    def within(self, full: torch.Tensor) -> torch.Tensor:
+        """The box as a view of the full tensor."""
+        for dim, (offset, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):
+            full = full.narrow(dim, offset, size)
+        return full
 
     def restrict_rows(self, first: int, end: int) -> "TensorShard | None":
         """Restrict the shard to local rows `first` to `end`, which become the local tensor."""
@@ -80,10 +81,9 @@ def full_shard(tensor: str, shape: Iterable[int]) -> TensorShard:
 
 @dataclass(frozen=True)
 class LocalParam:
-    """One parameter of this rank, with the checkpoint tensors it holds."""
+    """One parameter of this rank, by its name in the model, and the checkpoint tensors it holds."""
 
     name: str
-    """The name in the model."""
     parameter: nn.Parameter
     shards: tuple[TensorShard, ...]
     """The shards of the local part of the parameter, in order; empty if this rank holds no row."""
@@ -108,9 +108,8 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def rows_here(tensor: torch.Tensor, dims: int) -> tuple[int, int]:
-    """First and end row of this rank's part of a tensor that is flattened to `dims` dimensions.
-
-    All dimensions but the last `dims - 1` are flattened into rows.
+    """First and end row of this rank's part of a tensor, whose dimensions but the last `dims - 1`
+    are flattened into rows.
     """
     within = math.prod(tensor.shape[1 : tensor.dim() - dims + 1])
     if not isinstance(tensor, DTensor):
@@ -134,11 +133,7 @@ def make_local_param(
     """Build a LocalParam from the shards before FSDP; `replica_group` as in LocalParam."""
     shards = tuple(shards)
     if isinstance(parameter, DTensor) and shards:
-        shards = tuple(_within(shards, *rows_here(parameter, len(shards[0].sizes))))
+        first, end = rows_here(parameter, len(shards[0].sizes))
+        cut = [shard.restrict_rows(first, end) for shard in shards]
+        shards = tuple(shard for shard in cut if shard)
     return LocalParam(name, parameter, shards, replica_group)
-
-
-def _within(shards: Iterable[TensorShard], first: int, end: int) -> Iterator[TensorShard]:
-    for shard in shards:
-        if part := shard.restrict_rows(first, end):
-            yield part

@@ -67,26 +67,38 @@ class Pipeline:
             for stage in stages_of_rank(train, index)
         }
         # A separate group: in a shared one, P2P messages would interleave with collectives in a
-        # different order on each rank.
-        # Created by its own ranks: otherwise all would have to create that of each pipeline.
+        # different order on each rank. Created by its own ranks: otherwise all would have to create
+        # that of each pipeline.
         group = dist.new_group(ranks, use_local_synchronization=True)
         assert isinstance(group, dist.ProcessGroup)
         self._group = group
-        self._schedule_run: _ScheduleRun | None = None
+        self._key: tuple[int, int] | None = None
+        self._stages: list[_Stage] = []
+        self._schedule: PipelineScheduleSingle | PipelineScheduleMulti | None = None
 
     def forward_backward(self, calls: Sequence[ModelInputs]) -> torch.Tensor:
-        """Compute the gradients of all micro-batches, accumulated onto existing gradients.
+        """Accumulate the gradients of all micro-batches; an FSDP model reduces them at the end.
 
         All calls must have the same number of tokens. Returns the sum of the last stage's
-        `output_fn` results, detached; 0 on ranks without the last stage. Gradients of an FSDP model
-        are reduced once, at the end.
+        `output_fn` results, detached; 0 on ranks without the last stage.
         """
         key = (len(calls), len(calls[0].position_ids_T))
-        if self._schedule_run is None or self._schedule_run.key != key:
+        if self._schedule is None or self._key != key:
             # Keep only the newest: each owns input and output buffers for every micro-batch.
-            self._schedule_run = None
-            self._schedule_run = self._prepare(*key)
-        return self._schedule_run.step(calls)
+            self._key, self._stages, self._schedule = None, [], None
+            self._key, self._schedule = key, self._build_schedule(*key)
+        for stage in self._stages:
+            stage.calls = calls
+        self._heartbeat.set_phase(BETWEEN_PASSES)
+        losses: list[torch.Tensor] = []
+        # Torch requires a target per micro-batch; `output_fn` has its own labels.
+        targets = torch.empty(len(calls), device="meta")
+        self._schedule.step(target=targets, losses=losses, return_outputs=False)
+        for stage in self._stages:
+            stage.calls = ()
+        if not losses:
+            return torch.zeros((), device=self._device)
+        return torch.stack([loss.detach().float() for loss in losses]).sum()
 
     @torch.no_grad()
     def forward(self, calls: Sequence[ModelInputs]) -> torch.Tensor:
@@ -99,8 +111,14 @@ class Pipeline:
             hidden_TD: torch.Tensor | None = None
             for number, part in zip(self._stage_indices, self._parts, strict=True):
                 inputs = call.input_ids_T
-                if number:
-                    inputs = self._receive(number - 1, hidden_TD, len(call.position_ids_T))
+                if number - 1 in self._stage_indices:
+                    assert hidden_TD is not None
+                    inputs = hidden_TD
+                elif number:
+                    # A stage computes in `computes_in`, so its output has that dtype.
+                    shape = self._shape(len(call.position_ids_T))
+                    inputs = torch.empty(shape, dtype=self._dtype, device=self._device)
+                    dist.recv(inputs, self._rank_by_stage[number - 1], group=self._group)
                 with self._autocast(), call.in_context():
                     args = inputs, call.position_ids_T, call.segments, call.output_fn
                     output = part(*args, **call.extra_args)
@@ -146,7 +164,6 @@ class Pipeline:
             gradients[0].add_(self._exchange(local_grad).to(gradients[0].device))
 
     def _exchange(self, local_grad: torch.Tensor) -> torch.Tensor:
-        """Exchange a tensor with the rank at the other end."""
         last = self._num_stages - 1
         peer = self._rank_by_stage[last if 0 in self._stage_indices else 0]
         received = torch.empty_like(local_grad)
@@ -158,22 +175,12 @@ class Pipeline:
             message.wait()
         return received
 
-    def _receive(
-        self, stage: int, own_output: torch.Tensor | None, num_tokens: int
-    ) -> torch.Tensor:
-        """The output of `stage`, from this rank or another."""
-        if stage in self._stage_indices:
-            assert own_output is not None
-            return own_output
-        # A stage computes in `computes_in`, so its output has that dtype.
-        hidden_TD = torch.empty(self._shape(num_tokens), dtype=self._dtype, device=self._device)
-        dist.recv(hidden_TD, self._rank_by_stage[stage], group=self._group)
-        return hidden_TD
-
     def _shape(self, num_tokens: int) -> tuple[int, int]:
         return num_tokens // self._tp_share, self._width
 
-    def _prepare(self, num_calls: int, num_tokens: int) -> "_ScheduleRun":
+    def _build_schedule(
+        self, num_calls: int, num_tokens: int
+    ) -> PipelineScheduleSingle | PipelineScheduleMulti:
         # With given shapes torch does not run the model on dummy data to infer them.
         ids_T = torch.empty(num_tokens, dtype=torch.int64, device="meta")
         hidden_TD = torch.empty(
@@ -181,7 +188,7 @@ class Pipeline:
         )
         loss = torch.empty((), device="meta", requires_grad=True)
         last = self._num_stages - 1
-        stages = [
+        self._stages = [
             _Stage(
                 part,
                 number,
@@ -193,9 +200,18 @@ class Pipeline:
             )
             for number, part in zip(self._stage_indices, self._parts, strict=True)
         ]
-        for stage in stages:
+        for stage in self._stages:
             stage.autocast, stage.heartbeat = self._autocast, self._heartbeat
-        return _ScheduleRun((num_calls, num_tokens), stages, self._train)
+        # Losses are sums already divided by the token count of the step, so do not average them.
+        settings: dict[str, Any] = {
+            "n_microbatches": num_calls,
+            "loss_fn": lambda loss, _target: loss,
+            "scale_grads": False,
+        }
+        kind = get_schedule_class(self._train.pipeline_parallel_schedule)
+        if issubclass(kind, PipelineScheduleSingle):
+            return kind(self._stages[0], **settings)
+        return kind(self._stages, **settings)
 
 
 class _Stage(PipelineStage):
@@ -247,41 +263,3 @@ class _Stage(PipelineStage):
         # A stage without trainable parameters outputs tensors that need no gradient, but the next
         # stage sends a gradient all the same.
         return output if output.requires_grad else output.requires_grad_()
-
-
-class _ScheduleRun:
-    """A schedule for a fixed number of micro-batches and tokens."""
-
-    def __init__(self, key: tuple[int, int], stages: list[_Stage], train: TrainConfig) -> None:
-        self.key = key
-        self._stages = stages
-        kind = get_schedule_class(train.pipeline_parallel_schedule)
-        # Losses are sums already divided by the token count of the step, so do not average them.
-        settings: dict[str, Any] = {
-            "n_microbatches": key[0],
-            "loss_fn": _identity_loss,
-            "scale_grads": False,
-        }
-        self._schedule: PipelineScheduleSingle | PipelineScheduleMulti
-        if issubclass(kind, PipelineScheduleSingle):
-            self._schedule = kind(stages[0], **settings)
-        else:
-            self._schedule = kind(stages, **settings)
-
-    def step(self, calls: Sequence[ModelInputs]) -> torch.Tensor:
-        losses: list[torch.Tensor] = []
-        for stage in self._stages:
-            stage.calls = calls
-        self._stages[0].heartbeat.set_phase(BETWEEN_PASSES)
-        # Torch requires a target per micro-batch; `output_fn` has its own labels.
-        targets = torch.empty(len(calls), device="meta")
-        self._schedule.step(target=targets, losses=losses, return_outputs=False)
-        for stage in self._stages:
-            stage.calls = ()
-        if not losses:
-            return torch.zeros((), device=self._stages[0].device)
-        return torch.stack([loss.detach().float() for loss in losses]).sum()
-
-
-def _identity_loss(loss: torch.Tensor, _target: torch.Tensor) -> torch.Tensor:
-    return loss

@@ -15,10 +15,8 @@ from penstock.core.errors import ConfigError
 
 
 def virtual_stages(train: TrainConfig) -> int:
-    """Virtual stages per rank: the setting, or the schedule's minimum.
-
-    Raises ConfigError for a number that the schedule cannot run.
-    """
+    """Virtual stages per rank: the setting, or the schedule's minimum. Raises ConfigError for a
+    number that the schedule cannot run."""
     schedule, written = train.pipeline_parallel_schedule, train.pipeline_parallel_virtual_stages
     if schedule not in INTERLEAVED + V_SHAPED:
         if written not in (None, 1):
@@ -46,25 +44,24 @@ def virtual_stages(train: TrainConfig) -> int:
     return written
 
 
-def rank_stages(schedule: PipelineSchedule, num_ranks: int, virtual: int, index: int) -> list[int]:
+def stages_of_rank(train: TrainConfig, index: int) -> list[int]:
     """The stages of the rank at `index` in its pipeline, in order.
 
     Looped schedules take every `num_ranks`-th stage; V-shaped ones one stage on the way down and
     one on the way up.
     """
-    if schedule in V_SHAPED:
+    num_ranks = train.pipeline_parallel_size
+    if train.pipeline_parallel_schedule in V_SHAPED:
         return [index, 2 * num_ranks - 1 - index]
-    return [index + num_ranks * round_index for round_index in range(virtual)]
+    return [index + num_ranks * round_index for round_index in range(virtual_stages(train))]
 
 
 def layers_of_stages(train: TrainConfig, costs: Sequence[int], further: int = 0) -> list[range]:
     """The layers of every stage, given the cost of each layer; equal costs for a split by count.
 
     `further` layers after these predict further tokens, with the head once more each: the last
-    stage has them all.
-
-    Raises ConfigError for a list that does not split these layers, and for an empty stage between
-    the first and the last.
+    stage has them all. Raises ConfigError for a list that does not split these layers, and for an
+    empty stage between the first and the last.
     """
     num_layers, num_stages = len(costs), train.pipeline_parallel_size * virtual_stages(train)
     split = train.pipeline_parallel_split
@@ -86,7 +83,16 @@ def layers_of_stages(train: TrainConfig, costs: Sequence[int], further: int = 0)
             "  Write pipeline_parallel_split: uniform, or leave the weights out."
         )
     else:
-        firsts = _check_split(split, num_layers, num_stages)
+        firsts = split
+        if len(firsts) != num_stages or firsts[-1] > num_layers:
+            even = _split_evenly(num_layers, num_stages, 1, 1)
+            example = [sum(even[:stage]) for stage in range(num_stages)]
+            raise ConfigError(
+                f"train.pipeline_parallel_split {firsts} does not name the first layer of each of"
+                f" {num_stages} stages in a model of {num_layers} layers.\n"
+                f"  Write {num_stages} numbers of at most {num_layers}, for example {example}, or"
+                " uniform."
+            )
         idle = f"train.pipeline_parallel_split {split} of"
     layers = [range(*bounds) for bounds in pairwise([*firsts, num_layers])]
     empty = [stage for stage, layer_range in enumerate(layers[:-1]) if stage and not layer_range]
@@ -146,19 +152,6 @@ def _split_by_cost(costs: tuple[int, ...], stages: int, before: int, after: int)
     return [end - start for start, end in pairwise([0, *bounds])]
 
 
-def _check_split(firsts: list[int], num_layers: int, num_stages: int) -> list[int]:
-    if len(firsts) != num_stages or firsts[-1] > num_layers:
-        even = _split_evenly(num_layers, num_stages, 1, 1)
-        example = [sum(even[:stage]) for stage in range(num_stages)]
-        raise ConfigError(
-            f"train.pipeline_parallel_split {firsts} does not name the first layer of each of"
-            f" {num_stages} stages in a model of {num_layers} layers.\n"
-            f"  Write {num_stages} numbers of at most {num_layers}, for example {example}, or"
-            " uniform."
-        )
-    return firsts
-
-
 def schedule_accepts(schedule: PipelineSchedule, num_ranks: int, micro_batches: int) -> bool:
     """Whether the schedule can run a step of so many micro-batches.
 
@@ -177,34 +170,15 @@ def schedule_accepts(schedule: PipelineSchedule, num_ranks: int, micro_batches: 
 
 def describe_pipeline(train: TrainConfig, costs: Sequence[int], further: int = 0) -> str:
     """A one-line description of the pipeline, including inferred values."""
-    virtual = virtual_stages(train)
-    layers = " | ".join(
-        _format_layers(layer_range) for layer_range in layers_of_stages(train, costs, further)
-    )
-    chosen = (
-        " (the schedule's minimum)"
-        if virtual > (train.pipeline_parallel_virtual_stages or 1)
-        else ""
-    )
+    virtual, layers = virtual_stages(train), list[str]()
+    for stage in layers_of_stages(train, costs, further):
+        first_and_last = f"{stage[0]}-{stage[-1]}" if len(stage) > 1 else str(stage.start)
+        layers.append(first_and_last if stage else "none")
+    is_chosen = virtual > (train.pipeline_parallel_virtual_stages or 1)
+    chosen = " (the schedule's minimum)" if is_chosen else ""
     return (
         f"pipeline: {train.pipeline_parallel_schedule} on {train.pipeline_parallel_size} ranks x "
-        f"{virtual} stages{chosen}, layers {layers}"
-    )
-
-
-def _format_layers(layers: range) -> str:
-    if not layers:
-        return "none"
-    return f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else str(layers[0])
-
-
-def stages_of_rank(train: TrainConfig, index: int) -> list[int]:
-    """The stages of the rank at `index` in its pipeline, from the settings."""
-    return rank_stages(
-        train.pipeline_parallel_schedule,
-        train.pipeline_parallel_size,
-        virtual_stages(train),
-        index,
+        f"{virtual} stages{chosen}, layers {' | '.join(layers)}"
     )
 
 

@@ -28,7 +28,6 @@ class ProcessInfo:
     world_size: int
     device: torch.device
     heartbeat: Heartbeat = field(default_factory=Heartbeat, compare=False)
-    """Where this rank reports its current phase."""
 
     @property
     def is_main_process(self) -> bool:
@@ -36,19 +35,16 @@ class ProcessInfo:
         return self.rank == 0
 
     def all_reduce_sum(self, value: torch.Tensor) -> torch.Tensor:
-        """All-reduce: the sum of `value` over all ranks, in place."""
         with self.heartbeat.waiting():
             dist.all_reduce(value, op=dist.ReduceOp.SUM)
         return value
 
     def all_reduce_max(self, value: torch.Tensor) -> torch.Tensor:
-        """All-reduce: the elementwise maximum of `value` over all ranks, in place."""
         with self.heartbeat.waiting():
             dist.all_reduce(value, op=dist.ReduceOp.MAX)
         return value
 
     def any_rank(self, flag: bool) -> bool:
-        """Whether `flag` is set on any rank; the same result on all ranks."""
         return bool(self.max_over_ranks(flag)[0])
 
     def max_over_ranks(self, *values: int) -> list[int]:
@@ -59,14 +55,13 @@ class ProcessInfo:
             return marks.tolist()
 
     def all_gather(self, value: T) -> list[T]:
-        """All-gather each rank's `value`, in rank order."""
+        """Each rank's `value`, in rank order."""
         gathered = [value] * self.world_size
         with self.heartbeat.waiting():
             dist.all_gather_object(gathered, value)
         return gathered
 
     def barrier(self) -> None:
-        """Barrier over all ranks."""
         with self.heartbeat.waiting():
             dist.barrier()
 
@@ -112,7 +107,6 @@ def init_process_group(
 
 
 def _set_cuda_backends() -> None:
-    """Override PyTorch's defaults for CUDA."""
     # On Hopper scaled_dot_product_attention selects its cuDNN backend, which builds an execution
     # plan for each new input shape (70 ms on an H200): for each new document length of packed rows,
     # and in decoding for each length of the KV cache.

@@ -11,7 +11,7 @@ T tokens of this rank, S received tokens; N query heads, K key and value heads, 
 # pyright: reportIncompatibleMethodOverride=false
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -53,11 +53,8 @@ class RingStep:
 
     distance: int
     send: range
-    """The tokens of this rank whose keys and values are sent; nothing if empty."""
     recv_count: int
-    """The number of tokens whose keys and values are received."""
     parts: tuple[AttentionBlock, ...]
-    """Attention to the received keys; empty if no query sees them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,16 +70,11 @@ class RingSegments(VarlenMetadata):
     of other ranks lie in between.
     """
     doc_lengths: tuple[int, ...]
-    """The document lengths of the packed sequence."""
     size: int
-    """The size of the ring."""
     index: int
-    """This rank's index in it."""
     spans: tuple[Span, ...] | None
     """How far the tokens are seen if documents are trees with branches."""
     bidirectional: tuple[Run, ...]
-    """The bidirectional runs of the packed sequence."""
-    _by_window: dict[int, "RingSegments"] = field(default_factory=dict, repr=False)
 
     def with_window(self, window: int | None) -> "RingSegments":
         """The segments under a sliding window of `window` tokens (the query's own included);
@@ -90,18 +82,17 @@ class RingSegments(VarlenMetadata):
         """
         if window is None or window >= max(self.doc_lengths):
             return self
-        if window not in self._by_window:
+        if ("window", window) not in self.memo:
             ring_rank = self.size, self.index, self.cu_seqlens.device
             masks = {"spans": self.spans, "bidirectional": self.bidirectional}
             windowed = ring_segments(self.doc_lengths, *ring_rank, window=window, **masks)
-            self._by_window[window] = windowed
-        return self._by_window[window]
+            self.memo["window", window] = windowed
+        return self.memo["window", window]
 
     def unsharded(self) -> VarlenMetadata:
         """The documents of the packed sequence, for a rank with all tokens; cached."""
         if "unsharded" not in self.memo:
-            documents = VarlenMetadata.of(self.doc_lengths, self.cu_seqlens.device)
-            self.memo["unsharded"] = documents
+            self.memo["unsharded"] = VarlenMetadata.of(self.doc_lengths, self.cu_seqlens.device)
         return self.memo["unsharded"]
 
     def in_chunks(self, size: int) -> "RingSegments":
@@ -144,9 +135,7 @@ def ring_segments(
     transfers: list[tuple[int, range, list[KVRange]]] = [(0, range(0), kv_ranges_for(me, me))]
     for distance in range(1, size):
         # For all ranks: the distances must be the same on each.
-        if any(
-            kv_ranges_for(tokens, rank_tokens[tokens.index - distance]) for tokens in rank_tokens
-        ):
+        if any(kv_ranges_for(rank, rank_tokens[rank.index - distance]) for rank in rank_tokens):
             send = _all_keys(kv_ranges_for(rank_tokens[(index + distance) % size], me))
             transfers.append((distance, send, kv_ranges_for(me, rank_tokens[index - distance])))
     all_ranges = [need for *_, ranges in transfers for need in ranges]
@@ -155,10 +144,11 @@ def ring_segments(
     rectangles = iter(Rectangle.several(sizes, device, reaches=reaches))
 
     def parts(ranges: Sequence[KVRange], first_key: int) -> tuple[AttentionBlock, ...]:
-        return tuple(
-            AttentionBlock(need.queries, _shifted(need.keys, by=first_key), next(rectangles))
-            for need in ranges
-        )
+        blocks: list[AttentionBlock] = []
+        for need in ranges:
+            keys = range(need.keys.start - first_key, need.keys.stop - first_key)
+            blocks.append(AttentionBlock(need.queries, keys, next(rectangles)))
+        return tuple(blocks)
 
     # Own keys are numbered by position, received keys by arrival.
     [(*_, local_ranges), *remote] = transfers
@@ -189,10 +179,6 @@ def _all_keys(ranges: Sequence[KVRange]) -> range:
     if not ranges:
         return range(0)
     return range(min(need.keys.start for need in ranges), max(need.keys.stop for need in ranges))
-
-
-def _shifted(numbers: range, *, by: int) -> range:
-    return range(numbers.start - by, numbers.stop - by)
 
 
 class Ring:
@@ -247,10 +233,8 @@ class Ring:
     def start_transfer(
         self, x: torch.Tensor | None, by: int, like: torch.Tensor, recv_count: int
     ) -> "P2PTransfer":
-        """Start the P2P transfer of a ring step.
-
-        Sends `x` to the rank `by` ahead, and receives `recv_count` rows, shaped like those of
-        `like`, from the rank as far behind.
+        """Start to send `x` to the rank `by` ahead, and to receive `recv_count` rows, shaped like
+        those of `like`, from the rank as far behind.
         """
         operations: list[dist.P2POp] = []
         received = None
@@ -271,33 +255,33 @@ class P2PTransfer:
 
     works: list[dist.Work]
     sent: torch.Tensor | None
-    """The sent tensor, kept alive until completion."""
+    """Kept alive until completion."""
     received: torch.Tensor | None
 
     def wait(self) -> torch.Tensor | None:
-        """Wait for completion and return the received tensor."""
         for work in self.works:
             work.wait()
         return self.received
 
 
-class _KVPrefetcher:
-    """Iterate over received keys and values; the next transfer overlaps with attention to these."""
+def _receive_kv(
+    ring: Ring, steps: Sequence[RingStep], kv_T2KH: torch.Tensor
+) -> Iterator[tuple[RingStep, torch.Tensor | None]]:
+    """The keys and values of each step; its transfer overlaps with attention to those before."""
 
-    def __init__(self, ring: Ring, steps: Sequence[RingStep], kv_T2KH: torch.Tensor) -> None:
-        self.ring, self.steps, self.kv_T2KH = ring, steps, kv_T2KH
-        self._transfers = [self._start(step) for step in steps[:1]]
+    def start(step: RingStep) -> P2PTransfer:
+        send = kv_T2KH[_to_slice(step.send)] if step.send else None
+        return ring.start_transfer(send, step.distance, kv_T2KH, step.recv_count)
 
-    def __iter__(self) -> Iterator[tuple[RingStep, torch.Tensor | None]]:
-        for step, following in zip(self.steps, (*self.steps[1:], None), strict=True):
-            transfer = self._transfers.pop()
+    def receive(transfers: list[P2PTransfer]) -> Iterator[tuple[RingStep, torch.Tensor | None]]:
+        for step, following in zip(steps, (*steps[1:], None), strict=True):
+            transfer = transfers.pop()
             if following:
-                self._transfers.append(self._start(following))
+                transfers.append(start(following))
             yield step, transfer.wait()
 
-    def _start(self, step: RingStep) -> P2PTransfer:
-        send = self.kv_T2KH[_to_slice(step.send)] if step.send else None
-        return self.ring.start_transfer(send, step.distance, self.kv_T2KH, step.recv_count)
+    # The first one starts now, before the caller attends to its own keys.
+    return receive([start(step) for step in steps[:1]])
 
 
 class _RingAttention(torch.autograd.Function):
@@ -325,7 +309,7 @@ class _RingAttention(torch.autograd.Function):
         attend = block.backend(backend)
         # One message for both.
         kv_T2KH = torch.stack((k_TKH, v_TKH), dim=1)
-        incoming = _KVPrefetcher(ring, segments.steps, kv_T2KH)
+        incoming = _receive_kv(ring, segments.steps, kv_T2KH)
         y_TNH, lse_TN = attend(q_TNH, k_TKH, v_TKH, segments, scale, window, soft_cap)
         # Each merge rounds the output, so it is summed in a wider dtype.
         y_TNH, lse_TN = y_TNH.to(_accum_dtype(q_TNH)), lse_TN.contiguous()
@@ -356,10 +340,9 @@ class _RingAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy_TNH: torch.Tensor) -> tuple[Any, ...]:
         q_TNH, kv_T2KH, y_TNH, lse_TN, sinks_N = ctx.saved_tensors
-        segments, scale, ring = ctx.segments, ctx.scale, ctx.ring
-        soft_cap = ctx.soft_cap
+        segments, scale, ring, soft_cap = ctx.segments, ctx.scale, ctx.ring, ctx.soft_cap
         gradients = block_backward.backend(ctx.backend)
-        incoming = _KVPrefetcher(ring, segments.steps, kv_T2KH)
+        incoming = _receive_kv(ring, segments.steps, kv_T2KH)
         k_TKH, v_TKH = kv_T2KH.unbind(1)
         local_inputs = (q_TNH, k_TKH, v_TKH, y_TNH, lse_TN, segments)
         dq, dk, dv = gradients(dy_TNH, *local_inputs, scale, ctx.window, soft_cap)

@@ -26,9 +26,7 @@ class LayoutSuggestion:
     field: str
     value: Any
     distance: float
-    """The distance from the current value: log2 of the ratio of sizes; 1 or more for another
-    choice.
-    """
+    """From the current value: log2 of the ratio of sizes; 1 or more for another choice."""
     is_written: bool
     """Whether the user wrote the current value, instead of leaving the default."""
 
@@ -46,13 +44,12 @@ def suggest_change(
     """
 
     def size(changes: tuple[LayoutSuggestion, ...]) -> float:
-        extra = (
+        return sum(
             NOT_BLAMED * (change.field not in blamed)
             + WRITTEN * change.is_written
             + change.distance
             for change in changes
         )
-        return sum(extra)
 
     by_field: dict[str, list[LayoutSuggestion]] = {}
     for change in sorted(candidates, key=lambda change: size((change,))):
@@ -73,13 +70,12 @@ def suggest_change(
 
 def format_suggestion(values: Values, before: str = "\n  Write ") -> str:
     """The change as a sentence: `Write a: 1 and b: 2.`; empty if there is none."""
-    written = [f"{name}: {_yaml(value)}" for name, value in values.items()]
-    if not written:
+    if not values:
         return ""
+    written = [
+        f"{name}: {value if isinstance(value, str) else json.dumps(value)}"
+        for name, value in values.items()
+    ]
     *most, last = written
     listed = f"{', '.join(most)} and {last}" if most else last
     return f"{before}{listed}."
-
-
-def _yaml(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)

@@ -42,7 +42,7 @@ from penstock.models.layers.norm import GatedRMSNorm, RMSNorm
 from penstock.models.layers.positions import PositionTable
 from penstock.models.layers.quantized_linear import QuantizedMatrix
 from penstock.models.layers.router import Router
-from penstock.models.tp_roles import Roles
+from penstock.models.tp_roles import ParallelStyle, Roles, find_parallel_style
 from penstock.models.vision.tower import VisionTower
 from penstock_kernels.sparse_attention import HeadSharing
 
@@ -51,7 +51,6 @@ REDUCE_DTYPES: Mapping[str | None, ReduceDtype] = {
     "bf16": torch.bfloat16,
     "fp32": torch.float32,
 }
-"""The reduction dtype, by `train.tp_reduce_dtype`."""
 
 
 def parallelize_tensor(
@@ -82,7 +81,14 @@ def parallelize_tensor(
     # A list: the loop replaces the parameters.
     for name, parameter in list(model.named_parameters()):
         if not plan.is_in_moe(name):
-            _set_param(model, name, plan.shard(name, parameter.detach()), parameter.requires_grad)
+            parent, _, leaf = name.rpartition(".")
+            shard = plan.shard(name, parameter.detach())
+            local_param = (
+                None
+                if shard is None
+                else nn.Parameter(shard, requires_grad=parameter.requires_grad)
+            )
+            setattr(model.get_submodule(parent), leaf, local_param)
     # `named_parameters` names a shared parameter once: the head still has the whole one.
     if model.is_tied:
         model.tie_weights()
@@ -133,18 +139,9 @@ def reduce_partial_grads(params: Sequence[LocalParam], mesh: Mesh) -> None:
         )
 
 
-def _set_param(
-    model: nn.Module, name: str, shard: torch.Tensor | None, requires_grad: bool
-) -> None:
-    parent, _, leaf = name.rpartition(".")
-    parameter = None if shard is None else nn.Parameter(shard, requires_grad=requires_grad)
-    setattr(model.get_submodule(parent), leaf, parameter)
-
-
 def _vocab_parallel_embedding(
     table: nn.Embedding, first: int, group: dist.ProcessGroup, residual: Residual
 ) -> nn.Embedding:
-    """Build a vocab-parallel embedding from the rows from `first` on."""
     if not isinstance(table, LoraEmbedding):
         return VocabParallelEmbedding(table.get_parameter("weight"), first, group, residual)
     table.lookup = partial(lookup_local_rows, first=first)
@@ -156,7 +153,6 @@ def _vocab_parallel_embedding(
 def _resize(
     module: nn.Linear, weight: str, plan: TensorParallelPlan, group: dist.ProcessGroup
 ) -> None:
-    """Set the layer's feature counts to this rank's."""
     rows, columns = module.out_features, module.in_features
     if isinstance(module.weight, QuantizedMatrix):
         [piece, *_] = plan.shards(weight, tuple(module.weight.shape))
@@ -183,14 +179,17 @@ def _resize(
 
 
 def _update_module(module: nn.Module, name: str, plan: TensorParallelPlan, mesh: Mesh) -> None:
-    """Update a module for its shard: its sizes, offsets and input tokens."""
     group = mesh.group("tensor")
     assert group is not None
+    parts = name.split(".")
+    in_stream = parts[:2] == ["model", "layers"] and not {*PART_NAMES} & {*parts}
+    has_token_share = plan.residual == "split" if in_stream else plan.is_in_moe(name)
     if isinstance(module, nn.Linear) and not plan.is_in_moe(name):
         _resize(module, f"{name}.weight", plan, group)
-    if isinstance(module, Dropout) and _has_sharded_tokens(name, plan):
+    if isinstance(module, Dropout) and has_token_share:
         module.local_token_indices = partial(local_share, group=group)
-    if isinstance(module, RMSNorm) and plan.is_split_norm(name):
+    is_split_norm = find_parallel_style(name, plan.roles) is ParallelStyle.SPLIT_NORM
+    if isinstance(module, RMSNorm) and is_split_norm:
         width = plan.names.native_shape(f"{name}.weight")[0]
         [shard] = plan.shards(f"{name}.weight", (width,))
         module.mean_squares = partial(_mean_squares, features=width * shard.num_copies, group=group)
@@ -224,16 +223,8 @@ def _mean_squares(x_TD: torch.Tensor, features: int, group: dist.ProcessGroup) -
 
 
 def _all_reduce_sum(partial_sums: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The sum over ranks, in place, for tensors without gradients."""
     dist.all_reduce(partial_sums, group=group)
     return partial_sums
-
-
-def _has_sharded_tokens(name: str, plan: TensorParallelPlan) -> bool:
-    """Whether a module receives only this rank's share of a layer's tokens."""
-    parts = name.split(".")
-    in_stream = parts[:2] == ["model", "layers"] and not {*PART_NAMES} & {*parts}
-    return plan.residual == "split" if in_stream else plan.is_in_moe(name)
 
 
 def _tp_forward(
@@ -245,7 +236,6 @@ def _tp_forward(
     residual: Residual,
     reduce_dtype: ReduceDtype,
 ) -> torch.Tensor:
-    """The output of a tensor-parallel module, reduced over all ranks."""
     y_TD = run(module, copy_to_tp_region(x_TD, group, residual, reduce_dtype), *args)
     return reduce_from_tp_region(y_TD, group, residual, reduce_dtype)
 

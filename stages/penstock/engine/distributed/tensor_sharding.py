@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
-from torch import nn
 
 from penstock.adapters.names import LoraParamName, native_name, parse_lora_name
 from penstock.core.errors import CapabilityError
@@ -57,14 +56,10 @@ class TensorParallelPlan:
     names: WeightMap
     roles: Roles
     size: int
-    """The size of the tensor axis."""
     index: int
-    """This rank's index along the tensor axis."""
     residual: Residual
     expert_size: int = 1
-    """The number of expert-parallel ranks."""
     expert_index: int = 0
-    """This rank's index among them."""
     formats: Mapping[str, Format] = field(default_factory=dict[str, Format])
     """The formats of quantized parameters, by their unquantized names."""
     copied: frozenset[str] = frozenset()
@@ -97,7 +92,9 @@ class TensorParallelPlan:
             return (replace(table, num_copies=2),)
         if role in (None, ParallelStyle.REPLICATED):
             [tensor] = self.names.hf_names(name)
-            return (self._replicate(tensor, self._norm_grad_reduce(module)),)
+            # Of the residual stream every rank computes all tokens, or its own (split).
+            within = self.residual == "split" or any(p in PART_NAMES for p in module.split("."))
+            return (self._replicate(tensor, "tensor" if within else None),)
         if role is ParallelStyle.PER_HEAD:
             [tensor] = self.names.hf_names(name)
             sizes = self._shapes[tensor]
@@ -107,11 +104,11 @@ class TensorParallelPlan:
         if role is ParallelStyle.EXPERTS:
             return tuple(self._expert_shards(name))
         if self.is_in_moe(module):
-            return tuple(self._replicated_shards(name))
+            tensors = self.names.hf_names(name)
+            return tuple(_concatenate(self._replicate(tensor, "tensor") for tensor in tensors))
         return tuple(_concatenate(self._linear_shards(name, role)))
 
     def _linear_shards(self, name: str, role: ParallelStyle) -> Iterator[TensorShard]:
-        """The shards of a linear layer or of a norm of its features, which are split."""
         for tensor in self.names.hf_names(name):
             stored, _, leaf = tensor.rpartition(".")
             # Of a weight [out, in]: its rows, or its columns for a row-parallel layer.
@@ -140,8 +137,7 @@ class TensorParallelPlan:
         return spans
 
     def span(self, layer: str, features: int = 0) -> Span:
-        """This rank's features of a checkpoint layer. The last part of its name is enough where
-        all layers have heads of the same size.
+        """This rank's features of a checkpoint layer, or of all, by the last part of the name.
 
         `features` is the total of a feed-forward network or of a token mixer with a state; it is
         not read for other layers.
@@ -203,22 +199,15 @@ class TensorParallelPlan:
             boxes.append(box)
         return torch.cat(boxes) if boxes else None
 
-    def is_split_norm(self, module: str) -> bool:
-        """Whether a norm's features are split."""
-        return find_parallel_style(module, self.roles) is ParallelStyle.SPLIT_NORM
-
     def is_in_moe(self, module: str) -> bool:
-        """Whether a module is part of an MoE layer.
-
-        These are not split: each rank computes them for its own share of the tokens.
-        """
+        """Whether a module is part of an MoE layer, which each rank computes, unsplit, for its own
+        share of the tokens."""
         experts, parts = self.names.config.experts, module.split(".")
         if experts is None or parts[:2] != ["model", "layers"] or parts[3:4] != ["mlp"]:
             return False
         return int(parts[2]) in experts.layers
 
     def _expert_shards(self, name: str) -> Iterator[TensorShard]:
-        """The concatenated tensors of this rank's experts, or its part of one stacked tensor."""
         tensors = self.names.hf_names(name)
         if len(tensors) == 1:
             [tensor] = tensors
@@ -226,26 +215,14 @@ class TensorParallelPlan:
             yield self._shard(tensor, 0, _span(first, self.expert_size, self.expert_index))
             return
         local_experts = shard_range(len(tensors), self.expert_size, self.expert_index)
-        yield from _concatenate(
-            full_shard(tensors[number], self._shapes[tensors[number]]) for number in local_experts
-        )
-
-    def _replicated_shards(self, name: str) -> Iterator[TensorShard]:
-        """Full checkpoint tensors, concatenated."""
-        return _concatenate(
-            self._replicate(tensor, "tensor") for tensor in self.names.hf_names(name)
-        )
+        names = tensors[local_experts.start : local_experts.stop]
+        yield from _concatenate(full_shard(tensor, self._shapes[tensor]) for tensor in names)
 
     @cached_property
     def _shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self.names.hf_shapes()
 
     def _lora_shards(self, factor: LoraParamName, shape: tuple[int, ...]) -> Iterator[TensorShard]:
-        """A LoRA factor under its name in a model without fused projections.
-
-        The LoRA rank dimension is never split. The factor on the other side of the split is
-        replicated, and each rank has a partial sum of its gradient.
-        """
         layer = self.names.hf_layer(factor.hf_module)
         name = native_name(layer, factor.side)
         rows, columns = self._shapes[f"{layer}.weight"]
@@ -253,18 +230,13 @@ class TensorParallelPlan:
             # For an embedding, columns of A are tokens and rows of B are features.
             rows, columns = columns, rows
         is_a = factor.side == "lora_A"
-        if factor.module.startswith(VISION):
-            own = (shape[0], columns) if is_a else (rows, *shape[1:])
-            yield self._replicate(name, "tensor", own)
-            return
         full_shape = (shape[0], columns) if is_a else (rows, *shape[1:])
-        if self.is_in_moe(factor.module):
-            yield self._replicate(name, "tensor", full_shape)
-            return
         role = find_parallel_style(factor.module, self.roles)
         is_rowwise = role in (ParallelStyle.ROWWISE, ParallelStyle.VOCAB)
-        # Columns of A are split in a row-parallel layer, rows of B in a column-parallel one.
-        if is_a is not is_rowwise or role is ParallelStyle.REPLICATED:
+        is_whole = factor.module.startswith(VISION) or self.is_in_moe(factor.module)
+        # Columns of A are split in a row-parallel layer, rows of B in a column-parallel one; the
+        # LoRA rank never. Of the factor on the other side each rank has a part of the gradient.
+        if is_whole or is_a is not is_rowwise or role is ParallelStyle.REPLICATED:
             yield self._replicate(name, "tensor", full_shape)
             return
         spans = self.spans(layer, columns if is_rowwise else rows)
@@ -272,45 +244,29 @@ class TensorParallelPlan:
         yield from shards if is_a else _concatenate(shards)
 
     def _expert_lora_shard(self, factor: LoraParamName, shape: tuple[int, ...]) -> TensorShard:
-        """The LoRA factor of experts.
-
-        A factor per expert is on the expert's rank. A shared factor is on all ranks, and its
-        gradient is summed over ranks that compute other tokens or other experts.
-        """
         name = native_name(factor.hf_module, factor.side)
         if len(shape) == 2:
+            # A shared factor: its gradient is summed over ranks with other tokens or experts.
             return self._replicate(name, "tensor", shape)
         experts = self.names.config.experts
         assert experts is not None
-        local_experts = shard_range(experts.num_experts, self.expert_size, self.expert_index)
-        return TensorShard(
-            name,
-            full_shape=(experts.num_experts, *shape[1:]),
-            offsets=(local_experts.start, 0, 0),
-            sizes=(len(local_experts), *shape[1:]),
-        )
-
-    def _norm_grad_reduce(self, module: str) -> GradReduceAxis | None:
-        within = any(part in PART_NAMES for part in module.split("."))
-        return "tensor" if within else self._grad_reduce_of_stream
-
-    @property
-    def _grad_reduce_of_stream(self) -> GradReduceAxis | None:
-        """Of what every rank computes for its tokens of the residual stream."""
-        return "tensor" if self.residual == "split" else None
+        own = _span(experts.num_experts, self.expert_size, self.expert_index)
+        return self._shard(name, 0, own, (experts.num_experts, *shape[1:]))
 
     def _shard(
         self, tensor: str, dim: int, span: Span, full_shape: tuple[int, ...] | None = None
     ) -> TensorShard:
         full_shape = full_shape or self._shapes[tensor]
-        sizes = [span.count if index == dim else size for index, size in enumerate(full_shape)]
+        offsets, sizes = [0] * len(full_shape), list(full_shape)
+        offsets[dim], sizes[dim] = span.first, span.count
+        grad_reduce = "kv" if span.copies > 1 else None
         return TensorShard(
             tensor,
             full_shape,
-            offsets=tuple(span.first if index == dim else 0 for index in range(len(full_shape))),
-            sizes=tuple(sizes),
+            tuple(offsets),
+            tuple(sizes),
             num_copies=span.copies,
-            grad_reduce="kv" if span.copies > 1 else None,
+            grad_reduce=grad_reduce,
         )
 
     def _replicate(
@@ -362,7 +318,13 @@ def param_shards(
 ) -> Mapping[str, tuple[TensorShard, ...]]:
     """The shards of every parameter, by model name, after `parallelize_tensor`."""
     if not isinstance(model, Decoder):
-        return unsplit_shards(model)
+        # Of the transformers backend: parameters are whole.
+        whole: dict[str, tuple[TensorShard, ...]] = {}
+        for name, parameter in model.named_parameters():
+            factor = parse_lora_name(name)
+            tensor = native_name(factor.hf_module, factor.side) if factor else name
+            whole[name] = (full_shard(tensor, parameter.shape),)
+        return whole
     plan = tp_plan(model, names, mesh, roles=roles, residual=residual)
     return {
         name: plan.shards(name, tuple(parameter.shape))
@@ -370,25 +332,21 @@ def param_shards(
     }
 
 
-def unsplit_shards(model: nn.Module) -> Mapping[str, tuple[TensorShard, ...]]:
-    """The shards of a model of the transformers backend: its parameters, whole."""
-    shards: dict[str, tuple[TensorShard, ...]] = {}
-    for name, parameter in model.named_parameters():
-        factor = parse_lora_name(name)
-        tensor = native_name(factor.hf_module, factor.side) if factor else name
-        shards[name] = (full_shard(tensor, parameter.shape),)
-    return shards
-
-
 def _quantized_shard(shard: TensorShard, leaf: str, format: Format) -> TensorShard:
     """The same box of one component tensor of a quantized matrix.
 
-    Columns are split between quantization groups; with one scale per row they are split anywhere,
-    and every rank with a part of the row has the scale. Raises CapabilityError for a split within a
-    group.
+    Columns are split between quantization groups; with one scale per row they are split anywhere.
+    Raises CapabilityError for a split within a group.
     """
     if len(shard.full_shape) == 3:
-        shard = _rows_of_stack(shard)
+        # Whole experts of a stack [E, K, N] are rows of the matrix [E N, K] that is quantized.
+        experts, columns, rows = shard.full_shape
+        shard = replace(
+            shard,
+            full_shape=(experts * rows, columns),
+            offsets=(shard.offsets[0] * rows, 0),
+            sizes=(shard.sizes[0] * rows, columns),
+        )
     rows, columns = shard.full_shape
     first, count = shard.offsets[1], shard.sizes[1]
     group = format.group or 1
@@ -401,8 +359,8 @@ def _quantized_shard(shard: TensorShard, leaf: str, format: Format) -> TensorSha
         )
     width = format.widths(columns)[leaf]
     before, leaf_width = format.widths(first)[leaf] if first else 0, format.widths(count)[leaf]
-    # One scale for the whole row.
     if leaf_width == width:
+        # One scale for the whole row, which every rank with a part of it has.
         before = 0
     return replace(
         shard,
@@ -410,17 +368,6 @@ def _quantized_shard(shard: TensorShard, leaf: str, format: Format) -> TensorSha
         full_shape=(rows, width),
         offsets=(shard.offsets[0], before),
         sizes=(shard.sizes[0], leaf_width),
-    )
-
-
-def _rows_of_stack(shard: TensorShard) -> TensorShard:
-    """Whole experts of a stack [E, K, N], as rows of the matrix [E N, K] that is quantized."""
-    experts, columns, rows = shard.full_shape
-    return replace(
-        shard,
-        full_shape=(experts * rows, columns),
-        offsets=(shard.offsets[0] * rows, 0),
-        sizes=(shard.sizes[0] * rows, columns),
     )
 
 

@@ -1,8 +1,7 @@
 """Ulysses context parallelism: all-to-all between token shards and head shards.
 
-Ranks that hold some tokens of all heads exchange them for all tokens of some heads.
-
-Attention itself is then the same as on one rank (Jacobs et al. 2023, "DeepSpeed Ulysses").
+Ranks that hold some tokens of all heads exchange them for all tokens of some heads. Attention
+itself is then the same as on one rank (Jacobs et al. 2023, "DeepSpeed Ulysses").
 
 Layers with a recurrent state are run so under ring attention too. A state has to pass through all
 tokens before the next one, so ranks that passed states on would wait for one another, and take as
@@ -17,7 +16,6 @@ features of heads.
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +23,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from penstock.engine.distributed.collectives import all_gather_dim0, reduce_scatter_dim0
+from penstock.engine.distributed.collectives import (
+    all_gather_dim0,
+    apply_collective,
+    reduce_scatter_dim0,
+)
 from penstock.engine.distributed.ring_attention import RingSegments
 from penstock.engine.distributed.zigzag import chunk_order
 from penstock.models.layers.attention import AttentionFn
@@ -44,7 +46,6 @@ class Ulysses:
         self._zigzag = zigzag
 
     def shard(self, x_T: torch.Tensor) -> torch.Tensor:
-        """This rank's consecutive share of all tokens."""
         return x_T.chunk(self.size)[self.index]
 
     def attend(self, inner: AttentionFn) -> AttentionFn:
@@ -79,13 +80,12 @@ class Ulysses:
             if sinks_N is not None:
                 sinks_N = sinks_N.chunk(self.size)[self.index]
             y_TNH = inner(q_TNH, k_TKH, v_TKH, segments, scale, window, sinks_N, soft_cap)
-            return _ToTokens.apply(self, y_TNH)
+            return self._to_tokens(y_TNH)
 
         return over_heads
 
     def run_core(self, mixer: RecurrentMixer) -> Callable[..., torch.Tensor]:
-        """The hook `run_core` of `mixer`: its core for all tokens and this rank's share of the
-        heads."""
+        """The hook `run_core` of `mixer`, for all tokens and this rank's share of the heads."""
 
         def over_heads(core: Callable[..., torch.Tensor], *inputs: Any) -> torch.Tensor:
             *inputs_SF, segments = inputs
@@ -93,6 +93,11 @@ class Ulysses:
                 segments = segments.unsharded()
             blocks = mixer.head_blocks()
             heads = max(count for some in blocks for count, _ in some)
+
+            def of_heads(weight: torch.Tensor, blocks: HeadBlocks) -> torch.Tensor:
+                parts = _by_head(weight, blocks, heads, self.size, dim=0)
+                return torch.cat([p.chunk(self.size)[self.index].flatten(0, 1) for p in parts])
+
             parts = [
                 part
                 for x_SF, some in zip(inputs_SF, blocks, strict=True)
@@ -102,25 +107,22 @@ class Ulysses:
             inputs_TF = [
                 torch.cat([next(received).flatten(1) for _ in some], dim=1) for some in blocks
             ]
-            y_TNH = core(*inputs_TF, segments, partial(self._of_heads, heads=heads))
-            return _ToTokens.apply(self, y_TNH)[:, :heads]
+            y_TNH = core(*inputs_TF, segments, of_heads)
+            return self._to_tokens(y_TNH)[:, :heads]
 
         return over_heads
-
-    def _of_heads(self, weight: torch.Tensor, blocks: HeadBlocks, *, heads: int) -> torch.Tensor:
-        """The rows of this rank's heads."""
-        parts = _by_head(weight, blocks, heads, self.size, dim=0)
-        local_parts = [part.chunk(self.size)[self.index].flatten(0, 1) for part in parts]
-        return torch.cat(local_parts)
 
     def gather(self, x_S: torch.Tensor) -> torch.Tensor:
         """All tokens of what each rank has of its share; without gradients."""
         return all_gather_dim0(x_S, self.group)
 
     def gather_in_sequence(self, x_S: torch.Tensor) -> torch.Tensor:
-        """All tokens of what each rank has of its share, in the order of the sequence. The
-        gradients of all ranks are added."""
-        return _GatherTokens.apply(self, x_S)
+        """The same in the order of the sequence. The gradients of all ranks are added."""
+        return apply_collective(
+            x_S,
+            lambda x_S: _in_sequence(self.gather(x_S), self._zigzag),
+            lambda grad_T: reduce_scatter_dim0(_by_rank(grad_T, self._zigzag), self.group),
+        )
 
     def to_heads(self, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """[S, n, H] of each part, or [S, n], to [T, n / size, H], which are views of one tensor."""
@@ -146,8 +148,12 @@ class Ulysses:
             for x, part in zip(received.split(widths, dim=2), parts, strict=True)
         )
 
+    def _to_tokens(self, y_TNH: torch.Tensor) -> torch.Tensor:
+        return apply_collective(
+            y_TNH, lambda y: self.to_tokens([y])[0], lambda grad: self.to_heads([grad])[0]
+        )
+
     def _exchange(self, x: torch.Tensor) -> torch.Tensor:
-        """All-to-all along the first dimension, one entry per rank."""
         received = torch.empty_like(x)
         dist.all_to_all_single(received, x, group=self.group)
         return received
@@ -163,31 +169,6 @@ class _ToHeads(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         return None, *ctx.ulysses.to_tokens(gradients)
-
-
-class _ToTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, ulysses: Ulysses, part: torch.Tensor) -> torch.Tensor:
-        ctx.ulysses = ulysses
-        return ulysses.to_tokens([part])[0]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        return None, *ctx.ulysses.to_heads([gradient])
-
-
-class _GatherTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, ulysses: Ulysses, x_S: torch.Tensor) -> torch.Tensor:
-        ctx.ulysses = ulysses
-        return _in_sequence(ulysses.gather(x_S), ulysses._zigzag)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        ulysses = ctx.ulysses
-        return None, reduce_scatter_dim0(_by_rank(gradient, ulysses._zigzag), ulysses.group)
 
 
 def _by_head(

@@ -65,18 +65,23 @@ class ModelDims:
     linear: StateLayerConfig | None = None
     """The sizes of layers with a state; None: there are none."""
     published: QuantizationConfig | None = None
-    """The format of its pre-quantized weights."""
 
     @classmethod
     def of(cls, hf: HfConfig) -> "ModelDims":
-        """Read the dimensions.
-
-        Raises:
-            ConfigError: one is missing.
-            CapabilityError: the quantization format is not supported.
-        """
+        """Read the dimensions. Raises ConfigError if one is missing, and CapabilityError for a
+        quantization format that is not supported."""
         hf = language_config(hf)
-        hybrid = _hybrid_config(hf)
+        full_heads: HeadSizes | None = None
+        hybrid: DecoderConfig | None = None
+        # Imported here: a finished run needs no families.
+        if hf.get("model_type") == "gemma4_text":
+            from penstock.models.families.gemma import full_attention_heads  # noqa: PLC0415
+
+            full_heads = full_attention_heads(hf)
+        elif hf.get("model_type") in HYBRID:
+            from penstock.models.families.layers import hybrid_config  # noqa: PLC0415
+
+            hybrid = hybrid_config(hf)
         heads, hidden = (
             config_require(hf, name) for name in ("num_attention_heads", "hidden_size")
         )
@@ -91,27 +96,10 @@ class ModelDims:
             config_require(hf, "vocab_size"),
             next((hf[name] for name in EXPERTS if hf.get(name)), 0),
             config_get(hf, "v_head_dim", config_get(hf, "head_dim", hidden // heads)),
-            _full_attention_heads(hf),
+            full_heads,
             hybrid and hybrid.linear,
             parse_quantization_config(hf),
         )
-
-
-def _full_attention_heads(hf: HfConfig) -> HeadSizes | None:
-    if hf.get("model_type") != "gemma4_text":
-        return None
-    # A finished run needs no families.
-    from penstock.models.families.gemma import full_attention_heads  # noqa: PLC0415
-
-    return full_attention_heads(hf)
-
-
-def _hybrid_config(hf: HfConfig) -> DecoderConfig | None:
-    if hf.get("model_type") not in HYBRID:
-        return None
-    from penstock.models.families.layers import hybrid_config  # noqa: PLC0415
-
-    return hybrid_config(hf)
 
 
 def is_model_parallel(train: TrainConfig) -> bool:
@@ -133,10 +121,7 @@ def tokens_multiple(train: TrainConfig) -> int:
 
 
 def micro_batch_padding(data: DataConfig, train: TrainConfig) -> int:
-    """The padding multiple of micro-batches:
-
-    `data.pad_to_multiple_of`, rounded up to what the layout needs.
-    """
+    """`data.pad_to_multiple_of`, rounded up to what the layout needs."""
     return math.lcm(data.pad_to_multiple_of, tokens_multiple(train))
 
 
@@ -146,13 +131,11 @@ def validate_layout(
     dims: ModelDims | None,
     other_launches: Iterable[LayoutSuggestion],
 ) -> ParallelDims:
-    """Return the valid layout of a run.
+    """Return the valid layout of a run. Raises ConfigError with every violation and the nearest
+    valid layout.
 
     `get_world_size` returns how many processes a run would start, `dims` may be None if the layout
-    does not split the model, and `other_launches` are other numbers of processes that may be
-    suggested.
-
-    Raises ConfigError with every violation and the nearest valid layout.
+    does not split the model, and `other_launches` are other numbers of processes to suggest.
     """
     world = get_world_size(run)
     errors = layout_errors(run, world, dims)
@@ -170,7 +153,10 @@ def validate_layout(
         )
 
     settings = [name for error in errors for name in error.settings]
-    change = suggest_change(_nearby_settings(run, world), accepted, settings, _fallback(run.train))
+    fallback = fallback_dims(run.train)
+    if run.train.sequence_parallel:
+        fallback["train.sequence_parallel"] = False
+    change = suggest_change(_nearby_settings(run, world), accepted, settings, fallback)
     relaunch = suggest_change(other_launches, accepted, settings)
     reasons = "\n".join(f"{error.reason}." for error in errors)
     proposal = format_suggestion(change) + format_suggestion(
@@ -189,62 +175,46 @@ def layout_errors(run: RunConfig, world: int, dims: ModelDims | None) -> list[La
     else:
         errors += _batch_errors(train, parallel_dims)
     if dims:
-        errors += [*_head_errors(train, dims), *_linear_errors(train, dims)]
-        errors += [*_feature_errors(train, dims)]
-        errors += [*_expert_errors(train, dims), *_stage_errors(train, dims)]
-        errors += _quant_group_errors(run, dims)
+        errors += [*_tensor_errors(train, dims), *_expert_errors(train, dims)]
+        errors += [*_stage_errors(train, dims), *_quant_group_errors(run, dims)]
     return [*errors, *_padding_errors(run)]
 
 
-def _head_errors(train: TrainConfig, dims: ModelDims) -> Iterable[LayoutError]:
+def _error(train: TrainConfig, name: str, reason: str) -> LayoutError:
+    return LayoutError(f"train.{name} is {getattr(train, name)}, {reason}", (f"train.{name}",))
+
+
+def _tensor_errors(train: TrainConfig, dims: ModelDims) -> Iterable[LayoutError]:
     heads, keys = dims.num_attention_heads, [dims.num_key_value_heads]
     if own := dims.full_attention_heads:
         keys.append(own.num_key_value_heads)
     tensor, ulysses = train.tensor_parallel_size, train.ulysses_parallel_size
+    reasons: list[str] = []
     if heads % tensor:
-        yield LayoutError(
-            f"train.tensor_parallel_size is {tensor}, and the model's num_attention_heads is "
-            f"{heads}: every rank must get equally many whole heads",
-            ("train.tensor_parallel_size",),
+        reasons.append(
+            f"num_attention_heads is {heads}: every rank must get equally many whole heads"
         )
     elif uneven := [count for count in keys if count % tensor and tensor % count]:
-        yield LayoutError(
-            f"train.tensor_parallel_size is {tensor}, and the model's num_key_value_heads is "
-            f"{uneven[0]}: neither do ranks get equally many of them, nor does each lie on equally "
-            "many ranks",
-            ("train.tensor_parallel_size",),
+        reasons.append(
+            f"num_key_value_heads is {uneven[0]}: neither do ranks get equally many of them, nor "
+            "does each lie on equally many ranks"
         )
     elif heads // tensor % ulysses:
         heads_on_rank = f"a rank has {heads // tensor} of the" if tensor > 1 else "there are"
         owned = f" (tensor_parallel_size {tensor})" if tensor > 1 else ""
-        yield LayoutError(
-            f"train.ulysses_parallel_size is {ulysses}, and {heads_on_rank} {heads} "
-            f"num_attention_heads{owned}: they are shared out whole, equally many to each rank",
-            ("train.ulysses_parallel_size",),
+        yield _error(
+            train,
+            "ulysses_parallel_size",
+            f"and {heads_on_rank} {heads} num_attention_heads{owned}: they are shared out whole, "
+            "equally many to each rank",
         )
-
-
-def _linear_errors(train: TrainConfig, dims: ModelDims) -> Iterable[LayoutError]:
-    if (linear := dims.linear) is None:
-        return
-    tensor = train.tensor_parallel_size
-    if why := linear.why_unsplit(tensor):
-        yield LayoutError(
-            f"train.tensor_parallel_size is {tensor}, and the model's {why}",
-            ("train.tensor_parallel_size",),
-        )
-
-
-def _feature_errors(train: TrainConfig, dims: ModelDims) -> Iterable[LayoutError]:
-    tensor = train.tensor_parallel_size
+    if dims.linear and (why := dims.linear.why_unsplit(tensor)):
+        reasons.append(why)
     for name in ("intermediate_size", "vocab_size"):
-        size = getattr(dims, name)
-        if size < tensor:
-            yield LayoutError(
-                f"train.tensor_parallel_size is {tensor}, and the model's {name} is {size}: some "
-                "rank would get nothing of it",
-                ("train.tensor_parallel_size",),
-            )
+        if (size := getattr(dims, name)) < tensor:
+            reasons.append(f"{name} is {size}: some rank would get nothing of it")
+    for reason in reasons:
+        yield _error(train, "tensor_parallel_size", f"and the model's {reason}")
 
 
 def _quant_group_errors(run: RunConfig, dims: ModelDims) -> Iterable[LayoutError]:
@@ -252,7 +222,15 @@ def _quant_group_errors(run: RunConfig, dims: ModelDims) -> Iterable[LayoutError
     lora, tensor = run.lora, run.train.tensor_parallel_size
     if not lora.enable_qlora or tensor == 1:
         return
-    quantization, unit = _base_quantization(run, dims)
+    # The quantization of base weights, and the multiple at which their columns can be cut.
+    quantization = f"lora.quant_format {lora.quant_format}"
+    if (published := dims.published) and run.model.model_path:
+        quantization = f"as published, {published.format}"
+        # bitsandbytes stores the block size with each matrix; it is hardly ever larger.
+        usual = cut_at("nf4", None) if published.quant_method == "bitsandbytes" else 1
+        unit = published.group_size or usual
+    else:
+        unit = cut_at(lora.quant_format, lora.quant_group_size)
     columns = [("o_proj", dims.num_attention_heads * dims.value_dim)]
     if dims.linear:
         columns.append(dims.linear.output_layer)
@@ -263,37 +241,22 @@ def _quant_group_errors(run: RunConfig, dims: ModelDims) -> Iterable[LayoutError
     for layer, count in columns:
         cuts = [index * count // tensor for index in range(tensor)]
         if any(cut % unit for cut in cuts) and layer not in (lora.exclude_modules or ()):
-            yield LayoutError(
-                f"train.tensor_parallel_size is {tensor}, and cuts the {count} columns of {layer} "
-                f"within groups of {unit} that share a scale ({quantization})",
-                ("train.tensor_parallel_size",),
+            yield _error(
+                run.train,
+                "tensor_parallel_size",
+                f"and cuts the {count} columns of {layer} within groups of {unit} that share a "
+                f"scale ({quantization})",
             )
-
-
-def _base_quantization(run: RunConfig, dims: ModelDims) -> tuple[str, int]:
-    """The quantization of base weights, and the multiple at which their columns can be cut."""
-    lora, published = run.lora, dims.published
-    if published and run.model.model_path:
-        # bitsandbytes stores the block size with each matrix; it is hardly ever larger.
-        usual = cut_at("nf4", None) if published.quant_method == "bitsandbytes" else 1
-        return f"as published, {published.format}", published.group_size or usual
-    quantization = f"lora.quant_format {lora.quant_format}"
-    return quantization, cut_at(lora.quant_format, lora.quant_group_size)
 
 
 def _expert_errors(train: TrainConfig, dims: ModelDims) -> Iterable[LayoutError]:
     size, experts = train.expert_parallel_size, dims.num_experts
     if size > 1 and not experts:
-        yield LayoutError(
-            f"train.expert_parallel_size is {size}, and the model has no experts to share out",
-            ("train.expert_parallel_size",),
-        )
+        reason = "and the model has no experts to share out"
+        yield _error(train, "expert_parallel_size", reason)
     elif experts % size:
-        yield LayoutError(
-            f"train.expert_parallel_size is {size}, and a layer has {experts} experts: every rank "
-            "must get equally many",
-            ("train.expert_parallel_size",),
-        )
+        reason = f"and a layer has {experts} experts: every rank must get equally many"
+        yield _error(train, "expert_parallel_size", reason)
 
 
 def _stage_errors(train: TrainConfig, dims: ModelDims) -> Iterable[LayoutError]:
@@ -311,8 +274,7 @@ def _stage_errors(train: TrainConfig, dims: ModelDims) -> Iterable[LayoutError]:
         # Equal costs: those of the layers do not follow from these dimensions.
         layers_of_stages(train, [1] * dims.num_hidden_layers)
     except ConfigError as error:
-        is_listed = train.pipeline_parallel_split != "uniform"
-        settings = "split" if is_listed else "size"
+        settings = "size" if train.pipeline_parallel_split == "uniform" else "split"
         yield LayoutError(_first_line(error), (f"train.pipeline_parallel_{settings}",))
 
 
@@ -342,13 +304,11 @@ def _padding_errors(run: RunConfig) -> Iterable[LayoutError]:
     multiple = tokens_multiple(train)
     if data.is_non_default("pad_to_multiple_of") and data.pad_to_multiple_of % multiple:
         ring = train.ringattn_parallel_size
+        ulysses, tensor = train.ulysses_parallel_size, train.tensor_parallel_size
         factors = [
             (ring > 1, f"2 x ringattn_parallel_size {ring}"),
-            (
-                train.ulysses_parallel_size > 1,
-                f"ulysses_parallel_size {train.ulysses_parallel_size}",
-            ),
-            (train.sequence_parallel, f"tensor_parallel_size {train.tensor_parallel_size}"),
+            (ulysses > 1, f"ulysses_parallel_size {ulysses}"),
+            (train.sequence_parallel, f"tensor_parallel_size {tensor}"),
         ]
         product = " x ".join(factor for applies, factor in factors if applies)
         yield LayoutError(
@@ -362,33 +322,33 @@ def _nearby_settings(run: RunConfig, world: int) -> list[LayoutSuggestion]:
     """Other values of every setting that a layout depends on, except the number of processes."""
     train = run.train
 
-    def word(name: str, distance: float, value: object) -> LayoutSuggestion:
+    def suggest(name: str, distance: float, value: object) -> LayoutSuggestion:
         return LayoutSuggestion(f"train.{name}", value, distance, name in train.model_fields_set)
 
     suggestions = sizes_near(train, world)
     if train.sequence_parallel:
-        suggestions.append(word("sequence_parallel", 1, False))
+        suggestions.append(suggest("sequence_parallel", 1, False))
     if train.pipeline_parallel_size > 1:
         suggestions += [
             # Another schedule is the last resort: it has a larger bubble or needs more memory.
-            word("pipeline_parallel_schedule", 8 + distance, schedule)
+            suggest("pipeline_parallel_schedule", 8 + distance, schedule)
             for distance, schedule in enumerate(SCHEDULES)
             if schedule != train.pipeline_parallel_schedule
         ]
         now = train.pipeline_parallel_virtual_stages or 1
         suggestions += [
-            word("pipeline_parallel_virtual_stages", abs(math.log2(stages / now)), stages)
+            suggest("pipeline_parallel_virtual_stages", abs(math.log2(stages / now)), stages)
             for stages in (1, 2, 3, 4)
             if stages != now
         ]
         if train.pipeline_parallel_split != "uniform":
-            suggestions.append(word("pipeline_parallel_split", 1, "uniform"))
+            suggestions.append(suggest("pipeline_parallel_split", 1, "uniform"))
     for name, sizes in _nearby_batch_sizes(train, world).items():
         now = getattr(train, name)
         # Another batch size changes the training result, unlike every other suggestion.
         costs = 0 if name == "micro_batch_size" and train.global_batch_size else 1
         suggestions += [
-            word(name, costs + abs(math.log2(size / now)), size)
+            suggest(name, costs + abs(math.log2(size / now)), size)
             for size in sorted(sizes - {0, now})
         ]
     data, needed = run.data, tokens_multiple(train)
@@ -400,13 +360,6 @@ def _nearby_settings(run: RunConfig, world: int) -> list[LayoutSuggestion]:
             if row % size == 0
         ]
     return suggestions
-
-
-def _fallback(train: TrainConfig) -> Values:
-    return {
-        **fallback_dims(train),
-        **({"train.sequence_parallel": False} if train.sequence_parallel else {}),
-    }
 
 
 def _nearby_batch_sizes(train: TrainConfig, world: int) -> dict[str, set[int]]:
@@ -445,5 +398,4 @@ def _with_values(run: RunConfig, values: Values) -> RunConfig:
 
 
 def _first_line(error: ConfigError) -> str:
-    """The first line of an error, without its suggestion."""
     return str(error).partition("\n")[0].rstrip(".")

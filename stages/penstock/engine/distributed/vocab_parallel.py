@@ -39,16 +39,12 @@ from penstock.losses.token_metrics import Scores, chunked_logits, token_scores
 from penstock_kernels.cross_entropy import SoftmaxStats, VocabShard
 
 Logits = Literal["divided", "gathered"]
-"""Whether the loss is computed from each rank's own logits, or from gathered logits on every rank.
-"""
+"""Whether the loss is computed from each rank's own logits, or from gathered ones on every rank."""
 
 
 class SumLossFn(Protocol):
-    """Function that computes `scale` times the summed cross-entropy.
-
-    The arguments are final hidden states, head and labels [T].
-
-    The result is the same on all ranks of the group. Hidden states are [T, D], or a share of them
+    """Function from final hidden states, head and labels [T] to `scale` times the summed
+    cross-entropy, the same on all ranks of the group. Hidden states are [T, D], or a share of them
     with a split residual stream.
     """
 
@@ -64,21 +60,17 @@ class SumLossFn(Protocol):
 
 
 LogProbsFn = Callable[[torch.Tensor, nn.Module, torch.Tensor | Labels], torch.Tensor]
-"""Function from final hidden states, head and labels [T] to the labels' log-probs [T], the same on
-all ranks of the group, with gradients; labels [T, K] give [T, K].
-"""
+"""Function from final hidden states, head and labels [T] to the labels' log-probs [T], with
+gradients; labels [T, K] give [T, K]. Like the next two, the same on all ranks of the group."""
 
 TokenScoresFn = Callable[[torch.Tensor, nn.Module, torch.Tensor | Labels], Scores]
-"""Function from final hidden states, head and labels [T] to the scores of each trained token, the
-same on all ranks of the group.
-"""
+"""Function from final hidden states, head and labels [T] to the scores of each trained token."""
 
 LogitsFn = Callable[
     [torch.Tensor, nn.Module, torch.Tensor], Iterator[tuple[torch.Tensor, torch.Tensor]]
 ]
 """Function from final hidden states, head and token positions [S] to chunks of positions and their
-full-vocabulary logits [C, V], the same on all ranks of the group.
-"""
+full-vocabulary logits [C, V]."""
 
 
 class VocabParallelEmbedding(nn.Embedding):
@@ -87,7 +79,6 @@ class VocabParallelEmbedding(nn.Embedding):
     def __init__(
         self, rows_WD: nn.Parameter, first: int, group: dist.ProcessGroup, residual: Residual
     ) -> None:
-        """`rows_WD` are the table's rows from `first` on."""
         # On the meta device: the weight that nn.Embedding makes is replaced.
         super().__init__(rows_WD.shape[0], rows_WD.shape[1], device="meta")
         self.weight = rows_WD
@@ -95,9 +86,7 @@ class VocabParallelEmbedding(nn.Embedding):
         self.residual: Residual = residual
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Embeddings of token ids [T]: of all of them, or of this rank's share with a split
-        residual.
-        """
+        """Embeddings of token ids [T]: of all, or of this rank's share with a split residual."""
         return reduce_from_tp_region(
             lookup_local_rows(input, self.weight, self.first), self.group, self.residual
         )
@@ -105,9 +94,11 @@ class VocabParallelEmbedding(nn.Embedding):
 
 def lookup_local_rows(ids_T: torch.Tensor, rows_WF: torch.Tensor, first: int) -> torch.Tensor:
     """Look up token ids in the rows from `first` on; zeros for ids on other ranks."""
-    local_T, is_local_T = _to_local_rows(ids_T, first, rows_WF.shape[0])
+    local_T = ids_T - first
+    elsewhere_T = (local_T < 0) | (local_T >= rows_WF.shape[0])
     # Ids of other ranks look up row 0; the mask also keeps gradients from it.
-    return F.embedding(local_T, rows_WF).masked_fill(~is_local_T[:, None], 0)
+    looked_up_TF = F.embedding(local_T.masked_fill(elsewhere_T, 0), rows_WF)
+    return looked_up_TF.masked_fill(elsewhere_T[:, None], 0)
 
 
 @dataclass(frozen=True)
@@ -147,9 +138,8 @@ class VocabParallelHead:
         def of_labels(
             hidden: torch.Tensor, head: nn.Module, labels_T: torch.Tensor | Labels
         ) -> torch.Tensor:
-            return token_log_probs(
-                *self._head_inputs(hidden, head, loss), labels_T, self._loss(loss)
-            )
+            inputs = self._head_inputs(hidden, head, loss)
+            return token_log_probs(*inputs, labels_T, self._loss(loss))
 
         return of_labels if self._group else partial(token_log_probs, loss=loss)
 
@@ -158,6 +148,10 @@ class VocabParallelHead:
     ) -> TokenScoresFn:
         """`losses.token_metrics.token_scores` for such a model."""
         parallel = replace(self, logits="gathered") if metrics else self
+
+        def max_reduce(numbers: torch.Tensor) -> torch.Tensor:
+            dist.all_reduce(numbers, dist.ReduceOp.MAX, self._group)
+            return numbers
 
         def scored(
             hidden: torch.Tensor, head: nn.Module, labels_T: torch.Tensor | Labels
@@ -168,16 +162,14 @@ class VocabParallelHead:
                 # Of the widest shard: all ranks must cut the tokens into the same chunks.
                 width=parallel._max_shard_size,
                 loss=parallel._loss(loss),
-                max_reduce=self._all_reduce_max if parallel._is_sharded else None,
+                max_reduce=max_reduce if parallel._is_sharded else None,
                 metrics=metrics,
             )
 
         return scored
 
     def full_logits(self, loss: Loss = CROSS_ENTROPY) -> LogitsFn:
-        """`losses.token_metrics.chunked_logits` for such a model, with logits gathered from all
-        ranks and soft-capped.
-        """
+        """`losses.token_metrics.chunked_logits` for such a model, gathered and soft-capped."""
         gathering = replace(self, logits="gathered")
 
         def capped(
@@ -204,7 +196,6 @@ class VocabParallelHead:
 
     @property
     def _max_shard_size(self) -> int:
-        """The largest number of logits per token on a rank."""
         return max(map(len, self._vocab_ranges)) if self._is_sharded else self.size
 
     def _head_inputs(
@@ -234,16 +225,9 @@ class VocabParallelHead:
         )
         return replace(loss, divided=divided)
 
-    def _all_reduce_max(self, numbers: torch.Tensor) -> torch.Tensor:
-        dist.all_reduce(numbers, dist.ReduceOp.MAX, self._group)
-        return numbers
-
 
 def _merge_stats(own: SoftmaxStats, group: dist.ProcessGroup) -> SoftmaxStats:
-    """Merge the softmax statistics of logit shards over the ranks of a group.
-
-    The log-sum-exp of all logits is the log-sum-exp of the ranks' own.
-    """
+    """Merge the softmax statistics of logit shards over the ranks of a group."""
     has_several = own.target.dim() > 1
     target_KC = own.target.t() if has_several else own.target[None]
     totals = [] if own.total is None else [own.total[None]]
@@ -254,11 +238,5 @@ def _merge_stats(own: SoftmaxStats, group: dist.ProcessGroup) -> SoftmaxStats:
     # One rank has a label's logit and the others contribute 0, so the sum is exact.
     sums = [partials.sum(0) for partials in gathered]
     target = torch.stack(sums[: len(target_KC)], 1) if has_several else sums[0]
+    # The log-sum-exp of all logits is the log-sum-exp of the ranks' own.
     return SoftmaxStats(log_sums.logsumexp(0), target, sums[-1] if totals else None)
-
-
-def _to_local_rows(ids: torch.Tensor, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The local row of each id, or 0, and whether this rank holds it."""
-    rows = ids - first
-    is_local = (rows >= 0) & (rows < count)
-    return rows.masked_fill(~is_local, 0), is_local

@@ -9,6 +9,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
 from itertools import pairwise, product
+from operator import attrgetter
 
 from penstock.rows.shared_prefix import Span, first_blind_rows
 
@@ -18,22 +19,18 @@ Run = tuple[int, int]
 
 @dataclass(frozen=True)
 class RankTokens:
-    """The tokens of one rank, numbered in sequence order."""
+    """The tokens of rank `index` of `ring`, two chunks of `chunk` tokens, in sequence order."""
 
     index: int
     ring: int
-    """Ranks that share the packed sequence."""
     chunk: int
-    """Tokens in a chunk."""
 
     @property
     def starts(self) -> tuple[int, int]:
-        """The start of its two chunks in the packed sequence."""
         return self.index * self.chunk, (2 * self.ring - 1 - self.index) * self.chunk
 
     @property
     def chunks(self) -> tuple[range, range]:
-        """Its two chunks as ranges of the packed sequence."""
         first, second = (range(start, start + self.chunk) for start in self.starts)
         return first, second
 
@@ -85,10 +82,7 @@ def local_lengths(
 
 def local_start_rows(spans: Sequence[Span], rank_tokens: RankTokens) -> list[int]:
     """For each token of a rank, the first local index that no longer sees it."""
-    own = [
-        Span(*(rank_tokens.count_before(position) for position in astuple(span))) for span in spans
-    ]
-    return first_blind_rows(own)
+    return first_blind_rows([Span(*map(rank_tokens.count_before, astuple(s))) for s in spans])
 
 
 def local_runs(
@@ -141,7 +135,6 @@ def kv_ranges(
 def _later_in_runs(
     runs: Sequence[Run], query_rank: RankTokens, kv_rank: RankTokens
 ) -> Iterator[KVRange]:
-    """The keys in later chunks of the run of a query."""
     for chunk, kv_chunk in product(query_rank.chunks, kv_rank.chunks):
         if kv_chunk.start < chunk.stop:
             continue
@@ -155,17 +148,12 @@ def _later_in_runs(
 def _document_at(
     position: int, bounds: Sequence[int], spans: Sequence[Span] | None
 ) -> Sequence[Span]:
-    """The spans of the document at this position in the packed sequence."""
     document = bisect_right(bounds, position) - 1
     begin, end = bounds[document : document + 2]
     if spans is None:
         return [Span(begin, end, end)]
-    first, last = (bisect_left(spans, bound, key=_span_begin) for bound in (begin, end))
+    first, last = (bisect_left(spans, bound, key=attrgetter("begin")) for bound in (begin, end))
     return spans[first:last]
-
-
-def _span_begin(span: Span) -> int:
-    return span.begin
 
 
 def _within_window(

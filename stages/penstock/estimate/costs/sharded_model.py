@@ -6,8 +6,12 @@ from typing import Literal
 
 from penstock.adapters.match_targets import TargetLayer
 from penstock.config.schema.run import RunConfig
-from penstock.engine.distributed.parallel_dims import ParallelDims, accumulation_steps
-from penstock.engine.distributed.reshard_policy import ReshardAfter, reshard_policy
+from penstock.engine.distributed.parallel_dims import (
+    ParallelDims,
+    ReshardAfter,
+    accumulation_steps,
+    reshard_policy,
+)
 from penstock.engine.distributed.validate_layout import micro_batch_padding
 from penstock.engine.trainable import adapted, trainable_params
 from penstock.estimate.costs.vision import VisionWork
